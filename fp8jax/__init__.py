@@ -1,0 +1,15 @@
+"""fp8jax: training large JAX models in 8 bits."""
+
+from importlib import metadata as _metadata
+
+from fp8jax import recipes as recipes
+from fp8jax.core import formats as formats
+from fp8jax.core.qtensor import QTensor as QTensor
+from fp8jax.core.qtensor import quantize as quantize
+from fp8jax.core.recipe import Recipe as Recipe
+from fp8jax.core.spec import QuantSpec as QuantSpec
+from fp8jax.optim.compressed_adamw import compressed_adamw as compressed_adamw
+from fp8jax.optim.compressed_adamw import scale_by_compressed_adam as scale_by_compressed_adam
+from fp8jax.optim.moments import state_bytes as state_bytes
+
+__version__ = _metadata.version("fp8jax")

@@ -1,0 +1,90 @@
+"""Statistics over blocks of an array, and block values spread back over it.
+
+A granularity is a block shape: an entire tensor, one group along an axis, a square of the last two axes. Blocks are
+counted from the start of each dimension of the global shape, and the last block of a dimension may be short.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+
+def counts(shape: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
+    """Number of blocks along each dimension; at least one, also of an empty dimension."""
+    return tuple(max(1, -(-n // b)) for n, b in zip(shape, blocks, strict=True))
+
+
+def reduce(x: Array, blocks: Sequence[int], op: Callable[..., Array], initial: float) -> Array:
+    """Reduces each block of `x` to one value.
+
+    Args:
+        x: array of any rank.
+        blocks: block length along each dimension of `x`.
+        op: `jnp.max` or `jnp.min`.
+        initial: the neutral element of `op`; pads short blocks.
+
+    Returns:
+        Array of the rank of `x`, with `counts(x.shape, blocks)` entries along each dimension.
+    """
+    padding, split, axes = [], [], []
+    for n, b, count in zip(x.shape, blocks, counts(x.shape, blocks), strict=True):
+        if b == 1:
+            split.append(n)
+            padding.append((0, 0))
+            continue
+        b = n if count == 1 else b
+        padding.append((0, count * b - n))
+        split += [count, b]
+        axes.append(len(split) - 1)
+    if any(after for _, after in padding):
+        x = jnp.pad(x, padding, constant_values=initial)
+    return op(x.reshape(split), axis=tuple(axes), initial=initial).reshape(counts(x.shape, blocks))
+
+
+def spread(values: Array, shape: Sequence[int], blocks: Sequence[int]) -> Array:
+    """Repeats each block's value over its block: the inverse of `reduce`, broadcastable against `shape`."""
+    for axis, (n, b) in enumerate(zip(shape, blocks, strict=True)):
+        count = values.shape[axis]
+        if count == 1 or b == 1:
+            continue
+        repeated = (*values.shape[: axis + 1], b, *values.shape[axis + 1 :])
+        values = jnp.broadcast_to(jnp.expand_dims(values, axis + 1), repeated)
+        values = values.reshape(*repeated[:axis], count * b, *repeated[axis + 2 :])
+        values = jax.lax.slice_in_dim(values, 0, n, axis=axis)
+    return values
+
+
+def partition(spec: PartitionSpec, shape: Sequence[int], mesh_shape: dict[str, int]) -> PartitionSpec:
+    """The sharding of block values: that of the array, replicated where the block count does not divide."""
+    entries = []
+    for n, entry in zip(shape, spec, strict=False):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        entries.append(entry if n % math.prod(mesh_shape[a] for a in names) == 0 else None)
+    return PartitionSpec(*entries)
+
+
+def explicit_axes(x: Array) -> dict[str, int]:
+    """Names and sizes of the Explicit mesh axes in the type of `x`; empty outside `jax.set_mesh` of such a mesh."""
+    mesh = jax.typeof(x).sharding.mesh
+    return {name: mesh.shape[name] for name in mesh.explicit_axes}
+
+
+def on_logical_array(fn: Callable[..., tuple[Array, ...]], x: Array, *args: Array, like: Sequence[Sequence[int]]) -> tuple:
+    """Calls `fn(x, *args)` on global arrays, also under an Explicit mesh, where splitting a sharded axis is no operation.
+
+    Args:
+        fn: a function of global arrays.
+        x: the array whose sharding the results follow.
+        *args: further arrays.
+        like: the shapes of the results, each of the rank of `x`.
+    """
+    axes = explicit_axes(x)
+    if not axes:
+        return fn(x, *args)
+    spec = jax.typeof(x).sharding.spec
+    out = tuple(partition(spec, shape, axes) for shape in like)
+    return jax.sharding.auto_axes(fn, axes=tuple(axes), out_sharding=out)(x, *args)

@@ -1,0 +1,274 @@
+"""AdamW whose moments are stored in 8 bits, as an optax transformation (COAT, sections 4.1 and 4.2)."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from fp8jax.core import formats
+from fp8jax.core.recipe import Optimizer
+from fp8jax.ops import adamw
+from fp8jax.optim import moments
+
+# NumPy integers, because optax.inject_hyperparams turns arguments that are Python integers into traced arrays.
+GROUP_SIZE = np.int32(128)
+MIN_SIZE = np.int32(4096)
+
+ScalarOrSchedule = float | Array | optax.Schedule
+
+
+class CompressedAdamState(NamedTuple):
+    """State of `compressed_adamw` and `scale_by_compressed_adam`.
+
+    Attributes:
+        count: steps taken, int32 scalar.
+        mu: first moments: the tree of the parameters with a `QTensor` or an array for each.
+        nu: second moments, likewise.
+    """
+
+    count: Array
+    mu: optax.Updates
+    nu: optax.Updates
+
+
+class FusedTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation that can also apply its update itself.
+
+    `step(grads, state, params) -> (params, state)` equals `update` followed by `optax.apply_updates`, without a tree
+    of updates in between: each parameter is read and written once.
+    """
+
+    step: Callable[..., tuple[optax.Params, optax.OptState]]
+
+    def __new__(cls, init: Callable, update: Callable, step: Callable) -> "FusedTransformation":
+        self = super().__new__(cls, init, update)
+        self.step = step
+        return self
+
+
+def scale_by_compressed_adam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    *,
+    mu: str = "e4m3",
+    nu: str = "e4m3",
+    group_size: int | np.integer = GROUP_SIZE,
+    expand: bool = True,
+    min_size: int | np.integer = MIN_SIZE,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Rescales gradients by Adam, with moments stored in 8 bits.
+
+    `optax.scale_by_adam` with other storage: each step decodes the moments, updates them in fp32, and encodes them.
+    Moments are quantized in groups along the last axis, in place, with dynamic range expansion. Parameters with
+    fewer than `min_size` elements, or with a last axis so short that scales would cost 10 % of the codes, keep fp32
+    moments; which do depends on their global shape only.
+
+    Args:
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the root of the second moment; not negative.
+        eps_root: added to the second moment under the root; not negative.
+        mu: storage of the first moment: an 8-bit float format ("e4m3", "e5m2"), or "bf16" or "fp32", which are cast.
+        nu: storage of the second moment, likewise.
+        group_size: elements that share a scale and an exponent.
+        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone.
+        min_size: smallest parameter, in elements, whose moments are quantized.
+
+    Returns:
+        A transformation with state `CompressedAdamState`. Updates have the dtype of the parameters where `update` is
+        given them, else of the gradients.
+
+    Raises:
+        ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
+            parameter.
+        TypeError: at `init`, a parameter is not of a floating dtype.
+
+    Examples:
+        >>> import fp8jax, jax.numpy as jnp, optax
+        >>> tx = optax.chain(fp8jax.scale_by_compressed_adam(b2=0.95), optax.scale_by_learning_rate(1e-3))
+        >>> params = {"w": jnp.ones((64, 128))}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> state[0].mu["w"].codes.dtype
+        dtype(float8_e4m3fn)
+
+    References:
+        Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025.
+    """
+    init, direction = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, min_size)
+
+    def update(
+        updates: optax.Updates, state: CompressedAdamState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, CompressedAdamState]:
+        del extra_args
+        directions, state = direction(updates, state)
+        like = updates if params is None else params
+        return jax.tree.map(lambda d, x: d.astype(x.dtype), directions, like), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def compressed_adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    weight_decay: float = 1e-4,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
+    mu: str = "e4m3",
+    nu: str = "e4m3",
+    group_size: int | np.integer = GROUP_SIZE,
+    expand: bool = True,
+    min_size: int | np.integer = MIN_SIZE,
+) -> FusedTransformation:
+    r"""AdamW with moments stored in 8 bits: about 2.1 bytes a parameter instead of 8.
+
+    `optax.adamw` with other storage; with `mu="fp32", nu="fp32"` and fp32 parameters it gives the same bits.
+
+    Args:
+        learning_rate: step size, or a schedule of the number of steps taken.
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added to the root of the second moment; not negative.
+        eps_root: added to the second moment under the root; not negative.
+        weight_decay: strength of the decoupled weight decay, multiplied by the learning rate.
+        mask: tree of booleans with the structure of the parameters, or a function of the parameters that gives one:
+            which parameters decay. None decays all.
+        mu: storage of the first moment: an 8-bit float format ("e4m3", "e5m2"), or "bf16" or "fp32", which are cast.
+        nu: storage of the second moment, likewise.
+        group_size: elements along the last axis that share a scale and an exponent.
+        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone.
+        min_size: smallest parameter, in elements, whose moments are quantized.
+
+    Returns:
+        A transformation with state `CompressedAdamState`, and `step(grads, state, params) -> (params, state)`, which
+        updates the parameters themselves. Updates have the dtype of the parameters.
+
+    Raises:
+        ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
+            parameter, or no parameters are given.
+        TypeError: at `init`, a parameter is not of a floating dtype.
+
+    A gradient that is NaN or Inf makes its own moments NaN, as in optax; chain `optax.apply_if_finite` around the
+    transformation to skip such steps. So does one beyond 1.8e19, whose square overflows fp32. Under
+    `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.
+
+    Examples:
+        >>> import fp8jax, jax.numpy as jnp, optax
+        >>> tx = optax.chain(optax.clip_by_global_norm(1.0), fp8jax.compressed_adamw(3e-4, weight_decay=0.1))
+        >>> params = {"w": jnp.ones((64, 128))}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(params, state, params)
+        >>> params = optax.apply_updates(params, updates)
+        >>> fp8jax.state_bytes(state)["nu"] / params["w"].size
+        1.046875
+
+    References:
+        Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025;
+        Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
+    """
+    init, direction = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, min_size)
+
+    def updates_fp32(
+        grads: optax.Updates, state: CompressedAdamState, params: optax.Params | None
+    ) -> tuple[optax.Updates, CompressedAdamState]:
+        if params is None:
+            raise ValueError("compressed_adamw needs the parameters: call update(grads, state, params)")
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        decayed = mask(params) if callable(mask) else mask
+        if decayed is None:
+            decayed = jax.tree.map(lambda _: True, params)
+        directions, state = direction(grads, state)
+
+        def descend(decays: bool, d: optax.Updates, p: optax.Updates) -> optax.Updates:
+            if decays:
+                d = jax.tree.map(lambda d, p: d + weight_decay * p.astype(jnp.float32), d, p)
+            return jax.tree.map(lambda d: jnp.asarray(-rate, jnp.float32) * d, d)
+
+        # The mask may be a prefix of the tree of parameters, as in optax.
+        return jax.tree.map(descend, decayed, directions, params), state
+
+    def update(
+        updates: optax.Updates, state: CompressedAdamState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, CompressedAdamState]:
+        del extra_args
+        changes, state = updates_fp32(updates, state, params)
+        return jax.tree.map(lambda u, p: u.astype(p.dtype), changes, params), state
+
+    def step(
+        grads: optax.Updates, state: CompressedAdamState, params: optax.Params
+    ) -> tuple[optax.Params, CompressedAdamState]:
+        changes, state = updates_fp32(grads, state, params)
+        return jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), params, changes), state
+
+    return FusedTransformation(init, update, step)
+
+
+def _adam(
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float,
+    mu: str,
+    nu: str,
+    group_size: int | np.integer,
+    expand: bool,
+    min_size: int | np.integer,
+) -> tuple[Callable, Callable]:
+    """Checks the arguments; returns `init(params)` and `direction(grads, state)` of Adam with stored moments."""
+    for name, value, low, high in (("b1", b1, 0, 1), ("b2", b2, 0, 1), ("eps", eps, 0, np.inf), ("eps_root", eps_root, 0, np.inf)):
+        if not isinstance(value, jax.core.Tracer) and not low <= float(value) < high:
+            raise ValueError(f"{name} must lie in [{low}, {high}), not {value}")
+    size, smallest = (_static(name, n) for name, n in (("group_size", group_size), ("min_size", min_size)))
+    compressed = any(formats.get(name).scaled for name in (mu, nu))
+    storage = Optimizer(mu, nu, size if compressed else None, expand and compressed)
+
+    def init(params: optax.Params) -> CompressedAdamState:
+        if None in (size, smallest):
+            raise ValueError(
+                "group_size and min_size are static: call optax.inject_hyperparams with static_args=('group_size', 'min_size')"
+            )
+        jax.tree_util.tree_map_with_path(_check_floating, params)
+
+        def zeros(moment: str) -> optax.Updates:
+            stored = storage.spec(moment) or formats.get(getattr(storage, moment))
+            return jax.tree.map(lambda p: moments.zeros(p, stored, smallest), params)
+
+        return CompressedAdamState(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu"))
+
+    def direction(grads: optax.Updates, state: CompressedAdamState) -> tuple[optax.Updates, CompressedAdamState]:
+        jax.tree_util.tree_map_with_path(_check_shape, grads, state.mu)
+        count = optax.safe_increment(state.count)
+        adam = adamw.Adam(b1, b2, eps, eps_root, count)
+        directions, mus, nus = adamw.direction(grads, state.mu, state.nu, adam)
+        return directions, CompressedAdamState(count, mus, nus)
+
+    return init, direction
+
+
+def _static(name: str, value: int | np.integer | Array) -> int | None:
+    """A static integer; None for one that `optax.inject_hyperparams` traced, which `update` has no need of."""
+    if isinstance(value, jax.core.Tracer):
+        return None
+    if int(value) != value or value < (1 if name == "group_size" else 0):
+        raise ValueError(f"{name} must be a positive integer, not {value}")
+    return int(value)
+
+
+def _check_floating(path: Any, param: Any) -> None:
+    if not jnp.issubdtype(param.dtype, jnp.floating):
+        where = jax.tree_util.keystr(path) or "the parameter"
+        raise TypeError(f"{where} has dtype {param.dtype}; leave it out with optax.masked or optax.partition")
+
+
+def _check_shape(path: Any, grad: Any, moment: Any) -> None:
+    if grad.shape != moment.shape:
+        where = jax.tree_util.keystr(path) or "the parameter"
+        raise ValueError(f"the gradient of {where} has shape {grad.shape}, but its moments have {moment.shape}")
