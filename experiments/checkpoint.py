@@ -1,0 +1,153 @@
+"""Checkpoints of a training state, written by Orbax and checked leaf by leaf.
+
+Orbax writes atomically (a killed save leaves no checkpoint of that step), in the background, and keeps the newest N. It
+does not notice a flipped byte in an array, and casts silently when a leaf is asked for in another dtype. So each leaf's
+shape, dtype and SHA-256 travel in the checkpoint's metadata, and `restore` compares them.
+
+The state is stored as a flat dict from a leaf's path to its array: any pytree can be saved, and names in messages are
+the names on disk. One process; the whole state passes through its memory.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from experiments.config import UserError
+
+_State = TypeVar("_State")
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Leaves by path, such as `params.layers.mlp.up.kernel`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def digest(array: np.ndarray) -> str:
+    """SHA-256 of dtype, shape and bytes in row-major order."""
+    hasher = hashlib.sha256(f"{array.dtype}{array.shape}".encode())
+    # Extension dtypes (bfloat16, float8) have no buffer interface of their own.
+    hasher.update(np.ascontiguousarray(array).view(np.uint8) if array.ndim and array.size else array.tobytes())
+    return hasher.hexdigest()
+
+
+def _seal(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+class Checkpoints:
+    """The checkpoints of one recipe's run, in one folder. Use as a context manager, or call `close`.
+
+    Args:
+        folder: created where missing.
+        keep: how many of the newest to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder.absolute()
+        self._orbax = ocp.training.Checkpointer(
+            self.folder,
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            cleanup_tmp_directories=True,
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for saves under way."""
+        self._orbax.close()
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        newest = self._orbax.latest
+        return None if newest is None else newest.step
+
+    def save(self, step: int, state: Any, *, loader: dict[str, Any], config: dict[str, Any]) -> None:
+        """Starts a save and returns; the state may be donated or overwritten at once.
+
+        Args:
+            step: steps that the state has seen.
+            state: any pytree of arrays.
+            loader: the data iterator's state, as JSON.
+            config: what must not differ at `restore`, as JSON.
+        """
+        # A copy: a view of a buffer on CPU would change under the background save once the buffer is donated.
+        arrays = {name: np.array(leaf, copy=True) for name, leaf in flatten(state).items()}
+        leaves = {
+            name: {"shape": list(x.shape), "dtype": str(x.dtype), "sha256": digest(x)} for name, x in arrays.items()
+        }
+        meta = {"step": step, "loader": loader, "config": config, "leaves": leaves}
+        # Orbax stores no empty arrays; nothing but their shape needs storing.
+        stored = {name: x for name, x in arrays.items() if x.size}
+        self._orbax.save_checkpointables_async(
+            step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta}
+        )
+
+    def read_meta(self, step: int) -> dict[str, Any]:
+        """What `save` was given beside the state: step, loader, config; and leaves.
+
+        Raises:
+            UserError: the checkpoint's metadata is missing or damaged.
+        """
+        try:
+            meta = dict(self._orbax.metadata(step).custom_metadata)
+            seal = meta.pop("seal")
+        except Exception as error:  # Orbax, JSON and file system raise what they like on damaged files
+            raise self._damaged(step, f"its metadata cannot be read ({_first_line(error)})") from error
+        if seal != _seal(meta):
+            raise self._damaged(step, "its metadata does not match its own digest")
+        return meta
+
+    def restore(self, step: int, abstract: _State) -> tuple[_State, dict[str, Any]]:
+        """The state as it was saved, bit for bit, and the metadata.
+
+        Args:
+            step: an existing checkpoint.
+            abstract: the expected tree, of arrays or ShapeDtypeStructs.
+
+        Raises:
+            UserError: the checkpoint is damaged, or holds other leaves, shapes or dtypes than expected.
+        """
+        meta = self.read_meta(step)
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        wanted = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device) for k, x in flatten(abstract).items()}
+        leaves = meta["leaves"]
+        for name in sorted(set(wanted) ^ set(leaves)):
+            which = "lacks" if name in wanted else "has an unknown leaf"
+            raise UserError(f"checkpoint {self.folder / str(step)} {which} {name}: it is of another model or recipe")
+        for name, leaf in wanted.items():
+            old = f"{leaves[name]['dtype']}{leaves[name]['shape']}"
+            new = f"{leaf.dtype}{list(leaf.shape)}"
+            if old != new:
+                raise UserError(f"checkpoint {self.folder / str(step)}: {name} is {old}, this program expects {new}")
+        try:
+            stored = self._orbax.load_checkpointables(step, {"state": {k: x for k, x in wanted.items() if x.size}})
+        except Exception as error:  # TensorStore raises ValueError, RuntimeError and more
+            raise self._damaged(step, f"Orbax cannot read it ({_first_line(error)})") from error
+        arrays = {k: stored["state"][k] if x.size else jnp.zeros(x.shape, x.dtype) for k, x in wanted.items()}
+        for name, array in arrays.items():
+            if digest(np.asarray(array)) != leaves[name]["sha256"]:
+                raise self._damaged(step, f"the bytes of {name} do not match their digest")
+        return jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values())), meta
+
+    def _damaged(self, step: int, what: str) -> UserError:
+        path = self.folder / str(step)
+        return UserError(
+            f"checkpoint {path} is damaged: {what}. Delete that folder to resume from the one before, "
+            "or start afresh with --resume never"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

@@ -1,0 +1,217 @@
+"""The training program's configuration: frozen dataclasses that `tyro` turns into the command line.
+
+The section that a field stands in says what changing it means. `Data`, `Model` and `Optim` (and the recipe and the
+seed) change the mathematics: a checkpoint made with other values is refused. `Run` only says where, how often and how
+long the program reports: it may change between a start and its resumption.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from experiments.models import sizes
+from experiments.models.llama import LlamaConfig
+
+
+class UserError(Exception):
+    """Something the user can put right. The message is one line that names the value and the fix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Text and how it is cut."""
+
+    data: tuple[str, ...] = ()
+    """Files, folders and globs of UTF-8 text. None: the sources and docs of Python's own standard library."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """Bytes, or byte-pair encoding trained on the training split and saved with the run."""
+    vocab: int = 4096
+    """Vocabulary of the byte-pair encoding; bytes always have 256."""
+    seq_len: int = 256
+    """Tokens of one sequence."""
+    batch: int = 8
+    """Sequences of one step."""
+    valid_fraction: float = 0.05
+    """Share of the text that is kept back for validation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Which Llama. Numbers given here replace the size's own."""
+
+    model: str = "5m"
+    """A size of experiments/models/sizes.py."""
+    layers: int | None = None
+    dim: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    mlp_dim: int | None = None
+    tied: bool = False
+    """Use the embedding table as output head too."""
+
+    def shape(self, vocab: int) -> LlamaConfig:
+        """The Llama that this section asks for.
+
+        Raises:
+            UserError: unknown size, or an impossible shape.
+        """
+        given = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in ("model", "tied")}
+        try:
+            llama = dataclasses.replace(sizes.get(self.model, vocab, tied=self.tied), **given)
+            llama.validate()
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        return llama
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    """AdamW with a linear warm-up and a cosine decay. The recipe says how its state is stored."""
+
+    steps: int = 240
+    lr: float = 2e-3
+    """Peak learning rate."""
+    final_lr: float = 0.1
+    """Learning rate of the last step, as a share of the peak."""
+    warmup: int = 24
+    """Steps of the warm-up."""
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Applied to matrices, not to norms."""
+    clip: float = 1.0
+    """Largest global norm of the gradient."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Where the run lives and how it reports."""
+
+    run: str = "train"
+    """Name of the run: its files are OUT/RUN."""
+    out: Path = Path("runs")
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest checkpoint, if any. never: move an old run of this name aside and start afresh."""
+    log_every: int = 10
+    checkpoint_every: int = 60
+    keep: int = 2
+    """Newest checkpoints that stay on disk."""
+    eval_every: int = 60
+    eval_batches: int = 16
+    """Most validation batches of one evaluation."""
+    sample_tokens: int = 160
+    """Length of the text that the trained model writes at the end, its prompt included; 0 for none."""
+    remat: bool = False
+    """Compute each block's activations again in the backward pass instead of keeping them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train a Llama on text, once per recipe, on the same batches in the same order, and compare."""
+
+    recipe: tuple[str, ...] = ("bf16", "coat_optimizer")
+    """Names of fp8jax.recipes, trained one after the other; the first is the baseline of the comparison."""
+    seed: int = 0
+    """Of the initial parameters, of the order of the batches and of the sampled text."""
+    data: Data = dataclasses.field(default_factory=Data)
+    model: Model = dataclasses.field(default_factory=Model)
+    optim: Optim = dataclasses.field(default_factory=Optim)
+    run: Run = dataclasses.field(default_factory=Run)
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of this run is written."""
+        return self.run.out / self.run.run
+
+    def validate(self) -> None:
+        """Raises UserError that names the first impossible value and the fix."""
+        sections: tuple[tuple[Any, tuple[str, ...], int], ...] = (
+            (self.data, ("seq_len", "batch"), 1),
+            (self.optim, ("steps",), 1),
+            (self.run, ("log_every", "checkpoint_every", "keep", "eval_every", "eval_batches"), 1),
+            (self.optim, ("warmup",), 0),
+            (self.run, ("sample_tokens",), 0),
+            (self, ("seed",), 0),
+        )
+        for section, names, least in sections:
+            for name in names:
+                if getattr(section, name) < least:
+                    raise UserError(f"{flag(name)} must be at least {least}, got {getattr(section, name)}")
+        for name in ("lr", "eps", "clip"):
+            if not 0 < getattr(self.optim, name) < float("inf"):
+                raise UserError(f"{flag(name)} must be positive and finite, got {getattr(self.optim, name)}")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self.optim, name) < 1:
+                raise UserError(f"{flag(name)} must be at least 0 and below 1, got {getattr(self.optim, name)}")
+        if not 0 <= self.optim.final_lr <= 1:
+            raise UserError(f"--final-lr is a share of --lr, from 0 to 1, got {self.optim.final_lr}")
+        if not 0 <= self.optim.weight_decay < float("inf"):
+            raise UserError(f"--weight-decay must be finite and not negative, got {self.optim.weight_decay}")
+        if self.optim.warmup >= self.optim.steps:
+            raise UserError(f"--warmup {self.optim.warmup} must be below --steps {self.optim.steps}")
+        if not 0 < self.data.valid_fraction < 1:
+            raise UserError(f"--valid-fraction must be between 0 and 1, got {self.data.valid_fraction}")
+        if self.data.tokenizer == "bpe" and self.data.vocab < 257:
+            raise UserError(f"--vocab must be at least 257 (256 bytes and a separator), got {self.data.vocab}")
+        if not self.recipe:
+            raise UserError("--recipe needs at least one name")
+        if len(set(self.recipe)) < len(self.recipe):
+            raise UserError(f"--recipe names a recipe twice: {' '.join(self.recipe)}")
+        if not self.run.run or Path(self.run.run).name != self.run.run:
+            raise UserError(f"--run is a name, not a path, got {self.run.run!r}; --out is the folder that runs lie in")
+        self.model.shape(vocab=256)
+
+    def mathematics(self) -> dict[str, Any]:
+        """Every field that changes the numbers, by its name on the command line; the text itself is not among them."""
+        fields = {"seed": self.seed} | dataclasses.asdict(self.data) | dataclasses.asdict(self.model)
+        fields |= dataclasses.asdict(self.optim)
+        # Where the text lies does not matter: its fingerprint is compared instead.
+        del fields["data"]
+        if self.data.tokenizer == "bytes":
+            del fields["vocab"]
+        return fields
+
+
+def flatten_fields(prefix: str, value: Any) -> dict[str, Any]:
+    """Nested dataclasses as one dict: `recipe.optimizer.mu` and so on."""
+    if not dataclasses.is_dataclass(value):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        flat |= flatten_fields(f"{prefix}.{field.name}", getattr(value, field.name))
+    return flat
+
+
+def flag(field: str) -> str:
+    """The command line's spelling of a field."""
+    return "--" + field.replace("_", "-")
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
+    """Compares a stored configuration with today's.
+
+    Raises:
+        UserError: a field differs; names each with its old and new value, and the ways out.
+    """
+    changed = [f"{k} was {saved.get(k)!r}, now {v!r}" for k, v in now.items() if saved.get(k) != v]
+    if changed:
+        raise UserError(
+            f"{where} was made with another configuration: {'; '.join(changed)}. "
+            "Give the old values to resume, a new --run to train beside it, or --resume never to start this run afresh"
+        )
+
+
+def parse(argv: Sequence[str] | None = None) -> Config:
+    """Command line to configuration.
+
+    Raises:
+        SystemExit: the command line does not parse (2), or help was asked for (0).
+        UserError: a value is impossible.
+    """
+    config = tyro.cli(Config, args=argv, prog="python -m experiments.train", config=(tyro.conf.OmitArgPrefixes,))
+    config.validate()
+    return config

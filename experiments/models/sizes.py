@@ -1,0 +1,35 @@
+"""The table of model sizes. To add a size, add a row.
+
+60m to 350m follow the shapes that the low-memory-optimizer literature trains; 1b and 3b are shaped like today's small
+Llamas; 7b and 13b are Llama 2's, 30b is the first Llama's. 5m and 15m are for machines without an accelerator.
+"""
+
+from experiments.models.llama import LlamaConfig
+
+#                dim  layers heads kv_heads mlp_dim
+_TABLE = {
+    "5m": (256, 6, 4, 2, 768),
+    "15m": (384, 8, 6, 3, 1024),
+    "60m": (512, 8, 8, 8, 1376),
+    "125m": (768, 12, 12, 12, 2048),
+    "350m": (1024, 24, 16, 16, 2736),
+    "1b": (2048, 16, 32, 8, 8192),
+    "3b": (3072, 28, 24, 8, 8192),
+    "7b": (4096, 32, 32, 32, 11008),
+    "13b": (5120, 40, 40, 40, 13824),
+    "30b": (6656, 60, 52, 52, 17920),
+}
+
+NAMES = tuple(_TABLE)
+
+
+def get(name: str, vocab: int, *, tied: bool = False) -> LlamaConfig:
+    """The shape of that name with a vocabulary of `vocab`.
+
+    Raises:
+        ValueError: no such size; the message lists those that exist.
+    """
+    if name not in _TABLE:
+        raise ValueError(f"unknown model size {name!r}; the sizes are {', '.join(NAMES)}")
+    dim, layers, heads, kv_heads, mlp_dim = _TABLE[name]
+    return LlamaConfig(vocab, dim, layers, heads, kv_heads, mlp_dim, tied=tied)

@@ -1,0 +1,273 @@
+"""Trains a Llama on text, once per recipe, and compares the recipes: `python -m experiments.train --help`.
+
+    python -m experiments.train --recipe bf16 coat_optimizer --data 'corpus/*.txt' --run NAME
+
+Everything of a run lies in OUT/NAME: config.json, tokenizer.json (byte-pair encoding), loss.png, and for every recipe
+a folder with metrics.jsonl, tensorboard/, checkpoints/ and result.json. The same command goes on where the last one
+ended.
+
+Exit codes: 0 done; 1 loss or gradient not finite; 2 wrong input; 130 and 143 stopped by SIGINT or SIGTERM.
+"""
+
+import dataclasses
+import json
+import platform
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+from rich.text import Text
+
+import fp8jax
+from experiments import data, generate, report
+from experiments.checkpoint import Checkpoints
+from experiments.config import Config, UserError, check_same, flatten_fields, parse
+from experiments.loop import Loop, NotFinite, Stopped, StopSignals, Task, TrainState, decay_mask, schedule
+from experiments.tokenizer import BytePair, Bytes, Tokenizer
+
+_PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line, trains, and returns the exit code."""
+    console = report.make_console()
+    command = shlex.join(["python", "-m", "experiments.train", *(sys.argv[1:] if argv is None else argv)])
+    with StopSignals() as stop:
+        try:
+            run(parse(argv), console, stop)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except NotFinite as error:
+            print(f"stopped: {error}", file=sys.stderr)
+            return 1
+        except Stopped as stopped:
+            name = signal.Signals(stopped.signum).name
+            saved = f"step {stopped.step} is saved" if stopped.step else "no step was lost"
+            again = command.replace(" --resume never", "")
+            print(f"stopped by {name}: {saved}. To resume: {again}", file=sys.stderr)
+            return 128 + stopped.signum
+    return 0
+
+
+def run(config: Config, console: Console, stop: StopSignals) -> list[report.Result]:
+    """Trains every recipe of the configuration in turn and reports.
+
+    Raises:
+        UserError, NotFinite, Stopped: as the names say; their messages are for the user.
+    """
+    recipes = {name: _get_recipe(name) for name in config.recipe}
+    _prepare_folder(config, console)
+    jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
+    stop.check()
+
+    corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
+    tokenizer = _get_tokenizer(config, corpus)
+    tokens = data.encode(corpus, tokenizer, config.data.seq_len)
+    stop.check()
+    shared = config.mathematics() | {"text": tokens.fingerprint}
+    if _has_progress(config.folder):
+        check_same(_read_config(config.folder), shared, config.folder)
+    report.write_json(config.folder / "config.json", shared | {"all": dataclasses.asdict(config)})
+    _print_setup(console, config, corpus, tokens)
+
+    results = []
+    for name, recipe in recipes.items():
+        stop.check()
+        results.append(_train_recipe(config, recipe, config.folder / name, shared, tokens, tokenizer, console, stop))
+    console.print(report.comparison_table(results))
+    metrics = {name: report.read_metrics(config.folder / name / "metrics.jsonl") for name in recipes}
+    report.plot_losses(config.folder / "loss.png", metrics)
+    console.print(f"loss curves: {config.folder / 'loss.png'}   TensorBoard: tensorboard --logdir {config.folder}")
+    return results
+
+
+def _train_recipe(
+    config: Config,
+    recipe: fp8jax.Recipe,
+    folder: Path,
+    shared: dict[str, Any],
+    tokens: data.Tokens,
+    tokenizer: Tokenizer,
+    console: Console,
+    stop: StopSignals,
+) -> report.Result:
+    """Trains one recipe from its newest checkpoint, or from the start; or returns its result where it is finished."""
+    console.rule(f"recipe {recipe.name}", align="left")
+    # Through JSON, as it comes back from a checkpoint.
+    identity = json.loads(json.dumps(shared | flatten_fields("recipe", recipe), default=str))
+    finished = folder / "result.json"
+    if finished.exists():
+        saved = json.loads(finished.read_text())
+        check_same(saved["config"], identity, folder)
+        console.print(f"already trained for {saved['result']['steps']} steps: its result is used as it is")
+        return report.Result(**saved["result"])
+    folder.mkdir(parents=True, exist_ok=True)
+
+    sizes, optim = config.data, config.optim
+    llama = config.model.shape(tokenizer.vocab)
+    task = Task.build(
+        llama,
+        make_optimizer(config, recipe),
+        master=fp8jax.formats.get(recipe.weights.master).dtype,
+        compute=fp8jax.formats.get(recipe.weights.compute).dtype,
+        remat=config.run.remat,
+        seed=config.seed,
+    )
+    abstract = jax.eval_shape(task.init)
+    batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32)
+    compiled = jax.jit(task.step, donate_argnums=0).lower(abstract, batch).compile()
+    _print_plan(console, recipe, task, abstract, compiled)
+
+    with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
+        batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
+        newest = checkpoints.latest()
+        if newest is None:
+            state = jax.jit(task.init)()
+        else:
+            check_same(checkpoints.read_meta(newest)["config"], identity, folder / "checkpoints" / str(newest))
+            state, meta = checkpoints.restore(newest, abstract)
+            batches.set_state(meta["loader"])
+            console.print(f"resuming from step {newest}")
+        log = report.RunLog(
+            folder, console, recipe=recipe.name, resumed=newest or 0, steps=optim.steps, every=config.run.log_every
+        )
+        with log:
+            valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, config.run.eval_batches)
+            loss = jax.jit(task.loss)
+            loop = Loop(compiled, loss, batches, valid, optim, config.run, checkpoints, identity, log, stop)
+            state = loop.run(state)
+    text = _write_text(config, task, state, tokens, tokenizer)
+    result = log.result(count(abstract.params), fp8jax.state_bytes(state.opt_state), text)
+    report.write_json(finished, {"result": dataclasses.asdict(result), "config": identity})
+    if text:
+        console.print(f"{recipe.name} writes:")
+        console.print(Text(text, style="dim"))
+    return result
+
+
+def count(params: Any) -> int:
+    """Number of parameters."""
+    return sum(x.size for x in jax.tree.leaves(params))
+
+
+def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformationExtraArgs:
+    """Clipping by global norm, then the recipe's AdamW with decay on matrices only."""
+    optim = config.optim
+    adamw = recipe.optimizer.build(
+        schedule(optim), b1=optim.b1, b2=optim.b2, eps=optim.eps, weight_decay=optim.weight_decay, mask=decay_mask
+    )
+    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw)
+
+
+def _get_recipe(name: str) -> fp8jax.Recipe:
+    try:
+        return fp8jax.recipes.get(name)
+    except ValueError as error:
+        raise UserError(f"--recipe: {error}") from None
+
+
+def _has_progress(folder: Path) -> bool:
+    """Whether a run has anything to resume: a complete checkpoint, or a finished recipe."""
+    return any(folder.glob("*/result.json")) or any(p.name.isdigit() for p in folder.glob("*/checkpoints/*"))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder / 'config.json'} cannot be read ({error}); start afresh with --resume never"
+        ) from None
+
+
+def _prepare_folder(config: Config, console: Console) -> None:
+    """Makes the run's folder; refuses one of another configuration, moves an old one aside where that is asked for."""
+    folder = config.folder
+    if config.run.resume == "never" and folder.exists():
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
+            number += 1
+        folder.rename(aside)
+        console.print(f"moved the old run to {aside}")
+    if _has_progress(folder):
+        check_same(_read_config(folder), config.mathematics(), folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {config.run.out}: cannot make {folder}: {error.strerror}") from None
+
+
+def _get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
+    """Bytes; or the byte-pair encoding of the run, trained now where the run has nothing to resume."""
+    if config.data.tokenizer == "bytes":
+        return Bytes()
+    path = config.folder / "tokenizer.json"
+    if _has_progress(config.folder):
+        return BytePair.load(path)
+    tokenizer = BytePair.train(corpus.train, config.data.vocab)
+    tokenizer.save(path)
+    return tokenizer
+
+
+def _write_text(config: Config, task: Task, state: TrainState, tokens: data.Tokens, tokenizer: Tokenizer) -> str:
+    """What the model makes of the first tokens of the validation text."""
+    length = min(config.run.sample_tokens, config.data.seq_len)
+    prompt = tokens.valid[: min(24, length // 2)].tolist()
+    if not prompt:
+        return ""
+    key = jax.random.wrap_key_data(state.rng)
+    ids = generate.sample(lambda p, t: nnx.merge(task.graphdef, p)(t), state.params, prompt, length, key)
+    return tokenizer.decode(ids).strip()
+
+
+def _print_setup(console: Console, config: Config, corpus: data.Corpus, tokens: data.Tokens) -> None:
+    for name, section in (("data", config.data), ("model", config.model), ("optim", config.optim), ("run", config.run)):
+        values = {k: v for k, v in dataclasses.asdict(section).items() if v is not None}
+        if name == "data":
+            values["data"] = " ".join(config.data.data) or "the standard library's sources and docs"
+        fields = "  ".join(f"{k}={v}" for k, v in values.items())
+        console.print(f"{name:9}{fields}")
+    console.print(f"{'recipes':9}{' '.join(config.recipe)}  seed={config.seed}")
+    versions = "  ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
+    console.print(f"{'versions':9}python {platform.python_version()}  {versions}")
+    devices = jax.devices()
+    console.print(f"{'device':9}{devices[0].device_kind} ({devices[0].platform}), 1 of {len(devices)} used")
+    skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
+    console.print(
+        f"{'text':9}{corpus.files} files{skipped}; {len(tokens.train):,} tokens to train on, "
+        f"{len(tokens.valid):,} to validate; {config.data.batch * config.data.seq_len:,} tokens a step"
+    )
+    if corpus.skipped:
+        console.print(f"{'':9}skipped: {', '.join(corpus.skipped[:3])}{' ...' if len(corpus.skipped) > 3 else ''}")
+
+
+def _print_plan(console: Console, recipe: fp8jax.Recipe, task: Task, abstract: TrainState, compiled: Any) -> None:
+    parameters = count(abstract.params)
+    console.print(recipe.explain())
+    shape = "  ".join(f"{k}={v}" for k, v in dataclasses.asdict(task.llama).items())
+    console.print(f"{parameters:,} parameters: {shape}")
+    weights = sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(abstract.params))
+    moments = fp8jax.state_bytes(abstract.opt_state)
+    state = {
+        "parameters": weights,
+        "gradients": weights,
+        "first moment": moments["mu"],
+        "second moment": moments["nu"],
+        "other optimizer state": moments["other"],
+    }
+    console.print(report.memory_table(state, parameters, compiled.memory_analysis()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
