@@ -1,0 +1,292 @@
+"""Times and checks the FP8 products of one GPU in one process: XLA, torch (where importable) and our kernels' tiles.
+
+    python -m experiments.bench.tune_matmul --shapes all --out results/matmul.json
+    python -m experiments.bench.tune_matmul --shapes tune --sweep
+
+Every implementation of a shape is compiled first (in parallel), then all are timed in turn, several rounds, so that
+clocks and temperature favour none; a figure is the median round. One JAX program multiplies several operand sets, larger
+together than the L2 cache, so that neither its dispatch nor cached operands are measured; torch runs the same sets.
+Each result is compared with float64 on a sample of rows and columns; an implementation that fails is reported as such.
+
+Predicted before the first run (ratios): ours per tensor and row-wise 0.97 to 1.03 of the better of cuBLASLt and torch;
+1x128 by 128x128 1.15 to 1.25 of torch's own; folded in registers 0.90 of per tensor; exact per 32 0.42, and as a bf16
+product of decoded codes 0.49.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.hopper import Tile
+from pallas_kernels.matmul_block_mosaic import matmul_block
+from pallas_kernels.matmul_mosaic import matmul
+from pallas_kernels.matmul_mx_mosaic import matmul_mx
+
+try:
+    import torch
+except ImportError:
+    torch = None  # type: ignore[assignment]
+
+SHAPES = [
+    (8192, 8192, 8192), (2048, 7168, 4096), (16384, 4096, 4096), (4096, 7168, 16384), (4096, 4096, 8192),
+    (4096, 2048, 7168), (4096, 24576, 1536), (16384, 22016, 4096), (16384, 4096, 11008),
+]  # fmt: skip
+SETS = {"all": SHAPES, "tune": SHAPES[:3], "one": SHAPES[:1]}
+L2_BYTES = 50 << 20
+E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
+NT = (((1,), (1,)), ((), ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One implementation: its function of an operand set's arrays, which of them it takes, and what it is measured by."""
+
+    name: str
+    kind: str
+    function: Callable[..., Any]
+    takes: tuple[str, ...]
+    framework: str = "jax"
+
+
+def operands(m: int, n: int, k: int, seed: int) -> dict[str, jax.Array]:
+    """Normal data with scales of every granularity; all of them exact powers of two or fp32, and never all equal."""
+    keys = jax.random.split(jax.random.key(seed), 7)
+    uniform = functools.partial(jax.random.uniform, minval=0.5, maxval=2.0)
+    a = (jax.random.normal(keys[0], (m, k)) * 32).astype(E4M3)
+    b = (jax.random.normal(keys[1], (n, k)) * 32).astype(E4M3)
+    return {
+        "a": a, "b": b, "a16": a.astype(BF16), "b16": b.astype(BF16), "s": jnp.asarray(0.5, F32),
+        "row": uniform(keys[2], (m,)), "column": uniform(keys[3], (n,)),
+        "a_group": uniform(keys[4], (m, k // 128)), "b_group": uniform(keys[5], (n, k // 128)),
+        "b_block": uniform(keys[5], (n // 128, k // 128)),
+        "exponent": 127 - jax.random.randint(keys[6], (m, k // 32), 0, 4).astype(jnp.uint8),
+    }  # fmt: skip
+
+
+def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """The product of `kind` at these rows and columns, in float64."""
+    wide = lambda name, index: np.asarray(x[name][index].astype(F32), np.float64)
+    a, b = wide("a", rows), wide("b", cols)
+    if kind in ("block", "wgrad"):
+        a = a * np.repeat(wide("a_group", rows), 128, 1)
+        b = b * np.repeat(wide("b_group", cols) if kind == "wgrad" else wide("b_block", cols // 128), 128, 1)
+    if kind == "mx":
+        a = a * np.repeat(2.0 ** (wide("exponent", rows) - 127), 32, 1)
+    out = a @ b.T
+    if kind == "tensor":
+        out = out * 0.5
+    if kind in ("row", "mx"):
+        out = out * wide("row", rows)[:, None]
+    return out * wide("column", cols) if kind == "row" else out
+
+
+def xla_arms() -> Iterator[Arm]:
+    dot = functools.partial(lax.dot_general, dimension_numbers=NT)
+
+    def tensor(a: Any, b: Any, s: Any) -> Any:
+        return dot(a.astype(BF16) * s.astype(BF16), b.astype(BF16) * jnp.ones((), BF16), preferred_element_type=BF16)
+
+    def row(a: Any, b: Any, r: Any, c: Any) -> Any:
+        return (dot(a, b, preferred_element_type=F32) * r[:, None] * c).astype(BF16)
+
+    def decoded(a: Any, b: Any, e: Any, r: Any) -> Any:
+        scale = lax.bitcast_convert_type(e.astype(jnp.uint16) << 7, BF16)
+        a16 = (a.astype(BF16).reshape(*e.shape, 32) * scale[:, :, None]).reshape(a.shape)
+        return (dot(a16, b.astype(BF16), preferred_element_type=F32) * r[:, None]).astype(BF16)
+
+    yield Arm("xla bf16", "bf16", functools.partial(dot, preferred_element_type=BF16), ("a16", "b16"))
+    yield Arm("xla fp8 tensor", "tensor", tensor, ("a", "b", "s"))
+    yield Arm("xla fp8 row", "row", row, ("a", "b", "row", "column"))
+    yield Arm("xla mx decoded to bf16", "mx", decoded, ("a", "b", "exponent", "row"))
+
+
+def torch_arms() -> Iterator[Arm]:
+    def scaled(a: Any, b: Any, sa: Any, sb: Any, fast: bool) -> Any:
+        return torch._scaled_mm(a, b.t(), scale_a=sa, scale_b=sb, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    fast = functools.partial(scaled, fast=True)
+    yield Arm("torch tensor", "tensor", fast, ("a", "b", "t_s", "t_one"), "torch")
+    yield Arm("torch row", "row", fast, ("a", "b", "t_row", "t_column"), "torch")
+    yield Arm(
+        "torch 1x128/128x128", "block", functools.partial(scaled, fast=False), ("a", "b", "t_group", "t_block"), "torch"
+    )
+
+
+def our_arms(sweep: bool) -> Iterator[Arm]:
+    plain = [Tile(), Tile(128, 128, "N")]
+    block = [(Tile(64, 192), 192), (Tile(64, 192, cluster="M"), 192), (Tile(64, 128, stages=6, cluster="M"), 128)]
+    column = [(Tile(64, 128, stages=6), 128), (Tile(64, 128, stages=6, cluster="M"), 128)]
+    registers, exact = [Tile()], [Tile(64, 128)]
+    if sweep:
+        plain += [Tile(overlap=True), Tile(cluster="M"), Tile(cluster="N"), Tile(raster=4), Tile(raster=16),
+                  Tile(64, 192), Tile(64, 192, cluster="M"), Tile(64, 128, stages=6, cluster="M"),
+                  Tile(128, 128, "N", cluster="M"), Tile(128, 128, "N", cluster="N")]  # fmt: skip
+        block += [(Tile(64, 192), 64), (Tile(64, 192, cluster="N"), 192), (Tile(64, 128, stages=6), 128),
+                  (Tile(64, 128, stages=6, cluster="N"), 128), (Tile(64, 192, cluster="M"), 64)]  # fmt: skip
+        column += [(Tile(64, 128, stages=6, cluster="M"), 64)]
+        registers += [Tile(cluster="M"), Tile(cluster="N")]
+        exact += [Tile(64, 128, stages=6), Tile(64, 128, stages=6, cluster="M")]
+    for t in plain:
+        yield Arm(
+            f"ours tensor {label(t)}", "tensor", lambda a, b, s, t=t: matmul(a, b, scale=s, tile=t), ("a", "b", "s")
+        )
+    for t in plain[:2]:
+        yield Arm(f"ours row {label(t)}", "row",
+                  lambda a, b, r, c, t=t: matmul(a, b, row_scale=r, column_scale=c, tile=t),
+                  ("a", "b", "row", "column"))  # fmt: skip
+    for t, w in block:
+        yield Arm(f"ours block {label(t)} w{w}", "block",
+                  lambda a, b, sa, sb, t=t, w=w: matmul_block(a, b, sa, sb, tile=t, width=w),
+                  ("a", "b", "a_group", "b_block"))  # fmt: skip
+    for t, w in column:
+        yield Arm(f"ours wgrad {label(t)} w{w}", "wgrad",
+                  lambda a, b, sa, sb, t=t, w=w: matmul_block(a, b, sa, sb, tile=t, width=w),
+                  ("a", "b", "a_group", "b_group"))  # fmt: skip
+    for mode, tiles in (("registers", registers), ("exact", exact)):
+        for t in tiles:
+            yield Arm(f"ours mx {mode} {label(t)}", "mx",
+                      lambda a, b, e, r, t=t, mode=mode: matmul_mx(a, b, e, mode=mode, row_scale=r, tile=t),
+                      ("a", "b", "exponent", "row"))  # fmt: skip
+
+
+def label(t: Tile) -> str:
+    text = f"{t.rows}x{t.cols}{t.split} s{t.stages} r{t.raster}{t.raster_axis}"
+    return text + (f" c{t.cluster}" if t.cluster else "") + (" ov" if t.overlap else "")
+
+
+def torch_operands(x: dict[str, jax.Array]) -> dict[str, Any]:
+    """The same arrays for torch, with scales in the layouts that its block-wise product asks for."""
+
+    def move(v: jax.Array) -> Any:
+        if v.dtype == E4M3:
+            return torch.from_numpy(np.asarray(v).view(np.uint8)).cuda().view(torch.float8_e4m3fn)
+        return torch.from_numpy(np.array(v)).cuda()
+
+    steps = x["b_block"].shape[1]
+    padded = torch.zeros(x["b_block"].shape[0], -(-steps // 4) * 4, device="cuda")
+    padded[:, :steps] = move(x["b_block"])
+    return {
+        "a": move(x["a"]), "b": move(x["b"]), "t_s": move(x["s"]), "t_one": torch.ones((), device="cuda"),
+        "t_row": move(x["row"])[:, None], "t_column": move(x["column"])[None],
+        "t_group": move(x["a_group"]).t().contiguous().t(), "t_block": padded[:, :steps].t(),
+    }  # fmt: skip
+
+
+def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: float) -> list[dict[str, Any]]:
+    m, n, k = shape
+    copies = min(6, max(3, math.ceil(3 * L2_BYTES / (m * k + n * k))))
+    make = jax.jit(operands, static_argnums=(0, 1, 2))
+    sets = [make(m, n, k, seed) for seed in range(copies)]
+    torch_sets = [torch_operands(x) for x in sets] if any(a.framework == "torch" for a in arms) else []
+    rows, cols = np.arange(0, m, max(m // 48, 1)), np.arange(0, n, max(n // 48, 1))
+    results, ready = [], []
+
+    def build(arm: Arm) -> Callable[..., Any]:
+        return (
+            arm.function
+            if arm.framework == "torch"
+            else jax.jit(arm.function).lower(*[sets[0][t] for t in arm.takes]).compile()
+        )
+
+    start = time.time()
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        futures = [pool.submit(build, arm) for arm in arms]
+    print(f"{shape}: compiled in {time.time() - start:.0f} s", flush=True)
+    wanted = {kind: oracle(kind, sets[0], rows, cols) for kind in {a.kind for a in arms}}
+    for arm, future in zip(arms, futures, strict=True):
+        source = torch_sets if arm.framework == "torch" else sets
+        try:
+            call, args = future.result(), [[x[t] for t in arm.takes] for x in source]
+            out = call(args)[0]
+            sample = out[rows][:, cols]
+            sample = sample.float().cpu().numpy() if arm.framework == "torch" else np.asarray(sample.astype(F32))
+            error = float(np.linalg.norm(sample - wanted[arm.kind]) / np.linalg.norm(wanted[arm.kind]))
+            finish = (lambda _: torch.cuda.synchronize()) if arm.framework == "torch" else jax.block_until_ready
+            ready.append((arm, call, args, error, finish))
+        except Exception as problem:
+            print(f"  {arm.name}: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
+            results.append({"case": "x".join(map(str, shape)), "impl": arm.name, "metric": "failed", "value": None,
+                            "unit": f"{type(problem).__name__}", "baseline": None, "ratio": None})  # fmt: skip
+
+    def run(entry: Any, repeats: int) -> float:
+        _, call, args, _, finish = entry
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            out = call(args)
+        finish(out)
+        return (time.perf_counter() - begin) / repeats / copies
+
+    repeats = [max(4, int(burst / copies / max(run(e, 3), 1e-6))) for e in ready]
+    times = [[run(e, r) for e, r in zip(ready, repeats, strict=True)] for _ in range(rounds)]
+    rate = {e[0].name: 2 * m * n * k / float(np.median([t[i] for t in times])) / 1e12 for i, e in enumerate(ready)}
+    for arm, _, _, error, _ in ready:
+        rivals = {
+            a: r
+            for a, r in rate.items()
+            if not a.startswith("ours") and any(x.name == a and x.kind == arm.kind for x in arms)
+        }
+        baseline = max(rivals, key=rivals.__getitem__) if rivals else "xla bf16"
+        case = "x".join(map(str, shape))
+        ratio = rate[arm.name] / rate[baseline] if baseline in rate else None
+        results.append({"case": case, "impl": arm.name, "metric": "rate", "value": round(rate[arm.name], 1),
+                        "unit": "TFLOP/s", "baseline": baseline, "ratio": ratio and round(ratio, 3)})  # fmt: skip
+        results.append({"case": case, "impl": arm.name, "metric": "error", "value": error, "unit": "relative to float64",
+                        "baseline": None, "ratio": None})  # fmt: skip
+        print(
+            f"  {arm.name:42s} {rate[arm.name]:7.0f}  x{ratio or 0:.3f} of {baseline:24s} err {error:.1e}", flush=True
+        )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", choices=SETS, default="all")
+    parser.add_argument("--sweep", action="store_true", help="every candidate tile, not only the chosen ones")
+    parser.add_argument("--only", default="", help="substring of the implementations to run, alternatives with |")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--burst", type=float, default=0.02, help="seconds of one round of one implementation")
+    parser.add_argument("--limit", type=float, default=480, help="seconds after which no further shape is started")
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        sys.exit(f"this benchmark needs a GPU, found {device.device_kind}; it never falls back")
+    arms = [*xla_arms(), *(torch_arms() if torch is not None else []), *our_arms(options.sweep)]
+    arms = [a for a in arms if not options.only or any(word in a.name for word in options.only.split("|"))]
+    start, rows = time.time(), []
+    for shape in SETS[options.shapes]:
+        if time.time() - start > options.limit:
+            print(f"{shape}: not measured, the time limit is reached")
+            continue
+        rows += measure(shape, arms, options.rounds, options.burst)
+    record = {
+        "bench": "matmul", "device": device.device_kind, "command": " ".join(sys.argv), "rows": rows,
+        "versions": {"jax": jax.__version__, "python": platform.python_version(), "torch": torch.__version__ if torch else None},
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump(record, file, indent=1)
+    print(f"total {time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

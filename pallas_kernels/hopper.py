@@ -1,0 +1,423 @@
+"""The part that every Hopper matrix product shares: tiles, loads, the K loop and the epilogue.
+
+A kernel launches one thread block per multiprocessor. Each block walks over output tiles; a memory warpgroup streams
+128-deep slices of both operands into a ring of shared-memory stages by TMA, and two compute warpgroups multiply them
+and write their half of the tile. The ring runs on across tiles, so that the next tile's loads overlap this one's
+epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which fp32
+accumulators it hands to the epilogue.
+
+Any M, N and K: TMA fills what lies outside an operand with zeros and drops what lies outside the output. Only the
+16-byte granularity of TMA asks for copies: K not a multiple of 16 pads the operands, an output row that is not a
+multiple of 16 bytes is written padded and sliced.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+K_STEP = 128
+COMPUTE_GROUPS = 2
+MEMORY_REGISTERS = 40
+COMPUTE_REGISTERS = 232
+FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+OUT_DTYPES = (jnp.bfloat16, jnp.float32)
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+Interpret = plgpu.InterpretGPUParams | None
+Parts = Sequence[tuple[int, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a product is cut: tuning only, never the result (up to the order of fp32 sums inside one tile).
+
+    Attributes:
+        rows, cols: output tile of one compute warpgroup; rows a multiple of 64, cols a multiple of 64 up to 256.
+        split: the dimension along which the two warpgroups divide the block's tile.
+        stages: depth of the shared-memory ring.
+        raster: width of the band of tiles, along `raster_axis`, that blocks walk together (locality in L2).
+        cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
+        overlap: leave a product in flight while waiting for the next stage.
+    """
+
+    rows: int = 64
+    cols: int = 256
+    split: Literal["M", "N"] = "M"
+    stages: int = 4
+    raster: int = 8
+    raster_axis: Literal["M", "N"] = "N"
+    cluster: Literal["M", "N"] | None = None
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows % 64 or self.cols % 64 or not 64 <= self.cols <= 256:
+            raise ValueError(f"tile {self.rows}x{self.cols}: rows and cols must be multiples of 64, cols at most 256")
+
+    @property
+    def block_rows(self) -> int:
+        return self.rows * (COMPUTE_GROUPS if self.split == "M" else 1)
+
+    @property
+    def block_cols(self) -> int:
+        return self.cols * (COMPUTE_GROUPS if self.split == "N" else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What happens to the fp32 accumulator: out = acc * scale * row[:, None] * column[None, :] + bias + residual.
+
+    Attributes:
+        scale: fp32, shape (). row: fp32 (M,). column: fp32 (N,). bias: (N,). residual: (M, N). None leaves a term out.
+    """
+
+    scale: jax.Array | None = None
+    row: jax.Array | None = None
+    column: jax.Array | None = None
+    bias: jax.Array | None = None
+    residual: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one warpgroup sees of the current tile: offsets into the product and slices of a stage."""
+
+    row: jax.Array
+    col: jax.Array
+    stage_rows: Any
+    stage_col: jax.Array | int
+    group: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One 128-deep slice of the block's operands in shared memory."""
+
+    a_block: Any
+    b_block: Any
+    share: Share
+    empty: Any
+    index: jax.Array
+    tile: Tile
+
+    def a(self, depth: slice | Any = slice(None)) -> Any:
+        """The warpgroup's rows of a, (rows, depth)."""
+        return self.a_block.at[self.share.stage_rows, depth]
+
+    def b(self, first: int = 0, size: int | None = None, depth: slice | Any = slice(None)) -> Any:
+        """Columns `first` to `first + size` of the warpgroup's share of b, as (depth, size)."""
+        columns = pl.ds(self.share.stage_col + first, size or self.tile.cols)
+        return self.b_block.at[columns, depth].transpose((1, 0))
+
+    def release(self, back: int = 0) -> None:
+        """Hands the stage, or the one `back` slices earlier, back to the memory warpgroup."""
+        plgpu.barrier_arrive(self.empty.at[lax.rem(self.index - back, self.tile.stages)])
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+def covered(size: int, block: int, clustered: bool) -> int:
+    """Rows or columns that whole tiles cover, at least `size`."""
+    return round_up(size, block * (2 if clustered else 1))
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the device that is compiled for: the mesh's, the default GPU's, or an H200's 132."""
+    if abstract := jax.sharding.get_abstract_mesh().abstract_device:
+        return int(abstract.num_cores or 132)
+    device = jax.devices()[0]
+    return int(device.core_count) if device.platform == "gpu" else 132
+
+
+def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    if x.shape[axis] >= size:
+        return x
+    return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
+
+
+def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any) -> None:
+    """Raises TypeError or ValueError, naming the value and the fix, unless a (M, K) and b (N, K) can be multiplied."""
+    if jax.__version_info__ < (0, 11):
+        raise NotImplementedError(f"Mosaic GPU kernels need jax >= 0.11, found {jax.__version__}; use impl='xla'")
+    for name, x in (("a", a), ("b", b)):
+        if x.dtype not in FP8_DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; quantize it to float8_e4m3fn or float8_e5m2")
+        if x.ndim != 2:
+            raise ValueError(f"{name} has shape {x.shape}; expected two dimensions, use vmap for batches")
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}; every dimension must be positive")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"a has shape {a.shape} and b {b.shape}: both must be K-major with the same K in the last dimension"
+            + ("; transpose b" if a.shape[1] == b.shape[0] else "")
+        )
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype {jnp.dtype(out_dtype)} is not supported; use bfloat16 or float32")
+
+
+def check_array(name: str, x: jax.Array | None, shape: tuple[int, ...], dtypes: Sequence[Any]) -> None:
+    """Raises unless the optional array `x` has this shape and one of these dtypes."""
+    if x is None:
+        return
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected {' or '.join(str(jnp.dtype(d)) for d in dtypes)}")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}; expected {shape}")
+
+
+def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
+    check_array("scale", epilogue.scale, (), (jnp.float32,))
+    check_array("row_scale", epilogue.row, (m,), (jnp.float32,))
+    check_array("column_scale", epilogue.column, (n,), (jnp.float32,))
+    check_array("bias", epilogue.bias, (n,), OUT_DTYPES)
+    check_array("residual", epilogue.residual, (m, n), OUT_DTYPES)
+
+
+def product(
+    compute: Callable[..., None],
+    a: jax.Array,
+    b: jax.Array,
+    extras: Sequence[jax.Array] = (),
+    *,
+    name: str,
+    tile: Tile,
+    epilogue: Epilogue,
+    out_dtype: Any,
+    swizzle: int = 128,
+    scratch: dict[str, Any] | None = None,
+    interpret: Interpret = None,
+) -> jax.Array:
+    """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
+
+    Args:
+        compute: called by each compute warpgroup for each tile as `compute(share, steps, finish, *extras, **scratch)`.
+            `steps(body, init)` runs `carry = body(k, stage, carry)` over the 128-deep slices; the body releases each
+            stage once, when no product reads it any more. `finish(parts)` writes the accumulators, given as (first
+            column, fp32 array of all rows of the share).
+        extras: arrays in device memory that `compute` reads itself; their padding is the caller's business.
+        swizzle: bytes of the shared-memory swizzle, and so the smallest slice of K that `compute` can multiply.
+        scratch: further shared memory by name.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    out_width = round_up(n, 16 // jnp.dtype(out_dtype).itemsize)
+    rows, cols = covered(m, tile.block_rows, tile.cluster == "M"), covered(n, tile.block_cols, tile.cluster == "N")
+    tiles_m = rows // tile.block_rows // (1 + (tile.cluster == "M"))
+    tiles_n = cols // tile.block_cols // (1 + (tile.cluster == "N"))
+    k_steps = ceil_div(k, K_STEP)
+    blocks = 2 if interpret is not None else multiprocessors() // (1 + (tile.cluster is not None))
+
+    k16 = round_up(k, 16) if k > K_STEP else K_STEP
+    a = pad_axis(pad_axis(a, 1, k16), 0, tile.block_rows)
+    b = pad_axis(pad_axis(b, 1, k16), 0, tile.block_cols)
+    vectors: dict[str, jax.Array] = {}
+    if epilogue.scale is not None:
+        vectors["scale"] = epilogue.scale.reshape(1)
+    if epilogue.row is not None:
+        vectors["row"] = pad_axis(epilogue.row, 0, rows)
+    if epilogue.column is not None:
+        vectors["column"] = pad_axis(epilogue.column, 0, cols)
+    if epilogue.bias is not None:
+        vectors["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
+    residual = epilogue.residual
+    if residual is not None:
+        residual = pad_axis(pad_axis(residual.astype(out_dtype), 1, max(out_width, tile.block_cols)), 0, tile.block_rows)
+
+    transforms = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
+    chunk = 128 // jnp.dtype(out_dtype).itemsize
+    out_transforms = (plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(128))
+    shared: dict[str, Any] = {
+        "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=transforms),
+        "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=transforms),
+        "out_ring": plgpu.SMEM((COMPUTE_GROUPS, 2, 64, chunk), out_dtype, transforms=out_transforms),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        "empty": _empty_barrier(tile),
+    }
+    if residual is not None:
+        shared["residual_barrier"] = plgpu.Barrier(num_barriers=COMPUTE_GROUPS * 2)
+
+    def kernel(*refs: Any, a_ring: Any, b_ring: Any, out_ring: Any, full: Any, empty: Any,
+               residual_barrier: Any = None, **scratch_refs: Any) -> None:  # fmt: skip
+        a_ref, b_ref, *rest, out_ref = refs
+        extra_refs, rest = rest[: len(extras)], rest[len(extras) :]
+        epilogue_refs = dict(zip(vectors, rest, strict=False))
+        residual_ref = rest[-1] if residual is not None else None
+        group = lax.axis_index("group")
+
+        def place(info: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+            (linear,) = info.index
+            minor = 0 if tile.raster_axis == "M" else 1
+            tile_m, tile_n = plgpu.planar_snake(linear, (tiles_m, tiles_n), minor, tile.raster)
+            if tile.cluster == "M":
+                tile_m = tile_m * 2 + lax.axis_index("cluster")
+            if tile.cluster == "N":
+                tile_n = tile_n * 2 + lax.axis_index("cluster")
+            return tile_m * tile.block_rows, tile_n * tile.block_cols, info.local_index * k_steps
+
+        walk = functools.partial(plgpu.nd_loop, (tiles_m * tiles_n,), collective_axes="block")
+
+        def load() -> None:
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+
+            @walk()
+            def _tile(info: Any) -> None:
+                row, col, first = place(info)
+
+                def step(i: jax.Array, _: None) -> None:
+                    slot = lax.rem(first + i, tile.stages)
+                    depth = pl.ds(i * K_STEP, K_STEP)
+                    plgpu.barrier_wait(empty.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        a_ref.at[pl.ds(row, tile.block_rows), depth], a_ring.at[slot], full.at[slot],
+                        collective_axes="cluster" if tile.cluster == "N" else None)  # fmt: skip
+                    plgpu.copy_gmem_to_smem(
+                        b_ref.at[pl.ds(col, tile.block_cols), depth], b_ring.at[slot], full.at[slot],
+                        collective_axes="cluster" if tile.cluster == "M" else None)  # fmt: skip
+
+                lax.fori_loop(0, k_steps, step, None)
+
+            # A block must not exit before the last stages were released: its peer may still multicast into it.
+            for slot in range(tile.stages):
+                plgpu.barrier_wait(empty.at[slot])
+
+        def multiply() -> None:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            for slot in range(tile.stages):
+                plgpu.barrier_arrive(empty.at[slot])
+
+            @walk()
+            def _tile(info: Any) -> None:
+                block_row, block_col, first = place(info)
+                stage_row = group * tile.rows if tile.split == "M" else 0
+                stage_col = group * tile.cols if tile.split == "N" else 0
+                share = Share(block_row + stage_row, block_col + stage_col,
+                              pl.ds(stage_row, tile.rows), stage_col, group)  # fmt: skip
+
+                def steps(body: Callable[..., Any], init: Any = None) -> Any:
+                    def step(i: jax.Array, carry: Any) -> Any:
+                        slot = lax.rem(first + i, tile.stages)
+                        plgpu.barrier_wait(full.at[slot])
+                        return body(i, Stage(a_ring.at[slot], b_ring.at[slot], share, empty, first + i, tile), carry)
+
+                    return lax.fori_loop(0, k_steps, step, init)
+
+                arrived = None if residual is None else (lambda slot: residual_barrier.at[group * 2 + slot])
+                writer = _Writer(out_ref, residual_ref, out_ring.at[group], arrived, epilogue_refs, share,
+                                 tile, chunk, out_dtype)  # fmt: skip
+                factors = writer.begin()
+                finish = functools.partial(writer.finish, factors)
+                compute(share, steps, finish, *extra_refs, **scratch_refs)
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        lax.cond(group == COMPUTE_GROUPS, load, multiply)
+
+    kernel.__name__ = name
+    clustered = dict(cluster=(2,), cluster_names=("cluster",)) if tile.cluster else {}
+    operands = [a, b, *extras, *vectors.values(), *([] if residual is None else [residual])]
+    out = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((m, out_width), out_dtype),
+        scratch_types=shared | (scratch or {}),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=COMPUTE_GROUPS + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+        **clustered,
+    )(*operands)
+    return out if out_width == n else out[:, :n]
+
+
+def _empty_barrier(tile: Tile) -> Any:
+    if tile.cluster:
+        return plgpu.ClusterBarrier(
+            collective_axes=("cluster",), num_arrivals=COMPUTE_GROUPS, num_barriers=tile.stages)  # fmt: skip
+    return plgpu.Barrier(num_arrivals=COMPUTE_GROUPS, num_barriers=tile.stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Writer:
+    """Writes one warpgroup's accumulators: fp32 epilogue, then two alternating shared-memory slots and TMA stores.
+
+    A tile is written in pieces of 64 rows and 128 bytes. With a residual, a slot first receives the residual's piece.
+    """
+
+    out_ref: Any
+    residual_ref: Any
+    slots: Any
+    residual_arrived: Any
+    refs: dict[str, Any]
+    share: Share
+    tile: Tile
+    chunk: int
+    out_dtype: Any
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        return [(i, j) for j in range(0, self.tile.cols, self.chunk) for i in range(0, self.tile.rows, 64)]
+
+    def window(self, piece: int) -> tuple[Any, Any]:
+        i, j = self.pieces[piece]
+        return pl.ds(self.share.row + i, 64), pl.ds(self.share.col + j, self.chunk)
+
+    def begin(self) -> tuple[Any, Any]:
+        """Before the K loop: loads scale and row scales and fetches the first residual pieces, to hide their latency."""
+        if self.residual_ref is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for piece in range(min(2, len(self.pieces))):
+                self._fetch(piece)
+        scale = self.refs["scale"][0] if "scale" in self.refs else None
+        row = self._vector("row", self.share.row, self.tile.rows, ROW) if "row" in self.refs else None
+        return scale, row
+
+    def _fetch(self, piece: int) -> None:
+        slot = piece % 2
+        plgpu.copy_gmem_to_smem(
+            self.residual_ref.at[self.window(piece)], self.slots.at[slot], self.residual_arrived(slot))  # fmt: skip
+
+    def _vector(self, name: str, start: jax.Array, size: int, layout: Any) -> jax.Array:
+        return plgpu.load(self.refs[name].at[pl.ds(start, size)], layout=layout, optimized=False)
+
+    def finish(self, factors: tuple[Any, Any], parts: Parts) -> None:
+        """Writes the tile, given as (first column, fp32 accumulator of all its rows) from left to right."""
+        scale, row = factors
+        if row is not None and scale is not None:
+            row = row * scale
+        for piece, (i, j) in enumerate(self.pieces):
+            first, acc = next((f, x) for f, x in parts if f <= j < f + x.shape[1])
+            value = acc[i : i + 64, j - first : j - first + self.chunk]
+            if row is not None:
+                value = value * lax.broadcast_in_dim(row[i : i + 64], value.shape, [0])
+            elif scale is not None:
+                value = value * scale
+            for name, term in (("column", jnp.multiply), ("bias", jnp.add)):
+                if name in self.refs:
+                    vector = self._vector(name, self.share.col + j, self.chunk, COLUMN)
+                    value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
+            slot = self.slots.at[piece % 2]
+            if self.residual_ref is not None:
+                plgpu.barrier_wait(self.residual_arrived(piece % 2))
+                value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+            else:
+                # An odd number of pieces makes two tiles meet in one slot, with only that store in flight.
+                plgpu.wait_smem_to_gmem(int(piece > 0 or len(self.pieces) % 2 == 0), wait_read_only=True)
+            slot[...] = value.astype(self.out_dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
+            if self.residual_ref is not None and piece + 2 < len(self.pieces):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self._fetch(piece + 2)

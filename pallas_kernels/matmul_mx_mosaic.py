@@ -1,0 +1,198 @@
+"""Two-level microscaled FP8 product for Hopper: E8M0 exponents per 32 of K on the left operand, applied in the kernel."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from pallas_kernels import hopper
+
+GROUP = 32
+GROUPS_PER_STEP = hopper.K_STEP // GROUP
+
+# Four e4m3 codes in $1 times the half-precision pair in $2, rounded to nearest even and saturated.
+SCALE_FOUR_CODES = """{ .reg .b16 low, high; .reg .b32 x, y;
+ mov.b32 {low, high}, $1;
+ cvt.rn.f16x2.e4m3x2 x, low;
+ cvt.rn.f16x2.e4m3x2 y, high;
+ mul.rn.f16x2 x, x, $2;
+ mul.rn.f16x2 y, y, $2;
+ cvt.rn.satfinite.e4m3x2.f16x2 low, x;
+ cvt.rn.satfinite.e4m3x2.f16x2 high, y;
+ mov.b32 $0, {low, high}; }"""
+
+
+def matmul_mx(
+    a: jax.Array,
+    b: jax.Array,
+    a_exponent: jax.Array,
+    *,
+    mode: Literal["registers", "exact"] = "registers",
+    scale: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+    column_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: Any = jnp.bfloat16,
+    tile: hopper.Tile | None = None,
+    interpret: hopper.Interpret = None,
+) -> jax.Array:
+    epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
+    hopper.check_operands(a, b, out_dtype)
+    (m, k), n = a.shape, b.shape[0]
+    hopper.check_epilogue(epilogue, m, n)
+    hopper.check_array("a_exponent", a_exponent, (m, hopper.ceil_div(k, GROUP)), (jnp.uint8,))
+    if mode not in ("registers", "exact"):
+        raise ValueError(f"mode is {mode!r}; use 'registers' or 'exact' (folding in the quantizer needs only matmul)")
+    if mode == "registers" and a.dtype != jnp.float8_e4m3fn:
+        raise TypeError(f"a has dtype {a.dtype}; mode 'registers' rescales float8_e4m3fn codes only, use mode='exact'")
+    tile = tile or (hopper.Tile() if mode == "registers" else hopper.Tile(rows=64, cols=128))
+    words = _words(a_exponent if mode == "exact" else _half_bits(a_exponent), k)
+    words = hopper.pad_axis(words, 0, hopper.covered(m, tile.block_rows, tile.cluster == "M"))
+    compute, swizzle, scratch = (_registers if mode == "registers" else _exact)(tile, interpret)
+    return hopper.product(
+        compute, a, b, [words], name=f"fp8_matmul_mx_{mode}", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
+        swizzle=swizzle, scratch=scratch, interpret=interpret)  # fmt: skip
+
+
+def _words(exponent: jax.Array, k: int) -> jax.Array:
+    """(M, ceil(K / 32)) bytes -> (M, ceil(K / 128)) int32, four groups a word, the first in the lowest byte."""
+    steps = hopper.ceil_div(k, hopper.K_STEP)
+    exponent = hopper.pad_axis(exponent, 1, steps * GROUPS_PER_STEP)
+    return lax.bitcast_convert_type(exponent.reshape(exponent.shape[0], steps, GROUPS_PER_STEP), jnp.int32)
+
+
+def _half_bits(exponent: jax.Array) -> jax.Array:
+    """E8M0 bytes -> bits 7 to 14 of 2^(byte - 127) as float16: exact from 2^-17 to 2^15, then 0 or infinity; 255 NaN."""
+    field = exponent.astype(jnp.int32) - (127 - 15)
+    subnormal = jnp.where(field >= -2, 4 >> jnp.clip(-field, 0, 2), 0)
+    bits = jnp.where(field >= 1, jnp.minimum(field, 31) << 3, subnormal)
+    return jnp.where(exponent == 255, 255, bits).astype(jnp.uint8)
+
+
+def _load_words(ref: Any, share: hopper.Share, rows: int, k: jax.Array) -> jax.Array:
+    return plgpu.load(ref.at[pl.ds(share.row, rows), k], layout=hopper.ROW, optimized=False)
+
+
+def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, int, dict[str, Any]]:
+    fold = _fold_array if interpret is not None else _fold_registers(tile.rows)
+    swizzle = 128
+    scratch = {}
+    if interpret is not None:  # the interpreter multiplies from shared memory only
+        transforms = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
+        shape = (hopper.COMPUTE_GROUPS, tile.rows, hopper.K_STEP)
+        scratch["folded"] = plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=transforms)
+
+    def compute(share: hopper.Share, steps: Any, finish: Any, words: Any, folded: Any = None) -> None:
+        def accumulate(acc: Any) -> None:
+            def body(k: jax.Array, stage: hopper.Stage, _: None) -> None:
+                word = _load_words(words, share, tile.rows, k)
+                codes = plgpu.load(stage.a(), layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
+                codes = fold(codes, word)
+                if folded is None:
+                    plgpu.wgmma(acc, codes, stage.b())
+                else:
+                    folded[share.group] = codes
+                    plgpu.commit_smem()
+                    plgpu.wgmma(acc, folded.at[share.group], stage.b())
+                plgpu.commit_smem()  # orders the reads above before the next TMA write into this stage
+                plgpu.wgmma_wait(0)
+                stage.release()
+
+            steps(body)
+            finish([(0, acc[...])])
+
+        pl.run_scoped(accumulate, plgpu.ACC((tile.rows, tile.cols), jnp.float32))
+
+    return compute, swizzle, scratch
+
+
+def _exact(tile: hopper.Tile, _: hopper.Interpret) -> tuple[Any, int, dict[str, Any]]:
+    shape = (tile.rows, tile.cols)
+
+    def compute(share: hopper.Share, steps: Any, finish: Any, words: Any) -> None:
+        def body(k: jax.Array, stage: hopper.Stage, acc: jax.Array) -> jax.Array:
+            word = _load_words(words, share, tile.rows, k)
+
+            def scaled(partial: Any, group: int, wait: int) -> jax.Array:
+                byte = lax.shift_right_logical(word, jnp.int32(8 * group)) & jnp.int32(255)
+                scale = lax.bitcast_convert_type(byte << jnp.int32(23), jnp.float32)
+                return plgpu.wgmma_accumulator_load(partial, wait_n=wait) * lax.broadcast_in_dim(scale, shape, [0])
+
+            def promote(group: int, acc: jax.Array, before: Any) -> jax.Array:
+                if group == GROUPS_PER_STEP:
+                    last = scaled(before, group - 1, 0)
+                    stage.release()
+                    return acc + last
+
+                def issue(partial: Any) -> jax.Array:
+                    depth = pl.ds(group * GROUP, GROUP)
+                    plgpu.wgmma(partial, stage.a(depth), stage.b(depth=depth))
+                    total = acc if before is None else acc + scaled(before, group - 1, 1)
+                    return promote(group + 1, total, partial)
+
+                return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
+
+            return promote(0, acc, None)
+
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        finish([(0, steps(body, zero))])
+
+    return compute, GROUP, {}
+
+
+def _fold_array(codes: jax.Array, word: jax.Array) -> jax.Array:
+    """What `_fold_registers` computes, in jnp, for the interpreter."""
+    byte = jnp.stack([lax.shift_right_logical(word, jnp.int32(8 * g)) & 255 for g in range(GROUPS_PER_STEP)], 1)
+    scale = lax.bitcast_convert_type((byte << 7).astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+    groups = codes.astype(jnp.float32).reshape(codes.shape[0], GROUPS_PER_STEP, GROUP)
+    return jnp.clip(groups * scale[:, :, None], -448, 448).reshape(codes.shape).astype(codes.dtype)
+
+
+def _fold_registers(rows: int) -> Any:
+    """(rows, 128) e4m3 codes in wgmma's 8-bit operand layout times the half-precision scales in (rows,) words.
+
+    A register holds four neighbouring codes of a row, so that one scale serves all four.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA_8BIT, hopper.ROW),
+        return_type=plgpu.ShapeDtypeStruct((rows, hopper.K_STEP), jnp.float8_e4m3fn, layout=plgpu.Layout.WGMMA_8BIT),
+    )
+    def fold(_: Any, codes: Any, words: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((1,), i32)
+        zero = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result
+
+        def ptx(text: str, *args: Any) -> Any:
+            constraints = ",".join(["=r"] + ["r"] * len(args))
+            return llvm.inline_asm(i32, list(args), text, constraints, asm_dialect=0, has_side_effects=False)
+
+        def scalar(register: Any) -> Any:
+            return llvm.extractelement(register, zero) if isinstance(register.type, ir.VectorType) else register
+
+        registers = codes.registers.copy()
+        expected = (rows // 64, 8)
+        if registers.shape[:2] != expected or registers.shape[4] != 2:
+            raise NotImplementedError(f"8-bit wgmma layout has registers {registers.shape}; update for this jax version")
+        word = {(i[0], i[2]): scalar(words.registers[i]) for i in np.ndindex(words.registers.shape)}
+        scales: dict[tuple[int, int, int], Any] = {}
+        for i in np.ndindex(registers.shape):
+            tile_row, half, group = i[0], i[4], i[1] // 2
+            key = (tile_row, half, group)
+            if key not in scales:
+                spread = ptx(f"prmt.b32 $0, $1, 0, {0x4040 | group | group << 8:#x};", word[tile_row, half])
+                scales[key] = ptx("shl.b32 $0, $1, 7;", spread)
+            four = llvm.extractelement(vector.bitcast(pair, registers[i]), zero)
+            four = ptx(SCALE_FOUR_CODES, four, scales[key])
+            registers[i] = vector.bitcast(registers[i].type, vector.broadcast(pair, four))
+        return mgpu.FragmentedArray(_registers=registers, _layout=codes.layout, _is_signed=codes.is_signed)
+
+    return fold

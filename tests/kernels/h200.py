@@ -1,0 +1,89 @@
+"""Compiles programs for an H200 on a machine that has none, and reports what became of them.
+
+The CUDA plugin cannot be switched on in a process whose JAX already runs on CPU, so each report is made by a process
+of its own: `python h200.py module:function`, where the function returns the program and its argument shapes.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+PLUGIN = "jax_cuda13_plugin"
+MARK = "custom calls: "
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if importlib.util.find_spec(PLUGIN) is None:
+        return "compiling for an H200 needs: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt (jax's version)"
+    return None
+
+
+def compile_for_h200(function: Callable[..., Any], *shapes: Any, gpus: int = 1) -> Any:
+    """The executable of `function` for arguments of these ShapeDtypeStructs, replicated over `gpus` H200s."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    description = topologies.get_topology_desc(
+        platform="cuda", target_config=(HERE / "h200.txtpb").read_text(), topology=f"1x1x{gpus}")  # fmt: skip
+    mesh = jax.sharding.Mesh(np.array(description.devices), ("device",))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated), shapes)
+    return jax.jit(function).lower(*placed).compile()
+
+
+def report(program: str, dump: str | None = None) -> dict[str, Any]:
+    """Compiles `module:function` in a fresh process.
+
+    Returns:
+        "calls": targets of the program's custom calls; "kernels": for each Mosaic kernel, by name, the bytes of its
+        stack frame, of spill stores and of spill loads, and its registers at entry. `dump` keeps PTX and the
+        assembler's reports in that folder.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(dump or scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        env = os.environ | {
+            "JAX_PLATFORMS": "cuda,cpu",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            "MOSAIC_GPU_DUMP_TO": str(folder),
+            "MOSAIC_GPU_DUMP_PTXAS": "1",
+            "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        }
+        done = subprocess.run([sys.executable, __file__, program], env=env, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{program} does not compile for an H200:\n{done.stderr[-3000:]}")
+        (calls,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
+        kernels = {path.stem: resources(path.read_text()) for path in folder.glob("*.ptxas")}
+        return {"calls": json.loads(calls), "kernels": kernels}
+
+
+def resources(assembler_report: str) -> dict[str, int]:
+    pattern = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads[\s\S]*?Used (\d+) registers"
+    found = re.search(pattern, assembler_report)
+    if found is None:
+        raise RuntimeError(f"the assembler's report has changed its form:\n{assembler_report}")
+    return dict(zip(("stack", "stores", "loads", "registers"), map(int, found.groups()), strict=True))
+
+
+def main() -> None:
+    module, _, name = sys.argv[1].partition(":")
+    function, shapes = getattr(importlib.import_module(module), name)()
+    compiled = compile_for_h200(function, *shapes)
+    calls = re.findall(r'custom_call_target="([^"]+)"', compiled.as_text())
+    print(MARK + json.dumps(calls))
+
+
+if __name__ == "__main__":
+    main()
