@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 
 
 def counts(shape: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
-    """Number of blocks along each dimension; at least one, also of an empty dimension."""
-    return tuple(max(1, -(-n // b)) for n, b in zip(shape, blocks, strict=True))
+    """Number of blocks along each dimension; none along an empty one."""
+    return tuple(-(-n // b) for n, b in zip(shape, blocks, strict=True))
 
 
 def reduce(x: Array, blocks: Sequence[int], op: Callable[..., Array], initial: float) -> Array:
@@ -73,8 +73,10 @@ def explicit_axes(x: Array) -> dict[str, int]:
     return {name: mesh.shape[name] for name in mesh.explicit_axes}
 
 
-def on_logical_array(fn: Callable[..., tuple[Array, ...]], x: Array, *args: Array, like: Sequence[Sequence[int]]) -> tuple:
-    """Calls `fn(x, *args)` on global arrays, also under an Explicit mesh, where splitting a sharded axis is no operation.
+def on_logical_array(
+    fn: Callable[..., tuple[Array, ...]], x: Array, *args: Array, like: Sequence[Sequence[int]]
+) -> tuple:
+    """Calls `fn(x, *args)` on global arrays, also under an Explicit mesh, which splits no sharded axis.
 
     Args:
         fn: a function of global arrays.

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from fp8jax.core.formats import Format
 
@@ -30,6 +31,7 @@ def exponents(largest: Array, smallest: Array, fmt: Format) -> Array:
     return jnp.where(spans, exponent, 1.0).astype(DTYPE)
 
 
-def power(x: Array, exponent: Array) -> Array:
-    """x^exponent of fp32 magnitudes; an exact zero stays one, and 1 stays 1."""
-    return jnp.where(x > 0, jnp.exp2(exponent * jnp.log2(jnp.where(x > 0, x, 1.0))), x)
+def power(x: Array, unit: ArrayLike, exponent: Array) -> Array:
+    """(x / unit)^exponent of fp32 magnitudes, where x / unit may underflow; zeros, NaN and Inf stay."""
+    powered = jnp.exp2(exponent * (jnp.log2(jnp.where(x > 0, x, 1.0)) - jnp.log2(unit)))
+    return jnp.where(x > 0, powered, x)

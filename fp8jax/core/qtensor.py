@@ -18,7 +18,7 @@ from fp8jax.core.spec import QuantSpec
 class QTensor:
     """A quantized tensor: codes, the scales of their blocks, and with range expansion the exponents of the blocks.
 
-    With M = `formats.get(spec.format).max`, and s and k the scale and exponent of an element's block, a code c stands for
+    With M the largest value of the format, and s and k the scale and exponent of an element's block, a code c stands for
 
         sign(c) * (s * M) * (|c| / M)^(1 / k)
 
@@ -126,17 +126,18 @@ def _encode(x: Array, key: Array | None = None, *, spec: QuantSpec) -> tuple[Arr
     magnitude = jnp.where(magnitude < formats.TINY, 0, magnitude)
     counted = jnp.where(jnp.isfinite(magnitude), magnitude, 0)
     largest = blocks.reduce(counted, block_shape, jnp.max, 0.0)
-    scale = jnp.where(largest > 0, jnp.maximum(largest / fmt.max, formats.TINY), 1.0)
+    # Products with reciprocals throughout: XLA makes them of quotients by constants and scalars in some programs and
+    # not in others, and the codes must not depend on that.
+    scale = jnp.where(largest > 0, jnp.maximum(largest * np.float32(1 / fmt.max), formats.TINY), 1.0)
     scale = scale.astype(formats.get(spec.scale_format).dtype)
-    top = blocks.spread(scale.astype(jnp.float32) * fmt.max, x.shape, block_shape)
+    stored = scale.astype(jnp.float32)
     if spec.expand:
         smallest = blocks.reduce(jnp.where(counted > 0, counted, jnp.inf), block_shape, jnp.min, jnp.inf)
-        exponent = expansion.exponents(largest, smallest, fmt)
-        y = fmt.max * expansion.power(magnitude / top, blocks.spread(exponent.astype(jnp.float32), x.shape, block_shape))
+        exponent = expansion.exponents(jnp.maximum(largest, formats.TINY * fmt.max), smallest, fmt)
+        k, top = (blocks.spread(s, x.shape, block_shape) for s in (exponent.astype(jnp.float32), stored * fmt.max))
+        y = fmt.max * expansion.power(magnitude, top, k)
     else:
-        # XLA may turn a quotient by a broadcast constant into a product with its reciprocal; dividing by the scale
-        # itself keeps the codes those of the specification.
-        y = magnitude / blocks.spread(scale.astype(jnp.float32), x.shape, block_shape)
+        y = magnitude * blocks.spread(1 / stored, x.shape, block_shape)
     if spec.underflow == "smallest":
         y = jnp.where(magnitude > 0, jnp.maximum(y, fmt.smallest), y)
     codes = fmt.encode(jnp.copysign(y, x), key)
@@ -149,6 +150,14 @@ def _decode(codes: Array, scale: Array, exponent: Array | None = None, *, spec: 
     values = fmt.decode(codes)
     scale = blocks.spread(scale.astype(jnp.float32), codes.shape, block_shape)
     if exponent is None:
-        return (values * scale,)
-    root = blocks.spread(1 / exponent.astype(jnp.float32), codes.shape, block_shape)
-    return (jnp.copysign(scale * fmt.max * expansion.power(jnp.abs(values) / fmt.max, root), values),)
+        decoded = values * scale
+    else:
+        root = blocks.spread(1 / exponent.astype(jnp.float32), codes.shape, block_shape)
+        # Half the power on each side of the scale: a compressed group spans more octaves than fp32 has below 1.
+        half = expansion.power(jnp.abs(values) * np.float32(1 / fmt.max), 1.0, root / 2)
+        decoded = jnp.copysign(half * (scale * fmt.max) * half, values)
+    if spec.expand or spec.underflow == "smallest":
+        # The rounding of a value close to the smallest normal must not take it where XLA flushes to zero.
+        nonzero = jnp.copysign(jnp.maximum(jnp.abs(decoded), formats.TINY), values)
+        decoded = jnp.where(values == 0, decoded, nonzero)
+    return (decoded,)

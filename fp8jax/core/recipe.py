@@ -55,15 +55,19 @@ class Optimizer:
         if compressed and (self.group_size is None or self.group_size < 1):
             raise ValueError(f"optimizer.group_size must be positive, not {self.group_size!r}")
         if not compressed and (self.expand or self.group_size is not None):
-            given = f"group_size={self.group_size}, expand={self.expand}"
-            raise ValueError(f"{given} apply to 8-bit moments, but mu is {self.mu!r} and nu is {self.nu!r}; give group_size=None, expand=False")
+            raise ValueError(
+                f"group_size={self.group_size}, expand={self.expand} apply to 8-bit moments, but mu is {self.mu!r} and "
+                f"nu is {self.nu!r}; give group_size=None, expand=False"
+            )
 
     def spec(self, moment: str) -> QuantSpec | None:
         """How "mu" or "nu" is quantized; None for a moment that is stored by a cast."""
         name = getattr(self, moment)
         if not formats.get(name).scaled:
             return None
-        return QuantSpec(name, "group", self.group_size, expand=self.expand, underflow="smallest" if moment == "nu" else "zero")
+        return QuantSpec(
+            name, "group", self.group_size, expand=self.expand, underflow="smallest" if moment == "nu" else "zero"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,12 @@ class Recipe:
         """The storage plan: (role, stored in, computed in, bytes a parameter), metadata of full groups included."""
         rows = [
             ("master weight", self.weights.master, "fp32", formats.get(self.weights.master).bytes_per_element),
-            ("working weight", self.weights.compute, self.weights.compute, formats.get(self.weights.compute).bytes_per_element),
+            (
+                "working weight",
+                self.weights.compute,
+                self.weights.compute,
+                formats.get(self.weights.compute).bytes_per_element,
+            ),
             ("gradient", self.weights.master, self.weights.compute, formats.get(self.weights.master).bytes_per_element),
         ]
         for role, moment in (("first moment", "mu"), ("second moment", "nu")):

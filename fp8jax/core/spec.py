@@ -52,7 +52,9 @@ class QuantSpec:
 
     def __post_init__(self) -> None:
         if not formats.get(self.format).scaled:
-            raise ValueError(f"format {self.format!r} is stored by a cast, without scales; a QuantSpec takes an 8-bit format")
+            raise ValueError(
+                f"format {self.format!r} is stored by a cast, without scales; a QuantSpec takes an 8-bit format"
+            )
         for field, allowed in (
             ("granularity", GRANULARITIES),
             ("scale_format", SCALE_FORMATS),
@@ -81,7 +83,9 @@ class QuantSpec:
         match = re.fullmatch(r"([a-z0-9]+)(?::([a-z]+)(\d+)?)?((?:\+[a-z]+)*)", str(text))
         options = match[4].split("+")[1:] if match else []
         if match is None or len(set(options)) < len(options) or set(options) - {"expand", "stochastic"}:
-            raise ValueError(f"{text!r} is not format[:granularity[size]][+expand][+stochastic], as in 'e4m3:group128+expand'")
+            raise ValueError(
+                f"{text!r} is not format[:granularity[size]][+expand][+stochastic], as in 'e4m3:group128+expand'"
+            )
         return cls(
             format=match[1],
             granularity=match[2] or "tensor",
@@ -120,7 +124,9 @@ class QuantSpec:
         if self.granularity == "tensor":
             return tuple(1 if i < self.stacked else max(n, 1) for i, n in enumerate(shape))
         if not -len(shape) <= self.axis < len(shape):
-            raise ValueError(f"{self} groups along axis {self.axis}, which an array of shape {tuple(shape)} does not have")
+            raise ValueError(
+                f"{self} groups along axis {self.axis}, which an array of shape {tuple(shape)} does not have"
+            )
         assert self.group_size is not None
         axis = self.axis % len(shape)
         return tuple(self.group_size if i == axis else 1 for i in range(len(shape)))

@@ -1,7 +1,7 @@
 """AdamW whose moments are stored in 8 bits, as an optax transformation (COAT, sections 4.1 and 4.2)."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from fp8jax.optim import moments
 GROUP_SIZE = np.int32(128)
 MIN_SIZE = np.int32(4096)
 
-ScalarOrSchedule = float | Array | optax.Schedule
+ScalarOrSchedule: TypeAlias = float | Array | optax.Schedule
 
 
 class CompressedAdamState(NamedTuple):
@@ -30,7 +30,7 @@ class CompressedAdamState(NamedTuple):
         nu: second moments, likewise.
     """
 
-    count: Array
+    count: Array  # type: ignore[assignment]  # optax calls it so; tuple.count is shadowed
     mu: optax.Updates
     nu: optax.Updates
 
@@ -223,19 +223,25 @@ def _adam(
     min_size: int | np.integer,
 ) -> tuple[Callable, Callable]:
     """Checks the arguments; returns `init(params)` and `direction(grads, state)` of Adam with stored moments."""
-    for name, value, low, high in (("b1", b1, 0, 1), ("b2", b2, 0, 1), ("eps", eps, 0, np.inf), ("eps_root", eps_root, 0, np.inf)):
+    for name, value, low, high in (
+        ("b1", b1, 0, 1),
+        ("b2", b2, 0, 1),
+        ("eps", eps, 0, np.inf),
+        ("eps_root", eps_root, 0, np.inf),
+    ):
         if not isinstance(value, jax.core.Tracer) and not low <= float(value) < high:
             raise ValueError(f"{name} must lie in [{low}, {high}), not {value}")
     size, smallest = (_static(name, n) for name, n in (("group_size", group_size), ("min_size", min_size)))
-    compressed = any(formats.get(name).scaled for name in (mu, nu))
-    storage = Optimizer(mu, nu, size if compressed else None, expand and compressed)
+    compressed = any([formats.get(name).scaled for name in (mu, nu)])
 
     def init(params: optax.Params) -> CompressedAdamState:
-        if None in (size, smallest):
+        if size is None or smallest is None:
             raise ValueError(
-                "group_size and min_size are static: call optax.inject_hyperparams with static_args=('group_size', 'min_size')"
+                "group_size and min_size are static: name them in optax.inject_hyperparams, "
+                "static_args=('group_size', 'min_size')"
             )
         jax.tree_util.tree_map_with_path(_check_floating, params)
+        storage = Optimizer(mu, nu, size if compressed else None, expand and compressed)
 
         def zeros(moment: str) -> optax.Updates:
             stored = storage.spec(moment) or formats.get(getattr(storage, moment))

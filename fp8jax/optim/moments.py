@@ -78,7 +78,9 @@ def state_bytes(state: Any) -> dict[str, int]:
         return isinstance(node, tuple) and {"mu", "nu"} <= set(getattr(node, "_fields", ()))
 
     def nbytes(tree: Any) -> int:
-        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
+        return sum(
+            math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype")
+        )
 
     nodes = [node for node in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(node)]
     moments = {name: sum(nbytes(getattr(node, name)) for node in nodes) for name in ("mu", "nu")}

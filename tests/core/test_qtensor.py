@@ -1,0 +1,278 @@
+"""The quantizer against a float64 oracle, its invariants, and `QTensor` under jax's transformations."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+from fp8jax.core import expansion, formats
+
+SPECS = ["e4m3", "e5m2", "e4m3:group128", "e5m2:group32", "e4m3:group128+expand", "e5m2:group48+expand"]
+
+
+def groups(x: np.ndarray, size: int) -> list[np.ndarray]:
+    return [x[..., i : i + size] for i in range(0, x.shape[-1], size)]
+
+
+def oracle(x: np.ndarray, spec: fp8jax.QuantSpec) -> np.ndarray:
+    """Quantizes and dequantizes in float64, group by group, by the formula in QTensor's docstring."""
+    fmt = formats.get(spec.format)
+    size = spec.group_size or x.shape[-1]
+    out = []
+    rows = x.reshape(1, -1) if spec.granularity == "tensor" else x.reshape(-1, x.shape[-1])
+    for row in rows.astype(np.float64):
+        for group in groups(row, size if spec.granularity == "group" else row.size):
+            magnitude = np.abs(group)
+            nonzero = magnitude[magnitude > 0]
+            if not nonzero.size:
+                out.append(group)
+                continue
+            scale = np.float64(np.float32(nonzero.max() / fmt.max))
+            k = 1.0
+            if spec.expand and nonzero.max() > nonzero.min():
+                k = np.log(fmt.expansion_range) / np.log(nonzero.max() / nonzero.min())
+                k = float(np.float32(np.clip(k, 1 / 16, 16)).astype(jnp.bfloat16))
+            y = fmt.max * np.minimum(magnitude / (scale * fmt.max), 1) ** k
+            codes = y.astype(np.float32).astype(fmt.dtype).astype(np.float64)
+            out.append(np.sign(group) * scale * fmt.max * (codes / fmt.max) ** (1 / k))
+    return np.concatenate(out).reshape(x.shape)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("shape", [(3, 300), (2, 5, 128), (7,), (130, 1)], ids=str)
+def test_quantize_equals_the_float64_formula(spec, shape):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32) * 10.0 ** np.random.default_rng(1).uniform(-6, 6)
+    q = fp8jax.quantize(jnp.asarray(x), spec)
+    q.validate()
+    want = oracle(x, q.spec)
+    got = np.asarray(q.dequantize(), np.float64)
+    # fp32 arithmetic may tip a value that lies within its error of a tie to the neighbouring code.
+    step = 2.0 ** -formats.get(q.spec.format).mantissa_bits
+    assert (np.abs(got - want) <= 1e-5 * np.abs(want) + 1e-30).mean() > 0.999
+    assert (np.abs(got - want) <= step * 16 * np.abs(want) + 1e-30).all()
+
+
+@pytest.mark.parametrize("spec", ["e4m3", "e4m3:group128", "e5m2:group128"])
+def test_error_is_at_most_half_a_step(spec):
+    x = jax.random.normal(jax.random.key(0), (16, 384))
+    q = fp8jax.quantize(x, spec)
+    fmt = formats.get(q.spec.format)
+    scale = np.asarray(q.scale if q.spec.granularity == "tensor" else jnp.repeat(q.scale, 128, -1))
+    bound = np.maximum(np.abs(x) * 2.0 ** -(fmt.mantissa_bits + 1), fmt.smallest / 2 * scale)
+    assert (np.abs(np.asarray(q.dequantize()) - x) <= bound * (1 + 1e-5)).all()
+
+
+def test_expansion_lowers_the_error_of_narrow_groups():
+    x = jnp.exp(0.5 * jax.random.normal(jax.random.key(0), (64, 512)))
+    error = {
+        s: float(jnp.mean((fp8jax.quantize(x, s).dequantize() / x - 1) ** 2))
+        for s in ("e4m3:group128", "e4m3:group128+expand")
+    }
+    # The exponent is about log(57344) / log(range of 128 samples) = 11 / 2.6; relative errors shrink by it.
+    assert error["e4m3:group128+expand"] < error["e4m3:group128"] / 9
+
+
+@pytest.mark.parametrize("spec", ["e4m3:group128+expand", "e5m2:group128+expand"])
+def test_special_groups_keep_their_values(spec):
+    n = 128
+    base = np.random.default_rng(0).normal(size=n).astype(np.float32)
+    rows = {
+        "zeros": np.zeros(n),
+        "one non-zero": np.where(np.arange(n) == 5, -0.37, 0.0),
+        "one magnitude": np.where(base > 0, 0.3, -0.3),
+        "half zeros": base * (np.arange(n) < 64),
+        "one 3000 times the others": base * np.where(np.arange(n) == 7, 3000, 1),
+        "wider than the format": np.geomspace(1e-30, 1e30, n),
+        "as wide as fp32": np.geomspace(1.2e-38, 3.4e38, n),
+        "tiny": np.sign(base) * np.geomspace(1.2e-38, 1e-36, n),
+        "tiny and narrow": np.sign(base) * np.linspace(1e-37, 1.1e-37, n),
+        "huge": base * 1e37,
+    }
+    x = np.stack(list(rows.values())).astype(np.float32)
+    q = fp8jax.quantize(jnp.asarray(x), spec)
+    q.validate()
+    got = np.asarray(q.dequantize())
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got == 0, x == 0)
+    np.testing.assert_allclose(got[:3], x[:3], rtol=1e-6)
+    # Half a step of the code, in the expanded domain, moves the value by 2^-(m+1) / k; k here is at least 1/16.
+    k = np.asarray(q.expansion, np.float32)
+    bound = (1 + 2.0 ** -formats.get(q.spec.format).mantissa_bits) ** (1 / k)
+    ratio = np.where(
+        x == 0, 1, np.maximum(got / np.where(x == 0, 1, x), np.where(x == 0, 1, x) / np.where(got == 0, 1, got))
+    )
+    assert (ratio <= bound).all()
+
+
+def test_exponents_are_those_of_the_paper_within_their_bounds():
+    largest = jnp.array([1.0, 1.0, 1.0, 1.0, 0.0, 1e38])
+    smallest = jnp.array([1 / 57344, 1.0, 1 - 2**-20, 1e-3, jnp.inf, 1.2e-38])
+    k = np.asarray(expansion.exponents(largest, smallest, formats.E4M3), np.float32)
+    np.testing.assert_allclose(
+        k, [1, 1, 16, np.log(57344) / np.log(1000), 1, np.log(57344) / np.log(1e38 / 1.2e-38)], rtol=2**-8
+    )
+
+
+def test_a_non_zero_second_moment_never_becomes_zero():
+    x = jnp.array([[1.0, 1e-9, 0.0, 1e-30]])
+    lost = fp8jax.quantize(x, fp8jax.QuantSpec("e4m3", "group", 4))
+    kept = fp8jax.quantize(x, fp8jax.QuantSpec("e4m3", "group", 4, underflow="smallest"))
+    np.testing.assert_array_equal(np.asarray(lost.dequantize())[0] > 0, [True, False, False, False])
+    np.testing.assert_array_equal(np.asarray(kept.dequantize())[0] > 0, [True, True, False, True])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_input_is_visible_and_leaves_its_neighbours_alone(spec, bad):
+    x = np.random.default_rng(0).normal(size=(2, 256)).astype(np.float32)
+    clean = np.asarray(fp8jax.quantize(jnp.asarray(np.where(np.arange(256) == 3, 0, x)), spec).dequantize())
+    x[:, 3] = bad
+    got = np.asarray(fp8jax.quantize(jnp.asarray(x), spec).dequantize())
+    assert not np.isfinite(got[:, 3]).any()
+    others = np.arange(256) != 3
+    np.testing.assert_array_equal(got[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 4)], ids=str)
+def test_empty_arrays_quantize_to_empty_arrays(spec, shape):
+    q = fp8jax.quantize(jnp.zeros(shape), spec)
+    q.validate()
+    assert q.dequantize().shape == shape
+
+
+def test_scalars_take_a_tensor_scale_and_refuse_groups():
+    assert float(fp8jax.quantize(jnp.float32(-3.25), "e4m3").dequantize()) == -3.25
+    with pytest.raises(ValueError, match="axis -1, which an array of shape"):
+        fp8jax.quantize(jnp.float32(1), "e4m3:group128")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda d: d.__name__)
+def test_narrow_inputs_quantize_as_their_fp32_values(dtype):
+    x = jax.random.normal(jax.random.key(0), (4, 200)).astype(dtype)
+    a, b = (fp8jax.quantize(v, "e4m3:group64+expand") for v in (x, x.astype(jnp.float32)))
+    chex.assert_trees_all_equal(a, b)
+
+
+def test_subnormal_inputs_count_as_zeros():
+    x = jnp.array([[1e-40, 1.0, -1e-44]])
+    np.testing.assert_array_equal(np.asarray(fp8jax.quantize(x, "e4m3:group3+expand").dequantize()), [[0, 1, 0]])
+
+
+def test_wrong_inputs_are_refused():
+    with pytest.raises(TypeError, match="dtype int32"):
+        fp8jax.quantize(jnp.arange(4), "e4m3")
+    with pytest.raises(ValueError, match="'stochastic' needs a key"):
+        fp8jax.quantize(jnp.ones(4), "e4m3+stochastic")
+    with pytest.raises(ValueError, match="'nearest' takes no key"):
+        fp8jax.quantize(jnp.ones(4), "e4m3", key=jax.random.key(0))
+
+
+def test_stochastic_rounding_is_unbiased_through_the_scale_and_repeats_with_its_key():
+    x = jnp.full((2000, 64), 0.3).at[:, 0].set(1.0)
+    quantize = functools.partial(fp8jax.quantize, x, "e4m3:group64+stochastic")
+    mean = float(quantize(key=jax.random.key(0)).dequantize()[:, 1:].mean())
+    # Steps of 1/32 of the largest power of two below 0.3 * 448: 8 / 448; five standard errors of the mean.
+    assert abs(mean - 0.3) < 5 * (8 / 448) / np.sqrt(12 * 2000 * 63) * 2
+    chex.assert_trees_all_equal(quantize(key=jax.random.key(3)), quantize(key=jax.random.key(3)))
+
+
+def test_stacked_tensors_have_a_scale_each():
+    x = jnp.stack([jnp.ones((4, 5)), 100 * jnp.ones((4, 5))])
+    q = fp8jax.quantize(x, fp8jax.QuantSpec(stacked=1))
+    q.validate()
+    assert q.scale.shape == (2, 1, 1)
+    separate = jnp.stack([fp8jax.quantize(layer, "e4m3").dequantize() for layer in x])
+    np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(separate))
+
+
+@pytest.mark.parametrize("spec", [*SPECS, fp8jax.QuantSpec(stacked=1)], ids=str)
+def test_qtensor_goes_through_jit_vmap_scan_eval_shape_and_donation(spec):
+    spec = fp8jax.QuantSpec.parse(spec)
+    x = jax.random.normal(jax.random.key(0), (3, 4, 130))
+    layered = jax.vmap(lambda layer: fp8jax.quantize(layer, "e4m3:group128+expand" if spec.stacked else spec))(x)
+    assert layered.codes.shape == x.shape
+    q = fp8jax.quantize(x, spec)
+    jitted = jax.jit(lambda x: fp8jax.quantize(x, spec))(x)
+    chex.assert_trees_all_equal(q, jitted)
+    chex.assert_trees_all_equal_shapes_and_dtypes(q, jax.eval_shape(lambda x: fp8jax.quantize(x, spec), x))
+    if spec.granularity == "group" or spec.stacked:
+        _, by_layer = jax.lax.scan(lambda carry, layer: (carry, layer.dequantize()), 0, q)
+        np.testing.assert_array_equal(np.asarray(by_layer), np.asarray(q.dequantize()))
+    donated = jax.jit(lambda q: jax.tree.map(lambda leaf: leaf, q), donate_argnums=0)(jitted)
+    chex.assert_trees_all_equal(q, donated)
+    addresses = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(q)]
+    assert len(set(addresses)) == len(addresses)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sharding"),
+    [((16, 1024), P(None, "x")), ((16, 384), P("x", None)), ((8, 200), P(None, "x"))],
+    ids=str,
+)
+def test_sharding_changes_no_code_and_scales_follow_it(shape, sharding):
+    x = jax.random.normal(jax.random.key(0), shape)
+    want = fp8jax.quantize(x, "e4m3:group128+expand")
+    blocks = -(-shape[1] // 128)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, sharding)
+        for f in (fp8jax.quantize, jax.jit(fp8jax.quantize, static_argnums=1)):
+            q = f(sharded, "e4m3:group128+expand")
+            chex.assert_trees_all_equal(jax.device_get(q), jax.device_get(want))
+            assert jax.typeof(q.codes).sharding.spec == jax.typeof(sharded).sharding.spec
+            last = "x" if sharding == P(None, "x") and blocks % 8 == 0 else None
+            first = "x" if sharding == P("x", None) else None
+            for part in (q.scale, q.expansion):
+                assert tuple(jax.typeof(part).sharding.spec) == (first, last)
+            values = q.dequantize()
+            assert jax.typeof(values).sharding.spec == jax.typeof(sharded).sharding.spec
+            np.testing.assert_array_equal(np.asarray(values), np.asarray(want.dequantize()))
+    automatic = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    q = jax.jit(lambda x: fp8jax.quantize(x, "e4m3:group128+expand"))(
+        jax.device_put(x, jax.NamedSharding(automatic, sharding))
+    )
+    chex.assert_trees_all_equal(jax.device_get(q), jax.device_get(want))
+
+
+def test_validate_names_what_is_wrong():
+    q = fp8jax.quantize(jnp.ones((2, 256)), "e4m3:group128+expand")
+    for part, message in (
+        ({"scale": q.scale[:, :1]}, r"scale is float32\[2, 1\], not float32\[2, 2\]"),
+        ({"codes": q.codes.astype(jnp.float32)}, "codes is float32"),
+        ({"expansion": None}, "expansion is None"),
+        ({"scale": -q.scale}, "positive"),
+        ({"expansion": q.expansion * 0}, "exponents must lie"),
+    ):
+        broken = fp8jax.QTensor(
+            **{"codes": q.codes, "scale": q.scale, "expansion": q.expansion, "spec": q.spec, **part}
+        )
+        with pytest.raises(ValueError, match=message):
+            broken.validate()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False), min_size=16, max_size=16
+    ),
+    spec=st.sampled_from(["e4m3:group16+expand", "e5m2:group16+expand", "e4m3:group16"]),
+)
+def test_any_finite_group_decodes_to_finite_values_of_the_same_signs(values, spec):
+    x = np.asarray([values], np.float32)
+    q = fp8jax.quantize(jnp.asarray(x), spec)
+    q.validate()
+    got = np.asarray(q.dequantize())
+    assert np.isfinite(got).all()
+    assert (got * np.sign(x) >= 0).all()
+    if q.spec.expand:
+        np.testing.assert_array_equal(got != 0, x != 0)
+    assert np.abs(got).max() <= np.abs(x).max() * (1 + 1e-6)

@@ -1,0 +1,226 @@
+"""What optax asks of its own optimizers: wrappers, dtypes, abstract init, and types that no step changes."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+
+ADAMW = functools.partial(fp8jax.compressed_adamw, 0.05, b2=0.95, min_size=0)
+SCALE = functools.partial(fp8jax.scale_by_compressed_adam, b2=0.95, min_size=0)
+
+
+def params(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "w": jax.random.normal(keys[0], (6, 300)).astype(dtype),
+        "layers": [
+            jax.random.normal(keys[1], (2, 4, 128)).astype(dtype),
+            jax.random.normal(keys[2], (130,)).astype(dtype),
+        ],
+        "short": jnp.ones((3,), dtype),
+        "scalar": jnp.ones((), dtype),
+        "empty": jnp.zeros((0, 4), dtype),
+    }
+
+
+def grads(step=0, dtype=jnp.float32):
+    leaves, tree = jax.tree.flatten(params(dtype))
+    keys = jax.random.split(jax.random.key(100 + step), len(leaves))
+    return tree.unflatten([jax.random.normal(k, x.shape).astype(x.dtype) for k, x in zip(keys, leaves, strict=True)])
+
+
+def train(tx, steps=4, dtype=jnp.float32):
+    p = params(dtype)
+    state = tx.init(p)
+    update = jax.jit(tx.update)
+    for step in range(steps):
+        updates, state = update(grads(step, dtype), state, p)
+        p = optax.apply_updates(p, updates)
+    return p, state
+
+
+def assert_close_to_exact(p, tx, tolerance=0.15):
+    """Compressed moments move parameters as exact ones do, up to a share of the distance moved."""
+    exact, _ = train(tx)
+    start = params()
+    for a, b, s in zip(*map(jax.tree.leaves, (p, exact, start)), strict=True):
+        moved = np.abs(np.asarray(b - s))
+        if moved.size:
+            assert np.abs(np.asarray(a - b)).max() <= tolerance * moved.max() + 1e-6
+
+
+WRAPPERS = {
+    "alone": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "masked": lambda tx: optax.masked(
+        tx, {"w": True, "layers": [True, False], "short": True, "scalar": False, "empty": True}
+    ),
+    "partition": lambda tx: optax.partition(
+        {"ours": tx, "sgd": optax.sgd(0.01)},
+        {"w": "ours", "layers": ["ours", "sgd"], "short": "ours", "scalar": "sgd", "empty": "ours"},
+    ),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, every_k_schedule=2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, max_consecutive_errors=2),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_works_in_the_wrappers_of_optax(wrapper):
+    wrap = WRAPPERS[wrapper]
+    p, state = train(wrap(ADAMW()))
+    assert_close_to_exact(p, wrap(optax.adamw(0.05, b2=0.95)))
+    assert any(x.dtype == jnp.float8_e4m3fn for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_no_step_changes_the_types_of_the_state(wrapper):
+    tx = WRAPPERS[wrapper](ADAMW())
+    p = params()
+    state = tx.init(p)
+    for update in (tx.update, jax.jit(tx.update)) if wrapper == "alone" else (jax.jit(tx.update),):
+        _, new = update(grads(), state, p)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, jax.eval_shape(tx.init, p))
+
+
+def test_multi_transform_is_partition():
+    tx = optax.multi_transform({"a": ADAMW(), "b": optax.sgd(0.1)}, {"w": "a", "v": "b"})
+    p = {"w": jnp.ones((4, 128)), "v": jnp.ones((4, 128))}
+    updates, _ = tx.update(p, tx.init(p), p)
+    np.testing.assert_allclose(np.asarray(updates["v"]), -0.1, rtol=1e-6)
+    assert (np.asarray(updates["w"]) < 0).all()
+
+
+@pytest.mark.parametrize("jit_init", [False, True])
+def test_hyperparameters_can_be_injected_and_changed(jit_init):
+    tx = optax.inject_hyperparams(fp8jax.compressed_adamw)(optax.linear_schedule(1e-2, 0.0, 10), b2=0.95)
+    p = {"w": jax.random.normal(jax.random.key(0), (40, 128))}
+    state = (jax.jit(tx.init) if jit_init else tx.init)(p)
+    assert {"b1", "b2", "eps", "weight_decay", "learning_rate"} <= set(state.hyperparams)
+    update = jax.jit(tx.update)
+    big, state = update(p, state, p)
+    for _ in range(9):
+        small, state = update(p, state, p)
+    ratio = float(jnp.abs(small["w"]).max() / jnp.abs(big["w"]).max())
+    assert 0.05 < ratio < 0.2
+    state.hyperparams["b1"] = jnp.float32(0.5)
+    changed, _ = update({"w": -p["w"]}, state, p)
+    assert not np.allclose(np.asarray(changed["w"]), np.asarray(small["w"]))
+
+
+def test_static_hyperparameters_are_named_where_they_cannot_be_traced():
+    make = functools.partial(optax.inject_hyperparams, fp8jax.compressed_adamw)
+    p = {"w": jnp.ones((40, 128))}
+    tx = make(static_args=("group_size", "min_size"))(1e-3, group_size=64, min_size=0)
+    assert jax.jit(tx.init)(p).inner_state.mu["w"].scale.shape == (40, 2)
+    with pytest.raises(ValueError, match="static_args="):
+        jax.jit(make()(1e-3, group_size=64).init)(p)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("tx", [ADAMW(), SCALE()], ids=["adamw", "scale"])
+def test_updates_keep_the_dtype_of_the_parameters(dtype, tx):
+    p = params(dtype)
+    updates, state = jax.jit(tx.update)(grads(dtype=dtype), tx.init(p), p)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, p)
+    without = SCALE().update(grads(dtype=dtype), SCALE().init(p))[0]
+    chex.assert_trees_all_equal_shapes_and_dtypes(without, p)
+    assert state.mu["short"].dtype == jnp.float32
+
+
+def test_bf16_parameters_are_trained_in_fp32_arithmetic():
+    p32, p16 = params(), params(jnp.bfloat16)
+    tx = ADAMW()
+    a, _ = jax.jit(tx.update)(grads(), tx.init(p32), jax.tree.map(lambda x: x.astype(jnp.float32), p16))
+    b, _ = jax.jit(tx.update)(grads(), tx.init(p16), p16)
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x.astype(jnp.bfloat16), a), b)
+
+
+def test_init_takes_abstract_parameters():
+    p = params()
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p)
+    for tx in (ADAMW(), SCALE()):
+        chex.assert_trees_all_equal(tx.init(abstract), tx.init(p))
+        chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, abstract), tx.init(p))
+
+
+def test_optax_finds_and_maps_the_state():
+    p = params()
+    state = optax.chain(optax.clip(1.0), ADAMW()).init(p)
+    assert set(optax.tree.get(state, "mu")) == set(p)
+    assert int(optax.tree.get(state, "count")) == 0
+    mapped = optax.tree.map_params(ADAMW(), lambda _: "leaf", ADAMW().init(p))
+    assert (mapped.nu["w"].codes, mapped.nu["w"].scale, mapped.nu["short"]) == ("leaf", "leaf", "leaf")
+    assert int(mapped.count) == 0
+
+
+def test_extra_arguments_are_tolerated_and_nothing_recompiles():
+    tx, p = ADAMW(), params()
+    state = tx.init(p)
+    traces = []
+
+    @jax.jit
+    def update(g, s, p):
+        traces.append(0)
+        return tx.update(g, s, p, value=1.0, unknown=None)
+
+    for step in range(3):
+        _, state = update(grads(step), state, p)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(("tx", "sharding"), [(ADAMW(), P("x")), (SCALE(), P(None, "x"))], ids=["adamw", "scale"])
+def test_types_and_values_hold_under_an_explicit_mesh(tx, sharding):
+    p = {"w": jax.random.normal(jax.random.key(0), (8, 1024)), "cut": jax.random.normal(jax.random.key(1), (16, 384))}
+    g = jax.tree.map(lambda x: x[::-1] * 0.1, p)
+    want_updates, want_state = jax.jit(tx.update)(g, tx.init(p), p)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        p, g = (jax.device_put(tree, sharding) for tree in (p, g))
+        state = tx.init(p)
+        types = jax.tree.map(jax.typeof, state)
+        assert jax.tree.map(jax.typeof, jax.jit(tx.init)(p)) == types
+        for update in (tx.update, jax.jit(tx.update)):
+            updates, new = update(g, state, p)
+            assert jax.tree.map(jax.typeof, new) == types
+            assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, p)
+            chex.assert_trees_all_close(jax.device_get(updates), jax.device_get(want_updates), rtol=1e-6)
+        assert jax.typeof(state.mu["w"].codes).sharding.spec == jax.typeof(p["w"]).sharding.spec
+    same = jax.tree.map(
+        lambda a, b: (np.asarray(a) == np.asarray(b)).mean(), jax.device_get(new), jax.device_get(want_state)
+    )
+    assert min(jax.tree.leaves(same)) > 0.999
+
+
+def test_state_of_arrays_on_an_automatic_mesh_is_sharded_like_them():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    p = {"w": jax.device_put(jnp.ones((8, 1024)), jax.NamedSharding(mesh, P(None, "x")))}
+    state = ADAMW().init(p)
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(state.mu)} == {P(None, "x")}
+
+
+def test_which_leaves_are_compressed_depends_on_their_global_shape_alone():
+    shapes = {
+        "large": (64, 128),
+        "small": (31, 128),
+        "narrow": (1024, 59),
+        "wide enough": (1024, 60),
+        "vector": (4096,),
+    }
+    tx = fp8jax.compressed_adamw(1e-3)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharded = tx.init({k: jnp.zeros(s, out_sharding=P("x") if s[0] % 8 == 0 else P()) for k, s in shapes.items()})
+    for state in (sharded, tx.init({k: jnp.zeros(s) for k, s in shapes.items()})):
+        compressed = {k for k, m in state.mu.items() if isinstance(m, fp8jax.QTensor)}
+        assert compressed == {"large", "wide enough", "vector"}
+    # A small group size asks for more metadata than a tenth; that is not a reason to ignore it.
+    assert isinstance(fp8jax.compressed_adamw(1e-3, group_size=16).init(jnp.zeros((64, 128))).mu, fp8jax.QTensor)
