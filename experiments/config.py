@@ -161,8 +161,11 @@ class Config:
             raise UserError("--recipe needs at least one name")
         if len(set(self.recipe)) < len(self.recipe):
             raise UserError(f"--recipe names a recipe twice: {' '.join(self.recipe)}")
-        if not self.run.run or Path(self.run.run).name != self.run.run:
-            raise UserError(f"--run is a name, not a path, got {self.run.run!r}; --out is the folder that runs lie in")
+        name = self.run.run
+        if not name or name.startswith(".") or Path(name).name != name:
+            raise UserError(
+                f"--run is a name without a leading dot, not a path, got {name!r}; --out is the runs' folder"
+            )
         self.model.shape(vocab=256)
 
     def mathematics(self) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class Task:
     def step(self, state: TrainState, tokens_BxT: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update, or none from the first loss or gradient on that is not finite."""
         loss, grads = jax.value_and_grad(self.loss)(state.params, tokens_BxT)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         def update() -> tuple[Any, optax.OptState]:

@@ -42,7 +42,7 @@ class Bytes:
         return np.frombuffer(joined, np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(ids).replace(b"\0", b"\n").decode(errors="replace")
+        return bytes(map(int, ids)).replace(b"\0", b"\n").decode(errors="replace")
 
 
 class BytePair:

@@ -126,8 +126,6 @@ def _train_recipe(
     )
     abstract = jax.eval_shape(task.init)
     batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32)
-    compiled = jax.jit(task.step, donate_argnums=0).lower(abstract, batch).compile()
-    _print_plan(console, recipe, task, abstract, compiled)
 
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
@@ -139,6 +137,8 @@ def _train_recipe(
             state, meta = checkpoints.restore(newest, abstract)
             batches.set_state(meta["loader"])
             console.print(f"resuming from step {newest}")
+        compiled = jax.jit(task.step, donate_argnums=0).lower(abstract, batch).compile()
+        _print_plan(console, recipe, task, abstract, compiled)
         log = report.RunLog(
             folder, console, recipe=recipe.name, resumed=newest or 0, steps=optim.steps, every=config.run.log_every
         )

@@ -61,14 +61,14 @@ class LlamaConfig:
 def rope_tables(length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of every rotary angle: two float32 arrays (length, head_dim / 2)."""
     frequency_c = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle_TxC = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency_c
+    angle_TxC = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency_c[None, :]
     return jnp.cos(angle_TxC), jnp.sin(angle_TxC)
 
 
 def apply_rope(x_BxTxHxC: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> jax.Array:
     """Rotates channel c against channel c + C/2 by the position's angle, in float32; returns the input's dtype."""
     first, second = jnp.split(x_BxTxHxC.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos_TxC[:, None, :], sin_TxC[:, None, :]
+    cos, sin = cos_TxC[None, :, None, :], sin_TxC[None, :, None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BxTxHxC.dtype)
 

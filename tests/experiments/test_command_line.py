@@ -1,0 +1,148 @@
+"""Wrong input ends in exit code 2 and one line that names the value and the fix; nothing is left behind."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from experiments import config, train
+from experiments.config import Config
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--recipe", "bf17"], "'bf17'.*coat_optimizer"),
+        (["--recipe", "bf16", "bf16"], "names a recipe twice"),
+        (["--model", "8b"], "unknown model size '8b'.*7b"),
+        (["--heads", "5"], "dim 32 is not divisible by heads 5"),
+        (["--kv-heads", "3"], "heads 4 is not divisible by kv_heads 3"),
+        (["--layers", "0"], "layers must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--seq-len", "-3"], "--seq-len must be at least 1, got -3"),
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--keep", "0"], "--keep must be at least 1, got 0"),
+        (["--checkpoint-every", "0"], "--checkpoint-every must be at least 1"),
+        (["--lr", "0"], "--lr must be positive and finite, got 0"),
+        (["--lr", "nan"], "--lr must be positive and finite, got nan"),
+        (["--b2", "1"], "--b2 must be at least 0 and below 1, got 1"),
+        (["--clip", "-1"], "--clip must be positive"),
+        (["--weight-decay", "-0.1"], "--weight-decay must be finite and not negative"),
+        (["--final-lr", "2"], "--final-lr is a share"),
+        (["--warmup", "8"], "--warmup 8 must be below --steps 8"),
+        (["--valid-fraction", "1"], "--valid-fraction must be between 0 and 1"),
+        (["--tokenizer", "bpe", "--vocab", "256"], "--vocab must be at least 257"),
+        (["--run", "a/b"], "--run is a name .* not a path, got 'a/b'"),
+        (["--run", ".."], "--run is a name .* not a path"),
+        (["--run", ""], "--run is a name"),
+        (["--seq-len", "100000"], "training text has .* one sequence needs 100001"),
+        (["--data", "nowhere/*.txt"], r"--data nowhere/\*.txt: the glob matches no file"),
+        (["--data", "nowhere"], "--data nowhere: no such file or folder"),
+    ],
+)
+def test_wrong_input_is_one_line_that_names_it(argv, out, capsys, flags, message):
+    assert train.main([*argv, "--run", "wrong", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+    assert not (out / "wrong" / "config.json").exists()
+
+
+def test_unknown_flag_is_refused_by_the_parser(argv):
+    with pytest.raises(SystemExit) as caught:
+        train.main([*argv, "--stepz", "3"])
+    assert caught.value.code == 2
+
+
+def test_out_that_is_a_file_is_an_error(argv, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert train.main([*argv, "--out", str(tmp_path / "file")]) == 2
+    assert "cannot make" in capsys.readouterr().err
+
+
+def test_defaults_are_possible_and_flags_reach_their_fields():
+    assert config.parse([]) == Config()
+    parsed = config.parse(["--recipe", "bf16", "--data", "a", "b/*.txt", "--lr", "1e-3", "--resume", "never", "--tied"])
+    assert parsed.recipe == ("bf16",)
+    assert parsed.data.data == ("a", "b/*.txt")
+    assert (parsed.optim.lr, parsed.run.resume, parsed.model.tied) == (1e-3, "never", True)
+
+
+def test_where_and_how_often_is_no_mathematics():
+    base = config.parse([]).mathematics()
+    same = [
+        "--run",
+        "x",
+        "--out",
+        "y",
+        "--log-every",
+        "3",
+        "--keep",
+        "9",
+        "--checkpoint-every",
+        "2",
+        "--eval-every",
+        "7",
+    ]
+    assert config.parse(same).mathematics() == base
+    for flags in (["--lr", "1e-5"], ["--seed", "1"], ["--steps", "99"], ["--tied"], ["--batch", "2"], ["--dim", "512"]):
+        assert config.parse(flags).mathematics() != base, flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lr", "0.5"], "lr was 0.002, now 0.5"),
+        (["--steps", "9"], "steps was 8, now 9"),
+        (["--seed", "1", "--tied"], "seed was 0, now 1; tied was False, now True"),
+        (["--data", __file__], "text was '[0-9a-f]{16}', now '[0-9a-f]{16}'"),
+    ],
+)
+def test_run_of_another_configuration_is_refused(argv, finished, capsys, flags, message):
+    assert train.main([*argv, "--run", "finished", *flags]) == 2
+    error = capsys.readouterr().err
+    assert re.search(f"another configuration: {message}. Give the old values .* a new --run", error), error
+    assert (finished / "loss.png").exists()
+
+
+def unfinished(finished, out, name):
+    """A copy of the finished run whose second recipe still has to end."""
+    folder = out / name
+    shutil.copytree(finished, folder)
+    (folder / "coat_optimizer" / "result.json").unlink()
+    return folder / "coat_optimizer" / "checkpoints"
+
+
+def test_checkpoint_of_another_recipe_is_refused(argv, finished, out, capsys):
+    checkpoints = unfinished(finished, out, "swapped")
+    shutil.rmtree(checkpoints)
+    shutil.copytree(finished / "bf16" / "checkpoints", checkpoints)
+    assert train.main([*argv, "--run", "swapped"]) == 2
+    assert "recipe.name was 'bf16', now 'coat_optimizer'" in capsys.readouterr().err
+
+
+def test_damaged_checkpoint_is_refused(argv, finished, out, capsys):
+    checkpoints = unfinished(finished, out, "damaged")
+    largest = max((p for p in (checkpoints / "8").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    raw = bytearray(largest.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    largest.write_bytes(raw)
+    assert train.main([*argv, "--run", "damaged"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "checkpoints/8 is damaged" in error
+    assert "Delete that folder to resume from the one before" in error
+
+    shutil.rmtree(checkpoints / "8")
+    assert train.main([*argv, "--run", "damaged"]) == 0
+    assert "resuming from step 4" in capsys.readouterr().out
+    again, first = (json.loads((f / "coat_optimizer" / "result.json").read_text()) for f in (out / "damaged", finished))
+    assert again["result"]["valid_loss"] == first["result"]["valid_loss"]
+
+
+def test_damaged_config_file_is_an_error(argv, finished, out, capsys):
+    unfinished(finished, out, "broken")
+    (out / "broken" / "config.json").write_text("{")
+    assert train.main([*argv, "--run", "broken"]) == 2
+    assert "config.json cannot be read" in capsys.readouterr().err

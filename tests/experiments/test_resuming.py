@@ -1,0 +1,82 @@
+"""A run that was killed, stopped and resumed ends in the same bits as one that was left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from experiments import report, train
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(argv):
+    """The training program in a process of its own, output piped."""
+    command = [sys.executable, "-u", "-m", "experiments.train", *argv]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    pipe = subprocess.PIPE
+    env = os.environ | {"PYTHONPATH": path}
+    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
+
+
+def final_state(folder, steps):
+    """The digests of every leaf of the last checkpoint."""
+    meta = json.loads((folder / "checkpoints" / str(steps) / "_CHECKPOINT_METADATA").read_text())
+    return meta["custom_metadata"]["leaves"]
+
+
+def test_killed_and_stopped_and_resumed_equals_left_alone(argv, out):
+    steps = 600
+    flags = ["--recipe", "coat_optimizer", "--steps", str(steps), "--checkpoint-every", "20", "--eval-every", "100"]
+    alone, broken = ([*argv, *flags, "--run", name] for name in ("alone", "broken_off"))
+    folder = out / "broken_off" / "coat_optimizer"
+
+    first = start(broken)
+    while not list(folder.glob("checkpoints/40")) and first.poll() is None:
+        time.sleep(0.01)
+    first.kill()
+    assert first.wait() == -signal.SIGKILL, first.stdout.read()
+
+    second = start(broken)
+    lines = []
+    for line in second.stdout:
+        lines.append(line)
+        if line.startswith("step "):
+            second.send_signal(signal.SIGINT)
+            break
+    rest = second.stdout.read()
+    assert second.wait() == 130, "".join(lines) + rest
+    resumed = next(line for line in lines if line.startswith("resuming from step "))
+    assert int(resumed.split()[-1]) >= 40
+    stopped = int(rest.split("stopped by SIGINT: step ")[1].split()[0])
+    assert stopped > int(resumed.split()[-1])
+    assert "To resume: python -m experiments.train" in rest
+    assert (folder / "checkpoints" / str(stopped)).is_dir()
+
+    assert train.main(broken) == 0
+    assert train.main(alone) == 0
+    expected = final_state(out / "alone" / "coat_optimizer", steps)
+    assert len(expected) > 20
+    assert final_state(folder, steps) == expected
+
+    rows, whole = (report.read_metrics(f / "metrics.jsonl") for f in (folder, out / "alone" / "coat_optimizer"))
+    keys = ("step", "loss", "grad_norm", "lr", "valid_loss")
+    assert [[row.get(k) for k in keys] for row in rows] == [[row.get(k) for k in keys] for row in whole]
+    assert np.isfinite(rows[-1]["valid_loss"])
+
+
+def test_sigterm_before_the_first_step_says_how_to_go_on(argv, out):
+    process = start([*argv, "--run", "terminated"])
+    for line in process.stdout:
+        if line.startswith("device"):
+            break
+    process.terminate()
+    rest = process.stdout.read()
+    assert process.wait() == 143, rest
+    assert "stopped by SIGTERM: " in rest
+    assert not list((out / "terminated").glob("*/result.json"))
