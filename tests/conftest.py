@@ -1,4 +1,4 @@
-"""Eight CPU devices for the sharding tests, strict dtype promotion, and tests marked `gpu` only where a GPU is."""
+"""Eight CPU devices for the sharding tests, and tests marked `gpu` only where a GPU is."""
 
 import os
 
@@ -10,8 +10,6 @@ if not GPU:
 
 import jax
 import pytest
-
-jax.config.update("jax_numpy_rank_promotion", "warn")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

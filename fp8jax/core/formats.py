@@ -1,6 +1,7 @@
 """Number formats as records: a new format is a new constant, and `ALL` parametrises the tests.
 
-Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3 without infinities, e5m2 with them).
+Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3 without infinities, e5m2 with them), OCP Microscaling Formats
+1.0 (e8m0), Dettmers et al., 8-bit Optimizers via Block-wise Quantization (the dynamic exponent code books).
 """
 
 import dataclasses
@@ -23,58 +24,87 @@ class Format:
     Attributes:
         name: the name used in specs, recipes and on the command line.
         dtype: dtype of the codes.
+        bits: bits that a code takes in storage; 10-bit codes are packed, four in five bytes.
         max: largest finite magnitude that a code stands for.
         smallest: smallest non-zero magnitude that a code stands for (a subnormal, where the format has them).
-        smallest_normal: smallest magnitude that has all mantissa bits.
-        mantissa_bits: explicitly stored bits of the significand.
-        inf: what the code of an infinity decodes to (Inf, or NaN where the format has none).
+        smallest_normal: smallest magnitude with the full relative precision; `smallest` where there is no such notion.
+        mantissa_bits: explicitly stored bits of the significand; 0 for formats that are not floating point.
+        signed: whether there are negative values.
+        inf: what the code of an infinity decodes to (Inf, or NaN where the format has none); None for a format that
+            can represent neither, where the scale of the block becomes NaN instead.
+        codebook: the values of all codes in increasing order, for formats given by a table.
     """
 
     name: str
     dtype: np.dtype
+    bits: int
     max: float
     smallest: float
     smallest_normal: float
     mantissa_bits: int
-    inf: float
+    signed: bool = True
+    inf: float | None = None
+    codebook: tuple[float, ...] | None = None
 
     @property
     def bytes_per_element(self) -> float:
-        return float(self.dtype.itemsize)
+        return self.bits / 8
 
     @property
     def scaled(self) -> bool:
-        """Whether tensors in this format need a scale: 8-bit formats do, bf16 and fp32 hold fp32's own range."""
+        """Whether tensors in this format need a scale; bf16 and fp32 hold fp32's own range."""
         return self.max < float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+
+    @property
+    def is_float(self) -> bool:
+        return self.mantissa_bits > 0
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether matrix units take the codes as they are."""
+        return self.bits == 8 and self.codebook is None
 
     @property
     def expansion_range(self) -> float:
         """Ratio R of largest to smallest magnitude that range expansion maps a group onto (COAT, section 4.2).
 
-        Half the smallest normal, so one bit into the subnormals: 57344 for e4m3. COAT's text takes the smallest
-        subnormal (229376), where the relative error of small second moments doubles; its code takes 100352.
+        For floating point half the smallest normal, so one bit into the subnormals: 57344 for e4m3. COAT's text takes
+        the smallest subnormal (229376), where the relative error of small second moments doubles; its code takes
+        100352. For the others the smallest value.
         """
-        return self.max / (self.smallest_normal / 2)
+        return self.max / (self.smallest_normal / 2 if self.is_float else self.smallest)
 
     def encode(self, y: Array, key: Array | None = None) -> Array:
-        """Rounds fp32 values to codes, saturating at `max`; NaN and Inf stay visible.
+        """Rounds fp32 values to codes, saturating at `max`; NaN and Inf stay visible where the format can show them.
 
         Args:
             y: fp32 values in units of the format (already divided by their scale), any shape.
-            key: a PRNG key for stochastic rounding, which is unbiased; None rounds to nearest, ties to even.
+            key: a PRNG key for stochastic rounding, which is unbiased; None rounds to nearest, ties to even (in a code
+                book, to the smaller value).
 
         Returns:
-            Codes of dtype `dtype` in the shape of `y`. Magnitudes beyond `max` become `max`, NaN the format's NaN,
-            Inf `inf`.
+            Codes of dtype `dtype` in the shape of `y`. Magnitudes beyond `max` become `max`; NaN the format's NaN and
+            Inf `inf`, or some finite code where `inf` is None.
         """
-        finite = jnp.clip(y, -self.max, self.max)
+        finite = jnp.clip(y, -self.max if self.signed else 0.0, self.max)
+        if self.name == "e8m0":
+            return encode_e8m0(y, "nearest")
+        if self.codebook is not None:
+            return _nearest_index(finite, self, key)
+        if not self.is_float:
+            rounded = jnp.round(finite) if key is None else jnp.floor(finite + jax.random.uniform(key, y.shape))
+            return jnp.where(jnp.isnan(y), 0, rounded).astype(self.dtype)
         if key is not None:
             finite = _round_stochastically(finite, self, key)
-        y = jnp.where(jnp.isinf(y), jnp.copysign(self.inf, y), finite)
-        return y.astype(self.dtype)
+        assert self.inf is not None
+        return jnp.where(jnp.isinf(y), jnp.copysign(self.inf, y), finite).astype(self.dtype)
 
     def decode(self, codes: Array) -> Array:
         """The fp32 values of codes, in units of the format."""
+        if self.name == "e8m0":
+            return decode_e8m0(codes)
+        if self.codebook is not None:
+            return jnp.take(jnp.asarray(self.codebook, jnp.float32), codes.astype(jnp.int32), axis=0)
         return codes.astype(jnp.float32)
 
 
@@ -85,6 +115,42 @@ def _round_stochastically(y: Array, fmt: Format, key: Array) -> Array:
     return jnp.clip(jnp.floor(y / step + noise) * step, -fmt.max, fmt.max)
 
 
+def _nearest_index(y: Array, fmt: Format, key: Array | None) -> Array:
+    values = np.asarray(fmt.codebook, np.float32)
+    if key is None:
+        boundaries = (values[1:].astype(np.float64) + values[:-1]) / 2
+        index = jnp.searchsorted(jnp.asarray(boundaries, jnp.float32), y, side="left")
+    else:
+        below = jnp.clip(jnp.searchsorted(jnp.asarray(values), y, side="right") - 1, 0, len(values) - 2)
+        low, high = (jnp.take(jnp.asarray(values), i) for i in (below, below + 1))
+        index = below + (jax.random.uniform(key, y.shape) * (high - low) < y - low)
+    return jnp.where(jnp.isnan(y), 0, index).astype(fmt.dtype)
+
+
+def encode_e8m0(y: Array, rounding: str) -> Array:
+    """Exponent bytes of positive fp32 values: byte b stands for 2^(b - 127), and 255 for NaN.
+
+    Exponents are read from the bits: the floor of a computed logarithm is wrong one ulp below powers of two.
+
+    Args:
+        y: fp32 values; zero, negative and non-finite ones give 255, subnormals 0.
+        rounding: "nearest" (ties up), "up" or "down", to a power of two.
+
+    Returns:
+        uint8 bytes in the shape of `y`.
+    """
+    bits = jax.lax.bitcast_convert_type(y, jnp.int32)
+    carry = {"nearest": 1 << 22, "up": (1 << 23) - 1, "down": 0}[rounding]
+    exponent = jnp.minimum((bits + carry) >> 23, 254)
+    return jnp.where((y > 0) & jnp.isfinite(y), exponent, 255).astype(jnp.uint8)
+
+
+def decode_e8m0(codes: Array) -> Array:
+    """The fp32 values of exponent bytes; 2^-127, a subnormal, is 0 where XLA flushes those."""
+    bits = codes.astype(jnp.int32) << 23
+    return jnp.where(codes == 255, jnp.nan, jax.lax.bitcast_convert_type(bits, jnp.float32))
+
+
 def _floating(name: str, dtype: type) -> Format:
     info = ml_dtypes.finfo(dtype)
     with np.errstate(all="ignore"):
@@ -92,6 +158,7 @@ def _floating(name: str, dtype: type) -> Format:
     return Format(
         name=name,
         dtype=np.dtype(dtype),
+        bits=8 * np.dtype(dtype).itemsize,
         max=float(info.max),
         smallest=float(info.smallest_subnormal),
         smallest_normal=float(info.smallest_normal),
@@ -100,12 +167,40 @@ def _floating(name: str, dtype: type) -> Format:
     )
 
 
+def _integer(name: str, dtype: type, bits: int) -> Format:
+    # Symmetric: the lowest code is not used, so that negation is exact.
+    return Format(name, np.dtype(dtype), bits, 2.0 ** (bits - 1) - 1, 1.0, 1.0, 0)
+
+
+def _dynamic_exponent(name: str, signed: bool) -> Format:
+    """The code book of 8-bit dynamic exponents: seven decades from 1e-6 to 1, each with twice the values of the last.
+
+    A decade is cut into equal cells, and the values are their midpoints; zero and one complete the 256. The signed
+    book has 127 positive and as many negative midpoints, and no -1.
+    """
+    positive = []
+    for decade in range(7):
+        cells = 2 ** (decade + (0 if signed else 1))
+        edges = np.linspace(0.1, 1.0, cells + 1)
+        positive += list(10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2)
+    values = sorted([*positive, *([-v for v in positive] if signed else []), 0.0, 1.0])
+    book = tuple(float(np.float32(v)) for v in values)
+    smallest = float(np.float32(min(positive)))
+    return Format(name, np.dtype(np.uint8), 8, 1.0, smallest, smallest, 0, signed, None, book)
+
+
 E4M3 = _floating("e4m3", ml_dtypes.float8_e4m3fn)
 E5M2 = _floating("e5m2", ml_dtypes.float8_e5m2)
+INT8 = _integer("int8", np.int8, 8)
+INT10 = _integer("int10", np.int16, 10)
+E8M0 = Format("e8m0", np.dtype(np.uint8), 8, 2.0**127, 2.0**-127, 2.0**-127, 0, signed=False, inf=float("nan"))
+DE8 = _dynamic_exponent("de8", signed=True)
+UDE8 = _dynamic_exponent("ude8", signed=False)
+FP16 = _floating("fp16", np.float16)
 BF16 = _floating("bf16", ml_dtypes.bfloat16)
 FP32 = _floating("fp32", np.float32)
 
-ALL: tuple[Format, ...] = (E4M3, E5M2, BF16, FP32)
+ALL: tuple[Format, ...] = (E4M3, E5M2, INT8, INT10, E8M0, DE8, UDE8, FP16, BF16, FP32)
 
 
 @functools.cache

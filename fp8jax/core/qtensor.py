@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,58 +10,90 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from fp8jax.core import blocks, expansion, formats
+from fp8jax.core import blocks, expansion, formats, packing
 from fp8jax.core.spec import QuantSpec
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale", "expansion"], meta_fields=["spec"])
+class _Parts(NamedTuple):
+    """The arrays of a QTensor; None for those that its spec has no use for."""
+
+    codes: Array
+    scale: Array
+    expansion: Array | None = None
+    microscale: Array | None = None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scale", "expansion", "microscale"],
+    meta_fields=["spec", "length"],
+)
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """A quantized tensor: codes, the scales of their blocks, and with range expansion the exponents of the blocks.
+    """A quantized tensor: codes, the scales of their blocks, and what expansion or microscaling adds.
 
-    With M the largest value of the format, and s and k the scale and exponent of an element's block, a code c stands for
+    With M the largest value of the format, and s, k and e the scale, exponent and E8M0 byte of an element's block, a
+    code c decodes to
 
-        sign(c) * (s * M) * (|c| / M)^(1 / k)
+        sign(c) * (s * M) * (|c| / M)^(1 / k) * 2^(e - 127)
 
-    which is c * s without expansion (k = 1). What always holds, and `validate` checks:
+    which is c * s without expansion (k = 1) and microscaling (e = 127). What always holds, and `validate` checks:
 
-    - `codes` has the logical shape and the format's dtype;
-    - `scale` and `expansion` have the rank of `codes` and one entry a block (`spec.block_shape`), counted from the
-      start of each dimension of the global shape;
-    - scales are positive and finite, and of dtype `spec.scale_format`; a block of zeros has scale 1;
+    - `codes` has the logical shape and the format's dtype; those of int10 alone are packed, uint8, five bytes for four
+      along `spec.axis`, whose logical length is `length`;
+    - `scale` and `expansion` have the rank of `codes` and one entry a block (`spec.block_shape`), `microscale` one a
+      group (`spec.micro_shape`), counted from the start of each dimension of the global shape;
+    - scales are positive and of dtype `spec.scale_format`; a block of zeros has scale 1;
     - `expansion` is None unless `spec.expand`; else bf16 in [1/16, 16];
+    - `microscale` is None unless the granularity is "mx"; else uint8 exponents, which unlike an E8M0 dtype have a zero
+      and survive `zeros_like`;
     - no two leaves share a buffer.
 
-    Non-finite inputs keep their place: NaN is the format's NaN, Inf its Inf, or NaN where it has none; they do not
-    enter the statistics of their block.
+    Non-finite inputs stay visible: NaN is the format's NaN, Inf its Inf, or NaN where it has none, and they do not
+    enter the statistics of their block. Where a format has neither (integers, code books) the scale of the block is
+    NaN, as it is where an unsigned format meets a negative value.
 
     Attributes:
-        codes: array of the logical shape.
+        codes: array of the logical shape (int10: packed).
         scale: one value a block.
         expansion: one exponent a block, or None.
+        microscale: one E8M0 byte a group, or None.
         spec: the static `QuantSpec`.
+        length: static logical length of the packed axis, or None.
     """
 
     codes: Array
     scale: Array
     expansion: Array | None
+    microscale: Array | None
     spec: QuantSpec
+    length: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
+        if self.length is None:
+            return self.codes.shape
+        axis = self.spec.axis % self.codes.ndim
+        return (*self.codes.shape[:axis], self.length, *self.codes.shape[axis + 1 :])
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and metadata; also of an abstract QTensor."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
+    @property
+    def _parts(self) -> _Parts:
+        return _Parts(self.codes, self.scale, self.expansion, self.microscale)
+
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """The values that the codes stand for, computed in fp32 and cast to `dtype`."""
-        arrays = [self.scale] if self.expansion is None else [self.scale, self.expansion]
-        (values,) = blocks.on_logical_array(
-            functools.partial(_decode, spec=self.spec), self.codes, *arrays, like=[self.codes.shape]
-        )
+        names = [name for name, part in self._parts._asdict().items() if part is not None]
+
+        def decode(*arrays: Array) -> tuple[Array]:
+            return (_decode(_Parts(**dict(zip(names, arrays, strict=True))), self.shape, self.spec),)
+
+        arrays = [getattr(self, name) for name in names]
+        (values,) = blocks.on_logical_array(decode, *arrays, like=[self.shape])
         return values.astype(dtype)
 
     def validate(self) -> None:
@@ -69,19 +102,24 @@ class QTensor:
         Raises:
             ValueError: one does not hold; the message names it.
         """
-        fmt = formats.get(self.spec.format)
-        want = blocks.counts(self.shape, self.spec.block_shape(self.shape))
-        parts = {"codes": (self.codes, self.shape, fmt.dtype)}
-        parts["scale"] = (self.scale, want, formats.get(self.spec.scale_format).dtype)
-        if (self.expansion is not None) != self.spec.expand:
-            raise ValueError(f"expansion is {self.expansion}, but the spec is {self.spec}")
-        if self.expansion is not None:
-            parts["expansion"] = (self.expansion, want, expansion.DTYPE)
-        for name, (array, shape, dtype) in parts.items():
-            if array.shape != shape or array.dtype != dtype:
-                raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}{list(shape)}")
+        fmt, spec = formats.get(self.spec.format), self.spec
+        want = blocks.counts(self.shape, spec.block_shape(self.shape))
+        expected = {
+            "codes": (spec.stored_shape(self.shape), np.dtype(np.uint8) if spec.packed else fmt.dtype),
+            "scale": (want, formats.get(spec.scale_format).dtype),
+        }
+        if spec.expand:
+            expected["expansion"] = (want, expansion.DTYPE)
+        if spec.granularity == "mx":
+            expected["microscale"] = (blocks.counts(self.shape, spec.micro_shape(self.shape)), np.dtype(np.uint8))
+        for name, array in self._parts._asdict().items():
+            if (array is not None) != (name in expected):
+                raise ValueError(f"{name} is {'missing' if array is None else 'there'}, but the spec is {spec}")
+            if array is not None and (array.shape, array.dtype) != expected[name]:
+                shape, dtype = expected[name]
+                raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {dtype}{list(shape)}")
         scale = np.asarray(self.scale, np.float32)
-        if not (np.isfinite(scale) & (scale > 0)).all():
+        if not (np.isfinite(scale) & (scale > 0) | np.isnan(scale) & (fmt.inf is None)).all():
             raise ValueError("scales must be positive and finite")
         if self.expansion is not None:
             k = np.asarray(self.expansion, np.float32)
@@ -104,6 +142,24 @@ def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QT
         TypeError: `x` is not of a floating dtype.
         ValueError: the spec is malformed or does not fit the shape, or the key is missing or of no use.
     """
+    return quantize_with_scale(x, spec, None, key=key)
+
+
+def quantize_with_scale(x: Array, spec: QuantSpec | str, scale: Array | None, *, key: Array | None = None) -> QTensor:
+    """`quantize` with given scales, as delayed and automatic scaling need; values beyond their range saturate.
+
+    Args:
+        x: array of a floating dtype.
+        spec: a `QuantSpec` or its string form; neither "mx" nor expanded where scales are given.
+        scale: positive fp32 scales, broadcastable against the block counts of `x`, or None to take them from `x`.
+        key: PRNG key for stochastic rounding.
+
+    Returns:
+        A `QTensor`.
+
+    Raises:
+        TypeError, ValueError: as `quantize`; or scales are given for "mx" or expansion.
+    """
     spec = QuantSpec.parse(spec)
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -111,48 +167,97 @@ def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QT
     if (key is not None) != (spec.rounding == "stochastic"):
         need = "needs a key" if key is None else "takes no key"
         raise ValueError(f"rounding {spec.rounding!r} {need}")
+    if scale is not None and (spec.expand or spec.granularity == "mx"):
+        raise ValueError(f"{spec} takes its scales from the tensor; given scales need another granularity")
     count = blocks.counts(x.shape, spec.block_shape(x.shape))
-    like = [x.shape, count] + [count] * spec.expand
-    keys = () if key is None else (key,)
-    codes, scale, *exponents = blocks.on_logical_array(functools.partial(_encode, spec=spec), x, *keys, like=like)
-    return QTensor(codes, scale, exponents[0] if exponents else None, spec)
+    like = {"codes": spec.stored_shape(x.shape), "scale": count}
+    if spec.expand:
+        like["expansion"] = count
+    if spec.granularity == "mx":
+        like["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
+    given = {name: value for name, value in (("scale", scale), ("key", key)) if value is not None}
+
+    def encode(x: Array, *arrays: Array) -> tuple[Array, ...]:
+        parts = _encode(x, spec, **dict(zip(given, arrays, strict=True)))
+        return tuple(getattr(parts, name) for name in like)
+
+    arrays = blocks.on_logical_array(encode, x, *given.values(), like=list(like.values()))
+    length = x.shape[spec.axis] if spec.packed else None
+    return QTensor(**_Parts(**dict(zip(like, arrays, strict=True)))._asdict(), spec=spec, length=length)
 
 
-def _encode(x: Array, key: Array | None = None, *, spec: QuantSpec) -> tuple[Array, ...]:
+def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array | None = None) -> _Parts:
     fmt = formats.get(spec.format)
     block_shape = spec.block_shape(x.shape)
     x = x.astype(jnp.float32)
     magnitude = jnp.abs(x)
     magnitude = jnp.where(magnitude < formats.TINY, 0, magnitude)
     counted = jnp.where(jnp.isfinite(magnitude), magnitude, 0)
-    largest = blocks.reduce(counted, block_shape, jnp.max, 0.0)
+    stored = formats.get(spec.scale_format).dtype
+    if scale is None:
+        largest = blocks.reduce(counted, block_shape, jnp.max, 0.0)
+        scale = _scale(largest, fmt)
+        if spec.granularity == "mx" and spec.level1 == "none":
+            scale = jnp.ones_like(scale)
+    scale = jnp.broadcast_to(scale, blocks.counts(x.shape, block_shape))
+    if fmt.inf is None:
+        bad = ~jnp.isfinite(x) | ((x < 0) & (not fmt.signed))
+        scale = jnp.where(blocks.reduce(bad.astype(jnp.float32), block_shape, jnp.max, 0.0) > 0, jnp.nan, scale)
+    scale = scale.astype(stored)
     # Products with reciprocals throughout: XLA makes them of quotients by constants and scalars in some programs and
     # not in others, and the codes must not depend on that.
-    scale = jnp.where(largest > 0, jnp.maximum(largest * np.float32(1 / fmt.max), formats.TINY), 1.0)
-    scale = scale.astype(formats.get(spec.scale_format).dtype)
-    stored = scale.astype(jnp.float32)
+    exact = scale.astype(jnp.float32)
+    exponent = microscale = None
     if spec.expand:
         smallest = blocks.reduce(jnp.where(counted > 0, counted, jnp.inf), block_shape, jnp.min, jnp.inf)
         exponent = expansion.exponents(jnp.maximum(largest, formats.TINY * fmt.max), smallest, fmt)
-        k, top = (blocks.spread(s, x.shape, block_shape) for s in (exponent.astype(jnp.float32), stored * fmt.max))
+        k, top = (blocks.spread(s, x.shape, block_shape) for s in (exponent.astype(jnp.float32), exact * fmt.max))
         y = fmt.max * expansion.power(magnitude, top, k)
     else:
-        y = magnitude * blocks.spread(1 / stored, x.shape, block_shape)
+        y = magnitude * blocks.spread(1 / exact, x.shape, block_shape)
+    if spec.granularity == "mx":
+        micro_shape = spec.micro_shape(x.shape)
+        finite = jnp.where(jnp.isfinite(y), y, 0)
+        microscale = _microscale(blocks.reduce(finite, micro_shape, jnp.max, 0.0), spec, fmt)
+        # 2^(127 - e) in two factors, each in fp32's range.
+        half = (127 - microscale.astype(jnp.int32)) // 2
+        for shift in (half, 127 - microscale.astype(jnp.int32) - half):
+            y = y * blocks.spread(jnp.ldexp(jnp.float32(1), shift), x.shape, micro_shape)
     if spec.underflow == "smallest":
         y = jnp.where(magnitude > 0, jnp.maximum(y, fmt.smallest), y)
     codes = fmt.encode(jnp.copysign(y, x), key)
-    return (codes, scale, exponent) if spec.expand else (codes, scale)
+    return _Parts(packing.pack(codes, spec.axis) if spec.packed else codes, scale, exponent, microscale)
 
 
-def _decode(codes: Array, scale: Array, exponent: Array | None = None, *, spec: QuantSpec) -> tuple[Array]:
+def _scale(largest: Array, fmt: formats.Format) -> Array:
+    """The scale that takes the largest magnitude of a block to the largest code; 1 for a block of zeros."""
+    return jnp.where(largest > 0, jnp.maximum(largest * np.float32(1 / fmt.max), formats.TINY), 1.0)
+
+
+def _microscale(largest: Array, spec: QuantSpec, fmt: formats.Format) -> Array:
+    """E8M0 bytes of groups whose largest magnitudes, in units of the level 1 scale, are given; 127 for zeros."""
+    if spec.level1 == "none":
+        # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element less that of the format.
+        exponent = formats.encode_e8m0(largest, "down").astype(jnp.int32) - int(np.log2(fmt.max))
+        byte = jnp.maximum(exponent, 0)
+    else:
+        # MOSS, equation 3: the group's own scale over that of level 1, rounded up, so that no code saturates.
+        byte = formats.encode_e8m0(largest * np.float32(1 / fmt.max), "up")
+    return jnp.where(largest > 0, byte, 127).astype(jnp.uint8)
+
+
+def _decode(parts: _Parts, shape: tuple[int, ...], spec: QuantSpec) -> Array:
     fmt = formats.get(spec.format)
-    block_shape = spec.block_shape(codes.shape)
+    block_shape = spec.block_shape(shape)
+    codes = packing.unpack(parts.codes, spec.axis, shape[spec.axis]) if spec.packed else parts.codes
     values = fmt.decode(codes)
-    scale = blocks.spread(scale.astype(jnp.float32), codes.shape, block_shape)
-    if exponent is None:
+    scale = blocks.spread(parts.scale.astype(jnp.float32), shape, block_shape)
+    if parts.microscale is not None:
+        values = values * blocks.spread(formats.decode_e8m0(parts.microscale), shape, spec.micro_shape(shape))
+    if parts.expansion is None:
         decoded = values * scale
     else:
-        root = blocks.spread(1 / exponent.astype(jnp.float32), codes.shape, block_shape)
+        root = blocks.spread(1 / parts.expansion.astype(jnp.float32), shape, block_shape)
         # Half the power on each side of the scale: a compressed group spans more octaves than fp32 has below 1.
         half = expansion.power(jnp.abs(values) * np.float32(1 / fmt.max), 1.0, root / 2)
         decoded = jnp.copysign(half * (scale * fmt.max) * half, values)
@@ -160,4 +265,4 @@ def _decode(codes: Array, scale: Array, exponent: Array | None = None, *, spec: 
         # The rounding of a value close to the smallest normal must not take it where XLA flushes to zero.
         nonzero = jnp.copysign(jnp.maximum(jnp.abs(decoded), formats.TINY), values)
         decoded = jnp.where(values == 0, decoded, nonzero)
-    return (decoded,)
+    return decoded

@@ -52,6 +52,9 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         compressed = [m for m in (self.mu, self.nu) if formats.get(m).scaled]
+        for moment in compressed:
+            if formats.get(moment).bits % 8:
+                raise ValueError(f"{moment!r} codes are packed, which suits activations; give moments 8 or 16 bits")
         if compressed and (self.group_size is None or self.group_size < 1):
             raise ValueError(f"optimizer.group_size must be positive, not {self.group_size!r}")
         if not compressed and (self.expand or self.group_size is not None):

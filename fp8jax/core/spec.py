@@ -5,29 +5,38 @@ import math
 import re
 from collections.abc import Sequence
 
-from fp8jax.core import blocks, expansion, formats
+from fp8jax.core import blocks, expansion, formats, packing
 
-GRANULARITIES = ("tensor", "group")
+GRANULARITIES = ("tensor", "token", "channel", "group", "block", "mx")
+SIZED = ("group", "block", "mx")
 ROUNDINGS = ("nearest", "stochastic")
 UNDERFLOWS = ("zero", "smallest")
 SCALE_FORMATS = ("fp32", "bf16")
+LEVELS = ("tensor", "token", "none")
+_OPTIONS = {"expand": ("expand", True), "stochastic": ("rounding", "stochastic")}
+_OPTIONS |= {"token": ("level1", "token"), "ocp": ("level1", "none")}
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantSpec:
     """How a tensor is quantized. Hashable and static under `jax.jit`.
 
-    The string form, accepted wherever a spec is, is `format[:granularity[size]][+expand][+stochastic]`, as in
-    `"e4m3"`, `"e5m2:tensor"` and `"e4m3:group128+expand"`; `str(spec)` gives it back. Settings that it cannot say
-    are given to the constructor.
+    The string form, accepted wherever a spec is, is `format[:granularity[size]][+option...]` with the options
+    `expand`, `stochastic`, `token` and `ocp` (the last two are the level 1 of "mx"), as in `"e4m3"`, `"int8:token"`,
+    `"e4m3:group128+expand"`, `"e4m3:mx32+token"`; `str(spec)` gives it back. Settings that it cannot say are given to
+    the constructor.
 
     Attributes:
         format: name of a format in `fp8jax.formats`.
-        granularity: what shares a scale: "tensor", or "group" (`group_size` consecutive elements along `axis`).
-        group_size: elements of a group; None for per-tensor scales. The last group of an axis may be short.
-        axis: the axis that groups run along. Negative axes keep their meaning when leading axes are stacked.
-        stacked: number of leading axes that stack separate tensors (layers of a scanned model): a per-tensor scale
-            is then one for each.
+        granularity: what shares a scale. "tensor"; "token": all elements along `axis` (a row, for activations and
+            axis -1); "channel": all elements of the same index along `axis`; "group": `group_size` consecutive
+            elements along `axis`; "block": a square of `group_size` in the last two axes; "mx": microscaling, a power
+            of two (E8M0) for each `group_size` elements along `axis`, under an fp32 scale of level 1.
+        group_size: elements along a group or a block's side; None for the first three. Last ones may be short.
+        axis: the axis that groups and tokens run along. Negative axes keep their meaning when leading axes are
+            stacked.
+        stacked: number of leading axes that stack separate tensors (layers of a scanned model): none of them shares a
+            scale with another.
         scale_format: storage of the scales, "fp32" or "bf16". A bf16 scale cannot follow a decay slower than 0.4 %
             a step, as of a second moment with b2 = 0.999.
         rounding: "nearest" (ties to even), or "stochastic" (unbiased; `quantize` then needs a key).
@@ -35,6 +44,9 @@ class QuantSpec:
             the format's.
         underflow: what a non-zero value under half the smallest code becomes: "zero" as rounding says, or
             "smallest", the smallest code (a second moment must not decode to zero).
+        level1: for "mx", the fp32 scale above the powers of two: one a "tensor" (MOSS, section 3.1) or a "token", with
+            powers of two rounded up; or "none" (OCP Microscaling Formats 1.0, section 6.3), where they are the largest
+            power of two in the group over that of the format, and the largest elements may saturate.
 
     Raises:
         ValueError: a field has an unknown value, or two contradict each other.
@@ -49,27 +61,35 @@ class QuantSpec:
     rounding: str = "nearest"
     expand: bool = False
     underflow: str = "zero"
+    level1: str = "tensor"
 
     def __post_init__(self) -> None:
-        if not formats.get(self.format).scaled:
-            raise ValueError(
-                f"format {self.format!r} is stored by a cast, without scales; a QuantSpec takes an 8-bit format"
-            )
+        fmt = formats.get(self.format)
+        if not fmt.scaled:
+            raise ValueError(f"format {self.format!r} is stored by a cast, without scales; take a narrower one")
+        if self.format == "e8m0":
+            raise ValueError("format 'e8m0' holds scales, not tensors: it has no zero and no sign")
         for field, allowed in (
             ("granularity", GRANULARITIES),
             ("scale_format", SCALE_FORMATS),
             ("rounding", ROUNDINGS),
             ("underflow", UNDERFLOWS),
+            ("level1", LEVELS),
         ):
             value = getattr(self, field)
             if value not in allowed:
                 raise ValueError(f"unknown {field} {value!r}; it is one of {', '.join(allowed)}")
-        if self.granularity == "tensor" and self.group_size is not None:
-            raise ValueError(f"group_size={self.group_size} contradicts granularity 'tensor'; take granularity 'group'")
-        if self.granularity == "group" and (self.group_size is None or self.group_size < 1):
-            raise ValueError(f"granularity 'group' needs a positive group_size, not {self.group_size!r}")
+        if self.granularity not in SIZED and self.group_size is not None:
+            raise ValueError(f"group_size={self.group_size} contradicts granularity {self.granularity!r}")
+        if self.granularity in SIZED and (self.group_size is None or self.group_size < 1):
+            raise ValueError(f"granularity {self.granularity!r} needs a positive group_size, not {self.group_size!r}")
         if self.stacked < 0:
             raise ValueError(f"stacked counts leading axes and cannot be {self.stacked}")
+        if self.granularity != "mx" and self.level1 != "tensor":
+            raise ValueError(f"level1={self.level1!r} applies to granularity 'mx', not {self.granularity!r}")
+        if self.granularity == "mx" and (self.expand or not fmt.is_float):
+            what = "range expansion" if self.expand else f"format {self.format!r}"
+            raise ValueError(f"granularity 'mx' scales floating-point codes by powers of two; it takes no {what}")
 
     @classmethod
     def parse(cls, text: "str | QuantSpec") -> "QuantSpec":
@@ -80,53 +100,80 @@ class QuantSpec:
         """
         if isinstance(text, cls):
             return text
-        match = re.fullmatch(r"([a-z0-9]+)(?::([a-z]+)(\d+)?)?((?:\+[a-z]+)*)", str(text))
+        match = re.fullmatch(r"([a-z0-9]+)(?::([a-z]+)(\d+)?)?((?:\+[a-z0-9]+)*)", str(text))
         options = match[4].split("+")[1:] if match else []
-        if match is None or len(set(options)) < len(options) or set(options) - {"expand", "stochastic"}:
+        fields = dict(_OPTIONS[o] for o in options if o in _OPTIONS)
+        if match is None or len(fields) < len(options):
             raise ValueError(
-                f"{text!r} is not format[:granularity[size]][+expand][+stochastic], as in 'e4m3:group128+expand'"
+                f"{text!r} is not format[:granularity[size]][+option...], as in 'e4m3:group128+expand'; "
+                f"options are {', '.join(_OPTIONS)}"
             )
-        return cls(
-            format=match[1],
-            granularity=match[2] or "tensor",
-            group_size=int(match[3]) if match[3] else None,
-            rounding="stochastic" if "stochastic" in options else "nearest",
-            expand="expand" in options,
-        )
+        size = int(match[3]) if match[3] else None
+        return cls(format=match[1], granularity=match[2] or "tensor", group_size=size, **fields)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        text = f"{self.format}:{self.granularity}{self.group_size or ''}"
-        return text + "+expand" * self.expand + "+stochastic" * (self.rounding == "stochastic")
+        options = [name for name, (field, value) in _OPTIONS.items() if getattr(self, field) == value]
+        return "+".join([f"{self.format}:{self.granularity}{self.group_size or ''}", *options])
 
     @property
     def bytes_per_element(self) -> float:
         """Bytes of codes and metadata that an element of a long tensor of full blocks takes."""
-        if self.group_size is None:
-            return formats.get(self.format).bytes_per_element
-        group = [1] * max(-self.axis, self.axis + 1)
-        group[self.axis] = self.group_size
-        return self.nbytes(group) / self.group_size
+        size = self.group_size or 0
+        side = [1024 * max(size, 1)] * max(2, -self.axis, self.axis + 1)
+        return self.nbytes(side) / math.prod(side) if size else formats.get(self.format).bytes_per_element
 
     def nbytes(self, shape: Sequence[int]) -> float:
         """Bytes of codes and metadata of an array of this shape."""
-        metadata = formats.get(self.scale_format).bytes_per_element + expansion.DTYPE.itemsize * self.expand
+        codes = math.prod(self.stored_shape(shape)) * formats.get(self.format).dtype.itemsize
+        if self.packed:
+            codes = math.prod(self.stored_shape(shape))
+        scale_bytes = formats.get(self.scale_format).bytes_per_element
         scales = math.prod(blocks.counts(shape, self.block_shape(shape)))
-        return math.prod(shape) * formats.get(self.format).bytes_per_element + scales * metadata
+        micro = math.prod(blocks.counts(shape, self.micro_shape(shape))) if self.granularity == "mx" else 0
+        return codes + scales * (scale_bytes + expansion.DTYPE.itemsize * self.expand) + micro
+
+    @property
+    def packed(self) -> bool:
+        """Whether codes are packed along `axis`, as those of int10 are."""
+        return formats.get(self.format).bits % 8 != 0
+
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the codes of an array of this shape: the same, but for packed formats."""
+        if not self.packed:
+            return tuple(shape)
+        axis = self._axis(shape)
+        return tuple(packing.packed_length(n) if i == axis else n for i, n in enumerate(shape))
 
     def block_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Block length along each dimension of an array of this shape.
+        """Block length along each dimension of an array of this shape; for "mx", that of level 1.
 
         Raises:
             ValueError: the array has too few dimensions for `axis` or `stacked`.
         """
         if self.stacked > len(shape):
             raise ValueError(f"{self} stacks {self.stacked} leading axes; an array of shape {tuple(shape)} has fewer")
-        if self.granularity == "tensor":
-            return tuple(1 if i < self.stacked else max(n, 1) for i, n in enumerate(shape))
-        if not -len(shape) <= self.axis < len(shape):
-            raise ValueError(
-                f"{self} groups along axis {self.axis}, which an array of shape {tuple(shape)} does not have"
-            )
+        whole = tuple(1 if i < self.stacked else max(n, 1) for i, n in enumerate(shape))
+        kind = self.granularity if self.granularity != "mx" else {"none": "tensor"}.get(self.level1, self.level1)
+        if kind == "tensor":
+            return whole
+        axis, ndim = self._axis(shape), len(shape)
+        if kind == "token":
+            return tuple(n if i == axis else 1 for i, n in enumerate(whole))
+        if kind == "channel":
+            return tuple(1 if i == axis else n for i, n in enumerate(whole))
         assert self.group_size is not None
-        axis = self.axis % len(shape)
-        return tuple(self.group_size if i == axis else 1 for i in range(len(shape)))
+        if kind == "group":
+            return tuple(self.group_size if i == axis else 1 for i in range(ndim))
+        if ndim < self.stacked + 2:
+            raise ValueError(f"{self} needs two axes that are not stacked; the array has shape {tuple(shape)}")
+        return tuple(self.group_size if i >= ndim - 2 else 1 for i in range(ndim))
+
+    def micro_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Length along each dimension of the groups that share a power of two."""
+        axis = self._axis(shape)
+        return tuple((self.group_size or 1) if i == axis else 1 for i in range(len(shape)))
+
+    def _axis(self, shape: Sequence[int]) -> int:
+        if not -len(shape) <= self.axis < len(shape):
+            raise ValueError(f"{self} runs along axis {self.axis}, which an array of shape {tuple(shape)} lacks")
+        return self.axis % len(shape)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
@@ -45,10 +46,14 @@ def zeros(param: Any, stored: QuantSpec | formats.Format, min_size: int) -> Mome
         return jnp.zeros_like(param, dtype=stored.dtype)
     if not is_compressed(param.shape, stored, min_size):
         return jnp.zeros_like(param, dtype=jnp.float32)
-    codes = jnp.zeros_like(param, dtype=formats.get(stored.format).dtype)
+    fmt = formats.get(stored.format)
+    # Not every format writes zero as a zero byte.
+    zero = int(np.asarray(fmt.encode(jnp.zeros([]))).astype(np.float32)) if not fmt.is_float else 0
+    codes = jnp.full_like(param, zero, dtype=fmt.dtype)
     shape = blocks.counts(param.shape, stored.block_shape(param.shape))
     scale = _ones(param, shape, formats.get(stored.scale_format).dtype)
-    return QTensor(codes, scale, _ones(param, shape, expansion.DTYPE) if stored.expand else None, stored)
+    exponents = _ones(param, shape, expansion.DTYPE) if stored.expand else None
+    return QTensor(codes, scale, exponents, None, stored)
 
 
 def _ones(param: Any, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -3,6 +3,8 @@
 import dataclasses
 import pickle
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import fp8jax
@@ -70,12 +72,12 @@ def test_specs_and_recipes_are_hashable_frozen_and_pickle():
 
 
 @pytest.mark.parametrize("shape", [(4, 300), (2, 3, 128), (5, 7)], ids=str)
-@pytest.mark.parametrize("text", ["e4m3", "e4m3:group128", "e5m2:group32+expand"])
+@pytest.mark.parametrize(
+    "text", ["e4m3", "e4m3:group128", "e5m2:group32+expand", "int10:group32", "int8:block32", "e4m3:mx32"]
+)
 def test_bytes_are_those_of_the_arrays(shape, text):
-    import jax.numpy as jnp
-
     q = fp8jax.quantize(jnp.ones(shape), text)
-    assert q.spec.nbytes(shape) == q.nbytes == sum(x.nbytes for x in (q.codes, q.scale, q.expansion) if x is not None)
+    assert q.spec.nbytes(shape) == q.nbytes == sum(x.nbytes for x in jax.tree.leaves(q))
 
 
 def test_moments_of_the_coat_recipe_take_at_most_2_10_bytes():

@@ -1,0 +1,41 @@
+# `make train` and `make test` set up their own environment in .venv; `make help` lists the rest.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+# The first Python that really runs and can make environments: 3.12 (also one that pyenv only keeps), else another
+# supported one. A pyenv shim of a version that is not selected exists as a command but fails when it is called.
+PYENV_ROOT ?= $(HOME)/.pyenv
+PYTHON ?= $(shell for p in python3.12 $(PYENV_ROOT)/versions/3.12*/bin/python python3.13 $(PYENV_ROOT)/versions/3.13*/bin/python \
+	python3.11 $(PYENV_ROOT)/versions/3.11*/bin/python python3; do \
+	"$$p" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && echo "$$p" && break; done)
+
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help train test check clean
+
+help: ## list the commands
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+train: .venv/train.stamp ## train a small Llama on text found on this machine, with bf16 and with FP8 optimizer states
+	$(BIN)/python -m experiments.train --recipe bf16 coat_optimizer $(ARGS)
+
+test: .venv/test.stamp ## run the test suite; ARGS passes options to pytest
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: .venv/test.stamp ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean: ## remove the environment
+	rm -rf .venv
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 with venv found; name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	"$(PYTHON)" -m venv .venv
+
+.venv/%.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing fp8jax[$*] into .venv (once)"
+	$(INSTALL) --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,46 @@
+"""10-bit codes, four in five bytes: the low bytes of the four, then their high bits in one byte."""
+
+import jax.numpy as jnp
+from jax import Array
+
+_BIAS = 512
+
+
+def packed_length(n: int) -> int:
+    """Bytes along the packed axis for `n` codes."""
+    return 5 * -(-n // 4)
+
+
+def pack(codes: Array, axis: int) -> Array:
+    """Packs int16 codes in [-512, 511].
+
+    Args:
+        codes: int16 array; the packed axis may have any length.
+        axis: the axis along which four codes become five bytes.
+
+    Returns:
+        uint8 array with `packed_length(n)` along `axis`.
+    """
+    last = jnp.moveaxis(codes, axis, -1).astype(jnp.int32) + _BIAS
+    padding = -last.shape[-1] % 4
+    last = jnp.pad(last, [(0, 0)] * (last.ndim - 1) + [(0, padding)])
+    fours = last.reshape(*last.shape[:-1], -1, 4)
+    high = jnp.sum((fours >> 8) << jnp.arange(0, 8, 2), axis=-1, keepdims=True)
+    fives = jnp.concatenate([fours & 0xFF, high], axis=-1).astype(jnp.uint8)
+    return jnp.moveaxis(fives.reshape(*last.shape[:-1], -1), -1, axis)
+
+
+def unpack(packed: Array, axis: int, length: int) -> Array:
+    """The int16 codes that `pack` packed.
+
+    Args:
+        packed: uint8 array.
+        axis: the packed axis.
+        length: logical length of that axis.
+    """
+    last = jnp.moveaxis(packed, axis, -1).astype(jnp.int32)
+    fives = last.reshape(*last.shape[:-1], -1, 5)
+    high = (fives[..., 4:] >> jnp.arange(0, 8, 2)) & 3
+    codes = (fives[..., :4] | (high << 8)) - _BIAS
+    codes = codes.reshape(*last.shape[:-1], -1)[..., :length]
+    return jnp.moveaxis(codes.astype(jnp.int16), -1, axis)

@@ -1,0 +1,202 @@
+"""Granularities, integers, code books and microscaling against oracles in float64 NumPy and ml_dtypes."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.core import formats, packing
+from fp8jax.core.qtensor import quantize_with_scale
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def block_maxima(a: np.ndarray) -> np.ndarray:
+    """Largest values of the 4x4 blocks of a (6, 8) array; those of the second row of blocks are short."""
+    return np.array([[a[:4, :4].max(), a[:4, 4:].max()], [a[4:, :4].max(), a[4:, 4:].max()]])
+
+
+def integers(x: np.ndarray, scale: np.ndarray, top: int) -> np.ndarray:
+    """Symmetric integer quantization, rounding half to even, in float64."""
+    return np.clip(np.round(x.astype(np.float64) / scale), -top, top) * scale
+
+
+@pytest.mark.parametrize(
+    ("spec", "scale_shape", "largest"),
+    [
+        ("int8", (1, 1), lambda a: a.max(keepdims=True)),
+        ("int8:token", (6, 1), lambda a: a.max(1, keepdims=True)),
+        ("int8:channel", (1, 8), lambda a: a.max(0, keepdims=True)),
+        ("int8:group4", (6, 2), lambda a: np.repeat(a.reshape(6, 2, 4).max(2), 4, 1)),
+        ("int8:block4", (2, 2), lambda a: np.kron(block_maxima(a), np.ones((4, 4)))[:6]),
+    ],
+)
+def test_int8_at_every_granularity(spec, scale_shape, largest):
+    x = normal(6, 8)
+    q = fp8jax.quantize(jnp.asarray(x), spec)
+    q.validate()
+    assert q.scale.shape == scale_shape
+    want = integers(x, largest(np.abs(x)).astype(np.float64) / 127, 127)
+    np.testing.assert_allclose(np.asarray(q.dequantize()), want, rtol=1e-6)
+
+
+def test_the_axis_turns_tokens_channels_and_groups():
+    x = normal(6, 8)
+    for spec in (
+        fp8jax.QuantSpec("int8", "token", axis=-2),
+        fp8jax.QuantSpec("int8", "channel", axis=-2),
+        fp8jax.QuantSpec("e4m3", "group", 4, axis=-2),
+        fp8jax.QuantSpec("e4m3", "group", 4, axis=0, expand=True),
+        fp8jax.QuantSpec("e4m3", "mx", 4, axis=-2),
+    ):
+        turned = fp8jax.quantize(jnp.asarray(x.T), fp8jax.QuantSpec(**{**vars(spec), "axis": -1}))
+        q = fp8jax.quantize(jnp.asarray(x), spec)
+        q.validate()
+        np.testing.assert_array_equal(np.asarray(q.dequantize()), np.asarray(turned.dequantize()).T)
+
+
+def test_stacked_axes_share_no_scale():
+    x = normal(3, 6, 8) * np.array([1, 10, 100], np.float32)[:, None, None]
+    for granularity in ("tensor", "channel"):
+        q = fp8jax.quantize(jnp.asarray(x), fp8jax.QuantSpec("int8", granularity, stacked=1))
+        layers = [fp8jax.quantize(jnp.asarray(layer), f"int8:{granularity}").dequantize() for layer in x]
+        np.testing.assert_array_equal(np.asarray(q.dequantize()), np.stack(layers))
+
+
+def test_int10_keeps_ten_bits_in_ten_bits():
+    x = normal(4, 130)
+    q = fp8jax.quantize(jnp.asarray(x), "int10:group128")
+    q.validate()
+    assert q.shape == (4, 130)
+    assert q.codes.shape == (4, 165)
+    assert q.spec.bytes_per_element == 1.25 + 4 / 128
+    scale = np.concatenate(
+        [np.repeat(np.abs(part).max(1, keepdims=True), part.shape[1], 1) for part in (x[:, :128], x[:, 128:])], 1
+    )
+    want = integers(x, scale.astype(np.float64) / 511, 511)
+    np.testing.assert_allclose(np.asarray(q.dequantize()), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_packing_is_undone_exactly(length, axis):
+    shape = (2, length) if axis == -1 else (length, 2)
+    codes = np.random.default_rng(length).integers(-512, 512, shape).astype(np.int16)
+    packed = packing.pack(jnp.asarray(codes), axis)
+    assert packed.dtype == jnp.uint8
+    assert packed.shape[axis] == 5 * -(-length // 4)
+    np.testing.assert_array_equal(np.asarray(packing.unpack(packed, axis, length)), codes)
+
+
+def test_moss_two_level_microscaling_is_equation_3():
+    x = normal(8, 96) * 10.0 ** np.random.default_rng(1).integers(-4, 4, (8, 3)).repeat(32, 1)
+    for spec, whole in (("e4m3:mx32", None), ("e4m3:mx32+token", 1)):
+        q = fp8jax.quantize(jnp.asarray(x, jnp.float32), spec)
+        q.validate()
+        groups = np.abs(x.reshape(8, 3, 32)).max(2).astype(np.float64) / 448
+        level1 = groups.max(axis=whole, keepdims=True)
+        exponent = np.ceil(np.log2(groups / level1) - 1e-9)
+        np.testing.assert_allclose(np.asarray(q.scale), level1, rtol=1e-6)
+        np.testing.assert_array_equal(np.asarray(q.microscale), exponent + 127)
+        unit = np.repeat(level1 * 2.0**exponent, 32, 1)
+        codes = (x / unit).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+        same = np.asarray(q.codes).view(np.uint8) == codes.view(np.uint8)
+        assert same.mean() > 0.999
+        assert np.abs(np.asarray(q.codes, np.float32)).max() <= 448
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_ocp_microscaling_is_section_6_3(name):
+    fmt = formats.get(name)
+    x = (normal(8, 96) * 10.0 ** np.random.default_rng(1).integers(-6, 6, (8, 3)).repeat(32, 1)).astype(np.float32)
+    q = fp8jax.quantize(jnp.asarray(x), f"{name}:mx32+ocp")
+    q.validate()
+    largest = np.abs(x.reshape(8, 3, 32)).max(2)
+    exponent = np.floor(np.log2(largest.astype(np.float64))) - {"e4m3": 8, "e5m2": 15}[name]
+    np.testing.assert_array_equal(np.asarray(q.microscale), exponent + 127)
+    scaled = x / np.repeat(2.0**exponent, 32, 1).astype(np.float32)
+    codes = np.clip(scaled, -fmt.max, fmt.max).astype(fmt.dtype)
+    np.testing.assert_array_equal(np.asarray(q.codes).view(np.uint8), codes.view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(q.scale), 1)
+
+
+def test_microscaled_groups_of_zeros_and_of_all_magnitudes_decode():
+    x = np.zeros((4, 64), np.float32)
+    x[1, :32] = 1e-30
+    x[1, 32:] = 1e30
+    x[2] = 3e38
+    for spec in ("e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"):
+        got = np.asarray(fp8jax.quantize(jnp.asarray(x), spec).dequantize())
+        assert np.isfinite(got).all()
+        np.testing.assert_array_equal(got[[0, 3]], 0)
+        np.testing.assert_allclose(got[1, 32:], 1e30, rtol=2.0**-3)
+
+
+@pytest.mark.parametrize("spec", ["int8", "int10:group8", "de8:group8", "ude8:group8"])
+def test_formats_without_nan_mark_the_block_of_a_non_finite_value(spec):
+    x = np.abs(normal(2, 16))
+    x[1, 3] = np.nan
+    q = fp8jax.quantize(jnp.asarray(x), spec)
+    q.validate()
+    got = np.asarray(q.dequantize())
+    assert np.isnan(got[1, :8]).all()
+    if q.spec.granularity == "group":
+        assert np.isfinite(got[0]).all()
+        assert np.isfinite(got[1, 8:]).all()
+
+
+def test_an_unsigned_format_refuses_negative_values_visibly():
+    got = np.asarray(fp8jax.quantize(jnp.array([[1.0, -0.5], [0.5, 0.25]]), "ude8:token").dequantize())
+    assert np.isnan(got[0]).all()
+    np.testing.assert_allclose(got[1], [0.5, 0.25], rtol=0.01)
+
+
+@pytest.mark.parametrize("spec", ["de8:group128", "ude8:group128", "de8:group128+expand"])
+def test_code_books_in_groups_are_near_their_inputs(spec):
+    x = np.abs(normal(4, 256))
+    q = fp8jax.quantize(jnp.asarray(x), spec)
+    q.validate()
+    error = np.sqrt(np.mean((np.asarray(q.dequantize()) - x) ** 2) / np.mean(x**2))
+    assert 1e-3 < error < 0.015
+
+
+def test_given_scales_are_used_and_saturate():
+    x = jnp.array([[1.0, -3.0, 500.0, 0.1]])
+    q = quantize_with_scale(x, "e4m3", jnp.float32(1.0))
+    np.testing.assert_array_equal(np.asarray(q.dequantize()), np.float32([[1.0, -3.0, 448.0, 0.1015625]]))
+    assert q.scale.shape == (1, 1)
+    with pytest.raises(ValueError, match="takes its scales from the tensor"):
+        quantize_with_scale(x, "e4m3:mx2", jnp.float32(1.0))
+
+
+def test_fp16_with_a_scale_spans_fp16_from_its_largest_value():
+    x = jnp.array([1e10, 1.0, -1e3])
+    got = np.asarray(fp8jax.quantize(x, "fp16").dequantize())
+    np.testing.assert_allclose(got, x, rtol=2.0**-10, atol=float(x[0]) / 65504 * 2.0**-25)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"format": "e8m0"}, "holds scales, not tensors"),
+        ({"format": "int8", "granularity": "mx", "group_size": 32}, "takes no format 'int8'"),
+        ({"granularity": "mx", "group_size": 32, "expand": True}, "takes no range expansion"),
+        ({"granularity": "mx"}, "positive group_size"),
+        ({"granularity": "token", "group_size": 4}, "contradicts granularity 'token'"),
+        ({"level1": "token"}, "applies to granularity 'mx'"),
+        ({"level1": "row"}, "unknown level1 'row'"),
+    ],
+)
+def test_contradictions_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        fp8jax.QuantSpec(**settings)
+
+
+def test_a_block_needs_two_axes():
+    with pytest.raises(ValueError, match="needs two axes"):
+        fp8jax.quantize(jnp.ones(4), "int8:block2")
+    assert jax.eval_shape(lambda x: fp8jax.quantize(x, "int8:block2"), jnp.ones((3, 4))).scale.shape == (2, 2)

@@ -1,0 +1,92 @@
+"""The rooms of the house: imports run one way and in no circle, files stay small, public names have docstrings."""
+
+import ast
+import inspect
+import pathlib
+
+import pytest
+
+import fp8jax
+
+ROOT = pathlib.Path(__file__).parent.parent
+FILES = sorted(p.relative_to(ROOT) for room in ("fp8jax", "pallas_kernels", "experiments") for p in (ROOT / room).rglob("*.py"))
+RANKS = {"pallas_kernels": 0, "core": 0, "ops": 1, "optim": 2, "dist": 2, "modules": 2, "fp8jax": 3, "experiments": 4}
+
+
+def room(parts: tuple[str, ...]) -> str | None:
+    """The room of a module path such as ("fp8jax", "core", "spec"); None for what is not ours."""
+    if parts[0] not in ("fp8jax", "pallas_kernels", "experiments"):
+        return None
+    return parts[1] if parts[0] == "fp8jax" and len(parts) > 1 and parts[1] in RANKS else parts[0]
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} uses a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_imports_follow_the_arrows(path):
+    here = room(path.with_suffix("").parts)
+    for module in imports(path):
+        there = room(tuple(module.split(".")))
+        if there is None or there == here:
+            continue
+        if here == "pallas_kernels":
+            pytest.fail(f"{path} imports {module}; kernels know nothing of fp8jax")
+        presets = module.startswith("fp8jax.recipes") and RANKS[here] == 3
+        assert RANKS[there] < RANKS[here] or presets, f"{path} imports {module} against the arrow"
+
+
+def test_kernels_import_nothing_else_than_jax_and_triton():
+    allowed = {"jax", "jaxlib", "jax_triton", "triton", "numpy", "pallas_kernels"}
+    for path in FILES:
+        if path.parts[0] == "pallas_kernels":
+            outside = {m.split(".")[0] for m in imports(path)} - allowed - set(__import__("sys").stdlib_module_names)
+            assert not outside, f"{path} imports {outside}"
+
+
+def test_models_have_no_word_of_fp8_in_them():
+    for path in (ROOT / "experiments" / "models").glob("*.py"):
+        assert "fp8" not in path.read_text().lower(), path
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_files_stay_within_400_lines(path):
+    assert len((ROOT / path).read_text().splitlines()) <= 400
+
+
+def test_public_names_have_docstrings():
+    names = [n for n in vars(fp8jax) if not n.startswith("_") and not inspect.ismodule(getattr(fp8jax, n))]
+    assert {"quantize", "QuantSpec", "QTensor", "Recipe", "compressed_adamw", "scale_by_compressed_adam"} <= set(names)
+    for name in names:
+        assert inspect.getdoc(getattr(fp8jax, name)), name
+
+
+def test_examples_in_docstrings_run():
+    import doctest
+    import importlib
+
+    attempted = 0
+    for path in FILES:
+        if path.parts[0] == "fp8jax" and ">>>" in (ROOT / path).read_text():
+            result = doctest.testmod(importlib.import_module(".".join(path.with_suffix("").parts)))
+            assert result.failed == 0, path
+            attempted += result.attempted
+    assert attempted >= 10
+
+
+def test_code_in_the_readme_runs():
+    """Every python block of the README runs as it stands, in one namespace, in order."""
+    text = (ROOT / "README.md").read_text()
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert blocks
+    namespace: dict = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
