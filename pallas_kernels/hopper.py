@@ -37,29 +37,28 @@ Parts = Sequence[tuple[int, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a product is cut: tuning only, never the result (up to the order of fp32 sums inside one tile).
+    """How a product is cut: tuning only, never the result.
 
     Attributes:
-        rows, cols: output tile of one compute warpgroup; rows a multiple of 64, cols a multiple of 64 up to 256.
-        split: the dimension along which the two warpgroups divide the block's tile.
+        rows, cols: output tile of one compute warpgroup; rows a multiple of 64, cols a multiple of 32 up to 256.
+        split: the dimension along which the two warpgroups divide a block's tile. None: they take turns, each with a
+            whole tile of its own, so that one multiplies while the other writes.
         stages: depth of the shared-memory ring.
         raster: width of the band of tiles, along `raster_axis`, that blocks walk together (locality in L2).
         cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
-        overlap: leave a product in flight while waiting for the next stage.
     """
 
     rows: int = 64
     cols: int = 256
-    split: Literal["M", "N"] = "M"
+    split: Literal["M", "N"] | None = "M"
     stages: int = 4
     raster: int = 8
     raster_axis: Literal["M", "N"] = "N"
     cluster: Literal["M", "N"] | None = None
-    overlap: bool = False
 
     def __post_init__(self) -> None:
-        if self.rows % 64 or self.cols % 64 or not 64 <= self.cols <= 256:
-            raise ValueError(f"tile {self.rows}x{self.cols}: rows and cols must be multiples of 64, cols at most 256")
+        if self.rows % 64 or self.cols % 32 or not 32 <= self.cols <= 256:
+            raise ValueError(f"tile {self.rows}x{self.cols}: rows must be a multiple of 64, cols of 32 up to 256")
 
     @property
     def block_rows(self) -> int:
@@ -68,6 +67,11 @@ class Tile:
     @property
     def block_cols(self) -> int:
         return self.cols * (COMPUTE_GROUPS if self.split == "N" else 1)
+
+    @property
+    def groups(self) -> int:
+        """Compute warpgroups that work on one tile."""
+        return 1 if self.split is None else COMPUTE_GROUPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,38 +91,63 @@ class Epilogue:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What one warpgroup sees of the current tile: offsets into the product and slices of a stage."""
+    """One warpgroup's part of a tile, and the ring of stages through which its operands pass.
+
+    Attributes:
+        row, col: where the part starts in the product. group: the warpgroup's index.
+        first: slices of K that passed through the ring before this tile. k_steps: slices of this tile.
+    """
 
     row: jax.Array
     col: jax.Array
-    stage_rows: Any
-    stage_col: jax.Array | int
     group: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """One 128-deep slice of the block's operands in shared memory."""
-
-    a_block: Any
-    b_block: Any
-    share: Share
-    empty: Any
-    index: jax.Array
+    first: jax.Array
+    stage_row: jax.Array | int
+    stage_col: jax.Array | int
+    k_steps: int
     tile: Tile
+    a_ring: Any
+    b_ring: Any
+    full: Any
+    empty: Any
 
-    def a(self, depth: slice | Any = slice(None)) -> Any:
-        """The warpgroup's rows of a, (rows, depth)."""
-        return self.a_block.at[self.share.stage_rows, depth]
+    def loop(self, body: Callable[[jax.Array, list[Any], Any], Any], init: Any = None, unroll: int = 1) -> Any:
+        """Runs `carry = body(i, slots, carry)` over K, `unroll` slices at a time and then the rest.
 
-    def b(self, first: int = 0, size: int | None = None, depth: slice | Any = slice(None)) -> Any:
-        """Columns `first` to `first + size` of the warpgroup's share of b, as (depth, size)."""
-        columns = pl.ds(self.share.stage_col + first, size or self.tile.cols)
-        return self.b_block.at[columns, depth].transpose((1, 0))
+        `slots` are the stages of slices i, i + 1, and so on. They are carried from slice to slice: a stage derived from
+        `i` makes the compiler keep every stage's addresses in registers, which an unrolled body does not have.
+        """
+        whole, rest = divmod(self.k_steps, unroll)
+        stages = self.tile.stages
 
-    def release(self, back: int = 0) -> None:
-        """Hands the stage, or the one `back` slices earlier, back to the memory warpgroup."""
-        plgpu.barrier_arrive(self.empty.at[lax.rem(self.index - back, self.tile.stages)])
+        def several(count: int, i: jax.Array, slot: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+            slots = []
+            for _ in range(count):
+                slots.append(slot)
+                slot = lax.select(slot == stages - 1, jnp.int32(0), slot + 1)
+            return slot, body(i, slots, carry)
+
+        state = lax.rem(self.first, jnp.int32(stages)), init
+        if whole:
+            state = lax.fori_loop(0, whole, lambda j, state: several(unroll, j * unroll, *state), state)
+        return (several(rest, jnp.int32(whole * unroll), *state) if rest else state)[1]
+
+    def wait(self, slot: Any) -> None:
+        """Blocks until the slice of this stage has arrived."""
+        base = 0 if self.tile.split is not None else self.group * self.tile.stages
+        plgpu.barrier_wait(self.full.at[base + slot])
+
+    def release(self, slot: Any) -> None:
+        """Hands the stage back to the memory warpgroup, when nothing reads it any more."""
+        plgpu.barrier_arrive(self.empty.at[slot])
+
+    def a(self, slot: Any, depth: Any = slice(None)) -> Any:
+        """The part's rows of a, (rows, depth), in shared memory."""
+        return self.a_ring.at[slot, pl.ds(self.stage_row, self.tile.rows), depth]
+
+    def b(self, slot: Any, depth: Any = slice(None)) -> Any:
+        """The part's columns of b, as (depth, cols), in shared memory."""
+        return self.b_ring.at[slot, pl.ds(self.stage_col, self.tile.cols), depth].transpose((1, 0))
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -203,10 +232,9 @@ def product(
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
 
     Args:
-        compute: called by each compute warpgroup for each tile as `compute(share, steps, finish, *extras, **scratch)`.
-            `steps(body, init)` runs `carry = body(k, stage, carry)` over the 128-deep slices; the body releases each
-            stage once, when no product reads it any more. `finish(parts)` writes the accumulators, given as (first
-            column, fp32 array of all rows of the share).
+        compute: called by each compute warpgroup for each of its tiles, as `compute(share, finish, *extras, **scratch)`;
+            it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
+            with the accumulators: (first column, fp32 array of all rows of the share), from left to right.
         extras: arrays in device memory that `compute` reads itself; their padding is the caller's business.
         swizzle: bytes of the shared-memory swizzle, and so the smallest slice of K that `compute` can multiply.
         scratch: further shared memory by name.
@@ -235,91 +263,92 @@ def product(
     if residual is not None:
         residual = pad_axis(pad_axis(residual.astype(out_dtype), 1, max(out_width, tile.block_cols)), 0, tile.block_rows)
 
-    transforms = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
-    chunk = 128 // jnp.dtype(out_dtype).itemsize
-    out_transforms = (plgpu.TilingTransform((8, chunk)), plgpu.SwizzleTransform(128))
+    out_bytes = jnp.dtype(out_dtype).itemsize
+    piece = next(bytes // out_bytes for bytes in (128, 64) if tile.cols * out_bytes % bytes == 0)
     shared: dict[str, Any] = {
-        "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=transforms),
-        "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=transforms),
-        "out_ring": plgpu.SMEM((COMPUTE_GROUPS, 2, 64, chunk), out_dtype, transforms=out_transforms),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=tiling(swizzle, 1)),
+        "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=tiling(swizzle, 1)),
+        "out_ring": plgpu.SMEM(
+            (COMPUTE_GROUPS, 2, 64, piece), out_dtype, transforms=tiling(piece * out_bytes, out_bytes)
+        ),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages * (COMPUTE_GROUPS // tile.groups)),
         "empty": _empty_barrier(tile),
     }
     if residual is not None:
         shared["residual_barrier"] = plgpu.Barrier(num_barriers=COMPUTE_GROUPS * 2)
 
-    def kernel(*refs: Any, a_ring: Any, b_ring: Any, out_ring: Any, full: Any, empty: Any,
-               residual_barrier: Any = None, **scratch_refs: Any) -> None:  # fmt: skip
+    def kernel(*refs: Any, **scratch_refs: Any) -> None:
         a_ref, b_ref, *rest, out_ref = refs
         extra_refs, rest = rest[: len(extras)], rest[len(extras) :]
         epilogue_refs = dict(zip(vectors, rest, strict=False))
         residual_ref = rest[-1] if residual is not None else None
-        group = lax.axis_index("group")
+        residual_barrier = scratch_refs.pop("residual_barrier", None)
+        a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(name) for name in shared if name in scratch_refs)
+        group, block = lax.axis_index("group"), lax.axis_index("block")
+        turns = COMPUTE_GROUPS // tile.groups
+        own = lax.div(tiles_m * tiles_n - block + blocks - 1, blocks)
 
-        def place(info: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-            (linear,) = info.index
+        def place(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
             minor = 0 if tile.raster_axis == "M" else 1
-            tile_m, tile_n = plgpu.planar_snake(linear, (tiles_m, tiles_n), minor, tile.raster)
+            tile_m, tile_n = plgpu.planar_snake(turn * blocks + block, (tiles_m, tiles_n), minor, tile.raster)
             if tile.cluster == "M":
                 tile_m = tile_m * 2 + lax.axis_index("cluster")
             if tile.cluster == "N":
                 tile_n = tile_n * 2 + lax.axis_index("cluster")
-            return tile_m * tile.block_rows, tile_n * tile.block_cols, info.local_index * k_steps
-
-        walk = functools.partial(plgpu.nd_loop, (tiles_m * tiles_n,), collective_axes="block")
+            return tile_m * tile.block_rows, tile_n * tile.block_cols
 
         def load() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
-            @walk()
-            def _tile(info: Any) -> None:
-                row, col, first = place(info)
+            def fetch(turn: jax.Array, _: None) -> None:
+                row, col = place(turn)
 
                 def step(i: jax.Array, _: None) -> None:
-                    slot = lax.rem(first + i, tile.stages)
+                    slot = lax.rem(turn * k_steps + i, tile.stages)
+                    arrived = full.at[lax.rem(turn, turns) * tile.stages + slot]
                     depth = pl.ds(i * K_STEP, K_STEP)
                     plgpu.barrier_wait(empty.at[slot])
-                    plgpu.copy_gmem_to_smem(
-                        a_ref.at[pl.ds(row, tile.block_rows), depth], a_ring.at[slot], full.at[slot],
-                        collective_axes="cluster" if tile.cluster == "N" else None)  # fmt: skip
-                    plgpu.copy_gmem_to_smem(
-                        b_ref.at[pl.ds(col, tile.block_cols), depth], b_ring.at[slot], full.at[slot],
-                        collective_axes="cluster" if tile.cluster == "M" else None)  # fmt: skip
+                    for ref, ring, start, size, shared_along in (
+                        (a_ref, a_ring, row, tile.block_rows, "N"),
+                        (b_ref, b_ring, col, tile.block_cols, "M"),
+                    ):
+                        multicast = "cluster" if tile.cluster == shared_along else None
+                        plgpu.copy_gmem_to_smem(
+                            ref.at[pl.ds(start, size), depth], ring.at[slot], arrived, collective_axes=multicast
+                        )
 
                 lax.fori_loop(0, k_steps, step, None)
 
-            # A block must not exit before the last stages were released: its peer may still multicast into it.
+            lax.fori_loop(0, own, fetch, None)
+            # A block must not exit before its last stages were released: its peer may still multicast into it.
             for slot in range(tile.stages):
                 plgpu.barrier_wait(empty.at[slot])
 
         def multiply() -> None:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            for slot in range(tile.stages):
-                plgpu.barrier_arrive(empty.at[slot])
 
-            @walk()
-            def _tile(info: Any) -> None:
-                block_row, block_col, first = place(info)
+            @pl.when(group < tile.groups)
+            def _all_stages_are_free() -> None:
+                for slot in range(tile.stages):
+                    plgpu.barrier_arrive(empty.at[slot])
+
+            def work(number: jax.Array, _: None) -> None:
+                turn = number if turns == 1 else number * turns + group
+                block_row, block_col = place(turn)
                 stage_row = group * tile.rows if tile.split == "M" else 0
                 stage_col = group * tile.cols if tile.split == "N" else 0
-                share = Share(block_row + stage_row, block_col + stage_col,
-                              pl.ds(stage_row, tile.rows), stage_col, group)  # fmt: skip
-
-                def steps(body: Callable[..., Any], init: Any = None) -> Any:
-                    def step(i: jax.Array, carry: Any) -> Any:
-                        slot = lax.rem(first + i, tile.stages)
-                        plgpu.barrier_wait(full.at[slot])
-                        return body(i, Stage(a_ring.at[slot], b_ring.at[slot], share, empty, first + i, tile), carry)
-
-                    return lax.fori_loop(0, k_steps, step, init)
-
+                share = Share(
+                    block_row + stage_row, block_col + stage_col, group, turn * k_steps, stage_row, stage_col,
+                    k_steps, tile, a_ring, b_ring, full, empty,
+                )  # fmt: skip
                 arrived = None if residual is None else (lambda slot: residual_barrier.at[group * 2 + slot])
-                writer = _Writer(out_ref, residual_ref, out_ring.at[group], arrived, epilogue_refs, share,
-                                 tile, chunk, out_dtype)  # fmt: skip
+                writer = _Writer(
+                    out_ref, residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece, out_dtype
+                )
                 factors = writer.begin()
-                finish = functools.partial(writer.finish, factors)
-                compute(share, steps, finish, *extra_refs, **scratch_refs)
+                compute(share, functools.partial(writer.finish, factors), *extra_refs, **scratch_refs)
 
+            lax.fori_loop(0, own if turns == 1 else lax.div(own - group + turns - 1, turns), work, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         lax.cond(group == COMPUTE_GROUPS, load, multiply)
@@ -342,11 +371,16 @@ def product(
     return out if out_width == n else out[:, :n]
 
 
+def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:
+    """Shared-memory transforms of a matrix whose rows wgmma and TMA read in swizzles of this many bytes."""
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
 def _empty_barrier(tile: Tile) -> Any:
     if tile.cluster:
         return plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=COMPUTE_GROUPS, num_barriers=tile.stages)  # fmt: skip
-    return plgpu.Barrier(num_arrivals=COMPUTE_GROUPS, num_barriers=tile.stages)
+            collective_axes=("cluster",), num_arrivals=tile.groups, num_barriers=tile.stages)  # fmt: skip
+    return plgpu.Barrier(num_arrivals=tile.groups, num_barriers=tile.stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,16 +397,16 @@ class _Writer:
     refs: dict[str, Any]
     share: Share
     tile: Tile
-    chunk: int
+    piece: int
     out_dtype: Any
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        return [(i, j) for j in range(0, self.tile.cols, self.chunk) for i in range(0, self.tile.rows, 64)]
+        return [(i, j) for j in range(0, self.tile.cols, self.piece) for i in range(0, self.tile.rows, 64)]
 
     def window(self, piece: int) -> tuple[Any, Any]:
         i, j = self.pieces[piece]
-        return pl.ds(self.share.row + i, 64), pl.ds(self.share.col + j, self.chunk)
+        return pl.ds(self.share.row + i, 64), pl.ds(self.share.col + j, self.piece)
 
     def begin(self) -> tuple[Any, Any]:
         """Before the K loop: loads scale and row scales and fetches the first residual pieces, to hide their latency."""
@@ -399,14 +433,14 @@ class _Writer:
             row = row * scale
         for piece, (i, j) in enumerate(self.pieces):
             first, acc = next((f, x) for f, x in parts if f <= j < f + x.shape[1])
-            value = acc[i : i + 64, j - first : j - first + self.chunk]
+            value = acc[i : i + 64, j - first : j - first + self.piece]
             if row is not None:
                 value = value * lax.broadcast_in_dim(row[i : i + 64], value.shape, [0])
             elif scale is not None:
                 value = value * scale
             for name, term in (("column", jnp.multiply), ("bias", jnp.add)):
                 if name in self.refs:
-                    vector = self._vector(name, self.share.col + j, self.chunk, COLUMN)
+                    vector = self._vector(name, self.share.col + j, self.piece, COLUMN)
                     value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
             slot = self.slots.at[piece % 2]
             if self.residual_ref is not None:

@@ -21,7 +21,7 @@ def matmul_block(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: hopper.Tile | None = None,
-    width: int = 64,
+    unroll: int = 4,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
     hopper.check_operands(a, b, out_dtype)
@@ -34,47 +34,52 @@ def matmul_block(
     if not by_column:
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
     tile = tile or hopper.Tile(rows=64, cols=128)
-    starts = range(0, tile.cols, 64)
     rows = hopper.covered(m, tile.block_rows, tile.cluster == "M")
     cols = hopper.covered(n, tile.block_cols, tile.cluster == "N")
     a_scale = hopper.pad_axis(a_scale, 0, rows)
     b_scale = hopper.pad_axis(b_scale.T, 1, cols) if by_column else hopper.pad_axis(b_scale, 0, hopper.ceil_div(cols, 128))
+    width = 64 if tile.cols % 128 or tile.split == 'N' or by_column else 128
+    starts = range(0, tile.cols, width)
 
-    def compute(share: hopper.Share, steps: Any, finish: Any, a_ref: Any, b_ref: Any) -> None:
+    def compute(share: hopper.Share, finish: Any, a_ref: Any, b_ref: Any) -> None:
         def load(i: jax.Array) -> tuple[Any, ...]:
             row = plgpu.load(a_ref.at[pl.ds(share.row, tile.rows), i], layout=hopper.ROW, optimized=False)
-            if by_column:
-                return row, *(
-                    plgpu.load(b_ref.at[i, pl.ds(share.col + first, 64)], layout=hopper.COLUMN, optimized=False)
-                    for first in starts
-                )
-            return row, *(b_ref[lax.div(share.col + first, 128), i] for first in starts)
+            if not by_column:
+                return row, *(b_ref[lax.div(share.col + first, 128), i] for first in starts)
+            return row, *(
+                plgpu.load(b_ref.at[i, pl.ds(share.col + first, width)], layout=hopper.COLUMN, optimized=False)
+                for first in starts
+            )
 
-        def body(i: jax.Array, stage: hopper.Stage, carry: Any) -> Any:
-            acc, (row, *columns) = carry
-            following = load(jnp.minimum(i + 1, blocks - 1))
+        def spread(x: jax.Array, axis: int) -> jax.Array:
+            return lax.broadcast_in_dim(x, (tile.rows, width), [axis])
 
-            def spread(x: jax.Array, axis: int) -> jax.Array:
-                return lax.broadcast_in_dim(x, (tile.rows, 64), [axis])
+        def promote(acc: tuple[jax.Array, ...], partial: Any, slot: Any, scales: Any, in_flight: int) -> Any:
+            done = plgpu.wgmma_accumulator_load(partial, wait_n=in_flight)
+            share.release(slot)
+            row, *columns = scales
+            factors = [spread(row, 0) * spread(c, 1) if by_column else spread(row * c, 0) for c in columns]
+            return tuple(x + done[:, f : f + width] * s for x, f, s in zip(acc, starts, factors, strict=True))
 
-            def promote(*partial: Any) -> Any:
-                for first, ref in zip(range(0, tile.cols, width), partial, strict=True):
-                    plgpu.wgmma(ref, stage.a(), stage.b(first, width))
-                out = []
-                for j, ref in enumerate(partial):
-                    done = plgpu.wgmma_accumulator_load(ref, wait_n=len(partial) - 1 - j)
-                    if j == len(partial) - 1:
-                        stage.release()
-                    for first in range(0, width, 64):
-                        p = len(out)
-                        scale = spread(row, 0) * spread(columns[p], 1) if by_column else spread(row * columns[p], 0)
-                        out.append(acc[p] + done[:, first : first + 64] * scale)
-                return tuple(out), following
+        def body(i: jax.Array, slots: list[Any], acc: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            # Each partial product is promoted while the next one is in flight.
+            def chain(step: int, acc: Any, before: Any) -> Any:
+                if step == len(slots):
+                    return promote(acc, *before, in_flight=0)
+                slot, scales = slots[step], load(i + step)
+                share.wait(slot)
 
-            return pl.run_scoped(promote, *[plgpu.ACC((tile.rows, width), jnp.float32)] * (tile.cols // width))
+                def issue(partial: Any) -> Any:
+                    plgpu.wgmma(partial, share.a(slot), share.b(slot))
+                    total = acc if before is None else promote(acc, *before, in_flight=1)
+                    return chain(step + 1, total, (partial, slot, scales))
 
-        zero = plgpu.layout_cast(jnp.zeros((tile.rows, 64), jnp.float32), plgpu.Layout.WGMMA)
-        acc, _ = steps(body, (tuple(zero for _ in starts), load(jnp.int32(0))))
+                return pl.run_scoped(issue, plgpu.ACC((tile.rows, tile.cols), jnp.float32))
+
+            return chain(0, acc, None)
+
+        zero = plgpu.layout_cast(jnp.zeros((tile.rows, width), jnp.float32), plgpu.Layout.WGMMA)
+        acc = share.loop(body, tuple(zero for _ in starts), unroll)
         finish(list(zip(starts, acc, strict=True)))
 
     return hopper.product(

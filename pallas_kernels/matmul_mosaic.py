@@ -27,28 +27,24 @@ def matmul(
     hopper.check_operands(a, b, out_dtype)
     hopper.check_epilogue(epilogue, a.shape[0], b.shape[0])
     tile = tile or hopper.Tile()
-    k_steps = hopper.ceil_div(a.shape[1], hopper.K_STEP)
 
-    def compute(share: hopper.Share, steps: Any, finish: Any) -> None:
+    def compute(share: hopper.Share, finish: Any) -> None:
         def accumulate(acc: Any) -> None:
-            def body(k: jax.Array, stage: hopper.Stage, _: None) -> None:
-                plgpu.wgmma(acc, stage.a(), stage.b())
-                if not tile.overlap:
-                    plgpu.wgmma_wait(0)
-                    stage.release()
-                    return
+            def body(i: jax.Array, slots: list[Any], before: jax.Array) -> jax.Array:
+                (slot,) = slots
+                share.wait(slot)
+                plgpu.wgmma(acc, share.a(slot), share.b(slot))
                 plgpu.wgmma_wait(1)
 
-                @pl.when(k > 0)
-                def _previous() -> None:
-                    stage.release(back=1)
+                @pl.when(i > 0)
+                def _previous_slice_is_done() -> None:
+                    share.release(before)
 
-                @pl.when(k == k_steps - 1)
-                def _last() -> None:
-                    plgpu.wgmma_wait(0)
-                    stage.release()
+                return slot
 
-            steps(body)
+            last = share.loop(body, jnp.int32(0))
+            plgpu.wgmma_wait(0)
+            share.release(last)
             finish([(0, acc[...])])
 
         pl.run_scoped(accumulate, plgpu.ACC((tile.rows, tile.cols), jnp.float32))

@@ -42,6 +42,7 @@ def matmul_mx(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: hopper.Tile | None = None,
+    unroll: int = 4,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
     epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
@@ -56,7 +57,7 @@ def matmul_mx(
     tile = tile or (hopper.Tile() if mode == "registers" else hopper.Tile(rows=64, cols=128))
     words = _words(a_exponent if mode == "exact" else _half_bits(a_exponent), k)
     words = hopper.pad_axis(words, 0, hopper.covered(m, tile.block_rows, tile.cluster == "M"))
-    compute, swizzle, scratch = (_registers if mode == "registers" else _exact)(tile, interpret)
+    compute, swizzle, scratch = _registers(tile, interpret) if mode == "registers" else _exact(tile, unroll)
     return hopper.product(
         compute, a, b, [words], name=f"fp8_matmul_mx_{mode}", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
         swizzle=swizzle, scratch=scratch, interpret=interpret)  # fmt: skip
@@ -90,23 +91,25 @@ def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, int
         shape = (hopper.COMPUTE_GROUPS, tile.rows, hopper.K_STEP)
         scratch["folded"] = plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=transforms)
 
-    def compute(share: hopper.Share, steps: Any, finish: Any, words: Any, folded: Any = None) -> None:
+    def compute(share: hopper.Share, finish: Any, words: Any, folded: Any = None) -> None:
         def accumulate(acc: Any) -> None:
-            def body(k: jax.Array, stage: hopper.Stage, _: None) -> None:
-                word = _load_words(words, share, tile.rows, k)
-                codes = plgpu.load(stage.a(), layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
+            def body(i: jax.Array, slots: list[Any], _: None) -> None:
+                word = _load_words(words, share, tile.rows, i)
+                (slot,) = slots
+                share.wait(slot)
+                codes = plgpu.load(share.a(slot), layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
                 codes = fold(codes, word)
                 if folded is None:
-                    plgpu.wgmma(acc, codes, stage.b())
+                    plgpu.wgmma(acc, codes, share.b(slot))
                 else:
                     folded[share.group] = codes
                     plgpu.commit_smem()
-                    plgpu.wgmma(acc, folded.at[share.group], stage.b())
+                    plgpu.wgmma(acc, folded.at[share.group], share.b(slot))
                 plgpu.commit_smem()  # orders the reads above before the next TMA write into this stage
                 plgpu.wgmma_wait(0)
-                stage.release()
+                share.release(slot)
 
-            steps(body)
+            share.loop(body)
             finish([(0, acc[...])])
 
         pl.run_scoped(accumulate, plgpu.ACC((tile.rows, tile.cols), jnp.float32))
@@ -114,36 +117,41 @@ def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, int
     return compute, swizzle, scratch
 
 
-def _exact(tile: hopper.Tile, _: hopper.Interpret) -> tuple[Any, int, dict[str, Any]]:
+def _exact(tile: hopper.Tile, unroll: int) -> tuple[Any, int, dict[str, Any]]:
     shape = (tile.rows, tile.cols)
 
-    def compute(share: hopper.Share, steps: Any, finish: Any, words: Any) -> None:
-        def body(k: jax.Array, stage: hopper.Stage, acc: jax.Array) -> jax.Array:
-            word = _load_words(words, share, tile.rows, k)
+    def compute(share: hopper.Share, finish: Any, words: Any) -> None:
+        def promote(acc: jax.Array, partial: Any, slot: Any, word: jax.Array, group: int, in_flight: int) -> jax.Array:
+            done = plgpu.wgmma_accumulator_load(partial, wait_n=in_flight)
+            if group == GROUPS_PER_STEP - 1:
+                share.release(slot)
+            byte = lax.shift_right_logical(word, jnp.int32(8 * group)) & jnp.int32(255)
+            scale = lax.bitcast_convert_type(byte << jnp.int32(23), jnp.float32)
+            return acc + done * lax.broadcast_in_dim(scale, shape, [0])
 
-            def scaled(partial: Any, group: int, wait: int) -> jax.Array:
-                byte = lax.shift_right_logical(word, jnp.int32(8 * group)) & jnp.int32(255)
-                scale = lax.bitcast_convert_type(byte << jnp.int32(23), jnp.float32)
-                return plgpu.wgmma_accumulator_load(partial, wait_n=wait) * lax.broadcast_in_dim(scale, shape, [0])
-
-            def promote(group: int, acc: jax.Array, before: Any) -> jax.Array:
-                if group == GROUPS_PER_STEP:
-                    last = scaled(before, group - 1, 0)
-                    stage.release()
-                    return acc + last
+        def body(i: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
+            # Each partial product is promoted while the next one is in flight.
+            def chain(link: int, acc: jax.Array, before: Any, word: Any) -> jax.Array:
+                step, group = divmod(link, GROUPS_PER_STEP)
+                if step == len(slots):
+                    return promote(acc, *before, in_flight=0)
+                slot = slots[step]
+                if group == 0:
+                    word = _load_words(words, share, tile.rows, i + step)
+                    share.wait(slot)
 
                 def issue(partial: Any) -> jax.Array:
                     depth = pl.ds(group * GROUP, GROUP)
-                    plgpu.wgmma(partial, stage.a(depth), stage.b(depth=depth))
-                    total = acc if before is None else acc + scaled(before, group - 1, 1)
-                    return promote(group + 1, total, partial)
+                    plgpu.wgmma(partial, share.a(slot, depth), share.b(slot, depth))
+                    total = acc if before is None else promote(acc, *before, in_flight=1)
+                    return chain(link + 1, total, (partial, slot, word, group), word)
 
                 return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
 
-            return promote(0, acc, None)
+            return chain(0, acc, None, None)
 
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        finish([(0, steps(body, zero))])
+        finish([(0, share.loop(body, zero, unroll))])
 
     return compute, GROUP, {}
 

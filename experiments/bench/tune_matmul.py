@@ -3,8 +3,8 @@
     python -m experiments.bench.tune_matmul --shapes all --out results/matmul.json
     python -m experiments.bench.tune_matmul --shapes tune --sweep
 
-Every implementation of a shape is compiled first (in parallel), then all are timed in turn, several rounds, so that
-clocks and temperature favour none; a figure is the median round. One JAX program multiplies several operand sets, larger
+Every implementation of a shape is compiled first (in parallel), then all are timed, several rounds in a random order, so
+that clocks and temperature favour none; a figure is the median round. One JAX program multiplies several operand sets, larger
 together than the L2 cache, so that neither its dispatch nor cached operands are measured; torch runs the same sets.
 Each result is compared with float64 on a sample of rows and columns; an implementation that fails is reported as such.
 
@@ -131,45 +131,47 @@ def torch_arms() -> Iterator[Arm]:
 
 
 def our_arms(sweep: bool) -> Iterator[Arm]:
-    plain = [Tile(), Tile(128, 128, "N")]
-    block = [(Tile(64, 192), 192), (Tile(64, 192, cluster="M"), 192), (Tile(64, 128, stages=6, cluster="M"), 128)]
-    column = [(Tile(64, 128, stages=6), 128), (Tile(64, 128, stages=6, cluster="M"), 128)]
-    registers, exact = [Tile()], [Tile(64, 128)]
+    turns = functools.partial(Tile, split=None)
+    plain = [Tile(), turns(128, 160, stages=5, cluster="M"), turns(128, 128, stages=6, cluster="M")]
+    block = [(Tile(64, 128, stages=5, cluster="M"), 8)]
+    column = [(Tile(64, 128, stages=6, cluster="M"), 1)]
+    registers, exact = [Tile()], [(Tile(64, 128, stages=5, cluster="M"), 4)]
     if sweep:
-        plain += [Tile(overlap=True), Tile(cluster="M"), Tile(cluster="N"), Tile(raster=4), Tile(raster=16),
-                  Tile(64, 192), Tile(64, 192, cluster="M"), Tile(64, 128, stages=6, cluster="M"),
-                  Tile(128, 128, "N", cluster="M"), Tile(128, 128, "N", cluster="N")]  # fmt: skip
-        block += [(Tile(64, 192), 64), (Tile(64, 192, cluster="N"), 192), (Tile(64, 128, stages=6), 128),
-                  (Tile(64, 128, stages=6, cluster="N"), 128), (Tile(64, 192, cluster="M"), 64)]  # fmt: skip
-        column += [(Tile(64, 128, stages=6, cluster="M"), 64)]
-        registers += [Tile(cluster="M"), Tile(cluster="N")]
-        exact += [Tile(64, 128, stages=6), Tile(64, 128, stages=6, cluster="M")]
+        plain += [turns(128, 160, stages=5), turns(128, 128, stages=6), turns(128, 192), turns(128, 192, cluster="M"),
+                  turns(128, 160, stages=5, cluster="N"), turns(128, 160, stages=5, cluster="M", raster=16),
+                  turns(128, 160, stages=5, cluster="M", raster_axis="M"), Tile(cluster="N")]  # fmt: skip
+        block += [(Tile(64, 128, stages=5), 8), (Tile(64, 128, stages=6, cluster="M"), 8),
+                  (Tile(64, 128, stages=6, cluster="M"), 4), (Tile(64, 128, stages=5, cluster="N"), 8),
+                  (Tile(64, 192, cluster="M"), 1)]  # fmt: skip
+        column += [(Tile(64, 64, stages=7, cluster="M"), 4), (Tile(64, 64, stages=7, cluster="M"), 8)]
+        registers += [turns(128, 128, stages=6, cluster="M"), turns(128, 160, stages=5, cluster="M")]
+        exact += [(Tile(64, 128, stages=5, cluster="M"), 1), (Tile(64, 128, stages=6, cluster="M"), 2)]
     for t in plain:
         yield Arm(
             f"ours tensor {label(t)}", "tensor", lambda a, b, s, t=t: matmul(a, b, scale=s, tile=t), ("a", "b", "s")
         )
-    for t in plain[:2]:
+    for t in plain[:3]:
         yield Arm(f"ours row {label(t)}", "row",
                   lambda a, b, r, c, t=t: matmul(a, b, row_scale=r, column_scale=c, tile=t),
                   ("a", "b", "row", "column"))  # fmt: skip
-    for t, w in block:
-        yield Arm(f"ours block {label(t)} w{w}", "block",
-                  lambda a, b, sa, sb, t=t, w=w: matmul_block(a, b, sa, sb, tile=t, width=w),
+    for t, u in block:
+        yield Arm(f"ours block {label(t)} u{u}", "block",
+                  lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa, sb, tile=t, unroll=u),
                   ("a", "b", "a_group", "b_block"))  # fmt: skip
-    for t, w in column:
-        yield Arm(f"ours wgrad {label(t)} w{w}", "wgrad",
-                  lambda a, b, sa, sb, t=t, w=w: matmul_block(a, b, sa, sb, tile=t, width=w),
+    for t, u in column:
+        yield Arm(f"ours wgrad {label(t)} u{u}", "wgrad",
+                  lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa, sb, tile=t, unroll=u),
                   ("a", "b", "a_group", "b_group"))  # fmt: skip
-    for mode, tiles in (("registers", registers), ("exact", exact)):
-        for t in tiles:
-            yield Arm(f"ours mx {mode} {label(t)}", "mx",
-                      lambda a, b, e, r, t=t, mode=mode: matmul_mx(a, b, e, mode=mode, row_scale=r, tile=t),
-                      ("a", "b", "exponent", "row"))  # fmt: skip
+    mx = [("registers", t, 1) for t in registers] + [("exact", t, u) for t, u in exact]
+    for mode, t, u in mx:
+        yield Arm(f"ours mx {mode} {label(t)} u{u}", "mx",
+                  lambda a, b, e, r, t=t, u=u, mode=mode: matmul_mx(a, b, e, mode=mode, row_scale=r, tile=t, unroll=u),
+                  ("a", "b", "exponent", "row"))  # fmt: skip
 
 
 def label(t: Tile) -> str:
-    text = f"{t.rows}x{t.cols}{t.split} s{t.stages} r{t.raster}{t.raster_axis}"
-    return text + (f" c{t.cluster}" if t.cluster else "") + (" ov" if t.overlap else "")
+    text = f"{t.rows}x{t.cols}{t.split or 'turns'} s{t.stages} r{t.raster}{t.raster_axis}"
+    return text + (f" c{t.cluster}" if t.cluster else "")
 
 
 def torch_operands(x: dict[str, jax.Array]) -> dict[str, Any]:
@@ -200,11 +202,12 @@ def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: fl
     results, ready = [], []
 
     def build(arm: Arm) -> Callable[..., Any]:
-        return (
-            arm.function
-            if arm.framework == "torch"
-            else jax.jit(arm.function).lower(*[sets[0][t] for t in arm.takes]).compile()
-        )
+        def over_sets(sets: list[list[Any]]) -> list[Any]:
+            return [arm.function(*args) for args in sets]
+
+        if arm.framework == "torch":
+            return over_sets
+        return jax.jit(over_sets).lower([[x[t] for t in arm.takes] for x in sets]).compile()
 
     start = time.time()
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
@@ -235,8 +238,11 @@ def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: fl
         return (time.perf_counter() - begin) / repeats / copies
 
     repeats = [max(4, int(burst / copies / max(run(e, 3), 1e-6))) for e in ready]
-    times = [[run(e, r) for e, r in zip(ready, repeats, strict=True)] for _ in range(rounds)]
-    rate = {e[0].name: 2 * m * n * k / float(np.median([t[i] for t in times])) / 1e12 for i, e in enumerate(ready)}
+    times: list[list[float]] = [[] for _ in ready]
+    for turn in range(rounds):  # what ran just before decides how far the power limit has pulled the clock down
+        for i in np.random.default_rng(turn).permutation(len(ready)):
+            times[i].append(run(ready[i], repeats[i]))
+    rate = {e[0].name: 2 * m * n * k / float(np.median(t)) / 1e12 for e, t in zip(ready, times, strict=True)}
     for arm, _, _, error, _ in ready:
         rivals = {
             a: r
