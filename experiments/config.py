@@ -71,12 +71,12 @@ class Model:
 class Optim:
     """AdamW with a linear warm-up and a cosine decay. The recipe says how its state is stored."""
 
-    steps: int = 240
-    lr: float = 2e-3
+    steps: int = 200
+    lr: float = 1e-3
     """Peak learning rate."""
     final_lr: float = 0.1
     """Learning rate of the last step, as a share of the peak."""
-    warmup: int = 24
+    warmup: int = 20
     """Steps of the warm-up."""
     b1: float = 0.9
     b2: float = 0.95
@@ -97,10 +97,10 @@ class Run:
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest checkpoint, if any. never: move an old run of this name aside and start afresh."""
     log_every: int = 10
-    checkpoint_every: int = 60
+    checkpoint_every: int = 50
     keep: int = 2
     """Newest checkpoints that stay on disk."""
-    eval_every: int = 60
+    eval_every: int = 50
     eval_batches: int = 16
     """Most validation batches of one evaluation."""
     sample_tokens: int = 160
