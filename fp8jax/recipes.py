@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 
+from fp8jax.core.recipe import Linear as Linear
 from fp8jax.core.recipe import Optimizer as Optimizer
 from fp8jax.core.recipe import Recipe as Recipe
 from fp8jax.core.recipe import Weights as Weights
 
+_PLAIN = Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
+
 
 def bf16() -> Recipe:
     """bf16 computation with fp32 master weights and moments: the baseline."""
-    return Recipe("bf16", optimizer=Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False))
+    return Recipe("bf16", optimizer=_PLAIN)
 
 
 def coat_optimizer() -> Recipe:
@@ -17,7 +20,39 @@ def coat_optimizer() -> Recipe:
     return Recipe("coat_optimizer", optimizer=Optimizer())
 
 
-_PRESETS: dict[str, Callable[[], Recipe]] = {f.__name__: f for f in (bf16, coat_optimizer)}
+def te_current() -> Recipe:
+    """Transformer Engine's current scaling: e4m3 forward, e5m2 gradients, scales of the tensors themselves."""
+    return Recipe("te_current", optimizer=_PLAIN, linear=Linear("e4m3", "e4m3", "e5m2"))
+
+
+def deepseek() -> Recipe:
+    """DeepSeek-V3, section 3.3: e4m3 in groups of 1x128 for inputs and gradients, blocks of 128x128 for weights."""
+    group = "e4m3:group128"
+    linear = Linear(group, "e4m3:block128", group, x_wgrad=group, dy_wgrad=group)
+    return Recipe("deepseek", optimizer=_PLAIN, linear=linear)
+
+
+def switchback() -> Recipe:
+    """SwitchBack (Wortsman et al., 2023): int8 with row-wise inputs and gradients, the weight's gradient in 16 bits."""
+    linear = Linear("int8:token", "int8", "int8:token", x_wgrad=None, dy_wgrad=None, saved=None)
+    return Recipe("switchback", optimizer=_PLAIN, linear=linear)
+
+
+def jetfire() -> Recipe:
+    """Jetfire (Xi et al., 2024): int8 in blocks of 32x32, gradients rounded stochastically."""
+    return Recipe("jetfire", optimizer=_PLAIN, linear=Linear("int8:block32", "int8:block32", "int8:block32+stochastic"))
+
+
+def int8_block() -> Recipe:
+    """The block quantization under INT8 fallback: 128x128, gradients and saved inputs rounded stochastically."""
+    block = "int8:block128"
+    linear = Linear(block, block, f"{block}+stochastic", saved=f"{block}+stochastic")
+    return Recipe("int8_block", optimizer=_PLAIN, linear=linear)
+
+
+_PRESETS: dict[str, Callable[[], Recipe]] = {
+    f.__name__: f for f in (bf16, coat_optimizer, te_current, deepseek, switchback, jetfire, int8_block)
+}
 NAMES: tuple[str, ...] = tuple(_PRESETS)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from fp8jax.core import formats
-from fp8jax.core.spec import QuantSpec
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 
 _PLAIN = ("bf16", "fp32")
 
@@ -73,6 +73,110 @@ class Optimizer:
         )
 
 
+SAME = "same"
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """What the three products of a linear layer y = x @ w compute with, and what is saved for the backward pass.
+
+    Every operand is given as the string form of a `QuantSpec`, or None for bf16, of the matrix with the contraction
+    along its last axis: groups and tokens run along the contraction. "same" takes the codes of the forward operand,
+    transposed, which needs scales that a transposed matrix keeps ("tensor", "block").
+
+    Attributes:
+        x: input in the forward product, (tokens, inputs).
+        w: weight in the forward product, (outputs, inputs).
+        dy: gradient of the output in the product for the input's gradient, (tokens, outputs).
+        w_dgrad: weight in that product, (inputs, outputs).
+        x_wgrad: input in the product for the weight's gradient, (inputs, tokens).
+        dy_wgrad: gradient of the output in that product, (outputs, tokens).
+        saved: what is kept of the input, (tokens, inputs): "same" for the forward operand's codes, None for the input
+            itself, or a spec of its own.
+        scaling: where per-tensor scales come from: "current", the tensor itself; or "delayed", the largest magnitudes
+            of the last `history` steps.
+        history: steps that a delayed scale looks back on.
+        margin: powers of two that a delayed scale leaves above them.
+
+    Raises:
+        ValueError: a spec is malformed, or settings contradict each other.
+    """
+
+    x: str | None = None
+    w: str | None = None
+    dy: str | None = None
+    w_dgrad: str | None = SAME
+    x_wgrad: str | None = SAME
+    dy_wgrad: str | None = SAME
+    saved: str | None = SAME
+    scaling: str = "current"
+    history: int = 1024
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad", "saved"):
+            text = getattr(self, field)
+            if text is None or (text == SAME and field not in ("x", "w", "dy")):
+                continue
+            spec = QuantSpec.parse(text)
+            if field != "saved" and (not formats.get(spec.format).multiplies or spec.expand):
+                raise ValueError(
+                    f"linear.{field} {text!r} is no operand of a matrix unit; take an 8-bit format, unexpanded"
+                )
+            if spec.granularity == "channel" or spec.axis != -1 or spec.stacked:
+                raise ValueError(f"linear.{field} {text!r} must have scales along the contraction, its last axis")
+        for product, (a, b) in self.products().items():
+            if (a is None) != (b is None):
+                raise ValueError(
+                    f"linear: the {product} product has one quantized operand, {a or b}; give both or none"
+                )
+            if a and b and formats.get(a.format).is_float != formats.get(b.format).is_float:
+                raise ValueError(f"linear: the {product} product mixes integers and floating point, {a} and {b}")
+        sources = {"w_dgrad": self.w, "dy_wgrad": self.dy, "x_wgrad": self.x if self.saved == SAME else self.saved}
+        for field, source in sources.items():
+            if getattr(self, field) == SAME and source and QuantSpec.parse(source).granularity not in TRANSPOSABLE:
+                raise ValueError(
+                    f"linear.{field} cannot be the same as {source!r}, whose scales do not transpose; name a spec"
+                )
+        if self.scaling not in ("current", "delayed"):
+            raise ValueError(f"unknown linear.scaling {self.scaling!r}; it is one of current, delayed")
+        if self.scaling == "delayed" and any(
+            QuantSpec.parse(t).granularity != "tensor" for t in (self.x, self.w, self.dy) if t
+        ):
+            raise ValueError("delayed scaling is per tensor; give x, w and dy specs of granularity 'tensor'")
+        if self.scaling == "delayed" and None in (self.x, self.w, self.dy):
+            raise ValueError("delayed scaling needs x, w and dy quantized")
+        if self.history < 1:
+            raise ValueError(f"linear.history must be positive, not {self.history}")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any product is."""
+        return any(operand is not None for pair in self.products().values() for operand in pair)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether anything rounds stochastically, so that a key is needed."""
+        specs = [self.spec("saved"), *(operand for pair in self.products().values() for operand in pair)]
+        return any(spec is not None and spec.rounding == "stochastic" for spec in specs)
+
+    def spec(self, field: str) -> QuantSpec | None:
+        """The spec of an operand, with "same" resolved; None for bf16."""
+        text = getattr(self, field)
+        if text == SAME:
+            source = {"w_dgrad": "w", "dy_wgrad": "dy", "saved": "x", "x_wgrad": "saved"}[field]
+            return self.spec(source)
+        return None if text is None else QuantSpec.parse(text)
+
+    def products(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
+        """The operands of the three products."""
+        return {
+            "forward": (self.spec("x"), self.spec("w")),
+            "dgrad": (self.spec("dy"), self.spec("w_dgrad")),
+            "wgrad": (self.spec("x_wgrad"), self.spec("dy_wgrad")),
+        }
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """A way to train, as independent parts; mix them with `dataclasses.replace`.
@@ -81,40 +185,45 @@ class Recipe:
         name: shown in logs and tables.
         weights: storage of the parameters.
         optimizer: storage of the optimizer's moments.
+        linear: operands of the products of linear layers.
     """
 
     name: str
     weights: Weights = Weights()
     optimizer: Optimizer = Optimizer()
+    linear: Linear = Linear()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
             if not isinstance(getattr(self, field.name), field.type):  # type: ignore[arg-type]
-                raise TypeError(f"{field.name} must be a {field.type.__name__}, not {getattr(self, field.name)!r}")  # type: ignore[union-attr]
+                name = field.type.__name__  # type: ignore[union-attr]
+                raise TypeError(f"{field.name} must be of type {name}, not {getattr(self, field.name)!r}")
 
     def plan(self) -> list[tuple[str, str, str, float]]:
-        """The storage plan: (role, stored in, computed in, bytes a parameter), metadata of full groups included."""
-        rows = [
-            ("master weight", self.weights.master, "fp32", formats.get(self.weights.master).bytes_per_element),
-            (
-                "working weight",
-                self.weights.compute,
-                self.weights.compute,
-                formats.get(self.weights.compute).bytes_per_element,
-            ),
-            ("gradient", self.weights.master, self.weights.compute, formats.get(self.weights.master).bytes_per_element),
+        """The storage plan: (role, stored in, computed in, bytes an element), metadata of full groups included."""
+        weights = self.weights
+        stored: list[tuple[str, str | QuantSpec, str]] = [
+            ("master weight", weights.master, "fp32"),
+            ("working weight", weights.compute, weights.compute),
+            ("gradient", weights.master, weights.compute),
+            ("first moment", self.optimizer.spec("mu") or self.optimizer.mu, "fp32"),
+            ("second moment", self.optimizer.spec("nu") or self.optimizer.nu, "fp32"),
         ]
-        for role, moment in (("first moment", "mu"), ("second moment", "nu")):
-            spec = self.optimizer.spec(moment)
-            stored = getattr(self.optimizer, moment) if spec is None else str(spec)
-            size = formats.get(stored).bytes_per_element if spec is None else spec.bytes_per_element
-            rows.append((role, stored, "fp32", size))
-        return rows
+        for product, operands in self.linear.products().items():
+            names = {"forward": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}[product]
+            for name, spec in zip(names, operands, strict=True):
+                stored.append((f"{product} {name}", spec or weights.compute, spec.format if spec else weights.compute))
+        stored.append(("saved linear input", self.linear.spec("saved") or weights.compute, "-"))
+        return [(role, str(how), computed, _bytes(how)) for role, how, computed in stored]
 
     def explain(self) -> str:
         """The storage plan as a table in text."""
         rows = [(role, stored, computed, f"{size:.4g}") for role, stored, computed, size in self.plan()]
-        rows.insert(0, ("role", "stored in", "computed in", "bytes/param"))
+        rows.insert(0, ("role", "stored in", "computed in", "bytes/element"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"recipe {self.name}", *lines])
+
+
+def _bytes(stored: str | QuantSpec) -> float:
+    return formats.get(stored).bytes_per_element if isinstance(stored, str) else stored.bytes_per_element

@@ -9,6 +9,8 @@ from fp8jax.core import blocks, expansion, formats, packing
 
 GRANULARITIES = ("tensor", "token", "channel", "group", "block", "mx")
 SIZED = ("group", "block", "mx")
+# A transposed matrix has the transposed scales; groups and tokens would run across its contraction.
+TRANSPOSABLE = ("tensor", "block")
 ROUNDINGS = ("nearest", "stochastic")
 UNDERFLOWS = ("zero", "smallest")
 SCALE_FORMATS = ("fp32", "bf16")
