@@ -123,7 +123,10 @@ def einsum(subscripts: str, lhs: Array, rhs: Array, *, recipe: Recipe | Linear, 
     a, b, out = _terms(subscripts, lhs.ndim, rhs.ndim)
     batch = [i for i in a if i in b and i in out]
     contract = [i for i in a if i in b and i not in out]
-    numbers = (tuple([t.index(i) for i in contract] for t in (a, b)), tuple([t.index(i) for i in batch] for t in (a, b)))
+    numbers = (
+        tuple([t.index(i) for i in contract] for t in (a, b)),
+        tuple([t.index(i) for i in batch] for t in (a, b)),
+    )
     y = dot_general(lhs, rhs, numbers, recipe=recipe, key=key)  # type: ignore[arg-type]
     order = [*batch, *(i for i in a if i not in b), *(i for i in b if i not in a)]
     return y.transpose([order.index(i) for i in out])
@@ -161,11 +164,10 @@ def content_key(x: Array) -> Array:
 def _linear(x: Array, w: Array, recipe: Linear, key: Array | None, source: Array | None = None) -> Array:
     """x @ w of matrices; `source` is the user's array that `x` is a view of, by which shared inputs are known."""
     kept, gradient = recipe.spec("saved"), recipe.spec("dy")
-    codes = None if kept is None else _shared(x, kept, _subkey(key, kept, "saved"), x if source is None else source)
-    # FP8 arrays may not be differentiated; as bytes they have no cotangent.
-    flat = None if codes is None else jax.tree.map(_as_bytes, codes)
-    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(codes))
-    return _product(recipe, dtypes, x, w, flat, gradient and _subkey(key, gradient, "dy"))
+    saved, dtypes = None, ()
+    if kept is not None:
+        saved, dtypes = _shared(x, kept, _subkey(key, kept, "saved"), x if source is None else source)
+    return _product(recipe, dtypes, x, w, saved, gradient and _subkey(key, gradient, "dy"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -227,22 +229,23 @@ def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
 class _Last(threading.local):
     """The input that was quantized last: linears that read one input one after another share its codes."""
 
-    entry: tuple[Any, Any, QTensor] | None = None
+    entry: tuple[Any, Any, "_Saved"] | None = None
 
 
 _last = _Last()
 
 
-def _shared(x: Array, spec: QuantSpec, key: Array | None, source: Array) -> QTensor:
-    if key is not None:
-        return quantize(lax.stop_gradient(x), spec, key=key)
+def _shared(x: Array, spec: QuantSpec, key: Array | None, source: Array) -> "_Saved":
+    # To the leak checker the entry that waits for a next linear is a leak.
+    if key is not None or jax.config.jax_check_tracer_leaks:  # type: ignore[attr-defined]
+        return _save(x, spec, key)
     # The codes belong to the trace that made them: a scan's body must not see those of the function around it.
     how = (spec, x.shape, get_opaque_trace_state())
     if _last.entry is not None and _last.entry[0]() is source and _last.entry[1] == how:
         return _last.entry[2]
-    codes = quantize(lax.stop_gradient(x), spec)
-    _last.entry = (weakref.ref(source, _forget), how, codes)
-    return codes
+    saved = _save(x, spec, None)
+    _last.entry = (weakref.ref(source, _forget), how, saved)
+    return saved
 
 
 def _forget(reference: Any) -> None:
@@ -250,8 +253,15 @@ def _forget(reference: Any) -> None:
         _last.entry = None
 
 
-def _as_bytes(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else lax.stop_gradient(x)
+# A quantized input with its codes as bytes, which unlike FP8 arrays may enter a differentiated function: they have no
+# cotangent; and the dtypes of its leaves.
+_Saved = tuple[QTensor, tuple[Any, ...]]
+
+
+def _save(x: Array, spec: QuantSpec, key: Array | None) -> _Saved:
+    leaves, tree = jax.tree.flatten(quantize(lax.stop_gradient(x), spec, key=key))
+    flat = [lax.bitcast_convert_type(a, jnp.uint8) if a.dtype.itemsize == 1 else lax.stop_gradient(a) for a in leaves]
+    return jax.tree.unflatten(tree, flat), tuple(a.dtype for a in leaves)
 
 
 def _restore(saved: QTensor, dtypes: Any) -> QTensor:

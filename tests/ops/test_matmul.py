@@ -9,6 +9,7 @@ import pytest
 
 import fp8jax
 from fp8jax.ops.matmul import matmul, transpose
+from tests.programs import dots
 
 FP8 = ["e4m3", "e5m2:token", "e4m3:group32", "e4m3:block32", "e4m3:mx32", "e4m3:mx32+token"]
 INT8 = ["int8", "int8:token", "int8:group16", "int8:block32"]
@@ -38,29 +39,6 @@ def test_other_codes_are_multiplied_as_bf16(spec):
     qa, qb = fp8jax.quantize(a, spec), fp8jax.quantize(b, "e4m3")
     want = np.asarray(qa.dequantize(jnp.bfloat16), np.float64) @ np.asarray(qb.dequantize(jnp.bfloat16), np.float64).T
     np.testing.assert_allclose(np.asarray(matmul(qa, qb)), want, rtol=1e-4, atol=1e-3)
-
-
-def dots(fn, *args) -> list[tuple[str, str]]:
-    """The operand dtypes of every dot in a jaxpr, those inside loops and calls included."""
-    found = []
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "dot_general":
-                found.append(tuple(str(v.aval.dtype) for v in eqn.invars))
-            for sub in jax.core.jaxprs_in_params(eqn.params) if hasattr(jax.core, "jaxprs_in_params") else _subs(eqn):
-                walk(sub)
-
-    walk(jax.make_jaxpr(fn)(*args).jaxpr)
-    return found
-
-
-def _subs(eqn):
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else [value]:
-            inner = getattr(item, "jaxpr", item)
-            if hasattr(inner, "eqns"):
-                yield inner
 
 
 @pytest.mark.parametrize("spec", ["e4m3", "e4m3:group32", "int8:block32"])

@@ -1,0 +1,244 @@
+"""The quantized linear: three products as the recipe says, gradients, what it saves, and its general forms."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.core.recipe import Linear
+from tests.programs import dots, residuals
+
+QUANTIZED = [name for name in fp8jax.recipes.NAMES if fp8jax.recipes.get(name).linear.quantized]
+TOKENS, INPUTS, OUTPUTS = 70, 256, 192
+KEY = jax.random.key(5)
+
+
+@functools.cache
+def problem():
+    with jax.ensure_compile_time_eval():
+        keys = jax.random.split(jax.random.key(0), 3)
+        x = jax.random.normal(keys[0], (2, TOKENS // 2, INPUTS))
+        w = 0.05 * jax.random.normal(keys[1], (INPUTS, OUTPUTS))
+        return x, w, jax.random.normal(keys[2], (2, TOKENS // 2, OUTPUTS))
+
+
+def gradients(linear):
+    x, w, target = problem()
+    y, back = jax.vjp(linear, x, w)
+    return y, *back(target)
+
+
+def relative(a, b) -> float:
+    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+
+
+def expected_error(*specs) -> float:
+    """Relative error of a product of normal operands that are rounded independently: root of the sum of squares."""
+    x = jax.random.normal(jax.random.key(1), (256, 256))
+    total = 0.0
+    for spec in specs:
+        if spec is not None:
+            key = KEY if spec.rounding == "stochastic" else None
+            total += relative(fp8jax.quantize(x, spec, key=key).dequantize(), x) ** 2
+    return total**0.5
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_products_are_as_near_as_their_formats_allow(name):
+    recipe = fp8jax.recipes.get(name)
+    got = jax.jit(lambda: gradients(functools.partial(fp8jax.linear, recipe=recipe, key=KEY)))()
+    exact = gradients(lambda x, w: x @ w)
+    for a, b, (left, right) in zip(got, exact, recipe.linear.products().values(), strict=True):
+        saved = [recipe.linear.spec("saved")] if left and recipe.linear.saved != "same" else []
+        bound = expected_error(left, right, *saved)
+        assert relative(a, b) <= 1.3 * bound + 4e-3
+        if left is not None:
+            assert relative(a, b) >= 0.3 * bound
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_three_products_take_the_operands_of_the_recipe(name):
+    recipe = fp8jax.recipes.get(name)
+    found = dots(lambda: gradients(functools.partial(fp8jax.linear, recipe=recipe, key=KEY)))
+    want = [
+        tuple(str(fp8jax.formats.get(s.format).dtype) if s else "float32" for s in pair)
+        for pair in recipe.linear.products().values()
+    ]
+    assert [f if f[0] != "bfloat16" else ("float32",) * 2 for f in found] == want
+
+
+@pytest.mark.parametrize("name", ["te_current", "deepseek", "int8_block"])
+def test_only_codes_of_the_input_are_saved(name):
+    recipe = fp8jax.recipes.get(name)
+    x, w, _ = problem()
+    kept = residuals(lambda x, w: fp8jax.linear(x, w, recipe=recipe, key=KEY), x, w)
+    tokens = [(dtype, shape) for dtype, shape in kept if TOKENS in shape or TOKENS // 2 in shape]
+    assert ("uint8", (TOKENS, INPUTS)) in tokens
+    assert all(dtype == "uint8" or np.prod(shape) <= TOKENS * INPUTS / 32 for dtype, shape in tokens)
+
+
+@pytest.mark.parametrize("how", ["plain", "scan", "remat", "jit inside"])
+def test_linears_that_share_an_input_share_its_codes(how):
+    recipe = fp8jax.recipes.te_current()
+    x, w, _ = problem()
+
+    def three(x, w):
+        x = jnp.tanh(x)
+        return sum(fp8jax.linear(x, w * s, recipe=recipe) for s in (1.0, 2.0, 3.0))
+
+    def scanned(x, w):
+        return jax.lax.scan(lambda x, w: (three(x, w) @ w.T, None), x, jnp.stack([w, w]))[0]
+
+    forms = {"plain": three, "scan": scanned, "remat": jax.checkpoint(three), "jit inside": jax.jit(three)}
+    codes = [shape for dtype, shape in residuals(forms[how], x, w) if dtype == "uint8"]
+    layers = (2,) if how == "scan" else ()
+    assert codes == ([] if how == "remat" else [(*layers, TOKENS, INPUTS)])
+    jax.jit(jax.grad(lambda x, w: forms[how](x, w).sum(), argnums=(0, 1)))(x, w)
+
+
+def test_shared_codes_never_cross_traces():
+    recipe = fp8jax.recipes.te_current()
+    x, w, _ = problem()
+    want = fp8jax.linear(x, w, recipe=recipe)
+
+    @jax.jit
+    def both(x):
+        inside = jax.lax.scan(lambda c, w: (c, fp8jax.linear(x, w, recipe=recipe)), 0, w[None])[1][0]
+        return inside, fp8jax.linear(x, w, recipe=recipe)
+
+    for checked in (False, True):
+        with jax.check_tracer_leaks(checked):
+            results = (
+                *both(x + 0),
+                jax.jit(lambda: fp8jax.linear(x, w, recipe=recipe))(),
+                fp8jax.linear(x, w, recipe=recipe),
+            )
+        both.clear_cache()
+        for y in results:
+            np.testing.assert_allclose(np.asarray(y), np.asarray(want), rtol=1e-5, atol=1e-5)
+
+
+def test_the_bias_is_added_and_differentiated():
+    x, w, target = problem()
+    b = jnp.arange(OUTPUTS, dtype=jnp.float32)
+    recipe = fp8jax.recipes.te_current()
+    y, back = jax.vjp(lambda b: fp8jax.linear(x, w, recipe=recipe, bias=b), b)
+    np.testing.assert_allclose(np.asarray(y), np.asarray(fp8jax.linear(x, w, recipe=recipe) + b), rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(back(target)[0]), np.asarray(target.sum((0, 1))), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
+def test_results_and_gradients_keep_the_dtypes(dtype):
+    x, w, _ = problem()
+    recipe = fp8jax.recipes.deepseek()
+    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe), x.astype(dtype), w)
+    dx, dw = back(y)
+    assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes"),
+    [
+        ("btd,dhc->bthc", [(2, 6, 32), (32, 4, 8)]),
+        ("bthc,hcd->btd", [(2, 6, 4, 8), (4, 8, 16)]),
+        ("...d,dh->...h", [(2, 3, 32), (32, 8)]),
+        ("ebd,edh->ebh", [(3, 6, 32), (3, 32, 8)]),
+        ("dt,dh->ht", [(32, 6), (32, 8)]),
+    ],
+)
+def test_einsum_and_dot_general_have_the_axes_of_jax(subscripts, shapes):
+    recipe = fp8jax.recipes.te_current()
+    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes))
+    got = functools.partial(fp8jax.einsum, subscripts, recipe=recipe)
+    want = functools.partial(jnp.einsum, subscripts)
+    assert got(x, w).shape == want(x, w).shape
+    assert relative(got(x, w), want(x, w)) < 0.06
+    loss = lambda f, x, w: (f(x, w) ** 2).sum()  # noqa: E731
+    grads = [jax.grad(functools.partial(loss, f), (0, 1))(x, w) for f in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        assert a.shape == b.shape
+        assert relative(a, b) < 0.15
+    plain = fp8jax.einsum(subscripts, x, w, recipe=fp8jax.recipes.bf16())
+    np.testing.assert_allclose(np.asarray(plain), np.asarray(want(x, w)), rtol=1e-5, atol=1e-5)
+
+
+def test_batched_products_have_scales_of_their_own():
+    recipe = fp8jax.recipes.te_current()
+    x = jnp.stack([jnp.ones((4, 32)), 1e-6 * jax.random.normal(KEY, (4, 32))])
+    w = jax.random.normal(KEY, (2, 32, 8))
+    assert relative(fp8jax.einsum("btd,bdh->bth", x, w, recipe=recipe)[1], (x @ w)[1]) < 0.06
+
+
+@pytest.mark.parametrize("name", ["te_current", "int8_block"])
+def test_vmap_gives_what_a_loop_gives(name):
+    recipe = fp8jax.recipes.get(name)
+    x, w = jax.random.normal(KEY, (3, 6, 32)), jax.random.normal(KEY, (3, 32, 8))
+    f = lambda x, w: fp8jax.linear(x, w, recipe=recipe, key=KEY)  # noqa: E731
+    grad = jax.grad(lambda x, w: f(x, w).sum(), (0, 1))
+    for together, one in ((jax.vmap(f)(x, w), f), (jax.vmap(grad)(x, w), grad)):
+        alone = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[one(a, b) for a, b in zip(x, w, strict=True)])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), together, alone)
+
+
+def test_stochastic_recipes_ask_for_a_key_and_repeat_with_it():
+    x, w, _ = problem()
+    recipe = fp8jax.recipes.int8_block()
+    with pytest.raises(ValueError, match=r"rounds saved stochastically.*pass key"):
+        fp8jax.linear(x, w, recipe=recipe)
+    grad = jax.jit(jax.grad(lambda w, key: (fp8jax.linear(x, w, recipe=recipe, key=key) ** 2).sum()))
+    a, b, c = grad(w, KEY), grad(w, KEY), grad(w, jax.random.key(6))
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert (np.asarray(a) != np.asarray(c)).any()
+
+
+def test_stochastically_rounded_gradients_are_unbiased():
+    x, w, target = problem()
+    recipe = dataclasses.replace(fp8jax.recipes.int8_block().linear, saved="same")
+    fixed = dataclasses.replace(recipe, dy="int8:block128")
+    dx = jax.jit(jax.vmap(lambda key: jax.vjp(lambda x: fp8jax.linear(x, w, recipe=recipe, key=key), x)[1](target)[0]))
+    draws = dx(jax.random.split(KEY, 64))
+    b = fp8jax.quantize(w, "int8:block128").dequantize()
+    exact = target @ b.T
+    one, mean = relative(draws[0], exact), relative(draws.mean(0), exact)
+    assert mean < 1.5 * one / 8
+    rounded = jax.vjp(lambda x: fp8jax.linear(x, w, recipe=fixed), x)[1](target)[0]
+    assert mean < relative(rounded, exact) / 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"x": "e4m3"}, "forward product has one quantized operand"),
+        ({"x": "e4m3", "w": "int8", "dy": "int8"}, "mixes integers and floating point"),
+        ({"x": "int10:group128", "w": "e4m3", "dy": "e4m3"}, "is no operand of a matrix unit"),
+        ({"x": "e4m3+expand", "w": "e4m3", "dy": "e4m3"}, "is no operand of a matrix unit"),
+        ({"x": "e4m3:channel", "w": "e4m3", "dy": "e4m3"}, "must have scales along the contraction"),
+        ({"x": "e4m3:group128", "w": "e4m3", "dy": "e4m3"}, "linear.x_wgrad cannot be the same"),
+        ({"x": "e4m3", "w": "e4m3:token", "dy": "e4m3"}, "linear.w_dgrad cannot be the same"),
+        ({"x": "e4m3", "w": "e4m3", "dy": "e5m2:token"}, "linear.dy_wgrad cannot be the same"),
+        ({"x": "fp8", "w": "e4m3", "dy": "e4m3"}, "unknown number format 'fp8'"),
+        ({"scaling": "auto"}, "unknown linear.scaling 'auto'"),
+        ({"scaling": "delayed"}, "delayed scaling needs x, w and dy quantized"),
+        ({"x": "e4m3:block32", "w": "e4m3", "dy": "e4m3", "scaling": "delayed"}, "delayed scaling is per tensor"),
+        ({"history": 0}, "linear.history must be positive"),
+    ],
+)
+def test_contradictory_recipes_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Linear(**settings)
+
+
+def test_wrong_arguments_are_refused():
+    x, w, _ = problem()
+    recipe = fp8jax.recipes.te_current()
+    with pytest.raises(ValueError, match=r"linear takes \(..., inputs\) and \(inputs, outputs\)"):
+        fp8jax.linear(x, w.T, recipe=recipe)
+    with pytest.raises(ValueError, match="takes no precision='highest'"):
+        fp8jax.dot_general(x, w, (((2,), (0,)), ((), ())), precision="highest", recipe=recipe)
+    for subscripts in ("td,dh", "tt,th->h", "tdk,dh->th", "td,dh,hk->tk"):
+        with pytest.raises(ValueError, match="einsum"):
+            fp8jax.einsum(subscripts, x[0], w, recipe=recipe)

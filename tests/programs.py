@@ -1,0 +1,35 @@
+"""What a program is made of: its products and the bytes that it saves for the backward pass."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+def dots(fn: Callable, *args: Any) -> list[tuple[str, str]]:
+    """Operand dtypes of every product in the jaxpr of `fn`, loops and calls included, once each."""
+    return [
+        tuple(str(v.aval.dtype) for v in eqn.invars) for eqn in _walk(jax.make_jaxpr(fn)(*args).jaxpr, "dot_general")
+    ]
+
+
+def count(fn: Callable, primitive: str, *args: Any) -> int:
+    """How often a primitive stands in the jaxpr of `fn`."""
+    return sum(1 for _ in _walk(jax.make_jaxpr(fn)(*args).jaxpr, primitive))
+
+
+def residuals(fn: Callable, *args: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtypes and shapes of what `jax.vjp(fn, *args)` keeps for the backward pass."""
+    kept = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)
+    return [(str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(kept)]
+
+
+def _walk(jaxpr: Any, primitive: str) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == primitive:
+            yield eqn
+        for value in eqn.params.values():
+            for item in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from _walk(inner, primitive)
