@@ -6,9 +6,9 @@ and write their half of the tile. The ring runs on across tiles, so that the nex
 epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which fp32
 accumulators it hands to the epilogue.
 
-Any M, N and K: TMA fills what lies outside an operand with zeros and drops what lies outside the output. Only the
-16-byte granularity of TMA asks for copies: K not a multiple of 16 pads the operands, an output row that is not a
-multiple of 16 bytes is written padded and sliced.
+Any M, N and K: TMA fills what lies outside an operand with zeros and drops what lies outside the output, so that tiles
+need not divide a matrix. Only its own granularity asks for copies: operands are padded to 8 rows and 128 of K, the output
+is written in whole multiples of 8 rows and 128 bytes and sliced.
 """
 
 import dataclasses
@@ -110,6 +110,7 @@ class Share:
     b_ring: Any
     full: Any
     empty: Any
+    head_start: Any
 
     def loop(self, body: Callable[[jax.Array, list[Any], Any], Any], init: Any = None, unroll: int = 1) -> Any:
         """Runs `carry = body(i, slots, carry)` over K, `unroll` slices at a time and then the rest.
@@ -141,6 +142,18 @@ class Share:
         """Hands the stage back to the memory warpgroup, when nothing reads it any more."""
         plgpu.barrier_arrive(self.empty.at[slot])
 
+    def give_way(self, i: jax.Array) -> None:
+        """Called when the products of slice `i` are done: lets the second warpgroup start the tile.
+
+        Half a step apart, one warpgroup multiplies while the other does arithmetic. Side by side they would leave the
+        tensor cores idle together in every step, and nothing would ever part them.
+        """
+        if self.head_start is not None:
+
+            @pl.when(jnp.logical_and(i == 0, self.group == 0))
+            def _follow() -> None:
+                plgpu.barrier_arrive(self.head_start)
+
     def a(self, slot: Any, depth: Any = slice(None)) -> Any:
         """The part's rows of a, (rows, depth), in shared memory."""
         return self.a_ring.at[slot, pl.ds(self.stage_row, self.tile.rows), depth]
@@ -161,6 +174,11 @@ def round_up(a: int, b: int) -> int:
 def covered(size: int, block: int, clustered: bool) -> int:
     """Rows or columns that whole tiles cover, at least `size`."""
     return round_up(size, block * (2 if clustered else 1))
+
+
+def pairing(m: int, block_rows: int) -> Literal["M"] | None:
+    """Clusters along M where that leaves no block idle."""
+    return "M" if ceil_div(m, block_rows) % 2 == 0 else None
 
 
 def multiprocessors() -> int:
@@ -225,6 +243,7 @@ def product(
     tile: Tile,
     epilogue: Epilogue,
     out_dtype: Any,
+    stagger: bool = False,
     swizzle: int = 128,
     scratch: dict[str, Any] | None = None,
     interpret: Interpret = None,
@@ -236,20 +255,24 @@ def product(
             it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
             with the accumulators: (first column, fp32 array of all rows of the share), from left to right.
         extras: arrays in device memory that `compute` reads itself; their padding is the caller's business.
+        stagger: the second warpgroup starts each tile when `compute` of the first calls `Share.give_way`.
         swizzle: bytes of the shared-memory swizzle, and so the smallest slice of K that `compute` can multiply.
         scratch: further shared memory by name.
     """
     (m, k), n = a.shape, b.shape[0]
-    out_width = round_up(n, 16 // jnp.dtype(out_dtype).itemsize)
+    out_bytes = jnp.dtype(out_dtype).itemsize
+    piece = next(width // out_bytes for width in (128, 64) if tile.cols * out_bytes % width == 0)
+    out_shape = round_up(m, 8), round_up(n, piece)
     rows, cols = covered(m, tile.block_rows, tile.cluster == "M"), covered(n, tile.block_cols, tile.cluster == "N")
     tiles_m = rows // tile.block_rows // (1 + (tile.cluster == "M"))
     tiles_n = cols // tile.block_cols // (1 + (tile.cluster == "N"))
     k_steps = ceil_div(k, K_STEP)
     blocks = 2 if interpret is not None else multiprocessors() // (1 + (tile.cluster is not None))
 
-    k16 = round_up(k, 16) if k > K_STEP else K_STEP
-    a = pad_axis(pad_axis(a, 1, k16), 0, tile.block_rows)
-    b = pad_axis(pad_axis(b, 1, k16), 0, tile.block_cols)
+    # TMA sees a matrix in tiles of 8 rows and a swizzle of columns, and has to have whole ones.
+    deep = k_steps * K_STEP
+    a = pad_axis(pad_axis(a, 1, deep), 0, max(round_up(m, 8), tile.block_rows))
+    b = pad_axis(pad_axis(b, 1, deep), 0, max(round_up(n, 8), tile.block_cols))
     vectors: dict[str, jax.Array] = {}
     if epilogue.scale is not None:
         vectors["scale"] = epilogue.scale.reshape(1)
@@ -261,10 +284,9 @@ def product(
         vectors["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
     residual = epilogue.residual
     if residual is not None:
-        residual = pad_axis(pad_axis(residual.astype(out_dtype), 1, max(out_width, tile.block_cols)), 0, tile.block_rows)
+        residual = residual.astype(out_dtype)
+        residual = pad_axis(pad_axis(residual, 1, max(out_shape[1], piece)), 0, max(out_shape[0], 64))
 
-    out_bytes = jnp.dtype(out_dtype).itemsize
-    piece = next(bytes // out_bytes for bytes in (128, 64) if tile.cols * out_bytes % bytes == 0)
     shared: dict[str, Any] = {
         "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=tiling(swizzle, 1)),
         "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=tiling(swizzle, 1)),
@@ -274,6 +296,10 @@ def product(
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages * (COMPUTE_GROUPS // tile.groups)),
         "empty": _empty_barrier(tile),
     }
+    # With fewer steps the first warpgroup could lap the second, and the barrier would miss a phase.
+    stagger = stagger and tile.split is not None and k_steps >= 2 * tile.stages
+    if stagger:
+        shared["head_start"] = plgpu.Barrier()
     if residual is not None:
         shared["residual_barrier"] = plgpu.Barrier(num_barriers=COMPUTE_GROUPS * 2)
 
@@ -282,7 +308,7 @@ def product(
         extra_refs, rest = rest[: len(extras)], rest[len(extras) :]
         epilogue_refs = dict(zip(vectors, rest, strict=False))
         residual_ref = rest[-1] if residual is not None else None
-        residual_barrier = scratch_refs.pop("residual_barrier", None)
+        residual_barrier, head_start = (scratch_refs.pop(name, None) for name in ("residual_barrier", "head_start"))
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(name) for name in shared if name in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
         turns = COMPUTE_GROUPS // tile.groups
@@ -339,13 +365,19 @@ def product(
                 stage_col = group * tile.cols if tile.split == "N" else 0
                 share = Share(
                     block_row + stage_row, block_col + stage_col, group, turn * k_steps, stage_row, stage_col,
-                    k_steps, tile, a_ring, b_ring, full, empty,
+                    k_steps, tile, a_ring, b_ring, full, empty, head_start,
                 )  # fmt: skip
                 arrived = None if residual is None else (lambda slot: residual_barrier.at[group * 2 + slot])
                 writer = _Writer(
                     out_ref, residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece, out_dtype
                 )
                 factors = writer.begin()
+                if head_start is not None:
+
+                    @pl.when(group == 1)
+                    def _stay_behind() -> None:
+                        plgpu.barrier_wait(head_start)
+
                 compute(share, functools.partial(writer.finish, factors), *extra_refs, **scratch_refs)
 
             lax.fori_loop(0, own if turns == 1 else lax.div(own - group + turns - 1, turns), work, None)
@@ -358,7 +390,7 @@ def product(
     operands = [a, b, *extras, *vectors.values(), *([] if residual is None else [residual])]
     out = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((m, out_width), out_dtype),
+        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
         scratch_types=shared | (scratch or {}),
         grid=(blocks,),
         grid_names=("block",),
@@ -368,7 +400,7 @@ def product(
         interpret=interpret,
         **clustered,
     )(*operands)
-    return out if out_width == n else out[:, :n]
+    return out if out_shape == (m, n) else out[:m, :n]
 
 
 def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Two-level microscaled FP8 product for Hopper: E8M0 exponents per 32 of K on the left operand, applied in the kernel."""
+"""Two-level microscaled FP8 product for Hopper: E8M0 exponents per 32 of K of the left operand, applied in the kernel."""
 
 from typing import Any, Literal
 
@@ -42,9 +42,37 @@ def matmul_mx(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: hopper.Tile | None = None,
-    unroll: int = 4,
+    unroll: int = 1,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
+    """`(a * 2^(a_exponent - 127)) @ b.T`, then scales, bias and residual as in `matmul_mosaic.matmul`.
+
+    The left operand is microscaled: an fp32 level-1 scale per tensor (`scale`) or per row (`row_scale`) and a power of two
+    for every 32 of K (MOSS). Two contracts:
+
+    - `registers`: each code is multiplied by its power of two in registers and rounded to e4m3 again, to nearest even and
+      saturating: the same codes as a quantizer that folds, at the memory of the unfolded ones. Exact while the code stays
+      normal, so for any code up to 2^-6 relative at 2^-10; powers below 2^-17 count as 0, above 2^15 as NaN.
+      Fast accumulation, as in `matmul`.
+    - `exact`: partial sums of 32 enter an fp32 accumulator times their power of two. All E8M0 values; byte 0 counts as
+      0 (a subnormal that XLA flushes), byte 255 (NaN) gives infinity or NaN.
+
+    Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
+
+    Args:
+        a: (M, K), float8_e4m3fn, or float8_e5m2 with mode `exact`. b: (N, K) float8_e4m3fn or float8_e5m2, K-major.
+        a_exponent: (M, ceil(K / 32)) uint8, biased exponents (E8M0).
+        mode: "registers" or "exact".
+        scale, row_scale, column_scale, bias, residual, out_dtype, interpret: as in `matmul_mosaic.matmul`.
+        tile, unroll: tuning.
+
+    Returns:
+        (M, N) in `out_dtype`.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or mode other than these. NotImplementedError: jax < 0.11, or a jax whose
+            register layout this does not know.
+    """
     epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
@@ -54,13 +82,15 @@ def matmul_mx(
         raise ValueError(f"mode is {mode!r}; use 'registers' or 'exact' (folding in the quantizer needs only matmul)")
     if mode == "registers" and a.dtype != jnp.float8_e4m3fn:
         raise TypeError(f"a has dtype {a.dtype}; mode 'registers' rescales float8_e4m3fn codes only, use mode='exact'")
-    tile = tile or (hopper.Tile() if mode == "registers" else hopper.Tile(rows=64, cols=128))
+    if tile is None:
+        exact_tile = hopper.Tile(64, 128, stages=6, cluster=hopper.pairing(m, 128))
+        tile = hopper.Tile() if mode == "registers" else exact_tile
     words = _words(a_exponent if mode == "exact" else _half_bits(a_exponent), k)
     words = hopper.pad_axis(words, 0, hopper.covered(m, tile.block_rows, tile.cluster == "M"))
     compute, swizzle, scratch = _registers(tile, interpret) if mode == "registers" else _exact(tile, unroll)
     return hopper.product(
         compute, a, b, [words], name=f"fp8_matmul_mx_{mode}", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
-        swizzle=swizzle, scratch=scratch, interpret=interpret)  # fmt: skip
+        stagger=mode == "registers", swizzle=swizzle, scratch=scratch, interpret=interpret)  # fmt: skip
 
 
 def _words(exponent: jax.Array, k: int) -> jax.Array:
@@ -71,11 +101,11 @@ def _words(exponent: jax.Array, k: int) -> jax.Array:
 
 
 def _half_bits(exponent: jax.Array) -> jax.Array:
-    """E8M0 bytes -> bits 7 to 14 of 2^(byte - 127) as float16: exact from 2^-17 to 2^15, then 0 or infinity; 255 NaN."""
+    """E8M0 bytes -> bits 7 to 14 of 2^(byte - 127) in half precision: exact from 2^-17 to 2^15, then 0 or NaN."""
     field = exponent.astype(jnp.int32) - (127 - 15)
     subnormal = jnp.where(field >= -2, 4 >> jnp.clip(-field, 0, 2), 0)
-    bits = jnp.where(field >= 1, jnp.minimum(field, 31) << 3, subnormal)
-    return jnp.where(exponent == 255, 255, bits).astype(jnp.uint8)
+    bits = jnp.where(field >= 1, field << 3, subnormal)
+    return jnp.where(field > 30, 255, bits).astype(jnp.uint8)
 
 
 def _load_words(ref: Any, share: hopper.Share, rows: int, k: jax.Array) -> jax.Array:
@@ -108,6 +138,7 @@ def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, int
                 plgpu.commit_smem()  # orders the reads above before the next TMA write into this stage
                 plgpu.wgmma_wait(0)
                 share.release(slot)
+                share.give_way(i)
 
             share.loop(body)
             finish([(0, acc[...])])
@@ -189,7 +220,7 @@ def _fold_registers(rows: int) -> Any:
         registers = codes.registers.copy()
         expected = (rows // 64, 8)
         if registers.shape[:2] != expected or registers.shape[4] != 2:
-            raise NotImplementedError(f"8-bit wgmma layout has registers {registers.shape}; update for this jax version")
+            raise NotImplementedError(f"unknown 8-bit wgmma layout {registers.shape} in jax {jax.__version__}")
         word = {(i[0], i[2]): scalar(words.registers[i]) for i in np.ndindex(words.registers.shape)}
         scales: dict[tuple[int, int, int], Any] = {}
         for i in np.ndindex(registers.shape):

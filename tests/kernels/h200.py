@@ -1,7 +1,8 @@
 """Compiles programs for an H200 on a machine that has none, and reports what became of them.
 
 The CUDA plugin cannot be switched on in a process whose JAX already runs on CPU, so each report is made by a process
-of its own: `python h200.py module:function`, where the function returns the program and its argument shapes.
+of its own: `python h200.py module:function`, where the function, or each of a list of them, returns a program and the
+shapes of its arguments.
 """
 
 import importlib
@@ -79,9 +80,11 @@ def resources(assembler_report: str) -> dict[str, int]:
 
 def main() -> None:
     module, _, name = sys.argv[1].partition(":")
-    function, shapes = getattr(importlib.import_module(module), name)()
-    compiled = compile_for_h200(function, *shapes)
-    calls = re.findall(r'custom_call_target="([^"]+)"', compiled.as_text())
+    found = getattr(importlib.import_module(module), name)
+    calls: list[str] = []
+    for program in found if isinstance(found, list) else [found]:
+        function, shapes = program()
+        calls += re.findall(r'custom_call_target="([^"]+)"', compile_for_h200(function, *shapes).as_text())
     print(MARK + json.dumps(calls))
 
 

@@ -1,0 +1,95 @@
+"""Pure-JAX references of the matrix-product kernels: the same arguments but for tuning, the same contract, any device.
+
+They decode the operands and multiply in float32, so they are as exact as float32 sums are, and slow on a GPU.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    scale: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+    column_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: Any = jnp.bfloat16,
+) -> jax.Array:
+    """Reference of `pallas_kernels.matmul_mosaic.matmul`."""
+    out = _product(a.astype(jnp.float32), b.astype(jnp.float32))
+    return _epilogue(out, scale, row_scale, column_scale, bias, residual).astype(out_dtype)
+
+
+def matmul_block(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: Any = jnp.bfloat16,
+) -> jax.Array:
+    """Reference of `pallas_kernels.matmul_block_mosaic.matmul_block`."""
+    (m, k), n = a.shape, b.shape[0]
+    if b_scale.shape[0] != n:
+        b_scale = jnp.repeat(b_scale, 128, axis=0)[:n]
+    left = a.astype(jnp.float32) * jnp.repeat(a_scale, 128, axis=1)[:, :k]
+    right = b.astype(jnp.float32) * jnp.repeat(b_scale, 128, axis=1)[:, :k]
+    return _epilogue(_product(left, right), None, None, None, bias, residual).astype(out_dtype)
+
+
+def matmul_mx(
+    a: jax.Array,
+    b: jax.Array,
+    a_exponent: jax.Array,
+    *,
+    mode: Literal["registers", "exact"] = "registers",
+    scale: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
+    column_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    out_dtype: Any = jnp.bfloat16,
+) -> jax.Array:
+    """Reference of `pallas_kernels.matmul_mx_mosaic.matmul_mx`."""
+    exponent = a_exponent.astype(jnp.int32)
+    if mode == "registers":  # what half precision holds of 2^(byte - 127); 255 is NaN
+        exponent = jnp.where(exponent < 110, 0, jnp.where(exponent > 142, 255, exponent))
+    power = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    left = a.astype(jnp.float32) * jnp.repeat(power, 32, axis=1)[:, : a.shape[1]]
+    if mode == "registers":
+        left = jnp.clip(left, -448, 448).astype(a.dtype).astype(jnp.float32)
+    out = _product(left, b.astype(jnp.float32))
+    return _epilogue(out, scale, row_scale, column_scale, bias, residual).astype(out_dtype)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def _epilogue(
+    out: jax.Array,
+    scale: jax.Array | None,
+    row_scale: jax.Array | None,
+    column_scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+) -> jax.Array:
+    if scale is not None:
+        out = out * scale
+    if row_scale is not None:
+        out = out * row_scale[:, None]
+    if column_scale is not None:
+        out = out * column_scale[None, :]
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)[None, :]
+    if residual is not None:
+        out = out + residual.astype(jnp.float32)
+    return out

@@ -1,0 +1,67 @@
+"""Programs that are compiled for an H200: each function returns one and the shapes of its arguments."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Shape
+
+from pallas_kernels.matmul_block_mosaic import matmul_block
+from pallas_kernels.matmul_mosaic import matmul
+from pallas_kernels.matmul_mx_mosaic import matmul_mx
+
+Program = tuple[Callable[..., jax.Array], tuple[Any, ...]]
+M, N, K = 4096, 11008, 4096
+E4M3, E5M2, F32, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.bfloat16
+CODES = (Shape((M, K), E4M3), Shape((N, K), E4M3))
+
+
+def tensor() -> Program:
+    return lambda a, b, s: matmul(a, b, scale=s), (*CODES, Shape((), F32))
+
+
+def everything() -> Program:
+    def program(a: Any, b: Any, r: Any, c: Any, bias: Any, x: Any) -> jax.Array:
+        return matmul(a, b, row_scale=r, column_scale=c, bias=bias, residual=x)
+
+    vectors = (Shape((M,), F32), Shape((N,), F32), Shape((N,), F32), Shape((M, N), BF16))
+    return program, (Shape((M, K), E5M2), CODES[1], *vectors)
+
+
+def float32_output() -> Program:
+    return lambda a, b: matmul(a, b, out_dtype=F32), CODES
+
+
+def vocabulary() -> Program:
+    return matmul, (Shape((4000, 2056), E4M3), Shape((32003, 2056), E4M3))
+
+
+def tiny() -> Program:
+    return lambda a, b, x: matmul(a, b, residual=x), (Shape((5, 24), E4M3), Shape((7, 24), E4M3), Shape((5, 7), BF16))
+
+
+def block() -> Program:
+    return matmul_block, (*CODES, Shape((M, K // 128), F32), Shape((N // 128, K // 128), F32))
+
+
+def wgrad() -> Program:
+    return matmul_block, (*CODES, Shape((M, K // 128), F32), Shape((N, K // 128), F32))
+
+
+def registers() -> Program:
+    return lambda a, b, e, r: matmul_mx(a, b, e, row_scale=r), (
+        *CODES,
+        Shape((M, K // 32), jnp.uint8),
+        Shape((M,), F32),
+    )
+
+
+def exact() -> Program:
+    def program(a: Any, b: Any, e: Any, r: Any) -> jax.Array:
+        return matmul_mx(a, b, e, mode="exact", row_scale=r)
+
+    return program, (*CODES, Shape((M, K // 32), jnp.uint8), Shape((M,), F32))
+
+
+ALL = [tensor, everything, float32_output, vocabulary, tiny, block, wgrad, registers, exact]

@@ -1,0 +1,281 @@
+"""Matrix products: every kernel and its reference against float64 NumPy, races, spills, transformations, errors."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
+
+from fp8jax.ops import matmul_reference as reference
+from pallas_kernels import matmul_block_mosaic, matmul_mosaic, matmul_mx_mosaic
+from pallas_kernels.hopper import Tile
+from tests.kernels import h200
+from tests.kernels import h200_programs as programs
+
+interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
+RACES = plgpu.InterpretGPUParams(detect_races=True)
+E4M3, E5M2, F32, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.bfloat16
+SMALL = Tile(64, 64, "M", stages=2)
+FAST, PROMOTED = 3e-3, 1e-3  # tensor-core sums of a whole row (14 bits), and of at most 128 products
+
+Function = Callable[..., jax.Array]
+
+
+def tolerance(out_dtype: Any, accumulation: float = 0.0) -> float:
+    """Relative (Frobenius): half an ulp of the output, the sums' own error, and fp32 sums in the epilogue."""
+    return (2.0**-9 if out_dtype == BF16 else 0.0) + accumulation + 1e-6
+
+
+def error(out: Any, want: np.ndarray) -> float:
+    assert out.shape == want.shape
+    return float(np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want))
+
+
+def interpreted(function: Function, *args: Any, **kwargs: Any) -> jax.Array:
+    """Runs a kernel in the interpreter and asserts that it has no races."""
+    interpreter.reset_gpu_interpret_mode_state()
+    out = jax.block_until_ready(function(*args, **kwargs, interpret=RACES))
+    assert not interpreter.get_races().races_found
+    return out
+
+
+def draw(seed: int, *shape: int, dtype: Any = E4M3, spread: float = 16.0) -> jax.Array:
+    values = np.random.default_rng(seed).normal(size=shape) * spread
+    return jnp.asarray(np.clip(values, -448, 448), F32).astype(dtype)
+
+
+def positive(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).uniform(0.5, 2.0, shape), F32)
+
+
+def wide(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    m: int
+    n: int
+    k: int
+    tile: Tile = SMALL
+    left: Any = E4M3
+    right: Any = E4M3
+    out: Any = BF16
+    terms: tuple[str, ...] = ("scale",)
+
+
+PLAIN = [
+    Plain(128, 128, 256),
+    Plain(200, 203, 300, left=E5M2, terms=("row_scale", "column_scale", "bias", "residual")),
+    Plain(33, 17, 40, out=F32, terms=("row_scale", "residual")),
+    Plain(1, 8, 130, Tile(64, 64, "N", 3)),
+    Plain(140, 190, 700, Tile(64, 64, None, 2), right=E5M2, terms=("scale", "row_scale", "column_scale")),
+    Plain(200, 203, 301, Tile(64, 96, None, 3, cluster="M"), terms=("residual",)),
+    Plain(70, 210, 130, Tile(64, 64, "N", 2, cluster="N"), out=F32, terms=("scale", "bias")),
+]
+
+
+def plain_arguments(case: Plain) -> tuple[dict[str, jax.Array], np.ndarray]:
+    a, b = draw(0, case.m, case.k, dtype=case.left), draw(1, case.n, case.k, dtype=case.right)
+    terms = {
+        "scale": jnp.asarray(0.37, F32), "row_scale": positive(2, case.m), "column_scale": positive(3, case.n),
+        "bias": draw(4, case.n, dtype=F32), "residual": draw(5, case.m, case.n, dtype=BF16, spread=400.0),
+    }  # fmt: skip
+    used = {name: terms[name] for name in case.terms}
+    want = wide(a) @ wide(b).T * wide(used.get("scale", 1.0))
+    want = (
+        want * wide(used.get("row_scale", np.ones(case.m)))[:, None] * wide(used.get("column_scale", np.ones(case.n)))
+    )
+    return {"a": a, "b": b, **used}, want + wide(used.get("bias", 0.0)) + wide(used.get("residual", 0.0))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
+def test_matmul(case: Plain, implementation: str) -> None:
+    arguments, want = plain_arguments(case)
+    if implementation == "reference":
+        out = reference.matmul(**arguments, out_dtype=case.out)
+    else:
+        out = interpreted(matmul_mosaic.matmul, **arguments, out_dtype=case.out, tile=case.tile)
+    assert out.dtype == case.out
+    assert error(out, want) < tolerance(case.out)
+
+
+def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.Array], np.ndarray]:
+    a, b = draw(0, m, k), draw(1, n, k, dtype=E4M3)
+    steps = -(-k // 128)
+    a_scale, b_scale = positive(2, m, steps), positive(3, n if by_column else -(-n // 128), steps)
+    per_row = wide(b_scale) if by_column else np.repeat(wide(b_scale), 128, 0)[:n]
+    left = wide(a) * np.repeat(wide(a_scale), 128, 1)[:, :k]
+    return [a, b, a_scale, b_scale], left @ (wide(b) * np.repeat(per_row, 128, 1)[:, :k]).T
+
+
+@pytest.mark.parametrize(
+    ("shape", "by_column", "tile", "unroll", "out"),
+    [
+        ((128, 256, 384), False, Tile(64, 128, "M", 2), 4, BF16),
+        ((130, 203, 1300), False, Tile(64, 128, "M", 3), 2, F32),
+        ((130, 403, 700), False, Tile(64, 192, "M", 2), 1, BF16),
+        ((70, 130, 640), True, Tile(64, 64, "M", 2), 1, F32),
+        ((70, 130, 200), True, Tile(64, 64, "M", 2), 2, BF16),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
+def test_matmul_block(shape: Any, by_column: bool, tile: Tile, unroll: int, out: Any, implementation: str) -> None:
+    arguments, want = block_arguments(*shape, by_column)
+    if implementation == "reference":
+        result = reference.matmul_block(*arguments, out_dtype=out)
+    else:
+        result = interpreted(matmul_block_mosaic.matmul_block, *arguments, out_dtype=out, tile=tile, unroll=unroll)
+    assert error(result, want) < tolerance(out)
+
+
+def round_e4m3(x: np.ndarray) -> np.ndarray:
+    """To nearest even with saturation, from the definition: 3 mantissa bits, smallest exponent -6."""
+    step = np.exp2(np.maximum(np.frexp(np.abs(x))[1] - 1, -6) - 3.0)
+    return np.clip(np.round(x / step) * step, -448, 448)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"), [((128, 130, 384), Tile(64, 128, "M", 2)), ((70, 75, 900), Tile(64, 64, "M", 2))]
+)
+@pytest.mark.parametrize("mode", ["registers", "exact"])
+@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
+def test_matmul_mx(shape: tuple[int, int, int], tile: Tile, mode: Any, implementation: str) -> None:
+    m, n, k = shape
+    a, b, row = draw(0, m, k, spread=80.0), draw(1, n, k), positive(2, m)
+    exponent = np.random.default_rng(3).integers(127 - 25, 127 + 3, (m, -(-k // 32))).astype(np.uint8)
+    power = np.repeat(np.exp2(exponent.astype(np.float64) - 127), 32, 1)[:, :k]
+    left = wide(a) * power
+    if mode == "registers":
+        left = round_e4m3(left * (power >= 2.0**-17))
+    want = left @ wide(b).T * wide(row)[:, None]
+    if implementation == "reference":
+        out = reference.matmul_mx(a, b, jnp.asarray(exponent), mode=mode, row_scale=row, out_dtype=F32)
+    else:
+        exponents = jnp.asarray(exponent)
+        out = interpreted(
+            matmul_mx_mosaic.matmul_mx, a, b, exponents, mode=mode, row_scale=row, out_dtype=F32, tile=tile
+        )
+    assert error(out, want) < tolerance(F32)
+
+
+@pytest.mark.parametrize(("mode", "e", "bound"), [("registers", 10, 2.0**-6), ("exact", 30, 2.0**-8)])
+def test_small_groups_keep_their_accuracy(mode: Any, e: int, bound: float) -> None:
+    """Weights are non-zero only where the activations' groups are 2^-e of their row's largest."""
+    a, b = draw(0, 64, 128, spread=120.0), jnp.where(jnp.arange(128) < 32, 0, draw(1, 64, 128).astype(F32)).astype(E4M3)
+    exponent = jnp.asarray([[127, 127 - e, 127 - e, 127 - e]] * 64, jnp.uint8)
+    want = wide(a) * np.repeat(np.exp2(wide(exponent) - 127), 32, 1) @ wide(b).T
+    out = interpreted(matmul_mx_mosaic.matmul_mx, a, b, exponent, mode=mode, out_dtype=F32, tile=SMALL)
+    assert error(out, want) <= bound
+
+
+@pytest.mark.parametrize("byte", [0, 255])
+def test_extreme_exponents(byte: int) -> None:
+    a, b = draw(0, 64, 64), draw(1, 64, 64)
+    exponent = jnp.full((64, 2), 127, jnp.uint8).at[3, 1].set(byte)
+    for mode in ("registers", "exact"):
+        out = interpreted(matmul_mx_mosaic.matmul_mx, a, b, exponent, mode=mode, out_dtype=F32, tile=SMALL)
+        want = wide(a) @ wide(b).T
+        want[3] = wide(a)[3, :32] @ wide(b)[:, :32].T
+        good = np.arange(64) != 3
+        assert error(out[good], want[good]) < tolerance(F32)
+        assert error(out[3], want[3]) < tolerance(F32) if byte == 0 else not np.isfinite(np.asarray(out[3])).any()
+
+
+def test_nan_stays_visible() -> None:
+    a, b = draw(0, 64, 128).at[5, 7].set(jnp.nan), draw(1, 64, 128)
+    ones = jnp.ones((64, 1), F32)
+    for out in (
+        interpreted(matmul_mosaic.matmul, a, b, tile=SMALL),
+        interpreted(matmul_block_mosaic.matmul_block, a, b, ones, ones.at[9, 0].set(jnp.nan), tile=SMALL),
+        interpreted(matmul_mx_mosaic.matmul_mx, a, b, jnp.full((64, 4), 127, jnp.uint8), tile=SMALL),
+    ):
+        bad = np.isnan(np.asarray(out, np.float32))
+        assert bad[5].all()
+        assert not bad[np.arange(64) != 5][:, np.arange(64) != 9].any()
+
+
+def test_transformations() -> None:
+    a, b, scale = draw(0, 2, 70, 130), draw(1, 2, 40, 130), jnp.asarray([0.5, 2.0], F32)
+    want = np.einsum("bmk,bnk->bmn", wide(a), wide(b)) * wide(scale)[:, None, None]
+
+    def one(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+        return matmul_mosaic.matmul(a, b, scale=scale, out_dtype=F32, tile=SMALL, interpret=RACES)
+
+    assert error(jax.jit(jax.vmap(one))(a, b, scale), want) < tolerance(F32)
+    scanned = jax.jit(lambda *x: lax.scan(lambda _, x: (None, one(*x)), None, x)[1])(a, b, scale)
+    assert error(scanned, want) < tolerance(F32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    sharded = jax.shard_map(one, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
+    assert error(jax.jit(sharded)(a[0], b[0], scale[0]), want[0]) < tolerance(F32)
+    assert not interpreter.get_races().races_found
+
+
+def test_export_for_cuda_from_this_machine() -> None:
+    function, shapes = programs.tensor()
+    exported = jax.export.export(jax.jit(function), platforms=["cuda"])(*shapes)
+    assert "mosaic_gpu" in str(exported.mlir_module())
+    assert exported.out_avals[0].shape == (programs.M, programs.N)
+
+
+ONES, BYTES = jnp.ones, jnp.ones((64, 4), jnp.uint8)
+matmul, block, mx = matmul_mosaic.matmul, matmul_block_mosaic.matmul_block, matmul_mx_mosaic.matmul_mx
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda a, b: matmul(a.astype(BF16), b), TypeError, "a has dtype bfloat16; quantize"),
+        (lambda a, b: matmul(a, b.T), ValueError, "transpose b"),
+        (lambda a, b: matmul(a[None], b), ValueError, "use vmap"),
+        (lambda a, b: matmul(a[:0], b), ValueError, "must be positive"),
+        (lambda a, b: matmul(a, b, out_dtype=jnp.float16), TypeError, "out_dtype float16"),
+        (lambda a, b: matmul(a, b, scale=ONES((1,))), ValueError, r"scale has shape \(1,\); expected \(\)"),
+        (lambda a, b: matmul(a, b, row_scale=ONES(64, BF16)), TypeError, "row_scale has dtype bfloat16"),
+        (lambda a, b: matmul(a, b, bias=ONES(64)), ValueError, r"bias has shape \(64,\); expected \(32,\)"),
+        (lambda a, b: block(a, b, ONES((64, 2)), ONES((1, 1))), ValueError, "a_scale"),
+        (lambda a, b: block(a, b, ONES((64, 1)), ONES((3, 1))), ValueError, "b_scale"),
+        (lambda a, b: mx(a, b, ONES((64, 4), jnp.int8)), TypeError, "a_exponent"),
+        (lambda a, b: mx(a, b, BYTES, mode="fold"), ValueError, "'fold'"),
+        (lambda a, b: mx(a.astype(E5M2), b, BYTES), TypeError, "exact"),
+        (lambda a, b: Tile(65, 64), ValueError, "65x64"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_value_and_the_fix(call: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        call(draw(0, 64, 128), draw(1, 32, 128))
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_compiles_for_an_h200_without_spills() -> None:
+    report = h200.report("tests.kernels.h200_programs:ALL")
+    assert len(report["kernels"]) == len(programs.ALL)
+    for name, resources in report["kernels"].items():
+        assert resources["stores"] == resources["loads"] == 0, f"{name} spills registers: {resources}"
+    assert report["calls"].count("mosaic_gpu_v2") == len(programs.ALL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1000, 32003, 1024), (4096, 4096, 4096), (257, 513, 2049)])
+def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    arguments, want = plain_arguments(
+        Plain(m, n, k, left=E5M2, terms=("row_scale", "column_scale", "bias", "residual"))
+    )
+    assert error(matmul_mosaic.matmul(**arguments), want) < tolerance(BF16, FAST)
+    for by_column in (False, True):
+        operands, want = block_arguments(m, n, k, by_column)
+        assert error(matmul_block_mosaic.matmul_block(*operands), want) < tolerance(BF16, PROMOTED)
+    exponent = np.random.default_rng(3).integers(120, 128, (m, -(-k // 32))).astype(np.uint8)
+    left = wide(operands[0]) * np.repeat(np.exp2(exponent.astype(np.float64) - 127), 32, 1)[:, :k]
+    for mode, decoded, bound in (("registers", round_e4m3(left), FAST), ("exact", left, PROMOTED)):
+        out = matmul_mx_mosaic.matmul_mx(operands[0], operands[1], jnp.asarray(exponent), mode=mode)
+        assert error(out, decoded @ wide(operands[1]).T) < tolerance(BF16, bound)
