@@ -17,8 +17,8 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
-train: .venv/train.stamp ## train a small Llama on text found on this machine, with bf16 and with FP8 optimizer states
-	$(BIN)/python -m experiments.train --recipe bf16 coat_optimizer $(ARGS)
+train: .venv/train.stamp ## train a small Llama on text found on this machine, with bf16, FP8 optimizer states, FP8 products
+	$(BIN)/python -m experiments.train --recipe bf16 coat_optimizer te_current $(ARGS)
 
 test: .venv/test.stamp ## run the test suite; ARGS passes options to pytest
 	$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+import fp8jax
 from experiments.checkpoint import Checkpoints
 from experiments.config import Optim, Run
 from experiments.models.llama import Llama, LlamaConfig
@@ -79,19 +80,17 @@ class Task:
     """One recipe's program: the model's structure and the optimizer, no arrays.
 
     Attributes:
-        graphdef: of the Llama; `nnx.merge(graphdef, params)` is the model.
+        graphdef: of the Llama, quantized as the recipe says; `nnx.merge(graphdef, params)` is the model.
         tx: the optimizer, clipping included.
         llama: the shape.
-        master: dtype of the parameters.
-        compute: dtype of the arithmetic.
+        recipe: what everything is stored and computed in.
         seed: of the initial parameters.
     """
 
     graphdef: nnx.GraphDef[Llama]
     tx: optax.GradientTransformationExtraArgs
     llama: LlamaConfig
-    master: Any
-    compute: Any
+    recipe: fp8jax.Recipe
     remat: bool
     seed: int
 
@@ -100,22 +99,21 @@ class Task:
         cls,
         llama: LlamaConfig,
         tx: optax.GradientTransformationExtraArgs,
+        recipe: fp8jax.Recipe,
         *,
-        master: Any,
-        compute: Any,
         remat: bool,
         seed: int,
     ) -> "Task":
         """Traces the model's structure; no parameter is made."""
-        model = nnx.eval_shape(
-            lambda: Llama(llama, dtype=compute, param_dtype=master, remat=remat, rngs=nnx.Rngs(seed))
-        )
-        return cls(nnx.split(model, nnx.Param)[0], tx, llama, master, compute, remat, seed)
+        model = nnx.eval_shape(lambda: _plain(llama, recipe, remat, nnx.Rngs(seed)))
+        if recipe.linear.quantized:
+            model = fp8jax.nnx.quantize(model, recipe)
+        return cls(nnx.split(model, nnx.Param)[0], tx, llama, recipe, remat, seed)
 
     def init(self) -> TrainState:
-        """The state before the first step; under `jax.eval_shape`, its shapes."""
+        """The state before the first step, the same for every recipe; under `jax.eval_shape`, its shapes."""
         key = jax.random.key(self.seed)
-        model = Llama(self.llama, dtype=self.compute, param_dtype=self.master, remat=self.remat, rngs=nnx.Rngs(key))
+        model = _plain(self.llama, self.recipe, self.remat, nnx.Rngs(key))
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         return TrainState(
             step=jnp.zeros([], jnp.int32),
@@ -144,6 +142,11 @@ class Task:
         step = state.step + healthy.astype(jnp.int32)
         metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
         return TrainState(step, params, opt_state, state.rng, healthy), metrics
+
+
+def _plain(llama: LlamaConfig, recipe: fp8jax.Recipe, remat: bool, rngs: nnx.Rngs) -> Llama:
+    dtypes = {role: fp8jax.formats.get(getattr(recipe.weights, role)).dtype for role in ("compute", "master")}
+    return Llama(llama, dtype=dtypes["compute"], param_dtype=dtypes["master"], remat=remat, rngs=rngs)
 
 
 def schedule(optim: Optim) -> optax.Schedule:

@@ -119,8 +119,7 @@ def _train_recipe(
     task = Task.build(
         llama,
         make_optimizer(config, recipe),
-        master=fp8jax.formats.get(recipe.weights.master).dtype,
-        compute=fp8jax.formats.get(recipe.weights.compute).dtype,
+        recipe,
         remat=config.run.remat,
         seed=config.seed,
     )

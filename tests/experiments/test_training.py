@@ -1,5 +1,6 @@
 """The step, the loop and what a finished run leaves behind."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import fp8jax
 from experiments import config, generate, loop, report, train
 from experiments.loop import Task
 from experiments.models.llama import LlamaConfig
@@ -19,7 +21,8 @@ TINY = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 @pytest.fixture(scope="module")
 def task():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    return Task.build(TINY, tx, master=jnp.float32, compute=jnp.float32, remat=False, seed=0)
+    plain = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
+    return Task.build(TINY, tx, plain, remat=False, seed=0)
 
 
 @pytest.fixture(scope="module")
