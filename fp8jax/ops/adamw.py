@@ -1,36 +1,111 @@
-"""Adam's direction for parameters whose moments may be stored in 8 bits: decode, update in fp32, encode."""
+"""AdamW's step for parameters whose moments may be stored in 8 bits: decode, update in fp32, encode.
 
-import dataclasses
+`direction` is the reference in plain JAX. `update` and `step` run the fused kernel of `pallas_kernels/adamw_triton.py`
+for quantized moments where it can run, and the reference for everything else.
+"""
+
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.typing import ArrayLike
 
 from fp8jax.core.qtensor import QTensor, quantize
+from fp8jax.ops import adamw_fused
+from fp8jax.ops.adamw_fused import IMPLS as IMPLS
+from fp8jax.ops.adamw_fused import Adam as Adam
+from fp8jax.ops.adamw_fused import Choice as Choice
+from fp8jax.ops.adamw_fused import Form, Leaf
+from fp8jax.ops.adamw_fused import Moment as Moment
+from fp8jax.ops.rounding import round_stochastically
 
-Moment = QTensor | Array
 
+def update(
+    grads: Any, mu: Any, nu: Any, params: Any, adam: Adam, *, decays: Any = True, impl: str = "auto"
+) -> tuple[Any, Any, Any]:
+    """The changes of all parameters, to be added to them.
 
-@dataclasses.dataclass(frozen=True)
-class Adam:
-    """The scalars of a step; each may be a traced scalar.
+    Args:
+        grads: tree of gradients of any floating dtype.
+        mu: the tree with the first moment, as stored, in each leaf's place.
+        nu: the tree with the second moments, likewise.
+        params: tree of the parameters; None if none decays.
+        adam: the scalars of the step.
+        decays: booleans in a tree that is a prefix of `grads`: which parameters decay.
+        impl: "auto", "xla" or "triton"; see `chosen`.
 
-    Attributes:
-        b1: decay of the first moment.
-        b2: decay of the second moment.
-        eps: added to the root of the second moment.
-        eps_root: added to the second moment under the root.
-        count: number of this step, from 1, int32.
+    Returns:
+        The changes, in the dtypes of the parameters, else of the gradients, and both trees of moments.
+
+    Raises:
+        ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter; the message says why.
     """
+    return _apply("update", grads, mu, nu, params, adam, decays, impl, None)
 
-    b1: ArrayLike
-    b2: ArrayLike
-    eps: ArrayLike
-    eps_root: ArrayLike
-    count: Array
+
+def step(
+    grads: Any,
+    mu: Any,
+    nu: Any,
+    params: Any,
+    adam: Adam,
+    *,
+    decays: Any = True,
+    impl: str = "auto",
+    key: Array | None = None,
+) -> tuple[Any, Any, Any]:
+    """The new parameters; otherwise as `update`.
+
+    Args:
+        grads, mu, nu, params, adam, decays, impl: as of `update`.
+        key: PRNG key: bf16 parameters are rounded stochastically, so that changes under half a step of bf16 are not
+            lost. None rounds to nearest.
+
+    Returns:
+        The new parameters and both trees of moments.
+
+    Raises:
+        ValueError: as `update`; or a key is given, and no parameter is bf16.
+    """
+    return _apply("step", grads, mu, nu, params, adam, decays, impl, key)
+
+
+def chosen(
+    grads: Any,
+    mu: Any,
+    nu: Any,
+    params: Any = None,
+    *,
+    impl: str = "auto",
+    stochastic: bool = False,
+    platform: str | None = None,
+) -> dict[str, Choice]:
+    """What computes the step of each parameter.
+
+    "xla" is the reference. "auto" is the kernel for quantized parameters on a CUDA GPU, if its packages are there, it
+    takes the shapes and dtypes, and no group is cut: each parameter lies on one device, or is sharded in its type
+    (Explicit mesh axes, or inside `shard_map`) in whole groups. "triton" is the same, but raises where "auto" would
+    fall back. Parameters without a quantized moment are always XLA's, which fuses them well.
+
+    Args:
+        grads, mu, nu, params: as of `update`; abstract arrays will do.
+        impl: as of `update`.
+        stochastic: whether bf16 parameters are rounded stochastically.
+        platform: "cuda", "cpu", ...; None takes JAX's default backend.
+
+    Returns:
+        A `Choice` for each parameter, by its path.
+
+    Raises:
+        ValueError: as `update`.
+    """
+    leaves, _ = _leaves(grads, mu, nu, params, True, jax.random.key(0) if stochastic else None)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+    cuda = (platform or jax.default_backend()) in ("cuda", "gpu")
+    return {path: adamw_fused.choose(leaf, impl, cuda) for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def direction(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
@@ -66,6 +141,62 @@ def load(moment: Moment) -> Array:
 def store(values: Array, like: Moment) -> Moment:
     """Stores fp32 values in the way that `like` is stored."""
     return quantize(values, like.spec) if isinstance(like, QTensor) else values.astype(like.dtype)
+
+
+def _apply(
+    form: Form, grads: Any, mu: Any, nu: Any, params: Any, adam: Adam, decays: Any, impl: str, key: Array | None
+) -> tuple[Any, Any, Any]:
+    leaves, treedef = _leaves(grads, mu, nu, params, decays, key)
+    if key is not None and all(leaf.noise is None for leaf in leaves):
+        raise ValueError("key rounds bf16 parameters stochastically, and there are none")
+    impls = [adamw_fused.choose(leaf, impl, True).impl for leaf in leaves]
+    reference = functools.partial(_reference, form, adam)
+    if "triton" in impls:
+        fused = functools.partial(_fused, form, adam, impls)
+        otherwise = None if impl == "triton" else reference
+        rows = jax.lax.platform_dependent(leaves, cuda=fused, default=otherwise)
+    else:
+        rows = reference(leaves)
+    result, mus, nus = (treedef.unflatten([row[i] for row in rows]) for i in range(3))
+    return result, mus, nus
+
+
+def _leaves(grads: Any, mu: Any, nu: Any, params: Any, decays: Any, key: Array | None) -> tuple[list[Leaf], Any]:
+    """The leaves of a tree of gradients, each with what belongs to it, and the tree's structure."""
+    treedef: Any
+    gs, treedef = jax.tree.flatten(grads)
+    weights = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
+    words: Sequence[Array | None] = [None] * len(gs)
+    if key is not None:
+        random = jax.random.bits(key, (len(gs), 2), jnp.uint32)
+        words = [random[i] if w.dtype == jnp.bfloat16 else None for i, w in enumerate(weights)]
+    columns = [treedef.flatten_up_to(tree) for tree in (mu, nu, jax.tree.broadcast(decays, grads))]
+    return [Leaf(*row) for row in zip(gs, weights, *columns, words, strict=True)], treedef
+
+
+def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
+    columns = ([leaf.grad for leaf in leaves], [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves])
+    directions, mus, nus = direction(*columns, adam)
+    results = []
+    for leaf, d in zip(leaves, directions, strict=True):
+        if leaf.decays and leaf.weight is not None:
+            d = d + adam.weight_decay * leaf.weight.astype(jnp.float32)
+        result = jnp.asarray(-adam.rate, jnp.float32) * d
+        if form == "step":
+            assert leaf.weight is not None
+            result = leaf.weight.astype(jnp.float32) + result
+        results.append(result.astype(leaf.dtype) if leaf.noise is None else round_stochastically(result, leaf.noise))
+    return list(zip(results, mus, nus, strict=True))
+
+
+def _fused(form: Form, adam: Adam, impls: Sequence[str], leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
+    """The step with the kernel for those leaves whose entry of `impls` says so, and the reference for the others."""
+    rest = [leaf for leaf, impl in zip(leaves, impls, strict=True) if impl == "xla"]
+    rows = iter(_reference(form, adam, rest))
+    return [
+        adamw_fused.run(form, leaf, adam) if impl == "triton" else next(rows)
+        for leaf, impl in zip(leaves, impls, strict=True)
+    ]
 
 
 def _is_quantized(node: Any) -> bool:

@@ -39,7 +39,9 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation that can also apply its update itself.
 
     `step(grads, state, params) -> (params, state)` equals `update` followed by `optax.apply_updates`, without a tree
-    of updates in between: each parameter is read and written once.
+    of updates in between: each parameter is read and written once. `step(grads, state, params, key=key)` rounds new
+    bf16 parameters stochastically, so that training needs no fp32 copy of them: rounded to nearest, changes under half
+    a step of bf16 are lost.
     """
 
     step: Callable[..., tuple[optax.Params, optax.OptState]]
@@ -61,6 +63,7 @@ def scale_by_compressed_adam(
     group_size: int | np.integer = GROUP_SIZE,
     expand: bool = True,
     min_size: int | np.integer = MIN_SIZE,
+    impl: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales gradients by Adam, with moments stored in 8 bits.
 
@@ -79,6 +82,8 @@ def scale_by_compressed_adam(
         group_size: elements that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone.
         min_size: smallest parameter, in elements, whose moments are quantized.
+        impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
+            run. `fp8jax.ops.adamw.chosen` tells which a parameter gets, and why.
 
     Returns:
         A transformation with state `CompressedAdamState`. Updates have the dtype of the parameters where `update` is
@@ -100,15 +105,13 @@ def scale_by_compressed_adam(
     References:
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025.
     """
-    init, direction = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, min_size)
+    init, advance = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, min_size, impl)
 
     def update(
         updates: optax.Updates, state: CompressedAdamState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, CompressedAdamState]:
         del extra_args
-        directions, state = direction(updates, state)
-        like = updates if params is None else params
-        return jax.tree.map(lambda d, x: d.astype(x.dtype), directions, like), state
+        return advance(adamw.update, updates, state, params, decays=False)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -127,6 +130,7 @@ def compressed_adamw(
     group_size: int | np.integer = GROUP_SIZE,
     expand: bool = True,
     min_size: int | np.integer = MIN_SIZE,
+    impl: str = "auto",
 ) -> FusedTransformation:
     r"""AdamW with moments stored in 8 bits: about 2.1 bytes a parameter instead of 8.
 
@@ -146,6 +150,8 @@ def compressed_adamw(
         group_size: elements along the last axis that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone.
         min_size: smallest parameter, in elements, whose moments are quantized.
+        impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
+            run. `fp8jax.ops.adamw.chosen` tells which a parameter gets, and why.
 
     Returns:
         A transformation with state `CompressedAdamState`, and `step(grads, state, params) -> (params, state)`, which
@@ -174,39 +180,28 @@ def compressed_adamw(
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025;
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
-    init, direction = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, min_size)
+    init, advance = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, min_size, impl)
 
-    def updates_fp32(
-        grads: optax.Updates, state: CompressedAdamState, params: optax.Params | None
-    ) -> tuple[optax.Updates, CompressedAdamState]:
+    def descend(
+        form: Callable, grads: optax.Updates, state: CompressedAdamState, params: optax.Params | None, **options: Any
+    ) -> tuple[Any, CompressedAdamState]:
         if params is None:
             raise ValueError("compressed_adamw needs the parameters: call update(grads, state, params)")
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        decayed = mask(params) if callable(mask) else mask
-        if decayed is None:
-            decayed = jax.tree.map(lambda _: True, params)
-        directions, state = direction(grads, state)
-
-        def descend(decays: bool, d: optax.Updates, p: optax.Updates) -> optax.Updates:
-            if decays:
-                d = jax.tree.map(lambda d, p: d + weight_decay * p.astype(jnp.float32), d, p)
-            return jax.tree.map(lambda d: jnp.asarray(-rate, jnp.float32) * d, d)
-
-        # The mask may be a prefix of the tree of parameters, as in optax.
-        return jax.tree.map(descend, decayed, directions, params), state
+        decays = mask(params) if callable(mask) else mask
+        options["decays"] = True if decays is None else decays
+        return advance(form, grads, state, params, rate, weight_decay, **options)
 
     def update(
         updates: optax.Updates, state: CompressedAdamState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, CompressedAdamState]:
         del extra_args
-        changes, state = updates_fp32(updates, state, params)
-        return jax.tree.map(lambda u, p: u.astype(p.dtype), changes, params), state
+        return descend(adamw.update, updates, state, params)
 
     def step(
-        grads: optax.Updates, state: CompressedAdamState, params: optax.Params
+        grads: optax.Updates, state: CompressedAdamState, params: optax.Params, *, key: Array | None = None
     ) -> tuple[optax.Params, CompressedAdamState]:
-        changes, state = updates_fp32(grads, state, params)
-        return jax.tree.map(lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), params, changes), state
+        return descend(adamw.step, grads, state, params, key=key)
 
     return FusedTransformation(init, update, step)
 
@@ -221,8 +216,9 @@ def _adam(
     group_size: int | np.integer,
     expand: bool,
     min_size: int | np.integer,
+    impl: str,
 ) -> tuple[Callable, Callable]:
-    """Checks the arguments; returns `init(params)` and `direction(grads, state)` of Adam with stored moments."""
+    """Checks the arguments; returns `init(params)`, and `advance`, which runs a form of the step and counts it."""
     for name, value, low, high in (
         ("b1", b1, 0, 1),
         ("b2", b2, 0, 1),
@@ -233,6 +229,10 @@ def _adam(
             raise ValueError(f"{name} must lie in [{low}, {high}), not {value}")
     size, smallest = (_static(name, n) for name, n in (("group_size", group_size), ("min_size", min_size)))
     compressed = any([formats.get(name).scaled for name in (mu, nu)])
+    if impl not in adamw.IMPLS:
+        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(adamw.IMPLS)}")
+    if impl == "triton" and not compressed:
+        raise ValueError(f"impl 'triton' is the kernel for 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
 
     def init(params: optax.Params) -> CompressedAdamState:
         if size is None or smallest is None:
@@ -249,14 +249,22 @@ def _adam(
 
         return CompressedAdamState(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu"))
 
-    def direction(grads: optax.Updates, state: CompressedAdamState) -> tuple[optax.Updates, CompressedAdamState]:
+    def advance(
+        form: Callable,
+        grads: optax.Updates,
+        state: CompressedAdamState,
+        params: optax.Params | None,
+        rate: ScalarOrSchedule = -1.0,
+        weight_decay: float | Array = 0.0,
+        **options: Any,
+    ) -> tuple[Any, CompressedAdamState]:
         jax.tree_util.tree_map_with_path(_check_shape, grads, state.mu)
         count = optax.safe_increment(state.count)
-        adam = adamw.Adam(b1, b2, eps, eps_root, count)
-        directions, mus, nus = adamw.direction(grads, state.mu, state.nu, adam)
-        return directions, CompressedAdamState(count, mus, nus)
+        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay)
+        result, mus, nus = form(grads, state.mu, state.nu, params, adam, impl=impl, **options)
+        return result, CompressedAdamState(count, mus, nus)
 
-    return init, direction
+    return init, advance
 
 
 def _static(name: str, value: int | np.integer | Array) -> int | None:

@@ -1,0 +1,286 @@
+"""When the fused AdamW kernel can take a parameter, and how it is called."""
+
+import dataclasses
+import functools
+import importlib
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike
+
+from fp8jax.core import blocks, expansion, formats
+from fp8jax.core.qtensor import QTensor
+
+Moment = QTensor | Array
+Form = Literal["update", "step"]
+
+IMPLS = ("auto", "xla", "triton")
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam:
+    """The scalars of a step; each may be a traced scalar.
+
+    Attributes:
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        eps_root: added to the second moment under the root.
+        count: number of this step, from 1, int32.
+        rate: the change of a weight is -rate * (direction + weight_decay * weight).
+        weight_decay: strength of the decoupled weight decay.
+    """
+
+    b1: ArrayLike
+    b2: ArrayLike
+    eps: ArrayLike
+    eps_root: ArrayLike
+    count: Array
+    rate: Any = -1.0
+    weight_decay: Any = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What computes the step of a parameter.
+
+    Attributes:
+        impl: "triton", the fused kernel, or "xla".
+        reason: why.
+    """
+
+    impl: Literal["xla", "triton"]
+    reason: str
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["grad", "weight", "mu", "nu", "noise"], meta_fields=["decays"]
+)
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a step needs of one parameter.
+
+    Attributes:
+        grad: gradient.
+        weight: the parameter, or None.
+        mu: first moment as stored.
+        nu: second moment as stored.
+        decays: whether the parameter decays; static.
+        noise: two random words for stochastic rounding, or None.
+    """
+
+    grad: Array
+    weight: Array | None
+    mu: Moment
+    nu: Moment
+    decays: bool
+    noise: Array | None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of a change of the parameter."""
+        return (self.grad if self.weight is None else self.weight).dtype
+
+    @property
+    def quantized(self) -> list[QTensor]:
+        return [moment for moment in (self.mu, self.nu) if isinstance(moment, QTensor)]
+
+    @property
+    def group_size(self) -> int:
+        size = self.quantized[0].spec.group_size
+        assert size is not None
+        return size
+
+
+class _Operands(NamedTuple):
+    grad: Array
+    weight: Array | None
+    mu: tuple[Array, ...]
+    nu: tuple[Array, ...]
+    scalars: tuple[Array, ...]
+    noise: Array | None
+
+
+def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
+    """What computes the step of a parameter on CUDA, or elsewhere.
+
+    Raises:
+        ValueError: `impl` is unknown; or it is "triton", and the kernel cannot take a quantized parameter.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
+    if not leaf.quantized:
+        return Choice("xla", "no moment is quantized")
+    if impl == "xla":
+        return Choice("xla", "asked for")
+    reason = (None if cuda else "it needs a CUDA GPU") or missing() or _unsupported(leaf) or _cut(leaf)
+    if reason is None:
+        return Choice("triton", "the fused kernel takes it")
+    if impl == "triton":
+        raise ValueError(f"impl 'triton' cannot run: {reason}")
+    return Choice("xla", f"not the fused kernel: {reason}")
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why no Triton kernel can run with the installed packages and GPU, or None."""
+    try:
+        kernel = importlib.import_module("pallas_kernels.adamw_triton")
+    except Exception as error:  # A broken installation fails to import in ways of its own.
+        return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
+    capability = _capability()
+    if capability < kernel.FP8_CAPABILITY:
+        return f"the GPU has compute capability {capability}, and fp8 conversions need {kernel.FP8_CAPABILITY}"
+    return None
+
+
+def _capability() -> int:
+    """Compute capability of the GPU; without one, as in ahead-of-time compilation, that of Hopper."""
+    device = jax.devices()[0]
+    version = str(getattr(device, "compute_capability", "9.0")) if device.platform == "gpu" else "9.0"
+    digits = version.replace(".", "")
+    return int(digits) if digits.isdigit() else 0
+
+
+def _unsupported(leaf: Leaf) -> str | None:
+    from pallas_kernels import adamw_triton
+
+    specs = [moment.spec for moment in leaf.quantized]
+    in_groups = all(spec.granularity == "group" and spec.axis in (-1, len(leaf.grad.shape) - 1) for spec in specs)
+    if not in_groups or any(spec.rounding != "nearest" or spec.group_size != leaf.group_size for spec in specs):
+        stored = " and ".join(map(str, specs))
+        return f"moments are stored as {stored}, not in the same groups along the last axis, to nearest"
+    mu, nu = (tuple(x.dtype for x in _parts(moment)) for moment in (leaf.mu, leaf.nu))
+    return adamw_triton.unsupported(leaf.grad.shape, leaf.grad.dtype, leaf.dtype, mu, nu, leaf.group_size)
+
+
+def _cut(leaf: Leaf) -> str | None:
+    """Why groups may not lie on one device each, as far as the arrays and their types tell, or None."""
+    arrays = [leaf.grad, leaf.weight, *(_parts(moment)[0] for moment in (leaf.mu, leaf.nu))]
+    arrays = [x for x in arrays if x is not None]
+    if axes := _explicit(leaf):
+        return _cut_explicitly(leaf, arrays, axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types):
+        return None
+    known = [getattr(x, "sharding", None) for x in arrays if not isinstance(x, jax.core.Tracer)]
+    if any(sharding is not None and len(sharding.device_set) > 1 for sharding in known):
+        return "arrays lie on several devices without Explicit mesh axes"
+    several = jax.default_backend() == "gpu" and jax.device_count() > 1
+    if len(known) < len(arrays) and (several or any(size > 1 for size in mesh.shape.values())):
+        return (
+            "with several devices, how jit shards its arguments is not known before compilation; "
+            "use Explicit mesh axes or shard_map"
+        )
+    return None
+
+
+def _cut_explicitly(leaf: Leaf, arrays: list[Any], axes: dict[str, int]) -> str | None:
+    mesh = jax.typeof(leaf.grad).sharding.mesh
+    if any(size > 1 for name, size in mesh.shape.items() if name not in axes and name not in mesh.manual_axes):
+        return "the mesh has Auto axes, whose sharding is not known before compilation"
+    specs = {PartitionSpec(*_entries(x)) for x in arrays}
+    if len(specs) > 1:
+        return "gradient, parameter and moments are sharded differently"
+    if leaf.noise is not None:
+        return "the noise of stochastic rounding goes by global positions"
+    last = _entries(leaf.grad)[-1]
+    shards = math.prod(axes[a] for a in ((last,) if isinstance(last, str) else last or ()))
+    return "a shard cuts groups" if shards > 1 and leaf.grad.shape[-1] % (shards * leaf.group_size) else None
+
+
+def _entries(x: Array) -> list[Any]:
+    spec = jax.typeof(x).sharding.spec
+    return [*spec, *[None] * (x.ndim - len(spec))]
+
+
+def _explicit(leaf: Leaf) -> dict[str, int]:
+    return {} if isinstance(leaf.grad, jax.ShapeDtypeStruct) else blocks.explicit_axes(leaf.grad)
+
+
+def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
+    """The result and both moments of one parameter, by the fused kernel."""
+    from pallas_kernels import adamw_triton
+
+    scalars = adamw_triton.Scalars(
+        adam.rate,
+        adam.weight_decay if leaf.decays else 0.0,
+        *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
+        *(1 - adam.b1**adam.count, 1 - adam.b2**adam.count),
+        *(adam.eps, adam.eps_root),
+    )
+    reads = form == "step" or (leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0))
+
+    def local(*args: Any) -> Any:
+        x = _Operands(*args)
+        return adamw_triton.adamw(
+            *x[:4],
+            adamw_triton.Scalars(*x.scalars),
+            mu_storage=_storage(leaf.mu, signed=True),
+            nu_storage=_storage(leaf.nu, signed=False),
+            group_size=leaf.group_size,
+            form=form,
+            dtype=leaf.dtype,
+            seed=x.noise,
+            compute_capability=_capability(),
+        )
+
+    call = local if leaf.noise is not None else _over_leading_axes(local)
+    values = tuple(jnp.asarray(x, jnp.float32) for x in scalars)
+    operands = _Operands(
+        leaf.grad, leaf.weight if reads else None, _parts(leaf.mu), _parts(leaf.nu), values, leaf.noise
+    )
+    if _explicit(leaf):
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tuple(operands))
+        call = jax.shard_map(call, in_specs=specs, out_specs=(specs[0], specs[2], specs[3]), check_vma=False)
+    result, mu, nu = call(*operands)
+    return result, _restored(mu, leaf.mu), _restored(nu, leaf.nu)
+
+
+def _over_leading_axes(local: Any) -> Any:
+    """Under `jax.vmap` the mapped axis becomes one more leading axis of the arrays, which groups do not see."""
+
+    @jax.custom_batching.custom_vmap
+    def mapped(*operands: Any) -> Any:
+        return local(*operands)
+
+    @mapped.def_vmap
+    def rule(size: int, batched: Any, *operands: Any) -> Any:
+        if any(jax.tree.leaves(batched[4])):
+            raise NotImplementedError("impl 'triton' cannot map over the scalars of the step; take impl='xla'")
+
+        def spread(x: Array, is_mapped: bool) -> Array:
+            return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+
+        results = mapped(*jax.tree.map(spread, operands[:4], tuple(batched[:4])), *operands[4:])
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped
+
+
+def _parts(moment: Moment) -> tuple[Array, ...]:
+    if not isinstance(moment, QTensor):
+        return (moment,)
+    return tuple(x for x in (moment.codes, moment.scale, moment.expansion) if x is not None)
+
+
+def _restored(parts: tuple[Array, ...], like: Moment) -> Moment:
+    if not isinstance(like, QTensor):
+        return parts[0]
+    exponents = parts[2] if like.spec.expand else None
+    return dataclasses.replace(like, codes=parts[0], scale=parts[1], expansion=exponents)
+
+
+def _storage(moment: Moment, signed: bool) -> Any:
+    from pallas_kernels import adamw_triton
+
+    if not isinstance(moment, QTensor):
+        return None
+    spec, fmt = moment.spec, formats.get(moment.spec.format)
+    expanded = (fmt.expansion_range, expansion.LOWEST, expansion.HIGHEST) if spec.expand else None
+    return adamw_triton.Storage(fmt.max, expanded, fmt.smallest if spec.underflow == "smallest" else None, signed)
