@@ -1,9 +1,15 @@
-"""Replacements for `jax.lax.dot_general` and `jnp.einsum` that layers of Flax take as an attribute."""
+"""Replacements for `jax.lax.dot_general`, `jnp.einsum` and `promote_dtype` that layers of Flax take as attributes."""
 
 import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array, lax
+from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
@@ -54,8 +60,61 @@ class Einsum:
         *,
         out_sharding: Any = None,
     ) -> Array:
-        if precision not in (None, lax.Precision.DEFAULT) or out_sharding is not None:
+        if precision not in (None, lax.Precision.DEFAULT, "default") or out_sharding is not None:
             raise ValueError(f"a quantized einsum takes no precision={precision!r}, out_sharding={out_sharding!r}")
         key = content_key(lhs) if self.linear.stochastic else None
         y = einsum(subscripts, lhs, rhs, recipe=self.linear, key=key)
         return y if preferred_element_type is None else y.astype(preferred_element_type)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedPromotion:
+    """Flax's `promote_dtype`, but layers that cast the same input one after another get one and the same cast.
+
+    Each cast would be an array of its own, and layers that read one input share its codes only if they see one array:
+    without this, q, k and v of a model with an fp32 residual stream and bf16 layers would quantize and save it thrice.
+
+    Attributes:
+        promote: `promote_dtype` of Linen (arrays as arguments) or of NNX (a tuple of them), the input first.
+    """
+
+    promote: Callable[..., Sequence[Any]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        source = args[0][0] if isinstance(args[0], tuple) else args[0]
+        promoted, *rest = self.promote(*args, **kwargs)
+        # Arrays of NumPy may change under the same name.
+        shared = promoted is not source and isinstance(source, jax.Array)
+        return (_shared(source, promoted) if shared else promoted, *rest)
+
+
+class _Last(threading.local):
+    """The last cast: its source, the trace and dtype, and the result."""
+
+    entry: tuple[Any, Any, Array] | None = None
+
+
+_last = _Last()
+
+
+def _shared(source: Array, cast: Array) -> Array:
+    how = (cast.dtype, get_opaque_trace_state())
+    if _last.entry is not None and _last.entry[0]() is source and _last.entry[1] == how:
+        return _last.entry[2]
+    _last.entry = (weakref.ref(source, _forget), how, cast)
+    return cast
+
+
+def _forget(reference: Any) -> None:
+    if _last.entry is not None and _last.entry[0] is reference:
+        _last.entry = None
+
+
+def check_replaceable(path: str, layer: Any) -> None:
+    """Raises ValueError where a layer of Flax has a precision or a product of its own."""
+    if layer.precision not in (None, lax.Precision.DEFAULT, "default"):
+        raise ValueError(f"{path} asks for precision {layer.precision!r}, which a quantized product cannot give")
+    present = [getattr(layer, name, None) for name in ("dot_general_cls", "dot_general", "einsum_op")]
+    for product in present:
+        if product not in (None, lax.dot_general, jnp.einsum) and not isinstance(product, (DotGeneral, Einsum)):
+            raise ValueError(f"{path} has a product of its own, {product!r}; leave it out with a rule")

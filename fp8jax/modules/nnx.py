@@ -1,15 +1,16 @@
 """Quantizes the linear layers of Flax NNX models that were not written for it."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flax import nnx
-from jax import lax
+from flax.nnx.nn.dtypes import promote_dtype
 
-from fp8jax.modules.dots import DotGeneral, Einsum
-from fp8jax.modules.rules import Choice, Rules, choose
+from fp8jax.core.recipe import Linear
+from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
+from fp8jax.modules.rules import Rules, choose
 
 Model = TypeVar("Model", bound=nnx.Module)
-_LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
 
 def quantize(model: Model, rules: Rules) -> Model:
@@ -34,24 +35,25 @@ def quantize(model: Model, rules: Rules) -> Model:
     layers = find(quantized)
     for path, choice in choose(layers, rules).items():
         if choice.linear is not None:
-            _replace(path, layers[path], choice)
+            _replace(path, layers[path], choice.linear)
     return quantized
 
 
-def find(model: nnx.Module) -> dict[str, nnx.Module]:
+def find(model: nnx.Module) -> dict[str, Any]:
     """The layers that can be quantized, by path."""
-    modules = {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    return {path: module for path, module in modules.items() if isinstance(module, _LAYERS)}
+    return {path: module for path, module in modules(model).items() if isinstance(module, LAYERS)}
 
 
-def _replace(path: str, layer: nnx.Module, choice: Choice) -> None:
-    assert choice.linear is not None
-    if layer.precision not in (None, lax.Precision.DEFAULT, "default"):
-        raise ValueError(f"{path} asks for precision {layer.precision!r}, which a quantized product cannot give")
+def modules(model: nnx.Module) -> dict[str, Any]:
+    """All modules of a model, by path; a module that stands in several places, by its first."""
+    return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+
+
+def _replace(path: str, layer: Any, linear: Linear) -> None:
+    check_replaceable(path, layer)
+    if layer.promote_dtype is promote_dtype:
+        layer.promote_dtype = SharedPromotion(promote_dtype)
     if isinstance(layer, nnx.Einsum):
-        layer.einsum_op = Einsum(choice.linear)
-        return
-    present = getattr(layer, "dot_general_cls", None) or layer.dot_general
-    if present not in (None, lax.dot_general) and not isinstance(present, DotGeneral):
-        raise ValueError(f"{path} has a dot_general of its own, {present!r}; leave it out with a rule")
-    layer.dot_general = DotGeneral(choice.linear)
+        layer.einsum_op = Einsum(linear)
+    else:
+        layer.dot_general = DotGeneral(linear)

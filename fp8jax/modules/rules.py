@@ -47,50 +47,73 @@ class Choice:
 Rules = Recipe | Linear | Rule | Sequence[Rule]
 
 
-def choose(paths: Iterable[str], rules: Rules) -> dict[str, Choice]:
-    """Matches the paths of all layers against rules.
-
-    Args:
-        paths: the paths of the layers that can be quantized.
-        rules: a recipe for all but embeddings and output heads, or rules in order; layers that none matches are left
-            alone.
-
-    Returns:
-        The choice for each path.
+@dataclasses.dataclass(frozen=True)
+class Ordered:
+    """Rules in order, hashable; `default` says that the first one is ours, for embeddings and heads.
 
     Raises:
-        ValueError: a rule matched no layer, or quantizes nothing although it has a recipe, or there is no layer.
+        ValueError: the recipe of a rule quantizes nothing, or there is no rule.
+    """
+
+    rules: tuple[Rule, ...]
+    default: bool
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise ValueError("there are no rules; give a recipe, or at least one fp8jax.Rule")
+        for rule in self.rules:
+            if rule.linear is not None and not rule.linear.quantized:
+                raise ValueError(f"the recipe of rule {rule.path!r} quantizes no product; leave the model as it is")
+
+    def choice(self, path: str) -> Choice:
+        """What the first rule that matches a path says."""
+        i = self._first(path)
+        if i is None:
+            return Choice(None, "no rule matches")
+        own = self.default and i == 0
+        return Choice(self.rules[i].linear, "an embedding or head" if own else f"rule {self.rules[i].path!r}")
+
+    def check_all_used(self, paths: Iterable[str]) -> None:
+        """Raises ValueError where a rule is the first match of none of the paths, or there are none."""
+        paths = sorted(paths)
+        if not paths:
+            raise ValueError("the model has no linear layer that fp8jax knows how to quantize")
+        used = {self._first(path) for path in paths}
+        unused = [r.path for i, r in enumerate(self.rules) if i not in used and not (self.default and i == 0)]
+        if unused:
+            names = ", ".join(map(repr, unused))
+            raise ValueError(f"no layer is left for {names} to match; the layers are {', '.join(paths)}")
+
+    def _first(self, path: str) -> int | None:
+        return next((i for i, rule in enumerate(self.rules) if re.fullmatch(rule.path, path)), None)
+
+
+def ordered(rules: Rules) -> Ordered:
+    """Rules in their one form.
+
+    Args:
+        rules: a recipe for all layers but embeddings and output heads, or rules in order, the first match wins; layers
+            that none matches are left alone.
+
+    Raises:
+        ValueError: the recipe of a rule quantizes nothing, or there is no rule.
         TypeError: the rules are of another type.
     """
-    paths = list(paths)
-    listed, default = _normalise(rules)
-    if not paths:
-        raise ValueError("the model has no linear layer that fp8jax knows how to quantize")
-    for rule in listed:
-        if rule.linear is not None and not rule.linear.quantized:
-            raise ValueError(f"the recipe of rule {rule.path!r} quantizes no product; leave the model as it is")
-    used: set[int] = set()
-    chosen = {}
-    for path in paths:
-        chosen[path] = Choice(None, "no rule matches")
-        for i, rule in enumerate(listed):
-            if re.fullmatch(rule.path, path):
-                used.add(i)
-                reason = "an embedding or head" if default and i == 0 else f"rule {rule.path!r}"
-                chosen[path] = Choice(rule.linear, reason)
-                break
-    unused = [rule.path for i, rule in enumerate(listed) if i not in used and not (default and i == 0)]
-    if unused:
-        raise ValueError(f"no layer matches {', '.join(map(repr, unused))}; the layers are {', '.join(sorted(paths))}")
-    return chosen
-
-
-def _normalise(rules: Rules) -> tuple[list[Rule], bool]:
-    """A list of rules, and whether the first one is ours."""
     if isinstance(rules, (Recipe, Linear)):
-        return [Rule(LEFT_ALONE, None), Rule(".*", rules)], True
-    listed = [rules] if isinstance(rules, Rule) else list(rules)
+        return Ordered((Rule(LEFT_ALONE, None), Rule(".*", rules)), default=True)
+    listed = (rules,) if isinstance(rules, Rule) else tuple(rules)
     for rule in listed:
         if not isinstance(rule, Rule):
             raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, not {rule!r}")
-    return listed, False
+    return Ordered(listed, default=False)
+
+
+def choose(paths: Iterable[str], rules: Rules) -> dict[str, Choice]:
+    """Matches the paths of all layers that can be quantized against rules.
+
+    Raises:
+        ValueError, TypeError: as `ordered`; or a rule is the first match of no layer, or there is no layer.
+    """
+    paths, each = list(paths), ordered(rules)
+    each.check_all_used(paths)
+    return {path: each.choice(path) for path in paths}

@@ -1,0 +1,201 @@
+"""Quantizes the linear layers of Flax Linen models that were not written for it.
+
+A Linen model makes its layers while it runs. So the copy that `quantize` returns is of a subclass of the model's class
+whose methods run under `nn.intercept_methods`: a layer that a rule matches takes the recipe's product for the time of
+its call. Fields, names and parameters stay as they are.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+from flax.traverse_util import flatten_dict
+from jax import Array
+
+from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
+from fp8jax.modules.rules import Ordered, Rules, ordered
+
+Model = TypeVar("Model", bound=nn.Module)
+LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+_EINSUM = inspect.unwrap(nn.Einsum.__call__)
+
+
+def quantize(module: Model, rules: Rules) -> Model:
+    """A copy of a model whose linear layers compute with a recipe.
+
+    `init` and `apply` are called as before and parameters keep their names, shapes and values, so checkpoints fit both
+    ways. The layers are `nn.Dense`, `nn.DenseGeneral` (also those inside `nn.MultiHeadDotProductAttention`) and
+    `nn.Einsum`, at any depth, in setup or compact, under `nn.scan`, `nn.remat`, `nn.vmap` and `nn.jit`, and the copy
+    may be part of a larger model. Their paths are those of the tree of parameters, joined by "/".
+
+    Layers are known only while the model runs: a rule that matches nothing raises in the first `init`, which sees them
+    all, and in each `apply` whose parameters hold no kernel for it. `fp8jax.explain(model, rules, *sample)` tells at
+    once. Layers of a bound copy that are called from outside its methods (`copy.bind(variables).encoder(x)`) are not
+    seen by the copy and compute as the model was written.
+
+    Args:
+        module: any Linen module that is not bound; it is not changed.
+        rules: a `Recipe`, used for all layers but embeddings and output heads (by their usual names), or a sequence
+            of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`.
+
+    Returns:
+        The copy, an instance of a subclass of the model's class.
+
+    Raises:
+        TypeError: the model is no Linen module, or the rules are of another type.
+        ValueError: the model is bound or quantized already, or a recipe quantizes nothing. From `init` or `apply`: a
+            rule matches no layer, the model has none, or a layer has a product or a precision of its own.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fp8jax.linen.quantize takes a Linen module, not {type(module).__name__}")
+    if module.scope is not None:
+        raise ValueError("quantize the module before it is bound to variables")
+    if hasattr(type(module), "_fp8jax_rules"):
+        raise ValueError("the model is quantized already; give the rules to the model it was made from")
+    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
+    cls: Any = type(module)
+    copy: Model = _subclass(cls, ordered(rules))(parent=None, **fields)
+    return copy
+
+
+@functools.lru_cache(maxsize=256)
+def make_dot_general_cls(recipe: Recipe | Linear) -> type[DotGeneral]:
+    """The products of a recipe for one layer: `nn.Dense(64, dot_general_cls=make_dot_general_cls(recipe))`.
+
+    Args:
+        recipe: a `Recipe` or its part `Linear`.
+
+    Returns:
+        A class whose instances are called as `jax.lax.dot_general`; the same class for the same recipe.
+    """
+    part = recipe.linear if isinstance(recipe, Recipe) else recipe
+
+    @dataclasses.dataclass(frozen=True)
+    class RecipeDotGeneral(DotGeneral):
+        linear: Linear = part
+
+    return RecipeDotGeneral
+
+
+@functools.lru_cache(maxsize=256)
+def _subclass(cls: Any, rules: Ordered) -> Any:
+    names = {name for base in cls.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
+    names -= {"setup", *(f.name for f in dataclasses.fields(cls)), *(n for n in names if n.startswith("__"))}
+    methods = {name: inspect.getattr_static(cls, name) for name in sorted(names | {"__call__"})}
+    body: dict[str, Any] = {
+        name: _under_rules(method, rules)
+        for name, method in methods.items()
+        if inspect.isfunction(method) and not hasattr(method, "nowrap")
+    }
+    # The same names, because Flax names a submodule after its class.
+    body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (cls,), {**body, "_fp8jax_rules": rules})
+
+
+def _under_rules(method: Callable, rules: Ordered) -> Callable:
+    @nn.nowrap
+    @functools.wraps(method, updated=())
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.scope is None or any((r.rules, r.path) == (rules, self.path) for r in _running.roots):
+            return method(self, *args, **kwargs)
+        root = _Root(rules, self.path)
+        _running.roots.append(root)
+        try:
+            with nn.intercept_methods(root.intercept):
+                y = method(self, *args, **kwargs)
+        finally:
+            _running.roots.pop()
+        rules.check_all_used(root.seen if self.is_initializing() else root.seen | _kernels(self))
+        return y
+
+    return wrapper
+
+
+def _kernels(module: nn.Module) -> set[str]:
+    """Paths of what a module has a kernel for."""
+    params = flatten_dict(module.variables.get("params", {}))
+    return {"/".join(path[:-1]) for path in params if path[-1] == "kernel"}
+
+
+class _Running(threading.local):
+    """The quantized modules whose methods run, outermost first."""
+
+    def __init__(self) -> None:
+        self.roots: list[_Root] = []
+
+
+_running = _Running()
+
+
+@dataclasses.dataclass
+class _Root:
+    """A quantized module while one of its methods runs, and the layers it has met."""
+
+    rules: Ordered
+    path: tuple[str, ...]
+    seen: set[str] = dataclasses.field(default_factory=set)
+
+    def intercept(self, call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        """Calls a module's method, with the product of the recipe where the module is a layer that a rule matches."""
+        module, scope = context.module, context.module.scope
+        if scope is None or _running.roots[-1] is not self:
+            return call(*args, **kwargs)
+        inside = module.path[: len(self.path)] == self.path
+        path = "/".join(module.path[len(self.path) :] if inside else module.path)
+        with contextlib.ExitStack() as stack:
+            # nn.jit looks traces up by a module's fields and flags: those of another path or without rules differ.
+            stack.enter_context(_with(scope, flags=scope.flags.copy({"fp8jax": (hash(self.rules), path)})))
+            if context.method_name != "__call__" or not isinstance(module, LAYERS):
+                return call(*args, **kwargs)
+            self.seen.add(path)
+            linear = self.rules.choice(path).linear
+            if linear is None:
+                return call(*args, **kwargs)
+            check_replaceable(path, module)
+            if module.promote_dtype is promote_dtype:
+                stack.enter_context(_with(module, promote_dtype=SharedPromotion(promote_dtype)))
+            if not isinstance(module, nn.Einsum):
+                stack.enter_context(_with(module, dot_general=DotGeneral(linear)))
+            elif context.orig_method.func is _EINSUM:
+                return _einsum(module, linear, *args, **kwargs)
+            return call(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _with(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Sets attributes for a while, also those of a module, which Flax freezes; bound modules live for one call."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            object.__setattr__(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(owner, name, value)
+
+
+def _einsum(layer: Any, linear: Linear, inputs: Array, einsum_str: str | None = None) -> Array:
+    """`nn.Einsum` with a product of a recipe, for which it has no field."""
+    subscripts = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
+    terms, _, out = subscripts.partition("->")
+    weight = terms.partition(",")[2]
+    if layer.use_bias and "." in weight:
+        raise ValueError(f"the bias of {subscripts!r} has no fixed shape where the kernel has an ellipsis")
+    kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
+    sizes = dict(zip(weight, layer.shape, strict="." not in weight))
+    shape = [sizes[c] for c in out if c in sizes]
+    bias: Array | None = layer.param("bias", layer.bias_init, shape, layer.param_dtype) if layer.use_bias else None
+    x, w, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    y: Array = Einsum(linear)(subscripts, x, w, layer.precision, layer.preferred_element_type)
+    if bias is None:
+        return y
+    spelled = out.replace("...", "." * (y.ndim - len(out.replace("...", ""))))
+    return y + jnp.reshape(bias, [sizes.get(c, 1) for c in spelled])
