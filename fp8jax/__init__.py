@@ -14,6 +14,7 @@ from fp8jax.modules.rules import Rule as Rule
 from fp8jax.ops.linear import dot_general as dot_general
 from fp8jax.ops.linear import einsum as einsum
 from fp8jax.ops.linear import linear as linear
+from fp8jax.optim.compress_state import compress_state as compress_state
 from fp8jax.optim.compressed_adamw import compressed_adamw as compressed_adamw
 from fp8jax.optim.compressed_adamw import scale_by_compressed_adam as scale_by_compressed_adam
 from fp8jax.optim.moments import state_bytes as state_bytes

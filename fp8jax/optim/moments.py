@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
@@ -47,8 +46,8 @@ def zeros(param: Any, stored: QuantSpec | formats.Format, min_size: int) -> Mome
     if not is_compressed(param.shape, stored, min_size):
         return jnp.zeros_like(param, dtype=jnp.float32)
     fmt = formats.get(stored.format)
-    # Not every format writes zero as a zero byte.
-    zero = int(np.asarray(fmt.encode(jnp.zeros([]))).astype(np.float32)) if not fmt.is_float else 0
+    # A code book does not begin with zero.
+    zero = 0 if fmt.codebook is None else fmt.codebook.index(0.0)
     codes = jnp.full_like(param, zero, dtype=fmt.dtype)
     shape = blocks.counts(param.shape, stored.block_shape(param.shape))
     scale = _ones(param, shape, formats.get(stored.scale_format).dtype)

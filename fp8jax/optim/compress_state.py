@@ -1,0 +1,247 @@
+"""The storage of `compressed_adamw` around the moments of any optax transformation."""
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from fp8jax.core import formats
+from fp8jax.core.qtensor import QTensor, quantize
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import adamw
+from fp8jax.optim import moments as storage
+from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE, _static
+
+# What optax 0.2.8 calls the moments it keeps for each parameter. A name that is not here (slow weights, accumulated
+# gradients, distances travelled) may belong to a sum that 8 bits would stall, so the user has to say what it is.
+FIRST_MOMENTS = ("mu", "trace", "ema", "m", "m1", "m2", "exp_avg")
+SECOND_MOMENTS = ("nu", "nu_max", "v", "n", "exp_avg_sq", "sum_of_squares", "e_g", "e_x")
+DEFAULT = "e4m3"
+
+_Stored: TypeAlias = QuantSpec | formats.Format
+_Path: TypeAlias = tuple[Any, ...]
+
+
+class CompressedState(NamedTuple):
+    """State of `compress_state`.
+
+    Attributes:
+        inner_state: the state of the wrapped transformation, with a `QTensor` in the place of each quantized moment.
+    """
+
+    inner_state: optax.OptState
+
+
+def compress_state(
+    tx: optax.GradientTransformation,
+    moments: Mapping[str, str | QuantSpec] | None = None,
+    *,
+    group_size: int | np.integer = GROUP_SIZE,
+    expand: bool = True,
+    min_size: int | np.integer = MIN_SIZE,
+) -> optax.GradientTransformationExtraArgs:
+    """Stores the moments of an optax transformation in 8 bits between its steps.
+
+    Each step decodes the moments, runs `tx` in fp32, and encodes them as `compressed_adamw` does: in groups along the
+    last axis, in place, with dynamic range expansion; what is quantized depends on global shapes alone.
+
+    A moment is a leaf of the state that stands at a parameter's place in a copy of the tree of parameters and has its
+    shape. Counts, hyperparameters and Adafactor's factored rows and columns are none, and stay as they are. A moment
+    goes by the path of its tree in the state, such as "0.mu", or "inner_states.muon.inner_state.0.mu". The names in
+    which optax keeps moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3 unless `moments` says otherwise;
+    any other has to be in `moments`. What is not a first moment by its name never decodes to zero where it is not.
+
+    Args:
+        tx: the transformation, such as `optax.lion(1e-4)`.
+        moments: storage by name, such as `{"mu": "e5m2", "nu": "ude8"}`: an 8-bit format, or "bf16" or "fp32", which
+            are cast, or a `QuantSpec` that says everything. A key is the end of a path and may hold the wildcards of
+            `fnmatch` ("nu", "*muon*.mu", "*"); the first that fits counts.
+        group_size: elements that share a scale and an exponent.
+        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone.
+        min_size: smallest parameter, in elements, whose moments are quantized.
+
+    Returns:
+        A transformation with state `CompressedState`. Updates have the dtype of the parameters where `update` is given
+        them, else of the gradients.
+
+    Raises:
+        ValueError: an argument is out of range or unknown; or at `init`, a key fits no moment, or a leaf shaped like
+            its parameter has a name that neither optax's list nor `moments` holds.
+        TypeError: `tx` is no transformation.
+
+    `init` makes the state of `tx` first. Where that does not fit beside the parameters, use `jax.jit(tx.init)`, which
+    never holds it.
+
+    Examples:
+        >>> import fp8jax, jax.numpy as jnp, optax
+        >>> tx = fp8jax.compress_state(optax.lion(1e-4), {"mu": "e5m2"})
+        >>> params = {"w": jnp.ones((64, 128))}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> optax.tree.get(state, "mu")["w"].codes.dtype
+        dtype(float8_e5m2)
+
+    References:
+        Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025.
+    """
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(f"compress_state wraps an optax transformation, not {tx!r}")
+    size, smallest = (_static(name, n) for name, n in (("group_size", group_size), ("min_size", min_size)))
+    rules = {key: _stored(key, how, size, expand) for key, how in (moments or {}).items()}
+    known = {name: _stored(name, DEFAULT, size, expand) for name in (*FIRST_MOMENTS, *SECOND_MOMENTS)}
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: optax.Params) -> CompressedState:
+        if size is None or smallest is None:
+            raise ValueError(
+                "group_size and min_size are static: name them in optax.inject_hyperparams, "
+                "static_args=('group_size', 'min_size')"
+            )
+        plan = _plan(inner.init(_widen(params)), params, rules, known)
+        return CompressedState(plan.store(smallest))
+
+    def update(
+        updates: optax.Updates, state: CompressedState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, CompressedState]:
+        loaded = _plan(state.inner_state, updates, rules, known).load()
+        wide = None if params is None else _widen(params)
+        changes, new = inner.update(_widen(updates), loaded, wide, **extra_args)
+        like = updates if params is None else params
+        changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
+        # As it was stored: no step changes a type of the state.
+        new = jax.tree.map(_store_as, state.inner_state, new, is_leaf=_is_quantized)
+        return changes, CompressedState(new)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Plan(NamedTuple):
+    """The leaves of a state, the parameter of each that is a moment, and how that is stored."""
+
+    leaves: list[Any]
+    params: list[Any]
+    stored: list[_Stored | None]
+    treedef: jax.tree_util.PyTreeDef
+
+    def store(self, min_size: int) -> optax.OptState:
+        """The state with every moment as the plan says."""
+        columns = zip(self.leaves, self.params, self.stored, strict=True)
+        return self.treedef.unflatten([x if how is None else _encode(x, p, how, min_size) for x, p, how in columns])
+
+    def load(self) -> optax.OptState:
+        """The state with every moment in fp32."""
+        pairs = zip(self.leaves, self.stored, strict=True)
+        return self.treedef.unflatten([x if how is None else adamw.load(x) for x, how in pairs])
+
+
+def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], known: Mapping[str, _Stored]) -> _Plan:
+    """Finds the moments in a state by their paths.
+
+    Args:
+        state: of the wrapped transformation, as it made it or as it is stored.
+        params: the tree of the parameters, or anything with its structure and shapes, such as the gradients.
+        rules: how the user stores the moments that a key fits.
+        known: how the moments are stored that optax itself calls so.
+
+    Raises:
+        ValueError: as `compress_state`; or a stored moment has another shape than its gradient.
+    """
+    at = {path: x for path, x in jax.tree_util.tree_leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.floating)}
+    paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_quantized)
+    plan = _Plan([leaf for _, leaf in paths], [], [], treedef)
+    names, used = set(), set()
+    for path, leaf in paths:
+        cut = _find(path, at)
+        param = None if cut is None else at[path[cut:]]
+        shape = None if param is None else param.shape
+        if isinstance(leaf, QTensor) and leaf.shape != shape:
+            where = jax.tree_util.keystr(path)
+            raise ValueError(f"the moment {where} has shape {leaf.shape}, but its gradient has {shape}")
+        plan.params.append(param)
+        plan.stored.append(None)
+        if leaf.shape != shape or not (isinstance(leaf, QTensor) or jnp.issubdtype(leaf.dtype, jnp.floating)):
+            continue
+        name = jax.tree_util.keystr(path[:cut], simple=True, separator=".")
+        key = next((k for k in rules if fnmatch.fnmatchcase("." + name, "*." + k)), None)
+        last = name.rpartition(".")[2]
+        if key is None and last not in known:
+            raise ValueError(
+                f"compress_state does not know what {name!r} of the state is; say how to store it, such as "
+                f"moments={{'{last or '*'}': 'fp32'}}"
+            )
+        plan.stored[-1] = known[last] if key is None else rules[key]
+        names.add(name)
+        used.add(key)
+    # A tree without leaves is one that optax probes with (tree.map_params), or a part of optax.partition.
+    if at and (unused := [key for key in rules if key not in used]):
+        raise ValueError(
+            f"moments: {', '.join(map(repr, unused))} fits no moment, or none that an earlier key does not; "
+            f"there are {', '.join(map(repr, sorted(names))) or 'none'}"
+        )
+    return plan
+
+
+def _find(path: _Path, at: Mapping[_Path, Any]) -> int | None:
+    """Where the longest end of a leaf's path begins that is the path of a parameter."""
+    return next((n for n in range(len(path) + 1) if path[n:] in at), None)
+
+
+def _stored(name: str, how: str | QuantSpec, group_size: int | None, expand: bool) -> _Stored:
+    """How a moment is stored that is given by a format's name or a spec.
+
+    Raises:
+        ValueError: the format is unknown, or the storage unsuitable; the message names the moment.
+    """
+    if isinstance(how, str) and not formats.get(how).scaled:
+        return formats.get(how)
+    underflow = "zero" if name in FIRST_MOMENTS else "smallest"
+    spec = QuantSpec(how, "group", group_size or 1, expand=expand, underflow=underflow) if isinstance(how, str) else how
+    if not isinstance(spec, QuantSpec):
+        raise ValueError(f"moments[{name!r}] must be the name of a format or a QuantSpec, not {how!r}")
+    if name in FIRST_MOMENTS and not formats.get(spec.format).signed:
+        raise ValueError(f"moments[{name!r}]: {spec.format!r} has no signs, but first moments do")
+    if spec.packed or spec.granularity == "mx" or spec.rounding != "nearest":
+        raise ValueError(
+            f"moments[{name!r}]: {spec} is no storage of moments: give 8 or 16 bits, unlike mx, to nearest"
+        )
+    return spec
+
+
+def _encode(value: Array, param: Any, how: _Stored, min_size: int) -> QTensor | Array:
+    """A moment's first value as it is stored, sharded as its parameter."""
+    if isinstance(how, formats.Format):
+        return value.astype(how.dtype)
+    if not storage.is_compressed(param.shape, how, min_size):
+        return value
+    encoded = quantize(value, how)
+    if isinstance(value, jax.core.Tracer) or isinstance(param, jax.ShapeDtypeStruct):
+        return encoded
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), encoded, storage.zeros(param, how, min_size))
+
+
+def _store_as(old: QTensor | Array, new: Array) -> QTensor | Array:
+    """A leaf of the new state, stored in the way of the old one; keys and counts pass."""
+    if isinstance(old, QTensor) or jnp.issubdtype(old.dtype, jnp.floating):
+        return adamw.store(new, old)
+    return new
+
+
+def _widen(tree: Any) -> Any:
+    """Floating leaves in fp32, abstract ones too: the arithmetic of a step is in fp32 whatever the parameters are."""
+
+    def widen(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.float32:
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(dtype=jnp.float32)
+        return x.astype(jnp.float32)
+
+    return jax.tree.map(widen, tree)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QTensor)

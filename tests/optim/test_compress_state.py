@@ -1,0 +1,351 @@
+"""`compress_state`: which leaves are moments, how each is stored, and training with it beside the exact optimizers."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+from fp8jax import QTensor, QuantSpec
+from fp8jax.core import formats
+
+OURS = functools.partial(fp8jax.compress_state, min_size=0)
+KINDS = {
+    "lion": (lambda rate: optax.lion(rate), {"mu"}),
+    "sgd": (lambda rate: optax.sgd(rate, momentum=0.9), {"trace"}),
+    "nesterov": (lambda rate: optax.sgd(rate, momentum=0.9, nesterov=True), {"trace"}),
+    "adafactor": (lambda rate: optax.adafactor(rate, momentum=0.9), {"ema", "v"}),
+    "muon": (lambda rate: optax.contrib.muon(rate), {"mu", "nu"}),
+    "adamw": (lambda rate: optax.adamw(rate), {"mu", "nu"}),
+    "rmsprop": (lambda rate: optax.rmsprop(rate, momentum=0.9), {"nu", "trace"}),
+}
+
+
+def params(dtype=jnp.float32):
+    shapes = {"w": (16, 256), "scalar": (), "empty": (0, 4, 2)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return {n: jax.random.normal(k, s).astype(dtype) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+
+
+def quantized(state):
+    """Paths of the quantized leaves without the parameter's name, and the formats: {"trace": {"e4m3"}}."""
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, QTensor))
+    found: dict = {}
+    for path, leaf in leaves:
+        if isinstance(leaf, QTensor):
+            name = jax.tree_util.keystr(path[:-1], simple=True, separator=".").rpartition(".")[2]
+            found.setdefault(name, set()).add(leaf.spec.format)
+    return found
+
+
+def descend(tx, steps=40):
+    """Least squares in the directions of a fixed matrix; the losses."""
+    a = jax.random.normal(jax.random.key(1), (64, 128))
+    target = jax.random.normal(jax.random.key(2), (128, 256)) / 8
+
+    def loss(p):
+        return jnp.mean((a @ p["w"] + p["b"] - a @ target) ** 2)
+
+    @jax.jit
+    def run(p):
+        def body(carry, _):
+            p, state = carry
+            value, grads = jax.value_and_grad(loss)(p)
+            updates, state = tx.update(grads, state, p)
+            return (optax.apply_updates(p, updates), state), value
+
+        return jax.lax.scan(body, (p, tx.init(p)), length=steps)[1]
+
+    start = {"w": jax.random.normal(jax.random.key(3), (128, 256)) / 8, "b": jnp.zeros(256)}
+    return np.asarray(run(start))
+
+
+RATES = {"lion": 2e-3, "sgd": 1.0, "nesterov": 1.0, "adafactor": 0.1, "muon": 2e-2, "adamw": 1e-2, "rmsprop": 1e-3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_follows_the_exact_optimizer(kind):
+    make, names = KINDS[kind]
+    exact, ours = descend(make(RATES[kind])), descend(OURS(make(RATES[kind])))
+    assert exact[-1] < 0.5 * exact[0], "the exact optimizer must learn for this to mean anything"
+    # A wrong decay or a moment that decodes to zero is off by tens of percent within these steps.
+    np.testing.assert_allclose(ours, exact, rtol=0.05, atol=1e-3 * exact[0])
+    shape = jax.eval_shape(OURS(make(1e-2)).init, {"w": jnp.zeros((128, 256)), "b": jnp.zeros(300)})
+    assert set(quantized(shape)) == names
+
+
+def test_a_moment_stored_too_coarsely_fails_the_same_comparison():
+    exact = descend(optax.adamw(1e-2))
+    ours = descend(OURS(optax.adamw(1e-2), {"nu": QuantSpec("e4m3", "tensor")}))
+    assert not np.allclose(ours, exact, rtol=0.05, atol=1e-3 * exact[0])
+
+
+@pytest.mark.parametrize(
+    ("moments", "expand", "dtype"),
+    [
+        (("e4m3", "e4m3"), True, jnp.float32),
+        (("e4m3", "e4m3"), True, jnp.bfloat16),
+        (("de8", "ude8"), True, jnp.float32),
+        (("e5m2", "e5m2"), False, jnp.float32),
+        (("bf16", "fp32"), False, jnp.float32),
+    ],
+)
+def test_around_adamw_it_is_compressed_adamw(moments, expand, dtype):
+    mu, nu = moments
+    storage = {"expand": expand, "min_size": 300}
+    ours = fp8jax.compress_state(optax.adamw(1e-2, weight_decay=0.1), {"mu": mu, "nu": nu}, **storage)
+    theirs = fp8jax.compressed_adamw(1e-2, weight_decay=0.1, mu=mu, nu=nu, impl="xla", **storage)
+    p = params(dtype)
+    a, b = ours.init(p), theirs.init(p)
+    chex.assert_trees_all_equal((a.inner_state[0].mu, a.inner_state[0].nu), (b.mu, b.nu))
+    update, reference = jax.jit(ours.update), jax.jit(theirs.update)
+    for step in range(3):
+        g = jax.tree.map(lambda x, step=step: (x * (step - 1.5)).astype(dtype), p)
+        u, a = update(g, a, p)
+        v, b = reference(g, b, p)
+        # Some programs of XLA round one product of bf16 weights differently.
+        chex.assert_trees_all_close(u, v, rtol=1e-6 if dtype == jnp.float32 else 2.0**-7)
+    got, want = (a.inner_state[0].mu, a.inner_state[0].nu), (b.mu, b.nu)
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    same = [
+        np.mean(np.asarray(x) == np.asarray(y))
+        for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True)
+        if x.size
+    ]
+    assert min(same) > 0.999
+
+
+@pytest.mark.parametrize("name", ["de8", "ude8", "e5m2", "int8"])
+@pytest.mark.parametrize("expand", [True, False])
+@pytest.mark.parametrize("make", ["compress_state", "compressed_adamw"])
+def test_every_format_stores_within_its_error_and_keeps_zeros(name, expand, make):
+    """Half a step of the format on what adamw's second moment holds; the step is derived from the format."""
+    fmt = formats.get(name)
+    mu = name if fmt.signed else "e4m3"
+    if make == "compress_state":
+        tx = OURS(optax.adamw(1e-3, b1=0.5, b2=0.5), {"mu": mu, "nu": name}, expand=expand)
+    else:
+        tx = fp8jax.compressed_adamw(1e-3, b1=0.5, b2=0.5, mu=mu, nu=name, expand=expand, min_size=0)
+    p = {"w": jnp.zeros((4, 128))}
+    g = {"w": jax.random.normal(jax.random.key(0), (4, 128)).at[:, ::7].set(0.0)}
+    state = jax.jit(tx.init)(p)
+    chex.assert_trees_all_equal(state, tx.init(p))
+    _, state = jax.jit(tx.update)(g, state, p)
+    for moment, values in (("mu", 0.5 * g["w"]), ("nu", 0.5 * g["w"] ** 2)):
+        stored = optax.tree.get(state, moment)["w"]
+        stored.validate()
+        exact, decoded = np.asarray(values, np.float64), np.asarray(stored.dequantize(), np.float64)
+        assert (decoded[exact == 0] == 0).all()
+        if moment == "nu":
+            assert (decoded[exact > 0] > 0).all()
+        if expand:
+            continue
+        units = stored.spec.format
+        top = np.abs(exact).max(axis=-1, keepdims=True)
+        error = np.abs(decoded - exact) / top * formats.get(units).max
+        assert (error <= half_step(formats.get(units), np.abs(exact) / top) * 1.001).all()
+
+
+def half_step(fmt, share):
+    """Largest rounding error, in units of the format, of values that are a share of the largest magnitude."""
+    if fmt.codebook is not None:
+        book = np.asarray(fmt.codebook)
+        gaps = np.diff(book)
+        at = np.clip(np.searchsorted(book, share, side="right") - 1, 0, len(gaps) - 1)
+        return np.maximum(gaps[at], np.where(share < book[book > 0].min(), book[book > 0].min(), 0))
+    if not fmt.is_float:
+        return np.full_like(share, 1.0)
+    return np.maximum(share * fmt.max * 2.0 ** -(fmt.mantissa_bits + 1), fmt.smallest)
+
+
+def test_expansion_lowers_the_error_of_every_format():
+    values = jnp.exp(jax.random.normal(jax.random.key(0), (16, 128)))
+    for name in ("e4m3", "e5m2"):
+        error = {}
+        for expand in (True, False):
+            tx = OURS(optax.sgd(1.0, momentum=0.0), {"trace": name}, expand=expand)
+            state = tx.update(values, tx.init(values))[1]
+            decoded = state.inner_state[0].trace.dequantize()
+            error[expand] = float(jnp.mean(((decoded - values) / values) ** 2))
+        assert error[True] < 0.7 * error[False], (name, error)
+
+
+def test_factored_rows_counts_and_small_leaves_stay_as_they_are():
+    p = {"w": jnp.ones((256, 256)), "b": jnp.ones(100)}
+    state = fp8jax.compress_state(optax.adafactor(1e-3, momentum=0.9)).init(p)
+    exact = optax.adafactor(1e-3, momentum=0.9).init(p)
+    factored = state.inner_state[0]
+    chex.assert_trees_all_equal(factored, exact[0])
+    assert isinstance(state.inner_state[4].ema["w"], QTensor)
+    assert state.inner_state[4].ema["b"].dtype == jnp.float32
+    size = fp8jax.compress_state(optax.contrib.muon(1e-3)).init({"w": jnp.ones((256, 256))})
+    assert sum(x.nbytes for x in jax.tree.leaves(size)) < 1.05 * 256 * 256 + 100
+
+
+def test_specs_go_by_name_by_pattern_and_in_order():
+    p = {"w": jnp.ones((64, 128)), "v": jnp.ones((1, 64, 128))}
+    muon = optax.contrib.muon(1e-3)
+    state = fp8jax.compress_state(muon, {"*adam*.mu": "e5m2", "mu": "de8", "nu": "ude8"}).init(p)
+    inner = state.inner_state.inner_states
+    assert inner["adam"].inner_state[0].mu["v"].spec.format == "e5m2"
+    assert inner["muon"].inner_state[0].mu["w"].spec.format == "de8"
+    nu = inner["adam"].inner_state[0].nu["v"].spec
+    assert (nu.format, nu.underflow, nu.group_size, nu.expand) == ("ude8", "smallest", 128, True)
+    own = QuantSpec("e4m3", "tensor", underflow="smallest")
+    adam = fp8jax.compress_state(optax.adam(1e-3), {"nu": own}, group_size=64, expand=False).init(p)
+    assert adam.inner_state[0].nu["w"].spec == own
+    assert adam.inner_state[0].mu["w"].spec == QuantSpec("e4m3", "group", 64)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OURS(optax.lion(1e-3), {"nu": "e4m3"}), r"'nu' fits no moment.*there are '0.mu'"),
+        (lambda: OURS(optax.adam(1e-3), {"*": "e4m3", "nu": "e5m2"}), "'nu' fits no moment, or none that an earlier"),
+        (lambda: OURS(optax.sgd(1.0), {"trace": "e4m3"}), "'trace' fits no moment.*there are none"),
+        (lambda: OURS(optax.contrib.schedule_free_sgd()), "does not know what 'z' of the state is.*'fp32'"),
+        (lambda: OURS(optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()), "what 'acc_grads' of"),
+        (lambda: OURS(optax.adam(1e-3), {"mu": "fp8"}), "unknown number format 'fp8'"),
+        (lambda: OURS(optax.adam(1e-3), {"mu": 8}), "unknown number format 8|must be the name of a format"),
+        (lambda: OURS(optax.adam(1e-3), {"mu": "ude8"}), "'ude8' has no signs, but first moments do"),
+        (lambda: OURS(optax.adam(1e-3), {"mu": "int10"}), "no storage of moments"),
+        (lambda: OURS(optax.adam(1e-3), {"mu": QuantSpec.parse("e4m3:mx32")}), "no storage of moments"),
+        (lambda: OURS(optax.adam(1e-3), {"mu": QuantSpec.parse("e4m3+stochastic")}), "no storage of moments"),
+        (lambda: OURS(optax.adam(1e-3), group_size=0), "group_size must be a positive integer, not 0"),
+        (lambda: OURS(optax.adam(1e-3), group_size=2.5), "group_size must be a positive integer"),
+        (lambda: fp8jax.compress_state(optax.adam(1e-3), min_size=-1), "min_size must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make().init({"w": jnp.ones((4, 128))})
+
+
+def test_what_is_no_transformation_and_wrong_shapes_are_refused():
+    with pytest.raises(TypeError, match="wraps an optax transformation"):
+        fp8jax.compress_state(optax.adam)
+    tx = OURS(optax.adam(1e-3))
+    state = tx.init({"w": jnp.ones((4, 128))})
+    with pytest.raises(ValueError, match=r"\.mu\['w'\] has shape \(4, 128\), but its gradient has \(128, 4\)"):
+        tx.update({"w": jnp.ones((128, 4))}, state)
+
+
+def test_slow_weights_can_be_named_and_kept():
+    tx = OURS(optax.contrib.schedule_free_adamw(1e-2), {"z": "fp32"})
+    p = params()
+    state = tx.init(p)
+    assert set(quantized(state)) == {"nu"}
+    _, after = jax.jit(tx.update)(p, state, p)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+    assert state.inner_state.z["w"].dtype == jnp.float32
+
+
+MASK = {"w": True, "scalar": False, "empty": True}
+LABELS = {k: "ours" if v else "sgd" for k, v in MASK.items()}
+LION = optax.lion(1e-2)
+WRAPPERS = {
+    "alone": lambda c: c(LION),
+    "chain around": lambda c: optax.chain(optax.clip_by_global_norm(1.0), c(LION), optax.add_decayed_weights(0.1)),
+    "chain inside": lambda c: c(optax.chain(optax.clip_by_global_norm(1.0), LION)),
+    "masked around": lambda c: optax.masked(c(LION), MASK),
+    "masked inside": lambda c: c(optax.masked(LION, MASK)),
+    "partition": lambda c: optax.partition({"ours": c(LION), "sgd": optax.sgd(0.01)}, LABELS),
+    "MultiSteps": lambda c: optax.MultiSteps(c(LION), every_k_schedule=2).gradient_transformation(),
+    "apply_if_finite inside": lambda c: c(optax.apply_if_finite(LION, 2)),
+    "inject around": lambda c: optax.inject_hyperparams(lambda b1: c(optax.lion(1e-2, b1=b1)))(b1=0.8),
+    "inject inside": lambda c: c(optax.inject_hyperparams(optax.lion)(optax.linear_schedule(1e-2, 0, 9), b1=0.8)),
+    "key inside": lambda c: c(optax.chain(LION, optax.add_noise(1e-9, 0.5, key=0))),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_works_in_and_around_the_wrappers_of_optax(wrapper):
+    tx, exact = WRAPPERS[wrapper](OURS), WRAPPERS[wrapper](lambda tx: tx)
+    p = params()
+    state, reference = tx.init(p), exact.init(p)
+    assert set(quantized(state)) == {"mu"}
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, jax.eval_shape(tx.init, p))
+    update = jax.jit(tx.update)
+    agree = []
+    for step in range(3):
+        g = jax.tree.map(lambda x, step=step: x * (0.5 - step), p)
+        updates, new = update(g, state, p)
+        expected, reference = exact.update(g, reference, p)
+        chex.assert_trees_all_equal_shapes_and_dtypes((new, updates), (state, p))
+        agree += [
+            np.mean(np.isclose(u, e, rtol=1e-2, atol=1e-6))
+            for u, e in zip(*map(jax.tree.leaves, (updates, expected)), strict=True)
+            if u.size
+        ]
+        state = new
+    assert min(agree) > 0.97, agree
+    mapped = optax.tree.map_params(tx, lambda _: "leaf", state)
+    assert "leaf" in jax.tree.leaves(mapped)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("kind", ["muon", "adafactor"])
+def test_abstract_parameters_and_dtypes(kind, dtype):
+    p = params(dtype)
+    tx = OURS(KINDS[kind][0](1e-2))
+    state = tx.init(p)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p)
+    chex.assert_trees_all_equal(tx.init(abstract), state)
+    updates, new = jax.eval_shape(tx.update, p, state, p)
+    chex.assert_trees_all_equal_shapes_and_dtypes((updates, new), (p, state))
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, QTensor))
+    assert not [x for x in leaves if not isinstance(x, QTensor) and x.dtype == jnp.bfloat16]
+
+
+def test_hyperparameters_stay_in_reach():
+    tx = OURS(optax.inject_hyperparams(optax.lion)(1e-2))
+    p = {"w": jnp.ones((4, 128))}
+    state = tx.init(p)
+    state.inner_state.hyperparams["learning_rate"] = jnp.float32(0.5)
+    updates, _ = tx.update(p, state, p)
+    np.testing.assert_allclose(updates["w"], -0.5 * (1 + 1e-3), rtol=1e-5)
+    with pytest.raises(ValueError, match="static_args="):
+        jax.jit(optax.inject_hyperparams(fp8jax.compress_state)(LION, group_size=64).init)(p)
+
+
+def test_one_array_is_a_tree_of_parameters_too():
+    p = jnp.ones((4, 128))
+    tx = OURS(optax.adam(1e-2))
+    state = tx.init(p)
+    assert isinstance(state.inner_state[0].nu, QTensor)
+    chex.assert_trees_all_equal_shapes_and_dtypes(tx.update(p, state, p), (p, state))
+
+
+def test_types_and_values_hold_under_an_explicit_mesh():
+    sharding = P(None, "x")
+    p = {"w": jax.random.normal(jax.random.key(0), (8, 1024)), "cut": jax.random.normal(jax.random.key(1), (16, 384))}
+    g = jax.tree.map(lambda x: x[::-1] * 0.1, p)
+    tx = OURS(optax.adamw(1e-2))
+    want, _ = jax.jit(tx.update)(g, tx.init(p), p)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        p, g = (jax.device_put(tree, sharding) for tree in (p, g))
+        state = tx.init(p)
+        types = jax.tree.map(jax.typeof, state)
+        assert jax.tree.map(jax.typeof, jax.jit(tx.init)(p)) == types
+        updates, new = jax.jit(tx.update)(g, state, p)
+        assert jax.tree.map(jax.typeof, new) == types
+        assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, p)
+    chex.assert_trees_all_close(jax.device_get(updates), jax.device_get(want), rtol=1e-6)
+    reference = fp8jax.compressed_adamw(1e-2, min_size=0)
+    with jax.set_mesh(mesh):
+        assert jax.tree.map(jax.typeof, reference.init(p).nu) == types.inner_state[0].nu
+
+
+def test_state_of_arrays_on_an_automatic_mesh_is_sharded_like_them():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    p = {"w": jax.device_put(jnp.ones((8, 1024)), jax.NamedSharding(mesh, P(None, "x")))}
+    state = OURS(optax.lion(1e-2)).init(p)
+    assert {leaf.sharding.spec for leaf in jax.tree.leaves(state.inner_state[0].mu)} == {P(None, "x")}
