@@ -104,7 +104,7 @@ def test_presets_are_known_by_their_names(name):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: fp8jax.recipes.get("coats"), "unknown recipe 'coats'; recipes are bf16, coat_optimizer"),
+        (lambda: fp8jax.recipes.get("coats"), "unknown recipe 'coats'; recipes are bf16, coat_optimizer, te_current"),
         (lambda: Weights(master="fp8"), "weights.master 'fp8' is not one of bf16, fp32"),
         (lambda: Weights(master="bf16", compute="fp32"), "weights.compute 'fp32' is wider than the master"),
         (lambda: Optimizer(mu="e3m4"), "unknown number format 'e3m4'"),
@@ -120,7 +120,7 @@ def test_recipes_that_are_wrong_or_contradict_themselves_are_refused(build, mess
 
 
 def test_a_part_of_the_wrong_type_is_refused():
-    with pytest.raises(TypeError, match="optimizer must be a Optimizer, not 'coat'"):
+    with pytest.raises(TypeError, match="optimizer must be of type Optimizer, not 'coat'"):
         Recipe("mine", optimizer="coat")
 
 
