@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict
@@ -36,10 +37,10 @@ def quantize(module: Model, rules: Rules) -> Model:
     `nn.Einsum`, at any depth, in setup or compact, under `nn.scan`, `nn.remat`, `nn.vmap` and `nn.jit`, and the copy
     may be part of a larger model. Their paths are those of the tree of parameters, joined by "/".
 
-    Layers are known only while the model runs: a rule that matches nothing raises in the first `init`, which sees them
-    all, and in each `apply` whose parameters hold no kernel for it. `fp8jax.explain(model, rules, *sample)` tells at
-    once. Layers of a bound copy that are called from outside its methods (`copy.bind(variables).encoder(x)`) are not
-    seen by the copy and compute as the model was written.
+    Layers are known only while the model runs: a rule that matches neither a layer that ran, nor a kernel among the
+    parameters that may belong to one, raises at the end of that `init` or `apply`. `fp8jax.explain(model, rules,
+    *sample)` tells at once. Layers of a bound copy that are called from outside its methods, as in
+    `copy.bind(variables).encoder(x)`, are not seen by the copy and compute as the model was written.
 
     Args:
         module: any Linen module that is not bound; it is not changed.
@@ -85,6 +86,24 @@ def make_dot_general_cls(recipe: Recipe | Linear) -> type[DotGeneral]:
     return RecipeDotGeneral
 
 
+def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], Any]:
+    """The modules that run in an abstract evaluation of `fn(*args)`, by path, and its abstract, unboxed result."""
+    found: dict[str, nn.Module] = {}
+
+    def record(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        scope = context.module.scope
+        if scope is None:
+            return call(*args, **kwargs)
+        path = "/".join(context.module.path)
+        found[path] = context.module
+        # No trace of before serves a module under nn.jit, or it would not be met.
+        with _with(scope, flags=scope.flags.copy({"fp8jax": (id(found), path)})):
+            return call(*args, **kwargs)
+
+    with nn.intercept_methods(record):
+        return found, nn.meta.unbox(jax.eval_shape(fn, *args))
+
+
 @functools.lru_cache(maxsize=256)
 def _subclass(cls: Any, rules: Ordered) -> Any:
     names = {name for base in cls.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
@@ -113,7 +132,8 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
                 y = method(self, *args, **kwargs)
         finally:
             _running.roots.pop()
-        rules.check_all_used(root.seen if self.is_initializing() else root.seen | _kernels(self))
+        # Layers in a trace that nn.jit had in its cache are not met again, and a method may need only some of them.
+        rules.check_all_used(root.layers | (_kernels(self) - root.others))
         return y
 
     return wrapper
@@ -137,11 +157,12 @@ _running = _Running()
 
 @dataclasses.dataclass
 class _Root:
-    """A quantized module while one of its methods runs, and the layers it has met."""
+    """A quantized module while one of its methods runs, and the paths of the layers and other modules it has met."""
 
     rules: Ordered
     path: tuple[str, ...]
-    seen: set[str] = dataclasses.field(default_factory=set)
+    layers: set[str] = dataclasses.field(default_factory=set)
+    others: set[str] = dataclasses.field(default_factory=set)
 
     def intercept(self, call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         """Calls a module's method, with the product of the recipe where the module is a layer that a rule matches."""
@@ -154,8 +175,9 @@ class _Root:
             # nn.jit looks traces up by a module's fields and flags: those of another path or without rules differ.
             stack.enter_context(_with(scope, flags=scope.flags.copy({"fp8jax": (hash(self.rules), path)})))
             if context.method_name != "__call__" or not isinstance(module, LAYERS):
+                self.others.add(path)
                 return call(*args, **kwargs)
-            self.seen.add(path)
+            self.layers.add(path)
             linear = self.rules.choice(path).linear
             if linear is None:
                 return call(*args, **kwargs)

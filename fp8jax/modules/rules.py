@@ -70,8 +70,8 @@ class Ordered:
         i = self._first(path)
         if i is None:
             return Choice(None, "no rule matches")
-        own = self.default and i == 0
-        return Choice(self.rules[i].linear, "an embedding or head" if own else f"rule {self.rules[i].path!r}")
+        reasons = ("an embedding or head", "the recipe") if self.default else [f"rule {r.path!r}" for r in self.rules]
+        return Choice(self.rules[i].linear, reasons[i])
 
     def check_all_used(self, paths: Iterable[str]) -> None:
         """Raises ValueError where a rule is the first match of none of the paths, or there are none."""

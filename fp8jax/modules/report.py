@@ -1,0 +1,261 @@
+"""`explain`: what the rules make of a model, layer by layer, and what its program really multiplies."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from fp8jax.core.recipe import Linear
+from fp8jax.core.spec import QuantSpec
+from fp8jax.modules import linen as linen_modules
+from fp8jax.modules import nnx as nnx_modules
+from fp8jax.modules.program import Program, inspect
+from fp8jax.modules.rules import Rules, choose
+
+_EMBED = "the lookup of an embedding, and its use as a head (attend), are left alone"
+_ATTENTION = "the products of attention itself, QK and AV, are left alone; its projections are layers of their own"
+_CONVOLUTION = "convolutions are left alone"
+_REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((nnx.Embed, nn.Embed), _EMBED),
+    ((nnx.MultiHeadAttention, nn.MultiHeadDotProductAttention), _ATTENTION),
+    ((nnx.Conv, nnx.ConvTranspose, nn.Conv, nn.ConvTranspose, nn.ConvLocal), _CONVOLUTION),
+)
+_UNKNOWN = "no layer of Flax: its own products are left as they are written"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What becomes of a layer.
+
+    Attributes:
+        path: its place in the model and, joined by "/", in the tree of its parameters.
+        kind: name of its class.
+        kernel: shape of its kernel or embedding, stacked layers included; None if it has none.
+        linear: what its products compute in; None where it is left alone.
+        reason: the rule that matched, or why it is left alone.
+        dtype: what it computes in where nothing is quantized; None if its inputs say.
+    """
+
+    path: str
+    kind: str
+    kernel: tuple[int, ...] | None
+    linear: Linear | None
+    reason: str
+    dtype: str | None = None
+
+    @property
+    def products(self) -> dict[str, str]:
+        """What the forward, dgrad and wgrad product take; empty where the layer is left alone."""
+        if self.linear is None:
+            return {}
+        plain = self.dtype or "as written"
+        return {
+            name: f"{left or plain} x {right or plain}" if left or right else plain
+            for name, (left, right) in self.linear.products().items()
+        }
+
+    @property
+    def saved(self) -> tuple[str, float | None]:
+        """What is kept of the input for the backward pass, and its bytes an element, None where unknown."""
+        spec = self.linear.spec("saved") if self.linear else None
+        if spec is not None:
+            return str(spec), spec.bytes_per_element
+        return self.dtype or "as written", float(jnp.dtype(self.dtype).itemsize) if self.dtype else None
+
+    @property
+    def spans_tokens(self) -> str | None:
+        """The spec of the forward input if a scale of it is shared by tokens, which lets later ones change earlier."""
+        spec = self.linear.spec("x") if self.linear else None
+        return str(spec) if spec is not None and _spans_tokens(spec) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `explain` found; `str(report)` is a table.
+
+    Attributes:
+        layers: the linear layers, embeddings, convolutions and attentions of the model, and whatever else has matrices.
+        program: the products of a forward and backward pass; None without sample inputs.
+    """
+
+    layers: tuple[Layer, ...]
+    program: Program | None = None
+
+    @property
+    def quantized(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.linear is not None)
+
+    @property
+    def skipped(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.linear is None)
+
+    @property
+    def leaks(self) -> tuple[Layer, ...]:
+        """Layers that let the values of later tokens into the scales of earlier ones."""
+        return tuple(layer for layer in self.layers if layer.spans_tokens)
+
+    def __str__(self) -> str:
+        head = ("layer", "kind", "kernel", "forward", "dgrad", "wgrad", "saved input", "bytes/element", "chosen by")
+        rows: list[tuple[str, ...]] = [head]
+        for layer in self.quantized:
+            saved, size = layer.saved
+            size_text = "?" if size is None else f"{size:.4g}"
+            rows.append((*_name(layer), *layer.products.values(), saved, size_text, layer.reason))
+        skipped: list[tuple[str, ...]] = [("left alone", "kind", "kernel", "why")]
+        skipped += [(*_name(layer), layer.reason) for layer in self.skipped]
+        parts = [_table(rows)]
+        if self.leaks:
+            specs = ", ".join(sorted({str(layer.spans_tokens) for layer in self.leaks}))
+            parts.append(
+                f"scales that span tokens: the inputs of {len(self.leaks)} layers ({specs}). Later tokens change the"
+                " scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
+            )
+        if len(skipped) > 1:
+            parts.append(_table(skipped))
+        return "\n\n".join([*parts, *([str(self.program)] if self.program else [])])
+
+
+def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
+    """What the rules make of a model: what each layer computes in and saves, and what is left alone and why.
+
+    With sample inputs also the products really in the program of a loss (the mean square of the outputs) and its
+    gradient, as JAX traced it and as XLA compiled it for the default device. No training state is changed.
+
+    Args:
+        model: an NNX or Linen model, as `fp8jax.nnx.quantize` and `fp8jax.linen.quantize` take it.
+        rules: as they take them.
+        sample: arguments of a call of the model, arrays or `jax.ShapeDtypeStruct`. A Linen model needs them, because
+            its layers are known only while it runs.
+        keywords: keyword arguments of the call, such as `train=False`.
+
+    Returns:
+        A `Report`; print it.
+
+    Raises:
+        TypeError: the model is of neither kind, or a Linen model comes without sample inputs.
+        ValueError: as `quantize`.
+    """
+    if isinstance(model, nnx.Module):
+        layers = _layers(nnx_modules.modules(model), rules, _nnx_kernel)
+        program = _nnx_program(nnx_modules.quantize(model, rules), sample, keywords) if sample or keywords else None
+    elif isinstance(model, nn.Module):
+        if not sample and not keywords:
+            raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")
+        copy = linen_modules.quantize(model, rules)
+        arrays, rebuild = _split((sample, keywords))
+
+        def init(arrays: list[Any]) -> Any:
+            args, kwargs = rebuild(arrays)
+            return model.init(jax.random.key(0), *args, **kwargs)
+
+        found, variables = linen_modules.trace(init, arrays)
+        params = flatten_dict(variables.get("params", {}))
+        layers = _layers(found, rules, functools.partial(_linen_kernel, params))
+        program = _linen_program(copy, variables, sample, keywords)
+    else:
+        raise TypeError(f"explain takes an NNX or Linen module, not {type(model).__name__}")
+    return Report(layers, program)
+
+
+def _layers(found: dict[str, Any], rules: Rules, kernel: Callable[[str, Any], Any]) -> tuple[Layer, ...]:
+    known = (*nnx_modules.LAYERS, *linen_modules.LAYERS)
+    chosen = choose([path for path, module in found.items() if isinstance(module, known)], rules)
+    layers = []
+    for path, module in found.items():
+        matrix = kernel(path, module)
+        shape = None if matrix is None else tuple(matrix.shape)
+        dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None)
+        described = (path, type(module).__name__, shape)
+        if path in chosen:
+            choice = chosen[path]
+            layers.append(Layer(*described, choice.linear, choice.reason, str(jnp.dtype(dtype)) if dtype else None))
+            continue
+        reason = next((text for kinds, text in _REASONS if isinstance(module, kinds)), None)
+        if reason is None and shape is not None and not type(module).__module__.startswith("flax."):
+            reason = _UNKNOWN
+        if reason is not None:
+            layers.append(Layer(*described, None, reason))
+    return tuple(layers)
+
+
+def _nnx_kernel(path: str, module: Any) -> Any:
+    return _matrix({name: v for name, v in vars(module).items() if isinstance(v, nnx.Param)})
+
+
+def _linen_kernel(params: dict[tuple[str, ...], Any], path: str, module: Any) -> Any:
+    return _matrix({names[-1]: leaf for names, leaf in params.items() if "/".join(names[:-1]) == path})
+
+
+def _matrix(params: dict[str, Any]) -> Any:
+    """The kernel or embedding among the parameters of a module, or else its first matrix; None if it has none."""
+    named = [params[name] for name in ("kernel", "embedding") if name in params]
+    return next((leaf for leaf in [*named, *params.values()] if leaf.ndim >= 2), None)
+
+
+def _nnx_program(model: nnx.Module, sample: Any, keywords: Any) -> Program:
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    arrays, rebuild = _split((sample, keywords))
+
+    def loss(params: Any, rest: Any, arrays: list[Any]) -> jax.Array:
+        args, kwargs = rebuild(arrays)
+        return _mean_square(nnx.merge(graph, params, rest, copy=True)(*args, **kwargs))  # type: ignore[operator]
+
+    return inspect(jax.grad(loss), *jax.tree.map(_abstract, (params, rest, arrays)))
+
+
+def _linen_program(model: nn.Module, variables: Any, sample: Any, keywords: Any) -> Program:
+    state = {name: values for name, values in variables.items() if name != "params"}
+    arrays, rebuild = _split((sample, keywords))
+
+    def loss(params: Any, state: Any, arrays: list[Any]) -> jax.Array:
+        args, kwargs = rebuild(arrays)
+        rngs = {"params": jax.random.key(0)}
+        y, _ = model.apply({"params": params, **state}, *args, rngs=rngs, mutable=list(state), **kwargs)
+        return _mean_square(y)
+
+    return inspect(jax.grad(loss), variables["params"], state, arrays)
+
+
+def _split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays of a tree, abstract, and what puts others in their places; all else stays as it is."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def rebuild(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        mixed = [next(rest) if a else leaf for leaf, a in zip(leaves, is_array, strict=True)]
+        return jax.tree.unflatten(structure, mixed)
+
+    return [_abstract(leaf) for leaf, a in zip(leaves, is_array, strict=True) if a], rebuild
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _mean_square(outputs: Any) -> jax.Array:
+    floats = [y.astype(jnp.float32) for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
+    return sum((jnp.mean(y * y) for y in floats), jnp.float32(0))
+
+
+def _spans_tokens(spec: QuantSpec) -> bool:
+    """Whether one scale of a matrix (tokens, inputs) holds for several rows."""
+    if spec.granularity == "block":
+        return (spec.group_size or 0) > 1
+    return spec.granularity == "tensor" or (spec.granularity == "mx" and spec.level1 == "tensor")
+
+
+def _name(layer: Layer) -> tuple[str, str, str]:
+    return layer.path, layer.kind, str(layer.kernel or "-").replace(" ", "")
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
