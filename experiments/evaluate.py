@@ -1,0 +1,354 @@
+"""Evaluates a model that `experiments.train` trained: `python -m experiments.evaluate --help`.
+
+    python -m experiments.evaluate --run runs/NAME --recipe te_current --data 'texts/*.txt' --leak
+
+Without --data the text is the run's own validation split. Exit codes: 0 done; 2 wrong input.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+import fp8jax
+from experiments import config as configuration
+from experiments import data, report, scoring, train
+from experiments.checkpoint import Checkpoints
+from experiments.config import Config, UserError, check_same, flatten_fields
+from experiments.loop import Task
+from experiments.tokenizer import BytePair, Bytes, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Evaluate a trained model: perplexity of text, multiple-choice accuracy, and what quantization leaks."""
+
+    run: Path
+    """Folder of a run of experiments.train, such as runs/NAME."""
+    recipe: str
+    """Which of its recipes; the newest checkpoint is taken."""
+    quantize: str | None = None
+    """Compute linear layers as this recipe does, instead of as in training."""
+    data: tuple[str, ...] = ()
+    """Files, folders and globs of UTF-8 text, scored file by file."""
+    choices: Path | None = None
+    """Multiple-choice questions, a line each: {"context": TEXT, "choices": [TEXT, ...], "answer": INDEX}."""
+    leak: bool = False
+    """Compare perplexity unquantized, quantized, and quantized token by token, where no scale sees the next token."""
+    limit: int = 65_536
+    """Most tokens that are scored of one text; 0 for all."""
+    leak_tokens: int = 256
+    """Tokens that --leak compares on; each takes a pass of the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A restored model.
+
+    Attributes:
+        config: of the run.
+        recipe: it was trained with.
+        task: its program in training.
+        params: parameters in the master format.
+        step: of the checkpoint.
+        tokenizer: of the run.
+    """
+
+    config: Config
+    recipe: fp8jax.Recipe
+    task: Task
+    params: Any
+    step: int
+    tokenizer: Tokenizer
+
+    def model(self, linear: fp8jax.recipes.Linear) -> scoring.Model:
+        """The model with linear layers computed as told: parameters and tokens to logits."""
+        recipe = dataclasses.replace(self.recipe, linear=linear)
+        task = Task.build(self.task.llama, self.task.tx, recipe, remat=False, seed=self.config.seed)
+        return lambda params, tokens_BxT: nnx.merge(task.graphdef, params)(tokens_BxT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A context, its possible continuations, and the index of the right one."""
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line, evaluates, and returns the exit code."""
+    console = report.make_console()
+    try:
+        evaluate(tyro.cli(Evaluation, args=argv, prog="python -m experiments.evaluate"), console)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def evaluate(settings: Evaluation, console: Console) -> dict[str, Any]:
+    """Does what the command line asks for and prints it.
+
+    Returns:
+        What was printed: {"text": {name: Score}, "choices": {...}, "leak": {name: Score}}, as far as asked for.
+
+    Raises:
+        UserError: something the user can put right.
+    """
+    for name in ("limit", "leak_tokens"):
+        least = 0 if name == "limit" else 1
+        if getattr(settings, name) < least:
+            raise UserError(f"{configuration.flag(name)} must be at least {least}, got {getattr(settings, name)}")
+    questions = None if settings.choices is None else read_questions(settings.choices)
+    trained = load(settings.run, settings.recipe)
+    linear = trained.recipe.linear
+    if settings.quantize is not None:
+        linear = get_recipe(settings.quantize, "--quantize").linear
+    if settings.leak and not linear.quantized:
+        raise UserError(
+            f"--leak compares quantized linear layers, and {settings.quantize or settings.recipe} has none; "
+            "name a recipe that has with --quantize, such as te_current"
+        )
+    length = trained.config.data.seq_len
+    console.print(
+        f"{settings.run} {settings.recipe}, step {trained.step}; linear layers "
+        f"{f'as {settings.quantize or settings.recipe}' if linear.quantized else 'unquantized'}; contexts of {length}"
+    )
+    scorer = scoring.score_sequences(trained.model(linear))
+    found: dict[str, Any] = {}
+    texts = {} if settings.choices and not settings.data and not settings.leak else read_texts(settings, trained)
+    if texts and (settings.data or not settings.leak):
+        found["text"] = _print_texts(console, trained, scorer, texts, settings.limit)
+    if questions is not None:
+        found["choices"] = _print_choices(console, trained, scorer, questions)
+    if settings.leak:
+        found["leak"] = _print_leak(console, trained, linear, texts, settings.leak_tokens)
+    return found
+
+
+def get_recipe(name: str, flag: str) -> fp8jax.Recipe:
+    """A preset; UserError, naming the flag, where there is none of this name."""
+    try:
+        return fp8jax.recipes.get(name)
+    except ValueError as error:
+        raise UserError(f"{flag}: {error}") from None
+
+
+def load(folder: Path, name: str) -> Trained:
+    """The newest checkpoint of a recipe of a run.
+
+    Raises:
+        UserError: the run, the recipe or a checkpoint is missing or damaged, or made by another version of the recipe.
+    """
+    recipe = get_recipe(name, "--recipe")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"--run {folder}: no run of experiments.train is there (config.json is missing)")
+    here = sorted(p.parent.name for p in folder.glob("*/checkpoints") if any(x.name.isdigit() for x in p.iterdir()))
+    if name not in here:
+        raise UserError(f"--recipe {name}: {folder} has checkpoints of {', '.join(here) or 'no recipe'}")
+    config = _read_config(folder)
+    tokenizer = Bytes() if config.data.tokenizer == "bytes" else BytePair.load(folder / "tokenizer.json")
+    task = Task.build(
+        config.model.shape(tokenizer.vocab),
+        train.make_optimizer(config, recipe),
+        recipe,
+        remat=False,
+        seed=config.seed,
+    )
+    with Checkpoints(folder / name / "checkpoints", config.run.keep) as checkpoints:
+        step = checkpoints.latest()
+        if step is None:
+            raise UserError(f"--run {folder}: {name} has no complete checkpoint")
+        saved = checkpoints.read_meta(step)["config"]
+        now = json.loads(json.dumps(flatten_fields("recipe", recipe), default=str))
+        check_same(saved, {k: v for k, v in now.items() if k in saved}, checkpoints.folder / str(step))
+        state, _ = checkpoints.restore(step, jax.eval_shape(task.init))
+    return Trained(config, recipe, task, state.params, step, tokenizer)
+
+
+def _read_config(folder: Path) -> Config:
+    try:
+        fields = json.loads((folder / "config.json").read_text())["all"]
+        sections = {"data": configuration.Data, "model": configuration.Model, "optim": configuration.Optim}
+        parts: dict[str, Any] = {name: section(**fields[name]) for name, section in sections.items()}
+        parts["data"] = dataclasses.replace(parts["data"], data=tuple(parts["data"].data))
+        settings = fields["run"]
+        parts["run"] = configuration.Run(**{**settings, "out": Path(settings["out"])})
+        return Config(recipe=tuple(fields["recipe"]), seed=fields["seed"], **parts)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / 'config.json'} cannot be read ({error!r}); train the run again") from None
+
+
+def read_texts(settings: Evaluation, trained: Trained) -> dict[str, tuple[str, ...]]:
+    """The texts to score by name, as documents: every file of --data, or the run's validation split.
+
+    Raises:
+        UserError: as `data.read_corpus`; files in folders and globs that are no text are passed over.
+    """
+    if not settings.data:
+        corpus = data.read_corpus(trained.config.data.data, trained.config.data.valid_fraction)
+        return {"validation split": corpus.valid}
+    texts: dict[str, tuple[str, ...]] = {}
+    for path, named in data.find_files(settings.data):
+        try:
+            corpus = data.read_corpus((str(path),), 0.5)
+        except UserError:
+            if named:
+                raise
+            continue
+        texts[str(path)] = ("".join(corpus.train + corpus.valid),)
+    if not texts:
+        raise UserError(f"--data {' '.join(settings.data)}: no text in it")
+    return texts
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a JSONL file.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not as `Evaluation.choices` says; names file and line.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--choices {path} cannot be read ({error})") from None
+    questions = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"--choices {path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where}: no JSON ({error})") from None
+        if not isinstance(row, dict) or not {"context", "choices", "answer"} <= set(row):
+            raise UserError(f'{where}: give an object with "context", "choices" and "answer"')
+        context, choices, answer = row["context"], row["choices"], row["answer"]
+        if not isinstance(context, str) or not isinstance(choices, list) or len(choices) < 2:
+            raise UserError(f"{where}: context must be a text and choices a list of at least two")
+        if not all(isinstance(choice, str) and choice for choice in choices):
+            raise UserError(f"{where}: every choice must be a text that is not empty")
+        if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
+            raise UserError(f"{where}: answer must be the index of a choice, 0 to {len(choices) - 1}, got {answer!r}")
+        questions.append(Question(context, tuple(choices), answer))
+    if not questions:
+        raise UserError(f"--choices {path}: no questions in it")
+    return questions
+
+
+def answer(trained: Trained, scorer: scoring.Scorer, questions: Sequence[Question]) -> list[tuple[int, int]]:
+    """For each question the likeliest choice, by log-likelihood and by log-likelihood per byte.
+
+    Raises:
+        UserError: a choice is longer than a sequence of the model.
+    """
+    length = trained.config.data.seq_len
+    pairs = []
+    for question in questions:
+        context = trained.tokenizer.encode([question.context])
+        for choice in question.choices:
+            continuation = trained.tokenizer.encode([choice])[1:]
+            if len(continuation) > length:
+                raise UserError(f"--choices: {choice[:40]!r} has {len(continuation)} tokens; the model takes {length}")
+            pairs.append((context, continuation))
+    scores = iter(scoring.score_continuations(scorer, trained.params, pairs, length))
+    picked = []
+    for question in questions:
+        raw = np.array([next(scores) for _ in question.choices])
+        per_byte = raw / [len(choice.encode()) for choice in question.choices]
+        picked.append((int(raw.argmax()), int(per_byte.argmax())))
+    return picked
+
+
+def _print_texts(
+    console: Console, trained: Trained, scorer: scoring.Scorer, texts: dict[str, tuple[str, ...]], limit: int
+) -> dict[str, scoring.Score]:
+    table = Table(title="perplexity", title_justify="left")
+    table.add_column("text")
+    for name in ("tokens", "scored", "loss", "perplexity", "bits/byte"):
+        table.add_column(name, justify="right")
+    scores, sizes = {}, {}
+    for name, documents in texts.items():
+        tokens = trained.tokenizer.encode(documents)
+        kept = tokens[: limit + 1] if limit else tokens
+        scores[name] = scoring.score_text(scorer, trained.params, scoring.cut(kept, trained.config.data.seq_len))
+        sizes[name] = len(trained.tokenizer.decode(kept[1:].tolist()).encode())
+        _add(table, name, len(tokens) - 1, scores[name], sizes[name])
+    if len(texts) > 1:
+        together = scoring.Score(sum(s.nll for s in scores.values()), sum(s.tokens for s in scores.values()))
+        table.add_section()
+        _add(table, "together", together.tokens, together, sum(sizes.values()))
+        scores["together"] = together
+    console.print(table)
+    return scores
+
+
+def _add(table: Table, name: str, tokens: int, score: scoring.Score, size: int) -> None:
+    bits = score.nll / math.log(2) / size
+    table.add_row(
+        name, f"{tokens:,}", f"{score.tokens:,}", f"{score.loss:.4f}", f"{score.perplexity:.4f}", f"{bits:.4f}"
+    )
+
+
+def _print_choices(
+    console: Console, trained: Trained, scorer: scoring.Scorer, questions: Sequence[Question]
+) -> dict[str, float]:
+    picked = answer(trained, scorer, questions)
+    count = len(questions)
+    shares = {
+        name: sum(pick[i] == q.answer for pick, q in zip(picked, questions, strict=True)) / count
+        for i, name in enumerate(("accuracy", "accuracy, per byte"))
+    }
+    shares["chance"] = sum(1 / len(q.choices) for q in questions) / count
+    table = Table(title=f"multiple choice, {count} questions", title_justify="left")
+    table.add_column("measure")
+    table.add_column("share", justify="right")
+    table.add_column("standard error", justify="right")
+    for name, share in shares.items():
+        error = "" if name == "chance" else f"{math.sqrt(share * (1 - share) / count):.4f}"
+        table.add_row(name, f"{share:.4f}", error)
+    console.print(table)
+    return shares
+
+
+def _print_leak(
+    console: Console, trained: Trained, linear: fp8jax.recipes.Linear, texts: dict[str, tuple[str, ...]], count: int
+) -> dict[str, scoring.Score]:
+    length = trained.config.data.seq_len
+    tokens = trained.tokenizer.encode([text for documents in texts.values() for text in documents])[: count + 1]
+    windows = scoring.cut(tokens, length)
+    plain, quantized = trained.model(fp8jax.recipes.Linear()), trained.model(linear)
+    arms = {
+        "unquantized": scoring.score_sequences(plain),
+        "quantized": scoring.score_sequences(quantized),
+        "quantized, token by token": scoring.score_prefixes(quantized),
+    }
+    scores = {name: scoring.score_text(arm, trained.params, windows) for name, arm in arms.items()}
+    table = Table(title=f"leak, {windows.counts_NxT.sum():,} tokens", title_justify="left")
+    table.add_column("linear layers")
+    for name in ("loss", "perplexity", "ratio"):
+        table.add_column(name, justify="right")
+    base = scores["unquantized"]
+    for name, score in scores.items():
+        ratio = math.exp(score.loss - base.loss)
+        table.add_row(name, f"{score.loss:.4f}", f"{score.perplexity:.4f}", f"{ratio:.4f}")
+    console.print(table)
+    hidden = scores["quantized, token by token"].loss - scores["quantized"].loss
+    console.print(f"loss that scales seeing later tokens hide: {hidden:+.4f} nats per token")
+    return scores
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Log-probabilities that a causal model gives to tokens: of whole sequences, and of each token from its prefix alone.
+
+Shapes stand in the names: N sequences, T positions, V vocabulary. Sequences go through the model one at a time, so that
+no scale of a quantized model spans two of them, and no figure depends on what else is evaluated.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Model = Callable[[Any, jax.Array], jax.Array]
+Scorer = Callable[[Any, jax.Array], jax.Array]
+
+# Sequences of one call of the compiled program.
+ROWS = 4
+
+
+class Windows(NamedTuple):
+    """Sequences cut from a text, and which of their targets count.
+
+    Attributes:
+        tokens_NxT: int32 (N, T + 1); position t is the input of target t + 1.
+        counts_NxT: bool (N, T): the targets that no other window has scored.
+    """
+
+    tokens_NxT: np.ndarray
+    counts_NxT: np.ndarray
+
+
+class Score(NamedTuple):
+    """Negative log-likelihood of a text, in nats, and the number of tokens that it is the sum of."""
+
+    nll: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nll / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+
+def score_sequences(model: Model) -> Scorer:
+    """A compiled function from parameters and tokens (N, T + 1) to fp32 log-probabilities of the targets (N, T).
+
+    Args:
+        model: parameters and tokens (1, T) to logits (1, T, V).
+    """
+
+    def row(params: Any, tokens_T: jax.Array) -> jax.Array:
+        return _pick(model(params, tokens_T[None, :-1])[0], tokens_T[1:])
+
+    return jax.jit(lambda params, tokens_NxT: jax.lax.map(lambda tokens_T: row(params, tokens_T), tokens_NxT))
+
+
+def score_prefixes(model: Model) -> Scorer:
+    """As `score_sequences`, but every target comes from a pass of its own that no later token takes part in.
+
+    A prefix of t tokens fills the sequence by being repeated: what follows it in the pass holds nothing that the
+    prefix does not, whatever scales span it.
+    """
+
+    def token(params: Any, tokens_T: jax.Array, length: jax.Array) -> jax.Array:
+        positions_T = jnp.arange(tokens_T.shape[0] - 1)
+        logits_TxV = model(params, tokens_T[positions_T % length][None])[0]
+        return _pick(logits_TxV[length - 1], tokens_T[length])
+
+    def row(params: Any, tokens_T: jax.Array) -> jax.Array:
+        lengths_T = jnp.arange(1, tokens_T.shape[0])
+        return jax.lax.map(lambda length: token(params, tokens_T, length), lengths_T)
+
+    return jax.jit(lambda params, tokens_NxT: jax.lax.map(lambda tokens_T: row(params, tokens_T), tokens_NxT))
+
+
+def _pick(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
+
+
+def run(scorer: Scorer, params: Any, tokens_NxT: np.ndarray, rows: int = ROWS) -> np.ndarray:
+    """Log-probabilities (N, T) of any number of sequences, `rows` at a call."""
+    parts = []
+    for start in range(0, len(tokens_NxT), rows):
+        part = tokens_NxT[start : start + rows]
+        full = np.resize(part, (rows, part.shape[1]))
+        parts.append(np.asarray(scorer(params, jnp.asarray(full, jnp.int32)))[: len(part)])
+    return np.concatenate(parts)
+
+
+def cut(tokens: np.ndarray, length: int) -> Windows:
+    """Windows of a text in which each of its tokens but the first is a target that counts once.
+
+    The last window reaches back to be full; a text that is shorter than one is repeated to fill it.
+
+    Args:
+        tokens: 1-D, at least two.
+        length: T.
+
+    Raises:
+        ValueError: fewer than two tokens.
+    """
+    if len(tokens) < 2:
+        raise ValueError("a text needs two tokens: one to begin with, and one to score")
+    if len(tokens) <= length:
+        counts = np.arange(length) < len(tokens) - 1
+        return Windows(np.resize(tokens, (1, length + 1)).astype(np.int32), counts[None])
+    ends = [*range(length, len(tokens) - 1, length), len(tokens) - 1]
+    sequences = np.stack([tokens[end - length : end + 1] for end in ends]).astype(np.int32)
+    counts_NxT = np.ones((len(ends), length), bool)
+    fresh = len(tokens) - 1 - (ends[-2] if len(ends) > 1 else 0)
+    counts_NxT[-1, : length - fresh] = False
+    return Windows(sequences, counts_NxT)
+
+
+def score_text(scorer: Scorer, params: Any, windows: Windows) -> Score:
+    """Sums the counted targets in float64."""
+    log_NxT = run(scorer, params, windows.tokens_NxT).astype(np.float64)
+    return Score(-float(log_NxT[windows.counts_NxT].sum()), int(windows.counts_NxT.sum()))
+
+
+def score_continuations(
+    scorer: Scorer, params: Any, pairs: Sequence[tuple[np.ndarray, np.ndarray]], length: int
+) -> list[float]:
+    """Log-likelihoods of continuations, each given its context.
+
+    Args:
+        pairs: token ids of context and continuation, neither empty. A context that does not fit loses its beginning.
+        length: T; at least that of every continuation.
+    """
+    sequences = np.zeros((len(pairs), length + 1), np.int32)
+    counts = np.zeros((len(pairs), length), bool)
+    for i, (context, continuation) in enumerate(pairs):
+        joined = np.concatenate([context, continuation])[-(length + 1) :]
+        sequences[i] = np.resize(joined, length + 1)
+        counts[i, len(joined) - 1 - len(continuation) : len(joined) - 1] = True
+    log_NxT = run(scorer, params, sequences).astype(np.float64)
+    return [float(log_T[counts_T].sum()) for log_T, counts_T in zip(log_NxT, counts, strict=True)]

@@ -1,0 +1,176 @@
+"""Evaluation: windows and scores against direct computation, no leak token by token, and one line for wrong input."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import evaluate, report, scoring
+from experiments.evaluate import Evaluation
+
+VOCAB = 11
+TABLE = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32)
+LOG = TABLE - np.log(np.exp(TABLE.astype(np.float64)).sum(-1, keepdims=True))
+
+
+def bigram(table, tokens_BxT):
+    """Logits of the next token that depend on the current one alone."""
+    return jnp.take(table, tokens_BxT, axis=0)
+
+
+def peeking(table, tokens_BxT):
+    """The same with a scale that spans all tokens, as of a quantized model."""
+    return bigram(table, tokens_BxT) * (1 + tokens_BxT.max() / VOCAB)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 7, 8, 11, 16])
+def test_windows_score_every_token_but_the_first_once(count):
+    tokens = np.random.default_rng(count).integers(0, VOCAB, count)
+    windows = scoring.cut(tokens, 5)
+    assert windows.tokens_NxT.shape == (len(windows.tokens_NxT), 6)
+    assert windows.counts_NxT.sum() == count - 1
+    score = scoring.score_text(scoring.score_sequences(bigram), TABLE, windows)
+    assert score.tokens == count - 1
+    np.testing.assert_allclose(score.nll, -LOG[tokens[:-1], tokens[1:]].sum(), rtol=1e-5)
+
+
+def test_a_text_of_one_token_cannot_be_scored():
+    with pytest.raises(ValueError, match="two tokens"):
+        scoring.cut(np.array([3]), 4)
+
+
+def test_continuations_are_scored_given_their_context():
+    context, short, long = np.array([1, 2, 3, 4, 5, 6, 7]), np.array([8]), np.array([8, 9, 10])
+    scores = scoring.score_continuations(
+        scoring.score_sequences(bigram), TABLE, [(context, short), (context, long), (context[:1], long)], length=5
+    )
+    chain = LOG[8, 9] + LOG[9, 10]
+    np.testing.assert_allclose(scores, [LOG[7, 8], LOG[7, 8] + chain, LOG[1, 8] + chain], rtol=1e-5)
+
+
+def test_token_by_token_no_later_token_is_seen():
+    a = np.random.default_rng(1).integers(0, 5, (2, 9)).astype(np.int32)
+    b = a.copy()
+    b[:, 5:] = VOCAB - 1
+    for scorer, leaks in ((scoring.score_sequences, True), (scoring.score_prefixes, False)):
+        first, second = (scoring.run(scorer(peeking), TABLE, x) for x in (a, b))
+        assert np.array_equal(first[:, :4], second[:, :4]) != leaks, scorer
+        assert not np.array_equal(first[:, 4:], second[:, 4:])
+    for tokens in (a, b):
+        plain = scoring.run(scoring.score_sequences(bigram), TABLE, tokens)
+        np.testing.assert_array_equal(scoring.run(scoring.score_prefixes(bigram), TABLE, tokens), plain)
+
+
+@pytest.fixture(scope="module")
+def trained(finished):
+    return evaluate.load(finished, "bf16")
+
+
+@pytest.mark.parametrize(("recipe", "leaks"), [("te_current", True), ("switchback", False)])
+def test_quantized_models_leak_exactly_where_scales_span_tokens(trained, recipe, leaks):
+    model = trained.model(evaluate.get_recipe(recipe, "--recipe").linear)
+    a = np.random.default_rng(2).integers(97, 122, (1, 17)).astype(np.int32)
+    b = a.copy()
+    b[:, 12:] = 200
+    whole = [scoring.run(scoring.score_sequences(model), trained.params, x, rows=1)[:, :11] for x in (a, b)]
+    assert np.array_equal(*whole) != leaks
+    prefixes = [scoring.run(scoring.score_prefixes(model), trained.params, x, rows=1)[:, :11] for x in (a, b)]
+    np.testing.assert_array_equal(*prefixes)
+    if not leaks:
+        np.testing.assert_allclose(prefixes[0], whole[0], atol=0.02)
+
+
+def test_perplexity_of_a_file_is_that_of_the_model(trained, finished, tmp_path):
+    text = "w1 w2 w3 and some words that were not in the corpus"
+    (tmp_path / "a.txt").write_text(text)
+    found = evaluate.evaluate(Evaluation(finished, "bf16", data=(str(tmp_path / "a.txt"),)), report.make_console())
+    tokens = np.frombuffer(b"\0" + text.encode(), np.uint8).astype(np.int32)
+    model = nnx.merge(trained.task.graphdef, trained.params)
+    total = 0.0
+    for start in range(0, len(tokens) - 1, 16):
+        end = min(start + 16, len(tokens) - 1)
+        inputs = tokens[end - 16 : end]
+        log = np.asarray(jax.nn.log_softmax(model(inputs[None]).astype(jnp.float32)), np.float64)[0]
+        total -= log[np.arange(16), tokens[end - 15 : end + 1]][16 - (end - start) :].sum()
+    score = found["text"][str(tmp_path / "a.txt")]
+    assert score.tokens == len(text)
+    np.testing.assert_allclose(score.loss, total / len(text), rtol=2e-3)
+
+
+def test_the_command_line_prints_all_three(finished, tmp_path, capsys):
+    lines = [
+        {"context": "document ", "choices": ["3\nw37 w38", "\u00e9\u00e9"], "answer": 0},
+        {"context": "", "choices": ["\u00fc", "w1", "w1 w2"], "answer": 0},
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    flags = ["--run", str(finished), "--recipe", "coat_optimizer", "--quantize", "te_current", "--leak"]
+    assert evaluate.main([*flags, "--leak-tokens", "20", "--choices", str(path)]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "step 8; linear layers as te_current",
+        "accuracy, per byte",
+        "quantized, token by token",
+        "2 questions",
+    ):
+        assert part in shown, shown
+    assert re.search(r"chance\s+│\s+0.4167", shown)
+
+
+def test_the_likeliest_choice_is_taken_per_byte_too(trained):
+    questions = [evaluate.Question("x", ("\u00fc", "w1 w2 w3 w4 w5"), 0)]
+
+    def scorer(params, tokens_NxT):
+        # Every target that is a byte of the long choice costs 1 nat, every other 3.
+        return jnp.where(tokens_NxT[:, 1:] < 128, -1.0, -3.0)
+
+    assert evaluate.answer(trained, scorer, questions) == [(0, 1)]
+
+
+QUESTION = {"context": "a", "choices": ["b", "c"], "answer": 0}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: no JSON"),
+        ("[]", 'line 2: give an object with "context", "choices" and "answer"'),
+        (json.dumps({**QUESTION, "choices": ["b"]}), "line 2: context must be a text and choices a list of at least"),
+        (json.dumps({**QUESTION, "choices": ["b", ""]}), "line 2: every choice must be a text that is not empty"),
+        (json.dumps({**QUESTION, "answer": 2}), "line 2: answer must be the index of a choice, 0 to 1, got 2"),
+        (json.dumps({**QUESTION, "answer": True}), "got True"),
+        (json.dumps({**QUESTION, "choices": ["b", "c" * 99]}), "has 99 tokens; the model takes 16"),
+    ],
+)
+def test_wrong_questions_are_one_line_that_names_them(finished, tmp_path, capsys, line, message):
+    path = tmp_path / "questions.jsonl"
+    path.write_text(f"{json.dumps(QUESTION)}\n{line}\n")
+    assert evaluate.main(["--run", str(finished), "--recipe", "bf16", "--choices", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error, error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--recipe", "bf17"], "--recipe: unknown recipe 'bf17'"),
+        (["--recipe", "te_current"], "has checkpoints of bf16, coat_optimizer"),
+        (["--recipe", "bf16", "--quantize", "fp9"], "--quantize: unknown recipe 'fp9'"),
+        (["--recipe", "bf16", "--leak"], "--leak compares quantized linear layers, and bf16 has none"),
+        (["--recipe", "bf16", "--run", "nowhere"], "no run of experiments.train is there"),
+        (["--recipe", "bf16", "--limit", "-1"], "--limit must be at least 0, got -1"),
+        (["--recipe", "bf16", "--leak-tokens", "0"], "--leak-tokens must be at least 1, got 0"),
+        (["--recipe", "bf16", "--data", "nowhere.txt"], "--data nowhere.txt: no such file"),
+        (["--recipe", "bf16", "--choices", "nowhere.jsonl"], "--choices nowhere.jsonl cannot be read"),
+    ],
+)
+def test_wrong_input_is_one_line_that_names_it(finished, capsys, flags, message):
+    assert evaluate.main(["--run", str(finished), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error, error
