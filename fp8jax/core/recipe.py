@@ -74,6 +74,7 @@ class Optimizer:
 
 
 SAME = "same"
+SCALINGS = ("current", "two_stage", "delayed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +94,9 @@ class Linear:
         dy_wgrad: gradient of the output in that product, (outputs, tokens).
         saved: what is kept of the input, (tokens, inputs): "same" for the forward operand's codes, None for the input
             itself, or a spec of its own.
-        scaling: where per-tensor scales come from: "current", the tensor itself; or "delayed", the largest magnitudes
-            of the last `history` steps.
+        scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
+            maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `history`
+            steps, for which `fp8jax.delayed_linear` takes the state.
         history: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
 
@@ -138,8 +140,8 @@ class Linear:
                 raise ValueError(
                     f"linear.{field} cannot be the same as {source!r}, whose scales do not transpose; name a spec"
                 )
-        if self.scaling not in ("current", "delayed"):
-            raise ValueError(f"unknown linear.scaling {self.scaling!r}; it is one of current, delayed")
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"unknown linear.scaling {self.scaling!r}; it is one of {', '.join(SCALINGS)}")
         if self.scaling == "delayed" and any(
             QuantSpec.parse(t).granularity != "tensor" for t in (self.x, self.w, self.dy) if t
         ):

@@ -1,27 +1,18 @@
-"""Linear layers whose three products, and what is saved for the backward pass, follow a recipe.
-
-`linear` quantizes its input outside of the differentiated function, from the value alone: its codes then are an
-argument of that function, several linears that read one input share them, and the input itself is not saved.
-"""
+"""Linear layers, general products and einsum whose three products follow a recipe."""
 
 import functools
 import math
-import threading
-import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
-from fp8jax.core.qtensor import QTensor, quantize
+from fp8jax.core import formats, scaling
 from fp8jax.core.recipe import SAME, Linear, Recipe
-from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops.matmul import Operand, matmul, transpose
+from fp8jax.ops.product import Scales, product
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -46,8 +37,8 @@ def linear(
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
-    recipe = recipe.linear if isinstance(recipe, Recipe) else recipe
-    y = _linear(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, recipe, key, source=x)
+    recipe = _stateless(recipe)
+    y = product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, recipe, key, source=x)
     y = y.reshape(*x.shape[:-1], w.shape[1])
     return y if bias is None else y + bias.astype(y.dtype)
 
@@ -81,7 +72,7 @@ def dot_general(
     Raises:
         ValueError: `precision` or `out_sharding` ask for what a quantized product cannot give.
     """
-    part = recipe.linear if isinstance(recipe, Recipe) else recipe
+    part = _stateless(recipe)
     if not part.quantized and part.saved in (SAME, None):
         return lax.dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
@@ -99,11 +90,11 @@ def dot_general(
     w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(math.prod(batch), x.shape[-1], -1)
     if batch:
         keys = None if key is None else jax.random.split(key, x.shape[0])
-        y = jax.vmap(functools.partial(_linear, recipe=part))(x, w, key=keys)
+        y = jax.vmap(functools.partial(product, recipe=part))(x, w, key=keys)
     else:
         # Which axes are contracted is no part of what a shared input is known by; only the usual one is shared.
         last = list(lhs_contract) == [lhs.ndim - 1]
-        y = _linear(x[0], w[0], part, key, source=lhs if last else None)
+        y = product(x[0], w[0], part, key, source=lhs if last else None)
     return y.reshape(*batch, *tokens, *outputs).astype(dtype)
 
 
@@ -161,114 +152,93 @@ def content_key(x: Array) -> Array:
     return jax.random.key(jnp.sum(bits * (jnp.uint32(2654435761) | 1), dtype=jnp.uint32))
 
 
-def _linear(x: Array, w: Array, recipe: Linear, key: Array | None, source: Array | None = None) -> Array:
-    """x @ w of matrices; `source` is the user's array that `x` is a view of, by which shared inputs are known."""
-    kept, gradient = recipe.spec("saved"), recipe.spec("dy")
-    saved, dtypes = None, ()
-    if kept is not None:
-        saved, dtypes = _shared(x, kept, _subkey(key, kept, "saved"), x if source is None else source)
-    return _product(recipe, dtypes, x, w, saved, gradient and _subkey(key, gradient, "dy"))
+class ScalingState(NamedTuple):
+    """Amax histories of one linear under delayed scaling, fp32 (history,) each, newest first; may be stacked."""
+
+    x: Array
+    w: Array
+    dy: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(recipe: Linear, dtypes: Any, x: Array, w: Array, saved: QTensor | None, key: Array | None) -> Array:
-    return _forward(recipe, dtypes, x, w, saved, key)[0]
+class Observed(NamedTuple):
+    """Largest magnitudes that one call of a linear saw, fp32 scalars: merge calls of one step by maximum."""
+
+    x: Array
+    w: Array
+    dy: Array
 
 
-def _forward(
-    recipe: Linear, dtypes: Any, x: Array, w: Array, saved: QTensor | None, key: Array | None
-) -> tuple[Array, Any]:
-    shared = saved is not None and recipe.saved == SAME
-    rows: Operand = _restore(saved, dtypes) if shared else _operand(x, recipe.spec("x"))  # type: ignore[arg-type]
-    y = matmul(rows, _operand(w.T, recipe.spec("w")), dtype=x.dtype)
-    # Of an input that is saved as codes only the dtype is needed.
-    return y, (x if saved is None else jnp.zeros((0,), x.dtype), w, saved, key)
+def init_scaling(recipe: Recipe | Linear) -> ScalingState:
+    """Empty histories for one linear.
+
+    Raises:
+        ValueError: the recipe's scaling is not "delayed".
+    """
+    zeros = _delayed(recipe).init()
+    return ScalingState(zeros, jnp.zeros_like(zeros), jnp.zeros_like(zeros))
 
 
-def _backward(recipe: Linear, dtypes: Any, residuals: Any, dy: Array) -> tuple[Any, ...]:
-    x, w, saved, key = residuals
-    keys = (None, None) if key is None else jax.random.split(key)
-    dy_rows = _operand(dy, recipe.spec("dy"), keys[0])
-    dx = matmul(dy_rows, _operand(w, recipe.spec("w_dgrad")), dtype=x.dtype)
-    kept: Operand = x if saved is None else _restore(saved, dtypes)
-    if isinstance(dy_rows, QTensor) and recipe.dy_wgrad == SAME:
-        dy_columns: Operand = transpose(dy_rows)
-    else:
-        dy_columns = _operand(dy.T, recipe.spec("dy_wgrad"), keys[1])
-    dw = matmul(_turned(kept, recipe.spec("x_wgrad")), dy_columns, dtype=w.dtype)
-    return dx, dw, jax.tree.map(_zero_cotangent, saved), jax.tree.map(_zero_cotangent, key)
+def delayed_linear(
+    x: Array, w: Array, state: ScalingState, slot: Array, *, recipe: Recipe | Linear, bias: Array | None = None
+) -> tuple[Array, Observed]:
+    """`linear` with delayed scaling.
+
+    Args:
+        x: (..., inputs).
+        w: (inputs, outputs).
+        state: histories, read only; no gradient flows to them.
+        slot: fp32 scalar of any value, no two calls the same one. Its cotangent is the largest magnitude of the
+            output's gradient; cotangents sum, so a slot that two calls share would get the sum of both.
+        recipe: a recipe whose scaling is "delayed".
+        bias: (outputs,).
+
+    Returns:
+        The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
+        the merged observations of a step to `update_scaling`.
+
+    Raises:
+        ValueError: shapes do not match, or the recipe's scaling is not "delayed".
+    """
+    strategy, part = _delayed(recipe), recipe.linear if isinstance(recipe, Recipe) else recipe
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
+        raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    values = {"x": lax.stop_gradient(rows), "w": lax.stop_gradient(w)}
+    given = {
+        name: strategy.scale(lax.stop_gradient(getattr(state, name)), value, formats.get(part.spec(name).format))  # type: ignore[union-attr]
+        for name, value in values.items()
+    }
+    past = lax.stop_gradient(jnp.max(state.dy)) * 2.0**strategy.margin
+    y = product(rows, w, part, None, scales=Scales(given["x"], given["w"], past, slot))
+    y = y.reshape(*x.shape[:-1], w.shape[1])
+    seen = {name: scaling.largest_magnitude(value) for name, value in values.items()}
+    observed = Observed(seen["x"], seen["w"], jnp.zeros([]))
+    return (y if bias is None else y + bias.astype(y.dtype)), observed
 
 
-_product.defvjp(_forward, _backward)
+def update_scaling(state: ScalingState, observed: Observed, recipe: Recipe | Linear) -> ScalingState:
+    """The histories after a step, of one linear or, with leading axes on every array, of stacked ones.
+
+    Args:
+        state: histories before the step.
+        observed: largest magnitudes of the whole step: the maximum over its microbatches and replicas.
+        recipe: a recipe whose scaling is "delayed".
+    """
+    update = _delayed(recipe).update
+    for _ in range(state.x.ndim - 1):
+        update = jax.vmap(update)
+    return ScalingState(*map(update, state, observed))
 
 
-def _turned(kept: Operand, spec: QuantSpec | None) -> Operand:
-    """What was kept of the input (tokens, inputs), as the operand (inputs, tokens) of the weight's gradient."""
-    if not isinstance(kept, QTensor):
-        return _operand(kept.T, spec)
-    if spec is None:
-        return kept.dequantize(jnp.bfloat16).T
-    reuse = kept.spec.granularity in TRANSPOSABLE and kept.spec == spec
-    return transpose(kept) if reuse else quantize(kept.dequantize().T, spec)
+def _stateless(recipe: Recipe | Linear) -> Linear:
+    part = recipe.linear if isinstance(recipe, Recipe) else recipe
+    if part.scaling == "delayed":
+        raise ValueError("delayed scaling has a state: call fp8jax.delayed_linear, or take scaling='current'")
+    return part
 
 
-def _operand(x: Array, spec: QuantSpec | None, key: Array | None = None) -> Operand:
-    if spec is None:
-        return x
-    return quantize(x, spec, key=key if spec.rounding == "stochastic" else None)
-
-
-def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
-    if spec.rounding != "stochastic":
-        return None
-    if key is None:
-        raise ValueError(f"the recipe rounds {use} stochastically ({spec}): pass key=jax.random.key(...)")
-    return jax.random.fold_in(key, {"saved": 0, "dy": 1}[use])
-
-
-class _Last(threading.local):
-    """The input that was quantized last: linears that read one input one after another share its codes."""
-
-    entry: tuple[Any, Any, "_Saved"] | None = None
-
-
-_last = _Last()
-
-
-def _shared(x: Array, spec: QuantSpec, key: Array | None, source: Array) -> "_Saved":
-    # To the leak checker the entry that waits for a next linear is a leak.
-    if key is not None or jax.config.jax_check_tracer_leaks:  # type: ignore[attr-defined]
-        return _save(x, spec, key)
-    # The codes belong to the trace that made them: a scan's body must not see those of the function around it.
-    how = (spec, x.shape, get_opaque_trace_state())
-    if _last.entry is not None and _last.entry[0]() is source and _last.entry[1] == how:
-        return _last.entry[2]
-    saved = _save(x, spec, None)
-    _last.entry = (weakref.ref(source, _forget), how, saved)
-    return saved
-
-
-def _forget(reference: Any) -> None:
-    if _last.entry is not None and _last.entry[0] is reference:
-        _last.entry = None
-
-
-# A quantized input with its codes as bytes, which unlike FP8 arrays may enter a differentiated function: they have no
-# cotangent; and the dtypes of its leaves.
-_Saved = tuple[QTensor, tuple[Any, ...]]
-
-
-def _save(x: Array, spec: QuantSpec, key: Array | None) -> _Saved:
-    leaves, tree = jax.tree.flatten(quantize(lax.stop_gradient(x), spec, key=key))
-    flat = [lax.bitcast_convert_type(a, jnp.uint8) if a.dtype.itemsize == 1 else lax.stop_gradient(a) for a in leaves]
-    return jax.tree.unflatten(tree, flat), tuple(a.dtype for a in leaves)
-
-
-def _restore(saved: QTensor, dtypes: Any) -> QTensor:
-    leaves, tree = jax.tree.flatten(saved)
-    restored = [lax.bitcast_convert_type(x, d) if x.dtype != d else x for x, d in zip(leaves, dtypes, strict=True)]
-    return jax.tree.unflatten(tree, restored)
-
-
-def _zero_cotangent(x: Array) -> Any:
-    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0)
+def _delayed(recipe: Recipe | Linear) -> scaling.Delayed:
+    part = recipe.linear if isinstance(recipe, Recipe) else recipe
+    if part.scaling != "delayed":
+        raise ValueError(f"the recipe's linear.scaling is {part.scaling!r}, not 'delayed'")
+    return scaling.Delayed(part.history, part.margin)
