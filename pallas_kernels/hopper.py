@@ -7,8 +7,8 @@ epilogue. A product differs from another only in its `compute` function: what it
 accumulators it hands to the epilogue.
 
 Any M, N and K: TMA fills what lies outside an operand with zeros and drops what lies outside the output, so that tiles
-need not divide a matrix. Only its own granularity asks for copies: operands are padded to 8 rows and 128 of K, the output
-is written in whole multiples of 8 rows and 128 bytes and sliced.
+need not divide a matrix. Only its own granularity asks for copies: operands are padded to 8 rows and 128 of K, the
+output is written in whole multiples of 8 rows and 128 bytes and sliced.
 """
 
 import dataclasses
@@ -110,7 +110,7 @@ class Share:
     b_ring: Any
     full: Any
     empty: Any
-    head_start: Any
+    streams: list[Any]
 
     def loop(self, body: Callable[[jax.Array, list[Any], Any], Any], init: Any = None, unroll: int = 1) -> Any:
         """Runs `carry = body(i, slots, carry)` over K, `unroll` slices at a time and then the rest.
@@ -142,17 +142,19 @@ class Share:
         """Hands the stage back to the memory warpgroup, when nothing reads it any more."""
         plgpu.barrier_arrive(self.empty.at[slot])
 
-    def give_way(self, i: jax.Array) -> None:
-        """Called when the products of slice `i` are done: lets the second warpgroup start the tile.
+    def scales(self, stream: int, slot: Any, start: Any, size: int | None = None, layout: Any = None) -> Any:
+        """Values of a stream that came with this stage, from `start` of the block's: a vector, or a scalar without size.
 
-        Half a step apart, one warpgroup multiplies while the other does arithmetic. Side by side they would leave the
-        tensor cores idle together in every step, and nothing would ever part them.
+        Call `scales_read` before the stage is released.
         """
-        if self.head_start is not None:
+        ring = self.streams[stream]
+        if size is None:
+            return ring[slot, 0, start]
+        return plgpu.load(ring.at[slot, 0, pl.ds(start, size)], layout=layout, optimized=False)
 
-            @pl.when(jnp.logical_and(i == 0, self.group == 0))
-            def _follow() -> None:
-                plgpu.barrier_arrive(self.head_start)
+    def scales_read(self) -> None:
+        """Orders the reads of `scales` before the TMA write that follows the stage's release."""
+        plgpu.commit_smem()
 
     def a(self, slot: Any, depth: Any = slice(None)) -> Any:
         """The part's rows of a, (rows, depth), in shared memory."""
@@ -161,6 +163,23 @@ class Share:
     def b(self, slot: Any, depth: Any = slice(None)) -> Any:
         """The part's columns of b, as (depth, cols), in shared memory."""
         return self.b_ring.at[slot, pl.ds(self.stage_col, self.tile.cols), depth].transpose((1, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Scales loaded with each stage: row `i` of `array`, `size` values from `start(row, col)` of the block's tile.
+
+    `array` is (steps of K, width) of 4-byte values; `size` is a multiple of 32 (128 bytes), and so is the width made.
+    """
+
+    array: jax.Array
+    size: int
+    start: Callable[[jax.Array, jax.Array], jax.Array]
+
+    @staticmethod
+    def of(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
+        """From scales as they are stored, (width, steps of K)."""
+        return Stream(pad_axis(scales.T, 1, max(round_up(scales.shape[0], 4), size)), size, start)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -237,13 +256,12 @@ def product(
     compute: Callable[..., None],
     a: jax.Array,
     b: jax.Array,
-    extras: Sequence[jax.Array] = (),
+    streams: Sequence["Stream"] = (),
     *,
     name: str,
     tile: Tile,
     epilogue: Epilogue,
     out_dtype: Any,
-    stagger: bool = False,
     swizzle: int = 128,
     scratch: dict[str, Any] | None = None,
     interpret: Interpret = None,
@@ -251,11 +269,10 @@ def product(
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
 
     Args:
-        compute: called by each compute warpgroup for each of its tiles, as `compute(share, finish, *extras, **scratch)`;
+        compute: called by each compute warpgroup for each of its tiles as `compute(share, finish, **scratch)`;
             it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
             with the accumulators: (first column, fp32 array of all rows of the share), from left to right.
-        extras: arrays in device memory that `compute` reads itself; their padding is the caller's business.
-        stagger: the second warpgroup starts each tile when `compute` of the first calls `Share.give_way`.
+        streams: scales that travel with the operands; `Share.scales` reads them.
         swizzle: bytes of the shared-memory swizzle, and so the smallest slice of K that `compute` can multiply.
         scratch: further shared memory by name.
     """
@@ -293,22 +310,23 @@ def product(
         "out_ring": plgpu.SMEM(
             (COMPUTE_GROUPS, 2, 64, piece), out_dtype, transforms=tiling(piece * out_bytes, out_bytes)
         ),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages * (COMPUTE_GROUPS // tile.groups)),
+        "full": plgpu.Barrier(
+            num_arrivals=2 + len(streams), num_barriers=tile.stages * (COMPUTE_GROUPS // tile.groups)
+        ),
         "empty": _empty_barrier(tile),
     }
-    # With fewer steps the first warpgroup could lap the second, and the barrier would miss a phase.
-    stagger = stagger and tile.split is not None and k_steps >= 2 * tile.stages
-    if stagger:
-        shared["head_start"] = plgpu.Barrier()
+    for n_stream, stream in enumerate(streams):
+        shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.stages, 1, stream.size), stream.array.dtype)
     if residual is not None:
         shared["residual_barrier"] = plgpu.Barrier(num_barriers=COMPUTE_GROUPS * 2)
 
     def kernel(*refs: Any, **scratch_refs: Any) -> None:
         a_ref, b_ref, *rest, out_ref = refs
-        extra_refs, rest = rest[: len(extras)], rest[len(extras) :]
+        stream_refs, rest = rest[: len(streams)], rest[len(streams) :]
         epilogue_refs = dict(zip(vectors, rest, strict=False))
         residual_ref = rest[-1] if residual is not None else None
-        residual_barrier, head_start = (scratch_refs.pop(name, None) for name in ("residual_barrier", "head_start"))
+        residual_barrier = scratch_refs.pop("residual_barrier", None)
+        stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(streams))]
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(name) for name in shared if name in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
         turns = COMPUTE_GROUPS // tile.groups
@@ -342,6 +360,9 @@ def product(
                         plgpu.copy_gmem_to_smem(
                             ref.at[pl.ds(start, size), depth], ring.at[slot], arrived, collective_axes=multicast
                         )
+                    for stream, ref, ring in zip(streams, stream_refs, stream_rings, strict=True):
+                        window = pl.ds(i, 1), pl.ds(stream.start(row, col), stream.size)
+                        plgpu.copy_gmem_to_smem(ref.at[window], ring.at[slot], arrived)
 
                 lax.fori_loop(0, k_steps, step, None)
 
@@ -365,20 +386,14 @@ def product(
                 stage_col = group * tile.cols if tile.split == "N" else 0
                 share = Share(
                     block_row + stage_row, block_col + stage_col, group, turn * k_steps, stage_row, stage_col,
-                    k_steps, tile, a_ring, b_ring, full, empty, head_start,
+                    k_steps, tile, a_ring, b_ring, full, empty, stream_rings,
                 )  # fmt: skip
                 arrived = None if residual is None else (lambda slot: residual_barrier.at[group * 2 + slot])
                 writer = _Writer(
                     out_ref, residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece, out_dtype
                 )
                 factors = writer.begin()
-                if head_start is not None:
-
-                    @pl.when(group == 1)
-                    def _stay_behind() -> None:
-                        plgpu.barrier_wait(head_start)
-
-                compute(share, functools.partial(writer.finish, factors), *extra_refs, **scratch_refs)
+                compute(share, functools.partial(writer.finish, factors), **scratch_refs)
 
             lax.fori_loop(0, own if turns == 1 else lax.div(own - group + turns - 1, turns), work, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -386,8 +401,14 @@ def product(
         lax.cond(group == COMPUTE_GROUPS, load, multiply)
 
     kernel.__name__ = name
-    clustered = dict(cluster=(2,), cluster_names=("cluster",)) if tile.cluster else {}
-    operands = [a, b, *extras, *vectors.values(), *([] if residual is None else [residual])]
+    clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
+    operands = [
+        a,
+        b,
+        *(stream.array for stream in streams),
+        *vectors.values(),
+        *([] if residual is None else [residual]),
+    ]
     out = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
@@ -405,7 +426,8 @@ def product(
 
 def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:
     """Shared-memory transforms of a matrix whose rows wgmma and TMA read in swizzles of this many bytes."""
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    transforms: Any = plgpu
+    return transforms.TilingTransform((8, swizzle // itemsize)), transforms.SwizzleTransform(swizzle)
 
 
 def _empty_barrier(tile: Tile) -> Any:
@@ -441,7 +463,7 @@ class _Writer:
         return pl.ds(self.share.row + i, 64), pl.ds(self.share.col + j, self.piece)
 
     def begin(self) -> tuple[Any, Any]:
-        """Before the K loop: loads scale and row scales and fetches the first residual pieces, to hide their latency."""
+        """Before the K loop: loads the scales and fetches the first residual pieces, to hide their latency."""
         if self.residual_ref is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for piece in range(min(2, len(self.pieces))):

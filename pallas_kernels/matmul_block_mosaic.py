@@ -22,7 +22,7 @@ def matmul_block(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: hopper.Tile | None = None,
-    unroll: int = 1,
+    unroll: int = 8,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
     """`dequantize(a) @ dequantize(b).T + bias + residual` with a scale for every 128 of K, promoted to fp32 every 128.
@@ -56,50 +56,49 @@ def matmul_block(
     hopper.check_array("a_scale", a_scale, (m, blocks), (jnp.float32,))
     if not by_column:
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
-    tile = tile or hopper.Tile(64, 128 if by_column else 192, cluster=hopper.pairing(m, 128))
-    rows = hopper.covered(m, tile.block_rows, tile.cluster == "M")
-    cols = hopper.covered(n, tile.block_cols, tile.cluster == "N")
-    a_scale = hopper.pad_axis(a_scale, 0, rows)
-    b_scale = (
-        hopper.pad_axis(b_scale.T, 1, cols) if by_column else hopper.pad_axis(b_scale, 0, hopper.ceil_div(cols, 128))
-    )
+    if tile is None:
+        tile = hopper.Tile(64, 64 if by_column else 128, stages=5, cluster=hopper.pairing(m, 128))
     width = math.gcd(tile.cols, 128)  # columns that share a scale of b
     starts = range(0, tile.cols, width)
+    rows_of_a = hopper.Stream.of(a_scale, tile.block_rows, lambda row, _: row)
+    if by_column:
+        of_b = hopper.Stream.of(b_scale, tile.block_cols, lambda _, col: col)
+    else:
+        of_b = hopper.Stream.of(b_scale, 32, lambda _, col: lax.div(col, 128))
 
-    def compute(share: hopper.Share, finish: Any, a_ref: Any, b_ref: Any) -> None:
-        def load(i: jax.Array) -> tuple[Any, ...]:
-            row = plgpu.load(a_ref.at[pl.ds(share.row, tile.rows), i], layout=hopper.ROW, optimized=False)
-            if not by_column:
-                return row, *(b_ref[lax.div(share.col + first, 128), i] for first in starts)
-            return row, *(
-                plgpu.load(b_ref.at[i, pl.ds(share.col + first, width)], layout=hopper.COLUMN, optimized=False)
-                for first in starts
-            )
+    def compute(share: hopper.Share, finish: Any) -> None:
+        def load(slot: Any) -> tuple[Any, ...]:
+            row = share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW)
+            if by_column:
+                at = [share.stage_col + first for first in starts]
+                return row, *(share.scales(1, slot, start, width, hopper.COLUMN) for start in at)
+            first_block = lax.div(share.col - share.stage_col, 128)
+            return row, *(share.scales(1, slot, lax.div(share.col + first, 128) - first_block) for first in starts)
 
         def spread(x: jax.Array, axis: int) -> jax.Array:
             return lax.broadcast_in_dim(x, (tile.rows, width), [axis])
 
-        def promote(acc: Any, partial: Any, i: jax.Array, slot: Any, scales: Any, in_flight: int) -> Any:
+        def promote(acc: Any, in_flight: int, partial: Any, slot: Any, scales: Any) -> Any:
             done = plgpu.wgmma_accumulator_load(partial, wait_n=in_flight)
             share.release(slot)
-            if unroll == 1:
-                share.give_way(i)
             row, *columns = scales
             factors = [spread(row, 0) * spread(c, 1) if by_column else spread(row * c, 0) for c in columns]
             return tuple(x + done[:, f : f + width] * s for x, f, s in zip(acc, starts, factors, strict=True))
 
-        def body(i: jax.Array, slots: list[Any], acc: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def body(_: jax.Array, slots: list[Any], acc: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             # Each partial product is promoted while the next one is in flight.
             def chain(step: int, acc: Any, before: Any) -> Any:
                 if step == len(slots):
-                    return promote(acc, *before, in_flight=0)
-                slot, scales = slots[step], load(i + step)
+                    return promote(acc, 0, *before)
+                slot = slots[step]
                 share.wait(slot)
+                scales = load(slot)
 
                 def issue(partial: Any) -> Any:
                     plgpu.wgmma(partial, share.a(slot), share.b(slot))
-                    total = acc if before is None else promote(acc, *before, in_flight=1)
-                    return chain(step + 1, total, (partial, i + step, slot, scales))
+                    share.scales_read()
+                    total = acc if before is None else promote(acc, 1, *before)
+                    return chain(step + 1, total, (partial, slot, scales))
 
                 return pl.run_scoped(issue, plgpu.ACC((tile.rows, tile.cols), jnp.float32))
 
@@ -110,5 +109,6 @@ def matmul_block(
         finish(list(zip(starts, acc, strict=True)))
 
     return hopper.product(
-        compute, a, b, [a_scale, b_scale], name="fp8_matmul_block", tile=tile, epilogue=epilogue, stagger=unroll == 1,
-        out_dtype=out_dtype, interpret=interpret)  # fmt: skip
+        compute, a, b, [rows_of_a, of_b], name="fp8_matmul_block", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
+        interpret=interpret,
+    )  # fmt: skip

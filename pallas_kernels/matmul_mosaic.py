@@ -25,9 +25,9 @@ def matmul(
 ) -> jax.Array:
     """`(a @ b.T) * scale * row_scale[:, None] * column_scale[None, :] + bias + residual` in one kernel.
 
-    The tensor cores add the products of a row of K with about 14 bits (fast accumulation): 3e-3 relative on normal data,
-    whatever K. A NaN of an operand or factor reaches its row, column or the whole output. The result does not depend
-    on the batch or on the other rows. Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
+    The tensor cores add the products along K with about 14 bits (fast accumulation): 3e-3 relative on normal data. NaN in
+    an operand or factor reaches its row, its column or the whole output. A row does not depend on the other rows.
+    Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
 
     Args:
         a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major as Hopper wants it. Mixed types may meet.
@@ -37,8 +37,8 @@ def matmul(
         tile: tuning; None chooses by the shape. interpret: interpreter parameters, to run on CPU.
 
     Returns:
-        (M, N) in `out_dtype`. K not a multiple of 16 copies both operands, N not a multiple of 8 (bfloat16) or 4
-        (float32) copies the output.
+        (M, N) in `out_dtype`. M or N not a multiple of 8, or K not of 128, copies operands; M not a multiple
+        of 8, or N not of 64 (bfloat16; 32 for float32), copies the output.
 
     Raises:
         TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
@@ -47,7 +47,8 @@ def matmul(
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     hopper.check_epilogue(epilogue, m, n)
-    tile = tile or best_tile(m, n, k, jnp.dtype(out_dtype).itemsize)
+    widest = 160 if residual is not None else 192  # beyond, the epilogue's vectors no longer fit the registers
+    tile = tile or best_tile(m, n, k, widest)
 
     def compute(share: hopper.Share, finish: Any) -> None:
         def accumulate(acc: Any) -> None:
@@ -75,22 +76,20 @@ def matmul(
     )
 
 
-def best_tile(m: int, n: int, k: int, out_bytes: int) -> hopper.Tile:
+def best_tile(m: int, n: int, k: int, widest: int = 192) -> hopper.Tile:
     """The tile with the least estimated time: waves of tiles times what a tile costs.
 
-    A 128-deep step costs a tile the larger of its tensor-core cycles and its shared-memory cycles (operands written once
-    and read for every 64 rows, 128 bytes a cycle). Tiles of one warpgroup hide their epilogue behind the other's
+    A 128-deep step costs a tile the larger of its tensor-core and its shared-memory cycles (operands written once, b read
+    again for every 64 rows, 128 bytes a cycle). Where warpgroups take turns, one's epilogue hides behind the other's
     products; a shared tile adds it, about 5000 cycles as measured on an H200.
     """
-    steps = hopper.ceil_div(k, hopper.K_STEP)
+    steps, blocks = hopper.ceil_div(k, hopper.K_STEP), hopper.multiprocessors()
 
     def cost(tile: hopper.Tile) -> float:
-        tiles = hopper.ceil_div(m, tile.block_rows) * hopper.ceil_div(n, tile.block_cols)
-        waves = hopper.ceil_div(tiles, hopper.multiprocessors())
-        read = tile.block_rows + tile.block_cols * tile.block_rows // 64
-        shared = (tile.block_rows + tile.block_cols + read) * hopper.K_STEP / 128
+        waves = hopper.ceil_div(hopper.ceil_div(m, tile.block_rows) * hopper.ceil_div(n, tile.block_cols), blocks)
+        shared = 2 * tile.block_rows + tile.block_cols * (1 + tile.block_rows // 64)
         return waves * (steps * max(shared, tile.block_rows * tile.block_cols / 32) + 5000 * (tile.split is not None))
 
-    turns = [(128, 6), (160, 5), (192, 4)]
+    turns = [(c, s) for c, s in ((128, 6), (160, 5), (192, 4)) if c <= widest]
     candidates = [hopper.Tile(128, c, None, s, cluster=hopper.pairing(m, 128)) for c, s in turns]
-    return min([*candidates, hopper.Tile(64, 256, "M", 4)], key=cost)
+    return min([*candidates, hopper.Tile()], key=cost)

@@ -1,4 +1,4 @@
-"""Two-level microscaled FP8 product for Hopper: E8M0 exponents per 32 of K of the left operand, applied in the kernel."""
+"""Two-level microscaled FP8 product for Hopper: the kernel applies the left operand's E8M0 exponents, per 32 of K."""
 
 from typing import Any, Literal
 
@@ -47,12 +47,12 @@ def matmul_mx(
 ) -> jax.Array:
     """`(a * 2^(a_exponent - 127)) @ b.T`, then scales, bias and residual as in `matmul_mosaic.matmul`.
 
-    The left operand is microscaled: an fp32 level-1 scale per tensor (`scale`) or per row (`row_scale`) and a power of two
-    for every 32 of K (MOSS). Two contracts:
+    The left operand is microscaled: an fp32 level-1 scale per tensor (`scale`) or per row (`row_scale`), and a power of
+    two for every 32 of K (MOSS). Two contracts:
 
-    - `registers`: each code is multiplied by its power of two in registers and rounded to e4m3 again, to nearest even and
-      saturating: the same codes as a quantizer that folds, at the memory of the unfolded ones. Exact while the code stays
-      normal, so for any code up to 2^-6 relative at 2^-10; powers below 2^-17 count as 0, above 2^15 as NaN.
+    - `registers`: each code is multiplied by its power of two in registers and rounded to e4m3 again, to nearest even
+      and saturating: the same codes as a quantizer that folds, at the memory of the unfolded ones. Exact while the code
+      stays normal, so for a code of 2^k down to powers of 2^(-6 - k); powers below 2^-17 count as 0, above 2^15 as NaN.
       Fast accumulation, as in `matmul`.
     - `exact`: partial sums of 32 enter an fp32 accumulator times their power of two. All E8M0 values; byte 0 counts as
       0 (a subnormal that XLA flushes), byte 255 (NaN) gives infinity or NaN.
@@ -83,14 +83,15 @@ def matmul_mx(
     if mode == "registers" and a.dtype != jnp.float8_e4m3fn:
         raise TypeError(f"a has dtype {a.dtype}; mode 'registers' rescales float8_e4m3fn codes only, use mode='exact'")
     if tile is None:
-        exact_tile = hopper.Tile(64, 128, stages=6, cluster=hopper.pairing(m, 128))
+        exact_tile = hopper.Tile(64, 128, stages=5, cluster=hopper.pairing(m, 128))
         tile = hopper.Tile() if mode == "registers" else exact_tile
     words = _words(a_exponent if mode == "exact" else _half_bits(a_exponent), k)
-    words = hopper.pad_axis(words, 0, hopper.covered(m, tile.block_rows, tile.cluster == "M"))
+    stream = hopper.Stream.of(words, tile.block_rows, lambda row, _: row)
     compute, swizzle, scratch = _registers(tile, interpret) if mode == "registers" else _exact(tile, unroll)
     return hopper.product(
-        compute, a, b, [words], name=f"fp8_matmul_mx_{mode}", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
-        stagger=mode == "registers", swizzle=swizzle, scratch=scratch, interpret=interpret)  # fmt: skip
+        compute, a, b, [stream], name=f"fp8_matmul_mx_{mode}", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
+        swizzle=swizzle, scratch=scratch, interpret=interpret,
+    )  # fmt: skip
 
 
 def _words(exponent: jax.Array, k: int) -> jax.Array:
@@ -108,8 +109,8 @@ def _half_bits(exponent: jax.Array) -> jax.Array:
     return jnp.where(field > 30, 255, bits).astype(jnp.uint8)
 
 
-def _load_words(ref: Any, share: hopper.Share, rows: int, k: jax.Array) -> jax.Array:
-    return plgpu.load(ref.at[pl.ds(share.row, rows), k], layout=hopper.ROW, optimized=False)
+def _load_words(share: hopper.Share, slot: Any, rows: int) -> jax.Array:
+    return share.scales(0, slot, share.stage_row, rows, hopper.ROW)
 
 
 def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, int, dict[str, Any]]:
@@ -117,16 +118,15 @@ def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, int
     swizzle = 128
     scratch = {}
     if interpret is not None:  # the interpreter multiplies from shared memory only
-        transforms = (plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle))
         shape = (hopper.COMPUTE_GROUPS, tile.rows, hopper.K_STEP)
-        scratch["folded"] = plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=transforms)
+        scratch["folded"] = plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=hopper.tiling(swizzle, 1))
 
-    def compute(share: hopper.Share, finish: Any, words: Any, folded: Any = None) -> None:
+    def compute(share: hopper.Share, finish: Any, folded: Any = None) -> None:
         def accumulate(acc: Any) -> None:
-            def body(i: jax.Array, slots: list[Any], _: None) -> None:
-                word = _load_words(words, share, tile.rows, i)
+            def body(_: jax.Array, slots: list[Any], __: None) -> None:
                 (slot,) = slots
                 share.wait(slot)
+                word = _load_words(share, slot, tile.rows)
                 codes = plgpu.load(share.a(slot), layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
                 codes = fold(codes, word)
                 if folded is None:
@@ -135,10 +135,9 @@ def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, int
                     folded[share.group] = codes
                     plgpu.commit_smem()
                     plgpu.wgmma(acc, folded.at[share.group], share.b(slot))
-                plgpu.commit_smem()  # orders the reads above before the next TMA write into this stage
+                share.scales_read()
                 plgpu.wgmma_wait(0)
                 share.release(slot)
-                share.give_way(i)
 
             share.loop(body)
             finish([(0, acc[...])])
@@ -151,8 +150,8 @@ def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, int
 def _exact(tile: hopper.Tile, unroll: int) -> tuple[Any, int, dict[str, Any]]:
     shape = (tile.rows, tile.cols)
 
-    def compute(share: hopper.Share, finish: Any, words: Any) -> None:
-        def promote(acc: jax.Array, partial: Any, slot: Any, word: jax.Array, group: int, in_flight: int) -> jax.Array:
+    def compute(share: hopper.Share, finish: Any) -> None:
+        def promote(acc: jax.Array, in_flight: int, partial: Any, slot: Any, word: jax.Array, group: int) -> jax.Array:
             done = plgpu.wgmma_accumulator_load(partial, wait_n=in_flight)
             if group == GROUPS_PER_STEP - 1:
                 share.release(slot)
@@ -160,21 +159,23 @@ def _exact(tile: hopper.Tile, unroll: int) -> tuple[Any, int, dict[str, Any]]:
             scale = lax.bitcast_convert_type(byte << jnp.int32(23), jnp.float32)
             return acc + done * lax.broadcast_in_dim(scale, shape, [0])
 
-        def body(i: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
+        def body(_: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
             # Each partial product is promoted while the next one is in flight.
             def chain(link: int, acc: jax.Array, before: Any, word: Any) -> jax.Array:
                 step, group = divmod(link, GROUPS_PER_STEP)
                 if step == len(slots):
-                    return promote(acc, *before, in_flight=0)
+                    return promote(acc, 0, *before)
                 slot = slots[step]
                 if group == 0:
-                    word = _load_words(words, share, tile.rows, i + step)
                     share.wait(slot)
+                    word = _load_words(share, slot, tile.rows)
 
                 def issue(partial: Any) -> jax.Array:
                     depth = pl.ds(group * GROUP, GROUP)
                     plgpu.wgmma(partial, share.a(slot, depth), share.b(slot, depth))
-                    total = acc if before is None else promote(acc, *before, in_flight=1)
+                    if group == 0:
+                        share.scales_read()
+                    total = acc if before is None else promote(acc, 1, *before)
                     return chain(link + 1, total, (partial, slot, word, group), word)
 
                 return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))

@@ -3,9 +3,9 @@
     python -m experiments.bench.tune_matmul --shapes all --out results/matmul.json
     python -m experiments.bench.tune_matmul --shapes tune --sweep
 
-Every implementation of a shape is compiled first (in parallel), then all are timed, several rounds in a random order, so
-that clocks and temperature favour none; each round starts with an untimed run of the same length; a figure is the median
-round. Operands rotate among sets that are together larger than the L2 cache.
+Every implementation of a shape is compiled first (in parallel); then all are timed, several rounds in a random order,
+so that clocks and temperature favour none. Each round starts with an untimed run of the same length; a figure is the
+median round. Operands rotate among sets that are together larger than the L2 cache.
 Each result is compared with float64 on a sample of rows and columns; an implementation that fails is reported as such.
 
 Predicted before the first run (ratios): ours per tensor and row-wise 0.97 to 1.03 of the better of cuBLASLt and torch;
@@ -18,6 +18,7 @@ import concurrent.futures
 import dataclasses
 import datetime
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -40,10 +41,7 @@ from pallas_kernels.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul_mosaic import matmul
 from pallas_kernels.matmul_mx_mosaic import matmul_mx
 
-try:
-    import torch
-except ImportError:
-    torch = None  # type: ignore[assignment]
+torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
 SHAPES = [
     (8192, 8192, 8192), (2048, 7168, 4096), (16384, 4096, 4096), (4096, 7168, 16384), (4096, 4096, 8192),
@@ -57,7 +55,7 @@ NT = (((1,), (1,)), ((), ()))
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One implementation: its function of an operand set's arrays, which of them it takes, and what it is measured by."""
+    """One implementation: a function of some arrays of an operand set, and the kind of product it computes."""
 
     name: str
     kind: str
@@ -83,7 +81,10 @@ def operands(m: int, n: int, k: int, seed: int) -> dict[str, jax.Array]:
 
 def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
     """The product of `kind` at these rows and columns, in float64."""
-    wide = lambda name, index: np.asarray(x[name][index].astype(F32), np.float64)
+
+    def wide(name: str, index: np.ndarray) -> np.ndarray:
+        return np.asarray(x[name][index].astype(F32), np.float64)
+
     a, b = wide("a", rows), wide("b", cols)
     if kind in ("block", "wgrad"):
         a = a * np.repeat(wide("a_group", rows), 128, 1)
@@ -132,22 +133,23 @@ def torch_arms() -> Iterator[Arm]:
 
 def our_arms(sweep: bool) -> Iterator[Arm]:
     turns = functools.partial(Tile, split=None)
-    plain = [Tile(), turns(128, 160, stages=5, cluster="M"), turns(128, 128, stages=6, cluster="M")]
-    block = [(Tile(64, 192, cluster="M"), 1)]
-    column = [(Tile(64, 128, stages=6, cluster="M"), 1)]
-    registers, exact = [Tile()], [(Tile(64, 128, stages=6, cluster="M"), 1)]
+    plain: list[Tile | None] = [None, Tile()]
+    block = [(Tile(64, 128, stages=5, cluster="M"), 8), (Tile(64, 128, stages=5, cluster="M"), 16),
+             (Tile(64, 192, cluster="M"), 1)]  # fmt: skip
+    column = [(Tile(64, 64, stages=5, cluster="M"), 8), (Tile(64, 128, stages=5, cluster="M"), 1)]
+    registers, exact = [Tile()], [(Tile(64, 128, stages=5, cluster="M"), u) for u in (1, 4)]
     if sweep:
-        plain += [turns(128, 192), turns(128, 192, cluster="M"), turns(128, 192, cluster="N"), Tile(cluster="N")]
-        block += [(Tile(64, 192), 1), (Tile(64, 192, cluster="N"), 1), (Tile(64, 160, stages=5, cluster="M"), 1),
-                  (Tile(64, 128, stages=5, cluster="M"), 8), (Tile(64, 128, stages=6, cluster="M"), 1)]  # fmt: skip
-        column += [(Tile(64, 160, stages=5, cluster="M"), 1)]
+        plain += [turns(128, 128, stages=6, cluster="M"), turns(128, 160, stages=5, cluster="M"),
+                  turns(128, 192, cluster="M"), turns(128, 192, cluster="N"), Tile(cluster="N")]  # fmt: skip
+        block += [(Tile(64, 128, stages=5), 8), (Tile(64, 128, stages=5, cluster="N"), 8), (Tile(64, 192), 1)]
+        column += [(Tile(64, 96, stages=5, cluster="M"), 8), (Tile(64, 160, stages=4, cluster="M"), 1)]
         registers += [Tile(cluster="M")]
-        exact += [(Tile(64, 128, stages=6, cluster="M"), 2), (Tile(64, 128, stages=6), 1)]
+        exact += [(Tile(64, 128, stages=5), 1)]
     for t in plain:
         yield Arm(
             f"ours tensor {label(t)}", "tensor", lambda a, b, s, t=t: matmul(a, b, scale=s, tile=t), ("a", "b", "s")
         )
-    for t in plain[:3]:
+    for t in plain[:2]:
         yield Arm(f"ours row {label(t)}", "row",
                   lambda a, b, r, c, t=t: matmul(a, b, row_scale=r, column_scale=c, tile=t),
                   ("a", "b", "row", "column"))  # fmt: skip
@@ -166,7 +168,9 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
                   ("a", "b", "exponent", "row"))  # fmt: skip
 
 
-def label(t: Tile) -> str:
+def label(t: Tile | None) -> str:
+    if t is None:
+        return "chosen"
     text = f"{t.rows}x{t.cols}{t.split or 'turns'} s{t.stages} r{t.raster}{t.raster_axis}"
     return text + (f" c{t.cluster}" if t.cluster else "")
 
@@ -196,7 +200,8 @@ def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: fl
     sets = [make(m, n, k, seed) for seed in range(copies)]
     torch_sets = [torch_operands(x) for x in sets] if any(a.framework == "torch" for a in arms) else []
     rows, cols = np.arange(0, m, max(m // 48, 1)), np.arange(0, n, max(n // 48, 1))
-    results, ready = [], []
+    results: list[dict[str, Any]] = []
+    ready: list[Any] = []
 
     def build(arm: Arm) -> Callable[..., Any]:
         one = arm.function if arm.framework == "torch" else jax.jit(arm.function)
@@ -250,7 +255,7 @@ def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: fl
         ratio = rate[arm.name] / rate[baseline] if baseline in rate else None
         results.append({"case": case, "impl": arm.name, "metric": "rate", "value": round(rate[arm.name], 1),
                         "unit": "TFLOP/s", "baseline": baseline, "ratio": ratio and round(ratio, 3)})  # fmt: skip
-        results.append({"case": case, "impl": arm.name, "metric": "error", "value": error, "unit": "relative to float64",
+        results.append({"case": case, "impl": arm.name, "metric": "error", "value": error, "unit": "of float64",
                         "baseline": None, "ratio": None})  # fmt: skip
         print(
             f"  {arm.name:42s} {rate[arm.name]:7.0f}  x{ratio or 0:.3f} of {baseline:24s} err {error:.1e}", flush=True
@@ -281,7 +286,7 @@ def main() -> None:
         rows += measure(shape, arms, options.rounds, options.burst)
     record = {
         "bench": "matmul", "device": device.device_kind, "command": " ".join(sys.argv), "rows": rows,
-        "versions": {"jax": jax.__version__, "python": platform.python_version(), "torch": torch.__version__ if torch else None},
+        "versions": {"jax": jax.__version__, "python": platform.python_version(), "torch": torch and torch.__version__},
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
     if options.out:

@@ -37,7 +37,7 @@ def matmul_block(
     out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
     """Reference of `pallas_kernels.matmul_block_mosaic.matmul_block`."""
-    (m, k), n = a.shape, b.shape[0]
+    k, n = a.shape[1], b.shape[0]
     if b_scale.shape[0] != n:
         b_scale = jnp.repeat(b_scale, 128, axis=0)[:n]
     left = a.astype(jnp.float32) * jnp.repeat(a_scale, 128, axis=1)[:, :k]
