@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -89,15 +90,14 @@ def make_dot_general_cls(recipe: Recipe | Linear) -> type[DotGeneral]:
 def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], Any]:
     """The modules that run in an abstract evaluation of `fn(*args)`, by path, and its abstract, unboxed result."""
     found: dict[str, nn.Module] = {}
+    turns = _Turns(object())
 
     def record(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         scope = context.module.scope
         if scope is None:
             return call(*args, **kwargs)
-        path = "/".join(context.module.path)
-        found[path] = context.module
-        # No trace of before serves a module under nn.jit, or it would not be met.
-        with _with(scope, flags=scope.flags.copy({"fp8jax": (id(found), path)})):
+        found.setdefault("/".join(context.module.path), context.module)
+        with _with(scope, flags=scope.flags.copy({"fp8jax": turns})):
             return call(*args, **kwargs)
 
     with nn.intercept_methods(record):
@@ -116,7 +116,14 @@ def _subclass(cls: Any, rules: Ordered) -> Any:
     }
     # The same names, because Flax names a submodule after its class.
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), {**body, "_fp8jax_rules": rules})
+
+    def __post_init__(self: nn.Module) -> None:
+        cls.__post_init__(self)
+        if self.scope is not None:
+            self.scope.flags = self.scope.flags.copy({"fp8jax": _Turns(rules)})
+
+    body |= {"_fp8jax_rules": rules, "__post_init__": __post_init__}
+    return type(cls)(cls.__name__, (cls,), body)
 
 
 def _under_rules(method: Callable, rules: Ordered) -> Callable:
@@ -155,6 +162,20 @@ class _Running(threading.local):
 _running = _Running()
 
 
+class _Turns:
+    """A flag of scopes that has another hash each time, and the same hashes in each call of a model.
+
+    `nn.jit` looks traces up by a module's fields and the flags of its scope, not by its path: without this a plain
+    model would run the trace of its quantized copy, and a layer that of another one which a rule treats differently.
+    """
+
+    def __init__(self, key: object) -> None:
+        self.key, self.turns = key, itertools.count()
+
+    def __hash__(self) -> int:
+        return hash((self.key, bool(_running.roots), next(self.turns)))
+
+
 @dataclasses.dataclass
 class _Root:
     """A quantized module while one of its methods runs, and the paths of the layers and other modules it has met."""
@@ -166,22 +187,20 @@ class _Root:
 
     def intercept(self, call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         """Calls a module's method, with the product of the recipe where the module is a layer that a rule matches."""
-        module, scope = context.module, context.module.scope
-        if scope is None or _running.roots[-1] is not self:
+        module = context.module
+        if module.scope is None or _running.roots[-1] is not self:
             return call(*args, **kwargs)
         inside = module.path[: len(self.path)] == self.path
         path = "/".join(module.path[len(self.path) :] if inside else module.path)
+        if context.method_name != "__call__" or not isinstance(module, LAYERS):
+            self.others.add(path)
+            return call(*args, **kwargs)
+        self.layers.add(path)
+        linear = self.rules.choice(path).linear
+        if linear is None:
+            return call(*args, **kwargs)
+        check_replaceable(path, module)
         with contextlib.ExitStack() as stack:
-            # nn.jit looks traces up by a module's fields and flags: those of another path or without rules differ.
-            stack.enter_context(_with(scope, flags=scope.flags.copy({"fp8jax": (hash(self.rules), path)})))
-            if context.method_name != "__call__" or not isinstance(module, LAYERS):
-                self.others.add(path)
-                return call(*args, **kwargs)
-            self.layers.add(path)
-            linear = self.rules.choice(path).linear
-            if linear is None:
-                return call(*args, **kwargs)
-            check_replaceable(path, module)
             if module.promote_dtype is promote_dtype:
                 stack.enter_context(_with(module, promote_dtype=SharedPromotion(promote_dtype)))
             if not isinstance(module, nn.Einsum):

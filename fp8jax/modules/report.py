@@ -199,7 +199,7 @@ def _matrix(params: dict[str, Any]) -> Any:
 
 
 def _nnx_program(model: nnx.Module, sample: Any, keywords: Any) -> Program:
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
     arrays, rebuild = _split((sample, keywords))
 
     def loss(params: Any, rest: Any, arrays: list[Any]) -> jax.Array:
