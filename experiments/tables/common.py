@@ -1,0 +1,135 @@
+"""What the tables share: the schema of results/NAME.json, and the training run that real moments are taken from."""
+
+import argparse
+import dataclasses
+import datetime
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from matplotlib.figure import Figure
+
+from experiments import evaluate, report, train
+from experiments.checkpoint import Checkpoints
+from experiments.config import UserError
+from experiments.loop import TrainState
+
+RESULTS = Path("results")
+RUN = "tables_moments"
+# The smallest model of experiments.models.sizes, long enough for the moments to have forgotten their start. No flag
+# stands at its default by chance: these are what a run of some minutes on two CPU cores allows.
+STEPS = 300
+FLAGS = (
+    f"--recipe bf16 --run {RUN} --model 5m --batch 4 --seq-len 128 --steps {STEPS} --eval-every {STEPS} "
+    f"--checkpoint-every {STEPS} --eval-batches 4 --sample-tokens 0 --log-every 20"
+)
+_PACKAGES = ("fp8jax", "jax", "optax", "flax", "ml-dtypes", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A figure: one row of a results file.
+
+    Attributes:
+        case: what was measured.
+        metric: which figure of it.
+        value: ours.
+        unit: "1" for plain numbers.
+        baseline: the case that `ratio` is relative to, or None.
+        ratio: value over the baseline's.
+        paper: the paper's figure, or None where our copy of the paper does not hold one.
+        paper_ratio: the paper's figure over the paper's baseline.
+        table: which table or figure of the paper it belongs to.
+        pivot: row and column labels where the table is two-dimensional.
+        impl: what computed it.
+    """
+
+    case: str
+    metric: str
+    value: float | None
+    unit: str = "1"
+    baseline: str | None = None
+    ratio: float | None = None
+    paper: float | None = None
+    paper_ratio: float | None = None
+    table: str = ""
+    pivot: tuple[str, str] | None = None
+    impl: str = "fp8jax"
+
+
+def write(
+    bench: str, title: str, rows: Sequence[Row], notes: Sequence[str], figure: Figure | None, results: Path = RESULTS
+) -> Path:
+    """Writes results/BENCH.json, and results/BENCH.png where there is a figure.
+
+    Args:
+        bench: name of the module in `experiments.tables`.
+        title: headline in RESULTS.md.
+        rows: the figures.
+        notes: what was measured on what, and why it differs from the paper's.
+        figure: to be drawn beside them.
+        results: folder, made where missing.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    device = jax.devices()[0]
+    content = {
+        "bench": bench,
+        "title": title,
+        "device": f"{device.device_kind} ({device.platform}, {platform.machine()})",
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
+        "command": f"python -m experiments.tables.{bench}",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "notes": list(notes),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    path = results / f"{bench}.json"
+    report.write_json(path, content)
+    if figure is not None:
+        figure.savefig(path.with_suffix(".png"))
+    print(f"wrote {path}")
+    return path
+
+
+def parse(doc: str | None) -> argparse.Namespace:
+    """The command line that every table has, described by the module's docstring: --out and --results."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of training runs (default: runs)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where to write (default: results)")
+    return parser.parse_args()
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """A trained model with the fp32 moments of its last step, restored from the run's checkpoint."""
+
+    trained: evaluate.Trained
+    state: TrainState
+
+    @property
+    def moments(self) -> tuple[Any, Any]:
+        """First and second moments in fp32, trees as the parameters'."""
+        adam = next(s for s in jax.tree.leaves(self.state.opt_state, is_leaf=_is_adam) if _is_adam(s))
+        return adam.mu, adam.nu
+
+
+def dump(out: Path, flags: str = FLAGS) -> Dump:
+    """The training run with fp32 moments; trained now, or taken from OUT where it was before.
+
+    Raises:
+        UserError: the training program's own.
+    """
+    arguments = flags.split()
+    code = train.main([*arguments, "--out", str(out)])
+    if code:
+        raise UserError(f"the training run ended with code {code}")
+    trained = evaluate.load(out / arguments[arguments.index("--run") + 1], "bf16")
+    with Checkpoints(out / RUN / "bf16" / "checkpoints", trained.config.run.keep) as checkpoints:
+        state, _ = checkpoints.restore(trained.step, jax.eval_shape(trained.task.init))
+    return Dump(trained, state)
+
+
+def _is_adam(node: Any) -> bool:
+    return isinstance(node, tuple) and {"mu", "nu"} <= set(getattr(node, "_fields", ()))
