@@ -25,10 +25,16 @@ from fp8jax.optim.moments import state_bytes as state_bytes
 __version__ = _metadata.version("fp8jax")
 
 
+_NEED_FLAX = {"nnx": "fp8jax.nnx", "linen": "fp8jax.linen", "explain": "fp8jax.modules.report"}
+
+
 def __getattr__(name: str) -> _Any:
-    # Flax is needed by these alone.
-    if name in ("nnx", "linen"):
-        return _importlib.import_module(f"fp8jax.{name}")
-    if name == "explain":
-        return _importlib.import_module("fp8jax.modules.report").explain
-    raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
+    if name not in _NEED_FLAX:
+        raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
+    try:
+        module = _importlib.import_module(_NEED_FLAX[name])
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "flax":
+            raise
+        raise ModuleNotFoundError(f"fp8jax.{name} needs Flax: pip install flax", name="flax") from None
+    return module.explain if name == "explain" else module

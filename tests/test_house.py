@@ -1,15 +1,21 @@
 """The rooms of the house: imports run one way and in no circle, files stay small, public names have docstrings."""
 
 import ast
+import doctest
+import importlib
 import inspect
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
 import fp8jax
 
 ROOT = pathlib.Path(__file__).parent.parent
-FILES = sorted(p.relative_to(ROOT) for room in ("fp8jax", "pallas_kernels", "experiments") for p in (ROOT / room).rglob("*.py"))
+FILES = sorted(
+    p.relative_to(ROOT) for room in ("fp8jax", "pallas_kernels", "experiments") for p in (ROOT / room).rglob("*.py")
+)
 RANKS = {"pallas_kernels": 0, "core": 0, "ops": 1, "optim": 2, "dist": 2, "modules": 2, "fp8jax": 3, "experiments": 4}
 
 
@@ -48,7 +54,7 @@ def test_kernels_import_nothing_else_than_jax_and_triton():
     allowed = {"jax", "jaxlib", "jax_triton", "triton", "numpy", "pallas_kernels"}
     for path in FILES:
         if path.parts[0] == "pallas_kernels":
-            outside = {m.split(".")[0] for m in imports(path)} - allowed - set(__import__("sys").stdlib_module_names)
+            outside = {m.split(".")[0] for m in imports(path)} - allowed - set(sys.stdlib_module_names)
             assert not outside, f"{path} imports {outside}"
 
 
@@ -69,10 +75,22 @@ def test_public_names_have_docstrings():
         assert inspect.getdoc(getattr(fp8jax, name)), name
 
 
-def test_examples_in_docstrings_run():
-    import doctest
-    import importlib
+def test_only_the_flax_names_need_flax():
+    code = """
+import sys
+sys.modules["flax"] = None
+import fp8jax
+try:
+    fp8jax.nnx
+except ModuleNotFoundError as error:
+    assert str(error) == "fp8jax.nnx needs Flax: pip install flax", error
+else:
+    raise AssertionError("flax was imported")
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
+
+def test_examples_in_docstrings_run():
     attempted = 0
     for path in FILES:
         if path.parts[0] == "fp8jax" and ">>>" in (ROOT / path).read_text():
