@@ -18,10 +18,8 @@ from pallas_kernels.codec_triton import Storage as Storage
 MIN_GROUP, MAX_GROUP = 16, 1024
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-# Elements of a thread that lie next to each other: one layout then serves codes, gradients and weights, where wider
-# loads of the codes would have to be exchanged through shared memory.
-VECTOR = tl.constexpr(4)
 FP8_CAPABILITY = 89
+WARP, ELEMENTS = 32, 16
 
 
 class Scalars(NamedTuple):
@@ -55,17 +53,16 @@ class Launch:
     """How the work is cut: tuning only, never the result.
 
     Attributes:
-        tile: groups of a program, a power of two.
-        warps: warps of a program.
+        warps: warps of a program; a thread has 16 elements, or 32 of a group of 1024.
+        ahead: a program asks for the data of the program that comes so many later; 0 for its own, None for no such
+            request. Its loads come when the assembler sees registers for them, and wait for memory every time.
+        vector: elements of a thread that lie next to each other. One layout serves codes, gradients and weights, whose
+            loads are 16 bytes wide at most.
     """
 
-    tile: int
-    warps: int
-
-
-def best_launch(group_size: int) -> Launch:
-    """The launch measured best on an H200: 16 elements a thread."""
-    return Launch(max(1, 1024 // group_size), 2)
+    warps: int = 1
+    ahead: int | None = 0
+    vector: int = 8
 
 
 @triton.jit
@@ -110,6 +107,8 @@ def _adamw(
     SHORT: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    AHEAD: tl.constexpr,
     STEP: tl.constexpr,
     WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -137,6 +136,13 @@ def _adamw(
         mask = codec.per_group(there) & (inside >= 0)
     offsets = tl.max_contiguous(offsets, (1, 1, VECTOR))
 
+    if AHEAD >= 0:
+        later = tl.minimum(program + AHEAD, groups // TILE - 1).to(tl.int64) * (TILE * SIZE)
+        codec.prefetch(grad_ptr + later, TILE * SIZE)
+        codec.prefetch(mu_ptr + later, TILE * SIZE)
+        codec.prefetch(nu_ptr + later, TILE * SIZE)
+        if WEIGHT:
+            codec.prefetch(weight_ptr + later, TILE * SIZE)
     g = codec.fp32(_load(grad_ptr + base, offsets, mask, MASKED))
     w = codec.fp32(_load(weight_ptr + base, offsets, mask, MASKED)) if WEIGHT else 0.0
     mu = _load(mu_ptr + base, offsets, mask, MASKED)
@@ -150,6 +156,8 @@ def _adamw(
     b2, b2_rest = tl.load(scalars_ptr + 4), tl.load(scalars_ptr + 5)
     correction1, unbias2 = tl.load(scalars_ptr + 6), tl.load(scalars_ptr + 7)
     eps, eps_root = tl.load(scalars_ptr + 8), tl.load(scalars_ptr + 9)
+    word1 = tl.load(seed_ptr) if STOCHASTIC else 0
+    word2 = tl.load(seed_ptr + 1) if STOCHASTIC else 0
 
     m = codec.multiply_add(g, b1_rest, codec.decode(mu, mu_scale, mu_exponent, b1, MU))
     v = codec.multiply_add(g * g, b2_rest, codec.decode(nu, nu_scale, nu_exponent, b2, NU))
@@ -158,7 +166,7 @@ def _adamw(
         change = tl.fma(w, weight_decay, change)
     result = tl.fma(change, rate, w) if STEP else change * rate
     if STOCHASTIC:
-        result = codec.round_stochastically(result, base, offsets, seed_ptr)
+        result = codec.round_stochastically(result, base, offsets, word1, word2)
     _store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
 
     if MU[0]:
@@ -256,16 +264,20 @@ def adamw(
         raise ValueError(f"the fused AdamW kernel cannot run: {reason}")
     if seed is not None and (not step or dtype != jnp.bfloat16):
         raise ValueError("stochastic rounding is of the new bf16 weights: form 'step', dtype bfloat16")
-    launch = launch or best_launch(group_size)
+    launch = launch or Launch()
     length = grad.shape[-1]
     groups_of_row = -(-length // group_size)
     groups = math.prod(grad.shape[:-1]) * groups_of_row
-    short, aligned = length % group_size > 0, length % VECTOR.value == 0
+    short = length % group_size > 0
+    vector = launch.vector if not short or length % launch.vector == 0 else 4
+    aligned = length % vector == 0
+    lanes = min(group_size // ELEMENTS, WARP)
+    tile = launch.warps * WARP // lanes
     # The scalars stand in for what is absent, and are not touched in its place.
-    vector = scalars.vector
-    inputs = [grad, vector if weight is None else weight]
-    inputs += [part for moment in (mu, nu) for part in (*moment, *[vector] * (3 - len(moment)))]
-    inputs += [vector, vector if seed is None else seed]
+    stand_in = scalars.vector
+    inputs = [grad, stand_in if weight is None else weight]
+    inputs += [part for moment in (mu, nu) for part in (*moment, *[stand_in] * (3 - len(moment)))]
+    inputs += [stand_in, stand_in if seed is None else seed]
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*mu, *nu)]
     outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))
     sources = [*range(2, 2 + len(mu)), *range(5, 5 + len(nu)), *[1] * step]
@@ -276,20 +288,22 @@ def adamw(
         *inputs,
         groups,
         groups_of_row,
-        length // VECTOR.value if aligned else length,
+        length // vector if aligned else length,
         *unused,
         kernel=_adamw,
-        grid=(-(-groups // launch.tile),),
+        grid=(-(-groups // tile),),
         num_warps=launch.warps,
         num_stages=1,
         compute_capability=compute_capability,
         input_output_aliases={source: i for i, source in enumerate(sources)},
         SIZE=group_size,
-        LANES=min(group_size, max(32, min(group_size // 4, 128))),
-        TILE=launch.tile,
+        LANES=lanes * vector,
+        TILE=tile,
         SHORT=short,
-        MASKED=short or groups % launch.tile > 0,
+        MASKED=short or groups % tile > 0,
         ALIGNED=aligned,
+        VECTOR=vector,
+        AHEAD=-1 if short or groups < tile or launch.ahead is None else launch.ahead,
         STEP=step,
         WEIGHT=weight is not None,
         STOCHASTIC=seed is not None,

@@ -112,10 +112,22 @@ def from_bits(x: tl.tensor) -> tl.tensor:
 def fp32(x: tl.tensor) -> tl.tensor:
     if x.dtype == tl.bfloat16:
         # Two at a time: Triton takes a pair apart before it shifts each.
-        return tl.inline_asm_elementwise(
+        y = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], tl.float32, is_pure=True, pack=2
         )
-    return x.to(tl.float32)
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
+def prefetch(pointer: tl.tensor, SIZE: tl.constexpr) -> None:
+    """Has SIZE elements from `pointer` on brought into the second-level cache; SIZE fills cache lines."""
+    LINES: tl.constexpr = SIZE * pointer.dtype.element_ty.primitive_bitwidth // 1024
+    lines = pointer.to(tl.int64) + tl.arange(0, LINES) * 128
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -127,14 +139,17 @@ def per_group(x: tl.tensor) -> tl.tensor:
 def decode(codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """What codes stand for, times a scalar factor; or plain floats, times the factor."""
     values = codes.to(tl.float32)
-    if not HOW[0]:
-        return factor * values
-    if not HOW[1]:
-        return values * per_group(scale * factor)
-    inverse = reciprocal(exponent.to(tl.float32))
-    offset = tl.fma(inverse, -HOW[4], log2_abs(scale * HOW[3] * factor))
-    decoded = exp2(tl.fma(log2_abs(values), per_group(inverse), per_group(offset)))
-    return from_bits(bits(decoded) | (bits(values) & _SIGN)) if HOW[2] else decoded
+    if HOW[1]:
+        inverse = reciprocal(exponent.to(tl.float32))
+        offset = tl.fma(inverse, -HOW[4], log2_abs(scale * HOW[3] * factor))
+        decoded = exp2(tl.fma(log2_abs(values), per_group(inverse), per_group(offset)))
+        if HOW[2]:
+            decoded = from_bits(bits(decoded) | (bits(values) & _SIGN))
+    elif HOW[0]:
+        decoded = values * per_group(scale * factor)
+    else:
+        decoded = values * factor
+    return decoded
 
 
 @triton.jit
@@ -169,7 +184,7 @@ def encode(x: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr) -> tuple[tl.tens
         exponent = scale.to(tl.bfloat16)
         y = tl.abs(x) * per_group(tl.div_rn(1.0, scale))
         if HOW[8] > 0:
-            y = tl.where(x == 0, y, tl.maximum(y, HOW[8]))
+            y = tl.where((x != 0) & (y < HOW[8]), HOW[8], y)
     # The conversion saturates Inf to the largest value; the lowest bit makes it NaN, and is nothing to a finite value.
     y_bits = bits(y) | 1
     if HOW[2]:
@@ -182,15 +197,17 @@ def encode(x: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr) -> tuple[tl.tens
 
 
 @triton.jit
-def round_stochastically(x: tl.tensor, base: tl.tensor, offsets: tl.tensor, seed_ptr: tl.tensor) -> tl.tensor:
+def round_stochastically(
+    x: tl.tensor, base: tl.tensor, offsets: tl.tensor, word1: tl.tensor, word2: tl.tensor
+) -> tl.tensor:
     """bf16 from fp32, up or down with probabilities that make the expectation exact; NaN and Inf stay.
 
-    Noise is half of a hash of the number of the element's pair, base + offsets over two, and of two words at
-    `seed_ptr`. `base` is even.
+    Noise is half of a hash of the number of the element's pair, base + offsets over two, and of two words. `base` is
+    even.
     """
-    noise = ((base >> 1).to(tl.uint32) + (offsets >> 1).to(tl.uint32)) * 0x9E3779B9 + tl.load(seed_ptr)
+    noise = ((base >> 1).to(tl.uint32) + (offsets >> 1).to(tl.uint32)) * 0x9E3779B9 + word1
     noise = (noise ^ (noise >> 16)) * 0x7FEB352D
-    noise = (noise ^ (noise >> 15) ^ tl.load(seed_ptr + 1)) * 0x846CA68B
+    noise = (noise ^ (noise >> 15) ^ word2) * 0x846CA68B
     noise = noise ^ (noise >> 16)
     noise = tl.where((offsets & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
     # The bound is a NaN to which noise can be added; the hardware's own is 0x7FFFFFFF.

@@ -1,0 +1,331 @@
+"""Optimizer step of half a billion parameters on one GPU: fp8 moments against their memory traffic, optax and others.
+
+Run: python -m experiments.bench.optimizer        (`--sweep` also times other launches of the kernel)
+Writes results/optimizer.json.
+"""
+
+import argparse
+import datetime
+import functools
+import gc
+import importlib
+import json
+import math
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch's optimizers need room beside JAX.
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import optax
+import triton
+import triton.language as tl
+
+import fp8jax
+from fp8jax.core import expansion, formats
+from pallas_kernels import adamw_triton
+
+LEAVES, WIDTH, GROUP = 8, 4096, 128
+RATE, B1, B2, DECAY = 1e-3, 0.9, 0.999, 0.1
+BYTES = "bytes only"
+Row = dict[str, Any]
+
+
+@triton.jit
+def _move(
+    grad_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    mu_scale_ptr: tl.tensor,
+    mu_exponent_ptr: tl.tensor,
+    nu_ptr: tl.tensor,
+    nu_scale_ptr: tl.tensor,
+    nu_exponent_ptr: tl.tensor,
+    spare1: tl.tensor,
+    spare2: tl.tensor,
+    spare3: tl.tensor,
+    spare4: tl.tensor,
+    spare5: tl.tensor,
+    spare6: tl.tensor,
+    spare7: tl.tensor,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Reads and writes what the step does, with next to no arithmetic: the speed that memory allows."""
+    offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    g, w = tl.load(grad_ptr + offsets).to(tl.float32), tl.load(weight_ptr + offsets)
+    mu, nu = tl.load(mu_ptr + offsets), tl.load(nu_ptr + offsets)
+    mu_scale, nu_scale = tl.load(mu_scale_ptr + group), tl.load(nu_scale_ptr + group)
+    mu_exponent, nu_exponent = tl.load(mu_exponent_ptr + group), tl.load(nu_exponent_ptr + group)
+    tl.store(weight_ptr + offsets, tl.fma(g, 1e-4, w.to(tl.float32)).to(w.dtype))
+    tl.store(mu_ptr + offsets, nu)
+    tl.store(nu_ptr + offsets, mu)
+    tl.store(mu_scale_ptr + group, nu_scale)
+    tl.store(nu_scale_ptr + group, mu_scale)
+    tl.store(mu_exponent_ptr + group, nu_exponent)
+    tl.store(nu_exponent_ptr + group, mu_exponent)
+
+
+def move(size: int, warps: int, state: Any, grads: Any) -> Any:
+    """One step of `_move` on every leaf of (weights, mu, nu), each moment a tuple of arrays."""
+
+    def leaf(g: jax.Array, w: jax.Array, mu: tuple, nu: tuple) -> tuple:
+        arrays = [g, w, *mu, *nu]
+        outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[1:]]
+        appended = "out_shape" in adamw_triton._TRITON_CALL
+        out = jax_triton.triton_call(
+            *arrays,
+            *([] if appended else [1] * 7),
+            kernel=_move,
+            grid=(g.size // size,),
+            num_warps=warps,
+            num_stages=1,
+            input_output_aliases={i + 1: i for i in range(7)},
+            SIZE=size,
+            GROUPS=size // GROUP,
+            **{"out_shape" if appended else "out_type": outputs},
+        )
+        return out[0], tuple(out[1:4]), tuple(out[4:7])
+
+    return list(zip(*[leaf(g, *row) for g, *row in zip(grads, *state, strict=True)], strict=True))
+
+
+def seconds(step: Callable, state: Any, *args: Any, calls: int = 10, repeats: int = 9) -> tuple[float, Any]:
+    """Median time of a step that takes and returns its state; the first call compiles and is not counted."""
+    state = jax.block_until_ready(step(state, *args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            state = step(state, *args)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times), state
+
+
+def weights(shape: tuple[int, int], dtype: Any) -> list[jax.Array]:
+    make = jax.jit(lambda i: (jax.random.normal(jax.random.key(i), shape) * 0.02).astype(dtype))
+    return [make(i) for i in range(LEAVES)]
+
+
+class Bench:
+    """Collects rows; `params` is the number of parameters of a step."""
+
+    def __init__(self, rows: int) -> None:
+        self.shape = (rows, WIDTH)
+        self.params = LEAVES * rows * WIDTH
+        self.rows: list[Row] = []
+        self.speeds: dict[tuple[str, str], float] = {}
+
+    def record(self, case: str, impl: str, time_: float, traffic: float, against: str | None) -> None:
+        """Adds the speed of an implementation, relative to that of `against` in the same case."""
+        speed = self.params / time_ / 1e9
+        self.speeds[case, impl] = speed
+        ratio = speed / self.speeds[case, against] if against else None
+        self.add(case, impl, "speed", speed, "Gparam/s", against, ratio)
+        self.add(case, impl, "bandwidth", traffic * speed / 1e3, "TB/s", None, None)
+
+    def add(
+        self, case: str, impl: str, metric: str, value: float, unit: str, against: str | None, ratio: float | None
+    ) -> None:
+        row = {
+            "case": case,
+            "impl": impl,
+            "metric": metric,
+            "value": value,
+            "unit": unit,
+            "baseline": against,
+            "ratio": ratio,
+        }
+        self.rows.append(row)
+        told = f", {ratio:.3f} of {against}" if against and ratio else ""
+        print(f"{case:36s} {impl:28s} {metric:12s} {value:9.4g} {unit}{told}", flush=True)
+
+    def add_ratio(self, case: str, impl: str, against: str) -> None:
+        """Adds the speed of an implementation once more, relative to another one."""
+        speed = self.speeds[case, impl]
+        self.add(case, impl, "speed", speed, "Gparam/s", against, speed / self.speeds[case, against])
+
+    def gradients(self, dtype: Any) -> list[jax.Array]:
+        return [0.5 * g for g in weights(self.shape, dtype)]
+
+    def optax(self, case: str, dtype: Any, against: str | None = None) -> None:
+        """`optax.adamw` with everything in one dtype, one jit, donated."""
+        tx = optax.adamw(RATE, B1, B2, weight_decay=DECAY)
+        p, g = weights(self.shape, dtype), self.gradients(dtype)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(carry: Any, grads: Any) -> Any:
+            updates, state = tx.update(grads, carry[1], carry[0])
+            return optax.apply_updates(carry[0], updates), state
+
+        time_, _ = seconds(step, (p, tx.init(p)), g)
+        self.record(case, f"optax.adamw {jnp.dtype(dtype).name}", time_, 7 * jnp.dtype(dtype).itemsize, against)
+
+    def ours(self, case: str, dtype: Any, form: str, stochastic: bool, against: str | None) -> None:
+        """`compressed_adamw`, with temporaries and state from the compiled program."""
+        tx = fp8jax.compressed_adamw(RATE, B1, B2, weight_decay=DECAY, impl="triton")
+        p, g = weights(self.shape, dtype), self.gradients(jnp.bfloat16)
+
+        def step(carry: Any, grads: Any, key: jax.Array) -> Any:
+            if form == "step":
+                return tx.step(grads, carry[1], carry[0], **({"key": key} if stochastic else {}))
+            updates, state = tx.update(grads, carry[1], carry[0])
+            return optax.apply_updates(carry[0], updates), state
+
+        carry, key = (p, tx.init(p)), jax.random.key(0)
+        compiled = jax.jit(step, donate_argnums=0).lower(carry, g, key).compile()
+        time_, _ = seconds(compiled, carry, g, key)
+        size = jnp.dtype(dtype).itemsize
+        traffic = 2 * size + 2 + 4 + 24 / GROUP + (3 * size if form == "update" else 0)
+        self.record(case, f"compressed_adamw.{form}", time_, traffic, against)
+        state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry[1]))
+        temporaries = compiled.memory_analysis().temp_size_in_bytes
+        self.add(
+            case, f"compressed_adamw.{form}", "temporaries", temporaries / 2**20, "MiB", "state", temporaries / state
+        )
+
+    def bytes_only(self, case: str, dtype: Any) -> None:
+        """The best of several launches of the kernel that only moves the step's bytes."""
+        scales = (self.shape[0], WIDTH // GROUP)
+        moment = (jnp.float8_e4m3fn, jnp.float32, jnp.bfloat16)
+        shapes = (self.shape, scales, scales)
+        state = [tuple(weights(self.shape, dtype))]
+        state += [
+            tuple(tuple(jnp.ones(s, d) for s, d in zip(shapes, moment, strict=True)) for _ in range(LEAVES))
+            for _ in "mn"
+        ]
+        g, best = self.gradients(jnp.bfloat16), math.inf
+        for size, warps in ((2048, 4), (4096, 4), (4096, 8)):
+            run = jax.jit(functools.partial(move, size, warps), donate_argnums=0)
+            time_, state = seconds(run, state, g)
+            best = min(best, time_)
+        self.record(case, BYTES, best, 2 * jnp.dtype(dtype).itemsize + 2 + 4 + 24 / GROUP, None)
+
+    def sweep(self, case: str, dtype: Any, stochastic: bool) -> None:
+        """Times other launches of the kernel; prints, records nothing."""
+        fmt = formats.get("e4m3")
+        how = functools.partial(
+            adamw_triton.Storage, fmt.max, (fmt.expansion_range, expansion.LOWEST, expansion.HIGHEST)
+        )
+        tx = fp8jax.compressed_adamw(RATE, B1, B2, weight_decay=DECAY)
+        p, g = weights(self.shape, dtype), self.gradients(jnp.bfloat16)
+        state = tx.init(p)
+        parts = [[(q.codes, q.scale, q.expansion) for q in moment] for moment in (state.mu, state.nu)]
+        carry: Any = list(zip(p, *parts, strict=True))
+        scalars = adamw_triton.Scalars(RATE, DECAY, B1, 1 - B1, B2, 1 - B2, 0.5, 0.5, 1e-8, 0.0)
+        seed = jnp.asarray([1, 2], jnp.uint32) if stochastic else None
+        for warps in (1, 2):
+            for vector in (4, 8):
+                for ahead in (None, 0, 2048, 4096, 8192):
+                    launch = adamw_triton.Launch(warps, ahead, vector)
+
+                    def step(carry: Any, grads: Any, launch: adamw_triton.Launch = launch) -> Any:
+                        options: dict[str, Any] = {"group_size": GROUP, "form": "step", "seed": seed, "launch": launch}
+                        storage: dict[str, Any] = {
+                            "mu_storage": how(),
+                            "nu_storage": how(smallest=fmt.smallest, signed=False),
+                        }
+                        return [
+                            adamw_triton.adamw(x, row[0], row[1], row[2], scalars, **storage, **options)
+                            for x, row in zip(grads, carry, strict=True)
+                        ]
+
+                    time_, carry = seconds(jax.jit(step, donate_argnums=0), carry, g, calls=6, repeats=3)
+                    ratio = self.params / time_ / 1e9 / self.speeds[case, BYTES]
+                    print(
+                        f"{case:36s} {launch} {self.params / time_ / 1e9:.0f} Gparam/s, {ratio:.3f} of {BYTES}",
+                        flush=True,
+                    )
+
+    def torch(self, case: str) -> None:
+        """PyTorch's fused AdamW, and the 8-bit ones of bitsandbytes and torchao, where they are installed."""
+        for name, make in (
+            ("torch fused", _torch_fused),
+            ("bitsandbytes AdamW8bit", _bitsandbytes),
+            ("torchao AdamW8bit", _torchao),
+        ):
+            try:
+                torch = importlib.import_module("torch")
+                p = [torch.nn.Parameter(torch.randn(self.shape, device="cuda") * 0.02) for _ in range(LEAVES)]
+                optimizer = make(p)
+            except ImportError as error:
+                print(f"{name}: not installed ({error})", flush=True)
+                continue
+            for x in p:
+                x.grad = torch.randn_like(x) * 0.01
+            times = []
+            for i in range(6):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(3):
+                    optimizer.step()
+                torch.cuda.synchronize()
+                times += [(time.perf_counter() - start) / 3] * (i > 0)
+            traffic = 28.0 if name == "torch fused" else 16.0
+            self.record(case, name, statistics.median(times), traffic, "optax.adamw float32")
+            del p, optimizer
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def _torch_fused(parameters: list) -> Any:
+    torch = importlib.import_module("torch")
+    return torch.optim.AdamW(parameters, lr=RATE, betas=(B1, B2), weight_decay=DECAY, fused=True)
+
+
+def _bitsandbytes(parameters: list) -> Any:
+    return importlib.import_module("bitsandbytes").optim.AdamW8bit(
+        parameters, lr=RATE, betas=(B1, B2), weight_decay=DECAY
+    )
+
+
+def _torchao(parameters: list) -> Any:
+    return importlib.import_module("torchao.optim").AdamW8bit(parameters, lr=RATE, betas=(B1, B2), weight_decay=DECAY)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=16384, help="rows of each of 8 parameters with 4096 columns")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results/optimizer.json"))
+    parser.add_argument("--sweep", action="store_true", help="also time other launches of the kernel")
+    args = parser.parse_args()
+    bench = Bench(args.rows)
+    fp32, bf16 = "fp32 weights, bf16 gradients", "bf16 weights, stochastic rounding"
+    bench.bytes_only(fp32, jnp.float32)
+    bench.optax(fp32, jnp.float32, BYTES)
+    bench.ours(fp32, jnp.float32, "step", False, BYTES)
+    bench.add_ratio(fp32, "compressed_adamw.step", "optax.adamw float32")
+    bench.ours(fp32, jnp.float32, "update", False, "optax.adamw float32")
+    bench.bytes_only(bf16, jnp.bfloat16)
+    bench.optax(bf16, jnp.bfloat16, BYTES)
+    bench.ours(bf16, jnp.bfloat16, "step", True, BYTES)
+    bench.add_ratio(bf16, "compressed_adamw.step", "optax.adamw bfloat16")
+    if args.sweep:
+        bench.sweep(fp32, jnp.float32, False)
+        bench.sweep(bf16, jnp.bfloat16, True)
+    bench.torch(fp32)
+    packages = {"jax": jax.__version__, "optax": optax.__version__, "triton": triton.__version__}
+    packages["jax-triton"] = jax_triton.__version__
+    report = {
+        "bench": "optimizer",
+        "device": jax.devices()[0].device_kind,
+        "versions": packages,
+        "command": f"python -m experiments.bench.optimizer {' '.join(sys.argv[1:])}".strip(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "rows": bench.rows,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
