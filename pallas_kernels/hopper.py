@@ -22,17 +22,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper_epilogue import COLUMN as COLUMN
+from pallas_kernels.hopper_epilogue import OUT_DTYPES, Epilogue, Writer, tiling
+from pallas_kernels.hopper_epilogue import ROW as ROW
+from pallas_kernels.hopper_epilogue import check_array as check_array
+from pallas_kernels.hopper_epilogue import check_epilogue as check_epilogue
+
 K_STEP = 128
 COMPUTE_GROUPS = 2
 MEMORY_REGISTERS = 40
 COMPUTE_REGISTERS = 232
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-OUT_DTYPES = (jnp.bfloat16, jnp.float32)
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 Interpret = plgpu.InterpretGPUParams | None
-Parts = Sequence[tuple[int, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,21 +74,6 @@ class Tile:
     def groups(self) -> int:
         """Compute warpgroups that work on one tile."""
         return 1 if self.split is None else COMPUTE_GROUPS
-
-
-@dataclasses.dataclass(frozen=True)
-class Epilogue:
-    """What happens to the fp32 accumulator: out = acc * scale * row[:, None] * column[None, :] + bias + residual.
-
-    Attributes:
-        scale: fp32, shape (). row: fp32 (M,). column: fp32 (N,). bias: (N,). residual: (M, N). None leaves a term out.
-    """
-
-    scale: jax.Array | None = None
-    row: jax.Array | None = None
-    column: jax.Array | None = None
-    bias: jax.Array | None = None
-    residual: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,15 +129,10 @@ class Share:
         """Hands the stage back to the memory warpgroup, when nothing reads it any more."""
         plgpu.barrier_arrive(self.empty.at[slot])
 
-    def scales(self, stream: int, slot: Any, start: Any, size: int | None = None, layout: Any = None) -> Any:
-        """Values of a stream that came with this stage, from `start` of the block's: a vector, or a scalar without size.
-
-        Call `scales_read` before the stage is released.
-        """
-        ring = self.streams[stream]
-        if size is None:
-            return ring[slot, 0, start]
-        return plgpu.load(ring.at[slot, 0, pl.ds(start, size)], layout=layout, optimized=False)
+    def scales(self, stream: int, slot: Any, start: Any, size: int, layout: Any) -> jax.Array:
+        """Values of a stream that came with this stage; call `scales_read` before the stage is released."""
+        window = self.streams[stream].at[slot, 0, pl.ds(start, size)]
+        return plgpu.load(window, layout=layout, optimized=False)
 
     def scales_read(self) -> None:
         """Orders the reads of `scales` before the TMA write that follows the stage's release."""
@@ -169,7 +151,8 @@ class Share:
 class Stream:
     """Scales loaded with each stage: row `i` of `array`, `size` values from `start(row, col)` of the block's tile.
 
-    `array` is (steps of K, width) of 4-byte values; `size` is a multiple of 32 (128 bytes), and so is the width made.
+    `array` is (steps of K, width) of 4-byte values, `size` a multiple of 32 and `start` of 4: starts of 128-value blocks
+    (off the 16-byte grid) ended in an illegal instruction on an H200.
     """
 
     array: jax.Array
@@ -234,29 +217,12 @@ def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any) -> None:
         raise TypeError(f"out_dtype {jnp.dtype(out_dtype)} is not supported; use bfloat16 or float32")
 
 
-def check_array(name: str, x: jax.Array | None, shape: tuple[int, ...], dtypes: Sequence[Any]) -> None:
-    """Raises unless the optional array `x` has this shape and one of these dtypes."""
-    if x is None:
-        return
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}; expected {' or '.join(str(jnp.dtype(d)) for d in dtypes)}")
-    if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}; expected {shape}")
-
-
-def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
-    check_array("scale", epilogue.scale, (), (jnp.float32,))
-    check_array("row_scale", epilogue.row, (m,), (jnp.float32,))
-    check_array("column_scale", epilogue.column, (n,), (jnp.float32,))
-    check_array("bias", epilogue.bias, (n,), OUT_DTYPES)
-    check_array("residual", epilogue.residual, (m, n), OUT_DTYPES)
-
-
 def product(
     compute: Callable[..., None],
     a: jax.Array,
     b: jax.Array,
     streams: Sequence["Stream"] = (),
+    extras: Sequence[jax.Array] = (),
     *,
     name: str,
     tile: Tile,
@@ -269,10 +235,11 @@ def product(
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
 
     Args:
-        compute: called by each compute warpgroup for each of its tiles as `compute(share, finish, **scratch)`;
+        compute: called by each compute warpgroup for each of its tiles as `compute(share, finish, *extras, **scratch)`;
             it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
             with the accumulators: (first column, fp32 array of all rows of the share), from left to right.
         streams: scales that travel with the operands; `Share.scales` reads them.
+        extras: arrays in device memory that `compute` reads itself; their padding is the caller's business.
         swizzle: bytes of the shared-memory swizzle, and so the smallest slice of K that `compute` can multiply.
         scratch: further shared memory by name.
     """
@@ -323,6 +290,7 @@ def product(
     def kernel(*refs: Any, **scratch_refs: Any) -> None:
         a_ref, b_ref, *rest, out_ref = refs
         stream_refs, rest = rest[: len(streams)], rest[len(streams) :]
+        extra_refs, rest = rest[: len(extras)], rest[len(extras) :]
         epilogue_refs = dict(zip(vectors, rest, strict=False))
         residual_ref = rest[-1] if residual is not None else None
         residual_barrier = scratch_refs.pop("residual_barrier", None)
@@ -389,11 +357,11 @@ def product(
                     k_steps, tile, a_ring, b_ring, full, empty, stream_rings,
                 )  # fmt: skip
                 arrived = None if residual is None else (lambda slot: residual_barrier.at[group * 2 + slot])
-                writer = _Writer(
+                writer = Writer(
                     out_ref, residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece, out_dtype
                 )
                 factors = writer.begin()
-                compute(share, functools.partial(writer.finish, factors), **scratch_refs)
+                compute(share, functools.partial(writer.finish, factors), *extra_refs, **scratch_refs)
 
             lax.fori_loop(0, own if turns == 1 else lax.div(own - group + turns - 1, turns), work, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -406,6 +374,7 @@ def product(
         a,
         b,
         *(stream.array for stream in streams),
+        *extras,
         *vectors.values(),
         *([] if residual is None else [residual]),
     ]
@@ -424,88 +393,8 @@ def product(
     return out if out_shape == (m, n) else out[:m, :n]
 
 
-def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:
-    """Shared-memory transforms of a matrix whose rows wgmma and TMA read in swizzles of this many bytes."""
-    transforms: Any = plgpu
-    return transforms.TilingTransform((8, swizzle // itemsize)), transforms.SwizzleTransform(swizzle)
-
-
 def _empty_barrier(tile: Tile) -> Any:
     if tile.cluster:
         return plgpu.ClusterBarrier(
             collective_axes=("cluster",), num_arrivals=tile.groups, num_barriers=tile.stages)  # fmt: skip
     return plgpu.Barrier(num_arrivals=tile.groups, num_barriers=tile.stages)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Writer:
-    """Writes one warpgroup's accumulators: fp32 epilogue, then two alternating shared-memory slots and TMA stores.
-
-    A tile is written in pieces of 64 rows and 128 bytes. With a residual, a slot first receives the residual's piece.
-    """
-
-    out_ref: Any
-    residual_ref: Any
-    slots: Any
-    residual_arrived: Any
-    refs: dict[str, Any]
-    share: Share
-    tile: Tile
-    piece: int
-    out_dtype: Any
-
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        return [(i, j) for j in range(0, self.tile.cols, self.piece) for i in range(0, self.tile.rows, 64)]
-
-    def window(self, piece: int) -> tuple[Any, Any]:
-        i, j = self.pieces[piece]
-        return pl.ds(self.share.row + i, 64), pl.ds(self.share.col + j, self.piece)
-
-    def begin(self) -> tuple[Any, Any]:
-        """Before the K loop: loads the scales and fetches the first residual pieces, to hide their latency."""
-        if self.residual_ref is not None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for piece in range(min(2, len(self.pieces))):
-                self._fetch(piece)
-        scale = self.refs["scale"][0] if "scale" in self.refs else None
-        row = self._vector("row", self.share.row, self.tile.rows, ROW) if "row" in self.refs else None
-        return scale, row
-
-    def _fetch(self, piece: int) -> None:
-        slot = piece % 2
-        plgpu.copy_gmem_to_smem(
-            self.residual_ref.at[self.window(piece)], self.slots.at[slot], self.residual_arrived(slot))  # fmt: skip
-
-    def _vector(self, name: str, start: jax.Array, size: int, layout: Any) -> jax.Array:
-        return plgpu.load(self.refs[name].at[pl.ds(start, size)], layout=layout, optimized=False)
-
-    def finish(self, factors: tuple[Any, Any], parts: Parts) -> None:
-        """Writes the tile, given as (first column, fp32 accumulator of all its rows) from left to right."""
-        scale, row = factors
-        if row is not None and scale is not None:
-            row = row * scale
-        for piece, (i, j) in enumerate(self.pieces):
-            first, acc = next((f, x) for f, x in parts if f <= j < f + x.shape[1])
-            value = acc[i : i + 64, j - first : j - first + self.piece]
-            if row is not None:
-                value = value * lax.broadcast_in_dim(row[i : i + 64], value.shape, [0])
-            elif scale is not None:
-                value = value * scale
-            for name, term in (("column", jnp.multiply), ("bias", jnp.add)):
-                if name in self.refs:
-                    vector = self._vector(name, self.share.col + j, self.piece, COLUMN)
-                    value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
-            slot = self.slots.at[piece % 2]
-            if self.residual_ref is not None:
-                plgpu.barrier_wait(self.residual_arrived(piece % 2))
-                value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-            else:
-                # An odd number of pieces makes two tiles meet in one slot, with only that store in flight.
-                plgpu.wait_smem_to_gmem(int(piece > 0 or len(self.pieces) % 2 == 0), wait_read_only=True)
-            slot[...] = value.astype(self.out_dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
-            if self.residual_ref is not None and piece + 2 < len(self.pieces):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self._fetch(piece + 2)

@@ -22,7 +22,7 @@ def matmul_block(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: hopper.Tile | None = None,
-    unroll: int = 8,
+    unroll: int = 1,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
     """`dequantize(a) @ dequantize(b).T + bias + residual` with a scale for every 128 of K, promoted to fp32 every 128.
@@ -57,23 +57,26 @@ def matmul_block(
     if not by_column:
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
     if tile is None:
-        tile = hopper.Tile(64, 64 if by_column else 128, stages=5, cluster=hopper.pairing(m, 128))
+        cols, stages = (128, 5) if by_column else (192, 4)
+        tile = hopper.Tile(64, cols, stages=stages, cluster=hopper.pairing(m, 128))
     width = math.gcd(tile.cols, 128)  # columns that share a scale of b
     starts = range(0, tile.cols, width)
-    rows_of_a = hopper.Stream.of(a_scale, tile.block_rows, lambda row, _: row)
+    streams = [hopper.Stream.of(a_scale, tile.block_rows, lambda row, _: row)]
+    extras = []
     if by_column:
-        of_b = hopper.Stream.of(b_scale, tile.block_cols, lambda _, col: col)
+        streams.append(hopper.Stream.of(b_scale, tile.block_cols, lambda _, col: col))
     else:
-        of_b = hopper.Stream.of(b_scale, 32, lambda _, col: lax.div(col, 128))
+        cols = hopper.covered(n, tile.block_cols, tile.cluster == "N")
+        extras.append(hopper.pad_axis(b_scale, 0, hopper.ceil_div(cols, 128)))
 
-    def compute(share: hopper.Share, finish: Any) -> None:
-        def load(slot: Any) -> tuple[Any, ...]:
-            row = share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW)
+    def compute(share: hopper.Share, finish: Any, *b_ref: Any) -> None:
+        def load(i: jax.Array, slot: Any) -> tuple[Any, ...]:
             if by_column:
                 at = [share.stage_col + first for first in starts]
-                return row, *(share.scales(1, slot, start, width, hopper.COLUMN) for start in at)
-            first_block = lax.div(share.col - share.stage_col, 128)
-            return row, *(share.scales(1, slot, lax.div(share.col + first, 128) - first_block) for first in starts)
+                columns = [share.scales(1, slot, start, width, hopper.COLUMN) for start in at]
+            else:
+                columns = [b_ref[0][lax.div(share.col + first, 128), i] for first in starts]
+            return share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW), *columns
 
         def spread(x: jax.Array, axis: int) -> jax.Array:
             return lax.broadcast_in_dim(x, (tile.rows, width), [axis])
@@ -85,14 +88,14 @@ def matmul_block(
             factors = [spread(row, 0) * spread(c, 1) if by_column else spread(row * c, 0) for c in columns]
             return tuple(x + done[:, f : f + width] * s for x, f, s in zip(acc, starts, factors, strict=True))
 
-        def body(_: jax.Array, slots: list[Any], acc: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def body(i: jax.Array, slots: list[Any], acc: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             # Each partial product is promoted while the next one is in flight.
             def chain(step: int, acc: Any, before: Any) -> Any:
                 if step == len(slots):
                     return promote(acc, 0, *before)
                 slot = slots[step]
                 share.wait(slot)
-                scales = load(slot)
+                scales = load(i + step, slot)
 
                 def issue(partial: Any) -> Any:
                     plgpu.wgmma(partial, share.a(slot), share.b(slot))
@@ -109,6 +112,6 @@ def matmul_block(
         finish(list(zip(starts, acc, strict=True)))
 
     return hopper.product(
-        compute, a, b, [rows_of_a, of_b], name="fp8_matmul_block", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
+        compute, a, b, streams, extras, name="fp8_matmul_block", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
         interpret=interpret,
     )  # fmt: skip

@@ -134,17 +134,16 @@ def torch_arms() -> Iterator[Arm]:
 def our_arms(sweep: bool) -> Iterator[Arm]:
     turns = functools.partial(Tile, split=None)
     plain: list[Tile | None] = [None, Tile()]
-    block = [(Tile(64, 128, stages=5, cluster="M"), 8), (Tile(64, 128, stages=5, cluster="M"), 16),
-             (Tile(64, 192, cluster="M"), 1)]  # fmt: skip
-    column = [(Tile(64, 64, stages=5, cluster="M"), 8), (Tile(64, 128, stages=5, cluster="M"), 1)]
-    registers, exact = [Tile()], [(Tile(64, 128, stages=5, cluster="M"), u) for u in (1, 4)]
+    block = [(Tile(64, 192, cluster="M"), 1), (Tile(64, 128, stages=5, cluster="M"), 8)]
+    column = [(Tile(64, 128, stages=5, cluster="M"), 1)]
+    registers, exact = [Tile()], [(Tile(64, 128, stages=5, cluster="M"), 1)]
     if sweep:
         plain += [turns(128, 128, stages=6, cluster="M"), turns(128, 160, stages=5, cluster="M"),
                   turns(128, 192, cluster="M"), turns(128, 192, cluster="N"), Tile(cluster="N")]  # fmt: skip
-        block += [(Tile(64, 128, stages=5), 8), (Tile(64, 128, stages=5, cluster="N"), 8), (Tile(64, 192), 1)]
-        column += [(Tile(64, 96, stages=5, cluster="M"), 8), (Tile(64, 160, stages=4, cluster="M"), 1)]
+        block += [(Tile(64, 128, stages=5, cluster="M"), 16), (Tile(64, 128, stages=5), 8), (Tile(64, 192), 1)]
+        column += [(Tile(64, 64, stages=5, cluster="M"), 8), (Tile(64, 160, stages=4, cluster="M"), 1)]
         registers += [Tile(cluster="M")]
-        exact += [(Tile(64, 128, stages=5), 1)]
+        exact += [(Tile(64, 128, stages=5), 1), (Tile(64, 128, stages=5, cluster="M"), 4)]
     for t in plain:
         yield Arm(
             f"ours tensor {label(t)}", "tensor", lambda a, b, s, t=t: matmul(a, b, scale=s, tile=t), ("a", "b", "s")
@@ -285,7 +284,7 @@ def main() -> None:
             continue
         rows += measure(shape, arms, options.rounds, options.burst)
     record = {
-        "bench": "matmul", "device": device.device_kind, "command": " ".join(sys.argv), "rows": rows,
+        "bench": "matmul", "device": device.device_kind, "command": " ".join(["python -m experiments.bench.tune_matmul", *sys.argv[1:]]), "rows": rows,
         "versions": {"jax": jax.__version__, "python": platform.python_version(), "torch": torch and torch.__version__},
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip

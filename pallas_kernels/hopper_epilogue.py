@@ -1,0 +1,128 @@
+"""The end of every Hopper matrix product: what happens to the fp32 accumulators, and how they reach device memory."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+OUT_DTYPES = (jnp.bfloat16, jnp.float32)
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What happens to the fp32 accumulator: out = acc * scale * row[:, None] * column[None, :] + bias + residual.
+
+    Attributes:
+        scale: fp32, shape (). row: fp32 (M,). column: fp32 (N,). bias: (N,). residual: (M, N). None leaves a term out.
+    """
+
+    scale: jax.Array | None = None
+    row: jax.Array | None = None
+    column: jax.Array | None = None
+    bias: jax.Array | None = None
+    residual: jax.Array | None = None
+
+
+def check_array(name: str, x: jax.Array | None, shape: tuple[int, ...], dtypes: Sequence[Any]) -> None:
+    """Raises unless the optional array `x` has this shape and one of these dtypes."""
+    if x is None:
+        return
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected {' or '.join(str(jnp.dtype(d)) for d in dtypes)}")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}; expected {shape}")
+
+
+def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
+    check_array("scale", epilogue.scale, (), (jnp.float32,))
+    check_array("row_scale", epilogue.row, (m,), (jnp.float32,))
+    check_array("column_scale", epilogue.column, (n,), (jnp.float32,))
+    check_array("bias", epilogue.bias, (n,), OUT_DTYPES)
+    check_array("residual", epilogue.residual, (m, n), OUT_DTYPES)
+
+
+def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:
+    """Shared-memory transforms of a matrix whose rows wgmma and TMA read in swizzles of this many bytes."""
+    transforms: Any = plgpu
+    return transforms.TilingTransform((8, swizzle // itemsize)), transforms.SwizzleTransform(swizzle)
+
+
+@dataclasses.dataclass(frozen=True)
+class Writer:
+    """Writes one warpgroup's accumulators: fp32 epilogue, then two alternating shared-memory slots and TMA stores.
+
+    A tile is written in pieces of 64 rows and 128 bytes. With a residual, a slot first receives the residual's piece.
+    """
+
+    out_ref: Any
+    residual_ref: Any
+    slots: Any
+    residual_arrived: Any
+    refs: dict[str, Any]
+    share: Any
+    tile: Any
+    piece: int
+    out_dtype: Any
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        return [(i, j) for j in range(0, self.tile.cols, self.piece) for i in range(0, self.tile.rows, 64)]
+
+    def window(self, piece: int) -> tuple[Any, Any]:
+        i, j = self.pieces[piece]
+        return pl.ds(self.share.row + i, 64), pl.ds(self.share.col + j, self.piece)
+
+    def begin(self) -> tuple[Any, Any]:
+        """Before the K loop: loads the scales and fetches the first residual pieces, to hide their latency."""
+        if self.residual_ref is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for piece in range(min(2, len(self.pieces))):
+                self._fetch(piece)
+        scale = self.refs["scale"][0] if "scale" in self.refs else None
+        row = self._vector("row", self.share.row, self.tile.rows, ROW) if "row" in self.refs else None
+        return scale, row
+
+    def _fetch(self, piece: int) -> None:
+        slot = piece % 2
+        plgpu.copy_gmem_to_smem(
+            self.residual_ref.at[self.window(piece)], self.slots.at[slot], self.residual_arrived(slot))  # fmt: skip
+
+    def _vector(self, name: str, start: jax.Array, size: int, layout: Any) -> jax.Array:
+        return plgpu.load(self.refs[name].at[pl.ds(start, size)], layout=layout, optimized=False)
+
+    def finish(self, factors: tuple[Any, Any], parts: Sequence[tuple[int, jax.Array]]) -> None:
+        """Writes the tile, given as (first column, fp32 accumulator of all its rows) from left to right."""
+        scale, row = factors
+        if row is not None and scale is not None:
+            row = row * scale
+        for piece, (i, j) in enumerate(self.pieces):
+            first, acc = next((f, x) for f, x in parts if f <= j < f + x.shape[1])
+            value = acc[i : i + 64, j - first : j - first + self.piece]
+            if row is not None:
+                value = value * lax.broadcast_in_dim(row[i : i + 64], value.shape, [0])
+            elif scale is not None:
+                value = value * scale
+            for name, term in (("column", jnp.multiply), ("bias", jnp.add)):
+                if name in self.refs:
+                    vector = self._vector(name, self.share.col + j, self.piece, COLUMN)
+                    value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
+            slot = self.slots.at[piece % 2]
+            if self.residual_ref is not None:
+                plgpu.barrier_wait(self.residual_arrived(piece % 2))
+                value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+            else:
+                # An odd number of pieces makes two tiles meet in one slot, with only that store in flight.
+                plgpu.wait_smem_to_gmem(int(piece > 0 or len(self.pieces) % 2 == 0), wait_read_only=True)
+            slot[...] = value.astype(self.out_dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
+            if self.residual_ref is not None and piece + 2 < len(self.pieces):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self._fetch(piece + 2)
