@@ -5,21 +5,19 @@ that function, several products that read one input share them, and the input it
 """
 
 import functools
-import threading
-import weakref
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import get_opaque_trace_state
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.matmul import Operand, matmul, transpose
+from fp8jax.ops.recent import Recent
 
 
 class Scales(NamedTuple):
@@ -62,7 +60,9 @@ def product(
     if kept is not None:
         subkey = _subkey(key, kept, "saved")
         if subkey is None and scales is None:
-            saved, dtypes = _shared(x, kept, recipe.scaling, x if source is None else source)
+            how = (kept, recipe.scaling, x.shape)
+            make = functools.partial(_save, x, kept, recipe.scaling)
+            saved, dtypes = _inputs.get(x if source is None else source, how, make)
         else:
             saved, dtypes = _save(x, kept, recipe.scaling, subkey, None if scales is None else scales.x)
     return _product(recipe, dtypes, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales)
@@ -146,6 +146,9 @@ def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
 _Saved = tuple[QTensor, tuple[Any, ...]]
 
 
+_inputs: Recent[_Saved] = Recent()
+
+
 def _save(x: Array, spec: QuantSpec, how: str, key: Array | None = None, scale: Array | None = None) -> _Saved:
     codes = _operand(lax.stop_gradient(x), spec, how=how, key=key, scale=scale)
     leaves, tree = jax.tree.flatten(codes)
@@ -157,33 +160,6 @@ def _restore(saved: QTensor, dtypes: Any) -> QTensor:
     leaves, tree = jax.tree.flatten(saved)
     restored = [lax.bitcast_convert_type(x, d) if x.dtype != d else x for x, d in zip(leaves, dtypes, strict=True)]
     return jax.tree.unflatten(tree, restored)
-
-
-class _Last(threading.local):
-    """The input that was quantized last: products that read one input one after another share its codes."""
-
-    entry: tuple[Any, Any, _Saved] | None = None
-
-
-_last = _Last()
-
-
-def _shared(x: Array, spec: QuantSpec, how: str, source: Array) -> _Saved:
-    # To the leak checker the entry that waits for a next product is a leak.
-    if jax.config.jax_check_tracer_leaks:  # type: ignore[attr-defined]
-        return _save(x, spec, how)
-    # The codes belong to the trace that made them: a scan's body must not see those of the function around it.
-    use = (spec, how, x.shape, get_opaque_trace_state())
-    if _last.entry is not None and _last.entry[0]() is source and _last.entry[1] == use:
-        return _last.entry[2]
-    saved = _save(x, spec, how)
-    _last.entry = (weakref.ref(source, _forget), use, saved)
-    return saved
-
-
-def _forget(reference: Any) -> None:
-    if _last.entry is not None and _last.entry[0] is reference:
-        _last.entry = None
 
 
 def _zero_cotangent(x: Array) -> Any:

@@ -1,0 +1,38 @@
+"""What was last made of an array: layers that read one input one after another share what is made of it."""
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import jax
+from jax import Array
+from jax.extend.core import get_opaque_trace_state
+
+Made = TypeVar("Made")
+
+
+class Recent(threading.local, Generic[Made]):
+    """Remembers one result, by the identity of the array it was made of, and how, until that array is gone.
+
+    Results belong to the trace that made them: the body of a scan must not see those of the function around it.
+    """
+
+    def __init__(self) -> None:
+        self._entry: tuple[Any, Any, Made] | None = None
+
+    def get(self, source: Array, how: Hashable, make: Callable[[], Made]) -> Made:
+        """The last result if it was made of `source` in the same way and trace; else `make()`, which is remembered."""
+        # To the leak checker the entry that waits for a next call is a leak.
+        if jax.config.jax_check_tracer_leaks:  # type: ignore[attr-defined]
+            return make()
+        use = (how, get_opaque_trace_state())
+        if self._entry is not None and self._entry[0]() is source and self._entry[1] == use:
+            return self._entry[2]
+        made = make()
+        self._entry = (weakref.ref(source, self._forget), use, made)
+        return made
+
+    def _forget(self, reference: Any) -> None:
+        if self._entry is not None and self._entry[0] is reference:
+            self._entry = None
