@@ -151,8 +151,8 @@ class Share:
 class Stream:
     """Scales loaded with each stage: row `i` of `array`, `size` values from `start(row, col)` of the block's tile.
 
-    `array` is (steps of K, width) of 4-byte values, `size` a multiple of 32 and `start` of 4: starts of 128-value blocks
-    (off the 16-byte grid) ended in an illegal instruction on an H200.
+    `array` is (steps of K, width) of 4-byte values, `size` a multiple of 32, `start` of 4: starts off the 16-byte grid
+    ended in an illegal instruction on an H200.
     """
 
     array: jax.Array

@@ -283,8 +283,9 @@ def main() -> None:
             print(f"{shape}: not measured, the time limit is reached")
             continue
         rows += measure(shape, arms, options.rounds, options.burst)
+    command = " ".join(["python -m experiments.bench.tune_matmul", *sys.argv[1:]])
     record = {
-        "bench": "matmul", "device": device.device_kind, "command": " ".join(["python -m experiments.bench.tune_matmul", *sys.argv[1:]]), "rows": rows,
+        "bench": "matmul", "device": device.device_kind, "command": command, "rows": rows,
         "versions": {"jax": jax.__version__, "python": platform.python_version(), "torch": torch and torch.__version__},
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
