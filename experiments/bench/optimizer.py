@@ -149,10 +149,10 @@ class Bench:
         told = f", {ratio:.3f} of {against}" if against and ratio else ""
         print(f"{case:36s} {impl:28s} {metric:12s} {value:9.4g} {unit}{told}", flush=True)
 
-    def add_ratio(self, case: str, impl: str, against: str) -> None:
-        """Adds the speed of an implementation once more, relative to another one."""
+    def add_ratio(self, case: str, impl: str, against: tuple[str, str]) -> None:
+        """Adds the speed of an implementation once more, relative to that of another (case, implementation)."""
         speed = self.speeds[case, impl]
-        self.add(case, impl, "speed", speed, "Gparam/s", against, speed / self.speeds[case, against])
+        self.add(case, impl, "speed", speed, "Gparam/s", against[1], speed / self.speeds[against])
 
     def gradients(self, dtype: Any) -> list[jax.Array]:
         return [0.5 * g for g in weights(self.shape, dtype)]
@@ -170,35 +170,45 @@ class Bench:
         time_, _ = seconds(step, (p, tx.init(p)), g)
         self.record(case, f"optax.adamw {jnp.dtype(dtype).name}", time_, 7 * jnp.dtype(dtype).itemsize, against)
 
-    def ours(self, case: str, dtype: Any, form: str, stochastic: bool, against: str | None) -> None:
-        """`compressed_adamw`, with temporaries and state from the compiled program."""
+    def ours(self, case: str, dtype: Any, form: str, against: str, stochastic: bool = False) -> None:
+        """`compressed_adamw` in one jit, with the temporaries of the compiled program relative to its state.
+
+        Forms: "step", the new weights; "update", the changes alone; "update + apply", both as optax users write it.
+        """
         tx = fp8jax.compressed_adamw(RATE, B1, B2, weight_decay=DECAY, impl="triton")
-        p, g = weights(self.shape, dtype), self.gradients(jnp.bfloat16)
+        p, g, key = weights(self.shape, dtype), self.gradients(jnp.bfloat16), jax.random.key(0)
+
+        def run(params: Any, state: Any, grads: Any, key: jax.Array) -> Any:
+            if form == "step":
+                return tx.step(grads, state, params, **({"key": key} if stochastic else {}))
+            updates, state = tx.update(grads, state, params)
+            return (updates if form == "update" else optax.apply_updates(params, updates)), state
+
+        state = tx.init(p)
+        donated = (1,) if form == "update" else (0, 1)
+        compiled = jax.jit(run, donate_argnums=donated).lower(p, state, g, key).compile()
 
         def step(carry: Any, grads: Any, key: jax.Array) -> Any:
-            if form == "step":
-                return tx.step(grads, carry[1], carry[0], **({"key": key} if stochastic else {}))
-            updates, state = tx.update(grads, carry[1], carry[0])
-            return optax.apply_updates(carry[0], updates), state
+            result, state = compiled(*carry, grads, key)
+            return (carry[0] if form == "update" else result), state
 
-        carry, key = (p, tx.init(p)), jax.random.key(0)
-        compiled = jax.jit(step, donate_argnums=0).lower(carry, g, key).compile()
-        time_, _ = seconds(compiled, carry, g, key)
+        state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        time_, _ = seconds(step, (p, state), g, key)
         size = jnp.dtype(dtype).itemsize
-        traffic = 2 * size + 2 + 4 + 24 / GROUP + (3 * size if form == "update" else 0)
-        self.record(case, f"compressed_adamw.{form}", time_, traffic, against)
-        state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(carry[1]))
-        temporaries = compiled.memory_analysis().temp_size_in_bytes
-        self.add(
-            case, f"compressed_adamw.{form}", "temporaries", temporaries / 2**20, "MiB", "state", temporaries / state
-        )
+        traffic = 2 * size + 2 + 4 + 24 / GROUP + (3 * size if form == "update + apply" else 0)
+        name = f"compressed_adamw {form}"
+        self.record(case, name, time_, traffic, against)
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        temporaries = memory.temp_size_in_bytes
+        self.add(case, name, "temporaries", temporaries / 2**20, "MiB", "state", temporaries / state_bytes)
 
     def bytes_only(self, case: str, dtype: Any) -> None:
         """The best of several launches of the kernel that only moves the step's bytes."""
         scales = (self.shape[0], WIDTH // GROUP)
         moment = (jnp.float8_e4m3fn, jnp.float32, jnp.bfloat16)
         shapes = (self.shape, scales, scales)
-        state = [tuple(weights(self.shape, dtype))]
+        state: Any = [tuple(weights(self.shape, dtype))]
         state += [
             tuple(tuple(jnp.ones(s, d) for s, d in zip(shapes, moment, strict=True)) for _ in range(LEAVES))
             for _ in "mn"
@@ -302,13 +312,14 @@ def main() -> None:
     fp32, bf16 = "fp32 weights, bf16 gradients", "bf16 weights, stochastic rounding"
     bench.bytes_only(fp32, jnp.float32)
     bench.optax(fp32, jnp.float32, BYTES)
-    bench.ours(fp32, jnp.float32, "step", False, BYTES)
-    bench.add_ratio(fp32, "compressed_adamw.step", "optax.adamw float32")
-    bench.ours(fp32, jnp.float32, "update", False, "optax.adamw float32")
+    for form in ("step", "update", "update + apply"):
+        bench.ours(fp32, jnp.float32, form, BYTES)
+        bench.add_ratio(fp32, f"compressed_adamw {form}", (fp32, "optax.adamw float32"))
     bench.bytes_only(bf16, jnp.bfloat16)
     bench.optax(bf16, jnp.bfloat16, BYTES)
-    bench.ours(bf16, jnp.bfloat16, "step", True, BYTES)
-    bench.add_ratio(bf16, "compressed_adamw.step", "optax.adamw bfloat16")
+    bench.ours(bf16, jnp.bfloat16, "step", BYTES, stochastic=True)
+    for baseline in ((bf16, "optax.adamw bfloat16"), (fp32, "optax.adamw float32")):
+        bench.add_ratio(bf16, "compressed_adamw step", baseline)
     if args.sweep:
         bench.sweep(fp32, jnp.float32, False)
         bench.sweep(bf16, jnp.bfloat16, True)
