@@ -151,13 +151,13 @@ def train_arms(
     run = make_run(make_task(llama, seeds[0]), len(tokens_SxBxT))
     tokens = jnp.asarray(tokens_SxBxT)
     names = list(STORAGES)
+    starts = [jax.jit(make_task(llama, seed).init)().params for seed in seeds]
 
-    def losses(arm: Arm, seed: int) -> np.ndarray:
-        params = jax.jit(make_task(llama, seed).init)().params
-        return np.asarray(run(jnp.array([names.index(s) for s in arm]), params, tokens))
+    def losses(arm: Arm, start: Any) -> np.ndarray:
+        return np.asarray(run(jnp.array([names.index(s) for s in arm]), start, tokens))
 
-    plain = [losses(Arm(), seed) for seed in seeds]
-    return {name: plain[0] if name == BASE else losses(arm, seeds[0]) for name, arm in arms.items()}, plain
+    plain = [losses(Arm(), start) for start in starts]
+    return {name: plain[0] if name == BASE else losses(arm, starts[0]) for name, arm in arms.items()}, plain
 
 
 def final(losses: np.ndarray, tail: int = TAIL) -> float:

@@ -1,0 +1,198 @@
+"""The tables: their arithmetic against direct computation, the papers' figures as transcribed, and the report."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fp8jax
+from experiments.loop import decay_mask
+from experiments.models.llama import Llama, LlamaConfig
+from experiments.tables import coat_activations, coat_optimizer, common, fp8_lm_precision, report
+from experiments.tables.common import Row
+
+ROOT = Path(__file__).parents[2]
+TINY = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
+TOKENS = np.random.default_rng(0).integers(0, 32, (2, 9)).astype(np.int32)
+
+
+def moments() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    v = np.exp(rng.normal(size=(32, 256)))
+    return (rng.normal(size=v.shape) * np.sqrt(v)).astype(np.float32), v.astype(np.float32)
+
+
+def test_error_of_plain_e4m3_is_that_of_ml_dtypes():
+    m, v = moments()
+    errors = coat_optimizer.error_table([(m, v)])
+
+    def stored(x):
+        groups = x.reshape(32, 2, 128)
+        scale = np.abs(groups).max(-1, keepdims=True) / np.float32(448)
+        return ((groups / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale).reshape(x.shape)
+
+    want = np.mean((stored(m) / np.sqrt(stored(v)) - m / np.sqrt(v)) ** 2)
+    # Values that lie between two codes may round the other way with the scale's reciprocal.
+    np.testing.assert_allclose(errors["E4M3 | E4M3"], want, rtol=1e-3)
+    assert len(errors) == 36
+    assert errors["E4M3 + Expand | E4M3 + Expand"] < 0.8 * errors["E4M3 | E4M3"]
+    assert errors["E5M2 | E4M3"] > errors["E4M3 | E4M3"]
+
+
+def test_the_papers_figures_agree_with_its_text():
+    paper = coat_optimizer.PAPER
+    assert set(paper) < set(coat_optimizer.error_table([moments()]))
+    assert round(paper["E4M3 | E4M3"] / paper["E4M3 + Expand | E4M3 + Expand"], 2) == 1.63
+    assert round(paper["DE8 | DE8"] / paper["DE8 + Expand | E4M3 + Expand"], 2) == 1.41
+    assert min(paper, key=lambda case: paper[case]) == "DE8 + Expand | E4M3 + Expand"
+
+
+def test_dynamic_range_is_that_of_nonzero_magnitudes_and_expansion_fills_the_format():
+    x = np.ones((2, 256), np.float32)
+    x[0, :128], x[0, 5], x[0, 6] = 0.5, 8.0, 0.0
+    x[1, :128], x[1, 0] = 0.0, -3.0
+    x[1, 128], x[1, 129] = -1e6, 1e-3
+    found = coat_optimizer.dynamic_ranges([x], "mu")
+    np.testing.assert_allclose(sorted(found["before"]), [1, 1, 16, 1e9], rtol=1e-5)
+    after = dict(zip(found["before"].round(), found["after"], strict=True))
+    # The exponent is stored in bf16.
+    np.testing.assert_allclose(np.log(after[16.0]), np.log(57344), rtol=2**-8)
+    np.testing.assert_allclose(np.log(after[max(after)]), np.log(57344), rtol=2**-8)
+
+
+def test_smaller_groups_cost_bytes_and_lower_the_error():
+    table = coat_optimizer.group_size_table([moments()])
+    errors, sizes = zip(*table.values(), strict=True)
+    assert list(errors) == sorted(errors)
+    np.testing.assert_allclose(sizes, [2 * (1 + 6 / group) for group in table])
+
+
+def test_every_arm_names_known_storages_and_what_the_paper_says_an_arm():
+    for arm in fp8_lm_precision.ARMS.values():
+        assert set(arm) <= set(fp8_lm_precision.STORAGES)
+    assert set(fp8_lm_precision.SAID) < set(fp8_lm_precision.ARMS)
+    assert len(set(fp8_lm_precision.ARMS.values())) == len(fp8_lm_precision.ARMS)
+
+
+def test_storage_has_a_scale_for_each_layer_and_keeps_second_moments_from_zero():
+    tree = {"layers": jnp.array([[1.0, 2.0], [1e-8, 2e-8]]), "head": jnp.array([1.0, 1e-8])}
+    how = fp8_lm_precision.STORAGES
+    kept = fp8_lm_precision.store(how["e4m3, scaled"], tree)
+    np.testing.assert_allclose(kept["layers"], tree["layers"], rtol=0.07)
+    assert kept["head"].tolist() == [1.0, 0.0]
+    assert fp8_lm_precision.store(how["e4m3, no zeros"], tree)["head"][1] > 0
+    assert fp8_lm_precision.store("bf16", {"a": jnp.float32(1 + 2**-9)})["a"] == 1.0
+
+
+def test_arms_train_as_optax_does_and_a_coarse_master_weight_shows(monkeypatch):
+    few = {name: fp8_lm_precision.STORAGES[name] for name in ("fp32", "e4m3, scaled")}
+    monkeypatch.setattr(fp8_lm_precision, "STORAGES", few)
+    arms = {fp8_lm_precision.BASE: fp8_lm_precision.Arm(), "master": fp8_lm_precision.Arm(master="e4m3, scaled")}
+    batches = np.stack([TOKENS] * 6)
+    losses, plain = fp8_lm_precision.train_arms(TINY, batches, arms, (0,))
+    task = fp8_lm_precision.make_task(TINY, 0)
+    params = jax.jit(task.init)().params
+    f = fp8_lm_precision
+    rate = optax.warmup_cosine_decay_schedule(0.0, f.RATE, 5, 6, f.RATE / 10)
+    tx = optax.chain(
+        optax.clip_by_global_norm(f.CLIP), optax.adamw(rate, f.B1, f.B2, f.EPS, weight_decay=f.DECAY, mask=decay_mask)
+    )
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(task.loss)(params, TOKENS)
+        updates, state = tx.update(grads, state, params)
+        return loss, optax.apply_updates(params, updates), state
+
+    state, want = tx.init(params), []
+    for _ in range(6):
+        loss, params, state = step(params, state)
+        want.append(float(loss))
+    np.testing.assert_allclose(losses[f.BASE], want, rtol=1e-3)
+    np.testing.assert_array_equal(plain[0], losses[f.BASE])
+    assert want[-1] < want[0] - 0.01
+    assert abs(losses["master"][0] - want[0]) > 1e-4
+
+
+def test_activations_are_stored_and_their_gradients_pass():
+    spec = coat_activations.spec("group", 16)
+    x = jax.random.normal(jax.random.key(0), (4, 32))
+    value, gradient = jax.value_and_grad(lambda x: jnp.vdot(x, coat_activations.through(x, spec)))(x)
+    stored = fp8jax.quantize(x, spec).dequantize()
+    np.testing.assert_array_equal(coat_activations.through(x, spec), stored)
+    np.testing.assert_allclose(value, jnp.vdot(x, stored), rtol=1e-6)
+    np.testing.assert_allclose(gradient, stored + x, rtol=1e-6)
+
+
+def test_probe_sees_the_last_block_and_the_gradient_before_the_first():
+    model = Llama(TINY, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    hidden, gradient = coat_activations.probe(model, jnp.asarray(TOKENS))
+    logits = model.head(model.norm(jnp.asarray(hidden)))
+    np.testing.assert_allclose(logits.reshape(2, 8, 32), model(jnp.asarray(TOKENS[:, :-1])), atol=1e-5)
+    table = model.embed.embedding
+
+    def loss(values):
+        table.set_value(values)
+        logits = model(TOKENS[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]).mean()
+
+    start = jnp.array(table.get_value())
+    rows = jnp.zeros_like(start).at[TOKENS[:, :-1].reshape(-1)].add(gradient)
+    direction = jax.random.normal(jax.random.key(1), start.shape)
+    difference = (loss(start + 1e-3 * direction) - loss(start - 1e-3 * direction)) / 2e-3
+    table.set_value(start)
+    np.testing.assert_allclose(jnp.vdot(rows, direction), difference, rtol=0.03, atol=1e-3)
+    quantized = coat_activations.quantize_activations(model, coat_activations.spec("group", 16))
+    moved, _ = coat_activations.probe(quantized, jnp.asarray(TOKENS), backward=False)
+    assert 0 < coat_activations.by_token(moved, hidden).mean() < 0.01 * np.mean(hidden**2)
+    again, _ = coat_activations.probe(model, jnp.asarray(TOKENS), backward=False)
+    np.testing.assert_array_equal(again, hidden)
+
+
+ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "ms", "baseline": None, "ratio": None}
+RESULT = {"bench": "x", "device": "d", "versions": {"jax": "1"}, "command": "c", "date": "2026-01-01", "rows": [ROW]}
+
+
+def test_a_results_file_becomes_a_section(tmp_path):
+    row = Row("big", "error", 2.0, "1", "small", 2.0, 7.5, 3.0, "Table 1", ("big", "column"))
+    base = Row("small", "error", 1.0, "1", "small", 1.0, 2.5, 1.0, "Table 1", ("small", "column"))
+    common.write("mine", "Mine", [row, base], ["A note."], None, tmp_path)
+    (tmp_path / "x.json").write_text(json.dumps(RESULT))
+    (tmp_path / "x.png").write_bytes(b"")
+    assert report.main(["--results", str(tmp_path), "--target", str(tmp_path / "R.md")]) == 0
+    text = (tmp_path / "R.md").read_text()
+    assert "## Mine\n\n`python -m experiments.tables.mine` · 20" in text
+    assert "error, over that of small (1); in brackets the paper's ratio:" in text
+    assert "| big | 2 (3) |" in text
+    assert "- A note." in text
+    assert "| a \\| b | xla | time | 1.5 | ms |" in text
+    assert f"![x]({tmp_path.name}/x.png)" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "x.json: Expecting property name"),
+        (json.dumps({k: v for k, v in RESULT.items() if k != "device"}), "x.json: device missing"),
+        (json.dumps({**RESULT, "rows": [{"case": "a"}]}), "x.json: baseline, impl, metric, ratio, unit, value missing"),
+        ("[]", "x.json: "),
+    ],
+)
+def test_a_file_of_another_schema_is_named(tmp_path, capsys, content, message):
+    (tmp_path / "x.json").write_text(content)
+    assert report.main(["--results", str(tmp_path), "--target", str(tmp_path / "R.md")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_results_md_is_what_the_files_give(tmp_path):
+    report.write(ROOT / "results", tmp_path / "RESULTS.md")
+    message = "run python -m experiments.tables.report"
+    assert (tmp_path / "RESULTS.md").read_text() == (ROOT / "RESULTS.md").read_text(), message
