@@ -98,6 +98,9 @@ _last = _Last()
 
 
 def _shared(source: Array, cast: Array) -> Array:
+    # To the leak checker the entry that waits for a next layer is a leak.
+    if jax.config.jax_check_tracer_leaks:  # type: ignore[attr-defined]
+        return cast
     how = (cast.dtype, get_opaque_trace_state())
     if _last.entry is not None and _last.entry[0]() is source and _last.entry[1] == how:
         return _last.entry[2]
@@ -105,9 +108,10 @@ def _shared(source: Array, cast: Array) -> Array:
     return cast
 
 
-def _forget(reference: Any) -> None:
-    if _last.entry is not None and _last.entry[0] is reference:
-        _last.entry = None
+def _forget(reference: Any, last: _Last = _last) -> None:
+    # Bound early: at the end of the interpreter globals go before arrays do.
+    if last.entry is not None and last.entry[0] is reference:
+        last.entry = None
 
 
 def check_replaceable(path: str, layer: Any) -> None:

@@ -1,0 +1,117 @@
+"""Delayed scaling in NNX models: histories as variables of their own, statistics of gradients as cotangents."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core.recipe import Linear
+from fp8jax.ops.linear import DimensionNumbers, Observed, ScalingState, delayed_linear, init_scaling, update_scaling
+
+
+class ScalingVariable(nnx.Variable):
+    """Amax histories, and what calls of the current step have seen: module state, never differentiated."""
+
+
+class GradientStatistic(nnx.Variable):
+    """A slot whose cotangent is the largest magnitude of a gradient; never an argument of an optimizer."""
+
+
+class DelayedDotGeneral(nnx.Module):
+    """`dot_general` of one layer with delayed scaling.
+
+    Attributes:
+        x, w, dy: histories, fp32 (..., history), with the leading axes of stacked layers.
+        seen_x, seen_w: largest magnitudes of the calls since the last update, fp32 (...).
+        slot: fp32 (...), zeros.
+        use_running_average: read the histories and note nothing, as `model.eval()` sets it.
+    """
+
+    def __init__(self, linear: Linear, stacked: tuple[int, ...] = ()) -> None:
+        self.linear = linear
+        self.use_running_average = False
+        for name, history in zip(("x", "w", "dy"), init_scaling(linear), strict=True):
+            setattr(self, name, ScalingVariable(jnp.tile(history, (*stacked, 1))))
+        self.seen_x, self.seen_w = (ScalingVariable(jnp.zeros(stacked)) for _ in range(2))
+        self.slot = GradientStatistic(jnp.zeros(stacked))
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Array:
+        (lhs_contract, rhs_contract), batch = dimension_numbers
+        n = len(lhs_contract)
+        ends = tuple(range(lhs.ndim - n, lhs.ndim)), tuple(range(n))
+        if (tuple(lhs_contract), tuple(rhs_contract)) != ends or any(batch):
+            raise ValueError(f"delayed scaling takes an input's last axes by a kernel's first, not {dimension_numbers}")
+        if precision not in (None, lax.Precision.DEFAULT, "default") or out_sharding is not None:
+            raise ValueError(f"a quantized product takes no precision={precision!r}, out_sharding={out_sharding!r}")
+        inputs = math.prod(rhs.shape[:n])
+        x = lhs.reshape(*lhs.shape[: lhs.ndim - n], inputs)
+        state = ScalingState(self.x[...], self.w[...], self.dy[...])
+        y, observed = delayed_linear(x, rhs.reshape(inputs, -1), state, self.slot[...], recipe=self.linear)
+        if not self.use_running_average:
+            self.seen_x[...] = jnp.maximum(self.seen_x[...], observed.x)
+            self.seen_w[...] = jnp.maximum(self.seen_w[...], observed.w)
+        return y.reshape(*lhs.shape[: lhs.ndim - n], *rhs.shape[n:]).astype(preferred_element_type or lhs.dtype)
+
+    def advance(self, dy: Array) -> None:
+        """Ends a step: its largest magnitudes enter the histories, and nothing is seen of the next one yet."""
+        state = ScalingState(self.x[...], self.w[...], self.dy[...])
+        new = update_scaling(state, Observed(self.seen_x[...], self.seen_w[...], dy), self.linear)
+        self.x[...], self.w[...], self.dy[...] = new
+        self.seen_x[...], self.seen_w[...] = jnp.zeros_like(self.seen_x[...]), jnp.zeros_like(self.seen_w[...])
+
+
+def advance_scaling(model: nnx.Module, grads: nnx.State) -> nnx.State:
+    """Ends a step of a model with delayed scaling: updates its histories in place.
+
+    Differentiate with respect to parameters and statistics, and give the optimizer what this returns:
+
+        wrt = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model, batch)
+        optimizer.update(model, fp8jax.nnx.advance_scaling(model, grads))
+
+    Under gradient accumulation call it once a step, with the statistics of the microbatches merged by maximum
+    (gradients are summed); under data parallelism in `jax.shard_map`, with the maximum over replicas.
+
+    Args:
+        model: a model that `fp8jax.nnx.quantize` gave a recipe with delayed scaling.
+        grads: gradients of `nnx.Any(nnx.Param, GradientStatistic)`.
+
+    Returns:
+        The gradients without the statistics.
+
+    Raises:
+        ValueError: the model has no delayed scaling, or `grads` lacks its statistics.
+    """
+    found = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, DelayedDotGeneral)]
+    if not found:
+        raise ValueError("the model has no layer with delayed scaling")
+    statistics, rest = nnx.split_state(grads, GradientStatistic, ...)
+    seen = dict(nnx.to_flat_state(statistics))
+    for path, module in found:
+        if (*path, "slot") not in seen:
+            raise ValueError("differentiate with respect to nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)")
+        leaf = seen[(*path, "slot")]
+        module.advance(leaf[...] if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf))
+    return rest
+
+
+def stacked_axes(layer: Any) -> tuple[int, ...]:
+    """Leading axes of the kernel of a layer that `nnx.vmap` made: those beyond what the layer itself says."""
+    axes = 2 if isinstance(layer, nnx.Linear) else len(_tuple(layer.in_features)) + len(_tuple(layer.out_features))
+    return layer.kernel.shape[: layer.kernel.ndim - axes]
+
+
+def _tuple(features: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (features,) if isinstance(features, int) else tuple(features)

@@ -1,0 +1,152 @@
+"""Two public architectures that this project did not write, in plain Flax, and a task on which they learn in seconds.
+
+`MiniGPT` is that of the JAX AI Stack's tutorial on language models in Flax NNX (nnx.MultiHeadAttention, ReLU, norms
+after the residual sums, an output layer of its own); `Nanodo` that of google-deepmind/nanodo in Flax Linen
+(nn.DenseGeneral projections, GELU, norms before, logits from `Embed.attend`). Both are described anew, without dropout.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+VOCAB, LENGTH, WIDTH, HEADS, FEEDFORWARD, LAYERS = 16, 32, 64, 2, 128, 2
+STEPS, BATCH, SEEDS = 64, 16, 3
+
+
+class MiniBlock(nnx.Module):
+    def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
+        kinds = {"dtype": dtype, "rngs": rngs}
+        self.mha = nnx.MultiHeadAttention(num_heads=HEADS, in_features=WIDTH, decode=False, **kinds)
+        self.layer_norm1 = nnx.LayerNorm(WIDTH, epsilon=1e-6, **kinds)
+        self.linear1 = nnx.Linear(WIDTH, FEEDFORWARD, **kinds)
+        self.linear2 = nnx.Linear(FEEDFORWARD, WIDTH, **kinds)
+        self.layer_norm2 = nnx.LayerNorm(WIDTH, epsilon=1e-6, **kinds)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        causal = jnp.tril(jnp.ones((x.shape[-2], x.shape[-2]), bool))
+        x = self.layer_norm1(x + self.mha(x, mask=causal))
+        return self.layer_norm2(x + self.linear2(jax.nn.relu(self.linear1(x))))
+
+
+class MiniGPT(nnx.Module):
+    def __init__(self, dtype: Any = jnp.bfloat16, *, rngs: nnx.Rngs) -> None:
+        self.token_emb = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.pos_emb = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
+        self.transformer_blocks = nnx.List([MiniBlock(dtype, rngs) for _ in range(LAYERS)])
+        self.output_layer = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.token_emb(tokens) + self.pos_emb(jnp.arange(tokens.shape[-1]))
+        for block in self.transformer_blocks:
+            x = block(x)
+        return self.output_layer(x)
+
+
+class CausalAttention(nn.Module):
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        project = functools.partial(nn.DenseGeneral, features=(HEADS, WIDTH // HEADS), use_bias=False, dtype=self.dtype)
+        q, k, v = (project(name=name)(x) for name in ("query", "key", "value"))
+        weights = jnp.einsum("...qhd,...khd->...hqk", q / (WIDTH // HEADS) ** 0.5, k).astype(jnp.float32)
+        causal = jnp.tril(jnp.ones(weights.shape[-2:], bool))
+        weights = jax.nn.softmax(jnp.where(causal, weights, -1e9)).astype(v.dtype)
+        mixed = jnp.einsum("...hqk,...khd->...qhd", weights, v)
+        return nn.DenseGeneral(WIDTH, axis=(-2, -1), use_bias=False, dtype=self.dtype, name="attn_out_proj")(mixed)
+
+
+class Mlp(nn.Module):
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        return dense(WIDTH)(jax.nn.gelu(dense(FEEDFORWARD)(x)))
+
+
+class NanodoBlock(nn.Module):
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=self.dtype)
+        x = x + CausalAttention(self.dtype)(norm()(x))
+        return x + Mlp(self.dtype)(norm()(x))
+
+
+class Nanodo(nn.Module):
+    dtype: Any = jnp.bfloat16
+    remat: bool = False
+
+    def setup(self) -> None:
+        self.embed = nn.Embed(VOCAB, WIDTH)
+        self.pos_embed = nn.Embed(LENGTH, WIDTH)
+        block = nn.remat(NanodoBlock) if self.remat else NanodoBlock
+        self.blocks = [block(self.dtype) for _ in range(LAYERS)]
+        self.out_ln = nn.LayerNorm(use_bias=False, dtype=self.dtype)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens) + self.pos_embed(jnp.arange(tokens.shape[-1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(self.out_ln(x).astype(jnp.float32))
+
+
+@functools.cache
+def batches() -> np.ndarray:
+    """Text (steps, batch, length + 1) of a source in which the two tokens before decide the next in 9 of 10 cases."""
+    rng = np.random.default_rng(0)
+    table = rng.integers(0, VOCAB, (VOCAB, VOCAB))
+    text = np.zeros((STEPS, BATCH, LENGTH + 1), np.int32)
+    text[..., :2] = rng.integers(0, VOCAB, (STEPS, BATCH, 2))
+    for t in range(2, LENGTH + 1):
+        noise = rng.integers(0, VOCAB, (STEPS, BATCH))
+        follows = table[text[..., t - 2], text[..., t - 1]]
+        text[..., t] = np.where(rng.random((STEPS, BATCH)) < 0.9, follows, noise)
+    return text
+
+
+def train(init: Callable[[jax.Array], Any], logits: Callable[[Any, jax.Array], jax.Array]) -> np.ndarray:
+    """Losses (seeds, steps) of Adam from `init(key)`; all seeds see the same data in the same order."""
+    optimizer = optax.adam(3e-3)
+
+    def loss(params: Any, text: jax.Array) -> jax.Array:
+        y = logits(params, text[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(y, text[:, 1:]).mean()
+
+    def step(carry: Any, text: jax.Array) -> Any:
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, text)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    def run(key: jax.Array) -> jax.Array:
+        params = init(key)
+        return jax.lax.scan(step, (params, optimizer.init(params)), batches())[1]
+
+    return np.asarray(jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(0), SEEDS)))
+
+
+def within_noise(losses: np.ndarray, baseline: np.ndarray) -> bool:
+    """Whether the last losses of each seed lie no further from the baseline's of the same seed than its seeds do."""
+    end, base = (x[:, -STEPS // 8 :].mean(1) for x in (losses, baseline))
+    return bool((np.abs(end - base) <= base.max() - base.min()).all())
+
+
+def starve_gradients(quantize_with_scale: Callable) -> Callable:
+    """A quantizer whose e5m2 scales are 2^30 too large: of each gradient only the largest values are left."""
+
+    def broken(x: jax.Array, spec: Any, scale: Any, **settings: Any) -> Any:
+        if str(spec).startswith("e5m2"):
+            scale = jnp.max(jnp.abs(x)).astype(jnp.float32) * 2.0**30 / 57344
+        return quantize_with_scale(x, spec, scale, **settings)
+
+    return broken

@@ -1,0 +1,187 @@
+"""What `explain` says of models, against what is known of them."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax.modules import program
+from tests.modules.architectures import LAYERS, LENGTH, WIDTH, MiniGPT, Nanodo
+
+TE, DEEPSEEK = fp8jax.recipes.te_current(), fp8jax.recipes.deepseek()
+TOKENS = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
+
+
+def test_a_report_on_an_nnx_model():
+    model = MiniGPT(rngs=nnx.Rngs(0))
+    before = nnx.to_pure_dict(nnx.state(model))
+    report = fp8jax.explain(model, TE)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model)))
+    assert report.program is None
+    assert len(report.quantized) == 6 * LAYERS
+    layers = {layer.path: layer for layer in report.layers}
+    query = layers["transformer_blocks/0/mha/query"]
+    assert (query.kind, query.kernel, query.reason) == ("LinearGeneral", (WIDTH, 2, WIDTH // 2), "the recipe")
+    assert query.products == {
+        "forward": "e4m3:tensor x e4m3:tensor",
+        "dgrad": "e5m2:tensor x e4m3:tensor",
+        "wgrad": "e4m3:tensor x e5m2:tensor",
+    }
+    assert query.saved == ("e4m3:tensor", 1.0)
+    reasons = {layer.path: layer.reason for layer in report.skipped}
+    assert reasons.pop("output_layer") == "an embedding or head"
+    assert {path: reason.split()[0] for path, reason in reasons.items()} == {
+        "token_emb": "the",
+        "pos_emb": "the",
+        "transformer_blocks/0/mha": "the",
+        "transformer_blocks/1/mha": "the",
+    }
+    assert "QK and AV" in reasons["transformer_blocks/0/mha"]
+    assert "attend" in reasons["token_emb"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "products"),
+    [(TE, 3 * 6 * LAYERS), (DEEPSEEK, 3 * 6 * LAYERS), (fp8jax.recipes.switchback(), 2 * 6 * LAYERS)],
+    ids=lambda r: getattr(r, "name", None),
+)
+def test_the_program_of_a_linen_model(recipe, products):
+    report = fp8jax.explain(Nanodo(), recipe, TOKENS)
+    eight = [p for p in report.program.traced if p.eight_bit]
+    assert sum(p.written for p in eight) == products
+    # Beside them QK, AV and their gradients, and the three products of the tied head.
+    rest = sum(p.written for p in report.program.traced) - products
+    assert rest == 6 * LAYERS + 3 + (6 * LAYERS if recipe.name == "switchback" else 0)
+    assert report.program.backend == jax.default_backend()
+    assert sum(p.written for p in report.program.compiled) >= products
+    assert len(report.quantized) == 6 * LAYERS
+    assert {layer.kernel for layer in report.quantized} >= {(WIDTH, 2, WIDTH // 2), (2, WIDTH // 2, WIDTH)}
+
+
+def test_what_cpu_makes_of_the_products():
+    for recipe, names in ((TE, {"f8e4m3fn", "f8e5m2"}), (fp8jax.recipes.jetfire(), {"s8"})):
+        report = fp8jax.explain(MiniGPT(rngs=nnx.Rngs(0)), recipe, TOKENS)
+        compiled = {name for p in report.program.compiled for name in p.operands}
+        if jax.default_backend() == "cpu" and recipe is TE:
+            # Nothing on a CPU multiplies fp8: the report must say so.
+            assert not compiled & names
+            assert "XLA widens the operands of all 8-bit products on cpu" in str(report)
+        else:
+            assert compiled & names
+            assert "stand in the compiled program" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        (
+            '  %c = (f32[8,8]{1,0}, s8[0]{0}) custom-call(%x, %y, %s), custom_call_target="__cublas$lt$matmul$f8"',
+            ("__cublas$lt$matmul$f8", ("f8e4m3fn", "f8e5m2")),
+        ),
+        ("  ROOT %d.1 = f32[8,8]{1,0} dot(%x, %y), lhs_contracting_dims={1}", ("dot", ("f8e4m3fn", "f8e5m2"))),
+        ("  %d = s32[8,8]{1,0} dot(s8[8,4]{1,0} %p, s8[8,4]{1,0} %q), metadata={}", ("dot", ("s8", "s8"))),
+    ],
+)
+def test_products_are_read_from_programs_of_xla(line, want):
+    text = (
+        f"ENTRY %main {{\n  %x = f8e4m3fn[8,4]{{1,0}} parameter(0)\n  %y = f8e5m2[8,4]{{1,0}} parameter(1)\n{line}\n}}"
+    )
+    assert list(program._compiled(text)) == [want]
+    assert program.Product(*want, 1, 1).eight_bit
+
+
+@pytest.mark.parametrize(
+    ("x", "leaks"),
+    [
+        ("e4m3", True),
+        ("e4m3:token", False),
+        ("e4m3:group32", False),
+        ("e4m3:block32", True),
+        ("e4m3:block1", False),
+        ("e4m3:mx32", True),
+        ("e4m3:mx32+token", False),
+        ("e4m3:mx32+ocp", False),
+    ],
+)
+def test_scales_that_span_tokens_are_those_that_let_the_future_in(x, leaks):
+    """The marks agree with the model: does a change of the last token change what a layer makes of the first?"""
+    linear = fp8jax.recipes.Linear(x, "e4m3", "e5m2", saved="e4m3")
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    report = fp8jax.explain(model, linear)
+    assert [layer.spans_tokens for layer in report.leaks] == ([str(fp8jax.QuantSpec.parse(x))] if leaks else [])
+    assert ("scales that span tokens" in str(report)) == leaks
+    quantized = fp8jax.nnx.quantize(model, linear)
+    text = jax.random.normal(jax.random.key(0), (8, 64))
+    changed = quantized(text.at[-1].mul(100.3))[0] != quantized(text)[0]
+    assert bool(changed.any()) == leaks
+
+
+class Odd(nnx.Module):
+    """A convolution, and a matrix of its own."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(8, 8, (3,), rngs=rngs)
+        self.up = nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=rngs)
+        self.own = Own()
+
+    def __call__(self, x: jax.Array, *, double: bool) -> jax.Array:
+        return self.own(self.up(self.conv(x))) * (2 if double else 1)
+
+
+class Own(nnx.Module):
+    def __init__(self) -> None:
+        self.matrix = nnx.Param(jnp.eye(8))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.matrix[...]
+
+
+def test_what_is_left_alone_has_a_reason():
+    report = fp8jax.explain(Odd(nnx.Rngs(0)), fp8jax.recipes.switchback(), jnp.ones((2, 5, 8)), double=True)
+    skipped = {layer.path: (layer.kernel, layer.reason.split(":")[0]) for layer in report.skipped}
+    assert skipped == {
+        "conv": ((3, 8, 8), "convolutions are left alone"),
+        "own": ((8, 8), "no layer of Flax"),
+    }
+    (up,) = report.quantized
+    assert up.saved == ("bfloat16", 2.0)
+    assert up.products["wgrad"] == "bfloat16"
+    assert any(p.operation == "conv_general_dilated" for p in report.program.traced)
+    text = str(report)
+    for word in ("int8:token x int8:tensor", "convolutions are left alone", "conv_general_dilated", "bytes/element"):
+        assert word in text
+
+
+def test_flax_that_is_jitted_or_scanned_is_found():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _=None):
+            return nn.Dense(8)(x), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x, _ = Jitted()(x)
+            return nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()(x, None)[0]
+
+    Jitted = nn.jit(Block)
+    x = jnp.ones((4, 8))
+    Model().init(jax.random.key(0), x)
+    report = fp8jax.explain(Model(), TE, x)
+    kernels = {layer.path.rpartition("/")[0]: layer.kernel for layer in report.quantized}
+    assert kernels == {"JitBlock_0": (8, 8), "JitBlock_1": (8, 8), "ScanBlock_0": (3, 8, 8)}
+    run = [p.executed for p in report.program.traced if p.operands == ("float8_e4m3fn", "float8_e4m3fn")]
+    assert run == [2 + 3]
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match="give explain sample inputs"):
+        fp8jax.explain(Nanodo(), TE)
+    with pytest.raises(TypeError, match="takes an NNX or Linen module, not dict"):
+        fp8jax.explain({}, TE)
+    with pytest.raises(ValueError, match="no layer is left for 'nothing'"):
+        fp8jax.explain(MiniGPT(rngs=nnx.Rngs(0)), fp8jax.Rule("nothing", TE))

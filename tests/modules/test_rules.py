@@ -1,0 +1,84 @@
+"""Rules on paths: order, what is left alone, and what is refused."""
+
+import re
+
+import pytest
+
+import fp8jax
+from fp8jax.modules.rules import LEFT_ALONE, Rule, choose, ordered
+
+TE, INT8 = fp8jax.recipes.te_current(), fp8jax.recipes.int8_block()
+PATHS = ["embed", "layers/0/attention/q", "layers/0/mlp/up", "layers/1/attention/q", "layers/1/mlp/up", "lm_head"]
+
+
+def test_a_recipe_takes_all_layers_but_embeddings_and_heads():
+    chosen = choose(PATHS, TE)
+    assert [path for path, choice in chosen.items() if choice.linear is None] == ["embed", "lm_head"]
+    assert {choice.linear for choice in chosen.values()} == {None, TE.linear}
+    assert chosen["embed"].reason == "an embedding or head"
+    assert chosen["layers/0/mlp/up"].reason == "the recipe"
+
+
+@pytest.mark.parametrize(
+    ("path", "left_alone"),
+    [
+        ("head", True),
+        ("decoder/lm_head", True),
+        ("embedder/projection", True),
+        ("wte", True),
+        ("logits_dense", True),
+        ("output_layer", True),
+        ("layers/heads_mixer", False),
+        ("attention/out", False),
+        ("overhead", False),
+        ("layers/headless/up", False),
+    ],
+)
+def test_usual_names_of_embeddings_and_heads(path, left_alone):
+    assert (re.fullmatch(LEFT_ALONE, path) is not None) == left_alone
+
+
+def test_the_first_rule_that_matches_wins():
+    rules = [Rule("layers/0/.*", None), Rule(".*/mlp/.*", INT8), Rule(".*", TE.linear)]
+    chosen = choose(PATHS, rules)
+    assert chosen["layers/0/mlp/up"].linear is None
+    assert chosen["layers/0/mlp/up"].reason == "rule 'layers/0/.*'"
+    assert chosen["layers/1/mlp/up"].linear == INT8.linear
+    assert chosen["layers/1/attention/q"].linear == TE.linear
+    assert chosen["lm_head"].linear == TE.linear
+
+
+def test_layers_without_a_rule_are_left_alone():
+    chosen = choose(PATHS, Rule("layers/.*/q", TE))
+    assert [path for path, choice in chosen.items() if choice.linear] == [p for p in PATHS if p.endswith("/q")]
+    assert chosen["lm_head"].reason == "no rule matches"
+
+
+def test_a_rule_must_match_the_whole_path():
+    with pytest.raises(ValueError, match=r"no layer is left for 'mlp' to match; the layers are embed, layers/0"):
+        choose(PATHS, [Rule("mlp", TE), Rule(".*", TE)])
+
+
+def test_a_rule_behind_others_that_take_all_its_layers_is_refused():
+    with pytest.raises(ValueError, match=r"no layer is left for 'layers/0/mlp/up'"):
+        choose(PATHS, [Rule("layers/.*", TE), Rule("layers/0/mlp/up", None)])
+
+
+def test_a_model_of_heads_only_is_refused():
+    with pytest.raises(ValueError, match=r"no layer is left for '\.\*' to match"):
+        choose(["lm_head"], TE)
+
+
+def test_wrong_rules_are_refused():
+    with pytest.raises(ValueError, match="no regular expression"):
+        Rule("layers/(", TE)
+    with pytest.raises(ValueError, match="quantizes no product"):
+        ordered(fp8jax.recipes.bf16())
+    with pytest.raises(ValueError, match="quantizes no product"):
+        ordered([Rule(".*", fp8jax.recipes.coat_optimizer())])
+    with pytest.raises(ValueError, match="no rules"):
+        ordered([])
+    with pytest.raises(TypeError, match="rules are a recipe, or a sequence"):
+        ordered({"mlp": TE})
+    with pytest.raises(ValueError, match="no linear layer"):
+        choose([], TE)
