@@ -196,7 +196,7 @@ class Bench:
         time_, _ = seconds(step, (p, state), g, key)
         size = jnp.dtype(dtype).itemsize
         traffic = 2 * size + 2 + 4 + 24 / GROUP + (3 * size if form == "update + apply" else 0)
-        name = f"compressed_adamw {form}"
+        name = f"compressed_adamw {form}" + (", to nearest" if dtype == jnp.bfloat16 and not stochastic else "")
         self.record(case, name, time_, traffic, against)
         memory = compiled.memory_analysis()
         assert memory is not None
@@ -318,6 +318,7 @@ def main() -> None:
     bench.bytes_only(bf16, jnp.bfloat16)
     bench.optax(bf16, jnp.bfloat16, BYTES)
     bench.ours(bf16, jnp.bfloat16, "step", BYTES, stochastic=True)
+    bench.ours(bf16, jnp.bfloat16, "step", BYTES)
     for baseline in ((bf16, "optax.adamw bfloat16"), (fp32, "optax.adamw float32")):
         bench.add_ratio(bf16, "compressed_adamw step", baseline)
     if args.sweep:
