@@ -1,0 +1,54 @@
+"""The notebooks run from top to bottom on this machine, draw, and are committed without outputs."""
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+def test_there_are_notebooks():
+    assert len(NOTEBOOKS) >= 2
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_draws(path, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells), "strip the outputs"
+    # Raises CellExecutionError, with the traceback of the cell, where one fails.
+    NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}
+    ).execute()
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    warned = [output.text for output in outputs if output.get("name") == "stderr"]
+    assert not any("Warning" in text for text in warned), warned
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("gpu", [True, False], ids=["gpu", "cpu"])
+def test_the_install_cell_upgrades_colab_and_asks_for_a_restart(path, gpu, monkeypatch):
+    cell = next(cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+    calls = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: calls.append((command, check)))
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi" if gpu and name == "nvidia-smi" else None)
+    exec(cell.source, {})
+    assert calls == []
+    monkeypatch.setitem(sys.modules, "google.colab", sys)
+    exec(cell.source, {})
+    assert calls == [], "fp8jax is there already"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="restart"):
+        exec(cell.source, {})
+    ((command, check),) = calls
+    assert check
+    assert command[:4] == [sys.executable, "-m", "pip", "install"]
+    assert command[-1] == ("fp8jax[train,cuda12]" if gpu else "fp8jax[train]")
+    assert "--upgrade" in command
