@@ -14,7 +14,6 @@ import math
 import os
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -325,13 +324,14 @@ def main() -> None:
         bench.sweep(fp32, jnp.float32, False)
         bench.sweep(bf16, jnp.bfloat16, True)
     bench.torch(fp32)
+    sizes = [] if args.rows == parser.get_default("rows") else [f"--rows {args.rows}"]
     packages = {"jax": jax.__version__, "optax": optax.__version__, "triton": triton.__version__}
     packages["jax-triton"] = jax_triton.__version__
     report = {
         "bench": "optimizer",
         "device": jax.devices()[0].device_kind,
         "versions": packages,
-        "command": f"python -m experiments.bench.optimizer {' '.join(sys.argv[1:])}".strip(),
+        "command": " ".join(["python -m experiments.bench.optimizer", *sizes]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": bench.rows,
     }
