@@ -5,10 +5,10 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from fp8jax.core.formats import Format
+from fp8jax.core.formats import BF16, Format, round_to
 
 LOWEST, HIGHEST = 1 / 16, 16.0
-DTYPE = jnp.dtype(jnp.bfloat16)
+DTYPE = BF16.dtype
 
 
 def exponents(largest: Array, smallest: Array, fmt: Format) -> Array:
@@ -28,7 +28,7 @@ def exponents(largest: Array, smallest: Array, fmt: Format) -> Array:
     spans = largest > smallest
     octaves = jnp.where(spans, jnp.log2(largest) - jnp.log2(smallest), 1.0)
     exponent = jnp.clip(np.log2(fmt.expansion_range) / octaves, LOWEST, HIGHEST)
-    return jnp.where(spans, exponent, 1.0).astype(DTYPE)
+    return round_to(jnp.where(spans, exponent, 1.0), BF16)
 
 
 def power(x: Array, unit: ArrayLike, exponent: Array) -> Array:

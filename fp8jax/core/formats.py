@@ -127,6 +127,15 @@ def _nearest_index(y: Array, fmt: Format, key: Array | None) -> Array:
     return jnp.where(jnp.isnan(y), 0, index).astype(fmt.dtype)
 
 
+def round_to(x: Array, fmt: Format) -> Array:
+    """fp32 values in a plain floating format, rounded for good.
+
+    XLA on GPUs computes on with the fp32 value behind a cast to bf16 and back, unless told that the rounding is meant.
+    """
+    exponent_bits = fmt.bits - 1 - fmt.mantissa_bits
+    return jax.lax.reduce_precision(x, exponent_bits, fmt.mantissa_bits).astype(fmt.dtype)
+
+
 def encode_e8m0(y: Array, rounding: str) -> Array:
     """Exponent bytes of positive fp32 values: byte b stands for 2^(b - 127), and 255 for NaN.
 

@@ -193,7 +193,6 @@ def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array
     magnitude = jnp.abs(x)
     magnitude = jnp.where(magnitude < formats.TINY, 0, magnitude)
     counted = jnp.where(jnp.isfinite(magnitude), magnitude, 0)
-    stored = formats.get(spec.scale_format).dtype
     if scale is None:
         largest = blocks.reduce(counted, block_shape, jnp.max, 0.0)
         scale = _scale(largest, fmt)
@@ -203,7 +202,7 @@ def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array
     if fmt.inf is None:
         bad = ~jnp.isfinite(x) | ((x < 0) & (not fmt.signed))
         scale = jnp.where(blocks.reduce(bad.astype(jnp.float32), block_shape, jnp.max, 0.0) > 0, jnp.nan, scale)
-    scale = scale.astype(stored)
+    scale = formats.round_to(scale, formats.get(spec.scale_format))
     # Products with reciprocals throughout: XLA makes them of quotients by constants and scalars in some programs and
     # not in others, and the codes must not depend on that.
     exact = scale.astype(jnp.float32)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from fp8jax.core import blocks
-from fp8jax.core.formats import TINY, Format
+from fp8jax.core.formats import BF16, TINY, Format, round_to
 
 
 def largest_magnitude(x: Array) -> Array:
@@ -50,7 +50,7 @@ class TwoStage:
         magnitude = jnp.abs(x.astype(jnp.float32))
         shape = (*[1] * (x.ndim - 1), self.group_size)
         maxima = blocks.reduce(jnp.where(jnp.isfinite(magnitude), magnitude, 0.0), shape, jnp.max, 0.0)
-        rounded = maxima.astype(jnp.bfloat16)
+        rounded = round_to(maxima, BF16)
         return jnp.where(rounded.astype(jnp.float32) < maxima, _next_up(rounded), rounded)
 
     def scale(self, state: tuple[()], x: Array, fmt: Format) -> Array:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.core import expansion, formats
+from tests.programs import count
 
 SPECS = ["e4m3", "e5m2", "e4m3:group128", "e5m2:group32", "e4m3:group128+expand", "e5m2:group48+expand"]
 OTHERS = [
@@ -285,3 +286,9 @@ def test_any_finite_group_decodes_to_finite_values_of_the_same_signs(values, spe
     if q.spec.expand:
         np.testing.assert_array_equal(got != 0, x != 0)
     assert np.abs(got).max() <= np.abs(x).max() * np.float64(1 + 1e-6)
+
+
+def test_metadata_is_rounded_in_a_way_that_no_compiler_may_skip():
+    """XLA on GPUs removes the cast of an fp32 value to bf16 and back; the codes would then not fit the stored value."""
+    for spec in ("e4m3:group128+expand", fp8jax.QuantSpec("e4m3", "group", 128, scale_format="bf16")):
+        assert count(lambda x, spec=spec: fp8jax.quantize(x, spec), "reduce_precision", jnp.ones((4, 128))) >= 1
