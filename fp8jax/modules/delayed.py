@@ -30,6 +30,10 @@ class DelayedDotGeneral(nnx.Module):
         use_running_average: read the histories and note nothing, as `model.eval()` sets it.
     """
 
+    x: nnx.Variable
+    w: nnx.Variable
+    dy: nnx.Variable
+
     def __init__(self, linear: Linear, stacked: tuple[int, ...] = ()) -> None:
         self.linear = linear
         self.use_running_average = False
