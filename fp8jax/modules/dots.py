@@ -1,19 +1,16 @@
 """Replacements for `jax.lax.dot_general`, `jnp.einsum` and `promote_dtype` that layers of Flax take as attributes."""
 
 import dataclasses
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.linear import DimensionNumbers, content_key, dot_general, einsum
+from fp8jax.ops.recent import Recent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,35 +80,12 @@ class SharedPromotion:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         source = args[0][0] if isinstance(args[0], tuple) else args[0]
         promoted, *rest = self.promote(*args, **kwargs)
-        # Arrays of NumPy may change under the same name.
-        shared = promoted is not source and isinstance(source, jax.Array)
-        return (_shared(source, promoted) if shared else promoted, *rest)
+        if promoted is not source:
+            promoted = _casts.get(source, promoted.dtype, lambda: promoted)
+        return (promoted, *rest)
 
 
-class _Last(threading.local):
-    """The last cast: its source, the trace and dtype, and the result."""
-
-    entry: tuple[Any, Any, Array] | None = None
-
-
-_last = _Last()
-
-
-def _shared(source: Array, cast: Array) -> Array:
-    # To the leak checker the entry that waits for a next layer is a leak.
-    if jax.config.jax_check_tracer_leaks:  # type: ignore[attr-defined]
-        return cast
-    how = (cast.dtype, get_opaque_trace_state())
-    if _last.entry is not None and _last.entry[0]() is source and _last.entry[1] == how:
-        return _last.entry[2]
-    _last.entry = (weakref.ref(source, _forget), how, cast)
-    return cast
-
-
-def _forget(reference: Any, last: _Last = _last) -> None:
-    # Bound early: at the end of the interpreter globals go before arrays do.
-    if last.entry is not None and last.entry[0] is reference:
-        last.entry = None
+_casts: Recent[Array] = Recent()
 
 
 def check_replaceable(path: str, layer: Any) -> None:

@@ -23,8 +23,8 @@ class Recent(threading.local, Generic[Made]):
 
     def get(self, source: Array, how: Hashable, make: Callable[[], Made]) -> Made:
         """The last result if it was made of `source` in the same way and trace; else `make()`, which is remembered."""
-        # To the leak checker the entry that waits for a next call is a leak.
-        if jax.config.jax_check_tracer_leaks:  # type: ignore[attr-defined]
+        # Arrays of NumPy may change under the same name; to the leak checker an entry that waits is a leak.
+        if not isinstance(source, Array) or jax.config.jax_check_tracer_leaks:  # type: ignore[attr-defined]
             return make()
         use = (how, get_opaque_trace_state())
         if self._entry is not None and self._entry[0]() is source and self._entry[1] == use:
@@ -34,5 +34,7 @@ class Recent(threading.local, Generic[Made]):
         return made
 
     def _forget(self, reference: Any) -> None:
-        if self._entry is not None and self._entry[0] is reference:
+        # While the interpreter shuts down, there may be no entry left to ask for.
+        entry = getattr(self, "_entry", None)
+        if entry is not None and entry[0] is reference:
             self._entry = None

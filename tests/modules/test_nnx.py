@@ -140,7 +140,7 @@ def test_layers_that_cast_one_input_share_the_cast_and_its_codes(monkeypatch):
         return [shape for dtype, shape in kept if dtype == "uint8"]
 
     assert codes() == [(10, 32)]
-    monkeypatch.setattr(replacements, "_shared", lambda source, cast: cast)
+    monkeypatch.setattr(replacements._casts, "get", lambda source, how, make: make())
     assert codes() == [(10, 32)] * 3
 
 

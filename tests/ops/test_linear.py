@@ -242,3 +242,11 @@ def test_wrong_arguments_are_refused():
     for subscripts in ("td,dh", "tt,th->h", "tdk,dh->th", "td,dh,hk->tk"):
         with pytest.raises(ValueError, match="einsum"):
             fp8jax.einsum(subscripts, x[0], w, recipe=recipe)
+
+
+def test_a_numpy_input_that_changes_is_quantized_again():
+    recipe = fp8jax.recipes.te_current()
+    x, w = np.ones((4, 32), np.float32), jnp.ones((32, 8))
+    first = fp8jax.linear(x, w, recipe=recipe)
+    x[:] = 2
+    np.testing.assert_allclose(np.asarray(fp8jax.linear(x, w, recipe=recipe)), 2 * np.asarray(first), rtol=1e-6)
