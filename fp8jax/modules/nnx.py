@@ -6,6 +6,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from fp8jax.core.recipe import Linear
+from fp8jax.modules.delayed import DelayedDotGeneral, stacked_axes
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.rules import Rules, choose
 
@@ -19,6 +20,8 @@ def quantize(model: Model, rules: Rules) -> Model:
     Parameters keep their names, shapes and values, so checkpoints fit both ways. The layers are `nnx.Linear`,
     `nnx.LinearGeneral` (also those inside `nnx.MultiHeadAttention`) and `nnx.Einsum`, at any depth, stacked by
     `nnx.vmap` or not. Build the `nnx.Optimizer` from the copy.
+
+    A recipe with delayed scaling adds variables to its layers; `fp8jax.nnx.advance_scaling` says how to train them.
 
     Args:
         model: any NNX module; it is not changed.
@@ -51,6 +54,11 @@ def modules(model: nnx.Module) -> dict[str, Any]:
 
 def _replace(path: str, layer: Any, linear: Linear) -> None:
     check_replaceable(path, layer)
+    if linear.scaling == "delayed":
+        if isinstance(layer, nnx.Einsum):
+            raise ValueError(f"{path} is an nnx.Einsum, which has no delayed scaling; leave it out with a rule")
+        layer.dot_general = nnx.data(DelayedDotGeneral(linear, stacked_axes(layer)))
+        return
     if layer.promote_dtype is promote_dtype:
         layer.promote_dtype = SharedPromotion(promote_dtype)
     if isinstance(layer, nnx.Einsum):

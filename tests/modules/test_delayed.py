@@ -1,0 +1,81 @@
+"""Delayed scaling in NNX models: histories of stacked layers, statistics of gradients, evaluation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fp8jax
+from experiments.models.llama import Llama, LlamaConfig
+
+HISTORY = 3
+DELAYED = dataclasses.replace(fp8jax.recipes.te_current().linear, scaling="delayed", history=HISTORY)
+CONFIG = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
+TOKENS = jax.random.randint(jax.random.key(0), (2, 9), 0, CONFIG.vocab)
+
+
+def loss_of(model, tokens):
+    logits = model(tokens[:, :-1]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+@nnx.jit
+def train(model, optimizer, tokens):
+    wrt = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
+    loss, grads = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, wrt))(model, tokens)
+    optimizer.update(model, fp8jax.nnx.advance_scaling(model, grads))
+    return loss
+
+
+def make(remat=False, recipe=DELAYED):
+    model = fp8jax.nnx.quantize(Llama(CONFIG, remat=remat, rngs=nnx.Rngs(0)), recipe)
+    return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+
+def test_histories_of_stacked_layers_advance_and_training_learns():
+    runs = []
+    for remat in (False, True):
+        model, optimizer = make(remat)
+        product = model.layers.mlp.up.dot_general
+        assert product.x.shape == (CONFIG.layers, HISTORY)
+        losses = [float(train(model, optimizer, TOKENS)) for _ in range(8)]
+        assert losses[-1] < 0.7 * losses[0]
+        for history in (product.x, product.w, product.dy):
+            assert (np.asarray(history[...]) > 0).all()
+        np.testing.assert_array_equal(np.asarray(product.seen_x[...]), 0)
+        runs.append((losses, np.asarray(product.dy[...])))
+    np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-3)
+    np.testing.assert_allclose(runs[0][1], runs[1][1], rtol=0.05)
+
+
+def test_the_first_step_is_that_of_current_scaling():
+    losses = [float(loss_of(make(recipe=r)[0], TOKENS)) for r in (DELAYED, fp8jax.recipes.te_current())]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+
+
+def test_evaluation_changes_no_state():
+    model, optimizer = make()
+    train(model, optimizer, TOKENS)
+    before = jax.tree.map(np.asarray, nnx.state(model, fp8jax.nnx.ScalingVariable))
+    model.eval()
+    loss_of(model, 1 + TOKENS // 2)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, fp8jax.nnx.ScalingVariable))
+    model.train()
+    loss_of(model, TOKENS)
+    assert (np.asarray(model.layers.mlp.up.dot_general.seen_x[...]) > 0).all()
+
+
+def test_missing_statistics_and_layers_without_state_are_refused():
+    model, _ = make()
+    with pytest.raises(ValueError, match=r"differentiate with respect to nnx.Any"):
+        fp8jax.nnx.advance_scaling(model, nnx.state(model, nnx.Param))
+    plain = fp8jax.nnx.quantize(Llama(CONFIG, rngs=nnx.Rngs(0)), fp8jax.recipes.te_current())
+    with pytest.raises(ValueError, match="no layer with delayed scaling"):
+        fp8jax.nnx.advance_scaling(plain, nnx.state(plain, nnx.Param))
+    einsum = nnx.Sequential(nnx.Einsum("td,dh->th", (8, 8), rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="has no delayed scaling"):
+        fp8jax.nnx.quantize(einsum, DELAYED)
