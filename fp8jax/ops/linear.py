@@ -35,10 +35,7 @@ def linear(
     Raises:
         ValueError: shapes do not match, or a key is missing.
     """
-    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
-        raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
-    recipe = _stateless(recipe)
-    y = product(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, recipe, key, source=x)
+    y = product(_rows(x, w), w, _stateless(recipe), key, source=x)
     y = y.reshape(*x.shape[:-1], w.shape[1])
     return y if bias is None else y + bias.astype(y.dtype)
 
@@ -199,10 +196,7 @@ def delayed_linear(
     Raises:
         ValueError: shapes do not match, or the recipe's scaling is not "delayed".
     """
-    strategy, part = _delayed(recipe), recipe.linear if isinstance(recipe, Recipe) else recipe
-    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
-        raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    strategy, part, rows = _delayed(recipe), _part(recipe), _rows(x, w)
     values = {"x": lax.stop_gradient(rows), "w": lax.stop_gradient(w)}
     given = {
         name: strategy.scale(lax.stop_gradient(getattr(state, name)), value, formats.get(part.spec(name).format))  # type: ignore[union-attr]
@@ -230,15 +224,26 @@ def update_scaling(state: ScalingState, observed: Observed, recipe: Recipe | Lin
     return ScalingState(*map(update, state, observed))
 
 
+def _rows(x: Array, w: Array) -> Array:
+    """The input (..., inputs) as a matrix (tokens, inputs)."""
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
+        raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _part(recipe: Recipe | Linear) -> Linear:
+    return recipe.linear if isinstance(recipe, Recipe) else recipe
+
+
 def _stateless(recipe: Recipe | Linear) -> Linear:
-    part = recipe.linear if isinstance(recipe, Recipe) else recipe
+    part = _part(recipe)
     if part.scaling == "delayed":
         raise ValueError("delayed scaling has a state: call fp8jax.delayed_linear, or take scaling='current'")
     return part
 
 
 def _delayed(recipe: Recipe | Linear) -> scaling.Delayed:
-    part = recipe.linear if isinstance(recipe, Recipe) else recipe
+    part = _part(recipe)
     if part.scaling != "delayed":
         raise ValueError(f"the recipe's linear.scaling is {part.scaling!r}, not 'delayed'")
     return scaling.Delayed(part.history, part.margin)

@@ -15,7 +15,7 @@ from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw
 from fp8jax.optim import moments as storage
-from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE, _static
+from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
 
 # What optax 0.2.8 calls the moments it keeps for each parameter. A name that is not here (slow weights, accumulated
 # gradients, distances travelled) may belong to a sum that 8 bits would stall, so the user has to say what it is.
@@ -90,7 +90,9 @@ def compress_state(
     """
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(f"compress_state wraps an optax transformation, not {tx!r}")
-    size, smallest = (_static(name, n) for name, n in (("group_size", group_size), ("min_size", min_size)))
+    size, smallest = (
+        storage.static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
+    )
     rules = {key: _stored(key, how, size, expand) for key, how in (moments or {}).items()}
     known = {name: _stored(name, DEFAULT, size, expand) for name in (*FIRST_MOMENTS, *SECOND_MOMENTS)}
     inner = optax.with_extra_args_support(tx)

@@ -227,7 +227,9 @@ def _adam(
     ):
         if not isinstance(value, jax.core.Tracer) and not low <= float(value) < high:
             raise ValueError(f"{name} must lie in [{low}, {high}), not {value}")
-    size, smallest = (_static(name, n) for name, n in (("group_size", group_size), ("min_size", min_size)))
+    size, smallest = (
+        moments.static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
+    )
     compressed = any([formats.get(name).scaled for name in (mu, nu)])
     if impl not in adamw.IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(adamw.IMPLS)}")
@@ -265,15 +267,6 @@ def _adam(
         return result, CompressedAdamState(count, mus, nus)
 
     return init, advance
-
-
-def _static(name: str, value: int | np.integer | Array) -> int | None:
-    """A static integer; None for one that `optax.inject_hyperparams` traced, which `update` has no need of."""
-    if isinstance(value, jax.core.Tracer):
-        return None
-    if int(value) != value or value < (1 if name == "group_size" else 0):
-        raise ValueError(f"{name} must be a positive integer, not {value}")
-    return int(value)
 
 
 def _check_floating(path: Any, param: Any) -> None:

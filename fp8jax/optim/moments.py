@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
@@ -89,3 +90,12 @@ def state_bytes(state: Any) -> dict[str, int]:
     nodes = [node for node in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(node)]
     moments = {name: sum(nbytes(getattr(node, name)) for node in nodes) for name in ("mu", "nu")}
     return {**moments, "other": nbytes(state) - sum(moments.values())}
+
+
+def static_integer(name: str, value: int | np.integer | Array) -> int | None:
+    """A static integer; None for one that `optax.inject_hyperparams` traced, which `update` has no need of."""
+    if isinstance(value, jax.core.Tracer):
+        return None
+    if int(value) != value or value < (1 if name == "group_size" else 0):
+        raise ValueError(f"{name} must be a positive integer, not {value}")
+    return int(value)

@@ -31,7 +31,7 @@ def both(form, leaf, key=None):
     return jax.jit(run[0], compiler_options=EXACT)(*leaf), jax.jit(run[1])(*leaf)
 
 
-def compare(want, got, leaf, adam=ADAM):
+def check_equal(want, got, leaf, adam=ADAM):
     """Results within two ulp of them and 2e-5 of their change; codes equal but for few; NaN, Inf, zeros in place.
 
     The kernel also takes subnormal gradients and moments for zero.
@@ -99,7 +99,7 @@ def test_kernel_equals_the_reference_on_special_groups(shape, mu, nu, expand):
             stored(values[2] ** 2, nu, 128, expand, "nu"),
             jnp.asarray(np.nan_to_num(values[1] * 0.1)).astype(weight),
         )
-        compare(*both(form, leaf), leaf)
+        check_equal(*both(form, leaf), leaf)
 
 
 @pytest.mark.gpu
@@ -112,7 +112,7 @@ def test_group_sizes(size, n):
         stored(special((24, n), 2) ** 2, "e4m3", size, moment="nu"),
         jnp.ones((24, n)),
     )
-    compare(*both("step", leaf), leaf)
+    check_equal(*both("step", leaf), leaf)
 
 
 @pytest.mark.gpu
@@ -139,7 +139,7 @@ def test_traced_scalars_and_absent_decay():
         scalars = jnp.float32(1e-3), jnp.float32(0.95)
         want = jax.jit(functools.partial(run, "xla"), compiler_options=EXACT)(*scalars)
         got = jax.jit(functools.partial(run, "triton"))(*scalars)
-        compare(want, got, leaf, adamw.Adam(0.9, 0.95, 1e-6, 1e-9, jnp.int32(5), 1e-3))
+        check_equal(want, got, leaf, adamw.Adam(0.9, 0.95, 1e-6, 1e-9, jnp.int32(5), 1e-3))
 
 
 def train(impl, steps, **storage):
