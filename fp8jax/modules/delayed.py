@@ -9,7 +9,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.linear import DimensionNumbers, Observed, ScalingState, delayed_linear, init_scaling, update_scaling
+from fp8jax.ops.delayed import Observed, ScalingState, delayed_linear, init_scaling, update_scaling
+from fp8jax.ops.linear import DimensionNumbers
 
 
 class ScalingVariable(nnx.Variable):

@@ -3,22 +3,27 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from fp8jax.core import formats, scaling
 from fp8jax.core.recipe import SAME, Linear, Recipe
-from fp8jax.ops.product import Scales, product
+from fp8jax.ops.product import QuantizedWeight, linear_part, product
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
 def linear(
-    x: Array, w: Array, *, recipe: Recipe | Linear, bias: Array | None = None, key: Array | None = None
+    x: Array,
+    w: Array,
+    *,
+    recipe: Recipe | Linear,
+    bias: Array | None = None,
+    key: Array | None = None,
+    quantized: QuantizedWeight | None = None,
 ) -> Array:
     """x @ w + bias with the products of a recipe, differentiable in x, w and bias.
 
@@ -28,14 +33,15 @@ def linear(
         recipe: a `Recipe`, or its part `Linear`.
         bias: (outputs,), added in the dtype of the result.
         key: PRNG key for recipes that round stochastically.
+        quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
 
     Returns:
         (..., outputs) in the dtype of `x`. Gradients have the dtypes of what they are gradients of.
 
     Raises:
-        ValueError: shapes do not match, or a key is missing.
+        ValueError: shapes do not match, a key is missing, or `quantized` is of another weight's shape or recipe.
     """
-    y = product(_rows(x, w), w, _stateless(recipe), key, source=x)
+    y = product(rows(x, w), w, _stateless(recipe), key, source=x, quantized=quantized)
     y = y.reshape(*x.shape[:-1], w.shape[1])
     return y if bias is None else y + bias.astype(y.dtype)
 
@@ -49,6 +55,7 @@ def dot_general(
     *,
     recipe: Recipe | Linear,
     key: Array | None = None,
+    quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
 ) -> Array:
     """`jax.lax.dot_general` with the products of a recipe: `lhs` is the input, `rhs` the weight.
@@ -61,13 +68,15 @@ def dot_general(
         preferred_element_type: dtype of the result; that of `lhs` if None.
         recipe: a `Recipe`, or its part `Linear`.
         key: PRNG key for recipes that round stochastically.
+        quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
         out_sharding: passed to `jax.lax.dot_general` where nothing is quantized; else it must be None.
 
     Returns:
         The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`.
 
     Raises:
-        ValueError: `precision` or `out_sharding` ask for what a quantized product cannot give.
+        ValueError: `precision` or `out_sharding` ask for what a quantized product cannot give, or `quantized` does
+            not fit.
     """
     part = _stateless(recipe)
     if not part.quantized and part.saved in (SAME, None):
@@ -86,12 +95,14 @@ def dot_general(
     x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(math.prod(batch), math.prod(tokens), -1)
     w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(math.prod(batch), x.shape[-1], -1)
     if batch:
+        if quantized is not None:
+            raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
         keys = None if key is None else jax.random.split(key, x.shape[0])
         y = jax.vmap(functools.partial(product, recipe=part))(x, w, key=keys)
     else:
         # Which axes are contracted is no part of what a shared input is known by; only the usual one is shared.
         last = list(lhs_contract) == [lhs.ndim - 1]
-        y = product(x[0], w[0], part, key, source=lhs if last else None)
+        y = product(x[0], w[0], part, key, source=lhs if last else None, quantized=quantized)
     return y.reshape(*batch, *tokens, *outputs).astype(dtype)
 
 
@@ -149,101 +160,15 @@ def content_key(x: Array) -> Array:
     return jax.random.key(jnp.sum(bits * (jnp.uint32(2654435761) | 1), dtype=jnp.uint32))
 
 
-class ScalingState(NamedTuple):
-    """Amax histories of one linear under delayed scaling, fp32 (history,) each, newest first; may be stacked."""
-
-    x: Array
-    w: Array
-    dy: Array
-
-
-class Observed(NamedTuple):
-    """Largest magnitudes that one call of a linear saw, fp32 scalars: merge calls of one step by maximum."""
-
-    x: Array
-    w: Array
-    dy: Array
-
-
-def init_scaling(recipe: Recipe | Linear) -> ScalingState:
-    """Empty histories for one linear.
-
-    Raises:
-        ValueError: the recipe's scaling is not "delayed".
-    """
-    zeros = _delayed(recipe).init()
-    return ScalingState(zeros, jnp.zeros_like(zeros), jnp.zeros_like(zeros))
-
-
-def delayed_linear(
-    x: Array, w: Array, state: ScalingState, slot: Array, *, recipe: Recipe | Linear, bias: Array | None = None
-) -> tuple[Array, Observed]:
-    """`linear` with delayed scaling.
-
-    Args:
-        x: (..., inputs).
-        w: (inputs, outputs).
-        state: histories, read only; no gradient flows to them.
-        slot: fp32 scalar of any value, no two calls the same one. Its cotangent is the largest magnitude of the
-            output's gradient; cotangents sum, so a slot that two calls share would get the sum of both.
-        recipe: a recipe whose scaling is "delayed".
-        bias: (outputs,).
-
-    Returns:
-        The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
-        the merged observations of a step to `update_scaling`.
-
-    Raises:
-        ValueError: shapes do not match, or the recipe's scaling is not "delayed".
-    """
-    strategy, part, rows = _delayed(recipe), _part(recipe), _rows(x, w)
-    values = {"x": lax.stop_gradient(rows), "w": lax.stop_gradient(w)}
-    given = {
-        name: strategy.scale(lax.stop_gradient(getattr(state, name)), value, formats.get(part.spec(name).format))  # type: ignore[union-attr]
-        for name, value in values.items()
-    }
-    past = lax.stop_gradient(jnp.max(state.dy)) * 2.0**strategy.margin
-    y = product(rows, w, part, None, scales=Scales(given["x"], given["w"], past, slot))
-    y = y.reshape(*x.shape[:-1], w.shape[1])
-    seen = {name: scaling.largest_magnitude(value) for name, value in values.items()}
-    observed = Observed(seen["x"], seen["w"], jnp.zeros([]))
-    return (y if bias is None else y + bias.astype(y.dtype)), observed
-
-
-def update_scaling(state: ScalingState, observed: Observed, recipe: Recipe | Linear) -> ScalingState:
-    """The histories after a step, of one linear or, with leading axes on every array, of stacked ones.
-
-    Args:
-        state: histories before the step.
-        observed: largest magnitudes of the whole step: the maximum over its microbatches and replicas.
-        recipe: a recipe whose scaling is "delayed".
-    """
-    update = _delayed(recipe).update
-    for _ in range(state.x.ndim - 1):
-        update = jax.vmap(update)
-    return ScalingState(*map(update, state, observed))
-
-
-def _rows(x: Array, w: Array) -> Array:
+def rows(x: Array, w: Array) -> Array:
     """The input (..., inputs) as a matrix (tokens, inputs)."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _part(recipe: Recipe | Linear) -> Linear:
-    return recipe.linear if isinstance(recipe, Recipe) else recipe
-
-
 def _stateless(recipe: Recipe | Linear) -> Linear:
-    part = _part(recipe)
+    part = linear_part(recipe)
     if part.scaling == "delayed":
         raise ValueError("delayed scaling has a state: call fp8jax.delayed_linear, or take scaling='current'")
     return part
-
-
-def _delayed(recipe: Recipe | Linear) -> scaling.Delayed:
-    part = _part(recipe)
-    if part.scaling != "delayed":
-        raise ValueError(f"the recipe's linear.scaling is {part.scaling!r}, not 'delayed'")
-    return scaling.Delayed(part.history, part.margin)

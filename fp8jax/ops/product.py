@@ -4,6 +4,7 @@ The input is quantized outside of the differentiated function, from its value al
 that function, several products that read one input share them, and the input itself is not saved.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -11,13 +12,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
-from fp8jax.core.recipe import SAME, Linear
+from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.matmul import Operand, matmul, transpose
 from fp8jax.ops.recent import Recent
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight as the products read it, made once for all calls of a step by `quantize_weight`.
+
+    Codes are kept as bytes, which unlike FP8 arrays may enter a differentiated function.
+
+    Attributes:
+        forward: (outputs, inputs).
+        dgrad: (inputs, outputs); None where the transposed `forward` serves.
+    """
+
+    forward: QTensor
+    dgrad: QTensor | None
 
 
 class Scales(NamedTuple):
@@ -37,7 +53,13 @@ class Scales(NamedTuple):
 
 
 def product(
-    x: Array, w: Array, recipe: Linear, key: Array | None, source: Array | None = None, scales: Scales | None = None
+    x: Array,
+    w: Array,
+    recipe: Linear,
+    key: Array | None,
+    source: Array | None = None,
+    scales: Scales | None = None,
+    quantized: QuantizedWeight | None = None,
 ) -> Array:
     """x @ w with the products of a recipe.
 
@@ -48,48 +70,105 @@ def product(
         key: PRNG key for recipes that round stochastically.
         source: the user's array that `x` is a view of, by which products that share an input are known.
         scales: given scales; None takes them from the tensors.
+        quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
 
     Returns:
         (tokens, outputs) in the dtype of `x`.
 
     Raises:
-        ValueError: a key is missing.
+        ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
     """
     kept, gradient = recipe.spec("saved"), recipe.spec("dy")
-    saved, dtypes = None, ()
+    if quantized is not None:
+        _check_weight(quantized, w, recipe)
+    saved = None
     if kept is not None:
         subkey = _subkey(key, kept, "saved")
         if subkey is None and scales is None:
-            how = (kept, recipe.scaling, x.shape)
             make = functools.partial(_save, x, kept, recipe.scaling)
-            saved, dtypes = _inputs.get(x if source is None else source, how, make)
+            saved = _inputs.get(x if source is None else source, (kept, recipe.scaling, x.shape), make)
         else:
-            saved, dtypes = _save(x, kept, recipe.scaling, subkey, None if scales is None else scales.x)
-    return _product(recipe, dtypes, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales)
+            saved = _save(x, kept, recipe.scaling, subkey, None if scales is None else scales.x)
+    return _product(recipe, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales, quantized)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = None) -> QuantizedWeight:
+    """A weight as the products of a recipe read it, for `fp8jax.linear` to use in every call of a step.
+
+    Under gradient accumulation the microbatches of a step then share its scales and codes:
+
+        quantized = fp8jax.quantize_weight(w, recipe=recipe)
+        y = fp8jax.linear(x, w, recipe=recipe, quantized=quantized)
+
+    Args:
+        w: (inputs, outputs), any floating dtype. Gradients flow to the `w` that `linear` is given, not to this one.
+        recipe: a `Recipe`, or its part `Linear`, that quantizes the weight in both products that read it.
+        scale: fp32 scalar, for granularity "tensor"; None takes it from `w`.
+
+    Returns:
+        Codes with their scales, rounded to nearest; use it only while `w` stays the same.
+
+    Raises:
+        ValueError: the recipe has a product that reads the weight itself.
+    """
+    part = linear_part(recipe)
+    forward, dgrad = part.spec("w"), part.spec("w_dgrad")
+    if forward is None or dgrad is None:
+        raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
+    serves = forward == dgrad and forward.granularity in TRANSPOSABLE
+    turned = None if serves else _save(w, dgrad, part.scaling, scale=scale)
+    return QuantizedWeight(_save(w.T, forward, part.scaling, scale=scale), turned)
+
+
+def linear_part(recipe: Recipe | Linear) -> Linear:
+    """The part of a recipe that products follow."""
+    return recipe.linear if isinstance(recipe, Recipe) else recipe
+
+
+def _check_weight(quantized: QuantizedWeight, w: Array, recipe: Linear) -> None:
+    found = (quantized.forward.shape[::-1], quantized.forward.spec)
+    if found != (w.shape, recipe.spec("w")):
+        raise ValueError(f"a weight {w.shape} of spec {recipe.w} was given quantized as {found[0]}, {found[1]}")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(
-    recipe: Linear, dtypes: Any, x: Array, w: Array, saved: QTensor | None, key: Array | None, scales: Scales | None
+    recipe: Linear,
+    x: Array,
+    w: Array,
+    saved: QTensor | None,
+    key: Array | None,
+    scales: Scales | None,
+    quantized: QuantizedWeight | None,
 ) -> Array:
-    return _forward(recipe, dtypes, x, w, saved, key, scales)[0]
+    return _forward(recipe, x, w, saved, key, scales, quantized)[0]
 
 
 def _forward(
-    recipe: Linear, dtypes: Any, x: Array, w: Array, saved: QTensor | None, key: Array | None, scales: Scales | None
+    recipe: Linear,
+    x: Array,
+    w: Array,
+    saved: QTensor | None,
+    key: Array | None,
+    scales: Scales | None,
+    quantized: QuantizedWeight | None,
 ) -> tuple[Array, Any]:
     quantizer = functools.partial(_operand, how=recipe.scaling)
     if saved is not None and recipe.saved == SAME:
-        rows: Operand = _restore(saved, dtypes)
+        rows: Operand = _restore(saved)
     else:
         rows = quantizer(x, recipe.spec("x"), scale=scales and scales.x)
-    y = matmul(rows, quantizer(w.T, recipe.spec("w"), scale=scales and scales.w), dtype=x.dtype)
-    # Of an input that is saved as codes only the dtype is needed.
-    return y, (x if saved is None else jnp.zeros((0,), x.dtype), w, saved, key, scales)
+    if quantized is None:
+        columns: Operand = quantizer(w.T, recipe.spec("w"), scale=scales and scales.w)
+    else:
+        columns = _restore(quantized.forward)
+    # Of an input that is saved as codes, and of a weight that is given as such, only the dtypes are needed.
+    kept = (x if saved is None else jnp.zeros((0,), x.dtype), w if quantized is None else jnp.zeros((0,), w.dtype))
+    return matmul(rows, columns, dtype=x.dtype), (*kept, saved, key, scales, quantized)
 
 
-def _backward(recipe: Linear, dtypes: Any, residuals: Any, dy: Array) -> tuple[Any, ...]:
-    x, w, saved, key, scales = residuals
+def _backward(recipe: Linear, residuals: Any, dy: Array) -> tuple[Any, ...]:
+    x, w, saved, key, scales, quantized = residuals
     quantizer = functools.partial(_operand, how=recipe.scaling)
     keys = (None, None) if key is None else jax.random.split(key)
     seen = dy_scale = None
@@ -99,15 +178,19 @@ def _backward(recipe: Linear, dtypes: Any, residuals: Any, dy: Array) -> tuple[A
         assert spec is not None
         dy_scale = scaling.to_scale(jnp.where(scales.dy > 0, scales.dy, seen), formats.get(spec.format))
     dy_rows = quantizer(dy, recipe.spec("dy"), key=keys[0], scale=dy_scale)
-    dx = matmul(dy_rows, quantizer(w, recipe.spec("w_dgrad"), scale=scales and scales.w), dtype=x.dtype)
+    if quantized is None:
+        weight: Operand = quantizer(w, recipe.spec("w_dgrad"), scale=scales and scales.w)
+    else:
+        weight = transpose(_restore(quantized.forward)) if quantized.dgrad is None else _restore(quantized.dgrad)
+    dx = matmul(dy_rows, weight, dtype=x.dtype)
     if isinstance(dy_rows, QTensor) and recipe.dy_wgrad == SAME:
         dy_columns: Operand = transpose(dy_rows)
     else:
         dy_columns = quantizer(dy.T, recipe.spec("dy_wgrad"), key=keys[1])
-    kept: Operand = x if saved is None else _restore(saved, dtypes)
+    kept: Operand = x if saved is None else _restore(saved)
     dw = matmul(_turned(kept, recipe.spec("x_wgrad"), recipe.scaling), dy_columns, dtype=w.dtype)
-    none = jax.tree.map(_zero_cotangent, (saved, key, scales))
-    return dx, dw, *none[:2], scales and none[2]._replace(slot=seen)
+    none = jax.tree.map(_zero_cotangent, (saved, key, scales, quantized))
+    return dx, dw, *none[:2], scales and none[2]._replace(slot=seen), none[3]
 
 
 _product.defvjp(_forward, _backward)
@@ -141,25 +224,25 @@ def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     return jax.random.fold_in(key, {"saved": 0, "dy": 1}[use])
 
 
-# A quantized input with its codes as bytes, which unlike FP8 arrays may enter a differentiated function: they have no
-# cotangent; and the dtypes of its leaves.
-_Saved = tuple[QTensor, tuple[Any, ...]]
+_inputs: Recent[QTensor] = Recent()
 
 
-_inputs: Recent[_Saved] = Recent()
+def _save(x: Array, spec: QuantSpec, how: str, key: Array | None = None, scale: Array | None = None) -> QTensor:
+    """A quantized tensor with its codes as bytes: these have no cotangent and may enter a differentiated function."""
+    q = _operand(lax.stop_gradient(x), spec, how=how, key=key, scale=scale)
+    assert isinstance(q, QTensor)
+    q = jax.tree.map(lax.stop_gradient, q)
+    return dataclasses.replace(q, codes=_cast_bytes(q.codes, jnp.uint8))
 
 
-def _save(x: Array, spec: QuantSpec, how: str, key: Array | None = None, scale: Array | None = None) -> _Saved:
-    codes = _operand(lax.stop_gradient(x), spec, how=how, key=key, scale=scale)
-    leaves, tree = jax.tree.flatten(codes)
-    flat = [lax.bitcast_convert_type(a, jnp.uint8) if a.dtype.itemsize == 1 else lax.stop_gradient(a) for a in leaves]
-    return jax.tree.unflatten(tree, flat), tuple(a.dtype for a in leaves)
+def _restore(saved: QTensor) -> QTensor:
+    dtype = jnp.uint8 if saved.spec.packed else formats.get(saved.spec.format).dtype
+    return dataclasses.replace(saved, codes=_cast_bytes(saved.codes, dtype))
 
 
-def _restore(saved: QTensor, dtypes: Any) -> QTensor:
-    leaves, tree = jax.tree.flatten(saved)
-    restored = [lax.bitcast_convert_type(x, d) if x.dtype != d else x for x, d in zip(leaves, dtypes, strict=True)]
-    return jax.tree.unflatten(tree, restored)
+def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
+    """Codes of one byte as another type of one byte; wider ones as they are."""
+    return lax.bitcast_convert_type(codes, dtype) if codes.dtype.itemsize == 1 else codes
 
 
 def _zero_cotangent(x: Array) -> Any:

@@ -250,3 +250,33 @@ def test_a_numpy_input_that_changes_is_quantized_again():
     first = fp8jax.linear(x, w, recipe=recipe)
     x[:] = 2
     np.testing.assert_allclose(np.asarray(fp8jax.linear(x, w, recipe=recipe)), 2 * np.asarray(first), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["te_current", "deepseek", "jetfire"])
+def test_weights_quantized_ahead_give_the_same_bits(name):
+    recipe = fp8jax.recipes.get(name)
+    x, w = jax.random.normal(jax.random.key(0), (24, 40)), jax.random.normal(jax.random.key(1), (40, 56))
+    key = jax.random.key(2)
+
+    def loss(x, w, quantized):
+        return jnp.sum(jnp.sin(fp8jax.linear(x, w, recipe=recipe, key=key, quantized=quantized)))
+
+    quantized = fp8jax.quantize_weight(w, recipe=recipe)
+    assert all(leaf.dtype in (jnp.uint8, jnp.float32) for leaf in jax.tree.leaves(quantized))
+    each, ahead = (jax.value_and_grad(loss, argnums=(0, 1))(x, w, q) for q in (None, quantized))
+    jax.tree.map(np.testing.assert_array_equal, each, ahead)
+    # Its statistics are taken ahead too: the program reads the weight no more.
+    assert ("float32", w.shape) not in residuals(lambda x, w: loss(x, w, quantized), x, w)
+
+
+def test_a_weight_quantized_ahead_must_fit():
+    recipe = fp8jax.recipes.te_current()
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 6))
+    quantized = fp8jax.quantize_weight(w.T, recipe=recipe)
+    with pytest.raises(ValueError, match=r"was given quantized as \(6, 8\)"):
+        fp8jax.linear(x, w, recipe=recipe, quantized=quantized)
+    with pytest.raises(ValueError, match="not quantized in both"):
+        fp8jax.quantize_weight(w, recipe=fp8jax.recipes.bf16())
+    batched = (((2,), (1,)), ((0,), (0,)))
+    with pytest.raises(ValueError, match="batch axes"):
+        fp8jax.dot_general(x[None], w[None], batched, recipe=recipe, quantized=fp8jax.quantize_weight(w, recipe=recipe))
