@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 
+from fp8jax.core.recipe import Context as Context
 from fp8jax.core.recipe import Linear as Linear
 from fp8jax.core.recipe import Optimizer as Optimizer
 from fp8jax.core.recipe import Recipe as Recipe
 from fp8jax.core.recipe import Weights as Weights
 
 _PLAIN = Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
+_COAT_LINEAR = Linear("e4m3", "e4m3", "e5m2", scaling="two_stage")
+_COAT_CONTEXT = Context("e4m3:group16", "lean")
 
 
 def bf16() -> Recipe:
@@ -18,6 +21,20 @@ def bf16() -> Recipe:
 def coat_optimizer() -> Recipe:
     """COAT's optimizer states alone (its Table 13): e4m3 moments, groups of 128, dynamic range expansion."""
     return Recipe("coat_optimizer", optimizer=Optimizer())
+
+
+def coat() -> Recipe:
+    """COAT whole: 8-bit optimizer states and activations, of which only what is dear to compute again is kept.
+
+    `Context("e4m3:group16", "faithful")` keeps what the paper keeps. Gradients that enter a product are in e5m2, as in
+    its code; `Linear(dy=None, w_dgrad=None, x_wgrad=None, dy_wgrad=None, ...)` leaves them in bf16, as its section G.5.
+    """
+    return Recipe("coat", optimizer=Optimizer(), linear=_COAT_LINEAR, context=_COAT_CONTEXT)
+
+
+def coat_activations() -> Recipe:
+    """COAT's activations alone (its Table 13): group scaling per tensor in linear layers, 1x16 groups elsewhere."""
+    return Recipe("coat_activations", optimizer=_PLAIN, linear=_COAT_LINEAR, context=_COAT_CONTEXT)
 
 
 def te_current() -> Recipe:
@@ -51,7 +68,8 @@ def int8_block() -> Recipe:
 
 
 _PRESETS: dict[str, Callable[[], Recipe]] = {
-    f.__name__: f for f in (bf16, coat_optimizer, te_current, deepseek, switchback, jetfire, int8_block)
+    f.__name__: f
+    for f in (bf16, coat, coat_optimizer, coat_activations, te_current, deepseek, switchback, jetfire, int8_block)
 }
 NAMES: tuple[str, ...] = tuple(_PRESETS)
 

@@ -179,6 +179,55 @@ class Linear:
         }
 
 
+MODES = ("faithful", "lean")
+AGAIN = "computed again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What non-linear operations (norms, gated and plain activations) keep of their inputs for the backward pass.
+
+    What they compute forward, and their gradients, stay in the model's own dtype (COAT, section 5.2 and G.5).
+
+    Attributes:
+        saved: string form of the `QuantSpec` of what is kept, (..., channels), with scales along the channels and
+            stored in bf16, such as COAT's "e4m3:group16"; None keeps what JAX keeps.
+        mode: "faithful" keeps all that COAT keeps: the input of a norm, gate, up, and the activated gate; linear layers
+            keep their own codes. "lean" keeps only what cannot be computed again cheaply: the input of a norm, gate and
+            up; linear layers that read their results compute them again from those.
+
+    Raises:
+        ValueError: a spec is malformed or of no use here, or the mode is unknown or has nothing to apply to.
+    """
+
+    saved: str | None = None
+    mode: str = "faithful"
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"unknown context.mode {self.mode!r}; it is one of {', '.join(MODES)}")
+        if self.saved is None:
+            if self.mode != "faithful":
+                raise ValueError(f"context.mode {self.mode!r} needs a format: give context.saved, such as e4m3:group16")
+            return
+        spec = QuantSpec.parse(self.saved)
+        if spec.granularity == "channel" or spec.axis != -1 or spec.stacked:
+            raise ValueError(f"context.saved {self.saved!r} must have scales along the channels, its last axis")
+        if spec.rounding != "nearest":
+            raise ValueError(f"context.saved {self.saved!r} would need a key in every layer; leave out '+stochastic'")
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """How an input is kept; None as it is."""
+        if self.saved is None:
+            return None
+        return dataclasses.replace(QuantSpec.parse(self.saved), scale_format="bf16")
+
+    @property
+    def lean(self) -> bool:
+        return self.mode == "lean"
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """A way to train, as independent parts; mix them with `dataclasses.replace`.
@@ -188,12 +237,14 @@ class Recipe:
         weights: storage of the parameters.
         optimizer: storage of the optimizer's moments.
         linear: operands of the products of linear layers.
+        context: what non-linear operations keep for the backward pass.
     """
 
     name: str
     weights: Weights = Weights()
     optimizer: Optimizer = Optimizer()
     linear: Linear = Linear()
+    context: Context = Context()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
@@ -216,6 +267,9 @@ class Recipe:
             for name, spec in zip(names, operands, strict=True):
                 stored.append((f"{product} {name}", spec or weights.compute, spec.format if spec else weights.compute))
         stored.append(("saved linear input", self.linear.spec("saved") or weights.compute, "-"))
+        stored.append(("saved non-linear input", self.context.spec or weights.compute, weights.compute))
+        if self.context.lean:
+            stored.append(("input that a norm or activation made", AGAIN, weights.compute))
         return [(role, str(how), computed, _bytes(how)) for role, how, computed in stored]
 
     def explain(self) -> str:
@@ -228,4 +282,6 @@ class Recipe:
 
 
 def _bytes(stored: str | QuantSpec) -> float:
+    if stored == AGAIN:
+        return 0.0
     return formats.get(stored).bytes_per_element if isinstance(stored, str) else stored.bytes_per_element

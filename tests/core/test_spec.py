@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import fp8jax
-from fp8jax.core.recipe import Optimizer, Recipe, Weights
+from fp8jax.core.recipe import Context, Optimizer, Recipe, Weights
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,10 @@ def test_presets_are_known_by_their_names(name):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: fp8jax.recipes.get("coats"), "unknown recipe 'coats'; recipes are bf16, coat_optimizer, te_current"),
+        (
+            lambda: fp8jax.recipes.get("coats"),
+            "unknown recipe 'coats'; recipes are bf16, coat, coat_optimizer, coat_activations",
+        ),
         (lambda: Weights(master="fp8"), "weights.master 'fp8' is not one of bf16, fp32"),
         (lambda: Weights(master="bf16", compute="fp32"), "weights.compute 'fp32' is wider than the master"),
         (lambda: Optimizer(mu="e3m4"), "unknown number format 'e3m4'"),
@@ -112,6 +115,11 @@ def test_presets_are_known_by_their_names(name):
         (lambda: Optimizer(group_size=None), "optimizer.group_size must be positive, not None"),
         (lambda: Optimizer(mu="fp32", nu="fp32"), "group_size=128, expand=True apply to 8-bit moments"),
         (lambda: Optimizer(mu="fp32", nu="bf16", group_size=None), "expand=True apply to 8-bit moments"),
+        (lambda: Context("e4m3:group16", "full"), "unknown context.mode 'full'; it is one of faithful, lean"),
+        (lambda: Context(mode="lean"), "context.mode 'lean' needs a format: give context.saved"),
+        (lambda: Context("fp8:group16"), "unknown number format 'fp8'"),
+        (lambda: Context("e4m3:channel"), "context.saved 'e4m3:channel' must have scales along the channels"),
+        (lambda: Context("e4m3:group16+stochastic"), "would need a key in every layer"),
     ],
 )
 def test_recipes_that_are_wrong_or_contradict_themselves_are_refused(build, message):
@@ -128,3 +136,13 @@ def test_parts_mix():
     mixed = dataclasses.replace(fp8jax.recipes.bf16(), name="mixed", optimizer=Optimizer(mu="e4m3", nu="bf16"))
     assert mixed.optimizer.spec("mu") == fp8jax.QuantSpec.parse("e4m3:group128+expand")
     assert mixed.optimizer.spec("nu") is None
+
+
+def test_the_plan_of_coat_names_what_contexts_keep_and_what_is_computed_again():
+    plan = {role: (stored, size) for role, stored, _, size in fp8jax.recipes.coat().plan()}
+    # Table 10 of the paper: scales of 16 bits add 12.5 % to groups of 16.
+    assert plan["saved non-linear input"] == ("e4m3:group16", 1.125)
+    assert plan["input that a norm or activation made"] == ("computed again", 0)
+    faithful = dataclasses.replace(fp8jax.recipes.coat(), context=Context("e4m3:group16"))
+    assert "computed again" not in faithful.explain()
+    assert {role: size for role, *_, size in fp8jax.recipes.bf16().plan()}["saved non-linear input"] == 2
