@@ -85,6 +85,8 @@ class Optim:
     """Applied to matrices, not to norms."""
     clip: float = 1.0
     """Largest global norm of the gradient."""
+    microbatches: int = 1
+    """Parts that a batch is computed in, one after the other, to save memory; their gradients are averaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Config:
         """Raises UserError that names the first impossible value and the fix."""
         sections: tuple[tuple[Any, tuple[str, ...], int], ...] = (
             (self.data, ("seq_len", "batch"), 1),
-            (self.optim, ("steps",), 1),
+            (self.optim, ("steps", "microbatches"), 1),
             (self.run, ("log_every", "checkpoint_every", "keep", "eval_every", "eval_batches"), 1),
             (self.optim, ("warmup",), 0),
             (self.run, ("sample_tokens",), 0),
@@ -153,6 +155,8 @@ class Config:
             raise UserError(f"--weight-decay must be finite and not negative, got {self.optim.weight_decay}")
         if self.optim.warmup >= self.optim.steps:
             raise UserError(f"--warmup {self.optim.warmup} must be below --steps {self.optim.steps}")
+        if self.data.batch % self.optim.microbatches:
+            raise UserError(f"--microbatches {self.optim.microbatches} must divide --batch {self.data.batch}")
         if not 0 < self.data.valid_fraction < 1:
             raise UserError(f"--valid-fraction must be between 0 and 1, got {self.data.valid_fraction}")
         if self.data.tokenizer == "bpe" and self.data.vocab < 257:

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 import tyro
-from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
@@ -25,7 +24,7 @@ from experiments import config as configuration
 from experiments import data, report, scoring, train
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config, UserError, check_same, flatten_fields
-from experiments.loop import Task
+from experiments.task import Task
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 
 
@@ -60,6 +59,7 @@ class Trained:
         recipe: it was trained with.
         task: its program in training.
         params: parameters in the master format.
+        model_state: what the model has besides.
         step: of the checkpoint.
         tokenizer: of the run.
     """
@@ -68,14 +68,20 @@ class Trained:
     recipe: fp8jax.Recipe
     task: Task
     params: Any
+    model_state: Any
     step: int
     tokenizer: Tokenizer
 
     def model(self, linear: fp8jax.recipes.Linear) -> scoring.Model:
         """The model with linear layers computed as told: parameters and tokens to logits."""
+        if linear == self.recipe.linear:
+            return lambda params, tokens_BxT: self.task.model(params, self.model_state)(tokens_BxT)
         recipe = dataclasses.replace(self.recipe, linear=linear)
         task = Task.build(self.task.llama, self.task.tx, recipe, remat=False, seed=self.config.seed)
-        return lambda params, tokens_BxT: nnx.merge(task.graphdef, params)(tokens_BxT)
+        # Of another recipe there are no histories: its first step needs none.
+        shapes = jax.eval_shape(task.init).model_state
+        fresh = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return lambda params, tokens_BxT: task.model(params, fresh)(tokens_BxT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +181,7 @@ def load(folder: Path, name: str) -> Trained:
         now = json.loads(json.dumps(flatten_fields("recipe", recipe), default=str))
         check_same(saved, {k: v for k, v in now.items() if k in saved}, checkpoints.folder / str(step))
         state, _ = checkpoints.restore(step, jax.eval_shape(task.init))
-    return Trained(config, recipe, task, state.params, step, tokenizer)
+    return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer)
 
 
 def _read_config(folder: Path) -> Config:

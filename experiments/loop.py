@@ -1,8 +1,4 @@
-"""The training step and the loop around it.
-
-A step that meets a loss or gradient that is not finite changes nothing and clears `healthy` in the state; steps that
-were already dispatched behind it then change nothing either. So the loop may look at a step's metrics one step late.
-"""
+"""The loop around the training step: logging, validation, checkpoints, signals."""
 
 import dataclasses
 import signal
@@ -12,30 +8,12 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 
-import fp8jax
 from experiments.checkpoint import Checkpoints
 from experiments.config import Optim, Run
-from experiments.models.llama import Llama, LlamaConfig
 from experiments.report import RunLog
-
-
-class TrainState(NamedTuple):
-    """Everything that a step reads and writes, and a checkpoint holds.
-
-    step: int32, updates applied. params: nested dict in the master format. opt_state: the optimizer's. rng: uint32
-    data of a key, from which text is sampled. healthy: bool, False once a loss or gradient was not finite.
-    """
-
-    step: jax.Array
-    params: Any
-    opt_state: optax.OptState
-    rng: jax.Array
-    healthy: jax.Array
+from experiments.task import TrainState, schedule
 
 
 class NotFinite(Exception):
@@ -75,103 +53,15 @@ class StopSignals:
             signal.signal(s, signal.SIG_DFL)
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """One recipe's program: the model's structure and the optimizer, no arrays.
-
-    Attributes:
-        graphdef: of the Llama, quantized as the recipe says; `nnx.merge(graphdef, params)` is the model.
-        tx: the optimizer, clipping included.
-        llama: the shape.
-        recipe: what everything is stored and computed in.
-        seed: of the initial parameters.
-    """
-
-    graphdef: nnx.GraphDef[Llama]
-    tx: optax.GradientTransformationExtraArgs
-    llama: LlamaConfig
-    recipe: fp8jax.Recipe
-    remat: bool
-    seed: int
-
-    @classmethod
-    def build(
-        cls,
-        llama: LlamaConfig,
-        tx: optax.GradientTransformationExtraArgs,
-        recipe: fp8jax.Recipe,
-        *,
-        remat: bool,
-        seed: int,
-    ) -> "Task":
-        """Traces the model's structure; no parameter is made."""
-        model = nnx.eval_shape(lambda: _plain(llama, recipe, remat, nnx.Rngs(seed)))
-        if recipe.linear.quantized:
-            model = fp8jax.nnx.quantize(model, recipe)
-        return cls(nnx.split(model, nnx.Param)[0], tx, llama, recipe, remat, seed)
-
-    def init(self) -> TrainState:
-        """The state before the first step, the same for every recipe; under `jax.eval_shape`, its shapes."""
-        key = jax.random.key(self.seed)
-        model = _plain(self.llama, self.recipe, self.remat, nnx.Rngs(key))
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        return TrainState(
-            step=jnp.zeros([], jnp.int32),
-            params=params,
-            opt_state=self.tx.init(params),
-            rng=jax.random.key_data(jax.random.fold_in(key, 1)),
-            healthy=jnp.array(True),
-        )
-
-    def loss(self, params: Any, tokens_BxT: jax.Array) -> jax.Array:
-        """Mean cross-entropy of each next token, float32; tokens (B, T + 1)."""
-        logits_BxTxV = nnx.merge(self.graphdef, params)(tokens_BxT[:, :-1]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:]).mean()
-
-    def step(self, state: TrainState, tokens_BxT: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update, or none from the first loss or gradient on that is not finite."""
-        loss, grads = jax.value_and_grad(self.loss)(state.params, tokens_BxT)
-        grad_norm = optax.tree.norm(grads)
-        healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-
-        def update() -> tuple[Any, optax.OptState]:
-            updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-            return optax.apply_updates(state.params, updates), opt_state
-
-        params, opt_state = jax.lax.cond(healthy, update, lambda: (state.params, state.opt_state))
-        step = state.step + healthy.astype(jnp.int32)
-        metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
-        return TrainState(step, params, opt_state, state.rng, healthy), metrics
-
-
-def _plain(llama: LlamaConfig, recipe: fp8jax.Recipe, remat: bool, rngs: nnx.Rngs) -> Llama:
-    dtypes = {role: fp8jax.formats.get(getattr(recipe.weights, role)).dtype for role in ("compute", "master")}
-    return Llama(llama, dtype=dtypes["compute"], param_dtype=dtypes["master"], remat=remat, rngs=rngs)
-
-
-def schedule(optim: Optim) -> optax.Schedule:
-    """Linear warm-up, then cosine decay that reaches `final_lr` of the peak at the last step."""
-    return optax.warmup_cosine_decay_schedule(
-        0.0 if optim.warmup else optim.lr, optim.lr, optim.warmup, optim.steps, optim.lr * optim.final_lr
-    )
-
-
-def decay_mask(params: Any) -> Any:
-    """True for leaves that weight decay applies to: two or more dimensions and no norm (stacked norms have two)."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x.ndim >= 2 and "norm" not in jax.tree_util.keystr(path), params
-    )
-
-
 def evaluate(
-    loss: Callable[[Any, jax.Array], jax.Array], params: Any, batches: np.ndarray, stop: StopSignals
+    loss: Callable[[Any, Any, jax.Array], jax.Array], state: TrainState, batches: np.ndarray, stop: StopSignals
 ) -> float | None:
     """Mean loss over fixed batches (count, rows, T + 1) of equal size; None where a signal came before the end."""
     losses = []
     for tokens_BxT in batches:
         if stop.signum is not None:
             return None
-        losses.append(float(loss(params, tokens_BxT)))
+        losses.append(float(loss(state.params, state.model_state, tokens_BxT)))
     return float(np.mean(losses))
 
 
@@ -195,7 +85,7 @@ class Loop:
     """
 
     step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
-    loss: Callable[[Any, jax.Array], jax.Array]
+    loss: Callable[[Any, Any, jax.Array], jax.Array]
     batches: Any
     valid: np.ndarray
     optim: Optim
@@ -227,7 +117,7 @@ class Loop:
                     self.checkpoints.save(done, state, loader=self.batches.get_state(), config=self.config)
                     saved = done
                 if eval_due:
-                    loss = evaluate(self.loss, state.params, self.valid, self.stop)
+                    loss = evaluate(self.loss, state, self.valid, self.stop)
                     if loss is not None:
                         self.log.valid(done, loss)
                 if self.stop.signum is None:

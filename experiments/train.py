@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from rich.console import Console
 from rich.text import Text
 
@@ -32,7 +31,8 @@ import fp8jax
 from experiments import data, generate, report
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config, UserError, check_same, flatten_fields, parse
-from experiments.loop import Loop, NotFinite, Stopped, StopSignals, Task, TrainState, decay_mask, schedule
+from experiments.loop import Loop, NotFinite, Stopped, StopSignals
+from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
@@ -122,6 +122,7 @@ def _train_recipe(
         recipe,
         remat=config.run.remat,
         seed=config.seed,
+        microbatches=optim.microbatches,
     )
     abstract = jax.eval_shape(task.init)
     batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32)
@@ -233,7 +234,8 @@ def _write_text(config: Config, task: Task, state: TrainState, tokens: data.Toke
     if not prompt:
         return ""
     key = jax.random.wrap_key_data(state.rng)
-    ids = generate.sample(lambda p, t: nnx.merge(task.graphdef, p)(t), state.params, prompt, length, key)
+    variables = (state.params, state.model_state)
+    ids = generate.sample(lambda v, t: task.model(*v)(t), variables, prompt, length, key)
     return tokenizer.decode(ids).strip()
 
 

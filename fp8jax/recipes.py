@@ -42,6 +42,14 @@ def te_current() -> Recipe:
     return Recipe("te_current", optimizer=_PLAIN, linear=Linear("e4m3", "e4m3", "e5m2"))
 
 
+def te_delayed() -> Recipe:
+    """Transformer Engine's delayed scaling: scales from the largest magnitudes of the last 1,024 steps.
+
+    Layers have a state: see `fp8jax.nnx.advance_scaling` and `fp8jax.linen.advance_scaling`.
+    """
+    return Recipe("te_delayed", optimizer=_PLAIN, linear=Linear("e4m3", "e4m3", "e5m2", scaling="delayed"))
+
+
 def deepseek() -> Recipe:
     """DeepSeek-V3, section 3.3: e4m3 in groups of 1x128 for inputs and gradients, blocks of 128x128 for weights."""
     group = "e4m3:group128"
@@ -69,7 +77,10 @@ def int8_block() -> Recipe:
 
 _PRESETS: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
-    for f in (bf16, coat, coat_optimizer, coat_activations, te_current, deepseek, switchback, jetfire, int8_block)
+    for f in (
+        *(bf16, coat, coat_optimizer, coat_activations),
+        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block),
+    )
 }
 NAMES: tuple[str, ...] = tuple(_PRESETS)
 

@@ -18,6 +18,12 @@ def count(fn: Callable, primitive: str, *args: Any) -> int:
     return sum(1 for _ in _walk(jax.make_jaxpr(fn)(*args).jaxpr, primitive))
 
 
+def outputs(fn: Callable, dtype: Any, *args: Any) -> list[tuple[int, ...]]:
+    """Shapes of what the conversions to a dtype in the jaxpr of `fn` make, loops and calls included, once each."""
+    casts = _walk(jax.make_jaxpr(fn)(*args).jaxpr, "convert_element_type")
+    return [eqn.outvars[0].aval.shape for eqn in casts if eqn.params["new_dtype"] == dtype]
+
+
 def residuals(fn: Callable, *args: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Dtypes and shapes of what `jax.vjp(fn, *args)` keeps for the backward pass."""
     kept = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)

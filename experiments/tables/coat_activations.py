@@ -202,7 +202,7 @@ def main() -> int:
     length = trained.config.data.seq_len
     tokens = data.encode(corpus, trained.tokenizer, length).valid
     tokens_BxT = jnp.asarray(data.valid_batches(tokens, length, SEQUENCES, 1)[0])
-    model = nnx.merge(trained.task.graphdef, trained.params)
+    model = trained.task.model(trained.params, trained.model_state)
     errors, blocks = table_10(model, tokens_BxT), figure_4a(model, tokens_BxT)
     worst = int(tokens_BxT[:, :-1].reshape(-1)[errors[PER_TENSOR][1].argmax()])
     shares = [of_arm[1].max() / of_arm[1].sum() for of_arm in errors.values()]

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from experiments import evaluate, report, train
 from experiments.checkpoint import Checkpoints
 from experiments.config import UserError
-from experiments.loop import TrainState
+from experiments.task import TrainState
 
 RESULTS = Path("results")
 RUN = "tables_moments"

@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 import fp8jax
 from experiments import data
 from experiments.config import UserError
-from experiments.loop import Task, decay_mask
 from experiments.models.llama import LlamaConfig
 from experiments.tables import common
 from experiments.tables.common import Row
+from experiments.task import Task, decay_mask
 from experiments.tokenizer import Bytes
 from fp8jax.core import formats
 
@@ -113,7 +113,7 @@ def make_run(task: Task, steps: int) -> Any:
 
         def step(carry: tuple[Any, Any], tokens_BxT: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
             params, state = carry
-            loss, grads = jax.value_and_grad(task.loss)(params, tokens_BxT)
+            loss, grads, _ = task.gradients(params, {}, tokens_BxT)
             grads, _ = optax.clip_by_global_norm(CLIP).update(grads, optax.EmptyState())
             rate = schedule(state.count)
             updates, state = adam.update(store_as(gradient, grads), state)

@@ -28,6 +28,7 @@ class DelayedDotGeneral(nnx.Module):
         x, w, dy: histories, fp32 (..., history), with the leading axes of stacked layers.
         seen_x, seen_w: largest magnitudes of the calls since the last update, fp32 (...).
         slot: fp32 (...), zeros.
+        held: the weight quantized for all microbatches of a step, or None; `fp8jax.nnx.quantize_weights` sets it.
         use_running_average: read the histories and note nothing, as `model.eval()` sets it.
     """
 
@@ -42,6 +43,7 @@ class DelayedDotGeneral(nnx.Module):
             setattr(self, name, ScalingVariable(jnp.tile(history, (*stacked, 1))))
         self.seen_x, self.seen_w = (ScalingVariable(jnp.zeros(stacked)) for _ in range(2))
         self.slot = GradientStatistic(jnp.zeros(stacked))
+        self.held: Any = nnx.data(None)
 
     def __call__(
         self,
@@ -62,17 +64,20 @@ class DelayedDotGeneral(nnx.Module):
             raise ValueError(f"a quantized product takes no precision={precision!r}, out_sharding={out_sharding!r}")
         inputs = math.prod(rhs.shape[:n])
         x = lhs.reshape(*lhs.shape[: lhs.ndim - n], inputs)
-        state = ScalingState(self.x[...], self.w[...], self.dy[...])
-        y, observed = delayed_linear(x, rhs.reshape(inputs, -1), state, self.slot[...], recipe=self.linear)
+        held = None if self.held is None else self.held.weight()
+        w, slot = rhs.reshape(inputs, -1), self.slot[...]
+        y, observed = delayed_linear(x, w, self.state(), slot, recipe=self.linear, quantized=held)
         if not self.use_running_average:
             self.seen_x[...] = jnp.maximum(self.seen_x[...], observed.x)
             self.seen_w[...] = jnp.maximum(self.seen_w[...], observed.w)
         return y.reshape(*lhs.shape[: lhs.ndim - n], *rhs.shape[n:]).astype(preferred_element_type or lhs.dtype)
 
+    def state(self) -> ScalingState:
+        return ScalingState(self.x[...], self.w[...], self.dy[...])
+
     def advance(self, dy: Array) -> None:
         """Ends a step: its largest magnitudes enter the histories, and nothing is seen of the next one yet."""
-        state = ScalingState(self.x[...], self.w[...], self.dy[...])
-        new = update_scaling(state, Observed(self.seen_x[...], self.seen_w[...], dy), self.linear)
+        new = update_scaling(self.state(), Observed(self.seen_x[...], self.seen_w[...], dy), self.linear)
         self.x[...], self.w[...], self.dy[...] = new
         self.seen_x[...], self.seen_w[...] = jnp.zeros_like(self.seen_x[...]), jnp.zeros_like(self.seen_w[...])
 
@@ -112,10 +117,11 @@ def advance_scaling(model: nnx.Module, grads: nnx.State) -> nnx.State:
     return rest
 
 
-def stacked_axes(layer: Any) -> tuple[int, ...]:
-    """Leading axes of the kernel of a layer that `nnx.vmap` made: those beyond what the layer itself says."""
-    axes = 2 if isinstance(layer, nnx.Linear) else len(_tuple(layer.in_features)) + len(_tuple(layer.out_features))
-    return layer.kernel.shape[: layer.kernel.ndim - axes]
+def kernel_axes(layer: Any) -> tuple[int, int]:
+    """How many of the last axes of a layer's kernel are inputs and outputs; `nnx.vmap` puts others before them."""
+    if isinstance(layer, nnx.Linear):
+        return 1, 1
+    return len(_tuple(layer.in_features)), len(_tuple(layer.out_features))
 
 
 def _tuple(features: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.linear import DimensionNumbers, content_key, dot_general, einsum
+from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.recent import Recent
 
 
@@ -28,6 +29,7 @@ class DotGeneral:
         preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: Any = None,
+        quantized: QuantizedWeight | None = None,
     ) -> Array:
         return dot_general(
             lhs,
@@ -37,6 +39,7 @@ class DotGeneral:
             preferred_element_type,
             recipe=self.linear,
             key=content_key(lhs) if self.linear.stochastic else None,
+            quantized=quantized,
             out_sharding=out_sharding,
         )
 

@@ -6,7 +6,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from fp8jax.core.recipe import Linear
-from fp8jax.modules.delayed import DelayedDotGeneral, stacked_axes
+from fp8jax.modules.delayed import DelayedDotGeneral, kernel_axes
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.rules import Rules, choose
 
@@ -57,7 +57,8 @@ def _replace(path: str, layer: Any, linear: Linear) -> None:
     if linear.scaling == "delayed":
         if isinstance(layer, nnx.Einsum):
             raise ValueError(f"{path} is an nnx.Einsum, which has no delayed scaling; leave it out with a rule")
-        layer.dot_general = nnx.data(DelayedDotGeneral(linear, stacked_axes(layer)))
+        stacked = layer.kernel.shape[: layer.kernel.ndim - sum(kernel_axes(layer))]
+        layer.dot_general = nnx.data(DelayedDotGeneral(linear, stacked))
         return
     if layer.promote_dtype is promote_dtype:
         layer.promote_dtype = SharedPromotion(promote_dtype)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from experiments import evaluate, report, scoring
 from experiments.evaluate import Evaluation
@@ -89,7 +88,7 @@ def test_perplexity_of_a_file_is_that_of_the_model(trained, finished, tmp_path):
     (tmp_path / "a.txt").write_text(text)
     found = evaluate.evaluate(Evaluation(finished, "bf16", data=(str(tmp_path / "a.txt"),)), report.make_console())
     tokens = np.frombuffer(b"\0" + text.encode(), np.uint8).astype(np.int32)
-    model = nnx.merge(trained.task.graphdef, trained.params)
+    model = trained.task.model(trained.params, trained.model_state)
     total = 0.0
     for start in range(0, len(tokens) - 1, 16):
         end = min(start + 16, len(tokens) - 1)

@@ -8,9 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
+import pytest
 
-from experiments import report, train
+import fp8jax
+from experiments import config, report, train
+from experiments.checkpoint import Checkpoints, digest, flatten
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +74,28 @@ def test_killed_and_stopped_and_resumed_equals_left_alone(argv, out):
     keys = ("step", "loss", "grad_norm", "lr", "valid_loss")
     assert [[row.get(k) for k in keys] for row in rows] == [[row.get(k) for k in keys] for row in whole]
     assert np.isfinite(rows[-1]["valid_loss"])
+
+
+@pytest.mark.parametrize("name", fp8jax.recipes.NAMES)
+def test_every_recipe_goes_on_from_a_checkpoint_to_the_same_bits(name, tmp_path):
+    recipe = fp8jax.recipes.get(name)
+    shape = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=64)
+    task = Task.build(shape, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0)
+    step = jax.jit(task.step, compiler_options={"xla_llvm_disable_expensive_passes": True})
+    batches = np.random.default_rng(0).integers(0, shape.vocab, (4, 2, 17)).astype(np.int32)
+    alone = jax.jit(task.init)()
+    for tokens in batches[:2]:
+        alone, _ = step(alone, tokens)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(2, alone, loader={}, config={})
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        resumed, _ = checkpoints.restore(2, jax.eval_shape(task.init))
+    for tokens in batches[2:]:
+        alone, _ = step(alone, tokens)
+        resumed, metrics = step(resumed, tokens)
+    assert bool(metrics["healthy"])
+    for (leaf, x), y in zip(flatten(alone).items(), flatten(resumed).values(), strict=True):
+        assert digest(np.asarray(x)) == digest(np.asarray(y)), leaf
 
 
 def test_sigterm_before_the_first_step_says_how_to_go_on(argv, out):

@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments.loop import decay_mask
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.tables import coat_activations, coat_optimizer, common, fp8_lm_precision, report
 from experiments.tables.common import Row
+from experiments.task import decay_mask
 
 ROOT = Path(__file__).parents[2]
 TINY = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
@@ -106,7 +106,7 @@ def test_arms_train_as_optax_does_and_a_coarse_master_weight_shows(monkeypatch):
 
     @jax.jit
     def step(params, state):
-        loss, grads = jax.value_and_grad(task.loss)(params, TOKENS)
+        loss, grads, _ = task.gradients(params, {}, TOKENS)
         updates, state = tx.update(grads, state, params)
         return loss, optax.apply_updates(params, updates), state
 

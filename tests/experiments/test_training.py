@@ -11,9 +11,10 @@ import optax
 import pytest
 
 import fp8jax
-from experiments import config, generate, loop, report, train
-from experiments.loop import Task
+from experiments import config, generate, report, train
+from experiments import task as tasks
 from experiments.models.llama import LlamaConfig
+from experiments.task import Task
 
 TINY = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
 
@@ -35,15 +36,15 @@ TOKENS = np.random.default_rng(0).integers(0, TINY.vocab, (4, 9)).astype(np.int3
 
 def test_loss_is_the_mean_cross_entropy_of_next_tokens(task):
     params = task.init().params
-    logits = np.asarray(loop.nnx.merge(task.graphdef, params)(TOKENS[:, :-1]), np.float64)
+    logits = np.asarray(task.model(params, {})(TOKENS[:, :-1]), np.float64)
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = -np.take_along_axis(log_probabilities, TOKENS[:, 1:, None], -1).mean()
-    np.testing.assert_allclose(task.loss(params, TOKENS), expected, rtol=1e-5)
+    np.testing.assert_allclose(task.loss(params, {}, TOKENS), expected, rtol=1e-5)
 
 
 def test_a_step_applies_the_optimizer_to_the_gradient(task, step):
     state = task.init()
-    grads = jax.jit(jax.grad(task.loss))(state.params, TOKENS)
+    grads = jax.jit(jax.grad(task.loss))(state.params, {}, TOKENS)
     updates, _ = task.tx.update(grads, state.opt_state, state.params)
     after, metrics = step(state, TOKENS)
     for new, old, update in zip(*map(jax.tree.leaves, (after.params, state.params, updates)), strict=True):
@@ -71,7 +72,7 @@ def test_nothing_is_applied_from_the_first_bad_step_on(task, step, bad):
     assert np.isfinite(float(metrics["loss"]))
     assert not bool(metrics["healthy"])
     for before, stopped in ((poisoned, after), (state, later)):
-        for x, y in zip(*map(jax.tree.leaves, ((before[:3]), (stopped[:3]))), strict=True):
+        for x, y in zip(*map(jax.tree.leaves, ((before[:4]), (stopped[:4]))), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
@@ -90,13 +91,13 @@ def test_divergence_ends_the_program_before_the_update(argv, out, capsys):
 
 def test_schedule_warms_up_and_ends_at_its_share_of_the_peak():
     optim = config.Optim(steps=100, warmup=10, lr=2.0, final_lr=0.1)
-    rate = loop.schedule(optim)
+    rate = tasks.schedule(optim)
     np.testing.assert_allclose([rate(0), rate(5), rate(10), rate(55), rate(100)], [0, 1, 2, 1.1, 0.2], atol=1e-6)
-    assert float(loop.schedule(config.Optim(steps=100, warmup=0, lr=2.0))(0)) == 2.0
+    assert float(tasks.schedule(config.Optim(steps=100, warmup=0, lr=2.0))(0)) == 2.0
 
 
 def test_weight_decay_spares_norms_and_nothing_else(task):
-    mask = loop.decay_mask(task.init().params)
+    mask = tasks.decay_mask(task.init().params)
     spared = {jax.tree_util.keystr(path) for path, decayed in jax.tree.leaves_with_path(mask) if not decayed}
     assert spared == {"['norm']['scale']", "['layers']['attention_norm']['scale']", "['layers']['mlp_norm']['scale']"}
 

@@ -1,0 +1,182 @@
+"""One recipe's program: what a training step does, and the state that it reads and writes.
+
+A step that meets a loss or gradient that is not finite changes nothing and clears `healthy` in the state; steps that
+were already dispatched behind it then change nothing either. So a loop may look at a step's metrics one step late.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import fp8jax
+from experiments.config import Optim
+from experiments.models.llama import Llama, LlamaConfig
+
+
+class TrainState(NamedTuple):
+    """Everything that a step reads and writes, and a checkpoint holds.
+
+    step: int32, updates applied. params: nested dict in the master format. model_state: nested dict of what the model
+    has besides, such as histories of delayed scaling. opt_state: the optimizer's. rng: uint32 data of a key, from which
+    text is sampled. healthy: bool, False once a loss or gradient was not finite.
+    """
+
+    step: jax.Array
+    params: Any
+    model_state: Any
+    opt_state: optax.OptState
+    rng: jax.Array
+    healthy: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One recipe's program: the model's structure and the optimizer, no arrays.
+
+    Attributes:
+        graphdef: of the Llama, quantized as the recipe says, of parameters and model state.
+        tx: the optimizer, clipping included.
+        llama: the shape.
+        recipe: what everything is stored and computed in.
+        seed: of the initial parameters.
+        microbatches: parts that a batch is computed in, one after the other.
+    """
+
+    graphdef: nnx.GraphDef[Llama]
+    tx: optax.GradientTransformationExtraArgs
+    llama: LlamaConfig
+    recipe: fp8jax.Recipe
+    remat: bool
+    seed: int
+    microbatches: int = 1
+
+    @classmethod
+    def build(
+        cls,
+        llama: LlamaConfig,
+        tx: optax.GradientTransformationExtraArgs,
+        recipe: fp8jax.Recipe,
+        *,
+        remat: bool,
+        seed: int,
+        microbatches: int = 1,
+    ) -> "Task":
+        """Traces the model's structure; no parameter is made."""
+        model = nnx.eval_shape(lambda: _make(llama, recipe, remat, nnx.Rngs(seed)))
+        return cls(nnx.split(model, nnx.Param, ...)[0], tx, llama, recipe, remat, seed, microbatches)
+
+    def init(self) -> TrainState:
+        """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`."""
+        key = jax.random.key(self.seed)
+        model = _make(self.llama, self.recipe, self.remat, nnx.Rngs(key))
+        params, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, ...))
+        return TrainState(
+            step=jnp.zeros([], jnp.int32),
+            params=params,
+            model_state=model_state,
+            opt_state=self.tx.init(params),
+            rng=jax.random.key_data(jax.random.fold_in(key, 1)),
+            healthy=jnp.array(True),
+        )
+
+    def model(self, params: Any, model_state: Any) -> Llama:
+        """The model as it is evaluated: it changes no state."""
+        model = nnx.merge(self.graphdef, params, model_state)
+        model.eval()
+        return model
+
+    def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
+        """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1)."""
+        return _cross_entropy(self.model(params, model_state), tokens_BxT)
+
+    def gradients(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> tuple[jax.Array, Any, Any]:
+        """Loss and gradient of the parameters, means over the microbatches, and the model state of the next step."""
+        model = nnx.merge(self.graphdef, params, model_state)
+        held = fp8jax.nnx.quantize_weights(model) if self.microbatches > 1 and self.recipe.linear.quantized else model
+        filters = (nnx.Param, fp8jax.nnx.GradientStatistic, fp8jax.nnx.ScalingVariable, ...)
+        graphdef, *states = nnx.split(held, *filters)
+        weights, slots, noted, rest = states
+
+        def one(noted: nnx.State, tokens_BxT: jax.Array) -> tuple[nnx.State, tuple[jax.Array, Any, nnx.State]]:
+            def loss(weights: nnx.State, slots: nnx.State) -> tuple[jax.Array, nnx.State]:
+                # Variables belong to the trace that made them: these come from the one around.
+                own = jax.tree.map(lambda x: x, (noted, rest))
+                model = nnx.merge(graphdef, weights, slots, *own)
+                return _cross_entropy(model, tokens_BxT), nnx.state(model, fp8jax.nnx.ScalingVariable)
+
+            (value, new), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, slots)
+            return new, (value, nnx.to_pure_dict(grads), seen)
+
+        if self.microbatches == 1:
+            noted, (loss, grads, seen) = one(noted, tokens_BxT)
+        else:
+            noted, (loss, grads, seen) = _accumulate(one, noted, tokens_BxT, self.microbatches)
+            grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
+        nnx.update(model, noted)
+        if jax.tree.leaves(seen):
+            fp8jax.nnx.advance_scaling(model, seen)
+        return loss, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+    def step(self, state: TrainState, tokens_BxT: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One update, or none from the first loss or gradient on that is not finite."""
+        loss, grads, model_state = self.gradients(state.params, state.model_state, tokens_BxT)
+        grad_norm = optax.tree.norm(grads)
+        healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+
+        def update() -> tuple[Any, Any, optax.OptState]:
+            updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+            return optax.apply_updates(state.params, updates), model_state, opt_state
+
+        def keep() -> tuple[Any, Any, optax.OptState]:
+            return state.params, state.model_state, state.opt_state
+
+        params, model_state, opt_state = jax.lax.cond(healthy, update, keep)
+        step = state.step + healthy.astype(jnp.int32)
+        metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
+        return TrainState(step, params, model_state, opt_state, state.rng, healthy), metrics
+
+
+def _accumulate(one: Callable, noted: nnx.State, tokens_BxT: jax.Array, count: int) -> Any:
+    """`one` on equal parts of a batch: means of losses and gradients in fp32, maxima of the gradients' statistics."""
+
+    def add(carry: Any, tokens_BxT: jax.Array) -> tuple[Any, None]:
+        noted, (loss, grads, seen) = carry
+        noted, (one_loss, one_grads, one_seen) = one(noted, tokens_BxT)
+        grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32) / count, grads, one_grads)
+        return (noted, (loss + one_loss / count, grads, jax.tree.map(jnp.maximum, seen, one_seen))), None
+
+    parts = tokens_BxT.reshape(count, -1, tokens_BxT.shape[1])
+    loss, grads, seen = jax.eval_shape(one, noted, parts[0])[1]
+    zeros = loss, jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape, jnp.float32), grads), seen
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
+    return jax.lax.scan(add, (noted, start), parts)[0]
+
+
+def _cross_entropy(model: Llama, tokens_BxT: jax.Array) -> jax.Array:
+    logits_BxTxV = model(tokens_BxT[:, :-1]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:]).mean()
+
+
+def _make(llama: LlamaConfig, recipe: fp8jax.Recipe, remat: bool, rngs: nnx.Rngs) -> Llama:
+    dtypes = {role: fp8jax.formats.get(getattr(recipe.weights, role)).dtype for role in ("compute", "master")}
+    model = Llama(llama, dtype=dtypes["compute"], param_dtype=dtypes["master"], remat=remat, rngs=rngs)
+    return fp8jax.nnx.quantize(model, recipe) if recipe.linear.quantized else model
+
+
+def schedule(optim: Optim) -> optax.Schedule:
+    """Linear warm-up, then cosine decay that reaches `final_lr` of the peak at the last step."""
+    return optax.warmup_cosine_decay_schedule(
+        0.0 if optim.warmup else optim.lr, optim.lr, optim.warmup, optim.steps, optim.lr * optim.final_lr
+    )
+
+
+def decay_mask(params: Any) -> Any:
+    """True for leaves that weight decay applies to: two or more dimensions and no norm (stacked norms have two)."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x.ndim >= 2 and "norm" not in jax.tree_util.keystr(path), params
+    )

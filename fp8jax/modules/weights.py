@@ -1,0 +1,114 @@
+"""Weights of NNX models quantized once for all microbatches of a step."""
+
+import math
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from fp8jax.core.recipe import Linear
+from fp8jax.modules.delayed import DelayedDotGeneral, kernel_axes
+from fp8jax.modules.dots import DotGeneral
+from fp8jax.ops.delayed import weight_scale
+from fp8jax.ops.linear import DimensionNumbers
+from fp8jax.ops.product import QuantizedWeight, quantize_weight
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+class QuantizedWeightVariable(nnx.Variable):
+    """Codes or scales of a weight; they follow from parameters, and are no state of their own."""
+
+
+class Held(nnx.Module):
+    """A `QuantizedWeight` as variables, so that loops over stacked layers take it apart."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        leaves, self.tree = jax.tree.flatten(weight)
+        self.leaves = nnx.List([QuantizedWeightVariable(leaf) for leaf in leaves])
+
+    def weight(self) -> QuantizedWeight:
+        return jax.tree.unflatten(self.tree, [leaf[...] for leaf in self.leaves])
+
+
+class HeldDotGeneral(nnx.Module):
+    """`DotGeneral` of one layer whose weight is given quantized."""
+
+    def __init__(self, dot_general: DotGeneral, weight: QuantizedWeight) -> None:
+        self.dot_general = dot_general
+        self.held = Held(weight)
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Array:
+        return self.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            out_sharding=out_sharding,
+            quantized=self.held.weight(),
+        )
+
+
+def quantize_weights(model: Model) -> Model:
+    """A copy of a model that `fp8jax.nnx.quantize` made, whose layers hold their weights quantized.
+
+    Call it inside the training step, before the loop over microbatches: these then share the weights' scales and
+    codes, which are rounded to nearest. Its results are the model's own, bit for bit, while the parameters stay the
+    same; it costs one to two bytes a parameter, for as long as it lives.
+
+        held = fp8jax.nnx.quantize_weights(model)
+        graphdef, params, rest = nnx.split(held, nnx.Param, ...)
+        ...  # for each microbatch: nnx.merge(graphdef, params, rest), gradients of params as ever
+
+    Layers `nnx.Einsum`, those with batch axes, and those of recipes that read the weight itself quantize in each call.
+
+    Args:
+        model: a quantized model; it is not changed.
+
+    Raises:
+        ValueError: no layer of the model has a weight that can be held.
+    """
+    copy = nnx.clone(model)
+    layers = [m for _, m in nnx.iter_modules(copy) if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
+    if not any([_hold(layer) for layer in layers]):
+        raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
+    return copy
+
+
+def _hold(layer: Any) -> bool:
+    dot_general = layer.dot_general
+    linear: Linear | None = getattr(dot_general, "linear", None)
+    if not isinstance(dot_general, (DotGeneral, DelayedDotGeneral)) or linear is None:
+        return False
+    if linear.spec("w") is None or linear.spec("w_dgrad") is None or getattr(layer, "batch_axis", None):
+        return False
+    inputs, outputs = kernel_axes(layer)
+    kernel = layer.kernel[...].astype(layer.dtype or layer.kernel.dtype)
+    stacked = kernel.ndim - inputs - outputs
+    matrix = kernel.reshape(*kernel.shape[:stacked], math.prod(kernel.shape[stacked : stacked + inputs]), -1)
+    if isinstance(dot_general, DelayedDotGeneral):
+        scale = _mapped(lambda w, state: weight_scale(w, state, recipe=linear), stacked)(matrix, dot_general.state())
+        weight = _mapped(lambda w, s: quantize_weight(w, recipe=linear, scale=s), stacked)(matrix, scale)
+        dot_general.held = nnx.data(Held(weight))
+    else:
+        weight = _mapped(lambda w: quantize_weight(w, recipe=linear), stacked)(matrix)
+        layer.dot_general = nnx.data(HeldDotGeneral(dot_general, weight))
+    return True
+
+
+def _mapped(fn: Any, times: int) -> Any:
+    for _ in range(times):
+        fn = jax.vmap(fn)
+    return fn

@@ -1,0 +1,70 @@
+"""Batches computed in parts: gradients are means, statistics maxima, and weights are quantized once a step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
+from tests.programs import outputs
+
+SHAPE = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
+TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocab, (4, 13)).astype(np.int32)
+EXACT = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
+
+
+def make(recipe, microbatches):
+    tx = optax.with_extra_args_support(optax.sgd(0.1))
+    return Task.build(SHAPE, tx, recipe, remat=False, seed=0, microbatches=microbatches)
+
+
+def test_gradients_in_parts_are_the_mean_of_the_whole():
+    state = make(EXACT, 1).init()
+    whole, parts = (jax.jit(make(EXACT, n).gradients)(state.params, {}, TOKENS) for n in (1, 2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), whole, parts)
+
+
+@pytest.mark.parametrize("name", ["te_current", "deepseek", "te_delayed"])
+def test_parts_share_the_codes_of_the_weights(name):
+    recipe = fp8jax.recipes.get(name)
+    state = jax.eval_shape(make(recipe, 1).init)
+    weights = {leaf.shape[1:] for leaf in jax.tree.leaves(state.params["layers"]) if leaf.ndim == 3}
+    made = {
+        n: outputs(make(recipe, n).gradients, jnp.float8_e4m3fn, state.params, state.model_state, TOKENS)
+        for n in (1, 2)
+    }
+
+    def count(shapes, prefix):
+        return sum(
+            shape in {(*prefix, *w) for w in weights} | {(*prefix, *w[::-1]) for w in weights} for shape in shapes
+        )
+
+    # Of seven linears, in the loop over layers for each microbatch, or before the microbatches for all layers.
+    assert count(made[1], ()) >= 7
+    assert count(made[2], ()) == 0
+    assert count(made[2], (SHAPE.layers,)) == 7
+
+
+def test_statistics_of_the_parts_are_those_of_the_whole():
+    recipe = fp8jax.recipes.te_delayed()
+    state = make(recipe, 1).init()
+    (_, grads, whole), (_, accumulated, parts) = (
+        jax.jit(make(recipe, n).gradients)(state.params, state.model_state, TOKENS) for n in (1, 2)
+    )
+    product = whole["layers"]["mlp"]["up"]["dot_general"], parts["layers"]["mlp"]["up"]["dot_general"]
+    for name in ("x", "w", "dy"):
+        newest = [np.asarray(p[name])[:, 0] for p in product]
+        # A loss of half as many tokens has gradients twice as large.
+        expected = newest[0] * (2 if name == "dy" else 1)
+        np.testing.assert_allclose(newest[1], expected, rtol=0.05)
+        assert (newest[1] > 0).all()
+    norm = optax.tree.norm(grads)
+    assert float(optax.tree.norm(jax.tree.map(jnp.subtract, grads, accumulated)) / norm) < 0.1
+    for p in product:
+        np.testing.assert_array_equal(np.asarray(p["seen_x"]), 0)
+        np.testing.assert_array_equal(np.asarray(p["slot"]), 0)
