@@ -11,6 +11,8 @@ from fp8jax.core.qtensor import quantize as quantize
 from fp8jax.core.recipe import Recipe as Recipe
 from fp8jax.core.spec import QuantSpec as QuantSpec
 from fp8jax.modules.rules import Rule as Rule
+from fp8jax.ops.activation import activation as activation
+from fp8jax.ops.activation import glu as glu
 from fp8jax.ops.delayed import delayed_linear as delayed_linear
 from fp8jax.ops.delayed import init_scaling as init_scaling
 from fp8jax.ops.delayed import update_scaling as update_scaling
@@ -18,6 +20,8 @@ from fp8jax.ops.delayed import weight_scale as weight_scale
 from fp8jax.ops.linear import dot_general as dot_general
 from fp8jax.ops.linear import einsum as einsum
 from fp8jax.ops.linear import linear as linear
+from fp8jax.ops.norm import layer_norm as layer_norm
+from fp8jax.ops.norm import rms_norm as rms_norm
 from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.product import quantize_weight as quantize_weight
 from fp8jax.optim.compress_state import compress_state as compress_state

@@ -1,18 +1,16 @@
 """The differentiable product under every linear: three products of a recipe, and what is saved between them.
 
 The input is quantized outside of the differentiated function, from its value alone: its codes then are an argument of
-that function, several products that read one input share them, and the input itself is not saved.
+that function, several products that read one input share them, and the input itself is not saved. Where the input is
+the result of an operation that can make it again from what that keeps, the codes are not saved either.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
@@ -20,6 +18,7 @@ from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.matmul import Operand, matmul, transpose
 from fp8jax.ops.recent import Recent
+from fp8jax.ops.saved import Remade, from_bytes, origins, to_bytes
 
 
 class QuantizedWeight(NamedTuple):
@@ -89,7 +88,10 @@ def product(
             saved = _inputs.get(x if source is None else source, (kept, recipe.scaling, x.shape), make)
         else:
             saved = _save(x, kept, recipe.scaling, subkey, None if scales is None else scales.x)
-    return _product(recipe, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales, quantized)
+    # Codes rounded stochastically can be made again only with their key.
+    origin = None if source is None or (kept and kept.rounding == "stochastic") else origins.find(source)
+    how, made_of = (None, None) if origin is None else origin
+    return _product(recipe, how, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales, quantized, made_of)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = None) -> QuantizedWeight:
@@ -131,66 +133,80 @@ def _check_weight(quantized: QuantizedWeight, w: Array, recipe: Linear) -> None:
         raise ValueError(f"a weight {w.shape} of spec {recipe.w} was given quantized as {found[0]}, {found[1]}")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(
     recipe: Linear,
+    how: Remade | None,
     x: Array,
     w: Array,
     saved: QTensor | None,
     key: Array | None,
     scales: Scales | None,
     quantized: QuantizedWeight | None,
+    made_of: Any,
 ) -> Array:
-    return _forward(recipe, x, w, saved, key, scales, quantized)[0]
+    return _forward(recipe, how, x, w, saved, key, scales, quantized, made_of)[0]
 
 
 def _forward(
     recipe: Linear,
+    how: Remade | None,
     x: Array,
     w: Array,
     saved: QTensor | None,
     key: Array | None,
     scales: Scales | None,
     quantized: QuantizedWeight | None,
+    made_of: Any,
 ) -> tuple[Array, Any]:
     quantizer = functools.partial(_operand, how=recipe.scaling)
     if saved is not None and recipe.saved == SAME:
-        rows: Operand = _restore(saved)
+        rows: Operand = from_bytes(saved)
     else:
         rows = quantizer(x, recipe.spec("x"), scale=scales and scales.x)
     if quantized is None:
         columns: Operand = quantizer(w.T, recipe.spec("w"), scale=scales and scales.w)
     else:
-        columns = _restore(quantized.forward)
-    # Of an input that is saved as codes, and of a weight that is given as such, only the dtypes are needed.
-    kept = (x if saved is None else jnp.zeros((0,), x.dtype), w if quantized is None else jnp.zeros((0,), w.dtype))
-    return matmul(rows, columns, dtype=x.dtype), (*kept, saved, key, scales, quantized)
+        columns = from_bytes(quantized.forward)
+    if how is None:
+        kept: Any = x if saved is None else saved
+    else:
+        # One scale is cheaper to keep than to find again (COAT, section D).
+        kept = made_of, saved.scale if saved is not None and saved.spec.granularity == "tensor" else None
+    # Of a weight that is given as codes only the dtype is needed, as of the input.
+    dtypes = tuple(jnp.zeros((0,), a.dtype) for a in (x, w))
+    weight = w if quantized is None else None
+    return matmul(rows, columns, dtype=x.dtype), (kept, dtypes, weight, key, scales, quantized)
 
 
-def _backward(recipe: Linear, residuals: Any, dy: Array) -> tuple[Any, ...]:
-    x, w, saved, key, scales, quantized = residuals
+def _backward(recipe: Linear, how: Remade | None, residuals: Any, dy: Array) -> tuple[Any, ...]:
+    kept, (x, w), weight, key, scales, quantized = residuals
     quantizer = functools.partial(_operand, how=recipe.scaling)
     keys = (None, None) if key is None else jax.random.split(key)
     seen = dy_scale = None
     if scales is not None:
-        seen = scaling.largest_magnitude(dy)
-        spec = recipe.spec("dy")
-        assert spec is not None
-        dy_scale = scaling.to_scale(jnp.where(scales.dy > 0, scales.dy, seen), formats.get(spec.format))
+        seen, gradient = scaling.largest_magnitude(dy), recipe.spec("dy")
+        assert gradient is not None
+        dy_scale = scaling.to_scale(jnp.where(scales.dy > 0, scales.dy, seen), formats.get(gradient.format))
     dy_rows = quantizer(dy, recipe.spec("dy"), key=keys[0], scale=dy_scale)
     if quantized is None:
-        weight: Operand = quantizer(w, recipe.spec("w_dgrad"), scale=scales and scales.w)
+        weight = quantizer(weight, recipe.spec("w_dgrad"), scale=scales and scales.w)
     else:
-        weight = transpose(_restore(quantized.forward)) if quantized.dgrad is None else _restore(quantized.dgrad)
+        weight = transpose(from_bytes(quantized.forward)) if quantized.dgrad is None else from_bytes(quantized.dgrad)
     dx = matmul(dy_rows, weight, dtype=x.dtype)
     if isinstance(dy_rows, QTensor) and recipe.dy_wgrad == SAME:
         dy_columns: Operand = transpose(dy_rows)
     else:
         dy_columns = quantizer(dy.T, recipe.spec("dy_wgrad"), key=keys[1])
-    kept: Operand = x if saved is None else _restore(saved)
-    dw = matmul(_turned(kept, recipe.spec("x_wgrad"), recipe.scaling), dy_columns, dtype=w.dtype)
-    none = jax.tree.map(_zero_cotangent, (saved, key, scales, quantized))
-    return dx, dw, *none[:2], scales and none[2]._replace(slot=seen), none[3]
+    spec = recipe.spec("x_wgrad")
+    if how is None:
+        columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, recipe.scaling)
+    else:
+        made_of, scale = kept
+        again = how.again(made_of).astype(x.dtype).reshape(dy.shape[0], -1)
+        columns = quantizer(again.T, spec, scale=scale if spec == recipe.spec("saved") else None)
+    dw = matmul(columns, dy_columns, dtype=w.dtype)
+    return dx, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]
 
 
 _product.defvjp(_forward, _backward)
@@ -228,22 +244,6 @@ _inputs: Recent[QTensor] = Recent()
 
 
 def _save(x: Array, spec: QuantSpec, how: str, key: Array | None = None, scale: Array | None = None) -> QTensor:
-    """A quantized tensor with its codes as bytes: these have no cotangent and may enter a differentiated function."""
     q = _operand(lax.stop_gradient(x), spec, how=how, key=key, scale=scale)
     assert isinstance(q, QTensor)
-    q = jax.tree.map(lax.stop_gradient, q)
-    return dataclasses.replace(q, codes=_cast_bytes(q.codes, jnp.uint8))
-
-
-def _restore(saved: QTensor) -> QTensor:
-    dtype = jnp.uint8 if saved.spec.packed else formats.get(saved.spec.format).dtype
-    return dataclasses.replace(saved, codes=_cast_bytes(saved.codes, dtype))
-
-
-def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
-    """Codes of one byte as another type of one byte; wider ones as they are."""
-    return lax.bitcast_convert_type(codes, dtype) if codes.dtype.itemsize == 1 else codes
-
-
-def _zero_cotangent(x: Array) -> Any:
-    return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else np.zeros(x.shape, jax.dtypes.float0)
+    return to_bytes(q)

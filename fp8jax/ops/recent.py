@@ -1,5 +1,6 @@
-"""What was last made of an array: layers that read one input one after another share what is made of it."""
+"""What was last made of an array, and what arrays were made from: by their identity, within one trace."""
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -38,3 +39,40 @@ class Recent(threading.local, Generic[Made]):
         entry = getattr(self, "_entry", None)
         if entry is not None and entry[0] is reference:
             self._entry = None
+
+
+class Origins(threading.local, Generic[Made]):
+    """What arrays were made from, by the identity of each, while it lives.
+
+    As for `Recent`, an entry belongs to the trace that made it: an array that enters another trace has no origin there.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Any, Any, Made]] = {}
+
+    def note(self, array: Array, origin: Made) -> None:
+        """Remembers what `array` was made from."""
+        if not isinstance(array, Array) or jax.config.jax_check_tracer_leaks:  # type: ignore[attr-defined]
+            return
+        reference = weakref.ref(array, functools.partial(_drop, self._entries, id(array)))
+        self._entries[id(array)] = (reference, get_opaque_trace_state(), origin)
+
+    def find(self, array: Array) -> Made | None:
+        """What `array` was made from; None where that is not known in this trace."""
+        entry = self._entries.get(id(array))
+        if entry is None or entry[0]() is not array or entry[1] != get_opaque_trace_state():
+            return None
+        return entry[2]
+
+    def pass_on(self, source: Array, copy: Array) -> Array:
+        """The same array in another dtype has the same origin."""
+        origin = self.find(source)
+        if origin is not None and copy is not source:
+            self.note(copy, origin)
+        return copy
+
+
+def _drop(entries: dict[int, Any], key: int, reference: Any) -> None:
+    # Another array may have taken the place in memory meanwhile.
+    if key in entries and entries[key][0] is reference:
+        del entries[key]

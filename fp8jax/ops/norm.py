@@ -1,0 +1,135 @@
+"""RMSNorm and LayerNorm that keep their input in 8 bits for the backward pass (COAT, section 5.2)."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Context, Recipe
+from fp8jax.ops.saved import context_part, decode, differentiable, keep
+
+
+def rms_norm(
+    x: Array, scale: Array | None = None, *, recipe: Recipe | Context, eps: float = 1e-6, dtype: DTypeLike | None = None
+) -> Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich, 2019).
+
+    Forward it is exact, in fp32; the backward pass reads the codes of `x` and the fp32 root of each row.
+
+    Args:
+        x: (..., channels), any floating dtype.
+        scale: (channels,), or None.
+        recipe: a `Recipe`, or its part `Context`; where it keeps inputs as they are, JAX differentiates.
+        eps: added to the mean square.
+        dtype: of the result; that of `x` if None.
+
+    Returns:
+        (..., channels). Gradients have the dtypes of what they are gradients of.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    return _norm(x, scale, None, context_part(recipe), eps, dtype, centered=False)
+
+
+def layer_norm(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    recipe: Recipe | Context,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last axis (Ba et al., 2016).
+
+    Forward it is exact, in fp32; the backward pass reads the codes of `x - mean(x)`, whose error unlike that of codes
+    of `x` does not grow with the mean, and the fp32 root of each row.
+
+    Args:
+        x: (..., channels), any floating dtype.
+        scale: (channels,), or None.
+        bias: (channels,), or None.
+        recipe: a `Recipe`, or its part `Context`; where it keeps inputs as they are, JAX differentiates.
+        eps: added to the variance.
+        dtype: of the result; that of `x` if None.
+
+    Returns:
+        (..., channels). Gradients have the dtypes of what they are gradients of.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    return _norm(x, scale, bias, context_part(recipe), eps, dtype, centered=True)
+
+
+class Kept(NamedTuple):
+    """What a norm keeps: the codes of its (centered) input, 1 / root of each row, fp32 (..., 1), and its parameters."""
+
+    codes: QTensor
+    inverse: Array
+    scale: Array | None
+    bias: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """How a norm goes back: `fp8jax.ops.saved.Remade`."""
+
+    centered: bool
+    dtype: DTypeLike
+
+    def again(self, kept: Kept) -> Array:
+        return _apply(decode(kept.codes), kept.inverse, kept.scale, kept.bias).astype(self.dtype)
+
+    def backward(self, kept: Kept, dy: Array) -> tuple[Array, Array | None, Array | None]:
+        normal = decode(kept.codes) * kept.inverse
+        t = dy if kept.scale is None else dy * kept.scale.astype(jnp.float32)
+        dx = t - normal * jnp.mean(t * normal, -1, keepdims=True)
+        if self.centered:
+            dx = dx - jnp.mean(t, -1, keepdims=True)
+        rows = tuple(range(dy.ndim - 1))
+        scale = None if kept.scale is None else jnp.sum(dy * normal, rows)
+        return kept.inverse * dx, scale, None if kept.bias is None else jnp.sum(dy, rows)
+
+
+def _norm(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    context: Context,
+    eps: float,
+    dtype: DTypeLike | None,
+    *,
+    centered: bool,
+) -> Array:
+    for name, parameter in (("scale", scale), ("bias", bias)):
+        if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
+            shape = None if parameter is None else parameter.shape
+            raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    if context.spec is None:
+        z, inverse = _statistics(x, eps, centered)
+        return _apply(z, inverse, scale, bias).astype(dtype)
+    values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
+    assert values[0] is not None
+    z, inverse = _statistics(values[0], eps, centered)
+    kept = Kept(keep(z if centered else values[0], context.spec), inverse, *values[1:])
+    y = _apply(z, inverse, *values[1:]).astype(dtype)
+    return differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context)
+
+
+def _statistics(x: Array, eps: float, centered: bool) -> tuple[Array, Array]:
+    """The input less its mean, fp32 (..., channels), and 1 / root of each row, fp32 (..., 1)."""
+    z = x.astype(jnp.float32)
+    if centered:
+        z = z - jnp.mean(z, -1, keepdims=True)
+    return z, lax.rsqrt(jnp.mean(z * z, -1, keepdims=True) + eps)
+
+
+def _apply(z: Array, inverse: Array, scale: Array | None, bias: Array | None) -> Array:
+    y = z * (inverse if scale is None else inverse * scale.astype(jnp.float32))
+    return y if bias is None else y + bias.astype(jnp.float32)

@@ -1,0 +1,106 @@
+"""What operations keep for the backward pass: codes as bytes, and results that are computed again from what is kept.
+
+FP8 arrays may not enter a differentiated function, because a cotangent takes the dtype of its primal: codes travel as
+bytes, which have none. An operation here computes its result and what it keeps outside of the differentiated function,
+from values alone, so that one function per operation makes both and a fused kernel can take its place.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core import formats
+from fp8jax.core.qtensor import QTensor, quantize
+from fp8jax.core.recipe import Context, Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.recent import Origins
+
+
+def to_bytes(q: QTensor) -> QTensor:
+    """A quantized tensor as values without gradients, its codes as bytes."""
+    q = jax.tree.map(lax.stop_gradient, q)
+    return dataclasses.replace(q, codes=_cast_bytes(q.codes, jnp.uint8))
+
+
+def from_bytes(saved: QTensor) -> QTensor:
+    """The quantized tensor that `to_bytes` was given."""
+    dtype = jnp.uint8 if saved.spec.packed else formats.get(saved.spec.format).dtype
+    return dataclasses.replace(saved, codes=_cast_bytes(saved.codes, dtype))
+
+
+def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
+    """Codes of one byte as another type of one byte; wider ones as they are."""
+    return lax.bitcast_convert_type(codes, dtype) if codes.dtype.itemsize == 1 else codes
+
+
+def keep(x: Array, spec: QuantSpec) -> QTensor:
+    """The values of an array as codes in bytes, with scales along its last axis."""
+    return to_bytes(quantize(lax.stop_gradient(x), spec))
+
+
+def decode(saved: QTensor) -> Array:
+    """The fp32 values of what `keep` returned."""
+    return from_bytes(saved).dequantize()
+
+
+class Remade(Protocol):
+    """How an operation goes back from what it kept; hashable, static under `jax.jit`."""
+
+    def again(self, kept: Any) -> Array:
+        """The operation's result, computed again."""
+        ...
+
+    def backward(self, kept: Any, dy: Array) -> tuple[Array | None, ...]:
+        """Cotangents of the operation's differentiable inputs, fp32, from that of its result, fp32."""
+        ...
+
+
+origins: Origins[tuple[Remade, Any]] = Origins()
+
+
+def differentiable(how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: Array, context: Context) -> Array:
+    """The result `y` of an operation on `inputs`, whose backward pass reads nothing but `kept`.
+
+    Under a lean context `y` is known by what was kept: linear layers that read it keep no codes of it.
+
+    Args:
+        how: what goes back.
+        inputs: what gradients flow to; None where there is none.
+        kept: arrays without gradients.
+        y: the result, computed from the values of the inputs.
+        context: says whether linear layers may compute `y` again.
+    """
+    y = _differentiable(how, inputs, kept, lax.stop_gradient(y))
+    if context.lean:
+        origins.note(y, (how, kept))
+    return y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: Array) -> Array:
+    return y
+
+
+def _forward(how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: Array) -> tuple[Array, Any]:
+    # Of the inputs only the dtypes are needed.
+    return y, (kept, jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), inputs))
+
+
+def _backward(how: Remade, residuals: Any, dy: Array) -> tuple[Any, None, None]:
+    kept, inputs = residuals
+    cotangents = how.backward(kept, dy.astype(jnp.float32))
+    cast = jax.tree.map(lambda x, ct: ct.astype(x.dtype), inputs, cotangents)
+    return cast, None, None
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def context_part(recipe: Recipe | Context) -> Context:
+    """The part of a recipe that non-linear operations follow."""
+    return recipe.context if isinstance(recipe, Recipe) else recipe

@@ -1,0 +1,272 @@
+"""Norms and activations that keep codes: against float64, what they keep, and linears that make their input again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+
+import fp8jax
+from fp8jax.core.recipe import Context
+from fp8jax.ops.activation import ACTIVATIONS, activation, glu
+from fp8jax.ops.norm import layer_norm, rms_norm
+from tests.programs import residuals
+
+TOKENS, CHANNELS, OUTPUTS = 24, 72, 40
+FAITHFUL, LEAN = Context("e4m3:group16"), Context("e4m3:group16", "lean")
+CONTEXTS = [FAITHFUL, LEAN, Context("int10:group128"), Context("e5m2:token", "lean")]
+LINEAR = fp8jax.recipes.coat().linear
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def stored(x, context) -> np.ndarray:
+    """Float64 values of an array after its storage as codes."""
+    q = fp8jax.quantize(jnp.asarray(x, jnp.float32), context.spec)
+    return np.asarray(q.dequantize(), np.float64)
+
+
+def reference_norm(x, scale, bias, eps, centered, dy, context=None):
+    """Result and gradients in float64; with a context those of the input as it was stored."""
+    x, dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
+    z = x - x.mean(-1, keepdims=True) if centered else x
+    inverse = 1 / np.sqrt((z**2).mean(-1, keepdims=True) + eps)
+    y = z * inverse * (1 if scale is None else np.asarray(scale, np.float64))
+    y = y + (0 if bias is None else np.asarray(bias, np.float64))
+    hat = (z if context is None else stored(z, context)) * inverse
+    t = dy * (1 if scale is None else np.asarray(scale, np.float64))
+    dx = t - hat * (t * hat).mean(-1, keepdims=True) - (t.mean(-1, keepdims=True) if centered else 0)
+    axes = tuple(range(x.ndim - 1))
+    return y, inverse * dx, (dy * hat).sum(axes), dy.sum(axes)
+
+
+def near(got, want, steps=64):
+    """Equality but for the rounding of some fp32 operations on values as large as the largest here."""
+    got, want = np.asarray(got, np.float64), np.asarray(want)
+    np.testing.assert_allclose(got, want, rtol=0, atol=steps * 2.0**-24 * np.abs(want).max())
+
+
+def relative(a, b) -> float:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("context", [Context(), *CONTEXTS], ids=str)
+@pytest.mark.parametrize("parameters", ["none", "scale", "bias", "scale and bias"])
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_layer_norm_is_exact_forward_and_that_of_the_stored_input_backward(parameters, eps, context):
+    x = 3 + normal(0, 2, TOKENS // 2, CHANNELS)
+    scale = 1 + 0.3 * normal(1, CHANNELS) if "scale" in parameters else None
+    bias = normal(2, CHANNELS) if "bias" in parameters else None
+    dy = normal(3, *x.shape)
+    f = lambda x, s, b: layer_norm(x, s, b, recipe=context, eps=eps)  # noqa: E731
+    y, back = jax.vjp(f, x, scale, bias)
+    kept = context if context.saved else None
+    for got, want in zip((y, *back(dy)), reference_norm(x, scale, bias, eps, True, dy, kept), strict=True):
+        if got is not None:
+            near(got, want)
+
+
+@pytest.mark.parametrize("context", [Context(), *CONTEXTS], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_rms_norm_is_exact_forward_and_that_of_the_stored_input_backward(scaled, eps, context):
+    x, dy = normal(0, TOKENS, CHANNELS), normal(3, TOKENS, CHANNELS)
+    scale = 1 + 0.3 * normal(1, CHANNELS) if scaled else None
+    y, back = jax.vjp(lambda x, s: rms_norm(x, s, recipe=context, eps=eps), x, scale)
+    kept = context if context.saved else None
+    for got, want in zip((y, *back(dy)), reference_norm(x, scale, None, eps, False, dy, kept)[:3], strict=True):
+        if got is not None:
+            near(got, want)
+
+
+def test_codes_of_layer_norm_do_not_feel_the_mean():
+    x, dy = normal(0, TOKENS, CHANNELS), normal(3, TOKENS, CHANNELS)
+    grad = lambda x: jax.vjp(lambda x: layer_norm(x, recipe=LEAN), x)[1](dy)[0]  # noqa: E731
+    assert relative(grad(x + 100), grad(x)) < 1e-3
+
+
+def reference_activation(name, x):
+    """Value and derivative in float64."""
+    x = np.asarray(x, np.float64)
+    if name == "silu":
+        s = scipy.special.expit(x)
+        return x * s, s * (1 + x * (1 - s))
+    if name == "gelu":
+        cdf = scipy.special.ndtr(x)
+        return x * cdf, cdf + x * np.exp(-(x**2) / 2) / np.sqrt(2 * np.pi)
+    c = np.sqrt(2 / np.pi)
+    t = np.tanh(c * (x + 0.044715 * x**3))
+    return x * (1 + t) / 2, (1 + t) / 2 + x * (1 - t**2) * c * (1 + 3 * 0.044715 * x**2) / 2
+
+
+@pytest.mark.parametrize("context", [Context(), *CONTEXTS], ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_have_the_gradient_of_the_stored_input(name, context):
+    x, u, dy = (3 * normal(i, TOKENS, CHANNELS) for i in range(3))
+    keep = (lambda a: stored(a, context)) if context.saved else np.asarray
+    y, back = jax.vjp(lambda x: activation(x, recipe=context, activation=name), x)
+    near(y, reference_activation(name, x)[0])
+    near(back(dy)[0], np.asarray(dy) * reference_activation(name, keep(x))[1])
+
+    y, back = jax.vjp(lambda x, u: glu(x, u, recipe=context, activation=name), x, u)
+    value, slope = reference_activation(name, keep(x))
+    exact = reference_activation(name, x)[0]
+    activated = keep(exact) if context.mode == "faithful" else value
+    near(y, exact * np.asarray(u))
+    for got, want in zip(back(dy), (dy * keep(u) * slope, dy * activated), strict=True):
+        # An activation in fp32 may lie on the other side of a rounding boundary than one in float64.
+        assert relative(got, want) < 1e-3
+
+
+@pytest.mark.parametrize("context", CONTEXTS, ids=str)
+def test_gradients_are_as_near_the_exact_ones_as_the_format_allows(context):
+    x, u, dy = (normal(i, 256, 256) for i in range(3))
+    step = relative(stored(x, context), x)
+    pairs = {
+        "rms": (lambda x: rms_norm(x, recipe=context), lambda x: rms_norm(x, recipe=Context()), 1),
+        "layer": (lambda x: layer_norm(x, recipe=context), lambda x: layer_norm(x, recipe=Context()), 1),
+        # Two stored factors, one of them through a slope whose own relative error is at most twice that of its input.
+        "glu": (lambda x: glu(x, u, recipe=context), lambda x: jax.nn.silu(x) * u, 5**0.5),
+    }
+    for quantized, exact, factor in pairs.values():
+        got, want = (jax.vjp(f, x)[1](dy)[0] for f in (quantized, exact))
+        assert 0 < relative(got, want) <= factor * step
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
+def test_dtypes_are_those_of_the_arguments(dtype):
+    x, scale = normal(0, TOKENS, CHANNELS, dtype=dtype), jnp.ones(CHANNELS)
+    y, back = jax.vjp(lambda x, s: rms_norm(x, s, recipe=LEAN, dtype=jnp.bfloat16), x, scale)
+    dx, ds = back(y)
+    assert (y.dtype, dx.dtype, ds.dtype) == (jnp.bfloat16, dtype, jnp.float32)
+    y, back = jax.vjp(lambda x: glu(x, x, recipe=LEAN), x)
+    assert (y.dtype, back(y)[0].dtype) == (dtype, dtype)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(jax.nn.silu(x) * x))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("context", CONTEXTS, ids=str)
+def test_what_is_not_finite_stays_visible(context, bad):
+    x = normal(0, TOKENS, CHANNELS).at[3, 5].set(bad)
+    ops = {
+        "rms": lambda x: rms_norm(x, recipe=context),
+        "layer": lambda x: layer_norm(x, recipe=context),
+        "glu": lambda x: glu(x, 1 + x, recipe=context),
+        "gelu": lambda x: activation(x, recipe=context, activation="gelu"),
+    }
+    for name, f in ops.items():
+        y, back = jax.vjp(f, x)
+        for array in (y, *back(jnp.ones_like(y))):
+            row = np.asarray(array)
+            assert not np.isfinite(row[3, 5]) or name == "gelu", name
+            assert np.isfinite(np.delete(row, 3, 0)).all(), name
+
+
+def layer(context, x, p):
+    h = rms_norm(x, p["norm"], recipe=context)
+    gate, up = (fp8jax.linear(h, p[name], recipe=LINEAR) for name in ("gate", "up"))
+    return x + fp8jax.linear(glu(gate, up, recipe=context), p["down"], recipe=LINEAR)
+
+
+def parameters(dtype=jnp.bfloat16):
+    shapes = {"gate": (CHANNELS, OUTPUTS), "up": (CHANNELS, OUTPUTS), "down": (OUTPUTS, CHANNELS)}
+    kernels = {name: 0.1 * normal(i, 2, *shape, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
+    return kernels | {"norm": jnp.ones((2, CHANNELS), dtype)}
+
+
+def scanned(context, x, p, wrap=lambda f: f):
+    return jax.lax.scan(wrap(lambda x, p: (layer(context, x, p), None)), x, p)[0]
+
+
+@pytest.mark.parametrize("how", ["plain", "scan", "jit", "remat"])
+@pytest.mark.parametrize("context", [FAITHFUL, LEAN], ids=str)
+def test_a_layer_keeps_each_input_once_and_in_codes(how, context):
+    x, p = normal(9, TOKENS, CHANNELS, dtype=jnp.bfloat16), parameters()
+    one = lambda x, p: layer(context, x, jax.tree.map(lambda a: a[0], p))  # noqa: E731
+    forms = {
+        "plain": one,
+        "scan": functools.partial(scanned, context),
+        "jit": jax.jit(one),
+        "remat": functools.partial(scanned, context, wrap=jax.checkpoint),
+    }
+    kept = residuals(forms[how], x, p)
+    stack = (2,) if how in ("scan", "remat") else ()
+    wide = [shape for dtype, shape in kept if dtype != "uint8" and TOKENS in shape and shape[-1] >= OUTPUTS]
+    codes = sorted(shape[-1] for dtype, shape in kept if dtype == "uint8")
+    if how == "remat":
+        # The block's input alone.
+        assert (codes, wide) == ([], [(*stack, TOKENS, CHANNELS)])
+        return
+    # Norm input, gate, up; faithful: the activated gate and the inputs of the linears too.
+    further = [OUTPUTS] * 2 + [CHANNELS] if context is FAITHFUL else []
+    assert codes == sorted([CHANNELS, OUTPUTS, OUTPUTS, *further])
+    assert not wide
+
+
+def test_linears_under_a_lean_context_compute_the_weight_gradient_of_the_input_made_again():
+    x, w, dy = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS), normal(2, TOKENS, OUTPUTS)
+    scale = 1 + 0.3 * normal(3, CHANNELS)
+
+    def grads(context, recipe):
+        f = lambda w: fp8jax.linear(rms_norm(x, scale, recipe=context), w, recipe=recipe)  # noqa: E731
+        return jax.vjp(f, w)[1](dy)[0]
+
+    h = np.asarray(rms_norm(x, scale, recipe=Context()), np.float64)
+    inverse = 1 / np.sqrt((np.asarray(x, np.float64) ** 2).mean(-1, keepdims=True) + 1e-6)
+    again = stored(x, LEAN) * inverse * np.asarray(scale, np.float64)
+    step = np.abs(h).max() / 448
+    codes = np.asarray(jnp.asarray(np.clip(again / step, -448, 448), jnp.float8_e4m3fn), np.float64) * step
+    gradient = np.asarray(fp8jax.quantize(dy, "e5m2").dequantize(), np.float64)
+    current = fp8jax.recipes.te_current()
+    # The scale is that of the exact input. Few values lie so near a boundary that fp32 rounds them to another code.
+    assert relative(grads(LEAN, current), codes.T @ gradient) < 2e-3
+    assert relative(grads(LEAN, current), grads(FAITHFUL, current)) > 1e-2
+    # A recipe whose products for the weight stay in 16 bits reads the values themselves.
+    near(grads(LEAN, fp8jax.recipes.switchback()), again.T @ np.asarray(dy, np.float64), steps=2.0**17)
+    for name in ("deepseek", "coat"):
+        recipe = fp8jax.recipes.get(name)
+        assert relative(grads(LEAN, recipe), h.T @ np.asarray(dy, np.float64)) < 0.09
+
+
+def test_an_origin_is_not_that_of_another_trace():
+    x, w = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS)
+
+    def codes(f):
+        return [shape for dtype, shape in residuals(f, x, w) if dtype == "uint8"]
+
+    def inside(x, w):
+        h = rms_norm(x, recipe=LEAN)
+        return jax.jit(lambda h, w: fp8jax.linear(h, w, recipe=LINEAR))(h, w)
+
+    # The linear in a function of its own keeps its own codes.
+    assert codes(inside) == [(TOKENS, CHANNELS)] * 2
+    assert codes(lambda x, w: fp8jax.linear(rms_norm(x, recipe=LEAN), w, recipe=LINEAR)) == [(TOKENS, CHANNELS)]
+    grad = jax.grad(lambda x, w: inside(x, w).sum(), (0, 1))
+    with jax.check_tracer_leaks():
+        checked = jax.jit(grad)(x, w)
+    for a, b in zip(checked, grad(x, w), strict=True):
+        assert relative(a, b) < 1e-2
+
+
+def test_vmap_gives_what_a_loop_gives():
+    x, p = normal(0, 3, TOKENS, CHANNELS), jax.tree.map(lambda a: a[0], parameters(jnp.float32))
+    grad = jax.grad(lambda x: (layer(LEAN, x, p) ** 2).sum())
+    together, alone = jax.vmap(grad)(x), jnp.stack([grad(a) for a in x])
+    assert relative(together, alone) < 1e-2
+
+
+def test_wrong_arguments_are_refused():
+    x = jnp.ones((4, 8))
+    with pytest.raises(ValueError, match=r"scale \(channels,\), not \(4, 8\) and \(4,\)"):
+        rms_norm(x, jnp.ones(4), recipe=LEAN)
+    with pytest.raises(ValueError, match=r"bias \(channels,\)"):
+        layer_norm(x, jnp.ones(8), jnp.ones(()), recipe=LEAN)
+    with pytest.raises(ValueError, match="unknown activation 'swish'; it is one of silu, gelu, gelu_tanh"):
+        activation(x, recipe=LEAN, activation="swish")
+    with pytest.raises(ValueError, match="glu takes arrays alike"):
+        glu(x, jnp.ones((4, 7)), recipe=LEAN)
