@@ -2,14 +2,13 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
-from fp8jax.core.spec import TRANSPOSABLE
+from fp8jax.ops.quantize import transpose as transpose
 
 Operand = QTensor | Array
 _K_MAJOR = (((1,), (1,)), ((), ()))
@@ -106,18 +105,3 @@ def _scales(q: QTensor, size: int, parts: int) -> Array:
         power = blocks.spread(formats.decode_e8m0(q.microscale), q.shape, q.spec.micro_shape(q.shape))
         scale = scale * power
     return jnp.pad(scale[:, ::size], ((0, 0), (0, parts - scale[:, ::size].shape[1])))[: shape[0]]
-
-
-def transpose(q: QTensor) -> QTensor:
-    """The same codes and scales with both axes of a matrix exchanged.
-
-    Args:
-        q: (M, N), of granularity "tensor" or "block", where a transposed matrix has transposed scales. (Groups and
-            tokens of a transposed matrix run across its contraction: quantize again along the other axis.)
-
-    Raises:
-        ValueError: the granularity is another.
-    """
-    if q.spec.granularity not in TRANSPOSABLE:
-        raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
-    return jax.tree.map(lambda x: x.T, q)

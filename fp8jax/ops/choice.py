@@ -1,0 +1,57 @@
+"""What the choice between a kernel and XLA rests on: the device, and how arrays lie on it."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+from jax import Array
+from jax.sharding import AxisType
+
+from fp8jax.core import blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What computes an operation.
+
+    Attributes:
+        impl: "xla", or the language of the kernel, "mosaic" or "triton".
+        reason: why.
+    """
+
+    impl: Literal["xla", "mosaic", "triton"]
+    reason: str
+
+
+def on_cuda(platform: str | None = None) -> bool:
+    """Whether programs run on CUDA GPUs: on `platform`, or where None is given on JAX's default backend."""
+    return (platform or jax.default_backend()) in ("cuda", "gpu")
+
+
+@functools.cache
+def capability() -> int:
+    """Compute capability of the GPU, as 90; without one, as in ahead-of-time compilation, that of Hopper."""
+    device = jax.devices()[0]
+    version = str(getattr(device, "compute_capability", "9.0")) if device.platform == "gpu" else "9.0"
+    digits = version.replace(".", "")
+    return int(digits) if digits.isdigit() else 0
+
+
+def spread(*arrays: Array) -> str | None:
+    """Why arrays may not lie on one device each, as far as they and their types tell, or None.
+
+    A kernel sees local arrays alone: it runs on one device, and inside a `jax.shard_map` over all mesh axes.
+    """
+    if any(blocks.explicit_axes(x) for x in arrays):
+        return "arrays are sharded over Explicit mesh axes; call it inside jax.shard_map"
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types):
+        return None
+    placed: list[Any] = [getattr(x, "sharding", None) for x in arrays if not isinstance(x, jax.core.Tracer)]
+    if any(sharding is not None and len(sharding.device_set) > 1 for sharding in placed):
+        return "arrays lie on several devices; call it inside jax.shard_map"
+    several = jax.default_backend() == "gpu" and jax.device_count() > 1
+    if len(placed) < len(arrays) and (several or any(size > 1 for size in mesh.shape.values())):
+        return "with several devices, how jit shards its arguments is not known before compilation; use jax.shard_map"
+    return None

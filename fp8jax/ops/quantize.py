@@ -1,0 +1,376 @@
+"""Quantization of a matrix and of its transposed copy, as the products of a linear read them: one pass on a GPU."""
+
+import dataclasses
+import functools
+import importlib
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fp8jax.core import blocks, formats, scaling
+from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.ops.choice import Choice, capability, on_cuda, spread
+
+IMPLS = ("auto", "xla", "triton")
+# Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
+FOLDABLE = 10
+
+Columns = QuantSpec | Literal["same"] | None
+Pair = tuple[QTensor | None, QTensor | None]
+
+
+class Folded(NamedTuple):
+    """A matrix quantized by `fold`.
+
+    Attributes:
+        q: codes and one scale a row, of granularity "token".
+        lost: number of groups that it cannot represent well, int32 scalar.
+    """
+
+    q: QTensor
+    lost: Array
+
+
+def quantize(
+    x: Array,
+    rows: QuantSpec | str | None,
+    columns: QuantSpec | str | None = None,
+    *,
+    scale: Array | None = None,
+    strategy: str = "current",
+    key: Array | None = None,
+    impl: str = "auto",
+) -> Pair:
+    """Codes of a matrix and of its transposed copy.
+
+    The codes are those of `fp8jax.quantize`, but stochastic rounding draws other noise in the kernel than in XLA; both
+    are unbiased, and each repeats exactly.
+
+    Args:
+        x: (M, N), floating.
+        rows: how `x` is quantized, or None where its codes are not wanted.
+        columns: how `x.T`, (N, M), is: a spec of its own, "same" for the codes of `rows` transposed, which needs
+            granularity "tensor" or "block", or None.
+        scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
+            block counts; None takes them from `x`.
+        strategy: where scales of granularity "tensor" come from otherwise: "current", the tensor, or "two_stage", the
+            tensor through bf16 maxima of its groups (COAT, section 5.2).
+        key: PRNG key for specs that round stochastically.
+        impl: "auto", "xla" or "triton"; see `chosen`.
+
+    Returns:
+        What was asked for, `x` and `x.T`; None for the others.
+
+    Raises:
+        ValueError: a spec is malformed or does not suit a matrix; a key is missing or not needed; `impl` is unknown,
+            or it is "triton" and the kernel cannot run: the message says why.
+    """
+    how = _parse(rows, columns, key)
+    choice = _choose(x, how, scale, impl, impl == "triton" or on_cuda())
+    reference = functools.partial(_reference, how, strategy)
+    if choice.impl == "xla":
+        return reference(x, scale, key)
+    kernel = functools.partial(_kernel, how, strategy)
+    if impl == "triton":
+        return kernel(x, scale, key)
+    return lax.platform_dependent(x, scale, key, cuda=kernel, default=reference)
+
+
+def chosen(
+    x: Any,
+    rows: QuantSpec | str | None,
+    columns: QuantSpec | str | None = None,
+    *,
+    scale: Array | None = None,
+    impl: str = "auto",
+    platform: str | None = None,
+) -> Choice:
+    """What quantizes a matrix.
+
+    "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed, the matrix lies on one
+    device or inside `jax.shard_map`, and the kernel makes such codes: FP8 formats without expansion, groups and blocks
+    of 16 to 128. "triton" is the same, but raises where "auto" would fall back.
+
+    Args:
+        x, rows, columns, scale, impl: as of `quantize`; an abstract array will do.
+        platform: "cuda", "cpu", ...; None takes JAX's default backend.
+
+    Raises:
+        ValueError: as `quantize`.
+    """
+    return _choose(x, _parse(rows, columns), scale, impl, on_cuda(platform))
+
+
+def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
+    """The same codes and scales with both axes of a matrix exchanged.
+
+    Args:
+        q: (M, N), of granularity "tensor" or "block", where a transposed matrix has transposed scales. (Groups and
+            tokens of a transposed matrix run across its contraction: quantize again along the other axis.)
+        impl: "auto", "xla" or "triton": XLA's own transposition of bytes reaches a fraction of a GPU's bandwidth.
+
+    Raises:
+        ValueError: the granularity is another; or as `quantize`.
+    """
+    if q.spec.granularity not in TRANSPOSABLE:
+        raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
+    reason = None
+    if impl not in IMPLS:
+        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
+    if impl != "xla":
+        reason = missing() or spread(*jax.tree.leaves(q))
+        if len(q.shape) != 2 or q.codes.dtype.itemsize != 1 or 0 in q.shape:
+            reason = f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
+        if reason and impl == "triton":
+            raise ValueError(f"impl 'triton' cannot run: {reason}")
+    scale = q.scale.T
+
+    def plain(codes: Array) -> Array:
+        return codes.T
+
+    if reason or impl == "xla" or (impl == "auto" and not on_cuda()):
+        codes = plain(q.codes)
+    elif impl == "triton":
+        codes = _transposed(q.codes)
+    else:
+        codes = lax.platform_dependent(q.codes, cuda=_transposed, default=plain)
+    return dataclasses.replace(q, codes=codes, scale=scale)
+
+
+def fold(x: Array, spec: QuantSpec | str, *, impl: str = "auto") -> Folded:
+    """Two-level microscaling in one level: the power of two of each group goes into its codes.
+
+    The level 1 scale of a row takes up the largest power of two of its groups, exactly; what is left of the others,
+    2^-e, is applied before rounding. The product then is one of rows, at the speed of FP8 without microscaling. It is
+    exact where the two-level one is until a code goes subnormal: for e up to about 10 a group keeps bits.
+
+    Args:
+        x: (M, N), floating.
+        spec: of granularity "mx" with a level 1 ("tensor" or "token"), in a floating format.
+        impl: as of `quantize`.
+
+    Returns:
+        The codes, and how many groups lie more than 2^10 below their row; where it is not small, use the
+        two-level codes of `quantize` and their product.
+
+    Raises:
+        ValueError: the spec is another; or as `quantize`.
+    """
+    spec = QuantSpec.parse(spec)
+    fmt = formats.get(spec.format)
+    if spec.granularity != "mx" or spec.level1 == "none" or not fmt.is_float:
+        raise ValueError(f"fold takes microscaling under a level 1 scale in a floating format, not {spec}")
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    magnitude = jnp.where((magnitude >= formats.TINY) & jnp.isfinite(magnitude), magnitude, 0.0)
+    groups = blocks.reduce(magnitude, spec.micro_shape(x.shape), jnp.max, 0.0)
+    axis = -1 if spec.level1 == "token" else None
+    level1 = scaling.to_scale(jnp.max(groups, axis=axis, keepdims=True, initial=0.0), fmt)
+    ratio = groups * (1 / level1) * np.float32(1 / fmt.max)
+    byte = jnp.where(groups > 0, formats.encode_e8m0(ratio, "up"), 0).astype(jnp.int32)
+    top = jnp.max(byte, axis=-1, keepdims=True, initial=0)
+    lost = jnp.sum((groups > 0) & (top - byte > FOLDABLE), dtype=jnp.int32)
+    scale = level1 * formats.decode_e8m0(jnp.where(top > 0, top, 127))
+    token = dataclasses.replace(spec, granularity="token", group_size=None, level1="tensor")
+    q, _ = quantize(x, token, scale=scale, impl=impl)
+    assert q is not None
+    return Folded(q, lost)
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why no Triton kernel can run with the installed packages and GPU, or None."""
+    try:
+        kernel = importlib.import_module("pallas_kernels.quantize_triton")
+    except Exception as error:  # A broken installation fails to import in ways of its own.
+        return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
+    if capability() < kernel.FP8_CAPABILITY:
+        return f"the GPU has compute capability {capability()}, and fp8 conversions need {kernel.FP8_CAPABILITY}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    rows: QuantSpec | None
+    columns: Columns
+
+    @property
+    def same(self) -> bool:
+        return self.columns == "same"
+
+    @property
+    def turned(self) -> QuantSpec | None:
+        """The spec of the transposed copy."""
+        return self.rows if self.columns == "same" else self.columns
+
+    @property
+    def specs(self) -> tuple[QuantSpec | None, QuantSpec | None]:
+        return self.rows, self.turned
+
+    @property
+    def stochastic(self) -> bool:
+        return any(spec is not None and spec.rounding == "stochastic" for spec in self.specs)
+
+
+def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None, key: Any = ()) -> _How:
+    first = None if rows is None else QuantSpec.parse(rows)
+    how = _How(first, columns if columns is None or columns == "same" else QuantSpec.parse(columns))  # type: ignore[arg-type]
+    if how.same and (first is None or first.granularity not in TRANSPOSABLE):
+        raise ValueError(f"columns 'same' needs rows with scales that transpose, not {rows}")
+    if how.same and first is not None and first.granularity == "block" and first.axis not in (-1, 1):
+        raise ValueError(f"columns 'same' needs blocks along the last axis, not {first}")
+    if key != () and (key is not None) != how.stochastic:
+        need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
+        raise ValueError(f"rows {rows} and columns {columns} {need}")
+    return how
+
+
+def _choose(x: Any, how: _How, scale: Array | None, impl: str, cuda: bool) -> Choice:
+    if impl not in IMPLS:
+        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
+    if len(x.shape) != 2:
+        raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
+    if impl == "xla":
+        return Choice("xla", "asked for")
+    reason = (None if cuda else "it needs a CUDA GPU") or missing() or _unsupported(x, how, scale) or _cut(x)
+    if reason is None:
+        return Choice("triton", "the kernel takes it")
+    if impl == "triton":
+        raise ValueError(f"impl 'triton' cannot run: {reason}")
+    return Choice("xla", f"not the kernel: {reason}")
+
+
+def _cut(x: Any) -> str | None:
+    return None if isinstance(x, jax.ShapeDtypeStruct) else spread(x)
+
+
+def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
+    from pallas_kernels import quantize_triton
+
+    for spec in how.specs:
+        if spec is None:
+            continue
+        fmt = formats.get(spec.format)
+        if not (fmt.is_float and fmt.bits == 8) or spec.expand or spec.underflow != "zero":
+            return f"it makes plain FP8 codes, not {spec}"
+        if spec.granularity == "channel" or spec.axis not in (-1, 1) or spec.stacked:
+            return f"it makes scales along the last axis of a matrix, not {spec}"
+        if scale is not None and spec.granularity not in ("tensor", "token"):
+            return f"given scales of {spec} are XLA's"
+    return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(_coding, how.specs)))
+
+
+def _coding(spec: QuantSpec | None) -> Any:
+    from pallas_kernels import quantize_triton
+
+    if spec is None:
+        return None
+    fmt = formats.get(spec.format)
+    return quantize_triton.Coding(
+        spec.granularity,  # type: ignore[arg-type]
+        jnp.dtype(fmt.dtype),
+        spec.group_size or 0,
+        spec.level1 == "none",
+        jnp.dtype(formats.get(spec.scale_format).dtype),
+        spec.rounding == "stochastic",
+    )
+
+
+def _reference(how: _How, strategy: str, x: Array, scale: Array | None, key: Array | None) -> Pair:
+    keys = (key, None) if key is None or how.columns is None or how.same else jax.random.split(key)
+
+    def one(y: Array, spec: QuantSpec | None, key: Array | None) -> QTensor | None:
+        if spec is None:
+            return None
+        s = scale if spec.granularity in ("tensor", "token") else None
+        if strategy == "two_stage" and s is None and spec.granularity == "tensor":
+            s = scaling.TwoStage().scale((), y, formats.get(spec.format))
+        return quantize_with_scale(y, spec, s, key=key if spec.rounding == "stochastic" else None)
+
+    rows = one(x, how.rows, keys[0])
+    if how.same:
+        assert rows is not None
+        return rows, transpose(rows, impl="xla")
+    return rows, None if how.columns is None else one(x.T, how.turned, keys[1])
+
+
+def _kernel(how: _How, strategy: str, x: Array, scale: Array | None, key: Array | None) -> Pair:
+    words = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
+
+    @jax.custom_batching.sequential_vmap
+    def mapped(x: Array, scale: Array | None, words: Array | None) -> Any:
+        return _one(how, strategy, x, scale, words)
+
+    parts = mapped(x, scale, words)
+    rows, columns = (
+        None if part is None or spec is None else QTensor(**part, spec=spec)
+        for part, spec in zip(parts, how.specs, strict=True)
+    )
+    return rows, columns
+
+
+def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array | None) -> Any:
+    """Of one matrix the fields of the QTensors, or None."""
+    from pallas_kernels import quantize_triton
+
+    shapes = (x.shape, x.shape[::-1])
+    levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.turned)]
+    asked: Any = {"tensor": "tensor" in levels, "rows": levels[0] == "token", "columns": levels[1] == "token"}
+    largest: tuple[Array | None, ...] = (None, None, None)
+    if any(asked.values()):
+        largest = quantize_triton.maxima(x, **asked, compute_capability=capability())
+    scales: list[Array | None] = []
+    for i, spec in enumerate(how.specs):
+        if spec is None or spec.granularity in ("group", "block"):
+            scales.append(None)
+            continue
+        count = blocks.counts(shapes[i], spec.block_shape(shapes[i]))
+        if scale is not None and spec.granularity != "mx":
+            value = jnp.broadcast_to(scale, count).astype(jnp.float32)
+        elif spec.granularity == "mx" and spec.level1 == "none":
+            value = jnp.ones(count, jnp.float32)
+        else:
+            top = largest[0] if _level(spec) == "tensor" else largest[1 + i]
+            assert top is not None
+            if strategy == "two_stage" and spec.granularity == "tensor":
+                top = scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32)
+            value = scaling.to_scale(top, formats.get(spec.format)).reshape(count)
+        scales.append(formats.round_to(value, formats.get(spec.scale_format)))
+    found = quantize_triton.quantize(
+        x,
+        _coding(how.rows),
+        "same" if how.same else _coding(how.turned),
+        row_scale=scales[0],
+        column_scale=scales[1],
+        words=words,
+        compute_capability=capability(),
+    )
+    parts = []
+    for part, given in zip(found, scales, strict=True):
+        fields = None
+        if part is not None:
+            s = part.scale if given is None else given
+            fields = {"codes": part.codes, "scale": s, "expansion": None, "microscale": part.microscale}
+        parts.append(fields)
+    return tuple(parts)
+
+
+def _level(spec: QuantSpec) -> str:
+    """What shares a scale of level 1."""
+    return spec.level1 if spec.granularity == "mx" else spec.granularity
+
+
+def _measured(spec: QuantSpec, scale: Array | None) -> str | None:
+    """Over what a pass of its own has to find the maximum, "tensor" or "token"; None if it has not."""
+    level = _level(spec)
+    return level if level in ("tensor", "token") and (scale is None or spec.granularity == "mx") else None
+
+
+@jax.custom_batching.sequential_vmap
+def _transposed(codes: Array) -> Array:
+    from pallas_kernels import quantize_triton
+
+    return quantize_triton.transpose(codes, compute_capability=capability())

@@ -1,0 +1,388 @@
+"""Quantizes a matrix in one pass: codes and scales of it, and of its transposed copy, each as its product wants them.
+
+A program reads a tile once. It holds the tile as four slices of every fourth row, so that the codes of four
+neighbouring rows become one 32-bit word of the transposed copy, and the exchange between threads is of whole words.
+"""
+
+import dataclasses
+import inspect
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import scaling_triton as device
+from pallas_kernels.scaling_triton import Coding as Coding
+
+PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+GROUPS = (16, 32, 64, 128)
+FP8_CAPABILITY = 89
+
+
+class Quantized(NamedTuple):
+    """Codes of a matrix (rows, columns); scale and microscale where they are computed, by rows and groups."""
+
+    codes: Array
+    scale: Array | None = None
+    microscale: Array | None = None
+
+
+@triton.jit
+def _quantize(
+    x_ptr: tl.tensor,
+    row_scale_ptr: tl.tensor,
+    column_scale_ptr: tl.tensor,
+    noise_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    row_scales_ptr: tl.tensor,
+    row_powers_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    column_scales_ptr: tl.tensor,
+    column_powers_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """A tile of HIGH rows and WIDE columns."""
+    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
+    R: tl.constexpr = HIGH // 4
+    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    program = tl.program_id(0)
+    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    first = top.to(tl.int64) * N + left
+    i, n = tl.arange(0, R), left + tl.arange(0, WIDE)
+    m0 = top + 4 * i
+    at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
+    at1, at2, at3 = at0 + N, at0 + 2 * N, at0 + 3 * N
+    in0, in1, in2, in3 = device.inside_of(m0, left, M, N, WIDE)
+    x0, x1 = device.load(x_ptr + first, at0, in0, MASKED), device.load(x_ptr + first, at1, in1, MASKED)
+    x2, x3 = device.load(x_ptr + first, at2, in2, MASKED), device.load(x_ptr + first, at3, in3, MASKED)
+    word1 = tl.load(noise_ptr) if ROWS[6] or COLUMNS[6] else 0
+    word2 = tl.load(noise_ptr + 1) if ROWS[6] or COLUMNS[6] else 0
+    ordered = tl.maximum(
+        tl.maximum(device.finite(x0), device.finite(x1)), tl.maximum(device.finite(x2), device.finite(x3))
+    )
+
+    if ROWS[0] > 0:
+        if ROWS[0] == 4:
+            SIDE: tl.constexpr = ROWS[1]
+            WIDTH: tl.constexpr = (N + SIDE - 1) // SIDE
+            scale = device.to_scale(
+                device.along_rows(device.along_columns(ordered, SIDE // 4), SIDE), ROWS, row_scales_ptr.dtype.element_ty
+            )
+            u, v = top // SIDE + tl.arange(0, HIGH // SIDE), left // SIDE + tl.arange(0, WIDE // SIDE)
+            inside = (u < (M + SIDE - 1) // SIDE)[:, None] & (v < WIDTH)[None, :]
+            device.store(row_scales_ptr, u[:, None] * WIDTH + v[None, :], scale, inside, MASKED)
+            given = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
+        elif ROWS[0] == 3 or ROWS[7]:
+            given = 1.0
+        else:
+            given = tl.div_rn(1.0, tl.load(row_scale_ptr))
+        y0 = device.scale_along_rows(
+            x0, m0, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
+        y1 = device.scale_along_rows(
+            x1, m0 + 1, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
+        y2 = device.scale_along_rows(
+            x2, m0 + 2, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
+        y3 = device.scale_along_rows(
+            x3, m0 + 3, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
+        c0, c1 = device.encode(y0, first, at0, word1, word2, ROWS), device.encode(y1, first, at1, word1, word2, ROWS)
+        c2, c3 = device.encode(y2, first, at2, word1, word2, ROWS), device.encode(y3, first, at3, word1, word2, ROWS)
+        device.store(rows_ptr + first, at0, c0, in0, MASKED)
+        device.store(rows_ptr + first, at1, c1, in1, MASKED)
+        device.store(rows_ptr + first, at2, c2, in2, MASKED)
+        device.store(rows_ptr + first, at3, c3, in3, MASKED)
+
+    if COLUMNS[0] > 0:
+        if COLUMNS[0] < 6:
+            LONG: tl.constexpr = COLUMNS[1] // 4
+            if COLUMNS[0] == 3 or COLUMNS[0] == 5:
+                HEIGHT: tl.constexpr = (M + 4 * LONG - 1) // (4 * LONG)
+                g = top // (4 * LONG) + tl.arange(0, R // LONG)
+                at = n.to(tl.int64)[None, :] * HEIGHT + g[:, None]
+                inside = (g < HEIGHT)[:, None] & (n < N)[None, :]
+            if COLUMNS[0] == 3:
+                scale = device.to_scale(
+                    device.along_columns(ordered, LONG), COLUMNS, column_scales_ptr.dtype.element_ty
+                )
+                device.store(column_scales_ptr, at, scale, inside, MASKED)
+                factor = device.over_rows(device.inverse(scale), LONG)
+            elif COLUMNS[7]:
+                factor = device.inverse(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
+            else:
+                factor = tl.div_rn(1.0, tl.load(column_scale_ptr))
+            z0, z1 = device.scaled(x0, factor, COLUMNS), device.scaled(x1, factor, COLUMNS)
+            z2, z3 = device.scaled(x2, factor, COLUMNS), device.scaled(x3, factor, COLUMNS)
+            if COLUMNS[0] == 5:
+                top_y = tl.maximum(
+                    tl.maximum(device.finite(z0), device.finite(z1)), tl.maximum(device.finite(z2), device.finite(z3))
+                )
+                byte = device.power(device.along_columns(top_y, LONG), COLUMNS)
+                device.store(column_powers_ptr, at, byte.to(tl.uint8), inside, MASKED)
+                power = device.over_rows(device.of_power(byte), LONG)
+                z0, z1, z2, z3 = z0 * power, z1 * power, z2 * power, z3 * power
+            c0, c1 = (
+                device.encode(z0, first, at0, word2, word1, COLUMNS),
+                device.encode(z1, first, at1, word2, word1, COLUMNS),
+            )
+            c2, c3 = (
+                device.encode(z2, first, at2, word2, word1, COLUMNS),
+                device.encode(z3, first, at3, word2, word1, COLUMNS),
+            )
+        device.turn(columns_ptr, top, left, i, c0, c1, c2, c3, in0, in1, in2, in3, M, MASKED)
+
+
+@triton.jit
+def _transpose(
+    x_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """The transposed copy of a tile of bytes."""
+    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
+    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    program = tl.program_id(0)
+    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    i = tl.arange(0, HIGH // 4)
+    x_ptr += top.to(tl.int64) * N + left
+    at = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
+    in0, in1, in2, in3 = device.inside_of(top + 4 * i, left, M, N, WIDE)
+    c0, c1 = device.load_plain(x_ptr, at, in0, MASKED), device.load_plain(x_ptr, at + N, in1, MASKED)
+    c2, c3 = device.load_plain(x_ptr, at + 2 * N, in2, MASKED), device.load_plain(x_ptr, at + 3 * N, in3, MASKED)
+    device.turn(columns_ptr, top, left, i, c0, c1, c2, c3, in0, in1, in2, in3, M, MASKED)
+
+
+@triton.jit
+def _maxima(
+    x_ptr: tl.tensor,
+    tile_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    OF: tl.constexpr,
+) -> None:
+    """The largest finite magnitude of a tile, or of each of its rows, and of its columns."""
+    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
+    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    program = tl.program_id(0)
+    down, right = program // ACROSS, program % ACROSS
+    m, n = down * HIGH + tl.arange(0, HIGH), right * WIDE + tl.arange(0, WIDE)
+    first = down.to(tl.int64) * HIGH * N + right * WIDE
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    at = tl.arange(0, HIGH)[:, None] * N + tl.arange(0, WIDE)[None, :]
+    ordered = device.finite(device.load(x_ptr + first, at, inside, MASKED))
+    if OF[0]:
+        tl.store(tile_ptr + program, device.largest(tl.max(tl.max(ordered, 1), 0)))
+    if OF[1]:
+        tl.store(rows_ptr + right * M + m, device.largest(tl.max(ordered, 1)), mask=m < M)
+    if OF[2]:
+        tl.store(columns_ptr + down * N + n, device.largest(tl.max(ordered, 0)), mask=n < N)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How the work is cut: tuning only, never the result.
+
+    Attributes:
+        rows: rows of a program's tile, a power of two from 128 on.
+        columns: columns of it, likewise.
+        warps: warps of a program.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    warps: int = 8
+
+
+def unsupported(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None, ...]) -> str | None:
+    """Why the kernel cannot take a matrix of this shape and dtype, or make these codes, or None."""
+    if len(shape) != 2 or 0 in shape:
+        return f"it takes matrices that are not empty, not shape {shape}"
+    if max(shape) >= 2**22:
+        return f"a side of {max(shape)} is too long for its offsets within a tile"
+    if dtype not in PLAIN_DTYPES:
+        return f"the matrix has dtype {jnp.dtype(dtype)}, not {' or '.join(str(jnp.dtype(d)) for d in PLAIN_DTYPES)}"
+    for coding in codings:
+        if coding is None:
+            continue
+        if coding.dtype not in CODE_DTYPES:
+            return f"it makes codes in float8_e4m3fn or float8_e5m2, not {jnp.dtype(coding.dtype)}"
+        if coding.kind in ("group", "block", "mx") and coding.size not in GROUPS:
+            return f"a {coding.kind} of {coding.size} is none of {', '.join(map(str, GROUPS))}"
+    return None
+
+
+def maxima(
+    x: Array,
+    *,
+    tensor: bool = False,
+    rows: bool = False,
+    columns: bool = False,
+    launch: Launch | None = None,
+    compute_capability: int | None = None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Largest finite magnitudes of a matrix, in one pass.
+
+    Args:
+        x: (M, N), fp32, bf16 or fp16. tensor, rows, columns: of what.
+        launch: how the work is cut. compute_capability: as of `quantize`.
+
+    Returns:
+        fp32, of the tensor (), of the rows (M,) and of the columns (N,); None for what is not asked for.
+    """
+    launch = launch or Launch(64, 256, 8)
+    m, n = x.shape
+    down, across = -(-m // launch.rows), -(-n // launch.columns)
+    shapes = ((down * across,) if tensor else (1,), (across, m) if rows else (1,), (down, n) if columns else (1,))
+    found = _call(
+        _maxima, [x], [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], down * across, launch,
+        compute_capability, OF=(tensor, rows, columns),
+    )  # fmt: skip
+    asked = zip((tensor, rows, columns), found, (None, 0, 0), strict=True)
+    of_tensor, of_rows, of_columns = (jnp.max(part, axis=axis) if wanted else None for wanted, part, axis in asked)
+    return of_tensor, of_rows, of_columns
+
+
+def quantize(
+    x: Array,
+    rows: Coding | None,
+    columns: Coding | Literal["same"] | None,
+    *,
+    row_scale: Array | None = None,
+    column_scale: Array | None = None,
+    words: Array | None = None,
+    launch: Launch | None = None,
+    compute_capability: int | None = None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """Codes of a matrix and of its transposed copy, in one pass over it.
+
+    Args:
+        x: (M, N), fp32, bf16 or fp16.
+        rows: codes of `x`, or None.
+        columns: codes of x.T, (N, M); "same" for those of `rows`, transposed, which must be "tensor" or "block".
+        row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) for each row.
+        column_scale: likewise of `columns`, (N, 1) for each row of x.T.
+        words: two uint32 words, random and new at every call, for stochastic rounding.
+        launch: how the work is cut; None takes the measured best.
+        compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+
+    Returns:
+        What was asked for. Given scales are not returned; those of "same" are the transposed ones of `rows`.
+
+    Raises:
+        ValueError: the kernel cannot take these; the message says why.
+    """
+    same = columns == "same"
+    coding = rows if same else columns
+    assert coding != "same"
+    reason = unsupported(x.shape, x.dtype, (rows, coding))
+    if reason is not None:
+        raise ValueError(f"the quantize kernel cannot run: {reason}")
+    if same and (rows is None or rows.kind not in ("tensor", "block")):
+        raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
+    if any(c is not None and c.stochastic for c in (rows, coding)) and words is None:
+        raise ValueError("stochastic rounding needs words")
+    launch = launch or Launch()
+    m, n = x.shape
+    shapes = [*_shapes(rows, (m, n)), *_shapes(coding, (n, m), not same)]
+    one = jnp.ones((1, 1), jnp.float32)
+    given = [one if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
+    by_row = [s.shape[0] > 1 for s in given]
+    statics = [
+        device.NONE if c is None else c.static._replace(by_row=b) for c, b in zip((rows, coding), by_row, strict=True)
+    ]
+    if same:
+        statics[1] = statics[1]._replace(kind=device.KINDS["same"])
+    noise = jnp.zeros(2, jnp.uint32) if words is None else words
+    grid = -(-m // launch.rows) * -(-n // launch.columns)
+    parts = _call(
+        _quantize, [x, *given, noise], shapes, grid, launch, compute_capability,
+        ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]),
+    )  # fmt: skip
+    first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
+    if first is not None and second is not None and same and first.scale is not None:
+        second = second._replace(scale=first.scale.T)
+    return first, second
+
+
+def _shapes(how: Coding | None, shape: tuple[int, int], scaled: bool = True) -> list[Any]:
+    """Of codes, scales and powers; of those that are not made, of one element."""
+    one = (1, 1)
+    if how is None:
+        return [jax.ShapeDtypeStruct(one, dtype) for dtype in (jnp.uint8, jnp.float32, jnp.uint8)]
+    count = (-(-shape[0] // how.size) if how.kind == "block" else shape[0], -(-shape[1] // max(how.size, 1)))
+    scales = count if scaled and how.kind in ("group", "block") else one
+    return [
+        jax.ShapeDtypeStruct(shape, jnp.uint8),
+        jax.ShapeDtypeStruct(scales, how.scale_dtype),
+        jax.ShapeDtypeStruct(count if how.kind == "mx" else one, jnp.uint8),
+    ]
+
+
+def _quantized(how: Coding | None, parts: Any) -> Quantized | None:
+    if how is None:
+        return None
+    codes = jax.lax.bitcast_convert_type(parts[0], how.dtype)
+    scale = parts[1] if how.kind in ("group", "block") else None
+    return Quantized(codes, scale, parts[2] if how.kind == "mx" else None)
+
+
+def transpose(x: Array, *, launch: Launch | None = None, compute_capability: int | None = None) -> Array:
+    """The transposed copy of a matrix of 8-bit codes.
+
+    Args:
+        x: (M, N), any dtype of one byte.
+        launch: how the work is cut. compute_capability: as of `quantize`.
+
+    Returns:
+        (N, M) in the dtype of `x`.
+
+    Raises:
+        ValueError: it is no such matrix.
+    """
+    if x.ndim != 2 or 0 in x.shape or x.dtype.itemsize != 1:
+        raise ValueError(f"the transpose kernel takes matrices of bytes that are not empty, not {x.dtype}{x.shape}")
+    launch = launch or Launch()
+    grid = -(-x.shape[0] // launch.rows) * -(-x.shape[1] // launch.columns)
+    shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
+    codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
+    (turned,) = _call(_transpose, [codes], [shape], grid, launch, compute_capability)
+    return jax.lax.bitcast_convert_type(turned, x.dtype)
+
+
+def _call(
+    kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: Launch, capability: int | None, **static: Any
+) -> Any:
+    m, n = inputs[0].shape
+    return jax_triton.triton_call(
+        *inputs,
+        kernel=kernel,
+        grid=(grid,),
+        num_warps=launch.warps,
+        num_stages=1,
+        compute_capability=capability,
+        M=m,
+        N=n,
+        HIGH=launch.rows,
+        WIDE=launch.columns,
+        **static,
+        **{_SHAPES: shapes},
+    )
+
+
+# The name of the argument before jax-triton 0.4 and after.
+_SHAPES = "out_shape" if "out_shape" in inspect.signature(jax_triton.triton_call).parameters else "out_type"

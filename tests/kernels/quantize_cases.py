@@ -1,0 +1,75 @@
+"""What the quantize kernel is tested on: in Triton's interpreter on CPU, and on a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from fp8jax.ops import quantize as op
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    rows: str | None
+    columns: str | None = None
+    shape: tuple[int, int] = (130, 150)
+    dtype: str = "float32"
+    scale: float | None = None
+    strategy: str = "current"
+
+
+CASES = [
+    Case("e4m3"),
+    Case("e4m3", "same", (256, 128), "bfloat16"),
+    Case("e5m2", "same", dtype="bfloat16", scale=1.7),
+    Case("e4m3", "e5m2", (17, 301), strategy="two_stage"),
+    Case(None, "e4m3", (140, 3), "float16"),
+    Case("e4m3:token", "e4m3:token", (100, 270)),
+    Case("e5m2:token", None, dtype="bfloat16", scale=0.3),
+    Case("e4m3:group128", "e4m3:group128"),
+    Case("e5m2:group16", "e4m3:group64", (257, 64), "bfloat16"),
+    Case("e4m3:block128", "same", (300, 200)),
+    Case("e4m3:block32", "same", (64, 257), "bfloat16"),
+    Case("e4m3:mx32", "e4m3:mx32"),
+    Case("e4m3:mx32+token", "e5m2:mx64+token", (131, 96), "bfloat16"),
+    Case("e5m2:mx32+ocp", "e4m3:mx16+ocp", (128, 128)),
+    Case("e4m3:group128", "e4m3:mx32", (1, 130)),
+    Case("e4m3:block128", "e4m3", (129, 1)),
+]
+
+
+def special(shape: tuple[int, int], dtype: str, largest: float) -> jax.Array:
+    """Values of many magnitudes, ties of codes, zeros, NaN, both Inf, a subnormal value and a largest one."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal(shape) * 10.0 ** random.uniform(-3, 3, (shape[0], 1))
+    x[::3] = np.round(x[::3] * 4) / 4
+    flat = x.reshape(-1)
+    flat[::7] = 0
+    for i, value in enumerate([np.nan, np.inf, -np.inf, 1e-40, -0.0, largest]):
+        flat[(11 + 53 * i) % flat.size] = value
+    with np.errstate(over="ignore"):
+        return jnp.asarray(x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+
+
+def arrays(case: Case, impl: str) -> list[np.ndarray]:
+    """Codes and scales of both results, as bytes or floats; NaN codes all alike."""
+    scale = None if case.scale is None else jnp.float32(case.scale)
+    run = (
+        jax.jit(op.quantize, static_argnames=("rows", "columns", "strategy", "impl")) if impl == "xla" else op.quantize
+    )
+    # Under one scale with fp32's largest, what XLA keeps or flushes of subnormal quotients would show in the powers.
+    largest = 6e4 if "mx" in f"{case.rows} {case.columns}" or case.dtype == "float16" else 3e38
+    x = special(case.shape, case.dtype, largest)
+    found = []
+    for q in run(x, case.rows, case.columns, scale=scale, strategy=case.strategy, impl=impl):
+        if q is None:
+            continue
+        q.validate()
+        codes = np.asarray(q.codes)
+        nan = np.isnan(codes.astype(np.float32))
+        found += [np.where(nan, 0x7F, codes.view(np.uint8)), np.asarray(q.scale)]
+        if q.microscale is not None:
+            found.append(np.asarray(q.microscale))
+    return found

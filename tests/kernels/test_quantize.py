@@ -1,0 +1,91 @@
+"""The quantize kernel: bit for bit the quantizer's codes, without a GPU and on one."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax.core import formats
+from fp8jax.ops import quantize as op
+from tests.kernels.quantize_cases import CASES, arrays
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+
+
+@triton
+def test_codes_equal_the_quantizers_in_the_interpreter_and_nothing_is_written_out_of_bounds():
+    env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.kernels.triton_interpreter"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
+def test_codes_equal_the_quantizers_on_a_gpu(case):
+    for want, got in zip(arrays(case, "xla"), arrays(case, "triton"), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 11008), (1000, 32003), (4099, 516)])
+def test_large_and_odd_matrices_on_a_gpu(shape):
+    x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    for rows, columns in (("e4m3", "same"), ("e4m3:group128", "e5m2:group128"), ("e4m3:block128", "same")):
+        want, got = (op.quantize(x, rows, columns, impl=impl) for impl in ("xla", "triton"))
+        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    q, _ = op.quantize(x, "e4m3")
+    np.testing.assert_array_equal(
+        np.asarray(op.transpose(q, impl="triton").codes).view(np.uint8), np.asarray(q.codes.T).view(np.uint8)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_stochastic_rounding_on_a_gpu_is_unbiased_repeats_and_takes_only_neighbours(name):
+    fmt = formats.get(name)
+    column = jnp.concatenate(
+        [jnp.linspace(0, 3 * fmt.smallest_normal, 97), jnp.linspace(1, 40, 160), jnp.array([448.0])]
+    )
+    x = jnp.tile(column[None], (16384, 1)).at[:, 1].mul(-1.0)
+    spec = f"{name}:token+stochastic"
+    one = jnp.ones((), jnp.float32)
+    draw = [op.quantize(x, spec, scale=one, key=jax.random.key(k), impl="triton")[0] for k in (0, 0, 1)]
+    codes = [np.asarray(q.codes).astype(np.float64) for q in draw]
+    np.testing.assert_array_equal(codes[0], codes[1])
+    assert np.mean(codes[0] != codes[2]) > 0.1
+    exact = np.asarray(x[0], np.float64)
+    step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(exact), fmt.smallest_normal))) - fmt.mantissa_bits)
+    assert (np.abs(codes[0] - exact) < step).all()
+    # The mean of 16384 draws, each with a spread of at most half a step.
+    assert (np.abs(codes[0].mean(0) - exact) <= 5 * step / 2 / np.sqrt(len(x)) + step * 2.0**-16).all()
+    up = (codes[0] > exact)[:, 97:-1]
+    assert abs(np.corrcoef(up[:, 40], up[:, 41])[0, 1]) < 0.05
+
+
+@pytest.mark.gpu
+def test_transformations_on_a_gpu():
+    x = jax.random.normal(jax.random.key(0), (3, 256, 384), jnp.bfloat16)
+
+    def both(x, impl):
+        return op.quantize(x, "e4m3", "e4m3:group128", impl=impl)
+
+    want = jax.vmap(lambda x: both(x, "xla"))(x)
+    for run in (
+        jax.jit(jax.vmap(lambda x: both(x, "auto"))),
+        jax.jit(lambda x: jax.lax.scan(lambda _, x: (None, both(x, "triton")), None, x)[1]),
+    ):
+        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(run(x)), strict=True):
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    text = jax.jit(lambda x: both(x, "auto")).lower(x[0]).compile().as_text()
+    assert text.count("triton_kernel_call") >= 2

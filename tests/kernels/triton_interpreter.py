@@ -1,0 +1,91 @@
+"""Runs the quantize kernel in Triton's interpreter, on NumPy arrays, with guards around every output.
+
+A process of its own, since Triton decides when a kernel is defined: `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m
+tests.kernels.triton_interpreter` prints one line of JSON, the cases in which the kernel differs from the reference. What
+the interpreter cannot do itself is done by ml_dtypes (its conversions to 8 bits round wrongly) and NumPy (inline
+assembly).
+"""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+from pallas_kernels import codec_triton, quantize_triton
+from tests.kernels.quantize_cases import CASES, arrays
+
+GUARD = 4096
+TINY = float(np.finfo(np.float32).tiny)
+DTYPES = {
+    "fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16, "fp8e4nv": ml_dtypes.float8_e4m3fn,
+    "fp8e5": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+NAMES = {np.dtype(v): getattr(tl, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[k])
+         for k, v in DTYPES.items() if not k.startswith("fp8")}  # fmt: skip
+NAMES |= {np.dtype(np.uint8): tl.uint8, np.dtype(np.uint32): tl.uint32, np.dtype(np.int32): tl.int32}
+
+
+class Tensor:
+    """An array with what the interpreter asks of a tensor."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.dtype, self.device = array, NAMES[array.dtype], "cpu"
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def itself(self, *_: Any, **__: Any) -> "Tensor":
+        return self
+
+    untyped_storage = cpu = new_empty = set_ = copy_ = size = stride = storage_offset = itself
+
+
+def convert(values: np.ndarray, source: Any, target: Any, _: Any) -> np.ndarray:
+    x, dtype = np.frombuffer(values.tobytes(), DTYPES[source.name]).astype(np.float32), np.dtype(DTYPES[target.name])
+    if target.name.startswith("fp8"):  # as the hardware's conversion, which saturates
+        x = np.clip(x, -float(ml_dtypes.finfo(dtype).max), float(ml_dtypes.finfo(dtype).max))
+    return x.astype(dtype).view(f"u{dtype.itemsize}").reshape(values.shape)
+
+
+def multiply_add(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, with subnormal operands and results as zeros."""
+    a = tl.where(tl.abs(a) < TINY, a * 0.0, a)
+    c = tl.full(a.shape, c, tl.float32) if isinstance(c, (float, tl.constexpr)) else c
+    y = tl.fma(a, b + tl.zeros_like(a), c)
+    return tl.where(tl.abs(y) < TINY, y * 0.0, y)
+
+
+def call(kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: Any, _: Any, **static: Any) -> Any:
+    given = [np.array(x) for x in inputs]
+    buffers = [np.full(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize + 2 * GUARD, 0xA5, np.uint8) for s in shapes]
+    outputs = [b[GUARD:-GUARD].view(s.dtype).reshape(s.shape) for b, s in zip(buffers, shapes, strict=True)]
+    m, n = given[0].shape
+    sizes = {"M": m, "N": n, "HIGH": launch.rows, "WIDE": launch.columns}
+    kernel[(grid,)](*map(Tensor, given), *map(Tensor, outputs), **sizes, **static)
+    for buffer in buffers:
+        if not (buffer[:GUARD] == 0xA5).all() or not (buffer[-GUARD:] == 0xA5).all():
+            raise RuntimeError(f"{kernel} wrote out of bounds")
+    return [jnp.asarray(x) for x in outputs]
+
+
+def main() -> None:
+    jax.custom_batching.sequential_vmap = lambda function: function
+    interpreter._convert_float = convert
+    codec_triton.multiply_add = multiply_add
+    quantize_triton._call = call
+    wrong = {}
+    for case in CASES:
+        want, got = arrays(case, "xla"), arrays(case, "triton")
+        differ = [int(np.sum(a != b)) for a, b in zip(want, got, strict=True)]
+        if any(differ):
+            wrong[str(case)] = differ
+    print(json.dumps(wrong))
+
+
+if __name__ == "__main__":
+    main()

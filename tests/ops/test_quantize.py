@@ -1,0 +1,139 @@
+"""Quantization of a matrix and its transposed copy: what is chosen, what is refused, folding of microscaling."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.ops import quantize as op
+
+triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+
+
+def matrix(shape=(100, 260)):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+def equal(a, b):
+    assert a.spec == b.spec
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [("e4m3", "e5m2"), ("e4m3:group128", "e4m3:group32"), (None, "e4m3:mx32"), ("int8:token", None), ("e4m3", "same"),
+     ("int8:block32", "same")],
+)  # fmt: skip
+def test_both_are_the_quantizers(rows, columns):
+    x = matrix()
+    first, second = op.quantize(x, rows, columns)
+    assert (first is None, second is None) == (rows is None, columns is None)
+    if rows:
+        equal(first, fp8jax.quantize(x, rows))
+    if columns:
+        equal(second, op.transpose(first) if columns == "same" else fp8jax.quantize(x.T, columns))
+
+
+def test_two_stage_scales_and_given_ones():
+    x = matrix()
+    q, _ = op.quantize(x, "e4m3", strategy="two_stage")
+    largest = np.abs(np.asarray(x)).max()
+    assert largest <= float(q.scale[0, 0]) * 448 < largest * (1 + 2.0**-7)
+    q, t = op.quantize(x, "e4m3", "e4m3:token", scale=jnp.float32(0.5))
+    assert (np.asarray(q.scale) == 0.5).all()
+    assert (np.asarray(t.scale) == 0.5).all()
+
+
+def test_stochastic_rounding_needs_a_key_and_repeats():
+    x = matrix()
+    with pytest.raises(ValueError, match="pass a key"):
+        op.quantize(x, "e4m3+stochastic")
+    with pytest.raises(ValueError, match="take no key"):
+        op.quantize(x, "e4m3", key=jax.random.key(0))
+    first, second = op.quantize(x, "e4m3+stochastic", "e4m3+stochastic", key=jax.random.key(0))
+    assert np.mean(np.asarray(second.codes) != np.asarray(first.codes).T) > 0.1
+    once = op.quantize(x, "e4m3+stochastic", "same", key=jax.random.key(0))[0]
+    equal(once, fp8jax.quantize(x, "e4m3+stochastic", key=jax.random.key(0)))
+
+
+def test_what_does_not_suit_is_refused():
+    x = matrix()
+    with pytest.raises(ValueError, match="scales that transpose"):
+        op.quantize(x, "e4m3:group128", "same")
+    with pytest.raises(ValueError, match=r"matrices, not shape \(26000,\)"):
+        op.quantize(x.reshape(-1), "e4m3")
+    with pytest.raises(ValueError, match="unknown impl 'mosaic'"):
+        op.quantize(x, "e4m3", impl="mosaic")
+
+
+@triton
+@pytest.mark.parametrize(
+    ("rows", "columns", "scale", "reason"),
+    [("int8", None, None, "plain FP8 codes"), ("e4m3:group128+expand", None, None, "plain FP8 codes"),
+     ("e4m3:group48", None, None, "a group of 48"), (None, "e4m3:block256", None, "a block of 256"),
+     ("e4m3:channel", None, None, "along the last axis"), ("e4m3:group128", None, 1.0, "given scales")],
+)  # fmt: skip
+def test_auto_falls_back_with_a_reason_and_the_explicit_kernel_raises_it(rows, columns, scale, reason):
+    x, scale = matrix(), None if scale is None else jnp.float32(scale)
+    choice = op.chosen(x, rows, columns, scale=scale, platform="cuda")
+    assert choice.impl == "xla"
+    assert reason in choice.reason
+    with pytest.raises(ValueError, match=reason):
+        op.quantize(x, rows, columns, scale=scale, impl="triton")
+
+
+@triton
+def test_what_is_chosen_is_told():
+    x = matrix()
+    assert op.chosen(x, "e4m3", "same", platform="cuda").impl == "triton"
+    assert "CUDA" in op.chosen(x, "e4m3", "same", platform="cpu").reason
+    with pytest.raises(ValueError, match="CUDA"):
+        op.chosen(x, "e4m3", impl="triton", platform="cpu")
+    spread = jax.device_put(matrix((8, 256)), jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x")))
+    assert op.chosen(spread, "e4m3", platform="cuda").impl == "xla"
+
+
+@triton
+def test_an_explicit_kernel_does_not_run_on_cpu():
+    with pytest.raises((NotImplementedError, ValueError), match="platform"):
+        jax.jit(lambda x: op.quantize(x, "e4m3", impl="triton"))(matrix())
+
+
+def test_the_program_on_cpu_has_no_kernel():
+    text = str(jax.make_jaxpr(lambda x: op.quantize(x, "e4m3", "same"))(matrix()))
+    assert "triton" not in text
+    assert "platform" not in text
+
+
+@pytest.mark.parametrize("level1", ["", "+token"])
+def test_folded_codes_are_the_two_level_ones_until_they_go_subnormal(level1):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(64, 256)) * 10.0 ** rng.uniform(-8, 8, (64, 1))
+    down = rng.integers(0, 3, (64, 8))
+    x = jnp.asarray(x * np.exp2(-np.repeat(down, 32, 1).astype(float)), jnp.float32)
+    two = fp8jax.quantize(x, f"e4m3:mx32{level1}")
+    one, lost = op.fold(x, f"e4m3:mx32{level1}")
+    one.validate()
+    a, b = (np.asarray(q.dequantize(), np.float64) for q in (two, one))
+    exact = np.asarray(x, np.float64)
+    normal = np.abs(np.asarray(one.codes).astype(np.float64)) >= 2.0**-6
+    np.testing.assert_array_equal(a[normal], b[normal])
+    # The rest is rounded once, to half the smallest code of its row.
+    assert (np.abs(b - exact) <= 2.0**-10 * np.asarray(one.scale) + 2.0**-4 * np.abs(exact)).all()
+    assert lost == 0
+
+
+def test_groups_that_folding_cannot_represent_are_counted():
+    x = np.ones((4, 128), np.float32)
+    x[0, 32:64] = 2.0**-10
+    x[1, 32:64] = 2.0**-12
+    x[2, 64:] = 2.0**-30
+    x[3] = 0
+    _, lost = op.fold(jnp.asarray(x), "e4m3:mx32+token")
+    assert int(lost) == 3
+    with pytest.raises(ValueError, match="level 1"):
+        op.fold(jnp.asarray(x), "e4m3:mx32+ocp")
