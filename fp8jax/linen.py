@@ -1,4 +1,5 @@
-"""Flax Linen: `quantize` for models that were not written for it, and a class for layers' `dot_general_cls`."""
+"""Flax Linen: `quantize` for models that were not written for it, and what layers and training steps may need."""
 
+from fp8jax.modules.delayed_linen import advance_scaling as advance_scaling
 from fp8jax.modules.linen import make_dot_general_cls as make_dot_general_cls
 from fp8jax.modules.linen import quantize as quantize

@@ -278,7 +278,8 @@ class Recipe:
         rows.insert(0, ("role", "stored in", "computed in", "bytes/element"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([f"recipe {self.name}", *lines])
+        scaling = f", {self.linear.scaling} scaling" if self.linear.quantized else ""
+        return "\n".join([f"recipe {self.name}{scaling}", *lines])
 
 
 def _bytes(stored: str | QuantSpec) -> float:

@@ -11,6 +11,34 @@ from jax.typing import DTypeLike
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.delayed import Observed, ScalingState, delayed_linear, init_scaling, update_scaling
 from fp8jax.ops.linear import DimensionNumbers
+from fp8jax.ops.product import QuantizedWeight
+
+
+def delayed_dot_general(
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any,
+    preferred_element_type: DTypeLike | None,
+    out_sharding: Any,
+    *,
+    linear: Linear,
+    state: ScalingState,
+    slot: Array,
+    held: QuantizedWeight | None = None,
+) -> tuple[Array, Observed]:
+    """`delayed_linear` called as `jax.lax.dot_general` is by layers: last axes of an input by the first of a kernel."""
+    (lhs_contract, rhs_contract), batch = dimension_numbers
+    n = len(lhs_contract)
+    ends = tuple(range(lhs.ndim - n, lhs.ndim)), tuple(range(n))
+    if (tuple(lhs_contract), tuple(rhs_contract)) != ends or any(batch):
+        raise ValueError(f"delayed scaling takes an input's last axes by a kernel's first, not {dimension_numbers}")
+    if precision not in (None, lax.Precision.DEFAULT, "default") or out_sharding is not None:
+        raise ValueError(f"a quantized product takes no precision={precision!r}, out_sharding={out_sharding!r}")
+    inputs = math.prod(rhs.shape[:n])
+    x, w = lhs.reshape(*lhs.shape[: lhs.ndim - n], inputs), rhs.reshape(inputs, -1)
+    y, observed = delayed_linear(x, w, state, slot, recipe=linear, quantized=held)
+    return y.reshape(*x.shape[:-1], *rhs.shape[n:]).astype(preferred_element_type or lhs.dtype), observed
 
 
 class ScalingVariable(nnx.Variable):
@@ -55,22 +83,22 @@ class DelayedDotGeneral(nnx.Module):
         *,
         out_sharding: Any = None,
     ) -> Array:
-        (lhs_contract, rhs_contract), batch = dimension_numbers
-        n = len(lhs_contract)
-        ends = tuple(range(lhs.ndim - n, lhs.ndim)), tuple(range(n))
-        if (tuple(lhs_contract), tuple(rhs_contract)) != ends or any(batch):
-            raise ValueError(f"delayed scaling takes an input's last axes by a kernel's first, not {dimension_numbers}")
-        if precision not in (None, lax.Precision.DEFAULT, "default") or out_sharding is not None:
-            raise ValueError(f"a quantized product takes no precision={precision!r}, out_sharding={out_sharding!r}")
-        inputs = math.prod(rhs.shape[:n])
-        x = lhs.reshape(*lhs.shape[: lhs.ndim - n], inputs)
-        held = None if self.held is None else self.held.weight()
-        w, slot = rhs.reshape(inputs, -1), self.slot[...]
-        y, observed = delayed_linear(x, w, self.state(), slot, recipe=self.linear, quantized=held)
+        y, observed = delayed_dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            out_sharding,
+            linear=self.linear,
+            state=self.state(),
+            slot=self.slot[...],
+            held=None if self.held is None else self.held.weight(),
+        )
         if not self.use_running_average:
             self.seen_x[...] = jnp.maximum(self.seen_x[...], observed.x)
             self.seen_w[...] = jnp.maximum(self.seen_w[...], observed.w)
-        return y.reshape(*lhs.shape[: lhs.ndim - n], *rhs.shape[n:]).astype(preferred_element_type or lhs.dtype)
+        return y
 
     def state(self) -> ScalingState:
         return ScalingState(self.x[...], self.w[...], self.dy[...])

@@ -22,6 +22,7 @@ from flax.traverse_util import flatten_dict
 from jax import Array
 
 from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.modules.delayed_linen import DelayedDotGeneral
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.rules import Ordered, Rules, ordered
 
@@ -37,6 +38,8 @@ def quantize(module: Model, rules: Rules) -> Model:
     ways. The layers are `nn.Dense`, `nn.DenseGeneral` (also those inside `nn.MultiHeadDotProductAttention`) and
     `nn.Einsum`, at any depth, in setup or compact, under `nn.scan`, `nn.remat`, `nn.vmap` and `nn.jit`, and the copy
     may be part of a larger model. Their paths are those of the tree of parameters, joined by "/".
+
+    A recipe with delayed scaling adds collections of variables; `fp8jax.linen.advance_scaling` says how to train them.
 
     Layers are known only while the model runs: a rule that matches neither a layer that ran, nor a kernel among the
     parameters that may belong to one, raises at the end of that `init` or `apply`. `fp8jax.explain(model, rules,
@@ -203,7 +206,11 @@ class _Root:
         with contextlib.ExitStack() as stack:
             if module.promote_dtype is promote_dtype:
                 stack.enter_context(_with(module, promote_dtype=SharedPromotion(promote_dtype)))
-            if not isinstance(module, nn.Einsum):
+            if linear.scaling == "delayed":
+                if isinstance(module, nn.Einsum):
+                    raise ValueError(f"{path} is an nn.Einsum, which has no delayed scaling; leave it out with a rule")
+                stack.enter_context(_with(module, dot_general=DelayedDotGeneral(linear, module)))
+            elif not isinstance(module, nn.Einsum):
                 stack.enter_context(_with(module, dot_general=DotGeneral(linear)))
             elif context.orig_method.func is _EINSUM:
                 return _einsum(module, linear, *args, **kwargs)

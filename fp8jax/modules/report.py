@@ -150,13 +150,15 @@ def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
         copy = linen_modules.quantize(model, rules)
         arrays, rebuild = _split((sample, keywords))
 
-        def init(arrays: list[Any]) -> Any:
+        def init(module: nn.Module, arrays: list[Any]) -> Any:
             args, kwargs = rebuild(arrays)
-            return model.init(jax.random.key(0), *args, **kwargs)
+            return module.init(jax.random.key(0), *args, **kwargs)
 
-        found, variables = linen_modules.trace(init, arrays)
+        found, variables = linen_modules.trace(functools.partial(init, model), arrays)
         params = flatten_dict(variables.get("params", {}))
         layers = _layers(found, rules, functools.partial(_linen_kernel, params))
+        # The copy's own variables: delayed scaling adds some.
+        variables = nn.meta.unbox(jax.eval_shape(functools.partial(init, copy), arrays))
         program = _linen_program(copy, variables, sample, keywords)
     else:
         raise TypeError(f"explain takes an NNX or Linen module, not {type(model).__name__}")

@@ -69,8 +69,8 @@ def quantize_weights(model: Model) -> Model:
     same; it costs one to two bytes a parameter, for as long as it lives.
 
         held = fp8jax.nnx.quantize_weights(model)
-        graphdef, params, rest = nnx.split(held, nnx.Param, ...)
-        ...  # for each microbatch: nnx.merge(graphdef, params, rest), gradients of params as ever
+        for batch in microbatches:  # or nnx.scan
+            grads = nnx.grad(loss_fn)(held, batch)  # of nnx.Param, whose tree is the model's
 
     Layers `nnx.Einsum`, those with batch axes, and those of recipes that read the weight itself quantize in each call.
 

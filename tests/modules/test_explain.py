@@ -185,3 +185,9 @@ def test_wrong_arguments_are_refused():
         fp8jax.explain({}, TE)
     with pytest.raises(ValueError, match="no layer is left for 'nothing'"):
         fp8jax.explain(MiniGPT(rngs=nnx.Rngs(0)), fp8jax.Rule("nothing", TE))
+
+
+@pytest.mark.parametrize("make", [lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), lambda: nn.Dense(4)])
+def test_layers_with_a_state_are_explained(make):
+    report = fp8jax.explain(make(), fp8jax.recipes.te_delayed(), jnp.ones((2, 8)))
+    assert "float8_e5m2 x float8_e4m3fn" in str(report)

@@ -40,7 +40,8 @@ def functional(model):
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params):
-        logits = nnx.merge(graph, params, rest)(jnp.asarray(TEXT[:, :-1])).astype(jnp.float32)
+        own = jax.tree.map(lambda x: x, rest)  # variables of this trace
+        logits = nnx.merge(graph, params, own)(jnp.asarray(TEXT[:, :-1])).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(TEXT[:, 1:])).mean()
 
     return loss, params

@@ -1,0 +1,118 @@
+"""Delayed scaling in Linen models: collections of their own, training, evaluation, layers under scan."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from tests.modules.architectures import LENGTH, VOCAB, Nanodo
+
+HISTORY = 3
+DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, history=HISTORY)
+KEY = jax.random.key(0)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH)))
+X = jax.random.normal(jax.random.key(1), (6, 16))
+
+
+def make_step(model, tx, loss_of):
+    def loss(params, statistics, scaling, batch):
+        variables = {"params": params, "fp8jax_statistics": statistics, "fp8jax_scaling": scaling}
+        y, new = model.apply(variables, batch, mutable=["fp8jax_scaling"])
+        return loss_of(y), new["fp8jax_scaling"]
+
+    @jax.jit
+    def step(variables, state, batch):
+        values = (variables["params"], variables["fp8jax_statistics"], variables["fp8jax_scaling"])
+        (value, scaling), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(*values, batch)
+        updates, state = tx.update(grads, state, variables["params"])
+        advanced = fp8jax.linen.advance_scaling(scaling, seen)
+        params = optax.apply_updates(variables["params"], updates)
+        return variables | {"params": params, "fp8jax_scaling": advanced}, state, value
+
+    return step
+
+
+def test_a_model_not_written_here_trains():
+    model = fp8jax.linen.quantize(Nanodo(), DELAYED)
+    variables = jax.jit(model.init)(KEY, TOKENS[:, :-1])
+    plain = jax.jit(Nanodo().init)(KEY, TOKENS[:, :-1])
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], plain["params"])
+
+    def loss_of(logits):
+        return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]).mean()
+
+    tx = optax.adam(1e-2)
+    step, state, losses = make_step(model, tx, loss_of), tx.init(variables["params"]), []
+    for _ in range(8):
+        variables, state, value = step(variables, state, TOKENS[:, :-1])
+        losses.append(float(value))
+    assert losses[-1] < losses[0] - 0.5
+    for path, leaf in jax.tree.leaves_with_path(variables["fp8jax_scaling"]):
+        name = path[-1].key
+        assert (np.asarray(leaf) == 0).all() if name.startswith("seen") else (np.asarray(leaf) > 0).all(), path
+    # Evaluation reads the histories, and needs them.
+    assert model.apply(variables, TOKENS[:, :-1]).shape == (2, LENGTH - 1, VOCAB)
+    with pytest.raises(ValueError, match="give `apply` the collections 'fp8jax_scaling' and 'fp8jax_statistics'"):
+        model.apply({"params": variables["params"]}, TOKENS[:, :-1])
+
+
+def test_histories_are_the_largest_magnitudes_and_the_first_step_is_current_scaling():
+    model = fp8jax.linen.quantize(nn.Dense(8, use_bias=False), DELAYED)
+    variables = model.init(KEY, X)
+    current = fp8jax.linen.quantize(nn.Dense(8, use_bias=False), fp8jax.recipes.te_current())
+    y = model.apply(variables, X)
+    np.testing.assert_allclose(y, current.apply({"params": variables["params"]}, X), rtol=1e-5, atol=1e-5)
+    kernel, target = variables["params"]["kernel"], jax.random.normal(KEY, y.shape)
+    tx = optax.sgd(0.0)
+    step = make_step(model, tx, lambda y: jnp.sum(y * target))
+    after, _, _ = step(variables, tx.init(variables["params"]), X)
+    for name, value in {"x": X, "w": kernel, "dy": target}.items():
+        np.testing.assert_allclose(after["fp8jax_scaling"][name], [np.abs(value).max(), 0, 0], rtol=1e-6)
+    # Ten times larger inputs saturate at the old scale.
+    y = model.apply(after, 10 * X)
+    clipped = jnp.clip(10 * X, -jnp.abs(X).max(), jnp.abs(X).max()) @ kernel
+    assert float(jnp.linalg.norm(y - clipped) / jnp.linalg.norm(clipped)) < 0.06
+
+
+class Stack(nn.Module):
+    axes: tuple[str, ...] = ("params",)
+
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(Body, variable_axes=dict.fromkeys(self.axes, 0), split_rngs={"params": True}, length=3)
+        return scan()(x, None)[0]
+
+
+class Body(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.relu(nn.Dense(16)(x)), None
+
+
+def test_stacked_layers_have_histories_of_their_own_where_scan_lifts_them():
+    names = ("params", "fp8jax_scaling", "fp8jax_statistics")
+    model = fp8jax.linen.quantize(Stack(names), DELAYED)
+    variables = model.init(KEY, X)
+    tx = optax.sgd(0.1)
+    after, _, _ = make_step(model, tx, lambda y: jnp.mean(y**2))(variables, tx.init(variables["params"]), X)
+    scaling = jax.tree.leaves(after["fp8jax_scaling"], is_leaf=lambda n: isinstance(n, dict) and "dy" in n)[0]
+    for name in ("x", "w", "dy"):
+        newest = np.asarray(scaling[name])
+        assert newest.shape == (3, HISTORY)
+        assert len(set(newest[:, 0].tolist())) == 3
+    with pytest.raises(ValueError, match="name them in variable_axes"):
+        fp8jax.linen.quantize(Stack(), DELAYED).init(KEY, X)
+
+
+def test_collections_of_other_layers_are_refused():
+    model = fp8jax.linen.quantize(nn.Dense(8), DELAYED)
+    variables = model.init(KEY, X)
+    with pytest.raises(ValueError, match="not collections of the same layers"):
+        fp8jax.linen.advance_scaling(variables["fp8jax_scaling"], {"other": variables["fp8jax_statistics"]})
+    with pytest.raises(ValueError, match="has no delayed scaling"):
+        fp8jax.linen.quantize(nn.Einsum((16, 8), "td,dh->th"), DELAYED).init(KEY, X)
