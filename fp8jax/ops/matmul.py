@@ -1,6 +1,8 @@
 """Products of quantized matrices, both with the contraction along their last axis, as 8-bit matrix units want them."""
 
+import functools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -8,13 +10,17 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
+from fp8jax.ops import matmul_hopper
+from fp8jax.ops.choice import Choice, on_cuda
+from fp8jax.ops.matmul_hopper import row_scales
 from fp8jax.ops.quantize import transpose as transpose
 
 Operand = QTensor | Array
+IMPLS = ("auto", "xla", "mosaic")
 _K_MAJOR = (((1,), (1,)), ((), ()))
 
 
-def matmul(a: Operand, b: Operand, *, dtype: DTypeLike = jnp.float32) -> Array:
+def matmul(a: Operand, b: Operand, *, dtype: DTypeLike = jnp.float32, impl: str = "auto", exact: bool = False) -> Array:
     """a @ b.T of matrices that may be quantized.
 
     Two quantized operands are multiplied as codes, with fp32 (for integers int32) accumulation, and their scales
@@ -22,19 +28,77 @@ def matmul(a: Operand, b: Operand, *, dtype: DTypeLike = jnp.float32) -> Array:
     own scales. Any other operand, and any whose codes matrix units do not take, is multiplied in bf16 (fp32 where the
     other operand is an fp32 array).
 
+    On a Hopper GPU the tensor cores accumulate FP8 products with about 14 bits, over the whole contraction or, with
+    scales of groups, over 128 of it: 2e-3 to 4e-3 relative on normal data, most of it the rounding of a bf16 result.
+
     Args:
         a: (M, K), quantized with any granularity but "channel", or a floating array.
         b: (N, K), likewise.
         dtype: of the result.
+        impl: "auto", "xla" or "mosaic"; see `chosen`.
+        exact: of a microscaled operand, every power of two is applied in fp32, at half the speed; else its e4m3 codes
+            are rounded again under them in registers: exact down to 2^-6 of a row's largest, less below, zero below
+            2^-17. Only the kernel has this choice, the reference is exact.
 
     Returns:
         (M, N) array.
 
     Raises:
-        ValueError: shapes do not match, or an operand has a scale for each index of the contraction.
+        ValueError: shapes do not match, or an operand has a scale for each index of the contraction; `impl` is
+            unknown, or it is "mosaic" and no kernel can run: the message says why.
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
+    _, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
+    if how is None:
+        return _reference(a, b, dtype)
+    assert isinstance(a, QTensor)
+    assert isinstance(b, QTensor)
+    kernel = functools.partial(matmul_hopper.run, how, exact, dtype)
+    if impl == "mosaic":
+        return kernel(a, b)
+    return lax.platform_dependent(a, b, cuda=kernel, default=lambda a, b: _reference(a, b, dtype))
+
+
+def chosen(a: Operand, b: Operand, *, impl: str = "auto", platform: str | None = None) -> Choice:
+    """What multiplies two operands.
+
+    "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the fastest there
+    (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a Mosaic kernel on Hopper,
+    where the operands lie on one device or inside `jax.shard_map`; for other operands the reference. "mosaic" is the
+    kernel, and raises where there is none.
+
+    Args:
+        a, b: as of `matmul`.
+        impl: as of `matmul`.
+        platform: "cuda", "cpu", ...; None takes JAX's default backend.
+
+    Raises:
+        ValueError: as `matmul`.
+    """
+    return _choose(a, b, impl, on_cuda(platform))[0]
+
+
+def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
+    if impl not in IMPLS:
+        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
+    if impl == "xla":
+        return Choice("xla", "asked for"), None
+    reason = None if cuda else "it needs a CUDA GPU"
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor) and multiplies(a) and multiplies(b)):
+        reason = reason or "an operand has no codes that matrix units take"
+    elif reason is None:
+        if impl == "auto":
+            return matmul_hopper.choose(a, b)
+        reason = matmul_hopper.unsupported(a, b)
+        if reason is None:
+            return Choice("mosaic", "asked for"), matmul_hopper.mosaic_kernel(a, b)
+    if impl == "mosaic":
+        raise ValueError(f"impl 'mosaic' cannot run: {reason}")
+    return Choice("xla", f"not a kernel: {reason}"), None
+
+
+def _reference(a: Operand, b: Operand, dtype: DTypeLike) -> Array:
     if not (isinstance(a, QTensor) and isinstance(b, QTensor) and multiplies(a) and multiplies(b)):
         wide = _plain_dtype(a, b)
         a, b = (x.dequantize(wide) if isinstance(x, QTensor) else x.astype(wide) for x in (a, b))
@@ -42,7 +106,7 @@ def matmul(a: Operand, b: Operand, *, dtype: DTypeLike = jnp.float32) -> Array:
     size = math.gcd(*(_split(q) for q in (a, b)))
     if size == 0:
         sums = _codes_product(a.codes, b.codes)
-        return (sums * _row_scales(a) * _row_scales(b).T).astype(dtype)
+        return (sums * row_scales(a) * row_scales(b).T).astype(dtype)
     return _promoted(a, b, size).astype(dtype)
 
 
@@ -62,12 +126,6 @@ def _codes_product(a: Array, b: Array) -> Array:
     integers = jnp.issubdtype(a.dtype, jnp.integer)
     sums = lax.dot_general(a, b, _K_MAJOR, preferred_element_type=jnp.int32 if integers else jnp.float32)
     return sums.astype(jnp.float32)
-
-
-def _row_scales(q: QTensor) -> Array:
-    """The scale of each row, (rows, 1), or (1, 1), of a matrix whose scales do not change along the contraction."""
-    block_rows = q.spec.block_shape(q.shape)[0]
-    return blocks.spread(q.scale.astype(jnp.float32), (q.shape[0], 1), (block_rows, 1))
 
 
 def _split(q: QTensor) -> int:

@@ -69,7 +69,10 @@ def quantize(
         ValueError: a spec is malformed or does not suit a matrix; a key is missing or not needed; `impl` is unknown,
             or it is "triton" and the kernel cannot run: the message says why.
     """
-    how = _parse(rows, columns, key)
+    how = _parse(rows, columns)
+    if (key is not None) != how.stochastic:
+        need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
+        raise ValueError(f"rows {rows} and columns {columns} {need}")
     choice = _choose(x, how, scale, impl, impl == "triton" or on_cuda())
     reference = functools.partial(_reference, how, strategy)
     if choice.impl == "xla":
@@ -215,16 +218,13 @@ class _How:
         return any(spec is not None and spec.rounding == "stochastic" for spec in self.specs)
 
 
-def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None, key: Any = ()) -> _How:
+def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None) -> _How:
     first = None if rows is None else QuantSpec.parse(rows)
     how = _How(first, columns if columns is None or columns == "same" else QuantSpec.parse(columns))  # type: ignore[arg-type]
     if how.same and (first is None or first.granularity not in TRANSPOSABLE):
         raise ValueError(f"columns 'same' needs rows with scales that transpose, not {rows}")
     if how.same and first is not None and first.granularity == "block" and first.axis not in (-1, 1):
         raise ValueError(f"columns 'same' needs blocks along the last axis, not {first}")
-    if key != () and (key is not None) != how.stochastic:
-        need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
-        raise ValueError(f"rows {rows} and columns {columns} {need}")
     return how
 
 

@@ -1,5 +1,6 @@
 """Programs that are compiled for an H200: each function returns one and the shapes of its arguments."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import matmul_hopper
 from pallas_kernels.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul_mosaic import matmul
 from pallas_kernels.matmul_mx_mosaic import matmul_mx
@@ -62,6 +66,20 @@ def exact() -> Program:
         return matmul_mx(a, b, e, mode="exact", row_scale=r)
 
     return program, (*CODES, Shape((M, K // 32), jnp.uint8), Shape((M,), F32))
+
+
+def cublas() -> Program:
+    """Products of the op for tensors with one scale each: forward, and with a gradient in e5m2."""
+
+    def program(a: Any, b: Any, dy: Any, s: Any) -> tuple[jax.Array, jax.Array]:
+        left, right, gradient = (
+            QTensor(codes, scale[None, None], None, None, QuantSpec(name))
+            for codes, scale, name in ((a, s[0], "e4m3"), (b, s[1], "e4m3"), (dy, s[2], "e5m2"))
+        )
+        run = functools.partial(matmul_hopper.run, "cublas", False)
+        return run(BF16, left, right), run(F32, gradient, right)
+
+    return program, (*CODES, Shape((M, K), E5M2), Shape((3,), F32))
 
 
 ALL = [tensor, everything, float32_output, vocabulary, tiny, block, wgrad, registers, exact]

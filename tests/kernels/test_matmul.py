@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
+from fp8jax.core.qtensor import quantize
+from fp8jax.ops import matmul as op
 from fp8jax.ops import matmul_reference as reference
 from pallas_kernels import matmul_block_mosaic, matmul_mosaic, matmul_mx_mosaic
 from pallas_kernels.hopper import Tile
@@ -263,6 +265,12 @@ def test_compiles_for_an_h200_without_spills() -> None:
     assert report["calls"].count("mosaic_gpu_v2") == len(programs.ALL)
 
 
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_per_tensor_products_become_one_cublas_call_each() -> None:
+    calls = [c for c in h200.report("tests.kernels.h200_programs:cublas")["calls"] if "cublas" in c]
+    assert calls == ["__cublas$lt$matmul$f8"] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1000, 32003, 1024), (4096, 4096, 4096), (257, 513, 2049)])
 def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
@@ -279,3 +287,26 @@ def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
     for mode, decoded, bound in (("registers", round_e4m3(left), FAST), ("exact", left, PROMOTED)):
         out = matmul_mx_mosaic.matmul_mx(operands[0], operands[1], jnp.asarray(exponent), mode=mode)
         assert error(out, decoded @ wide(operands[1]).T) < tolerance(BF16, bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("left", "right", "bound"),
+    [("e4m3", "e4m3", FAST), ("e5m2", "e4m3", FAST), ("e5m2", "e5m2", FAST), ("e4m3:token", "e5m2:token", FAST),
+     ("e4m3:group128", "e4m3:block128", PROMOTED), ("e5m2:group128", "e4m3:group128", PROMOTED),
+     ("e4m3:mx32", "e4m3", 2 * FAST), ("e4m3:token", "e4m3:mx32+token", 2 * FAST)],
+)  # fmt: skip
+def test_what_the_op_chooses_on_a_gpu(left: str, right: str, bound: float) -> None:
+    values = [np.random.default_rng(i).normal(size=(rows, 1032)) for i, rows in enumerate((520, 264))]
+    a, b = (quantize(jnp.asarray(x, F32), spec) for x, spec in zip(values, (left, right), strict=True))
+    want = wide(a.dequantize()) @ wide(b.dequantize()).T
+    for dtype in (BF16, F32):
+        out = jax.jit(lambda a, b, dtype=dtype: op.matmul(a, b, dtype=dtype))(a, b)
+        assert out.dtype == dtype
+        assert error(out, want) < tolerance(dtype, bound)
+    if "mx" in f"{left} {right}":
+        exact = op.matmul(a, b, exact=True, impl="mosaic")
+        assert error(exact, want) < tolerance(F32, PROMOTED)
+    batch = jax.tree.map(lambda x: jnp.stack([x, x]), (a, b))
+    mapped = jax.jit(jax.vmap(lambda a, b: op.matmul(a, b, dtype=BF16)))(*batch)
+    assert error(mapped[1], want) < tolerance(BF16, bound)

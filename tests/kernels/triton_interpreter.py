@@ -1,8 +1,8 @@
 """Runs the quantize kernel in Triton's interpreter, on NumPy arrays, with guards around every output.
 
 A process of its own, since Triton decides when a kernel is defined: `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m
-tests.kernels.triton_interpreter` prints one line of JSON, the cases in which the kernel differs from the reference. What
-the interpreter cannot do itself is done by ml_dtypes (its conversions to 8 bits round wrongly) and NumPy (inline
+tests.kernels.triton_interpreter` prints one line of JSON, the cases in which the kernel differs from the reference.
+What the interpreter cannot do itself is done by ml_dtypes (its conversions to 8 bits round wrongly) and NumPy (inline
 assembly).
 """
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops.matmul import matmul, transpose
+from fp8jax.ops import matmul_hopper, matmul_reference
+from fp8jax.ops.matmul import chosen, matmul, transpose
 from tests.programs import dots
 
 FP8 = ["e4m3", "e5m2:token", "e4m3:group32", "e4m3:block32", "e4m3:mx32", "e4m3:mx32+token"]
@@ -72,3 +73,76 @@ def test_a_nan_in_an_operand_shows_in_its_row():
         y = np.asarray(matmul(fp8jax.quantize(a.at[3, 5].set(jnp.nan), spec), fp8jax.quantize(b, spec)))
         assert np.isnan(y[3]).all()
         assert np.isfinite(np.delete(y, 3, 0)).all()
+
+
+CHOICES = [
+    ("e4m3", "e4m3", "xla", "cuBLASLt"),
+    ("e5m2", "e4m3", "xla", "cuBLASLt"),
+    ("e5m2", "e5m2", "mosaic", "rows"),
+    ("e4m3:token", "e4m3", "mosaic", "rows"),
+    ("e4m3:group128", "e4m3:block128", "mosaic", "groups"),
+    ("e4m3:block128", "e4m3:token", "mosaic", "groups"),
+    ("e4m3:mx32", "e4m3", "mosaic", "microscaled"),
+    ("e4m3:token", "e4m3:mx32+token", "mosaic", "microscaled"),
+    ("e4m3:mx32", "e4m3:mx32", "xla", "no kernel"),
+    ("e4m3:mx16", "e4m3", "xla", "no kernel"),
+    ("e4m3:group32", "e4m3:block32", "xla", "no kernel"),
+    ("int8", "int8:token", "xla", "FP8"),
+    ("e4m3:group128+expand", "e4m3", "xla", "no codes"),
+]
+
+
+@pytest.mark.parametrize(("left", "right", "impl", "reason"), CHOICES)
+def test_what_is_chosen_on_hopper(left, right, impl, reason, monkeypatch):
+    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
+    choice = chosen(a, b, platform="cuda")
+    assert choice.impl == impl
+    assert reason in choice.reason
+    assert "CUDA" in chosen(a, b, platform="cpu").reason
+    if reason in ("no kernel", "no codes"):
+        with pytest.raises(ValueError, match=reason):
+            matmul(a, b, impl="mosaic")
+
+
+def test_long_contractions_and_other_gpus(monkeypatch):
+    a, b = (fp8jax.quantize(x, "e4m3") for x in operands(8, 8, 8192))
+    for capability, impl in ((90, "mosaic"), (89, "xla"), (80, "xla"), (100, "xla")):
+        monkeypatch.setattr(matmul_hopper, "capability", lambda c=capability: c)
+        assert chosen(a, b, platform="cuda").impl == impl
+    x, _ = operands(8, 8, 8192)
+    assert "scaled_matmul" in chosen(fp8jax.quantize(x, "e4m3:mx32"), b, platform="cuda").reason
+    with pytest.raises(ValueError, match="Hopper"):
+        matmul(a, b, impl="mosaic")
+    with pytest.raises(ValueError, match="unknown impl 'triton'"):
+        matmul(a, b, impl="triton")
+
+
+MORE = [("e4m3", "e4m3:token"), ("e5m2:block128", "e4m3:group128"), ("e4m3:group128", "e4m3"),
+        ("e4m3:group128", "e4m3:block128"), ("e4m3:block512", "e4m3:group128"),
+        ("e4m3:mx32+ocp", "e4m3:token"), ("e4m3", "e4m3:mx32+token")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "right"), MORE)
+def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
+    """The kernels' own references in their place."""
+    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    for module, name in (("matmul_mosaic", "matmul"), ("matmul_block_mosaic", "matmul_block"),
+                         ("matmul_mx_mosaic", "matmul_mx")):  # fmt: skip
+        monkeypatch.setattr(f"pallas_kernels.{module}.{name}", getattr(matmul_reference, name))
+    a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
+    got = matmul_hopper.run(matmul_hopper.mosaic_kernel(a, b), True, jnp.float32, a, b)
+    want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+    size = np.abs(np.asarray(a.dequantize(), np.float64)) @ np.abs(np.asarray(b.dequantize(), np.float64)).T
+    assert (np.abs(np.asarray(got) - want) <= 300 * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize(("left", "right"), [("e4m3:mx32", "e4m3"), ("e4m3:token", "e4m3:mx32+token"),
+                                             ("e4m3:mx32+ocp", "e5m2:mx32+ocp")])  # fmt: skip
+def test_the_native_microscaled_product(left, right):
+    a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=320), (left, right), strict=True))
+    run = jax.jit(lambda a, b: matmul_hopper.run("native", False, jnp.float32, a, b))
+    want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+    np.testing.assert_allclose(np.asarray(run(a, b)), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    # On GPUs with such tensor cores this is one operation.
+    assert "scaled_matmul" in str(run.trace(a, b).jaxpr)

@@ -1,0 +1,185 @@
+"""Which kernel multiplies two quantized matrices on a GPU, and how it is called."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core import blocks, formats
+from fp8jax.core.qtensor import QTensor
+from fp8jax.ops.choice import Choice, capability, spread
+
+HOPPER, MICROSCALING = 90, 100
+_K_MAJOR = (((1,), (1,)), ((), ()))
+Kernel = Literal["row", "block", "mx", "mx right"]
+
+
+def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
+    """What multiplies them best on a CUDA GPU, and how `run` calls it; None for the reference.
+
+    Measured on an H200 (results/gemm.json): with one scale for each operand cuBLASLt's FP8 product and ours lie within
+    some per cent of each other, ours ahead where the contraction is long; scales of rows, which cuBLASLt leaves to a
+    second kernel of XLA, and of groups are ours.
+    """
+    fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
+    if not fp8 or 0 in (*a.shape, *b.shape):
+        return Choice("xla", "the kernels take FP8 operands that are not empty"), None
+    e5m2 = a.spec.format == b.spec.format == "e5m2"
+    per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
+    if per_tensor and not e5m2 and capability() >= 89 and not (a.shape[1] >= 7168 and _unfit(a, b) is None):
+        return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
+    if capability() >= MICROSCALING and _native(a, b):
+        return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"
+    reason = _unfit(a, b)
+    if reason is not None:
+        cublas = per_tensor and not e5m2 and capability() >= 89
+        return Choice("xla", f"not the kernel: {reason}"), "cublas" if cublas else None
+    kernel = _kernel(a, b)
+    assert kernel is not None
+    return Choice("mosaic", f"the kernel for scales of {_NAMES[kernel]}"), kernel
+
+
+_NAMES = {
+    "row": "tensors and rows",
+    "block": "groups of 128",
+    "mx": "microscaled groups of 32",
+    "mx right": "microscaled groups of 32",
+}
+
+
+def unsupported(a: QTensor, b: QTensor) -> str | None:
+    """Why no Mosaic kernel can multiply them, or None."""
+    if not all(formats.get(q.spec.format).is_float for q in (a, b)):
+        return f"codes of {a.spec.format} and {b.spec.format} are not FP8"
+    if 0 in (*a.shape, *b.shape):
+        return f"shapes {a.shape} and {b.shape} are empty"
+    if jax.__version_info__ < (0, 11):
+        return f"it needs jax >= 0.11, found {jax.__version__}"
+    return "it needs a Hopper GPU" if capability() != HOPPER else _unfit(a, b)
+
+
+def _unfit(a: QTensor, b: QTensor) -> str | None:
+    if jax.__version_info__ < (0, 11) or capability() != HOPPER:
+        return "it needs a Hopper GPU and jax >= 0.11"
+    if _kernel(a, b) is None:
+        return f"no kernel for scales of {a.spec} with {b.spec}"
+    return spread(*jax.tree.leaves((a, b)))
+
+
+def _size(q: QTensor) -> int:
+    """Length along the contraction over which a scale holds; 0 where it holds over all."""
+    size = q.spec.group_size or 0
+    return 0 if size >= q.shape[1] and q.spec.granularity != "mx" else size
+
+
+def _kernel(a: QTensor, b: QTensor) -> Kernel | None:
+    micro = [q.spec.granularity == "mx" for q in (a, b)]
+    if any(micro):
+        one, other = (a, b) if micro[0] else (b, a)
+        if all(micro) or one.spec.group_size != 32 or _size(other):
+            return None
+        return "mx" if micro[0] else "mx right"
+    sizes = {_size(a), _size(b)}
+    if sizes == {0}:
+        return "row"
+    return "block" if sizes <= {0, 128} else None
+
+
+def mosaic_kernel(a: QTensor, b: QTensor) -> Kernel:
+    """The Mosaic kernel for operands that `unsupported` has nothing against."""
+    kernel = _kernel(a, b)
+    assert kernel is not None
+    return kernel
+
+
+def _native(a: QTensor, b: QTensor) -> bool:
+    kinds = {q.spec.granularity for q in (a, b)}
+    fits = all(q.spec.granularity != "mx" or q.spec.group_size == 32 for q in (a, b))
+    return "mx" in kinds and kinds <= {"mx", "tensor", "token"} and fits and a.shape[1] % 32 == 0
+
+
+def run(how: Kernel | Literal["cublas", "native"], exact: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+    """a @ b.T by what `choose` named."""
+    if how == "cublas":
+        return _cublas(a, b, dtype)
+    if how == "native":
+        return _scaled_matmul(a, b).astype(dtype)
+    out_dtype = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
+    if how == "mx right":
+        return _mx(b, a, exact, out_dtype).T.astype(dtype)
+    if how == "mx":
+        return _mx(a, b, exact, out_dtype).astype(dtype)
+    return (_row if how == "row" else _block)(a, b, out_dtype).astype(dtype)
+
+
+def _cublas(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
+    """XLA makes one cuBLASLt call of this, which gets the fp32 scales: it folds their cast to bf16 away."""
+    wide = jnp.float32 if jnp.dtype(dtype) == jnp.float32 else jnp.bfloat16
+    left, right = (q.codes.astype(wide) * q.scale.reshape(()).astype(wide) for q in (a, b))
+    return lax.dot_general(left, right, _K_MAJOR, preferred_element_type=wide).astype(dtype)
+
+
+def row_scales(q: QTensor) -> Array:
+    """Scales of rows, fp32 (rows, 1), or (1, 1), of a matrix whose scales do not change along the contraction."""
+    block_rows = q.spec.block_shape(q.shape)[0]
+    return blocks.spread(q.scale.astype(jnp.float32), (q.shape[0], 1), (block_rows, 1))
+
+
+def group_scales(q: QTensor, size: int) -> Array:
+    """The scale of each row in each part of `size` of the contraction, fp32 (rows, parts)."""
+    parts = -(-q.shape[1] // size)
+    scale = blocks.spread(q.scale.astype(jnp.float32), q.shape, q.spec.block_shape(q.shape))
+    scale = jnp.broadcast_to(scale, q.shape) if scale.shape[1] != 1 else jnp.broadcast_to(scale, (q.shape[0], 1))
+    return jnp.broadcast_to(scale, (q.shape[0], parts)) if scale.shape[1] == 1 else scale[:, ::size]
+
+
+def _terms(a: QTensor, b: QTensor) -> dict[str, Array]:
+    """The scales of two matrices as the epilogue of a kernel takes them."""
+    left, right = row_scales(a), row_scales(b)
+    terms = {}
+    if left.shape[0] == 1 and right.shape[0] == 1:
+        return {"scale": (left * right).reshape(())}
+    if left.shape[0] > 1:
+        terms["row_scale"] = left[:, 0] if right.shape[0] > 1 else left[:, 0] * right[0, 0]
+    if right.shape[0] > 1:
+        terms["column_scale"] = right[:, 0] if left.shape[0] > 1 else right[:, 0] * left[0, 0]
+    return terms
+
+
+def _row(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
+    from pallas_kernels.matmul_mosaic import matmul
+
+    return matmul(a.codes, b.codes, **_terms(a, b), out_dtype=dtype)  # type: ignore[arg-type]
+
+
+def _block(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
+    from pallas_kernels.matmul_block_mosaic import matmul_block
+
+    square = b.spec.granularity == "block" and b.spec.group_size == 128
+    right = b.scale.astype(jnp.float32) if square else group_scales(b, 128)
+    return matmul_block(a.codes, b.codes, group_scales(a, 128), right, out_dtype=dtype)
+
+
+def _mx(a: QTensor, b: QTensor, exact: bool, dtype: DTypeLike) -> Array:
+    from pallas_kernels.matmul_mx_mosaic import matmul_mx
+
+    assert a.microscale is not None
+    # Without a level 1 scale the powers of two span more than registers can apply.
+    registers = not exact and a.spec.format == "e4m3" and a.spec.level1 != "none"
+    mode: Literal["registers", "exact"] = "registers" if registers else "exact"
+    terms = _terms(a, b)
+    return matmul_mx(a.codes, b.codes, a.microscale, mode=mode, **terms, out_dtype=dtype)  # type: ignore[arg-type]
+
+
+def _scaled_matmul(a: QTensor, b: QTensor) -> Array:
+    """In fp32, by the microscaling of the GPU's tensor cores; level 1 scales come after."""
+
+    def powers(q: QTensor) -> Array:
+        one = jnp.full((q.shape[0], q.shape[1] // 32), 127, jnp.uint8)
+        return lax.bitcast_convert_type(one if q.microscale is None else q.microscale, jnp.float8_e8m0fnu)[None]
+
+    sums = jax.nn.scaled_matmul(
+        a.codes[None], b.codes[None], powers(a), powers(b), preferred_element_type=jnp.float32)[0]  # fmt: skip
+    return sums * row_scales(a) * row_scales(b).T
