@@ -15,7 +15,7 @@ import platform
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,13 @@ from experiments.tokenizer import BytePair, Bytes, Tokenizer
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line, trains, and returns the exit code."""
+def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recipe] = fp8jax.recipes.get) -> int:
+    """Parses the command line, trains, and returns the exit code; `recipe` looks the names of `--recipe` up."""
     console = report.make_console()
     command = shlex.join(["python", "-m", "experiments.train", *(sys.argv[1:] if argv is None else argv)])
     with StopSignals() as stop:
         try:
-            run(parse(argv), console, stop)
+            run(parse(argv), console, stop, recipe)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -60,13 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(config: Config, console: Console, stop: StopSignals) -> list[report.Result]:
+def run(
+    config: Config, console: Console, stop: StopSignals, recipe: Callable[[str], fp8jax.Recipe]
+) -> list[report.Result]:
     """Trains every recipe of the configuration in turn and reports.
 
     Raises:
         UserError, NotFinite, Stopped: as the names say; their messages are for the user.
     """
-    recipes = {name: _get_recipe(name) for name in config.recipe}
+    recipes = {name: _find(recipe, name) for name in config.recipe}
     _prepare_folder(config, console)
     jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
     stop.check()
@@ -82,9 +84,9 @@ def run(config: Config, console: Console, stop: StopSignals) -> list[report.Resu
     _print_setup(console, config, corpus, tokens)
 
     results = []
-    for name, recipe in recipes.items():
+    for name, each in recipes.items():
         stop.check()
-        results.append(_train_recipe(config, recipe, config.folder / name, shared, tokens, tokenizer, console, stop))
+        results.append(_train_recipe(config, each, config.folder / name, shared, tokens, tokenizer, console, stop))
     console.print(report.comparison_table(results))
     metrics = {name: report.read_metrics(config.folder / name / "metrics.jsonl") for name in recipes}
     report.plot_losses(config.folder / "loss.png", metrics)
@@ -177,9 +179,9 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTrans
     return optax.chain(optax.clip_by_global_norm(optim.clip), adamw)
 
 
-def _get_recipe(name: str) -> fp8jax.Recipe:
+def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:
     try:
-        return fp8jax.recipes.get(name)
+        return recipe(name)
     except ValueError as error:
         raise UserError(f"--recipe: {error}") from None
 

@@ -1,0 +1,52 @@
+"""The comparison of whole training runs: what it reads, and that it tells a broken recipe from a sound one."""
+
+import pytest
+
+from experiments.tables import training_parity
+from experiments.tables.training_parity import Arm
+
+TINY = (
+    "--layers 1 --dim 32 --heads 2 --kv-heads 2 --mlp-dim 48 --seq-len 16 --batch 4 --steps 4 --warmup 1 --eval-every 4 "
+    "--eval-batches 2 --checkpoint-every 4 --sample-tokens 0"
+)
+
+
+def arm(loss, moments=8):
+    result = {"valid_loss": loss, "parameters": 10, "state_bytes": {"mu": 5 * moments, "nu": 5 * moments, "other": 0}}
+    rows = [{"step": i, "loss": loss + 1 / i} for i in range(1, 101)] + [{"step": 100, "valid_loss": loss}]
+    return Arm(result | {"tokens_per_s": 1e3}, rows)
+
+
+ARMS = {
+    "bf16": arm(1.0),
+    "coat": arm(1.004, moments=2),
+    "control": arm(1.02),
+    "bf16, seed 1": arm(1.001),
+    "bf16, seed 2": arm(0.998),
+}
+
+
+def test_arms_are_told_apart_by_the_limit():
+    assert training_parity.noise(ARMS) == pytest.approx(0.003)
+    noise, coat, control = training_parity.verdict(ARMS)
+    assert "0.30%" in noise
+    assert coat == "coat: +0.40% of bf16's validation loss, within the limit of 0.5%."
+    assert control == "control: +2.00% of bf16's validation loss, outside the limit of 0.5%."
+
+
+def test_rows_are_relative_to_bf16():
+    found = {(row.metric, row.case): row for row in training_parity.rows(ARMS)}
+    assert found["validation loss", "coat"].ratio == pytest.approx(1.004)
+    assert found["validation loss", "coat"].paper_ratio == pytest.approx(1.004, abs=1e-3)
+    assert found["moments", "coat"].value == 2
+    assert found["moments", "coat"].ratio == 0.25
+    assert len(training_parity.draw(ARMS).axes) == 2
+
+
+def test_an_arm_is_trained_and_found(corpus, tmp_path):
+    assert training_parity.read(tmp_path) == {}
+    assert training_parity.train_arm("control", [str(corpus)], tmp_path, TINY) == 0
+    found = training_parity.read(tmp_path)
+    assert list(found) == ["control"]
+    assert found["control"].result["recipe"] == "control"
+    assert [row["step"] for row in found["control"].metrics if "loss" in row] == [1, 2, 3, 4]
