@@ -222,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"A Llama of {first.result['parameters']:,} parameters on text as bytes, {tokens:,} steps; flags of "
         f"experiments.train: {given.flags}. bf16 keeps fp32 master weights and moments, as all arms keep fp32 master "
         "weights. The control has int8 moments without expansion and int8 products with one scale a tensor.",
-        "The paper's ratios are those of the logarithms of Table 13's training perplexities; in pretraining OLMo-1B its "
-        "training loss is 0.67 % above bf16's (Table 3).",
+        "The paper's ratios are those of the logarithms of Table 13's training perplexities; in pretraining OLMo-1B "
+        "its training loss is 0.67 % above bf16's (Table 3).",
         *verdict(arms),
     ]
     title = "COAT: training in 8 bits beside bf16 (section 6, Table 13)"

@@ -6,8 +6,8 @@ from experiments.tables import training_parity
 from experiments.tables.training_parity import Arm
 
 TINY = (
-    "--layers 1 --dim 32 --heads 2 --kv-heads 2 --mlp-dim 48 --seq-len 16 --batch 4 --steps 4 --warmup 1 --eval-every 4 "
-    "--eval-batches 2 --checkpoint-every 4 --sample-tokens 0"
+    "--layers 1 --dim 32 --heads 2 --kv-heads 2 --mlp-dim 48 --seq-len 16 --batch 4 --steps 4 --warmup 1 "
+    "--eval-every 4 --eval-batches 2 --checkpoint-every 4 --sample-tokens 0"
 )
 
 
