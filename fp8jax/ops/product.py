@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core import formats, scaling
-from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops.matmul import Operand, matmul, transpose
+from fp8jax.ops.matmul import Operand, matmul
+from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.recent import Recent
 from fp8jax.ops.saved import Remade, from_bytes, origins, to_bytes
 
@@ -119,7 +120,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = 
         raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
     serves = forward == dgrad and forward.granularity in TRANSPOSABLE
     turned = None if serves else _save(w, dgrad, part.scaling, scale=scale)
-    return QuantizedWeight(_save(w.T, forward, part.scaling, scale=scale), turned)
+    return QuantizedWeight(_save(w, forward, part.scaling, scale=scale, turned=True), turned)
 
 
 def linear_part(recipe: Recipe | Linear) -> Linear:
@@ -165,7 +166,7 @@ def _forward(
     else:
         rows = quantizer(x, recipe.spec("x"), scale=scales and scales.x)
     if quantized is None:
-        columns: Operand = quantizer(w.T, recipe.spec("w"), scale=scales and scales.w)
+        columns: Operand = quantizer(w, recipe.spec("w"), scale=scales and scales.w, turned=True)
     else:
         columns = from_bytes(quantized.forward)
     if how is None:
@@ -188,23 +189,27 @@ def _backward(recipe: Linear, how: Remade | None, residuals: Any, dy: Array) -> 
         seen, gradient = scaling.largest_magnitude(dy), recipe.spec("dy")
         assert gradient is not None
         dy_scale = scaling.to_scale(jnp.where(scales.dy > 0, scales.dy, seen), formats.get(gradient.format))
-    dy_rows = quantizer(dy, recipe.spec("dy"), key=keys[0], scale=dy_scale)
+    rows_spec, columns_spec = recipe.spec("dy"), recipe.spec("dy_wgrad")
+    if rows_spec is None or columns_spec is None:
+        dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale)
+        dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True)
+    else:
+        same = recipe.dy_wgrad == SAME
+        specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
+        pair = quantize(dy, *specs, scale=dy_scale, strategy=_strategy(recipe.scaling), key=subkey)
+        dy_rows, dy_columns = pair  # type: ignore[assignment]
     if quantized is None:
         weight = quantizer(weight, recipe.spec("w_dgrad"), scale=scales and scales.w)
     else:
         weight = transpose(from_bytes(quantized.forward)) if quantized.dgrad is None else from_bytes(quantized.dgrad)
     dx = matmul(dy_rows, weight, dtype=x.dtype)
-    if isinstance(dy_rows, QTensor) and recipe.dy_wgrad == SAME:
-        dy_columns: Operand = transpose(dy_rows)
-    else:
-        dy_columns = quantizer(dy.T, recipe.spec("dy_wgrad"), key=keys[1])
     spec = recipe.spec("x_wgrad")
     if how is None:
         columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, recipe.scaling)
     else:
         made_of, scale = kept
         again = how.again(made_of).astype(x.dtype).reshape(dy.shape[0], -1)
-        columns = quantizer(again.T, spec, scale=scale if spec == recipe.spec("saved") else None)
+        columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
     dw = matmul(columns, dy_columns, dtype=w.dtype)
     return dx, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]
 
@@ -215,21 +220,34 @@ _product.defvjp(_forward, _backward)
 def _turned(kept: Operand, spec: QuantSpec | None, how: str) -> Operand:
     """What was kept of the input (tokens, inputs), as the operand (inputs, tokens) of the weight's gradient."""
     if not isinstance(kept, QTensor):
-        return _operand(kept.T, spec, how=how)
+        return _operand(kept, spec, how=how, turned=True)
     if spec is None:
         return kept.dequantize(jnp.bfloat16).T
     reuse = kept.spec.granularity in TRANSPOSABLE and kept.spec == spec
-    return transpose(kept) if reuse else _operand(kept.dequantize().T, spec, how=how)
+    return transpose(kept) if reuse else _operand(kept.dequantize(), spec, how=how, turned=True)
 
 
 def _operand(
-    x: Array, spec: QuantSpec | None, *, how: str, key: Array | None = None, scale: Array | None = None
+    x: Array,
+    spec: QuantSpec | None,
+    *,
+    how: str,
+    key: Array | None = None,
+    scale: Array | None = None,
+    turned: bool = False,
 ) -> Operand:
+    """A matrix as an operand; `turned`, its transposed copy."""
     if spec is None:
-        return x
-    if how == "two_stage" and scale is None and spec.granularity == "tensor":
-        scale = scaling.TwoStage().scale((), x, formats.get(spec.format))
-    return quantize_with_scale(x, spec, scale, key=key if spec.rounding == "stochastic" else None)
+        return x.T if turned else x
+    specs = (None, spec) if turned else (spec, None)
+    key = key if spec.rounding == "stochastic" else None
+    q = quantize(x, *specs, scale=scale, strategy=_strategy(how), key=key)[int(turned)]
+    assert q is not None
+    return q
+
+
+def _strategy(how: str) -> str:
+    return how if how == "two_stage" else "current"
 
 
 def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
@@ -243,7 +261,9 @@ def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
 _inputs: Recent[QTensor] = Recent()
 
 
-def _save(x: Array, spec: QuantSpec, how: str, key: Array | None = None, scale: Array | None = None) -> QTensor:
-    q = _operand(lax.stop_gradient(x), spec, how=how, key=key, scale=scale)
+def _save(
+    x: Array, spec: QuantSpec, how: str, key: Array | None = None, scale: Array | None = None, turned: bool = False
+) -> QTensor:
+    q = _operand(lax.stop_gradient(x), spec, how=how, key=key, scale=scale, turned=turned)
     assert isinstance(q, QTensor)
     return to_bytes(q)
