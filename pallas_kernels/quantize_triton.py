@@ -96,10 +96,11 @@ def _quantize(
             x3, m0 + 3, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
         c0, c1 = device.encode(y0, first, at0, word1, word2, ROWS), device.encode(y1, first, at1, word1, word2, ROWS)
         c2, c3 = device.encode(y2, first, at2, word1, word2, ROWS), device.encode(y3, first, at3, word1, word2, ROWS)
-        device.store(rows_ptr + first, at0, c0, in0, MASKED)
-        device.store(rows_ptr + first, at1, c1, in1, MASKED)
-        device.store(rows_ptr + first, at2, c2, in2, MASKED)
-        device.store(rows_ptr + first, at3, c3, in3, MASKED)
+        if ROWS[8]:
+            device.store(rows_ptr + first, at0, c0, in0, MASKED)
+            device.store(rows_ptr + first, at1, c1, in1, MASKED)
+            device.store(rows_ptr + first, at2, c2, in2, MASKED)
+            device.store(rows_ptr + first, at3, c3, in3, MASKED)
 
     if COLUMNS[0] > 0:
         if COLUMNS[0] < 6:
@@ -286,6 +287,14 @@ def quantize(
     Raises:
         ValueError: the kernel cannot take these; the message says why.
     """
+    kept = rows is not None
+    if isinstance(columns, Coding) and columns.kind == "block":
+        # Blocks of the transposed matrix are those of the matrix.
+        if rows is not None and rows != columns:
+            options: Any = {"words": words, "launch": launch, "compute_capability": compute_capability}
+            first, _ = quantize(x, rows, None, row_scale=row_scale, **options)
+            return first, quantize(x, None, columns, **options)[1]
+        rows, columns = columns, "same"
     same = columns == "same"
     coding = rows if same else columns
     assert coding != "same"
@@ -298,7 +307,7 @@ def quantize(
         raise ValueError("stochastic rounding needs words")
     launch = launch or Launch()
     m, n = x.shape
-    shapes = [*_shapes(rows, (m, n)), *_shapes(coding, (n, m), not same)]
+    shapes = [*_shapes(rows, (m, n), kept=kept), *_shapes(coding, (n, m), scaled=not same)]
     one = jnp.ones((1, 1), jnp.float32)
     given = [one if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
     by_row = [s.shape[0] > 1 for s in given]
@@ -307,6 +316,7 @@ def quantize(
     ]
     if same:
         statics[1] = statics[1]._replace(kind=device.KINDS["same"])
+    statics[0] = statics[0]._replace(kept=kept)
     noise = jnp.zeros(2, jnp.uint32) if words is None else words
     grid = -(-m // launch.rows) * -(-n // launch.columns)
     parts = _call(
@@ -316,10 +326,10 @@ def quantize(
     first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
     if first is not None and second is not None and same and first.scale is not None:
         second = second._replace(scale=first.scale.T)
-    return first, second
+    return (first if kept else None), second
 
 
-def _shapes(how: Coding | None, shape: tuple[int, int], scaled: bool = True) -> list[Any]:
+def _shapes(how: Coding | None, shape: tuple[int, int], scaled: bool = True, kept: bool = True) -> list[Any]:
     """Of codes, scales and powers; of those that are not made, of one element."""
     one = (1, 1)
     if how is None:
@@ -327,7 +337,7 @@ def _shapes(how: Coding | None, shape: tuple[int, int], scaled: bool = True) -> 
     count = (-(-shape[0] // how.size) if how.kind == "block" else shape[0], -(-shape[1] // max(how.size, 1)))
     scales = count if scaled and how.kind in ("group", "block") else one
     return [
-        jax.ShapeDtypeStruct(shape, jnp.uint8),
+        jax.ShapeDtypeStruct(shape if kept else one, jnp.uint8),
         jax.ShapeDtypeStruct(scales, how.scale_dtype),
         jax.ShapeDtypeStruct(count if how.kind == "mx" else one, jnp.uint8),
     ]

@@ -62,6 +62,7 @@ class Static(NamedTuple):
     ocp: bool
     stochastic: bool
     by_row: bool = False
+    kept: bool = True
 
 
 NONE = Static(0, 0, 0.0, 0, False, False, False)

@@ -1,0 +1,141 @@
+"""How everything here is timed and recorded: arms of a case in turns, in one process; medians, ratios to a baseline."""
+
+import concurrent.futures
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+Row = dict[str, Any]
+L2_BYTES = 50 << 20
+
+
+def copies(bytes_of_one: int) -> int:
+    """Sets of operands that are together larger than the L2 cache, so that no run finds its own there."""
+    return int(min(8, max(2, -(-3 * L2_BYTES // bytes_of_one))))
+
+
+def compiled(functions: dict[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]]) -> dict[str, Callable]:
+    """Each function, jitted over all sets of operands, compiled and run once; those that fail are told of and left out.
+
+    All compile at the same time.
+    """
+
+    def build(function: Callable[..., Any]) -> Callable[[], Any]:
+        program = jax.jit(lambda sets: [function(*x) for x in sets]).lower(sets).compile()
+        jax.block_until_ready(program(sets))
+        return lambda: program(sets)
+
+    start, ready = time.perf_counter(), {}
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        futures = {name: pool.submit(build, function) for name, function in functions.items()}
+    for name, future in futures.items():
+        try:
+            ready[name] = future.result()
+        except Exception as problem:
+            print(f"  {name} failed: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
+    print(f"  compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    return ready
+
+
+def seconds(ready: dict[str, Callable], rounds: int, burst: float) -> dict[str, float]:
+    """Median time of a call of each, of several rounds in random order; a round first runs as long untimed."""
+
+    def run(call: Callable, repeats: int) -> float:
+        begin = 0.0
+        for _ in range(2):
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                out = call()
+            jax.block_until_ready(out)
+        return (time.perf_counter() - begin) / repeats
+
+    names = list(ready)
+    repeats = {name: max(2, int(burst / max(run(ready[name], 2), 1e-6))) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for i in np.random.default_rng(turn).permutation(len(names)):
+            times[names[i]].append(run(ready[names[i]], repeats[names[i]]))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def row(case: str, impl: str, metric: str, value: float | None, unit: str, baseline: str | None = None,
+        ratio: float | None = None) -> Row:  # fmt: skip
+    """A row of a results file, which is also printed."""
+    told = f"   {ratio:.3f} of {baseline}" if ratio is not None else ""
+    shown = "-" if value is None else f"{value:.4g}"
+    print(f"  {case:26s} {impl:38s} {metric:10s} {shown:>9s} {unit}{told}", flush=True)
+    return {"case": case, "impl": impl, "metric": metric, "value": value, "unit": unit, "baseline": baseline,
+            "ratio": ratio}  # fmt: skip
+
+
+def means(rows: Sequence[Row], metric: str) -> list[Row]:
+    """Geometric means of the ratios of each implementation over all cases, where it has one in each case."""
+    cases = {r["case"] for r in rows}
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for r in rows:
+        if r["metric"] == metric and r["ratio"]:
+            ratios.setdefault((r["impl"], r["baseline"]), []).append(r["ratio"])
+    return [
+        row("geometric mean", impl, metric, None, "", baseline, float(np.exp(np.mean(np.log(found)))))
+        for (impl, baseline), found in ratios.items()
+        if len(found) == len(cases)
+    ]
+
+
+def write(
+    bench: str, title: str, rows: Sequence[Row], notes: Sequence[str], versions: dict[str, str], out: Path
+) -> None:
+    """Writes OUT/BENCH.json, and a plot of the ratios beside it."""
+    record = {
+        "bench": bench,
+        "title": title,
+        "device": jax.devices()[0].device_kind,
+        "versions": {"python": platform.python_version(), "jax": jax.__version__} | versions,
+        "command": " ".join(["python -m experiments.bench", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "notes": list(notes),
+        "rows": list(rows),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{bench}.json").write_text(json.dumps(record, indent=1) + "\n")
+    plot(rows, title, out / f"{bench}.png")
+
+
+def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """The ratio of every implementation, one dot a case, and their geometric mean as a line."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    shown = [r for r in rows if r["ratio"] and r["case"] != "geometric mean" and r["impl"] != r["baseline"]]
+    labels = list(dict.fromkeys(f"{r['impl']} / {r['baseline']}" for r in shown))
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.28 * len(labels)), layout="constrained")
+    for y, label in enumerate(labels):
+        ratios = [r["ratio"] for r in shown if f"{r['impl']} / {r['baseline']}" == label]
+        axes.plot(ratios, [y] * len(ratios), "o", color="tab:blue", alpha=0.5, markersize=5)
+        mean = float(np.exp(np.mean(np.log(ratios))))
+        axes.plot([mean, mean], [y - 0.35, y + 0.35], color="tab:red", linewidth=2)
+    axes.axvline(1, color="gray", linewidth=0.8)
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("ratio; red: geometric mean over cases")
+    axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def need_gpu() -> None:
+    """Exits where there is no GPU: benchmarks never fall back."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        sys.exit(f"this benchmark needs a GPU, found {device.device_kind}; it never falls back")
