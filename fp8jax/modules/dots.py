@@ -12,6 +12,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.ops.linear import DimensionNumbers, content_key, dot_general, einsum
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.recent import Recent
+from fp8jax.ops.saved import ITSELF, origins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +75,23 @@ class SharedPromotion:
     Each cast would be an array of its own, and layers that read one input share its codes only if they see one array:
     without this, q, k and v of a model with an fp32 residual stream and bf16 layers would quantize and save it thrice.
 
+    The cast of what a norm or an activation made is known as made of the same.
+
     Attributes:
         promote: `promote_dtype` of Linen (arrays as arguments) or of NNX (a tuple of them), the input first.
+        kept: the input is kept for the backward pass in any case, so that no codes of it are.
     """
 
     promote: Callable[..., Sequence[Any]]
+    kept: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         source = args[0][0] if isinstance(args[0], tuple) else args[0]
         promoted, *rest = self.promote(*args, **kwargs)
         if promoted is not source:
-            promoted = _casts.get(source, promoted.dtype, lambda: promoted)
+            promoted = origins.pass_on(source, _casts.get(source, promoted.dtype, lambda: promoted))
+        if self.kept:
+            origins.note(promoted, (ITSELF, None))
         return (promoted, *rest)
 
 

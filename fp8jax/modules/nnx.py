@@ -6,6 +6,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from fp8jax.core.recipe import Linear
+from fp8jax.modules import contexts
 from fp8jax.modules.delayed import DelayedDotGeneral, kernel_axes
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.rules import Rules, choose
@@ -21,6 +22,11 @@ def quantize(model: Model, rules: Rules) -> Model:
     `nnx.LinearGeneral` (also those inside `nnx.MultiHeadAttention`) and `nnx.Einsum`, at any depth, stacked by
     `nnx.vmap` or not. Build the `nnx.Optimizer` from the copy.
 
+    A recipe with a `Context` also changes what `nnx.RMSNorm`, `nnx.LayerNorm` and modules that compute
+    `down(f(gate(x)) * up(x))` or `down(f(up(x)))` keep of their inputs, f being SiLU or GELU. The latter are known by
+    what they compute; where an activation stands elsewhere, write `fp8jax.glu(gate, up, recipe=...)` or
+    `fp8jax.activation(x, recipe=...)` in its place. Layers that read the output of flash attention keep no copy of it.
+
     A recipe with delayed scaling adds variables to its layers; `fp8jax.nnx.advance_scaling` says how to train them.
 
     Args:
@@ -35,10 +41,13 @@ def quantize(model: Model, rules: Rules) -> Model:
         ValueError: a rule matches no layer, the model has none, or a layer has a product of its own already.
     """
     quantized = nnx.clone(model)
-    layers = find(quantized)
-    for path, choice in choose(layers, rules).items():
-        if choice.linear is not None:
-            _replace(path, layers[path], choice.linear)
+    found, layers = modules(quantized), find(quantized)
+    chosen = choose([*layers, *contexts.norm_paths(found, rules)], rules)
+    contexts.plan(found, rules, replace=True)
+    for path, layer in layers.items():
+        linear = chosen[path].linear
+        if linear is not None and linear.quantized:
+            _replace(path, layer, linear)
     return quantized
 
 

@@ -64,6 +64,19 @@ class Program:
         return "\n".join(lines)
 
 
+def split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays of a tree, and what puts others in their places; all else stays as it is."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def rebuild(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        mixed = [next(rest) if a else leaf for leaf, a in zip(leaves, is_array, strict=True)]
+        return jax.tree.unflatten(structure, mixed)
+
+    return [leaf for leaf, a in zip(leaves, is_array, strict=True) if a], rebuild
+
+
 def inspect(fn: Callable, *args: Any) -> Program:
     """The products of `fn`.
 

@@ -15,7 +15,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
-from fp8jax.modules.program import Program, inspect
+from fp8jax.modules.program import Program, inspect, split
 from fp8jax.modules.rules import Rules, choose
 
 _EMBED = "the lookup of an embedding, and its use as a head (attend), are left alone"
@@ -225,16 +225,8 @@ def _linen_program(model: nn.Module, variables: Any, sample: Any, keywords: Any)
 
 
 def _split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays of a tree, abstract, and what puts others in their places; all else stays as it is."""
-    leaves, structure = jax.tree.flatten(tree)
-    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-
-    def rebuild(arrays: list[Any]) -> Any:
-        rest = iter(arrays)
-        mixed = [next(rest) if a else leaf for leaf, a in zip(leaves, is_array, strict=True)]
-        return jax.tree.unflatten(structure, mixed)
-
-    return [_abstract(leaf) for leaf, a in zip(leaves, is_array, strict=True) if a], rebuild
+    arrays, rebuild = split(tree)
+    return [_abstract(x) for x in arrays], rebuild
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -4,10 +4,13 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
-from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.core.recipe import Context, Linear, Recipe
 
 # Embeddings and output heads are left alone unless a rule asks for them: their errors go straight into the loss.
 LEFT_ALONE = r"(.*/)?(embed\w*|wte|wpe|head|\w+_head|unembed\w*|logits\w*|output_layer|classifier)(/.*)?"
+
+
+_NOTHING = Context()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +38,23 @@ class Rule:
     def linear(self) -> Linear | None:
         return self.recipe.linear if isinstance(self.recipe, Recipe) else self.recipe
 
+    @property
+    def context(self) -> Context:
+        return self.recipe.context if isinstance(self.recipe, Recipe) else _NOTHING
+
+    @property
+    def empty(self) -> bool:
+        """Whether the recipe changes nothing in a model."""
+        return self.linear is not None and not self.linear.quantized and self.context.saved is None
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What the rules chose for a layer: the part `Linear` of a recipe, or None and the reason."""
+    """What the rules chose for a layer: the parts of a recipe (None where it is left alone), and the reason."""
 
     linear: Linear | None
     reason: str
+    context: Context = _NOTHING
 
 
 Rules = Recipe | Linear | Rule | Sequence[Rule]
@@ -62,7 +75,7 @@ class Ordered:
         if not self.rules:
             raise ValueError("there are no rules; give a recipe, or at least one fp8jax.Rule")
         for rule in self.rules:
-            if rule.linear is not None and not rule.linear.quantized:
+            if rule.empty:
                 raise ValueError(f"the recipe of rule {rule.path!r} quantizes no product; leave the model as it is")
 
     def choice(self, path: str) -> Choice:
@@ -71,7 +84,7 @@ class Ordered:
         if i is None:
             return Choice(None, "no rule matches")
         reasons = ("an embedding or head", "the recipe") if self.default else [f"rule {r.path!r}" for r in self.rules]
-        return Choice(self.rules[i].linear, reasons[i])
+        return Choice(self.rules[i].linear, reasons[i], self.rules[i].context)
 
     def check_all_used(self, paths: Iterable[str]) -> None:
         """Raises ValueError where a rule is the first match of none of the paths, or there are none."""

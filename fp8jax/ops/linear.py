@@ -100,8 +100,8 @@ def dot_general(
         keys = None if key is None else jax.random.split(key, x.shape[0])
         y = jax.vmap(functools.partial(product, recipe=part))(x, w, key=keys)
     else:
-        # Which axes are contracted is no part of what a shared input is known by; only the usual one is shared.
-        last = list(lhs_contract) == [lhs.ndim - 1]
+        # Which axes are contracted is no part of what a shared input is known by; only the usual ones are shared.
+        last = list(lhs_contract) == list(range(len(lhs_free), lhs.ndim))
         y = product(x[0], w[0], part, key, source=lhs if last else None, quantized=quantized)
     return y.reshape(*batch, *tokens, *outputs).astype(dtype)
 

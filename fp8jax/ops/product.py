@@ -19,7 +19,7 @@ from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.recent import Recent
-from fp8jax.ops.saved import Remade, from_bytes, origins, to_bytes
+from fp8jax.ops.saved import ITSELF, Remade, from_bytes, origins, to_bytes
 
 
 class QuantizedWeight(NamedTuple):
@@ -92,6 +92,8 @@ def product(
     # Codes rounded stochastically can be made again only with their key.
     origin = None if source is None or (kept and kept.rounding == "stochastic") else origins.find(source)
     how, made_of = (None, None) if origin is None else origin
+    if how == ITSELF:
+        made_of = source
     return _product(recipe, how, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales, quantized, made_of)
 
 

@@ -60,6 +60,20 @@ class Remade(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Itself:
+    """How to go back to an array that is kept in any case: flash attention keeps its output (COAT, section D)."""
+
+    def again(self, kept: Array) -> Array:
+        return kept
+
+    def backward(self, kept: Array, dy: Array) -> tuple[Array | None, ...]:
+        raise TypeError("an array that is kept is no operation")
+
+
+ITSELF = Itself()
+
+# An array that is noted as ITSELF is given there as None: an entry must not keep its own array alive.
 origins: Origins[tuple[Remade, Any]] = Origins()
 
 

@@ -1,0 +1,136 @@
+"""Projections of what attention keeps anyway: they keep no copy of it, also not of a reshaped one (COAT, section D).
+
+Flash attention keeps its output for its own backward pass. The layer that reads this output needs no codes of it, as
+long as both refer to one array: a reshape between them makes another one, which loops over layers would keep beside it.
+So a call of such a module is a checkpoint that keeps all but layouts, which are computed again.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend import core
+
+from fp8jax.modules.blocks import with_call
+from fp8jax.modules.dots import SharedPromotion
+from fp8jax.modules.program import split
+from fp8jax.ops.saved import origins
+
+LAYOUTS = ("reshape", "transpose", "squeeze", "expand_dims")
+
+
+def candidate(module: Any) -> bool:
+    """Whether a module may be an attention: it holds several linear layers itself."""
+    return len(layers(module)) > 1
+
+
+def replace(module: Any) -> None:
+    """Makes the calls of a module look for inputs of its layers that are kept anyway, in place."""
+    cls: Any = type(module)
+    object.__setattr__(module, "__class__", _subclass(cls))
+
+
+def layers(module: Any) -> dict[str, Any]:
+    """The linear layers that a module holds itself, by attribute."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, (nnx.Linear, nnx.LinearGeneral))}
+
+
+@functools.cache
+def _subclass(cls: Any) -> type:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arrays, rebuild = split((args, kwargs))
+        kept = _kept_anyway(cls.__call__, self, arrays, rebuild)
+        if not kept:
+            return cls.__call__(self, *args, **kwargs)
+        found = [origins.find(x) for x in arrays]
+
+        def run(self: Any, arrays: list[Any], made_of: list[Any]) -> Any:
+            for x, origin, values in zip(arrays, found, made_of, strict=True):
+                if origin is not None:
+                    origins.note(x, (origin[0], values))
+            args, kwargs = rebuild(arrays)
+            with _promotions(self, lambda name, promote: SharedPromotion(promote, kept=name in kept)):
+                return cls.__call__(self, *args, **kwargs)
+
+        checkpointed = nnx.remat(run, prevent_cse=False, policy=lambda prim, *_, **__: prim.name not in LAYOUTS)
+        return checkpointed(self, arrays, [origin and origin[1] for origin in found])
+
+    return with_call(cls, __call__)
+
+
+def _kept_anyway(call: Callable, module: Any, arrays: list[Any], rebuild: Callable) -> set[str]:
+    """The layers whose input, but for its layout, is a result inside the module that its backward pass keeps anyway."""
+    graph, state = nnx.split(module)
+
+    def residuals(state: Any, arrays: list[Any]) -> Any:
+        def run(state: Any, arrays: list[Any]) -> Any:
+            copy: Any = nnx.merge(graph, state, copy=True)
+            seen: dict[str, Any] = {}
+            with _promotions(copy, lambda name, promote: functools.partial(_watch, promote, name, seen)):
+                args, kwargs = rebuild(arrays)
+                return call(copy, *args, **kwargs), seen
+
+        _, back, seen = jax.vjp(run, state, arrays, has_aux=True)
+        return seen, back
+
+    try:
+        closed, (seen, _) = jax.make_jaxpr(residuals, return_shape=True)(state, arrays)
+    except Exception:
+        # A module of which nothing is known may fail in any way; then nothing is known of its layers.
+        return set()
+    program = Program(closed.jaxpr)
+    roots = [program.root(v) for v in closed.jaxpr.outvars]
+    kept = {root for root in roots[len(seen) :] if root is not None}
+    return {name for name, root in zip(sorted(seen), roots, strict=False) if root in kept}
+
+
+def _watch(promote: Callable, name: str, seen: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    promoted = promote(*args, **kwargs)
+    seen[name] = promoted[0]
+    return promoted
+
+
+@contextlib.contextmanager
+def _promotions(module: Any, change: Callable[[str, Callable], Callable]) -> Iterator[None]:
+    """Changes how the layers of a module cast their inputs, for a while."""
+    before = {name: layer.promote_dtype for name, layer in layers(module).items()}
+    try:
+        for name, layer in layers(module).items():
+            promote = before[name].promote if isinstance(before[name], SharedPromotion) else before[name]
+            object.__setattr__(layer, "promote_dtype", change(name, promote))
+        yield
+    finally:
+        for name, layer in layers(module).items():
+            object.__setattr__(layer, "promote_dtype", before[name])
+
+
+class Program:
+    """Which operation made each value of a jaxpr."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.jaxpr = jaxpr
+        self.makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def root(self, value: Any) -> Any:
+        """What a value is a layout of, hashable; None where it is an argument or a constant."""
+        inside = self._climb(value)
+        return None if inside is None or inside in self.jaxpr.invars else inside
+
+    def _climb(self, value: Any) -> Any:
+        while not isinstance(value, core.Literal) and value in self.makers:
+            eqn = self.makers[value]
+            if eqn.primitive.name in LAYOUTS:
+                value = eqn.invars[0]
+            elif eqn.primitive.name in ("jit", "pjit"):
+                inner = Program(eqn.params["jaxpr"].jaxpr)
+                made = inner._climb(inner.jaxpr.outvars[eqn.outvars.index(value)])
+                if made not in inner.jaxpr.invars:
+                    # A function that is called twice is one program.
+                    return made if made is None else (id(eqn), made)
+                value = eqn.invars[inner.jaxpr.invars.index(made)]
+            else:
+                return value
+        return None if isinstance(value, core.Literal) or value not in self.jaxpr.invars else value

@@ -1,0 +1,59 @@
+"""Whether two functions compute the same: their programs as expressions, compared term by term."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+
+_COMMUTATIVE = ("add", "mul")
+
+
+def same(f: Callable, g: Callable, *args: Any) -> bool:
+    """Whether two functions of arrays apply the same operations to the same operands.
+
+    Calls are looked into, and the operands of sums and products may stand in either order; nothing else is rewritten,
+    so that functions that are equal for another reason count as different.
+
+    Args:
+        f: any function.
+        g: the one that it is compared with.
+        args: abstract arguments of both, in any structure.
+    """
+    terms: dict[Any, int] = {}
+    return _outputs(f, args, terms) == _outputs(g, args, terms)
+
+
+def _outputs(fn: Callable, args: Any, terms: dict[Any, int]) -> Any:
+    """The numbers of the terms that a function returns, and the structure it returns them in."""
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    inputs = [_number(terms, "input", i) for i in range(len(closed.jaxpr.invars))]
+    return jax.tree.structure(shapes), _evaluate(closed, inputs, terms)
+
+
+def _evaluate(closed: Any, inputs: list[int], terms: dict[Any, int]) -> list[int]:
+    """The numbers of the terms that a program returns; the same term has the same number."""
+    jaxpr = closed.jaxpr
+    consts = [_number(terms, "constant", id(c)) for c in closed.consts]
+    numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+    def read(atom: Any) -> int:
+        if isinstance(atom, core.Literal):
+            return _number(terms, "literal", str(atom.aval), repr(atom.val))
+        return numbers[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(v) for v in eqn.invars]
+        name = eqn.primitive.name
+        if name in ("jit", "pjit", "closed_call"):
+            results = _evaluate(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], operands, terms)
+        else:
+            operands = sorted(operands) if name in _COMMUTATIVE else operands
+            term = (name, str(sorted(eqn.params.items())), *operands)
+            results = [_number(terms, *term, i) for i in range(len(eqn.outvars))]
+        numbers |= dict(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _number(terms: dict[Any, int], *term: Any) -> int:
+    return terms.setdefault(term, len(terms))

@@ -1,0 +1,54 @@
+"""Norms of Flax NNX that keep their inputs in 8 bits for the backward pass."""
+
+from typing import Any
+
+from flax import nnx
+from jax import Array
+
+from fp8jax.core.recipe import Context
+from fp8jax.ops.norm import layer_norm, rms_norm
+
+LAYERS = (nnx.RMSNorm, nnx.LayerNorm)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """`nnx.RMSNorm` as `fp8jax.nnx.quantize` makes it: `context` says what is kept."""
+
+    context: Context
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        if mask is not None:
+            return super().__call__(x, mask)
+        scale = None if self.scale is None else self.scale[...]
+        x, scale = self.promote_dtype((x, scale), dtype=self.dtype)
+        return rms_norm(x, scale, recipe=self.context, eps=self.epsilon)
+
+
+class LayerNorm(nnx.LayerNorm):
+    """`nnx.LayerNorm` as `fp8jax.nnx.quantize` makes it: `context` says what is kept."""
+
+    context: Context
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        if mask is not None:
+            return super().__call__(x, mask=mask)
+        scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
+        x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
+        return layer_norm(x, scale, bias, recipe=self.context, eps=self.epsilon)
+
+
+def why_not(norm: Any) -> str | None:
+    """Why a norm cannot keep codes; None where it can."""
+    if type(norm) not in LAYERS:
+        return "a norm of its own class: call fp8jax.rms_norm or fp8jax.layer_norm in it"
+    if any(axes not in (-1, (-1,), [-1]) for axes in (norm.reduction_axes, norm.feature_axes)):
+        return f"it reduces axes {norm.reduction_axes}, not the last one alone"
+    if norm.axis_name is not None:
+        return f"it reduces over the mesh axis {norm.axis_name!r}"
+    return None
+
+
+def replace(norm: Any, context: Context) -> None:
+    """Makes a norm keep codes, in place."""
+    norm.context = context
+    object.__setattr__(norm, "__class__", RMSNorm if isinstance(norm, nnx.RMSNorm) else LayerNorm)

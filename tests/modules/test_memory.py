@@ -1,0 +1,109 @@
+"""Bytes that a Llama layer keeps for the backward pass, counted from the program and compared with the recipe's plan.
+
+U = batch x sequence x width x 2 bytes, and the SwiGLU is 8/3 times as wide, as in Table 2 of COAT.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from experiments.models.llama import Llama, LlamaConfig, rope_tables
+from fp8jax.recipes import Context
+from tests.modules.flash import dot_product_attention
+from tests.programs import residuals
+
+SHAPES = [(2, 32, 96), (1, 64, 192), (4, 16, 48)]
+LEAN = fp8jax.recipes.coat()
+FAITHFUL = dataclasses.replace(LEAN, context=Context("e4m3:group16"))
+RECIPES = {"bf16": None, "te_current": fp8jax.recipes.te_current(), "faithful": FAITHFUL, "lean": LEAN}
+HEADS = 4
+
+
+@pytest.fixture(autouse=True)
+def flash_attention(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+
+
+class Unrolled(nnx.Module):
+    """The blocks of a Llama one after the other."""
+
+    def __init__(self, model: Llama) -> None:
+        graph, stacked = nnx.split(model.layers)
+        layers = range(model.config.layers)
+        self.blocks = nnx.List([nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], stacked)) for i in layers])
+        self.config, self.embed, self.remat = model.config, model.embed, model.remat
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        tables = rope_tables(tokens.shape[1], self.config.head_dim, self.config.rope_theta)
+        run = nnx.remat(lambda block, x: block(x, *tables)) if self.remat else lambda block, x: block(x, *tables)
+        x = self.embed(tokens.reshape(-1))
+        for block in self.blocks:
+            x = run(block, x)
+        return x
+
+
+@functools.cache
+def model(recipe, width, layers, remat, scan):
+    config = LlamaConfig(vocab=64, dim=width, layers=layers, heads=HEADS, kv_heads=HEADS, mlp_dim=width * 8 // 3)
+    plain = Llama(config, remat=remat, rngs=nnx.Rngs(0))
+    plain = plain if scan else Unrolled(plain)
+    return plain if RECIPES[recipe] is None else fp8jax.nnx.quantize(plain, RECIPES[recipe])
+
+
+def kept(recipe, batch, length, width, layers, remat, scan) -> int:
+    """Bytes kept, but for the rotary tables, which all layers share."""
+    graph, params, rest = nnx.split(model(recipe, width, layers, remat, scan), nnx.Param, ...)
+    tokens = jnp.zeros((batch, length), jnp.int32)
+    found = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest)(tokens).astype(jnp.float32)), params)
+    table = (length, width // HEADS // 2)
+    sizes = [np.prod(s) * jnp.dtype(d).itemsize for d, s in found if tuple(n for n in s if n != 1) != table]
+    return int(sum(sizes))
+
+
+def per_layer(recipe, batch, length, width, remat=False, scan=True) -> float:
+    """What a token makes a layer keep, in U: what more tokens in more layers keep more."""
+    count = lambda length, layers: kept(recipe, batch, length, width, layers, remat, scan)  # noqa: E731
+    more = count(2 * length, 3) - count(length, 3) - count(2 * length, 2) + count(length, 2)
+    return more / (batch * length * width * 2)
+
+
+def planned(context: Context, width: int) -> tuple[float, float]:
+    """Values and scales that a token makes a layer keep, in U, by the recipe: Table 2 of COAT without RoPE."""
+    inner = width * 8 // 3
+    activated = [inner] if context.mode == "faithful" else []
+    inputs = [width, width, inner, inner, *activated]
+    linear = [] if context.lean else [width, width, inner]
+    attention = 4 * width * 2
+    values = sum(inputs) + sum(linear) + attention
+    metadata = sum(context.spec.nbytes((1, n)) - n for n in inputs) + 2 * 4 + HEADS * 4
+    return values / (2 * width), metadata / (2 * width)
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("recipe", "bound"), [("faithful", 11.4), ("lean", 7.7)])
+def test_a_layer_keeps_what_its_recipe_plans(recipe, bound, shape, scan):
+    values, scales = planned(RECIPES[recipe].context, shape[2])
+    assert values <= bound
+    assert per_layer(recipe, *shape, scan=scan) == pytest.approx(values + scales, abs=1e-9)
+
+
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("recipe", ["faithful", "lean"])
+def test_a_checkpointed_layer_keeps_its_input(recipe, shape, scan):
+    assert per_layer(recipe, *shape, remat=True, scan=scan) == pytest.approx(1, abs=1e-9)
+
+
+def test_bf16_keeps_at_least_three_and_a_half_times_as_much():
+    plain, te, faithful, lean = (per_layer(recipe, *SHAPES[1]) for recipe in RECIPES)
+    # Codes of four inputs instead of the inputs: of q, k and v together, of the projection, of gate and up, of down.
+    assert plain - te == pytest.approx(0.5 * (1 + 1 + 1 + 8 / 3), abs=0.01)
+    assert plain / lean >= 3.5
+    assert plain / faithful >= 1.69
