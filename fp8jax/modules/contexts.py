@@ -35,7 +35,8 @@ class Part:
             return "as written"
         if self.computes is None:
             return "no copy of what attention keeps"
-        return f"{self.context.spec}, {self.context.mode}"
+        lean = "; layers that read its result keep nothing of it" if self.context.lean else ""
+        return f"{self.context.spec}{lean}"
 
 
 def asked(rules: Rules) -> bool:

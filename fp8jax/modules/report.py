@@ -13,8 +13,10 @@ from flax.traverse_util import flatten_dict
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
+from fp8jax.modules import contexts
 from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
+from fp8jax.modules.contexts import Part
 from fp8jax.modules.program import Program, inspect, split
 from fp8jax.modules.rules import Rules, choose
 
@@ -82,10 +84,12 @@ class Report:
     Attributes:
         layers: the linear layers, embeddings, convolutions and attentions of the model, and whatever else has matrices.
         program: the products of a forward and backward pass; None without sample inputs.
+        parts: norms, activations and attentions, where the rules say what these keep.
     """
 
     layers: tuple[Layer, ...]
     program: Program | None = None
+    parts: tuple[Part, ...] = ()
 
     @property
     def quantized(self) -> tuple[Layer, ...]:
@@ -116,6 +120,9 @@ class Report:
                 f"scales that span tokens: the inputs of {len(self.leaks)} layers ({specs}). Later tokens change the"
                 " scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
             )
+        if self.parts:
+            lines = [(p.path or "-", p.kind, p.computes or "-", p.keeps, p.reason) for p in self.parts]
+            parts.append(_table([("norm, activation or attention", "kind", "computes", "keeps", "chosen by"), *lines]))
         if len(skipped) > 1:
             parts.append(_table(skipped))
         return "\n\n".join([*parts, *([str(self.program)] if self.program else [])])
@@ -142,12 +149,13 @@ def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
         ValueError: as `quantize`.
     """
     if isinstance(model, nnx.Module):
-        layers = _layers(nnx_modules.modules(model), rules, _nnx_kernel)
+        modules = nnx_modules.modules(model)
+        layers, parts = _layers(modules, rules, _nnx_kernel), contexts.plan(modules, rules)
         program = _nnx_program(nnx_modules.quantize(model, rules), sample, keywords) if sample or keywords else None
     elif isinstance(model, nn.Module):
         if not sample and not keywords:
             raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")
-        copy = linen_modules.quantize(model, rules)
+        copy, parts = linen_modules.quantize(model, rules), ()
         arrays, rebuild = _split((sample, keywords))
 
         def init(module: nn.Module, arrays: list[Any]) -> Any:
@@ -162,19 +170,20 @@ def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
         program = _linen_program(copy, variables, sample, keywords)
     else:
         raise TypeError(f"explain takes an NNX or Linen module, not {type(model).__name__}")
-    return Report(layers, program)
+    return Report(layers, program, parts)
 
 
 def _layers(found: dict[str, Any], rules: Rules, kernel: Callable[[str, Any], Any]) -> tuple[Layer, ...]:
     known = (*nnx_modules.LAYERS, *linen_modules.LAYERS)
-    chosen = choose([path for path, module in found.items() if isinstance(module, known)], rules)
+    paths = [path for path, module in found.items() if isinstance(module, known)]
+    chosen = choose([*paths, *contexts.norm_paths(found, rules)], rules)
     layers = []
     for path, module in found.items():
         matrix = kernel(path, module)
         shape = None if matrix is None else tuple(matrix.shape)
         dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None)
         described = (path, type(module).__name__, shape)
-        if path in chosen:
+        if isinstance(module, known):
             choice = chosen[path]
             layers.append(Layer(*described, choice.linear, choice.reason, str(jnp.dtype(dtype)) if dtype else None))
             continue

@@ -1,0 +1,364 @@
+"""Norms, activations and attentions of NNX models: which are known, what they compute, and what they keep."""
+
+import dataclasses
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from experiments.models.llama import Llama, LlamaConfig
+from fp8jax.modules import norms
+from fp8jax.modules.blocks import recognise
+from fp8jax.modules.contexts import plan
+from fp8jax.modules.expressions import same
+from fp8jax.modules.nnx import modules
+from fp8jax.recipes import Context
+from tests.modules.flash import flash
+from tests.programs import residuals
+
+COAT = fp8jax.recipes.coat_activations()
+FAITHFUL = dataclasses.replace(COAT, context=Context("e4m3:group16"))
+LINEAR_ONLY = dataclasses.replace(COAT, context=Context())
+TOKENS, WIDTH, INNER = 12, 32, 48
+
+
+def inputs(*shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(7), shape or (TOKENS, WIDTH)).astype(dtype)
+
+
+def gradients(model, x):
+    """Values and gradients with respect to the input and the parameters."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    loss = lambda p, x: jnp.sum(jnp.sin(nnx.merge(graph, p, rest)(x).astype(jnp.float32)))  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
+
+
+def codes(model, x) -> Counter:
+    """Widths of the codes that a model keeps."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    kept = residuals(lambda p, x: nnx.merge(graph, p, rest)(x), params, x)
+    return Counter(shape[-1] for dtype, shape in kept if dtype == "uint8")
+
+
+def relative(a, b) -> float:
+    a, b = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)]) for t in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+NORMS = {
+    "rms": lambda rngs, **kinds: nnx.RMSNorm(WIDTH, rngs=rngs, **kinds),
+    "rms, eps": lambda rngs, **kinds: nnx.RMSNorm(WIDTH, epsilon=0.3, rngs=rngs, **kinds),
+    "rms, no scale": lambda rngs, **kinds: nnx.RMSNorm(WIDTH, use_scale=False, rngs=rngs, **kinds),
+    "layer": lambda rngs, **kinds: nnx.LayerNorm(WIDTH, rngs=rngs, **kinds),
+    "layer, eps": lambda rngs, **kinds: nnx.LayerNorm(WIDTH, epsilon=0.3, rngs=rngs, **kinds),
+    "layer, no scale": lambda rngs, **kinds: nnx.LayerNorm(WIDTH, use_scale=False, rngs=rngs, **kinds),
+    "layer, neither": lambda rngs, **kinds: nnx.LayerNorm(WIDTH, use_scale=False, use_bias=False, rngs=rngs, **kinds),
+}
+
+
+def shaken(module):
+    """A module whose parameters are no zeros and ones."""
+    params = nnx.state(module, nnx.Param)
+    leaves, tree = jax.tree.flatten(params)
+    noise = [0.3 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
+    nnx.update(module, jax.tree.unflatten(tree, [x + n.astype(x.dtype) for x, n in zip(leaves, noise, strict=True)]))
+    return module
+
+
+class Normed(nnx.Module):
+    """A norm and a layer that reads it."""
+
+    def __init__(self, norm, **kinds) -> None:
+        rngs = nnx.Rngs(0)
+        self.norm = shaken(NORMS[norm](rngs, **kinds))
+        self.linear = nnx.Linear(WIDTH, INNER, rngs=rngs, **kinds)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(self.norm(x))
+
+
+@pytest.mark.parametrize("kinds", [{}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}], ids=str)
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_compute_what_they_did_and_keep_one_copy_of_their_input_in_codes(norm, kinds):
+    model, x = Normed(norm, **kinds), 2 + inputs(dtype=jnp.bfloat16 if kinds else jnp.float32)
+    quantized = fp8jax.nnx.quantize(model, COAT)
+    y, want = quantized.norm(x), model.norm(x)
+    assert (y.dtype, type(quantized.norm).__mro__[1]) == (want.dtype, type(model.norm))
+    # Variances are taken of the centered input here, of squares there: a bf16 result may round the other way.
+    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(want, np.float32), rtol=2.0**-8, atol=1e-5)
+    assert codes(quantized, x) == {WIDTH: 1}
+    assert codes(fp8jax.nnx.quantize(model, FAITHFUL), x) == {WIDTH: 2}
+    got, exact = gradients(quantized, x), gradients(model, x)
+    assert relative(got[1], exact[1]) < 0.12
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (model, quantized)))
+
+
+class OwnNorm(nnx.RMSNorm):
+    pass
+
+
+def test_norms_that_reduce_otherwise_are_left_alone_with_the_reason():
+    class Several(nnx.Module):
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.axes = nnx.LayerNorm(4, reduction_axes=(-2, -1), rngs=rngs)
+            self.mesh = nnx.RMSNorm(4, axis_name="data", rngs=rngs)
+            self.own, self.batch = OwnNorm(4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+
+    parts = {part.path: part for part in plan(modules(Several()), COAT)}
+    assert {path: part.context for path, part in parts.items()} == dict.fromkeys(("axes", "mesh", "own"))
+    assert "reduces axes (-2, -1)" in parts["axes"].reason
+    assert "mesh axis 'data'" in parts["mesh"].reason
+    assert "call fp8jax.rms_norm" in parts["own"].reason
+    quantized = fp8jax.nnx.quantize(Several(), COAT)
+    assert [type(getattr(quantized, name)) for name in parts] == [nnx.LayerNorm, nnx.RMSNorm, OwnNorm]
+
+
+def test_a_masked_norm_computes_as_it_was_written():
+    model = nnx.Sequential(nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0)), nnx.Linear(WIDTH, 4, rngs=nnx.Rngs(0)))
+    norm = fp8jax.nnx.quantize(model, COAT).layers[0]
+    assert isinstance(norm, norms.RMSNorm)
+    mask = jnp.arange(WIDTH) < 7
+    np.testing.assert_array_equal(np.asarray(norm(inputs(), mask)), np.asarray(model.layers[0](inputs(), mask)))
+
+
+class Perceptron(nnx.Module):
+    """Three layers and a function of them and the input."""
+
+    def __init__(self, compute, doubled=False, bias=False, stack=False) -> None:
+        def linear(inner, outer):
+            make = lambda rngs: nnx.Linear(inner, outer, use_bias=bias, rngs=rngs)  # noqa: E731
+            return nnx.vmap(make, in_axes=0)(nnx.Rngs(0).split(2)) if stack else make(nnx.Rngs(0))
+
+        self.a, self.c = linear(WIDTH, 2 * INNER if doubled else INNER), linear(INNER, WIDTH)
+        if not doubled:
+            self.b = linear(WIDTH, INNER)
+        self.compute = compute
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.compute(self, x)
+
+
+class Short(nnx.Module):
+    def __init__(self, compute) -> None:
+        self.up, self.down = nnx.Linear(WIDTH, INNER, rngs=nnx.Rngs(0)), nnx.Linear(INNER, WIDTH, rngs=nnx.Rngs(1))
+        self.compute = compute
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.compute(self, x)
+
+
+def halves(m, x):
+    up, gate = jnp.split(m.a(x), 2, axis=-1)
+    return m.c(up * nnx.gelu(gate))
+
+
+KNOWN = {
+    "c(silu(a(x)) * b(x))": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x))),
+    "c(silu(b(x)) * a(x))": Perceptron(lambda m, x: m.c(m.a(x) * nnx.swish(m.b(x))), bias=True),
+    "c(gelu_tanh(a(x)) * b(x))": Perceptron(lambda m, x: m.c(nnx.gelu(m.a(x)) * m.b(x)), stack=True),
+    "c(gelu(a(x)) * b(x))": Perceptron(lambda m, x: m.c(jax.nn.gelu(m.a(x), approximate=False) * m.b(x))),
+    "c(gelu_tanh(gate) * up), up, gate = split(a(x))": Perceptron(halves, doubled=True),
+    "down(gelu_tanh(up(x)))": Short(lambda m, x: m.down(nnx.gelu(m.up(x)))),
+    "down(silu(up(x)))": Short(lambda m, x: m.down((h := m.up(x)) * jax.nn.sigmoid(h))),
+}
+
+
+@pytest.mark.parametrize("form", KNOWN)
+def test_perceptrons_are_known_by_what_they_compute(form):
+    model = KNOWN[form]
+    assert str(recognise(model)) == form
+    if model.__dict__.get("a") is not None and model.a.kernel.ndim == 3:
+        return
+    x = inputs(2, 6, WIDTH)
+    quantized, linear = (fp8jax.nnx.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
+    assert isinstance(quantized, type(model))
+    np.testing.assert_array_equal(np.asarray(quantized(x)), np.asarray(linear(x)))
+    assert codes(linear, x) == {WIDTH: 1, INNER: 1}
+    gated = 1 if "up(x)" in form else 2
+    assert codes(quantized, x) == {WIDTH: 1, INNER: gated}
+    assert codes(fp8jax.nnx.quantize(model, FAITHFUL), x) == {WIDTH: 1, INNER: 2 * gated if gated == 2 else 2}
+    assert relative(gradients(quantized, x)[1], gradients(model, x)[1]) < 0.15
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (model, quantized)))
+
+
+UNKNOWN = {
+    "another activation": Perceptron(lambda m, x: m.c(jax.nn.relu(m.a(x)) * m.b(x))),
+    "a factor": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x) * 0.5)),
+    "a sum": Perceptron(lambda m, x: x + m.c(jax.nn.silu(m.a(x)) * m.b(x))),
+    "a layer twice": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.a(x))),
+    "by shape": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x)) if x.ndim == 2 else m.c(m.b(x))),
+    "a cast": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x).astype(jnp.float16)) * m.b(x))),
+    "a failure": Short(lambda m, x: m.down(m.other(x))),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_computes_anything_else_is_not_known(name):
+    assert recognise(UNKNOWN[name]) is None
+    (part,) = plan(modules(UNKNOWN[name]), COAT)
+    assert (part.computes, "call fp8jax.glu(gate, up)" in part.reason) == (None, True)
+
+
+def test_sameness_looks_at_operands_order_and_parameters():
+    x = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+    assert same(lambda a, b: (a + b) * jnp.sin(a), lambda a, b: jnp.sin(a) * jax.jit(lambda u, v: v + u)(a, b), x, x)
+    for f, g in (
+        (lambda a, b: a - b, lambda a, b: b - a),
+        (lambda a, b: a @ b, lambda a, b: a @ b.T),
+        (lambda a, b: a * 2.0, lambda a, b: a * 3.0),
+        (lambda a, b: (a, b), lambda a, b: (b, a)),
+        (lambda a, b: (a, b), lambda a, b: [a, b]),
+        (lambda a, b: jnp.sum(a, 0), lambda a, b: jnp.sum(a, 1)),
+    ):
+        assert not same(f, g, x, x)
+
+
+def test_rules_choose_for_norms_by_their_path_and_for_activations_by_the_layer_that_reads_them():
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.norm, self.mlp = nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0)), KNOWN["c(silu(a(x)) * b(x))"]
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.mlp(self.norm(x))
+
+    def kept(*rules):
+        return {part.path: part.context for part in plan(modules(Block()), list(rules))}
+
+    everything = fp8jax.Rule(".*", COAT)
+    assert kept(everything) == {"norm": COAT.context, "mlp": COAT.context}
+    assert kept(fp8jax.Rule("norm", None), everything) == {"norm": None, "mlp": COAT.context}
+    assert kept(fp8jax.Rule("mlp/c", None), everything) == {"norm": COAT.context, "mlp": None}
+    assert kept(fp8jax.Rule("mlp/[ab]", None), everything) == {"norm": COAT.context, "mlp": COAT.context}
+    assert kept(fp8jax.Rule("mlp/.*", LINEAR_ONLY), fp8jax.Rule("norm", FAITHFUL)) == {
+        "norm": FAITHFUL.context,
+        "mlp": None,
+    }
+    assert kept(fp8jax.Rule(".*", LINEAR_ONLY)) == {}
+    with pytest.raises(ValueError, match="no layer is left for 'norms' to match; the layers are mlp/a, mlp/b, mlp/c"):
+        fp8jax.nnx.quantize(Block(), [fp8jax.Rule("norms", COAT), everything])
+    # A recipe may say nothing but what norms and activations keep.
+    only = fp8jax.nnx.quantize(Block(), fp8jax.Recipe("contexts", context=COAT.context))
+    assert codes(only, inputs()) == {WIDTH: 1, INNER: 2}
+
+
+class Attention(nnx.Module):
+    """Projections around attention, with an argument that is no array."""
+
+    def __init__(self, attend) -> None:
+        make = lambda: nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))  # noqa: E731
+        self.q, self.k, self.v, self.out, self.attend = make(), make(), make(), make(), attend
+
+    def __call__(self, x: jax.Array, scale: float = 1.0, *, again: bool = False) -> jax.Array:
+        q, k, v = (layer(x).reshape(2, 6, 4, 8) for layer in (self.q, self.k, self.v))
+        mixed = scale * self.attend(q, k, v) if again else self.attend(q * scale, k, v)
+        return self.out(mixed.reshape(x.shape))
+
+
+def probabilities(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+
+def test_a_projection_keeps_no_copy_of_what_attention_keeps_and_codes_of_all_else():
+    x = inputs()
+    layouts = lambda q, k, v: flash(q, k, v).transpose(0, 2, 1, 3).transpose(0, 2, 1, 3)  # noqa: E731
+    for attend, kept in ((flash, {WIDTH: 1}), (layouts, {WIDTH: 1}), (probabilities, {WIDTH: 2})):
+        model = Attention(attend)
+        quantized = fp8jax.nnx.quantize(model, COAT)
+        assert codes(quantized, x) == kept
+        linear = fp8jax.nnx.quantize(model, LINEAR_ONLY)
+        np.testing.assert_array_equal(np.asarray(quantized(x)), np.asarray(linear(x)))
+        # The same codes of the same values, kept or made again.
+        for a, b in zip(*(jax.tree.leaves(gradients(m, x)) for m in (quantized, linear)), strict=True):
+            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=2e-3)
+    # A result of attention that is computed on with is another array, of which codes are kept.
+    quantized = fp8jax.nnx.quantize(Attention(flash), COAT)
+    graph, params = nnx.split(quantized, nnx.Param)
+    kept = residuals(lambda p, x: nnx.merge(graph, p)(x, 2.0, again=True), params, x)
+    assert [shape for dtype, shape in kept if dtype == "uint8"] == [(TOKENS, WIDTH)] * 2
+
+
+def test_attention_of_flax_with_a_flash_function_keeps_its_output_once():
+    def attend(query, key, value, *args, **kwargs):
+        return flash(query, key, value)
+
+    make = lambda f: nnx.MultiHeadAttention(4, WIDTH, decode=False, attention_fn=f, rngs=nnx.Rngs(0))  # noqa: E731
+    x = inputs(2, 6, WIDTH)
+    assert codes(fp8jax.nnx.quantize(make(attend), COAT), x) == {WIDTH: 1}
+    assert codes(fp8jax.nnx.quantize(make(nnx.dot_product_attention), COAT), x) == {WIDTH: 2}
+    quantized, linear = (fp8jax.nnx.quantize(make(attend), recipe) for recipe in (COAT, LINEAR_ONLY))
+    assert relative(gradients(quantized, x), gradients(linear, x)) < 1e-2
+
+
+def test_a_cache_of_attention_is_written_as_before():
+    def decoded(recipe):
+        model = nnx.MultiHeadAttention(4, WIDTH, decode=True, rngs=nnx.Rngs(0))
+        model = model if recipe is None else fp8jax.nnx.quantize(model, recipe)
+        model.init_cache((2, 5, WIDTH))
+        outputs = [model(inputs(2, 1, WIDTH, dtype=jnp.float32)) for _ in range(3)]
+        return outputs, int(model.cache_index[...])
+
+    (want, index), (got, same_index) = decoded(LINEAR_ONLY), decoded(COAT)
+    assert (index, same_index) == (3, 3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), want, got)
+
+
+LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=4, mlp_dim=96)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_whole_llama_has_nearly_the_gradients_of_bf16(remat, monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **_: flash(q, k, v))
+    model = Llama(LLAMA, remat=remat, rngs=nnx.Rngs(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 24)))
+
+    def loss_and_gradient(model):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        loss = lambda p: jnp.mean(nnx.merge(graph, p, rest)(tokens).astype(jnp.float32) ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    exact, linear, faithful, lean = (
+        loss_and_gradient(m) for m in (model, *(fp8jax.nnx.quantize(model, r) for r in (LINEAR_ONLY, FAITHFUL, COAT)))
+    )
+    # Forward nothing is quantized but the operands of products.
+    assert float(linear[0]) == pytest.approx(float(lean[0]), rel=1e-4) == pytest.approx(float(faithful[0]), rel=1e-4)
+    errors = [relative(g[1], exact[1]) for g in (linear, faithful, lean)]
+    assert errors[0] < errors[1] < 1.5 * errors[0]
+    assert errors[0] < errors[2] < 1.5 * errors[0]
+
+
+def test_identical_recomputations_of_one_input_are_one_in_the_compiled_program():
+    class Branches(nnx.Module):
+        def __init__(self, branches) -> None:
+            self.norm = nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0))
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)) for i in range(branches)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            h = self.norm(x)
+            return sum(layer(h) for layer in self.layers)
+
+    def conversions(branches) -> int:
+        graph, params = nnx.split(fp8jax.nnx.quantize(Branches(branches), COAT), nnx.Param)
+        grad = jax.grad(lambda p, x: jnp.sum(jnp.sin(nnx.merge(graph, p)(x))))
+        text = jax.jit(grad).lower(params, inputs(dtype=jnp.float32)).compile().as_text()
+        assert f"f8e4m3fn[{WIDTH},{WIDTH}]" in text
+        return len(re.findall(rf"f8e4m3fn\[({TOKENS},{WIDTH}|{WIDTH},{TOKENS})\]\S* convert\(", text))
+
+    # The input of the norm, the operand forward, and the operand made again.
+    assert conversions(3) == conversions(1) >= 3
+
+
+def test_explain_says_what_each_part_keeps():
+    text = str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), COAT))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    keeps = "e4m3:group16; layers that read its result keep nothing of it the recipe"
+    assert f"layers/mlp SwiGLU down(silu(gate(x)) * up(x)) {keeps}" in lines
+    assert f"layers/mlp_norm RMSNorm norm {keeps}" in lines
+    assert any(line.startswith("layers/attention Attention - no copy of what attention keeps") for line in lines)
+    assert "norm, activation" not in str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), LINEAR_ONLY))
