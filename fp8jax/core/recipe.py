@@ -99,6 +99,9 @@ class Linear:
             steps, for which `fp8jax.delayed_linear` takes the state.
         history: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
+        fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
+            tensor cores of Hopper keep; the others promote partial sums to fp32, as Transformer Engine does in its
+            backward pass.
 
     Raises:
         ValueError: a spec is malformed, or settings contradict each other.
@@ -114,6 +117,7 @@ class Linear:
     scaling: str = "current"
     history: int = 1024
     margin: int = 0
+    fast_accumulation: tuple[str, ...] = ("forward",)
 
     def __post_init__(self) -> None:
         for field in ("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad", "saved"):
@@ -148,6 +152,11 @@ class Linear:
             raise ValueError("delayed scaling is per tensor; give x, w and dy specs of granularity 'tensor'")
         if self.scaling == "delayed" and None in (self.x, self.w, self.dy):
             raise ValueError("delayed scaling needs x, w and dy quantized")
+        unknown = set(self.fast_accumulation) - set(self.products())
+        if unknown:
+            raise ValueError(
+                f"linear.fast_accumulation names {sorted(unknown)}; products are {', '.join(self.products())}"
+            )
         if self.history < 1:
             raise ValueError(f"linear.history must be positive, not {self.history}")
 

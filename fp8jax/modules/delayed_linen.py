@@ -50,8 +50,9 @@ class DelayedDotGeneral:
             seen = {name: self.layer.variable(SCALING, f"seen_{name}", jnp.zeros, ()) for name in ("x", "w")}
             slot = self.layer.variable(STATISTICS, "slot", jnp.zeros, ())
         except (ModifyScopeVariableError, ScopeCollectionNotFound, ScopeVariableNotFoundError) as error:
+            name = "/".join(self.layer.path) or "the layer"
             raise ValueError(
-                f"{'/'.join(self.layer.path) or 'the layer'} has delayed scaling: give `apply` the collections {SCALING!r} and "
+                f"{name} has delayed scaling: give `apply` the collections {SCALING!r} and "
                 f"{STATISTICS!r} that `init` makes, and name them in variable_axes of `nn.scan` and `nn.vmap`; or take "
                 "a recipe with current scaling"
             ) from error

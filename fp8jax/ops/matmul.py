@@ -20,7 +20,15 @@ IMPLS = ("auto", "xla", "mosaic")
 _K_MAJOR = (((1,), (1,)), ((), ()))
 
 
-def matmul(a: Operand, b: Operand, *, dtype: DTypeLike = jnp.float32, impl: str = "auto", exact: bool = False) -> Array:
+def matmul(
+    a: Operand,
+    b: Operand,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    impl: str = "auto",
+    fast: bool = True,
+    exact: bool = False,
+) -> Array:
     """a @ b.T of matrices that may be quantized.
 
     Two quantized operands are multiplied as codes, with fp32 (for integers int32) accumulation, and their scales
@@ -28,14 +36,17 @@ def matmul(a: Operand, b: Operand, *, dtype: DTypeLike = jnp.float32, impl: str 
     own scales. Any other operand, and any whose codes matrix units do not take, is multiplied in bf16 (fp32 where the
     other operand is an fp32 array).
 
-    On a Hopper GPU the tensor cores accumulate FP8 products with about 14 bits, over the whole contraction or, with
-    scales of groups, over 128 of it: 2e-3 to 4e-3 relative on normal data, most of it the rounding of a bf16 result.
+    On a Hopper GPU the tensor cores accumulate FP8 products with about 14 bits: over 128 of the contraction, after
+    which sums are promoted to fp32, or with fast accumulation and scales of tensors or rows over the whole of it. That
+    is 2e-3 to 4e-3 relative on normal data where the contraction is short, most of it the rounding of a bf16 result,
+    and grows with its length: gradients of weights, whose contraction is over all tokens, lose by it.
 
     Args:
         a: (M, K), quantized with any granularity but "channel", or a floating array.
         b: (N, K), likewise.
         dtype: of the result.
         impl: "auto", "xla" or "mosaic"; see `chosen`.
+        fast: fast accumulation, where the GPU has it.
         exact: of a microscaled operand, every power of two is applied in fp32, at half the speed; else its e4m3 codes
             are rounded again under them in registers: exact down to 2^-6 of a row's largest, less below, zero below
             2^-17. Only the kernel has this choice, the reference is exact.
@@ -49,18 +60,18 @@ def matmul(a: Operand, b: Operand, *, dtype: DTypeLike = jnp.float32, impl: str 
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
-    _, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
+    _, how = _choose(a, b, impl, fast, impl == "mosaic" or on_cuda())
     if how is None:
-        return _reference(a, b, dtype)
+        return _reference(a, b, fast, dtype)
     assert isinstance(a, QTensor)
     assert isinstance(b, QTensor)
-    kernel = functools.partial(matmul_hopper.run, how, exact, dtype)
+    kernel = functools.partial(matmul_hopper.run, how, exact, fast, dtype)
     if impl == "mosaic":
         return kernel(a, b)
-    return lax.platform_dependent(a, b, cuda=kernel, default=lambda a, b: _reference(a, b, dtype))
+    return lax.platform_dependent(a, b, cuda=kernel, default=lambda a, b: _reference(a, b, fast, dtype))
 
 
-def chosen(a: Operand, b: Operand, *, impl: str = "auto", platform: str | None = None) -> Choice:
+def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, platform: str | None = None) -> Choice:
     """What multiplies two operands.
 
     "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the fastest there
@@ -70,16 +81,16 @@ def chosen(a: Operand, b: Operand, *, impl: str = "auto", platform: str | None =
 
     Args:
         a, b: as of `matmul`.
-        impl: as of `matmul`.
+        impl, fast: as of `matmul`.
         platform: "cuda", "cpu", ...; None takes JAX's default backend.
 
     Raises:
         ValueError: as `matmul`.
     """
-    return _choose(a, b, impl, on_cuda(platform))[0]
+    return _choose(a, b, impl, fast, on_cuda(platform))[0]
 
 
-def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
+def _choose(a: Operand, b: Operand, impl: str, fast: bool, cuda: bool) -> tuple[Choice, Any]:
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl == "xla":
@@ -89,8 +100,8 @@ def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]
         reason = reason or "an operand has no codes that matrix units take"
     elif reason is None:
         if impl == "auto":
-            return matmul_hopper.choose(a, b)
-        reason = matmul_hopper.unsupported(a, b)
+            return matmul_hopper.choose(a, b, fast)
+        reason = matmul_hopper.unsupported(a, b, fast)
         if reason is None:
             return Choice("mosaic", "asked for"), matmul_hopper.mosaic_kernel(a, b)
     if impl == "mosaic":
@@ -98,14 +109,14 @@ def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]
     return Choice("xla", f"not a kernel: {reason}"), None
 
 
-def _reference(a: Operand, b: Operand, dtype: DTypeLike) -> Array:
+def _reference(a: Operand, b: Operand, fast: bool, dtype: DTypeLike) -> Array:
     if not (isinstance(a, QTensor) and isinstance(b, QTensor) and multiplies(a) and multiplies(b)):
         wide = _plain_dtype(a, b)
         a, b = (x.dequantize(wide) if isinstance(x, QTensor) else x.astype(wide) for x in (a, b))
         return lax.dot_general(a, b, _K_MAJOR, preferred_element_type=jnp.float32).astype(dtype)
     size = math.gcd(*(_split(q) for q in (a, b)))
     if size == 0:
-        sums = _codes_product(a.codes, b.codes)
+        sums = _codes_product(a.codes, b.codes, fast)
         return (sums * row_scales(a) * row_scales(b).T).astype(dtype)
     return _promoted(a, b, size).astype(dtype)
 
@@ -122,9 +133,11 @@ def _plain_dtype(a: Operand, b: Operand) -> DTypeLike:
     return jnp.float32 if plain and all(d == jnp.float32 for d in plain) else jnp.bfloat16
 
 
-def _codes_product(a: Array, b: Array) -> Array:
+def _codes_product(a: Array, b: Array, fast: bool) -> Array:
     integers = jnp.issubdtype(a.dtype, jnp.integer)
-    sums = lax.dot_general(a, b, _K_MAJOR, preferred_element_type=jnp.int32 if integers else jnp.float32)
+    precision = matmul_hopper.precision(fast or integers)
+    kind = jnp.int32 if integers else jnp.float32
+    sums = lax.dot_general(a, b, _K_MAJOR, precision=precision, preferred_element_type=kind)
     return sums.astype(jnp.float32)
 
 
@@ -148,7 +161,7 @@ def _promoted(a: QTensor, b: QTensor, size: int) -> Array:
 
     def add(sums: Array, part: tuple[tuple[Array, Array], tuple[Array, Array]]) -> tuple[Array, None]:
         (a_codes, a_scale), (b_codes, b_scale) = part
-        return sums + _codes_product(a_codes, b_codes) * a_scale * b_scale.T, None
+        return sums + _codes_product(a_codes, b_codes, True) * a_scale * b_scale.T, None
 
     zeros = jnp.zeros((a.shape[0], b.shape[0]), jnp.float32)
     return lax.scan(add, zeros, (split(a), split(b)))[0]

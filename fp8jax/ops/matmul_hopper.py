@@ -16,7 +16,7 @@ _K_MAJOR = (((1,), (1,)), ((), ()))
 Kernel = Literal["row", "block", "mx", "mx right"]
 
 
-def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
+def choose(a: QTensor, b: QTensor, fast: bool) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
     """What multiplies them best on a CUDA GPU, and how `run` calls it; None for the reference.
 
     Measured on an H200 (results/gemm.json): with one scale for each operand cuBLASLt's FP8 product and ours lie within
@@ -28,11 +28,12 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
         return Choice("xla", "the kernels take FP8 operands that are not empty"), None
     e5m2 = a.spec.format == b.spec.format == "e5m2"
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
-    if per_tensor and not e5m2 and capability() >= 89 and not (a.shape[1] >= 7168 and _unfit(a, b) is None):
+    long = fast and a.shape[1] >= 7168 and _unfit(a, b, fast) is None
+    if per_tensor and not e5m2 and capability() >= 89 and not long:
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if capability() >= MICROSCALING and _native(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"
-    reason = _unfit(a, b)
+    reason = _unfit(a, b, fast)
     if reason is not None:
         cublas = per_tensor and not e5m2 and capability() >= 89
         return Choice("xla", f"not the kernel: {reason}"), "cublas" if cublas else None
@@ -49,7 +50,7 @@ _NAMES = {
 }
 
 
-def unsupported(a: QTensor, b: QTensor) -> str | None:
+def unsupported(a: QTensor, b: QTensor, fast: bool) -> str | None:
     """Why no Mosaic kernel can multiply them, or None."""
     if not all(formats.get(q.spec.format).is_float for q in (a, b)):
         return f"codes of {a.spec.format} and {b.spec.format} are not FP8"
@@ -57,14 +58,16 @@ def unsupported(a: QTensor, b: QTensor) -> str | None:
         return f"shapes {a.shape} and {b.shape} are empty"
     if jax.__version_info__ < (0, 11):
         return f"it needs jax >= 0.11, found {jax.__version__}"
-    return "it needs a Hopper GPU" if capability() != HOPPER else _unfit(a, b)
+    return "it needs a Hopper GPU" if capability() != HOPPER else _unfit(a, b, fast)
 
 
-def _unfit(a: QTensor, b: QTensor) -> str | None:
+def _unfit(a: QTensor, b: QTensor, fast: bool) -> str | None:
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs a Hopper GPU and jax >= 0.11"
     if _kernel(a, b) is None:
         return f"no kernel for scales of {a.spec} with {b.spec}"
+    if not fast and _kernel(a, b) == "row":
+        return "the kernel for scales of tensors and rows has fast accumulation only"
     return spread(*jax.tree.leaves((a, b)))
 
 
@@ -100,10 +103,12 @@ def _native(a: QTensor, b: QTensor) -> bool:
     return "mx" in kinds and kinds <= {"mx", "tensor", "token"} and fits and a.shape[1] % 32 == 0
 
 
-def run(how: Kernel | Literal["cublas", "native"], exact: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+def run(
+    how: Kernel | Literal["cublas", "native"], exact: bool, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor
+) -> Array:
     """a @ b.T by what `choose` named."""
     if how == "cublas":
-        return _cublas(a, b, dtype)
+        return _cublas(a, b, fast, dtype)
     if how == "native":
         return _scaled_matmul(a, b).astype(dtype)
     out_dtype = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
@@ -114,11 +119,22 @@ def run(how: Kernel | Literal["cublas", "native"], exact: bool, dtype: DTypeLike
     return (_row if how == "row" else _block)(a, b, out_dtype).astype(dtype)
 
 
-def _cublas(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
-    """XLA makes one cuBLASLt call of this, which gets the fp32 scales: it folds their cast to bf16 away."""
+def precision(fast: bool) -> lax.Precision:
+    """What XLA makes of an FP8 product: with the highest precision cuBLASLt has fast accumulation off."""
+    return lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+
+
+def _cublas(a: QTensor, b: QTensor, fast: bool, dtype: DTypeLike) -> Array:
+    """XLA makes one cuBLASLt call of this, which gets the fp32 scales: it folds their cast to bf16 away.
+
+    Behind barriers, because XLA would first merge products that share an operand (q, k, v; gate, up) into one of 16
+    bits.
+    """
     wide = jnp.float32 if jnp.dtype(dtype) == jnp.float32 else jnp.bfloat16
-    left, right = (q.codes.astype(wide) * q.scale.reshape(()).astype(wide) for q in (a, b))
-    return lax.dot_general(left, right, _K_MAJOR, preferred_element_type=wide).astype(dtype)
+    codes = lax.optimization_barrier((a.codes, b.codes))
+    left, right = (c.astype(wide) * q.scale.reshape(()).astype(wide) for c, q in zip(codes, (a, b), strict=True))
+    y = lax.dot_general(left, right, _K_MAJOR, precision=precision(fast), preferred_element_type=wide)
+    return y.astype(dtype)
 
 
 def row_scales(q: QTensor) -> Array:

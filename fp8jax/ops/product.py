@@ -179,7 +179,8 @@ def _forward(
     # Of a weight that is given as codes only the dtype is needed, as of the input.
     dtypes = tuple(jnp.zeros((0,), a.dtype) for a in (x, w))
     weight = w if quantized is None else None
-    return matmul(rows, columns, dtype=x.dtype), (kept, dtypes, weight, key, scales, quantized)
+    y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation)
+    return y, (kept, dtypes, weight, key, scales, quantized)
 
 
 def _backward(recipe: Linear, how: Remade | None, residuals: Any, dy: Array) -> tuple[Any, ...]:
@@ -204,7 +205,7 @@ def _backward(recipe: Linear, how: Remade | None, residuals: Any, dy: Array) -> 
         weight = quantizer(weight, recipe.spec("w_dgrad"), scale=scales and scales.w)
     else:
         weight = transpose(from_bytes(quantized.forward)) if quantized.dgrad is None else from_bytes(quantized.dgrad)
-    dx = matmul(dy_rows, weight, dtype=x.dtype)
+    dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation)
     spec = recipe.spec("x_wgrad")
     if how is None:
         columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, recipe.scaling)
@@ -212,7 +213,7 @@ def _backward(recipe: Linear, how: Remade | None, residuals: Any, dy: Array) -> 
         made_of, scale = kept
         again = how.again(made_of).astype(x.dtype).reshape(dy.shape[0], -1)
         columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
-    dw = matmul(columns, dy_columns, dtype=w.dtype)
+    dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation)
     return dx, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]
 
 

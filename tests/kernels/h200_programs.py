@@ -69,17 +69,17 @@ def exact() -> Program:
 
 
 def cublas() -> Program:
-    """Products of the op for tensors with one scale each: forward, and with a gradient in e5m2."""
+    """Products of the op for tensors with one scale each: two that share an input, and one with a gradient in e5m2."""
 
-    def program(a: Any, b: Any, dy: Any, s: Any) -> tuple[jax.Array, jax.Array]:
-        left, right, gradient = (
+    def program(a: Any, b: Any, c: Any, dy: Any, s: Any) -> tuple[jax.Array, ...]:
+        left, right, other, gradient = (
             QTensor(codes, scale[None, None], None, None, QuantSpec(name))
-            for codes, scale, name in ((a, s[0], "e4m3"), (b, s[1], "e4m3"), (dy, s[2], "e5m2"))
+            for codes, scale, name in ((a, s[0], "e4m3"), (b, s[1], "e4m3"), (c, s[2], "e4m3"), (dy, s[3], "e5m2"))
         )
-        run = functools.partial(matmul_hopper.run, "cublas", False)
-        return run(BF16, left, right), run(F32, gradient, right)
+        fast, accurate = (functools.partial(matmul_hopper.run, "cublas", False, fast) for fast in (True, False))
+        return fast(BF16, left, right), fast(BF16, left, other), accurate(F32, gradient, right)
 
-    return program, (*CODES, Shape((M, K), E5M2), Shape((3,), F32))
+    return program, (*CODES, CODES[1], Shape((M, K), E5M2), Shape((4,), F32))
 
 
 ALL = [tensor, everything, float32_output, vocabulary, tiny, block, wgrad, registers, exact]

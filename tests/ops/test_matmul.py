@@ -110,6 +110,11 @@ def test_long_contractions_and_other_gpus(monkeypatch):
     for capability, impl in ((90, "mosaic"), (89, "xla"), (80, "xla"), (100, "xla")):
         monkeypatch.setattr(matmul_hopper, "capability", lambda c=capability: c)
         assert chosen(a, b, platform="cuda").impl == impl
+    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    assert chosen(a, b, platform="cuda", fast=False).impl == "xla"
+    rows = fp8jax.quantize(operands(8, 8, 8192)[0], "e4m3:token")
+    assert "fast accumulation only" in chosen(rows, b, platform="cuda", fast=False).reason
+    monkeypatch.setattr(matmul_hopper, "capability", lambda: 100)
     x, _ = operands(8, 8, 8192)
     assert "scaled_matmul" in chosen(fp8jax.quantize(x, "e4m3:mx32"), b, platform="cuda").reason
     with pytest.raises(ValueError, match="Hopper"):
@@ -131,7 +136,7 @@ def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
                          ("matmul_mx_mosaic", "matmul_mx")):  # fmt: skip
         monkeypatch.setattr(f"pallas_kernels.{module}.{name}", getattr(matmul_reference, name))
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    got = matmul_hopper.run(matmul_hopper.mosaic_kernel(a, b), True, jnp.float32, a, b)
+    got = matmul_hopper.run(matmul_hopper.mosaic_kernel(a, b), True, True, jnp.float32, a, b)
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     size = np.abs(np.asarray(a.dequantize(), np.float64)) @ np.abs(np.asarray(b.dequantize(), np.float64)).T
     assert (np.abs(np.asarray(got) - want) <= 300 * 2.0**-24 * size).all()
@@ -141,7 +146,7 @@ def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
                                              ("e4m3:mx32+ocp", "e5m2:mx32+ocp")])  # fmt: skip
 def test_the_native_microscaled_product(left, right):
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=320), (left, right), strict=True))
-    run = jax.jit(lambda a, b: matmul_hopper.run("native", False, jnp.float32, a, b))
+    run = jax.jit(lambda a, b: matmul_hopper.run("native", False, True, jnp.float32, a, b))
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     np.testing.assert_allclose(np.asarray(run(a, b)), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     # On GPUs with such tensor cores this is one operation.
