@@ -13,7 +13,7 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.tables import coat_activations, coat_optimizer, common, fp8_lm_precision, report
+from experiments.tables import coat_activations, coat_memory, coat_optimizer, common, fp8_lm_precision, report
 from experiments.tables.common import Row
 from experiments.task import decay_mask
 
@@ -153,6 +153,24 @@ def test_probe_sees_the_last_block_and_the_gradient_before_the_first():
     assert 0 < coat_activations.by_token(moved, hidden).mean() < 0.01 * np.mean(hidden**2)
     again, _ = coat_activations.probe(model, jnp.asarray(TOKENS), backward=False)
     np.testing.assert_array_equal(again, hidden)
+
+
+def test_operators_of_the_memory_table_add_up_and_coats_are_the_papers_less_rope():
+    for values in coat_memory.PAPER.values():
+        assert sum(values[:-1]) == pytest.approx(values[-1], abs=0.011)
+    rows = coat_memory.rows()
+    kept = {row.pivot: row.value for row in rows if row.pivot}
+    for operator, paper in zip(coat_memory.OPERATORS, coat_memory.PAPER["COAT"], strict=True):
+        less = 2 if operator in ("RoPE", "Total") else 0
+        assert kept[coat_memory.FAITHFUL, operator] == pytest.approx(paper - less, abs=0.005)
+    # Norm inputs, q, k, v and the output of attention, gate and up.
+    assert kept[coat_memory.LEAN, "Total"] == pytest.approx(1 + 4 + 8 / 3, abs=1e-6)
+    totals = {row.case: row.value for row in rows if row.metric == "total"}
+    scales = {row.case: row.value for row in rows if row.metric.startswith("scales")}
+    # bf16 scales of groups of 16, the fp32 roots of two norms and of each head of attention.
+    statistics = (2 * 4 + 4 * coat_memory.HEADS) / (2 * coat_memory.WIDTH)
+    assert scales[coat_memory.LEAN] == pytest.approx((2 + 16 / 3) / 16 + statistics, abs=1e-6)
+    assert totals["bf16"] > 3.5 * totals[coat_memory.LEAN]
 
 
 ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "ms", "baseline": None, "ratio": None}

@@ -18,7 +18,7 @@ from fp8jax.modules.contexts import plan
 from fp8jax.modules.expressions import same
 from fp8jax.modules.nnx import modules
 from fp8jax.recipes import Context
-from tests.modules.flash import flash
+from experiments.tables.flash import flash
 from tests.programs import residuals
 
 COAT = fp8jax.recipes.coat_activations()
