@@ -78,6 +78,14 @@ def test_tied_head_is_the_embedding_table():
     np.testing.assert_allclose(tied(TOKENS), untied(TOKENS), atol=1e-6)
 
 
+def test_small_and_large_tables_are_looked_up_alike(monkeypatch):
+    model = make(TINY, dtype=jnp.bfloat16)
+    expected = np.asarray(model.embed.embedding[...].astype(jnp.bfloat16))[TOKENS]
+    for limit in (TINY.vocab, TINY.vocab - 1):
+        monkeypatch.setattr(llama, "ONE_HOT", limit)
+        np.testing.assert_array_equal(np.asarray(model.embed(TOKENS)), expected)
+
+
 def test_no_position_sees_a_later_one():
     model, changed = make(TINY), TOKENS.copy()
     changed[:, 6] = (changed[:, 6] + 1) % TINY.vocab
