@@ -33,7 +33,7 @@ from experiments.tables.common import Row
 PAPER = {"bf16": 2.995, "coat": 3.008, "coat_optimizer": 2.998, "coat_activations": 2.999}
 # A Llama of 64 M parameters and 300 M bytes; what a flag leaves out stands at its default.
 FLAGS = (
-    "--layers 9 --dim 768 --heads 12 --kv-heads 12 --mlp-dim 2048 --seq-len 1024 --batch 64 --steps 4600 --warmup 200 "
+    "--layers 5 --dim 1024 --heads 8 --kv-heads 8 --mlp-dim 2816 --seq-len 1024 --batch 64 --steps 4600 --warmup 200 "
     "--lr 1e-3 --eval-every 460 --eval-batches 16 --checkpoint-every 2300 --keep 1 --log-every 100 --sample-tokens 0 "
     "--valid-fraction 0.0275"
 )
