@@ -1,4 +1,4 @@
-"""What becomes of the non-linear parts of a Flax NNX model: its norms, activations between layers, and attentions."""
+"""What becomes of the non-linear parts of a Flax model: its norms and, in NNX, activations and attentions."""
 
 import dataclasses
 from typing import Any
@@ -39,14 +39,10 @@ class Part:
         return f"{self.context.spec}{lean}"
 
 
-def asked(rules: Rules) -> bool:
-    """Whether any rule says what non-linear operations keep."""
-    return any(rule.context.saved is not None for rule in ordered(rules).rules)
-
-
 def norm_paths(modules: dict[str, Any], rules: Rules) -> list[str]:
     """The norms that rules choose for."""
-    return [path for path, m in modules.items() if isinstance(m, norms.LAYERS)] if asked(rules) else []
+    known = (*norms.LAYERS, *norms.LINEN_LAYERS)
+    return [path for path, m in modules.items() if isinstance(m, known)] if ordered(rules).contexts else []
 
 
 def plan(modules: dict[str, Any], rules: Rules, *, replace: bool = False) -> tuple[Part, ...]:
@@ -60,15 +56,15 @@ def plan(modules: dict[str, Any], rules: Rules, *, replace: bool = False) -> tup
         replace: whether to do so, in place, before linear layers are replaced.
     """
     each, parts = ordered(rules), []
-    for path, module in modules.items() if asked(rules) else ():
+    for path, module in modules.items() if each.contexts else ():
         kind = type(module).__name__
-        if isinstance(module, norms.LAYERS):
+        if isinstance(module, (*norms.LAYERS, *norms.LINEN_LAYERS)):
             choice, why = each.choice(path), norms.why_not(module)
             context = choice.context if choice.context.saved and why is None else None
             parts.append(Part(path, kind, "norm", context, why or choice.reason))
             if replace and context is not None:
                 norms.replace(module, context)
-        elif attention.candidate(module):
+        elif isinstance(module, nnx.Module) and attention.candidate(module):
             part = _activation(path, module, rules, replace)
             if part is not None:
                 parts.append(part)

@@ -22,6 +22,7 @@ from flax.traverse_util import flatten_dict
 from jax import Array
 
 from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.modules import norms
 from fp8jax.modules.delayed_linen import DelayedDotGeneral
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.rules import Ordered, Rules, ordered
@@ -38,6 +39,9 @@ def quantize(module: Model, rules: Rules) -> Model:
     ways. The layers are `nn.Dense`, `nn.DenseGeneral` (also those inside `nn.MultiHeadDotProductAttention`) and
     `nn.Einsum`, at any depth, in setup or compact, under `nn.scan`, `nn.remat`, `nn.vmap` and `nn.jit`, and the copy
     may be part of a larger model. Their paths are those of the tree of parameters, joined by "/".
+
+    A recipe with a `Context` also changes what `nn.RMSNorm` and `nn.LayerNorm` keep of their inputs. Activations
+    between layers are not looked for as in NNX: write `fp8jax.glu` or `fp8jax.activation` in their place.
 
     A recipe with delayed scaling adds collections of variables; `fp8jax.linen.advance_scaling` says how to train them.
 
@@ -143,16 +147,17 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
         finally:
             _running.roots.pop()
         # Layers in a trace that nn.jit had in its cache are not met again, and a method may need only some of them.
-        rules.check_all_used(root.layers | (_kernels(self) - root.others))
+        names = ("kernel", "scale") if rules.contexts else ("kernel",)
+        rules.check_all_used(root.layers | (_owners(self, names) - root.others))
         return y
 
     return wrapper
 
 
-def _kernels(module: nn.Module) -> set[str]:
-    """Paths of what a module has a kernel for."""
+def _owners(module: nn.Module, names: tuple[str, ...]) -> set[str]:
+    """Paths of what a module has parameters of these names for."""
     params = flatten_dict(module.variables.get("params", {}))
-    return {"/".join(path[:-1]) for path in params if path[-1] == "kernel"}
+    return {"/".join(path[:-1]) for path in params if path[-1] in names}
 
 
 class _Running(threading.local):
@@ -195,6 +200,12 @@ class _Root:
             return call(*args, **kwargs)
         inside = module.path[: len(self.path)] == self.path
         path = "/".join(module.path[len(self.path) :] if inside else module.path)
+        if context.method_name == "__call__" and isinstance(module, norms.LINEN_LAYERS) and self.rules.contexts:
+            self.layers.add(path)
+            kept = self.rules.choice(path).context
+            if kept.saved is None or len(args) != 1 or kwargs or norms.why_not(module) is not None:
+                return call(*args, **kwargs)
+            return norms.linen_norm(module, kept, *args)
         if context.method_name != "__call__" or not isinstance(module, LAYERS):
             self.others.add(path)
             return call(*args, **kwargs)

@@ -1,14 +1,17 @@
-"""Norms of Flax NNX that keep their inputs in 8 bits for the backward pass."""
+"""Norms of Flax that keep their inputs in 8 bits for the backward pass."""
 
 from typing import Any
 
+import flax.linen as nn
 from flax import nnx
+from flax.linen.dtypes import canonicalize_dtype
 from jax import Array
 
 from fp8jax.core.recipe import Context
 from fp8jax.ops.norm import layer_norm, rms_norm
 
 LAYERS = (nnx.RMSNorm, nnx.LayerNorm)
+LINEN_LAYERS = (nn.RMSNorm, nn.LayerNorm)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -39,13 +42,26 @@ class LayerNorm(nnx.LayerNorm):
 
 def why_not(norm: Any) -> str | None:
     """Why a norm cannot keep codes; None where it can."""
-    if type(norm) not in LAYERS:
+    if type(norm) not in (*LAYERS, *LINEN_LAYERS):
         return "a norm of its own class: call fp8jax.rms_norm or fp8jax.layer_norm in it"
     if any(axes not in (-1, (-1,), [-1]) for axes in (norm.reduction_axes, norm.feature_axes)):
         return f"it reduces axes {norm.reduction_axes}, not the last one alone"
     if norm.axis_name is not None:
         return f"it reduces over the mesh axis {norm.axis_name!r}"
+    if not getattr(norm, "force_float32_reductions", True):
+        return "its statistics are not in fp32"
     return None
+
+
+def linen_norm(norm: Any, context: Context, x: Array) -> Array:
+    """What `nn.RMSNorm` or `nn.LayerNorm` computes while it runs, keeping what the context says."""
+    biased = getattr(norm, "use_bias", False)
+    scale = norm.param("scale", norm.scale_init, x.shape[-1:], norm.param_dtype) if norm.use_scale else None
+    bias = norm.param("bias", norm.bias_init, x.shape[-1:], norm.param_dtype) if biased else None
+    dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=norm.dtype)
+    if isinstance(norm, nn.RMSNorm):
+        return rms_norm(x, scale, recipe=context, eps=norm.epsilon, dtype=dtype)
+    return layer_norm(x, scale, bias, recipe=context, eps=norm.epsilon, dtype=dtype)
 
 
 def replace(norm: Any, context: Context) -> None:

@@ -155,7 +155,7 @@ def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
     elif isinstance(model, nn.Module):
         if not sample and not keywords:
             raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")
-        copy, parts = linen_modules.quantize(model, rules), ()
+        copy = linen_modules.quantize(model, rules)
         arrays, rebuild = _split((sample, keywords))
 
         def init(module: nn.Module, arrays: list[Any]) -> Any:
@@ -164,7 +164,7 @@ def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
 
         found, variables = linen_modules.trace(functools.partial(init, model), arrays)
         params = flatten_dict(variables.get("params", {}))
-        layers = _layers(found, rules, functools.partial(_linen_kernel, params))
+        layers, parts = _layers(found, rules, functools.partial(_linen_kernel, params)), contexts.plan(found, rules)
         # The copy's own variables: delayed scaling adds some.
         variables = nn.meta.unbox(jax.eval_shape(functools.partial(init, copy), arrays))
         program = _linen_program(copy, variables, sample, keywords)

@@ -78,6 +78,11 @@ class Ordered:
             if rule.empty:
                 raise ValueError(f"the recipe of rule {rule.path!r} quantizes no product; leave the model as it is")
 
+    @property
+    def contexts(self) -> bool:
+        """Whether any rule says what non-linear operations keep."""
+        return any(rule.context.saved is not None for rule in self.rules)
+
     def choice(self, path: str) -> Choice:
         """What the first rule that matches a path says."""
         i = self._first(path)

@@ -14,8 +14,8 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.llama import Llama, LlamaConfig, rope_tables
-from fp8jax.recipes import Context
 from experiments.tables.flash import dot_product_attention
+from fp8jax.recipes import Context
 from tests.programs import residuals
 
 SHAPES = [(2, 32, 96), (1, 64, 192), (4, 16, 48)]
