@@ -50,8 +50,13 @@ def _quantize(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ) -> None:
-    """A tile of HIGH rows and WIDE columns."""
+    """A tile of HIGH rows and WIDE columns.
+
+    Its slices are read again for each purpose, from the cache: keeping them takes registers, and with them the other
+    programs that hide this one's exchanges between threads.
+    """
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     R: tl.constexpr = HIGH // 4
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
@@ -61,84 +66,72 @@ def _quantize(
     i, n = tl.arange(0, R), left + tl.arange(0, WIDE)
     m0 = top + 4 * i
     at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    at1, at2, at3 = at0 + N, at0 + 2 * N, at0 + 3 * N
-    in0, in1, in2, in3 = device.inside_of(m0, left, M, N, WIDE)
-    x0, x1 = device.load(x_ptr + first, at0, in0, MASKED), device.load(x_ptr + first, at1, in1, MASKED)
-    x2, x3 = device.load(x_ptr + first, at2, in2, MASKED), device.load(x_ptr + first, at3, in3, MASKED)
     word1 = tl.load(noise_ptr) if ROWS[6] or COLUMNS[6] else 0
     word2 = tl.load(noise_ptr + 1) if ROWS[6] or COLUMNS[6] else 0
-    ordered = tl.maximum(
-        tl.maximum(device.finite(x0), device.finite(x1)), tl.maximum(device.finite(x2), device.finite(x3))
-    )
+    ordered = tl.zeros((R, WIDE), tl.int32)
+    if ROWS[0] == 4 or COLUMNS[0] == 3 or COLUMNS[0] == 5:
+        for j in tl.static_range(4):
+            x = device.load(x_ptr + first, at0 + j * N, device.inside(m0 + j, n, M, N), MASKED)
+            ordered = tl.maximum(ordered, device.finite(x))
+    words = tl.zeros((R, WIDE), tl.uint32)
 
     if ROWS[0] > 0:
         if ROWS[0] == 4:
             SIDE: tl.constexpr = ROWS[1]
             WIDTH: tl.constexpr = (N + SIDE - 1) // SIDE
-            scale = device.to_scale(
-                device.along_rows(device.along_columns(ordered, SIDE // 4), SIDE), ROWS, row_scales_ptr.dtype.element_ty
-            )
+            largest = device.along_rows(device.along_columns(ordered, SIDE // 4), SIDE)
+            scale = device.to_scale(largest, ROWS, row_scales_ptr.dtype.element_ty)
             u, v = top // SIDE + tl.arange(0, HIGH // SIDE), left // SIDE + tl.arange(0, WIDE // SIDE)
-            inside = (u < (M + SIDE - 1) // SIDE)[:, None] & (v < WIDTH)[None, :]
-            device.store(row_scales_ptr, u[:, None] * WIDTH + v[None, :], scale, inside, MASKED)
+            there = device.inside(u, v, (M + SIDE - 1) // SIDE, WIDTH)
+            device.store(row_scales_ptr, u[:, None] * WIDTH + v[None, :], scale, there, MASKED)
             given = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
         elif ROWS[0] == 3 or ROWS[7]:
             given = 1.0
         else:
-            given = tl.div_rn(1.0, tl.load(row_scale_ptr))
-        y0 = device.scale_along_rows(
-            x0, m0, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
-        y1 = device.scale_along_rows(
-            x1, m0 + 1, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
-        y2 = device.scale_along_rows(
-            x2, m0 + 2, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
-        y3 = device.scale_along_rows(
-            x3, m0 + 3, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
-        c0, c1 = device.encode(y0, first, at0, word1, word2, ROWS), device.encode(y1, first, at1, word1, word2, ROWS)
-        c2, c3 = device.encode(y2, first, at2, word1, word2, ROWS), device.encode(y3, first, at3, word1, word2, ROWS)
-        if ROWS[8]:
-            device.store(rows_ptr + first, at0, c0, in0, MASKED)
-            device.store(rows_ptr + first, at1, c1, in1, MASKED)
-            device.store(rows_ptr + first, at2, c2, in2, MASKED)
-            device.store(rows_ptr + first, at3, c3, in3, MASKED)
+            given = device.inverse(tl.load(row_scale_ptr))
+        for j in tl.range(0, 4, loop_unroll_factor=UNROLL):
+            at, here = at0 + j * N, device.inside(m0 + j, n, M, N)
+            x = device.load(x_ptr + first, at, here, MASKED)
+            y = device.scale_along_rows(
+                x, m0 + j, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
+            codes = device.encode(y, first, at, word1, word2, ROWS)
+            if ROWS[8]:
+                device.store(rows_ptr + first, at, codes, here, MASKED)
+            if COLUMNS[0] == 6:
+                words = device.turn(columns_ptr, top, left, i, j, codes, words, here, M, MASKED)
 
-    if COLUMNS[0] > 0:
-        if COLUMNS[0] < 6:
-            LONG: tl.constexpr = COLUMNS[1] // 4
-            if COLUMNS[0] == 3 or COLUMNS[0] == 5:
-                HEIGHT: tl.constexpr = (M + 4 * LONG - 1) // (4 * LONG)
-                g = top // (4 * LONG) + tl.arange(0, R // LONG)
-                at = n.to(tl.int64)[None, :] * HEIGHT + g[:, None]
-                inside = (g < HEIGHT)[:, None] & (n < N)[None, :]
+    if COLUMNS[0] > 0 and COLUMNS[0] < 6:
+        LONG: tl.constexpr = COLUMNS[1] // 4
+        if COLUMNS[0] == 3:
+            factor = 1.0
+        elif COLUMNS[7]:
+            factor = device.inverse(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
+        else:
+            factor = device.inverse(tl.load(column_scale_ptr))
+        power = 1.0
+        if COLUMNS[0] == 3 or COLUMNS[0] == 5:
+            HEIGHT: tl.constexpr = (M + 4 * LONG - 1) // (4 * LONG)
+            g = top // (4 * LONG) + tl.arange(0, R // LONG)
+            place = n.to(tl.int64)[None, :] * HEIGHT + g[:, None]
+            there = device.inside(g, n, HEIGHT, N)
+            largest = device.along_columns(ordered, LONG)
             if COLUMNS[0] == 3:
-                scale = device.to_scale(
-                    device.along_columns(ordered, LONG), COLUMNS, column_scales_ptr.dtype.element_ty
-                )
-                device.store(column_scales_ptr, at, scale, inside, MASKED)
+                scale = device.to_scale(largest, COLUMNS, column_scales_ptr.dtype.element_ty)
+                device.store(column_scales_ptr, place, scale, there, MASKED)
                 factor = device.over_rows(device.inverse(scale), LONG)
-            elif COLUMNS[7]:
-                factor = device.inverse(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
             else:
-                factor = tl.div_rn(1.0, tl.load(column_scale_ptr))
-            z0, z1 = device.scaled(x0, factor, COLUMNS), device.scaled(x1, factor, COLUMNS)
-            z2, z3 = device.scaled(x2, factor, COLUMNS), device.scaled(x3, factor, COLUMNS)
-            if COLUMNS[0] == 5:
-                top_y = tl.maximum(
-                    tl.maximum(device.finite(z0), device.finite(z1)), tl.maximum(device.finite(z2), device.finite(z3))
-                )
-                byte = device.power(device.along_columns(top_y, LONG), COLUMNS)
-                device.store(column_powers_ptr, at, byte.to(tl.uint8), inside, MASKED)
+                byte = device.power(largest, factor, COLUMNS)
+                device.store(column_powers_ptr, place, byte.to(tl.uint8), there, MASKED)
                 power = device.over_rows(device.of_power(byte), LONG)
-                z0, z1, z2, z3 = z0 * power, z1 * power, z2 * power, z3 * power
-            c0, c1 = (
-                device.encode(z0, first, at0, word2, word1, COLUMNS),
-                device.encode(z1, first, at1, word2, word1, COLUMNS),
-            )
-            c2, c3 = (
-                device.encode(z2, first, at2, word2, word1, COLUMNS),
-                device.encode(z3, first, at3, word2, word1, COLUMNS),
-            )
-        device.turn(columns_ptr, top, left, i, c0, c1, c2, c3, in0, in1, in2, in3, M, MASKED)
+        for j in tl.range(0, 4, loop_unroll_factor=UNROLL):
+            at, here = at0 + j * N, device.inside(m0 + j, n, M, N)
+            y = device.scaled(device.load(x_ptr + first, at, here, MASKED), factor, COLUMNS)
+            if COLUMNS[0] == 5:
+                y = y * power
+            codes = device.encode(y, first, at, word2, word1, COLUMNS)
+            words = device.turn(columns_ptr, top, left, i, j, codes, words, here, M, MASKED)
+    if COLUMNS[0] > 0 and M % 4 == 0:
+        device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 @triton.jit
@@ -155,13 +148,16 @@ def _transpose(
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     program = tl.program_id(0)
     top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
-    i = tl.arange(0, HIGH // 4)
-    x_ptr += top.to(tl.int64) * N + left
+    i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
+    first = top.to(tl.int64) * N + left
     at = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    in0, in1, in2, in3 = device.inside_of(top + 4 * i, left, M, N, WIDE)
-    c0, c1 = device.load_plain(x_ptr, at, in0, MASKED), device.load_plain(x_ptr, at + N, in1, MASKED)
-    c2, c3 = device.load_plain(x_ptr, at + 2 * N, in2, MASKED), device.load_plain(x_ptr, at + 3 * N, in3, MASKED)
-    device.turn(columns_ptr, top, left, i, c0, c1, c2, c3, in0, in1, in2, in3, M, MASKED)
+    words = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+    for j in tl.static_range(4):
+        here = device.inside(top + 4 * i + j, n, M, N)
+        codes = device.load_plain(x_ptr + first, at + j * N, here, MASKED)
+        words = device.turn(columns_ptr, top, left, i, j, codes, words, here, M, MASKED)
+    if M % 4 == 0:
+        device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 @triton.jit
@@ -202,11 +198,14 @@ class Launch:
         rows: rows of a program's tile, a power of two from 128 on.
         columns: columns of it, likewise.
         warps: warps of a program.
+        unroll: slices whose loads are under way at once, 1, 2 or 4, where no slice has scales of its own (there 1;
+            Triton 3.6 needs minutes for more).
     """
 
     rows: int = 128
     columns: int = 128
     warps: int = 8
+    unroll: int = 4
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None, ...]) -> str | None:
@@ -317,11 +316,12 @@ def quantize(
     if same:
         statics[1] = statics[1]._replace(kind=device.KINDS["same"])
     statics[0] = statics[0]._replace(kept=kept)
+    own = any(c is not None and c.kind in ("group", "mx") for c in (rows, coding))
     noise = jnp.zeros(2, jnp.uint32) if words is None else words
     grid = -(-m // launch.rows) * -(-n // launch.columns)
     parts = _call(
         _quantize, [x, *given, noise], shapes, grid, launch, compute_capability,
-        ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]),
+        ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]), UNROLL=1 if own else launch.unroll,
     )  # fmt: skip
     first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
     if first is not None and second is not None and same and first.scale is not None:

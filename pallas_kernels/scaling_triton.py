@@ -124,13 +124,17 @@ def to_scale(ordered: tl.tensor, HOW: tl.constexpr, dtype: tl.constexpr) -> tl.t
 
 @triton.jit
 def inverse(scale: tl.tensor) -> tl.tensor:
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale.to(tl.float32))
+    """1 / scale of normal numbers, rounded to nearest: the hardware's approximation and one step of Newton's."""
+    scale = scale.to(tl.float32)
+    near = codec.reciprocal(scale)
+    return tl.fma(near, tl.fma(-scale, near, 1.0), near)
 
 
 @triton.jit
-def power(ordered: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
-    """E8M0 bytes, as int32, of groups of scaled values."""
-    top = largest(ordered)
+def power(ordered: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+    """E8M0 bytes, as int32, of groups of values times the inverse of their level 1 scale."""
+    top = largest(ordered) * inverse
+    top = tl.where(top < _TINY, 0.0, top)
     byte = tl.minimum((bits(top * HOW[2]) + 0x7FFFFF) >> 23, 254)
     if HOW[5]:
         byte = tl.maximum((bits(top) >> 23) - HOW[3], 0)
@@ -146,7 +150,7 @@ def of_power(byte: tl.tensor) -> tl.tensor:
 @triton.jit
 def scaled(x: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """x times the inverse of its scale, subnormal values as zeros; Inf becomes NaN where the format has no Inf."""
-    nothing = -0.0 if HOW[4] else x * 0.0
+    nothing = from_bits(bits(x) & _SIGN) if HOW[4] else x * 0.0
     return codec.multiply_add(x, inverse, nothing)
 
 
@@ -216,54 +220,46 @@ def scale_along_rows(
         g = starts(n, SIZE)
         WIDTH: tl.constexpr = (N + SIZE - 1) // SIZE
         at = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
-        there = (m < M)[:, None] & (g < WIDTH)[None, :]
+        there = inside(m, g, M, WIDTH)
     if HOW[0] == 3:
         scale = to_scale(along_rows(finite(x), SIZE), HOW, scales_ptr.dtype.element_ty)
         store(scales_ptr, at, scale, there, MASKED)
-        y = scaled(x, over_columns(inverse(scale), SIZE), HOW)
+        factor = over_columns(inverse(scale), SIZE)
     elif HOW[7]:
-        y = scaled(x, inverse(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None], HOW)
+        factor = inverse(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None]
     else:
-        y = scaled(x, given, HOW)
+        factor = given
+    y = scaled(x, factor, HOW)
     if HOW[0] == 5:
-        byte = power(along_rows(finite(y), SIZE), HOW)
+        byte = power(along_rows(finite(x), SIZE), factor, HOW)
         store(powers_ptr, at, byte.to(tl.uint8), there, MASKED)
         y = y * over_columns(of_power(byte), SIZE)
     return y
 
 
 @triton.jit
-def word(c0: tl.tensor, c1: tl.tensor, c2: tl.tensor, c3: tl.tensor) -> tl.tensor:
-    low = c0.to(tl.uint32) | (c1.to(tl.uint32) << 8)
-    return low | (c2.to(tl.uint32) << 16) | (c3.to(tl.uint32) << 24)
-
-
-@triton.jit
-def inside_of(
-    m: tl.tensor, left: tl.tensor, M: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Which elements of the four slices that begin with rows `m` there are."""
-    there = (left + tl.arange(0, WIDE) < N)[None, :]
-    low = (m < M)[:, None] & there, (m + 1 < M)[:, None] & there
-    return low[0], low[1], (m + 2 < M)[:, None] & there, (m + 3 < M)[:, None] & there
+def inside(m: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr) -> tl.tensor:
+    return (m < M)[:, None] & (n < N)[None, :]
 
 
 @triton.jit
 def turn(
-    columns_ptr: tl.tensor, top: tl.tensor, left: tl.tensor, i: tl.tensor, c0: tl.tensor, c1: tl.tensor,
-    c2: tl.tensor, c3: tl.tensor, in0: tl.tensor, in1: tl.tensor, in2: tl.tensor, in3: tl.tensor,
-    M: tl.constexpr, MASKED: tl.constexpr,
+    columns_ptr: tl.tensor, top: tl.tensor, left: tl.tensor, i: tl.tensor, j: tl.tensor, codes: tl.tensor,
+    words: tl.tensor, here: tl.tensor, M: tl.constexpr, MASKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Words with the codes of slice `j` put in; where columns are not whole words, the codes are stored at once."""
+    if M % 4 > 0:
+        at = tl.arange(0, codes.shape[1])[None, :] * M + (4 * i + j)[:, None]
+        store(columns_ptr + (left.to(tl.int64) * M + top), at, codes, here, MASKED)
+    return words | (codes.to(tl.uint32) << (8 * j))
+
+
+@triton.jit
+def store_words(
+    columns_ptr: tl.tensor, top: tl.tensor, left: tl.tensor, i: tl.tensor, n: tl.tensor, words: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the codes of four slices of a tile, as bytes, into the transposed copy."""
-    columns_ptr += left.to(tl.int64) * M + top
-    down = tl.arange(0, c0.shape[1])
-    if M % 4 == 0:
-        words = tl.trans(word(c0, c1, c2, c3))
-        words_ptr = columns_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-        store(words_ptr, down[:, None] * (M // 4) + i[None, :], words, tl.trans(in0), MASKED)
-    else:
-        at = down[None, :] * M + 4 * i[:, None]
-        store(columns_ptr, at, c0, in0, MASKED)
-        store(columns_ptr, at + 1, c1, in1, MASKED)
-        store(columns_ptr, at + 2, c2, in2, MASKED)
-        store(columns_ptr, at + 3, c3, in3, MASKED)
+    """Writes the words of a tile into the transposed copy."""
+    pointer = (columns_ptr + (left.to(tl.int64) * M + top)).to(tl.pointer_type(tl.uint32), bitcast=True)
+    at = tl.arange(0, words.shape[1])[:, None] * (M // 4) + i[None, :]
+    store(pointer, at, tl.trans(words), inside(n, top + 4 * i, N, M), MASKED)

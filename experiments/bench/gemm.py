@@ -1,7 +1,7 @@
-"""Times and checks the FP8 products of one GPU in one process: XLA, torch (where importable) and our kernels' tiles.
+"""FP8 products of one GPU in one process: XLA, jax.nn.scaled_matmul, torch (where importable), our kernels.
 
-    python -m experiments.bench.tune_matmul --shapes all --out results/matmul.json
-    python -m experiments.bench.tune_matmul --shapes tune --sweep
+    python -m experiments.bench gemm
+    python -m experiments.bench gemm --shapes tune --sweep
 
 Every implementation of a shape is compiled first (in parallel); then all are timed, several rounds in a random order,
 so that clocks and temperature favour none. Each round starts with an untimed run of the same length; a figure is the
@@ -16,26 +16,23 @@ product of decoded codes 0.49.
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import importlib.util
-import json
 import math
 import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from experiments.bench import cases, timing
 from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul_mosaic import matmul
@@ -43,11 +40,7 @@ from pallas_kernels.matmul_mx_mosaic import matmul_mx
 
 torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
-SHAPES = [
-    (8192, 8192, 8192), (2048, 7168, 4096), (16384, 4096, 4096), (4096, 7168, 16384), (4096, 4096, 8192),
-    (4096, 2048, 7168), (4096, 24576, 1536), (16384, 22016, 4096), (16384, 4096, 11008),
-]  # fmt: skip
-SETS = {"all": SHAPES, "tune": SHAPES[:3], "one": SHAPES[:1]}
+SETS = {"all": cases.GEMMS, "tune": cases.GEMMS[:3], "one": cases.GEMMS[:1]}
 L2_BYTES = 50 << 20
 E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 NT = (((1,), (1,)), ((), ()))
@@ -113,6 +106,13 @@ def xla_arms() -> Iterator[Arm]:
         a16 = (a.astype(BF16).reshape(*e.shape, 32) * scale[:, :, None]).reshape(a.shape)
         return (dot(a16, b.astype(BF16), preferred_element_type=F32) * r[:, None]).astype(BF16)
 
+    def microscaled(a: Any, b: Any, e: Any, r: Any) -> Any:
+        powers = lax.bitcast_convert_type(e, jnp.float8_e8m0fnu)[None]
+        ones = jnp.ones((1, b.shape[0], e.shape[1]), jnp.float8_e8m0fnu)
+        out = jax.nn.scaled_matmul(a[None], b[None], powers, ones, preferred_element_type=F32)[0]
+        return (out * r[:, None]).astype(BF16)
+
+    yield Arm("jax.nn.scaled_matmul", "mx", microscaled, ("a", "b", "exponent", "row"))
     yield Arm("xla bf16", "bf16", functools.partial(dot, preferred_element_type=BF16), ("a16", "b16"))
     yield Arm("xla fp8 tensor", "tensor", tensor, ("a", "b", "s"))
     yield Arm("xla fp8 row", "row", row, ("a", "b", "row", "column"))
@@ -262,19 +262,19 @@ def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: fl
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="gemm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", choices=SETS, default="all")
     parser.add_argument("--sweep", action="store_true", help="every candidate tile, not only the chosen ones")
     parser.add_argument("--only", default="", help="substring of the implementations to run, alternatives with |")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--burst", type=float, default=0.02, help="seconds of one round of one implementation")
     parser.add_argument("--limit", type=float, default=480, help="seconds after which no further shape is started")
-    parser.add_argument("--out", default="")
-    options = parser.parse_args()
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        sys.exit(f"this benchmark needs a GPU, found {device.device_kind}; it never falls back")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args(argv)
+    timing.need_gpu()
     arms = [*xla_arms(), *(torch_arms() if torch is not None else []), *our_arms(options.sweep)]
     arms = [a for a in arms if not options.only or any(word in a.name for word in options.only.split("|"))]
     start, rows = time.time(), []
@@ -283,17 +283,8 @@ def main() -> None:
             print(f"{shape}: not measured, the time limit is reached")
             continue
         rows += measure(shape, arms, options.rounds, options.burst)
-    command = " ".join(["python -m experiments.bench.tune_matmul", *sys.argv[1:]])
-    record = {
-        "bench": "matmul", "device": device.device_kind, "command": command, "rows": rows,
-        "versions": {"jax": jax.__version__, "python": platform.python_version(), "torch": torch and torch.__version__},
-        "date": datetime.date.today().isoformat(),
-    }  # fmt: skip
-    if options.out:
-        with open(options.out, "w") as file:
-            json.dump(record, file, indent=1)
-    print(f"total {time.time() - start:.0f} s")
-
-
-if __name__ == "__main__":
-    main()
+    rows += timing.means(rows, "rate")
+    versions = {"torch": torch.__version__} if torch else {}
+    notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
+    if not options.sweep:
+        timing.write("gemm", "FP8 products", rows, notes, versions, options.out)

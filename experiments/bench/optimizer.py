@@ -1,6 +1,6 @@
 """Optimizer step of half a billion parameters on one GPU: fp8 moments against their memory traffic, optax and others.
 
-Run: python -m experiments.bench.optimizer        (`--sweep` also times other launches of the kernel)
+Run: python -m experiments.bench optimizer        (`--sweep` also times other launches of the kernel)
 Writes results/optimizer.json.
 """
 
@@ -301,12 +301,14 @@ def _torchao(parameters: list) -> Any:
     return importlib.import_module("torchao.optim").AdamW8bit(parameters, lr=RATE, betas=(B1, B2), weight_decay=DECAY)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="optimizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=16384, help="rows of each of 8 parameters with 4096 columns")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results/optimizer.json"))
     parser.add_argument("--sweep", action="store_true", help="also time other launches of the kernel")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     bench = Bench(args.rows)
     fp32, bf16 = "fp32 weights, bf16 gradients", "bf16 weights, stochastic rounding"
     bench.bytes_only(fp32, jnp.float32)
@@ -331,13 +333,9 @@ def main() -> None:
         "bench": "optimizer",
         "device": jax.devices()[0].device_kind,
         "versions": packages,
-        "command": " ".join(["python -m experiments.bench.optimizer", *sizes]),
+        "command": " ".join(["python -m experiments.bench optimizer", *sizes]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": bench.rows,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -61,7 +61,7 @@ LAUNCHES = [
         (128, 128, 4),
         (128, 128, 16),
         (128, 256, 8),
-        (128, 256, 16),
+        (256, 128, 8),
         (256, 128, 16),
     )
 ]
@@ -99,7 +99,7 @@ def arms(sweep: bool) -> dict[str, tuple[Any, Any]]:
                 lambda _, c, launch=launch: kernel.transpose(c, launch=launch),
                 lambda x, out: 2 * size(out),
             )
-        for high, wide, warps in ((64, 256, 8), (128, 128, 8), (32, 256, 4), (32, 512, 8), (64, 128, 4)):
+        for high, wide, warps in ((64, 256, 8), (32, 256, 4), (32, 512, 8), (16, 1024, 8), (64, 128, 4)):
             launch = kernel.Launch(high, wide, warps)
             found[f"maxima {launch}"] = (
                 lambda x, _, launch=launch: kernel.maxima(x, tensor=True, launch=launch)[0],

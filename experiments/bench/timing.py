@@ -19,8 +19,8 @@ L2_BYTES = 50 << 20
 
 
 def copies(bytes_of_one: int) -> int:
-    """Sets of operands that are together larger than the L2 cache, so that no run finds its own there."""
-    return int(min(8, max(2, -(-3 * L2_BYTES // bytes_of_one))))
+    """Sets of operands of one program: larger than the L2 cache, and enough to hide what starting a program takes."""
+    return int(max(8, -(-3 * L2_BYTES // bytes_of_one)))
 
 
 def compiled(functions: dict[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]]) -> dict[str, Callable]:
@@ -80,15 +80,18 @@ def row(case: str, impl: str, metric: str, value: float | None, unit: str, basel
 def means(rows: Sequence[Row], metric: str) -> list[Row]:
     """Geometric means of the ratios of each implementation over all cases, where it has one in each case."""
     cases = {r["case"] for r in rows}
-    ratios: dict[tuple[str, str], list[float]] = {}
+    found: dict[str, list[Row]] = {}
     for r in rows:
         if r["metric"] == metric and r["ratio"]:
-            ratios.setdefault((r["impl"], r["baseline"]), []).append(r["ratio"])
-    return [
-        row("geometric mean", impl, metric, None, "", baseline, float(np.exp(np.mean(np.log(found)))))
-        for (impl, baseline), found in ratios.items()
-        if len(found) == len(cases)
-    ]
+            found.setdefault(r["impl"], []).append(r)
+    means = []
+    for impl, mine in found.items():
+        if len(mine) == len(cases):
+            baselines = {r["baseline"] for r in mine}
+            mean = float(np.exp(np.mean([np.log(r["ratio"]) for r in mine])))
+            against = baselines.pop() if len(baselines) == 1 else "best peer"
+            means.append(row("geometric mean", impl, metric, None, "", against, mean))
+    return means
 
 
 def write(
@@ -118,17 +121,19 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     shown = [r for r in rows if r["ratio"] and r["case"] != "geometric mean" and r["impl"] != r["baseline"]]
-    labels = list(dict.fromkeys(f"{r['impl']} / {r['baseline']}" for r in shown))
+    labels = list(dict.fromkeys(r["impl"] for r in shown))
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.28 * len(labels)), layout="constrained")
     for y, label in enumerate(labels):
-        ratios = [r["ratio"] for r in shown if f"{r['impl']} / {r['baseline']}" == label]
+        ratios = [r["ratio"] for r in shown if r["impl"] == label]
         axes.plot(ratios, [y] * len(ratios), "o", color="tab:blue", alpha=0.5, markersize=5)
         mean = float(np.exp(np.mean(np.log(ratios))))
         axes.plot([mean, mean], [y - 0.35, y + 0.35], color="tab:red", linewidth=2)
     axes.axvline(1, color="gray", linewidth=0.8)
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel("ratio; red: geometric mean over cases")
+    baselines = {r["baseline"] for r in shown}
+    against = baselines.pop() if len(baselines) == 1 else "the best peer"
+    axes.set_xlabel(f"ratio to {against}; red: geometric mean over cases")
     axes.set_title(title, fontsize=9)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -16,7 +16,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from pallas_kernels import codec_triton, quantize_triton
+from pallas_kernels import codec_triton, quantize_triton, scaling_triton
 from tests.kernels.quantize_cases import CASES, arrays
 
 GUARD = 4096
@@ -60,6 +60,10 @@ def multiply_add(a: Any, b: Any, c: Any) -> Any:
     return tl.where(tl.abs(y) < TINY, y * 0.0, y)
 
 
+def inverse(scale: Any) -> Any:
+    return 1.0 / scale.to(tl.float32)
+
+
 def call(kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: Any, _: Any, **static: Any) -> Any:
     given = [np.array(x) for x in inputs]
     buffers = [np.full(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize + 2 * GUARD, 0xA5, np.uint8) for s in shapes]
@@ -76,7 +80,7 @@ def call(kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: A
 def main() -> None:
     jax.custom_batching.sequential_vmap = lambda function: function
     interpreter._convert_float = convert
-    codec_triton.multiply_add = multiply_add
+    codec_triton.multiply_add, scaling_triton.inverse = multiply_add, inverse
     quantize_triton._call = call
     wrong = {}
     for case in CASES:
