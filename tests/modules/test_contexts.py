@@ -412,3 +412,16 @@ def test_rules_and_explain_know_the_norms_of_linen():
     assert len([s for d, s in kept if d == "uint8"]) == 2
     with pytest.raises(ValueError, match="no layer is left for 'norms' to match"):
         fp8jax.explain(model, [fp8jax.Rule("norms", COAT), *rules], x)
+
+
+def test_layers_with_delayed_scaling_make_their_input_again_too():
+    delayed = fp8jax.recipes.te_delayed()
+    model, x = Normed("rms", dtype=jnp.bfloat16), inputs()
+
+    def kept(recipe) -> Counter:
+        graph, params, rest = nnx.split(fp8jax.nnx.quantize(model, recipe), nnx.Param, ...)
+        found = residuals(lambda p, x: nnx.merge(graph, p, rest, copy=True)(x), params, x)
+        return Counter((dtype, shape[-1]) for dtype, shape in found if TOKENS in shape and shape[-1] == WIDTH)
+
+    assert kept(dataclasses.replace(delayed, context=COAT.context)) == {("uint8", WIDTH): 1}
+    assert kept(dataclasses.replace(delayed, context=FAITHFUL.context)) == {("uint8", WIDTH): 2}
