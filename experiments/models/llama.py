@@ -91,11 +91,11 @@ class Embed(nnx.Embed):
     one after the other, in an order that changes from run to run: half the time of a step of 64 M parameters.
     """
 
-    def __call__(self, tokens_N: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array) -> jax.Array:
         if self.num_embeddings > ONE_HOT:
-            return super().__call__(tokens_N)
+            return super().__call__(inputs)
         (table_VxD,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype)
-        return jax.nn.one_hot(tokens_N, self.num_embeddings, dtype=table_VxD.dtype) @ table_VxD
+        return jax.nn.one_hot(inputs, self.num_embeddings, dtype=table_VxD.dtype) @ table_VxD
 
 
 class Attention(nnx.Module):

@@ -36,10 +36,10 @@ def matmul(
     own scales. Any other operand, and any whose codes matrix units do not take, is multiplied in bf16 (fp32 where the
     other operand is an fp32 array).
 
-    On a Hopper GPU the tensor cores accumulate FP8 products with about 14 bits: over 128 of the contraction, after
-    which sums are promoted to fp32, or with fast accumulation and scales of tensors or rows over the whole of it. That
-    is 2e-3 to 4e-3 relative on normal data where the contraction is short, most of it the rounding of a bf16 result,
-    and grows with its length: gradients of weights, whose contraction is over all tokens, lose by it.
+    On a Hopper GPU the tensor cores accumulate FP8 products with about 14 bits: over 128 to 512 of the contraction,
+    after which sums are promoted to fp32, or with fast accumulation over all of it. That is 2e-3 to 4e-3 relative on
+    normal data at a length of 8192, most of it the rounding of a bf16 result, and grows with the length: gradients of
+    weights, whose contraction is over all tokens, lose by it.
 
     Args:
         a: (M, K), quantized with any granularity but "channel", or a floating array.
@@ -60,7 +60,7 @@ def matmul(
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
-    _, how = _choose(a, b, impl, fast, impl == "mosaic" or on_cuda())
+    _, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
     if how is None:
         return _reference(a, b, fast, dtype)
     assert isinstance(a, QTensor)
@@ -81,16 +81,16 @@ def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, pla
 
     Args:
         a, b: as of `matmul`.
-        impl, fast: as of `matmul`.
+        impl: as of `matmul`.
         platform: "cuda", "cpu", ...; None takes JAX's default backend.
 
     Raises:
         ValueError: as `matmul`.
     """
-    return _choose(a, b, impl, fast, on_cuda(platform))[0]
+    return _choose(a, b, impl, on_cuda(platform))[0]
 
 
-def _choose(a: Operand, b: Operand, impl: str, fast: bool, cuda: bool) -> tuple[Choice, Any]:
+def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl == "xla":
@@ -100,8 +100,8 @@ def _choose(a: Operand, b: Operand, impl: str, fast: bool, cuda: bool) -> tuple[
         reason = reason or "an operand has no codes that matrix units take"
     elif reason is None:
         if impl == "auto":
-            return matmul_hopper.choose(a, b, fast)
-        reason = matmul_hopper.unsupported(a, b, fast)
+            return matmul_hopper.choose(a, b)
+        reason = matmul_hopper.unsupported(a, b)
         if reason is None:
             return Choice("mosaic", "asked for"), matmul_hopper.mosaic_kernel(a, b)
     if impl == "mosaic":

@@ -1,5 +1,6 @@
 """Which kernel multiplies two quantized matrices on a GPU, and how it is called."""
 
+import os
 from typing import Literal
 
 import jax
@@ -16,30 +17,35 @@ _K_MAJOR = (((1,), (1,)), ((), ()))
 Kernel = Literal["row", "block", "mx", "mx right"]
 
 
-def choose(a: QTensor, b: QTensor, fast: bool) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
+def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
     """What multiplies them best on a CUDA GPU, and how `run` calls it; None for the reference.
 
-    Measured on an H200 (results/gemm.json): with one scale for each operand cuBLASLt's FP8 product and ours lie within
-    some per cent of each other, ours ahead where the contraction is long; scales of rows, which cuBLASLt leaves to a
-    second kernel of XLA, and of groups are ours.
+    With one scale for each operand cuBLASLt's FP8 product and ours lie within some per cent of each other on an H200
+    (results/gemm.json), ours ahead where the contraction is long. But XLA calls cuBLASLt with 8-bit operands only where
+    its own Triton products are switched off (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false): otherwise it may widen the
+    operands to 16 bits, so that on Hopper the kernel is taken. Scales of rows, which cuBLASLt leaves to a second kernel
+    of XLA, and of groups are ours.
     """
     fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
     if not fp8 or 0 in (*a.shape, *b.shape):
         return Choice("xla", "the kernels take FP8 operands that are not empty"), None
     e5m2 = a.spec.format == b.spec.format == "e5m2"
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
-    long = fast and a.shape[1] >= 7168 and _unfit(a, b, fast) is None
-    if per_tensor and not e5m2 and capability() >= 89 and not long:
+    cublas = per_tensor and not e5m2 and capability() >= 89
+    reason = _unfit(a, b)
+    if cublas and (reason is not None or (_triton_gemm_off() and a.shape[1] < 7168)):
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if capability() >= MICROSCALING and _native(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"
-    reason = _unfit(a, b, fast)
     if reason is not None:
-        cublas = per_tensor and not e5m2 and capability() >= 89
-        return Choice("xla", f"not the kernel: {reason}"), "cublas" if cublas else None
+        return Choice("xla", f"not the kernel: {reason}"), None
     kernel = _kernel(a, b)
     assert kernel is not None
     return Choice("mosaic", f"the kernel for scales of {_NAMES[kernel]}"), kernel
+
+
+def _triton_gemm_off() -> bool:
+    return "--xla_gpu_enable_triton_gemm=false" in os.environ.get("XLA_FLAGS", "").split()
 
 
 _NAMES = {
@@ -50,7 +56,7 @@ _NAMES = {
 }
 
 
-def unsupported(a: QTensor, b: QTensor, fast: bool) -> str | None:
+def unsupported(a: QTensor, b: QTensor) -> str | None:
     """Why no Mosaic kernel can multiply them, or None."""
     if not all(formats.get(q.spec.format).is_float for q in (a, b)):
         return f"codes of {a.spec.format} and {b.spec.format} are not FP8"
@@ -58,16 +64,14 @@ def unsupported(a: QTensor, b: QTensor, fast: bool) -> str | None:
         return f"shapes {a.shape} and {b.shape} are empty"
     if jax.__version_info__ < (0, 11):
         return f"it needs jax >= 0.11, found {jax.__version__}"
-    return "it needs a Hopper GPU" if capability() != HOPPER else _unfit(a, b, fast)
+    return "it needs a Hopper GPU" if capability() != HOPPER else _unfit(a, b)
 
 
-def _unfit(a: QTensor, b: QTensor, fast: bool) -> str | None:
+def _unfit(a: QTensor, b: QTensor) -> str | None:
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs a Hopper GPU and jax >= 0.11"
     if _kernel(a, b) is None:
         return f"no kernel for scales of {a.spec} with {b.spec}"
-    if not fast and _kernel(a, b) == "row":
-        return "the kernel for scales of tensors and rows has fast accumulation only"
     return spread(*jax.tree.leaves((a, b)))
 
 
@@ -116,7 +120,9 @@ def run(
         return _mx(b, a, exact, out_dtype).T.astype(dtype)
     if how == "mx":
         return _mx(a, b, exact, out_dtype).astype(dtype)
-    return (_row if how == "row" else _block)(a, b, out_dtype).astype(dtype)
+    if how == "row":
+        return _row(a, b, fast, out_dtype).astype(dtype)
+    return _block(a, b, out_dtype).astype(dtype)
 
 
 def precision(fast: bool) -> lax.Precision:
@@ -164,10 +170,10 @@ def _terms(a: QTensor, b: QTensor) -> dict[str, Array]:
     return terms
 
 
-def _row(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
+def _row(a: QTensor, b: QTensor, fast: bool, dtype: DTypeLike) -> Array:
     from pallas_kernels.matmul_mosaic import matmul
 
-    return matmul(a.codes, b.codes, **_terms(a, b), out_dtype=dtype)  # type: ignore[arg-type]
+    return matmul(a.codes, b.codes, **_terms(a, b), out_dtype=dtype, fast=fast)  # type: ignore[arg-type]
 
 
 def _block(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:

@@ -20,8 +20,9 @@ def matmul(
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
+    fast: bool = True,
 ) -> jax.Array:
-    """Reference of `pallas_kernels.matmul_mosaic.matmul`."""
+    """Reference of `pallas_kernels.matmul_mosaic.matmul`; fp32 sums whether `fast` or not."""
     out = _product(a.astype(jnp.float32), b.astype(jnp.float32))
     return _epilogue(out, scale, row_scale, column_scale, bias, residual).astype(out_dtype)
 

@@ -33,6 +33,17 @@ def everything() -> Program:
     return program, (Shape((M, K), E5M2), CODES[1], *vectors)
 
 
+def promoted() -> Program:
+    return lambda a, b, s: matmul(a, b, scale=s, fast=False), (*CODES, Shape((), F32))
+
+
+def promoted_everything() -> Program:
+    def program(a: Any, b: Any, r: Any, c: Any, bias: Any, x: Any) -> jax.Array:
+        return matmul(a, b, row_scale=r, column_scale=c, bias=bias, residual=x, fast=False)
+
+    return program, everything()[1]
+
+
 def float32_output() -> Program:
     return lambda a, b: matmul(a, b, out_dtype=F32), CODES
 
@@ -82,4 +93,16 @@ def cublas() -> Program:
     return program, (*CODES, CODES[1], Shape((M, K), E5M2), Shape((4,), F32))
 
 
-ALL = [tensor, everything, float32_output, vocabulary, tiny, block, wgrad, registers, exact]
+ALL = [
+    tensor,
+    everything,
+    promoted,
+    promoted_everything,
+    float32_output,
+    vocabulary,
+    tiny,
+    block,
+    wgrad,
+    registers,
+    exact,
+]

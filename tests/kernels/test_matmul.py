@@ -71,6 +71,7 @@ class Plain:
     right: Any = E4M3
     out: Any = BF16
     terms: tuple[str, ...] = ("scale",)
+    fast: bool = True
 
 
 PLAIN = [
@@ -81,6 +82,8 @@ PLAIN = [
     Plain(140, 190, 700, Tile(64, 64, None, 2), right=E5M2, terms=("scale", "row_scale", "column_scale")),
     Plain(200, 203, 301, Tile(64, 96, None, 3, cluster="M"), terms=("residual",)),
     Plain(70, 210, 130, Tile(64, 64, "N", 2, cluster="N"), out=F32, terms=("scale", "bias")),
+    Plain(140, 130, 1300, Tile(64, 64, "M", 3), left=E5M2, fast=False),
+    Plain(33, 70, 200, Tile(64, 64, "M", 5, cluster="M"), out=F32, terms=("row_scale", "residual"), fast=False),
 ]
 
 
@@ -103,9 +106,10 @@ def plain_arguments(case: Plain) -> tuple[dict[str, jax.Array], np.ndarray]:
 def test_matmul(case: Plain, implementation: str) -> None:
     arguments, want = plain_arguments(case)
     if implementation == "reference":
-        out = reference.matmul(**arguments, out_dtype=case.out)
+        out = reference.matmul(**arguments, out_dtype=case.out, fast=case.fast)
     else:
-        out = interpreted(matmul_mosaic.matmul, **arguments, out_dtype=case.out, tile=case.tile)
+        settings = {"out_dtype": case.out, "fast": case.fast, "tile": case.tile}
+        out = interpreted(matmul_mosaic.matmul, **arguments, **settings)
     assert out.dtype == case.out
     assert error(out, want) < tolerance(case.out)
 
