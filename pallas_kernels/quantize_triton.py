@@ -50,12 +50,12 @@ def _quantize(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    KEEP: tl.constexpr,
 ) -> None:
     """A tile of HIGH rows and WIDE columns.
 
-    Its slices are read again for each purpose, from the cache: keeping them takes registers, and with them the other
-    programs that hide this one's exchanges between threads.
+    Where slices have scales of their own, they are read again for each purpose, from the cache: keeping them takes
+    registers, and with them the other programs that hide this one's exchanges between threads.
     """
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     R: tl.constexpr = HIGH // 4
@@ -68,10 +68,17 @@ def _quantize(
     at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
     word1 = tl.load(noise_ptr) if ROWS[6] or COLUMNS[6] else 0
     word2 = tl.load(noise_ptr + 1) if ROWS[6] or COLUMNS[6] else 0
+    if KEEP:
+        # All loads before the first store, which could be to where they read.
+        x0 = device.load(x_ptr + first, at0, device.inside(m0, n, M, N), MASKED)
+        x1 = device.load(x_ptr + first, at0 + N, device.inside(m0 + 1, n, M, N), MASKED)
+        x2 = device.load(x_ptr + first, at0 + 2 * N, device.inside(m0 + 2, n, M, N), MASKED)
+        x3 = device.load(x_ptr + first, at0 + 3 * N, device.inside(m0 + 3, n, M, N), MASKED)
+        xs = (x0, x1, x2, x3)
     ordered = tl.zeros((R, WIDE), tl.int32)
     if ROWS[0] == 4 or COLUMNS[0] == 3 or COLUMNS[0] == 5:
         for j in tl.static_range(4):
-            x = device.load(x_ptr + first, at0 + j * N, device.inside(m0 + j, n, M, N), MASKED)
+            x = xs[j] if KEEP else device.load(x_ptr + first, at0 + j * N, device.inside(m0 + j, n, M, N), MASKED)
             ordered = tl.maximum(ordered, device.finite(x))
     words = tl.zeros((R, WIDE), tl.uint32)
 
@@ -89,16 +96,17 @@ def _quantize(
             given = 1.0
         else:
             given = device.inverse(tl.load(row_scale_ptr))
-        for j in tl.range(0, 4, loop_unroll_factor=UNROLL):
-            at, here = at0 + j * N, device.inside(m0 + j, n, M, N)
-            x = device.load(x_ptr + first, at, here, MASKED)
-            y = device.scale_along_rows(
-                x, m0 + j, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
-            codes = device.encode(y, first, at, word1, word2, ROWS)
-            if ROWS[8]:
-                device.store(rows_ptr + first, at, codes, here, MASKED)
-            if COLUMNS[0] == 6:
-                words = device.turn(columns_ptr, top, left, i, j, codes, words, here, M, MASKED)
+        if KEEP:
+            for j in tl.static_range(4):
+                words = device.row_slice(
+                    xs[j], words, i, j, m0, n, top, left, first, at0, given, word1, word2, row_scale_ptr, rows_ptr,
+                    row_scales_ptr, row_powers_ptr, columns_ptr, M, N, MASKED, ROWS, COLUMNS)  # fmt: skip
+        else:
+            for j in tl.range(4):
+                x = device.load(x_ptr + first, at0 + j * N, device.inside(m0 + j, n, M, N), MASKED)
+                words = device.row_slice(
+                    x, words, i, j, m0, n, top, left, first, at0, given, word1, word2, row_scale_ptr, rows_ptr,
+                    row_scales_ptr, row_powers_ptr, columns_ptr, M, N, MASKED, ROWS, COLUMNS)  # fmt: skip
 
     if COLUMNS[0] > 0 and COLUMNS[0] < 6:
         LONG: tl.constexpr = COLUMNS[1] // 4
@@ -123,13 +131,17 @@ def _quantize(
                 byte = device.power(largest, factor, COLUMNS)
                 device.store(column_powers_ptr, place, byte.to(tl.uint8), there, MASKED)
                 power = device.over_rows(device.of_power(byte), LONG)
-        for j in tl.range(0, 4, loop_unroll_factor=UNROLL):
-            at, here = at0 + j * N, device.inside(m0 + j, n, M, N)
-            y = device.scaled(device.load(x_ptr + first, at, here, MASKED), factor, COLUMNS)
-            if COLUMNS[0] == 5:
-                y = y * power
-            codes = device.encode(y, first, at, word2, word1, COLUMNS)
-            words = device.turn(columns_ptr, top, left, i, j, codes, words, here, M, MASKED)
+        if KEEP:
+            for j in tl.static_range(4):
+                words = device.column_slice(
+                    xs[j], words, i, j, m0, n, top, left, first, at0, factor, power, word1, word2, columns_ptr, M, N,
+                    MASKED, COLUMNS)  # fmt: skip
+        else:
+            for j in tl.range(4):
+                x = device.load(x_ptr + first, at0 + j * N, device.inside(m0 + j, n, M, N), MASKED)
+                words = device.column_slice(
+                    x, words, i, j, m0, n, top, left, first, at0, factor, power, word1, word2, columns_ptr, M, N,
+                    MASKED, COLUMNS)  # fmt: skip
     if COLUMNS[0] > 0 and M % 4 == 0:
         device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
@@ -192,20 +204,11 @@ def _maxima(
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How the work is cut: tuning only, never the result.
-
-    Attributes:
-        rows: rows of a program's tile, a power of two from 128 on.
-        columns: columns of it, likewise.
-        warps: warps of a program.
-        unroll: slices whose loads are under way at once, 1, 2 or 4, where no slice has scales of its own (there 1;
-            Triton 3.6 needs minutes for more).
-    """
+    """How the work is cut: tuning only, never the result. Sides of a tile are powers of two from 128 on."""
 
     rows: int = 128
     columns: int = 128
     warps: int = 8
-    unroll: int = 4
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None, ...]) -> str | None:
@@ -238,13 +241,12 @@ def maxima(
     """Largest finite magnitudes of a matrix, in one pass.
 
     Args:
-        x: (M, N), fp32, bf16 or fp16. tensor, rows, columns: of what.
-        launch: how the work is cut. compute_capability: as of `quantize`.
+        x: (M, N), fp32, bf16 or fp16. tensor, rows, columns: of what. launch, compute_capability: as of `quantize`.
 
     Returns:
         fp32, of the tensor (), of the rows (M,) and of the columns (N,); None for what is not asked for.
     """
-    launch = launch or Launch(64, 256, 8)
+    launch = launch or Launch(32, 256, 4)
     m, n = x.shape
     down, across = -(-m // launch.rows), -(-n // launch.columns)
     shapes = ((down * across,) if tensor else (1,), (across, m) if rows else (1,), (down, n) if columns else (1,))
@@ -304,7 +306,9 @@ def quantize(
         raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
     if any(c is not None and c.stochastic for c in (rows, coding)) and words is None:
         raise ValueError("stochastic rounding needs words")
-    launch = launch or Launch()
+    own = any(c is not None and c.kind in ("group", "mx") for c in (rows, coding))
+    small = own or any(c is not None and c.kind == "block" for c in (rows, coding))
+    launch = launch or Launch(warps=4 if small else 8)
     m, n = x.shape
     shapes = [*_shapes(rows, (m, n), kept=kept), *_shapes(coding, (n, m), scaled=not same)]
     one = jnp.ones((1, 1), jnp.float32)
@@ -316,12 +320,11 @@ def quantize(
     if same:
         statics[1] = statics[1]._replace(kind=device.KINDS["same"])
     statics[0] = statics[0]._replace(kept=kept)
-    own = any(c is not None and c.kind in ("group", "mx") for c in (rows, coding))
     noise = jnp.zeros(2, jnp.uint32) if words is None else words
     grid = -(-m // launch.rows) * -(-n // launch.columns)
     parts = _call(
         _quantize, [x, *given, noise], shapes, grid, launch, compute_capability,
-        ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]), UNROLL=1 if own else launch.unroll,
+        ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]), KEEP=not own,
     )  # fmt: skip
     first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
     if first is not None and second is not None and same and first.scale is not None:
@@ -355,8 +358,7 @@ def transpose(x: Array, *, launch: Launch | None = None, compute_capability: int
     """The transposed copy of a matrix of 8-bit codes.
 
     Args:
-        x: (M, N), any dtype of one byte.
-        launch: how the work is cut. compute_capability: as of `quantize`.
+        x: (M, N), any dtype of one byte. launch, compute_capability: as of `quantize`.
 
     Returns:
         (N, M) in the dtype of `x`.
@@ -366,7 +368,7 @@ def transpose(x: Array, *, launch: Launch | None = None, compute_capability: int
     """
     if x.ndim != 2 or 0 in x.shape or x.dtype.itemsize != 1:
         raise ValueError(f"the transpose kernel takes matrices of bytes that are not empty, not {x.dtype}{x.shape}")
-    launch = launch or Launch()
+    launch = launch or Launch(warps=16)
     grid = -(-x.shape[0] // launch.rows) * -(-x.shape[1] // launch.columns)
     shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)

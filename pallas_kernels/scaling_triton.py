@@ -263,3 +263,36 @@ def store_words(
     pointer = (columns_ptr + (left.to(tl.int64) * M + top)).to(tl.pointer_type(tl.uint32), bitcast=True)
     at = tl.arange(0, words.shape[1])[:, None] * (M // 4) + i[None, :]
     store(pointer, at, tl.trans(words), inside(n, top + 4 * i, N, M), MASKED)
+
+
+@triton.jit
+def row_slice(
+    x: tl.tensor, words: tl.tensor, i: tl.tensor, j: tl.tensor, m0: tl.tensor, n: tl.tensor, top: tl.tensor,
+    left: tl.tensor, first: tl.tensor, at0: tl.tensor, given: tl.tensor, word1: tl.tensor, word2: tl.tensor,
+    scale_ptr: tl.tensor, rows_ptr: tl.tensor, scales_ptr: tl.tensor, powers_ptr: tl.tensor, columns_ptr: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Writes the codes of slice `j`; returns the words, with them where the transposed copy has the same."""
+    at, here = at0 + j * N, inside(m0 + j, n, M, N)
+    y = scale_along_rows(x, m0 + j, n, given, scale_ptr, scales_ptr, powers_ptr, M, N, MASKED, ROWS)
+    codes = encode(y, first, at, word1, word2, ROWS)
+    if ROWS[8]:
+        store(rows_ptr + first, at, codes, here, MASKED)
+    if COLUMNS[0] == 6:
+        words = turn(columns_ptr, top, left, i, j, codes, words, here, M, MASKED)
+    return words
+
+
+@triton.jit
+def column_slice(
+    x: tl.tensor, words: tl.tensor, i: tl.tensor, j: tl.tensor, m0: tl.tensor, n: tl.tensor, top: tl.tensor,
+    left: tl.tensor, first: tl.tensor, at0: tl.tensor, factor: tl.tensor, power: tl.tensor, word1: tl.tensor,
+    word2: tl.tensor, columns_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Words with the codes that slice `j` has in the transposed copy."""
+    y = scaled(x, factor, COLUMNS)
+    if COLUMNS[0] == 5:
+        y = y * power
+    codes = encode(y, first, at0 + j * N, word2, word1, COLUMNS)
+    return turn(columns_ptr, top, left, i, j, codes, words, inside(m0 + j, n, M, N), M, MASKED)
