@@ -283,7 +283,7 @@ def main(argv: list[str]) -> None:
             print(f"{shape}: not measured, the time limit is reached")
             continue
         rows += measure(shape, arms, options.rounds, options.burst)
-    rows += timing.means(rows, "rate")
+    rows += timing.means(rows, "rate", "xla bf16")
     versions = {"torch": torch.__version__} if torch else {}
     notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
     if not options.sweep:

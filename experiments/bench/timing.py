@@ -77,8 +77,12 @@ def row(case: str, impl: str, metric: str, value: float | None, unit: str, basel
             "ratio": ratio}  # fmt: skip
 
 
-def means(rows: Sequence[Row], metric: str) -> list[Row]:
-    """Geometric means of the ratios of each implementation over all cases, where it has one in each case."""
+def means(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> list[Row]:
+    """Geometric means of the ratios of each implementation over all cases.
+
+    Cases are left out, and their number is told, where an implementation failed, or where there was nothing but
+    `last_resort` to compare it with, which others have a peer in place of.
+    """
     cases = {r["case"] for r in rows}
     found: dict[str, list[Row]] = {}
     for r in rows:
@@ -86,11 +90,13 @@ def means(rows: Sequence[Row], metric: str) -> list[Row]:
             found.setdefault(r["impl"], []).append(r)
     means = []
     for impl, mine in found.items():
-        if len(mine) == len(cases):
-            baselines = {r["baseline"] for r in mine}
-            mean = float(np.exp(np.mean([np.log(r["ratio"]) for r in mine])))
-            against = baselines.pop() if len(baselines) == 1 else "best peer"
-            means.append(row("geometric mean", impl, metric, None, "", against, mean))
+        if {r["baseline"] for r in mine} != {last_resort}:
+            mine = [r for r in mine if r["baseline"] != last_resort]
+        baselines = {r["baseline"] for r in mine}
+        mean = float(np.exp(np.mean([np.log(r["ratio"]) for r in mine])))
+        against = baselines.pop() if len(baselines) == 1 else "best peer"
+        where = "geometric mean" + (f" of {len(mine)}" if len(mine) < len(cases) else "")
+        means.append(row(where, impl, metric, None, "", against, mean))
     return means
 
 
@@ -120,7 +126,9 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    shown = [r for r in rows if r["ratio"] and r["case"] != "geometric mean" and r["impl"] != r["baseline"]]
+    shown = [
+        r for r in rows if r["ratio"] and not r["case"].startswith("geometric mean") and r["impl"] != r["baseline"]
+    ]
     labels = list(dict.fromkeys(r["impl"] for r in shown))
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.28 * len(labels)), layout="constrained")
     for y, label in enumerate(labels):
