@@ -91,9 +91,9 @@ class Embed(nnx.Embed):
     one after the other, in an order that changes from run to run: half the time of a step of 64 M parameters.
     """
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        if self.num_embeddings > ONE_HOT:
-            return super().__call__(inputs)
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        if self.num_embeddings > ONE_HOT or out_sharding is not None:
+            return super().__call__(inputs, out_sharding)
         (table_VxD,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype)
         return jax.nn.one_hot(inputs, self.num_embeddings, dtype=table_VxD.dtype) @ table_VxD
 

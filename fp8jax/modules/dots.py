@@ -39,7 +39,7 @@ class DotGeneral:
             precision,
             preferred_element_type,
             recipe=self.linear,
-            key=content_key(lhs) if self.linear.stochastic else None,
+            key=_key(lhs, self.linear),
             quantized=quantized,
             out_sharding=out_sharding,
         )
@@ -63,8 +63,7 @@ class Einsum:
     ) -> Array:
         if precision not in (None, lax.Precision.DEFAULT, "default") or out_sharding is not None:
             raise ValueError(f"a quantized einsum takes no precision={precision!r}, out_sharding={out_sharding!r}")
-        key = content_key(lhs) if self.linear.stochastic else None
-        y = einsum(subscripts, lhs, rhs, recipe=self.linear, key=key)
+        y = einsum(subscripts, lhs, rhs, recipe=self.linear, key=_key(lhs, self.linear))
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 
@@ -96,6 +95,14 @@ class SharedPromotion:
 
 
 _casts: Recent[Array] = Recent()
+
+
+_keys: Recent[Array] = Recent()
+
+
+def _key(lhs: Array, linear: Linear) -> Array | None:
+    """One key for all layers that read an input, so that they share its codes."""
+    return _keys.get(lhs, None, lambda: content_key(lhs)) if linear.stochastic else None
 
 
 def check_replaceable(path: str, layer: Any) -> None:

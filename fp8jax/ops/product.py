@@ -18,7 +18,7 @@ from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.quantize import quantize, transpose
-from fp8jax.ops.recent import Recent
+from fp8jax.ops.recent import Recent, Same
 from fp8jax.ops.saved import ITSELF, Remade, from_bytes, origins, to_bytes
 
 
@@ -84,17 +84,18 @@ def product(
     saved = None
     if kept is not None:
         subkey = _subkey(key, kept, "saved")
-        if subkey is None and scales is None:
-            make = functools.partial(_save, x, kept, recipe.scaling)
-            saved = _inputs.get(x if source is None else source, (kept, recipe.scaling, x.shape), make)
+        if scales is None:
+            make = functools.partial(_save, x, kept, recipe.scaling, subkey)
+            how = (kept, recipe.scaling, x.shape, None if subkey is None else Same(key))
+            saved = _inputs.get(x if source is None else source, how, make)
         else:
             saved = _save(x, kept, recipe.scaling, subkey, None if scales is None else scales.x)
     # Codes rounded stochastically can be made again only with their key.
     origin = None if source is None or (kept and kept.rounding == "stochastic") else origins.find(source)
-    how, made_of = (None, None) if origin is None else origin
-    if how == ITSELF:
+    remade, made_of = (None, None) if origin is None else origin
+    if remade == ITSELF:
         made_of = source
-    return _product(recipe, how, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales, quantized, made_of)
+    return _product(recipe, remade, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales, quantized, made_of)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = None) -> QuantizedWeight:

@@ -1,5 +1,6 @@
 """What was last made of an array, and what arrays were made from: by their identity, within one trace."""
 
+import dataclasses
 import functools
 import threading
 import weakref
@@ -11,6 +12,19 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
 Made = TypeVar("Made")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Same:
+    """Stands for an object where objects are compared: equal if they are the same, and alive as long as this is."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class Recent(threading.local, Generic[Made]):

@@ -97,7 +97,7 @@ def saved_codes(model) -> Counter:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", ["te_current", "deepseek"])
+@pytest.mark.parametrize("name", ["te_current", "deepseek", "int8_block"])
 def test_linears_that_read_one_input_save_its_codes_once(name, dtype):
     layers, width = CONFIG.layers, CONFIG.dim
     model = fp8jax.nnx.quantize(llama(dtype=dtype), fp8jax.recipes.get(name))
