@@ -52,11 +52,8 @@ def matmul(
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     hopper.check_epilogue(epilogue, m, n)
-    if fast:
-        widest = 160 if residual is not None else 192  # beyond, the epilogue's vectors no longer fit the registers
-        tile = tile or best_tile(m, n, k, widest)
-    else:
-        tile = tile or hopper.Tile(64, 128 if residual is not None else 160, stages=5, cluster=hopper.pairing(m, 128))
+    widest = 160 if residual is not None else 192  # beyond, the epilogue's vectors no longer fit the registers
+    tile = tile or best_tile(m, n, k, widest if fast else widest - 32, fast)
     shape = (tile.rows, tile.cols)
 
     def add_all(share: hopper.Share, finish: Any) -> None:
@@ -114,8 +111,8 @@ def matmul(
     )
 
 
-def best_tile(m: int, n: int, k: int, widest: int = 192) -> hopper.Tile:
-    """The tile with the least estimated time: waves of tiles times what a tile costs.
+def best_tile(m: int, n: int, k: int, widest: int = 192, fast: bool = True) -> hopper.Tile:
+    """The tile, of at most `widest` columns, with the least estimated time: waves of tiles times what a tile costs.
 
     A 128-deep step costs a tile the larger of its tensor-core and its shared-memory cycles (operands written once, b
     read for every 64 rows, 128 bytes a cycle). Where warpgroups take turns, one's epilogue hides behind the other's
@@ -129,5 +126,7 @@ def best_tile(m: int, n: int, k: int, widest: int = 192) -> hopper.Tile:
         return waves * (steps * max(shared, tile.block_rows * tile.block_cols / 32) + 5000 * (tile.split is not None))
 
     turns = [(c, s) for c, s in ((128, 6), (160, 5), (192, 4)) if c <= widest]
-    candidates = [hopper.Tile(128, c, None, s, cluster=hopper.pairing(m, 128)) for c, s in turns]
-    return min([*candidates, hopper.Tile()], key=cost)
+    cluster = hopper.pairing(m, 128)
+    if not fast:  # twice the accumulators: the warpgroups share a tile
+        return min((hopper.Tile(64, c, stages=s, cluster=cluster) for c, s in turns), key=cost)
+    return min([*(hopper.Tile(128, c, None, s, cluster=cluster) for c, s in turns), hopper.Tile()], key=cost)

@@ -2,9 +2,9 @@
 
     python -m experiments.tables.training_parity --data 'books/*.txt' --devices 4
 
-Trains every arm that is not finished, one on each device at a time, then compares them. Stopped by SIGINT or SIGTERM,
-all arms save; the same command goes on. Each arm sees the same batches in the same order; three seeds of bf16 are the
-noise that a difference must exceed.
+Trains every arm that results/training_parity/ lacks, one on each device at a time, then compares all. Stopped by SIGINT
+or SIGTERM, all arms save; the same command goes on. Each arm sees the same batches in the same order; three seeds of
+bf16 are the noise that a difference must exceed.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import jax
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -54,15 +55,24 @@ ARMS: dict[str, tuple[fp8jax.Recipe, int]] = {
     "bf16, seed 1": (fp8jax.recipes.bf16(), 1),
     "bf16, seed 2": (fp8jax.recipes.bf16(), 2),
 }
-_LIMIT = 0.005
+_LIMIT, _STRIDE = 0.005, 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A finished arm: `result` as experiments.report.Result, and its rows of metrics.jsonl."""
+    """A finished arm.
 
+    Attributes:
+        flags: of experiments.train that it was trained with.
+        device: that it was trained on.
+        result: as experiments.report.Result.
+        losses: training losses, each the mean of `_STRIDE` steps.
+    """
+
+    flags: str
+    device: str
     result: dict[str, Any]
-    metrics: list[dict[str, Any]]
+    losses: list[float]
 
     @property
     def loss(self) -> float:
@@ -126,14 +136,35 @@ def train_all(names: Sequence[str], devices: int, argv: Sequence[str], out: Path
     return codes
 
 
-def read(out: Path) -> dict[str, Arm]:
-    """The arms that are finished."""
-    found = {}
+def collect(out: Path, results: Path, flags: str) -> None:
+    """Keeps what matters of the arms that are finished, in RESULTS/training_parity/."""
     for name in ARMS:
         finished = folder(out, name) / "result.json"
         if finished.exists():
+            losses = [row["loss"] for row in report.read_metrics(finished.with_name("metrics.jsonl")) if "loss" in row]
+            means = [float(np.mean(losses[i : i + _STRIDE])) for i in range(0, len(losses), _STRIDE)]
             result = json.loads(finished.read_text())["result"]
-            found[name] = Arm(result, report.read_metrics(finished.with_name("metrics.jsonl")))
+            arm = Arm(flags, jax.devices()[0].device_kind, result, [round(x, 5) for x in means])
+            path = stored(results, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            report.write_json(path, dataclasses.asdict(arm))
+
+
+def stored(results: Path, name: str) -> Path:
+    """Where an arm is kept."""
+    recipe, seed = ARMS[name]
+    return results / "training_parity" / f"{recipe.name}_{seed}.json"
+
+
+def read(results: Path, flags: str) -> dict[str, Arm]:
+    """The arms that are kept and were trained with these flags."""
+    found = {}
+    for name in ARMS:
+        path = stored(results, name)
+        if path.exists():
+            arm = Arm(**json.loads(path.read_text()))
+            if arm.flags == flags:
+                found[name] = arm
     return found
 
 
@@ -177,9 +208,9 @@ def draw(arms: Mapping[str, Arm]) -> Figure:
     """Training loss, smoothed, and its distance from bf16's."""
     figure = Figure(figsize=(13, 4.5), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2)
-    curves = {name: _smooth([row["loss"] for row in arm.metrics if "loss" in row]) for name, arm in arms.items()}
+    curves = {name: _smooth(arm.losses) for name, arm in arms.items()}
     for name, losses in curves.items():
-        steps = np.arange(len(losses))
+        steps = _STRIDE * np.arange(len(losses))
         style = {"color": "0.6", "lw": 0.8} if name.startswith("bf16,") else {"lw": 1.1}
         left.plot(steps, losses, label=name, **style)  # type: ignore[arg-type]
         shared = min(len(losses), len(curves["bf16"]))
@@ -207,20 +238,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.arm:
         return train_arm(given.arm, given.data, given.out, given.flags)
-    missing = [name for name in given.arms if not (folder(given.out, name) / "result.json").exists()]
+    missing = [name for name in given.arms if name not in read(given.results, given.flags)]
     passed = ["--data", *given.data, "--flags", given.flags, "--out", str(given.out)]
     codes = train_all(missing, given.devices, passed, given.out)
-    arms = read(given.out)
+    collect(given.out, given.results, given.flags)
+    arms = read(given.results, given.flags)
     unfinished = [name for name in given.arms if name not in arms]
     if unfinished:
         print(f"not finished: {', '.join(unfinished)} (exit codes {codes}); give the same command again")
     if "bf16" not in arms:
         return 1
     first = arms["bf16"]
-    tokens = sum(1 for row in first.metrics if "loss" in row)
     notes = [
-        f"A Llama of {first.result['parameters']:,} parameters on text as bytes, {tokens:,} steps; flags of "
-        f"experiments.train: {given.flags}. bf16 keeps fp32 master weights and moments, as all arms keep fp32 master "
+        f"A Llama of {first.result['parameters']:,} parameters on text as bytes, on one {first.device} an arm; flags "
+        f"of experiments.train: {given.flags}. bf16 keeps fp32 master weights and moments, as all arms keep fp32 master "
         "weights. The control has int8 moments without expansion and int8 products with one scale a tensor.",
         "The paper's ratios are those of the logarithms of Table 13's training perplexities; in pretraining OLMo-1B "
         "its training loss is 0.67 % above bf16's (Table 3).",
@@ -236,7 +267,7 @@ def _moments(arm: Arm) -> float:
     return (sizes["mu"] + sizes["nu"]) / arm.result["parameters"]
 
 
-def _smooth(values: Sequence[float], width: int = 50) -> np.ndarray:
+def _smooth(values: Sequence[float], width: int = 5) -> np.ndarray:
     width = max(1, min(width, len(values)))
     return np.convolve(values, np.ones(width) / width, "valid")
 

@@ -13,8 +13,7 @@ TINY = (
 
 def arm(loss, moments=8):
     result = {"valid_loss": loss, "parameters": 10, "state_bytes": {"mu": 5 * moments, "nu": 5 * moments, "other": 0}}
-    rows = [{"step": i, "loss": loss + 1 / i} for i in range(1, 101)] + [{"step": 100, "valid_loss": loss}]
-    return Arm(result | {"tokens_per_s": 1e3}, rows)
+    return Arm(TINY, "cpu", result | {"tokens_per_s": 1e3}, [loss + 1 / i for i in range(1, 101)])
 
 
 ARMS = {
@@ -43,10 +42,14 @@ def test_rows_are_relative_to_bf16():
     assert len(training_parity.draw(ARMS).axes) == 2
 
 
-def test_an_arm_is_trained_and_found(corpus, tmp_path):
-    assert training_parity.read(tmp_path) == {}
+def test_an_arm_is_trained_and_kept(corpus, tmp_path):
+    results = tmp_path / "results"
+    training_parity.collect(tmp_path, results, TINY)
+    assert training_parity.read(results, TINY) == {}
     assert training_parity.train_arm("control", [str(corpus)], tmp_path, TINY) == 0
-    found = training_parity.read(tmp_path)
+    training_parity.collect(tmp_path, results, TINY)
+    found = training_parity.read(results, TINY)
     assert list(found) == ["control"]
     assert found["control"].result["recipe"] == "control"
-    assert [row["step"] for row in found["control"].metrics if "loss" in row] == [1, 2, 3, 4]
+    assert len(found["control"].losses) == 1
+    assert training_parity.read(results, "--steps 5") == {}
