@@ -61,7 +61,15 @@ class Row:
 
 
 def write(
-    bench: str, title: str, rows: Sequence[Row], notes: Sequence[str], figure: Figure | None, results: Path = RESULTS
+    bench: str,
+    title: str,
+    rows: Sequence[Row],
+    notes: Sequence[str],
+    figure: Figure | None,
+    results: Path = RESULTS,
+    *,
+    arguments: str = "",
+    device: str | None = None,
 ) -> Path:
     """Writes results/BENCH.json, and results/BENCH.png where there is a figure.
 
@@ -72,15 +80,18 @@ def write(
         notes: what was measured on what, and why it differs from the paper's.
         figure: to be drawn beside them.
         results: folder, made where missing.
+        arguments: of the command that regenerates it.
+        device: what was measured on; None for this process's first device.
     """
     results.mkdir(parents=True, exist_ok=True)
-    device = jax.devices()[0]
+    if device is None:
+        device = f"{jax.devices()[0].device_kind} ({jax.devices()[0].platform}, {platform.machine()})"
     content = {
         "bench": bench,
         "title": title,
-        "device": f"{device.device_kind} ({device.platform}, {platform.machine()})",
+        "device": device,
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
-        "command": f"python -m experiments.tables.{bench}",
+        "command": f"python -m experiments.tables.{bench} {arguments}".strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "notes": list(notes),
         "rows": [dataclasses.asdict(row) for row in rows],

@@ -27,9 +27,11 @@ ARMS = {
 
 def test_arms_are_told_apart_by_the_limit():
     assert training_parity.noise(ARMS) == pytest.approx(0.003)
-    noise, coat, control = training_parity.verdict(ARMS)
+    noise, coat, control, missing = training_parity.verdict(ARMS)
     assert "0.30%" in noise
     assert coat == "coat: +0.40% of bf16's validation loss, within the limit of 0.5%."
+    assert missing == "Not trained yet: coat_optimizer; coat_activations."
+    assert training_parity.noise({"bf16": ARMS["bf16"]}) is None
     assert control == "control: +2.00% of bf16's validation loss, outside the limit of 0.5%."
 
 
