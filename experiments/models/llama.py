@@ -1,5 +1,7 @@
 """A plain Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
 
+With `norm="layer"` it is an OLMo, whose norms are LayerNorms without parameters (Groeneveld et al., 2024, section 2.1).
+
 Layers are Flax's own, stacked along a leading axis by `nnx.vmap` and run by `nnx.scan`, so that one block is compiled
 whatever the depth. Shapes stand in the names: B sequences, T positions, N = B x T tokens, D width, H query heads, K key
 heads, C channels of a head, V vocabulary. The residual stream is kept as (N, D): XLA on CPU has a fast path for the
@@ -27,7 +29,8 @@ class LlamaConfig:
         mlp_dim: width inside the SwiGLU.
         tied: whether the output head is the transposed embedding table.
         rope_theta: base of the rotary frequencies.
-        norm_eps: added to the mean square in RMSNorm.
+        norm_eps: added to the mean square in RMSNorm, to the variance in LayerNorm.
+        norm: "rms", with a scale, or "layer", with neither scale nor bias.
     """
 
     vocab: int
@@ -39,6 +42,7 @@ class LlamaConfig:
     tied: bool = False
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    norm: str = "rms"
 
     @property
     def head_dim(self) -> int:
@@ -56,6 +60,8 @@ class LlamaConfig:
             raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head size, got dim/heads = {self.head_dim}")
+        if self.norm not in ("rms", "layer"):
+            raise ValueError(f"norm must be rms or layer, got {self.norm!r}")
 
 
 def rope_tables(length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -82,6 +88,21 @@ def _linear(
 ) -> nnx.Linear:
     init = nnx.initializers.normal(std)
     return nnx.Linear(inner, outer, use_bias=False, kernel_init=init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+
+def _norm(config: LlamaConfig, **kinds: Any) -> nnx.RMSNorm | nnx.LayerNorm:
+    if config.norm == "rms":
+        return nnx.RMSNorm(config.dim, epsilon=config.norm_eps, **kinds)
+    return nnx.LayerNorm(config.dim, epsilon=config.norm_eps, use_scale=False, use_bias=False, **kinds)
+
+
+def attend(q_BxTxHxC: jax.Array, k_BxTxKxC: jax.Array, v_BxTxKxC: jax.Array, *, is_causal: bool) -> jax.Array:
+    """Softmax attention by the fastest implementation of the default device; (B, T, H, C)."""
+    # cuDNN's flash attention exists for 16-bit types on NVIDIA GPUs only.
+    flash = jax.default_backend() == "gpu" and q_BxTxHxC.dtype in (jnp.bfloat16, jnp.float16)
+    return jax.nn.dot_product_attention(
+        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=is_causal, implementation="cudnn" if flash else "xla"
+    )
 
 
 class Embed(nnx.Embed):
@@ -117,11 +138,7 @@ class Attention(nnx.Module):
         q_BxTxHxC = apply_rope(self.q(x_NxD).reshape(*split, self.config.heads, channels), cos_TxC, sin_TxC)
         k_BxTxKxC = apply_rope(self.k(x_NxD).reshape(*split, self.config.kv_heads, channels), cos_TxC, sin_TxC)
         v_BxTxKxC = self.v(x_NxD).reshape(*split, self.config.kv_heads, channels)
-        # cuDNN's flash attention exists for 16-bit types on NVIDIA GPUs only.
-        flash = jax.default_backend() == "gpu" and q_BxTxHxC.dtype in (jnp.bfloat16, jnp.float16)
-        mixed_BxTxHxC = jax.nn.dot_product_attention(
-            q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=True, implementation="cudnn" if flash else "xla"
-        )
+        mixed_BxTxHxC = attend(q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=True)
         return self.out(mixed_BxTxHxC.reshape(x_NxD.shape))
 
 
@@ -147,9 +164,9 @@ class Block(nnx.Module):
         self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, param_dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
     ) -> None:
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.attention_norm = nnx.RMSNorm(config.dim, epsilon=config.norm_eps, **kinds)
+        self.attention_norm = _norm(config, **kinds)
         self.attention = Attention(config, **kinds)
-        self.mlp_norm = nnx.RMSNorm(config.dim, epsilon=config.norm_eps, **kinds)
+        self.mlp_norm = _norm(config, **kinds)
         self.mlp = SwiGLU(config, **kinds)
 
     def __call__(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> jax.Array:
@@ -192,21 +209,26 @@ class Llama(nnx.Module):
             return Block(config, rngs=rngs, **kinds)
 
         self.layers = stack(rngs)
-        self.norm = nnx.RMSNorm(config.dim, epsilon=config.norm_eps, rngs=rngs, **kinds)
+        self.norm = _norm(config, rngs=rngs, **kinds)
         if not config.tied:
             self.head = _linear(config.dim, config.vocab, 0.02, dtype, param_dtype, rngs)
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
         """Integer tokens (B, T) to logits (B, T, V) in the compute dtype."""
-        config = self.config
-        cos_TxC, sin_TxC = rope_tables(tokens_BxT.shape[1], config.head_dim, config.rope_theta)
+        x_NxD = self.decode(self.embed(tokens_BxT.reshape(-1)), tokens_BxT.shape[1])
+        return self.logits(x_NxD).reshape(*tokens_BxT.shape, self.config.vocab)
+
+    def decode(self, x_NxD: jax.Array, length: int) -> jax.Array:
+        """Embedded sequences of a length T, one after the other in N, to what the head reads, (N, D)."""
+        cos_TxC, sin_TxC = rope_tables(length, self.config.head_dim, self.config.rope_theta)
 
         def block(layer: Block, x_NxD: jax.Array) -> jax.Array:
             return layer(x_NxD, cos_TxC, sin_TxC)
 
         if self.remat:
             block = nnx.remat(block)
-        x_NxD = self.embed(tokens_BxT.reshape(-1))
-        x_NxD = self.norm(nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x_NxD))
-        logits_NxV = self.embed.attend(x_NxD) if config.tied else self.head(x_NxD)
-        return logits_NxV.reshape(*tokens_BxT.shape, config.vocab)
+        return self.norm(nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x_NxD))
+
+    def logits(self, x_NxD: jax.Array) -> jax.Array:
+        """What `decode` returned to logits (N, V)."""
+        return self.embed.attend(x_NxD) if self.config.tied else self.head(x_NxD)

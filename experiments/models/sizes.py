@@ -1,7 +1,9 @@
 """The table of model sizes. To add a size, add a row.
 
 60m to 350m follow the shapes that the low-memory-optimizer literature trains; 1b and 3b are shaped like today's small
-Llamas; 7b and 13b are Llama 2's, 30b is the first Llama's. 5m and 15m are for machines without an accelerator.
+Llamas; 7b and 13b are Llama 2's, 30b is the first Llama's. 5m and 15m are for machines without an accelerator. Names
+that start with olmo- have OLMo's norms; olmo-1b and olmo-7b are OLMo's own (Groeneveld et al., 2024, Table 1), of which
+the first has a tied head.
 """
 
 from experiments.models.llama import LlamaConfig
@@ -18,6 +20,9 @@ _TABLE = {
     "7b": (4096, 32, 32, 32, 11008),
     "13b": (5120, 40, 40, 40, 13824),
     "30b": (6656, 60, 52, 52, 17920),
+    "olmo-5m": (256, 6, 4, 4, 768),
+    "olmo-1b": (2048, 16, 16, 16, 8192),
+    "olmo-7b": (4096, 32, 32, 32, 11008),
 }
 
 NAMES = tuple(_TABLE)
@@ -32,4 +37,5 @@ def get(name: str, vocab: int, *, tied: bool = False) -> LlamaConfig:
     if name not in _TABLE:
         raise ValueError(f"unknown model size {name!r}; the sizes are {', '.join(NAMES)}")
     dim, layers, heads, kv_heads, mlp_dim = _TABLE[name]
-    return LlamaConfig(vocab, dim, layers, heads, kv_heads, mlp_dim, tied=tied)
+    norm = "layer" if name.startswith("olmo-") else "rms"
+    return LlamaConfig(vocab, dim, layers, heads, kv_heads, mlp_dim, tied=tied, norm=norm)

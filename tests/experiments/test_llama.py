@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.config import Model
 from experiments.models import llama, sizes
 from experiments.models.llama import Block, Llama, LlamaConfig
 
@@ -33,11 +34,18 @@ def test_published_sizes_have_their_published_parameter_counts(name, expected):
     assert count(sizes.get(name, 32_000)) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "tied", "expected"), [("olmo-1b", True, 1_176_764_416), ("olmo-7b", False, 6_888_095_744)]
+)
+def test_olmo_has_its_published_parameter_counts(name, tied, expected):
+    assert count(sizes.get(name, 50_304, tied=tied)) == expected
+
+
 @pytest.mark.parametrize("name", sizes.NAMES)
 def test_every_size_is_possible_and_about_as_large_as_its_name(name):
-    config = sizes.get(name, 256 if name in ("5m", "15m") else 32_000)
+    config = sizes.get(name, 256 if name.endswith("-5m") or name in ("5m", "15m") else 32_000, tied=name == "olmo-1b")
     config.validate()
-    stated = float(name[:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
+    stated = float(name.split("-")[-1][:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
     assert 0.85 * stated <= count(config) <= 1.15 * stated
 
 
@@ -54,6 +62,7 @@ def test_unknown_size_is_an_error_that_lists_the_sizes():
         ("kv_heads", 3, "heads 4 is not divisible by kv_heads 3"),
         ("dim", 12, "even head size"),
         ("vocab", -1, "vocab must be at least 1, got -1"),
+        ("norm", "none", "norm must be rms or layer, got 'none'"),
     ],
 )
 def test_impossible_shapes_are_errors_that_name_the_value(field, value, message):
@@ -68,6 +77,22 @@ def test_dtypes_and_shapes(tied):
     logits = model(TOKENS)
     assert (logits.shape, logits.dtype) == ((3, 10, TINY.vocab), jnp.bfloat16)
     assert hasattr(model, "head") is not tied
+
+
+def test_norms_of_olmo_center_and_have_no_parameters():
+    config = Model(model="olmo-5m", layers=2, dim=32).shape(TINY.vocab)
+    assert config == LlamaConfig(TINY.vocab, 32, 2, 4, 4, 768, norm="layer")
+    model = make(config)
+    names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    layers = {
+        f"layers/{p}/kernel"
+        for p in [*(f"attention/{n}" for n in ("q", "k", "v", "out")), "mlp/gate", "mlp/up", "mlp/down"]
+    }
+    assert names == {"embed/embedding", "head/kernel"} | layers
+    x = np.random.default_rng(4).normal(3, 2, (5, 32)).astype(np.float32)
+    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    for norm in (model.norm, model.layers.mlp_norm, model.layers.attention_norm):
+        np.testing.assert_allclose(norm(x), expected, atol=1e-5)
 
 
 def test_tied_head_is_the_embedding_table():
