@@ -129,6 +129,8 @@ class Linear:
                 raise ValueError(
                     f"linear.{field} {text!r} is no operand of a matrix unit; take an 8-bit format, unexpanded"
                 )
+            if field in ("x", "w", "w_dgrad", "x_wgrad") and spec.rounding == "stochastic":
+                raise ValueError(f"linear.{field} {text!r}: only gradients and what is saved round stochastically")
             if spec.granularity == "channel" or spec.axis != -1 or spec.stacked:
                 raise ValueError(f"linear.{field} {text!r} must have scales along the contraction, its last axis")
         for product, (a, b) in self.products().items():

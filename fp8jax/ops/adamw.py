@@ -17,9 +17,9 @@ from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.ops import adamw_fused
 from fp8jax.ops.adamw_fused import IMPLS as IMPLS
 from fp8jax.ops.adamw_fused import Adam as Adam
-from fp8jax.ops.adamw_fused import Choice as Choice
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
+from fp8jax.ops.choice import Choice as Choice
 from fp8jax.ops.rounding import round_stochastically
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -10,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from fp8jax.core import blocks, expansion, formats
 from fp8jax.core.qtensor import QTensor
+from fp8jax.ops.choice import Choice, capability, missing_triton, spread
 
 Moment = QTensor | Array
 Form = Literal["update", "step"]
@@ -43,19 +43,6 @@ class Adam:
     count: Array
     rate: Any = -1.0
     weight_decay: Any = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What computes the step of a parameter.
-
-    Attributes:
-        impl: "triton", the fused kernel, or "xla".
-        reason: why.
-    """
-
-    impl: Literal["xla", "triton"]
-    reason: str
 
 
 @functools.partial(
@@ -118,33 +105,14 @@ def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
         return Choice("xla", "no moment is quantized")
     if impl == "xla":
         return Choice("xla", "asked for")
-    reason = (None if cuda else "it needs a CUDA GPU") or missing() or _unsupported(leaf) or _cut(leaf)
+    reason = (
+        (None if cuda else "it needs a CUDA GPU") or missing_triton("adamw_triton") or _unsupported(leaf) or _cut(leaf)
+    )
     if reason is None:
         return Choice("triton", "the fused kernel takes it")
     if impl == "triton":
         raise ValueError(f"impl 'triton' cannot run: {reason}")
     return Choice("xla", f"not the fused kernel: {reason}")
-
-
-@functools.cache
-def missing() -> str | None:
-    """Why no Triton kernel can run with the installed packages and GPU, or None."""
-    try:
-        kernel = importlib.import_module("pallas_kernels.adamw_triton")
-    except Exception as error:  # A broken installation fails to import in ways of its own.
-        return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
-    capability = _capability()
-    if capability < kernel.FP8_CAPABILITY:
-        return f"the GPU has compute capability {capability}, and fp8 conversions need {kernel.FP8_CAPABILITY}"
-    return None
-
-
-def _capability() -> int:
-    """Compute capability of the GPU; without one, as in ahead-of-time compilation, that of Hopper."""
-    device = jax.devices()[0]
-    version = str(getattr(device, "compute_capability", "9.0")) if device.platform == "gpu" else "9.0"
-    digits = version.replace(".", "")
-    return int(digits) if digits.isdigit() else 0
 
 
 def _unsupported(leaf: Leaf) -> str | None:
@@ -161,23 +129,11 @@ def _unsupported(leaf: Leaf) -> str | None:
 
 def _cut(leaf: Leaf) -> str | None:
     """Why groups may not lie on one device each, as far as the arrays and their types tell, or None."""
-    arrays = [leaf.grad, leaf.weight, *(_parts(moment)[0] for moment in (leaf.mu, leaf.nu))]
-    arrays = [x for x in arrays if x is not None]
+    arrays = [leaf.grad, *(_parts(moment)[0] for moment in (leaf.mu, leaf.nu))]
+    arrays += [] if leaf.weight is None else [leaf.weight]
     if axes := _explicit(leaf):
         return _cut_explicitly(leaf, arrays, axes)
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types):
-        return None
-    known = [getattr(x, "sharding", None) for x in arrays if not isinstance(x, jax.core.Tracer)]
-    if any(sharding is not None and len(sharding.device_set) > 1 for sharding in known):
-        return "arrays lie on several devices without Explicit mesh axes"
-    several = jax.default_backend() == "gpu" and jax.device_count() > 1
-    if len(known) < len(arrays) and (several or any(size > 1 for size in mesh.shape.values())):
-        return (
-            "with several devices, how jit shards its arguments is not known before compilation; "
-            "use Explicit mesh axes or shard_map"
-        )
-    return None
+    return spread(*arrays)
 
 
 def _cut_explicitly(leaf: Leaf, arrays: list[Any], axes: dict[str, int]) -> str | None:
@@ -227,7 +183,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
             form=form,
             dtype=leaf.dtype,
             seed=x.noise,
-            compute_capability=_capability(),
+            compute_capability=capability(),
         )
 
     call = local if leaf.noise is not None else _over_leading_axes(local)

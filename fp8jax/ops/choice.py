@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from typing import Any, Literal
 
 import jax
@@ -36,6 +37,18 @@ def capability() -> int:
     version = str(getattr(device, "compute_capability", "9.0")) if device.platform == "gpu" else "9.0"
     digits = version.replace(".", "")
     return int(digits) if digits.isdigit() else 0
+
+
+@functools.cache
+def missing_triton(kernel: str) -> str | None:
+    """Why a Triton kernel, a module of pallas_kernels, cannot run with the installed packages and GPU, or None."""
+    try:
+        module = importlib.import_module(f"pallas_kernels.{kernel}")
+    except Exception as error:  # A broken installation fails to import in ways of its own.
+        return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
+    if capability() < module.FP8_CAPABILITY:
+        return f"the GPU has compute capability {capability()}, and fp8 conversions need {module.FP8_CAPABILITY}"
+    return None
 
 
 def spread(*arrays: Array) -> str | None:

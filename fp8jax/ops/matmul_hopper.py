@@ -21,10 +21,9 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     """What multiplies them best on a CUDA GPU, and how `run` calls it; None for the reference.
 
     With one scale for each operand cuBLASLt's FP8 product and ours lie within some per cent of each other on an H200
-    (results/gemm.json), ours ahead where the contraction is long. But XLA calls cuBLASLt with 8-bit operands only where
-    its own Triton products are switched off (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false): otherwise it may widen the
-    operands to 16 bits, so that on Hopper the kernel is taken. Scales of rows, which cuBLASLt leaves to a second kernel
-    of XLA, and of groups are ours.
+    (results/gemm.json). But XLA calls cuBLASLt with 8-bit operands only where its own Triton products are switched off
+    (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false): otherwise it may widen the operands to 16 bits, so that on Hopper
+    the kernel is taken. Scales of rows, which cuBLASLt leaves to a second kernel of XLA, and of groups are ours.
     """
     fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
     if not fp8 or 0 in (*a.shape, *b.shape):
@@ -33,7 +32,7 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
     cublas = per_tensor and not e5m2 and capability() >= 89
     reason = _unfit(a, b)
-    if cublas and (reason is not None or (_triton_gemm_off() and a.shape[1] < 7168)):
+    if cublas and (reason is not None or _triton_gemm_off()):
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if capability() >= MICROSCALING and _native(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"

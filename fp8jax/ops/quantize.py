@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ from jax import Array, lax
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops.choice import Choice, capability, on_cuda, spread
+from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, spread
 
 IMPLS = ("auto", "xla", "triton")
 # Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
@@ -125,7 +124,7 @@ def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl != "xla":
-        reason = missing() or spread(*jax.tree.leaves(q))
+        reason = missing_triton("quantize_triton") or spread(*jax.tree.leaves(q))
         if len(q.shape) != 2 or q.codes.dtype.itemsize != 1 or 0 in q.shape:
             reason = f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
         if reason and impl == "triton":
@@ -183,18 +182,6 @@ def fold(x: Array, spec: QuantSpec | str, *, impl: str = "auto") -> Folded:
     return Folded(q, lost)
 
 
-@functools.cache
-def missing() -> str | None:
-    """Why no Triton kernel can run with the installed packages and GPU, or None."""
-    try:
-        kernel = importlib.import_module("pallas_kernels.quantize_triton")
-    except Exception as error:  # A broken installation fails to import in ways of its own.
-        return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
-    if capability() < kernel.FP8_CAPABILITY:
-        return f"the GPU has compute capability {capability()}, and fp8 conversions need {kernel.FP8_CAPABILITY}"
-    return None
-
-
 @dataclasses.dataclass(frozen=True)
 class _How:
     rows: QuantSpec | None
@@ -235,7 +222,12 @@ def _choose(x: Any, how: _How, scale: Array | None, impl: str, cuda: bool) -> Ch
         raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
     if impl == "xla":
         return Choice("xla", "asked for")
-    reason = (None if cuda else "it needs a CUDA GPU") or missing() or _unsupported(x, how, scale) or _cut(x)
+    reason = (
+        (None if cuda else "it needs a CUDA GPU")
+        or missing_triton("quantize_triton")
+        or _unsupported(x, how, scale)
+        or _cut(x)
+    )
     if reason is None:
         return Choice("triton", "the kernel takes it")
     if impl == "triton":

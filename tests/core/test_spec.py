@@ -115,6 +115,7 @@ def test_presets_are_known_by_their_names(name):
         (lambda: Optimizer(group_size=None), "optimizer.group_size must be positive, not None"),
         (lambda: Optimizer(mu="fp32", nu="fp32"), "group_size=128, expand=True apply to 8-bit moments"),
         (lambda: Optimizer(mu="fp32", nu="bf16", group_size=None), "expand=True apply to 8-bit moments"),
+        (lambda: Linear("e4m3", "e4m3+stochastic", "e5m2"), "only gradients and what is saved round stochastically"),
         (lambda: Linear(fast_accumulation=("backward",)), r"fast_accumulation names \['backward'\]; products are"),
         (lambda: Context("e4m3:group16", "full"), "unknown context.mode 'full'; it is one of faithful, lean"),
         (lambda: Context(mode="lean"), "context.mode 'lean' needs a format: give context.saved"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import evaluate, report, scoring
+from experiments import evaluate, report, scoring, train
 from experiments.evaluate import Evaluation
 
 VOCAB = 11
@@ -81,6 +81,23 @@ def test_quantized_models_leak_exactly_where_scales_span_tokens(trained, recipe,
     np.testing.assert_array_equal(*prefixes)
     if not leaks:
         np.testing.assert_allclose(prefixes[0], whole[0], atol=0.02)
+
+
+def test_a_run_with_delayed_scaling_is_evaluated_with_its_histories(argv, out):
+    assert train.main([*argv, "--run", "delayed", "--recipe", "te_delayed", "--microbatches", "2"]) == 0
+    trained = evaluate.load(out / "delayed", "te_delayed")
+    product = trained.model_state["layers"]["mlp"]["up"]["dot_general"]
+    assert (np.asarray(product["dy"])[:, :8] > 0).all()
+    assert (np.asarray(product["dy"])[:, 8:] == 0).all()
+    # Scales of steps before, unlike those of the tensor itself, see no later token.
+    model = trained.model(trained.recipe.linear)
+    a = np.random.default_rng(2).integers(97, 122, (1, 17)).astype(np.int32)
+    b = a.copy()
+    b[:, 12:] = 200
+    whole = [scoring.run(scoring.score_sequences(model), trained.params, x, rows=1)[:, :11] for x in (a, b)]
+    np.testing.assert_array_equal(*whole)
+    other = trained.model(evaluate.get_recipe("te_current", "--recipe").linear)
+    assert (scoring.run(scoring.score_sequences(other), trained.params, a, rows=1)[:, :11] != whole[0]).any()
 
 
 def test_perplexity_of_a_file_is_that_of_the_model(trained, finished, tmp_path):
