@@ -3,34 +3,36 @@
 XLA on CPU has no such attention: it keeps the probabilities, so that bytes counted there say nothing of a GPU's.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 
-@jax.custom_vjp
-def flash(q_BxTxHxC: Array, k_BxTxHxC: Array, v_BxTxHxC: Array) -> Array:
-    """Causal attention; arrays (B, T, H, C) in any floating dtype."""
-    return _forward(q_BxTxHxC, k_BxTxHxC, v_BxTxHxC)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def flash(q_BxTxHxC: Array, k_BxTxHxC: Array, v_BxTxHxC: Array, is_causal: bool = True) -> Array:
+    """Softmax attention; arrays (B, T, H, C) in any floating dtype."""
+    return _forward(q_BxTxHxC, k_BxTxHxC, v_BxTxHxC, is_causal)[0]
 
 
-def _scores(q_BxTxHxC: Array, k_BxSxHxC: Array) -> Array:
+def _scores(q_BxTxHxC: Array, k_BxSxHxC: Array, is_causal: bool) -> Array:
     s_BxHxTxS = jnp.einsum("bthc,bshc->bhts", q_BxTxHxC, k_BxSxHxC, preferred_element_type=jnp.float32)
-    causal_TxS = jnp.tril(jnp.ones(s_BxHxTxS.shape[-2:], bool))
-    return jnp.where(causal_TxS, s_BxHxTxS / q_BxTxHxC.shape[-1] ** 0.5, -jnp.inf)
+    seen_TxS = jnp.tril(jnp.ones(s_BxHxTxS.shape[-2:], bool)) if is_causal else True
+    return jnp.where(seen_TxS, s_BxHxTxS / q_BxTxHxC.shape[-1] ** 0.5, -jnp.inf)
 
 
-def _forward(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
-    s_BxHxTxS = _scores(q, k)
+def _forward(q: Array, k: Array, v: Array, is_causal: bool) -> tuple[Array, tuple[Array, ...]]:
+    s_BxHxTxS = _scores(q, k, is_causal)
     root_BxHxT = jax.nn.logsumexp(s_BxHxTxS, axis=-1)
     p_BxHxTxS = jnp.exp(s_BxHxTxS - root_BxHxT[..., None]).astype(v.dtype)
     out_BxTxHxC = jnp.einsum("bhts,bshc->bthc", p_BxHxTxS, v)
     return out_BxTxHxC, (q, k, v, out_BxTxHxC, root_BxHxT)
 
 
-def _backward(kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
+def _backward(is_causal: bool, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
     q, k, v, out, d = (x.astype(jnp.float32) for x in (*kept[:4], gradient))
-    p_BxHxTxS = jnp.exp(_scores(q, k) - kept[4][..., None])
+    p_BxHxTxS = jnp.exp(_scores(q, k, is_causal) - kept[4][..., None])
     dp_BxHxTxS = jnp.einsum("bthc,bshc->bhts", d, v) - jnp.sum(d * out, -1).transpose(0, 2, 1)[..., None]
     ds_BxHxTxS = p_BxHxTxS * dp_BxHxTxS / q.shape[-1] ** 0.5
     dq, dk = jnp.einsum("bhts,bshc->bthc", ds_BxHxTxS, k), jnp.einsum("bhts,bthc->bshc", ds_BxHxTxS, q)
@@ -45,6 +47,4 @@ def dot_product_attention(
     query: Array, key: Array, value: Array, *, is_causal: bool, implementation: str | None = None
 ) -> Array:
     """In the place of `jax.nn.dot_product_attention`, for equal numbers of heads."""
-    if not is_causal:
-        raise ValueError("this attention is causal")
-    return flash(query, key, value)
+    return flash(query, key, value, is_causal)

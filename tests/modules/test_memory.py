@@ -1,4 +1,4 @@
-"""Bytes that a Llama layer keeps for the backward pass, counted from the program and compared with the recipe's plan.
+"""Bytes that a layer keeps for the backward pass, counted from the program and compared with the recipe's plan.
 
 U = batch x sequence x width x 2 bytes, and the SwiGLU is 8/3 times as wide, as in Table 2 of COAT.
 """
@@ -14,6 +14,7 @@ from flax import nnx
 
 import fp8jax
 from experiments.models.llama import Llama, LlamaConfig, rope_tables
+from experiments.models.vlm import VLM, ViTConfig
 from experiments.tables.flash import dot_product_attention
 from fp8jax.recipes import Context
 from tests.programs import residuals
@@ -73,11 +74,14 @@ def per_layer(recipe, batch, length, width, remat=False, scan=True) -> float:
     return more / (batch * length * width * 2)
 
 
-def planned(context: Context, width: int) -> tuple[float, float]:
-    """Values and scales that a token makes a layer keep, in U, by the recipe: Table 2 of COAT without RoPE."""
-    inner = width * 8 // 3
-    activated = [inner] if context.mode == "faithful" else []
-    inputs = [width, width, inner, inner, *activated]
+def planned(context: Context, width: int, plain: int = 0) -> tuple[float, float]:
+    """Values and scales that a token makes a layer keep, in U, by the recipe: Table 2 of COAT without RoPE.
+
+    The MLP is a SwiGLU; where `plain` is given, it has that width and no factor besides the activation.
+    """
+    inner = plain or width * 8 // 3
+    gate_up_activated = [inner] * (1 if plain else 2 if context.lean else 3)
+    inputs = [width, width, *gate_up_activated]
     linear = [] if context.lean else [width, width, inner]
     attention = 4 * width * 2
     values = sum(inputs) + sum(linear) + attention
@@ -92,6 +96,30 @@ def test_a_layer_keeps_what_its_recipe_plans(recipe, bound, shape, scan):
     values, scales = planned(RECIPES[recipe].context, shape[2])
     assert values <= bound
     assert per_layer(recipe, *shape, scan=scan) == pytest.approx(values + scales, abs=1e-9)
+
+
+@pytest.mark.parametrize("recipe", ["faithful", "lean"])
+def test_layers_of_other_models_keep_what_the_recipe_plans(recipe):
+    vision, text, batch, length = (
+        ViTConfig(8, 2, 32, 1, HEADS, 64),
+        LlamaConfig(64, 48, 1, HEADS, HEADS, 128, norm="layer"),
+        2,
+        8,
+    )
+
+    def kept(batch, layers) -> int:
+        shapes = (dataclasses.replace(config, layers=layers) for config in (vision, text))
+        model = fp8jax.nnx.quantize(VLM(*shapes, rngs=nnx.Rngs(0)), RECIPES[recipe])
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        images, tokens = jnp.zeros((batch, 8, 8, 3)), jnp.zeros((batch, length), jnp.int32)
+        found = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest)(images, tokens).astype(jnp.float32)), params)
+        return sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for dtype, shape in found)
+
+    context = RECIPES[recipe].context
+    of_vision = sum(planned(context, 32, 64)) * batch * vision.patches * 32 * 2
+    of_text = sum(planned(context, 48)) * batch * (vision.patches + length) * 48 * 2
+    more = kept(2 * batch, 3) - kept(batch, 3) - kept(2 * batch, 2) + kept(batch, 2)
+    assert more == pytest.approx(of_vision + of_text, abs=1e-6)
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
