@@ -1,4 +1,4 @@
-"""Benchmarks of kernels on one GPU: `python -m experiments.bench gemm|quantize|linear|optimizer [options]`.
+"""Benchmarks of kernels on one GPU: `python -m experiments.bench gemm|quantize|linear|layer|optimizer [options]`.
 
 Each prints its rows, writes results/NAME.json and a plot, and takes `--help`.
 """
@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 
-BENCHES = ("gemm", "quantize", "linear", "optimizer")
+BENCHES = ("gemm", "quantize", "linear", "layer", "optimizer")
 
 
 def main() -> None:
