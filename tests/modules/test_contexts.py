@@ -40,11 +40,15 @@ def gradients(model, x):
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
 
 
+def kept_by(model, x) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtypes and shapes of what a model keeps for its backward pass."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return residuals(lambda p, x: nnx.merge(graph, p, rest)(x), params, x)
+
+
 def codes(model, x) -> Counter:
     """Widths of the codes that a model keeps."""
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    kept = residuals(lambda p, x: nnx.merge(graph, p, rest)(x), params, x)
-    return Counter(shape[-1] for dtype, shape in kept if dtype == "uint8")
+    return Counter(shape[-1] for dtype, shape in kept_by(model, x) if dtype == "uint8")
 
 
 def relative(a, b) -> float:
@@ -206,6 +210,19 @@ def test_what_computes_anything_else_is_not_known(name):
     assert recognise(UNKNOWN[name]) is None
     (part,) = plan(modules(UNKNOWN[name]), COAT)
     assert (part.computes, "call fp8jax.glu(gate, up)" in part.reason) == (None, True)
+
+
+def test_a_block_that_is_not_known_keeps_codes_by_the_hook():
+    x = inputs()
+    written = Perceptron(lambda m, x: 0.5 * m.c(jax.nn.silu(m.a(x)) * m.b(x)))
+    hooked = Perceptron(lambda m, x: 0.5 * m.c(fp8jax.glu(m.a(x), m.b(x), recipe=COAT)))
+    plain, coded = (fp8jax.nnx.quantize(model, COAT) for model in (written, hooked))
+    np.testing.assert_array_equal(np.asarray(plain(x)), np.asarray(coded(x)))
+    assert (codes(plain, x), codes(coded, x)) == ({WIDTH: 1, INNER: 1}, {WIDTH: 1, INNER: 2})
+    # What JAX keeps of an activation are arrays as wide as it; of codes, there are scales for each 16.
+    wide = lambda model: [d for d, shape in kept_by(model, x) if shape == (TOKENS, INNER) and d != "uint8"]  # noqa: E731
+    assert len(wide(plain)) >= 2 > len(wide(coded)) == 0
+    assert relative(gradients(coded, x)[1], gradients(written, x)[1]) < 0.15
 
 
 def test_sameness_looks_at_operands_order_and_parameters():
