@@ -124,6 +124,7 @@ def trained(recipe: fp8jax.Recipe | None) -> tuple[float, float, float]:
     return before, evaluate(), evaluate(roll=1)
 
 
+@pytest.mark.slow
 def test_it_learns_to_read_pictures_it_has_not_seen_in_bf16_and_with_coat():
     plain, coat = trained(None), trained(COAT)
     # Whoever does not see the picture guesses a colour, a shape and a place, in six words.

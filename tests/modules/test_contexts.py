@@ -3,9 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
-from typing import Any
 
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -381,54 +379,6 @@ def test_explain_says_what_each_part_keeps():
     assert f"layers/mlp_norm RMSNorm norm {keeps}" in lines
     assert any(line.startswith("layers/attention Attention - no copy of what attention keeps") for line in lines)
     assert "norm, activation" not in str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), LINEAR_ONLY))
-
-
-class LinenBlock(linen.Module):
-    """Norms of Linen, each read by a layer."""
-
-    kinds: Any = dataclasses.field(default_factory=dict)
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        h = linen.Dense(WIDTH, name="first")(linen.LayerNorm(epsilon=0.1, name="norm", **self.kinds)(x))
-        return linen.Dense(INNER, name="second")(linen.RMSNorm(use_scale=False, name="root", dtype=jnp.bfloat16)(x + h))
-
-
-@pytest.mark.parametrize("kinds", [{}, {"use_bias": False}, {"use_scale": False, "dtype": jnp.bfloat16}], ids=str)
-def test_norms_of_linen_compute_what_they_did_and_keep_codes(kinds):
-    model, x = LinenBlock(kinds), 2 + inputs(dtype=jnp.float32)
-    variables = model.init(jax.random.key(0), x)
-    quantized = fp8jax.linen.quantize(model, COAT)
-    assert jax.tree.structure(quantized.init(jax.random.key(0), x)) == jax.tree.structure(variables)
-
-    def found(recipe, capture="norm"):
-        copy = model if recipe is None else fp8jax.linen.quantize(model, recipe)
-        _, state = copy.apply(variables, x, capture_intermediates=True, mutable="intermediates")
-        return state["intermediates"][capture]["__call__"][0]
-
-    np.testing.assert_allclose(*(np.asarray(found(r), np.float32) for r in (None, COAT)), rtol=2.0**-7, atol=1e-5)
-    assert found(COAT).dtype == found(None).dtype
-    kept = {
-        name: [s for d, s in residuals(lambda p, x, m=m: m.apply(p, x), variables, x) if d == "uint8"]
-        for name, m in (("linear", fp8jax.linen.quantize(model, LINEAR_ONLY)), ("lean", quantized))
-    }
-    # The inputs of two layers; the inputs of two norms instead.
-    assert kept["linear"] == kept["lean"] == [(TOKENS, WIDTH)] * 2
-    wide = [s for d, s in residuals(quantized.apply, variables, x) if s == (TOKENS, WIDTH) and d != "uint8"]
-    assert not wide
-    loss = lambda m: jax.grad(lambda p: jnp.sum(jnp.sin(m.apply(p, x).astype(jnp.float32))))(variables)  # noqa: E731
-    assert relative(loss(quantized), loss(model)) < 0.15
-
-
-def test_rules_and_explain_know_the_norms_of_linen():
-    model, x = LinenBlock(), inputs(dtype=jnp.float32)
-    rules = [fp8jax.Rule("norm", None), fp8jax.Rule(".*", COAT)]
-    report = fp8jax.explain(model, rules, x)
-    assert {part.path: part.context for part in report.parts} == {"norm": None, "root": COAT.context}
-    kept = residuals(fp8jax.linen.quantize(model, rules).apply, model.init(jax.random.key(0), x), x)
-    assert len([s for d, s in kept if d == "uint8"]) == 2
-    with pytest.raises(ValueError, match="no layer is left for 'norms' to match"):
-        fp8jax.explain(model, [fp8jax.Rule("norms", COAT), *rules], x)
 
 
 def test_layers_with_delayed_scaling_make_their_input_again_too():

@@ -89,8 +89,16 @@ def planned(context: Context, width: int, plain: int = 0) -> tuple[float, float]
     return values / (2 * width), metadata / (2 * width)
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+# A loop over one shape here, over the others where there is time.
+CASES = [
+    pytest.param(shape, scan, id=f"{shape}-{'scan' if scan else 'loop'}", marks=[] if fast else pytest.mark.slow)
+    for scan in (True, False)
+    for shape, fast in zip(SHAPES, (True, scan, scan), strict=True)
+]
+ONE_FAST = [pytest.param(*c.values, id=c.id, marks=pytest.mark.slow if i else []) for i, c in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("shape", "scan"), CASES)
 @pytest.mark.parametrize(("recipe", "bound"), [("faithful", 11.4), ("lean", 7.7)])
 def test_a_layer_keeps_what_its_recipe_plans(recipe, bound, shape, scan):
     values, scales = planned(RECIPES[recipe].context, shape[2])
@@ -122,8 +130,7 @@ def test_layers_of_other_models_keep_what_the_recipe_plans(recipe):
     assert more == pytest.approx(of_vision + of_text, abs=1e-6)
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "scan"), ONE_FAST)
 @pytest.mark.parametrize("recipe", ["faithful", "lean"])
 def test_a_checkpointed_layer_keeps_its_input(recipe, shape, scan):
     assert per_layer(recipe, *shape, remat=True, scan=scan) == pytest.approx(1, abs=1e-9)

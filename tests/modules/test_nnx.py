@@ -220,7 +220,12 @@ def losses_of_training(name):
     return [float(step(model, optimizer)) for _ in range(8)]
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+# One of each kind here, the others where there is time.
+SOME = ("coat", "deepseek", "int8_block")
+TRAINED = [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in QUANTIZED]
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_every_preset_trains_with_the_optimizer_of_nnx(name):
     plain, quantized = losses_of_training(None), losses_of_training(name)
     assert quantized[-1] < quantized[0] - 0.3
