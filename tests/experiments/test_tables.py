@@ -90,6 +90,7 @@ def test_storage_has_a_scale_for_each_layer_and_keeps_second_moments_from_zero()
     assert fp8_lm_precision.store("bf16", {"a": jnp.float32(1 + 2**-9)})["a"] == 1.0
 
 
+@pytest.mark.slow
 def test_arms_train_as_optax_does_and_a_coarse_master_weight_shows(monkeypatch):
     few = {name: fp8_lm_precision.STORAGES[name] for name in ("fp32", "e4m3, scaled")}
     monkeypatch.setattr(fp8_lm_precision, "STORAGES", few)

@@ -86,8 +86,13 @@ class Normed(nnx.Module):
         return self.linear(self.norm(x))
 
 
-@pytest.mark.parametrize("kinds", [{}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}], ids=str)
-@pytest.mark.parametrize("norm", NORMS)
+NORMS_OF_KINDS = [(norm, {}) for norm in NORMS] + [
+    ("rms", {"dtype": jnp.bfloat16}),
+    ("layer", {"param_dtype": jnp.bfloat16}),
+]
+
+
+@pytest.mark.parametrize(("norm", "kinds"), NORMS_OF_KINDS, ids=str)
 def test_norms_compute_what_they_did_and_keep_one_copy_of_their_input_in_codes(norm, kinds):
     model, x = Normed(norm, **kinds), 2 + inputs(dtype=jnp.bfloat16 if kinds else jnp.float32)
     quantized = fp8jax.nnx.quantize(model, COAT)
