@@ -109,7 +109,7 @@ def write(
         "title": title,
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), "jax": jax.__version__} | versions,
-        "command": " ".join(["python -m experiments.bench", *sys.argv[1:]]),
+        "command": " ".join(["python -m experiments.bench", *_asked(sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "notes": list(notes),
         "rows": list(rows),
@@ -117,6 +117,12 @@ def write(
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{bench}.json").write_text(json.dumps(record, indent=1) + "\n")
     plot(rows, title, out / f"{bench}.png")
+
+
+def _asked(arguments: Sequence[str]) -> list[str]:
+    """A command line without --out: where results were written says nothing of them."""
+    before = ["", *arguments]
+    return [a for a, last in zip(arguments, before, strict=False) if last != "--out" and not a.startswith("--out")]
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:

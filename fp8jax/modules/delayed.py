@@ -18,10 +18,10 @@ def delayed_dot_general(
     lhs: Array,
     rhs: Array,
     dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred_element_type: DTypeLike | None,
-    out_sharding: Any,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
+    out_sharding: Any = None,
     linear: Linear,
     state: ScalingState,
     slot: Array,
@@ -73,27 +73,14 @@ class DelayedDotGeneral(nnx.Module):
         self.slot = GradientStatistic(jnp.zeros(stacked))
         self.held: Any = nnx.data(None)
 
-    def __call__(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> Array:
+    def __call__(self, *args: Any, **kwargs: Any) -> Array:
         y, observed = delayed_dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding,
+            *args,
             linear=self.linear,
             state=self.state(),
             slot=self.slot[...],
             held=None if self.held is None else self.held.weight(),
+            **kwargs,
         )
         if not self.use_running_average:
             self.seen_x[...] = jnp.maximum(self.seen_x[...], observed.x)

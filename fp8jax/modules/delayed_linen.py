@@ -9,13 +9,10 @@ import jax.numpy as jnp
 from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound, ScopeVariableNotFoundError
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
-from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
-from fp8jax.core.scaling import Delayed
 from fp8jax.modules.delayed import delayed_dot_general
-from fp8jax.ops.delayed import ScalingState, init_scaling
-from fp8jax.ops.linear import DimensionNumbers
+from fp8jax.ops.delayed import Observed, ScalingState, advance, init_scaling
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
 
@@ -32,16 +29,7 @@ class DelayedDotGeneral:
     linear: Linear
     layer: nn.Module
 
-    def __call__(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> Array:
+    def __call__(self, *args: Any, **kwargs: Any) -> Array:
         try:
             histories = {
                 name: self.layer.variable(SCALING, name, jnp.zeros_like, zeros)
@@ -57,15 +45,11 @@ class DelayedDotGeneral:
                 "a recipe with current scaling"
             ) from error
         y, observed = delayed_dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding,
+            *args,
             linear=self.linear,
             state=ScalingState(*(variable.value for variable in histories.values())),
             slot=slot.value,
+            **kwargs,
         )
         if self.layer.is_mutable_collection(SCALING) and not self.layer.is_initializing():
             for name, variable in seen.items():
@@ -106,12 +90,10 @@ def advance_scaling(scaling: Mapping[str, Any], statistics: Mapping[str, Any]) -
     if not layers or layers != {path[:-1] for path in slots}:
         raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
     for layer in layers:
-        largest = {"x": flat[*layer, "seen_x"], "w": flat[*layer, "seen_w"], "dy": slots[*layer, "slot"]}
-        for name, value in largest.items():
-            history = flat[*layer, name]
-            flat[*layer, name] = jnp.vectorize(Delayed(history.shape[-1]).update, signature="(h),()->(h)")(
-                history, value
-            )
+        state = ScalingState(*(flat[*layer, name] for name in ScalingState._fields))
+        observed = Observed(flat[*layer, "seen_x"], flat[*layer, "seen_w"], slots[*layer, "slot"])
+        for name, history in advance(state, observed)._asdict().items():
+            flat[*layer, name] = history
         for name in ("seen_x", "seen_w"):
             flat[*layer, name] = jnp.zeros_like(flat[*layer, name])
     return unflatten_dict(flat)

@@ -6,13 +6,11 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.delayed import DelayedDotGeneral, kernel_axes
 from fp8jax.modules.dots import DotGeneral
 from fp8jax.ops.delayed import weight_scale
-from fp8jax.ops.linear import DimensionNumbers
 from fp8jax.ops.product import QuantizedWeight, quantize_weight
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -40,25 +38,8 @@ class HeldDotGeneral(nnx.Module):
         self.dot_general = dot_general
         self.held = Held(weight)
 
-    def __call__(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> Array:
-        return self.dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding=out_sharding,
-            quantized=self.held.weight(),
-        )
+    def __call__(self, *args: Any, **kwargs: Any) -> Array:
+        return self.dot_general(*args, **kwargs, quantized=self.held.weight())
 
 
 def quantize_weights(model: Model) -> Model:

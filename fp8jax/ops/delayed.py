@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -95,9 +94,13 @@ def update_scaling(state: ScalingState, observed: Observed, recipe: Recipe | Lin
         observed: largest magnitudes of the whole step: the maximum over its microbatches and replicas.
         recipe: a recipe whose scaling is "delayed".
     """
-    update = _delayed(recipe).update
-    for _ in range(state.x.ndim - 1):
-        update = jax.vmap(update)
+    _delayed(recipe)
+    return advance(state, observed)
+
+
+def advance(state: ScalingState, observed: Observed) -> ScalingState:
+    """`update_scaling`: how histories advance depends on their length alone."""
+    update = jnp.vectorize(scaling.Delayed(state.x.shape[-1]).update, signature="(h),()->(h)")
     return ScalingState(*map(update, state, observed))
 
 

@@ -138,18 +138,8 @@ def _check_weight(quantized: QuantizedWeight, w: Array, recipe: Linear) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(
-    recipe: Linear,
-    how: Remade | None,
-    x: Array,
-    w: Array,
-    saved: QTensor | None,
-    key: Array | None,
-    scales: Scales | None,
-    quantized: QuantizedWeight | None,
-    made_of: Any,
-) -> Array:
-    return _forward(recipe, how, x, w, saved, key, scales, quantized, made_of)[0]
+def _product(recipe: Linear, how: Remade | None, *operands: Any) -> Array:
+    return _forward(recipe, how, *operands)[0]
 
 
 def _forward(

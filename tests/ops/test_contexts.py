@@ -66,7 +66,9 @@ def test_layer_norm_is_exact_forward_and_that_of_the_stored_input_backward(param
     f = lambda x, s, b: layer_norm(x, s, b, recipe=context, eps=eps)  # noqa: E731
     y, back = jax.vjp(f, x, scale, bias)
     kept = context if context.saved else None
-    for got, want in zip((y, *back(dy)), reference_norm(x, scale, bias, eps, True, dy, kept), strict=True):
+    wanted = reference_norm(x, scale, bias, eps, True, dy, kept)
+    for given, got, want in zip((x, x, scale, bias), (y, *back(dy)), wanted, strict=True):
+        assert (got is None) == (given is None)
         if got is not None:
             near(got, want)
 
@@ -79,7 +81,9 @@ def test_rms_norm_is_exact_forward_and_that_of_the_stored_input_backward(scaled,
     scale = 1 + 0.3 * normal(1, CHANNELS) if scaled else None
     y, back = jax.vjp(lambda x, s: rms_norm(x, s, recipe=context, eps=eps), x, scale)
     kept = context if context.saved else None
-    for got, want in zip((y, *back(dy)), reference_norm(x, scale, None, eps, False, dy, kept)[:3], strict=True):
+    wanted = reference_norm(x, scale, None, eps, False, dy, kept)[:3]
+    for given, got, want in zip((x, x, scale), (y, *back(dy)), wanted, strict=True):
+        assert (got is None) == (given is None)
         if got is not None:
             near(got, want)
 
