@@ -52,6 +52,7 @@ ARMS: dict[str, tuple[fp8jax.Recipe, int]] = {
     "coat_optimizer": (fp8jax.recipes.coat_optimizer(), 0),
     "coat_activations": (fp8jax.recipes.coat_activations(), 0),
     "control": (_INTEGERS, 0),
+    "coat, seed 1": (fp8jax.recipes.coat(), 1),
     "bf16, seed 1": (fp8jax.recipes.bf16(), 1),
     "bf16, seed 2": (fp8jax.recipes.bf16(), 2),
 }
@@ -201,9 +202,12 @@ def verdict(arms: Mapping[str, Arm]) -> list[str]:
     for name, arm in arms.items():
         if name.startswith("bf16"):
             continue
-        above = arm.loss / arms["bf16"].loss - 1
-        kept = "within" if above <= max(_LIMIT, floor or 0) else "outside"
-        lines.append(f"{name}: {above:+.2%} of bf16's validation loss, {kept} the limit of {_LIMIT:.1%}.")
+        seed = ARMS[name][1]
+        base = f"bf16, seed {seed}" if seed else "bf16"
+        if base in arms:
+            above = arm.loss / arms[base].loss - 1
+            kept = "within" if above <= _LIMIT else "outside"
+            lines.append(f"{name}: {above:+.2%} of the validation loss of {base}, {kept} the limit of {_LIMIT:.1%}.")
     missing = [name for name in ARMS if name not in arms]
     return [*lines, f"Not trained yet: {'; '.join(missing)}."] if missing else lines
 

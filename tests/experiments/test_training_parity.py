@@ -20,6 +20,7 @@ ARMS = {
     "bf16": arm(1.0),
     "coat": arm(1.004, moments=2),
     "control": arm(1.02),
+    "coat, seed 1": arm(1.003003, moments=2),
     "bf16, seed 1": arm(1.001),
     "bf16, seed 2": arm(0.998),
 }
@@ -27,12 +28,13 @@ ARMS = {
 
 def test_arms_are_told_apart_by_the_limit():
     assert training_parity.noise(ARMS) == pytest.approx(0.003)
-    noise, coat, control, missing = training_parity.verdict(ARMS)
+    noise, coat, control, seed, missing = training_parity.verdict(ARMS)
     assert "0.30%" in noise
-    assert coat == "coat: +0.40% of bf16's validation loss, within the limit of 0.5%."
+    assert coat == "coat: +0.40% of the validation loss of bf16, within the limit of 0.5%."
     assert missing == "Not trained yet: coat_optimizer; coat_activations."
     assert training_parity.noise({"bf16": ARMS["bf16"]}) is None
-    assert control == "control: +2.00% of bf16's validation loss, outside the limit of 0.5%."
+    assert control == "control: +2.00% of the validation loss of bf16, outside the limit of 0.5%."
+    assert seed == "coat, seed 1: +0.20% of the validation loss of bf16, seed 1, within the limit of 0.5%."
 
 
 def test_rows_are_relative_to_bf16():
