@@ -19,7 +19,6 @@ from pallas_kernels import scaling_triton as device
 from pallas_kernels.scaling_triton import Coding as Coding
 
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 GROUPS = (16, 32, 64, 128)
 FP8_CAPABILITY = 89
 
@@ -50,73 +49,60 @@ def _quantize(
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    KEEP: tl.constexpr,
 ) -> None:
-    """A tile of HIGH rows and WIDE columns.
-
-    Where slices have scales of their own, they are read again for each purpose, from the cache: keeping them takes
-    registers, and with them the other programs that hide this one's exchanges between threads.
-    """
+    """A tile of HIGH rows and WIDE columns."""
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     R: tl.constexpr = HIGH // 4
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    OWN: tl.constexpr = COLUMNS[0] > 0 and COLUMNS[0] < 6
     program = tl.program_id(0)
     top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
     first = top.to(tl.int64) * N + left
     i, n = tl.arange(0, R), left + tl.arange(0, WIDE)
     m0 = top + 4 * i
     at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    word1 = tl.load(noise_ptr) if ROWS[6] or COLUMNS[6] else 0
-    word2 = tl.load(noise_ptr + 1) if ROWS[6] or COLUMNS[6] else 0
-    if KEEP:
-        # All loads before the first store, which could be to where they read.
-        x0 = device.load(x_ptr + first, at0, device.inside(m0, n, M, N), MASKED)
-        x1 = device.load(x_ptr + first, at0 + N, device.inside(m0 + 1, n, M, N), MASKED)
-        x2 = device.load(x_ptr + first, at0 + 2 * N, device.inside(m0 + 2, n, M, N), MASKED)
-        x3 = device.load(x_ptr + first, at0 + 3 * N, device.inside(m0 + 3, n, M, N), MASKED)
-        xs = (x0, x1, x2, x3)
+    # All loads before the first store, which could be to where they read.
+    x0 = device.load_plain(x_ptr + first, at0, device.inside(m0, n, M, N), MASKED)
+    x1 = device.load_plain(x_ptr + first, at0 + N, device.inside(m0 + 1, n, M, N), MASKED)
+    x2 = device.load_plain(x_ptr + first, at0 + 2 * N, device.inside(m0 + 2, n, M, N), MASKED)
+    x3 = device.load_plain(x_ptr + first, at0 + 3 * N, device.inside(m0 + 3, n, M, N), MASKED)
+    xs = (x0, x1, x2, x3)
+    random1 = tl.zeros((R, WIDE), tl.uint32)
+    random2 = random1
+    if ROWS[6] or COLUMNS[6]:
+        word1, word2 = tl.load(noise_ptr), tl.load(noise_ptr + 1)
+        four = (top.to(tl.int64) // 4 * N + left).to(tl.uint32) + (i[:, None] * N + tl.arange(0, WIDE)[None, :])
+        if ROWS[6]:
+            random1 = device.hash(four, word1, word2)
+        if OWN and COLUMNS[6]:
+            random2 = device.hash(four, word2, word1)
     ordered = tl.zeros((R, WIDE), tl.int32)
     if ROWS[0] == 4 or COLUMNS[0] == 3 or COLUMNS[0] == 5:
         for j in tl.static_range(4):
-            x = xs[j] if KEEP else device.load(x_ptr + first, at0 + j * N, device.inside(m0 + j, n, M, N), MASKED)
-            ordered = tl.maximum(ordered, device.finite(x))
-    words = tl.zeros((R, WIDE), tl.uint32)
+            ordered = tl.maximum(ordered, device.ordered(xs[j].to(tl.float32), ROWS if ROWS[0] == 4 else COLUMNS))
 
-    if ROWS[0] > 0:
-        if ROWS[0] == 4:
-            SIDE: tl.constexpr = ROWS[1]
-            WIDTH: tl.constexpr = (N + SIDE - 1) // SIDE
-            largest = device.along_rows(device.along_columns(ordered, SIDE // 4), SIDE)
-            scale = device.to_scale(largest, ROWS, row_scales_ptr.dtype.element_ty)
-            u, v = top // SIDE + tl.arange(0, HIGH // SIDE), left // SIDE + tl.arange(0, WIDE // SIDE)
-            there = device.inside(u, v, (M + SIDE - 1) // SIDE, WIDTH)
-            device.store(row_scales_ptr, u[:, None] * WIDTH + v[None, :], scale, there, MASKED)
-            given = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
-        elif ROWS[0] == 3 or ROWS[7]:
-            given = 1.0
-        else:
-            given = device.inverse(tl.load(row_scale_ptr))
-        if KEEP:
-            for j in tl.static_range(4):
-                words = device.row_slice(
-                    xs[j], words, i, j, m0, n, top, left, first, at0, given, word1, word2, row_scale_ptr, rows_ptr,
-                    row_scales_ptr, row_powers_ptr, columns_ptr, M, N, MASKED, ROWS, COLUMNS)  # fmt: skip
-        else:
-            for j in tl.range(4):
-                x = device.load(x_ptr + first, at0 + j * N, device.inside(m0 + j, n, M, N), MASKED)
-                words = device.row_slice(
-                    x, words, i, j, m0, n, top, left, first, at0, given, word1, word2, row_scale_ptr, rows_ptr,
-                    row_scales_ptr, row_powers_ptr, columns_ptr, M, N, MASKED, ROWS, COLUMNS)  # fmt: skip
+    given = 1.0
+    if ROWS[0] == 4:
+        SIDE: tl.constexpr = ROWS[1]
+        WIDTH: tl.constexpr = (N + SIDE - 1) // SIDE
+        largest = device.along_rows(device.along_columns(ordered, SIDE // 4), SIDE)
+        scale = device.to_scale(largest, ROWS, row_scales_ptr.dtype.element_ty)
+        u, v = top // SIDE + tl.arange(0, HIGH // SIDE), left // SIDE + tl.arange(0, WIDE // SIDE)
+        there = device.inside(u, v, (M + SIDE - 1) // SIDE, WIDTH)
+        device.store(row_scales_ptr, u[:, None] * WIDTH + v[None, :], scale, there, MASKED)
+        given = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
+    elif ROWS[0] > 0 and ROWS[0] != 3 and not ROWS[7]:
+        given = device.inverse(tl.load(row_scale_ptr))
 
-    if COLUMNS[0] > 0 and COLUMNS[0] < 6:
+    factor = 1.0
+    power = 1.0
+    if OWN:
         LONG: tl.constexpr = COLUMNS[1] // 4
-        if COLUMNS[0] == 3:
-            factor = 1.0
-        elif COLUMNS[7]:
-            factor = device.inverse(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
-        else:
-            factor = device.inverse(tl.load(column_scale_ptr))
-        power = 1.0
+        if COLUMNS[0] != 3:
+            if COLUMNS[7]:
+                factor = device.inverse(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
+            else:
+                factor = device.inverse(tl.load(column_scale_ptr))
         if COLUMNS[0] == 3 or COLUMNS[0] == 5:
             HEIGHT: tl.constexpr = (M + 4 * LONG - 1) // (4 * LONG)
             g = top // (4 * LONG) + tl.arange(0, R // LONG)
@@ -131,17 +117,23 @@ def _quantize(
                 byte = device.power(largest, factor, COLUMNS)
                 device.store(column_powers_ptr, place, byte.to(tl.uint8), there, MASKED)
                 power = device.over_rows(device.of_power(byte), LONG)
-        if KEEP:
-            for j in tl.static_range(4):
-                words = device.column_slice(
-                    xs[j], words, i, j, m0, n, top, left, first, at0, factor, power, word1, word2, columns_ptr, M, N,
-                    MASKED, COLUMNS)  # fmt: skip
-        else:
-            for j in tl.range(4):
-                x = device.load(x_ptr + first, at0 + j * N, device.inside(m0 + j, n, M, N), MASKED)
-                words = device.column_slice(
-                    x, words, i, j, m0, n, top, left, first, at0, factor, power, word1, word2, columns_ptr, M, N,
-                    MASKED, COLUMNS)  # fmt: skip
+
+    words = tl.zeros((R, WIDE), tl.uint32)
+    for j in tl.static_range(4):
+        x, m, here = device.widen(xs[j]), m0 + j, device.inside(m0 + j, n, M, N)
+        if ROWS[0] > 0:
+            y = device.scale_along_rows(
+                x, m, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
+            codes = device.encode(y, device.noise(random1, j), ROWS)
+            if ROWS[8]:
+                device.store(rows_ptr + first, at0 + j * N, codes, here, MASKED)
+        if OWN:
+            y = device.scaled(x, factor, COLUMNS)
+            if COLUMNS[0] == 5:
+                y = y * power
+            codes = device.encode(y, device.noise(random2, j), COLUMNS)
+        if COLUMNS[0] > 0:
+            words = device.turn(columns_ptr, top, left, i, j, codes, words, here, M, MASKED)
     if COLUMNS[0] > 0 and M % 4 == 0:
         device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
@@ -172,39 +164,9 @@ def _transpose(
         device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
-@triton.jit
-def _maxima(
-    x_ptr: tl.tensor,
-    tile_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    columns_ptr: tl.tensor,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    OF: tl.constexpr,
-) -> None:
-    """The largest finite magnitude of a tile, or of each of its rows, and of its columns."""
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
-    program = tl.program_id(0)
-    down, right = program // ACROSS, program % ACROSS
-    m, n = down * HIGH + tl.arange(0, HIGH), right * WIDE + tl.arange(0, WIDE)
-    first = down.to(tl.int64) * HIGH * N + right * WIDE
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    at = tl.arange(0, HIGH)[:, None] * N + tl.arange(0, WIDE)[None, :]
-    ordered = device.finite(device.load(x_ptr + first, at, inside, MASKED))
-    if OF[0]:
-        tl.store(tile_ptr + program, device.largest(tl.max(tl.max(ordered, 1), 0)))
-    if OF[1]:
-        tl.store(rows_ptr + right * M + m, device.largest(tl.max(ordered, 1)), mask=m < M)
-    if OF[2]:
-        tl.store(columns_ptr + down * N + n, device.largest(tl.max(ordered, 0)), mask=n < N)
-
-
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """How the work is cut: tuning only, never the result. Sides of a tile are powers of two from 128 on."""
+    """How the work is cut: tuning only, never the result. Sides of a tile are powers of two, and no group is longer."""
 
     rows: int = 128
     columns: int = 128
@@ -222,41 +184,13 @@ def unsupported(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None
     for coding in codings:
         if coding is None:
             continue
-        if coding.dtype not in CODE_DTYPES:
-            return f"it makes codes in float8_e4m3fn or float8_e5m2, not {jnp.dtype(coding.dtype)}"
+        if coding.dtype not in device.FORMATS:
+            return f"it makes codes in float8_e4m3fn, float8_e5m2 or int8, not {jnp.dtype(coding.dtype)}"
+        if coding.kind == "mx" and coding.dtype == jnp.int8:
+            return "microscaling is of floating codes"
         if coding.kind in ("group", "block", "mx") and coding.size not in GROUPS:
             return f"a {coding.kind} of {coding.size} is none of {', '.join(map(str, GROUPS))}"
     return None
-
-
-def maxima(
-    x: Array,
-    *,
-    tensor: bool = False,
-    rows: bool = False,
-    columns: bool = False,
-    launch: Launch | None = None,
-    compute_capability: int | None = None,
-) -> tuple[Array | None, Array | None, Array | None]:
-    """Largest finite magnitudes of a matrix, in one pass.
-
-    Args:
-        x: (M, N), fp32, bf16 or fp16. tensor, rows, columns: of what. launch, compute_capability: as of `quantize`.
-
-    Returns:
-        fp32, of the tensor (), of the rows (M,) and of the columns (N,); None for what is not asked for.
-    """
-    launch = launch or Launch(32, 256, 4)
-    m, n = x.shape
-    down, across = -(-m // launch.rows), -(-n // launch.columns)
-    shapes = ((down * across,) if tensor else (1,), (across, m) if rows else (1,), (down, n) if columns else (1,))
-    found = _call(
-        _maxima, [x], [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], down * across, launch,
-        compute_capability, OF=(tensor, rows, columns),
-    )  # fmt: skip
-    asked = zip((tensor, rows, columns), found, (None, 0, 0), strict=True)
-    of_tensor, of_rows, of_columns = (jnp.max(part, axis=axis) if wanted else None for wanted, part, axis in asked)
-    return of_tensor, of_rows, of_columns
 
 
 def quantize(
@@ -306,9 +240,7 @@ def quantize(
         raise ValueError(f"columns 'same' needs rows of kind 'tensor' or 'block', not {rows}")
     if any(c is not None and c.stochastic for c in (rows, coding)) and words is None:
         raise ValueError("stochastic rounding needs words")
-    own = any(c is not None and c.kind in ("group", "mx") for c in (rows, coding))
-    small = own or any(c is not None and c.kind == "block" for c in (rows, coding))
-    launch = launch or Launch(warps=4 if small else 8)
+    launch = launch or _best(rows, coding, same)
     m, n = x.shape
     shapes = [*_shapes(rows, (m, n), kept=kept), *_shapes(coding, (n, m), scaled=not same)]
     one = jnp.ones((1, 1), jnp.float32)
@@ -322,14 +254,24 @@ def quantize(
     statics[0] = statics[0]._replace(kept=kept)
     noise = jnp.zeros(2, jnp.uint32) if words is None else words
     grid = -(-m // launch.rows) * -(-n // launch.columns)
-    parts = _call(
+    parts = call(
         _quantize, [x, *given, noise], shapes, grid, launch, compute_capability,
-        ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]), KEEP=not own,
+        ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]),
     )  # fmt: skip
     first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
     if first is not None and second is not None and same and first.scale is not None:
         second = second._replace(scale=first.scale.T)
     return (first if kept else None), second
+
+
+def _best(rows: Coding | None, columns: Coding | None, same: bool) -> Launch:
+    """Measured on an H200: what has more to keep in registers takes smaller programs."""
+    kinds = {c.kind for c in (rows, columns) if c is not None}
+    if "block" in kinds or ("group" in kinds and columns is not None):
+        return Launch(warps=4)
+    if any(c is not None and c.stochastic for c in (rows, columns)) or (columns is not None and not same):
+        return Launch(128, max(64, rows.size if rows else 0), 4)
+    return Launch(warps=16 if same else 8)
 
 
 def _shapes(how: Coding | None, shape: tuple[int, int], scaled: bool = True, kept: bool = True) -> list[Any]:
@@ -372,13 +314,14 @@ def transpose(x: Array, *, launch: Launch | None = None, compute_capability: int
     grid = -(-x.shape[0] // launch.rows) * -(-x.shape[1] // launch.columns)
     shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    (turned,) = _call(_transpose, [codes], [shape], grid, launch, compute_capability)
+    (turned,) = call(_transpose, [codes], [shape], grid, launch, compute_capability)
     return jax.lax.bitcast_convert_type(turned, x.dtype)
 
 
-def _call(
+def call(
     kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: Launch, capability: int | None, **static: Any
 ) -> Any:
+    """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs."""
     m, n = inputs[0].shape
     return jax_triton.triton_call(
         *inputs,

@@ -14,12 +14,15 @@ import triton.language as tl
 from pallas_kernels import codec_triton as codec
 from pallas_kernels.codec_triton import bits, from_bits
 
+FORMATS = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 KINDS = {"none": 0, "tensor": 1, "token": 2, "group": 3, "block": 4, "mx": 5, "same": 6}
 
 _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 _TINY_BITS = tl.constexpr(0x00800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _SIGN = tl.constexpr(-0x80000000)
+_INF_BITS = tl.constexpr(0x7F800000)
+_ROUNDING = tl.constexpr(1.5 * 2.0**23)  # added to a small number, leaves an integer in the lowest bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Coding:
     Attributes:
         kind: what shares a scale: "tensor" or "token" (a row), given; "group" of `size` of a row, or "block" of `size`
             by `size`, computed; "mx", a computed power of two for each `size` of a row, under a given scale.
-        dtype: float8_e4m3fn or float8_e5m2.
+        dtype: float8_e4m3fn, float8_e5m2, or int8 from -127 to 127, where a NaN or Inf makes its scale NaN.
         size: 16, 32, 64 or 128; 0 for "tensor" and "token".
         ocp: for "mx", powers of two by OCP Microscaling Formats 1.0 (section 6.3), not rounded up.
         scale_dtype: float32 or bfloat16, of computed scales.
@@ -45,10 +48,9 @@ class Coding:
 
     @property
     def static(self) -> "Static":
-        top = float(jnp.finfo(self.dtype).max)
-        e5m2 = self.dtype == jnp.float8_e5m2
-        return Static(KINDS[self.kind], self.size, float(np.float32(1 / top)), int(np.log2(top)), e5m2, self.ocp,
-                      self.stochastic)  # fmt: skip
+        top = 127.0 if self.dtype == jnp.int8 else float(jnp.finfo(self.dtype).max)
+        return Static(KINDS[self.kind], self.size, float(np.float32(1 / top)), int(np.log2(top)),
+                      FORMATS.index(self.dtype), self.ocp, self.stochastic)  # fmt: skip
 
 
 class Static(NamedTuple):
@@ -58,14 +60,15 @@ class Static(NamedTuple):
     size: int
     inverse_max: float
     log2_max: int
-    e5m2: bool
+    format: int
     ocp: bool
     stochastic: bool
     by_row: bool = False
     kept: bool = True
 
 
-NONE = Static(0, 0, 0.0, 0, False, False, False)
+NONE = Static(0, 0, 0.0, 0, 0, False, False)
+INTEGERS = NONE._replace(format=2)
 
 
 @triton.jit
@@ -80,9 +83,21 @@ def load(pointer: tl.tensor, inside: tl.tensor, mask: tl.tensor, MASKED: tl.cons
 
 
 @triton.jit
-def finite(x: tl.tensor) -> tl.tensor:
-    """Bits of magnitudes, ordered as they are and above those of Inf and NaN."""
-    return (bits(x) & _MAGNITUDE) + _TINY_BITS
+def widen(x: tl.tensor) -> tl.tensor:
+    """fp32 values, made anew: kept from an earlier use they would take twice the registers."""
+    if x.dtype == tl.bfloat16:
+        y = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], tl.float32, is_pure=False, pack=2
+        )
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
+def ordered(x: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+    """Bits of magnitudes, ordered as they are, above those of Inf and NaN; for integers, which have no such, below."""
+    return (bits(x) & _MAGNITUDE) + (0 if HOW[4] == 2 else _TINY_BITS)
 
 
 @triton.jit
@@ -110,16 +125,21 @@ def over_rows(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def largest(ordered: tl.tensor) -> tl.tensor:
-    """The magnitude whose `finite` bits are given; 0 where no value was finite and non-zero."""
-    found = tl.maximum(ordered, _TINY_BITS) - _TINY_BITS
+def largest(ordered: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+    """The magnitude whose `ordered` bits are given; 0 where no value was finite and non-zero."""
+    found = ordered
+    if HOW[4] == 2:
+        found = tl.where(found >= _INF_BITS, _INF_BITS + 1, found)
+    else:
+        found = tl.maximum(found, _TINY_BITS) - _TINY_BITS
     return from_bits(tl.where(found < _TINY_BITS, 0, found))
 
 
 @triton.jit
 def to_scale(ordered: tl.tensor, HOW: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    top = largest(ordered)
-    return tl.where(top > 0, tl.maximum(top * HOW[2], _TINY), 1.0).to(dtype)
+    top = largest(ordered, HOW)
+    scale = tl.where(top > 0, tl.maximum(top * HOW[2], _TINY), 1.0)
+    return tl.where(top == top, scale, top).to(dtype)
 
 
 @triton.jit
@@ -133,7 +153,7 @@ def inverse(scale: tl.tensor) -> tl.tensor:
 @triton.jit
 def power(ordered: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """E8M0 bytes, as int32, of groups of values times the inverse of their level 1 scale."""
-    top = largest(ordered) * inverse
+    top = largest(ordered, HOW) * inverse
     top = tl.where(top < _TINY, 0.0, top)
     byte = tl.minimum((bits(top * HOW[2]) + 0x7FFFFF) >> 23, 254)
     if HOW[5]:
@@ -150,46 +170,56 @@ def of_power(byte: tl.tensor) -> tl.tensor:
 @triton.jit
 def scaled(x: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """x times the inverse of its scale, subnormal values as zeros; Inf becomes NaN where the format has no Inf."""
-    nothing = from_bits(bits(x) & _SIGN) if HOW[4] else x * 0.0
+    nothing = from_bits(bits(x) & _SIGN) if HOW[4] == 1 else x * 0.0
     return codec.multiply_add(x, inverse, nothing)
 
 
 @triton.jit
-def noise(first: tl.tensor, inside: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tensor:
-    """16 random bits: half of a hash of the number of the element's pair and of two words.
-
-    The element's number is first + inside, and `first` is even.
-    """
-    mixed = ((first >> 1).to(tl.uint32) + (inside >> 1).to(tl.uint32)) * 0x9E3779B9 + word1
+def hash(number: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tensor:
+    """32 random bits for each number."""
+    mixed = number * 0x9E3779B9 + word1
     mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D
     mixed = (mixed ^ (mixed >> 15) ^ word2) * 0x846CA68B
-    mixed = mixed ^ (mixed >> 16)
-    return tl.where((inside & 1) == 0, mixed & 0xFFFF, mixed >> 16).to(tl.int32, bitcast=True)
+    return mixed ^ (mixed >> 16)
 
 
 @triton.jit
-def encode(
-    y: tl.tensor, first: tl.tensor, inside: tl.tensor, word1: tl.tensor, word2: tl.tensor, HOW: tl.constexpr
-) -> tl.tensor:
+def noise(random: tl.tensor, J: tl.constexpr) -> tl.tensor:
+    """The random bits of one of four elements that share them, turned so that no two have the same high bits."""
+    turned = random
+    if J > 0:
+        turned = (random >> (8 * J)) | (random << (32 - 8 * J))
+    return turned
+
+
+@triton.jit
+def encode(y: tl.tensor, noise: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """Codes, as uint8, of scaled values.
 
     Stochastically: below the smallest normal, adding that gives all values its exponent and so the step of subnormals;
     the noise is added to the bits that are cut off.
     """
-    value = y
-    if HOW[6]:
-        CUT: tl.constexpr = 21 if HOW[4] else 20
-        SMALLEST: tl.constexpr = 2.0**-14 if HOW[4] else 2.0**-6
-        shift = tl.where(tl.abs(y) < SMALLEST, SMALLEST, 0.0)
-        lifted = tl.minimum(bits(tl.abs(y) + shift), 0x7FE00000)  # a NaN to which noise can be added
-        cut = (lifted + (noise(first, inside, word1, word2) << (CUT - 16))) & (-(1 << CUT))
-        value = from_bits(bits(from_bits(cut) - shift) | (bits(y) & _SIGN))
-    if HOW[4]:
-        codes = value.to(tl.float8e5).to(tl.uint8, bitcast=True)
-        # The conversion saturates.
-        codes = tl.where(tl.abs(y) == float("inf"), tl.where(y > 0, 0x7C, 0xFC).to(tl.uint8), codes)
+    if HOW[4] == 2:
+        value = tl.minimum(tl.maximum(y, -127.0), 127.0)
+        if HOW[6]:
+            fraction = from_bits(((noise >> 9) | 0x3F800000).to(tl.int32, bitcast=True)) - 1.0
+            value = tl.minimum(tl.floor(value + fraction), 127.0)
+        codes = tl.where(y == y, bits(value + _ROUNDING), 0).to(tl.uint8)
     else:
-        codes = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        value = y
+        if HOW[6]:
+            CUT: tl.constexpr = 21 if HOW[4] == 1 else 20
+            SMALLEST: tl.constexpr = 2.0**-14 if HOW[4] == 1 else 2.0**-6
+            shift = tl.where(tl.abs(y) < SMALLEST, SMALLEST, 0.0)
+            lifted = tl.minimum(bits(tl.abs(y) + shift), 0x7FE00000)  # a NaN to which noise can be added
+            cut = (lifted + (noise & ((1 << CUT) - 1)).to(tl.int32, bitcast=True)) & (-(1 << CUT))
+            value = from_bits(bits(from_bits(cut) - shift) | (bits(y) & _SIGN))
+        if HOW[4] == 1:
+            # The conversion saturates: an infinity becomes the largest value, 0x7B, and here 0x7C.
+            infinite = tl.where(tl.abs(y) == float("inf"), 7, 0).to(tl.uint8)
+            codes = value.to(tl.float8e5).to(tl.uint8, bitcast=True) ^ infinite
+        else:
+            codes = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return codes
 
 
@@ -222,7 +252,7 @@ def scale_along_rows(
         at = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
         there = inside(m, g, M, WIDTH)
     if HOW[0] == 3:
-        scale = to_scale(along_rows(finite(x), SIZE), HOW, scales_ptr.dtype.element_ty)
+        scale = to_scale(along_rows(ordered(x, HOW), SIZE), HOW, scales_ptr.dtype.element_ty)
         store(scales_ptr, at, scale, there, MASKED)
         factor = over_columns(inverse(scale), SIZE)
     elif HOW[7]:
@@ -231,7 +261,7 @@ def scale_along_rows(
         factor = given
     y = scaled(x, factor, HOW)
     if HOW[0] == 5:
-        byte = power(along_rows(finite(x), SIZE), factor, HOW)
+        byte = power(along_rows(ordered(x, HOW), SIZE), factor, HOW)
         store(powers_ptr, at, byte.to(tl.uint8), there, MASKED)
         y = y * over_columns(of_power(byte), SIZE)
     return y
@@ -263,36 +293,3 @@ def store_words(
     pointer = (columns_ptr + (left.to(tl.int64) * M + top)).to(tl.pointer_type(tl.uint32), bitcast=True)
     at = tl.arange(0, words.shape[1])[:, None] * (M // 4) + i[None, :]
     store(pointer, at, tl.trans(words), inside(n, top + 4 * i, N, M), MASKED)
-
-
-@triton.jit
-def row_slice(
-    x: tl.tensor, words: tl.tensor, i: tl.tensor, j: tl.tensor, m0: tl.tensor, n: tl.tensor, top: tl.tensor,
-    left: tl.tensor, first: tl.tensor, at0: tl.tensor, given: tl.tensor, word1: tl.tensor, word2: tl.tensor,
-    scale_ptr: tl.tensor, rows_ptr: tl.tensor, scales_ptr: tl.tensor, powers_ptr: tl.tensor, columns_ptr: tl.tensor,
-    M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Writes the codes of slice `j`; returns the words, with them where the transposed copy has the same."""
-    at, here = at0 + j * N, inside(m0 + j, n, M, N)
-    y = scale_along_rows(x, m0 + j, n, given, scale_ptr, scales_ptr, powers_ptr, M, N, MASKED, ROWS)
-    codes = encode(y, first, at, word1, word2, ROWS)
-    if ROWS[8]:
-        store(rows_ptr + first, at, codes, here, MASKED)
-    if COLUMNS[0] == 6:
-        words = turn(columns_ptr, top, left, i, j, codes, words, here, M, MASKED)
-    return words
-
-
-@triton.jit
-def column_slice(
-    x: tl.tensor, words: tl.tensor, i: tl.tensor, j: tl.tensor, m0: tl.tensor, n: tl.tensor, top: tl.tensor,
-    left: tl.tensor, first: tl.tensor, at0: tl.tensor, factor: tl.tensor, power: tl.tensor, word1: tl.tensor,
-    word2: tl.tensor, columns_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Words with the codes that slice `j` has in the transposed copy."""
-    y = scaled(x, factor, COLUMNS)
-    if COLUMNS[0] == 5:
-        y = y * power
-    codes = encode(y, first, at0 + j * N, word2, word1, COLUMNS)
-    return turn(columns_ptr, top, left, i, j, codes, words, inside(m0 + j, n, M, N), M, MASKED)

@@ -2,11 +2,10 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from fp8jax.core import blocks, formats, scaling
@@ -15,23 +14,9 @@ from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, spread
 
 IMPLS = ("auto", "xla", "triton")
-# Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
-FOLDABLE = 10
 
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]
-
-
-class Folded(NamedTuple):
-    """A matrix quantized by `fold`.
-
-    Attributes:
-        q: codes and one scale a row, of granularity "token".
-        lost: number of groups that it cannot represent well, int32 scalar.
-    """
-
-    q: QTensor
-    lost: Array
 
 
 def quantize(
@@ -143,45 +128,6 @@ def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
     return dataclasses.replace(q, codes=codes, scale=scale)
 
 
-def fold(x: Array, spec: QuantSpec | str, *, impl: str = "auto") -> Folded:
-    """Two-level microscaling in one level: the power of two of each group goes into its codes.
-
-    The level 1 scale of a row takes up the largest power of two of its groups, exactly; what is left of the others,
-    2^-e, is applied before rounding. The product then is one of rows, at the speed of FP8 without microscaling. It is
-    exact where the two-level one is until a code goes subnormal: for e up to about 10 a group keeps bits.
-
-    Args:
-        x: (M, N), floating.
-        spec: of granularity "mx" with a level 1 ("tensor" or "token"), in a floating format.
-        impl: as of `quantize`.
-
-    Returns:
-        The codes, and how many groups lie more than 2^10 below their row; where it is not small, use the
-        two-level codes of `quantize` and their product.
-
-    Raises:
-        ValueError: the spec is another; or as `quantize`.
-    """
-    spec = QuantSpec.parse(spec)
-    fmt = formats.get(spec.format)
-    if spec.granularity != "mx" or spec.level1 == "none" or not fmt.is_float:
-        raise ValueError(f"fold takes microscaling under a level 1 scale in a floating format, not {spec}")
-    magnitude = jnp.abs(x.astype(jnp.float32))
-    magnitude = jnp.where((magnitude >= formats.TINY) & jnp.isfinite(magnitude), magnitude, 0.0)
-    groups = blocks.reduce(magnitude, spec.micro_shape(x.shape), jnp.max, 0.0)
-    axis = -1 if spec.level1 == "token" else None
-    level1 = scaling.to_scale(jnp.max(groups, axis=axis, keepdims=True, initial=0.0), fmt)
-    ratio = groups * (1 / level1) * np.float32(1 / fmt.max)
-    byte = jnp.where(groups > 0, formats.encode_e8m0(ratio, "up"), 0).astype(jnp.int32)
-    top = jnp.max(byte, axis=-1, keepdims=True, initial=0)
-    lost = jnp.sum((groups > 0) & (top - byte > FOLDABLE), dtype=jnp.int32)
-    scale = level1 * formats.decode_e8m0(jnp.where(top > 0, top, 127))
-    token = dataclasses.replace(spec, granularity="token", group_size=None, level1="tensor")
-    q, _ = quantize(x, token, scale=scale, impl=impl)
-    assert q is not None
-    return Folded(q, lost)
-
-
 @dataclasses.dataclass(frozen=True)
 class _How:
     rows: QuantSpec | None
@@ -242,16 +188,20 @@ def _cut(x: Any) -> str | None:
 def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
     from pallas_kernels import quantize_triton
 
+    if len({formats.get(spec.format).is_float for spec in how.specs if spec}) > 1:
+        return f"{how.rows} and {how.turned} are floating and integer codes"
     for spec in how.specs:
         if spec is None:
             continue
         fmt = formats.get(spec.format)
-        if not (fmt.is_float and fmt.bits == 8) or spec.expand or spec.underflow != "zero":
-            return f"it makes plain FP8 codes, not {spec}"
+        if not fmt.multiplies or fmt.name == "e8m0" or spec.expand or spec.underflow != "zero":
+            return f"it makes plain FP8 and int8 codes, not {spec}"
         if spec.granularity == "channel" or spec.axis not in (-1, 1) or spec.stacked:
             return f"it makes scales along the last axis of a matrix, not {spec}"
         if scale is not None and spec.granularity not in ("tensor", "token"):
             return f"given scales of {spec} are XLA's"
+        if scale is not None and not fmt.is_float:
+            return f"given scales of {spec}, which NaN and Inf change, are XLA's"
     return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(_coding, how.specs)))
 
 
@@ -306,14 +256,20 @@ def _kernel(how: _How, strategy: str, x: Array, scale: Array | None, key: Array 
 
 def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array | None) -> Any:
     """Of one matrix the fields of the QTensors, or None."""
-    from pallas_kernels import quantize_triton
+    from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
 
+    if how.columns is None and how.rows and _measured(how.rows, scale) == how.rows.granularity == "token":
+        coding, plain = _coding(how.rows), how.rows.scale_format == "fp32"
+        if plain and quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
+            codes, rows, _ = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
+            return {"codes": codes, "scale": rows, "expansion": None, "microscale": None}, None
     shapes = (x.shape, x.shape[::-1])
     levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.turned)]
     asked: Any = {"tensor": "tensor" in levels, "rows": levels[0] == "token", "columns": levels[1] == "token"}
     largest: tuple[Array | None, ...] = (None, None, None)
     if any(asked.values()):
-        largest = quantize_triton.maxima(x, **asked, compute_capability=capability())
+        integers = any(s is not None and not formats.get(s.format).is_float for s in how.specs)
+        largest = maxima_triton.maxima(x, **asked, integers=integers, compute_capability=capability())
     scales: list[Array | None] = []
     for i, spec in enumerate(how.specs):
         if spec is None or spec.granularity in ("group", "block"):
@@ -329,7 +285,7 @@ def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array |
             assert top is not None
             if strategy == "two_stage" and spec.granularity == "tensor":
                 top = scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32)
-            value = scaling.to_scale(top, formats.get(spec.format)).reshape(count)
+            value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
         scales.append(formats.round_to(value, formats.get(spec.scale_format)))
     found = quantize_triton.quantize(
         x,

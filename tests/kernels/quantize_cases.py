@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from fp8jax.ops import fold
 from fp8jax.ops import quantize as op
 
 
@@ -27,6 +28,8 @@ CASES = [
     Case("e4m3", "e5m2", (17, 301), strategy="two_stage"),
     Case(None, "e4m3", (140, 3), "float16"),
     Case("e4m3:token", "e4m3:token", (100, 270)),
+    Case("e4m3:token", None, (3, 4100), "bfloat16"),
+    Case("e5m2:token", None, (33, 20), "float16"),
     Case("e5m2:token", None, dtype="bfloat16", scale=0.3),
     Case("e4m3:group128", "e4m3:group128"),
     Case("e5m2:group16", "e4m3:group64", (257, 64), "bfloat16"),
@@ -40,6 +43,18 @@ CASES = [
     Case("e5m2:mx32+ocp", "e4m3:mx16+ocp", (128, 128)),
     Case("e4m3:group128", "e4m3:mx32", (1, 130)),
     Case("e4m3:block128", "e4m3", (129, 1)),
+    Case("int8", "same", (130, 150), "bfloat16"),
+    Case("int8:token", "int8:token", (37, 200)),
+    Case("int8:token", None, (37, 200), "float16"),
+    Case("int8:block32", "same", (70, 257)),
+    Case("int8:group64", "int8:group128", (130, 260), "bfloat16"),
+]
+# Folded microscaling: its codes, scales, and how many groups are lost.
+FOLDS = [
+    Case("e4m3:mx32", None, (130, 150)),
+    Case("e4m3:mx32+token", None, (5, 4096), "bfloat16"),
+    Case("e5m2:mx32", None, (17, 301), "bfloat16"),
+    Case("e5m2:mx32+token", None, (40, 64), "float16"),
 ]
 
 
@@ -56,6 +71,18 @@ def special(shape: tuple[int, int], dtype: str, largest: float) -> jax.Array:
         return jnp.asarray(x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
 
 
+def folded(case: Case, impl: str) -> list[np.ndarray]:
+    """Codes, scales and the count of lost groups; every third group of 32 is a small one."""
+    x = special(case.shape, case.dtype, 6e4)
+    x = jnp.where(jnp.arange(case.shape[1]) // 32 % 3 == 1, x * jnp.asarray(2.0**-13, x.dtype), x)
+    assert case.rows
+    q, lost = (jax.jit(fold.fold, static_argnames=("spec", "impl")) if impl == "xla" else fold.fold)(
+        x, case.rows, impl=impl)  # fmt: skip
+    assert int(lost) > 0
+    q.validate()
+    return [_bytes(q.codes), np.asarray(q.scale), np.asarray(lost)]
+
+
 def arrays(case: Case, impl: str) -> list[np.ndarray]:
     """Codes and scales of both results, as bytes or floats; NaN codes all alike."""
     scale = None if case.scale is None else jnp.float32(case.scale)
@@ -65,14 +92,19 @@ def arrays(case: Case, impl: str) -> list[np.ndarray]:
     # Under one scale with fp32's largest, what XLA keeps or flushes of subnormal quotients would show in the powers.
     largest = 6e4 if "mx" in f"{case.rows} {case.columns}" or case.dtype == "float16" else 3e38
     x = special(case.shape, case.dtype, largest)
+    if case.rows == "int8":  # One that is not finite would make all of it NaN.
+        x = jnp.nan_to_num(x, nan=1, posinf=2, neginf=-2)
     found = []
     for q in run(x, case.rows, case.columns, scale=scale, strategy=case.strategy, impl=impl):
         if q is None:
             continue
         q.validate()
-        codes = np.asarray(q.codes)
-        nan = np.isnan(codes.astype(np.float32))
-        found += [np.where(nan, 0x7F, codes.view(np.uint8)), np.asarray(q.scale)]
+        found += [_bytes(q.codes), np.asarray(q.scale)]
         if q.microscale is not None:
             found.append(np.asarray(q.microscale))
     return found
+
+
+def _bytes(codes: jax.Array) -> np.ndarray:
+    nan = np.isnan(np.asarray(codes).astype(np.float32))
+    return np.where(nan, 0x7F, np.asarray(codes).view(np.uint8))

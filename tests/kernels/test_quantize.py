@@ -14,7 +14,7 @@ import pytest
 
 from fp8jax.core import formats
 from fp8jax.ops import quantize as op
-from tests.kernels.quantize_cases import CASES, arrays
+from tests.kernels.quantize_cases import CASES, FOLDS, arrays, folded
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
@@ -29,20 +29,28 @@ def test_codes_equal_the_quantizers_in_the_interpreter_and_nothing_is_written_ou
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
-def check(got, want):
+def check(got, want, few=3e-4):
     """Equal, but for few codes next to a tie: on some machines XLA converts through half precision, rounding twice."""
     if want.dtype.itemsize > 1:
         np.testing.assert_array_equal(got, want)
     else:
         far = np.abs(got.view(np.uint8).astype(int) - want.view(np.uint8).astype(int))
         assert far.max() <= 1
-        assert np.mean(far > 0) <= 3e-4
+        assert np.mean(far > 0) <= few
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_codes_equal_the_quantizers_on_a_gpu(case):
+    # Of 255 integers, and values that are multiples of few numbers, more lie next to a tie.
     for want, got in zip(arrays(case, "xla"), arrays(case, "triton"), strict=True):
+        check(got, want, 1e-3 if "int8" in f"{case.rows}" else 3e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FOLDS, ids=lambda c: f"{c.rows} {c.shape}")
+def test_folded_codes_equal_the_references_on_a_gpu(case):
+    for want, got in zip(folded(case, "xla"), folded(case, "triton"), strict=True):
         check(got, want)
 
 

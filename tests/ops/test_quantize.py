@@ -1,4 +1,4 @@
-"""Quantization of a matrix and its transposed copy: what is chosen, what is refused, folding of microscaling."""
+"""Quantization of a matrix and its transposed copy: what is chosen, what is refused."""
 
 import importlib.util
 
@@ -73,7 +73,8 @@ def test_what_does_not_suit_is_refused():
 @triton
 @pytest.mark.parametrize(
     ("rows", "columns", "scale", "reason"),
-    [("int8", None, None, "plain FP8 codes"), ("e4m3:group128+expand", None, None, "plain FP8 codes"),
+    [("int10", None, None, "plain FP8 and int8"), ("e4m3:group128+expand", None, None, "plain FP8 and int8"),
+     ("int8", "e4m3", None, "floating and integer"), ("int8", None, 1.0, "given scales"),
      ("e4m3:group48", None, None, "a group of 48"), (None, "e4m3:block256", None, "a block of 256"),
      ("e4m3:channel", None, None, "along the last axis"), ("e4m3:group128", None, 1.0, "given scales")],
 )  # fmt: skip
@@ -107,33 +108,3 @@ def test_the_program_on_cpu_has_no_kernel():
     text = str(jax.make_jaxpr(lambda x: op.quantize(x, "e4m3", "same"))(matrix()))
     assert "triton" not in text
     assert "platform" not in text
-
-
-@pytest.mark.parametrize("level1", ["", "+token"])
-def test_folded_codes_are_the_two_level_ones_until_they_go_subnormal(level1):
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(64, 256)) * 10.0 ** rng.uniform(-8, 8, (64, 1))
-    down = rng.integers(0, 3, (64, 8))
-    x = jnp.asarray(x * np.exp2(-np.repeat(down, 32, 1).astype(float)), jnp.float32)
-    two = fp8jax.quantize(x, f"e4m3:mx32{level1}")
-    one, lost = op.fold(x, f"e4m3:mx32{level1}")
-    one.validate()
-    a, b = (np.asarray(q.dequantize(), np.float64) for q in (two, one))
-    exact = np.asarray(x, np.float64)
-    normal = np.abs(np.asarray(one.codes).astype(np.float64)) >= 2.0**-6
-    np.testing.assert_array_equal(a[normal], b[normal])
-    # The rest is rounded once, to half the smallest code of its row.
-    assert (np.abs(b - exact) <= 2.0**-10 * np.asarray(one.scale) + 2.0**-4 * np.abs(exact)).all()
-    assert lost == 0
-
-
-def test_groups_that_folding_cannot_represent_are_counted():
-    x = np.ones((4, 128), np.float32)
-    x[0, 32:64] = 2.0**-10
-    x[1, 32:64] = 2.0**-12
-    x[2, 64:] = 2.0**-30
-    x[3] = 0
-    _, lost = op.fold(jnp.asarray(x), "e4m3:mx32+token")
-    assert int(lost) == 3
-    with pytest.raises(ValueError, match="level 1"):
-        op.fold(jnp.asarray(x), "e4m3:mx32+ocp")

@@ -1,0 +1,121 @@
+"""Two-level microscaling folded into codes with one scale a row, which multiply at the speed of FP8 without it."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fp8jax.core import blocks, formats, scaling
+from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.choice import capability
+from fp8jax.ops.quantize import chosen
+
+# Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
+FOLDABLE = 10
+
+
+class Folded(NamedTuple):
+    """A matrix quantized by `fold`.
+
+    Attributes:
+        q: codes and one scale a row, of granularity "token".
+        lost: number of groups that it cannot represent well, int32 scalar.
+    """
+
+    q: QTensor
+    lost: Array
+
+
+def fold(x: Array, spec: QuantSpec | str, *, impl: str = "auto") -> Folded:
+    """Two-level microscaling (MOSS, section 3) in one level: the power of two of each group goes into its codes.
+
+    The scale of a row takes up the largest power of two of its groups, exactly; what is left of the others, 2^-e, is
+    applied before rounding. The product then is one of rows, at the speed of FP8 without microscaling. It is exact
+    where the two-level one is until a code goes subnormal: for e up to about 10 a group keeps bits.
+
+    Args:
+        x: (M, N), floating.
+        spec: of granularity "mx" with a level 1 ("tensor" or "token"), in a floating format.
+        impl: "auto", "xla" or "triton": a kernel that reads `x` once, twice where level 1 is the tensor's, and takes
+            rows of up to 32768 elements in groups of 32.
+
+    Returns:
+        The codes, and how many groups lie more than 2^10 below their row; where it is not small, use the
+        two-level codes of `quantize` and their product.
+
+    Raises:
+        ValueError: the spec is another; or as `quantize`.
+    """
+    spec = QuantSpec.parse(spec)
+    fits = spec.granularity == "mx" and spec.level1 != "none" and formats.get(spec.format).is_float
+    if not fits or spec.rounding != "nearest" or spec.axis not in (-1, 1):
+        raise ValueError(f"fold takes microscaling of rows under a level 1 scale in a floating format, not {spec}")
+    choice = chosen(x, _token(spec), impl=impl, platform="cuda" if impl == "triton" else None)
+    reason = None if choice.impl == "xla" else _unsupported(x, spec)
+    if reason and impl == "triton":
+        raise ValueError(f"impl 'triton' cannot run: {reason}")
+    reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
+    if choice.impl == "xla" or reason:
+        return reference(x)
+    return kernel(x) if impl == "triton" else lax.platform_dependent(x, cuda=kernel, default=reference)
+
+
+def _token(spec: QuantSpec) -> QuantSpec:
+    return QuantSpec(spec.format, "token", axis=spec.axis)
+
+
+def _unsupported(x: Array, spec: QuantSpec) -> str | None:
+    from pallas_kernels import quantize_rows_triton
+    from pallas_kernels.quantize_triton import Coding
+
+    if spec.group_size != quantize_rows_triton.GROUP:
+        return f"groups of {spec.group_size} are not {quantize_rows_triton.GROUP}"
+    return quantize_rows_triton.unsupported(x.shape, x.dtype, Coding("token", formats.get(spec.format).dtype))
+
+
+def _reference(spec: QuantSpec, x: Array) -> Folded:
+    fmt = formats.get(spec.format)
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    magnitude = jnp.where((magnitude >= formats.TINY) & jnp.isfinite(magnitude), magnitude, 0.0)
+    groups = blocks.reduce(magnitude, spec.micro_shape(x.shape), jnp.max, 0.0)
+    largest = jnp.max(groups, axis=-1, keepdims=True, initial=0.0)
+    if spec.level1 == "token":
+        scale = scaling.to_scale(largest, fmt)
+    else:
+        level1 = scaling.to_scale(jnp.max(largest, initial=0.0), fmt)
+        units = largest * (1 / level1)
+        ratio = jnp.where(units >= formats.TINY, units, 0.0) * np.float32(1 / fmt.max)
+        power = formats.decode_e8m0(jnp.where(units >= formats.TINY, formats.encode_e8m0(ratio, "up"), 127))
+        scale = jnp.maximum(level1 * power, formats.TINY)
+    lost = jnp.sum((groups > 0) & (groups * (1 / scale) <= _lost_up_to(fmt)), dtype=jnp.int32)
+    return Folded(quantize_with_scale(x, _token(spec), scale), lost)
+
+
+def _kernel(spec: QuantSpec, x: Array) -> Folded:
+    from pallas_kernels import maxima_triton, quantize_rows_triton
+    from pallas_kernels.quantize_triton import Coding
+
+    fmt = formats.get(spec.format)
+
+    @jax.custom_batching.sequential_vmap
+    def mapped(x: Array) -> tuple[Array, Array, Array]:
+        level = None
+        if spec.level1 == "tensor":
+            largest = maxima_triton.maxima(x, tensor=True, compute_capability=capability())[0]
+            assert largest is not None
+            level = scaling.to_scale(largest, fmt)
+        coding, limit = Coding("token", fmt.dtype), _lost_up_to(fmt)
+        return quantize_rows_triton.quantize_rows(
+            x, coding, level=level, limit=limit, compute_capability=capability())  # fmt: skip
+
+    codes, scale, lost = mapped(x)
+    return Folded(QTensor(codes, scale, None, None, _token(spec)), lost)
+
+
+def _lost_up_to(fmt: formats.Format) -> float:
+    """The magnitude in units of codes up to which all values of a group lie more than 2^FOLDABLE below their row."""
+    return fmt.max * 2.0 ** -(FOLDABLE + 1)

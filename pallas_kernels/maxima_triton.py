@@ -1,0 +1,82 @@
+"""Largest magnitudes of a matrix: of all of it, of its rows, and of its columns, in one pass."""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import quantize_triton
+from pallas_kernels import scaling_triton as device
+from pallas_kernels.quantize_triton import Launch
+
+
+@triton.jit
+def _maxima(
+    x_ptr: tl.tensor,
+    tile_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    DOWN: tl.constexpr,
+    OF: tl.constexpr,
+    HOW: tl.constexpr,
+) -> None:
+    """The largest magnitudes of a strip of DOWN tiles, one below the other, of each of its rows and of its columns."""
+    MASKED: tl.constexpr = M % (HIGH * DOWN) > 0 or N % WIDE > 0
+    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    program = tl.program_id(0)
+    down, right = program // ACROSS, program % ACROSS
+    n = right * WIDE + tl.arange(0, WIDE)
+    at = tl.arange(0, HIGH)[:, None] * N + tl.arange(0, WIDE)[None, :]
+    ordered = tl.zeros((HIGH, WIDE), tl.int32)
+    for i in range(DOWN):
+        top = (down * DOWN + i) * HIGH
+        m, first = top + tl.arange(0, HIGH), top.to(tl.int64) * N + right * WIDE
+        tile = device.ordered(device.load(x_ptr + first, at, device.inside(m, n, M, N), MASKED), HOW)
+        ordered = tl.maximum(ordered, tile)
+        if OF[1]:
+            tl.store(rows_ptr + right * M + m, device.largest(tl.max(tile, 1), HOW), mask=m < M)
+    if OF[0]:
+        tl.store(tile_ptr + program, device.largest(tl.max(tl.max(ordered, 1), 0), HOW))
+    if OF[2]:
+        tl.store(columns_ptr + down * N + n, device.largest(tl.max(ordered, 0), HOW), mask=n < N)
+
+
+def maxima(
+    x: Array,
+    *,
+    tensor: bool = False,
+    rows: bool = False,
+    columns: bool = False,
+    integers: bool = False,
+    launch: Launch | None = None,
+    down: int | None = None,
+    compute_capability: int | None = None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Largest finite magnitudes of a matrix, in one pass.
+
+    Args:
+        x: (M, N), fp32, bf16 or fp16. tensor, rows, columns: of what.
+        integers: NaN where a value is NaN or Inf, which integer codes cannot show.
+        launch, compute_capability: as of `quantize_triton.quantize`.
+        down: tiles that a program takes, one below the other; tuning only.
+
+    Returns:
+        fp32, of the tensor (), of the rows (M,) and of the columns (N,); None for what is not asked for.
+    """
+    launch = launch or (Launch(8, 1024, 4) if columns else Launch(32, 256, 4))
+    m, n = x.shape
+    down = (16 if columns else 1) if down is None else down
+    strips, across = -(-m // (launch.rows * down)), -(-n // launch.columns)
+    shapes = ((strips * across,) if tensor else (1,), (across, m) if rows else (1,), (strips, n) if columns else (1,))
+    found = quantize_triton.call(
+        _maxima, [x], [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], strips * across, launch,
+        compute_capability, DOWN=down, OF=(tensor, rows, columns), HOW=tuple(device.INTEGERS if integers else device.NONE),
+    )  # fmt: skip
+    asked = zip((tensor, rows, columns), found, (None, 0, 0), strict=True)
+    of_tensor, of_rows, of_columns = (jnp.max(part, axis=axis) if wanted else None for wanted, part, axis in asked)
+    return of_tensor, of_rows, of_columns

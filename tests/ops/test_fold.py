@@ -1,0 +1,82 @@
+"""Folded microscaling: its codes, and the contract of its products against the two-level product in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.ops.fold import fold
+from fp8jax.ops.matmul import matmul
+
+
+@pytest.mark.parametrize("level1", ["", "+token"])
+def test_folded_codes_are_the_two_level_ones_until_they_go_subnormal(level1):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(64, 256)) * 10.0 ** rng.uniform(-8, 8, (64, 1))
+    down = rng.integers(0, 3, (64, 8))
+    x = jnp.asarray(x * np.exp2(-np.repeat(down, 32, 1).astype(float)), jnp.float32)
+    two = fp8jax.quantize(x, f"e4m3:mx32{level1}")
+    one, lost = fold(x, f"e4m3:mx32{level1}")
+    one.validate()
+    a, b = (np.asarray(q.dequantize(), np.float64) for q in (two, one))
+    exact = np.asarray(x, np.float64)
+    normal = np.abs(np.asarray(one.codes).astype(np.float64)) >= 2.0**-6
+    np.testing.assert_array_equal(a[normal], b[normal])
+    # The rest is rounded once, to half the smallest code of its row.
+    assert (np.abs(b - exact) <= 2.0**-10 * np.asarray(one.scale) + 2.0**-4 * np.abs(exact)).all()
+    assert lost == 0
+
+
+def test_groups_that_folding_cannot_represent_are_counted():
+    x = np.ones((4, 128), np.float32)
+    x[0, 32:64] = 2.0**-10
+    x[1, 32:64] = 2.0**-12
+    x[2, 64:] = 2.0**-30
+    x[3] = 0
+    _, lost = fold(jnp.asarray(x), "e4m3:mx32+token")
+    assert int(lost) == 3
+    with pytest.raises(ValueError, match="level 1"):
+        fold(jnp.asarray(x), "e4m3:mx32+ocp")
+    with pytest.raises(ValueError, match="of rows"):
+        fold(jnp.asarray(x), fp8jax.QuantSpec("e4m3", "mx", 32, axis=0))
+
+
+def decibels(got, want):
+    """Signal to noise of each row."""
+    return 10 * np.log10((want**2).sum(1) / ((got - want) ** 2).sum(1))
+
+
+def products(x, w, level1):
+    """The folded product in bf16, and the two-level one in float64."""
+    wq, two = fp8jax.quantize(w, "e4m3"), fp8jax.quantize(x, f"e4m3:mx32{level1}")
+    got = matmul(fold(x, f"e4m3:mx32{level1}").q, wq, dtype=jnp.bfloat16)
+    want = np.asarray(two.dequantize(), np.float64) @ np.asarray(wq.dequantize(), np.float64).T
+    return np.asarray(got, np.float64), want
+
+
+@pytest.mark.parametrize("level1", ["", "+token"])
+@pytest.mark.parametrize("kind", ["normal", "heavy tails", "channels"])
+def test_the_worst_row_of_a_folded_product_is_right_to_50_decibels(level1, kind):
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(64, 1024)) * 10.0 ** rng.uniform(-6, 6, (64, 1))
+    if kind == "heavy tails":
+        x *= rng.standard_t(3, x.shape)
+    if kind == "channels":
+        x *= np.where(rng.random(1024) < 0.01, 30, 1)
+    x, w = jnp.asarray(x, jnp.float32), jnp.asarray(rng.normal(size=(96, 1024)), jnp.float32)
+    got, want = products(x, w, level1)
+    assert decibels(got, want).min() > 50
+    one_scale = matmul(fp8jax.quantize(x, "e4m3"), fp8jax.quantize(w, "e4m3"))
+    assert decibels(np.asarray(one_scale, np.float64), want).min() < 1
+
+
+@pytest.mark.parametrize("level1", ["", "+token"])
+@pytest.mark.parametrize("e", range(11))
+def test_groups_of_small_activations_keep_six_bits_of_their_product(level1, e):
+    rng = np.random.default_rng(e)
+    x, w = rng.uniform(-1, 1, (64, 256)), rng.normal(size=(96, 256))
+    x[:, 0] = x[:, 32] = 1
+    x[:, 32:] *= 2.0**-e
+    w[:, :32] = 0
+    got, want = products(*(jnp.asarray(a, jnp.float32) for a in (x, w)), level1)
+    assert np.linalg.norm(got - want) <= 2.0**-6 * np.linalg.norm(want)
