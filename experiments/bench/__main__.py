@@ -1,20 +1,22 @@
-"""Benchmarks of kernels on one GPU: `python -m experiments.bench gemm|quantize|linear|layer|optimizer [options]`.
+"""Benchmarks of kernels on one GPU: `python -m experiments.bench NAME [options]`.
 
-Each prints its rows, writes results/NAME.json and a plot, and takes `--help`.
+NAME is gemm, quantize, linear, layer, optimizer or cold. Each prints its rows, writes results/NAME.json and a plot, and
+takes `--help`.
 """
 
 import importlib
 import os
 import sys
 
-BENCHES = ("gemm", "quantize", "linear", "layer", "optimizer")
+BENCHES = ("gemm", "quantize", "linear", "layer", "optimizer", "cold")
 
 
 def main() -> None:
-    """Runs one benchmark; without Triton's products, as XLA's autotuner otherwise tries them for every shape."""
+    """Runs one benchmark; all but "cold" without Triton's products, which XLA's autotuner tries for every shape."""
     if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
         sys.exit((__doc__ or "").strip())
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    if sys.argv[1] != "cold":
+        os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     importlib.import_module(f"experiments.bench.{sys.argv[1]}").main(sys.argv[2:])
 
 

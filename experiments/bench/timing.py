@@ -23,10 +23,13 @@ def copies(bytes_of_one: int) -> int:
     return int(max(8, -(-3 * L2_BYTES // bytes_of_one)))
 
 
-def compiled(functions: dict[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]]) -> dict[str, Callable]:
+def compiled(
+    functions: dict[str, Callable[..., Any]], sets: Sequence[tuple[Any, ...]], workers: int = 12
+) -> dict[str, Callable]:
     """Each function, jitted over all sets of operands, compiled and run once; those that fail are told of and left out.
 
-    All compile at the same time.
+    So many compile at the same time as there are workers. Where XLA measures which of cuBLASLt's algorithms to take,
+    several disturb each other.
     """
 
     def build(function: Callable[..., Any]) -> Callable[[], Any]:
@@ -35,7 +38,7 @@ def compiled(functions: dict[str, Callable[..., Any]], sets: Sequence[tuple[Any,
         return lambda: program(sets)
 
     start, ready = time.perf_counter(), {}
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         futures = {name: pool.submit(build, function) for name, function in functions.items()}
     for name, future in futures.items():
         try:
