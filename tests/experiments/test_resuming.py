@@ -42,11 +42,14 @@ def test_killed_and_stopped_and_resumed_equals_left_alone(argv, out):
     alone, broken = ([*argv, *flags, "--run", name] for name in ("alone", "broken_off"))
     folder = out / "broken_off" / "coat_optimizer"
 
+    cache = out / ".xla_cache"
+    before = set(cache.glob("*"))
     first = start(broken)
     while not list(folder.glob("checkpoints/40")) and first.poll() is None:
         time.sleep(0.01)
     first.kill()
     assert first.wait() == -signal.SIGKILL, first.stdout.read()
+    assert set(cache.glob("*")) > before  # The next process finds the compiled step there.
 
     second = start(broken)
     lines = []
