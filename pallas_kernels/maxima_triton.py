@@ -70,7 +70,7 @@ def maxima(
     """
     launch = launch or (Launch(8, 1024, 4) if columns else Launch(32, 256, 4))
     m, n = x.shape
-    down = (16 if columns else 1) if down is None else down
+    down = (4 if columns else 1) if down is None else down
     strips, across = -(-m // (launch.rows * down)), -(-n // launch.columns)
     shapes = ((strips * across,) if tensor else (1,), (across, m) if rows else (1,), (strips, n) if columns else (1,))
     how = device.INTEGERS if integers else device.NONE

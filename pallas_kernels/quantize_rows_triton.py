@@ -17,6 +17,31 @@ LONGEST, ELEMENTS, GROUP = 32768, 4096, 32
 
 
 @triton.jit
+def _places(program: tl.tensor, LEFT: tl.constexpr, WIDE: tl.constexpr, HIGH: tl.constexpr, M: tl.constexpr,
+            N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Where in a program's rows the WIDE elements from LEFT on are, and which of them there are."""
+    n = LEFT + tl.arange(0, WIDE)
+    return (tl.arange(0, HIGH) * N)[:, None] + n[None, :], device.inside(program * HIGH + tl.arange(0, HIGH), n, M, N)
+
+
+@triton.jit
+def _peaks(x: tl.tensor, SIZE: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
+    return device.along_rows(device.ordered(x.to(tl.float32), HOW), SIZE)
+
+
+@triton.jit
+def _codes(x: tl.tensor, factor: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+    return device.encode(device.scaled(device.widen(x), factor, HOW), 0, HOW)
+
+
+@triton.jit
+def _lost(peaks: tl.tensor, factor: tl.tensor, LIMIT: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
+    top = device.largest(peaks, HOW)
+    lost = (top > 0) & (top * factor <= LIMIT)
+    return tl.sum(tl.sum(lost.to(tl.int32), 1), 0)
+
+
+@triton.jit
 def _rows(
     x_ptr: tl.tensor,
     level_ptr: tl.tensor,
@@ -27,33 +52,42 @@ def _rows(
     N: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
+    REST: tl.constexpr,
     SIZE: tl.constexpr,
     LEVEL: tl.constexpr,
     LIMIT: tl.constexpr,
     HOW: tl.constexpr,
 ) -> None:
-    """HIGH rows of at most WIDE columns; with LIMIT, also how many groups of SIZE lie below it in units of a code."""
+    """HIGH rows of at most WIDE + REST columns; with LIMIT, also how many groups of SIZE lie below it in codes."""
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
     program = tl.program_id(0)
-    m, n = program * HIGH + tl.arange(0, HIGH), tl.arange(0, WIDE)
     first = program.to(tl.int64) * (HIGH * N)
-    at, here = (tl.arange(0, HIGH) * N)[:, None] + n[None, :], device.inside(m, n, M, N)
-    x = device.load(x_ptr + first, at, here, MASKED)
-    groups = device.along_rows(device.ordered(x, HOW), SIZE)
-    largest = tl.max(groups, 1)
+    at, here = _places(program, 0, WIDE, HIGH, M, N)
+    x = device.load_plain(x_ptr + first, at, here, MASKED)
+    peaks = _peaks(x, SIZE, HOW)
+    largest = tl.max(peaks, 1)
+    if REST > 0:
+        at2, here2 = _places(program, WIDE, REST, HIGH, M, N)
+        x2 = device.load_plain(x_ptr + first, at2, here2, True)
+        peaks2 = _peaks(x2, SIZE, HOW)
+        largest = tl.maximum(largest, tl.max(peaks2, 1))
     if LEVEL:
         level = tl.load(level_ptr)
         scale = level * device.from_bits(device.power(largest, device.inverse(level), HOW) << 23)
+        scale = tl.maximum(scale, device.TINY)
     else:
         scale = device.to_scale(largest, HOW, tl.float32)
     factor = device.inverse(scale)[:, None]
-    codes = device.encode(device.scaled(x, factor, HOW), 0, HOW)
-    device.store(codes_ptr + first, at, codes, here, MASKED)
+    device.store(codes_ptr + first, at, _codes(x, factor, HOW), here, MASKED)
+    if REST > 0:
+        device.store(codes_ptr + first, at2, _codes(x2, factor, HOW), here2, True)
+    m = program * HIGH + tl.arange(0, HIGH)
     tl.store(scales_ptr + m, scale, mask=m < M)
     if LIMIT > 0:
-        top = device.largest(groups, HOW)
-        lost = ((top > 0) & (top * factor <= LIMIT)).to(tl.int32)
-        tl.store(lost_ptr + program, tl.sum(tl.sum(lost, 1), 0))
+        lost = _lost(peaks, factor, LIMIT, HOW)
+        if REST > 0:
+            lost += _lost(peaks2, factor, LIMIT, HOW)
+        tl.store(lost_ptr + program, lost)
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, coding: device.Coding) -> str | None:
@@ -94,8 +128,8 @@ def quantize_rows(
     if reason is not None:
         raise ValueError(f"the kernel for rows cannot run: {reason}")
     m, n = x.shape
-    wide = max(triton.next_power_of_2(n), GROUP)
-    high = max(ELEMENTS // wide, 1)
+    wide, rest = _widths(n)
+    high = triton.next_power_of_2(max(ELEMENTS // (wide + rest), 1))
     programs = -(-m // high)
     shapes = [
         jax.ShapeDtypeStruct((m, n), jnp.uint8),
@@ -103,7 +137,16 @@ def quantize_rows(
         jax.ShapeDtypeStruct((programs,), jnp.int32),
     ]
     one = jnp.ones((1, 1), jnp.float32) if level is None else level.reshape(1, 1).astype(jnp.float32)
-    launch = quantize_triton.Launch(high, wide, warps or min(high * wide // 512, 16))
+    launch = quantize_triton.Launch(high, wide, warps or (8 if high == 1 else 4))
     run = functools.partial(quantize_triton.call, _rows, [x, one], shapes, programs, launch, compute_capability)
-    codes, scales, lost = run(SIZE=GROUP, LEVEL=level is not None, LIMIT=limit or 0.0, HOW=tuple(coding.static))
+    codes, scales, lost = run(
+        REST=rest, SIZE=GROUP, LEVEL=level is not None, LIMIT=limit or 0.0, HOW=tuple(coding.static)
+    )
     return jax.lax.bitcast_convert_type(codes, coding.dtype), scales, jnp.sum(lost) if limit else jnp.int32(0)
+
+
+def _widths(columns: int) -> tuple[int, int]:
+    """Two powers of two that cover a row, the second perhaps 0: one alone could be nearly twice as long."""
+    whole = max(triton.next_power_of_2(columns), GROUP)
+    rest = max(triton.next_power_of_2(columns - whole // 2), GROUP)
+    return (whole // 2, rest) if whole > GROUP and rest <= whole // 4 else (whole, 0)

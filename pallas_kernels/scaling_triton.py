@@ -17,7 +17,7 @@ from pallas_kernels.codec_triton import bits, from_bits
 FORMATS = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 KINDS = {"none": 0, "tensor": 1, "token": 2, "group": 3, "block": 4, "mx": 5, "same": 6}
 
-_TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
+TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 _TINY_BITS = tl.constexpr(0x00800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _SIGN = tl.constexpr(-0x80000000)
@@ -138,7 +138,7 @@ def largest(ordered: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
 @triton.jit
 def to_scale(ordered: tl.tensor, HOW: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     top = largest(ordered, HOW)
-    scale = tl.where(top > 0, tl.maximum(top * HOW[2], _TINY), 1.0)
+    scale = tl.where(top > 0, tl.maximum(top * HOW[2], TINY), 1.0)
     return tl.where(top == top, scale, top).to(dtype)
 
 
@@ -154,7 +154,7 @@ def inverse(scale: tl.tensor) -> tl.tensor:
 def power(ordered: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """E8M0 bytes, as int32, of groups of values times the inverse of their level 1 scale."""
     top = largest(ordered, HOW) * inverse
-    top = tl.where(top < _TINY, 0.0, top)
+    top = tl.where(top < TINY, 0.0, top)
     byte = tl.minimum((bits(top * HOW[2]) + 0x7FFFFF) >> 23, 254)
     if HOW[5]:
         byte = tl.maximum((bits(top) >> 23) - HOW[3], 0)

@@ -77,7 +77,8 @@ def main(argv: list[str]) -> None:
     waiting, times = list(RECIPES), {}
     while waiting or running:
         while waiting and len(running) < options.jobs:
-            running[waiting[0]] = _start(waiting.pop(0))
+            name = waiting.pop(0)
+            running[name] = _start(name)
         name = next(iter(running))
         out, _ = running.pop(name).communicate()
         lines = out.strip().splitlines()
