@@ -3,6 +3,7 @@
     python -m experiments.tables.coat_optimizer     COAT: Tables 1 and 9, Figure 2, group sizes of optimizer states
     python -m experiments.tables.coat_activations   COAT: Table 10, Figure 4(a)
     python -m experiments.tables.coat_memory        COAT: Tables 2 and 14, what a layer keeps for its backward pass
+    python -m experiments.tables.coat_speed         COAT: Tables 7 and 12, Figure 4(b), on a GPU
     python -m experiments.tables.fp8_lm_precision   FP8-LM: Table 6, Figure 8
     python -m experiments.tables.report             RESULTS.md
 
