@@ -138,13 +138,14 @@ class Share:
         """Orders the reads of `scales` before the TMA write that follows the stage's release."""
         plgpu.commit_smem()
 
-    def a(self, slot: Any, depth: Any = slice(None)) -> Any:
-        """The part's rows of a, (rows, depth), in shared memory."""
-        return self.a_ring.at[slot, pl.ds(self.stage_row, self.tile.rows), depth]
+    def a(self, slot: Any) -> Any:
+        """The part's rows of a, (rows, 128), in shared memory."""
+        return self.a_ring.at[slot, pl.ds(self.stage_row, self.tile.rows)]
 
-    def b(self, slot: Any, depth: Any = slice(None)) -> Any:
-        """The part's columns of b, as (depth, cols), in shared memory."""
-        return self.b_ring.at[slot, pl.ds(self.stage_col, self.tile.cols), depth].transpose((1, 0))
+    def b(self, slot: Any, transposed: bool = True) -> Any:
+        """The part's columns of b, as (128, cols) or as they lie, in shared memory."""
+        columns = self.b_ring.at[slot, pl.ds(self.stage_col, self.tile.cols)]
+        return columns.transpose((1, 0)) if transposed else columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +229,6 @@ def product(
     tile: Tile,
     epilogue: Epilogue,
     out_dtype: Any,
-    swizzle: int = 128,
     scratch: dict[str, Any] | None = None,
     interpret: Interpret = None,
 ) -> jax.Array:
@@ -240,7 +240,6 @@ def product(
             with the accumulators: (first column, fp32 array of all rows of the share), from left to right.
         streams: scales that travel with the operands; `Share.scales` reads them.
         extras: arrays in device memory that `compute` reads itself; their padding is the caller's business.
-        swizzle: bytes of the shared-memory swizzle, and so the smallest slice of K that `compute` can multiply.
         scratch: further shared memory by name.
     """
     (m, k), n = a.shape, b.shape[0]
@@ -272,8 +271,8 @@ def product(
         residual = pad_axis(pad_axis(residual, 1, max(out_shape[1], piece)), 0, max(out_shape[0], 64))
 
     shared: dict[str, Any] = {
-        "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=tiling(swizzle, 1)),
-        "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=tiling(swizzle, 1)),
+        "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=tiling(K_STEP, 1)),
+        "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=tiling(K_STEP, 1)),
         "out_ring": plgpu.SMEM(
             (COMPUTE_GROUPS, 2, 64, piece), out_dtype, transforms=tiling(piece * out_bytes, out_bytes)
         ),

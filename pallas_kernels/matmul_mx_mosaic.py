@@ -13,6 +13,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels import hopper
+from pallas_kernels.hopper_wgmma import finish_product, start_product
 
 GROUP = 32
 GROUPS_PER_STEP = hopper.K_STEP // GROUP
@@ -42,7 +43,7 @@ def matmul_mx(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: hopper.Tile | None = None,
-    unroll: int = 1,
+    unroll: int = 2,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
     """`(a * 2^(a_exponent - 127)) @ b.T`, then scales, bias and residual as in `matmul_mosaic.matmul`.
@@ -87,10 +88,10 @@ def matmul_mx(
         tile = hopper.Tile() if mode == "registers" else exact_tile
     words = _words(a_exponent if mode == "exact" else _half_bits(a_exponent), k)
     stream = hopper.Stream.of(words, tile.block_rows, lambda row, _: row)
-    compute, swizzle, scratch = _registers(tile, interpret) if mode == "registers" else _exact(tile, unroll)
+    compute, scratch = _registers(tile, interpret) if mode == "registers" else _exact(tile, unroll, interpret)
     return hopper.product(
         compute, a, b, [stream], name=f"fp8_matmul_mx_{mode}", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
-        swizzle=swizzle, scratch=scratch, interpret=interpret,
+        scratch=scratch, interpret=interpret,
     )  # fmt: skip
 
 
@@ -113,13 +114,12 @@ def _load_words(share: hopper.Share, slot: Any, rows: int) -> jax.Array:
     return share.scales(0, slot, share.stage_row, rows, hopper.ROW)
 
 
-def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, int, dict[str, Any]]:
+def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, dict[str, Any]]:
     fold = _fold_array if interpret is not None else _fold_registers(tile.rows)
-    swizzle = 128
     scratch = {}
     if interpret is not None:  # the interpreter multiplies from shared memory only
         shape = (hopper.COMPUTE_GROUPS, tile.rows, hopper.K_STEP)
-        scratch["folded"] = plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=hopper.tiling(swizzle, 1))
+        scratch["folded"] = plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=hopper.tiling(hopper.K_STEP, 1))
 
     def compute(share: hopper.Share, finish: Any, folded: Any = None) -> None:
         def accumulate(acc: Any) -> None:
@@ -144,48 +144,54 @@ def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, int
 
         pl.run_scoped(accumulate, plgpu.ACC((tile.rows, tile.cols), jnp.float32))
 
-    return compute, swizzle, scratch
+    return compute, scratch
 
 
-def _exact(tile: hopper.Tile, unroll: int) -> tuple[Any, int, dict[str, Any]]:
-    shape = (tile.rows, tile.cols)
+def _exact(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> tuple[Any, dict[str, Any]]:
+    def start(share: hopper.Share, slot: Any, group: Any) -> jax.Array:
+        if interpret is None:
+            return start_product(share.a(slot), share.b(slot, transposed=False), group)
+        return _product_array(share.a(slot), share.b(slot, transposed=False), group)
+
+    def finish_one(sums: jax.Array, in_flight: int) -> jax.Array:
+        return sums if interpret is not None else finish_product(sums, in_flight)
 
     def compute(share: hopper.Share, finish: Any) -> None:
-        def promote(acc: jax.Array, in_flight: int, partial: Any, slot: Any, word: jax.Array, group: int) -> jax.Array:
-            done = plgpu.wgmma_accumulator_load(partial, wait_n=in_flight)
+        def promote(
+            acc: jax.Array, in_flight: int, sums: jax.Array, slot: Any, word: jax.Array, group: int
+        ) -> jax.Array:
+            done = finish_one(sums, in_flight)
             if group == GROUPS_PER_STEP - 1:
                 share.release(slot)
             byte = lax.shift_right_logical(word, jnp.int32(8 * group)) & jnp.int32(255)
             scale = lax.bitcast_convert_type(byte << jnp.int32(23), jnp.float32)
-            return acc + done * lax.broadcast_in_dim(scale, shape, [0])
+            return acc + done * lax.broadcast_in_dim(scale, acc.shape, [0])
 
         def body(_: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
-            # Each partial product is promoted while the next one is in flight.
-            def chain(link: int, acc: jax.Array, before: Any, word: Any) -> jax.Array:
-                step, group = divmod(link, GROUPS_PER_STEP)
-                if step == len(slots):
-                    return promote(acc, 0, *before)
-                slot = slots[step]
-                if group == 0:
-                    share.wait(slot)
-                    word = _load_words(share, slot, tile.rows)
-
-                def issue(partial: Any) -> jax.Array:
-                    depth = pl.ds(group * GROUP, GROUP)
-                    plgpu.wgmma(partial, share.a(slot, depth), share.b(slot, depth))
+            before: Any = None
+            for slot in slots:
+                share.wait(slot)
+                word = _load_words(share, slot, tile.rows)
+                for group in range(GROUPS_PER_STEP):
+                    sums = start(share, slot, group)
                     if group == 0:
                         share.scales_read()
-                    total = acc if before is None else promote(acc, 1, *before)
-                    return chain(link + 1, total, (partial, slot, word, group), word)
+                    # Each partial product is promoted while the next one is in flight.
+                    acc = acc if before is None else promote(acc, 1, *before)
+                    before = sums, slot, word, group
+            return promote(acc, 0, *before)
 
-                return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
-
-            return chain(0, acc, None, None)
-
-        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), plgpu.Layout.WGMMA)
         finish([(0, share.loop(body, zero, unroll))])
 
-    return compute, GROUP, {}
+    return compute, {}
+
+
+def _product_array(a: Any, b: Any, group: int) -> jax.Array:
+    """What `start_product` and `finish_product` compute, in jnp, for the interpreter."""
+    left, right = (x[...].astype(jnp.float32)[:, GROUP * group : GROUP * (group + 1)] for x in (a, b))
+    plgpu.commit_smem()
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def _fold_array(codes: jax.Array, word: jax.Array) -> jax.Array:

@@ -85,7 +85,7 @@ def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> 
     if kind == "mx":
         a = a * np.repeat(2.0 ** (wide("exponent", rows) - 127), 32, 1)
     out = a @ b.T
-    if kind == "tensor":
+    if kind in ("tensor", "promoted"):
         out = out * 0.5
     if kind in ("row", "mx"):
         out = out * wide("row", rows)[:, None]
@@ -95,8 +95,9 @@ def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> 
 def xla_arms() -> Iterator[Arm]:
     dot = functools.partial(lax.dot_general, dimension_numbers=NT)
 
-    def tensor(a: Any, b: Any, s: Any) -> Any:
-        return dot(a.astype(BF16) * s.astype(BF16), b.astype(BF16) * jnp.ones((), BF16), preferred_element_type=BF16)
+    def tensor(a: Any, b: Any, s: Any, precision: Any = None) -> Any:
+        left, right = a.astype(BF16) * s.astype(BF16), b.astype(BF16) * jnp.ones((), BF16)
+        return dot(left, right, precision=precision, preferred_element_type=BF16)
 
     def row(a: Any, b: Any, r: Any, c: Any) -> Any:
         return (dot(a, b, preferred_element_type=F32) * r[:, None] * c).astype(BF16)
@@ -115,6 +116,8 @@ def xla_arms() -> Iterator[Arm]:
     yield Arm("jax.nn.scaled_matmul", "mx", microscaled, ("a", "b", "exponent", "row"))
     yield Arm("xla bf16", "bf16", functools.partial(dot, preferred_element_type=BF16), ("a16", "b16"))
     yield Arm("xla fp8 tensor", "tensor", tensor, ("a", "b", "s"))
+    promoted = functools.partial(tensor, precision=lax.Precision.HIGHEST)
+    yield Arm("xla fp8 tensor promoted", "promoted", promoted, ("a", "b", "s"))
     yield Arm("xla fp8 row", "row", row, ("a", "b", "row", "column"))
     yield Arm("xla mx decoded to bf16", "mx", decoded, ("a", "b", "exponent", "row"))
 
@@ -125,35 +128,36 @@ def torch_arms() -> Iterator[Arm]:
 
     fast = functools.partial(scaled, fast=True)
     yield Arm("torch tensor", "tensor", fast, ("a", "b", "t_s", "t_one"), "torch")
+    promoted = functools.partial(scaled, fast=False)
+    yield Arm("torch tensor promoted", "promoted", promoted, ("a", "b", "t_s", "t_one"), "torch")
     yield Arm("torch row", "row", fast, ("a", "b", "t_row", "t_column"), "torch")
-    yield Arm(
-        "torch 1x128/128x128", "block", functools.partial(scaled, fast=False), ("a", "b", "t_group", "t_block"), "torch"
-    )
+    yield Arm("torch 1x128/128x128", "block", promoted, ("a", "b", "t_group", "t_block"), "torch")
 
 
 def our_arms(sweep: bool) -> Iterator[Arm]:
     turns = functools.partial(Tile, split=None)
     plain: list[Tile | None] = [None, Tile()]
-    block = [(Tile(64, 192, cluster="M"), 1), (Tile(64, 128, stages=5, cluster="M"), 8)]
+    block: list[tuple[Tile | None, int]] = [(None, 1)]
     column = [(Tile(64, 128, stages=5, cluster="M"), 1)]
-    registers, exact = [Tile()], [(Tile(64, 128, stages=5, cluster="M"), 1)]
+    registers, exact = [Tile()], [(Tile(64, 128, stages=5, cluster="M"), 2)]
     if sweep:
         plain += [turns(128, 128, stages=6, cluster="M"), turns(128, 160, stages=5, cluster="M"),
                   turns(128, 192, cluster="M"), turns(128, 192, cluster="N"), Tile(cluster="N")]  # fmt: skip
-        block += [(Tile(64, 128, stages=5, cluster="M"), 16), (Tile(64, 128, stages=5), 8), (Tile(64, 192), 1)]
+        block += [(Tile(64, 192, cluster="M"), 1), (Tile(64, 192), 1), (Tile(64, 128, stages=6, cluster="M"), 8)]
         column += [(Tile(64, 64, stages=5, cluster="M"), 8), (Tile(64, 160, stages=4, cluster="M"), 1)]
         registers += [Tile(cluster="M")]
-        exact += [(Tile(64, 128, stages=5), 1), (Tile(64, 128, stages=5, cluster="M"), 4)]
+        exact += [(Tile(64, 128, stages=5), 2), (Tile(64, 128, stages=5, cluster="M"), 4)]
     for t in plain:
         yield Arm(
             f"ours tensor {label(t)}", "tensor", lambda a, b, s, t=t: matmul(a, b, scale=s, tile=t), ("a", "b", "s")
         )
+    yield Arm("ours tensor promoted", "promoted", lambda a, b, s: matmul(a, b, scale=s, fast=False), ("a", "b", "s"))
     for t in plain[:2]:
         yield Arm(f"ours row {label(t)}", "row",
                   lambda a, b, r, c, t=t: matmul(a, b, row_scale=r, column_scale=c, tile=t),
                   ("a", "b", "row", "column"))  # fmt: skip
     for t, u in block:
-        yield Arm(f"ours block {label(t)} u{u}", "block",
+        yield Arm(f"ours block {label(t)}{f' u{u}' if t else ''}", "block",
                   lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa, sb, tile=t, unroll=u),
                   ("a", "b", "a_group", "b_block"))  # fmt: skip
     for t, u in column:

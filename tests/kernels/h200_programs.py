@@ -56,8 +56,14 @@ def tiny() -> Program:
     return lambda a, b, x: matmul(a, b, residual=x), (Shape((5, 24), E4M3), Shape((7, 24), E4M3), Shape((5, 7), BF16))
 
 
-def block() -> Program:
-    return matmul_block, (*CODES, Shape((M, K // 128), F32), Shape((N // 128, K // 128), F32))
+def block(m: int = M, n: int = N) -> Program:
+    codes = Shape((m, K), E4M3), Shape((n, K), E4M3)
+    return matmul_block, (*codes, Shape((m, K // 128), F32), Shape((n // 128, K // 128), F32))
+
+
+def block_wide() -> Program:
+    """A product whose waves of tiles are fewer with 192 columns."""
+    return block(16384, 22016)
 
 
 def wgrad() -> Program:
@@ -102,6 +108,7 @@ ALL = [
     vocabulary,
     tiny,
     block,
+    block_wide,
     wgrad,
     registers,
     exact,

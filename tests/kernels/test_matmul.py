@@ -127,7 +127,7 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
     ("shape", "by_column", "tile", "unroll", "out"),
     [
         ((128, 256, 384), False, Tile(64, 128, "M", 2), 4, BF16),
-        ((130, 203, 1300), False, Tile(64, 128, "M", 3), 2, F32),
+        ((130, 203, 1300), False, Tile(64, 128, "M", 3), 8, F32),
         ((130, 403, 700), False, Tile(64, 192, "M", 2), 1, BF16),
         ((70, 130, 640), True, Tile(64, 64, "M", 2), 1, F32),
         ((70, 130, 200), True, Tile(64, 64, "M", 2), 2, BF16),
@@ -141,6 +141,13 @@ def test_matmul_block(shape: Any, by_column: bool, tile: Tile, unroll: int, out:
     else:
         result = interpreted(matmul_block_mosaic.matmul_block, *arguments, out_dtype=out, tile=tile, unroll=unroll)
     assert error(result, want) < tolerance(out)
+
+
+def test_tiles_of_block_products_follow_their_waves() -> None:
+    best = matmul_block_mosaic.best_tile
+    assert best(4096, 4096)[0].cols == 128  # 8 waves of 128 columns are shorter than 6 of 192
+    assert best(16384, 22016)[0].cols == 192
+    assert best(4096, 4096)[1] == 8
 
 
 def round_e4m3(x: np.ndarray) -> np.ndarray:

@@ -149,5 +149,7 @@ def test_the_native_microscaled_product(left, right):
     run = jax.jit(lambda a, b: matmul_hopper.run("native", False, True, jnp.float32, a, b))
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     np.testing.assert_allclose(np.asarray(run(a, b)), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
-    # On GPUs with such tensor cores this is one operation.
-    assert "scaled_matmul" in str(run.trace(a, b).jaxpr)
+    # On GPUs with such tensor cores this is one operation, and no product of decoded codes.
+    lowered = run.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("block_scaled_dot") == 1
+    assert "dot_general" not in lowered
