@@ -273,6 +273,15 @@ def inside(m: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr) -> tl.t
 
 
 @triton.jit
+def insert(words: tl.tensor, codes: tl.tensor, j: tl.tensor) -> tl.tensor:
+    """Words with codes put in as byte j; in assembly, because of LLVM's shifts ptxas 12.8 and 12.9 crash."""
+    selector = 0x3210 + ((4 - j) << (4 * j))
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [words, codes.to(tl.uint32), selector], tl.uint32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def turn(
     columns_ptr: tl.tensor, top: tl.tensor, left: tl.tensor, i: tl.tensor, j: tl.tensor, codes: tl.tensor,
     words: tl.tensor, here: tl.tensor, M: tl.constexpr, MASKED: tl.constexpr,
@@ -281,7 +290,7 @@ def turn(
     if M % 4 > 0:
         at = tl.arange(0, codes.shape[1])[None, :] * M + (4 * i + j)[:, None]
         store(columns_ptr + (left.to(tl.int64) * M + top), at, codes, here, MASKED)
-    return words | (codes.to(tl.uint32) << (8 * j))
+    return insert(words, codes, j)
 
 
 @triton.jit

@@ -39,6 +39,75 @@ def check(got, want, few=3e-4):
         assert np.mean(far > 0) <= few
 
 
+# Largest numbers of registers a thread may take: three programs or more share a multiprocessor.
+REGISTERS = {
+    "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
+    "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
+}  # fmt: skip
+
+
+def registers() -> None:
+    """Prints registers and bytes spilled of each kernel for Llama-7B's activations, compiled for an H200."""
+    import pathlib
+    import re
+
+    import jax_triton.triton_lib as triton_lib
+    import triton as package
+
+    from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
+
+    coding, e5m2, options = quantize_triton.Coding, jnp.float8_e5m2, {"compute_capability": 90}
+    one, words = jnp.float32(1), jnp.zeros(2, jnp.uint32)
+
+    def both(x, rows, columns="same", **scales):
+        return quantize_triton.quantize(x, rows, columns, **scales, **options)
+
+    def rows(x, limit=0.2):
+        return quantize_rows_triton.quantize_rows(x, coding("token"), limit=limit, **options)
+
+    group, mx, wide = coding("group", size=128), coding("mx", size=32), jnp.ones((11008, 1))
+    programs = {
+        "rows of 4096": lambda x: rows(x[:, :4096]),
+        "rows of 11008": rows,
+        "maxima": lambda x: maxima_triton.maxima(x, rows=True, columns=True, **options)[1:],
+        "tensor": lambda x: both(x, coding("tensor"), row_scale=one),
+        "tensor, e5m2": lambda x: both(x, coding("tensor", e5m2), row_scale=one),
+        "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, words=words),
+        "tokens both ways": lambda x: both(x, coding("token"), coding("token"), row_scale=one, column_scale=wide),
+        "groups both ways": lambda x: both(x, group, group),
+        "blocks": lambda x: both(x, coding("block", size=128)),
+        "mx both ways": lambda x: both(x, mx, mx, row_scale=one, column_scale=one),
+        "int8 blocks": lambda x: both(x, coding("block", jnp.int8, 32)),
+    }
+    found, compiled = {}, []
+    original = triton_lib.compile_ttir_to_ptx_inplace
+    triton_lib.compile_ttir_to_ptx_inplace = lambda *a, **k: compiled.append(original(*a, **k)) or compiled[-1]
+    assembler = pathlib.Path(package.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    work = pathlib.Path(os.environ["WORK"])
+    x = jax.ShapeDtypeStruct((16384, 11008), jnp.bfloat16)
+    for name, program in programs.items():
+        jax.jit(program).trace(x).lower(lowering_platforms=("cuda",))
+        # Triton names the version of PTX that a driver here would take, not that of its own assembler.
+        (work / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled[-1].binary))
+        command = [assembler, "-arch=sm_90a", "-v", "k.ptx", "-o", "k.cubin"]
+        told = subprocess.run(command, cwd=work, check=True, capture_output=True, text=True).stderr
+        found[name] = [
+            int(re.search(pattern, told).group(1)) for pattern in (r"Used (\d+) reg", r"(\d+) bytes spill st")
+        ]
+    print(json.dumps(found))
+
+
+@triton
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the extra compile is not installed")
+def test_kernels_compile_for_an_h200_without_spills(tmp_path):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "WORK": str(tmp_path)}
+    command = [sys.executable, "-c", "from tests.kernels import test_quantize; test_quantize.registers()"]
+    done = subprocess.run(command, env=env | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name for name, (used, spilled) in found.items() if spilled or used > REGISTERS[name]} == set(), found
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_codes_equal_the_quantizers_on_a_gpu(case):
