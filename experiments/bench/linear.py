@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import fp8jax
@@ -69,19 +68,24 @@ def forward_arms() -> dict[str, Any]:
     return {BF16: plain} | {name: functools.partial(product, name) for name in FORWARD}
 
 
+@jax.jit
+def _error(got: Any, want: Any) -> Any:
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum((got - want) ** 2) / jnp.sum(want**2))
+
+
 def measure(
     case: str, functions: dict[str, Any], operands: Any, flops: float, options: Any, of: str
 ) -> list[timing.Row]:
     """Rates of the functions of one case, and how far their results lie from the first one's."""
     ready = timing.compiled(functions, [operands], workers=1)
     times = timing.seconds(ready, options.rounds, options.burst)
-    results = {name: [np.asarray(v, np.float32) for v in jax.tree.leaves(call()[0])] for name, call in ready.items()}
+    results = {name: jax.tree.leaves(call()[0]) for name, call in ready.items()}
     rows = []
     for name, time in times.items():
         rows.append(timing.row(case, name, f"rate{of}", flops / time / 1e12, "TFLOP/s", BF16, times[BF16] / time))
         if name != BF16:
-            pairs = zip(results[name], results[BF16], strict=True)
-            error = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+            error = max(float(_error(a, b)) for a, b in zip(results[name], results[BF16], strict=True))
             rows.append(timing.row(case, name, f"error{of}", error, f"of {BF16}"))
     return rows
 

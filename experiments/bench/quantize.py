@@ -1,8 +1,9 @@
 """Bandwidth of quantization, with and without the transposed copy, as a ratio to a copy: XLA and the kernel.
 
-Bytes are those that must move: the matrix once, twice where a scale spans more than a tile (it is found first), codes
-and scales once. Predicted before the first run: the kernel 0.85 of a copy with a given scale, 0.8 in groups, 0.6 with
-stochastic rounding, 0.9 for maxima; XLA 0.8 without a transposed copy and 0.2 with it.
+Bytes are those that must move: the matrix once, twice where a scale is found first because it spans more than a program
+holds (a tile, or whole rows), codes and scales once. Predicted before the first run: the kernel 0.85 of a copy with a
+given scale, 0.8 in groups, 0.6 with stochastic rounding, 0.9 for maxima; XLA 0.8 without a transposed copy and 0.2 with
+it.
 """
 
 import argparse
@@ -57,6 +58,9 @@ KINDS = [
     Kind("e4m3:group128", "e4m3:group128"),
     Kind("e4m3:block128", "same"),
     Kind("e4m3:mx32", "e4m3:mx32"),
+    Kind("int8:token", None),
+    Kind("int8:block128", "same"),
+    Kind("int8:block32+stochastic", "same"),
 ]
 # Folded microscaling, and passes over the matrix.
 FOLDS = {"e4m3:mx32+token": 1, "e4m3:mx32": 2}
