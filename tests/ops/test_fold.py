@@ -1,5 +1,8 @@
 """Folded microscaling: its codes, and the contract of its products against the two-level product in float64."""
 
+import importlib.util
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,6 +42,27 @@ def test_groups_that_folding_cannot_represent_are_counted():
         fold(jnp.asarray(x), "e4m3:mx32+ocp")
     with pytest.raises(ValueError, match="of rows"):
         fold(jnp.asarray(x), fp8jax.QuantSpec("e4m3", "mx", 32, axis=0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+@pytest.mark.parametrize(
+    ("shape", "spec", "reason"), [((2, 40000), "e4m3:mx32", "40000 elements"), ((2, 64), "e4m3:mx16", "groups of 16")]
+)
+def test_what_the_kernel_cannot_fold_is_refused_or_left_to_xla(shape, spec, reason):
+    x = jnp.ones(shape, jnp.bfloat16)
+    with pytest.raises(ValueError, match=reason):
+        fold(x, spec, impl="triton")
+    np.testing.assert_array_equal(np.asarray(fold(x, spec).q.dequantize()), 1)
+
+
+@pytest.mark.parametrize("spec", ["e4m3:mx32", "e4m3:mx32+token"])
+def test_folding_under_transformations(spec):
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(3, 8, 100)) * [[[1]], [[1e3]], [[1e-3]]], jnp.bfloat16)
+    want = [fold(one, spec) for one in x]
+    mapped = jax.jit(jax.vmap(lambda one: fold(one, spec)))(x)
+    for i, one in enumerate(want):
+        np.testing.assert_array_equal(np.asarray(mapped.q.scale[i]), np.asarray(one.q.scale))
+        np.testing.assert_array_equal(np.asarray(mapped.q.codes[i]), np.asarray(one.q.codes))
 
 
 def decibels(got, want):
