@@ -231,8 +231,10 @@ def product(
     out_dtype: Any,
     scratch: dict[str, Any] | None = None,
     interpret: Interpret = None,
-) -> jax.Array:
+) -> Any:
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
+
+    With groups in the epilogue it returns that and (M, ceil(N / group)) float32 scales.
 
     Args:
         compute: called by each compute warpgroup for each of its tiles as `compute(share, finish, *extras, **scratch)`;
@@ -267,8 +269,9 @@ def product(
         vectors["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
     residual = epilogue.residual
     if residual is not None:
-        residual = residual.astype(out_dtype)
-        residual = pad_axis(pad_axis(residual, 1, max(out_shape[1], piece)), 0, max(out_shape[0], 64))
+        residual = residual if epilogue.group else residual.astype(out_dtype)
+        whole = (rows, cols) if epilogue.group else out_shape
+        residual = pad_axis(pad_axis(residual, 1, max(whole[1], piece)), 0, max(whole[0], 64))
 
     shared: dict[str, Any] = {
         "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=tiling(K_STEP, 1)),
@@ -283,11 +286,12 @@ def product(
     }
     for n_stream, stream in enumerate(streams):
         shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.stages, 1, stream.size), stream.array.dtype)
-    if residual is not None:
+    if residual is not None and epilogue.group is None:
         shared["residual_barrier"] = plgpu.Barrier(num_barriers=COMPUTE_GROUPS * 2)
 
     def kernel(*refs: Any, **scratch_refs: Any) -> None:
-        a_ref, b_ref, *rest, out_ref = refs
+        out_refs = refs[len(operands) :]
+        a_ref, b_ref, *rest = refs[: len(operands)]
         stream_refs, rest = rest[: len(streams)], rest[len(streams) :]
         extra_refs, rest = rest[: len(extras)], rest[len(extras) :]
         epilogue_refs = dict(zip(vectors, rest, strict=False))
@@ -355,10 +359,11 @@ def product(
                     block_row + stage_row, block_col + stage_col, group, turn * k_steps, stage_row, stage_col,
                     k_steps, tile, a_ring, b_ring, full, empty, stream_rings,
                 )  # fmt: skip
-                arrived = None if residual is None else (lambda slot: residual_barrier.at[group * 2 + slot])
+                arrived = None if residual_barrier is None else (lambda slot: residual_barrier.at[group * 2 + slot])
                 writer = Writer(
-                    out_ref, residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece, out_dtype
-                )
+                    out_refs[0], residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece,
+                    out_dtype, epilogue.group, out_refs[-1],
+                )  # fmt: skip
                 factors = writer.begin()
                 compute(share, functools.partial(writer.finish, factors), *extra_refs, **scratch_refs)
 
@@ -369,17 +374,14 @@ def product(
 
     kernel.__name__ = name
     clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
-    operands = [
-        a,
-        b,
-        *(stream.array for stream in streams),
-        *extras,
-        *vectors.values(),
-        *([] if residual is None else [residual]),
-    ]
-    out = plgpu.kernel(
+    operands = [a, b, *(stream.array for stream in streams), *extras, *vectors.values()]
+    operands += [] if residual is None else [residual]
+    kinds = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
+    if epilogue.group:
+        kinds.append(jax.ShapeDtypeStruct((rows, cols // epilogue.group), jnp.float32))
+    out, *scale = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
+        out_type=kinds,
         scratch_types=shared | (scratch or {}),
         grid=(blocks,),
         grid_names=("block",),
@@ -389,11 +391,10 @@ def product(
         interpret=interpret,
         **clustered,
     )(*operands)
-    return out if out_shape == (m, n) else out[:m, :n]
+    out = out if out_shape == (m, n) else out[:m, :n]
+    return (out, scale[0][:m, : ceil_div(n, epilogue.group)]) if epilogue.group else out
 
 
 def _empty_barrier(tile: Tile) -> Any:
-    if tile.cluster:
-        return plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=tile.groups, num_barriers=tile.stages)  # fmt: skip
-    return plgpu.Barrier(num_arrivals=tile.groups, num_barriers=tile.stages)
+    form: dict[str, Any] = {"num_arrivals": tile.groups, "num_barriers": tile.stages}
+    return plgpu.ClusterBarrier(collective_axes=("cluster",), **form) if tile.cluster else plgpu.Barrier(**form)

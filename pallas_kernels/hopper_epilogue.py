@@ -11,6 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float32)
+GROUPS = (16, 32, 64, 128)
+E4M3_MAX, TINY = 448.0, 2.0**-126
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -21,6 +23,7 @@ class Epilogue:
 
     Attributes:
         scale: fp32, shape (). row: fp32 (M,). column: fp32 (N,). bias: (N,). residual: (M, N). None leaves a term out.
+        group: columns of a row that share a scale of the output, which then is e4m3 codes and fp32 scales. None: plain.
     """
 
     scale: jax.Array | None = None
@@ -28,6 +31,7 @@ class Epilogue:
     column: jax.Array | None = None
     bias: jax.Array | None = None
     residual: jax.Array | None = None
+    group: int | None = None
 
 
 def check_array(name: str, x: jax.Array | None, shape: tuple[int, ...], dtypes: Sequence[Any]) -> None:
@@ -46,6 +50,8 @@ def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
     check_array("column_scale", epilogue.column, (n,), (jnp.float32,))
     check_array("bias", epilogue.bias, (n,), OUT_DTYPES)
     check_array("residual", epilogue.residual, (m, n), OUT_DTYPES)
+    if epilogue.group not in (None, *GROUPS):
+        raise ValueError(f"group is {epilogue.group}; use one of {GROUPS}, or None for a plain output")
 
 
 def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:
@@ -58,7 +64,8 @@ def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:
 class Writer:
     """Writes one warpgroup's accumulators: fp32 epilogue, then two alternating shared-memory slots and TMA stores.
 
-    A tile is written in pieces of 64 rows and 128 bytes. With a residual, a slot first receives the residual's piece.
+    A tile is written in pieces of 64 rows and 128 bytes. With a residual, a slot first receives the residual's piece;
+    that of an output in codes comes straight from device memory.
     """
 
     out_ref: Any
@@ -70,6 +77,13 @@ class Writer:
     tile: Any
     piece: int
     out_dtype: Any
+    group: int | None = None
+    scale_ref: Any = None
+
+    @property
+    def _staged(self) -> bool:
+        """Whether the residual passes through shared memory."""
+        return self.residual_ref is not None and self.group is None
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -81,7 +95,7 @@ class Writer:
 
     def begin(self) -> tuple[Any, Any]:
         """Before the K loop: loads the scales and fetches the first residual pieces, to hide their latency."""
-        if self.residual_ref is not None:
+        if self._staged:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for piece in range(min(2, len(self.pieces))):
                 self._fetch(piece)
@@ -103,8 +117,12 @@ class Writer:
         if row is not None and scale is not None:
             row = row * scale
         for piece, (i, j) in enumerate(self.pieces):
-            first, acc = next((f, x) for f, x in parts if f <= j < f + x.shape[1])
-            value = acc[i : i + 64, j - first : j - first + self.piece]
+            columns = [
+                x[i : i + 64, max(j - first, 0) : j - first + self.piece]
+                for first, x in parts
+                if j - x.shape[1] < first < j + self.piece
+            ]
+            value = columns[0] if len(columns) == 1 else lax.concatenate(columns, 1)
             if row is not None:
                 value = value * lax.broadcast_in_dim(row[i : i + 64], value.shape, [0])
             elif scale is not None:
@@ -114,7 +132,9 @@ class Writer:
                     vector = self._vector(name, self.share.col + j, self.piece, COLUMN)
                     value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
             slot = self.slots.at[piece % 2]
-            if self.residual_ref is not None:
+            if self.group is not None:
+                value = self._codes(value, piece)
+            if self._staged:
                 plgpu.barrier_wait(self.residual_arrived(piece % 2))
                 value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
             else:
@@ -123,6 +143,25 @@ class Writer:
             slot[...] = value.astype(self.out_dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
-            if self.residual_ref is not None and piece + 2 < len(self.pieces):
+            if self._staged and piece + 2 < len(self.pieces):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self._fetch(piece + 2)
+
+    def _codes(self, value: jax.Array, piece: int) -> jax.Array:
+        """Adds the residual to a piece and quantizes it: writes its scales, returns its codes."""
+        assert self.group is not None
+        if self.residual_ref is not None:
+            term = plgpu.load(self.residual_ref.at[self.window(piece)], layout=plgpu.Layout.WGMMA, optimized=False)
+            value = value + term.astype(jnp.float32)
+        i, j = self.pieces[piece]
+        codes = []
+        for first in range(0, self.piece, self.group):
+            x = value[:, first : first + self.group]
+            size = jnp.abs(x)
+            top = jnp.max(jnp.where((size >= TINY) & (size < jnp.inf), size, 0.0), axis=1)
+            scale = jnp.where(top > 0, jnp.maximum(top * (1 / E4M3_MAX), TINY), 1.0)
+            group = lax.div(self.share.col + j + first, self.group)
+            self.scale_ref[pl.ds(self.share.row + i, 64), group] = scale
+            inverse = lax.broadcast_in_dim(1 / scale, x.shape, [0])
+            codes.append((x * inverse + x * 0.0).astype(self.out_dtype))  # x * 0 makes NaN of Inf
+        return codes[0] if len(codes) == 1 else lax.concatenate(codes, 1)

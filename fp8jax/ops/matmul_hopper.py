@@ -1,7 +1,7 @@
 """Which kernel multiplies two quantized matrices on a GPU, and how it is called."""
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,11 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
+from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.choice import Choice, capability, spread
 
 HOPPER, MICROSCALING = 90, 100
+OUTPUT_GROUPS = (16, 32, 64, 128)
 _K_MAJOR = (((1,), (1,)), ((), ()))
 Kernel = Literal["row", "block", "mx", "mx right"]
 
@@ -122,6 +124,31 @@ def run(
     if how == "row":
         return _row(a, b, fast, out_dtype).astype(dtype)
     return _block(a, b, out_dtype).astype(dtype)
+
+
+def unfit_output(a: QTensor, b: QTensor, spec: QuantSpec) -> str | None:
+    """Why no Mosaic kernel can quantize their product in its epilogue, or None."""
+    fits = spec.group_size in OUTPUT_GROUPS and spec in [
+        QuantSpec("e4m3", "group", spec.group_size, axis) for axis in (-1, 1)
+    ]
+    if not fits:
+        return f"its output has e4m3 codes in groups of {', '.join(map(str, OUTPUT_GROUPS))} in a row, not {spec}"
+    if (reason := unsupported(a, b)) is not None:
+        return reason
+    return None if _kernel(a, b) == "row" else f"it takes scales of {_NAMES['row']}, not {a.spec} with {b.spec}"
+
+
+def run_quantized(
+    fast: bool, spec: QuantSpec, a: QTensor, b: QTensor, bias: Array | None, residual: Array | None
+) -> QTensor:
+    """a @ b.T + bias + residual, quantized in the kernel that multiplies."""
+    from pallas_kernels.matmul_mosaic import matmul
+
+    terms: Any = _terms(a, b)
+    for name, term in (("bias", bias), ("residual", residual)):
+        terms[name] = term if term is None or term.dtype == jnp.bfloat16 else term.astype(jnp.float32)
+    codes, scale = matmul(a.codes, b.codes, **terms, fast=fast, group=spec.group_size)
+    return QTensor(codes, scale, None, None, spec)
 
 
 def precision(fast: bool) -> lax.Precision:

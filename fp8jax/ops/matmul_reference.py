@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8jax.core.qtensor import quantize
+from fp8jax.core.spec import QuantSpec
+
 
 def matmul(
     a: jax.Array,
@@ -21,10 +24,15 @@ def matmul(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     fast: bool = True,
-) -> jax.Array:
+    group: int | None = None,
+) -> Any:
     """Reference of `pallas_kernels.matmul_mosaic.matmul`; fp32 sums whether `fast` or not."""
     out = _product(a.astype(jnp.float32), b.astype(jnp.float32))
-    return _epilogue(out, scale, row_scale, column_scale, bias, residual).astype(out_dtype)
+    out = _epilogue(out, scale, row_scale, column_scale, bias, residual)
+    if group is None:
+        return out.astype(out_dtype)
+    q = quantize(out, QuantSpec("e4m3", "group", group))
+    return q.codes, q.scale
 
 
 def matmul_block(

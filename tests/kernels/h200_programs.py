@@ -44,6 +44,13 @@ def promoted_everything() -> Program:
     return program, everything()[1]
 
 
+def quantized_output() -> Program:
+    def program(a: Any, b: Any, r: Any, c: Any, bias: Any, x: Any) -> jax.Array:
+        return matmul(a, b, row_scale=r, column_scale=c, bias=bias, residual=x, group=16)
+
+    return program, everything()[1]
+
+
 def float32_output() -> Program:
     return lambda a, b: matmul(a, b, out_dtype=F32), CODES
 
@@ -104,6 +111,7 @@ ALL = [
     everything,
     promoted,
     promoted_everything,
+    quantized_output,
     float32_output,
     vocabulary,
     tiny,
