@@ -33,6 +33,7 @@ import numpy as np
 from jax import lax
 
 from experiments.bench import cases, timing
+from fp8jax.ops.quantize import quantize
 from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul_mosaic import matmul
@@ -87,9 +88,9 @@ def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> 
     out = a @ b.T
     if kind in ("tensor", "promoted"):
         out = out * 0.5
-    if kind in ("row", "mx"):
+    if kind in ("row", "mx", "grouped"):
         out = out * wide("row", rows)[:, None]
-    return out * wide("column", cols) if kind == "row" else out
+    return out * wide("column", cols) if kind in ("row", "grouped") else out
 
 
 def xla_arms() -> Iterator[Arm]:
@@ -101,6 +102,9 @@ def xla_arms() -> Iterator[Arm]:
 
     def row(a: Any, b: Any, r: Any, c: Any) -> Any:
         return (dot(a, b, preferred_element_type=F32) * r[:, None] * c).astype(BF16)
+
+    def grouped(a: Any, b: Any, r: Any, c: Any) -> Any:
+        return in_groups(row(a, b, r, c), "xla")
 
     def decoded(a: Any, b: Any, e: Any, r: Any) -> Any:
         scale = lax.bitcast_convert_type(e.astype(jnp.uint16) << 7, BF16)
@@ -119,7 +123,15 @@ def xla_arms() -> Iterator[Arm]:
     promoted = functools.partial(tensor, precision=lax.Precision.HIGHEST)
     yield Arm("xla fp8 tensor promoted", "promoted", promoted, ("a", "b", "s"))
     yield Arm("xla fp8 row", "row", row, ("a", "b", "row", "column"))
+    yield Arm("xla fp8 row, then quantized", "grouped", grouped, ("a", "b", "row", "column"))
     yield Arm("xla mx decoded to bf16", "mx", decoded, ("a", "b", "exponent", "row"))
+
+
+def in_groups(y: Any, impl: str) -> tuple[Any, Any]:
+    """Codes and scales of an output whose rows are quantized in groups of 128."""
+    q, _ = quantize(y, "e4m3:group128", impl=impl)
+    assert q is not None
+    return q.codes, q.scale
 
 
 def torch_arms() -> Iterator[Arm]:
@@ -156,6 +168,12 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
         yield Arm(f"ours row {label(t)}", "row",
                   lambda a, b, r, c, t=t: matmul(a, b, row_scale=r, column_scale=c, tile=t),
                   ("a", "b", "row", "column"))  # fmt: skip
+    yield Arm("ours row, then quantize kernel", "grouped",
+              lambda a, b, r, c: in_groups(matmul(a, b, row_scale=r, column_scale=c), "triton"),
+              ("a", "b", "row", "column"))  # fmt: skip
+    yield Arm("ours row, output in groups", "grouped",
+              lambda a, b, r, c: matmul(a, b, row_scale=r, column_scale=c, group=128),
+              ("a", "b", "row", "column"))  # fmt: skip
     for t, u in block:
         yield Arm(f"ours block {label(t)}{f' u{u}' if t else ''}", "block",
                   lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa, sb, tile=t, unroll=u),
@@ -222,8 +240,10 @@ def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: fl
         try:
             call, args = future.result(), [[x[t] for t in arm.takes] for x in source]
             out = call(args)[0]
-            sample = out[rows][:, cols]
+            codes, *scale = out if isinstance(out, tuple) else (out,)
+            sample = codes[rows][:, cols]
             sample = sample.float().cpu().numpy() if arm.framework == "torch" else np.asarray(sample.astype(F32))
+            sample = sample * (np.asarray(scale[0])[rows][:, cols // 128] if scale else 1)
             error = float(np.linalg.norm(sample - wanted[arm.kind]) / np.linalg.norm(wanted[arm.kind]))
             finish = (lambda _: torch.cuda.synchronize()) if arm.framework == "torch" else jax.block_until_ready
             ready.append((arm, call, args, error, finish))
