@@ -17,6 +17,7 @@ from jax.extend import core
 from fp8jax.modules.blocks import with_call
 from fp8jax.modules.dots import SharedPromotion
 from fp8jax.modules.program import split
+from fp8jax.ops import fused
 from fp8jax.ops.saved import origins
 
 LAYOUTS = ("reshape", "transpose", "squeeze", "expand_dims")
@@ -46,17 +47,22 @@ def _subclass(cls: Any) -> type:
         if not kept:
             return cls.__call__(self, *args, **kwargs)
         found = [origins.find(x) for x in arrays]
+        results = [fused.find(x) for x in arrays]
 
-        def run(self: Any, arrays: list[Any], made_of: list[Any]) -> Any:
-            for x, origin, values in zip(arrays, found, made_of, strict=True):
+        def run(self: Any, arrays: list[Any], made_of: list[Any], operands: list[Any]) -> Any:
+            for i, x in enumerate(arrays):
+                origin, result = found[i], results[i]
                 if origin is not None:
-                    origins.note(x, (origin[0], values))
+                    origins.note(x, (origin[0], made_of[i]))
+                if result is not None:
+                    fused.note(result.of(*operands[i]), x)
             args, kwargs = rebuild(arrays)
             with _promotions(self, lambda name, promote: SharedPromotion(promote, kept=name in kept)):
                 return cls.__call__(self, *args, **kwargs)
 
         checkpointed = nnx.remat(run, prevent_cse=False, policy=lambda prim, *_, **__: prim.name not in LAYOUTS)
-        return checkpointed(self, arrays, [origin and origin[1] for origin in found])
+        operands = [result and (result.operands, result.peak) for result in results]
+        return checkpointed(self, arrays, [origin and origin[1] for origin in found], operands)
 
     return with_call(cls, __call__)
 

@@ -3,14 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import fused
+from fp8jax.ops.choice import capability
 from fp8jax.ops.saved import context_part, decode, differentiable, keep
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -40,13 +44,10 @@ def glu(gate: Array, up: Array, *, recipe: Recipe | Context, activation: str = "
     """
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         raise ValueError(f"glu takes arrays alike, not {gate.dtype}{gate.shape} and {up.dtype}{up.shape}")
-    context, f = context_part(recipe), _activation(activation)
+    context, f = context_part(recipe), _function(activation)
     if context.spec is None:
         return f(gate) * up
-    g, u = lax.stop_gradient(gate), lax.stop_gradient(up)
-    activated = f(g)
-    kept = Kept(keep(g, context.spec), keep(u, context.spec), None if context.lean else keep(activated, context.spec))
-    return differentiable(Activation(activation, gate.dtype), (gate, up), kept, activated * u, context)
+    return _activation(activation, gate, up, context)
 
 
 def activation(x: Array, *, recipe: Recipe | Context, activation: str) -> Array:
@@ -63,12 +64,8 @@ def activation(x: Array, *, recipe: Recipe | Context, activation: str) -> Array:
     Raises:
         ValueError: unknown activation.
     """
-    context, f = context_part(recipe), _activation(activation)
-    if context.spec is None:
-        return f(x)
-    value = lax.stop_gradient(x)
-    kept = Kept(keep(value, context.spec), None, None)
-    return differentiable(Activation(activation, x.dtype), (x,), kept, f(value), context)
+    context, f = context_part(recipe), _function(activation)
+    return f(x) if context.spec is None else _activation(activation, x, None, context)
 
 
 class Kept(NamedTuple):
@@ -88,9 +85,32 @@ class Activation:
 
     def again(self, kept: Kept) -> Array:
         activated = ACTIVATIONS[self.activation](decode(kept.gate))
-        return (activated if kept.up is None else activated * decode(kept.up)).astype(self.dtype)
+        y = (activated if kept.up is None else activated * decode(kept.up)).astype(self.dtype)
+        self._note(kept, None, y)
+        return y
 
-    def backward(self, kept: Kept, dy: Array) -> tuple[Array, ...]:
+    def backward(self, kept: Kept, dy: Array, dtypes: tuple[DTypeLike | None, ...]) -> tuple[Array, ...]:
+        cotangents = self._reference(kept, dy.astype(jnp.float32))
+        cast = tuple(ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
+        if all(dtype == self.dtype for dtype in dtypes):
+            self._note(kept, dy, *cast)
+        return cast
+
+    def _note(self, kept: Kept, dy: Array | None, *arrays: Array) -> None:
+        """Says what the result, or with its cotangent those of the inputs, are computed from."""
+        operation = _fused(self.activation, arrays[0], kept.up, kept.gate.spec, kept.activated is not None)
+        if operation is None:
+            return
+        from pallas_kernels import remake_triton
+
+        kinds = (remake_triton.RESULT,) if dy is None else (remake_triton.GATE, remake_triton.UP)[: len(arrays)]
+        names = [name for name in ("first", "up", "activated") for name in (name, f"{name}_scale")]
+        parts = [part for q in kept for part in ((None, None) if q is None else fused.stored(q))]
+        given: Any = dict(zip(names, parts, strict=True))
+        operands = remake_triton.Operands(**given, gradient=None if dy is None else fused.matrix(dy))
+        fused.note(fused.Result(operation, kinds, operands), *arrays)
+
+    def _reference(self, kept: Kept, dy: Array) -> tuple[Array, ...]:
         activated, pull = jax.vjp(ACTIVATIONS[self.activation], decode(kept.gate))
         if kept.up is None:
             return pull(dy)
@@ -99,7 +119,51 @@ class Activation:
         return *pull(dy * decode(kept.up)), dy * activated
 
 
-def _activation(name: str) -> Callable[[Array], Array]:
+def _activation(name: str, gate: Array, up: Array | None, context: Context) -> Array:
+    assert context.spec is not None
+    g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
+    activated = ACTIVATIONS[name](g)
+    y = activated if u is None else activated * u
+    spare = context.lean or u is None
+    operation, result = _fused(name, gate, up, context.spec, not spare), None
+    if operation is None:
+        kept = Kept(
+            keep(g, context.spec),
+            None if u is None else keep(u, context.spec),
+            None if spare else keep(activated, context.spec),
+        )
+    else:
+        kept, result = _keep(operation, g, u, context.spec)
+    inputs = (gate,) if up is None else (gate, up)
+    y = differentiable(Activation(name, gate.dtype), inputs, kept, y, context)
+    if result is not None:
+        fused.note(result, y)
+    return y
+
+
+def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool) -> Any:
+    kind = list(ACTIVATIONS).index(name)
+    return fused.operation(like, spec, like.dtype, activation=kind, gated=up is not None, activated=activated)
+
+
+def _keep(operation: Any, gate: Array, up: Array | None, spec: QuantSpec) -> tuple[Kept, fused.Result]:
+    """What is kept, and what the result is computed from."""
+    from pallas_kernels import remake_triton
+
+    @jax.custom_batching.sequential_vmap
+    def kernel(gate: Array, up: Array | None) -> Any:
+        kept = fused.coding(spec)
+        return remake_triton.keep_activation(operation, gate, up, kept, compute_capability=capability())
+
+    g, u = fused.matrix(gate), None if up is None else fused.matrix(up)
+    parts, peak = kernel(g, u)
+    codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
+    kept = Kept(*codes)
+    operands = remake_triton.Operands(g, up=u)
+    return kept, fused.Result(operation._replace(exact=True), (remake_triton.RESULT,), operands, peak)
+
+
+def _function(name: str) -> Callable[[Array], Array]:
     if name not in ACTIVATIONS:
         raise ValueError(f"unknown activation {name!r}; it is one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

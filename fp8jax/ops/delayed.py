@@ -71,7 +71,6 @@ def delayed_linear(
     past = lax.stop_gradient(jnp.max(state.dy)) * 2.0**strategy.margin
     scales = Scales(_scale("x", values[0], state, part), _scale("w", values[1], state, part), past, slot)
     y = product(matrix, w, part, None, source=x, scales=scales, quantized=quantized)
-    y = y.reshape(*x.shape[:-1], w.shape[1])
     seen_x, seen_w = map(scaling.largest_magnitude, values)
     observed = Observed(seen_x, seen_w, jnp.zeros([]))
     return (y if bias is None else y + bias.astype(y.dtype)), observed

@@ -42,7 +42,6 @@ def linear(
         ValueError: shapes do not match, a key is missing, or `quantized` is of another weight's shape or recipe.
     """
     y = product(rows(x, w), w, _stateless(recipe), key, source=x, quantized=quantized)
-    y = y.reshape(*x.shape[:-1], w.shape[1])
     return y if bias is None else y + bias.astype(y.dtype)
 
 

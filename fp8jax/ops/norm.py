@@ -1,14 +1,18 @@
 """RMSNorm and LayerNorm that keep their input in 8 bits for the backward pass (COAT, section 5.2)."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import fused
+from fp8jax.ops.choice import capability
 from fp8jax.ops.saved import context_part, decode, differentiable, keep
 
 
@@ -83,9 +87,36 @@ class Norm:
     dtype: DTypeLike
 
     def again(self, kept: Kept) -> Array:
-        return _apply(decode(kept.codes), kept.inverse, kept.scale, kept.bias).astype(self.dtype)
+        y = _apply(decode(kept.codes), kept.inverse, kept.scale, kept.bias).astype(self.dtype)
+        operation = self._fused(kept, y)
+        if operation is not None:
+            parts = fused.stored(kept.codes)
+            fused.note(_result(operation, parts, kept.inverse, None, kept.scale, kept.bias, None), y)
+        return y
 
-    def backward(self, kept: Kept, dy: Array) -> tuple[Array, Array | None, Array | None]:
+    def backward(
+        self, kept: Kept, dy: Array, dtypes: tuple[DTypeLike | None, ...]
+    ) -> tuple[Array | None, Array | None, Array | None]:
+        operation = self._fused(kept, dy)
+        if operation is None:
+            return _cast(self._reference(kept, dy.astype(jnp.float32)), dtypes)
+
+        @jax.custom_batching.sequential_vmap
+        def kernel(codes: Array, scales: Array, inverse: Array, weight: Array | None, dy: Array) -> Any:
+            from pallas_kernels import norm_triton
+
+            return norm_triton.backward(
+                operation, codes, scales, inverse, weight, dy, dtypes[0], compute_capability=capability()
+            )
+
+        dx, *sums = kernel(*fused.stored(kept.codes), kept.inverse.reshape(-1), kept.scale, fused.matrix(dy))
+        return _cast((dx.reshape(dy.shape), *sums), dtypes)
+
+    def _fused(self, kept: Kept, like: Array) -> Any:
+        given = {"scaled": kept.scale is not None, "biased": kept.bias is not None}
+        return fused.operation(like, kept.codes.spec, self.dtype, norm=True, centered=self.centered, **given)
+
+    def _reference(self, kept: Kept, dy: Array) -> tuple[Array, Array | None, Array | None]:
         normal = decode(kept.codes) * kept.inverse
         t = dy if kept.scale is None else dy * kept.scale.astype(jnp.float32)
         dx = t - normal * jnp.mean(t * normal, -1, keepdims=True)
@@ -116,10 +147,60 @@ def _norm(
         return _apply(z, inverse, scale, bias).astype(dtype)
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
-    z, inverse = _statistics(values[0], eps, centered)
-    kept = Kept(keep(z if centered else values[0], context.spec), inverse, *values[1:])
+    given = {"scaled": scale is not None, "biased": bias is not None}
+    operation = fused.operation(x, context.spec, dtype, norm=True, centered=centered, **given)
+    if operation is None:
+        z, inverse = _statistics(values[0], eps, centered)
+        kept, result = Kept(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
+    else:
+        codes, mean, peak = _keep(operation, values[0], values[1], values[2], context.spec, eps)
+        z, inverse = values[0].astype(jnp.float32), codes.inverse
+        if mean is not None:
+            z = z - mean.reshape(inverse.shape)
+        kept, parts = codes, (fused.matrix(values[0]), None)
+        result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
     y = _apply(z, inverse, *values[1:]).astype(dtype)
-    return differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context)
+    y = differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context)
+    if result is not None:
+        fused.note(result, y)
+    return y
+
+
+def _keep(
+    operation: Any, x: Array, scale: Array | None, bias: Array | None, spec: QuantSpec, eps: float
+) -> tuple[Kept, Array | None, Array]:
+    """What is kept, the mean of rows where the norm is centered, and the largest magnitude of the result."""
+
+    @jax.custom_batching.sequential_vmap
+    def kernel(x: Array, scale: Array | None, bias: Array | None) -> Any:
+        from pallas_kernels import norm_triton
+
+        kept = fused.coding(spec)
+        return norm_triton.forward(operation, x, scale, bias, eps, kept, compute_capability=capability())
+
+    codes, scales, inverse, mean, peak = kernel(fused.matrix(x), scale, bias)
+    kept = Kept(fused.kept(codes, scales, x.shape, spec), inverse.reshape(*x.shape[:-1], 1), scale, bias)
+    return kept, mean, peak
+
+
+def _result(
+    operation: Any,
+    parts: tuple[Array, Array | None],
+    inverse: Array,
+    mean: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    peak: Array | None,
+) -> fused.Result:
+    from pallas_kernels import remake_triton
+
+    rows = {"inverse": inverse.reshape(-1), "mean": None if mean is None else mean.reshape(-1)}
+    operands = remake_triton.Operands(parts[0], parts[1], weight=scale, bias=bias, **rows)
+    return fused.Result(operation, (remake_triton.NORM,), operands, peak)
+
+
+def _cast(cotangents: tuple[Array | None, ...], dtypes: tuple[DTypeLike | None, ...]) -> Any:
+    return tuple(None if ct is None else ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
 
 
 def _statistics(x: Array, eps: float, centered: bool) -> tuple[Array, Array]:

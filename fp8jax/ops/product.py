@@ -16,6 +16,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.ops import fused
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.recent import Recent, Same
@@ -52,6 +53,14 @@ class Scales(NamedTuple):
     slot: Array
 
 
+class How(NamedTuple):
+    """What is static about a product: its recipe, how to make its input again, or None, and the shape of tokens."""
+
+    recipe: Linear
+    remade: Remade | None
+    tokens: tuple[int, ...]
+
+
 def product(
     x: Array,
     w: Array,
@@ -73,7 +82,7 @@ def product(
         quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
 
     Returns:
-        (tokens, outputs) in the dtype of `x`.
+        (..., outputs), as `source` is (..., inputs), else (tokens, outputs), in the dtype of `x`.
 
     Raises:
         ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
@@ -81,6 +90,9 @@ def product(
     kept, gradient = recipe.spec("saved"), recipe.spec("dy")
     if quantized is not None:
         _check_weight(quantized, w, recipe)
+    tokens = x.shape[:1]
+    if source is not None and source.shape[-1] == x.shape[-1]:
+        x, tokens = fused.pass_on(source, x), source.shape[:-1]
     saved = None
     if kept is not None:
         subkey = _subkey(key, kept, "saved")
@@ -95,7 +107,8 @@ def product(
     remade, made_of = (None, None) if origin is None else origin
     if remade == ITSELF:
         made_of = source
-    return _product(recipe, remade, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales, quantized, made_of)
+    static = How(recipe, remade, tokens)
+    return _product(static, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales, quantized, made_of)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = None) -> QuantizedWeight:
@@ -137,14 +150,13 @@ def _check_weight(quantized: QuantizedWeight, w: Array, recipe: Linear) -> None:
         raise ValueError(f"a weight {w.shape} of spec {recipe.w} was given quantized as {found[0]}, {found[1]}")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(recipe: Linear, how: Remade | None, *operands: Any) -> Array:
-    return _forward(recipe, how, *operands)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(how: How, *operands: Any) -> Array:
+    return _forward(how, *operands)[0]
 
 
 def _forward(
-    recipe: Linear,
-    how: Remade | None,
+    how: How,
     x: Array,
     w: Array,
     saved: QTensor | None,
@@ -153,6 +165,7 @@ def _forward(
     quantized: QuantizedWeight | None,
     made_of: Any,
 ) -> tuple[Array, Any]:
+    recipe = how.recipe
     quantizer = functools.partial(_operand, how=recipe.scaling)
     if saved is not None and recipe.saved == SAME:
         rows: Operand = from_bytes(saved)
@@ -162,7 +175,7 @@ def _forward(
         columns: Operand = quantizer(w, recipe.spec("w"), scale=scales and scales.w, turned=True)
     else:
         columns = from_bytes(quantized.forward)
-    if how is None:
+    if how.remade is None:
         kept: Any = x if saved is None else saved
     else:
         # One scale is cheaper to keep than to find again (COAT, section D).
@@ -171,11 +184,12 @@ def _forward(
     dtypes = tuple(jnp.zeros((0,), a.dtype) for a in (x, w))
     weight = w if quantized is None else None
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation)
-    return y, (kept, dtypes, weight, key, scales, quantized)
+    return y.reshape(*how.tokens, -1), (kept, dtypes, weight, key, scales, quantized)
 
 
-def _backward(recipe: Linear, how: Remade | None, residuals: Any, dy: Array) -> tuple[Any, ...]:
-    kept, (x, w), weight, key, scales, quantized = residuals
+def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
+    recipe, (kept, (x, w), weight, key, scales, quantized) = how.recipe, residuals
+    dy = fused.pass_on(dy, dy.reshape(-1, dy.shape[-1]))
     quantizer = functools.partial(_operand, how=recipe.scaling)
     keys = (None, None) if key is None else jax.random.split(key)
     seen = dy_scale = None
@@ -198,11 +212,12 @@ def _backward(recipe: Linear, how: Remade | None, residuals: Any, dy: Array) -> 
         weight = transpose(from_bytes(quantized.forward)) if quantized.dgrad is None else from_bytes(quantized.dgrad)
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation)
     spec = recipe.spec("x_wgrad")
-    if how is None:
+    if how.remade is None:
         columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, recipe.scaling)
     else:
         made_of, scale = kept
-        again = how.again(made_of).astype(x.dtype).reshape(dy.shape[0], -1)
+        again = how.remade.again(made_of).astype(x.dtype)
+        again = fused.pass_on(again, again.reshape(dy.shape[0], -1))
         columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation)
     return dx, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]
@@ -258,6 +273,6 @@ _inputs: Recent[QTensor] = Recent()
 def _save(
     x: Array, spec: QuantSpec, how: str, key: Array | None = None, scale: Array | None = None, turned: bool = False
 ) -> QTensor:
-    q = _operand(lax.stop_gradient(x), spec, how=how, key=key, scale=scale, turned=turned)
+    q = _operand(fused.pass_on(x, lax.stop_gradient(x)), spec, how=how, key=key, scale=scale, turned=turned)
     assert isinstance(q, QTensor)
     return to_bytes(q)

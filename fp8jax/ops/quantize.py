@@ -11,6 +11,7 @@ from jax import Array, lax
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.ops import fused
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, spread
 
 IMPLS = ("auto", "xla", "triton")
@@ -57,6 +58,10 @@ def quantize(
     if (key is not None) != how.stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")
+    if impl == "auto":
+        made = fused.codes(x, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
+        if made is not None:
+            return made
     choice = _choose(x, how, scale, impl, impl == "triton" or on_cuda())
     reference = functools.partial(_reference, how, strategy)
     if choice.impl == "xla":

@@ -55,8 +55,8 @@ class Remade(Protocol):
         """The operation's result, computed again."""
         ...
 
-    def backward(self, kept: Any, dy: Array) -> tuple[Array | None, ...]:
-        """Cotangents of the operation's differentiable inputs, fp32, from that of its result, fp32."""
+    def backward(self, kept: Any, dy: Array, dtypes: tuple[DTypeLike | None, ...]) -> tuple[Array | None, ...]:
+        """Cotangents of the operation's differentiable inputs, in their dtypes, from that of its result."""
         ...
 
 
@@ -67,7 +67,7 @@ class Itself:
     def again(self, kept: Array) -> Array:
         return kept
 
-    def backward(self, kept: Array, dy: Array) -> tuple[Array | None, ...]:
+    def backward(self, kept: Array, dy: Array, dtypes: tuple[DTypeLike | None, ...]) -> tuple[Array | None, ...]:
         raise TypeError("an array that is kept is no operation")
 
 
@@ -107,9 +107,7 @@ def _forward(how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: Array)
 
 def _backward(how: Remade, residuals: Any, dy: Array) -> tuple[Any, None, None]:
     kept, inputs = residuals
-    cotangents = how.backward(kept, dy.astype(jnp.float32))
-    cast = jax.tree.map(lambda x, ct: ct.astype(x.dtype), inputs, cotangents)
-    return cast, None, None
+    return how.backward(kept, dy, tuple(None if x is None else x.dtype for x in inputs)), None, None
 
 
 _differentiable.defvjp(_forward, _backward)

@@ -70,6 +70,30 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
         return {"calls": json.loads(calls), "kernels": kernels}
 
 
+def assembled(program: Callable[..., Any], *shapes: Any) -> list[int]:
+    """Registers and bytes spilled of the last Triton kernel of a program, compiled for an H200; in a process on CPU."""
+    import jax
+    import jax_triton.triton_lib
+    import triton
+
+    compiled: list[Any] = []
+    original = jax_triton.triton_lib.compile_ttir_to_ptx_inplace
+    keep = lambda *args, **kwargs: compiled.append(original(*args, **kwargs)) or compiled[-1]  # noqa: E731
+    jax_triton.triton_lib.compile_ttir_to_ptx_inplace = keep
+    try:
+        jax.jit(program).trace(*shapes).lower(lowering_platforms=("cuda",))
+    finally:
+        jax_triton.triton_lib.compile_ttir_to_ptx_inplace = original
+    assembler = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        # Triton names the version of PTX that a driver here would take, not that of its own assembler.
+        (pathlib.Path(folder) / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled[-1].binary))
+        command = [assembler, "-arch=sm_90a", "-v", "k.ptx", "-o", "k.cubin"]
+        told = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stderr
+    found = resources(told)
+    return [found["registers"], found["stores"]]
+
+
 def resources(assembler_report: str) -> dict[str, int]:
     pattern = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads[\s\S]*?Used (\d+) registers"
     found = re.search(pattern, assembler_report)

@@ -14,6 +14,7 @@ import pytest
 
 from fp8jax.core import formats
 from fp8jax.ops import quantize as op
+from tests.kernels import h200
 from tests.kernels.quantize_cases import CASES, FOLDS, arrays, folded
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -48,12 +49,6 @@ REGISTERS = {
 
 def registers() -> None:
     """Prints registers and bytes spilled of each kernel for Llama-7B's activations, compiled for an H200."""
-    import pathlib
-    import re
-
-    import jax_triton.triton_lib as triton_lib
-    import triton as package
-
     from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
 
     coding, e5m2, options = quantize_triton.Coding, jnp.float8_e5m2, {"compute_capability": 90}
@@ -79,22 +74,8 @@ def registers() -> None:
         "mx both ways": lambda x: both(x, mx, mx, row_scale=one, column_scale=one),
         "int8 blocks": lambda x: both(x, coding("block", jnp.int8, 32)),
     }
-    found, compiled = {}, []
-    original = triton_lib.compile_ttir_to_ptx_inplace
-    triton_lib.compile_ttir_to_ptx_inplace = lambda *a, **k: compiled.append(original(*a, **k)) or compiled[-1]
-    assembler = pathlib.Path(package.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    work = pathlib.Path(os.environ["WORK"])
     x = jax.ShapeDtypeStruct((16384, 11008), jnp.bfloat16)
-    for name, program in programs.items():
-        jax.jit(program).trace(x).lower(lowering_platforms=("cuda",))
-        # Triton names the version of PTX that a driver here would take, not that of its own assembler.
-        (work / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled[-1].binary))
-        command = [assembler, "-arch=sm_90a", "-v", "k.ptx", "-o", "k.cubin"]
-        told = subprocess.run(command, cwd=work, check=True, capture_output=True, text=True).stderr
-        found[name] = [
-            int(re.search(pattern, told).group(1)) for pattern in (r"Used (\d+) reg", r"(\d+) bytes spill st")
-        ]
-    print(json.dumps(found))
+    print(json.dumps({name: h200.assembled(program, x) for name, program in programs.items()}))
 
 
 @triton

@@ -16,6 +16,7 @@ import fp8jax
 from experiments.models.llama import Llama, LlamaConfig, rope_tables
 from experiments.models.vlm import VLM, ViTConfig
 from experiments.tables.flash import dot_product_attention
+from fp8jax.ops import fused
 from fp8jax.recipes import Context
 from tests.programs import residuals
 
@@ -134,6 +135,18 @@ def test_layers_of_other_models_keep_what_the_recipe_plans(recipe):
 @pytest.mark.parametrize("recipe", ["faithful", "lean"])
 def test_a_checkpointed_layer_keeps_its_input(recipe, shape, scan):
     assert per_layer(recipe, *shape, remat=True, scan=scan) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize("recipe", ["faithful", "lean"])
+def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypatch):
+    pytest.importorskip("jax_triton")
+    plain = per_layer(recipe, *SHAPES[0])
+    made = []
+    monkeypatch.setattr(fused, "on_cuda", lambda: True)
+    monkeypatch.setattr(fused, "missing_triton", lambda _: None)
+    monkeypatch.setattr(fused, "_make", lambda *args, make=fused._make: made.append(args) or make(*args))
+    assert per_layer(recipe, *SHAPES[0]) == pytest.approx(plain, abs=1e-9)
+    assert made
 
 
 def test_bf16_keeps_at_least_three_and_a_half_times_as_much():

@@ -1,0 +1,190 @@
+"""Arrays that a kernel computes where it quantizes them, so that on a GPU they are never written.
+
+A norm or an activation notes for its result what the result is computed from; an activation also for the cotangents of
+its inputs. Where such an array is quantized, the kernel reads those operands. The array itself stays an ordinary one:
+whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it out.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core import formats, scaling
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.choice import capability, missing_triton, on_cuda, spread
+from fp8jax.ops.recent import Origins
+
+
+@dataclasses.dataclass(eq=False)
+class Result:
+    """What arrays are computed from: those that one kernel makes together, in its order.
+
+    Attributes:
+        operation: `pallas_kernels.operations_triton.Operation`.
+        kinds: what each of the arrays is.
+        operands: `pallas_kernels.remake_triton.Operands`.
+        peak: the largest finite magnitude of the only array; None where it is not known.
+        made: codes of all arrays by how they were made.
+    """
+
+    operation: Any
+    kinds: tuple[int, ...]
+    operands: Any
+    peak: Array | None = None
+    made: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def of(self, operands: Any, peak: Array | None) -> "Result":
+        """The same, computed from the same operands in another trace."""
+        return Result(self.operation, self.kinds, operands, peak)
+
+
+class Part(NamedTuple):
+    """An array as one of those of a `Result`."""
+
+    result: Result
+    place: int
+
+
+_parts: Origins[Part] = Origins()
+
+
+def note(result: Result, *arrays: Array) -> None:
+    """Says what arrays are computed from, in the order of the result's kinds."""
+    for place, array in enumerate(arrays):
+        _parts.note(array, Part(result, place))
+
+
+def find(array: Array) -> Result | None:
+    """What alone an array is computed from; None where that is not known, or others are made with it."""
+    part = _parts.find(array)
+    return part.result if part is not None and len(part.result.kinds) == 1 else None
+
+
+def pass_on(source: Array, copy: Array) -> Array:
+    """The same array, as a matrix or without gradients, is computed from the same."""
+    alike = source.ndim > 0 and (source.dtype, source.shape[-1]) == (copy.dtype, copy.shape[-1])
+    return _parts.pass_on(source, copy) if alike else copy
+
+
+def codes(
+    x: Array, rows: QuantSpec | None, columns: QuantSpec | None, *, same: bool, scale: Array | None, strategy: str
+) -> tuple[QTensor | None, QTensor | None] | None:
+    """Codes of a matrix and of its transposed copy from what it is computed from; None where that is no kernel's.
+
+    Args:
+        x: (M, N).
+        rows, columns: how `x` and `x.T` are quantized, or None where they are not.
+        same: whether both have the same codes; else one of them is None.
+        scale, strategy: as of `fp8jax.ops.quantize.quantize`.
+    """
+    part = _parts.find(x)
+    spec = rows if columns is None else columns
+    if part is None or spec is None or not (same or rows is None or columns is None) or not _takes(spec):
+        return None
+    how = (rows is not None, columns is not None, spec, strategy)
+    if scale is not None:
+        alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
+        return _make(alone, how, x, scale)[0]
+    if how not in part.result.made:
+        part.result.made[how] = _make(part.result, how, x, None)
+    return part.result.made[how][part.place]
+
+
+def _takes(spec: QuantSpec) -> bool:
+    fmt = formats.get(spec.format)
+    plain = fmt.is_float and fmt.bits == 8 and spec.granularity == "tensor" and spec.scale_format == "fp32"
+    return plain and spec.rounding == "nearest" and not (spec.expand or spec.stacked) and spec.underflow == "zero"
+
+
+def _make(result: Result, how: Any, x: Array, scale: Array | None) -> list[tuple[QTensor | None, QTensor | None]]:
+    from pallas_kernels import remake_triton
+
+    rows, columns, spec, strategy = how
+    fmt = formats.get(spec.format)
+
+    @jax.custom_batching.sequential_vmap
+    def make(operands: Any, scale: Array | None, peak: Array | None) -> Any:
+        options: Any = {"compute_capability": capability()}
+        if scale is None:
+            tops = remake_triton.peaks(result.operation, result.kinds, operands, **options) if peak is None else [peak]
+            if strategy == "two_stage":
+                tops = [scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32) for top in tops]
+            scales = [scaling.to_scale(top, fmt) for top in tops]
+        else:
+            scales = [scale.reshape(()).astype(jnp.float32)]
+        found = remake_triton.quantize(
+            result.operation, result.kinds, operands, tuple(scales), fmt.dtype, rows=rows, columns=columns, **options
+        )
+        return [(*pair, s.reshape(1, 1)) for pair, s in zip(found, scales, strict=True)]
+
+    made = make(result.operands, scale, result.peak)
+    return [
+        (
+            None if row is None else QTensor(row, s, None, None, spec),
+            None if column is None else QTensor(column, s, None, None, spec),
+        )
+        for row, column, s in made
+    ]
+
+
+def operation(x: Array, spec: QuantSpec, dtype: DTypeLike, *, norm: bool = False, **fields: Any) -> Any:
+    """The operation, as the kernels describe it, whose operands are alike to `x`, (..., channels); None for XLA.
+
+    Args:
+        x: an operand, from whose dtype, shape and place the choice follows.
+        spec: what is kept of operands.
+        dtype: of the result.
+        norm: whether it is a norm, which reads whole rows.
+        fields: as of `pallas_kernels.operations_triton.Operation`.
+    """
+    if not on_cuda() or missing_triton("remake_triton") or spread(x) or x.ndim < 1:
+        return None
+    if not (formats.get(spec.format).is_float and spec.granularity == "group" and spec.axis in (-1, x.ndim - 1)):
+        return None
+    if spec.expand or spec.stacked or spec.underflow != "zero" or spec.rounding != "nearest":
+        return None
+    from pallas_kernels import norm_triton, operations_triton, remake_triton
+
+    if jnp.dtype(dtype) not in operations_triton.PLAIN_DTYPES:
+        return None
+    kept = coding(spec)
+    index = operations_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
+    found = operations_triton.Operation(group=kept.size, e5m2=kept.dtype == jnp.float8_e5m2, dtype=index, **fields)
+    unsupported = norm_triton.unsupported if norm else remake_triton.unsupported
+    shape = (math.prod(x.shape[:-1]), x.shape[-1])
+    return None if unsupported(found, shape, x.dtype, kept) else found
+
+
+def coding(spec: QuantSpec) -> Any:
+    """A spec of groups as the kernels take it."""
+    from pallas_kernels.scaling_triton import Coding
+
+    scale = jnp.dtype(formats.get(spec.scale_format).dtype)
+    return Coding("group", jnp.dtype(formats.get(spec.format).dtype), spec.group_size or 0, scale_dtype=scale)
+
+
+def matrix(x: Array) -> Array:
+    """(..., channels) as (rows, channels)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def kept(codes: Array, scale: Array, shape: tuple[int, ...], spec: QuantSpec) -> QTensor:
+    """Codes (M, N) and their scales as those of an array of a shape, in bytes, as `fp8jax.ops.saved.keep` has them."""
+    count = (*shape[:-1], scale.shape[-1])
+    return QTensor(_bytes(codes).reshape(shape), scale.reshape(count), None, None, spec)
+
+
+def stored(q: QTensor) -> tuple[Array, Array]:
+    """The codes and scales, as matrices, of what `kept` returned."""
+    fmt = formats.get(q.spec.format)
+    return matrix(lax.bitcast_convert_type(q.codes, fmt.dtype)), matrix(q.scale)
+
+
+def _bytes(codes: Array) -> Array:
+    return lax.bitcast_convert_type(codes, jnp.uint8)

@@ -1,0 +1,167 @@
+"""RMSNorm and LayerNorm by whole rows: forward with the codes that are kept, and backward from these."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import operations_triton as on
+from pallas_kernels import quantize_triton, remake_triton
+from pallas_kernels import scaling_triton as device
+from pallas_kernels.operations_triton import Operation
+from pallas_kernels.quantize_triton import Launch
+
+# The longest row that a program holds, and how many rows share one sum over rows.
+LONGEST, ROWS = 16384, 16
+
+
+@triton.jit
+def _forward(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor,
+    inverse_ptr: tl.tensor, mean_ptr: tl.tensor, peaks_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, EPS: tl.constexpr, OPERATION: tl.constexpr, HOW: tl.constexpr,
+) -> None:  # fmt: skip
+    MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
+    program = tl.program_id(0)
+    m, n = program * HIGH + tl.arange(0, HIGH), tl.arange(0, WIDE)
+    first = program.to(tl.int64) * (HIGH * N)
+    at, here = (tl.arange(0, HIGH) * N)[:, None] + n[None, :], device.inside(m, n, M, N)
+    z = device.load(x_ptr + first, at, here, MASKED)
+    if OPERATION[6]:
+        mean = tl.sum(z, 1) / N
+        tl.store(mean_ptr + m, mean, mask=m < M)
+        z = tl.where(here, z - mean[:, None], 0.0)
+    inverse = 1 / tl.sqrt_rn(tl.sum(z * z, 1) / N + EPS)
+    tl.store(inverse_ptr + m, inverse, mask=m < M)
+    on.keep(z, codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, HOW)
+    factor = inverse[:, None]
+    if OPERATION[7]:
+        factor = factor * tl.load(weight_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    y = z * factor
+    if OPERATION[8]:
+        y = y + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    y = on.narrowed(y, OPERATION[5])
+    tl.store(peaks_ptr + program, on.peak(y, m, n, M, N, MASKED, HOW))
+
+
+@triton.jit
+def _backward(
+    codes_ptr: tl.tensor, scales_ptr: tl.tensor, dy_ptr: tl.tensor, inverse_ptr: tl.tensor, weight_ptr: tl.tensor,
+    dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr,
+) -> None:  # fmt: skip
+    """HIGH rows, one after the other."""
+    MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
+    program = tl.program_id(0)
+    n, row = tl.arange(0, WIDE), tl.arange(0, 1)
+    dweight = tl.zeros((1, WIDE), tl.float32)
+    dbias = tl.zeros((1, WIDE), tl.float32)
+    if OPERATION[7]:
+        weight = tl.load(weight_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    for j in tl.range(HIGH):
+        m = program * HIGH + j + row
+        first = (program * HIGH + j).to(tl.int64) * N
+        at, here = (row * N)[:, None] + n[None, :], device.inside(m, n, M, N)
+        inverse = tl.load(inverse_ptr + m, mask=m < M, other=0.0)[:, None]
+        normal = on.decoded(codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, OPERATION) * inverse
+        dy = device.load(dy_ptr + first, at, here, MASKED)
+        dweight += dy * normal
+        t = dy
+        if OPERATION[8]:
+            dbias += dy
+        if OPERATION[7]:
+            t = dy * weight
+        dx = t - normal * (tl.sum(t * normal, 1) / N)[:, None]
+        if OPERATION[6]:
+            dx = dx - (tl.sum(t, 1) / N)[:, None]
+        device.store(dx_ptr + first, at, (inverse * dx).to(dx_ptr.dtype.element_ty), here, MASKED)
+    place, there = program.to(tl.int64) * N + n[None, :], (n < N)[None, :]
+    if OPERATION[7]:
+        device.store(dweight_ptr, place, dweight, there, MASKED)
+    if OPERATION[8]:
+        device.store(dbias_ptr, place, dbias, there, MASKED)
+
+
+def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, kept: device.Coding) -> str | None:
+    """Why the kernels cannot normalize the rows of a matrix of this shape and dtype, or None."""
+    if len(shape) == 2 and shape[1] > LONGEST:
+        return f"rows of {shape[1]} are longer than {LONGEST}"
+    return remake_triton.unsupported(operation, shape, dtype, kept)
+
+
+def forward(
+    operation: Operation,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    kept: device.Coding,
+    *,
+    compute_capability: int | None = None,
+) -> tuple[Array, Array, Array, Array | None, Array]:
+    """What a norm keeps of (M, N), in one pass.
+
+    Returns:
+        Codes (M, N) and scales (M, N / group) of `x`, less its mean where the norm is centered; 1 / root of each row,
+        fp32 (M,); the mean, likewise, or None; and the largest finite magnitude of the result, an fp32 scalar.
+    """
+    m, n = x.shape
+    launch = _launch(n)
+    programs = -(-m // launch.rows)
+    shapes = [
+        jax.ShapeDtypeStruct((m, n), jnp.uint8),
+        jax.ShapeDtypeStruct((m, n // kept.size), kept.scale_dtype),
+        jax.ShapeDtypeStruct((m,), jnp.float32),
+        jax.ShapeDtypeStruct((m if operation.centered else 1,), jnp.float32),
+        jax.ShapeDtypeStruct((programs,), jnp.float32),
+    ]
+    inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias))]
+    codes, scales, inverse, mean, peaks = quantize_triton.call(
+        _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=tuple(operation),
+        HOW=tuple(kept.static),
+    )  # fmt: skip
+    codes = jax.lax.bitcast_convert_type(codes, kept.dtype)
+    return codes, scales, inverse, mean if operation.centered else None, jnp.max(peaks)
+
+
+def backward(
+    operation: Operation,
+    codes: Array,
+    scales: Array,
+    inverse: Array,
+    weight: Array | None,
+    dy: Array,
+    dtype: Any,
+    *,
+    compute_capability: int | None = None,
+) -> tuple[Array, Array | None, Array | None]:
+    """Cotangents of a norm's input, weight and bias from those of its result, dy (M, N).
+
+    Returns:
+        (M, N) in `dtype`; fp32 (N,) of the weight and of the bias, None where there is none.
+    """
+    m, n = dy.shape
+    launch = Launch(ROWS, triton.next_power_of_2(n), 8 if n > 2048 else 4)
+    programs = -(-m // launch.rows)
+    sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
+            for p in (operation.scaled, operation.biased)]  # fmt: skip
+    inputs = [jax.lax.bitcast_convert_type(codes, jnp.uint8), scales, dy, inverse,
+              jnp.ones((1, 1), jnp.float32) if weight is None else weight]  # fmt: skip
+    dx, dweight, dbias = quantize_triton.call(
+        _backward, inputs, [jax.ShapeDtypeStruct((m, n), dtype), *sums], programs, launch, compute_capability,
+        OPERATION=tuple(operation),
+    )  # fmt: skip
+    return (
+        dx,
+        jnp.sum(dweight, 0) if operation.scaled else None,
+        jnp.sum(dbias, 0) if operation.biased else None,
+    )
+
+
+def _launch(n: int) -> Launch:
+    """Whole rows, a program about 4,096 elements."""
+    wide = triton.next_power_of_2(n)
+    return Launch(max(1, 4096 // wide), wide, 4 if wide <= 4096 else 8)

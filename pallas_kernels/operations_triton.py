@@ -1,0 +1,179 @@
+"""Device code of norms and activations on a tile: results and cotangents from arrays or from the codes that are kept.
+
+The operands are eleven pointers, in the order of `remake_triton.Operands`. Values are rounded to the dtype that the
+operation would write, so that codes of them are those of what it writes.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import codec_triton as codec
+from pallas_kernels import scaling_triton as device
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+class Operation(NamedTuple):
+    """What computes a tile; static, and a constant tuple on the device.
+
+    Attributes:
+        activation: index into ACTIVATIONS.
+        gated: whether the activated gate is multiplied by `up`.
+        exact: operands are arrays, not codes.
+        group: how many codes of a row share a scale.
+        e5m2: codes are in e5m2, else in e4m3.
+        dtype: that values are rounded to, an index into PLAIN_DTYPES.
+        centered, scaled, biased: of a norm: whether `mean`, `weight` and `bias` are given.
+        activated: whether the activated gate is given as codes, too.
+    """
+
+    activation: int = 0
+    gated: bool = True
+    exact: bool = False
+    group: int = 16
+    e5m2: bool = False
+    dtype: int = 1
+    centered: bool = False
+    scaled: bool = False
+    biased: bool = False
+    activated: bool = False
+
+
+@triton.jit
+def sigmoid(x: tl.tensor) -> tl.tensor:
+    """By the hardware's approximations, relative error 2^-21: tl.sigmoid takes three times as many instructions."""
+    return codec.reciprocal(1 + codec.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def activate(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """The activation and its derivative."""
+    if KIND == 0:
+        s = sigmoid(x)
+        value = x * s
+        slope = tl.fma(value, 1 - s, s)
+    elif KIND == 1:
+        below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        value = x * below
+        slope = tl.fma(x, 0.3989422804014327 * codec.exp2(x * x * -0.7213475204444817), below)
+    else:
+        # (1 + tanh(z)) / 2 = sigmoid(2 z)
+        below = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        inner = 1.5957691216057308 * (1 + 0.134145 * x * x)
+        value = x * below
+        slope = tl.fma(value, (1 - below) * inner, below)
+    return value, slope
+
+
+@triton.jit
+def decoded(
+    codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor,
+    n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """fp32 values of codes in groups along a row; the first of the columns `n` is `left`."""
+    GROUP: tl.constexpr = OPERATION[3]
+    WIDTH: tl.constexpr = N // GROUP
+    codes = device.load_plain(codes_ptr + first, at, device.inside(m, n, M, N), MASKED)
+    if OPERATION[4]:
+        values = codes.to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    g = left // GROUP + tl.arange(0, n.shape[0] // GROUP)
+    place = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
+    scale = device.load_plain(scale_ptr, place, device.inside(m, g, M, WIDTH), MASKED).to(tl.float32)
+    return values * device.over_columns(scale, GROUP)
+
+
+@triton.jit
+def narrowed(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """fp32 values rounded to a dtype; to bf16 two at a time, which Triton does not wherever it could."""
+    if DTYPE == 1:
+        x = tl.inline_asm_elementwise(
+            "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000;}",
+            "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2)  # fmt: skip
+    elif DTYPE == 2:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def result(
+    p: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
+    N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr, NORM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """fp32 values of a tile of the result, rounded to the dtype that the operation would write."""
+    here = device.inside(m, n, M, N)
+    if OPERATION[2]:
+        x = device.load(p[0] + first, at, here, MASKED)
+    else:
+        x = decoded(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
+    if NORM:
+        factor = tl.load(p[7] + m, mask=m < M, other=0.0)[:, None]
+        if OPERATION[2] and OPERATION[6]:
+            x = x - tl.load(p[8] + m, mask=m < M, other=0.0)[:, None]
+        if OPERATION[7]:
+            factor = factor * tl.load(p[9] + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        y = x * factor
+        if OPERATION[8]:
+            y = y + tl.load(p[10] + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    else:
+        y, _ = activate(x, OPERATION[0])
+        if OPERATION[1]:
+            if OPERATION[2]:
+                up = device.load(p[2] + first, at, here, MASKED)
+            else:
+                up = decoded(p[2], p[3], first, at, m, left, n, M, N, MASKED, OPERATION)
+            y = y * up
+    return narrowed(y, OPERATION[5])
+
+
+@triton.jit
+def cotangents(
+    p: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
+    N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Those of an activation's gate and up, from codes, likewise; where there is no up, the former twice."""
+    dy = device.load(p[6] + first, at, device.inside(m, n, M, N), MASKED)
+    gate = decoded(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
+    activated, slope = activate(gate, OPERATION[0])
+    if OPERATION[1]:
+        up = decoded(p[2], p[3], first, at, m, left, n, M, N, MASKED, OPERATION)
+        dgate = narrowed(dy * up * slope, OPERATION[5])
+        if OPERATION[9]:
+            activated = decoded(p[4], p[5], first, at, m, left, n, M, N, MASKED, OPERATION)
+        dup = narrowed(dy * activated, OPERATION[5])
+    else:
+        dgate = narrowed(dy * slope, OPERATION[5])
+        dup = dgate
+    return dgate, dup
+
+
+@triton.jit
+def peak(
+    y: tl.tensor, m: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+    HOW: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The largest finite magnitude of the tile's part inside the matrix."""
+    if MASKED:
+        y = tl.where(device.inside(m, n, M, N), y, 0.0)
+    return device.largest(tl.max(tl.max(device.ordered(y, HOW), 1), 0), HOW)
+
+
+@triton.jit
+def keep(
+    x: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor,
+    left: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, HOW: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes codes in groups along the rows, and their scales."""
+    GROUP: tl.constexpr = HOW[1]
+    WIDTH: tl.constexpr = N // GROUP
+    g = left // GROUP + tl.arange(0, n.shape[0] // GROUP)
+    scale = device.to_scale(device.along_rows(device.ordered(x, HOW), GROUP), HOW, scales_ptr.dtype.element_ty)
+    place = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
+    device.store(scales_ptr, place, scale, device.inside(m, g, M, WIDTH), MASKED)
+    y = device.scaled(x, device.over_columns(device.inverse(scale), GROUP), HOW)
+    device.store(codes_ptr + first, at, device.encode(y, 0, HOW), device.inside(m, n, M, N), MASKED)

@@ -1,0 +1,249 @@
+"""Quantizes what norms and activations compute, and the gradients of the latter, without writing it out in between.
+
+A tile is computed from the operation's own operands, which are read as they are or from the codes that the operation
+keeps, and becomes codes under a given scale, as they are and transposed. Other kernels find the scales, and the codes
+that an activation keeps.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import operations_triton as on
+from pallas_kernels import quantize_triton
+from pallas_kernels import scaling_triton as device
+from pallas_kernels.operations_triton import Operation
+from pallas_kernels.quantize_triton import Launch
+
+# What a tile is: the result of a norm or of an activation, or the cotangent of an activation's gate or up.
+NORM, RESULT, GATE, UP, NOTHING = range(5)
+FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
+
+
+class Operands(NamedTuple):
+    """Arrays of an operation on (M, N); scales of codes are (M, N / group), rows' values (M,), channels' (N,)."""
+
+    first: Array
+    first_scale: Array | None = None
+    up: Array | None = None
+    up_scale: Array | None = None
+    activated: Array | None = None
+    activated_scale: Array | None = None
+    gradient: Array | None = None
+    inverse: Array | None = None
+    mean: Array | None = None
+    weight: Array | None = None
+    bias: Array | None = None
+
+
+@triton.jit
+def _codes(
+    first_ptr: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
+    activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
+    bias: tl.tensor, scale0: tl.tensor, scale1: tl.tensor, rows0: tl.tensor, columns0: tl.tensor, rows1: tl.tensor,
+    columns1: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Codes of a tile, in four slices of every fourth row, as `quantize_triton` makes them."""
+    p = (first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
+    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    BOTH: tl.constexpr = KINDS[1] == 3
+    program = tl.program_id(0)
+    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    first = top.to(tl.int64) * N + left
+    i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
+    factor0, factor1 = device.inverse(tl.load(scale0)), device.inverse(tl.load(scale1))
+    words0 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+    words1 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+    for j in tl.range(4):
+        at = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :]
+        m = top + 4 * i + j
+        here = device.inside(m, n, M, N)
+        if KINDS[0] < 2:
+            y0 = on.result(p, first, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
+        else:
+            y0, y1 = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION)
+            if KINDS[0] == 3:
+                y0 = y1
+        codes = device.encode(device.scaled(y0, factor0, HOW), 0, HOW)
+        if ROWS:
+            device.store(rows0 + first, at, codes, here, MASKED)
+        if COLUMNS:
+            words0 = device.turn(columns0, top, left, i, j, codes, words0, here, M, MASKED)
+        if BOTH:
+            codes = device.encode(device.scaled(y1, factor1, HOW), 0, HOW)
+            if ROWS:
+                device.store(rows1 + first, at, codes, here, MASKED)
+            if COLUMNS:
+                words1 = device.turn(columns1, top, left, i, j, codes, words1, here, M, MASKED)
+    if COLUMNS and M % 4 == 0:
+        device.store_words(columns0, top, left, i, n, words0, M, N, MASKED)
+        if BOTH:
+            device.store_words(columns1, top, left, i, n, words1, M, N, MASKED)
+
+
+@triton.jit
+def _peaks(
+    first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
+    activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
+    bias: tl.tensor, peaks0: tl.tensor, peaks1: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr,
+    WIDE: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr,
+) -> None:  # fmt: skip
+    p = (first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
+    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    program = tl.program_id(0)
+    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    start = top.to(tl.int64) * N + left
+    at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
+    m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
+    if KINDS[0] < 2:
+        y0 = on.result(p, start, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
+    else:
+        y0, y1 = on.cotangents(p, start, at, m, left, n, M, N, MASKED, OPERATION)
+        if KINDS[1] == 3:
+            tl.store(peaks1 + program, on.peak(y1, m, n, M, N, MASKED, HOW))
+    tl.store(peaks0 + program, on.peak(y0, m, n, M, N, MASKED, HOW))
+
+
+@triton.jit
+def _keep(
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor, up_codes: tl.tensor,
+    up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, peaks: tl.tensor, M: tl.constexpr, N: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, HOW: tl.constexpr,
+) -> None:  # fmt: skip
+    """The codes that an activation keeps of a tile, and the largest magnitude of its result there."""
+    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
+    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    program = tl.program_id(0)
+    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    first = top.to(tl.int64) * N + left
+    at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
+    m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
+    here = device.inside(m, n, M, N)
+    gate = device.load(gate_ptr + first, at, here, MASKED)
+    on.keep(gate, gate_codes, gate_scales, first, at, m, left, n, M, N, MASKED, HOW)
+    y, _ = on.activate(gate, OPERATION[0])
+    if OPERATION[9]:
+        on.keep(on.narrowed(y, OPERATION[5]), codes, scales, first, at, m, left, n, M, N, MASKED, HOW)
+    if OPERATION[1]:
+        up = device.load(up_ptr + first, at, here, MASKED)
+        on.keep(up, up_codes, up_scales, first, at, m, left, n, M, N, MASKED, HOW)
+        y = y * up
+    tl.store(peaks + program, on.peak(on.narrowed(y, OPERATION[5]), m, n, M, N, MASKED, HOW))
+
+
+def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, kept: device.Coding) -> str | None:
+    """Why the kernels cannot compute an operation on a matrix of this shape and dtype, or None."""
+    reason = quantize_triton.unsupported(shape, dtype, (kept,))
+    if reason is None and (kept.kind != "group" or kept.dtype == jnp.int8 or kept.stochastic):
+        reason = f"what is kept is in groups of FP8 codes rounded to nearest, not {kept}"
+    if reason is None and shape[1] % kept.size:
+        reason = f"{shape[1]} channels are no whole groups of {kept.size}"
+    return reason
+
+
+def quantize(
+    operation: Operation,
+    kinds: tuple[int, ...],
+    operands: Operands,
+    scales: tuple[Array, ...],
+    dtype: Any,
+    *,
+    rows: bool,
+    columns: bool,
+    launch: Launch | None = None,
+    compute_capability: int | None = None,
+) -> list[tuple[Array | None, Array | None]]:
+    """Codes of one or two results of an operation under given scales.
+
+    Args:
+        operation: what is computed. kinds: which results, one or two of NORM, RESULT, GATE and UP.
+        operands: what from. scales: an fp32 scalar for each result. dtype: float8_e4m3fn or float8_e5m2.
+        rows, columns: whether codes (M, N) and transposed ones (N, M) are wanted.
+        launch, compute_capability: as of `quantize_triton.quantize`.
+
+    Returns:
+        Of each result codes and transposed codes; None for what is not wanted.
+    """
+    m, n = operands.first.shape
+    launch = launch or Launch(128, 128, 8 * len(kinds))
+    one = (1, 1)
+    shapes = [(m, n) if rows else one, (n, m) if columns else one]
+    shapes += shapes if len(kinds) == 2 else [one, one]
+    tiles = -(-m // launch.rows) * -(-n // launch.columns)
+    found = quantize_triton.call(
+        _codes, [*_pointers(operands), *(s.reshape(1, 1) for s in (*scales, scales[0])[:2])],
+        [jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes], tiles, launch, compute_capability,
+        OPERATION=tuple(operation), KINDS=(*kinds, NOTHING)[:2], HOW=tuple(device.Coding("tensor", dtype).static),
+        ROWS=rows, COLUMNS=columns,
+    )  # fmt: skip
+    wanted = [jax.lax.bitcast_convert_type(x, dtype) if w else None
+              for x, w in zip(found, (rows, columns, rows, columns), strict=True)]  # fmt: skip
+    return [(wanted[2 * i], wanted[2 * i + 1]) for i in range(len(kinds))]
+
+
+def peaks(
+    operation: Operation,
+    kinds: tuple[int, ...],
+    operands: Operands,
+    *,
+    launch: Launch | None = None,
+    compute_capability: int | None = None,
+) -> list[Array]:
+    """Largest finite magnitudes of results of an operation, fp32 scalars; arguments as of `quantize`."""
+    m, n = operands.first.shape
+    launch = launch or (Launch(32, 128, 8) if n % 256 else Launch(16, 256, 8))
+    tiles = -(-m // launch.rows) * -(-n // launch.columns)
+    shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
+    found = quantize_triton.call(
+        _peaks, _pointers(operands), shapes, tiles, launch, compute_capability, OPERATION=tuple(operation),
+        KINDS=(*kinds, NOTHING)[:2], HOW=tuple(device.NONE),
+    )  # fmt: skip
+    return [jnp.max(x) for x in found[: len(kinds)]]
+
+
+def keep_activation(
+    operation: Operation,
+    gate: Array,
+    up: Array | None,
+    kept: device.Coding,
+    *,
+    launch: Launch | None = None,
+    compute_capability: int | None = None,
+) -> tuple[list[tuple[Array, Array] | None], Array]:
+    """What an activation keeps, in one pass: codes and scales of its gate, `up` and activated gate.
+
+    Returns:
+        For each of them codes (M, N) and scales (M, N / group), or None where the operation has or keeps no such; and
+        the largest finite magnitude of its result, an fp32 scalar.
+    """
+    m, n = gate.shape
+    launch = launch or (Launch(32, 128, 8) if n % 256 else Launch(16, 256, 8))
+    tiles = -(-m // launch.rows) * -(-n // launch.columns)
+    present = (True, operation.gated, operation.activated)
+    shapes = [
+        jax.ShapeDtypeStruct(shape if here else (1, 1), kind)
+        for here in present
+        for shape, kind in (((m, n), jnp.uint8), ((m, n // kept.size), kept.scale_dtype))
+    ]
+    inputs = [gate, gate if up is None else up]
+    found = quantize_triton.call(
+        _keep, inputs, [*shapes, jax.ShapeDtypeStruct((tiles,), jnp.float32)], tiles, launch, compute_capability,
+        OPERATION=tuple(operation), HOW=tuple(kept.static),
+    )  # fmt: skip
+    codes = [jax.lax.bitcast_convert_type(found[2 * i], kept.dtype) for i in range(3)]
+    return [(codes[i], found[2 * i + 1]) if present[i] else None for i in range(3)], jnp.max(found[-1])
+
+
+def _pointers(operands: Operands) -> list[Array]:
+    """All operands, codes as bytes; one element where there is none."""
+    one = np.ones((1, 1), np.float32)
+    found = [jnp.asarray(one) if x is None else x for x in operands]
+    return [jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in found]

@@ -1,0 +1,144 @@
+"""Runs norms, activations and the layers that read them with their kernels in Triton's interpreter, beside XLA.
+
+A process of its own, as `tests.kernels.triton_interpreter`: `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m
+tests.kernels.fused_interpreter` prints one line of JSON, for each case: how many matrices a kernel quantized from what
+they are computed from; of their codes the largest share that is not that of the matrix itself, and how many codes away;
+and the largest relative distance of results and gradients.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+import fp8jax
+from fp8jax.ops import fused, quantize
+from pallas_kernels import codec_triton, operations_triton, quantize_triton, scaling_triton
+from tests.kernels.triton_interpreter import call, convert, inverse, multiply_add, widen
+
+ROWS, CHANNELS, INNER = 33, 48, 80
+LINEAR = fp8jax.recipes.coat().linear
+
+
+def recipe(mode: str, spec: str = "e4m3:group16", **linear: Any) -> fp8jax.Recipe:
+    part = dataclasses.replace(LINEAR, **linear)
+    return dataclasses.replace(fp8jax.recipes.coat(), context=fp8jax.recipes.Context(spec, mode), linear=part)
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def norm_case(kind: str, given: int, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...]) -> Any:
+    """A norm that two linear layers read, as a function and its arguments."""
+    x, w, v = 2 + 3 * normal(0, *lead, CHANNELS, dtype=dtype), normal(1, CHANNELS, INNER), normal(2, CHANNELS, 32)
+    parameters = [1 + 0.2 * normal(3, CHANNELS, dtype=dtype), normal(4, CHANNELS, dtype=dtype)][:given]
+
+    def f(x: Any, w: Any, v: Any, *parameters: Any) -> Any:
+        norm = fp8jax.rms_norm if kind == "rms" else fp8jax.layer_norm
+        h = norm(x, *parameters, recipe=part, eps=1e-3)
+        return fp8jax.linear(h, w.astype(h.dtype), recipe=part), fp8jax.linear(h, v.astype(h.dtype), recipe=part)
+
+    return f, (x, w, v, *parameters)
+
+
+def activation_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...]) -> Any:
+    """A perceptron, as a function and its arguments."""
+    x, w = normal(0, *lead, CHANNELS, dtype=dtype), normal(1, CHANNELS, INNER)
+    u, d = normal(2, CHANNELS, INNER), normal(3, INNER, CHANNELS)
+
+    def f(x: Any, w: Any, u: Any, d: Any) -> Any:
+        layer = functools.partial(fp8jax.linear, recipe=part)
+        gate, up = (layer(x, a.astype(x.dtype)) for a in (0.3 * w, 0.3 * u))
+        if gated:
+            h = fp8jax.glu(gate, up, recipe=part, activation=name)
+        else:
+            h = fp8jax.activation(gate, recipe=part, activation=name)
+        return layer(h, d.astype(x.dtype))
+
+    return f, (x, w, u, d)
+
+
+CASES = {
+    **{
+        f"{kind} {given} {mode}": norm_case(kind, given, recipe(mode), jnp.bfloat16, (ROWS,))
+        for (kind, given), mode in itertools.product(
+            [("rms", 0), ("rms", 1), ("layer", 0), ("layer", 2)], ["faithful", "lean"]
+        )
+    },
+    "norm fp32, three axes": norm_case("layer", 2, recipe("lean", "e5m2:group16"), jnp.float32, (3, 11)),
+    "norm, tokens": norm_case("rms", 1, recipe("lean", x="e4m3:token", x_wgrad="e4m3:token"), jnp.bfloat16, (ROWS,)),
+    **{
+        f"{name} {gated} {mode}": activation_case(name, gated, recipe(mode), jnp.float32, (ROWS,))
+        for name, gated, mode in itertools.product(operations_triton.ACTIVATIONS, [True, False], ["faithful", "lean"])
+    },
+    "silu bf16": activation_case("silu", True, recipe("lean"), jnp.bfloat16, (ROWS,)),
+    "silu, three axes": activation_case("silu", True, recipe("lean", "e4m3:group16"), jnp.float32, (2, 18)),
+}
+
+
+def run(f: Any, args: Any) -> list[np.ndarray]:
+    """Results and gradients, in float64."""
+    y, back = jax.vjp(f, *args)
+    dy = jax.tree.map(lambda a: normal(a.size, *a.shape, dtype=a.dtype), y)
+    return [np.asarray(a, np.float64) for a in jax.tree.leaves((y, back(dy)))]
+
+
+def narrowed(x: Any, dtype: int) -> Any:
+    return x.to((tl.float32, tl.bfloat16, tl.float16)[int(dtype)]).to(tl.float32)
+
+
+def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str) -> tuple[float, int]:
+    """Of codes made from operands and those of the matrix itself: the share that differs, and by how many codes."""
+    how = quantize._How(rows, columns)
+    share, most = 0.0, 0
+    for got, want in zip(made, quantize._reference(how, strategy, x, scale, None), strict=True):
+        if got is not None:
+            a, b = (np.asarray(jax.lax.bitcast_convert_type(q.codes, jnp.uint8), int) for q in (got, want))
+            # Codes in the order of their values. What lies below 2^-12 of the largest is a difference that cancelled:
+            # XLA computes 1 + tanh(x) and 1 + erf(x) of a large negative x.
+            top = float(jnp.finfo(want.codes.dtype).max) * 2.0**-12
+            small = np.maximum(*(np.abs(np.asarray(q.codes, np.float32)) for q in (got, want))) < top
+            a, b = (np.where(small, 0, np.where(c < 128, c, 128 - c)) for c in (a, b))
+            share, most = max(share, float(np.mean(a != b))), max(most, int(np.max(np.abs(a - b))))
+    return share, most
+
+
+def main() -> None:
+    jax.custom_batching.sequential_vmap = lambda function: function
+    interpreter._convert_float = convert
+    codec_triton.multiply_add, scaling_triton.inverse, scaling_triton.widen = multiply_add, inverse, widen
+    codec_triton.exp2, codec_triton.reciprocal = (lambda x: tl.exp2(x)), (lambda x: 1.0 / x)
+    operations_triton.narrowed = narrowed
+    quantize_triton.call = call
+    codes, found = fused.codes, {}
+    seen: list[tuple[float, int]] = []
+
+    def watched(x: Any, rows: Any, columns: Any, *, same: bool, scale: Any, strategy: str) -> Any:
+        made = codes(x, rows, columns, same=same, scale=scale, strategy=strategy)
+        if made is not None:
+            seen.append(apart(made, x, rows, "same" if same else columns, scale, strategy))
+        return made
+
+    fused.codes = watched
+    for case, (f, args) in CASES.items():
+        want = run(f, args)
+        fused.on_cuda, fused.missing_triton = (lambda: True), (lambda _: None)
+        seen.clear()
+        got = run(f, args)
+        fused.on_cuda = lambda: False
+        far = [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, want, strict=True)]
+        shares, most = zip(*seen, strict=True) if seen else ((0,), (0,))
+        found[case] = [len(seen), max(shares), max(most), max(far)]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

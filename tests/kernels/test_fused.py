@@ -1,0 +1,102 @@
+"""Norms and activations that are quantized where they are computed: their kernels compute what XLA does."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.kernels import h200
+
+pytest.importorskip("jax_triton")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Largest numbers of registers a thread may take: with them three programs or more share a multiprocessor.
+REGISTERS = {
+    "kept of silu": 64, "peaks": 48, "cotangents": 64, "silu again": 64, "silu": 48, "norm": 64,
+    "norm again": 80, "rms norm": 80, "rms norm, backward": 128,
+}  # fmt: skip
+
+
+def python(*command, **env):
+    """What a process of its own prints last, as JSON."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | env
+    done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing_out_of_bounds():
+    found = python("-m", "tests.kernels.fused_interpreter", TRITON_INTERPRET="1")
+    for case, (made, share, most, far) in found.items():
+        # Forward one matrix; lean, one for each product that reads it again; of an activation both cotangents.
+        norm = case.startswith(("rms", "layer", "norm"))
+        lean = "faithful" not in case
+        gated = "False" not in case
+        want = 0 if "tokens" in case else 1 + (2 if norm else 1) * lean + (0 if norm else 1 + gated)
+        assert made == want, case
+        # XLA on CPU rounds a 16-bit activation after each of its operations.
+        narrow = "bf16" in case
+        assert share <= (0.04 if narrow else 2e-3), (case, share)
+        assert most <= 1, (case, most)
+        assert far <= (0.05 if narrow else 2e-3), (case, far)
+
+
+def registers() -> None:
+    """Prints registers and bytes spilled of each kernel for Llama-7B's activations, compiled for an H200."""
+    from pallas_kernels import norm_triton, remake_triton
+    from pallas_kernels.operations_triton import Operation
+    from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
+    from pallas_kernels.scaling_triton import Coding
+
+    options, one, rows = {"compute_capability": 90}, jnp.float32(1), 16384
+    kept, e4m3, e5m2 = Coding("group", size=16, scale_dtype=jnp.bfloat16), jnp.float8_e4m3fn, jnp.float8_e5m2
+    wide, narrow, inverse, weight = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((rows, 11008), jnp.bfloat16), ((rows, 4096), jnp.bfloat16), ((rows,), jnp.float32),
+                             ((4096,), jnp.bfloat16))
+    )  # fmt: skip
+    codes, scales = (jax.ShapeDtypeStruct((rows, n), d) for n, d in ((11008, e4m3), (11008 // 16, jnp.bfloat16)))
+    few, few_scales = (jax.ShapeDtypeStruct((rows, n), d) for n, d in ((4096, e4m3), (4096 // 16, jnp.bfloat16)))
+    silu, exact, norm = Operation(), Operation(exact=True), Operation(scaled=True)
+
+    def quantized(operation, kinds, dtype, names, rows, columns):
+        def run(*arrays):
+            operands = Operands(**dict(zip(names, arrays, strict=True)))
+            scales = (one,) * len(kinds)
+            return remake_triton.quantize(
+                operation, kinds, operands, scales, dtype, rows=rows, columns=columns, **options
+            )
+
+        return run
+
+    activation = ("first", "first_scale", "up", "up_scale", "gradient")
+    pair = lambda *arrays: remake_triton.peaks(  # noqa: E731
+        silu, (GATE, UP), Operands(**dict(zip(activation, arrays, strict=True))), **options
+    )
+    back = lambda *arrays: norm_triton.backward(norm, *arrays, jnp.bfloat16, **options)  # noqa: E731
+    kept_of = (codes, scales, codes, scales)
+    of_norm = ("first", "first_scale", "inverse", "weight")
+    programs = {
+        "kept of silu": (lambda g, u: remake_triton.keep_activation(silu, g, u, kept, **options), wide, wide),
+        "peaks": (pair, *kept_of, wide),
+        "cotangents": (quantized(silu, (GATE, UP), e5m2, activation, True, True), *kept_of, wide),
+        "silu again": (quantized(silu, (RESULT,), e4m3, activation[:4], False, True), *kept_of),
+        "silu": (quantized(exact, (RESULT,), e4m3, ("first", "up"), True, False), wide, wide),
+        "norm": (quantized(norm._replace(exact=True), (NORM,), e4m3, ("first", *of_norm[2:]), True, False),
+                 narrow, inverse, weight),
+        "norm again": (quantized(norm, (NORM,), e4m3, of_norm, False, True), few, few_scales, inverse, weight),
+        "rms norm": (lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, **options), narrow, weight),
+        "rms norm, backward": (back, few, few_scales, inverse, weight, narrow),
+    }  # fmt: skip
+    print(json.dumps({name: h200.assembled(program, *shapes) for name, (program, *shapes) in programs.items()}))
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason="the extra compile is not installed")
+def test_kernels_compile_for_an_h200_without_spills():
+    command = "from tests.kernels import test_fused; test_fused.registers()"
+    found = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+    assert {name for name, (used, spilled) in found.items() if spilled or used > REGISTERS[name]} == set(), found
