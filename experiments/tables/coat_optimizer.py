@@ -1,7 +1,8 @@
-"""COAT's Tables 1 and 9 and Figure 2 on real moments: `python -m experiments.tables.coat_optimizer`.
+"""COAT's Tables 1 and 9, Figures 2 and 3 on real moments: `python -m experiments.tables.coat_optimizer`.
 
 The quantization error of Adam's direction m / sqrt(v) for every storage of the first and of the second moment, the
-dynamic range of groups before and after expansion, and the error by group size. Xi et al., COAT, ICLR 2025.
+dynamic range of groups before and after expansion, how often codes occur, and the error by group size. Xi et al., COAT,
+ICLR 2025.
 """
 
 import sys
@@ -136,10 +137,31 @@ def dynamic_ranges(values: Iterable[np.ndarray], moment: str) -> dict[str, np.nd
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
-def draw(errors: dict[str, float], ranges: dict[str, dict[str, np.ndarray]]) -> Figure:
-    """The errors as a map, and the histograms of dynamic ranges and exponents."""
-    figure = Figure(figsize=(13, 4.2), dpi=120, layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
+def code_shares(values: Iterable[np.ndarray], moment: str) -> dict[str, np.ndarray]:
+    """How often each of e4m3's 127 magnitudes occurs among non-zero values, before and after expansion."""
+    found = {}
+    arrays = [jnp.asarray(x) for x in values]
+    for when, expand in (("before", False), ("after", True)):
+        counts = np.zeros(127, np.int64)
+        for x in arrays:
+            codes = np.asarray(fp8jax.quantize(x, spec(moment, "e4m3", expand)).codes).view(np.uint8) & 0x7F
+            counts += np.bincount(codes[np.asarray(x) != 0], minlength=127)
+        found[when] = counts / counts.sum()
+    return found
+
+
+def entropy(shares: np.ndarray) -> float:
+    """Bits that a value takes if the codes that occur often were short: at most log2 of their number."""
+    used = shares[shares > 0]
+    return float(-np.sum(used * np.log2(used)))
+
+
+def draw(
+    errors: dict[str, float], ranges: dict[str, dict[str, np.ndarray]], shares: dict[str, dict[str, np.ndarray]]
+) -> Figure:
+    """The errors as a map, and the histograms of dynamic ranges, exponents and codes."""
+    figure = Figure(figsize=(17, 4.2), dpi=110, layout="constrained")
+    left, middle, right, last = figure.subplots(1, 4, width_ratios=(1.3, 1, 1, 1))
     labels = [label(name, expand) for name in FORMATS for expand in (False, True)]
     grid = np.array([[errors[f"{a} | {b}"] / errors[BASE] for b in labels] for a in labels])
     left.imshow(np.log10(grid), cmap="viridis_r")
@@ -157,7 +179,11 @@ def draw(errors: dict[str, float], ranges: dict[str, dict[str, np.ndarray]]) -> 
     middle.axvline(np.log10(448 * 512), color="grey", lw=1)
     middle.set(title="dynamic range of groups of 128", xlabel="log10(largest / smallest)", ylabel="groups")
     right.set(title="exponent k of groups", xlabel="k")
-    for axes in (middle, right):
+    for i, (name, of) in enumerate(shares.items()):
+        for when, style in (("before", "-"), ("after", ":")):
+            last.step(np.arange(127), 100 * of[when], color=f"C{i}", ls=style, label=f"{name}, {when}", lw=1)
+    last.set(title="codes of magnitudes (Figure 3)", xlabel="code, from smallest to largest", ylabel="% of values")
+    for axes in (middle, right, last):
         axes.legend(fontsize=8)
     return figure
 
@@ -165,6 +191,7 @@ def draw(errors: dict[str, float], ranges: dict[str, dict[str, np.ndarray]]) -> 
 def rows(
     errors: dict[str, dict[str, float]],
     ranges: dict[str, dict[str, np.ndarray]],
+    shares: dict[str, dict[str, np.ndarray]],
     sizes: dict[int, tuple[float, float]],
 ) -> list[Row]:
     """All figures, as rows of the results file."""
@@ -187,6 +214,13 @@ def rows(
                 value = float(np.percentile(of[what], percent))
                 pivot = (f"{name}, {metric_name}", f"percentile {percent}")
                 found.append(Row(f"{name}, percentile {percent}", metric_name, value, table="Figure 2", pivot=pivot))
+    for name, of in shares.items():
+        base = f"{name}, before expansion"
+        for when in ("before", "after"):
+            bits, ratio = entropy(of[when]), entropy(of[when]) / entropy(of["before"])
+            found.append(
+                Row(f"{name}, {when} expansion", "entropy of codes", bits, "bits", base, ratio, table="Figure 3")
+            )
     base = f"group of {GROUP}"
     for size, (error, nbytes) in sizes.items():
         ratio = error / sizes[GROUP][0]
@@ -217,8 +251,9 @@ def notes(pairs: dict[str, Pairs], errors: dict[str, dict[str, float]]) -> list[
         "smallest code, and DE8 of the second moment is the unsigned code book.",
         f"The {counts[OUTER]:,} parameters of embedding and head are apart: groups of the head run along a vocabulary "
         "of bytes, of which many never occur in the text, so that one group spans far more than 8 bits hold.",
-        "Our copy of the paper has no images, so Figure 2 has no figures to compare; its text says that ranges are "
-        "usually below 1e4 (first order) and 1e1 (second order), and k is 1 to 3 and 5 to 15.",
+        "Our copy of the paper has no images, so Figures 2 and 3 have no figures to compare; its text says that ranges "
+        "are usually below 1e4 (first order) and 1e1 (second order), and k is 1 to 3 and 5 to 15. Figure 3 is given by "
+        "the entropy of the codes of e4m3's 127 magnitudes (log2 of 127 is 6.99 bits).",
         "The group sizes are of optimizer states; the paper's Table 10 is of activations (coat_activations).",
     ]
 
@@ -236,12 +271,16 @@ def main() -> int:
         "first order": dynamic_ranges((m for m, _ in pairs[LAYERS]), "mu"),
         "second order": dynamic_ranges((v for _, v in pairs[LAYERS]), "nu"),
     }
+    shares = {
+        "first order": code_shares((m for m, _ in pairs[LAYERS]), "mu"),
+        "second order": code_shares((v for _, v in pairs[LAYERS]), "nu"),
+    }
     common.write(
         "coat_optimizer",
-        "COAT: quantization error of optimizer states (Tables 1 and 9, Figure 2)",
-        rows(errors, ranges, group_size_table(pairs[LAYERS])),
+        "COAT: quantization error of optimizer states (Tables 1 and 9, Figures 2 and 3)",
+        rows(errors, ranges, shares, group_size_table(pairs[LAYERS])),
         notes(pairs, errors),
-        draw(errors[LAYERS], ranges),
+        draw(errors[LAYERS], ranges, shares),
         arguments.results,
     )
     return 0

@@ -97,6 +97,18 @@ def test_dynamic_range_is_that_of_nonzero_magnitudes_and_expansion_fills_the_for
     np.testing.assert_allclose(np.log(after[max(after)]), np.log(57344), rtol=2**-8)
 
 
+def test_expansion_spreads_values_over_codes():
+    x = np.random.default_rng(0).uniform(0.5, 1, (4, 128)).astype(np.float32)
+    x[:, 0], x[:, 1] = 1, 0
+    shares = coat_optimizer.code_shares([x], "mu")
+    # Without it they lie in one binade, of eight codes from half the largest on; the zeros do not count.
+    codes = np.asarray(x * 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    np.testing.assert_allclose(shares["before"], np.bincount(codes[x != 0], minlength=127) / np.sum(x != 0))
+    assert coat_optimizer.entropy(shares["before"]) <= np.log2(9)
+    assert coat_optimizer.entropy(shares["after"]) > 6
+    assert coat_optimizer.entropy(np.full(8, 1 / 8)) == 3
+
+
 def test_smaller_groups_cost_bytes_and_lower_the_error():
     table = coat_optimizer.group_size_table([moments()])
     errors, sizes = zip(*table.values(), strict=True)
