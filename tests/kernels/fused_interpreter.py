@@ -111,14 +111,9 @@ def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str)
     return share, most
 
 
-def main() -> None:
-    jax.custom_batching.sequential_vmap = lambda function: function
-    interpreter._convert_float = convert
-    codec_triton.multiply_add, scaling_triton.inverse, scaling_triton.widen = multiply_add, inverse, widen
-    codec_triton.exp2, codec_triton.reciprocal = (lambda x: tl.exp2(x)), (lambda x: 1.0 / x)
-    operations_triton.narrowed = narrowed
-    quantize_triton.call = call
-    codes, found = fused.codes, {}
+def compare(f: Any, args: Any) -> tuple[int, float, int, float]:
+    """A case with its kernels and without: what a line of JSON says of it."""
+    codes, on_cuda = fused.codes, fused.on_cuda
     seen: list[tuple[float, int]] = []
 
     def watched(x: Any, rows: Any, columns: Any, *, same: bool, scale: Any, strategy: str) -> Any:
@@ -128,16 +123,27 @@ def main() -> None:
         return made
 
     fused.codes = watched
-    for case, (f, args) in CASES.items():
-        want = run(f, args)
-        fused.on_cuda, fused.missing_triton = (lambda: True), (lambda _: None)
-        seen.clear()
-        got = run(f, args)
+    try:
         fused.on_cuda = lambda: False
-        far = [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, want, strict=True)]
-        shares, most = zip(*seen, strict=True) if seen else ((0,), (0,))
-        found[case] = [len(seen), max(shares), max(most), max(far)]
-    print(json.dumps(found))
+        want = run(f, args)
+        fused.on_cuda = lambda: True
+        got = run(f, args)
+    finally:
+        fused.codes, fused.on_cuda = codes, on_cuda
+    far = [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, want, strict=True)]
+    shares, most = zip(*seen, strict=True) if seen else ((0.0,), (0,))
+    return len(seen), max(shares), max(most), max(far)
+
+
+def main() -> None:
+    jax.custom_batching.sequential_vmap = lambda function: function
+    interpreter._convert_float = convert
+    codec_triton.multiply_add, scaling_triton.inverse, scaling_triton.widen = multiply_add, inverse, widen
+    codec_triton.exp2, codec_triton.reciprocal = (lambda x: tl.exp2(x)), (lambda x: 1.0 / x)
+    operations_triton.narrowed = narrowed
+    quantize_triton.call = call
+    fused.missing_triton = lambda _: None
+    print(json.dumps({case: compare(*found) for case, found in CASES.items()}))
 
 
 if __name__ == "__main__":

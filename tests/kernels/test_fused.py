@@ -29,20 +29,31 @@ def python(*command, **env):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def check(case, made, share, most, far):
+    """Forward one matrix; lean, one for each product that reads it again; of an activation both cotangents."""
+    norm = case.startswith(("rms", "layer", "norm"))
+    lean = "faithful" not in case
+    gated = "False" not in case
+    want = 0 if "tokens" in case else 1 + (2 if norm else 1) * lean + (0 if norm else 1 + gated)
+    assert made == want, case
+    # Op by op, XLA rounds a 16-bit activation after each of its operations.
+    narrow = "bf16" in case
+    assert share <= (0.04 if narrow else 2e-3), (case, share)
+    assert most <= 1, (case, most)
+    assert far <= (0.05 if narrow else 2e-3), (case, far)
+
+
 def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing_out_of_bounds():
-    found = python("-m", "tests.kernels.fused_interpreter", TRITON_INTERPRET="1")
-    for case, (made, share, most, far) in found.items():
-        # Forward one matrix; lean, one for each product that reads it again; of an activation both cotangents.
-        norm = case.startswith(("rms", "layer", "norm"))
-        lean = "faithful" not in case
-        gated = "False" not in case
-        want = 0 if "tokens" in case else 1 + (2 if norm else 1) * lean + (0 if norm else 1 + gated)
-        assert made == want, case
-        # XLA on CPU rounds a 16-bit activation after each of its operations.
-        narrow = "bf16" in case
-        assert share <= (0.04 if narrow else 2e-3), (case, share)
-        assert most <= 1, (case, most)
-        assert far <= (0.05 if narrow else 2e-3), (case, far)
+    for case, found in python("-m", "tests.kernels.fused_interpreter", TRITON_INTERPRET="1").items():
+        check(case, *found)
+
+
+@pytest.mark.gpu
+def test_kernels_quantize_what_xla_computes_on_a_gpu():
+    from tests.kernels.fused_interpreter import CASES, compare
+
+    for case, found in CASES.items():
+        check(case, *compare(*found))
 
 
 def registers() -> None:
