@@ -6,6 +6,7 @@ So a call of such a module is a checkpoint that keeps all but layouts, which are
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,7 +58,7 @@ def _subclass(cls: Any) -> type:
                 if result is not None:
                     fused.note(result.of(*operands[i]), x)
             args, kwargs = rebuild(arrays)
-            with _promotions(self, lambda name, promote: SharedPromotion(promote, kept=name in kept)):
+            with _promotions(self, lambda name, cast: dataclasses.replace(cast, kept=name in kept)):
                 return cls.__call__(self, *args, **kwargs)
 
         checkpointed = nnx.remat(run, prevent_cse=False, policy=lambda prim, *_, **__: prim.name not in LAYOUTS)
@@ -75,7 +76,7 @@ def _kept_anyway(call: Callable, module: Any, arrays: list[Any], rebuild: Callab
         def run(state: Any, arrays: list[Any]) -> Any:
             copy: Any = nnx.merge(graph, state, copy=True)
             seen: dict[str, Any] = {}
-            with _promotions(copy, lambda name, promote: functools.partial(_watch, promote, name, seen)):
+            with _promotions(copy, lambda name, cast: functools.partial(_watch, cast.promote, name, seen)):
                 args, kwargs = rebuild(arrays)
                 return call(copy, *args, **kwargs), seen
 
@@ -100,16 +101,18 @@ def _watch(promote: Callable, name: str, seen: dict[str, Any], *args: Any, **kwa
 
 
 @contextlib.contextmanager
-def _promotions(module: Any, change: Callable[[str, Callable], Callable]) -> Iterator[None]:
-    """Changes how the layers of a module cast their inputs, for a while."""
-    before = {name: layer.promote_dtype for name, layer in layers(module).items()}
+def _promotions(module: Any, change: Callable[[str, SharedPromotion], Callable]) -> Iterator[None]:
+    """Changes how the quantized layers of a module cast their inputs, for a while."""
+    quantized = {
+        name: layer for name, layer in layers(module).items() if isinstance(layer.promote_dtype, SharedPromotion)
+    }
+    before = {name: layer.promote_dtype for name, layer in quantized.items()}
     try:
-        for name, layer in layers(module).items():
-            promote = before[name].promote if isinstance(before[name], SharedPromotion) else before[name]
-            object.__setattr__(layer, "promote_dtype", change(name, promote))
+        for name, layer in quantized.items():
+            object.__setattr__(layer, "promote_dtype", change(name, before[name]))
         yield
     finally:
-        for name, layer in layers(module).items():
+        for name, layer in quantized.items():
             object.__setattr__(layer, "promote_dtype", before[name])
 
 

@@ -74,19 +74,23 @@ class SharedPromotion:
     Each cast would be an array of its own, and layers that read one input share its codes only if they see one array:
     without this, q, k and v of a model with an fp32 residual stream and bf16 layers would quantize and save it thrice.
 
-    The cast of what a norm or an activation made is known as made of the same.
+    The cast of what a norm or an activation made is known as made of the same. A weight that no product reads itself is
+    not cast: it is quantized as it is, and loops over layers keep no 16-bit copy of it for their backward pass.
 
     Attributes:
-        promote: `promote_dtype` of Linen (arrays as arguments) or of NNX (a tuple of them), the input first.
+        promote: `promote_dtype` of Linen (arrays as arguments) or of NNX (a tuple of them), input and weight first.
+        linear: the recipe of the layer's products.
         kept: the input is kept for the backward pass in any case, so that no codes of it are.
     """
 
     promote: Callable[..., Sequence[Any]]
+    linear: Linear
     kept: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        source = args[0][0] if isinstance(args[0], tuple) else args[0]
-        promoted, *rest = self.promote(*args, **kwargs)
+        source, weight, *_ = args[0] if isinstance(args[0], tuple) else args
+        promoted, cast, *rest = self.promote(*args, **kwargs)
+        rest = [cast if None in (self.linear.spec("w"), self.linear.spec("w_dgrad")) else weight, *rest]
         if promoted is not source:
             promoted = origins.pass_on(source, _casts.get(source, promoted.dtype, lambda: promoted))
         if self.kept:

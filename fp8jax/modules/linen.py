@@ -216,7 +216,7 @@ class _Root:
         check_replaceable(path, module)
         with contextlib.ExitStack() as stack:
             if module.promote_dtype is promote_dtype:
-                stack.enter_context(_with(module, promote_dtype=SharedPromotion(promote_dtype)))
+                stack.enter_context(_with(module, promote_dtype=SharedPromotion(promote_dtype, linear)))
             if linear.scaling == "delayed":
                 if isinstance(module, nn.Einsum):
                     raise ValueError(f"{path} is an nn.Einsum, which has no delayed scaling; leave it out with a rule")

@@ -63,14 +63,14 @@ def modules(model: nnx.Module) -> dict[str, Any]:
 
 def _replace(path: str, layer: Any, linear: Linear) -> None:
     check_replaceable(path, layer)
+    if layer.promote_dtype is promote_dtype:
+        layer.promote_dtype = SharedPromotion(promote_dtype, linear)
     if linear.scaling == "delayed":
         if isinstance(layer, nnx.Einsum):
             raise ValueError(f"{path} is an nnx.Einsum, which has no delayed scaling; leave it out with a rule")
         stacked = layer.kernel.shape[: layer.kernel.ndim - sum(kernel_axes(layer))]
         layer.dot_general = nnx.data(DelayedDotGeneral(linear, stacked))
         return
-    if layer.promote_dtype is promote_dtype:
-        layer.promote_dtype = SharedPromotion(promote_dtype)
     if isinstance(layer, nnx.Einsum):
         layer.einsum_op = Einsum(linear)
     else:

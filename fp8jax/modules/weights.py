@@ -76,7 +76,7 @@ def _hold(layer: Any) -> bool:
     if linear.spec("w") is None or linear.spec("w_dgrad") is None or getattr(layer, "batch_axis", None):
         return False
     inputs, outputs = kernel_axes(layer)
-    kernel = layer.kernel[...].astype(layer.dtype or layer.kernel.dtype)
+    kernel = layer.kernel[...]
     stacked = kernel.ndim - inputs - outputs
     matrix = kernel.reshape(*kernel.shape[:stacked], math.prod(kernel.shape[stacked : stacked + inputs]), -1)
     if isinstance(dot_general, DelayedDotGeneral):

@@ -183,12 +183,15 @@ def _forward(
     # Of a weight that is given as codes only the dtype is needed, as of the input.
     dtypes = tuple(jnp.zeros((0,), a.dtype) for a in (x, w))
     weight = w if quantized is None else None
+    w_scale = scales and scales.w
+    if quantized is None and isinstance(columns, QTensor) and _shares_scale(recipe):
+        w_scale = columns.scale
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation)
-    return y.reshape(*how.tokens, -1), (kept, dtypes, weight, key, scales, quantized)
+    return y.reshape(*how.tokens, -1), (kept, dtypes, weight, w_scale, key, scales, quantized)
 
 
 def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
-    recipe, (kept, (x, w), weight, key, scales, quantized) = how.recipe, residuals
+    recipe, (kept, (x, w), weight, w_scale, key, scales, quantized) = how.recipe, residuals
     dy = fused.pass_on(dy, dy.reshape(-1, dy.shape[-1]))
     quantizer = functools.partial(_operand, how=recipe.scaling)
     keys = (None, None) if key is None else jax.random.split(key)
@@ -207,7 +210,7 @@ def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
         pair = quantize(dy, *specs, scale=dy_scale, strategy=_strategy(recipe.scaling), key=subkey)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
     if quantized is None:
-        weight = quantizer(weight, recipe.spec("w_dgrad"), scale=scales and scales.w)
+        weight = quantizer(weight, recipe.spec("w_dgrad"), scale=w_scale)
     else:
         weight = transpose(from_bytes(quantized.forward)) if quantized.dgrad is None else from_bytes(quantized.dgrad)
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation)
@@ -224,6 +227,12 @@ def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
 
 
 _product.defvjp(_forward, _backward)
+
+
+def _shares_scale(recipe: Linear) -> bool:
+    """Whether both products that read the weight have one scale for all of it: cheaper to keep than to find again."""
+    spec = recipe.spec("w")
+    return spec is not None and spec == recipe.spec("w_dgrad") and spec.granularity == "tensor"
 
 
 def _turned(kept: Operand, spec: QuantSpec | None, how: str) -> Operand:

@@ -149,6 +149,17 @@ def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypat
     assert made
 
 
+@pytest.mark.parametrize(("recipe", "copies"), [("bf16", 7), ("te_current", 0), ("lean", 0)])
+def test_no_copy_of_a_quantized_weight_is_kept_beside_the_parameter(recipe, copies):
+    width, layers = SHAPES[0][2], 2
+    graph, params, rest = nnx.split(model(recipe, width, layers, False, True), nnx.Param, ...)
+    tokens = jnp.zeros(SHAPES[0][:2], jnp.int32)
+    found = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest)(tokens).astype(jnp.float32)), params)
+    inner = width * 8 // 3
+    weights = {(layers, *shape) for shape in ((width, width), (width, inner), (inner, width))}
+    assert sum(dtype == "bfloat16" and shape in weights for dtype, shape in found) == copies
+
+
 def test_bf16_keeps_at_least_three_and_a_half_times_as_much():
     plain, te, faithful, lean = (per_layer(recipe, *SHAPES[1]) for recipe in RECIPES)
     # Codes of four inputs instead of the inputs: of q, k and v together, of the projection, of gate and up, of down.
