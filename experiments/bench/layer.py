@@ -6,7 +6,7 @@ was written for 8 bits. COAT (Xi et al., ICLR 2025), Table 7, reports 1.57 times
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +21,77 @@ from experiments.tables import coat_memory
 
 CONFIG = LlamaConfig(vocab=256, dim=4096, layers=1, heads=32, kv_heads=32, mlp_dim=11008)
 BF16, BATCH = "bf16", 4
+HELD, FAST, PRODUCTS = "weights held", "fast accumulation", ("forward", "dgrad", "wgrad")
 
 
-def arms(length: int, config: LlamaConfig = CONFIG) -> dict[str, Callable[..., Any]]:
-    """Functions of (parameters, inputs (N, D), gradient (N, D)) that return outputs and gradients, by recipe."""
-    plain = _block(config)
-    found = {BF16: _three(plain, length, config)}
-    for name, (recipe, _) in coat_memory.recipes().items():
-        if recipe is not None:
-            found[name] = _three(fp8jax.nnx.quantize(plain, recipe), length, config)
-    two_stage = dataclasses.replace(fp8jax.recipes.coat().linear, scaling="current")
-    exact = dataclasses.replace(fp8jax.recipes.coat(), linear=two_stage)
-    return found | {"COAT, lean, current scaling": _three(fp8jax.nnx.quantize(plain, exact), length, config)}
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A layer by a recipe.
 
+    Attributes:
+        layer: function of parameters, codes of weights and inputs (N, D).
+        operands: these three, and the output's gradient (N, D).
+    """
 
-def _block(config: LlamaConfig) -> Block:
-    return nnx.eval_shape(lambda: Block(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    layer: Callable[..., jax.Array]
+    operands: tuple[Any, Any, jax.Array, jax.Array]
 
-
-def _three(block: Block, length: int, config: LlamaConfig) -> Callable[..., Any]:
-    graph = nnx.split(block, nnx.Param)[0]
-    tables = rope_tables(length, config.head_dim, config.rope_theta)
-
-    def layer(params: Any, x_NxD: jax.Array) -> jax.Array:
-        return nnx.merge(graph, params)(x_NxD, *tables)
-
-    def three(params: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
-        y_NxD, back = jax.vjp(layer, params, x_NxD)
+    def three(self, params: Any, codes: Any, x_NxD: jax.Array, dy_NxD: jax.Array) -> Any:
+        """Forward and backward: the output and the gradients of parameters and inputs."""
+        y_NxD, back = self._vjp(params, codes, x_NxD)
         return y_NxD, back(dy_NxD)
 
-    three.layer = layer  # type: ignore[attr-defined]
-    return three
+    def forward(self, params: Any, codes: Any, x_NxD: jax.Array, _: jax.Array) -> Any:
+        """The output, and what is kept for the backward pass besides parameters and their codes."""
+        y_NxD, back = self._vjp(params, codes, x_NxD)
+        weights = {leaf.shape[-2:] for leaf in jax.tree.leaves(params)}
+        weights |= {shape[::-1] for shape in weights}
+        return y_NxD, [leaf for leaf in jax.tree.leaves(back) if leaf.shape not in weights]
+
+    @property
+    def kept(self) -> int:
+        """Bytes of what `forward` keeps."""
+        leaves = jax.eval_shape(self.forward, *self.operands)[1]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    def _vjp(self, params: Any, codes: Any, x_NxD: jax.Array) -> Any:
+        return jax.vjp(lambda params, x_NxD: self.layer(params, codes, x_NxD), params, x_NxD)
 
 
-def kept(layer: Callable[..., Any], params: Any, x_NxD: jax.Array) -> float:
-    """What the layer keeps for its backward pass besides parameters and their codes, in U."""
-    weights = {(*leaf.shape[-2:],) for leaf in jax.tree.leaves(params)}
-    weights |= {shape[::-1] for shape in weights}
-    leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(layer, *args)[1], params, x_NxD))
-    return sum(x.size * x.dtype.itemsize for x in leaves if x.shape not in weights) / (x_NxD.size * 2)
+def recipes() -> dict[str, fp8jax.Recipe]:
+    """What is compared with bf16."""
+    found = {name: recipe for name, (recipe, _) in coat_memory.recipes().items() if recipe is not None}
+    lean = found[coat_memory.LEAN]
+    for name, change in (("current scaling", {"scaling": "current"}), (FAST, {"fast_accumulation": PRODUCTS})):
+        linear = dataclasses.replace(lean.linear, **change)  # type: ignore[arg-type]
+        found[f"{coat_memory.LEAN}, {name}"] = dataclasses.replace(lean, linear=linear)
+    return found
+
+
+def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None = None) -> dict[str, Arm]:
+    """Layers by recipe, all or those named; with `HELD`, their weights' codes are made before, as for microbatches."""
+    plain = nnx.eval_shape(lambda: Block(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    keys = iter(jax.random.split(jax.random.key(0), 64))
+    draw = lambda shape: jax.random.normal(next(keys), shape, jnp.bfloat16)  # noqa: E731
+    shapes = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
+    params = jax.tree.map(lambda s: 0.02 * draw(s.shape) if s.ndim > 1 else jnp.ones(s.shape, s.dtype), shapes)
+    x_NxD, dy_NxD = draw((BATCH * length, config.dim)), 1e-3 * draw((BATCH * length, config.dim))
+    tables = rope_tables(length, config.head_dim, config.rope_theta)
+
+    def arm(block: Block) -> Arm:
+        graph, _, codes = nnx.split(block, nnx.Param, ...)  # type: ignore[misc]
+        layer = lambda params, codes, x_NxD: nnx.merge(graph, params, codes)(x_NxD, *tables)  # noqa: E731
+        return Arm(layer, (params, nnx.to_pure_dict(codes), x_NxD, dy_NxD))
+
+    found = {BF16: arm(plain)}
+    for name, recipe in recipes().items():
+        if names is None or name in names:
+            found[name] = arm(fp8jax.nnx.quantize(plain, recipe))
+        held = f"{name}, {HELD}"
+        if held in names if names is not None else name.startswith(coat_memory.LEAN):
+            graph, _ = nnx.split(fp8jax.nnx.quantize(plain, recipe), nnx.Param)
+            found[held] = arm(fp8jax.nnx.quantize_weights(nnx.merge(graph, params)))
+    return found
 
 
 def main(argv: list[str]) -> None:
@@ -72,21 +104,15 @@ def main(argv: list[str]) -> None:
     timing.need_gpu()
     rows: list[timing.Row] = []
     for length in options.lengths:
-        params = jax.tree.map(_draw, nnx.to_pure_dict(nnx.state(_block(CONFIG), nnx.Param)))
-        x_NxD, dy_NxD = (_draw(jax.ShapeDtypeStruct((BATCH * length, CONFIG.dim), jnp.bfloat16)) for _ in range(2))
         wanted, case = arms(length), f"batch {BATCH}, length {length}"
-        bytes_kept = {name: kept(three.layer, params, x_NxD) for name, three in wanted.items()}  # type: ignore[attr-defined]
-        times = timing.seconds(timing.compiled(wanted, [(params, x_NxD, 1e-3 * dy_NxD)]), options.rounds, options.burst)
+        ready: dict[str, Callable[..., Any]] = {}
+        for name, arm in wanted.items():
+            ready |= timing.compiled({name: arm.three}, [arm.operands])
+        times, unit = timing.seconds(ready, options.rounds, options.burst), wanted[BF16].operands[2].nbytes
         for name, time in times.items():
+            kept, most = wanted[name].kept, wanted[BF16].kept
             rows.append(timing.row(case, name, "time", time * 1e3, "ms", BF16, times[BF16] / time))
-            rows.append(
-                timing.row(case, name, "kept", bytes_kept[name], "U", BF16, bytes_kept[BF16] / bytes_kept[name])
-            )
+            rows.append(timing.row(case, name, "kept", kept / unit, "U", BF16, most / kept))
     rows += timing.means(rows, "time")
     notes = [" ".join((__doc__ or "").split("\n\n")[1].split()), "Ratios are bf16's time or bytes over the recipe's."]
     timing.write("layer", "A Llama layer, forward and backward", rows, notes, {}, options.out)
-
-
-def _draw(like: Any) -> jax.Array:
-    x = jax.random.normal(jax.random.key(like.size), like.shape, like.dtype)
-    return x if len(like.shape) < 2 or like.shape[0] > 3 * CONFIG.dim else x * 0.02

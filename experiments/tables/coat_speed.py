@@ -52,36 +52,18 @@ def _block(config: LlamaConfig) -> Block:
     return nnx.eval_shape(lambda: Block(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
 
-def _forward(three: Any) -> Any:
-    """A function of a layer's arguments that returns its output and what it keeps, but for weights."""
-
-    def forward(params: Any, x_NxD: jax.Array, _: jax.Array) -> Any:
-        y_NxD, back = jax.vjp(three.layer, params, x_NxD)
-        weights = {w.shape for w in jax.tree.leaves(params)}
-        weights |= {shape[::-1] for shape in weights}
-        return y_NxD, [r for r in jax.tree.leaves(back) if r.shape not in weights]
-
-    return forward
-
-
 def layers(hidden: int, length: int, rounds: int, burst: float) -> list[Row]:
     """Rows of Table 7 for one size."""
-    config = model(hidden)
-    wanted, tokens = layer.arms(length, config), BATCH * length
-    block: dict[str, Any] = {name: wanted[name] for name in (BF16, TE, FAITHFUL, LEAN)}
-    keys = iter(jax.random.split(jax.random.key(0), 64))
-    draw = lambda s: jax.random.normal(next(keys), s.shape, s.dtype)  # noqa: E731
-    scale = lambda s: draw(s) * 0.02 if s.ndim > 1 else jnp.ones(s.shape, s.dtype)  # noqa: E731
-    params = jax.tree.map(scale, nnx.to_pure_dict(nnx.state(_block(config), nnx.Param)))
-    x_NxD, dy_NxD = (draw(jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)) for _ in range(2))
-    functions = block | {f"{name}, forward": _forward(three) for name, three in block.items()}
-    times = timing.seconds(timing.compiled(functions, [(params, x_NxD, 1e-3 * dy_NxD)]), rounds, burst)
+    arms, ready = layer.arms(length, model(hidden), (TE, FAITHFUL, LEAN)), dict[str, Any]()
+    for name, arm in arms.items():
+        functions = {name: arm.three, f"{name}, forward": arm.forward}
+        ready |= timing.compiled(functions, [arm.operands])
+    times = timing.seconds(ready, rounds, burst)
     found, table = [], f"Table 7: hidden size {hidden}, batch {BATCH}, length {length}"
     values = {}
-    for name, three in block.items():
+    for name, arm in arms.items():
         total, forward = 1e3 * times[name], 1e3 * times[f"{name}, forward"]
-        kept = layer.kept(three.layer, params, x_NxD) * x_NxD.nbytes / 1e6
-        values[name] = dict(zip(METRICS, (forward, total - forward, total, kept), strict=True))
+        values[name] = dict(zip(METRICS, (forward, total - forward, total, arm.kept / 1e6), strict=True))
     for name, of in values.items():
         paper = dict(zip(METRICS, PAPER[hidden, length].get(name, (None,) * 4), strict=True))
         base = dict(zip(METRICS, PAPER[hidden, length][BF16], strict=True))

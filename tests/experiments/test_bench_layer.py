@@ -1,0 +1,38 @@
+"""The benchmark of a layer, on a small one: its arms compute the same layer and keep what they are said to."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.bench import layer
+from experiments.models.llama import LlamaConfig
+from experiments.tables import coat_memory
+from experiments.tables.flash import dot_product_attention
+
+SMALL = LlamaConfig(vocab=8, dim=48, layers=1, heads=2, kv_heads=2, mlp_dim=128)
+
+
+def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+    lean = coat_memory.LEAN
+    held = f"{lean}, {layer.HELD}"
+    arms = layer.arms(16, SMALL, (lean, held))
+    assert list(arms) == [layer.BF16, lean, held]
+    results = (jax.tree.leaves(jax.jit(a.three)(*a.operands)) for a in arms.values())
+    for a, b, c in zip(*results, strict=True):
+        np.testing.assert_array_equal(np.asarray(b, np.float32), np.asarray(c, np.float32))
+        a, b = (np.asarray(z, np.float64) for z in (a, b))
+        error = np.linalg.norm(a - b) / np.linalg.norm(a)
+        assert 0 < error < 0.4
+    assert arms[lean].kept == pytest.approx(arms[held].kept)
+    assert arms[layer.BF16].kept > 3 * arms[lean].kept
+
+
+def test_other_accumulation_and_scaling_are_the_only_changes():
+    found = layer.recipes()
+    lean = found[coat_memory.LEAN]
+    fast = found[f"{coat_memory.LEAN}, {layer.FAST}"]
+    assert fast.linear.fast_accumulation == layer.PRODUCTS
+    assert dataclasses.replace(fast, linear=lean.linear) == lean
