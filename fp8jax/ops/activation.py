@@ -1,7 +1,6 @@
 """Gated and plain activations that keep their inputs in 8 bits for the backward pass (COAT, section 5.2)."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,14 +13,8 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.choice import capability
+from fp8jax.ops.fused_reference import ACTIVATIONS
 from fp8jax.ops.saved import context_part, decode, differentiable, keep
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
 
 
 def glu(gate: Array, up: Array, *, recipe: Recipe | Context, activation: str = "silu") -> Array:
@@ -150,13 +143,8 @@ def _keep(operation: Any, gate: Array, up: Array | None, spec: QuantSpec) -> tup
     """What is kept, and what the result is computed from."""
     from pallas_kernels import remake_triton
 
-    @jax.custom_batching.sequential_vmap
-    def kernel(gate: Array, up: Array | None) -> Any:
-        kept = fused.coding(spec)
-        return remake_triton.keep_activation(operation, gate, up, kept, compute_capability=capability())
-
-    g, u = fused.matrix(gate), None if up is None else fused.matrix(up)
-    parts, peak = kernel(g, u)
+    coding, g, u = fused.coding(spec), fused.matrix(gate), None if up is None else fused.matrix(up)
+    parts, peak = fused.run(lambda on, *arrays: on.keep_activation(operation, *arrays, coding), g, u)
     codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
     kept = Kept(*codes)
     operands = remake_triton.Operands(g, up=u)

@@ -6,7 +6,10 @@ whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it
 """
 
 import dataclasses
+import functools
 import math
+import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +20,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import capability, missing_triton, on_cuda, spread
 from fp8jax.ops.recent import Origins
 
@@ -103,34 +107,39 @@ def _takes(spec: QuantSpec) -> bool:
 
 
 def _make(result: Result, how: Any, x: Array, scale: Array | None) -> list[tuple[QTensor | None, QTensor | None]]:
-    from pallas_kernels import remake_triton
-
     rows, columns, spec, strategy = how
     fmt = formats.get(spec.format)
 
-    @jax.custom_batching.sequential_vmap
-    def make(operands: Any, scale: Array | None, peak: Array | None) -> Any:
-        options: Any = {"compute_capability": capability()}
+    def make(on: Any, operands: Any, scale: Array | None, peak: Array | None) -> Any:
         if scale is None:
-            tops = remake_triton.peaks(result.operation, result.kinds, operands, **options) if peak is None else [peak]
+            tops = on.peaks(result.operation, result.kinds, operands) if peak is None else [peak]
             if strategy == "two_stage":
                 tops = [scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32) for top in tops]
-            scales = [scaling.to_scale(top, fmt) for top in tops]
+            scales = tuple(scaling.to_scale(top, fmt) for top in tops)
         else:
-            scales = [scale.reshape(()).astype(jnp.float32)]
-        found = remake_triton.quantize(
-            result.operation, result.kinds, operands, tuple(scales), fmt.dtype, rows=rows, columns=columns, **options
-        )
+            scales = (scale.reshape(()).astype(jnp.float32),)
+        found = on.quantize(result.operation, result.kinds, operands, scales, fmt.dtype, rows=rows, columns=columns)
         return [(*pair, s.reshape(1, 1)) for pair, s in zip(found, scales, strict=True)]
 
-    made = make(result.operands, scale, result.peak)
     return [
         (
             None if row is None else QTensor(row, s, None, None, spec),
             None if column is None else QTensor(column, s, None, None, spec),
         )
-        for row, column, s in made
+        for row, column, s in run(make, result.operands, scale, result.peak)
     ]
+
+
+def run(call: Callable[..., Any], *arrays: Any) -> Any:
+    """`call(on, *arrays)`, where `on` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
+    from pallas_kernels import norm_triton, remake_triton
+
+    kernels = types.SimpleNamespace()
+    for kernel in (remake_triton.quantize, remake_triton.peaks, remake_triton.keep_activation, norm_triton.forward,
+                   norm_triton.backward):  # fmt: skip
+        setattr(kernels, kernel.__name__, functools.partial(kernel, compute_capability=capability()))
+    mapped = jax.custom_batching.sequential_vmap(functools.partial(call, kernels))
+    return lax.platform_dependent(*arrays, cuda=mapped, default=functools.partial(call, fused_reference))
 
 
 def operation(x: Array, spec: QuantSpec, dtype: DTypeLike, *, norm: bool = False, **fields: Any) -> Any:

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -12,7 +11,6 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.choice import capability
 from fp8jax.ops.saved import context_part, decode, differentiable, keep
 
 
@@ -101,15 +99,8 @@ class Norm:
         if operation is None:
             return _cast(self._reference(kept, dy.astype(jnp.float32)), dtypes)
 
-        @jax.custom_batching.sequential_vmap
-        def kernel(codes: Array, scales: Array, inverse: Array, weight: Array | None, dy: Array) -> Any:
-            from pallas_kernels import norm_triton
-
-            return norm_triton.backward(
-                operation, codes, scales, inverse, weight, dy, dtypes[0], compute_capability=capability()
-            )
-
-        dx, *sums = kernel(*fused.stored(kept.codes), kept.inverse.reshape(-1), kept.scale, fused.matrix(dy))
+        operands = (*fused.stored(kept.codes), kept.inverse.reshape(-1), kept.scale, fused.matrix(dy))
+        dx, *sums = fused.run(lambda on, *arrays: on.backward(operation, *arrays, dtypes[0]), *operands)
         return _cast((dx.reshape(dy.shape), *sums), dtypes)
 
     def _fused(self, kept: Kept, like: Array) -> Any:
@@ -171,14 +162,10 @@ def _keep(
 ) -> tuple[Kept, Array | None, Array]:
     """What is kept, the mean of rows where the norm is centered, and the largest magnitude of the result."""
 
-    @jax.custom_batching.sequential_vmap
-    def kernel(x: Array, scale: Array | None, bias: Array | None) -> Any:
-        from pallas_kernels import norm_triton
-
-        kept = fused.coding(spec)
-        return norm_triton.forward(operation, x, scale, bias, eps, kept, compute_capability=capability())
-
-    codes, scales, inverse, mean, peak = kernel(fused.matrix(x), scale, bias)
+    coding = fused.coding(spec)
+    codes, scales, inverse, mean, peak = fused.run(
+        lambda on, *arrays: on.forward(operation, *arrays, eps, coding), fused.matrix(x), scale, bias
+    )
     kept = Kept(fused.kept(codes, scales, x.shape, spec), inverse.reshape(*x.shape[:-1], 1), scale, bias)
     return kept, mean, peak
 

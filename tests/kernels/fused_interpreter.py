@@ -15,13 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import triton.language as tl
-from triton.runtime import interpreter
 
 import fp8jax
 from fp8jax.ops import fused, quantize
-from pallas_kernels import codec_triton, operations_triton, quantize_triton, scaling_triton
-from tests.kernels.triton_interpreter import call, convert, inverse, multiply_add, widen
+from pallas_kernels import operations_triton
+from tests.kernels.triton_interpreter import prepare
 
 ROWS, CHANNELS, INNER = 33, 48, 80
 LINEAR = fp8jax.recipes.coat().linear
@@ -91,10 +89,6 @@ def run(f: Any, args: Any) -> list[np.ndarray]:
     return [np.asarray(a, np.float64) for a in jax.tree.leaves((y, back(dy)))]
 
 
-def narrowed(x: Any, dtype: int) -> Any:
-    return x.to((tl.float32, tl.bfloat16, tl.float16)[int(dtype)]).to(tl.float32)
-
-
 def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str) -> tuple[float, int]:
     """Of codes made from operands and those of the matrix itself: the share that differs, and by how many codes."""
     how = quantize._How(rows, columns)
@@ -136,12 +130,7 @@ def compare(f: Any, args: Any) -> tuple[int, float, int, float]:
 
 
 def main() -> None:
-    jax.custom_batching.sequential_vmap = lambda function: function
-    interpreter._convert_float = convert
-    codec_triton.multiply_add, scaling_triton.inverse, scaling_triton.widen = multiply_add, inverse, widen
-    codec_triton.exp2, codec_triton.reciprocal = (lambda x: tl.exp2(x)), (lambda x: 1.0 / x)
-    operations_triton.narrowed = narrowed
-    quantize_triton.call = call
+    prepare()
     fused.missing_triton = lambda _: None
     print(json.dumps({case: compare(*found) for case, found in CASES.items()}))
 

@@ -16,7 +16,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from pallas_kernels import codec_triton, quantize_triton, scaling_triton
+from pallas_kernels import codec_triton, operations_triton, quantize_triton, scaling_triton
 from tests.kernels.quantize_cases import CASES, FOLDS, arrays, folded
 
 GUARD = 4096
@@ -72,9 +72,6 @@ def insert(words: Any, codes: Any, j: Any) -> Any:
     return words | (codes.to(tl.uint32) << (8 * j))
 
 
-scaling_triton.insert = insert
-
-
 def call(kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: Any, _: Any, **static: Any) -> Any:
     given = [np.array(x) for x in inputs]
     buffers = [np.full(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize + 2 * GUARD, 0xA5, np.uint8) for s in shapes]
@@ -88,11 +85,23 @@ def call(kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: A
     return [jnp.asarray(x) for x in outputs]
 
 
-def main() -> None:
+def narrowed(x: Any, dtype: int) -> Any:
+    return x.to((tl.float32, tl.bfloat16, tl.float16)[int(dtype)]).to(tl.float32)
+
+
+def prepare() -> None:
+    """Lets this process, which is to do nothing else, run kernels in the interpreter."""
     jax.custom_batching.sequential_vmap = lambda function: function
+    jax.lax.platform_dependent = lambda *args, cuda, default: cuda(*args)
     interpreter._convert_float = convert
     codec_triton.multiply_add, scaling_triton.inverse, scaling_triton.widen = multiply_add, inverse, widen
+    codec_triton.exp2, codec_triton.reciprocal = (lambda x: tl.exp2(x)), (lambda x: 1.0 / x)
+    scaling_triton.insert, operations_triton.narrowed = insert, narrowed
     quantize_triton.call = call
+
+
+def main() -> None:
+    prepare()
     wrong = {}
     for case, run in [*((case, arrays) for case in CASES), *((case, folded) for case in FOLDS)]:
         want, got = run(case, "xla"), run(case, "triton")

@@ -1,0 +1,127 @@
+"""Arrays that are quantized where they are computed: through JAX's transformations, with the kernels' references."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.ops import fused
+
+pytest.importorskip("jax_triton")
+from tests.kernels.fused_interpreter import CASES, normal, recipe
+
+FEW = ["rms 1 lean", "layer 2 faithful", "norm fp32, three axes", "silu True lean", "silu True faithful"]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Switches the kernels on, which on CPU are their references; what they have made."""
+    found = []
+    monkeypatch.setattr(fused, "missing_triton", lambda _: None)
+    monkeypatch.setattr(fused, "_make", lambda *args, make=fused._make: found.append(args) or make(*args))
+
+    def switch(on):
+        jax.clear_caches()  # what was traced before knows nothing of the switch
+        monkeypatch.setattr(fused, "on_cuda", lambda: on)
+        found.clear()
+        return found
+
+    return switch
+
+
+def results(f, *args):
+    """Results and gradients under jit, float64."""
+
+    def both(*args):
+        y, back = jax.vjp(f, *args)
+        return y, back(jax.tree.map(lambda a: normal(a.size, *a.shape, dtype=a.dtype), y))
+
+    return [np.asarray(a, np.float64) for a in jax.tree.leaves(jax.jit(both)(*args))]
+
+
+def same(got, want):
+    for a, b in zip(got, want, strict=True):
+        # A code more or less here and there, where values are next to a tie.
+        assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b) + 1e-30
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_jitted_layer_computes_the_same(case, made):
+    f, args = CASES[case]
+    made(False)
+    want = results(f, *args)
+    seen = made(True)
+    same(results(f, *args), want)
+    assert seen
+
+
+@pytest.mark.parametrize("case", ["rms 1 lean", "silu True lean"])
+def test_a_mapped_layer_computes_what_each_does(case, made):
+    f, (x, *weights) = CASES[case]
+    stack = jnp.stack([x, 2 * x[::-1]])
+    made(False)
+    want = results(lambda *w: [f(each, *w) for each in stack], *weights)
+    seen = made(True)
+    mapped = jax.vmap(f, (0, *[None] * len(weights)))
+    got = results(lambda *w: [jax.tree.map(lambda y, i=i: y[i], mapped(stack, *w)) for i in range(2)], *weights)
+    same(got, want)
+    assert seen
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
+    part = recipe("lean")
+    x = normal(0, 2, 8, 48, dtype=jnp.float32)
+    stacks = (
+        1 + 0.1 * normal(1, 3, 48),
+        0.2 * normal(2, 3, 48, 64),
+        0.2 * normal(3, 3, 48, 64),
+        0.2 * normal(4, 3, 64, 48),
+    )
+
+    def layer(x, weights):
+        scale, gate, up, down = weights
+        h = fp8jax.rms_norm(x, scale, recipe=part)
+        gate, up = (fp8jax.linear(h, w, recipe=part) for w in (gate, up))
+        return x + fp8jax.linear(fp8jax.glu(gate, up, recipe=part), down, recipe=part), None
+
+    def model(x, *stacks):
+        return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, stacks)[0]
+
+    def kept():
+        leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(model, *a)[1], x, *stacks))
+        return sorted((str(leaf.dtype), leaf.shape) for leaf in leaves if leaf.size > 1)
+
+    made(False)
+    want, bytes_kept = results(model, x, *stacks), kept()
+    seen = made(True)
+    same(results(model, x, *stacks), want)
+    assert len(seen) >= 5
+    assert kept() == bytes_kept
+
+
+def test_layers_of_other_recipes_and_plain_readers_see_the_array_itself(made):
+    x, w = normal(0, 16, 48), normal(1, 48, 32)
+    coat, deepseek = recipe("lean"), fp8jax.recipes.deepseek()
+
+    def f(x, w):
+        h = fp8jax.rms_norm(x, recipe=coat)
+        return fp8jax.linear(h, w, recipe=deepseek), fp8jax.linear(h, w, recipe=coat), jnp.sum(h * h)
+
+    made(False)
+    want = results(f, x, w)
+    made(True)
+    same(results(f, x, w), want)
+
+
+def test_nothing_is_noted_where_kernels_do_not_run(made):
+    made(False)
+    h = fp8jax.rms_norm(normal(0, 16, 48), recipe=recipe("lean"))
+    assert fused.find(h) is None
+    made(True)
+    x = normal(0, 16, 48)
+    assert fused.find(fp8jax.rms_norm(x, recipe=recipe("lean"))) is not None
+    # Groups that do not fit, scales in powers of two and integers are XLA's.
+    for spec in ("e4m3:group32", "int8:group16"):
+        assert fused.find(fp8jax.rms_norm(x, recipe=recipe("lean", spec))) is None
