@@ -14,8 +14,9 @@ from pallas_kernels import scaling_triton as device
 from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import Launch
 
-# The longest row that a program holds, and how many rows share one sum over rows.
-LONGEST, ROWS = 16384, 16
+# The longest row that a program holds; how many rows at most share one sum over rows, and how many sums at least, so
+# that a GPU has work for all of its multiprocessors.
+LONGEST, ROWS, SUMS = 16384, 16, 1024
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def backward(
         (M, N) in `dtype`; fp32 (N,) of the weight and of the bias, None where there is none.
     """
     m, n = dy.shape
-    launch = Launch(ROWS, triton.next_power_of_2(n), 8 if n > 2048 else 4)
+    launch = Launch(max(1, min(ROWS, m // SUMS)), triton.next_power_of_2(n), 8 if n > 2048 else 4)
     programs = -(-m // launch.rows)
     sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
             for p in (operation.scaled, operation.biased)]  # fmt: skip

@@ -198,7 +198,8 @@ AGAIN = "computed again"
 class Context:
     """What non-linear operations (norms, gated and plain activations) keep of their inputs for the backward pass.
 
-    What they compute forward, and their gradients, stay in the model's own dtype (COAT, section 5.2 and G.5).
+    What they compute forward, and their gradients, stay in the model's own dtype (COAT, section 5.2 and G.5). An
+    operation that keeps codes can be differentiated once.
 
     Attributes:
         saved: string form of the `QuantSpec` of what is kept, (..., channels), with scales along the channels and

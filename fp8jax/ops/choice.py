@@ -30,6 +30,13 @@ def on_cuda(platform: str | None = None) -> bool:
     return (platform or jax.default_backend()) in ("cuda", "gpu")
 
 
+def _varying(x: Array) -> Any:
+    """The mesh axes over which a `jax.shard_map` knows a value to vary."""
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)
+    return getattr(kind, "vma", None) if manual is None else manual.varying
+
+
 @functools.cache
 def capability() -> int:
     """Compute capability of the GPU, as 90; without one, as in ahead-of-time compilation, that of Hopper."""
@@ -54,8 +61,11 @@ def missing_triton(kernel: str) -> str | None:
 def spread(*arrays: Array) -> str | None:
     """Why arrays may not lie on one device each, as far as they and their types tell, or None.
 
-    A kernel sees local arrays alone: it runs on one device, and inside a `jax.shard_map` over all mesh axes.
+    A kernel sees local arrays alone: it runs on one device, and inside a `jax.shard_map` over all mesh axes. That must
+    not check how values vary over devices, which the results of a kernel do not say.
     """
+    if any(_varying(x) for x in arrays):
+        return "jax.shard_map checks how values vary over devices; give it check_vma=False"
     if any(blocks.explicit_axes(x) for x in arrays):
         return "arrays are sharded over Explicit mesh axes; call it inside jax.shard_map"
     mesh = jax.sharding.get_abstract_mesh()

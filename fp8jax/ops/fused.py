@@ -87,16 +87,16 @@ def codes(
         same: whether both have the same codes; else one of them is None.
         scale, strategy: as of `fp8jax.ops.quantize.quantize`.
     """
-    part = _parts.find(x)
+    part = _parts.find(x) if x.ndim == 2 else None
     spec = rows if columns is None else columns
     if part is None or spec is None or not (same or rows is None or columns is None) or not _takes(spec):
         return None
     how = (rows is not None, columns is not None, spec, strategy)
     if scale is not None:
         alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
-        return _make(alone, how, x, scale)[0]
+        return _make(alone, how, scale)[0]
     if how not in part.result.made:
-        part.result.made[how] = _make(part.result, how, x, None)
+        part.result.made[how] = _make(part.result, how, None)
     return part.result.made[how][part.place]
 
 
@@ -106,19 +106,20 @@ def _takes(spec: QuantSpec) -> bool:
     return plain and spec.rounding == "nearest" and not (spec.expand or spec.stacked) and spec.underflow == "zero"
 
 
-def _make(result: Result, how: Any, x: Array, scale: Array | None) -> list[tuple[QTensor | None, QTensor | None]]:
+def _make(result: Result, how: Any, scale: Array | None) -> list[tuple[QTensor | None, QTensor | None]]:
     rows, columns, spec, strategy = how
-    fmt = formats.get(spec.format)
+    # JAX keeps traced functions: this one must not hold the result, and with it arrays of a trace.
+    fmt, operation, kinds = formats.get(spec.format), result.operation, result.kinds
 
     def make(on: Any, operands: Any, scale: Array | None, peak: Array | None) -> Any:
         if scale is None:
-            tops = on.peaks(result.operation, result.kinds, operands) if peak is None else [peak]
+            tops = on.peaks(operation, kinds, operands) if peak is None else [peak]
             if strategy == "two_stage":
                 tops = [scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32) for top in tops]
             scales = tuple(scaling.to_scale(top, fmt) for top in tops)
         else:
             scales = (scale.reshape(()).astype(jnp.float32),)
-        found = on.quantize(result.operation, result.kinds, operands, scales, fmt.dtype, rows=rows, columns=columns)
+        found = on.quantize(operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns)
         return [(*pair, s.reshape(1, 1)) for pair, s in zip(found, scales, strict=True)]
 
     return [

@@ -187,7 +187,7 @@ def _forward(
     if quantized is None and isinstance(columns, QTensor) and _shares_scale(recipe):
         w_scale = columns.scale
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation)
-    return y.reshape(*how.tokens, -1), (kept, dtypes, weight, w_scale, key, scales, quantized)
+    return y.reshape(*how.tokens, y.shape[-1]), (kept, dtypes, weight, w_scale, key, scales, quantized)
 
 
 def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:

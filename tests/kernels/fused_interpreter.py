@@ -97,7 +97,7 @@ def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str)
         if got is not None:
             a, b = (np.asarray(jax.lax.bitcast_convert_type(q.codes, jnp.uint8), int) for q in (got, want))
             # Codes in the order of their values. What lies below 2^-12 of the largest is a difference that cancelled:
-            # XLA computes 1 + tanh(x) and 1 + erf(x) of a large negative x.
+            # XLA computes 1 + tanh(x), the kernel 1 + erf(x), of a large negative x.
             top = float(jnp.finfo(want.codes.dtype).max) * 2.0**-12
             small = np.maximum(*(np.abs(np.asarray(q.codes, np.float32)) for q in (got, want))) < top
             a, b = (np.where(small, 0, np.where(c < 128, c, 128 - c)) for c in (a, b))

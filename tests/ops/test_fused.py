@@ -1,5 +1,7 @@
 """Arrays that are quantized where they are computed: through JAX's transformations, with the kernels' references."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,3 +127,45 @@ def test_nothing_is_noted_where_kernels_do_not_run(made):
     # Groups that do not fit, scales in powers of two and integers are XLA's.
     for spec in ("e4m3:group32", "int8:group16"):
         assert fused.find(fp8jax.rms_norm(x, recipe=recipe("lean", spec))) is None
+
+
+def test_no_array_of_a_trace_outlives_it(made):
+    part = recipe("lean")
+    x, w = normal(0, 16, 48), normal(1, 48, 32)
+
+    def f(x, w):
+        h = fp8jax.rms_norm(x, recipe=part)
+        gate, up = fp8jax.linear(h, w, recipe=part), fp8jax.linear(h, 2 * w, recipe=part)
+        return jnp.sum(fp8jax.linear(fp8jax.glu(gate, up, recipe=part), w.T, recipe=part).astype(jnp.float32))
+
+    seen = made(True)
+    jax.make_jaxpr(jax.grad(f, (0, 1)))(x, w)
+    assert seen
+    seen.clear()
+    gc.collect()
+    assert not any(isinstance(thing, fused.Result) for thing in gc.get_objects())
+
+
+def test_under_a_shard_map_that_checks_what_varies_xla_computes(made):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    x, scale, part = normal(0, 8, 48), 1 + normal(1, 48), recipe("lean")
+    noted = []
+
+    def norm(x, scale):
+        h = fp8jax.rms_norm(x, scale, recipe=part)
+        noted.append(fused.find(h) is not None)
+        return h
+
+    def step(x, scale):
+        return norm(x, scale), jax.grad(lambda x: jnp.sum(norm(x, scale).astype(jnp.float32) ** 3))(x)
+
+    made(True)
+    want, found = jax.jit(step)(x, scale), {}
+    data, whole = jax.P("data"), jax.P()
+    for check in (True, False):
+        noted.clear()
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=(data, whole), out_specs=(data, data), check_vma=check)
+        for a, b in zip(jax.jit(mapped)(x, scale), want, strict=True):
+            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0.02, atol=0.02)
+        found[check] = set(noted)
+    assert found == {True: {False}, False: {True}}

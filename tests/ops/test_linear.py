@@ -281,3 +281,9 @@ def test_a_weight_quantized_ahead_must_fit():
     batched = (((2,), (1,)), ((0,), (0,)))
     with pytest.raises(ValueError, match="batch axes"):
         fp8jax.dot_general(x[None], w[None], batched, recipe=recipe, quantized=fp8jax.quantize_weight(w, recipe=recipe))
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
+def test_no_tokens_give_no_outputs(shape):
+    y = fp8jax.linear(jnp.zeros(shape), jnp.ones((32, 16)), recipe=fp8jax.recipes.te_current())
+    assert y.shape == (*shape[:-1], 16)
