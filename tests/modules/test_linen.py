@@ -275,6 +275,7 @@ def arm(recipe):
     return lambda key: Nanodo().init(key, TOKENS), model.apply
 
 
+@pytest.mark.slow  # NNX's stays in the default run
 def test_a_model_not_written_here_trains_as_in_bf16_and_a_broken_recipe_does_not(monkeypatch):
     plain = train(*arm(None))
     assert plain[:, -1].max() < plain[:, 0].min() - 1
