@@ -6,7 +6,7 @@ import importlib
 from typing import Any, Literal
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax.sharding import AxisType
 
 from fp8jax.core import blocks
@@ -30,13 +30,6 @@ def on_cuda(platform: str | None = None) -> bool:
     return (platform or jax.default_backend()) in ("cuda", "gpu")
 
 
-def _varying(x: Array) -> Any:
-    """The mesh axes over which a `jax.shard_map` knows a value to vary."""
-    kind = jax.typeof(x)
-    manual = getattr(kind, "manual_axis_type", None)
-    return getattr(kind, "vma", None) if manual is None else manual.varying
-
-
 @functools.cache
 def capability() -> int:
     """Compute capability of the GPU, as 90; without one, as in ahead-of-time compilation, that of Hopper."""
@@ -44,6 +37,26 @@ def capability() -> int:
     version = str(getattr(device, "compute_capability", "9.0")) if device.platform == "gpu" else "9.0"
     digits = version.replace(".", "")
     return int(digits) if digits.isdigit() else 0
+
+
+def _varying(x: Array) -> frozenset[str]:
+    """The mesh axes over which a `jax.shard_map` knows a value to vary."""
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)
+    return frozenset((getattr(kind, "vma", None) if manual is None else manual.varying) or ())
+
+
+def vary_alike(*arrays: Array | None) -> tuple[Array | None, ...]:
+    """Arrays as values that vary over the same mesh axes, where a `jax.shard_map` checks that; gradients are summed.
+
+    Operations of JAX do so by themselves, differentiation rules of our own do not: in data-parallel training weights do
+    not vary over devices, their gradients on each do.
+    """
+    axes = frozenset[str]().union(*(_varying(x) for x in arrays if x is not None))
+    missing = [frozenset() if x is None else axes - _varying(x) for x in arrays]
+    return tuple(
+        lax.pcast(x, tuple(sorted(more)), to="varying") if more else x for x, more in zip(arrays, missing, strict=True)
+    )
 
 
 @functools.cache

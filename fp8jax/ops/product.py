@@ -17,6 +17,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
+from fp8jax.ops.choice import vary_alike
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.recent import Recent, Same
@@ -108,6 +109,7 @@ def product(
     if remade == ITSELF:
         made_of = source
     static = How(recipe, remade, tokens)
+    x, w = vary_alike(x, w)  # type: ignore[assignment]
     return _product(static, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales, quantized, made_of)
 
 

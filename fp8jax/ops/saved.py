@@ -18,6 +18,7 @@ from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.choice import vary_alike
 from fp8jax.ops.recent import Origins
 
 
@@ -89,7 +90,8 @@ def differentiable(how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: 
         y: the result, computed from the values of the inputs.
         context: says whether linear layers may compute `y` again.
     """
-    y = _differentiable(how, inputs, kept, lax.stop_gradient(y))
+    y, *inputs = vary_alike(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
+    y = _differentiable(how, tuple(inputs), kept, y)
     if context.lean:
         origins.note(y, (how, kept))
     return y

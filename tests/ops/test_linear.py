@@ -287,3 +287,23 @@ def test_a_weight_quantized_ahead_must_fit():
 def test_no_tokens_give_no_outputs(shape):
     y = fp8jax.linear(jnp.zeros(shape), jnp.ones((32, 16)), recipe=fp8jax.recipes.te_current())
     assert y.shape == (*shape[:-1], 16)
+
+
+@pytest.mark.parametrize("name", ["te_current", "deepseek", "coat"])
+def test_gradients_of_replicated_parameters_are_summed_where_shard_map_checks_what_varies(name):
+    recipe = fp8jax.recipes.get(name)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    x, w, s = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(16, 32), (32, 16), (32,)]))
+
+    def gradients(x, w, s):
+        loss = lambda x, w, s: jnp.sum(fp8jax.linear(fp8jax.rms_norm(x, s, recipe=recipe), w, recipe=recipe) ** 2)  # noqa: E731
+        return jax.grad(loss, (0, 1, 2))(x, w, s)
+
+    data, whole = jax.P("data"), jax.P()
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=(data, whole, whole), out_specs=(data, whole, whole))
+    got = jax.jit(mapped)(x, w, s)
+    # Each device has scales of its own for its part.
+    parts = [gradients(half, w, s) for half in (x[:8], x[8:])]
+    want = [jnp.concatenate([p[0] for p in parts]), parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]]
+    for a, b in zip(got, want, strict=True):
+        assert float(jnp.linalg.norm(a - b)) <= 1e-2 * float(jnp.linalg.norm(b))
