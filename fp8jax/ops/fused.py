@@ -171,12 +171,15 @@ def operation(x: Array, spec: QuantSpec, dtype: DTypeLike, *, norm: bool = False
     return None if unsupported(found, shape, x.dtype, kept) else found
 
 
-def coding(spec: QuantSpec) -> Any:
-    """A spec of groups as the kernels take it."""
+def coding(spec: QuantSpec | None) -> Any:
+    """A spec as the kernels take it."""
+    if spec is None:
+        return None
     from pallas_kernels.scaling_triton import Coding
 
-    scale = jnp.dtype(formats.get(spec.scale_format).dtype)
-    return Coding("group", jnp.dtype(formats.get(spec.format).dtype), spec.group_size or 0, scale_dtype=scale)
+    dtype, scale = (jnp.dtype(formats.get(name).dtype) for name in (spec.format, spec.scale_format))
+    plain = spec.level1 == "none"
+    return Coding(spec.granularity, dtype, spec.group_size or 0, plain, scale, spec.rounding == "stochastic")  # type: ignore[arg-type]
 
 
 def matrix(x: Array) -> Array:

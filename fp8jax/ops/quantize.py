@@ -207,23 +207,7 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
             return f"given scales of {spec} are XLA's"
         if scale is not None and not fmt.is_float:
             return f"given scales of {spec}, which NaN and Inf change, are XLA's"
-    return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(_coding, how.specs)))
-
-
-def _coding(spec: QuantSpec | None) -> Any:
-    from pallas_kernels import quantize_triton
-
-    if spec is None:
-        return None
-    fmt = formats.get(spec.format)
-    return quantize_triton.Coding(
-        spec.granularity,  # type: ignore[arg-type]
-        jnp.dtype(fmt.dtype),
-        spec.group_size or 0,
-        spec.level1 == "none",
-        jnp.dtype(formats.get(spec.scale_format).dtype),
-        spec.rounding == "stochastic",
-    )
+    return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(fused.coding, how.specs)))
 
 
 def _reference(how: _How, strategy: str, x: Array, scale: Array | None, key: Array | None) -> Pair:
@@ -264,7 +248,7 @@ def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array |
     from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
 
     if how.columns is None and how.rows and _measured(how.rows, scale) == how.rows.granularity == "token":
-        coding, plain = _coding(how.rows), how.rows.scale_format == "fp32"
+        coding, plain = fused.coding(how.rows), how.rows.scale_format == "fp32"
         if plain and quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
             codes, rows, _ = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
             return {"codes": codes, "scale": rows, "expansion": None, "microscale": None}, None
@@ -294,8 +278,8 @@ def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array |
         scales.append(formats.round_to(value, formats.get(spec.scale_format)))
     found = quantize_triton.quantize(
         x,
-        _coding(how.rows),
-        "same" if how.same else _coding(how.turned),
+        fused.coding(how.rows),
+        "same" if how.same else fused.coding(how.turned),
         row_scale=scales[0],
         column_scale=scales[1],
         words=words,

@@ -83,6 +83,7 @@ def test_quantized_models_leak_exactly_where_scales_span_tokens(trained, recipe,
         np.testing.assert_allclose(prefixes[0], whole[0], atol=0.02)
 
 
+@pytest.mark.slow
 def test_a_run_with_delayed_scaling_is_evaluated_with_its_histories(argv, out):
     assert train.main([*argv, "--run", "delayed", "--recipe", "te_delayed", "--microbatches", "2"]) == 0
     trained = evaluate.load(out / "delayed", "te_delayed")

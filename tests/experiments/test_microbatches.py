@@ -50,6 +50,7 @@ def test_parts_share_the_codes_of_the_weights(name):
     assert count(made[2], (SHAPE.layers,)) == 7
 
 
+@pytest.mark.slow
 def test_statistics_of_the_parts_are_those_of_the_whole():
     recipe = fp8jax.recipes.te_delayed()
     state = make(recipe, 1).init()

@@ -199,6 +199,7 @@ def test_probe_sees_the_last_block_and_the_gradient_before_the_first():
     np.testing.assert_array_equal(again, hidden)
 
 
+@pytest.mark.slow
 def test_operators_of_the_memory_table_add_up_and_coats_are_the_papers_less_rope():
     for values in coat_memory.PAPER.values():
         assert sum(values[:-1]) == pytest.approx(values[-1], abs=0.011)

@@ -261,7 +261,9 @@ def in_own_process(call, tmp_path):
 
 
 @triton
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "name", [name if i < 4 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(CONFIGURATIONS)]
+)
 def test_lowers_for_hopper_within_an_instruction_budget(name, tmp_path):
     _, instructions, special_functions = CONFIGURATIONS[name]
     counted = in_own_process(f"count_instructions({name!r})", tmp_path)

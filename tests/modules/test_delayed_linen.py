@@ -37,6 +37,7 @@ def make_step(model, tx, loss_of):
     return step
 
 
+@pytest.mark.slow
 def test_a_model_not_written_here_trains():
     model = fp8jax.linen.quantize(Nanodo(), DELAYED)
     variables = jax.jit(model.init)(KEY, TOKENS[:, :-1])
