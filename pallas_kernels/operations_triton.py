@@ -7,7 +7,6 @@ operation would write, so that codes of them are those of what it writes, but fo
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -15,7 +14,6 @@ from pallas_kernels import codec_triton as codec
 from pallas_kernels import scaling_triton as device
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class Operation(NamedTuple):
@@ -27,7 +25,7 @@ class Operation(NamedTuple):
         exact: operands are arrays, not codes.
         group: how many codes of a row share a scale.
         e5m2: codes are in e5m2, else in e4m3.
-        dtype: that values are rounded to, an index into PLAIN_DTYPES.
+        dtype: that values are rounded to, an index into `quantize_triton.PLAIN_DTYPES`.
         centered, scaled, biased: of a norm: whether `mean`, `weight` and `bias` are given.
         activated: whether the activated gate is given as codes, too.
     """

@@ -30,7 +30,7 @@ from experiments.task import Task
 BF16, RECIPES = "bf16", ("bf16", "te_current", "deepseek", "coat")
 LLAMA = LlamaConfig(vocab=32000, dim=4096, layers=2, heads=32, kv_heads=32, mlp_dim=11008)
 BATCH, LENGTH = 4, 2048
-# The limit on what 8-bit products may add.
+# Seconds that 8-bit products may add.
 LIMIT = 60.0
 
 

@@ -23,6 +23,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import capability, missing_triton, on_cuda, spread
 from fp8jax.ops.recent import Origins
+from fp8jax.ops.saved import from_bytes, to_bytes
 
 
 @dataclasses.dataclass(eq=False)
@@ -159,12 +160,12 @@ def operation(x: Array, spec: QuantSpec, dtype: DTypeLike, *, norm: bool = False
         return None
     if spec.expand or spec.stacked or spec.underflow != "zero" or spec.rounding != "nearest":
         return None
-    from pallas_kernels import norm_triton, operations_triton, remake_triton
+    from pallas_kernels import norm_triton, operations_triton, quantize_triton, remake_triton
 
-    if jnp.dtype(dtype) not in operations_triton.PLAIN_DTYPES:
+    if jnp.dtype(dtype) not in quantize_triton.PLAIN_DTYPES:
         return None
     kept = coding(spec)
-    index = operations_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
+    index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
     found = operations_triton.Operation(group=kept.size, e5m2=kept.dtype == jnp.float8_e5m2, dtype=index, **fields)
     unsupported = norm_triton.unsupported if norm else remake_triton.unsupported
     shape = (math.prod(x.shape[:-1]), x.shape[-1])
@@ -190,14 +191,10 @@ def matrix(x: Array) -> Array:
 def kept(codes: Array, scale: Array, shape: tuple[int, ...], spec: QuantSpec) -> QTensor:
     """Codes (M, N) and their scales as those of an array of a shape, in bytes, as `fp8jax.ops.saved.keep` has them."""
     count = (*shape[:-1], scale.shape[-1])
-    return QTensor(_bytes(codes).reshape(shape), scale.reshape(count), None, None, spec)
+    return to_bytes(QTensor(codes.reshape(shape), scale.reshape(count), None, None, spec))
 
 
 def stored(q: QTensor) -> tuple[Array, Array]:
     """The codes and scales, as matrices, of what `kept` returned."""
-    fmt = formats.get(q.spec.format)
-    return matrix(lax.bitcast_convert_type(q.codes, fmt.dtype)), matrix(q.scale)
-
-
-def _bytes(codes: Array) -> Array:
-    return lax.bitcast_convert_type(codes, jnp.uint8)
+    q = from_bytes(q)
+    return matrix(q.codes), matrix(q.scale)

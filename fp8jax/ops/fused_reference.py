@@ -22,15 +22,14 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 _NAMES = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
-_PLAIN = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array]:
     """The arrays themselves, (M, N), rounded to the operation's dtype."""
-    from pallas_kernels import remake_triton
+    from pallas_kernels import quantize_triton, remake_triton
 
     read = functools.partial(_read, operation)
-    x, dtype = read(operands.first, operands.first_scale), _PLAIN[operation.dtype]
+    x, dtype = read(operands.first, operands.first_scale), quantize_triton.PLAIN_DTYPES[operation.dtype]
     if kinds == (remake_triton.NORM,):
         if operation.exact and operation.centered:
             x = x - operands.mean[:, None]

@@ -161,7 +161,6 @@ def _keep(
     operation: Any, x: Array, scale: Array | None, bias: Array | None, spec: QuantSpec, eps: float
 ) -> tuple[Kept, Array | None, Array]:
     """What is kept, the mean of rows where the norm is centered, and the largest magnitude of the result."""
-
     coding = fused.coding(spec)
     codes, scales, inverse, mean, peak = fused.run(
         lambda on, *arrays: on.forward(operation, *arrays, eps, coding), fused.matrix(x), scale, bias
