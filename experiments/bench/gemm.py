@@ -301,14 +301,17 @@ def main(argv: list[str]) -> None:
     timing.need_gpu()
     arms = [*xla_arms(), *(torch_arms() if torch is not None else []), *our_arms(options.sweep)]
     arms = [a for a in arms if not options.only or any(word in a.name for word in options.only.split("|"))]
+    versions = {"torch": torch.__version__} if torch else {}
+    notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
+    save = functools.partial(timing.write, "gemm", "FP8 products", notes=notes, versions=versions, out=options.out)
     start, rows = time.time(), []
     for shape in SETS[options.shapes]:
         if time.time() - start > options.limit:
             print(f"{shape}: not measured, the time limit is reached")
             continue
         rows += measure(shape, arms, options.rounds, options.burst)
+        if not options.sweep:
+            save(rows)
     rows += timing.means(rows, "rate", "xla bf16")
-    versions = {"torch": torch.__version__} if torch else {}
-    notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
     if not options.sweep:
-        timing.write("gemm", "FP8 products", rows, notes, versions, options.out)
+        save(rows)

@@ -6,6 +6,7 @@ was written for 8 bits. COAT (Xi et al., ICLR 2025), Table 7, reports 1.57 times
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
+    notes = [" ".join((__doc__ or "").split("\n\n")[1].split()), "Ratios are bf16's time or bytes over the recipe's."]
+    save = functools.partial(
+        timing.write, "layer", "A Llama layer, forward and backward", notes=notes, versions={}, out=options.out
+    )
     rows: list[timing.Row] = []
     for length in options.lengths:
         wanted, case = arms(length), f"batch {BATCH}, length {length}"
@@ -113,6 +118,5 @@ def main(argv: list[str]) -> None:
             kept, most = wanted[name].kept, wanted[BF16].kept
             rows.append(timing.row(case, name, "time", time * 1e3, "ms", BF16, times[BF16] / time))
             rows.append(timing.row(case, name, "kept", kept / unit, "U", BF16, most / kept))
-    rows += timing.means(rows, "time")
-    notes = [" ".join((__doc__ or "").split("\n\n")[1].split()), "Ratios are bf16's time or bytes over the recipe's."]
-    timing.write("layer", "A Llama layer, forward and backward", rows, notes, {}, options.out)
+        save(rows)
+    save(rows + timing.means(rows, "time"))

@@ -101,6 +101,10 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     timing.need_gpu()
     draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)  # noqa: E731
+    notes = [" ".join((__doc__ or "").split("\n\n")[1].split())]
+    save = functools.partial(
+        timing.write, "linear", "Linear layers, forward and backward", notes=notes, versions={}, out=options.out
+    )
     rows: list[timing.Row] = []
     for inputs, outputs in cases.LINEARS_7B:
         tokens = max(options.tokens)
@@ -108,13 +112,14 @@ def main(argv: list[str]) -> None:
         codes = [quantize(w.T, spec)[0] for spec in ("e4m3", "e4m3:block128")]
         case, flops = f"{tokens} x {inputs} -> {outputs}", 2 * tokens * inputs * outputs
         rows += measure(case, forward_arms(), (x, w, *codes), flops, options, ", forward")
+        save(rows)
     for tokens in options.tokens:
         for inputs, outputs in SHAPES[options.model]:
             operands = (draw(0, tokens, inputs), draw(1, inputs, outputs) * 0.02, draw(2, tokens, outputs))
             case, flops = f"{tokens} x {inputs} -> {outputs}", 6 * tokens * inputs * outputs
             functions = {name: f for name, f in arms().items() if name == BF16 or name in options.only}
             rows += measure(case, functions, operands, flops, options, "")
+            save(rows)
     for metric in ("rate, forward", "rate"):
         rows += timing.means([r for r in rows if r["metric"] == metric], metric)
-    notes = [" ".join((__doc__ or "").split("\n\n")[1].split())]
-    timing.write("linear", "Linear layers, forward and backward", rows, notes, {}, options.out)
+    save(rows)

@@ -146,6 +146,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
+    import jax_triton
+    import triton
+
+    versions = {"triton": triton.__version__, "jax-triton": jax_triton.__version__}
+    notes = [" ".join((__doc__ or "").split("\n\n")[1].split())]
+    title = "Quantization and transposed copies"
+    save = functools.partial(timing.write, "quantize", title, notes=notes, versions=versions, out=options.out)
     rows: list[timing.Row] = []
     for shape in cases.MATRICES[:1] if options.sweep else cases.MATRICES:
         count = timing.copies(shape[0] * shape[1] * 2)
@@ -163,11 +170,7 @@ def main(argv: list[str]) -> None:
         case = "x".join(map(str, shape)) + " bf16"
         for name, value in speed.items():
             rows.append(timing.row(case, name, "bandwidth", value, "TB/s", COPY, value / speed[COPY]))
+        if not options.sweep:
+            save(rows)
     if not options.sweep:
-        notes = [" ".join((__doc__ or "").split("\n\n")[1].split())]
-        rows += timing.means(rows, "bandwidth")
-        import jax_triton
-        import triton
-
-        versions = {"triton": triton.__version__, "jax-triton": jax_triton.__version__}
-        timing.write("quantize", "Quantization and transposed copies", rows, notes, versions, options.out)
+        save(rows + timing.means(rows, "bandwidth"))
