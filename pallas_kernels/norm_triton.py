@@ -16,7 +16,7 @@ from pallas_kernels.quantize_triton import Launch
 
 # The longest row that a program holds; how many rows at most share one sum over rows, and how many sums at least, so
 # that a GPU has work for all of its multiprocessors.
-LONGEST, ROWS, SUMS = 16384, 16, 1024
+LONGEST, ROWS, SUMS = 16384, 32, 512
 
 
 @triton.jit
@@ -52,27 +52,27 @@ def _forward(
 def _backward(
     codes_ptr: tl.tensor, scales_ptr: tl.tensor, dy_ptr: tl.tensor, inverse_ptr: tl.tensor, weight_ptr: tl.tensor,
     dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """HIGH rows, one after the other."""
+    """HIGH rows, AT_ONCE at a time."""
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
     program = tl.program_id(0)
-    n, row = tl.arange(0, WIDE), tl.arange(0, 1)
+    n, row = tl.arange(0, WIDE), tl.arange(0, AT_ONCE)
     dweight = tl.zeros((1, WIDE), tl.float32)
     dbias = tl.zeros((1, WIDE), tl.float32)
     if OPERATION[7]:
         weight = tl.load(weight_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    for j in tl.range(HIGH):
+    for j in tl.range(0, HIGH, AT_ONCE):
         m = program * HIGH + j + row
         first = (program * HIGH + j).to(tl.int64) * N
         at, here = (row * N)[:, None] + n[None, :], device.inside(m, n, M, N)
         inverse = tl.load(inverse_ptr + m, mask=m < M, other=0.0)[:, None]
         normal = on.decoded(codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, OPERATION) * inverse
         dy = device.load(dy_ptr + first, at, here, MASKED)
-        dweight += dy * normal
+        dweight += tl.sum(dy * normal, 0)[None, :]
         t = dy
         if OPERATION[8]:
-            dbias += dy
+            dbias += tl.sum(dy, 0)[None, :]
         if OPERATION[7]:
             t = dy * weight
         dx = t - normal * (tl.sum(t * normal, 1) / N)[:, None]
@@ -145,7 +145,8 @@ def backward(
         (M, N) in `dtype`; fp32 (N,) of the weight and of the bias, None where there is none.
     """
     m, n = dy.shape
-    launch = Launch(max(1, min(ROWS, m // SUMS)), triton.next_power_of_2(n), 8 if n > 2048 else 4)
+    rows, wide = max(1, min(ROWS, m // SUMS)), triton.next_power_of_2(n)
+    launch = Launch(rows, wide, max(4, wide // 512))
     programs = -(-m // launch.rows)
     sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
             for p in (operation.scaled, operation.biased)]  # fmt: skip
@@ -153,7 +154,7 @@ def backward(
               jnp.ones((1, 1), jnp.float32) if weight is None else weight]  # fmt: skip
     dx, dweight, dbias = quantize_triton.call(
         _backward, inputs, [jax.ShapeDtypeStruct((m, n), dtype), *sums], programs, launch, compute_capability,
-        OPERATION=tuple(operation),
+        OPERATION=tuple(operation), AT_ONCE=2 - rows % 2,
     )  # fmt: skip
     return (
         dx,

@@ -81,33 +81,33 @@ CASES = {
 }
 
 
-def run(f: Any, args: Any) -> list[np.ndarray]:
-    """Results and gradients, in float64."""
+def run(f: Any, args: Any) -> list[jax.Array]:
+    """Results and gradients."""
     y, back = jax.vjp(f, *args)
     dy = jax.tree.map(lambda a: normal(a.size, *a.shape, dtype=a.dtype), y)
-    return [np.asarray(a, np.float64) for a in jax.tree.leaves((y, back(dy)))]
+    return jax.tree.leaves((y, back(dy)))
 
 
-def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str) -> tuple[float, int]:
+def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str) -> tuple[Any, Any]:
     """Of codes made from operands and those of the matrix itself: the share that differs, and by how many codes."""
     how = quantize._How(rows, columns)
-    share, most = 0.0, 0
+    share, most = jnp.float32(0), jnp.int32(0)
     for got, want in zip(made, quantize._reference(how, strategy, x, scale, None), strict=True):
         if got is not None:
-            a, b = (np.asarray(jax.lax.bitcast_convert_type(q.codes, jnp.uint8), int) for q in (got, want))
+            a, b = (jax.lax.bitcast_convert_type(q.codes, jnp.uint8).astype(jnp.int32) for q in (got, want))
             # Codes in the order of their values. What lies below 2^-12 of the largest is a difference that cancelled:
             # XLA computes 1 + tanh(x), the kernel 1 + erf(x), of a large negative x.
             top = float(jnp.finfo(want.codes.dtype).max) * 2.0**-12
-            small = np.maximum(*(np.abs(np.asarray(q.codes, np.float32)) for q in (got, want))) < top
-            a, b = (np.where(small, 0, np.where(c < 128, c, 128 - c)) for c in (a, b))
-            share, most = max(share, float(np.mean(a != b))), max(most, int(np.max(np.abs(a - b))))
+            small = jnp.maximum(*(jnp.abs(q.codes.astype(jnp.float32)) for q in (got, want))) < top
+            a, b = (jnp.where(small, 0, jnp.where(c < 128, c, 128 - c)) for c in (a, b))
+            share, most = jnp.maximum(share, jnp.mean(a != b)), jnp.maximum(most, jnp.max(jnp.abs(a - b)))
     return share, most
 
 
-def compare(f: Any, args: Any) -> tuple[int, float, int, float]:
-    """A case with its kernels and without: what a line of JSON says of it."""
+def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, float]:
+    """A case with its kernels and without: what a line of JSON says of it; `whole`, as compiled programs."""
     codes, on_cuda = fused.codes, fused.on_cuda
-    seen: list[tuple[float, int]] = []
+    seen: list[tuple[Any, Any]] = []
 
     def watched(x: Any, rows: Any, columns: Any, *, same: bool, scale: Any, strategy: str) -> Any:
         made = codes(x, rows, columns, same=same, scale=scale, strategy=strategy)
@@ -115,17 +115,21 @@ def compare(f: Any, args: Any) -> tuple[int, float, int, float]:
             seen.append(apart(made, x, rows, "same" if same else columns, scale, strategy))
         return made
 
-    fused.codes = watched
-    try:
+    def both(*args: Any) -> Any:
         fused.on_cuda = lambda: False
         want = run(f, args)
         fused.on_cuda = lambda: True
-        got = run(f, args)
+        return run(f, args), want, seen
+
+    fused.codes = watched
+    try:
+        found = (jax.jit(both) if whole else both)(*args)
     finally:
         fused.codes, fused.on_cuda = codes, on_cuda
+    got, want = ([np.asarray(a, np.float64) for a in arrays] for arrays in found[:2])
     far = [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, want, strict=True)]
-    shares, most = zip(*seen, strict=True) if seen else ((0.0,), (0,))
-    return len(seen), max(shares), max(most), max(far)
+    shares, most = zip(*found[2], strict=True) if seen else ((0.0,), (0,))
+    return len(seen), float(max(shares)), int(max(most)), max(far)
 
 
 def main() -> None:

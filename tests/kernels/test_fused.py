@@ -16,7 +16,7 @@ pytest.importorskip("jax_triton")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Largest numbers of registers a thread may take: with them three programs or more share a multiprocessor.
 REGISTERS = {
-    "kept of silu": 64, "peaks": 48, "cotangents": 64, "silu again": 64, "silu": 48, "norm": 64,
+    "kept of silu": 64, "peaks": 64, "cotangents": 64, "silu again": 64, "silu": 48, "norm": 64,
     "norm again": 80, "rms norm": 80, "rms norm, backward": 128,
 }  # fmt: skip
 
@@ -29,15 +29,15 @@ def python(*command, **env):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(case, made, share, most, far):
+def check(case, made, share, most, far, whole=False):
     """Forward one matrix; lean, one for each product that reads it again; of an activation both cotangents."""
     norm = case.startswith(("rms", "layer", "norm"))
     lean = "faithful" not in case
     gated = "False" not in case
     want = 0 if "tokens" in case else 1 + (2 if norm else 1) * lean + (0 if norm else 1 + gated)
     assert made == want, case
-    # Op by op, XLA rounds a 16-bit activation after each of its operations.
-    narrow = "bf16" in case
+    # Op by op, XLA rounds a 16-bit activation after each of its operations; in a whole program it may not round at all.
+    narrow = whole or "bf16" in case
     assert share <= (0.04 if narrow else 2e-3), (case, share)
     assert most <= 1, (case, most)
     assert far <= (0.05 if narrow else 2e-3), (case, far)
@@ -53,7 +53,7 @@ def test_kernels_quantize_what_xla_computes_on_a_gpu():
     from tests.kernels.fused_interpreter import CASES, compare
 
     for case, found in CASES.items():
-        check(case, *compare(*found))
+        check(case, *compare(*found, whole=True), whole=True)
 
 
 def registers() -> None:
