@@ -34,6 +34,7 @@ from experiments.config import Config, UserError, check_same, flatten_fields, pa
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
+from fp8jax.ops.choice import listening, summary
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -139,8 +140,11 @@ def _train_recipe(
             state, meta = checkpoints.restore(newest, abstract)
             batches.set_state(meta["loader"])
             console.print(f"resuming from step {newest}")
-        compiled = jax.jit(task.step, donate_argnums=0).lower(abstract, batch).compile()
+        with listening() as told:
+            compiled = jax.jit(task.step, donate_argnums=0).lower(abstract, batch).compile()
         _print_plan(console, recipe, task, abstract, compiled)
+        for line in summary(told):
+            console.print(line, style="dim")
         log = report.RunLog(
             folder, console, recipe=recipe.name, resumed=newest or 0, steps=optim.steps, every=config.run.log_every
         )

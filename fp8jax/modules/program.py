@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from fp8jax.ops.choice import Choice, listening, summary
+
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "pallas_call")
 _EIGHT_BITS = re.compile(r"float8\w*|u?int8|f8\w+|[su]8")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.$-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w-]+)\((?P<args>.*)$")
@@ -44,11 +46,13 @@ class Program:
         backend: what it was compiled for, such as "cpu".
         traced: in the jaxpr.
         compiled: in the optimized program of XLA, its custom calls included.
+        choices: the operations of fp8jax that were traced, and what computes each.
     """
 
     backend: str
     traced: tuple[Product, ...]
     compiled: tuple[Product, ...]
+    choices: tuple[tuple[str, Choice], ...] = ()
 
     def __str__(self) -> str:
         lines = [f"program of a forward and backward pass, compiled for {self.backend}"]
@@ -61,7 +65,7 @@ class Program:
             lines.append(f"  XLA widens the operands of all 8-bit products on {self.backend}: only memory is saved")
         else:
             lines.append(f"  {asked} products of 8-bit operands were asked for, {done} stand in the compiled program")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {line}" for line in summary(self.choices))])
 
 
 def split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -84,7 +88,8 @@ def inspect(fn: Callable, *args: Any) -> Program:
         fn: a function of arrays, to be compiled for the default device.
         args: arrays or `jax.ShapeDtypeStruct`, in any structure.
     """
-    traced = jax.jit(fn).trace(*args)
+    with listening() as told:
+        traced = jax.jit(fn).trace(*args)
     written: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
     executed: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
     for eqn, times in _walk(traced.jaxpr.jaxpr, 1):
@@ -93,7 +98,8 @@ def inspect(fn: Callable, *args: Any) -> Program:
         executed[key] += times
     products = tuple(Product(*key, n, executed[key]) for key, n in written.items())
     compiled = collections.Counter(_compiled(traced.lower().compile().as_text() or ""))
-    return Program(jax.default_backend(), products, tuple(Product(*key, n, n) for key, n in compiled.items()))
+    made = tuple(Product(*key, n, n) for key, n in compiled.items())
+    return Program(jax.default_backend(), products, made, tuple(told))
 
 
 def _walk(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:

@@ -1,8 +1,12 @@
 """What the choice between a kernel and XLA rests on: the device, and how arrays lie on it."""
 
+import collections
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -23,6 +27,36 @@ class Choice:
 
     impl: Literal["xla", "mosaic", "triton"]
     reason: str
+
+
+_listener: contextvars.ContextVar[list[tuple[str, Choice]] | None] = contextvars.ContextVar("listener", default=None)
+
+
+def tell(operation: str, choice: Choice) -> Choice:
+    """Says what computes an operation of the program that is being traced, to whoever listens; returns the choice."""
+    found = _listener.get()
+    if found is not None:
+        found.append((operation, choice))
+    return choice
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[tuple[str, Choice]]]:
+    """Within it, a list of the operations that are traced and of what computes each, in their order.
+
+    A function that JAX has traced before, and does not trace again, says nothing.
+    """
+    found: list[tuple[str, Choice]] = []
+    token = _listener.set(found)
+    try:
+        yield found
+    finally:
+        _listener.reset(token)
+
+
+def summary(told: Iterable[tuple[str, Choice]]) -> list[str]:
+    """A line for each operation, what computes it and why, and how often that was said."""
+    return [f"{name} by {c.impl}, {n} times: {c.reason}" for (name, c), n in collections.Counter(told).items()]
 
 
 def on_cuda(platform: str | None = None) -> bool:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import capability
+from fp8jax.ops.choice import Choice, capability, tell
 from fp8jax.ops.quantize import chosen
 
 # Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
@@ -59,6 +59,7 @@ def fold(x: Array, spec: QuantSpec | str, *, impl: str = "auto") -> Folded:
     if reason and impl == "triton":
         raise ValueError(f"impl 'triton' cannot run: {reason}")
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
+    tell("fold", Choice("xla", f"not the kernel: {reason}") if reason else choice)
     if choice.impl == "xla" or reason:
         return reference(x)
     return kernel(x) if impl == "triton" else lax.platform_dependent(x, cuda=kernel, default=reference)

@@ -21,7 +21,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
-from fp8jax.ops.choice import capability, missing_triton, on_cuda, spread
+from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, spread, tell
 from fp8jax.ops.recent import Origins
 from fp8jax.ops.saved import from_bytes, to_bytes
 
@@ -93,6 +93,7 @@ def codes(
     if part is None or spec is None or not (same or rows is None or columns is None) or not _takes(spec):
         return None
     how = (rows is not None, columns is not None, spec, strategy)
+    tell("quantize", Choice("triton", "from what the matrix is computed from, which is not written"))
     if scale is not None:
         alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
         return _make(alone, how, scale)[0]
@@ -154,22 +155,36 @@ def operation(x: Array, spec: QuantSpec, dtype: DTypeLike, *, norm: bool = False
         norm: whether it is a norm, which reads whole rows.
         fields: as of `pallas_kernels.operations_triton.Operation`.
     """
-    if not on_cuda() or missing_triton("remake_triton") or spread(x) or x.ndim < 1:
-        return None
-    if not (formats.get(spec.format).is_float and spec.granularity == "group" and spec.axis in (-1, x.ndim - 1)):
-        return None
+    reason = None if on_cuda() else "it needs a CUDA GPU"
+    reason = reason or missing_triton("remake_triton") or spread(x) or _unfit(x, spec)
+    if reason is None:
+        found = _described(x, spec, dtype, norm, fields)
+        reason = found if isinstance(found, str) else None
+    choice = Choice("xla", f"not the kernel: {reason}") if reason else Choice("triton", "the kernel takes it")
+    tell("norm" if norm else "activation", choice)
+    return None if reason else found
+
+
+def _unfit(x: Array, spec: QuantSpec) -> str | None:
+    grouped = spec.granularity == "group" and x.ndim > 0 and spec.axis in (-1, x.ndim - 1)
+    if not (grouped and formats.get(spec.format).is_float):
+        return f"it keeps FP8 codes in groups along the last axis, not {spec}"
     if spec.expand or spec.stacked or spec.underflow != "zero" or spec.rounding != "nearest":
-        return None
+        return f"it keeps plain codes rounded to nearest, not {spec}"
+    return None
+
+
+def _described(x: Array, spec: QuantSpec, dtype: DTypeLike, norm: bool, fields: dict[str, Any]) -> Any:
+    """The operation as the kernels describe it, or why they cannot compute it."""
     from pallas_kernels import norm_triton, operations_triton, quantize_triton, remake_triton
 
     if jnp.dtype(dtype) not in quantize_triton.PLAIN_DTYPES:
-        return None
+        return f"it makes no results in {jnp.dtype(dtype)}"
     kept = coding(spec)
     index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
     found = operations_triton.Operation(group=kept.size, e5m2=kept.dtype == jnp.float8_e5m2, dtype=index, **fields)
     unsupported = norm_triton.unsupported if norm else remake_triton.unsupported
-    shape = (math.prod(x.shape[:-1]), x.shape[-1])
-    return None if unsupported(found, shape, x.dtype, kept) else found
+    return unsupported(found, (math.prod(x.shape[:-1]), x.shape[-1]), x.dtype, kept) or found
 
 
 def coding(spec: QuantSpec | None) -> Any:

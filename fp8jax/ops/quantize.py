@@ -12,7 +12,7 @@ from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, spread
+from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, spread, tell
 
 IMPLS = ("auto", "xla", "triton")
 
@@ -62,7 +62,7 @@ def quantize(
         made = fused.codes(x, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
         if made is not None:
             return made
-    choice = _choose(x, how, scale, impl, impl == "triton" or on_cuda())
+    choice = tell("quantize", _choose(x, how, scale, impl, impl == "triton" or on_cuda()))
     reference = functools.partial(_reference, how, strategy)
     if choice.impl == "xla":
         return reference(x, scale, key)

@@ -1,5 +1,7 @@
 """What `explain` says of models, against what is known of them."""
 
+import collections
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.modules import program
+from fp8jax.ops import quantize
 from tests.modules.architectures import LAYERS, LENGTH, WIDTH, MiniGPT, Nanodo
 
 TE, DEEPSEEK = fp8jax.recipes.te_current(), fp8jax.recipes.deepseek()
@@ -72,6 +75,20 @@ def test_what_cpu_makes_of_the_products():
         else:
             assert compiled & names
             assert "stand in the compiled program" in str(report)
+
+
+def test_the_program_says_what_computes_each_operation(monkeypatch):
+    x, model = jnp.ones((8, 64)), nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    monkeypatch.setattr(quantize, "on_cuda", lambda platform=None: False)
+    report = fp8jax.explain(model, TE, x)
+    told = collections.Counter((name, c.impl, c.reason) for name, c in report.program.choices if name == "quantize")
+    # The input, the weight for both products, and the gradient with its transposed copy at once; x transposed is read.
+    assert told == {("quantize", "xla", "not the kernel: it needs a CUDA GPU"): 4}
+    assert "  quantize by xla, 4 times: not the kernel: it needs a CUDA GPU" in str(report).splitlines()
+    monkeypatch.setattr(quantize, "on_cuda", lambda platform=None: True)
+    monkeypatch.setattr(quantize, "missing_triton", lambda kernel: "there is none")
+    report = fp8jax.explain(model, TE, x)
+    assert {c.reason for name, c in report.program.choices if name == "quantize"} == {"not the kernel: there is none"}
 
 
 @pytest.mark.parametrize(
