@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -13,7 +11,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.fused_reference import ACTIVATIONS
+from fp8jax.ops.fused_reference import ACTIVATIONS, activation_cotangents
 from fp8jax.ops.saved import context_part, decode, differentiable, keep
 
 
@@ -83,7 +81,8 @@ class Activation:
         return y
 
     def backward(self, kept: Kept, dy: Array, dtypes: tuple[DTypeLike | None, ...]) -> tuple[Array, ...]:
-        cotangents = self._reference(kept, dy.astype(jnp.float32))
+        up, activated = (None if q is None else decode(q) for q in kept[1:])
+        cotangents = activation_cotangents(ACTIVATIONS[self.activation], decode(kept.gate), up, activated, dy)
         cast = tuple(ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
         if all(dtype == self.dtype for dtype in dtypes):
             self._note(kept, dy, *cast)
@@ -102,14 +101,6 @@ class Activation:
         given: Any = dict(zip(names, parts, strict=True))
         operands = remake_triton.Operands(**given, gradient=None if dy is None else fused.matrix(dy))
         fused.note(fused.Result(operation, kinds, operands), *arrays)
-
-    def _reference(self, kept: Kept, dy: Array) -> tuple[Array, ...]:
-        activated, pull = jax.vjp(ACTIVATIONS[self.activation], decode(kept.gate))
-        if kept.up is None:
-            return pull(dy)
-        if kept.activated is not None:
-            activated = decode(kept.activated)
-        return *pull(dy * decode(kept.up)), dy * activated
 
 
 def _activation(name: str, gate: Array, up: Array | None, context: Context) -> Array:

@@ -1,7 +1,7 @@
-"""Norms and activations whose results are quantized: the kernels' references in plain JAX, with their signatures.
+"""Norms and activations in plain JAX, and with these the references of the kernels that quantize their results.
 
-`pallas_kernels.remake_triton` and `norm_triton` say what arguments and results are; here devices play no part. Sums and
-elementary functions differ from the kernels' in their last bits.
+`pallas_kernels.remake_triton` and `norm_triton` say what a reference's arguments and results are; here devices play no
+part. Sums and elementary functions differ from the kernels' in their last bits.
 """
 
 import functools
@@ -24,6 +24,43 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 _NAMES = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
 
 
+def statistics(x: Array, eps: float, *, centered: bool) -> tuple[Array, Array]:
+    """The input (..., channels), less its mean where a norm is centered, in fp32; 1 / root of each row, (..., 1)."""
+    z = x.astype(jnp.float32)
+    if centered:
+        z = z - jnp.mean(z, -1, keepdims=True)
+    return z, jax.lax.rsqrt(jnp.mean(z * z, -1, keepdims=True) + eps)
+
+
+def normalized(z: Array, inverse: Array, scale: Array | None, bias: Array | None) -> Array:
+    """A norm's result in fp32, from what `statistics` returns."""
+    y = z * (inverse if scale is None else inverse * scale.astype(jnp.float32))
+    return y if bias is None else y + bias.astype(jnp.float32)
+
+
+def norm_cotangents(
+    z: Array, inverse: Array, scale: Array | None, dy: Array, *, centered: bool, biased: bool
+) -> tuple[Array, Array | None, Array | None]:
+    """Those of a norm's input, scale and bias, in fp32, from that of its result."""
+    dy, normal, rows = dy.astype(jnp.float32), z * inverse, tuple(range(dy.ndim - 1))
+    t = dy if scale is None else dy * scale.astype(jnp.float32)
+    dx = t - normal * jnp.mean(t * normal, -1, keepdims=True)
+    if centered:
+        dx = dx - jnp.mean(t, -1, keepdims=True)
+    return inverse * dx, None if scale is None else jnp.sum(dy * normal, rows), jnp.sum(dy, rows) if biased else None
+
+
+def activation_cotangents(
+    function: Callable[[Array], Array], gate: Array, up: Array | None, activated: Array | None, dy: Array
+) -> tuple[Array, ...]:
+    """Those of an activation's input, or of gate and up, in fp32; `activated` is made of `gate` where not given."""
+    found, pull = jax.vjp(function, gate)
+    dy = dy.astype(jnp.float32)
+    if up is None:
+        return pull(dy)
+    return *pull(dy * up), dy * (found if activated is None else activated)
+
+
 def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array]:
     """The arrays themselves, (M, N), rounded to the operation's dtype."""
     from pallas_kernels import quantize_triton, remake_triton
@@ -33,18 +70,14 @@ def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array
     if kinds == (remake_triton.NORM,):
         if operation.exact and operation.centered:
             x = x - operands.mean[:, None]
-        factor = operands.inverse[:, None]
-        y = x * (factor * operands.weight.astype(jnp.float32) if operation.scaled else factor)
-        return [(y + operands.bias.astype(jnp.float32) if operation.biased else y).astype(dtype)]
-    activated, pull = jax.vjp(list(ACTIVATIONS.values())[operation.activation], x)
+        return [normalized(x, operands.inverse[:, None], operands.weight, operands.bias).astype(dtype)]
+    function = list(ACTIVATIONS.values())[operation.activation]
     up = read(operands.up, operands.up_scale) if operation.gated else None
     if kinds == (remake_triton.RESULT,):
-        return [(activated if up is None else activated * up).astype(dtype)]
-    dy = operands.gradient.astype(jnp.float32)
-    if operation.activated:
-        activated = read(operands.activated, operands.activated_scale)
-    of = {remake_triton.GATE: pull(dy if up is None else dy * up)[0], remake_triton.UP: dy * activated}
-    return [of[kind].astype(dtype) for kind in kinds]
+        return [(function(x) if up is None else function(x) * up).astype(dtype)]
+    activated = read(operands.activated, operands.activated_scale) if operation.activated else None
+    found = activation_cotangents(function, x, up, activated, operands.gradient)
+    return [found[(remake_triton.GATE, remake_triton.UP).index(kind)].astype(dtype) for kind in kinds]
 
 
 def quantize(
@@ -77,31 +110,20 @@ def keep_activation(operation: Any, gate: Array, up: Array | None, kept: Any) ->
 def forward(
     operation: Any, x: Array, weight: Array | None, bias: Array | None, eps: float, kept: Any
 ) -> tuple[Array, Array, Array, Array | None, Array]:
-    from pallas_kernels import remake_triton
+    from pallas_kernels import quantize_triton
 
-    z, mean = x.astype(jnp.float32), None
-    if operation.centered:
-        mean = jnp.mean(z, -1)
-        z = z - mean[:, None]
-    inverse = jax.lax.rsqrt(jnp.mean(z * z, -1) + eps)
-    operands = remake_triton.Operands(x, inverse=inverse, mean=mean, weight=weight, bias=bias)
-    (y,) = results(operation._replace(exact=True), (remake_triton.NORM,), operands)
-    return *_keep(z if operation.centered else x, kept), inverse, mean, scaling.largest_magnitude(y)
+    z, inverse = statistics(x, eps, centered=operation.centered)
+    mean = jnp.mean(x.astype(jnp.float32), -1) if operation.centered else None
+    y = normalized(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
+    return *_keep(z if operation.centered else x, kept), inverse[:, 0], mean, scaling.largest_magnitude(y)
 
 
 def backward(
     operation: Any, codes: Array, scales: Array, inverse: Array, weight: Array | None, dy: Array, dtype: Any
 ) -> tuple[Array, Array | None, Array | None]:
-    dy = dy.astype(jnp.float32)
-    normal = _read(operation, codes, scales) * inverse[:, None]
-    t = dy if weight is None else dy * weight.astype(jnp.float32)
-    dx = t - normal * jnp.mean(t * normal, -1, keepdims=True)
-    if operation.centered:
-        dx = dx - jnp.mean(t, -1, keepdims=True)
-    dweight, dbias = (
-        jnp.sum(a, 0) if p else None for a, p in ((dy * normal, operation.scaled), (dy, operation.biased))
-    )
-    return (inverse[:, None] * dx).astype(dtype), dweight, dbias
+    z, how = _read(operation, codes, scales), {"centered": operation.centered, "biased": operation.biased}
+    dx, *sums = norm_cotangents(z, inverse[:, None], weight, dy, **how)
+    return dx.astype(dtype), *sums  # type: ignore[return-value]
 
 
 def _read(operation: Any, x: Array, scale: Array | None) -> Array:

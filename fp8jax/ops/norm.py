@@ -11,6 +11,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
+from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
 from fp8jax.ops.saved import context_part, decode, differentiable, keep
 
 
@@ -85,7 +86,7 @@ class Norm:
     dtype: DTypeLike
 
     def again(self, kept: Kept) -> Array:
-        y = _apply(decode(kept.codes), kept.inverse, kept.scale, kept.bias).astype(self.dtype)
+        y = normalized(decode(kept.codes), kept.inverse, kept.scale, kept.bias).astype(self.dtype)
         operation = self._fused(kept, y)
         if operation is not None:
             parts = fused.stored(kept.codes)
@@ -97,7 +98,9 @@ class Norm:
     ) -> tuple[Array | None, Array | None, Array | None]:
         operation = self._fused(kept, dy)
         if operation is None:
-            return _cast(self._reference(kept, dy.astype(jnp.float32)), dtypes)
+            how = {"centered": self.centered, "biased": kept.bias is not None}
+            found = norm_cotangents(decode(kept.codes), kept.inverse, kept.scale, dy, **how)
+            return _cast(found, dtypes)
 
         operands = (*fused.stored(kept.codes), kept.inverse.reshape(-1), kept.scale, fused.matrix(dy))
         dx, *sums = fused.run(lambda on, *arrays: on.backward(operation, *arrays, dtypes[0]), *operands)
@@ -106,16 +109,6 @@ class Norm:
     def _fused(self, kept: Kept, like: Array) -> Any:
         given = {"scaled": kept.scale is not None, "biased": kept.bias is not None}
         return fused.operation(like, kept.codes.spec, self.dtype, norm=True, centered=self.centered, **given)
-
-    def _reference(self, kept: Kept, dy: Array) -> tuple[Array, Array | None, Array | None]:
-        normal = decode(kept.codes) * kept.inverse
-        t = dy if kept.scale is None else dy * kept.scale.astype(jnp.float32)
-        dx = t - normal * jnp.mean(t * normal, -1, keepdims=True)
-        if self.centered:
-            dx = dx - jnp.mean(t, -1, keepdims=True)
-        rows = tuple(range(dy.ndim - 1))
-        scale = None if kept.scale is None else jnp.sum(dy * normal, rows)
-        return kept.inverse * dx, scale, None if kept.bias is None else jnp.sum(dy, rows)
 
 
 def _norm(
@@ -134,14 +127,14 @@ def _norm(
             raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     if context.spec is None:
-        z, inverse = _statistics(x, eps, centered)
-        return _apply(z, inverse, scale, bias).astype(dtype)
+        z, inverse = statistics(x, eps, centered=centered)
+        return normalized(z, inverse, scale, bias).astype(dtype)
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
     given = {"scaled": scale is not None, "biased": bias is not None}
     operation = fused.operation(x, context.spec, dtype, norm=True, centered=centered, **given)
     if operation is None:
-        z, inverse = _statistics(values[0], eps, centered)
+        z, inverse = statistics(values[0], eps, centered=centered)
         kept, result = Kept(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
     else:
         codes, mean, peak = _keep(operation, values[0], values[1], values[2], context.spec, eps)
@@ -150,7 +143,7 @@ def _norm(
             z = z - mean.reshape(inverse.shape)
         kept, parts = codes, (fused.matrix(values[0]), None)
         result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
-    y = _apply(z, inverse, *values[1:]).astype(dtype)
+    y = normalized(z, inverse, *values[1:]).astype(dtype)
     y = differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context)
     if result is not None:
         fused.note(result, y)
@@ -187,16 +180,3 @@ def _result(
 
 def _cast(cotangents: tuple[Array | None, ...], dtypes: tuple[DTypeLike | None, ...]) -> Any:
     return tuple(None if ct is None else ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
-
-
-def _statistics(x: Array, eps: float, centered: bool) -> tuple[Array, Array]:
-    """The input less its mean, fp32 (..., channels), and 1 / root of each row, fp32 (..., 1)."""
-    z = x.astype(jnp.float32)
-    if centered:
-        z = z - jnp.mean(z, -1, keepdims=True)
-    return z, lax.rsqrt(jnp.mean(z * z, -1, keepdims=True) + eps)
-
-
-def _apply(z: Array, inverse: Array, scale: Array | None, bias: Array | None) -> Array:
-    y = z * (inverse if scale is None else inverse * scale.astype(jnp.float32))
-    return y if bias is None else y + bias.astype(jnp.float32)
