@@ -11,10 +11,9 @@ need not divide a matrix. Only its own granularity asks for copies: operands are
 output is written in whole multiples of 8 rows and 128 bytes and sliced.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,161 +26,18 @@ from pallas_kernels.hopper_epilogue import OUT_DTYPES, Epilogue, Writer, tiling
 from pallas_kernels.hopper_epilogue import ROW as ROW
 from pallas_kernels.hopper_epilogue import check_array as check_array
 from pallas_kernels.hopper_epilogue import check_epilogue as check_epilogue
+from pallas_kernels.hopper_share import COMPUTE_GROUPS, Share, ceil_div, pad_axis, round_up
+from pallas_kernels.hopper_share import K_STEP as K_STEP
+from pallas_kernels.hopper_share import Stream as Stream
+from pallas_kernels.hopper_share import Tile as Tile
+from pallas_kernels.hopper_share import covered as covered
+from pallas_kernels.hopper_share import pairing as pairing
 
-K_STEP = 128
-COMPUTE_GROUPS = 2
 MEMORY_REGISTERS = 40
 COMPUTE_REGISTERS = 232
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 Interpret = plgpu.InterpretGPUParams | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Tile:
-    """How a product is cut: tuning only, never the result.
-
-    Attributes:
-        rows, cols: output tile of one compute warpgroup; rows a multiple of 64, cols a multiple of 32 up to 256.
-        split: the dimension along which the two warpgroups divide a block's tile. None: they take turns, each with a
-            whole tile of its own, so that one multiplies while the other writes.
-        stages: depth of the shared-memory ring.
-        raster: width of the band of tiles, along `raster_axis`, that blocks walk together (locality in L2).
-        cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
-    """
-
-    rows: int = 64
-    cols: int = 256
-    split: Literal["M", "N"] | None = "M"
-    stages: int = 4
-    raster: int = 8
-    raster_axis: Literal["M", "N"] = "N"
-    cluster: Literal["M", "N"] | None = None
-
-    def __post_init__(self) -> None:
-        if self.rows % 64 or self.cols % 32 or not 32 <= self.cols <= 256:
-            raise ValueError(f"tile {self.rows}x{self.cols}: rows must be a multiple of 64, cols of 32 up to 256")
-
-    @property
-    def block_rows(self) -> int:
-        return self.rows * (COMPUTE_GROUPS if self.split == "M" else 1)
-
-    @property
-    def block_cols(self) -> int:
-        return self.cols * (COMPUTE_GROUPS if self.split == "N" else 1)
-
-    @property
-    def groups(self) -> int:
-        """Compute warpgroups that work on one tile."""
-        return 1 if self.split is None else COMPUTE_GROUPS
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """One warpgroup's part of a tile, and the ring of stages through which its operands pass.
-
-    Attributes:
-        row, col: where the part starts in the product. group: the warpgroup's index.
-        first: slices of K that passed through the ring before this tile. k_steps: slices of this tile.
-    """
-
-    row: jax.Array
-    col: jax.Array
-    group: jax.Array
-    first: jax.Array
-    stage_row: jax.Array | int
-    stage_col: jax.Array | int
-    k_steps: int
-    tile: Tile
-    a_ring: Any
-    b_ring: Any
-    full: Any
-    empty: Any
-    streams: list[Any]
-
-    def loop(self, body: Callable[[jax.Array, list[Any], Any], Any], init: Any = None, unroll: int = 1) -> Any:
-        """Runs `carry = body(i, slots, carry)` over K, `unroll` slices at a time and then the rest.
-
-        `slots` are the stages of slices i, i + 1, and so on. They are carried from slice to slice: a stage derived from
-        `i` makes the compiler keep every stage's addresses in registers, which an unrolled body does not have.
-        """
-        whole, rest = divmod(self.k_steps, unroll)
-        stages = self.tile.stages
-
-        def several(count: int, i: jax.Array, slot: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
-            slots = []
-            for _ in range(count):
-                slots.append(slot)
-                slot = lax.select(slot == stages - 1, jnp.int32(0), slot + 1)
-            return slot, body(i, slots, carry)
-
-        state = lax.rem(self.first, jnp.int32(stages)), init
-        if whole:
-            state = lax.fori_loop(0, whole, lambda j, state: several(unroll, j * unroll, *state), state)
-        return (several(rest, jnp.int32(whole * unroll), *state) if rest else state)[1]
-
-    def wait(self, slot: Any) -> None:
-        """Blocks until the slice of this stage has arrived."""
-        base = 0 if self.tile.split is not None else self.group * self.tile.stages
-        plgpu.barrier_wait(self.full.at[base + slot])
-
-    def release(self, slot: Any) -> None:
-        """Hands the stage back to the memory warpgroup, when nothing reads it any more."""
-        plgpu.barrier_arrive(self.empty.at[slot])
-
-    def scales(self, stream: int, slot: Any, start: Any, size: int, layout: Any) -> jax.Array:
-        """Values of a stream that came with this stage; call `scales_read` before the stage is released."""
-        window = self.streams[stream].at[slot, 0, pl.ds(start, size)]
-        return plgpu.load(window, layout=layout, optimized=False)
-
-    def scales_read(self) -> None:
-        """Orders the reads of `scales` before the TMA write that follows the stage's release."""
-        plgpu.commit_smem()
-
-    def a(self, slot: Any) -> Any:
-        """The part's rows of a, (rows, 128), in shared memory."""
-        return self.a_ring.at[slot, pl.ds(self.stage_row, self.tile.rows)]
-
-    def b(self, slot: Any, transposed: bool = True) -> Any:
-        """The part's columns of b, as (128, cols) or as they lie, in shared memory."""
-        columns = self.b_ring.at[slot, pl.ds(self.stage_col, self.tile.cols)]
-        return columns.transpose((1, 0)) if transposed else columns
-
-
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """Scales loaded with each stage: row `i` of `array`, `size` values from `start(row, col)` of the block's tile.
-
-    `array` is (steps of K, width) of 4-byte values, `size` a multiple of 32, `start` of 4: starts off the 16-byte grid
-    ended in an illegal instruction on an H200.
-    """
-
-    array: jax.Array
-    size: int
-    start: Callable[[jax.Array, jax.Array], jax.Array]
-
-    @staticmethod
-    def of(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
-        """From scales as they are stored, (width, steps of K)."""
-        return Stream(pad_axis(scales.T, 1, max(round_up(scales.shape[0], 4), size)), size, start)
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def round_up(a: int, b: int) -> int:
-    return ceil_div(a, b) * b
-
-
-def covered(size: int, block: int, clustered: bool) -> int:
-    """Rows or columns that whole tiles cover, at least `size`."""
-    return round_up(size, block * (2 if clustered else 1))
-
-
-def pairing(m: int, block_rows: int) -> Literal["M"] | None:
-    """Clusters along M where that leaves no block idle."""
-    return "M" if ceil_div(m, block_rows) % 2 == 0 else None
 
 
 def multiprocessors() -> int:
@@ -190,12 +46,6 @@ def multiprocessors() -> int:
         return int(abstract.num_cores or 132)
     device = jax.devices()[0]
     return int(device.core_count) if device.platform == "gpu" else 132
-
-
-def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
-    if x.shape[axis] >= size:
-        return x
-    return jnp.pad(x, [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)])
 
 
 def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any) -> None:
@@ -286,6 +136,8 @@ def product(
     }
     for n_stream, stream in enumerate(streams):
         shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.stages, 1, stream.size), stream.array.dtype)
+    if tile.lead and k_steps > tile.stages:
+        shared["ahead"] = plgpu.Barrier()
     if residual is not None and epilogue.group is None:
         shared["residual_barrier"] = plgpu.Barrier(num_barriers=COMPUTE_GROUPS * 2)
 
@@ -297,6 +149,7 @@ def product(
         epilogue_refs = dict(zip(vectors, rest, strict=False))
         residual_ref = rest[-1] if residual is not None else None
         residual_barrier = scratch_refs.pop("residual_barrier", None)
+        ahead = scratch_refs.pop("ahead", None)
         stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(streams))]
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(name) for name in shared if name in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
@@ -357,7 +210,7 @@ def product(
                 stage_col = group * tile.cols if tile.split == "N" else 0
                 share = Share(
                     block_row + stage_row, block_col + stage_col, group, turn * k_steps, stage_row, stage_col,
-                    k_steps, tile, a_ring, b_ring, full, empty, stream_rings,
+                    k_steps, tile, a_ring, b_ring, full, empty, stream_rings, ahead,
                 )  # fmt: skip
                 arrived = None if residual_barrier is None else (lambda slot: residual_barrier.at[group * 2 + slot])
                 writer = Writer(
@@ -365,6 +218,7 @@ def product(
                     out_dtype, epilogue.group, out_refs[-1],
                 )  # fmt: skip
                 factors = writer.begin()
+                share.follow()
                 compute(share, functools.partial(writer.finish, factors), *extra_refs, **scratch_refs)
 
             lax.fori_loop(0, own if turns == 1 else lax.div(own - group + turns - 1, turns), work, None)

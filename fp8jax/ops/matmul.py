@@ -62,7 +62,7 @@ def matmul(
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
-    _, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
+    _, how = _choose(a, b, impl, impl == "mosaic" or on_cuda(), fast)
     if how is None:
         return _reference(a, b, fast, dtype)
     assert isinstance(a, QTensor)
@@ -123,17 +123,16 @@ def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, pla
     kernel, and raises where there is none.
 
     Args:
-        a, b: as of `matmul`.
-        impl: as of `matmul`.
+        a, b, impl, fast: as of `matmul`.
         platform: "cuda", "cpu", ...; None takes JAX's default backend.
 
     Raises:
         ValueError: as `matmul`.
     """
-    return _choose(a, b, impl, on_cuda(platform))[0]
+    return _choose(a, b, impl, on_cuda(platform), fast)[0]
 
 
-def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
+def _choose(a: Operand, b: Operand, impl: str, cuda: bool, fast: bool) -> tuple[Choice, Any]:
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl == "xla":
@@ -143,7 +142,7 @@ def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]
         reason = reason or "an operand has no codes that matrix units take"
     elif reason is None:
         if impl == "auto":
-            return matmul_hopper.choose(a, b)
+            return matmul_hopper.choose(a, b, fast)
         reason = matmul_hopper.unsupported(a, b)
         if reason is None:
             return Choice("mosaic", "asked for"), matmul_hopper.mosaic_kernel(a, b)

@@ -82,8 +82,9 @@ PLAIN = [
     Plain(140, 190, 700, Tile(64, 64, None, 2), right=E5M2, terms=("scale", "row_scale", "column_scale")),
     Plain(200, 203, 301, Tile(64, 96, None, 3, cluster="M"), terms=("residual",)),
     Plain(70, 210, 130, Tile(64, 64, "N", 2, cluster="N"), out=F32, terms=("scale", "bias")),
-    Plain(140, 130, 1300, Tile(64, 64, "M", 3), left=E5M2, fast=False),
-    Plain(33, 70, 200, Tile(64, 64, "M", 5, cluster="M"), out=F32, terms=("row_scale", "residual"), fast=False),
+    Plain(140, 130, 1300, Tile(64, 64, "M", 3, lead=2), left=E5M2, fast=False),
+    Plain(140, 130, 700, Tile(64, 64, "M", 3, lead=1)),
+    Plain(33, 70, 200, Tile(64, 64, "M", 5, cluster="M", lead=4), out=F32, terms=("row_scale", "residual"), fast=False),
 ]
 
 
@@ -299,6 +300,7 @@ matmul, block, mx = matmul_mosaic.matmul, matmul_block_mosaic.matmul_block, matm
         (lambda a, b: mx(a, b, BYTES, mode="fold"), ValueError, "'fold'"),
         (lambda a, b: mx(a.astype(E5M2), b, BYTES), TypeError, "exact"),
         (lambda a, b: Tile(65, 64), ValueError, "65x64"),
+        (lambda a, b: Tile(split=None, lead=1), ValueError, "lead is 1; it takes a shared tile"),
     ],
 )  # fmt: skip
 def test_errors_name_the_value_and_the_fix(call: Any, kind: type[Exception], text: str) -> None:
