@@ -27,7 +27,8 @@ def choose(a: QTensor, b: QTensor, fast: bool = True) -> tuple[Choice, Kernel | 
     (results/gemm.json). But XLA calls cuBLASLt with 8-bit operands only where its own Triton products are switched off
     (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false): otherwise it may widen the operands to 16 bits, so that on Hopper
     the kernel is taken, as it is without fast accumulation over contractions of up to `PROMOTED_LENGTH`, where it takes
-    0.97 of cuBLASLt's time; over longer ones 1.01 to 1.04. Scales of rows, which cuBLASLt leaves to a second kernel of XLA, and of groups are ours.
+    0.97 of cuBLASLt's time; over longer ones 1.01 to 1.04. Scales of rows, which cuBLASLt leaves to a second kernel of
+    XLA, and of groups are ours.
     """
     fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
     if not fp8 or 0 in (*a.shape, *b.shape):
