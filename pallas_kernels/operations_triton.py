@@ -168,11 +168,5 @@ def keep(
     left: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, HOW: tl.constexpr,
 ) -> None:  # fmt: skip
     """Writes codes in groups along the rows, and their scales."""
-    GROUP: tl.constexpr = HOW[1]
-    WIDTH: tl.constexpr = N // GROUP
-    g = left // GROUP + tl.arange(0, n.shape[0] // GROUP)
-    scale = device.to_scale(device.along_rows(device.ordered(x, HOW), GROUP), HOW, scales_ptr.dtype.element_ty)
-    place = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
-    device.store(scales_ptr, place, scale, device.inside(m, g, M, WIDTH), MASKED)
-    y = device.scaled(x, device.over_columns(device.inverse(scale), GROUP), HOW)
+    y = device.scale_along_rows(x, m, left, 1.0, scales_ptr, scales_ptr, scales_ptr, M, N, MASKED, HOW)
     device.store(codes_ptr + first, at, device.encode(y, 0, HOW), device.inside(m, n, M, N), MASKED)

@@ -123,7 +123,7 @@ def _quantize(
         x, m, here = device.widen(xs[j]), m0 + j, device.inside(m0 + j, n, M, N)
         if ROWS[0] > 0:
             y = device.scale_along_rows(
-                x, m, n, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
+                x, m, left, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
             codes = device.encode(y, device.noise(random1, j), ROWS)
             if ROWS[8]:
                 device.store(rows_ptr + first, at0 + j * N, codes, here, MASKED)

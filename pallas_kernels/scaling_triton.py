@@ -234,20 +234,14 @@ def store(
 
 
 @triton.jit
-def starts(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """The number of each group of SIZE indices that `x` counts."""
-    return tl.min(tl.reshape(x, (x.shape[0] // SIZE, SIZE)), 1) // SIZE
-
-
-@triton.jit
 def scale_along_rows(
-    x: tl.tensor, m: tl.tensor, n: tl.tensor, given: tl.tensor, scale_ptr: tl.tensor, scales_ptr: tl.tensor,
+    x: tl.tensor, m: tl.tensor, left: tl.tensor, given: tl.tensor, scale_ptr: tl.tensor, scales_ptr: tl.tensor,
     powers_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, HOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The values of a slice in units of their scales, which are stored where they are found here."""
+    """The values of a slice, from column `left` on, in units of their scales, which are stored where found here."""
     SIZE: tl.constexpr = HOW[1]
     if HOW[0] == 3 or HOW[0] == 5:
-        g = starts(n, SIZE)
+        g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
         WIDTH: tl.constexpr = (N + SIZE - 1) // SIZE
         at = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
         there = inside(m, g, M, WIDTH)
