@@ -20,6 +20,7 @@ from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
 from fp8jax.ops.choice import Choice as Choice
+from fp8jax.ops.choice import on_cuda, tell
 from fp8jax.ops.rounding import round_stochastically
 
 
@@ -150,6 +151,8 @@ def _apply(
     if key is not None and all(leaf.noise is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
     impls = [adamw_fused.choose(leaf, impl, True).impl for leaf in leaves]
+    for leaf in leaves:
+        tell("adamw", adamw_fused.choose(leaf, impl, impl == "triton" or on_cuda()))
     reference = functools.partial(_reference, form, adam)
     if "triton" in impls:
         fused = functools.partial(_fused, form, adam, impls)

@@ -12,7 +12,7 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import matmul_hopper
-from fp8jax.ops.choice import Choice, on_cuda
+from fp8jax.ops.choice import Choice, on_cuda, tell
 from fp8jax.ops.matmul_hopper import row_scales
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.quantize import transpose as transpose
@@ -62,7 +62,8 @@ def matmul(
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
-    _, how = _choose(a, b, impl, impl == "mosaic" or on_cuda(), fast)
+    choice, how = _choose(a, b, impl, impl == "mosaic" or on_cuda(), fast)
+    tell("matmul", choice)
     if how is None:
         return _reference(a, b, fast, dtype)
     assert isinstance(a, QTensor)

@@ -84,6 +84,7 @@ def test_the_program_says_what_computes_each_operation(monkeypatch):
     told = collections.Counter((name, c.impl, c.reason) for name, c in report.program.choices if name == "quantize")
     # The input, the weight for both products, and the gradient with its transposed copy at once; x transposed is read.
     assert told == {("quantize", "xla", "not the kernel: it needs a CUDA GPU"): 4}
+    assert sum(name == "matmul" for name, _ in report.program.choices) == 3
     assert "  quantize by xla, 4 times: not the kernel: it needs a CUDA GPU" in str(report).splitlines()
     monkeypatch.setattr(quantize, "on_cuda", lambda platform=None: True)
     monkeypatch.setattr(quantize, "missing_triton", lambda kernel: "there is none")
