@@ -45,16 +45,19 @@ class Form:
 
     def __call__(self, module: Any, x: Array, context: Context) -> Array:
         """What the module computes, keeping what the context says."""
-        layer = functools.partial(getattr, module)
+        outputs = {name: getattr(module, name)(x) for name in (self.gate, self.up) if name}
+        y: Array = getattr(module, self.down)(self.between(outputs, context))
+        return y
+
+    def between(self, outputs: dict[str, Array], context: Context) -> Array:
+        """The input of the last layer from the outputs of the others, by their names."""
+        gate, up = outputs[self.gate], outputs[self.up] if self.up else None
         if self.halves:
-            first, second = jnp.split(layer(self.gate)(x), 2, axis=-1)
+            first, second = jnp.split(gate, 2, axis=-1)
             gate, up = (first, second) if self.halves == "gate, up" else (second, first)
-        elif self.up is None:
-            h = activation(layer(self.gate)(x), recipe=context, activation=self.activation)
-            return layer(self.down)(h)
-        else:
-            gate, up = layer(self.gate)(x), layer(self.up)(x)
-        return layer(self.down)(glu(gate, up, recipe=context, activation=self.activation))
+        if up is None:
+            return activation(gate, recipe=context, activation=self.activation)
+        return glu(gate, up, recipe=context, activation=self.activation)
 
 
 def linears(module: Any) -> dict[str, nnx.Linear]:

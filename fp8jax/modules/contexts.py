@@ -7,6 +7,7 @@ from flax import nnx
 
 from fp8jax.core.recipe import Context
 from fp8jax.modules import attention, blocks, norms
+from fp8jax.modules.blocks import Form
 from fp8jax.modules.rules import Rules, ordered
 
 
@@ -45,7 +46,9 @@ def norm_paths(modules: dict[str, Any], rules: Rules) -> list[str]:
     return [path for path, m in modules.items() if isinstance(m, known)] if ordered(rules).contexts else []
 
 
-def plan(modules: dict[str, Any], rules: Rules, *, replace: bool = False) -> tuple[Part, ...]:
+def plan(
+    modules: dict[str, Any], rules: Rules, forms: dict[str, tuple[Form, ...]] | None = None, *, replace: bool = False
+) -> tuple[Part, ...]:
     """What the rules make of the non-linear parts of a model.
 
     A norm follows the rule of its own path, an activation that of the layer that reads its result.
@@ -53,6 +56,7 @@ def plan(modules: dict[str, Any], rules: Rules, *, replace: bool = False) -> tup
     Args:
         modules: all modules of the model, by path.
         rules: as `fp8jax.nnx.quantize` takes them.
+        forms: of the modules of a Linen model, by path.
         replace: whether to do so, in place, before linear layers are replaced.
     """
     each, parts = ordered(rules), []
@@ -68,6 +72,10 @@ def plan(modules: dict[str, Any], rules: Rules, *, replace: bool = False) -> tup
             part = _activation(path, module, rules, replace)
             if part is not None:
                 parts.append(part)
+        for form in (forms or {}).get(path, ()):
+            choice = each.choice("/".join(filter(None, (path, form.down))))
+            context = choice.context if choice.linear is not None and choice.context.saved else None
+            parts.append(Part(path, kind, str(form), context, choice.reason))
     return tuple(parts)
 
 

@@ -21,11 +21,19 @@ def same(f: Callable, g: Callable, *args: Any) -> bool:
         args: abstract arguments of both, in any structure.
     """
     terms: dict[Any, int] = {}
-    return _outputs(f, args, terms) == _outputs(g, args, terms)
+    return outputs(f, args, terms) == outputs(g, args, terms)
 
 
-def _outputs(fn: Callable, args: Any, terms: dict[Any, int]) -> Any:
-    """The numbers of the terms that a function returns, and the structure it returns them in."""
+def outputs(fn: Callable, args: Any, terms: dict[Any, int]) -> tuple[Any, list[int]]:
+    """The structure of what a function of abstract arguments returns, and the number of each term in it.
+
+    Terms of functions of the same arguments have the same numbers where they compute the same, as `same` says.
+
+    Args:
+        fn: the function.
+        args: its arguments.
+        terms: the terms that have numbers so far; empty at first.
+    """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     inputs = [_number(terms, "input", i) for i in range(len(closed.jaxpr.invars))]
     return jax.tree.structure(shapes), _evaluate(closed, inputs, terms)

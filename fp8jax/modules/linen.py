@@ -21,11 +21,13 @@ from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict
 from jax import Array
 
-from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.modules import norms
+from fp8jax.core.recipe import Context, Linear, Recipe
+from fp8jax.modules import blocks_linen, norms
+from fp8jax.modules.blocks import Form
+from fp8jax.modules.blocks_linen import Watched
 from fp8jax.modules.delayed_linen import DelayedDotGeneral
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
-from fp8jax.modules.rules import Ordered, Rules, ordered
+from fp8jax.modules.rules import Ordered, Rule, Rules, ordered
 
 Model = TypeVar("Model", bound=nn.Module)
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
@@ -40,8 +42,9 @@ def quantize(module: Model, rules: Rules) -> Model:
     `nn.Einsum`, at any depth, in setup or compact, under `nn.scan`, `nn.remat`, `nn.vmap` and `nn.jit`, and the copy
     may be part of a larger model. Their paths are those of the tree of parameters, joined by "/".
 
-    A recipe with a `Context` also changes what `nn.RMSNorm` and `nn.LayerNorm` keep of their inputs. Activations
-    between layers are not looked for as in NNX: write `fp8jax.glu` or `fp8jax.activation` in their place.
+    A recipe with a `Context` also changes what `nn.RMSNorm` and `nn.LayerNorm` keep of their inputs, and what
+    activations keep: wherever the input of a layer is provably computed from the outputs of other layers of its module
+    as in SwiGLU and its kin, or in a plain perceptron. Elsewhere write `fp8jax.glu` or `fp8jax.activation`.
 
     A recipe with delayed scaling adds collections of variables; `fp8jax.linen.advance_scaling` says how to train them.
 
@@ -94,21 +97,29 @@ def make_dot_general_cls(recipe: Recipe | Linear) -> type[DotGeneral]:
     return RecipeDotGeneral
 
 
-def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], Any]:
-    """The modules that run in an abstract evaluation of `fn(*args)`, by path, and its abstract, unboxed result."""
+def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, tuple[Form, ...]], Any]:
+    """The modules that run in an abstract evaluation of `fn(*args)`, by path, those of them that hold activations
+    between layers with the forms of these, and its abstract, unboxed result."""
     found: dict[str, nn.Module] = {}
-    turns = _Turns(object())
+    forms: dict[str, tuple[Form, ...]] = {}
+    turns, aside = _Turns(object()), _Root(ordered(Rule(".*", None)), ())
 
     def record(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
-        scope = context.module.scope
-        if scope is None:
+        module = context.module
+        if module.scope is None or aside in _running.roots:
             return call(*args, **kwargs)
-        found.setdefault("/".join(context.module.path), context.module)
-        with _with(scope, flags=scope.flags.copy({"fp8jax": turns})):
-            return call(*args, **kwargs)
+        path = "/".join(module.path)
+        found.setdefault(path, module)
+        with _with(module.scope, flags=module.scope.flags.copy({"fp8jax": turns})):
+            y = call(*args, **kwargs)
+        if context.method_name == "__call__" and path not in forms:
+            # Now that it has run, it has parameters also where it is initialized.
+            forms[path] = blocks_linen.recognise(module, args, kwargs, aside.running)
+        return y
 
     with nn.intercept_methods(record):
-        return found, nn.meta.unbox(jax.eval_shape(fn, *args))
+        result = nn.meta.unbox(jax.eval_shape(fn, *args))
+    return found, {path: of for path, of in forms.items() if of}, result
 
 
 @functools.lru_cache(maxsize=256)
@@ -140,12 +151,8 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
         if self.scope is None or any((r.rules, r.path) == (rules, self.path) for r in _running.roots):
             return method(self, *args, **kwargs)
         root = _Root(rules, self.path)
-        _running.roots.append(root)
-        try:
-            with nn.intercept_methods(root.intercept):
-                y = method(self, *args, **kwargs)
-        finally:
-            _running.roots.pop()
+        with root.running(), nn.intercept_methods(root.intercept):
+            y = method(self, *args, **kwargs)
         # Layers in a trace that nn.jit had in its cache are not met again, and a method may need only some of them.
         names = ("kernel", "scale") if rules.contexts else ("kernel",)
         rules.check_all_used(root.layers | (_owners(self, names) - root.others))
@@ -184,7 +191,7 @@ class _Turns:
         return hash((self.key, bool(_running.roots), next(self.turns)))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Root:
     """A quantized module while one of its methods runs, and the paths of the layers and other modules it has met."""
 
@@ -192,6 +199,15 @@ class _Root:
     path: tuple[str, ...]
     layers: set[str] = dataclasses.field(default_factory=set)
     others: set[str] = dataclasses.field(default_factory=set)
+    watched: dict[tuple[str, ...], Watched] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        _running.roots.append(self)
+        try:
+            yield
+        finally:
+            _running.roots.pop()
 
     def intercept(self, call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         """Calls a module's method, with the product of the recipe where the module is a layer that a rule matches."""
@@ -208,9 +224,14 @@ class _Root:
             return norms.linen_norm(module, kept, *args)
         if context.method_name != "__call__" or not isinstance(module, LAYERS):
             self.others.add(path)
-            return call(*args, **kwargs)
+            watch = context.method_name == "__call__" and self.rules.contexts
+            return self._watched(module, call, args, kwargs) if watch else call(*args, **kwargs)
         self.layers.add(path)
-        linear = self.rules.choice(path).linear
+        choice = self.rules.choice(path)
+        linear, watched = choice.linear, self.watched.get(module.path[:-1])
+        if watched is not None:
+            kept = choice.context if linear is not None else Context()
+            call = functools.partial(watched.call, str(module.name), call, kept)
         if linear is None:
             return call(*args, **kwargs)
         check_replaceable(path, module)
@@ -226,6 +247,21 @@ class _Root:
             elif context.orig_method.func is _EINSUM:
                 return _einsum(module, linear, *args, **kwargs)
             return call(*args, **kwargs)
+
+    def _watched(self, module: nn.Module, call: Callable, args: Any, kwargs: Any) -> Any:
+        """Calls a module whose activations between layers, if it has any, keep what the rules say."""
+        aside = _Root(self.rules, ())
+        forms = blocks_linen.recognise(module, args, kwargs, aside.running)
+        if not forms:
+            return call(*args, **kwargs)
+        before = self.watched.get(module.path)
+        self.watched[module.path] = Watched(forms)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            del self.watched[module.path]
+            if before is not None:
+                self.watched[module.path] = before
 
 
 @contextlib.contextmanager

@@ -162,9 +162,10 @@ def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
             args, kwargs = rebuild(arrays)
             return module.init(jax.random.key(0), *args, **kwargs)
 
-        found, variables = linen_modules.trace(functools.partial(init, model), arrays)
+        found, forms, variables = linen_modules.trace(functools.partial(init, model), arrays)
         params = flatten_dict(variables.get("params", {}))
-        layers, parts = _layers(found, rules, functools.partial(_linen_kernel, params)), contexts.plan(found, rules)
+        layers = _layers(found, rules, functools.partial(_linen_kernel, params))
+        parts = contexts.plan(found, rules, forms)
         # The copy's own variables: delayed scaling adds some.
         variables = nn.meta.unbox(jax.eval_shape(functools.partial(init, copy), arrays))
         program = _linen_program(copy, variables, sample, keywords)

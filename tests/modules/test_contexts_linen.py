@@ -1,6 +1,7 @@
 """Norms of Linen models: what they compute, and what they keep."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as linen
@@ -70,3 +71,110 @@ def test_rules_and_explain_know_the_norms_of_linen():
     assert len([s for d, s in kept if d == "uint8"]) == 2
     with pytest.raises(ValueError, match="no layer is left for 'norms' to match"):
         fp8jax.explain(model, [fp8jax.Rule("norms", COAT), *rules], x)
+
+
+class Swiglu(linen.Module):
+    """As most models write it, its layers in setup, with dropout; or one layer for gate and up, in compact."""
+
+    split: bool = False
+    rate: float = 0.0
+
+    @linen.compact
+    def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
+        dense = functools.partial(linen.Dense, use_bias=False, dtype=jnp.bfloat16)
+        if self.split:
+            up, gate = jnp.split(dense(2 * INNER, name="both")(x), 2, axis=-1)
+        else:
+            gate, up = dense(INNER, name="gate")(x), dense(INNER, name="up")(x)
+        h = linen.Dropout(self.rate, deterministic=deterministic)(up * linen.silu(gate))
+        return x + linen.Dropout(self.rate, deterministic=deterministic)(dense(WIDTH, name="down")(h))
+
+
+class Plain(linen.Module):
+    """A perceptron whose layers are made in setup."""
+
+    scale: float | None = None
+
+    def setup(self) -> None:
+        self.fc1, self.fc2 = linen.Dense(INNER, dtype=jnp.bfloat16), linen.Dense(WIDTH, dtype=jnp.bfloat16)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = linen.gelu(self.fc1(x))
+        return self.fc2(h if self.scale is None else self.scale * h)
+
+
+class Layers(linen.Module):
+    """A stack under nn.scan, each layer a checkpoint that keeps what is named."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layer = linen.remat(Swiglu, policy=jax.checkpoint_policies.everything_saveable, prevent_cse=False)
+        scanned = linen.scan(
+            lambda layer, x, _: (layer(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+        )
+        return scanned(layer(name="mlp"), x, None)[0]
+
+
+FAITHFUL = dataclasses.replace(COAT, context=Context("e4m3:group16", "faithful"))
+HALF = X.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "stacked"),
+    [
+        (Swiglu(), "down(silu(gate(x)) * up(x))", ()),
+        (Swiglu(split=True, rate=0.5), "down(silu(gate) * up), up, gate = split(both(x))", ()),
+        (Plain(), "fc2(gelu_tanh(fc1(x)))", ()),
+        (Layers(), "down(silu(gate(x)) * up(x))", (2,)),
+    ],
+    ids=["gated", "split", "plain", "scan"],
+)
+def test_activations_between_layers_of_linen_keep_codes(model, text, stacked):
+    variables = model.init(jax.random.key(0), HALF)
+    quantized = fp8jax.linen.quantize(model, COAT)
+    assert jax.tree.structure(quantized.init(jax.random.key(0), HALF)) == jax.tree.structure(variables)
+    (part,) = [p for p in fp8jax.explain(model, COAT, HALF).parts if p.computes != "norm"]
+    assert (part.computes, part.context) == (text, COAT.context)
+    kept = residuals(quantized.apply, variables, HALF)
+    codes = [s for d, s in kept if d == "uint8"]
+    gates = 1 if isinstance(model, Plain) else 2
+    # The layers' input; gate and up; nothing for the last layer, which makes its input again.
+    assert sorted(codes) == sorted([(*stacked, TOKENS, WIDTH)] + [(*stacked, TOKENS, INNER)] * gates), kept
+    assert not [s for d, s in kept if d == "bfloat16" and s == (*stacked, TOKENS, INNER)], kept
+    linear = fp8jax.linen.quantize(model, LINEAR_ONLY)
+    found = {m: jax.value_and_grad(_loss, argnums=1)(m, variables, HALF) for m in (model, linear, quantized)}
+    assert relative(found[quantized][0], found[linear][0]) < 1e-6
+    errors = [relative(found[m][1], found[model][1]) for m in (quantized, linear)]
+    assert errors[0] < 1.2 * errors[1] < 0.4
+
+
+def _loss(model, variables, x):
+    return jnp.sum(jnp.sin(model.apply(variables, x).astype(jnp.float32)))
+
+
+def test_what_is_no_activation_between_layers_of_linen_is_left_alone():
+    model = Plain(scale=0.5)
+    variables = model.init(jax.random.key(0), HALF)
+    assert not fp8jax.explain(model, COAT, HALF).parts
+    codes = [s for d, s in residuals(fp8jax.linen.quantize(model, COAT).apply, variables, HALF) if d == "uint8"]
+    assert codes == [(TOKENS, WIDTH), (TOKENS, INNER)]
+    # Dropout between them: what is kept is what the layer reads.
+    dropped = Swiglu(rate=0.5)
+    variables = dropped.init(jax.random.key(0), HALF)
+    copy = fp8jax.linen.quantize(dropped, COAT)
+    with_noise = lambda m: m.apply(variables, HALF, False, rngs={"dropout": jax.random.key(1)})  # noqa: E731
+    assert relative(with_noise(copy), with_noise(fp8jax.linen.quantize(dropped, LINEAR_ONLY))) < 1e-6
+    assert relative(with_noise(copy), with_noise(dropped)) < 0.15
+
+
+def test_rules_choose_the_activations_of_linen_by_the_layer_that_reads_them():
+    rules = [fp8jax.Rule("down", LINEAR_ONLY), fp8jax.Rule(".*", COAT)]
+    (part,) = fp8jax.explain(Swiglu(), rules, HALF).parts
+    assert part.context is None
+    model = fp8jax.linen.quantize(Swiglu(), rules)
+    variables = Swiglu().init(jax.random.key(0), HALF)
+    codes = [s for d, s in residuals(model.apply, variables, HALF) if d == "uint8"]
+    assert codes == [(TOKENS, WIDTH), (TOKENS, INNER)]
+    faithful = residuals(fp8jax.linen.quantize(Swiglu(), FAITHFUL).apply, variables, HALF)
+    # Besides gate and up the activated gate, and the codes that the last layer reads.
+    assert sorted(s for d, s in faithful if d == "uint8") == sorted([(TOKENS, WIDTH)] + [(TOKENS, INNER)] * 4)
