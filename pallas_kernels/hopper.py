@@ -127,7 +127,7 @@ def product(
         "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=tiling(K_STEP, 1)),
         "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=tiling(K_STEP, 1)),
         "out_ring": plgpu.SMEM(
-            (COMPUTE_GROUPS, 2, 64, piece), out_dtype, transforms=tiling(piece * out_bytes, out_bytes)
+            (COMPUTE_GROUPS, tile.slots, 64, piece), out_dtype, transforms=tiling(piece * out_bytes, out_bytes)
         ),
         "full": plgpu.Barrier(
             num_arrivals=2 + len(streams), num_barriers=tile.stages * (COMPUTE_GROUPS // tile.groups)
@@ -139,7 +139,7 @@ def product(
     if tile.lead and k_steps > tile.stages:
         shared["ahead"] = plgpu.Barrier()
     if residual is not None and epilogue.group is None:
-        shared["residual_barrier"] = plgpu.Barrier(num_barriers=COMPUTE_GROUPS * 2)
+        shared["residual_barrier"] = plgpu.Barrier(num_barriers=COMPUTE_GROUPS * tile.slots)
 
     def kernel(*refs: Any, **scratch_refs: Any) -> None:
         out_refs = refs[len(operands) :]
@@ -212,7 +212,9 @@ def product(
                     block_row + stage_row, block_col + stage_col, group, turn * k_steps, stage_row, stage_col,
                     k_steps, tile, a_ring, b_ring, full, empty, stream_rings, ahead,
                 )  # fmt: skip
-                arrived = None if residual_barrier is None else (lambda slot: residual_barrier.at[group * 2 + slot])
+                arrived = (
+                    None if residual_barrier is None else (lambda slot: residual_barrier.at[group * tile.slots + slot])
+                )
                 writer = Writer(
                     out_refs[0], residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece,
                     out_dtype, epilogue.group, out_refs[-1],

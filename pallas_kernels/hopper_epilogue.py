@@ -62,7 +62,7 @@ def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """Writes one warpgroup's accumulators: fp32 epilogue, then two alternating shared-memory slots and TMA stores.
+    """Writes one warpgroup's accumulators: fp32 epilogue, then shared-memory slots in turn and TMA stores.
 
     A tile is written in pieces of 64 rows and 128 bytes. With a residual, a slot first receives the residual's piece;
     that of an output in codes comes straight from device memory.
@@ -97,14 +97,14 @@ class Writer:
         """Before the K loop: loads the scales and fetches the first residual pieces, to hide their latency."""
         if self._staged:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for piece in range(min(2, len(self.pieces))):
+            for piece in range(min(self.tile.slots, len(self.pieces))):
                 self._fetch(piece)
         scale = self.refs["scale"][0] if "scale" in self.refs else None
         row = self._vector("row", self.share.row, self.tile.rows, ROW) if "row" in self.refs else None
         return scale, row
 
     def _fetch(self, piece: int) -> None:
-        slot = piece % 2
+        slot = piece % self.tile.slots
         plgpu.copy_gmem_to_smem(
             self.residual_ref.at[self.window(piece)], self.slots.at[slot], self.residual_arrived(slot))  # fmt: skip
 
@@ -131,21 +131,25 @@ class Writer:
                 if name in self.refs:
                     vector = self._vector(name, self.share.col + j, self.piece, COLUMN)
                     value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
-            slot = self.slots.at[piece % 2]
+            slot = self.slots.at[piece % self.tile.slots]
             if self.group is not None:
                 value = self._codes(value, piece)
             if self._staged:
-                plgpu.barrier_wait(self.residual_arrived(piece % 2))
+                plgpu.barrier_wait(self.residual_arrived(piece % self.tile.slots))
                 value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
             else:
-                # An odd number of pieces makes two tiles meet in one slot, with only that store in flight.
-                plgpu.wait_smem_to_gmem(int(piece > 0 or len(self.pieces) % 2 == 0), wait_read_only=True)
+                plgpu.wait_smem_to_gmem(self._stores_since(piece), wait_read_only=True)
             slot[...] = value.astype(self.out_dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
-            if self._staged and piece + 2 < len(self.pieces):
+            if self._staged and piece + self.tile.slots < len(self.pieces):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self._fetch(piece + 2)
+                self._fetch(piece + self.tile.slots)
+
+    def _stores_since(self, piece: int) -> int:
+        """Stores issued since the last one from a piece's slot, which may be of the tile before."""
+        slots = self.tile.slots
+        return slots - 1 if piece >= slots else piece + (len(self.pieces) - 1 - piece) % slots
 
     def _codes(self, value: jax.Array, piece: int) -> jax.Array:
         """Adds the residual to a piece and quantizes it: writes its scales, returns its codes."""

@@ -27,6 +27,8 @@ class Tile:
         cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
         lead: slices of K by which the second of two warpgroups that share a tile starts it after the first, so that
             what one does beside its products (promotions, the epilogue) meets products of the other.
+        slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store; with fewer than the tile
+            has, a piece waits for the one before it.
     """
 
     rows: int = 64
@@ -37,6 +39,7 @@ class Tile:
     raster_axis: Literal["M", "N"] = "N"
     cluster: Literal["M", "N"] | None = None
     lead: int = 0
+    slots: int = 2
 
     def __post_init__(self) -> None:
         if self.rows % 64 or self.cols % 32 or not 32 <= self.cols <= 256:

@@ -80,10 +80,11 @@ PLAIN = [
     Plain(33, 17, 40, out=F32, terms=("row_scale", "residual")),
     Plain(1, 8, 130, Tile(64, 64, "N", 3)),
     Plain(140, 190, 700, Tile(64, 64, None, 2), right=E5M2, terms=("scale", "row_scale", "column_scale")),
-    Plain(200, 203, 301, Tile(64, 96, None, 3, cluster="M"), terms=("residual",)),
+    Plain(200, 203, 301, Tile(64, 160, None, 3, cluster="M", slots=3), terms=("residual",)),
     Plain(70, 210, 130, Tile(64, 64, "N", 2, cluster="N"), out=F32, terms=("scale", "bias")),
     Plain(140, 130, 1300, Tile(64, 64, "M", 3, lead=2), left=E5M2, fast=False),
     Plain(140, 130, 700, Tile(64, 64, "M", 3, lead=1)),
+    Plain(140, 400, 200, Tile(64, 128, "M", 3, slots=3), out=F32, terms=("residual",)),
     Plain(33, 70, 200, Tile(64, 64, "M", 5, cluster="M", lead=4), out=F32, terms=("row_scale", "residual"), fast=False),
 ]
 
@@ -166,7 +167,7 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
     [
         ((128, 256, 384), False, Tile(64, 128, "M", 2), 4, BF16),
         ((130, 203, 1300), False, Tile(64, 128, "M", 3), 8, F32),
-        ((130, 403, 700), False, Tile(64, 192, "M", 2), 1, BF16),
+        ((130, 403, 700), False, Tile(64, 192, "M", 2, lead=1, slots=3), 1, BF16),
         ((70, 130, 640), True, Tile(64, 64, "M", 2), 1, F32),
         ((70, 130, 200), True, Tile(64, 64, "M", 2), 2, BF16),
     ],
