@@ -54,7 +54,8 @@ def recognise(module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any
     assert module.scope is not None
     leaves, structure = jax.tree.flatten((nn.meta.unbox(module.variables), args, kwargs))
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Array) else x for x in leaves)
-    call: Any = (module.clone(parent=None, name=None), structure, shapes, tuple(module.scope.rngs), module.scope.mutable)
+    copy, scope = module.clone(parent=None, name=None), module.scope
+    call: Any = (copy, structure, shapes, tuple(scope.rngs), scope.mutable)
     try:
         with quiet():
             return _recognise(*call)

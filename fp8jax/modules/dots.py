@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
+from fp8jax.ops import fused
 from fp8jax.ops.linear import DimensionNumbers, content_key, dot_general, einsum
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.recent import Recent
@@ -93,6 +94,7 @@ class SharedPromotion:
         rest = [cast if None in (self.linear.spec("w"), self.linear.spec("w_dgrad")) else weight, *rest]
         if promoted is not source:
             promoted = origins.pass_on(source, _casts.get(source, promoted.dtype, lambda: promoted))
+            fused.pass_on(source, promoted)
         if self.kept:
             origins.note(promoted, (ITSELF, None))
         return (promoted, *rest)

@@ -48,6 +48,17 @@ class Result:
         """The same, computed from the same operands in another trace."""
         return Result(self.operation, self.kinds, operands, peak)
 
+    def cast(self, dtype: DTypeLike) -> "Result | None":
+        """The only array, if it is fp32, rounded to bf16; None for other casts."""
+        from pallas_kernels.quantize_triton import PLAIN_DTYPES
+
+        known = (PLAIN_DTYPES[self.operation.dtype], jnp.dtype(dtype)) == (jnp.float32, jnp.bfloat16)
+        if not known or len(self.kinds) > 1:
+            return None
+        operation = self.operation._replace(dtype=PLAIN_DTYPES.index(jnp.bfloat16))
+        peak = None if self.peak is None else formats.round_to(self.peak, formats.get("bf16"))
+        return Result(operation, self.kinds, self.operands, peak)
+
 
 class Part(NamedTuple):
     """An array as one of those of a `Result`."""
@@ -72,9 +83,16 @@ def find(array: Array) -> Result | None:
 
 
 def pass_on(source: Array, copy: Array) -> Array:
-    """The same array, as a matrix or without gradients, is computed from the same."""
-    alike = source.ndim > 0 and (source.dtype, source.shape[-1]) == (copy.dtype, copy.shape[-1])
-    return _parts.pass_on(source, copy) if alike else copy
+    """The same array, as a matrix, without gradients, or fp32 as bf16, is computed from the same; returns the copy."""
+    part = _parts.find(source)
+    if part is None or copy is source or source.ndim == 0 or source.shape[-1] != copy.shape[-1]:
+        return copy
+    if source.dtype == copy.dtype:
+        return _parts.pass_on(source, copy)
+    result = part.result.cast(copy.dtype)
+    if result is not None:
+        note(result, copy)
+    return copy
 
 
 def codes(

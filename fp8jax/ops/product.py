@@ -221,8 +221,8 @@ def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
         columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, recipe.scaling)
     else:
         made_of, scale = kept
-        again = how.remade.again(made_of).astype(x.dtype)
-        again = fused.pass_on(again, again.reshape(dy.shape[0], -1))
+        made = how.remade.again(made_of)
+        again = fused.pass_on(made, made.astype(x.dtype).reshape(dy.shape[0], -1))
         columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation)
     return dx, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]

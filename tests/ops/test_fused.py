@@ -169,3 +169,27 @@ def test_under_a_shard_map_that_checks_what_varies_xla_computes(made):
             np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0.02, atol=0.02)
         found[check] = set(noted)
     assert found == {True: {False}, False: {True}}
+
+
+def test_a_layer_that_casts_a_norm_to_bf16_reads_what_the_norm_is_computed_from(made):
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.RMSNorm(48, rngs=rngs)
+            self.first, self.second = (nnx.Linear(48, 32, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2))
+
+        def __call__(self, x):
+            h = self.norm(x)
+            return self.first(h), self.second(h)
+
+    part = fp8jax.recipes.coat_activations()
+    x = normal(0, 16, 48, dtype=jnp.float32)
+    graph, state = nnx.split(fp8jax.nnx.quantize(Model(nnx.Rngs(0)), part))
+    f = lambda x, state: nnx.merge(graph, state)(x)  # noqa: E731
+    made(False)
+    want = results(f, x, state)
+    seen = made(True)
+    same(results(f, x, state), want)
+    # The codes that both layers read, and in each of them those of the same made again.
+    assert [result.operation.dtype for result, *_ in seen] == [1, 1, 1]
