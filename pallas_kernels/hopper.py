@@ -79,7 +79,6 @@ def product(
     tile: Tile,
     epilogue: Epilogue,
     out_dtype: Any,
-    scratch: dict[str, Any] | None = None,
     interpret: Interpret = None,
 ) -> Any:
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
@@ -87,12 +86,11 @@ def product(
     With groups in the epilogue it returns that and (M, ceil(N / group)) float32 scales.
 
     Args:
-        compute: called by each compute warpgroup for each of its tiles as `compute(share, finish, *extras, **scratch)`;
+        compute: called by each compute warpgroup for each of its tiles as `compute(share, finish, *extras)`;
             it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
             with the accumulators: (first column, fp32 array of all rows of the share), from left to right.
         streams: scales that travel with the operands; `Share.scales` reads them.
         extras: arrays in device memory that `compute` reads itself; their padding is the caller's business.
-        scratch: further shared memory by name.
     """
     (m, k), n = a.shape, b.shape[0]
     out_bytes = jnp.dtype(out_dtype).itemsize
@@ -221,7 +219,7 @@ def product(
                 )  # fmt: skip
                 factors = writer.begin()
                 share.follow()
-                compute(share, functools.partial(writer.finish, factors), *extra_refs, **scratch_refs)
+                compute(share, functools.partial(writer.finish, factors), *extra_refs)
 
             lax.fori_loop(0, own if turns == 1 else lax.div(own - group + turns - 1, turns), work, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -238,7 +236,7 @@ def product(
     out, *scale = plgpu.kernel(
         kernel,
         out_type=kinds,
-        scratch_types=shared | (scratch or {}),
+        scratch_types=shared,
         grid=(blocks,),
         grid_names=("block",),
         num_threads=COMPUTE_GROUPS + 1,

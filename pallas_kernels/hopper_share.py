@@ -27,8 +27,7 @@ class Tile:
         cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
         lead: slices of K by which the second of two warpgroups that share a tile starts it after the first, so that
             what one does beside its products (promotions, the epilogue) meets products of the other.
-        slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store; with fewer than the tile
-            has, a piece waits for the one before it.
+        slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory.
     """
 
     rows: int = 64

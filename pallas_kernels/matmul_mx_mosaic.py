@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels import hopper
-from pallas_kernels.hopper_wgmma import finish_product, start_product
+from pallas_kernels.hopper_wgmma import finish_product, start_product, start_product_of_registers
 
 GROUP = 32
 GROUPS_PER_STEP = hopper.K_STEP // GROUP
@@ -88,10 +87,10 @@ def matmul_mx(
         tile = hopper.Tile() if mode == "registers" else exact_tile
     words = _words(a_exponent if mode == "exact" else _half_bits(a_exponent), k)
     stream = hopper.Stream.of(words, tile.block_rows, lambda row, _: row)
-    compute, scratch = _registers(tile, interpret) if mode == "registers" else _exact(tile, unroll, interpret)
+    compute = _registers(tile, interpret) if mode == "registers" else _exact(tile, unroll, interpret)
     return hopper.product(
         compute, a, b, [stream], name=f"fp8_matmul_mx_{mode}", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
-        scratch=scratch, interpret=interpret,
+        interpret=interpret,
     )  # fmt: skip
 
 
@@ -114,40 +113,33 @@ def _load_words(share: hopper.Share, slot: Any, rows: int) -> jax.Array:
     return share.scales(0, slot, share.stage_row, rows, hopper.ROW)
 
 
-def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> tuple[Any, dict[str, Any]]:
-    fold = _fold_array if interpret is not None else _fold_registers(tile.rows)
-    scratch = {}
-    if interpret is not None:  # the interpreter multiplies from shared memory only
-        shape = (hopper.COMPUTE_GROUPS, tile.rows, hopper.K_STEP)
-        scratch["folded"] = plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=hopper.tiling(hopper.K_STEP, 1))
+def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> Any:
+    def start(share: hopper.Share, slot: Any, acc: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        word = _load_words(share, slot, tile.rows)
+        codes = plgpu.load(share.a(slot), layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
+        columns = share.b(slot, transposed=False)
+        if interpret is None:
+            return start_product_of_registers(acc, codes, word, columns, _fold_registers)
+        left, right = (x.astype(jnp.float32) for x in (_fold_array(codes, word), columns[...]))
+        return acc + lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST), None
 
-    def compute(share: hopper.Share, finish: Any, folded: Any = None) -> None:
-        def accumulate(acc: Any) -> None:
-            def body(_: jax.Array, slots: list[Any], __: None) -> None:
-                (slot,) = slots
-                share.wait(slot)
-                word = _load_words(share, slot, tile.rows)
-                codes = plgpu.load(share.a(slot), layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
-                codes = fold(codes, word)
-                if folded is None:
-                    plgpu.wgmma(acc, codes, share.b(slot))
-                else:
-                    folded[share.group] = codes
-                    plgpu.commit_smem()
-                    plgpu.wgmma(acc, folded.at[share.group], share.b(slot))
-                share.scales_read()
-                plgpu.wgmma_wait(0)
-                share.release(slot)
+    def compute(share: hopper.Share, finish: Any) -> None:
+        def body(_: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
+            (slot,) = slots
+            share.wait(slot)
+            acc, left = start(share, slot, acc)
+            share.scales_read()
+            acc = acc if interpret is not None else finish_product(acc, 0, left)
+            share.release(slot)
+            return acc
 
-            share.loop(body)
-            finish([(0, acc[...])])
+        zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), plgpu.Layout.WGMMA)
+        finish([(0, share.loop(body, zero))])
 
-        pl.run_scoped(accumulate, plgpu.ACC((tile.rows, tile.cols), jnp.float32))
-
-    return compute, scratch
+    return compute
 
 
-def _exact(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> tuple[Any, dict[str, Any]]:
+def _exact(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
     def start(share: hopper.Share, slot: Any, group: Any) -> jax.Array:
         if interpret is None:
             return start_product(share.a(slot), share.b(slot, transposed=False), group)
@@ -184,7 +176,7 @@ def _exact(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> tuple
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), plgpu.Layout.WGMMA)
         finish([(0, share.loop(body, zero, unroll))])
 
-    return compute, {}
+    return compute
 
 
 def _product_array(a: Any, b: Any, group: int) -> jax.Array:
@@ -202,43 +194,30 @@ def _fold_array(codes: jax.Array, word: jax.Array) -> jax.Array:
     return jnp.clip(groups * scale[:, :, None], -448, 448).reshape(codes.shape).astype(codes.dtype)
 
 
-def _fold_registers(rows: int) -> Any:
-    """(rows, 128) e4m3 codes in wgmma's 8-bit operand layout times the half-precision scales in (rows,) words.
+def _fold_registers(codes: Any, words: Any, group: int) -> Any:
+    """(rows, 32) e4m3 codes in wgmma's 8-bit layout times the `group`-th half-precision scales in (rows,) words.
 
     A register holds four neighbouring codes of a row, so that one scale serves all four.
     """
+    i32 = ir.IntegerType.get_signless(32)
+    pair = ir.VectorType.get((1,), i32)
+    zero = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA_8BIT, hopper.ROW),
-        return_type=plgpu.ShapeDtypeStruct((rows, hopper.K_STEP), jnp.float8_e4m3fn, layout=plgpu.Layout.WGMMA_8BIT),
-    )
-    def fold(_: Any, codes: Any, words: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        pair = ir.VectorType.get((1,), i32)
-        zero = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result
+    def ptx(text: str, *args: Any) -> Any:
+        constraints = ",".join(["=r"] + ["r"] * len(args))
+        return llvm.inline_asm(i32, list(args), text, constraints, asm_dialect=0, has_side_effects=False)
 
-        def ptx(text: str, *args: Any) -> Any:
-            constraints = ",".join(["=r"] + ["r"] * len(args))
-            return llvm.inline_asm(i32, list(args), text, constraints, asm_dialect=0, has_side_effects=False)
+    def scale(word: Any) -> Any:
+        word = llvm.extractelement(word, zero) if isinstance(word.type, ir.VectorType) else word
+        spread = ptx(f"prmt.b32 $0, $1, 0, {0x4040 | group | group << 8:#x};", word)
+        return ptx("shl.b32 $0, $1, 7;", spread)
 
-        def scalar(register: Any) -> Any:
-            return llvm.extractelement(register, zero) if isinstance(register.type, ir.VectorType) else register
-
-        registers = codes.registers.copy()
-        expected = (rows // 64, 8)
-        if registers.shape[:2] != expected or registers.shape[4] != 2:
-            raise NotImplementedError(f"unknown 8-bit wgmma layout {registers.shape} in jax {jax.__version__}")
-        word = {(i[0], i[2]): scalar(words.registers[i]) for i in np.ndindex(words.registers.shape)}
-        scales: dict[tuple[int, int, int], Any] = {}
-        for i in np.ndindex(registers.shape):
-            tile_row, half, group = i[0], i[4], i[1] // 2
-            key = (tile_row, half, group)
-            if key not in scales:
-                spread = ptx(f"prmt.b32 $0, $1, 0, {0x4040 | group | group << 8:#x};", word[tile_row, half])
-                scales[key] = ptx("shl.b32 $0, $1, 7;", spread)
-            four = llvm.extractelement(vector.bitcast(pair, registers[i]), zero)
-            four = ptx(SCALE_FOUR_CODES, four, scales[key])
-            registers[i] = vector.bitcast(registers[i].type, vector.broadcast(pair, four))
-        return mgpu.FragmentedArray(_registers=registers, _layout=codes.layout, _is_signed=codes.is_signed)
-
-    return fold
+    registers = codes.registers.copy()
+    if registers.shape[:2] != (codes.shape[0] // 64, 2) or registers.shape[4] != 2:
+        raise NotImplementedError(f"unknown 8-bit wgmma layout {registers.shape} in jax {jax.__version__}")
+    scales = {(i[0], i[2]): scale(words.registers[i]) for i in np.ndindex(words.registers.shape)}
+    for i in np.ndindex(registers.shape):
+        four = llvm.extractelement(vector.bitcast(pair, registers[i]), zero)
+        four = ptx(SCALE_FOUR_CODES, four, scales[i[0], i[4]])
+        registers[i] = vector.bitcast(registers[i].type, vector.broadcast(pair, four))
+    return mgpu.FragmentedArray(_registers=registers, _layout=codes.layout, _is_signed=codes.is_signed)
