@@ -28,6 +28,9 @@ SHAPES = {"7b": cases.LINEARS_7B, "13b": cases.LINEARS_13B, "all": cases.LINEARS
 RECIPES = {
     "te_current": recipes.te_current().linear,
     "te_current, two-stage": recipes.Linear("e4m3", "e4m3", "e5m2", scaling="two_stage"),
+    "te_current, fast accumulation": recipes.Linear(
+        "e4m3", "e4m3", "e5m2", fast_accumulation=("forward", "dgrad", "wgrad")
+    ),
     "e4m3 rows": recipes.Linear("e4m3:token", "e4m3:token", "e5m2:token", w_dgrad="e4m3:token", x_wgrad="e4m3:token",
                                 dy_wgrad="e5m2:token", saved="e4m3:token"),
     "deepseek": recipes.deepseek().linear,
