@@ -178,3 +178,31 @@ def test_rules_choose_the_activations_of_linen_by_the_layer_that_reads_them():
     faithful = residuals(fp8jax.linen.quantize(Swiglu(), FAITHFUL).apply, variables, HALF)
     # Besides gate and up the activated gate, and the codes that the last layer reads.
     assert sorted(s for d, s in faithful if d == "uint8") == sorted([(TOKENS, WIDTH)] + [(TOKENS, INNER)] * 4)
+
+
+class Shared(linen.Module):
+    """A perceptron that is called twice, jitted, and one whose layers lie inside a block beside others."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mlp = linen.jit(Swiglu)(name="mlp")
+        x = mlp(mlp(x))
+        h = linen.LayerNorm(dtype=jnp.bfloat16, name="norm")(x)
+        h = linen.gelu(linen.Dense(INNER, dtype=jnp.bfloat16, name="wide")(h), approximate=False)
+        return x + linen.Dense(WIDTH, dtype=jnp.bfloat16, name="narrow")(h)
+
+
+def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognised():
+    model = Shared()
+    variables = model.init(jax.random.key(0), HALF)
+    parts = {part.path: part.computes for part in fp8jax.explain(model, COAT, HALF).parts}
+    assert parts == {"": "narrow(gelu(wide(x)))", "mlp": "down(silu(gate(x)) * up(x))", "norm": "norm"}
+    quantized, linear = (fp8jax.linen.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
+    for _ in range(2):  # the second time nn.jit has the trace
+        codes = [s for d, s in residuals(quantized.apply, variables, HALF) if d == "uint8"]
+        # Of the perceptron twice input, gate and up; the input of the norm, which its reader makes again; of "wide".
+        assert sorted(codes) == sorted([(TOKENS, WIDTH)] * 3 + [(TOKENS, INNER)] * 5)
+    assert relative(quantized.apply(variables, HALF), linear.apply(variables, HALF)) < 1e-6
+    errors = [relative(jax.grad(_loss, argnums=1)(m, variables, HALF),
+                       jax.grad(_loss, argnums=1)(model, variables, HALF)) for m in (quantized, linear)]  # fmt: skip
+    assert errors[0] < 1.2 * errors[1] < 0.6
