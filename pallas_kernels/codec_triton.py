@@ -109,11 +109,12 @@ def from_bits(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def fp32(x: tl.tensor) -> tl.tensor:
+def fp32(x: tl.tensor, KEPT: tl.constexpr = True) -> tl.tensor:
+    """fp32 values; not KEPT, they are made anew where an earlier use has them, which would take twice the registers."""
     if x.dtype == tl.bfloat16:
         # Two at a time: Triton takes a pair apart before it shifts each.
         y = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], tl.float32, is_pure=True, pack=2
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], tl.float32, is_pure=KEPT, pack=2
         )
     else:
         y = x.to(tl.float32)

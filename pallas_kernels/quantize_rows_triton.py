@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels import codec_triton as codec
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 
@@ -31,7 +32,7 @@ def _peaks(x: tl.tensor, SIZE: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _codes(x: tl.tensor, factor: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
-    return device.encode(device.scaled(device.widen(x), factor, HOW), 0, HOW)
+    return device.encode(device.scaled(codec.fp32(x, False), factor, HOW), 0, HOW)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels import codec_triton as codec
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.scaling_triton import Coding as Coding
 
@@ -120,7 +121,7 @@ def _quantize(
 
     words = tl.zeros((R, WIDE), tl.uint32)
     for j in tl.static_range(4):
-        x, m, here = device.widen(xs[j]), m0 + j, device.inside(m0 + j, n, M, N)
+        x, m, here = codec.fp32(xs[j], False), m0 + j, device.inside(m0 + j, n, M, N)
         if ROWS[0] > 0:
             y = device.scale_along_rows(
                 x, m, left, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip

@@ -83,18 +83,6 @@ def load(pointer: tl.tensor, inside: tl.tensor, mask: tl.tensor, MASKED: tl.cons
 
 
 @triton.jit
-def widen(x: tl.tensor) -> tl.tensor:
-    """fp32 values, made anew: kept from an earlier use they would take twice the registers."""
-    if x.dtype == tl.bfloat16:
-        y = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], tl.float32, is_pure=False, pack=2
-        )
-    else:
-        y = x.to(tl.float32)
-    return y
-
-
-@triton.jit
 def ordered(x: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """Bits of magnitudes, ordered as they are, above those of Inf and NaN; for integers, which have no such, below."""
     return (bits(x) & _MAGNITUDE) + (0 if HOW[4] == 2 else _TINY_BITS)

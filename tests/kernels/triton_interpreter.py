@@ -64,7 +64,7 @@ def inverse(scale: Any) -> Any:
     return 1.0 / scale.to(tl.float32)
 
 
-def widen(x: Any) -> Any:
+def fp32(x: Any, _: Any = True) -> Any:
     return x.to(tl.float32)
 
 
@@ -94,7 +94,7 @@ def prepare() -> None:
     jax.custom_batching.sequential_vmap = lambda function: function
     jax.lax.platform_dependent = lambda *args, cuda, default: cuda(*args)
     interpreter._convert_float = convert
-    codec_triton.multiply_add, scaling_triton.inverse, scaling_triton.widen = multiply_add, inverse, widen
+    codec_triton.multiply_add, scaling_triton.inverse, codec_triton.fp32 = multiply_add, inverse, fp32
     codec_triton.exp2, codec_triton.reciprocal = (lambda x: tl.exp2(x)), (lambda x: 1.0 / x)
     scaling_triton.insert, operations_triton.narrowed = insert, narrowed
     quantize_triton.call = call
