@@ -62,7 +62,7 @@ def matmul(
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
-    choice, how = _choose(a, b, impl, impl == "mosaic" or on_cuda(), fast)
+    choice, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
     tell("matmul", choice)
     if how is None:
         return _reference(a, b, fast, dtype)
@@ -130,10 +130,10 @@ def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, pla
     Raises:
         ValueError: as `matmul`.
     """
-    return _choose(a, b, impl, on_cuda(platform), fast)[0]
+    return _choose(a, b, impl, on_cuda(platform))[0]
 
 
-def _choose(a: Operand, b: Operand, impl: str, cuda: bool, fast: bool) -> tuple[Choice, Any]:
+def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl == "xla":
@@ -143,7 +143,7 @@ def _choose(a: Operand, b: Operand, impl: str, cuda: bool, fast: bool) -> tuple[
         reason = reason or "an operand has no codes that matrix units take"
     elif reason is None:
         if impl == "auto":
-            return matmul_hopper.choose(a, b, fast)
+            return matmul_hopper.choose(a, b)
         reason = matmul_hopper.unsupported(a, b)
         if reason is None:
             return Choice("mosaic", "asked for"), matmul_hopper.mosaic_kernel(a, b)

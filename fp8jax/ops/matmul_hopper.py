@@ -15,20 +15,19 @@ from fp8jax.ops.choice import Choice, capability, spread
 
 HOPPER, MICROSCALING = 90, 100
 OUTPUT_GROUPS = (16, 32, 64, 128)
-PROMOTED_LENGTH = 4096
 _K_MAJOR = (((1,), (1,)), ((), ()))
 Kernel = Literal["row", "block", "mx", "mx right"]
 
 
-def choose(a: QTensor, b: QTensor, fast: bool = True) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
+def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
     """What multiplies them best on a CUDA GPU, and how `run` calls it; None for the reference.
 
     With one scale for each operand cuBLASLt's FP8 product and ours lie within some per cent of each other on an H200
     (results/gemm.json). But XLA calls cuBLASLt with 8-bit operands only where its own Triton products are switched off
     (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false): otherwise it may widen the operands to 16 bits, so that on Hopper
-    the kernel is taken, as it is without fast accumulation over contractions of up to `PROMOTED_LENGTH`, where it takes
-    0.97 of cuBLASLt's time; over longer ones 1.01 to 1.04. Scales of rows, which cuBLASLt leaves to a second kernel of
-    XLA, and of groups are ours.
+    the kernel is taken. Without fast accumulation it takes 0.97 of cuBLASLt's time over contractions of 4096 by itself,
+    and more in a whole layer, where XLA lets cuBLASLt add what else the result is added to. Scales of rows, which
+    cuBLASLt leaves to a second kernel of XLA, and of groups are ours.
     """
     fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
     if not fp8 or 0 in (*a.shape, *b.shape):
@@ -37,8 +36,7 @@ def choose(a: QTensor, b: QTensor, fast: bool = True) -> tuple[Choice, Kernel | 
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
     cublas = per_tensor and not e5m2 and capability() >= 89
     reason = _unfit(a, b)
-    slower = not fast and a.shape[1] <= PROMOTED_LENGTH
-    if cublas and (reason is not None or (_triton_gemm_off() and not slower)):
+    if cublas and (reason is not None or _triton_gemm_off()):
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if capability() >= MICROSCALING and _native(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"
