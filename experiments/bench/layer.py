@@ -103,7 +103,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
-    notes = [" ".join((__doc__ or "").split("\n\n")[1].split()), "Ratios are bf16's time or bytes over the recipe's."]
+    notes = [
+        " ".join((__doc__ or "").split("\n\n")[1].split()),
+        "Ratios are bf16's time or bytes over the recipe's.",
+        "Clock and power are medians while a layer runs for 0.4 s: at the power limit the clock falls.",
+    ]
     save = functools.partial(
         timing.write, "layer", "A Llama layer, forward and backward", notes=notes, versions={}, out=options.out
     )
@@ -118,5 +122,9 @@ def main(argv: list[str]) -> None:
             kept, most = wanted[name].kept, wanted[BF16].kept
             rows.append(timing.row(case, name, "time", time * 1e3, "ms", BF16, times[BF16] / time))
             rows.append(timing.row(case, name, "kept", kept / unit, "U", BF16, most / kept))
+        for name, call in ready.items():
+            state = timing.clock_and_power(call)
+            for metric, value, what in zip(("clock", "power"), state or (), ("MHz", "W"), strict=False):
+                rows.append(timing.row(case, name, metric, value, what))
         save(rows)
     save(rows + timing.means(rows, "time"))

@@ -4,7 +4,9 @@ import concurrent.futures
 import datetime
 import json
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -68,6 +70,27 @@ def seconds(ready: dict[str, Callable], rounds: int, burst: float) -> dict[str, 
         for i in np.random.default_rng(turn).permutation(len(names)):
             times[names[i]].append(run(ready[names[i]], repeats[names[i]]))
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+def clock_and_power(call: Callable, duration: float = 0.4) -> tuple[float, float] | None:
+    """Medians of the multiprocessors' clock, MHz, and of the power drawn, W, while a program runs again and again.
+
+    A GPU at its power limit lowers its clock: what needs less energy then runs faster than its cycles say. None where
+    nvidia-smi is missing.
+    """
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "20"]
+    if shutil.which(query[0]) is None:
+        return None
+    start, out = time.perf_counter(), None
+    with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as watch:
+        while time.perf_counter() - start < duration:
+            out = call()
+            jax.block_until_ready(out)
+        watch.terminate()
+        told, _ = watch.communicate()
+    samples = [line.split(",") for line in told.splitlines() if line.count(",") == 1]
+    numbers = np.asarray(samples[len(samples) // 3 :], float)  # without the time until it has settled
+    return (float(np.median(numbers[:, 0])), float(np.median(numbers[:, 1]))) if len(numbers) else None
 
 
 def row(case: str, impl: str, metric: str, value: float | None, unit: str, baseline: str | None = None,
