@@ -58,11 +58,11 @@ def matmul_block(
     if not by_column:
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
     if tile is None:
-        chosen = Tile(64, 128, stages=5, cluster=hopper.pairing(m, 128)), 1
-        tile, unroll = chosen if by_column else best_tile(m, n)
-    width = math.gcd(tile.cols, 128)  # columns that share a scale of b
+        tile, unroll = best_tile(m, n, by_column)
+    # Columns that share a scale of b, or so few that registers hold their scales beside three sets of sums.
+    width = 32 if by_column else math.gcd(tile.cols, 128)
     starts = range(0, tile.cols, width)
-    # A fence in each slice costs a chain more than scales that come from device memory, read a slice ahead.
+    # A fence in each slice costs a chain more than scales from device memory, read a slice ahead; columns have too many.
     direct = unroll > 1 and not by_column
     streams, extras = [], []
     if direct:
@@ -85,22 +85,26 @@ def matmul_block(
             return plgpu.load(rows, layout=hopper.ROW, optimized=False), *blocks_of_b(i)
 
         def streamed(i: jax.Array, slot: Any) -> tuple[Any, ...]:
-            if by_column:
-                at = [share.stage_col + first for first in starts]
-                columns = [share.scales(1, slot, start, width, hopper.COLUMN) for start in at]
-            else:
-                columns = blocks_of_b(i)
-            return share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW), *columns
+            return share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW), *blocks_of_b(i)
 
         def spread(x: jax.Array, axis: int) -> jax.Array:
             return lax.broadcast_in_dim(x, (tile.rows, width), [axis])
 
         def promote(acc: Any, in_flight: int, partial: Any, slot: Any, scales: Any, slices: Any) -> Any:
             done = plgpu.wgmma_accumulator_load(partial, wait_n=in_flight)
-            share.release(slot)
             share.multiplied(slices)
+            if by_column:
+                row = share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW)
+                total = []
+                for x, first in zip(acc, starts, strict=True):
+                    column = share.scales(1, slot, share.stage_col + first, width, hopper.COLUMN)
+                    total.append(x + done[:, first : first + width] * spread(row, 0) * spread(column, 1))
+                share.scales_read()
+                share.release(slot)
+                return tuple(total)
+            share.release(slot)
             row, *columns = scales
-            factors = [spread(row, 0) * spread(c, 1) if by_column else spread(row * c, 0) for c in columns]
+            factors = [spread(row * c, 0) for c in columns]
             return tuple(x + done[:, f : f + width] * s for x, f, s in zip(acc, starts, factors, strict=True))
 
         def body(i: jax.Array, slots: list[Any], carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -110,11 +114,11 @@ def matmul_block(
                     return promote(acc, 0, *before), ahead
                 slot = slots[step]
                 share.wait(slot)
-                scales = ahead if direct else streamed(i + step, slot)
+                scales = ahead if direct or by_column else streamed(i + step, slot)
 
                 def issue(partial: Any) -> tuple[Any, Any]:
                     plgpu.wgmma(partial, share.a(slot), share.b(slot))
-                    if not direct:
+                    if not (direct or by_column):
                         share.scales_read()
                     later = read(i + step + 1) if direct else ()
                     total = acc if before is None else promote(acc, 1, *before)
@@ -135,17 +139,22 @@ def matmul_block(
     )  # fmt: skip
 
 
-def best_tile(m: int, n: int) -> tuple[Tile, int]:
-    """Tile and `unroll` for 128x128 blocks of b with the least estimated time: waves of tiles times a slice's cycles.
+def best_tile(m: int, n: int, by_column: bool = False) -> tuple[Tile, int]:
+    """Tile and `unroll` with the least estimated time: waves of tiles times a slice's cycles.
 
-    A slice takes 950 and 680 cycles as measured on an H200 at 8192 x 8192 x 8192, so that only waves decide.
+    With blocks of b a slice takes 950 or 680 cycles as measured on an H200 at 8192 x 8192 x 8192; with scales of
+    columns 1.47 times as long in the wider tile.
     """
 
-    def cost(choice: tuple[int, Tile, int]) -> int:
+    def cost(choice: tuple[float, Tile, int]) -> float:
         cycles, tile, _ = choice
         tiles = hopper.ceil_div(m, tile.block_rows) * hopper.ceil_div(n, tile.block_cols)
         return cycles * hopper.ceil_div(tiles, hopper.multiprocessors())
 
     cluster = hopper.pairing(m, 128)
-    wide, narrow = Tile(64, 192, cluster=cluster, lead=1, slots=3), Tile(64, 128, stages=6, cluster=cluster)
-    return min([(950, wide, 1), (680, narrow, 8)], key=cost)[1:]
+    if by_column:
+        choices = [(1.47, Tile(64, 192, cluster=cluster, lead=1), 1), (1.0, Tile(64, 128, stages=5), 4)]
+    else:
+        wide, narrow = Tile(64, 192, cluster=cluster, lead=1, slots=3), Tile(64, 128, stages=6, cluster=cluster)
+        choices = [(950.0, wide, 1), (680.0, narrow, 8)]
+    return min(choices, key=cost)[1:]

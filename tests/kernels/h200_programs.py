@@ -73,8 +73,14 @@ def block_wide() -> Program:
     return block(16384, 22016)
 
 
-def wgrad() -> Program:
-    return matmul_block, (*CODES, Shape((M, K // 128), F32), Shape((N, K // 128), F32))
+def wgrad(m: int = M, n: int = N) -> Program:
+    codes = Shape((m, K), E4M3), Shape((n, K), E4M3)
+    return matmul_block, (*codes, Shape((m, K // 128), F32), Shape((n, K // 128), F32))
+
+
+def wgrad_wide() -> Program:
+    """As `block_wide`."""
+    return wgrad(16384, 22016)
 
 
 def registers() -> Program:
@@ -118,6 +124,7 @@ ALL = [
     block,
     block_wide,
     wgrad,
+    wgrad_wide,
     registers,
     exact,
 ]

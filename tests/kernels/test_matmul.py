@@ -168,8 +168,8 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
         ((128, 256, 384), False, Tile(64, 128, "M", 2), 4, BF16),
         ((130, 203, 1300), False, Tile(64, 128, "M", 3), 8, F32),
         ((130, 403, 700), False, Tile(64, 192, "M", 2, lead=1, slots=3), 1, BF16),
-        ((70, 130, 640), True, Tile(64, 64, "M", 2), 1, F32),
-        ((70, 130, 200), True, Tile(64, 64, "M", 2), 2, BF16),
+        ((70, 130, 640), True, Tile(64, 96, "M", 3, lead=1), 1, F32),
+        ((70, 130, 900), True, Tile(64, 64, "M", 2, cluster="M"), 4, BF16),
     ],
 )
 @pytest.mark.parametrize("implementation", ["reference", "mosaic"])
@@ -187,6 +187,16 @@ def test_tiles_of_block_products_follow_their_waves() -> None:
     assert best(4096, 4096)[0].cols == 128  # 8 waves of 128 columns are shorter than 6 of 192
     assert best(16384, 22016)[0].cols == 192
     assert best(4096, 4096)[1] == 8
+    assert best(4096, 4096, by_column=True)[0].cols == 128
+    assert best(16384, 22016, by_column=True)[0].cols == 192
+
+
+def test_tiles_follow_their_waves() -> None:
+    best = matmul_mosaic.best_tile
+    assert best(8192, 8192, 8192).cols == 192
+    assert best(2048, 7168, 4096).cols == 128  # 7 waves of 128 columns are shorter than 5 of 192
+    assert best(4096, 7168, 16384).cols == 160
+    assert best(4096, 7168, 16384, widest=128).cols == 128
 
 
 def round_e4m3(x: np.ndarray) -> np.ndarray:
