@@ -62,7 +62,7 @@ def matmul_block(
     # Columns that share a scale of b, or so few that registers hold their scales beside three sets of sums.
     width = 32 if by_column else math.gcd(tile.cols, 128)
     starts = range(0, tile.cols, width)
-    # A fence in each slice costs a chain more than scales from device memory, read a slice ahead; columns have too many.
+    # A fence in each slice costs a chain more than scales from device memory, a slice ahead; columns have too many.
     direct = unroll > 1 and not by_column
     streams, extras = [], []
     if direct:
