@@ -90,12 +90,6 @@ class Share:
         if self.ahead is not None:
             pl.when(self.group == 1)(lambda: plgpu.barrier_wait(self.ahead))
 
-    def multiplied(self, slices: jax.Array) -> None:
-        """Tells that the products of so many slices of the tile are done; called at least once with `tile.lead`."""
-        if self.ahead is not None:
-            leads = (self.group == 0) & (slices == self.tile.lead)
-            pl.when(leads)(lambda: plgpu.barrier_arrive(self.ahead))
-
     def loop(self, body: Callable[[jax.Array, list[Any], Any], Any], init: Any = None, unroll: int = 1) -> Any:
         """Runs `carry = body(i, slots, carry)` over K, `unroll` slices at a time and then the rest.
 
@@ -122,9 +116,12 @@ class Share:
         base = 0 if self.tile.split is not None else self.group * self.tile.stages
         plgpu.barrier_wait(self.full.at[base + slot])
 
-    def release(self, slot: Any) -> None:
-        """Hands the stage back to the memory warpgroup, when nothing reads it any more."""
+    def release(self, slot: Any, slices: jax.Array | int) -> None:
+        """Hands the stage of the tile's `slices`-th slice back to the memory warpgroup: nothing reads it any more."""
         plgpu.barrier_arrive(self.empty.at[slot])
+        if self.ahead is not None:
+            leads = (self.group == 0) & (slices == self.tile.lead)
+            pl.when(leads)(lambda: plgpu.barrier_arrive(self.ahead))
 
     def scales(self, stream: int, slot: Any, start: Any, size: int, layout: Any) -> jax.Array:
         """Values of a stream that came with this stage; call `scales_read` before the stage is released."""

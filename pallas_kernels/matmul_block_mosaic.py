@@ -92,7 +92,6 @@ def matmul_block(
 
         def promote(acc: Any, in_flight: int, partial: Any, slot: Any, scales: Any, slices: Any) -> Any:
             done = plgpu.wgmma_accumulator_load(partial, wait_n=in_flight)
-            share.multiplied(slices)
             if by_column:
                 row = share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW)
                 total = []
@@ -100,9 +99,9 @@ def matmul_block(
                     column = share.scales(1, slot, share.stage_col + first, width, hopper.COLUMN)
                     total.append(x + done[:, first : first + width] * spread(row, 0) * spread(column, 1))
                 share.scales_read()
-                share.release(slot)
+                share.release(slot, slices)
                 return tuple(total)
-            share.release(slot)
+            share.release(slot, slices)
             row, *columns = scales
             factors = [spread(row * c, 0) for c in columns]
             return tuple(x + done[:, f : f + width] * s for x, f, s in zip(acc, starts, factors, strict=True))

@@ -75,14 +75,13 @@ def matmul(
 
                 @pl.when(i > 0)
                 def _previous_slice_is_done() -> None:
-                    share.release(before)
+                    share.release(before, i)
 
-                share.multiplied(i)
                 return slot
 
             last = share.loop(body, jnp.int32(0))
             plgpu.wgmma_wait(0)
-            share.release(last)
+            share.release(last, share.k_steps)
             finish([(0, acc[...])])
 
         pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
@@ -98,11 +97,9 @@ def matmul(
                     plgpu.wgmma(partial, share.a(slot), share.b(slot))
                     if step:
                         plgpu.wgmma_wait(1)
-                        share.release(slots[step - 1])
-                        share.multiplied(i + step)
+                        share.release(slots[step - 1], i + step)
                 done = plgpu.wgmma_accumulator_load(partial, wait_n=0)
-                share.release(slots[-1])
-                share.multiplied(i + len(slots))
+                share.release(slots[-1], i + len(slots))
                 return tuple(x + done[:, f : f + width] for x, f in zip(total, starts, strict=True))
 
             return pl.run_scoped(several, plgpu.ACC(shape, jnp.float32))

@@ -124,13 +124,13 @@ def _registers(tile: hopper.Tile, interpret: hopper.Interpret) -> Any:
         return acc + lax.dot_general(left, right, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST), None
 
     def compute(share: hopper.Share, finish: Any) -> None:
-        def body(_: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
+        def body(i: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
             (slot,) = slots
             share.wait(slot)
             acc, left = start(share, slot, acc)
             share.scales_read()
             acc = acc if interpret is not None else finish_product(acc, 0, left)
-            share.release(slot)
+            share.release(slot, i + 1)
             return acc
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), plgpu.Layout.WGMMA)
@@ -149,19 +149,17 @@ def _exact(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
         return sums if interpret is not None else finish_product(sums, in_flight)
 
     def compute(share: hopper.Share, finish: Any) -> None:
-        def promote(
-            acc: jax.Array, in_flight: int, sums: jax.Array, slot: Any, word: jax.Array, group: int
-        ) -> jax.Array:
+        def promote(acc: jax.Array, in_flight: int, sums: jax.Array, word: jax.Array, group: int, *slice_: Any) -> Any:
             done = finish_one(sums, in_flight)
             if group == GROUPS_PER_STEP - 1:
-                share.release(slot)
+                share.release(*slice_)
             byte = lax.shift_right_logical(word, jnp.int32(8 * group)) & jnp.int32(255)
             scale = lax.bitcast_convert_type(byte << jnp.int32(23), jnp.float32)
             return acc + done * lax.broadcast_in_dim(scale, acc.shape, [0])
 
-        def body(_: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
+        def body(i: jax.Array, slots: list[Any], acc: jax.Array) -> jax.Array:
             before: Any = None
-            for slot in slots:
+            for step, slot in enumerate(slots):
                 share.wait(slot)
                 word = _load_words(share, slot, tile.rows)
                 for group in range(GROUPS_PER_STEP):
@@ -170,7 +168,7 @@ def _exact(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
                         share.scales_read()
                     # Each partial product is promoted while the next one is in flight.
                     acc = acc if before is None else promote(acc, 1, *before)
-                    before = sums, slot, word, group
+                    before = sums, word, group, slot, i + step + 1
             return promote(acc, 0, *before)
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), plgpu.Layout.WGMMA)

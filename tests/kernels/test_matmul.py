@@ -206,7 +206,7 @@ def round_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("shape", "tile"), [((128, 130, 384), Tile(64, 128, "M", 2)), ((70, 75, 900), Tile(64, 64, "M", 2))]
+    ("shape", "tile"), [((128, 130, 384), Tile(64, 128, "M", 2)), ((70, 75, 900), Tile(64, 64, "M", 2, lead=1))]
 )
 @pytest.mark.parametrize("mode", ["registers", "exact"])
 @pytest.mark.parametrize("implementation", ["reference", "mosaic"])
