@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import jax_triton
+import numpy as np
 import triton
 import triton.language as tl
 from jax import Array
@@ -42,9 +43,16 @@ class Scalars(NamedTuple):
 
     @property
     def vector(self) -> Array:
-        """The scalars in the order and form that the kernel reads."""
-        values = [-self.rate, self.weight_decay, self.b1, self.b1_rest, self.b2, self.b2_rest]
-        values += [self.correction1, 1 / self.correction2, self.eps * self.correction1, self.eps_root]
+        """The scalars in the order and form that the kernel reads, both corrections taken out of its moments.
+
+        With r = sqrt(v + eps_root * correction2), direction = m / (r + eps * c) * c / correction1, c the root of
+        `correction2`. Under the root, zero counts as the smallest normal number.
+        """
+        correction = jnp.sqrt(jnp.asarray(self.correction2, jnp.float32))
+        least = jnp.maximum(self.eps_root * self.correction2, np.finfo(np.float32).tiny)
+        scale = correction / self.correction1
+        values = [-self.rate * scale, self.weight_decay / scale, self.b1, self.b1_rest, self.b2, self.b2_rest]
+        values += [least, -self.eps * correction]
         return jnp.stack([jnp.asarray(x, jnp.float32) for x in values])
 
 
@@ -55,13 +63,13 @@ class Launch:
     Attributes:
         warps: warps of a program; a thread has 16 elements, or 32 of a group of 1024.
         ahead: a program asks for the data of the program that comes so many later; 0 for its own, None for no such
-            request. Its loads come when the assembler sees registers for them, and wait for memory every time.
+            request. What comes later than the programs that run at a time is evicted before its use.
         vector: elements of a thread that lie next to each other. One layout serves codes, gradients and weights, whose
             loads are 16 bytes wide at most.
     """
 
     warps: int = 1
-    ahead: int | None = 0
+    ahead: int | None = None
     vector: int = 8
 
 
@@ -143,44 +151,49 @@ def _adamw(
         codec.prefetch(nu_ptr + later, TILE * SIZE)
         if WEIGHT:
             codec.prefetch(weight_ptr + later, TILE * SIZE)
-    g = codec.fp32(_load(grad_ptr + base, offsets, mask, MASKED))
-    w = codec.fp32(_load(weight_ptr + base, offsets, mask, MASKED)) if WEIGHT else 0.0
-    mu = _load(mu_ptr + base, offsets, mask, MASKED)
-    nu = _load(nu_ptr + base, offsets, mask, MASKED)
-    mu_scale = _load(mu_scale_ptr, group, there, MASKED) if MU[0] else 1.0
-    nu_scale = _load(nu_scale_ptr, group, there, MASKED) if NU[0] else 1.0
-    mu_exponent = _load(mu_exponent_ptr, group, there, MASKED) if MU[1] else 1.0
-    nu_exponent = _load(nu_exponent_ptr, group, there, MASKED) if NU[1] else 1.0
+    g = _load(grad_ptr + base, offsets, mask, MASKED)
+    w = _load(weight_ptr + base, offsets, mask, MASKED) if WEIGHT else 0.0
     rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
     b1, b1_rest = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
     b2, b2_rest = tl.load(scalars_ptr + 4), tl.load(scalars_ptr + 5)
-    correction1, unbias2 = tl.load(scalars_ptr + 6), tl.load(scalars_ptr + 7)
-    eps, eps_root = tl.load(scalars_ptr + 8), tl.load(scalars_ptr + 9)
+    least, negative_eps = tl.load(scalars_ptr + 6), tl.load(scalars_ptr + 7)
     word1 = tl.load(seed_ptr) if STOCHASTIC else 0
     word2 = tl.load(seed_ptr + 1) if STOCHASTIC else 0
+    nu = _load(nu_ptr + base, offsets, mask, MASKED)
+    mu = _load(mu_ptr + base, offsets, mask, MASKED)
+    # The assembler puts loads off to where their values are used, but not past a barrier; scales are used first.
+    tl.debug_barrier()
+    nu_scale = _load(nu_scale_ptr, group, there, MASKED) if NU[0] else 1.0
+    nu_exponent = _load(nu_exponent_ptr, group, there, MASKED) if NU[1] else 1.0
+    mu_scale = _load(mu_scale_ptr, group, there, MASKED) if MU[0] else 1.0
+    mu_exponent = _load(mu_exponent_ptr, group, there, MASKED) if MU[1] else 1.0
 
-    m = codec.multiply_add(g, b1_rest, codec.decode(mu, mu_scale, mu_exponent, b1, MU))
+    # The second moment comes first, here and below: the assembler then needs fewest registers.
+    g = codec.fp32(g)
+    w = codec.fp32(w) if WEIGHT else 0.0
     v = codec.multiply_add(g * g, b2_rest, codec.decode(nu, nu_scale, nu_exponent, b2, NU))
-    change = m * codec.reciprocal(tl.fma(codec.root(tl.fma(v, unbias2, eps_root)), correction1, eps))
+    m = codec.multiply_add(g, b1_rest, codec.decode(mu, mu_scale, mu_exponent, b1, MU))
+    inverse_root = codec.inverse_root(v + least)
+    change = m * codec.over_negative(inverse_root, tl.fma(inverse_root, negative_eps, -1.0))
     if WEIGHT:
         change = tl.fma(w, weight_decay, change)
     result = tl.fma(change, rate, w) if STEP else change * rate
     if STOCHASTIC:
-        result = codec.round_stochastically(result, base, offsets, word1, word2)
+        result = codec.round_stochastically(result, base, offsets, word1, word2, ALIGNED)
     _store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
 
-    if MU[0]:
-        m, scale, exponent = codec.encode(m, mu_ptr.dtype.element_ty, MU)
-        _store(mu_scale_ptr, group, scale, there, MASKED)
-        if MU[1]:
-            _store(mu_exponent_ptr, group, exponent, there, MASKED)
-    _store(mu_ptr + base, offsets, m, mask, MASKED)
     if NU[0]:
-        v, scale, exponent = codec.encode(v, nu_ptr.dtype.element_ty, NU)
+        v, scale, exponent = codec.encode(v, nu_ptr.dtype.element_ty, NU, not SHORT)
         _store(nu_scale_ptr, group, scale, there, MASKED)
         if NU[1]:
             _store(nu_exponent_ptr, group, exponent, there, MASKED)
     _store(nu_ptr + base, offsets, v, mask, MASKED)
+    if MU[0]:
+        m, scale, exponent = codec.encode(m, mu_ptr.dtype.element_ty, MU, not SHORT)
+        _store(mu_scale_ptr, group, scale, there, MASKED)
+        if MU[1]:
+            _store(mu_exponent_ptr, group, exponent, there, MASKED)
+    _store(mu_ptr + base, offsets, m, mask, MASKED)
 
 
 def unsupported(

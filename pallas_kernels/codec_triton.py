@@ -22,6 +22,9 @@ _SIGN = tl.constexpr(-0x80000000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 # Added to the bits of a magnitude, takes Inf and NaN out of the positive integers, and leaves the order of the rest.
 _FINITE_TO_TOP = tl.constexpr(0x00800000)
+_LARGEST_FINITE = tl.constexpr(0x7F7FFFFF)
+# Less the bits of -x, those of 1 / x to a twentieth of it.
+_INVERSE = tl.constexpr(0x7EF311C7 - 0x80000000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +89,17 @@ def reciprocal(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def root(x: tl.tensor) -> tl.tensor:
-    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+def inverse_root(x: tl.tensor) -> tl.tensor:
+    return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def over_negative(x: tl.tensor, d: tl.tensor) -> tl.tensor:
+    """-x / d for finite d up to -1, to 7e-6 of itself, without the unit that takes logarithms and powers of two."""
+    near = from_bits(-bits(d) + _INVERSE)
+    error = tl.fma(d, near, 1.0)
+    near = x * near
+    return tl.fma(near, tl.fma(tl.fma(error, error, error), error, error), near)
 
 
 @triton.jit
@@ -119,6 +131,40 @@ def fp32(x: tl.tensor, KEPT: tl.constexpr = True) -> tl.tensor:
     else:
         y = x.to(tl.float32)
     return y
+
+
+@triton.jit
+def bf16_twice(x: tl.tensor) -> tl.tensor:
+    """bf16 of x in both halves of a word: the conversion of one alone shares a unit with log2 and exp2."""
+    return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def ends_of_inverted(y: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """Bits of y, but the highest and the lowest one of ~x."""
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, 0x80000001, 0x72;", "=r,r,r", [y, x], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def turned(codes: tl.tensor) -> tl.tensor:
+    """Codes, as int8, of the negative numbers."""
+    return tl.inline_asm_elementwise("xor.b32 $0, $1, 0x80808080;", "=r,r", [codes], tl.int8, is_pure=True, pack=4)
+
+
+@triton.jit
+def add_noise_to_pairs(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
+    """bf16 from the bits of fp32, after the halves of noise ^ (noise >> 16) were added to a pair of neighbours."""
+    return tl.inline_asm_elementwise(
+        """{.reg .b32 even, odd;
+        shr.u32 odd, $3, 16;
+        lop3.b32 even, odd, $3, 0xffff, 0x28;
+        add.s32 even, even, $1;
+        add.s32 odd, odd, $2;
+        prmt.b32 $0, even, odd, 0x7632;}""",
+        "=r,r,r,r,r", [x, noise], tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -154,12 +200,25 @@ def decode(codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.t
 
 
 @triton.jit
-def extremes(x: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def extremes(x: tl.tensor, SIGNED: tl.constexpr, QUICK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Of each group the bits of the largest finite magnitude, and those of the smallest non-zero one, less one.
 
-    Less one, zero is the largest unsigned integer. A group of zeros gets 0 and that.
+    Less one, zero is the largest unsigned integer. A group of zeros gets 0 and that. The quick way counts zeros, Inf
+    and NaN as values, and a program that has some goes the other way as well.
     """
     magnitude = bits(x) & _MAGNITUDE if SIGNED else bits(x)
+    if QUICK:
+        largest = tl.max(tl.max(magnitude, axis=1), axis=1)
+        smallest = (tl.min(tl.min(magnitude, axis=1), axis=1) - 1).to(tl.uint32, bitcast=True)
+        if tl.max(tl.maximum(largest.to(tl.uint32, bitcast=True), smallest), axis=0) > _LARGEST_FINITE:
+            largest, smallest = _careful_extremes(magnitude)
+    else:
+        largest, smallest = _careful_extremes(magnitude)
+    return largest, smallest
+
+
+@triton.jit
+def _careful_extremes(magnitude: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     largest = tl.max(tl.max(magnitude + _FINITE_TO_TOP, axis=1), axis=1)
     smallest = (magnitude - 1).to(tl.uint32, bitcast=True)
     smallest = tl.min(tl.min(smallest, axis=1), axis=1)
@@ -167,9 +226,11 @@ def extremes(x: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def encode(x: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def encode(
+    x: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter."""
-    largest_bits, smallest = extremes(x, HOW[2])
+    largest_bits, smallest = extremes(x, HOW[2], QUICK)
     largest = from_bits(largest_bits)
     scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / HOW[3]), _TINY), 1.0)
     if HOW[1]:
@@ -178,8 +239,9 @@ def encode(x: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr) -> tuple[tl.tens
         log2_top = log2_abs(scale * HOW[3])
         octaves = log2_top - log2_abs(from_bits((smallest + 1).to(tl.int32, bitcast=True)))
         k = tl.minimum(tl.maximum(HOW[5] * reciprocal(octaves), HOW[6]), HOW[7])
-        exponent = tl.where(spans, k, 1.0).to(tl.bfloat16)
-        k = exponent.to(tl.float32)
+        pair = bf16_twice(tl.where(spans, k, 1.0))
+        exponent = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        k = from_bits(pair & -0x10000)
         y = exp2(tl.fma(log2_abs(x), per_group(k), per_group(tl.fma(-k, log2_top, HOW[4]))))
     else:
         exponent = scale.to(tl.bfloat16)
@@ -187,10 +249,12 @@ def encode(x: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr) -> tuple[tl.tens
         if HOW[8] > 0:
             y = tl.where((x != 0) & (y < HOW[8]), HOW[8], y)
     # The conversion saturates Inf to the largest value; the lowest bit makes it NaN, and is nothing to a finite value.
-    y_bits = bits(y) | 1
     if HOW[2]:
-        y_bits = y_bits | (bits(x) & _SIGN)
-    codes = from_bits(y_bits).to(CODE)
+        # Of ~x, since the lowest bit of Inf is 0; the signs turn as codes, four at a time.
+        codes = from_bits(ends_of_inverted(bits(y), bits(x))).to(CODE)
+        codes = turned(codes.to(tl.int8, bitcast=True)).to(CODE, bitcast=True)
+    else:
+        codes = from_bits(bits(y) | 1).to(CODE)
     if tl.float8e5 == CODE:
         infinity = tl.where(x > 0, 0x7C, -4).to(tl.int8).to(CODE, bitcast=True)
         codes = tl.where(tl.abs(x) == float("inf"), infinity, codes)
@@ -199,18 +263,22 @@ def encode(x: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr) -> tuple[tl.tens
 
 @triton.jit
 def round_stochastically(
-    x: tl.tensor, base: tl.tensor, offsets: tl.tensor, word1: tl.tensor, word2: tl.tensor
+    x: tl.tensor, base: tl.tensor, offsets: tl.tensor, word1: tl.tensor, word2: tl.tensor, PAIRED: tl.constexpr
 ) -> tl.tensor:
     """bf16 from fp32, up or down with probabilities that make the expectation exact; NaN and Inf stay.
 
     Noise is half of a hash of the number of the element's pair, base + offsets over two, and of two words. `base` is
-    even.
+    even. PAIRED: neighbours in a thread, two and two, are such pairs.
     """
     noise = ((base >> 1).to(tl.uint32) + (offsets >> 1).to(tl.uint32)) * 0x9E3779B9 + word1
     noise = (noise ^ (noise >> 16)) * 0x7FEB352D
     noise = (noise ^ (noise >> 15) ^ word2) * 0x846CA68B
-    noise = noise ^ (noise >> 16)
-    noise = tl.where((offsets & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
     # The bound is a NaN to which noise can be added; the hardware's own is 0x7FFFFFFF.
-    rounded = tl.minimum(bits(x), 0x7FFF0000) + noise
-    return from_bits(rounded & -0x10000).to(tl.bfloat16)
+    bounded = tl.minimum(bits(x), 0x7FFF0000)
+    if PAIRED:
+        rounded = add_noise_to_pairs(bounded, noise)
+    else:
+        noise = noise ^ (noise >> 16)
+        noise = tl.where((offsets & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
+        rounded = from_bits((bounded + noise) & -0x10000).to(tl.bfloat16)
+    return rounded

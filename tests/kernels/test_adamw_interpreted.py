@@ -1,0 +1,122 @@
+"""The fused AdamW kernel in Triton's interpreter, compared with its reference; in a process of its own.
+
+`TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.test_adamw_interpreted` raises where they differ.
+"""
+
+import functools
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp8jax.ops import adamw, adamw_fused
+from tests.kernels.adamw_cases import ADAM, special, stored
+
+SHAPES = {"whole": (16, 512), "short groups": (12, 200), "unaligned": (13, 131), "partial tile": (13, 128)}
+CASES = [("whole", *m, *f) for m in (("e4m3", "e4m3", True), ("e5m2", "e5m2", True), ("e4m3", "e4m3", False),
+                                     ("e4m3", "bf16", True), ("fp32", "e4m3", True))
+         for f in (("step", "bfloat16", "float32"), ("update", "float32", "bfloat16"))]  # fmt: skip
+CASES += [(shape, "e4m3", "e4m3", True, "step", "bfloat16", "float32") for shape in SHAPES if shape != "whole"]
+CASES += [(shape, "e4m3", "e4m3", True, "stochastic", "bfloat16", "bfloat16") for shape in SHAPES]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+def test_interpreted_kernel_equals_the_reference_on_special_groups():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "tests.kernels.test_adamw_interpreted"]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == f"{len(CASES)} cases"
+
+
+def prepare() -> None:
+    """Lets this process run the kernel in the interpreter, inline assembly as NumPy."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from pallas_kernels import adamw_triton
+    from pallas_kernels import codec_triton as codec
+    from tests.kernels import triton_interpreter as tools
+
+    tools.NAMES |= {np.dtype(ml_dtypes.float8_e4m3fn): tl.float8e4nv, np.dtype(ml_dtypes.float8_e5m2): tl.float8e5}
+    tools.NAMES |= {np.dtype(ml_dtypes.bfloat16): tl.bfloat16}
+
+    def triton_call(*args: Any, kernel: Any, grid: Any, input_output_aliases: dict[int, int], **rest: Any) -> Any:
+        outputs = rest.pop("out_type" if "out_type" in rest else "out_shape")
+        for name in ("num_warps", "num_stages", "compute_capability"):
+            rest.pop(name)
+        given = [np.array(x) if hasattr(x, "shape") else x for x in args]
+        aliased = {i: given[source] for source, i in input_output_aliases.items()}
+        made = [aliased.get(i, np.zeros(x.shape, x.dtype)) for i, x in enumerate(outputs)]
+        given += [x for i, x in enumerate(made) if i not in aliased]
+        given += [1] * (len(kernel.arg_names) - len(given) - len(rest))
+        kernel[grid](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **rest)
+        return [jnp.asarray(x) for x in made]
+
+    def add_noise_to_pairs(x: Any, noise: Any) -> Any:
+        odd = (tl.arange(0, x.shape[2]) & 1)[None, None, :] == 1
+        half = tl.where(odd, noise >> 16, (noise ^ (noise >> 16)) & 0xFFFF).to(tl.int32, bitcast=True)
+        return ((x + half) & -0x10000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+    jax.lax.platform_dependent = lambda *args, cuda, default=None: cuda(*args)
+    interpreter._convert_float = tools.convert
+    adamw_triton._TRITON_CALL = {"out_type": None}
+    adamw_triton.jax_triton.triton_call = triton_call
+    adamw_fused._over_leading_axes = lambda local: local
+    codec.multiply_add, codec.fp32, codec.prefetch = tools.multiply_add, tools.fp32, lambda *_: None
+    codec.exp2, codec.log2_abs = (lambda x: tl.exp2(x)), (lambda x: tl.log2(tl.abs(x)))
+    codec.reciprocal, codec.inverse_root = (lambda x: 1.0 / x), (lambda x: 1.0 / tl.sqrt(x))
+    codec.bf16_twice = lambda x: codec.bits(x.to(tl.bfloat16).to(tl.float32)) | 1
+    codec.ends_of_inverted = lambda y, x: (y & 0x7FFFFFFE) | (~x & -0x7FFFFFFF)
+    codec.turned = lambda codes: codes ^ -128
+    codec.add_noise_to_pairs = add_noise_to_pairs
+
+
+def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, weight: str) -> None:
+    from tests.kernels.test_adamw_gpu import EXACT, check_equal
+
+    values = [special(SHAPES[shape], seed) for seed in range(3)]
+    leaf = (
+        jnp.asarray(values[0] * 0.1).astype(grad),
+        stored(values[1], mu, 128, expand),
+        stored(values[2] ** 2, nu, 128, expand, "nu"),
+        jnp.asarray(np.nan_to_num(values[1] * 0.1)).astype(weight),
+    )
+    options = {"key": jax.random.key(7)} if form == "stochastic" else {}
+    form = "update" if form == "update" else "step"
+    run = functools.partial(getattr(adamw, form), adam=ADAM, **options)
+    want = jax.jit(functools.partial(run, impl="xla"), compiler_options=EXACT)(*leaf)
+    got = run(*leaf, impl="triton")
+    if not options:
+        check_equal(want, got, leaf)
+        return
+    nearest = getattr(adamw, form)(*leaf, ADAM, impl="xla")
+    a, b, c = (np.asarray(x[0]).view(np.uint16) for x in (want, got, nearest))
+    finite = np.isfinite(np.asarray(want[0]).astype(np.float32))
+    np.testing.assert_array_equal(finite, np.isfinite(np.asarray(got[0]).astype(np.float32)))
+    assert np.mean((a != b)[finite]) < 2e-3
+    assert np.mean((a != c)[finite]) > 0.05
+
+
+def main() -> None:
+    prepare()
+    for case in CASES:
+        try:
+            compare(*case)
+        except Exception as error:
+            raise AssertionError(f"case {case}") from error
+    print(f"{len(CASES)} cases")
+
+
+if __name__ == "__main__":
+    main()
