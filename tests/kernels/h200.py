@@ -48,8 +48,8 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
 
     Returns:
         "calls": targets of the program's custom calls; "kernels": for each Mosaic kernel, by name, the bytes of its
-        stack frame, of spill stores and of spill loads, and its registers at entry. `dump` keeps PTX and the
-        assembler's reports in that folder.
+        stack frame, of spill stores and of spill loads, its registers at entry, and how often the assembler added a
+        wait for tensor-core products. `dump` keeps PTX and the assembler's reports in that folder.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(dump or scratch)
@@ -99,7 +99,8 @@ def resources(assembler_report: str) -> dict[str, int]:
     found = re.search(pattern, assembler_report)
     if found is None:
         raise RuntimeError(f"the assembler's report has changed its form:\n{assembler_report}")
-    return dict(zip(("stack", "stores", "loads", "registers"), map(int, found.groups()), strict=True))
+    values = dict(zip(("stack", "stores", "loads", "registers"), map(int, found.groups()), strict=True))
+    return values | {"waits": len(re.findall(r"warpgroup\.wait is injected|are serialized", assembler_report))}
 
 
 def main() -> None:

@@ -325,6 +325,7 @@ def test_compiles_for_an_h200_without_spills() -> None:
     assert len(report["kernels"]) == len(programs.ALL)
     for name, resources in report["kernels"].items():
         assert resources["stores"] == resources["loads"] == 0, f"{name} spills registers: {resources}"
+        assert resources["waits"] == 0, f"the assembler makes {name} wait for products: {resources}"
     assert report["calls"].count("mosaic_gpu_v2") == len(programs.ALL)
 
 
