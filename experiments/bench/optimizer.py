@@ -257,6 +257,8 @@ class Bench:
 
     def torch(self, case: str) -> None:
         """PyTorch's fused AdamW, and the 8-bit ones of bitsandbytes and torchao, where they are installed."""
+        if not os.environ.get("TRITON_CACHE_DIR"):
+            os.environ.pop("TRITON_CACHE_DIR", None)  # jax-triton empties it, and torch.compile cannot do with that.
         for name, make in (
             ("torch fused", _torch_fused),
             ("bitsandbytes AdamW8bit", _bitsandbytes),
