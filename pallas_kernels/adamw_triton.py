@@ -62,14 +62,11 @@ class Launch:
 
     Attributes:
         warps: warps of a program; a thread has 16 elements, or 32 of a group of 1024.
-        ahead: a program asks for the data of the program that comes so many later; 0 for its own, None for no such
-            request. What comes later than the programs that run at a time is evicted before its use.
         vector: elements of a thread that lie next to each other. One layout serves codes, gradients and weights, whose
             loads are 16 bytes wide at most.
     """
 
     warps: int = 1
-    ahead: int | None = None
     vector: int = 8
 
 
@@ -116,7 +113,6 @@ def _adamw(
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
     VECTOR: tl.constexpr,
-    AHEAD: tl.constexpr,
     STEP: tl.constexpr,
     WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -144,13 +140,6 @@ def _adamw(
         mask = codec.per_group(there) & (inside >= 0)
     offsets = tl.max_contiguous(offsets, (1, 1, VECTOR))
 
-    if AHEAD >= 0:
-        later = tl.minimum(program + AHEAD, groups // TILE - 1).to(tl.int64) * (TILE * SIZE)
-        codec.prefetch(grad_ptr + later, TILE * SIZE)
-        codec.prefetch(mu_ptr + later, TILE * SIZE)
-        codec.prefetch(nu_ptr + later, TILE * SIZE)
-        if WEIGHT:
-            codec.prefetch(weight_ptr + later, TILE * SIZE)
     g = _load(grad_ptr + base, offsets, mask, MASKED)
     w = _load(weight_ptr + base, offsets, mask, MASKED) if WEIGHT else 0.0
     rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
@@ -316,7 +305,6 @@ def adamw(
         MASKED=short or groups % tile > 0,
         ALIGNED=aligned,
         VECTOR=vector,
-        AHEAD=-1 if short or groups < tile or launch.ahead is None else launch.ahead,
         STEP=step,
         WEIGHT=weight is not None,
         STOCHASTIC=seed is not None,

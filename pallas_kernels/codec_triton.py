@@ -168,16 +168,6 @@ def add_noise_to_pairs(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def prefetch(pointer: tl.tensor, SIZE: tl.constexpr) -> None:
-    """Has SIZE elements from `pointer` on brought into the second-level cache; SIZE fills cache lines."""
-    LINES: tl.constexpr = SIZE * pointer.dtype.element_ty.primitive_bitwidth // 1024
-    lines = pointer.to(tl.int64) + tl.arange(0, LINES) * 128
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def per_group(x: tl.tensor) -> tl.tensor:
     return x[:, None, None]
 

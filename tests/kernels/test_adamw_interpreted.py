@@ -73,7 +73,7 @@ def prepare() -> None:
     adamw_triton._TRITON_CALL = {"out_type": None}
     adamw_triton.jax_triton.triton_call = triton_call
     adamw_fused._over_leading_axes = lambda local: local
-    codec.multiply_add, codec.fp32, codec.prefetch = tools.multiply_add, tools.fp32, lambda *_: None
+    codec.multiply_add, codec.fp32 = tools.multiply_add, tools.fp32
     codec.exp2, codec.log2_abs = (lambda x: tl.exp2(x)), (lambda x: tl.log2(tl.abs(x)))
     codec.reciprocal, codec.inverse_root = (lambda x: 1.0 / x), (lambda x: 1.0 / tl.sqrt(x))
     codec.bf16_twice = lambda x: codec.bits(x.to(tl.bfloat16).to(tl.float32)) | 1
