@@ -1,5 +1,6 @@
 """Which kernel multiplies two quantized matrices on a GPU, and how it is called."""
 
+import functools
 import os
 from typing import Any, Literal
 
@@ -118,6 +119,12 @@ def run(
         return _cublas(a, b, fast, dtype)
     if how == "native":
         return _scaled_matmul(a, b).astype(dtype)
+    return _kernels(how, exact, fast, jnp.dtype(dtype), a, b)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _kernels(how: Kernel, exact: bool, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+    """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
     out_dtype = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
     if how == "mx right":
         return _mx(b, a, exact, out_dtype).T.astype(dtype)

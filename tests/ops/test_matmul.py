@@ -189,3 +189,15 @@ def test_outputs_that_no_kernel_makes(monkeypatch):
     with pytest.raises(ValueError, match="no codes"):
         matmul_quantized(operands()[0], b, "e4m3:group16", impl="mosaic")
     assert matmul_quantized(operands()[0], b, "int8:token").codes.dtype == jnp.int8
+
+
+def test_equal_products_of_a_program_are_lowered_once(monkeypatch):
+    """Lowering a Mosaic kernel takes most of a second, and a model has the same product in every layer."""
+    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    a, b = (fp8jax.quantize(jnp.ones((128, 256)), "e4m3") for _ in range(2))
+
+    def three(a, b):
+        return [matmul(a, b, impl="mosaic", dtype=dtype) for dtype in (jnp.bfloat16, jnp.bfloat16, jnp.float32)]
+
+    text = jax.jit(three).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == 2
