@@ -100,6 +100,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--burst", type=float, default=0.05, help="seconds of one round of one implementation")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
+    parser.add_argument("--only", nargs="+", help=f"recipes by name, also with ', {HELD}' behind; all if left out")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> None:
     )
     rows: list[timing.Row] = []
     for length in options.lengths:
-        wanted, case = arms(length), f"batch {BATCH}, length {length}"
+        wanted, case = arms(length, names=options.only), f"batch {BATCH}, length {length}"
         ready: dict[str, Callable[..., Any]] = {}
         for name, arm in wanted.items():
             ready |= timing.compiled({name: arm.three}, [arm.operands])
