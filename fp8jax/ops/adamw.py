@@ -105,7 +105,7 @@ def chosen(
     """
     leaves, _ = _leaves(grads, mu, nu, params, True, jax.random.key(0) if stochastic else None)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-    cuda = (platform or jax.default_backend()) in ("cuda", "gpu")
+    cuda = on_cuda(platform)
     return {path: adamw_fused.choose(leaf, impl, cuda) for path, leaf in zip(paths, leaves, strict=True)}
 
 
