@@ -41,7 +41,7 @@ def linear(
     Raises:
         ValueError: shapes do not match, a key is missing, or `quantized` is of another weight's shape or recipe.
     """
-    y = product(rows(x, w), w, _stateless(recipe), key, source=x, quantized=quantized)
+    y = product(rows(x, w), w, stateless(recipe), key, source=x, quantized=quantized)
     return y if bias is None else y + bias.astype(y.dtype)
 
 
@@ -77,7 +77,7 @@ def dot_general(
         ValueError: `precision` or `out_sharding` ask for what a quantized product cannot give, or `quantized` does
             not fit.
     """
-    part = _stateless(recipe)
+    part = stateless(recipe)
     if not part.quantized and part.saved in (SAME, None):
         return lax.dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
@@ -166,7 +166,8 @@ def rows(x: Array, w: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _stateless(recipe: Recipe | Linear) -> Linear:
+def stateless(recipe: Recipe | Linear) -> Linear:
+    """The part of a recipe that products follow, where these need no state; else ValueError."""
     part = linear_part(recipe)
     if part.scaling == "delayed":
         raise ValueError("delayed scaling has a state: call fp8jax.delayed_linear, or take scaling='current'")

@@ -1,0 +1,140 @@
+"""The linear layers of a transformer with what comes before them, as functions for models without modules.
+
+One FP8 copy serves both neighbours of each array between them, and no 16-bit copy survives to the backward pass (COAT,
+section 5.2 and appendix D).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from jax import Array
+
+from fp8jax.core.recipe import Recipe
+from fp8jax.ops.activation import activation as apply_activation
+from fp8jax.ops.activation import glu
+from fp8jax.ops.linear import linear, stateless
+from fp8jax.ops.norm import layer_norm, rms_norm
+from fp8jax.ops.product import product
+from fp8jax.ops.saved import ITSELF, origins
+
+
+def norm_linear(
+    x: Array,
+    scale: Array | None,
+    weights: Sequence[Array],
+    *,
+    recipe: Recipe,
+    norm: Literal["rms", "layer"] = "rms",
+    norm_bias: Array | None = None,
+    eps: float = 1e-6,
+    key: Array | None = None,
+) -> tuple[Array, ...]:
+    """A norm and the linear layers that read its result, such as q, k and v, or gate and up.
+
+    The layers share one quantized copy of the norm's result. For the backward pass a lean context keeps the codes of
+    `x` alone, a faithful one also that copy.
+
+    Args:
+        x: (..., channels), any floating dtype.
+        scale: (channels,), of the norm; or None.
+        weights: (channels, outputs) each.
+        recipe: its parts `linear` and `context` apply.
+        norm: "rms" or "layer".
+        norm_bias: (channels,), for "layer"; or None.
+        eps: added to the mean square or variance.
+        key: PRNG key for recipes that round stochastically.
+
+    Returns:
+        (..., outputs) for each weight, in the dtype of `x`.
+
+    Raises:
+        ValueError: an unknown norm, or a bias for "rms"; or as `rms_norm` and `linear`.
+        TypeError: `recipe` is a part of one.
+    """
+    _check_whole(recipe)
+    if norm not in ("rms", "layer") or (norm == "rms" and norm_bias is not None):
+        raise ValueError(f"norm is 'rms', without norm_bias, or 'layer', not {norm!r} with norm_bias {norm_bias}")
+    if norm == "rms":
+        h = rms_norm(x, scale, recipe=recipe, eps=eps)
+    else:
+        h = layer_norm(x, scale, norm_bias, recipe=recipe, eps=eps)
+    return tuple(linear(h, w, recipe=recipe, key=key) for w in weights)
+
+
+def attention_output(
+    y: Array, w: Array, residual: Array | None = None, *, recipe: Recipe, key: Array | None = None
+) -> Array:
+    """The projection of what attention returns, plus a residual.
+
+    Flash attention keeps its output for its own backward pass, so where the recipe has a context, this layer keeps of
+    it one scale alone, which is cheaper to keep than to find again (COAT, appendix D).
+
+    Args:
+        y: (..., heads, channels) as attention returns it, not reshaped: a reshaped copy would be kept beside it. Any
+            floating dtype.
+        w: (heads * channels, outputs), or (heads, channels, outputs).
+        residual: (..., outputs), or None.
+        recipe: its parts `linear` and `context` apply.
+        key: PRNG key for recipes that round stochastically.
+
+    Returns:
+        (..., outputs) in the dtype of `y`, promoted with that of the residual.
+
+    Raises:
+        ValueError: shapes do not match, or as `linear`.
+        TypeError: `recipe` is a part of one.
+    """
+    _check_whole(recipe)
+    shape, inputs = y.shape[-2:], math.prod(y.shape[-2:])
+    if y.ndim < 2 or w.shape[:-1] not in (shape, (inputs,)):
+        raise ValueError(f"w must be (heads, channels, outputs) or (inputs, outputs) for y {y.shape}, not {w.shape}")
+    if recipe.context.saved is not None:
+        origins.note(y, (ITSELF, None))
+    out = product(y.reshape(-1, inputs), w.reshape(inputs, w.shape[-1]), stateless(recipe), key, source=y)
+    out = out.reshape(*y.shape[:-2], w.shape[-1])
+    return out if residual is None else residual + out
+
+
+def glu_linear(
+    gate: Array,
+    up: Array | None,
+    w: Array,
+    residual: Array | None = None,
+    *,
+    recipe: Recipe,
+    activation: str = "silu",
+    key: Array | None = None,
+) -> Array:
+    """residual + (activation(gate) * up) @ w, the second half of a perceptron.
+
+    For the backward pass a lean context keeps the codes of `gate` and `up` alone.
+
+    Args:
+        gate: (..., inner), any floating dtype.
+        up: the same shape and dtype; None for activation(gate) @ w.
+        w: (inner, outputs).
+        residual: (..., outputs), or None.
+        recipe: its parts `linear` and `context` apply.
+        activation: "silu", "gelu" (exact) or "gelu_tanh".
+        key: PRNG key for recipes that round stochastically.
+
+    Returns:
+        (..., outputs) in the dtype of `gate`, promoted with that of the residual.
+
+    Raises:
+        ValueError: as `glu` and `linear`.
+        TypeError: `recipe` is a part of one.
+    """
+    _check_whole(recipe)
+    if up is None:
+        h = apply_activation(gate, recipe=recipe, activation=activation)
+    else:
+        h = glu(gate, up, recipe=recipe, activation=activation)
+    y = linear(h, w, recipe=recipe, key=key)
+    return y if residual is None else residual + y
+
+
+def _check_whole(recipe: Recipe) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"a norm or an activation with linear layers follows a whole fp8jax.Recipe, not {recipe!r}")

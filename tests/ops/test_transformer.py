@@ -1,0 +1,167 @@
+"""The linear layers of a transformer with what comes before them, as functions."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from tests.programs import residuals
+
+COAT = fp8jax.recipes.coat()
+FAITHFUL = dataclasses.replace(COAT, context=fp8jax.recipes.Context("e4m3:group16", "faithful"))
+BF16 = fp8jax.recipes.bf16()
+BATCH, LENGTH, HEADS, CHANNELS = 2, 8, 4, 16
+WIDTH, INNER = HEADS * CHANNELS, 96
+
+
+def draw(seed, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def relative(a, b):
+    a, b = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)]) for t in (a, b))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def codes(f, *args):
+    """Shapes of the codes that a function keeps, and of 16-bit arrays that are no weights."""
+    kept = residuals(f, *args)
+    wide = [s for d, s in kept if d in ("bfloat16", "float32") and len(s) >= 2 and s[0] in (BATCH, BATCH * LENGTH)]
+    return sorted(s for d, s in kept if d == "uint8"), sorted(
+        s for s in wide if s[-1] not in (1, WIDTH // 16, INNER // 16)
+    )
+
+
+def gradients(f, *args):
+    return jax.grad(
+        lambda *a: sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in jax.tree.leaves(f(*a))), range(len(args))
+    )(*args)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_norm_and_its_readers_keep_one_copy(norm):
+    x, scale, weights = (
+        1 + draw(0, BATCH, LENGTH, WIDTH),
+        1 + 0.1 * draw(1, WIDTH),
+        [0.1 * draw(i, WIDTH, 32) for i in (2, 3, 4)],
+    )
+    bias = draw(5, WIDTH) if norm == "layer" else None
+    f = lambda recipe, *a: fp8jax.norm_linear(*a, recipe=recipe, norm=norm, norm_bias=bias)  # noqa: E731
+    plain = fp8jax.rms_norm(x, scale, recipe=COAT) if bias is None else fp8jax.layer_norm(x, scale, bias, recipe=COAT)
+    for y, w in zip(f(COAT, x, scale, weights), weights, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(a, np.float32) for a in (y, fp8jax.linear(plain, w, recipe=COAT))))
+    whole = (BATCH, LENGTH, WIDTH)
+    assert codes(functools.partial(f, COAT), x, scale, weights) == ([whole], [])
+    assert codes(functools.partial(f, FAITHFUL), x, scale, weights) == (sorted([whole, (BATCH * LENGTH, WIDTH)]), [])
+    found = {r.name: gradients(functools.partial(f, r), x, scale, *[weights]) for r in (COAT, BF16)}
+    assert relative(found[COAT.name], found[BF16.name]) < 0.12
+
+
+def test_the_projection_of_attention_keeps_nothing_beside_it():
+    """An operation that keeps its result, as flash attention does, stands in for it."""
+    z, residual = draw(0, BATCH, LENGTH, HEADS, CHANNELS), draw(1, BATCH, LENGTH, WIDTH)
+    w = 0.1 * draw(2, HEADS, CHANNELS, WIDTH)
+
+    @jax.custom_vjp
+    def attention(z):
+        return jnp.tanh(z)
+
+    attention.defvjp(lambda z: 2 * (jnp.tanh(z),), lambda y, dy: (dy * (1 - y * y),))
+
+    def f(recipe, z, w, residual):
+        return fp8jax.attention_output(attention(z), w, residual, recipe=recipe)
+
+    y = f(COAT, z, w, residual)
+    want = fp8jax.linear(jnp.tanh(z).reshape(BATCH, LENGTH, WIDTH), w.reshape(WIDTH, WIDTH), recipe=COAT)
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(residual + want, np.float32))
+    np.testing.assert_array_equal(
+        *(np.asarray(f(COAT, z, a, residual), np.float32) for a in (w, w.reshape(WIDTH, WIDTH)))
+    )
+    # What attention keeps, and not a byte of codes.
+    assert codes(functools.partial(f, COAT), z, w, residual) == ([], [(BATCH, LENGTH, HEADS, CHANNELS)])
+    found = {r.name: gradients(functools.partial(f, r), z, w, residual) for r in (COAT, BF16)}
+    assert relative(found[COAT.name], found[BF16.name]) < 0.12
+    only_linear = dataclasses.replace(COAT, context=fp8jax.recipes.Context())
+    assert codes(functools.partial(f, only_linear), z, w, residual)[0] == [(BATCH * LENGTH, WIDTH)]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_second_half_of_a_perceptron_keeps_its_gate_and_up(gated):
+    gate, up, residual = (draw(i, BATCH, LENGTH, n) for i, n in enumerate((INNER, INNER, WIDTH)))
+    up, w = up if gated else None, 0.1 * draw(3, INNER, WIDTH)
+    f = lambda recipe, gate, up, w, residual: fp8jax.glu_linear(  # noqa: E731
+        gate, up, w, residual, recipe=recipe, activation="gelu"
+    )
+    exact = jax.nn.gelu(gate.astype(jnp.float32), approximate=False) * (1 if up is None else up.astype(jnp.float32))
+    want = residual.astype(jnp.float32) + jnp.einsum("bti,io->bto", exact, w.astype(jnp.float32))
+    assert relative(f(COAT, gate, up, w, residual), want) < 0.06
+    inner = (BATCH, LENGTH, INNER)
+    assert codes(functools.partial(f, COAT), gate, up, w, residual) == ([inner] * (1 + gated), [])
+    found = {r.name: gradients(lambda *a, r=r: f(r, a[0], up, *a[1:]), gate, w, residual) for r in (COAT, BF16)}
+    assert relative(found[COAT.name], found[BF16.name]) < 0.12
+
+
+def test_a_layer_of_these_functions_under_scan_keeps_what_the_plan_says():
+    """In U = tokens x width x 2 bytes: the norms' inputs, gate and up in codes, and what attention itself keeps."""
+    layers = 3
+    shapes = {name: (WIDTH, WIDTH) for name in "qkvo"}
+    shapes |= {"gate": (WIDTH, INNER), "up": (WIDTH, INNER), "down": (INNER, WIDTH)}
+    w = {name: 0.1 * draw(i, layers, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    x = draw(9, BATCH, LENGTH, WIDTH)
+
+    def layer(x, w):
+        q, k, v = fp8jax.norm_linear(x, None, [w["q"], w["k"], w["v"]], recipe=COAT)
+        q, k, v = (a.reshape(BATCH, LENGTH, HEADS, CHANNELS) for a in (q, k, v))
+        x = fp8jax.attention_output(_kept(q, k, v), w["o"], x, recipe=COAT)
+        gate, up = fp8jax.norm_linear(x, None, [w["gate"], w["up"]], recipe=COAT)
+        return fp8jax.glu_linear(gate, up, w["down"], x, recipe=COAT), None
+
+    model = lambda x, w: jax.lax.scan(layer, x, w)[0]  # noqa: E731
+    kept = [
+        (d, s)
+        for d, s in residuals(model, x, w)
+        if s[:1] == (layers,) and s not in {(layers, *s) for s in shapes.values()}
+    ]
+    size = sum(int(np.prod(s)) * jnp.dtype(d).itemsize for d, s in kept) / layers
+    unit = BATCH * LENGTH * WIDTH * 2
+    # Two norms' inputs, gate and up in codes with bf16 scales for 16, q, k, v and output in bf16, roots and scalars.
+    plan = (2 + 2 * INNER / WIDTH) * 0.5 * (1 + 2 / 16) + 4
+    assert plan <= size / unit < plan + 0.1
+    assert relative(model(x, w), jax.jit(model)(x, w)) < 0.03
+
+
+@jax.custom_vjp
+def _kept(q, k, v):
+    return jnp.tanh(q * k) * v
+
+
+def _kept_forward(q, k, v):
+    y = _kept(q, k, v)
+    return y, (q, k, v, y)
+
+
+def _kept_backward(kept, dy):
+    q, k, v, y = kept
+    slope = dy * (v - jnp.where(v == 0, 0, y * y / jnp.where(v == 0, 1, v)))
+    return slope * k, slope * q, dy * jnp.tanh(q * k)
+
+
+_kept.defvjp(_kept_forward, _kept_backward)
+
+
+def test_errors_name_the_value():
+    x, w = draw(0, 4, WIDTH), draw(1, WIDTH, 8)
+    with pytest.raises(TypeError, match=r"whole fp8jax.Recipe"):
+        fp8jax.norm_linear(x, None, [w], recipe=COAT.linear)
+    with pytest.raises(ValueError, match="'group'"):
+        fp8jax.norm_linear(x, None, [w], recipe=COAT, norm="group")
+    with pytest.raises(ValueError, match=r"not \(60, 8\)"):
+        fp8jax.attention_output(x.reshape(4, HEADS, CHANNELS), w[:60], recipe=COAT)
+    with pytest.raises(ValueError, match="unknown activation"):
+        fp8jax.glu_linear(x, x, w, recipe=COAT, activation="relu")
+    with pytest.raises(ValueError, match="delayed"):
+        fp8jax.attention_output(x.reshape(4, HEADS, CHANNELS), w, recipe=fp8jax.recipes.te_delayed())
