@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
     notes = [
         " ".join((__doc__ or "").split("\n\n")[1].split()),
         "Ratios are bf16's time or bytes over the recipe's.",
-        "Clock and power are medians while a layer runs for 0.4 s: at the power limit the clock falls.",
+        "Clock and power are medians of the last third of 1.5 s of a layer: at the power limit the clock falls.",
     ]
     save = functools.partial(
         timing.write, "layer", "A Llama layer, forward and backward", notes=notes, versions={}, out=options.out

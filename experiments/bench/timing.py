@@ -72,7 +72,7 @@ def seconds(ready: dict[str, Callable], rounds: int, burst: float) -> dict[str, 
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def clock_and_power(call: Callable, duration: float = 0.4) -> tuple[float, float] | None:
+def clock_and_power(call: Callable, duration: float = 1.5) -> tuple[float, float] | None:
     """Medians of the multiprocessors' clock, MHz, and of the power drawn, W, while a program runs again and again.
 
     A GPU at its power limit lowers its clock: what needs less energy then runs faster than its cycles say. None where
@@ -89,7 +89,7 @@ def clock_and_power(call: Callable, duration: float = 0.4) -> tuple[float, float
         watch.terminate()
         told, _ = watch.communicate()
     samples = [line.split(",") for line in told.splitlines() if line.count(",") == 1]
-    numbers = np.asarray(samples[len(samples) // 3 :], float)  # without the time until it has settled
+    numbers = np.asarray(samples[2 * len(samples) // 3 :], float)  # power is averaged over about a second
     return (float(np.median(numbers[:, 0])), float(np.median(numbers[:, 1]))) if len(numbers) else None
 
 
