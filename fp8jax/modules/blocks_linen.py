@@ -1,5 +1,6 @@
 """Recognises activations between the layers of Flax Linen models, while these run, by what they compute."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from jax import Array
 
 from fp8jax.core.recipe import Context
 from fp8jax.modules.blocks import Form
-from fp8jax.modules.expressions import outputs
+from fp8jax.modules.expressions import outputs, reached
 from fp8jax.ops.activation import ACTIVATIONS
 
 LAYERS = (nn.Dense, nn.DenseGeneral)
@@ -56,8 +57,11 @@ def recognise(module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any
     assert module.scope is not None
     leaves, structure = jax.tree.flatten((nn.meta.unbox(module.variables), args, kwargs))
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Array) else x for x in leaves)
-    copy, scope = module.clone(parent=None, name=None), module.scope
-    call: Any = (copy, structure, shapes, tuple(scope.rngs), scope.mutable)
+    copy, scope = module.clone(parent=None), module.scope
+    # 1 and True are equal, and have one hash.
+    fields = tuple(type(getattr(copy, field.name)) for field in dataclasses.fields(copy))
+    types = (fields, tuple(map(type, leaves)))
+    call: Any = (copy, structure, shapes, tuple(scope.rngs), scope.mutable, types)
     try:
         with quiet():
             return _recognise(*call)
@@ -68,7 +72,7 @@ def recognise(module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any
 
 
 @functools.lru_cache(maxsize=256)
-def _recognise(copy: nn.Module, structure: Any, shapes: Any, rngs: Any, mutable: Any) -> tuple[Form, ...]:
+def _recognise(copy: nn.Module, structure: Any, shapes: Any, rngs: Any, mutable: Any, _: Any) -> tuple[Form, ...]:
     is_array = [isinstance(x, jax.ShapeDtypeStruct) for x in shapes]
 
     def run(arrays: list[Array], layer: Callable[[str, Callable[[], Array], Array], Array]) -> None:
@@ -120,25 +124,24 @@ def _forms(run: Callable, shapes: list[Any]) -> Iterator[Form]:
 
     _, numbers = outputs(inputs, (shapes, unknown), terms)
     found = dict(zip(sorted(made), numbers, strict=True))
-    names = list(made)
-    for down in names[1:]:
-        before = [name for name in names[: names.index(down)] if name not in twice]
-        for form in _candidates(down, before, made) if down not in twice else ():
+    places = dict(enumerate(sorted(made), len(shapes)))
+    for down in made:
+        read = [places.get(i, "") for i in sorted(reached(found[down], terms))]
+        known = len(read) in (1, 2) and all(read) and not twice & {down, *read}
+        for form in _candidates(down, read, made) if known else ():
             _, made_of = outputs(lambda _, unknown, f=form: f.between(unknown, Context()), (shapes, unknown), terms)
             if made_of == [found[down]]:
                 yield form
                 break
 
 
-def _candidates(down: str, before: list[str], made: dict[str, Any]) -> Iterator[Form]:
-    """The forms of the outputs of the layers `before` that have the shape of the input of `down`."""
-    wanted = made[down][0]
-    wide = (*wanted.shape[:-1], 2 * wanted.shape[-1])
-    like = [name for name in before if made[name][1].shape == wanted.shape]
-    candidates: list[tuple[str, str | None, str | None]] = [(gate, None, None) for gate in like]
-    candidates += [(gate, up, None) for gate, up in itertools.permutations(like, 2)]
-    halves = [name for name in before if made[name][1].shape == wide]
-    candidates += [(gate, None, order) for gate in halves for order in ("gate, up", "up, gate")]
-    for (gate, up, order), activation in itertools.product(candidates, ACTIVATIONS):
-        if up is None or made[gate][1].dtype == made[up][1].dtype:
-            yield Form(activation, down, gate, up, order)
+def _candidates(down: str, read: list[str], made: dict[str, Any]) -> Iterator[Form]:
+    """The forms of the outputs of one or two layers that have the shape of the input of `down`."""
+    wanted, outs = made[down][0].shape, [made[name][1] for name in read]
+    candidates: list[tuple[str, str | None, str | None]] = []
+    if {out.shape for out in outs} == {wanted} and len({out.dtype for out in outs}) == 1:
+        candidates = [(gate, up[0] if up else None, None) for gate, *up in itertools.permutations(read)]
+    elif len(read) == 1 and outs[0].shape == (*wanted[:-1], 2 * wanted[-1]):
+        candidates = [(read[0], None, order) for order in ("gate, up", "up, gate")]
+    for (gate, other, order), activation in itertools.product(candidates, ACTIVATIONS):
+        yield Form(activation, down, gate, other, order)

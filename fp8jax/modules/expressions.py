@@ -39,6 +39,20 @@ def outputs(fn: Callable, args: Any, terms: dict[Any, int]) -> tuple[Any, list[i
     return jax.tree.structure(shapes), _evaluate(closed, inputs, terms)
 
 
+def reached(number: int, terms: dict[Any, int]) -> set[int]:
+    """The arguments, by their places among all arrays, that the term with a number is computed from."""
+    of = {n: term for term, n in terms.items()}
+    found, seen, todo = set[int](), {number}, [number]
+    while todo:
+        term = of[todo.pop()]
+        if term[0] == "input":
+            found.add(term[1])
+        elif term[0] not in ("constant", "literal"):
+            todo += {*term[2:-1]} - seen
+            seen |= {*term[2:-1]}
+    return found
+
+
 def _evaluate(closed: Any, inputs: list[int], terms: dict[Any, int]) -> list[int]:
     """The numbers of the terms that a program returns; the same term has the same number."""
     jaxpr = closed.jaxpr

@@ -43,8 +43,10 @@ def quantize(module: Model, rules: Rules) -> Model:
     may be part of a larger model. Their paths are those of the tree of parameters, joined by "/".
 
     A recipe with a `Context` also changes what `nn.RMSNorm` and `nn.LayerNorm` keep of their inputs, and what
-    activations keep: wherever the input of a layer is provably computed from the outputs of other layers of its module
-    as in SwiGLU and its kin, or in a plain perceptron. Elsewhere write `fp8jax.glu` or `fp8jax.activation`.
+    activations keep: wherever the input of a layer is computed from the outputs of other layers of its module as in
+    SwiGLU and its kin, or in a plain perceptron. For this such modules are traced more than once, aside, as if they
+    stood at the root: what they compute must not depend on `self.path`. Elsewhere write `fp8jax.glu` or
+    `fp8jax.activation`.
 
     A recipe with delayed scaling adds collections of variables; `fp8jax.linen.advance_scaling` says how to train them.
 
@@ -102,7 +104,7 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, tup
     between layers with the forms of these, and its abstract, unboxed result."""
     found: dict[str, nn.Module] = {}
     forms: dict[str, tuple[Form, ...]] = {}
-    turns, aside = _Turns(object()), _Root(ordered(Rule(".*", None)), ())
+    turns, aside = _Turns(object()), _Root(ordered(Rule(".*", None)), (), next(_asides))
 
     def record(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
@@ -175,6 +177,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_asides = itertools.count(1)
 
 
 class _Turns:
@@ -182,21 +185,26 @@ class _Turns:
 
     `nn.jit` looks traces up by a module's fields and the flags of its scope, not by its path: without this a plain
     model would run the trace of its quantized copy, and a layer that of another one which a rule treats differently.
+    What was traced aside has hashes of its own.
     """
 
     def __init__(self, key: object) -> None:
         self.key, self.turns = key, itertools.count()
 
     def __hash__(self) -> int:
-        return hash((self.key, bool(_running.roots), next(self.turns)))
+        return hash((self.key, tuple(root.aside for root in _running.roots), next(self.turns)))
 
 
 @dataclasses.dataclass(eq=False)
 class _Root:
-    """A quantized module while one of its methods runs, and the paths of the layers and other modules it has met."""
+    """A quantized module while one of its methods runs, and the paths of the layers and other modules it has met.
+
+    With a number of its own in `aside` it is none, and nothing is quantized while it runs.
+    """
 
     rules: Ordered
     path: tuple[str, ...]
+    aside: int = 0
     layers: set[str] = dataclasses.field(default_factory=set)
     others: set[str] = dataclasses.field(default_factory=set)
     watched: dict[tuple[str, ...], Watched] = dataclasses.field(default_factory=dict)
@@ -250,7 +258,9 @@ class _Root:
 
     def _watched(self, module: nn.Module, call: Callable, args: Any, kwargs: Any) -> Any:
         """Calls a module whose activations between layers, if it has any, keep what the rules say."""
-        aside = _Root(self.rules, ())
+        if module.is_initializing():
+            return call(*args, **kwargs)
+        aside = _Root(self.rules, (), next(_asides))
         forms = blocks_linen.recognise(module, args, kwargs, aside.running)
         if not forms:
             return call(*args, **kwargs)

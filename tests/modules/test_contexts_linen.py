@@ -180,12 +180,15 @@ def test_rules_choose_the_activations_of_linen_by_the_layer_that_reads_them():
     assert sorted(s for d, s in faithful if d == "uint8") == sorted([(TOKENS, WIDTH)] + [(TOKENS, INNER)] * 4)
 
 
+JITTED = linen.jit(Swiglu)
+
+
 class Shared(linen.Module):
     """A perceptron that is called twice, jitted, and one whose layers lie inside a block beside others."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        mlp = linen.jit(Swiglu)(name="mlp")
+        mlp = JITTED(name="mlp")
         x = mlp(mlp(x))
         h = linen.LayerNorm(dtype=jnp.bfloat16, name="norm")(x)
         h = linen.gelu(linen.Dense(INNER, dtype=jnp.bfloat16, name="wide")(h), approximate=False)
@@ -198,7 +201,7 @@ def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognis
     parts = {part.path: part.computes for part in fp8jax.explain(model, COAT, HALF).parts}
     assert parts == {"": "narrow(gelu(wide(x)))", "mlp": "down(silu(gate(x)) * up(x))", "norm": "norm"}
     quantized, linear = (fp8jax.linen.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
-    for _ in range(2):  # the second time nn.jit has the trace
+    for _ in range(2):  # the second time nn.jit may have the trace
         codes = [s for d, s in residuals(quantized.apply, variables, HALF) if d == "uint8"]
         # Of the perceptron twice input, gate and up; the input of the norm, which its reader makes again; of "wide".
         assert sorted(codes) == sorted([(TOKENS, WIDTH)] * 3 + [(TOKENS, INNER)] * 5)
@@ -206,3 +209,27 @@ def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognis
     errors = [relative(jax.grad(_loss, argnums=1)(m, variables, HALF),
                        jax.grad(_loss, argnums=1)(model, variables, HALF)) for m in (quantized, linear)]  # fmt: skip
     assert errors[0] < 1.2 * errors[1] < 0.6
+
+
+class Chooses(linen.Module):
+    """A perceptron that chooses its activation by an argument, or by its name."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array, how: object = None) -> jax.Array:
+        f = linen.silu if how is True or self.name == "first" else linen.gelu
+        return linen.Dense(WIDTH, name="down")(f(linen.Dense(INNER, name="gate")(x)))
+
+
+class Pair(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return Chooses(name="second")(Chooses(name="first")(x))
+
+
+def test_each_call_is_recognised_by_itself():
+    forms = {part.path: part.computes for part in fp8jax.explain(Pair(), COAT, HALF).parts}
+    assert forms == {"first": "down(silu(gate(x)))", "second": "down(gelu_tanh(gate(x)))"}
+    variables = Chooses().init(jax.random.key(0), X)
+    quantized, linear = (fp8jax.linen.quantize(Chooses(), recipe) for recipe in (COAT, LINEAR_ONLY))
+    for how in (True, 1):  # equal, and of one hash
+        assert relative(quantized.apply(variables, X, how), linear.apply(variables, X, how)) < 1e-6
