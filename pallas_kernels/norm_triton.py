@@ -154,7 +154,7 @@ def backward(
               jnp.ones((1, 1), jnp.float32) if weight is None else weight]  # fmt: skip
     dx, dweight, dbias = quantize_triton.call(
         _backward, inputs, [jax.ShapeDtypeStruct((m, n), dtype), *sums], programs, launch, compute_capability,
-        OPERATION=tuple(operation), AT_ONCE=2 - rows % 2,
+        OPERATION=tuple(operation), AT_ONCE=2 if rows % 2 == 0 and wide < 8192 else 1,
     )  # fmt: skip
     return (
         dx,

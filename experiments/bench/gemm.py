@@ -6,7 +6,7 @@
 Every implementation of a shape is compiled first (in parallel); then all are timed, several rounds in a random order,
 so that clocks and temperature favour none. Each round starts with an untimed run of the same length; a figure is the
 median round. Operands rotate among sets that are together larger than the L2 cache; JAX multiplies all sets in one
-program, as in a training step, where products follow each other without a launch from Python.
+program, as in a training step, where products follow each other without a launch from Python; torch queues them ahead.
 Each result is compared with float64 on a sample of rows and columns; an implementation that fails is reported as such.
 
 Predicted before the first run (ratios): ours per tensor and row-wise 0.97 to 1.03 of the better of cuBLASLt and torch;

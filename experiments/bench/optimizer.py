@@ -14,8 +14,10 @@ import math
 import os
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch's optimizers need room beside JAX.
@@ -312,6 +314,7 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
     sizes = [] if args.rows == ROWS else [f"--rows {args.rows}"]
     packages = {"jax": jax.__version__, "optax": optax.__version__, "triton": triton.__version__}
     packages["jax-triton"] = jax_triton.__version__
+    packages |= {name: metadata.version(name) for name in ("torch", "torchao", "bitsandbytes") if name in sys.modules}
     report = {
         "bench": "optimizer",
         "device": jax.devices()[0].device_kind,

@@ -4,6 +4,8 @@ import concurrent.futures
 import datetime
 import json
 import platform
+import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -88,7 +90,7 @@ def clock_and_power(call: Callable, duration: float = 1.5) -> tuple[float, float
             jax.block_until_ready(out)
         watch.terminate()
         told, _ = watch.communicate()
-    samples = [line.split(",") for line in told.splitlines() if line.count(",") == 1]
+    samples = re.findall(r"^([\d.]+), ([\d.]+)$", told, re.MULTILINE)
     numbers = np.asarray(samples[2 * len(samples) // 3 :], float)  # power is averaged over about a second
     return (float(np.median(numbers[:, 0])), float(np.median(numbers[:, 1]))) if len(numbers) else None
 
@@ -135,7 +137,7 @@ def write(
         "title": title,
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), "jax": jax.__version__} | versions,
-        "command": " ".join(["python -m experiments.bench", *_asked(sys.argv[1:])]),
+        "command": f"python -m experiments.bench {shlex.join(_asked(sys.argv[1:]))}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "notes": list(notes),
         "rows": list(rows),

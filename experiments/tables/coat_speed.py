@@ -139,16 +139,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row for n in PAPER_NORM for row in norms(n, given.rounds, given.burst / 2)]
     rows += [row for d in given.hidden for t in LENGTHS for row in layers(d, t, given.rounds, given.burst)]
     notes = [
-        "Table 7: one layer of `experiments.models.llama` in bf16, as `fp8jax.nnx.quantize` leaves it; backward is the "
-        "whole less the forward pass with what it keeps. Ratios are bf16's over the recipe's, here XLA with cuDNN's "
-        "attention, in the paper an implementation in PyTorch on an H100 that is slower than ours in bf16. TE is our "
-        "te_current. MB (1e6 bytes) are activations and codes kept, with scales.",
-        "Table 12: RMSNorm of a bf16 matrix, and the same with what `coat` keeps of it: codes of its input in groups "
-        "of 1x16, and where the kernel is at hand the largest magnitude of its result. The paper's times are of no "
-        "plausible unit; ratios compare.",
-        "Figure 4(b) has no values in our copy of the paper. The norm with quantization, then e4m3 codes of its result "
-        "with one scale: just in time, from a pass over the result, by group scaling, from what the norm found, and "
-        "with a given scale, as delayed scaling has.",
+        "Table 7: one layer of `experiments.models.llama` in bf16, as `fp8jax.nnx.quantize` leaves it; backward is "
+        "the whole less the forward pass with what it keeps. Ratios are bf16's over the recipe's, here XLA with "
+        "cuDNN's attention, in the paper an implementation in PyTorch on an H100 that is slower than ours in bf16. "
+        "TE is our te_current. MB (1e6 bytes) are activations and codes kept, with scales.",
+        "Table 12: RMSNorm of a bf16 matrix, and the same with what `coat` keeps of it: codes of its input in "
+        "groups of 1x16, and where the kernel is at hand the largest magnitude of its result. The paper's times are "
+        "of no plausible unit; ratios compare. Ours costs more over the plain norm: a result that is also wanted in "
+        "16 bits is computed by the kernel that keeps codes and again by XLA. In a layer whose products read codes "
+        "it is not written.",
+        "Figure 4(b) has no values in our copy of the paper. The norm with quantization, then e4m3 codes of its "
+        "result with one scale: just in time, from a pass over the result, by group scaling, from what the norm "
+        "found, and with a given scale, as delayed scaling has. Group scaling gains nothing over just in time at "
+        "these sizes, where a pass over a result that was just written may find it in the L2 cache.",
     ]
     arguments = f"--rounds {given.rounds} --burst {given.burst:g} --hidden {' '.join(map(str, given.hidden))}"
     title = "COAT: a layer's speed, and what scales cost (Tables 7, 12, Figure 4(b))"

@@ -109,7 +109,7 @@ def _activation(name: str, gate: Array, up: Array | None, context: Context) -> A
     activated = ACTIVATIONS[name](g)
     y = activated if u is None else activated * u
     spare = context.lean or u is None
-    operation, result = _fused(name, gate, up, context.spec, not spare), None
+    operation, result = _fused(name, gate, up, context.spec, not spare, forward=True), None
     if operation is None:
         kept = Kept(
             keep(g, context.spec),
@@ -125,9 +125,9 @@ def _activation(name: str, gate: Array, up: Array | None, context: Context) -> A
     return y
 
 
-def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool) -> Any:
-    kind = list(ACTIVATIONS).index(name)
-    return fused.operation(like, spec, like.dtype, activation=kind, gated=up is not None, activated=activated)
+def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool, *, forward: bool = False) -> Any:
+    how: Any = {"activation": list(ACTIVATIONS).index(name), "gated": up is not None, "activated": activated}
+    return fused.operation(like, spec, like.dtype, forward=forward, **how)
 
 
 def _keep(operation: Any, gate: Array, up: Array | None, spec: QuantSpec) -> tuple[Kept, fused.Result]:

@@ -89,7 +89,7 @@ def pass_on(source: Array, copy: Array) -> Array:
         return copy
     if source.dtype == copy.dtype:
         return _parts.pass_on(source, copy)
-    result = part.result.cast(copy.dtype)
+    result = part.result.cast(copy.dtype) if _parts.find(copy) is None else None
     if result is not None:
         note(result, copy)
     return copy
@@ -111,7 +111,6 @@ def codes(
     if part is None or spec is None or not (same or rows is None or columns is None) or not _takes(spec):
         return None
     how = (rows is not None, columns is not None, spec, strategy)
-    tell("quantize", Choice("triton", "from what the matrix is computed from, which is not written"))
     if scale is not None:
         alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
         return _make(alone, how, scale)[0]
@@ -128,6 +127,7 @@ def _takes(spec: QuantSpec) -> bool:
 
 def _make(result: Result, how: Any, scale: Array | None) -> list[tuple[QTensor | None, QTensor | None]]:
     rows, columns, spec, strategy = how
+    tell("quantize", Choice("triton", "from what the matrix is computed from, which is not written"))
     # JAX keeps traced functions: this one must not hold the result, and with it arrays of a trace.
     fmt, operation, kinds = formats.get(spec.format), result.operation, result.kinds
 
@@ -163,7 +163,9 @@ def run(call: Callable[..., Any], *arrays: Any) -> Any:
     return lax.platform_dependent(*arrays, cuda=mapped, default=functools.partial(call, fused_reference))
 
 
-def operation(x: Array, spec: QuantSpec, dtype: DTypeLike, *, norm: bool = False, **fields: Any) -> Any:
+def operation(
+    x: Array, spec: QuantSpec, dtype: DTypeLike, *, norm: bool = False, forward: bool = False, **fields: Any
+) -> Any:
     """The operation, as the kernels describe it, whose operands are alike to `x`, (..., channels); None for XLA.
 
     Args:
@@ -171,6 +173,7 @@ def operation(x: Array, spec: QuantSpec, dtype: DTypeLike, *, norm: bool = False
         spec: what is kept of operands.
         dtype: of the result.
         norm: whether it is a norm, which reads whole rows.
+        forward: whether it is computed for the first time, which is told to who listens.
         fields: as of `pallas_kernels.operations_triton.Operation`.
     """
     reason = None if on_cuda() else "it needs a CUDA GPU"
@@ -179,7 +182,8 @@ def operation(x: Array, spec: QuantSpec, dtype: DTypeLike, *, norm: bool = False
         found = _described(x, spec, dtype, norm, fields)
         reason = found if isinstance(found, str) else None
     choice = Choice("xla", f"not the kernel: {reason}") if reason else Choice("triton", "the kernel takes it")
-    tell("norm" if norm else "activation", choice)
+    if forward:
+        tell("norm" if norm else "activation", choice)
     return None if reason else found
 
 

@@ -26,9 +26,8 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     With one scale for each operand cuBLASLt's FP8 product and ours lie within some per cent of each other on an H200
     (results/gemm.json). But XLA calls cuBLASLt with 8-bit operands only where its own Triton products are switched off
     (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false): otherwise it may widen the operands to 16 bits, so that on Hopper
-    the kernel is taken. Without fast accumulation it takes 0.97 of cuBLASLt's time over contractions of 4096 by itself,
-    and more in a whole layer, where XLA lets cuBLASLt add what else the result is added to. Scales of rows, which
-    cuBLASLt leaves to a second kernel of XLA, and of groups are ours.
+    the kernel is taken; XLA lets cuBLASLt also add what a result is added to. Scales of rows, which cuBLASLt leaves to
+    a second kernel of XLA, and of groups are ours.
     """
     fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
     if not fp8 or 0 in (*a.shape, *b.shape):

@@ -132,7 +132,7 @@ def _norm(
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
     given = {"scaled": scale is not None, "biased": bias is not None}
-    operation = fused.operation(x, context.spec, dtype, norm=True, centered=centered, **given)
+    operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **given)
     if operation is None:
         z, inverse = statistics(values[0], eps, centered=centered)
         kept, result = Kept(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None

@@ -89,7 +89,7 @@ def attention_output(
     shape, inputs = y.shape[-2:], math.prod(y.shape[-2:])
     if y.ndim < 2 or w.shape[:-1] not in (shape, (inputs,)):
         raise ValueError(f"w must be (heads, channels, outputs) or (inputs, outputs) for y {y.shape}, not {w.shape}")
-    if recipe.context.saved is not None:
+    if recipe.context.saved is not None and origins.find(y) is None:
         origins.note(y, (ITSELF, None))
     out = product(y.reshape(-1, inputs), w.reshape(inputs, w.shape[-1]), stateless(recipe), key, source=y)
     out = out.reshape(*y.shape[:-2], w.shape[-1])
