@@ -16,6 +16,7 @@ from fp8jax.core.recipe import Context
 from fp8jax.modules.expressions import same
 from fp8jax.ops.activation import ACTIVATIONS, activation, glu
 
+_SCALARS = (bool, int, float, str)
 HOOK = "call fp8jax.glu(gate, up) or fp8jax.activation(x) in it"
 
 
@@ -113,15 +114,34 @@ def _computes(call: Callable, form: Form, graph: Any, state: Any, x: Any) -> boo
 
 
 def replace(module: Any, form: Form, context: Context) -> None:
-    """Makes a module that `recognise` knows keep codes, in place."""
-    module.fp8jax_form, module.fp8jax_context = form, context
+    """Makes a module that `recognise` knows keep codes, in place; where it is set up differently, as it is written."""
+    settings = _settings(module)
+    module.fp8jax_form, module.fp8jax_context, module.fp8jax_settings = form, context, settings
     cls: Any = type(module)
     object.__setattr__(module, "__class__", _subclass(cls))
 
 
+def _settings(module: Any, path: str = "") -> tuple[Any, ...]:
+    """What the computation of a module may depend on besides arrays, such as `deterministic` of its dropout."""
+    found: list[Any] = []
+    for name, value in sorted(vars(module).items()):
+        if isinstance(value, nnx.Module):
+            found += () if isinstance(value, nnx.Linear) else _settings(value, f"{path}{name}/")
+        elif isinstance(value, (nnx.Pytree, nnx.Variable)) or name.startswith("fp8jax_"):
+            continue
+        elif value is None or callable(value) or isinstance(value, _SCALARS):
+            found.append((f"{path}{name}", type(value).__name__, value))
+    return tuple(found)
+
+
 @functools.cache
 def _subclass(cls: Any) -> type:
-    return with_call(cls, lambda self, x: self.fp8jax_form(self, x, self.fp8jax_context))
+    def __call__(self: Any, x: Array) -> Any:
+        if _settings(self) != self.fp8jax_settings:
+            return cls.__call__(self, x)
+        return self.fp8jax_form(self, x, self.fp8jax_context)
+
+    return with_call(cls, __call__)
 
 
 def with_call(cls: Any, call: Callable) -> type:

@@ -197,6 +197,30 @@ def test_perceptrons_are_known_by_what_they_compute(form):
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (model, quantized)))
 
 
+class Dropping(nnx.Module):
+    """A perceptron with dropout, and an activation as an attribute."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(WIDTH, INNER, rngs=rngs), nnx.Linear(INNER, WIDTH, rngs=rngs)
+        self.dropout, self.act = nnx.Dropout(0.5, rngs=rngs), nnx.gelu
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.dropout(self.act(self.up(x))))
+
+
+def test_a_perceptron_that_is_set_up_differently_later_computes_as_it_is_written():
+    model, x = Dropping(nnx.Rngs(0)), inputs(3, 6, WIDTH)
+    model.eval()
+    quantized, linear = (fp8jax.nnx.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
+    assert codes(quantized, x) == {WIDTH: 1, INNER: 1}
+    quantized.train()
+    assert (np.asarray(quantized(x)) != np.asarray(quantized(x))).any()
+    quantized.eval()
+    np.testing.assert_array_equal(np.asarray(quantized(x)), np.asarray(linear(x)))
+    quantized.act = linear.act = nnx.relu
+    np.testing.assert_array_equal(np.asarray(quantized(x)), np.asarray(linear(x)))
+
+
 UNKNOWN = {
     "another activation": Perceptron(lambda m, x: m.c(jax.nn.relu(m.a(x)) * m.b(x))),
     "a factor": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x) * 0.5)),
