@@ -85,6 +85,20 @@ def _store(pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, mask: tl.te
 
 
 @triton.jit
+def _store_moment(
+    x: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor,
+    mask: tl.tensor, group: tl.tensor, there: tl.tensor, MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr,
+) -> None:  # fmt: skip
+    stored = x
+    if HOW[0]:
+        stored, scale, exponent = codec.encode(x, pointer.dtype.element_ty, HOW, QUICK)
+        _store(scale_ptr, group, scale, there, MASKED)
+        if HOW[1]:
+            _store(exponent_ptr, group, exponent, there, MASKED)
+    _store(pointer, offsets, stored, mask, MASKED)
+
+
+@triton.jit
 def _adamw(
     grad_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -171,18 +185,8 @@ def _adamw(
         result = codec.round_stochastically(result, base, offsets, word1, word2, ALIGNED)
     _store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
 
-    if NU[0]:
-        v, scale, exponent = codec.encode(v, nu_ptr.dtype.element_ty, NU, not SHORT)
-        _store(nu_scale_ptr, group, scale, there, MASKED)
-        if NU[1]:
-            _store(nu_exponent_ptr, group, exponent, there, MASKED)
-    _store(nu_ptr + base, offsets, v, mask, MASKED)
-    if MU[0]:
-        m, scale, exponent = codec.encode(m, mu_ptr.dtype.element_ty, MU, not SHORT)
-        _store(mu_scale_ptr, group, scale, there, MASKED)
-        if MU[1]:
-            _store(mu_exponent_ptr, group, exponent, there, MASKED)
-    _store(mu_ptr + base, offsets, m, mask, MASKED)
+    _store_moment(v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, MASKED, NU, not SHORT)
+    _store_moment(m, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there, MASKED, MU, not SHORT)
 
 
 def unsupported(

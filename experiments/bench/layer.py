@@ -100,7 +100,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--burst", type=float, default=0.05, help="seconds of one round of one implementation")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
-    parser.add_argument("--only", nargs="+", help=f"recipes by name, also with ', {HELD}' behind; all if left out")
+    names = [f"{name}{held}" for name in recipes() for held in ("", f", {HELD}")]
+    parser.add_argument("--only", nargs="+", choices=names, help="recipes; all if left out")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()

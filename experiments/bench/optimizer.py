@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch's optimizers need room beside JAX.
@@ -314,7 +313,9 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
     sizes = [] if args.rows == ROWS else [f"--rows {args.rows}"]
     packages = {"jax": jax.__version__, "optax": optax.__version__, "triton": triton.__version__}
     packages["jax-triton"] = jax_triton.__version__
-    packages |= {name: metadata.version(name) for name in ("torch", "torchao", "bitsandbytes") if name in sys.modules}
+    for name in ("torch", "torchao", "bitsandbytes"):
+        if name in sys.modules:
+            packages[name] = getattr(sys.modules[name], "__version__", "unknown")
     report = {
         "bench": "optimizer",
         "device": jax.devices()[0].device_kind,

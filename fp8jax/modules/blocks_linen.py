@@ -62,13 +62,13 @@ def recognise(module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any
     fields = tuple(type(getattr(copy, field.name)) for field in dataclasses.fields(copy))
     types = (fields, tuple(map(type, leaves)))
     call: Any = (copy, structure, shapes, tuple(scope.rngs), scope.mutable, types)
+    known: Callable[..., tuple[Form, ...]] = _recognise
     try:
-        with quiet():
-            return _recognise(*call)
+        hash(call)
     except TypeError:
-        # Fields that have no hash.
-        with quiet():
-            return _recognise.__wrapped__(*call)
+        known = _recognise.__wrapped__
+    with quiet():
+        return known(*call)
 
 
 @functools.lru_cache(maxsize=256)

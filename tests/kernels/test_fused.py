@@ -45,8 +45,12 @@ def check(case, made, share, most, far, whole=False):
 
 
 def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing_out_of_bounds():
-    for case, found in python("-m", "tests.kernels.fused_interpreter", TRITON_INTERPRET="1").items():
-        check(case, *found)
+    from tests.kernels.fused_interpreter import CASES
+
+    found = python("-m", "tests.kernels.fused_interpreter", TRITON_INTERPRET="1")
+    assert found.keys() == CASES.keys()
+    for case, values in found.items():
+        check(case, *values)
 
 
 @pytest.mark.gpu

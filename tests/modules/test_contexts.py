@@ -19,6 +19,7 @@ from fp8jax.modules.contexts import plan
 from fp8jax.modules.expressions import same
 from fp8jax.modules.nnx import modules
 from fp8jax.recipes import Context
+from tests.distance import relative
 from tests.programs import residuals
 
 COAT = fp8jax.recipes.coat_activations()
@@ -47,11 +48,6 @@ def kept_by(model, x) -> list[tuple[str, tuple[int, ...]]]:
 def codes(model, x) -> Counter:
     """Widths of the codes that a model keeps."""
     return Counter(shape[-1] for dtype, shape in kept_by(model, x) if dtype == "uint8")
-
-
-def relative(a, b) -> float:
-    a, b = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)]) for t in (a, b))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 NORMS = {

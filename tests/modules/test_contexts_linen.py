@@ -12,17 +12,13 @@ import pytest
 
 import fp8jax
 from fp8jax.recipes import Context
+from tests.distance import relative
 from tests.programs import residuals
 
 COAT = fp8jax.recipes.coat_activations()
 LINEAR_ONLY = dataclasses.replace(COAT, context=Context())
 TOKENS, WIDTH, INNER = 12, 32, 48
 X = jax.random.normal(jax.random.key(7), (TOKENS, WIDTH))
-
-
-def relative(a, b) -> float:
-    a, b = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)]) for t in (a, b))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 class LinenBlock(linen.Module):

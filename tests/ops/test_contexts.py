@@ -12,6 +12,7 @@ import fp8jax
 from fp8jax.core.recipe import Context
 from fp8jax.ops.activation import ACTIVATIONS, activation, glu
 from fp8jax.ops.norm import layer_norm, rms_norm
+from tests.distance import relative
 from tests.programs import residuals
 
 TOKENS, CHANNELS, OUTPUTS = 24, 72, 40
@@ -48,11 +49,6 @@ def near(got, want, steps=64):
     """Equality but for the rounding of some fp32 operations on values as large as the largest here."""
     got, want = np.asarray(got, np.float64), np.asarray(want)
     np.testing.assert_allclose(got, want, rtol=0, atol=steps * 2.0**-24 * np.abs(want).max())
-
-
-def relative(a, b) -> float:
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 @pytest.mark.parametrize("context", [Context(), *CONTEXTS], ids=str)

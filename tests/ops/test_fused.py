@@ -113,8 +113,9 @@ def test_layers_of_other_recipes_and_plain_readers_see_the_array_itself(made):
 
     made(False)
     want = results(f, x, w)
-    made(True)
+    seen = made(True)
     same(results(f, x, w), want)
+    assert seen
 
 
 def test_nothing_is_noted_where_kernels_do_not_run(made):

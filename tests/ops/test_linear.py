@@ -10,6 +10,7 @@ import pytest
 
 import fp8jax
 from fp8jax.core.recipe import Linear
+from tests.distance import relative
 from tests.programs import dots, residuals
 
 LINEAR = {name: fp8jax.recipes.get(name).linear for name in fp8jax.recipes.NAMES}
@@ -31,10 +32,6 @@ def gradients(linear):
     x, w, target = problem()
     y, back = jax.vjp(linear, x, w)
     return y, *back(target)
-
-
-def relative(a, b) -> float:
-    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
 
 def expected_error(*specs) -> float:

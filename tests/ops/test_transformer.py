@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fp8jax
+from tests.distance import relative
 from tests.programs import residuals
 
 COAT = fp8jax.recipes.coat()
@@ -20,11 +21,6 @@ WIDTH, INNER = HEADS * CHANNELS, 96
 
 def draw(seed, *shape, dtype=jnp.bfloat16):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-
-
-def relative(a, b):
-    a, b = (np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)]) for t in (a, b))
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 def codes(f, *args):
