@@ -36,7 +36,7 @@ def _maxima(
     for i in range(DOWN):
         top = (down * DOWN + i) * HIGH
         m, first = top + tl.arange(0, HIGH), top.to(tl.int64) * N + right * WIDE
-        tile = device.ordered(device.load(x_ptr + first, at, device.inside(m, n, M, N), MASKED), HOW)
+        tile = device.ordered(device.load_plain(x_ptr + first, at, device.inside(m, n, M, N), MASKED), HOW)
         ordered = tl.maximum(ordered, tile)
         if OF[1]:
             tl.store(rows_ptr + right * M + m, device.largest(tl.max(tile, 1), HOW), mask=m < M)
@@ -68,9 +68,9 @@ def maxima(
     Returns:
         fp32, of the tensor (), of the rows (M,) and of the columns (N,); None for what is not asked for.
     """
-    launch = launch or (Launch(8, 1024, 4) if columns else Launch(32, 256, 4))
+    launch = launch or Launch(16 if columns else 32, 256, 4)
     m, n = x.shape
-    down = (4 if columns else 1) if down is None else down
+    down = (16 if columns else 1) if down is None else down
     strips, across = -(-m // (launch.rows * down)), -(-n // launch.columns)
     shapes = ((strips * across,) if tensor else (1,), (across, m) if rows else (1,), (strips, n) if columns else (1,))
     how = device.INTEGERS if integers else device.NONE

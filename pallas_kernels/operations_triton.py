@@ -168,5 +168,6 @@ def keep(
     left: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, HOW: tl.constexpr,
 ) -> None:  # fmt: skip
     """Writes codes in groups along the rows, and their scales."""
-    y = device.scale_along_rows(x, m, left, 1.0, scales_ptr, scales_ptr, scales_ptr, M, N, MASKED, HOW)
+    largest = device.along_rows(device.ordered(x, HOW), HOW[1])
+    y = device.scale_along_rows(x, largest, m, left, 1.0, scales_ptr, scales_ptr, scales_ptr, M, N, MASKED, HOW)
     device.store(codes_ptr + first, at, device.encode(y, 0, HOW), device.inside(m, n, M, N), MASKED)

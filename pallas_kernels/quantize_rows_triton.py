@@ -27,7 +27,7 @@ def _places(program: tl.tensor, LEFT: tl.constexpr, WIDE: tl.constexpr, HIGH: tl
 
 @triton.jit
 def _peaks(x: tl.tensor, SIZE: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
-    return device.along_rows(device.ordered(x.to(tl.float32), HOW), SIZE)
+    return device.along_rows(device.ordered(x, HOW), SIZE)
 
 
 @triton.jit

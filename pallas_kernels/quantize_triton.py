@@ -78,9 +78,11 @@ def _quantize(
         if OWN and COLUMNS[6]:
             random2 = device.hash(four, word2, word1)
     ordered = tl.zeros((R, WIDE), tl.int32)
-    if ROWS[0] == 4 or COLUMNS[0] == 3 or COLUMNS[0] == 5:
-        for j in tl.static_range(4):
-            ordered = tl.maximum(ordered, device.ordered(xs[j].to(tl.float32), ROWS if ROWS[0] == 4 else COLUMNS))
+    largest0, ordered = device.slice_maxima(x0, ordered, ROWS, COLUMNS)
+    largest1, ordered = device.slice_maxima(x1, ordered, ROWS, COLUMNS)
+    largest2, ordered = device.slice_maxima(x2, ordered, ROWS, COLUMNS)
+    largest3, ordered = device.slice_maxima(x3, ordered, ROWS, COLUMNS)
+    largest_of = (largest0, largest1, largest2, largest3)
 
     given = 1.0
     if ROWS[0] == 4:
@@ -124,7 +126,8 @@ def _quantize(
         x, m, here = codec.fp32(xs[j], False), m0 + j, device.inside(m0 + j, n, M, N)
         if ROWS[0] > 0:
             y = device.scale_along_rows(
-                x, m, left, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS)  # fmt: skip
+                x, largest_of[j], m, left, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS,
+            )  # fmt: skip
             codes = device.encode(y, device.noise(random1, j), ROWS)
             if ROWS[8]:
                 device.store(rows_ptr + first, at0 + j * N, codes, here, MASKED)
@@ -134,8 +137,8 @@ def _quantize(
                 y = y * power
             codes = device.encode(y, device.noise(random2, j), COLUMNS)
         if COLUMNS[0] > 0:
-            words = device.turn(columns_ptr, top, left, i, j, codes, words, here, M, MASKED)
-    if COLUMNS[0] > 0 and M % 4 == 0:
+            words = device.insert(words, codes, j, N % 4 == 0)
+    if COLUMNS[0] > 0:
         device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
@@ -160,9 +163,8 @@ def _transpose(
     for j in tl.static_range(4):
         here = device.inside(top + 4 * i + j, n, M, N)
         codes = device.load_plain(x_ptr + first, at + j * N, here, MASKED)
-        words = device.turn(columns_ptr, top, left, i, j, codes, words, here, M, MASKED)
-    if M % 4 == 0:
-        device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
+        words = device.insert(words, codes, j, N % 4 == 0)
+    device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
 @dataclasses.dataclass(frozen=True)

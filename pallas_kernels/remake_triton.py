@@ -75,14 +75,14 @@ def _codes(
         if ROWS:
             device.store(rows0 + first, at, codes, here, MASKED)
         if COLUMNS:
-            words0 = device.turn(columns0, top, left, i, j, codes, words0, here, M, MASKED)
+            words0 = device.insert(words0, codes, j, N % 4 == 0)
         if BOTH:
             codes = device.encode(device.scaled(y1, factor1, HOW), 0, HOW)
             if ROWS:
                 device.store(rows1 + first, at, codes, here, MASKED)
             if COLUMNS:
-                words1 = device.turn(columns1, top, left, i, j, codes, words1, here, M, MASKED)
-    if COLUMNS and M % 4 == 0:
+                words1 = device.insert(words1, codes, j, N % 4 == 0)
+    if COLUMNS:
         device.store_words(columns0, top, left, i, n, words0, M, N, MASKED)
         if BOTH:
             device.store_words(columns1, top, left, i, n, words1, M, N, MASKED)

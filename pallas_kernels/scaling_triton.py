@@ -85,7 +85,24 @@ def load(pointer: tl.tensor, inside: tl.tensor, mask: tl.tensor, MASKED: tl.cons
 @triton.jit
 def ordered(x: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """Bits of magnitudes, ordered as they are, above those of Inf and NaN; for integers, which have no such, below."""
-    return (bits(x) & _MAGNITUDE) + (0 if HOW[4] == 2 else _TINY_BITS)
+    if x.dtype == tl.bfloat16:
+        found = ordered_pairs(x, 0 if HOW[4] == 2 else _TINY_BITS | (_TINY_BITS >> 16))
+    else:
+        found = (bits(x.to(tl.float32)) & _MAGNITUDE) + (0 if HOW[4] == 2 else _TINY_BITS)
+    return found
+
+
+@triton.jit
+def ordered_pairs(x: tl.tensor, bias: tl.constexpr) -> tl.tensor:
+    """`ordered` of bf16, two at a time; the bias is of both."""
+    return tl.inline_asm_elementwise(
+        """{.reg .b32 pair;
+        and.b32 pair, $2, 0x7fff7fff;
+        add.s32 pair, pair, $4;
+        shl.b32 $0, pair, 16;
+        and.b32 $1, pair, 0xffff0000;}""",
+        "=r,=r,r,r,r", [x, bias], tl.int32, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -98,6 +115,21 @@ def along_rows(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def along_columns(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     """The maximum of each SIZE rows."""
     return tl.max(tl.reshape(x, (x.shape[0] // SIZE, SIZE, x.shape[1])), 1)
+
+
+@triton.jit
+def slice_maxima(
+    x: tl.tensor, below: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """`ordered` maxima of the groups in a slice's rows, where they are asked for; and of it and what is `below`."""
+    largest = below
+    if ROWS[0] == 3 or ROWS[0] == 5:
+        largest = along_rows(ordered(x, ROWS), ROWS[1])
+    if ROWS[0] == 4:
+        below = tl.maximum(below, ordered(x, ROWS))
+    elif COLUMNS[0] == 3 or COLUMNS[0] == 5:
+        below = tl.maximum(below, ordered(x, COLUMNS))
+    return largest, below
 
 
 @triton.jit
@@ -223,10 +255,14 @@ def store(
 
 @triton.jit
 def scale_along_rows(
-    x: tl.tensor, m: tl.tensor, left: tl.tensor, given: tl.tensor, scale_ptr: tl.tensor, scales_ptr: tl.tensor,
-    powers_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, HOW: tl.constexpr,
+    x: tl.tensor, largest: tl.tensor, m: tl.tensor, left: tl.tensor, given: tl.tensor, scale_ptr: tl.tensor,
+    scales_ptr: tl.tensor, powers_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+    HOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The values of a slice, from column `left` on, in units of their scales, which are stored where found here."""
+    """The values of a slice, from column `left` on, in units of their scales, which are stored where made here.
+
+    `largest` are the `ordered` maxima of groups.
+    """
     SIZE: tl.constexpr = HOW[1]
     if HOW[0] == 3 or HOW[0] == 5:
         g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
@@ -234,7 +270,7 @@ def scale_along_rows(
         at = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
         there = inside(m, g, M, WIDTH)
     if HOW[0] == 3:
-        scale = to_scale(along_rows(ordered(x, HOW), SIZE), HOW, scales_ptr.dtype.element_ty)
+        scale = to_scale(largest, HOW, scales_ptr.dtype.element_ty)
         store(scales_ptr, at, scale, there, MASKED)
         factor = over_columns(inverse(scale), SIZE)
     elif HOW[7]:
@@ -243,7 +279,7 @@ def scale_along_rows(
         factor = given
     y = scaled(x, factor, HOW)
     if HOW[0] == 5:
-        byte = power(along_rows(ordered(x, HOW), SIZE), factor, HOW)
+        byte = power(largest, factor, HOW)
         store(powers_ptr, at, byte.to(tl.uint8), there, MASKED)
         y = y * over_columns(of_power(byte), SIZE)
     return y
@@ -255,24 +291,32 @@ def inside(m: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def insert(words: tl.tensor, codes: tl.tensor, j: tl.tensor) -> tl.tensor:
-    """Words with codes put in as byte j; in assembly, because of LLVM's shifts ptxas 12.8 and 12.9 crash."""
+def insert(words: tl.tensor, codes: tl.tensor, j: tl.tensor, BY_FOUR: tl.constexpr) -> tl.tensor:
+    """Words with codes put in as byte j; in assembly, because of LLVM's shifts ptxas 12.8 and 12.9 crash.
+
+    By four, no code is taken out of the register that it was made in; where the same codes are stored one by one, ptxas
+    13.0 crashes.
+    """
     selector = 0x3210 + ((4 - j) << (4 * j))
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [words, codes.to(tl.uint32), selector], tl.uint32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def turn(
-    columns_ptr: tl.tensor, top: tl.tensor, left: tl.tensor, i: tl.tensor, j: tl.tensor, codes: tl.tensor,
-    words: tl.tensor, here: tl.tensor, M: tl.constexpr, MASKED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Words with the codes of slice `j` put in; where columns are not whole words, the codes are stored at once."""
-    if M % 4 > 0:
-        at = tl.arange(0, codes.shape[1])[None, :] * M + (4 * i + j)[:, None]
-        store(columns_ptr + (left.to(tl.int64) * M + top), at, codes, here, MASKED)
-    return insert(words, codes, j)
+    if BY_FOUR:
+        words = tl.inline_asm_elementwise(
+            """{.reg .b32 second, third, fourth;
+            add.s32 second, $9, $13;
+            add.s32 third, second, $13;
+            add.s32 fourth, third, $13;
+            prmt.b32 $0, $4, $8, $9;
+            prmt.b32 $1, $5, $8, second;
+            prmt.b32 $2, $6, $8, third;
+            prmt.b32 $3, $7, $8, fourth;}""",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r", [words, codes, selector, 1 << (4 * j)], tl.uint32,
+            is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        words = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [words, codes.to(tl.uint32), selector], tl.uint32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    return words
 
 
 @triton.jit
@@ -280,7 +324,13 @@ def store_words(
     columns_ptr: tl.tensor, top: tl.tensor, left: tl.tensor, i: tl.tensor, n: tl.tensor, words: tl.tensor,
     M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the words of a tile into the transposed copy."""
-    pointer = (columns_ptr + (left.to(tl.int64) * M + top)).to(tl.pointer_type(tl.uint32), bitcast=True)
-    at = tl.arange(0, words.shape[1])[:, None] * (M // 4) + i[None, :]
-    store(pointer, at, tl.trans(words), inside(n, top + 4 * i, N, M), MASKED)
+    """Writes the words of a tile into the transposed copy; where its rows are not whole words, byte by byte."""
+    first, turned = columns_ptr + (left.to(tl.int64) * M + top), tl.trans(words)
+    across = tl.arange(0, words.shape[1])[:, None]
+    if M % 4 == 0:
+        at = across * (M // 4) + i[None, :]
+        store(first.to(tl.pointer_type(tl.uint32), bitcast=True), at, turned, inside(n, top + 4 * i, N, M), MASKED)
+    else:
+        for j in tl.static_range(4):
+            at, there = across * M + (4 * i + j)[None, :], inside(n, top + 4 * i + j, N, M)
+            store(first + at, 0, (turned >> (8 * j)).to(tl.uint8), there, MASKED)

@@ -106,7 +106,7 @@ def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str)
 
 
 def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, float]:
-    """A case with its kernels and without: what a line of JSON says of it; `whole`, as compiled programs."""
+    """A case with its kernels and without, as a line of JSON says it; `whole`, in one program, rounded as written."""
     codes, on_cuda = fused.codes, fused.on_cuda
     seen: list[tuple[Any, Any]] = []
 
@@ -124,7 +124,7 @@ def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, fl
 
     fused.codes = watched
     try:
-        found = (jax.jit(both) if whole else both)(*args)
+        found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
         fused.codes, fused.on_cuda = codes, on_cuda
     got, want = ([np.asarray(a, np.float64) for a in arrays] for arrays in found[:2])

@@ -35,6 +35,7 @@ CASES = [
     Case("e5m2:group16", "e4m3:group64", (257, 64), "bfloat16"),
     Case("e4m3:block128", "same", (300, 200)),
     Case("e4m3:block32", "same", (64, 257), "bfloat16"),
+    Case("e4m3", "same", (131, 257), "bfloat16"),
     Case(None, "e4m3:block128", (300, 140), "bfloat16"),
     Case("e4m3:group128", "e4m3:block32"),
     Case("e4m3:block64", "e4m3:block64"),

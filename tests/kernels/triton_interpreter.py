@@ -68,7 +68,11 @@ def fp32(x: Any, _: Any = True) -> Any:
     return x.to(tl.float32)
 
 
-def insert(words: Any, codes: Any, j: Any) -> Any:
+def ordered_pairs(x: Any, bias: Any) -> Any:
+    return (codec_triton.bits(x.to(tl.float32)) & 0x7FFFFFFF) + (int(bias) & 0x00800000)
+
+
+def insert(words: Any, codes: Any, j: Any, _: Any) -> Any:
     return words | (codes.to(tl.uint32) << (8 * j))
 
 
@@ -96,7 +100,8 @@ def prepare() -> None:
     interpreter._convert_float = convert
     codec_triton.multiply_add, scaling_triton.inverse, codec_triton.fp32 = multiply_add, inverse, fp32
     codec_triton.exp2, codec_triton.reciprocal = (lambda x: tl.exp2(x)), (lambda x: 1.0 / x)
-    scaling_triton.insert, operations_triton.narrowed = insert, narrowed
+    scaling_triton.insert, scaling_triton.ordered_pairs = insert, ordered_pairs
+    operations_triton.narrowed = narrowed
     quantize_triton.call = call
 
 
