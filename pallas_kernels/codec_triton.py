@@ -155,11 +155,11 @@ def turned(codes: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def add_noise_to_pairs(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
-    """bf16 from the bits of fp32, after the halves of noise ^ (noise >> 16) were added to a pair of neighbours."""
+    """bf16 from the bits of fp32, after the lower and upper half of their noise were added to a pair of neighbours."""
     return tl.inline_asm_elementwise(
         """{.reg .b32 even, odd;
+        and.b32 even, $3, 0xffff;
         shr.u32 odd, $3, 16;
-        lop3.b32 even, odd, $3, 0xffff, 0x28;
         add.s32 even, even, $1;
         add.s32 odd, odd, $2;
         prmt.b32 $0, even, odd, 0x7632;}""",
@@ -190,11 +190,11 @@ def decode(codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.t
 
 
 @triton.jit
-def extremes(x: tl.tensor, SIGNED: tl.constexpr, QUICK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Of each group the bits of the largest finite magnitude, and those of the smallest non-zero one, less one.
+def extremes(x: tl.tensor, SIGNED: tl.constexpr, QUICK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of each group the bits of the largest finite magnitude, and those of the smallest non-zero one, less one; and x.
 
     Less one, zero is the largest unsigned integer. A group of zeros gets 0 and that. The quick way counts zeros, Inf
-    and NaN as values, and a program that has some goes the other way as well.
+    and NaN as values, and a program that has some goes the other way as well; unsigned, its Inf are NaN from then on.
     """
     magnitude = bits(x) & _MAGNITUDE if SIGNED else bits(x)
     if QUICK:
@@ -202,9 +202,11 @@ def extremes(x: tl.tensor, SIGNED: tl.constexpr, QUICK: tl.constexpr) -> tuple[t
         smallest = (tl.min(tl.min(magnitude, axis=1), axis=1) - 1).to(tl.uint32, bitcast=True)
         if tl.max(tl.maximum(largest.to(tl.uint32, bitcast=True), smallest), axis=0) > _LARGEST_FINITE:
             largest, smallest = _careful_extremes(magnitude)
+            if not SIGNED:
+                x = tl.where(magnitude > _LARGEST_FINITE, float("nan"), x)
     else:
         largest, smallest = _careful_extremes(magnitude)
-    return largest, smallest
+    return largest, smallest, x
 
 
 @triton.jit
@@ -220,7 +222,7 @@ def encode(
     x: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter."""
-    largest_bits, smallest = extremes(x, HOW[2], QUICK)
+    largest_bits, smallest, marked = extremes(x, HOW[2], QUICK)
     largest = from_bits(largest_bits)
     scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / HOW[3]), _TINY), 1.0)
     if HOW[1]:
@@ -232,10 +234,10 @@ def encode(
         pair = bf16_twice(tl.where(spans, k, 1.0))
         exponent = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         k = from_bits(pair & -0x10000)
-        y = exp2(tl.fma(log2_abs(x), per_group(k), per_group(tl.fma(-k, log2_top, HOW[4]))))
+        y = exp2(tl.fma(log2_abs(marked), per_group(k), per_group(tl.fma(-k, log2_top, HOW[4]))))
     else:
         exponent = scale.to(tl.bfloat16)
-        y = tl.abs(x) * per_group(tl.div_rn(1.0, scale))
+        y = tl.abs(marked) * per_group(tl.div_rn(1.0, scale))
         if HOW[8] > 0:
             y = tl.where((x != 0) & (y < HOW[8]), HOW[8], y)
     # The conversion saturates Inf to the largest value; the lowest bit makes it NaN, and is nothing to a finite value.
@@ -243,6 +245,8 @@ def encode(
         # Of ~x, since the lowest bit of Inf is 0; the signs turn as codes, four at a time.
         codes = from_bits(ends_of_inverted(bits(y), bits(x))).to(CODE)
         codes = turned(codes.to(tl.int8, bitcast=True)).to(CODE, bitcast=True)
+    elif QUICK:
+        codes = y.to(CODE)
     else:
         codes = from_bits(bits(y) | 1).to(CODE)
     if tl.float8e5 == CODE:
@@ -257,18 +261,20 @@ def round_stochastically(
 ) -> tl.tensor:
     """bf16 from fp32, up or down with probabilities that make the expectation exact; NaN and Inf stay.
 
-    Noise is half of a hash of the number of the element's pair, base + offsets over two, and of two words. `base` is
-    even. PAIRED: neighbours in a thread, two and two, are such pairs.
+    Noise is half of a multiple of a hash: of two words, and of the number of the element's eight neighbours in the
+    flat array, whose four pairs take different multiples. `base` is a multiple of 8. PAIRED: neighbours in a thread,
+    two and two, are such pairs.
     """
-    noise = ((base >> 1).to(tl.uint32) + (offsets >> 1).to(tl.uint32)) * 0x9E3779B9 + word1
+    noise = ((base >> 3).to(tl.uint32) + (offsets >> 3).to(tl.uint32)) * 0x9E3779B9 + word1
     noise = (noise ^ (noise >> 16)) * 0x7FEB352D
     noise = (noise ^ (noise >> 15) ^ word2) * 0x846CA68B
+    noise = noise ^ (noise >> 16)
+    noise += noise * 0x9708B674 * ((offsets >> 1) & 3).to(tl.uint32)
     # The bound is a NaN to which noise can be added; the hardware's own is 0x7FFFFFFF.
     bounded = tl.minimum(bits(x), 0x7FFF0000)
     if PAIRED:
         rounded = add_noise_to_pairs(bounded, noise)
     else:
-        noise = noise ^ (noise >> 16)
         noise = tl.where((offsets & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
         rounded = from_bits((bounded + noise) & -0x10000).to(tl.bfloat16)
     return rounded

@@ -48,7 +48,8 @@ def test_stochastic_rounding_is_unbiased_and_leaves_what_bf16_holds():
     assert abs(up.mean() - 0.3) < 5 * np.sqrt(0.21 / up.size)
     by_place = up.mean(axis=0)
     assert abs(by_place.std() / np.sqrt(0.21 / len(words)) - 1) < 0.02
-    pairs = [np.corrcoef(up[:, :, 0].ravel(), up[:, :, i].ravel())[0, 1] for i in (1, 2, 3)]
+    eights = up.reshape(-1, 8).T
+    pairs = (np.corrcoef(eights) - np.eye(8)).ravel().tolist()
     pairs.append(np.corrcoef(up[:-1].ravel(), up[1:].ravel())[0, 1])
     assert np.abs(pairs).max() < 0.04
     exact = jnp.asarray([0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, np.nan], jnp.float32)
@@ -58,15 +59,16 @@ def test_stochastic_rounding_is_unbiased_and_leaves_what_bf16_holds():
 
 @pytest.mark.parametrize("shape", [(6, 64), (5, 7), (2, 3, 5), (9,), ()], ids=str)
 def test_noise_goes_by_the_position_in_the_flat_array(shape):
-    """Half of a 32-bit hash of index // 2, computed here with Python integers."""
+    """Half of a multiple of a 32-bit hash of index // 8, computed here with Python integers."""
     words, x = np.array([12345, 0xDEADBEEF], np.uint32), np.float32(1 + 1 / 512)
     got = np.asarray(round_stochastically(jnp.full(shape, x), words)).astype(np.float32).ravel()
 
     def noise(index):
-        h = ((index >> 1) * 0x9E3779B9 + int(words[0])) & 0xFFFFFFFF
+        h = ((index >> 3) * 0x9E3779B9 + int(words[0])) & 0xFFFFFFFF
         h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
         h = ((h ^ (h >> 15) ^ int(words[1])) * 0x846CA68B) & 0xFFFFFFFF
         h ^= h >> 16
+        h = (h * (1 + 0x9708B674 * ((index >> 1) & 3))) & 0xFFFFFFFF
         return h >> 16 if index & 1 else h & 0xFFFF
 
     bits = int(x.view(np.uint32))
@@ -184,16 +186,16 @@ def test_a_mapped_step_is_traced_as_one_kernel():
 # What the kernel becomes, without a GPU. Instructions are counted in what the assembler makes of Triton's PTX.
 
 CONFIGURATIONS = {
-    "fp32 weights": ({"shape": (512, 1024), "weight": "float32"}, 56, 10),
-    "bf16 weights, stochastic": ({"shape": (512, 1024), "weight": "bfloat16", "stochastic": True}, 61, 10),
-    "update": ({"shape": (512, 1024), "weight": "float32", "form": "update"}, 57, 10),
+    "fp32 weights": ({"shape": (512, 1024), "weight": "float32"}, 55, 10),
+    "bf16 weights, stochastic": ({"shape": (512, 1024), "weight": "bfloat16", "stochastic": True}, 57, 10),
+    "update": ({"shape": (512, 1024), "weight": "float32", "form": "update"}, 56, 10),
     "no expansion": ({"shape": (512, 1024), "weight": "float32", "expand": False}, 48, 2),
     "e5m2": ({"shape": (512, 1024), "weight": "float32", "nu": "e5m2"}, 62, 10),
     "bf16 second moment": ({"shape": (512, 1024), "weight": "float32", "nu": "bf16"}, 44, 6),
     "short last group": ({"shape": (512, 1000), "weight": "float32"}, 64, 10),
     "unaligned rows": ({"shape": (33, 1001), "weight": "float32"}, 102, 12),
-    "groups of 16": ({"shape": (512, 1024), "weight": "float32", "size": 16}, 52, 10),
-    "groups of 1024": ({"shape": (512, 2048), "weight": "float32", "size": 1024}, 53, 10),
+    "groups of 16": ({"shape": (512, 1024), "weight": "float32", "size": 16}, 51, 10),
+    "groups of 1024": ({"shape": (512, 2048), "weight": "float32", "size": 1024}, 51, 10),
 }
 
 

@@ -65,7 +65,7 @@ def prepare() -> None:
 
     def add_noise_to_pairs(x: Any, noise: Any) -> Any:
         odd = (tl.arange(0, x.shape[2]) & 1)[None, None, :] == 1
-        half = tl.where(odd, noise >> 16, (noise ^ (noise >> 16)) & 0xFFFF).to(tl.int32, bitcast=True)
+        half = tl.where(odd, noise >> 16, noise & 0xFFFF).to(tl.int32, bitcast=True)
         return ((x + half) & -0x10000).to(tl.float32, bitcast=True).to(tl.bfloat16)
 
     jax.lax.platform_dependent = lambda *args, cuda, default=None: cuda(*args)
