@@ -15,7 +15,6 @@ import jax
 from flax import nnx
 from jax.extend import core
 
-from fp8jax.modules.blocks import with_call
 from fp8jax.modules.dots import SharedPromotion
 from fp8jax.modules.program import split
 from fp8jax.ops import fused
@@ -24,48 +23,47 @@ from fp8jax.ops.saved import origins
 LAYOUTS = ("reshape", "transpose", "squeeze", "expand_dims")
 
 
-def candidate(module: Any) -> bool:
-    """Whether a module may be an attention: it holds several linear layers itself."""
-    return len(layers(module)) > 1
-
-
-def replace(module: Any) -> None:
-    """Makes the calls of a module look for inputs of its layers that are kept anyway, in place."""
-    cls: Any = type(module)
-    object.__setattr__(module, "__class__", _subclass(cls))
-
-
 def layers(module: Any) -> dict[str, Any]:
-    """The linear layers that a module holds itself, by attribute."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, (nnx.Linear, nnx.LinearGeneral))}
+    """The linear layers that a module holds itself, or in lists and dicts, by their paths in it."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, (nnx.Linear, nnx.LinearGeneral)):
+            found[name] = value
+        elif isinstance(value, (nnx.List, nnx.Dict)):
+            found |= {f"{name}/{inner}": layer for inner, layer in layers(value).items()}
+    return found
 
 
-@functools.cache
-def _subclass(cls: Any) -> type:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arrays, rebuild = split((args, kwargs))
-        kept = _kept_anyway(cls.__call__, self, arrays, rebuild)
-        if not kept:
-            return cls.__call__(self, *args, **kwargs)
-        found = [origins.find(x) for x in arrays]
-        results = [fused.find(x) for x in arrays]
+def call(written: Callable, module: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a module, whose layers look for inputs that are kept anyway.
 
-        def run(self: Any, arrays: list[Any], made_of: list[Any], operands: list[Any]) -> Any:
-            for i, x in enumerate(arrays):
-                origin, result = found[i], results[i]
-                if origin is not None:
-                    origins.note(x, (origin[0], made_of[i]))
-                if result is not None:
-                    fused.note(result.of(*operands[i]), x)
-            args, kwargs = rebuild(arrays)
-            with _promotions(self, lambda name, cast: dataclasses.replace(cast, kept=name in kept)):
-                return cls.__call__(self, *args, **kwargs)
+    Args:
+        written: its `__call__`.
+        module: the module; a copy of it may be called.
+        args: of the call.
+        kwargs: likewise.
+    """
+    arrays, rebuild = split((args, kwargs))
+    kept = _kept_anyway(written, module, arrays, rebuild)
+    if not kept:
+        return written(module, *args, **kwargs)
+    found = [origins.find(x) for x in arrays]
+    results = [fused.find(x) for x in arrays]
 
-        checkpointed = nnx.remat(run, prevent_cse=False, policy=lambda prim, *_, **__: prim.name not in LAYOUTS)
-        operands = [result and (result.operands, result.peak) for result in results]
-        return checkpointed(self, arrays, [origin and origin[1] for origin in found], operands)
+    def run(module: Any, arrays: list[Any], made_of: list[Any], operands: list[Any]) -> Any:
+        for i, x in enumerate(arrays):
+            origin, result = found[i], results[i]
+            if origin is not None:
+                origins.note(x, (origin[0], made_of[i]))
+            if result is not None:
+                fused.note(result.of(*operands[i]), x)
+        args, kwargs = rebuild(arrays)
+        with _promotions(module, lambda name, cast: dataclasses.replace(cast, kept=name in kept)):
+            return written(module, *args, **kwargs)
 
-    return with_call(cls, __call__)
+    checkpointed = nnx.remat(run, prevent_cse=False, policy=lambda prim, *_, **__: prim.name not in LAYOUTS)
+    operands = [result and (result.operands, result.peak) for result in results]
+    return checkpointed(module, arrays, [origin and origin[1] for origin in found], operands)
 
 
 def _kept_anyway(call: Callable, module: Any, arrays: list[Any], rebuild: Callable) -> set[str]:

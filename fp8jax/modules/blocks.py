@@ -1,33 +1,32 @@
-"""Recognises gated and plain perceptrons in Flax NNX models, by what they compute, and lets them keep codes."""
+"""Activations between linear layers, recognised while a module runs by what it computes; knows nothing of Flax."""
 
+import collections
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
+from jax.extend.core import get_opaque_trace_state
 
 from fp8jax.core.recipe import Context
-from fp8jax.modules.expressions import same
+from fp8jax.modules.expressions import outputs, reached
 from fp8jax.ops.activation import ACTIVATIONS, activation, glu
 
-_SCALARS = (bool, int, float, str)
-HOOK = "call fp8jax.glu(gate, up) or fp8jax.activation(x) in it"
+HOOK = "call fp8jax.glu(gate, up) or fp8jax.activation(x) there"
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a module with linear layers as attributes computes: down(f(gate(x)) * up(x)) and its kin.
+    """What a layer of a module reads: f(gate(x)) * up(x) and its kin, of other layers of that module.
 
     Attributes:
         activation: a key of `fp8jax.ops.activation.ACTIVATIONS`.
-        down: the attribute that holds the last layer.
-        gate: that whose output is activated.
+        down: the name of the layer that reads it.
+        gate: that of the layer whose output is activated.
         up: that of the factor; None for down(f(gate(x))).
         halves: `gate` gives gate and up side by side ("gate, up"), or the other way round ("up, gate").
     """
@@ -44,11 +43,10 @@ class Form:
         times = f" * {self.up}(x)" if self.up else ""
         return f"{self.down}({self.activation}({self.gate}(x)){times})"
 
-    def __call__(self, module: Any, x: Array, context: Context) -> Array:
-        """What the module computes, keeping what the context says."""
-        outputs = {name: getattr(module, name)(x) for name in (self.gate, self.up) if name}
-        y: Array = getattr(module, self.down)(self.between(outputs, context))
-        return y
+    @property
+    def layers(self) -> set[str]:
+        """The names of its layers."""
+        return {self.down, self.gate, self.up or self.gate}
 
     def between(self, outputs: dict[str, Array], context: Context) -> Array:
         """The input of the last layer from the outputs of the others, by their names."""
@@ -61,90 +59,122 @@ class Form:
         return glu(gate, up, recipe=context, activation=self.activation)
 
 
-def linears(module: Any) -> dict[str, nnx.Linear]:
-    """The linear layers that a module holds itself, by attribute."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, nnx.Linear)}
+class Watched:
+    """A module while it runs: its forms, and what its layers have returned in its own trace."""
+
+    def __init__(self, forms: tuple[Form, ...]) -> None:
+        self._forms = {form.down: form for form in forms}
+        self._outputs: dict[str, Array] = {}
+        self._trace = get_opaque_trace_state()
+
+    def call(self, name: str, layer: Callable[..., Array], context: Context, *args: Any, **kwargs: Any) -> Array:
+        """Calls a layer of the module; if it ends a form, on what the form makes of the layers' outputs."""
+        if get_opaque_trace_state() != self._trace:
+            return layer(*args, **kwargs)
+        form = self._forms.get(name)
+        # A layer in a trace that was in a cache of JAX returns nothing here.
+        known = form is not None and (form.layers - {name}) <= self._outputs.keys()
+        if form is not None and known and context.saved is not None:
+            args = (form.between(self._outputs, context), *args[1:])
+        y = layer(*args, **kwargs)
+        self._outputs[name] = y
+        return y
 
 
-def recognise(module: Any) -> Form | None:
-    """The form that a module of two or three linear layers provably has, or None.
+def recognise(run: Callable, static: Any, leaves: list[Any]) -> tuple[Form, ...]:
+    """The activations between the layers of a module in one call of it: where what a layer reads is term by term a form
+    of other layers' outputs, whatever else the module computes. Results are remembered.
 
-    Its `__call__` of one argument is traced, for arrays of two and three axes in bf16 and fp32, and compared with each
-    form operation by operation.
+    The module is traced twice, the second time with the outputs of its layers as unknowns. Layers that are called more
+    than once, or inside another trace, as in the body of a loop, are in no form. Of a module that fails, nothing is
+    known.
+
+    Args:
+        run: `run(static, leaves, layer)` runs a copy of the module, with `layer(name, call, x)` in place of each of its
+            layers; `call()` is what the layer returns for `x`.
+        static: what the copy and its call depend on besides arrays; best hashable.
+        leaves: arrays, of which only shapes and dtypes are used, and all else.
     """
-    layers = linears(module)
-    if len(layers) not in (2, 3) or type(module).__module__.startswith("flax."):
-        return None
-    if len(inspect.signature(type(module).__call__).parameters) != 2:
-        return None
-    graph, state = nnx.split(module)
-    stacked = min(layer.kernel.ndim for layer in layers.values()) - 2
-    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype), state)
-    for form in _forms(layers):
-        width = layers[form.gate].in_features
-        inputs = itertools.product([(3, width), (2, 3, width)], [jnp.bfloat16, jnp.float32])
-        if all(_computes(type(module).__call__, form, graph, state, jax.ShapeDtypeStruct(*x)) for x in inputs):
-            return form
-    return None
-
-
-def _forms(layers: dict[str, Any]) -> Iterator[Form]:
-    """The forms that fit the widths of the layers."""
-    sizes = {name: (layer.in_features, layer.out_features) for name, layer in layers.items()}
-    for names, f in itertools.product(itertools.permutations(layers), ACTIVATIONS):
-        *first, down = names
-        inner = sizes[down][0]
-        if len({sizes[name] for name in first}) == 1 and sizes[first[0]][1] == inner:
-            yield Form(f, down, *first)
-        elif len(first) == 1 and sizes[first[0]][1] == 2 * inner:
-            yield from (Form(f, down, first[0], halves=halves) for halves in ("gate, up", "up, gate"))
-
-
-def _computes(call: Callable, form: Form, graph: Any, state: Any, x: Any) -> bool:
+    # 1 and True are equal, and have one hash.
+    types = tuple(map(type, leaves))
+    call = (run, static, tuple(jax.typeof(x) if isinstance(x, Array) else x for x in leaves), types)
+    known: Callable[..., tuple[Form, ...]] = _recognise
     try:
-        return same(
-            lambda state, x: call(nnx.merge(graph, state), x),
-            lambda state, x: form(nnx.merge(graph, state), x, Context()),
-            state,
-            x,
-        )
+        hash(call)
+    except TypeError:
+        known = _recognise.__wrapped__
+    try:
+        return known(*call)
     except Exception:
-        # A module of which nothing is known may fail in any way; then it has no such form.
-        return False
+        # A module of which nothing is known may fail in any way.
+        return ()
 
 
-def replace(module: Any, form: Form, context: Context) -> None:
-    """Makes a module that `recognise` knows keep codes, in place; where it is set up differently, as it is written."""
-    settings = _settings(module)
-    module.fp8jax_form, module.fp8jax_context, module.fp8jax_settings = form, context, settings
-    cls: Any = type(module)
-    object.__setattr__(module, "__class__", _subclass(cls))
+@functools.lru_cache(maxsize=256)
+def _recognise(run: Callable, static: Any, leaves: tuple[Any, ...], _: Any) -> tuple[Form, ...]:
+    is_array = [isinstance(x, jax.core.ShapedArray) for x in leaves]
+
+    def run_with(arrays: list[Array], layer: Callable) -> None:
+        rest = iter(arrays)
+        run(static, [next(rest) if array else x for x, array in zip(leaves, is_array, strict=True)], layer)
+
+    return tuple(_find(run_with, [x for x, array in zip(leaves, is_array, strict=True) if array]))
 
 
-def _settings(module: Any, path: str = "") -> tuple[Any, ...]:
-    """What the computation of a module may depend on besides arrays, such as `deterministic` of its dropout."""
-    found: list[Any] = []
-    for name, value in sorted(vars(module).items()):
-        if isinstance(value, nnx.Module):
-            found += () if isinstance(value, nnx.Linear) else _settings(value, f"{path}{name}/")
-        elif isinstance(value, (nnx.Pytree, nnx.Variable)) or name.startswith("fp8jax_"):
-            continue
-        elif value is None or callable(value) or isinstance(value, _SCALARS):
-            found.append((f"{path}{name}", type(value).__name__, value))
-    return tuple(found)
+def _find(run: Callable, arrays: list[Any]) -> Iterator[Form]:
+    """The forms of a module that `run(arrays, layer)` runs."""
+    made: dict[str, tuple[Any, Any]] = {}
+    calls: collections.Counter[str] = collections.Counter()
+
+    def first(arrays: list[Array]) -> None:
+        trace = get_opaque_trace_state()
+
+        def record(name: str, call: Callable[[], Array], x: Array) -> Array:
+            y = call()
+            calls[name] += 1 if get_opaque_trace_state() == trace else 2
+            made[name] = jax.typeof(x), jax.typeof(y)
+            return y
+
+        run(arrays, record)
+
+    jax.eval_shape(first, arrays)
+    unknown = {name: y for name, (_, y) in made.items() if calls[name] == 1}
+    if len(unknown) < 2:
+        return
+
+    def second(arrays: list[Array], unknown: dict[str, Array]) -> dict[str, Array]:
+        seen: dict[str, Array] = {}
+
+        def stand_in(name: str, call: Callable[[], Array], x: Array) -> Array:
+            if name not in unknown:
+                return call()
+            seen[name] = x
+            return unknown[name]
+
+        run(arrays, stand_in)
+        return seen
+
+    terms: dict[Any, int] = {}
+    _, numbers = outputs(second, (arrays, unknown), terms)
+    places = dict(enumerate(sorted(unknown), len(arrays)))
+    listed = list(terms)
+    for down, number in zip(sorted(unknown), numbers, strict=True):
+        read = [places.get(i, "") for i in sorted(reached(number, listed))]
+        known = len(read) in (1, 2) and all(read) and down not in read
+        for form in _candidates(down, read, made) if known else ():
+            _, made_of = outputs(lambda unknown, f=form: f.between(unknown, Context()), (unknown,), terms, len(arrays))
+            if made_of == [number]:
+                yield form
+                break
 
 
-@functools.cache
-def _subclass(cls: Any) -> type:
-    def __call__(self: Any, x: Array) -> Any:
-        if _settings(self) != self.fp8jax_settings:
-            return cls.__call__(self, x)
-        return self.fp8jax_form(self, x, self.fp8jax_context)
-
-    return with_call(cls, __call__)
-
-
-def with_call(cls: Any, call: Callable) -> type:
-    """A subclass that is called differently and is the same in all else, its name included."""
-    names = ("__module__", "__qualname__", "__doc__")
-    return type(cls)(cls.__name__, (cls,), {"__call__": call} | {name: getattr(cls, name) for name in names})
+def _candidates(down: str, read: list[str], made: dict[str, Any]) -> Iterator[Form]:
+    """The forms of the outputs of one or two layers that have the shape of the input of `down`."""
+    wanted, outs = made[down][0].shape, [made[name][1] for name in read]
+    candidates: list[tuple[str, str | None, str | None]] = []
+    if {out.shape for out in outs} == {wanted} and len({out.dtype for out in outs}) == 1:
+        candidates = [(gate, up[0] if up else None, None) for gate, *up in itertools.permutations(read)]
+    elif len(read) == 1 and outs[0].shape == (*wanted[:-1], 2 * wanted[-1]):
+        candidates = [(read[0], None, order) for order in ("gate, up", "up, gate")]
+    for (gate, other, order), f in itertools.product(candidates, ACTIVATIONS):
+        yield Form(f, down, gate, other, order)

@@ -1,4 +1,4 @@
-"""What becomes of the non-linear parts of a Flax model: its norms and, in NNX, activations and attentions."""
+"""What becomes of the non-linear parts of a Flax model: its norms, activations and, in NNX, attentions."""
 
 import dataclasses
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from flax import nnx
 
 from fp8jax.core.recipe import Context
-from fp8jax.modules import attention, blocks, norms
+from fp8jax.modules import blocks, blocks_nnx, norms
 from fp8jax.modules.blocks import Form
-from fp8jax.modules.rules import Rules, ordered
+from fp8jax.modules.rules import Choice, Rules, ordered
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What becomes of a norm, of a module with several linear layers, or of another module with an activation.
+    """What becomes of a norm, of an activation between layers of a module, or of its layers that read no known one.
 
     Attributes:
         path: its place in the model, joined by "/".
@@ -56,43 +56,42 @@ def plan(
     Args:
         modules: all modules of the model, by path.
         rules: as `fp8jax.nnx.quantize` takes them.
-        forms: of the modules of a Linen model, by path.
+        forms: of the modules that hold activations between layers, by path; None before the model has run.
         replace: whether to do so, in place, before linear layers are replaced.
     """
     each, parts = ordered(rules), []
+    paths = {id(module): path for path, module in modules.items()}
     for path, module in modules.items() if each.contexts else ():
-        kind = type(module).__name__
+        choices: dict[str, Choice] = {}
+        kind, of = type(module).__name__, (forms or {}).get(path, ())
         if isinstance(module, (*norms.LAYERS, *norms.LINEN_LAYERS)):
             choice, why = each.choice(path), norms.why_not(module)
             context = choice.context if choice.context.saved and why is None else None
             parts.append(Part(path, kind, "norm", context, why or choice.reason))
             if replace and context is not None:
                 norms.replace(module, context)
-        elif isinstance(module, nnx.Module) and attention.candidate(module):
-            part = _activation(path, module, rules, replace)
-            if part is not None:
-                parts.append(part)
-        for form in (forms or {}).get(path, ()):
-            choice = each.choice("/".join(filter(None, (path, form.down))))
-            context = choice.context if choice.linear is not None and choice.context.saved else None
-            parts.append(Part(path, kind, str(form), context, choice.reason))
+        elif blocks_nnx.candidate(module):
+            choices = {name: each.choice(paths[id(layer)]) for name, layer in blocks_nnx.layers(module).items()}
+            contexts = {name: _kept(choice) or Context() for name, choice in choices.items()}
+            if replace and any(context.saved for context in contexts.values()):
+                blocks_nnx.replace(module, contexts)
+            rest = [choice for name, choice in choices.items() if not any(name in form.layers for form in of)]
+            if rest:
+                choice = next(filter(_kept, rest), rest[0])
+                hint = "" if _kept(choice) is None or isinstance(module, nnx.MultiHeadAttention) else _hint(forms)
+                parts.append(Part(path, kind, None, _kept(choice), choice.reason + hint))
+        for form in of:
+            choice = choices.get(form.down) or each.choice("/".join(filter(None, (path, form.down))))
+            parts.append(Part(path, kind, str(form), _kept(choice), choice.reason))
     return tuple(parts)
 
 
-def _activation(path: str, module: Any, rules: Rules, replace: bool) -> Part | None:
-    each, kind = ordered(rules), type(module).__name__
-    form = blocks.recognise(module)
-    names = [form.down] if form else list(attention.layers(module))
-    choices = [each.choice("/".join(filter(None, (path, name)))) for name in names]
-    choice = next((c for c in choices if c.linear is not None and c.context.saved), None)
-    if choice is None:
-        return Part(path, kind, str(form) if form else None, None, choices[0].reason)
-    if replace and form is not None:
-        blocks.replace(module, form, choice.context)
-    elif replace:
-        attention.replace(module)
-    if form is not None:
-        return Part(path, kind, str(form), choice.context, choice.reason)
-    known = isinstance(module, nnx.MultiHeadAttention)
-    hint = "" if known else f"; if it is an activation between layers, {blocks.HOOK}"
-    return Part(path, kind, None, choice.context, f"{choice.reason}{hint}")
+def _kept(choice: Choice) -> Context | None:
+    """What is kept of what a layer reads, as far as the rules say so."""
+    return choice.context if choice.linear is not None and choice.context.saved else None
+
+
+def _hint(forms: Any) -> str:
+    if forms is None:
+        return "; activations between layers are known in a call: give explain sample inputs"
+    return f"; if there is an activation between these layers, {blocks.HOOK}"

@@ -1,4 +1,4 @@
-"""Whether two functions compute the same: their programs as expressions, compared term by term."""
+"""What functions compute: their programs as numbered terms, which are the same where these compute the same."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,42 +9,29 @@ from jax.extend import core
 _COMMUTATIVE = ("add", "mul")
 
 
-def same(f: Callable, g: Callable, *args: Any) -> bool:
-    """Whether two functions of arrays apply the same operations to the same operands.
-
-    Calls are looked into, and the operands of sums and products may stand in either order; nothing else is rewritten,
-    so that functions that are equal for another reason count as different.
-
-    Args:
-        f: any function.
-        g: the one that it is compared with.
-        args: abstract arguments of both, in any structure.
-    """
-    terms: dict[Any, int] = {}
-    return outputs(f, args, terms) == outputs(g, args, terms)
-
-
-def outputs(fn: Callable, args: Any, terms: dict[Any, int]) -> tuple[Any, list[int]]:
+def outputs(fn: Callable, args: Any, terms: dict[Any, int], first: int = 0) -> tuple[Any, list[int]]:
     """The structure of what a function of abstract arguments returns, and the number of each term in it.
 
-    Terms of functions of the same arguments have the same numbers where they compute the same, as `same` says.
+    Terms have the same number where the same operations are applied to the same operands. Calls are looked into, and
+    the operands of sums and products may stand in either order; nothing else is rewritten, so that terms that are equal
+    for another reason count as different.
 
     Args:
         fn: the function.
-        args: its arguments.
-        terms: the terms that have numbers so far; empty at first.
+        args: its arguments, in any structure.
+        terms: the terms that have numbers so far, in their order; empty at first.
+        first: the place of the first array of `args` among the arguments that terms are computed from.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    inputs = [_number(terms, "input", i) for i in range(len(closed.jaxpr.invars))]
+    inputs = [_number(terms, "input", first + i) for i in range(len(closed.jaxpr.invars))]
     return jax.tree.structure(shapes), _evaluate(closed, inputs, terms)
 
 
-def reached(number: int, terms: dict[Any, int]) -> set[int]:
-    """The arguments, by their places among all arrays, that the term with a number is computed from."""
-    of = {n: term for term, n in terms.items()}
+def reached(number: int, terms: list[Any]) -> set[int]:
+    """The arguments, by their places, that the term with a number is computed from; `terms` in their order."""
     found, seen, todo = set[int](), {number}, [number]
     while todo:
-        term = of[todo.pop()]
+        term = terms[todo.pop()]
         if term[0] == "input":
             found.add(term[1])
         elif term[0] not in ("constant", "literal"):

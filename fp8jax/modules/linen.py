@@ -23,8 +23,7 @@ from jax import Array
 
 from fp8jax.core.recipe import Context, Linear, Recipe
 from fp8jax.modules import blocks_linen, norms
-from fp8jax.modules.blocks import Form
-from fp8jax.modules.blocks_linen import Watched
+from fp8jax.modules.blocks import Form, Watched
 from fp8jax.modules.delayed_linen import DelayedDotGeneral
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.rules import Ordered, Rule, Rules, ordered

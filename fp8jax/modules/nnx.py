@@ -22,10 +22,13 @@ def quantize(model: Model, rules: Rules) -> Model:
     `nnx.LinearGeneral` (also those inside `nnx.MultiHeadAttention`) and `nnx.Einsum`, at any depth, stacked by
     `nnx.vmap` or not. Build the `nnx.Optimizer` from the copy.
 
-    A recipe with a `Context` also changes what `nnx.RMSNorm`, `nnx.LayerNorm` and modules that compute
-    `down(f(gate(x)) * up(x))` or `down(f(up(x)))` keep of their inputs, f being SiLU or GELU. The latter are known by
-    what they compute; where an activation stands elsewhere, write `fp8jax.glu(gate, up, recipe=...)` or
-    `fp8jax.activation(x, recipe=...)` in its place. Layers that read the output of flash attention keep no copy of it.
+    A recipe with a `Context` also changes what `nnx.RMSNorm` and `nnx.LayerNorm` keep of their inputs, and what
+    activations keep: wherever a layer reads f(gate(x)) * up(x) or f(up(x)) of other layers of its module, f being SiLU
+    or GELU, whatever else the module computes. This is found in each call, with its arguments and settings: modules
+    that hold several layers are traced aside, as copies, so a call must have no effects but on the module and its
+    arguments. Layers that a module calls more than once, or inside a loop, an `nnx.jit` or an `nnx.remat` of its own,
+    are left as they are written; write `fp8jax.glu(gate, up, recipe=...)` or `fp8jax.activation(x, recipe=...)` there.
+    Layers that read the output of flash attention keep no copy of it.
 
     A recipe with delayed scaling adds variables to its layers; `fp8jax.nnx.advance_scaling` says how to train them.
 

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.modules import contexts
+from fp8jax.modules import blocks_nnx, contexts
 from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
 from fp8jax.modules.contexts import Part
@@ -150,8 +150,10 @@ def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
     """
     if isinstance(model, nnx.Module):
         modules = nnx_modules.modules(model)
-        layers, parts = _layers(modules, rules, _nnx_kernel), contexts.plan(modules, rules)
-        program = _nnx_program(nnx_modules.quantize(model, rules), sample, keywords) if sample or keywords else None
+        layers, quantized = _layers(modules, rules, _nnx_kernel), nnx_modules.quantize(model, rules)
+        with blocks_nnx.listening(nnx_modules.modules(quantized)) as forms:
+            program = _nnx_program(quantized, sample, keywords) if sample or keywords else None
+        parts = contexts.plan(modules, rules, forms if program else None)
     elif isinstance(model, nn.Module):
         if not sample and not keywords:
             raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")

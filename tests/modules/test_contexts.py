@@ -1,4 +1,4 @@
-"""Norms, activations and attentions of NNX models: which are known, what they compute, and what they keep."""
+"""Norms and attentions of NNX models: which are known, what they compute, and what they keep."""
 
 import dataclasses
 import re
@@ -14,42 +14,16 @@ import fp8jax
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.tables.flash import flash
 from fp8jax.modules import norms
-from fp8jax.modules.blocks import recognise
 from fp8jax.modules.contexts import plan
-from fp8jax.modules.expressions import same
 from fp8jax.modules.nnx import modules
 from fp8jax.recipes import Context
 from tests.distance import relative
+from tests.modules.kept import INNER, TOKENS, WIDTH, codes, gradients, inputs
 from tests.programs import residuals
 
 COAT = fp8jax.recipes.coat_activations()
 FAITHFUL = dataclasses.replace(COAT, context=Context("e4m3:group16"))
 LINEAR_ONLY = dataclasses.replace(COAT, context=Context())
-TOKENS, WIDTH, INNER = 12, 32, 48
-
-
-def inputs(*shape, dtype=jnp.bfloat16):
-    return jax.random.normal(jax.random.key(7), shape or (TOKENS, WIDTH)).astype(dtype)
-
-
-def gradients(model, x):
-    """Values and gradients with respect to the input and the parameters."""
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    loss = lambda p, x: jnp.sum(jnp.sin(nnx.merge(graph, p, rest)(x).astype(jnp.float32)))  # noqa: E731
-    return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
-
-
-def kept_by(model, x) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtypes and shapes of what a model keeps for its backward pass."""
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    return residuals(lambda p, x: nnx.merge(graph, p, rest)(x), params, x)
-
-
-def codes(model, x) -> Counter:
-    """Widths of the codes that a model keeps."""
-    return Counter(shape[-1] for dtype, shape in kept_by(model, x) if dtype == "uint8")
-
-
 NORMS = {
     "rms": lambda rngs, **kinds: nnx.RMSNorm(WIDTH, rngs=rngs, **kinds),
     "rms, eps": lambda rngs, **kinds: nnx.RMSNorm(WIDTH, epsilon=0.3, rngs=rngs, **kinds),
@@ -133,145 +107,16 @@ def test_a_masked_norm_computes_as_it_was_written():
     np.testing.assert_array_equal(np.asarray(norm(inputs(), mask)), np.asarray(model.layers[0](inputs(), mask)))
 
 
-class Perceptron(nnx.Module):
-    """Three layers and a function of them and the input."""
-
-    def __init__(self, compute, doubled=False, bias=False, stack=False) -> None:
-        def linear(inner, outer):
-            make = lambda rngs: nnx.Linear(inner, outer, use_bias=bias, rngs=rngs)  # noqa: E731
-            return nnx.vmap(make, in_axes=0)(nnx.Rngs(0).split(2)) if stack else make(nnx.Rngs(0))
-
-        self.a, self.c = linear(WIDTH, 2 * INNER if doubled else INNER), linear(INNER, WIDTH)
-        if not doubled:
-            self.b = linear(WIDTH, INNER)
-        self.compute = compute
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.compute(self, x)
-
-
-class Short(nnx.Module):
-    def __init__(self, compute) -> None:
-        self.up, self.down = nnx.Linear(WIDTH, INNER, rngs=nnx.Rngs(0)), nnx.Linear(INNER, WIDTH, rngs=nnx.Rngs(1))
-        self.compute = compute
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.compute(self, x)
-
-
-def halves(m, x):
-    up, gate = jnp.split(m.a(x), 2, axis=-1)
-    return m.c(up * nnx.gelu(gate))
-
-
-KNOWN = {
-    "c(silu(a(x)) * b(x))": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x))),
-    "c(silu(b(x)) * a(x))": Perceptron(lambda m, x: m.c(m.a(x) * nnx.swish(m.b(x))), bias=True),
-    "c(gelu_tanh(a(x)) * b(x))": Perceptron(lambda m, x: m.c(nnx.gelu(m.a(x)) * m.b(x)), stack=True),
-    "c(gelu(a(x)) * b(x))": Perceptron(lambda m, x: m.c(jax.nn.gelu(m.a(x), approximate=False) * m.b(x))),
-    "c(gelu_tanh(gate) * up), up, gate = split(a(x))": Perceptron(halves, doubled=True),
-    "down(gelu_tanh(up(x)))": Short(lambda m, x: m.down(nnx.gelu(m.up(x)))),
-    "down(silu(up(x)))": Short(lambda m, x: m.down((h := m.up(x)) * jax.nn.sigmoid(h))),
-}
-
-
-@pytest.mark.parametrize("form", KNOWN)
-def test_perceptrons_are_known_by_what_they_compute(form):
-    model = KNOWN[form]
-    assert str(recognise(model)) == form
-    if model.__dict__.get("a") is not None and model.a.kernel.ndim == 3:
-        return
-    x = inputs(2, 6, WIDTH)
-    quantized, linear = (fp8jax.nnx.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
-    assert isinstance(quantized, type(model))
-    np.testing.assert_array_equal(np.asarray(quantized(x)), np.asarray(linear(x)))
-    assert codes(linear, x) == {WIDTH: 1, INNER: 1}
-    gated = 1 if "up(x)" in form else 2
-    assert codes(quantized, x) == {WIDTH: 1, INNER: gated}
-    assert codes(fp8jax.nnx.quantize(model, FAITHFUL), x) == {WIDTH: 1, INNER: 2 * gated if gated == 2 else 2}
-    assert relative(gradients(quantized, x)[1], gradients(model, x)[1]) < 0.15
-    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (model, quantized)))
-
-
-class Dropping(nnx.Module):
-    """A perceptron with dropout, and an activation as an attribute."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.up, self.down = nnx.Linear(WIDTH, INNER, rngs=rngs), nnx.Linear(INNER, WIDTH, rngs=rngs)
-        self.dropout, self.act = nnx.Dropout(0.5, rngs=rngs), nnx.gelu
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(self.dropout(self.act(self.up(x))))
-
-
-def test_a_perceptron_that_is_set_up_differently_later_computes_as_it_is_written():
-    model, x = Dropping(nnx.Rngs(0)), inputs(3, 6, WIDTH)
-    model.eval()
-    quantized, linear = (fp8jax.nnx.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
-    assert codes(quantized, x) == {WIDTH: 1, INNER: 1}
-    quantized.train()
-    assert (np.asarray(quantized(x)) != np.asarray(quantized(x))).any()
-    quantized.eval()
-    np.testing.assert_array_equal(np.asarray(quantized(x)), np.asarray(linear(x)))
-    quantized.act = linear.act = nnx.relu
-    np.testing.assert_array_equal(np.asarray(quantized(x)), np.asarray(linear(x)))
-
-
-UNKNOWN = {
-    "another activation": Perceptron(lambda m, x: m.c(jax.nn.relu(m.a(x)) * m.b(x))),
-    "a factor": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x) * 0.5)),
-    "a sum": Perceptron(lambda m, x: x + m.c(jax.nn.silu(m.a(x)) * m.b(x))),
-    "a layer twice": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.a(x))),
-    "by shape": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x)) if x.ndim == 2 else m.c(m.b(x))),
-    "a cast": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x).astype(jnp.float16)) * m.b(x))),
-    "a failure": Short(lambda m, x: m.down(m.other(x))),
-}
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_what_computes_anything_else_is_not_known(name):
-    assert recognise(UNKNOWN[name]) is None
-    (part,) = plan(modules(UNKNOWN[name]), COAT)
-    assert (part.computes, "call fp8jax.glu(gate, up)" in part.reason) == (None, True)
-
-
-def test_a_block_that_is_not_known_keeps_codes_by_the_hook():
-    x = inputs()
-    written = Perceptron(lambda m, x: 0.5 * m.c(jax.nn.silu(m.a(x)) * m.b(x)))
-    hooked = Perceptron(lambda m, x: 0.5 * m.c(fp8jax.glu(m.a(x), m.b(x), recipe=COAT)))
-    plain, coded = (fp8jax.nnx.quantize(model, COAT) for model in (written, hooked))
-    np.testing.assert_array_equal(np.asarray(plain(x)), np.asarray(coded(x)))
-    assert (codes(plain, x), codes(coded, x)) == ({WIDTH: 1, INNER: 1}, {WIDTH: 1, INNER: 2})
-    # What JAX keeps of an activation are arrays as wide as it; of codes, there are scales for each 16.
-    wide = lambda model: [d for d, shape in kept_by(model, x) if shape == (TOKENS, INNER) and d != "uint8"]  # noqa: E731
-    assert len(wide(plain)) >= 2 > len(wide(coded)) == 0
-    assert relative(gradients(coded, x)[1], gradients(written, x)[1]) < 0.15
-
-
-def test_sameness_looks_at_operands_order_and_parameters():
-    x = jax.ShapeDtypeStruct((3, 3), jnp.float32)
-    assert same(lambda a, b: (a + b) * jnp.sin(a), lambda a, b: jnp.sin(a) * jax.jit(lambda u, v: v + u)(a, b), x, x)
-    for f, g in (
-        (lambda a, b: a - b, lambda a, b: b - a),
-        (lambda a, b: a @ b, lambda a, b: a @ b.T),
-        (lambda a, b: a * 2.0, lambda a, b: a * 3.0),
-        (lambda a, b: (a, b), lambda a, b: (b, a)),
-        (lambda a, b: (a, b), lambda a, b: [a, b]),
-        (lambda a, b: jnp.sum(a, 0), lambda a, b: jnp.sum(a, 1)),
-    ):
-        assert not same(f, g, x, x)
-
-
 def test_rules_choose_for_norms_by_their_path_and_for_activations_by_the_layer_that_reads_them():
     class Block(nnx.Module):
         def __init__(self) -> None:
-            self.norm, self.mlp = nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0)), KNOWN["c(silu(a(x)) * b(x))"]
+            self.norm, self.mlp = nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0)), Gated()
 
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.mlp(self.norm(x))
 
     def kept(*rules):
-        return {part.path: part.context for part in plan(modules(Block()), list(rules))}
+        return {part.path: part.context for part in fp8jax.explain(Block(), rules, inputs()).parts}
 
     everything = fp8jax.Rule(".*", COAT)
     assert kept(everything) == {"norm": COAT.context, "mlp": COAT.context}
@@ -288,6 +133,16 @@ def test_rules_choose_for_norms_by_their_path_and_for_activations_by_the_layer_t
     # A recipe may say nothing but what norms and activations keep.
     only = fp8jax.nnx.quantize(Block(), fp8jax.Recipe("contexts", context=COAT.context))
     assert codes(only, inputs()) == {WIDTH: 1, INNER: 2}
+
+
+class Gated(nnx.Module):
+    def __init__(self) -> None:
+        self.a, self.b, self.c = (
+            nnx.Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH))
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.c(jax.nn.silu(self.a(x)) * self.b(x))
 
 
 class Attention(nnx.Module):
@@ -398,12 +253,15 @@ def test_identical_recomputations_of_one_input_are_one_in_the_compiled_program()
 
 
 def test_explain_says_what_each_part_keeps():
-    text = str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), COAT))
+    sample = jnp.zeros((2, 24), jnp.int32)
+    text = str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), COAT, sample))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     keeps = "e4m3:group16; layers that read its result keep nothing of it the recipe"
     assert f"layers/mlp SwiGLU down(silu(gate(x)) * up(x)) {keeps}" in lines
     assert f"layers/mlp_norm RMSNorm norm {keeps}" in lines
     assert any(line.startswith("layers/attention Attention - no copy of what attention keeps") for line in lines)
+    before_a_call = str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), COAT))
+    assert "activations between layers are known in a call: give explain sample inputs" in before_a_call
     assert "norm, activation" not in str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), LINEAR_ONLY))
 
 

@@ -207,6 +207,24 @@ def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognis
     assert errors[0] < 1.2 * errors[1] < 0.6
 
 
+class Remade(linen.Module):
+    """A perceptron beside a layer that is a checkpoint, and one whose first layer is."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = functools.partial(linen.Dense, dtype=jnp.bfloat16)
+        again = functools.partial(linen.remat(linen.Dense), dtype=jnp.bfloat16)
+        x = dense(WIDTH, name="down")(linen.silu(dense(INNER, name="gate")(again(WIDTH, name="first")(x))))
+        return dense(WIDTH, name="narrow")(linen.gelu(again(INNER, name="wide")(x)))
+
+
+def test_layers_of_linen_inside_another_trace_are_left_as_they_are():
+    assert [part.computes for part in fp8jax.explain(Remade(), COAT, HALF).parts] == ["down(silu(gate(x)))"]
+    variables = Remade().init(jax.random.key(0), HALF)
+    quantized, linear = (fp8jax.linen.quantize(Remade(), recipe) for recipe in (COAT, LINEAR_ONLY))
+    assert relative(quantized.apply(variables, HALF), linear.apply(variables, HALF)) < 1e-6
+
+
 class Chooses(linen.Module):
     """A perceptron that chooses its activation by an argument, or by its name."""
 

@@ -1,0 +1,161 @@
+"""Recognises activations between the layers of Flax NNX models, while these run, and lets them keep codes.
+
+The modules that hold linear layers, and these layers, become instances of subclasses that differ in `__call__` alone:
+a module tells its layers for the time of a call where their calls go. Nothing is added to what they hold, so that
+states, checkpoints and graph definitions stay what they were.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+
+from fp8jax.core.recipe import Context
+from fp8jax.modules import attention, blocks
+from fp8jax.modules.attention import layers
+from fp8jax.modules.blocks import Form, Watched
+
+
+class _Running(threading.local):
+    """What runs in a thread: where calls of layers go, by their identity; whether a copy is run aside; what is told."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, Callable] = {}
+        self.aside = False
+        self.told: dict[str, tuple[Form, ...]] = {}
+
+
+_running = _Running()
+
+
+def candidate(module: Any) -> bool:
+    """Whether there may be activations between layers of a module: it can be called, and holds several itself."""
+    return isinstance(module, nnx.Module) and callable(module) and len(layers(module)) > 1
+
+
+def replace(module: Any, contexts: dict[str, Context]) -> None:
+    """Makes a module keep codes where an activation stands between its layers, in place.
+
+    Args:
+        module: one that `candidate` knows.
+        contexts: for each of its layers, what is kept of an activation that it reads.
+    """
+    for name, layer in layers(module).items():
+        _become(layer, functools.partial(_layer_class, context=contexts[name]))
+    _become(module, _module_class)
+
+
+def _become(module: Any, subclass: Callable[[type], type]) -> None:
+    """Gives a module the subclass of its class as written."""
+    cls = type(module)
+    object.__setattr__(module, "__class__", subclass(getattr(cls, "_fp8jax_written", cls)))
+
+
+def _with_call(cls: Any, call: Callable) -> type:
+    """A subclass that is called differently and is the same in all else, its name included."""
+    names = ("__module__", "__qualname__", "__doc__")
+    body = {"__call__": call, "_fp8jax_written": cls} | {name: getattr(cls, name) for name in names}
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+@functools.cache
+def _layer_class(cls: Any, context: Context) -> type:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Array:
+        call = functools.partial(cls.__call__, self)
+        watch = _running.calls.get(id(self))
+        y: Array = watch(call, context, *args, **kwargs) if watch and args else call(*args, **kwargs)
+        return y
+
+    return _with_call(cls, __call__)
+
+
+@functools.cache
+def _module_class(cls: Any) -> type:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _running.aside:
+            return cls.__call__(self, *args, **kwargs)
+        forms = recognise(cls.__call__, self, args, kwargs)
+        call = functools.partial(_call, cls.__call__, forms) if forms else cls.__call__
+        if layers(self).keys() <= {name for form in forms for name in form.layers}:
+            return call(self, *args, **kwargs)
+        return attention.call(call, self, args, kwargs)
+
+    return _with_call(cls, __call__)
+
+
+def _call(call: Callable, forms: tuple[Form, ...], module: Any, *args: Any, **kwargs: Any) -> Any:
+    with _sent_to(module, Watched(forms).call):
+        return call(module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _sent_to(module: Any, watch: Callable) -> Iterator[None]:
+    """Sends calls of a module's layers to `watch(name, call, context, *args, **kwargs)`."""
+    before = _running.calls
+    _running.calls = before | {id(layer): functools.partial(watch, name) for name, layer in layers(module).items()}
+    try:
+        yield
+    finally:
+        _running.calls = before
+
+
+def recognise(call: Callable, module: Any, args: Any, kwargs: Any) -> tuple[Form, ...]:
+    """The activations between the layers that a module holds itself, in a call with these arguments.
+
+    Args:
+        call: its `__call__` as written.
+        module: one that `replace` has changed; nothing of it is changed.
+        args: of the call.
+        kwargs: likewise.
+    """
+    if type(module).__module__.startswith("flax.") and not isinstance(module, nnx.Sequential):
+        return ()
+    try:
+        graph, state = nnx.split((module, args, kwargs))
+    except Exception:
+        # Arguments may be what NNX knows no way to copy.
+        return ()
+    leaves, structure = jax.tree.flatten(state)
+    settings = [getattr(attribute, "value", None) for _, attribute in graph.attributes]
+    # Objects that are compared by identity may change, functions do not.
+    fixed = all(callable(x) or type(x).__hash__ is not object.__hash__ for x in settings)
+    key: Any = (call, graph, structure, tuple(map(type, settings)), None if fixed else [])
+    before, _running.aside = _running.aside, True
+    try:
+        forms = blocks.recognise(_run, key, leaves)
+    finally:
+        _running.aside = before
+    path = getattr(module, "_fp8jax_path", None)
+    if path is not None:
+        told = _running.told.get(path, ())
+        _running.told[path] = told + tuple(form for form in forms if form not in told)
+    return forms
+
+
+def _run(static: Any, leaves: list[Any], layer: Callable[[str, Callable[[], Array], Array], Array]) -> None:
+    call, graph, structure, *_ = static
+    module, args, kwargs = nnx.merge(graph, jax.tree.unflatten(structure, leaves), copy=True)
+
+    def watch(name: str, call: Callable[..., Array], _: Context, x: Array, *args: Any, **kwargs: Any) -> Array:
+        return layer(name, functools.partial(call, x, *args, **kwargs), x)
+
+    with _sent_to(module, watch):
+        call(module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def listening(modules: dict[str, Any]) -> Iterator[dict[str, tuple[Form, ...]]]:
+    """The forms that are found meanwhile, by the paths of modules, which are marked with these."""
+    for path, module in modules.items():
+        if hasattr(type(module), "_fp8jax_written") and candidate(module):
+            module._fp8jax_path = path
+    before, _running.told = _running.told, {}
+    try:
+        yield _running.told
+    finally:
+        _running.told = before

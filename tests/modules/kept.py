@@ -1,0 +1,77 @@
+"""What NNX models compute and keep, with inputs of one width."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import fp8jax
+from fp8jax.recipes import Context
+from tests.programs import residuals
+
+TOKENS, WIDTH, INNER = 12, 32, 48
+COAT = fp8jax.recipes.coat_activations()
+LINEAR_ONLY = dataclasses.replace(COAT, context=Context())
+
+
+def inputs(*shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(7), shape or (TOKENS, WIDTH)).astype(dtype)
+
+
+def gradients(model, x):
+    """Values and gradients with respect to the input and the parameters."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    loss = lambda p, x: jnp.sum(jnp.sin(nnx.merge(graph, p, rest)(x).astype(jnp.float32)))  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x)
+
+
+def kept_by(model, *args, **kwargs) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtypes and shapes of what a call of a model with these arrays keeps for its backward pass."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    return residuals(lambda p, *args: nnx.merge(graph, p, rest, copy=True)(*args, **kwargs), params, *args)
+
+
+def codes(model, *args, **kwargs) -> Counter:
+    """Widths of the codes that a call keeps."""
+    return Counter(shape[-1] for dtype, shape in kept_by(model, *args, **kwargs) if dtype == "uint8")
+
+
+def wide(model, *args, **kwargs) -> int:
+    """How many arrays of the inner width a call keeps that are no codes."""
+    return sum(d != "uint8" and s[-1:] == (INNER,) and len(s) == 3 for d, s in kept_by(model, *args, **kwargs))
+
+
+X = inputs(2, 6, WIDTH)
+
+
+def linear(inner=WIDTH, outer=INNER, seed=0, **kinds):
+    return nnx.Linear(inner, outer, rngs=nnx.Rngs(seed), **kinds)
+
+
+def found(model, *sample, **keywords) -> list[str]:
+    """The activations that are known in a call."""
+    parts = fp8jax.explain(model, COAT, *sample, **keywords).parts
+    return [part.computes for part in parts if part.computes not in (None, "norm")]
+
+
+def both(model):
+    """The model with codes of activations, and without."""
+    return (fp8jax.nnx.quantize(model, recipe) for recipe in (COAT, LINEAR_ONLY))
+
+
+def assert_same(got, want):
+    def plain(x):
+        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(plain(a), plain(b)), got, want)
+
+
+class Short(nnx.Module):
+    def __init__(self, compute) -> None:
+        self.up, self.down, self.compute = linear(), linear(INNER, WIDTH, 1), compute
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.compute(self, x)

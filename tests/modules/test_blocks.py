@@ -1,0 +1,234 @@
+"""Activations between layers of NNX models: which are known, what they compute, and what they keep."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import fp8jax
+from experiments.tables.flash import flash
+from fp8jax.modules.expressions import outputs
+from fp8jax.recipes import Context
+from tests.distance import relative
+from tests.modules.kept import (
+    COAT,
+    INNER,
+    WIDTH,
+    Short,
+    X,
+    assert_same,
+    both,
+    codes,
+    found,
+    gradients,
+    inputs,
+    linear,
+    wide,
+)
+
+FAITHFUL = dataclasses.replace(COAT, context=Context("e4m3:group16"))
+
+
+class Perceptron(nnx.Module):
+    """Three layers and a function of them and the input."""
+
+    def __init__(self, compute, doubled=False, bias=False) -> None:
+        self.a, self.c = linear(outer=2 * INNER if doubled else INNER, use_bias=bias), linear(INNER, WIDTH)
+        if not doubled:
+            self.b = linear(use_bias=bias)
+        self.compute = compute
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.compute(self, x)
+
+
+def halves(m, x):
+    up, gate = jnp.split(m.a(x), 2, axis=-1)
+    return m.c(up * nnx.gelu(gate))
+
+
+KNOWN = {
+    "c(silu(a(x)) * b(x))": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x))),
+    "c(silu(b(x)) * a(x))": Perceptron(lambda m, x: x + m.c(m.a(x) * nnx.swish(m.b(x))), bias=True),
+    "c(gelu_tanh(a(x)) * b(x))": Perceptron(lambda m, x: m.c(nnx.gelu(m.a(x * x)) * m.b(jnp.sin(x)))),
+    "c(gelu(a(x)) * b(x))": Perceptron(lambda m, x: m.c(jax.nn.gelu(m.a(x), approximate=False) * m.b(x))),
+    "c(gelu_tanh(gate) * up), up, gate = split(a(x))": Perceptron(halves, doubled=True),
+    "down(gelu_tanh(up(x)))": Short(lambda m, x: m.down(nnx.gelu(m.up(x)))),
+    "down(silu(up(x)))": Short(lambda m, x: m.down((h := m.up(x)) * jax.nn.sigmoid(h))),
+    "layers/2(silu(layers/0(x)))": nnx.Sequential(linear(), jax.nn.silu, linear(INNER, WIDTH, 1)),
+}
+
+
+@pytest.mark.parametrize("form", KNOWN)
+def test_perceptrons_are_known_by_what_they_compute(form):
+    model, x = KNOWN[form], inputs(2, 6, WIDTH)
+    assert found(model, x) == [form]
+    quantized, written = both(model)
+    assert isinstance(quantized, type(model))
+    assert_same(quantized(x), written(x))
+    inputs_of_layers = 2 if "x * x" in form or form == "c(gelu_tanh(a(x)) * b(x))" else 1
+    assert codes(written, x) == {WIDTH: inputs_of_layers, INNER: 1}
+    gated = 2 if "*" in form else 1
+    assert codes(quantized, x) == {WIDTH: inputs_of_layers, INNER: gated}
+    assert codes(fp8jax.nnx.quantize(model, FAITHFUL), x)[INNER] == 2 * gated
+    errors = [relative(gradients(m, x)[1], gradients(model, x)[1]) for m in (quantized, written)]
+    assert errors[0] < 1.2 * errors[1] < 0.25
+    assert_same(*(nnx.to_pure_dict(nnx.state(m)) for m in (quantized, model)))
+
+
+UNKNOWN = {
+    "another activation": Perceptron(lambda m, x: m.c(jax.nn.relu(m.a(x)) * m.b(x))),
+    "a factor": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x) * 0.5)),
+    "a sum": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x) + x[..., :1])),
+    "a layer that is called twice": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.a(x))),
+    "a cast": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x).astype(jnp.float16)) * m.b(x))),
+    "a loop": Perceptron(
+        lambda m, x: jax.lax.scan(lambda y, _: (m.c(jax.nn.silu(m.a(y)) * m.b(y)).astype(y.dtype), None), x, length=2)[
+            0
+        ]
+    ),
+    "a value": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x)) if x.ravel()[0] > 9 else m.c(m.a(x))),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_computes_anything_else_is_left_as_it_is(name):
+    model, x = UNKNOWN[name], inputs()
+    quantized, written = both(model)
+    assert_same(quantized(x), written(x))
+    if name == "a value":
+        return
+    (part,) = fp8jax.explain(model, COAT, x).parts
+    assert (part.computes, "call fp8jax.glu(gate, up)" in part.reason) == (None, True)
+    assert codes(quantized, x) == codes(written, x)
+
+
+def test_a_block_that_is_not_known_keeps_codes_by_the_hook():
+    x = inputs()
+    written = Perceptron(lambda m, x: m.c(0.5 * jax.nn.silu(m.a(x)) * m.b(x)))
+    hooked = Perceptron(lambda m, x: m.c(0.5 * fp8jax.glu(m.a(x), m.b(x), recipe=COAT)))
+    assert relative(*(fp8jax.nnx.quantize(m, COAT)(x) for m in (written, hooked))) < 0.01
+    assert [codes(fp8jax.nnx.quantize(m, COAT), x)[INNER] for m in (written, hooked)] == [1, 3]
+
+
+class Decoder(nnx.Module):
+    """A block as in one file of a model: attention, a gated perceptron and dropout, beside each other in one call."""
+
+    def __init__(self, rngs: nnx.Rngs, attend=flash) -> None:
+        make = lambda inner, outer: nnx.Linear(inner, outer, dtype=jnp.bfloat16, use_bias=False, rngs=rngs)  # noqa: E731
+        self.q, self.k, self.v, self.o = (make(WIDTH, WIDTH) for _ in range(4))
+        self.gate, self.up, self.down = make(WIDTH, INNER), make(WIDTH, INNER), make(INNER, WIDTH)
+        self.norms = nnx.List([nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2)])
+        self.dropout, self.seen = nnx.Dropout(0.5, rngs=rngs), nnx.BatchStat(jnp.zeros(()))
+        self.attend = attend
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None, *, deterministic: bool = True) -> jax.Array:
+        self.seen[...] += 1
+        h = self.norms[0](x)
+        q, k, v = (layer(h).reshape(*x.shape[:2], 4, -1) for layer in (self.q, self.k, self.v))
+        mixed = self.attend(q, k, v).reshape(x.shape)
+        mixed = mixed if mask is None else jnp.where(mask[..., None], mixed, 0)
+        x = x + self.dropout(self.o(mixed), deterministic=deterministic)
+        h = self.norms[1](x)
+        return x + self.dropout(self.down(nnx.silu(self.gate(h)) * self.up(h)), deterministic=deterministic)
+
+
+MASK = jnp.arange(12).reshape(2, 6) % 5 > 0
+MLP = "down(silu(gate(x)) * up(x))"
+# Of both norms their input, which q, k and v, and gate and up, make again; of the perceptron gate and up.
+LEAN = {WIDTH: 2, INNER: 2}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_perceptron_in_a_block_with_attention_masks_and_dropout_keeps_gate_and_up_in_codes(deterministic):
+    model = Decoder(nnx.Rngs(0))
+    quantized, written = both(model)
+    # What attention keeps is kept once, unless something stands between it and the layer that reads it.
+    assert codes(quantized, X, deterministic=deterministic) == LEAN
+    assert codes(quantized, X, MASK, deterministic=deterministic) == {WIDTH: 3, INNER: 2}
+    assert codes(written, X, MASK, deterministic=deterministic) == {WIDTH: 3, INNER: 1}
+    assert wide(quantized, X, MASK, deterministic=deterministic) == 0
+    assert (
+        relative(quantized(X, MASK, deterministic=deterministic), written(X, MASK, deterministic=deterministic)) < 0.01
+    )
+    parts = fp8jax.explain(model, COAT, X, MASK, deterministic=deterministic).parts
+    told = {(part.computes, part.context): part.reason for part in parts if part.computes != "norm"}
+    assert told[MLP, COAT.context] == "the recipe"
+    assert "call fp8jax.glu" in told[None, COAT.context]
+    assert len(told) == 2
+
+
+def test_no_state_is_changed_but_by_the_call_itself():
+    for deterministic in (True, False):
+        quantized, written = both(Decoder(nnx.Rngs(0), lambda q, k, v: v))
+        for model in (quantized, written):
+            for _ in range(2):
+                model(X, MASK, deterministic=deterministic)
+        assert_same(*(nnx.to_pure_dict(nnx.state(m, nnx.Not(nnx.Param))) for m in (quantized, written)))
+        assert quantized.seen[...] == 2
+    plain, one, other = Decoder(nnx.Rngs(0)), *(fp8jax.nnx.quantize(Decoder(nnx.Rngs(i)), COAT) for i in (0, 1))
+    assert jax.tree.structure(nnx.state(one)) == jax.tree.structure(nnx.state(plain))
+    assert nnx.graphdef(one) == nnx.graphdef(other)
+    one(X, deterministic=False)
+    assert nnx.graphdef(one) == nnx.graphdef(nnx.clone(one)) == nnx.graphdef(other)
+    assert vars(one).keys() == vars(plain).keys()
+
+
+class Stack(nnx.Module):
+    """Decoders under nnx.scan, checkpoints or not."""
+
+    def __init__(self, remat: bool, layers: int = 2) -> None:
+        self.remat = remat
+        self.layers = nnx.vmap(Decoder, in_axes=0)(nnx.Rngs(0).split(layers))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        block = lambda layer, x: layer(x, MASK)  # noqa: E731
+        block = nnx.remat(block) if self.remat else block
+        return nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
+def test_loops_checkpoints_and_jit_keep_what_one_call_keeps():
+    kept = {}
+    for remat in (False, True):
+        quantized = fp8jax.nnx.quantize(Stack(remat), COAT)
+        assert found(Stack(remat), X) == [MLP]
+        kept[remat] = codes(quantized, X)
+    assert kept == {False: {WIDTH: 3, INNER: 2}, True: {}}
+    quantized, written = both(Decoder(nnx.Rngs(0)))
+    loss = lambda model, x: jnp.sum(jnp.sin(model(x, MASK, deterministic=True).astype(jnp.float32)))  # noqa: E731
+    (value, grads), (again, same) = (
+        nnx.jit(nnx.value_and_grad(f))(quantized, X) for f in (loss, nnx.remat(loss, prevent_cse=False))
+    )
+    want, by_linear = nnx.jit(nnx.value_and_grad(loss))(written, X)
+    assert abs(value - want) < 1e-2 * abs(want)
+    assert abs(again - want) < 1e-2 * abs(want)
+    assert relative(grads, by_linear) < 0.15
+    assert relative(same, by_linear) < 0.15
+    assert relative(grads, by_linear) > 0
+
+
+def test_a_module_that_is_quantized_again_follows_the_new_rules():
+    model = KNOWN["down(gelu_tanh(up(x)))"]
+    again = fp8jax.nnx.quantize(fp8jax.nnx.quantize(model, FAITHFUL), COAT)
+    assert codes(again, X) == codes(fp8jax.nnx.quantize(model, COAT), X)
+
+
+def test_terms_are_told_apart_by_operands_order_and_parameters():
+    x = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+
+    def same(f, g) -> bool:
+        terms = {}
+        return outputs(f, (x, x), terms) == outputs(g, (x, x), terms)
+
+    assert same(lambda a, b: (a + b) * jnp.sin(a), lambda a, b: jnp.sin(a) * jax.jit(lambda u, v: v + u)(a, b))
+    for f, g in (
+        (lambda a, b: a - b, lambda a, b: b - a),
+        (lambda a, b: a @ b, lambda a, b: a @ b.T),
+        (lambda a, b: a * 2.0, lambda a, b: a * 3.0),
+        (lambda a, b: (a, b), lambda a, b: (b, a)),
+        (lambda a, b: (a, b), lambda a, b: [a, b]),
+        (lambda a, b: jnp.sum(a, 0), lambda a, b: jnp.sum(a, 1)),
+    ):
+        assert not same(f, g)

@@ -1,0 +1,206 @@
+"""Activations of NNX models are known in each call: with its arguments and settings, in its trace, once."""
+
+import itertools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import fp8jax
+from fp8jax.modules import blocks
+from tests.distance import relative
+from tests.modules.kept import COAT, INNER, LINEAR_ONLY, WIDTH, Short, X, assert_same, both, found, linear, wide
+from tests.programs import residuals
+
+
+def plain(m, x):
+    return m.down(nnx.gelu(m.up(x)))
+
+
+class Dropping(nnx.Module):
+    """A perceptron with dropout, and an activation as an attribute."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = linear(), linear(INNER, WIDTH, 1)
+        self.dropout, self.act = nnx.Dropout(0.5, rngs=rngs), nnx.gelu
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.dropout(self.act(self.up(x))))
+
+
+def test_settings_may_change_after_quantization():
+    quantized, written = both(Dropping(nnx.Rngs(0)))
+    for _ in range(2):
+        for model in (quantized, written):
+            model.train()
+        assert_same([quantized(X), quantized(X)], [first := written(X), second := written(X)])
+        assert (np.asarray(first) != np.asarray(second)).any()
+        assert wide(quantized, X) == wide(written, X) > 0
+        for model in (quantized, written):
+            model.eval()
+        assert_same(quantized(X), written(X))
+        assert 0 == wide(quantized, X) < wide(written, X)
+    quantized.act = written.act = nnx.relu
+    assert_same(quantized(X), written(X))
+
+
+class Changeable:
+    """Compared by identity, as most objects."""
+
+    scale = 1.0
+
+
+class Chooses(nnx.Module):
+    """Two perceptrons in one module, in a list; arguments say which run, and how."""
+
+    def __init__(self) -> None:
+        self.ups, self.downs = (nnx.List([linear(*s, i) for i in range(2)]) for s in ((WIDTH, INNER), (INNER, WIDTH)))
+        self.config = Changeable()
+
+    def __call__(self, x: jax.Array, how: object = None, *, which: tuple[int, ...] = (0, 1)) -> jax.Array:
+        f = jax.nn.silu if how is True else nnx.gelu
+        for i in which:
+            h = f(self.ups[i](x))
+            x = x + self.downs[i](h if self.config.scale == 1 else self.config.scale * h)
+        return x
+
+
+def test_each_call_is_recognised_by_itself():
+    model = Chooses()
+    tanh, silu = ([f"downs/{i}({f}(ups/{i}(x)))" for i in range(2)] for f in ("gelu_tanh", "silu"))
+    assert [found(model, X, how) for how in (None, True, 1)] == [tanh, silu, tanh]
+    assert found(model, X, which=(1,)) == tanh[1:]
+    assert found(model, X, which=(1, 1)) == []
+    quantized, written = both(model)
+    for how, which, _ in itertools.product((True, 1, True), ((0,), (0, 1), (0, 0)), range(2)):
+        assert_same(quantized(X, how, which=which), written(X, how, which=which))
+    assert 0 == wide(quantized, X, how=True) < wide(quantized, X, how=True, which=(0, 0))
+    for scale in (2.0, 1.0, 3.0):
+        quantized.config.scale = written.config.scale = scale
+        assert_same(quantized(X), written(X))
+
+
+def test_layers_that_modules_share_are_left_as_they_are():
+    class Outer(nnx.Module):
+        def __init__(self) -> None:
+            self.inner = Short(plain)
+            self.up, self.down = linear(seed=2), self.inner.down
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.inner(x) + self.down(jax.nn.silu(self.up(x)))
+
+    model = Outer()
+    assert found(model, X) == ["down(gelu_tanh(up(x)))"]
+    quantized, written = both(model)
+    assert_same(quantized(X), written(X))
+    assert 0 < wide(quantized, X) < wide(written, X)
+
+
+def test_mapped_models_keep_what_one_call_keeps():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    kept = []
+    for model in both(Short(plain)):
+        graph, params = nnx.split(model, nnx.Param)
+        call = lambda p, x, graph=graph: nnx.merge(graph, p)(x)  # noqa: E731
+        mapped = jax.vmap(call, (None, 0))
+        shared = jax.shard_map(call, mesh=mesh, in_specs=(None, spec), out_specs=spec)
+        one = np.asarray(jax.lax.map(model, X))
+        np.testing.assert_allclose(np.asarray(mapped(params, X)), one, rtol=2.0**-7, atol=1e-2)
+        for f in (mapped, shared):
+            kept.append(sum(d != "uint8" and s[-1:] == (INNER,) and len(s) > 2 for d, s in residuals(f, params, X)))
+    assert kept[:2] == [0, 0]
+    assert min(kept[2:]) > 0
+
+
+class Jitted(Short):
+    def __init__(self) -> None:
+        super().__init__(nnx.gelu)
+
+    @nnx.jit
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.compute(self.up(x)))
+
+
+class Checkpointed(Jitted):
+    @nnx.remat
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.compute(self.up(x)))
+
+
+def test_layers_inside_another_trace_are_left_as_they_are():
+    def mixed(m, x):
+        # What is known in its own trace is known; what comes from another is not.
+        inside = jax.jit(lambda x: m.down(nnx.gelu(m.up(x))))(x)
+        outside = jax.checkpoint(lambda x: m.b(x))(x)
+        return inside + m.c(jax.nn.silu(m.a(x)) * m.d(x)) + m.f(jax.nn.silu(m.e(x)) * outside)
+
+    class Several(nnx.Module):
+        def __init__(self) -> None:
+            for i, name in enumerate(("up", "a", "b", "d", "e")):
+                setattr(self, name, linear(seed=i))
+            for i, name in enumerate(("down", "c", "f")):
+                setattr(self, name, linear(INNER, WIDTH, seed=i))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return mixed(self, x)
+
+    assert found(Several(), X) == ["c(silu(a(x)) * d(x))"]
+    assert found(Jitted(), X) == found(Checkpointed(), X) == []
+    for model in (Several(), Jitted(), Checkpointed()):
+        quantized, written = both(model)
+        for _ in range(2):
+            assert relative(quantized(X), written(X)) < 1e-3
+
+
+class Nested(nnx.Module):
+    """Two layers, and as many modules as are said, in a list or one inside the other."""
+
+    runs = 0
+
+    def __init__(self, inner: list) -> None:
+        self.up, self.down, self.inner = linear(), linear(INNER, WIDTH, 1), nnx.List(inner)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        Nested.runs += 1
+        for inner in self.inner:
+            x = inner(x)
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+def runs(model) -> list[int]:
+    """How often bodies of `Nested` run in a first call and in a second one."""
+    blocks._recognise.cache_clear()
+    counts = []
+    for _ in range(2):
+        Nested.runs = 0
+        model(X.astype(jnp.float32))
+        counts.append(Nested.runs)
+    return counts
+
+
+def test_recognition_runs_a_module_twice_and_remembers_it():
+    beside, inside = Nested([Nested([]) for _ in range(5)]), Nested([Nested([Nested([Nested([])])])])
+    # The outer one and what it holds twice aside; of five that are alike one for itself.
+    assert runs(fp8jax.nnx.quantize(beside, COAT)) == [6 + 2 * 6 + 2, 6]
+    assert runs(fp8jax.nnx.quantize(inside, COAT)) == [4 + 2 * (4 + 3 + 2 + 1), 4]
+    assert runs(fp8jax.nnx.quantize(inside, LINEAR_ONLY)) == [4, 4]
+
+
+def test_threads_do_not_see_each_other():
+    model = Short(plain)
+    quantized, written = both(model)
+    want, got = written(X), [None] * 4
+
+    def run(i: int) -> None:
+        got[i] = quantized(X)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(got))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for y in got:
+        assert_same(y, want)
