@@ -1,10 +1,10 @@
 """The part that every Hopper matrix product shares: tiles, loads, the K loop and the epilogue.
 
 A kernel launches one thread block per multiprocessor. Each block walks over output tiles; a memory warpgroup streams
-128-deep slices of both operands into a ring of shared-memory stages by TMA, and two compute warpgroups multiply them
-and write their half of the tile. The ring runs on across tiles, so that the next tile's loads overlap this one's
-epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which fp32
-accumulators it hands to the epilogue.
+128-deep slices of both operands into a ring of shared-memory stages by TMA, and two or three compute warpgroups
+multiply them and write their part of the tile. The ring runs on across tiles, so that the next tile's loads overlap
+this one's epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which
+fp32 accumulators it hands to the epilogue.
 
 Any M, N and K: TMA fills what lies outside an operand with zeros and drops what lies outside the output, so that tiles
 need not divide a matrix. Only its own granularity asks for copies: operands are padded to 8 rows and 128 of K, the
@@ -26,15 +26,15 @@ from pallas_kernels.hopper_epilogue import OUT_DTYPES, Epilogue, Writer, tiling
 from pallas_kernels.hopper_epilogue import ROW as ROW
 from pallas_kernels.hopper_epilogue import check_array as check_array
 from pallas_kernels.hopper_epilogue import check_epilogue as check_epilogue
-from pallas_kernels.hopper_share import COMPUTE_GROUPS, Share, ceil_div, pad_axis, round_up
 from pallas_kernels.hopper_share import K_STEP as K_STEP
+from pallas_kernels.hopper_share import Share, ceil_div, pad_axis, round_up
 from pallas_kernels.hopper_share import Stream as Stream
 from pallas_kernels.hopper_share import Tile as Tile
 from pallas_kernels.hopper_share import covered as covered
 from pallas_kernels.hopper_share import pairing as pairing
 
-MEMORY_REGISTERS = 40
-COMPUTE_REGISTERS = 232
+# Of a thread of the memory warpgroup and of the others, by the number of these: all 65536 of a multiprocessor.
+REGISTERS = {2: (40, 232), 3: (32, 160)}
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 Interpret = plgpu.InterpretGPUParams | None
@@ -100,6 +100,7 @@ def product(
     tiles_m = rows // tile.block_rows // (1 + (tile.cluster == "M"))
     tiles_n = cols // tile.block_cols // (1 + (tile.cluster == "N"))
     k_steps = ceil_div(k, K_STEP)
+    memory_registers, compute_registers = REGISTERS[tile.warpgroups]
     blocks = 2 if interpret is not None else multiprocessors() // (1 + (tile.cluster is not None))
 
     # TMA sees a matrix in tiles of 8 rows and a swizzle of columns, and has to have whole ones.
@@ -125,10 +126,10 @@ def product(
         "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=tiling(K_STEP, 1)),
         "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=tiling(K_STEP, 1)),
         "out_ring": plgpu.SMEM(
-            (COMPUTE_GROUPS, tile.slots, 64, piece), out_dtype, transforms=tiling(piece * out_bytes, out_bytes)
+            (tile.warpgroups, tile.slots, 64, piece), out_dtype, transforms=tiling(piece * out_bytes, out_bytes)
         ),
         "full": plgpu.Barrier(
-            num_arrivals=2 + len(streams), num_barriers=tile.stages * (COMPUTE_GROUPS // tile.groups)
+            num_arrivals=2 + len(streams), num_barriers=tile.stages * (tile.warpgroups // tile.groups)
         ),
         "empty": _empty_barrier(tile),
     }
@@ -137,7 +138,7 @@ def product(
     if tile.lead and k_steps > tile.stages:
         shared["ahead"] = plgpu.Barrier()
     if residual is not None and epilogue.group is None:
-        shared["residual_barrier"] = plgpu.Barrier(num_barriers=COMPUTE_GROUPS * tile.slots)
+        shared["residual_barrier"] = plgpu.Barrier(num_barriers=tile.warpgroups * tile.slots)
 
     def kernel(*refs: Any, **scratch_refs: Any) -> None:
         out_refs = refs[len(operands) :]
@@ -151,7 +152,7 @@ def product(
         stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(streams))]
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(name) for name in shared if name in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
-        turns = COMPUTE_GROUPS // tile.groups
+        turns = tile.warpgroups // tile.groups
         own = lax.div(tiles_m * tiles_n - block + blocks - 1, blocks)
 
         def place(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -164,7 +165,7 @@ def product(
             return tile_m * tile.block_rows, tile_n * tile.block_cols
 
         def load() -> None:
-            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+            plgpu.set_max_registers(memory_registers, action="decrease")
 
             def fetch(turn: jax.Array, _: None) -> None:
                 row, col = place(turn)
@@ -194,7 +195,7 @@ def product(
                 plgpu.barrier_wait(empty.at[slot])
 
         def multiply() -> None:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+            plgpu.set_max_registers(compute_registers, action="increase")
 
             @pl.when(group < tile.groups)
             def _all_stages_are_free() -> None:
@@ -224,7 +225,7 @@ def product(
             lax.fori_loop(0, own if turns == 1 else lax.div(own - group + turns - 1, turns), work, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        lax.cond(group == COMPUTE_GROUPS, load, multiply)
+        lax.cond(group == tile.warpgroups, load, multiply)
 
     kernel.__name__ = name
     clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
@@ -239,7 +240,7 @@ def product(
         scratch_types=shared,
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=COMPUTE_GROUPS + 1,
+        num_threads=tile.warpgroups + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,

@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 K_STEP = 128
-COMPUTE_GROUPS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +19,16 @@ class Tile:
 
     Attributes:
         rows, cols: output tile of one compute warpgroup; rows a multiple of 64, cols a multiple of 32 up to 256.
-        split: the dimension along which the two warpgroups divide a block's tile. None: they take turns, each with a
-            whole tile of its own, so that one multiplies while the other writes.
+        split: the dimension along which the warpgroups divide a block's tile. None: two take turns, each with a whole
+            tile of its own, so that one multiplies while the other writes.
         stages: depth of the shared-memory ring.
         raster: width of the band of tiles, along `raster_axis`, that blocks walk together (locality in L2).
         cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
         lead: slices of K by which the second of two warpgroups that share a tile starts it after the first, so that
             what one does beside its products (promotions, the epilogue) meets products of the other.
         slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory.
+        warpgroups: that multiply, 2 or 3. Of three, each has 160 registers a thread, not 232, and the tensor cores are
+            busy while two promote sums or compute operands.
     """
 
     rows: int = 64
@@ -39,25 +40,28 @@ class Tile:
     cluster: Literal["M", "N"] | None = None
     lead: int = 0
     slots: int = 2
+    warpgroups: Literal[2, 3] = 2
 
     def __post_init__(self) -> None:
         if self.rows % 64 or self.cols % 32 or not 32 <= self.cols <= 256:
             raise ValueError(f"tile {self.rows}x{self.cols}: rows must be a multiple of 64, cols of 32 up to 256")
-        if self.lead and (self.split is None or not 0 < self.lead < self.stages):
-            raise ValueError(f"lead is {self.lead}; it takes a shared tile and is less than its {self.stages} stages")
+        if self.lead and (self.split is None or self.warpgroups > 2 or not 0 < self.lead < self.stages):
+            raise ValueError(f"lead is {self.lead}; it takes two warpgroups that share a tile of more stages")
+        if self.warpgroups not in (2, 3) or (self.warpgroups == 3 and self.split is None):
+            raise ValueError(f"{self.warpgroups} warpgroups, split {self.split}: use two, or three that share a tile")
 
     @property
     def block_rows(self) -> int:
-        return self.rows * (COMPUTE_GROUPS if self.split == "M" else 1)
+        return self.rows * (self.warpgroups if self.split == "M" else 1)
 
     @property
     def block_cols(self) -> int:
-        return self.cols * (COMPUTE_GROUPS if self.split == "N" else 1)
+        return self.cols * (self.warpgroups if self.split == "N" else 1)
 
     @property
     def groups(self) -> int:
         """Compute warpgroups that work on one tile."""
-        return 1 if self.split is None else COMPUTE_GROUPS
+        return 1 if self.split is None else self.warpgroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +177,9 @@ def covered(size: int, block: int, clustered: bool) -> int:
     return round_up(size, block * (2 if clustered else 1))
 
 
-def pairing(m: int, block_rows: int) -> Literal["M"] | None:
-    """Clusters along M where that leaves no block idle."""
-    return "M" if ceil_div(m, block_rows) % 2 == 0 else None
+def pairing(size: int, block: int, along: Literal["M", "N"] = "M") -> Literal["M", "N"] | None:
+    """Clusters along an axis of this size where that leaves no block idle."""
+    return along if ceil_div(size, block) % 2 == 0 else None
 
 
 def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -68,9 +68,16 @@ def block(m: int = M, n: int = N) -> Program:
     return matmul_block, (*codes, Shape((m, K // 128), F32), Shape((n // 128, K // 128), F32))
 
 
-def block_wide() -> Program:
-    """A product whose waves of tiles are fewer with 192 columns."""
-    return block(16384, 22016)
+def block_of_few_rows() -> Program:
+    """A product whose waves of tiles are fewer with two warpgroups than with three."""
+    return block(512, 4096)
+
+
+def block_everything() -> Program:
+    def program(a: Any, b: Any, sa: Any, sb: Any, bias: Any, x: Any) -> jax.Array:
+        return matmul_block(a, b, sa, sb, bias=bias, residual=x, out_dtype=F32)
+
+    return program, (*block()[1], Shape((N,), F32), Shape((M, N), F32))
 
 
 def wgrad(m: int = M, n: int = N) -> Program:
@@ -79,7 +86,7 @@ def wgrad(m: int = M, n: int = N) -> Program:
 
 
 def wgrad_wide() -> Program:
-    """As `block_wide`."""
+    """A product whose waves of tiles are fewer with 192 columns."""
     return wgrad(16384, 22016)
 
 
@@ -122,7 +129,8 @@ ALL = [
     vocabulary,
     tiny,
     block,
-    block_wide,
+    block_of_few_rows,
+    block_everything,
     wgrad,
     wgrad_wide,
     registers,

@@ -84,6 +84,7 @@ PLAIN = [
     Plain(70, 210, 130, Tile(64, 64, "N", 2, cluster="N"), out=F32, terms=("scale", "bias")),
     Plain(140, 130, 1300, Tile(64, 64, "M", 3, lead=2), left=E5M2, fast=False),
     Plain(140, 130, 700, Tile(64, 64, "M", 3, lead=1)),
+    Plain(230, 130, 300, Tile(64, 64, "M", 3, warpgroups=3), terms=("row_scale", "residual")),
     Plain(140, 400, 200, Tile(64, 128, "M", 3, slots=3), out=F32, terms=("residual",)),
     Plain(33, 70, 200, Tile(64, 64, "M", 5, cluster="M", lead=4), out=F32, terms=("row_scale", "residual"), fast=False),
 ]
@@ -168,6 +169,7 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
         ((128, 256, 384), False, Tile(64, 128, "M", 2), 4, BF16),
         ((130, 203, 1300), False, Tile(64, 128, "M", 3), 8, F32),
         ((130, 403, 700), False, Tile(64, 192, "M", 2, lead=1, slots=3), 1, BF16),
+        ((200, 270, 700), False, Tile(64, 128, "M", 2, cluster="N", warpgroups=3), 1, BF16),
         ((70, 130, 640), True, Tile(64, 96, "M", 3, lead=1), 1, F32),
         ((70, 130, 900), True, Tile(64, 64, "M", 2, cluster="M"), 4, BF16),
     ],
@@ -184,9 +186,11 @@ def test_matmul_block(shape: Any, by_column: bool, tile: Tile, unroll: int, out:
 
 def test_tiles_of_block_products_follow_their_waves() -> None:
     best = matmul_block_mosaic.best_tile
-    assert best(4096, 4096)[0].cols == 128  # 8 waves of 128 columns are shorter than 6 of 192
-    assert best(16384, 22016)[0].cols == 192
-    assert best(4096, 4096)[1] == 8
+    assert best(512, 4096)[0].warpgroups == 2  # 1 wave of 128 rows is shorter than 1 of 192
+    assert best(512, 4096)[1] == 8
+    assert best(16384, 22016)[0].warpgroups == 3
+    assert best(16384, 22016)[0].cluster == "N"
+    assert best(16384, 128 * 171)[0].cluster is None
     assert best(4096, 4096, by_column=True)[0].cols == 128
     assert best(16384, 22016, by_column=True)[0].cols == 192
 
@@ -311,7 +315,8 @@ matmul, block, mx = matmul_mosaic.matmul, matmul_block_mosaic.matmul_block, matm
         (lambda a, b: mx(a, b, BYTES, mode="fold"), ValueError, "'fold'"),
         (lambda a, b: mx(a.astype(E5M2), b, BYTES), TypeError, "exact"),
         (lambda a, b: Tile(65, 64), ValueError, "65x64"),
-        (lambda a, b: Tile(split=None, lead=1), ValueError, "lead is 1; it takes a shared tile"),
+        (lambda a, b: Tile(split=None, lead=1), ValueError, "lead is 1; it takes two warpgroups"),
+        (lambda a, b: Tile(split=None, warpgroups=3), ValueError, "3 warpgroups, split None"),
     ],
 )  # fmt: skip
 def test_errors_name_the_value_and_the_fix(call: Any, kind: type[Exception], text: str) -> None:
