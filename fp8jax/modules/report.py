@@ -138,7 +138,7 @@ def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
         model: an NNX or Linen model, as `fp8jax.nnx.quantize` and `fp8jax.linen.quantize` take it.
         rules: as they take them.
         sample: arguments of a call of the model, arrays or `jax.ShapeDtypeStruct`. A Linen model needs them, because
-            its layers are known only while it runs.
+            its layers are known only while it runs, and so are activations between the layers of an NNX model.
         keywords: keyword arguments of the call, such as `train=False`.
 
     Returns:

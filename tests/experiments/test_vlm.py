@@ -77,7 +77,7 @@ def test_patches_see_one_another_and_text_sees_its_image_and_what_is_before_it()
 @pytest.mark.parametrize("recipe", [COAT, FAITHFUL], ids=["lean", "faithful"])
 def test_coat_knows_every_part_and_changes_no_parameter(recipe):
     model = make()
-    report = fp8jax.explain(model, recipe)
+    report = fp8jax.explain(model, recipe, *map(jnp.asarray, pairs(0, 2)))
     swiglu, mlp = "down(silu(gate(x)) * up(x))", "down(gelu_tanh(up(x)))"
     assert {part.path: part.computes for part in report.parts} == {
         **dict.fromkeys(("vision/norm", "vision/layers/attention_norm", "vision/layers/mlp_norm"), "norm"),
