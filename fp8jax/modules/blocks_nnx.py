@@ -122,7 +122,7 @@ def recognise(call: Callable, module: Any, args: Any, kwargs: Any) -> tuple[Form
         return ()
     leaves, structure = jax.tree.flatten(state)
     settings = [getattr(attribute, "value", None) for _, attribute in graph.attributes]
-    # Objects that are compared by identity may change, functions do not.
+    # Objects that are compared by identity may change, functions do not. What has no hash is not remembered.
     fixed = all(callable(x) or type(x).__hash__ is not object.__hash__ for x in settings)
     key: Any = (call, graph, structure, tuple(map(type, settings)), None if fixed else [])
     before, _running.aside = _running.aside, True
