@@ -36,3 +36,17 @@ def test_other_accumulation_and_scaling_are_the_only_changes():
     fast = found[f"{coat_memory.LEAN}, {layer.FAST}"]
     assert fast.linear.fast_accumulation == layer.PRODUCTS
     assert dataclasses.replace(fast, linear=lean.linear) == lean
+
+
+def test_alone_are_the_three_products_of_seven_layers_and_attention(monkeypatch):
+    def attention(q, k, v, is_causal, implementation):
+        return dot_product_attention(q, k, v, is_causal=is_causal)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    function, operands = layer.alone(16, SMALL)
+    three, y, _ = jax.eval_shape(function, *operands)
+    rows = layer.BATCH * 16
+    assert [(f.shape, d.shape, w.shape) for f, d, w in three] == [
+        ((rows, b), (rows, a), (b, a)) for a, b in [(48, 48)] * 4 + [(48, 128)] * 2 + [(128, 48)]
+    ]
+    assert y.shape == (layer.BATCH, 16, 2, 24)
