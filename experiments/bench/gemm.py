@@ -313,7 +313,9 @@ def main(argv: list[str]) -> None:
     arms = [a for a in arms if not options.only or any(word in a.name for word in options.only.split("|"))]
     versions = {"torch": torch.__version__} if torch else {}
     notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
-    save = functools.partial(timing.write, "gemm", "FP8 products", notes=notes, versions=versions, out=options.out)
+    save = functools.partial(
+        timing.write, "gemm", "FP8 products", notes=notes, versions=versions, out=options.out, last_resort="xla bf16"
+    )
     start, rows = time.time(), []
     for shape in SETS[options.shapes]:
         if time.time() - start > options.limit:

@@ -105,33 +105,50 @@ def row(case: str, impl: str, metric: str, value: float | None, unit: str, basel
             "ratio": ratio}  # fmt: skip
 
 
-def means(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> list[Row]:
-    """Geometric means of the ratios of each implementation over all cases.
+MEAN = "geometric mean"
 
-    Cases are left out, and their number is told, where an implementation failed, or where there was nothing but
-    `last_resort` to compare it with, which others have a peer in place of.
+
+def compared(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> dict[str, list[Row]]:
+    """The rows of each implementation that have a ratio.
+
+    Without those where there was nothing but `last_resort` to compare with, which other cases have a peer in place of.
     """
-    cases = {r["case"] for r in rows}
     found: dict[str, list[Row]] = {}
     for r in rows:
-        if r["metric"] == metric and r["ratio"]:
+        if r["metric"] == metric and r["ratio"] and not r["case"].startswith(MEAN):
             found.setdefault(r["impl"], []).append(r)
-    means = []
     for impl, mine in found.items():
         if {r["baseline"] for r in mine} != {last_resort}:
-            mine = [r for r in mine if r["baseline"] != last_resort]
+            found[impl] = [r for r in mine if r["baseline"] != last_resort]
+    return found
+
+
+def means(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> list[Row]:
+    """Geometric means of the ratios of each implementation over all cases that are `compared`; their number is told."""
+    cases = {r["case"] for r in rows}
+    means = []
+    for impl, mine in compared(rows, metric, last_resort).items():
         baselines = {r["baseline"] for r in mine}
-        mean = float(np.exp(np.mean([np.log(r["ratio"]) for r in mine])))
         against = baselines.pop() if len(baselines) == 1 else "best peer"
-        where = "geometric mean" + (f" of {len(mine)}" if len(mine) < len(cases) else "")
-        means.append(row(where, impl, metric, None, "", against, mean))
+        where = MEAN + (f" of {len(mine)}" if len(mine) < len(cases) else "")
+        means.append(row(where, impl, metric, None, "", against, _mean(mine)))
     return means
 
 
+def _mean(rows: Sequence[Row]) -> float:
+    return float(np.exp(np.mean([np.log(r["ratio"]) for r in rows])))
+
+
 def write(
-    bench: str, title: str, rows: Sequence[Row], notes: Sequence[str], versions: dict[str, str], out: Path
+    bench: str,
+    title: str,
+    rows: Sequence[Row],
+    notes: Sequence[str],
+    versions: dict[str, str],
+    out: Path,
+    last_resort: str | None = None,
 ) -> None:
-    """Writes OUT/BENCH.json, and a plot of the ratios beside it."""
+    """Writes OUT/BENCH.json, and a plot of the ratios that are `compared` beside it."""
     record = {
         "bench": bench,
         "title": title,
@@ -144,7 +161,7 @@ def write(
     }
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{bench}.json").write_text(json.dumps(record, indent=1) + "\n")
-    plot(rows, title, out / f"{bench}.png")
+    plot(rows, title, out / f"{bench}.png", last_resort)
 
 
 def _asked(arguments: Sequence[str]) -> list[str]:
@@ -153,30 +170,37 @@ def _asked(arguments: Sequence[str]) -> list[str]:
     return [a for a, last in zip(arguments, before, strict=False) if last != "--out" and not a.startswith("--out")]
 
 
-def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """The ratio of every implementation, one dot a case, and their geometric mean as a line."""
+def plot(rows: Sequence[Row], title: str, path: Path, last_resort: str | None = None) -> None:
+    """A panel for each metric: ratios of every implementation, one dot a case, and their geometric mean as a line."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    shown = [
-        r for r in rows if r["ratio"] and not r["case"].startswith("geometric mean") and r["impl"] != r["baseline"]
-    ]
-    labels = list(dict.fromkeys(r["impl"] for r in shown))
-    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.28 * len(labels)), layout="constrained")
-    for y, label in enumerate(labels):
-        ratios = [r["ratio"] for r in shown if r["impl"] == label]
-        axes.plot(ratios, [y] * len(ratios), "o", color="tab:blue", alpha=0.5, markersize=5)
-        mean = float(np.exp(np.mean(np.log(ratios))))
-        axes.plot([mean, mean], [y - 0.35, y + 0.35], color="tab:red", linewidth=2)
-    axes.axvline(1, color="gray", linewidth=0.8)
-    axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes.invert_yaxis()
-    baselines = {r["baseline"] for r in shown}
-    against = baselines.pop() if len(baselines) == 1 else "the best peer"
-    axes.set_xlabel(f"ratio to {against}; red: geometric mean over cases")
-    axes.set_title(title, fontsize=9)
+    metrics = list(dict.fromkeys(r["metric"] for r in rows if r["ratio"]))
+    shown = {}
+    for metric in metrics:
+        found = compared(rows, metric, last_resort)
+        others = {impl: mine for impl, mine in found.items() if {r["baseline"] for r in mine} != {impl}}
+        if others:
+            shown[metric] = others
+    if not shown:
+        return
+    heights = [len(found) + 2 for found in shown.values()]
+    figure, panels = pyplot.subplots(
+        len(shown), figsize=(9, 0.5 + 0.28 * sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+    )
+    for axes, (metric, found) in zip(panels[:, 0], shown.items(), strict=True):
+        for y, mine in enumerate(found.values()):
+            axes.plot([r["ratio"] for r in mine], [y] * len(mine), "o", color="tab:blue", alpha=0.5, markersize=5)
+            axes.plot([_mean(mine)] * 2, [y - 0.35, y + 0.35], color="tab:red", linewidth=2)
+        axes.axvline(1, color="gray", linewidth=0.8)
+        axes.set_yticks(range(len(found)), list(found), fontsize=7)
+        axes.invert_yaxis()
+        baselines = {r["baseline"] for mine in found.values() for r in mine}
+        against = baselines.pop() if len(baselines) == 1 else "the best peer"
+        axes.set_xlabel(f"{metric}, ratio to {against}; red: geometric mean over cases", fontsize=8)
+    figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

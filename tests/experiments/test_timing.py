@@ -1,0 +1,42 @@
+"""What benchmarks record: means and plots compare like with like."""
+
+import json
+
+import pytest
+
+from experiments.bench import timing
+
+
+def rows():
+    """Of two cases and two metrics; in the second case "ours" has no peer, only the last resort."""
+    return [
+        timing.row("a", "peer", "rate", 4.0, "TFLOP/s", "peer", 1.0),
+        timing.row("a", "ours", "rate", 2.0, "TFLOP/s", "peer", 0.5),
+        timing.row("b", "ours", "rate", 6.0, "TFLOP/s", "bf16", 3.0),
+        timing.row("b", "bf16", "rate", 2.0, "TFLOP/s", "bf16", 1.0),
+        timing.row("a", "ours", "kept", 1.0, "U", "bf16", 4.0),
+        timing.row("b", "ours", "kept", 1.0, "U", "bf16", 9.0),
+    ]
+
+
+def test_means_leave_out_cases_without_a_peer_and_tell_how_many_are_left():
+    found = {r["impl"]: r for r in timing.means(rows(), "rate", "bf16")}
+    assert found["ours"]["ratio"] == pytest.approx(0.5)
+    assert (found["ours"]["case"], found["ours"]["baseline"]) == ("geometric mean of 1", "peer")
+    assert found["bf16"]["ratio"] == 1
+    assert timing.means(rows(), "kept")[0]["ratio"] == pytest.approx(6)
+
+
+def test_metrics_and_means_are_plotted_apart(monkeypatch, tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    every = rows()
+    timing.write("x", "Title", every + timing.means(every, "rate", "bf16"), [], {}, tmp_path, "bf16")
+    assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == len(every) + 3
+    (figure,) = drawn
+    lines = {
+        axes.get_xlabel().split(",")[0]: [list(line.get_xdata()) for line in axes.get_lines()] for axes in figure.axes
+    }
+    assert lines["rate"] == [[0.5], [pytest.approx(0.5)] * 2, [1, 1]]  # what is its own baseline is not drawn
+    assert lines["kept"] == [[4, 9], [pytest.approx(6)] * 2, [1, 1]]
