@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,6 +68,7 @@ class Watched:
 
     def call(self, name: str, layer: Callable[..., Array], context: Context, *args: Any, **kwargs: Any) -> Array:
         """Calls a layer of the module; if it ends a form, on what the form makes of the layers' outputs."""
+        args, kwargs = positional(args, kwargs)
         if get_opaque_trace_state() != self._trace:
             return layer(*args, **kwargs)
         form = self._forms.get(name)
@@ -81,9 +81,18 @@ class Watched:
         return y
 
 
-def recognise(run: Callable, static: Any, leaves: list[Any]) -> tuple[Form, ...]:
+def positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call of one of Flax's layers, its input, which it calls `inputs`, as the first of them."""
+    if args or "inputs" not in kwargs:
+        return args, kwargs
+    return (kwargs["inputs"],), {name: value for name, value in kwargs.items() if name != "inputs"}
+
+
+def recognise(
+    run: Callable, static: Any, leaves: list[Any], memory: dict[Any, tuple[Form, ...]] | None
+) -> tuple[Form, ...]:
     """The activations between the layers of a module in one call of it: where what a layer reads is term by term a form
-    of other layers' outputs, whatever else the module computes. Results are remembered.
+    of other layers' outputs, whatever else the module computes.
 
     The module is traced twice, the second time with the outputs of its layers as unknowns. Layers that are called more
     than once, or inside another trace, as in the body of a loop, are in no form. Of a module that fails, nothing is
@@ -94,31 +103,32 @@ def recognise(run: Callable, static: Any, leaves: list[Any]) -> tuple[Form, ...]
             layers; `call()` is what the layer returns for `x`.
         static: what the copy and its call depend on besides arrays; best hashable.
         leaves: arrays, of which only shapes and dtypes are used, and all else.
+        memory: of what was found, by what it depends on, or None. It should not outlive a call of the model: what else
+            the module reads, such as a global variable, may change.
     """
+    kinds = [jax.typeof(x) if isinstance(x, Array) else x for x in leaves]
     # 1 and True are equal, and have one hash.
-    types = tuple(map(type, leaves))
-    call = (run, static, tuple(jax.typeof(x) if isinstance(x, Array) else x for x in leaves), types)
-    known: Callable[..., tuple[Form, ...]] = _recognise
+    call = (run, static, tuple(kinds), tuple(map(type, leaves)))
     try:
-        hash(call)
-    except TypeError:
-        known = _recognise.__wrapped__
-    try:
-        return known(*call)
-    except Exception:
-        # A module of which nothing is known may fail in any way.
-        return ()
-
-
-@functools.lru_cache(maxsize=256)
-def _recognise(run: Callable, static: Any, leaves: tuple[Any, ...], _: Any) -> tuple[Form, ...]:
-    is_array = [isinstance(x, jax.core.ShapedArray) for x in leaves]
+        known = memory.get(call) if memory is not None else None
+    except TypeError:  # something in it has no hash
+        known, memory = None, None
+    if known is not None:
+        return known
+    is_array = [isinstance(x, jax.core.ShapedArray) for x in kinds]
 
     def run_with(arrays: list[Array], layer: Callable) -> None:
         rest = iter(arrays)
-        run(static, [next(rest) if array else x for x, array in zip(leaves, is_array, strict=True)], layer)
+        run(static, [next(rest) if array else x for x, array in zip(kinds, is_array, strict=True)], layer)
 
-    return tuple(_find(run_with, [x for x, array in zip(leaves, is_array, strict=True) if array]))
+    try:
+        found = tuple(_find(run_with, [x for x, array in zip(kinds, is_array, strict=True) if array]))
+    except Exception:
+        # A module of which nothing is known may fail in any way.
+        return ()
+    if memory is not None:
+        memory[call] = found
+    return found
 
 
 def _find(run: Callable, arrays: list[Any]) -> Iterator[Form]:

@@ -16,7 +16,9 @@ from fp8jax.modules.blocks import Form
 LAYERS = (nn.Dense, nn.DenseGeneral)
 
 
-def recognise(module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any]) -> tuple[Form, ...]:
+def recognise(
+    module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any], memory: dict[Any, tuple[Form, ...]] | None
+) -> tuple[Form, ...]:
     """The activations between the linear layers that a module holds itself, in a call with these arguments.
 
     A copy of the module is traced for their shapes and dtypes, with the outputs of its layers as unknowns: where the
@@ -27,6 +29,7 @@ def recognise(module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any
         args: of its `__call__`.
         kwargs: likewise.
         quiet: makes a context in which nothing is quantized.
+        memory: as of `blocks.recognise`.
     """
     params = flatten_dict(module.variables.get("params", {}))
     kernels = [path for path in params if len(path) == 2 and path[1] == "kernel"]
@@ -38,7 +41,7 @@ def recognise(module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any
     # 1 and True are equal, and have one hash.
     fields = tuple(type(getattr(copy, field.name)) for field in dataclasses.fields(copy))
     with quiet():
-        return blocks.recognise(_run, (copy, structure, tuple(scope.rngs), scope.mutable, fields), leaves)
+        return blocks.recognise(_run, (copy, structure, tuple(scope.rngs), scope.mutable, fields), leaves, memory)
 
 
 def _run(static: Any, leaves: list[Any], layer: Callable[[str, Callable[[], Array], Array], Array]) -> None:
@@ -49,6 +52,7 @@ def _run(static: Any, leaves: list[Any], layer: Callable[[str, Callable[[], Arra
         module = context.module
         if context.method_name != "__call__" or not isinstance(module, LAYERS) or len(module.path) != 1:
             return call(*args, **kwargs)
+        args, kwargs = blocks.positional(args, kwargs)
         (x,) = args
         return layer(str(module.name), functools.partial(call, x), x)
 

@@ -22,15 +22,19 @@ from fp8jax.modules.blocks import Form, Watched
 
 
 class _Running(threading.local):
-    """What runs in a thread: where calls of layers go, by their identity; whether a copy is run aside; what is told."""
+    """What runs in a thread: where calls of layers go, by their identity; whether a copy is run aside; what is told;
+    and what is known, for the time of the outermost call of a module."""
 
     def __init__(self) -> None:
         self.calls: dict[int, Callable] = {}
         self.aside = False
         self.told: dict[str, tuple[Form, ...]] = {}
+        self.known: dict[Any, tuple[Form, ...]] | None = None
 
 
 _running = _Running()
+# Part of the keys of JAX's caches: what is traced aside, a jitted function may not find there in another call.
+_aside_to_jax = jax.make_user_context(False)
 
 
 def candidate(module: Any) -> bool:
@@ -60,12 +64,13 @@ def _with_call(cls: Any, call: Callable) -> type:
     """A subclass that is called differently and is the same in all else, its name included."""
     names = ("__module__", "__qualname__", "__doc__")
     body = {"__call__": call, "_fp8jax_written": cls} | {name: getattr(cls, name) for name in names}
-    return type(cls)(cls.__name__, (cls,), body)
+    return type(cls)(cls.__name__, (cls,), body, pytree=cls._pytree__is_pytree)
 
 
 @functools.cache
 def _layer_class(cls: Any, context: Context) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Array:
+        args, kwargs = blocks.positional(args, kwargs)
         call = functools.partial(cls.__call__, self)
         watch = _running.calls.get(id(self))
         y: Array = watch(call, context, *args, **kwargs) if watch and args else call(*args, **kwargs)
@@ -79,13 +84,25 @@ def _module_class(cls: Any) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _running.aside:
             return cls.__call__(self, *args, **kwargs)
-        forms = recognise(cls.__call__, self, args, kwargs)
-        call = functools.partial(_call, cls.__call__, forms) if forms else cls.__call__
-        if layers(self).keys() <= {name for form in forms for name in form.layers}:
-            return call(self, *args, **kwargs)
-        return attention.call(call, self, args, kwargs)
+        with _remembering():
+            forms = recognise(cls.__call__, self, args, kwargs)
+            call = functools.partial(_call, cls.__call__, forms) if forms else cls.__call__
+            if layers(self).keys() <= {name for form in forms for name in form.layers}:
+                return call(self, *args, **kwargs)
+            return attention.call(call, self, args, kwargs)
 
     return _with_call(cls, __call__)
+
+
+@contextlib.contextmanager
+def _remembering() -> Iterator[None]:
+    """Keeps what is known until the outermost call ends: between calls, globals and other objects may change."""
+    before = _running.known
+    _running.known = {} if before is None else before
+    try:
+        yield
+    finally:
+        _running.known = before
 
 
 def _call(call: Callable, forms: tuple[Form, ...], module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,13 +138,12 @@ def recognise(call: Callable, module: Any, args: Any, kwargs: Any) -> tuple[Form
         # Arguments may be what NNX knows no way to copy.
         return ()
     leaves, structure = jax.tree.flatten(state)
-    settings = [getattr(attribute, "value", None) for _, attribute in graph.attributes]
-    # Objects that are compared by identity may change, functions do not. What has no hash is not remembered.
-    fixed = all(callable(x) or type(x).__hash__ is not object.__hash__ for x in settings)
-    key: Any = (call, graph, structure, tuple(map(type, settings)), None if fixed else [])
+    # 1 and True are equal, and have one hash.
+    kinds = tuple(type(getattr(attribute, "value", None)) for _, attribute in graph.attributes)
     before, _running.aside = _running.aside, True
     try:
-        forms = blocks.recognise(_run, key, leaves)
+        with _aside_to_jax(True):
+            forms = blocks.recognise(_run, (call, graph, structure, kinds), leaves, _running.known)
     finally:
         _running.aside = before
     path = getattr(module, "_fp8jax_path", None)

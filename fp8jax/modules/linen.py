@@ -115,7 +115,7 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, tup
             y = call(*args, **kwargs)
         if context.method_name == "__call__" and path not in forms:
             # Now that it has run, it has parameters also where it is initialized.
-            forms[path] = blocks_linen.recognise(module, args, kwargs, aside.running)
+            forms[path] = blocks_linen.recognise(module, args, kwargs, aside.running, None)
         return y
 
     with nn.intercept_methods(record):
@@ -207,6 +207,7 @@ class _Root:
     layers: set[str] = dataclasses.field(default_factory=set)
     others: set[str] = dataclasses.field(default_factory=set)
     watched: dict[tuple[str, ...], Watched] = dataclasses.field(default_factory=dict)
+    known: dict[Any, tuple[Form, ...]] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -260,7 +261,7 @@ class _Root:
         if module.is_initializing():
             return call(*args, **kwargs)
         aside = _Root(self.rules, (), next(_asides))
-        forms = blocks_linen.recognise(module, args, kwargs, aside.running)
+        forms = blocks_linen.recognise(module, args, kwargs, aside.running, self.known)
         if not forms:
             return call(*args, **kwargs)
         before = self.watched.get(module.path)

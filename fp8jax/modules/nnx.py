@@ -25,9 +25,11 @@ def quantize(model: Model, rules: Rules) -> Model:
     A recipe with a `Context` also changes what `nnx.RMSNorm` and `nnx.LayerNorm` keep of their inputs, and what
     activations keep: wherever a layer reads f(gate(x)) * up(x) or f(up(x)) of other layers of its module, f being SiLU
     or GELU, whatever else the module computes. This is found in each call, with its arguments and settings: modules
-    that hold several layers are traced aside, as copies, so a call must have no effects but on the module and its
-    arguments. Layers that a module calls more than once, or inside a loop, an `nnx.jit` or an `nnx.remat` of its own,
-    are left as they are written; write `fp8jax.glu(gate, up, recipe=...)` or `fp8jax.activation(x, recipe=...)` there.
+    that hold several `nnx.Linear` or `nnx.LinearGeneral`, as attributes or in an `nnx.List` or `nnx.Dict`, are traced
+    aside, as copies, so a call must have no effects but on the module and its arguments. Layers that a module calls
+    more than once, or inside a loop, an `nnx.jit` or an `nnx.remat` of its own, and layers put in after this, are left
+    as they are; write `fp8jax.glu(gate, up, recipe=...)` or `fp8jax.activation(x, recipe=...)` there. Such modules and
+    their layers have classes of their own, which `pickle` does not find; `nnx.split` their states instead.
     Layers that read the output of flash attention keep no copy of it.
 
     A recipe with delayed scaling adds variables to its layers; `fp8jax.nnx.advance_scaling` says how to train them.

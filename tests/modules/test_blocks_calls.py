@@ -1,6 +1,7 @@
 """Activations of NNX models are known in each call: with its arguments and settings, in its trace, once."""
 
 import itertools
+import sys
 import threading
 
 import jax
@@ -9,9 +10,21 @@ import numpy as np
 from flax import nnx
 
 import fp8jax
-from fp8jax.modules import blocks
 from tests.distance import relative
-from tests.modules.kept import COAT, INNER, LINEAR_ONLY, WIDTH, Short, X, assert_same, both, found, linear, wide
+from tests.modules.kept import (
+    COAT,
+    INNER,
+    LINEAR_ONLY,
+    WIDTH,
+    Short,
+    X,
+    assert_same,
+    both,
+    found,
+    kept_by,
+    linear,
+    wide,
+)
 from tests.programs import residuals
 
 
@@ -147,9 +160,13 @@ def test_layers_inside_another_trace_are_left_as_they_are():
         def __call__(self, x: jax.Array) -> jax.Array:
             return mixed(self, x)
 
+    def half_inside(m, x):
+        return m.down(nnx.gelu(jax.jit(lambda x: m.up(x))(x)))
+
     assert found(Several(), X) == ["c(silu(a(x)) * d(x))"]
+    assert found(Short(half_inside), X) == []
     assert found(Jitted(), X) == found(Checkpointed(), X) == []
-    for model in (Several(), Jitted(), Checkpointed()):
+    for model in (Several(), Short(half_inside), Jitted(), Checkpointed()):
         quantized, written = both(model)
         for _ in range(2):
             assert relative(quantized(X), written(X)) < 1e-3
@@ -172,7 +189,6 @@ class Nested(nnx.Module):
 
 def runs(model) -> list[int]:
     """How often bodies of `Nested` run in a first call and in a second one."""
-    blocks._recognise.cache_clear()
     counts = []
     for _ in range(2):
         Nested.runs = 0
@@ -181,26 +197,96 @@ def runs(model) -> list[int]:
     return counts
 
 
-def test_recognition_runs_a_module_twice_and_remembers_it():
+def test_recognition_runs_a_module_twice_and_those_that_are_alike_once():
     beside, inside = Nested([Nested([]) for _ in range(5)]), Nested([Nested([Nested([Nested([])])])])
     # The outer one and what it holds twice aside; of five that are alike one for itself.
-    assert runs(fp8jax.nnx.quantize(beside, COAT)) == [6 + 2 * 6 + 2, 6]
-    assert runs(fp8jax.nnx.quantize(inside, COAT)) == [4 + 2 * (4 + 3 + 2 + 1), 4]
+    assert runs(fp8jax.nnx.quantize(beside, COAT)) == [6 + 2 * 6 + 2] * 2
+    assert runs(fp8jax.nnx.quantize(inside, COAT)) == [4 + 2 * (4 + 3 + 2 + 1)] * 2
     assert runs(fp8jax.nnx.quantize(inside, LINEAR_ONLY)) == [4, 4]
 
 
+jitted = nnx.jit(lambda inner, x: inner(x))
+scanned = nnx.scan(lambda x, inner: inner(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+
+
+class Above(nnx.Module):
+    """Two layers, and a module between them that a transformed function runs, which outlives the call."""
+
+    def __init__(self, run, inner) -> None:
+        self.first, self.last, self.run, self.inner = linear(outer=WIDTH), linear(outer=WIDTH, seed=1), run, inner
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(self.run(self, self.first(x)))
+
+
+class Stacked(Short):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(WIDTH, INNER, rngs=rngs), nnx.Linear(INNER, WIDTH, rngs=rngs)
+        self.compute = plain
+
+
+def test_functions_that_jax_has_traced_aside_keep_codes_in_the_call():
+    stacked = nnx.vmap(Stacked)(nnx.Rngs(0).split(2))
+    for run, inner in ((lambda m, x: jitted(m.inner, x), Short(plain)), (lambda m, x: scanned(x, m.inner), stacked)):
+        model = Above(run, inner)
+        assert found(model, X) == ["down(gelu_tanh(up(x)))"]
+        quantized, written = both(model)
+        few, many = (
+            sum(d != "uint8" and s[-1:] == (INNER,) and len(s) > 2 for d, s in kept_by(m, X))
+            for m in (quantized, written)
+        )
+        assert few < many
+        assert few <= 1  # the stacked kernel
+        assert relative(quantized(X), written(X)) < 1e-3
+
+
+FACTOR = 1.0
+
+
+def scaled(m, x):
+    return m.down(FACTOR * nnx.gelu(m.up(x)) if FACTOR != 1 else nnx.gelu(m.up(x)))
+
+
+def test_globals_may_change_between_calls(monkeypatch):
+    quantized, written = both(Short(scaled))
+    for factor in (1.0, 3.0, 1.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        assert_same(quantized(X), written(X))
+        assert (wide(quantized, X) == 0) == (factor == 1)
+
+
+def test_layers_may_be_called_by_keyword_and_modules_need_not_be_pytrees():
+    class Plain(Short, pytree=False):
+        pass
+
+    for model in (Short(lambda m, x: m.down(inputs=nnx.gelu(m.up(inputs=x)))), Plain(plain)):
+        quantized, written = both(model)
+        assert 0 == wide(quantized, X) < wide(written, X)
+        assert_same(quantized(X), written(X))
+        gradients = nnx.grad(lambda m: jnp.sum(m(X).astype(jnp.float32)))(quantized)
+        assert len(jax.tree.leaves(gradients)) == 4
+
+
 def test_threads_do_not_see_each_other():
-    model = Short(plain)
-    quantized, written = both(model)
-    want, got = written(X), [None] * 4
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        quantized, written = both(Short(plain))
+        inputs = [X * (i + 1) for i in range(4)]
+        want = [written(x) for x in inputs]
+        for _ in range(5):
+            got, start = [None] * len(inputs), threading.Barrier(len(inputs))
 
-    def run(i: int) -> None:
-        got[i] = quantized(X)
+            def run(i: int, got=got, start=start) -> None:
+                start.wait()
+                got[i] = quantized(inputs[i])
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(got))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for y in got:
-        assert_same(y, want)
+            threads = [threading.Thread(target=run, args=(i,)) for i in range(len(got))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for y, expected in zip(got, want, strict=True):
+                assert_same(y, expected)
+    finally:
+        sys.setswitchinterval(before)
