@@ -175,10 +175,18 @@ def test_under_a_shard_map_that_checks_what_varies_xla_computes(made):
 def test_a_layer_that_casts_a_norm_to_bf16_reads_what_the_norm_is_computed_from(made):
     from flax import nnx
 
+    class Head(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(48, 32, dtype=jnp.bfloat16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x)
+
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.norm = nnx.RMSNorm(48, rngs=rngs)
-            self.first, self.second = (nnx.Linear(48, 32, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2))
+            # One layer a module: modules with several are traced aside, too.
+            self.first, self.second = Head(rngs), Head(rngs)
 
         def __call__(self, x):
             h = self.norm(x)
