@@ -45,7 +45,8 @@ from pallas_kernels.matmul_mx_mosaic import matmul_mx
 torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
 SETS = {"all": cases.GEMMS, "tune": cases.GEMMS[:3], "one": cases.GEMMS[:1]}
-L2_BYTES = 50 << 20
+# A program of one implementation takes so many seconds at least, by the rate that is expected, in FLOP/s.
+PROGRAM, EXPECTED = 3e-3, 1.2e15
 E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 NT = (((1,), (1,)), ((), ()))
 
@@ -222,7 +223,8 @@ def torch_operands(x: dict[str, jax.Array]) -> dict[str, Any]:
 
 def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: float) -> list[dict[str, Any]]:
     m, n, k = shape
-    copies = min(24, max(3, math.ceil(3 * L2_BYTES / (m * k + n * k)), math.ceil(3e-3 * 1.2e15 / (2 * m * n * k))))
+    past_cache = math.ceil(3 * timing.L2_BYTES / (m * k + n * k))
+    copies = min(24, max(3, past_cache, math.ceil(PROGRAM * EXPECTED / (2 * m * n * k))))
     make = jax.jit(operands, static_argnums=(0, 1, 2))
     sets = [make(m, n, k, seed) for seed in range(copies)]
     torch_sets = [torch_operands(x) for x in sets[:6]] if any(a.framework == "torch" for a in arms) else []

@@ -102,8 +102,8 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
 
 def alone(length: int, config: LlamaConfig = CONFIG) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """All 8-bit products of a layer, of codes that are there, and its attention: a function and its arguments."""
-    tokens, dim, inner, heads = BATCH * length, config.dim, config.mlp_dim, (config.heads, config.kv_heads)
-    kv_dim = heads[1] * config.head_dim
+    tokens, dim, inner = BATCH * length, config.dim, config.mlp_dim
+    kv_dim = config.kv_heads * config.head_dim
     sides = [(dim, dim), (dim, kv_dim), (dim, kv_dim), (dim, dim), (dim, inner), (dim, inner), (inner, dim)]
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -116,8 +116,7 @@ def alone(length: int, config: LlamaConfig = CONFIG) -> tuple[Callable[..., Any]
         """Weights, inputs and cotangents, each as two products want them."""
         e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
         shapes = [((outputs, inputs), e4m3), ((tokens, inputs), e4m3), ((tokens, outputs), e5m2)]
-        pairs = [(codes(3 * seed + i, s, d), codes(3 * seed + i, s[::-1], d)) for i, (s, d) in enumerate(shapes)]
-        return tuple(pairs)
+        return tuple((codes(3 * seed + i, s, d), codes(3 * seed + i, s[::-1], d)) for i, (s, d) in enumerate(shapes))
 
     def run(linears: Any, qkv: Any, dy: jax.Array) -> Any:
         product = functools.partial(matmul, dtype=jnp.bfloat16)
@@ -129,7 +128,7 @@ def alone(length: int, config: LlamaConfig = CONFIG) -> tuple[Callable[..., Any]
         y, back = jax.vjp(attention, *qkv)
         return three, y, back(dy)
 
-    shapes = [(BATCH, length, h, config.head_dim) for h in (heads[0], heads[1], heads[1], heads[0])]
+    shapes = [(BATCH, length, h, config.head_dim) for h in (config.heads, *[config.kv_heads] * 2, config.heads)]
     *qkv, dy = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
     return run, ([operands(i, *side) for i, side in enumerate(sides)], qkv, dy)
 

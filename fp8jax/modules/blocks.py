@@ -88,9 +88,7 @@ def positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     return (kwargs["inputs"],), {name: value for name, value in kwargs.items() if name != "inputs"}
 
 
-def recognise(
-    run: Callable, static: Any, leaves: list[Any], memory: dict[Any, tuple[Form, ...]] | None
-) -> tuple[Form, ...]:
+def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, tuple[Form, ...]]) -> tuple[Form, ...]:
     """The activations between the layers of a module in one call of it: where what a layer reads is term by term a form
     of other layers' outputs, whatever else the module computes.
 
@@ -103,18 +101,18 @@ def recognise(
             layers; `call()` is what the layer returns for `x`.
         static: what the copy and its call depend on besides arrays; best hashable.
         leaves: arrays, of which only shapes and dtypes are used, and all else.
-        memory: of what was found, by what it depends on, or None. It should not outlive a call of the model: what else
-            the module reads, such as a global variable, may change.
+        memory: of what was found, by what it depends on. It should not outlive a call of the model: what else the
+            module reads, such as a global variable, may change.
     """
     kinds = [jax.typeof(x) if isinstance(x, Array) else x for x in leaves]
     # 1 and True are equal, and have one hash.
-    call = (run, static, tuple(kinds), tuple(map(type, leaves)))
+    call: Any = (run, static, tuple(kinds), tuple(map(type, leaves)))
     try:
-        known = memory.get(call) if memory is not None else None
-    except TypeError:  # something in it has no hash
-        known, memory = None, None
-    if known is not None:
-        return known
+        hash(call)
+    except TypeError:
+        call = object()
+    if call in memory:
+        return memory[call]
     is_array = [isinstance(x, jax.core.ShapedArray) for x in kinds]
 
     def run_with(arrays: list[Array], layer: Callable) -> None:
@@ -126,8 +124,7 @@ def recognise(
     except Exception:
         # A module of which nothing is known may fail in any way.
         return ()
-    if memory is not None:
-        memory[call] = found
+    memory[call] = found
     return found
 
 

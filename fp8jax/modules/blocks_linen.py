@@ -17,7 +17,7 @@ LAYERS = (nn.Dense, nn.DenseGeneral)
 
 
 def recognise(
-    module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any], memory: dict[Any, tuple[Form, ...]] | None
+    module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any], memory: dict[Any, tuple[Form, ...]]
 ) -> tuple[Form, ...]:
     """The activations between the linear layers that a module holds itself, in a call with these arguments.
 

@@ -22,19 +22,18 @@ from fp8jax.modules.blocks import Form, Watched
 
 
 class _Running(threading.local):
-    """What runs in a thread: where calls of layers go, by their identity; whether a copy is run aside; what is told;
-    and what is known, for the time of the outermost call of a module."""
+    """What runs in a thread: where calls of layers go, by their identity; what is told; and what is known, for the time
+    of the outermost call of a module."""
 
     def __init__(self) -> None:
         self.calls: dict[int, Callable] = {}
-        self.aside = False
         self.told: dict[str, tuple[Form, ...]] = {}
         self.known: dict[Any, tuple[Form, ...]] | None = None
 
 
 _running = _Running()
-# Part of the keys of JAX's caches: what is traced aside, a jitted function may not find there in another call.
-_aside_to_jax = jax.make_user_context(False)
+# Whether a copy is run aside; part of the keys of JAX's caches, so that a jitted function is traced anew in the call.
+_aside = jax.make_user_context(False)
 
 
 def candidate(module: Any) -> bool:
@@ -70,10 +69,9 @@ def _with_call(cls: Any, call: Callable) -> type:
 @functools.cache
 def _layer_class(cls: Any, context: Context) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Array:
-        args, kwargs = blocks.positional(args, kwargs)
         call = functools.partial(cls.__call__, self)
         watch = _running.calls.get(id(self))
-        y: Array = watch(call, context, *args, **kwargs) if watch and args else call(*args, **kwargs)
+        y: Array = watch(call, context, *args, **kwargs) if watch else call(*args, **kwargs)
         return y
 
     return _with_call(cls, __call__)
@@ -82,10 +80,10 @@ def _layer_class(cls: Any, context: Context) -> type:
 @functools.cache
 def _module_class(cls: Any) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _running.aside:
+        if _aside.value:
             return cls.__call__(self, *args, **kwargs)
-        with _remembering():
-            forms = recognise(cls.__call__, self, args, kwargs)
+        with _remembering() as known:
+            forms = recognise(cls.__call__, self, args, kwargs, known)
             call = functools.partial(_call, cls.__call__, forms) if forms else cls.__call__
             if layers(self).keys() <= {name for form in forms for name in form.layers}:
                 return call(self, *args, **kwargs)
@@ -95,12 +93,12 @@ def _module_class(cls: Any) -> type:
 
 
 @contextlib.contextmanager
-def _remembering() -> Iterator[None]:
+def _remembering() -> Iterator[dict[Any, tuple[Form, ...]]]:
     """Keeps what is known until the outermost call ends: between calls, globals and other objects may change."""
     before = _running.known
     _running.known = {} if before is None else before
     try:
-        yield
+        yield _running.known
     finally:
         _running.known = before
 
@@ -121,7 +119,9 @@ def _sent_to(module: Any, watch: Callable) -> Iterator[None]:
         _running.calls = before
 
 
-def recognise(call: Callable, module: Any, args: Any, kwargs: Any) -> tuple[Form, ...]:
+def recognise(
+    call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[Any, tuple[Form, ...]]
+) -> tuple[Form, ...]:
     """The activations between the layers that a module holds itself, in a call with these arguments.
 
     Args:
@@ -129,6 +129,7 @@ def recognise(call: Callable, module: Any, args: Any, kwargs: Any) -> tuple[Form
         module: one that `replace` has changed; nothing of it is changed.
         args: of the call.
         kwargs: likewise.
+        memory: as of `blocks.recognise`.
     """
     if type(module).__module__.startswith("flax.") and not isinstance(module, nnx.Sequential):
         return ()
@@ -140,12 +141,8 @@ def recognise(call: Callable, module: Any, args: Any, kwargs: Any) -> tuple[Form
     leaves, structure = jax.tree.flatten(state)
     # 1 and True are equal, and have one hash.
     kinds = tuple(type(getattr(attribute, "value", None)) for _, attribute in graph.attributes)
-    before, _running.aside = _running.aside, True
-    try:
-        with _aside_to_jax(True):
-            forms = blocks.recognise(_run, (call, graph, structure, kinds), leaves, _running.known)
-    finally:
-        _running.aside = before
+    with _aside(True):
+        forms = blocks.recognise(_run, (call, graph, structure, kinds), leaves, memory)
     path = getattr(module, "_fp8jax_path", None)
     if path is not None:
         told = _running.told.get(path, ())
@@ -157,8 +154,9 @@ def _run(static: Any, leaves: list[Any], layer: Callable[[str, Callable[[], Arra
     call, graph, structure, *_ = static
     module, args, kwargs = nnx.merge(graph, jax.tree.unflatten(structure, leaves), copy=True)
 
-    def watch(name: str, call: Callable[..., Array], _: Context, x: Array, *args: Any, **kwargs: Any) -> Array:
-        return layer(name, functools.partial(call, x, *args, **kwargs), x)
+    def watch(name: str, call: Callable[..., Array], _: Context, *args: Any, **kwargs: Any) -> Array:
+        args, kwargs = blocks.positional(args, kwargs)
+        return layer(name, functools.partial(call, *args, **kwargs), args[0])
 
     with _sent_to(module, watch):
         call(module, *args, **kwargs)

@@ -115,7 +115,7 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, tup
             y = call(*args, **kwargs)
         if context.method_name == "__call__" and path not in forms:
             # Now that it has run, it has parameters also where it is initialized.
-            forms[path] = blocks_linen.recognise(module, args, kwargs, aside.running, None)
+            forms[path] = blocks_linen.recognise(module, args, kwargs, aside.running, {})
         return y
 
     with nn.intercept_methods(record):
