@@ -1,12 +1,10 @@
 """Tensor-core products of 32 of K out of a 128-deep stage, finer than Pallas issues them.
 
 Pallas multiplies whole swizzles, so that 32 of K ask for stages swizzled by 32 bytes. The hardware reads 32 of K from a
-128-byte swizzle just as well; products of 32 took 8 % fewer cycles so on an H200, 12 % with two slices in a chain. And
-where the left operand is computed in registers, the first 32 of K multiply while the others are computed.
+128-byte swizzle just as well; products of 32 took 8 % fewer cycles so on an H200, 12 % with two slices in a chain.
 """
 
 import importlib
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -17,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
-from pallas_kernels.hopper_epilogue import ROW, tiling
+from pallas_kernels.hopper_epilogue import tiling
 
 DEPTH = 32
 STAGE_DEPTH = 128
@@ -58,45 +56,6 @@ def start_product(a: Any, b: Any, part: Literal[0, 1, 2, 3]) -> Any:
     return start(a, b)
 
 
-def start_product_of_registers(
-    sums: jax.Array, a: jax.Array, factors: jax.Array, b: Any, compute: Callable[[Any, Any, int], Any]
-) -> tuple[jax.Array, jax.Array]:
-    """Starts `sums + compute(a, factors) @ b.T`; each 32 of K is computed just before its product starts.
-
-    Args:
-        sums: (rows, cols) float32, wgmma layout. a: (rows, 128), 8-bit wgmma layout. factors: (rows,), for `compute`.
-        b: (cols, 128) 8-bit reference in shared memory, tiled for a swizzle of 128 bytes.
-        compute: from FragmentedArrays of the `part`-th 32 of K, (rows, 32), and the factors, as `compute(a, factors,
-            part)`, the left operand in the layout of a.
-
-    Returns:
-        The sums, and the left operand, which the tensor cores still read: both are for `finish_product` alone.
-    """
-    total = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=plgpu.Layout.WGMMA)
-    left = plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=plgpu.Layout.WGMMA_8BIT)
-    kinds = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT, ROW, plgpu.RefType(tiling(STAGE_DEPTH, 1))
-
-    @plgpu.inline_mgpu(arg_types=kinds, return_type=(total, left))
-    def start(_: Any, sums: Any, a: Any, factors: Any, b: Any) -> Any:
-        ready = mgpu.WGMMAAccumulator.from_registers(sums)._value
-        registers, kind = ready.registers.copy(), ir.MemRefType(b.type).element_type
-        computed = a.registers.copy()
-        steps = computed.shape[1] // (STAGE_DEPTH // DEPTH)
-        for part in range(STAGE_DEPTH // DEPTH):
-            operand = compute(a[:, DEPTH * part : DEPTH * (part + 1)], factors, part)
-            operand = internal.wgmma_fence(operand)
-            computed[:, steps * part : steps * (part + 1)] = operand.registers
-            form = _descriptor(b, part), None, False, None, DEPTH, ready.shape[1], DEPTH, a.mlir_dtype, kind
-            for i in range(a.shape[0] // 64):
-                rows = operand[64 * i : 64 * (i + 1)]
-                registers[i : i + 1] = internal.wgmma_m64(registers[i : i + 1], rows, *form)
-        nvvm.wgmma_commit_group_sync_aligned()
-        computed = mgpu.FragmentedArray(_registers=computed, _layout=a.layout, _is_signed=a.is_signed)
-        return _in_wgmma_layout(registers, ready.layout), computed
-
-    return start(sums, a, factors, b)
-
-
 def _descriptor(reference: Any, part: int, row: int = 0) -> Any:
     """Of the `part`-th 32 of K, from a row on, of a stage in shared memory."""
     i64 = ir.IntegerType.get_signless(64)
@@ -115,20 +74,14 @@ def _in_wgmma_layout(registers: Any, layout: Any) -> Any:
     return sums.to_layout(mgpu.WGMMA_LAYOUT)
 
 
-def finish_product(sums: jax.Array, in_flight: int, left: jax.Array | None = None) -> jax.Array:
-    """The sums of a started product, when no more than `in_flight` products that were started later are unfinished.
-
-    `left` is the left operand of one that was computed in registers.
-    """
+def finish_product(sums: jax.Array, in_flight: int) -> jax.Array:
+    """The sums of a started product, when no more than `in_flight` products that were started later are unfinished."""
     result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=plgpu.Layout.WGMMA)
-    kinds = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT)[: 1 if left is None else 2]
 
-    @plgpu.inline_mgpu(arg_types=kinds, return_type=result)
-    def finish(_: Any, sums: Any, *read: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
+    def finish(_: Any, sums: Any) -> Any:
         text = f"wgmma.wait_group.sync.aligned {in_flight};"
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
-        for registers in read:
-            mgpu.optimization_barrier(registers)  # or others might be put there while the tensor cores read them
         return mgpu.optimization_barrier(sums)  # or LLVM might read the sums before
 
-    return finish(sums, *(() if left is None else (left,)))
+    return finish(sums)

@@ -37,6 +37,7 @@ from jax import lax
 
 from experiments.bench import cases, timing
 from fp8jax.ops.quantize import quantize
+from pallas_kernels.fold_triton import fold_codes
 from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul_mosaic import matmul
@@ -155,7 +156,7 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
     plain: list[Tile | None] = [None]
     block: list[tuple[Tile | None, int]] = [(None, 1)]
     column: list[tuple[Tile | None, int]] = [(None, 1)]
-    registers, exact = [Tile()], [(Tile(64, 128, stages=5, cluster="M"), 2)]
+    exact: list[tuple[Tile | None, int]] = [(None, 2)]
     if sweep:
         plain += [turns(128, 128, stages=6, cluster="M"), turns(128, 160, stages=5, cluster="M"),
                   turns(128, 192, cluster="M"), turns(128, 192, cluster="N"), Tile(), Tile(cluster="N")]  # fmt: skip
@@ -163,7 +164,6 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
         block += [(three(), 1), (three(cluster="N"), 1), (wide(cluster="M", slots=3), 1)]
         block += [(Tile(64, 128, stages=6, cluster="M"), 8)]
         column += [(wide(cluster="M"), 1), (wide(), 1), (Tile(64, 128, stages=5), 4)]
-        registers += [Tile(cluster="M")]
         exact += [(Tile(64, 128, stages=5), 2), (Tile(64, 128, stages=5, cluster="M"), 4)]
     for t in plain:
         yield Arm(
@@ -188,11 +188,16 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
         yield Arm(f"ours wgrad {label(t)}{f' u{u}' if t else ''}", "wgrad",
                   lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa, sb, tile=t, unroll=u),
                   ("a", "b", "a_group", "b_group"))  # fmt: skip
-    mx = [("registers", t, 1) for t in registers] + [("exact", t, u) for t, u in exact]
-    for mode, t, u in mx:
-        yield Arm(f"ours mx {mode} {label(t)} u{u}", "mx",
-                  lambda a, b, e, r, t=t, u=u, mode=mode: matmul_mx(a, b, e, mode=mode, row_scale=r, tile=t, unroll=u),
+    yield Arm("ours mx, codes folded first", "mx", folded_first, ("a", "b", "exponent", "row"))
+    for t, u in exact:
+        yield Arm(f"ours mx exact {label(t)}{f' u{u}' if t else ''}", "mx",
+                  lambda a, b, e, r, t=t, u=u: matmul_mx(a, b, e, row_scale=r, tile=t, unroll=u),
                   ("a", "b", "exponent", "row"))  # fmt: skip
+
+
+def folded_first(a: Any, b: Any, exponent: Any, row: Any) -> Any:
+    codes, scale = fold_codes(a, exponent, row[:, None])
+    return matmul(codes, b, row_scale=scale[:, 0])
 
 
 def label(t: Tile | None) -> str:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, capability, tell
+from fp8jax.ops.choice import Choice, capability, missing_triton, tell
 from fp8jax.ops.quantize import chosen
 
 # Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
@@ -63,6 +63,68 @@ def fold(x: Array, spec: QuantSpec | str, *, impl: str = "auto") -> Folded:
     if choice.impl == "xla" or reason:
         return reference(x)
     return kernel(x) if impl == "triton" else lax.platform_dependent(x, cuda=kernel, default=reference)
+
+
+def foldable(q: QTensor) -> bool:
+    """Whether `refold` takes a matrix: e4m3 codes microscaled by 32 of a row under a level 1 scale."""
+    spec = q.spec
+    rows = spec.axis in (-1, 1) and spec.group_size == 32
+    return spec.granularity == "mx" and spec.level1 != "none" and spec.format == "e4m3" and rows
+
+
+def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
+    """The powers of two of two-level codes folded into them: `fold` of what is quantized already.
+
+    The codes are rounded twice, where they go subnormal. A group of zeros counts with the power that it has.
+
+    Args:
+        q: (M, N), such that `foldable`.
+        impl: "auto", "xla" or "triton", as of `fold`.
+
+    Returns:
+        (M, N), of granularity "token".
+
+    Raises:
+        ValueError: `q` is another, `impl` is unknown, or it is "triton" and no kernel can run.
+    """
+    if not foldable(q):
+        raise ValueError(f"refold takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}")
+    if impl not in ("auto", "xla", "triton"):
+        raise ValueError(f"unknown impl {impl!r}; it is one of auto, xla, triton")
+    reason = missing_triton("fold_triton")
+    if reason and impl == "triton":
+        raise ValueError(f"impl 'triton' cannot run: {reason}")
+    assert q.microscale is not None
+    operands = q.codes, q.microscale, q.scale.astype(jnp.float32)
+    if impl == "xla" or reason:
+        codes, scale = _refold_reference(*operands)
+    elif impl == "triton":
+        codes, scale = _refold_kernel(*operands)
+    else:
+        codes, scale = lax.platform_dependent(*operands, cuda=_refold_kernel, default=_refold_reference)
+    return QTensor(codes, scale, None, None, _token(q.spec))
+
+
+def _refold_reference(codes: Array, powers: Array, level: Array) -> tuple[Array, Array]:
+    largest = jnp.max(jnp.where(powers == 255, 0, powers), axis=-1, keepdims=True)
+    scale = level * formats.decode_e8m0(largest)
+    fits = (scale >= formats.TINY) & (largest > 0)
+    shift = jnp.where(fits, 127 - largest.astype(jnp.int32), 0)
+    shifted = jnp.where(powers == 255, 255, powers + shift).astype(jnp.uint8)
+    power = blocks.spread(formats.decode_e8m0(shifted), codes.shape, (1, 32))
+    folded = codes.astype(jnp.float32) * power
+    return folded.astype(codes.dtype), jnp.where(fits, scale, level)
+
+
+def _refold_kernel(codes: Array, powers: Array, level: Array) -> tuple[Array, Array]:
+    from pallas_kernels.fold_triton import fold_codes
+
+    @jax.custom_batching.sequential_vmap
+    def mapped(*operands: Array) -> tuple[Array, Array]:
+        return fold_codes(*operands, compute_capability=capability())
+
+    folded: tuple[Array, Array] = mapped(codes, powers, level)
+    return folded
 
 
 def _token(spec: QuantSpec) -> QuantSpec:

@@ -49,9 +49,10 @@ def matmul(
         dtype: of the result.
         impl: "auto", "xla" or "mosaic"; see `chosen`.
         fast: fast accumulation, where the GPU has it.
-        exact: of a microscaled operand, every power of two is applied in fp32, at half the speed; else its e4m3 codes
-            are rounded again under them in registers: exact down to 2^-6 of a row's largest, less below, zero below
-            2^-17. Only the kernel has this choice, the reference is exact.
+        exact: of a microscaled operand, every power of two is applied in fp32, at half the speed. Else e4m3 codes
+            under a level 1 scale are first folded (`fp8jax.ops.fold.refold`, with a copy of them for the time of the
+            product): exact down to about 2^-10 of a row's largest group. Only kernels have this choice, the reference
+            is exact.
 
     Returns:
         (M, N) array.

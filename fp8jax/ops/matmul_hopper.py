@@ -13,6 +13,7 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.choice import Choice, capability, spread
+from fp8jax.ops.fold import foldable, refold
 
 HOPPER, MICROSCALING = 90, 100
 OUTPUT_GROUPS = (16, 32, 64, 128)
@@ -125,10 +126,12 @@ def run(
 def _kernels(how: Kernel, exact: bool, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
     """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
     out_dtype = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
-    if how == "mx right":
-        return _mx(b, a, exact, out_dtype).T.astype(dtype)
-    if how == "mx":
-        return _mx(a, b, exact, out_dtype).astype(dtype)
+    if how in ("mx", "mx right"):
+        micro = a if how == "mx" else b
+        if exact or not foldable(micro):
+            return (_mx(a, b, out_dtype) if how == "mx" else _mx(b, a, out_dtype).T).astype(dtype)
+        a, b = (refold(q) if q is micro else q for q in (a, b))
+        how = "row"
     if how == "row":
         return _row(a, b, fast, out_dtype).astype(dtype)
     return _block(a, b, out_dtype).astype(dtype)
@@ -218,15 +221,11 @@ def _block(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
     return matmul_block(a.codes, b.codes, group_scales(a, 128), right, out_dtype=dtype)
 
 
-def _mx(a: QTensor, b: QTensor, exact: bool, dtype: DTypeLike) -> Array:
+def _mx(a: QTensor, b: QTensor, dtype: DTypeLike) -> Array:
     from pallas_kernels.matmul_mx_mosaic import matmul_mx
 
     assert a.microscale is not None
-    # Without a level 1 scale the powers of two span more than registers can apply.
-    registers = not exact and a.spec.format == "e4m3" and a.spec.level1 != "none"
-    mode: Literal["registers", "exact"] = "registers" if registers else "exact"
-    terms = _terms(a, b)
-    return matmul_mx(a.codes, b.codes, a.microscale, mode=mode, **terms, out_dtype=dtype)  # type: ignore[arg-type]
+    return matmul_mx(a.codes, b.codes, a.microscale, **_terms(a, b), out_dtype=dtype)  # type: ignore[arg-type]
 
 
 def _scaled_matmul(a: QTensor, b: QTensor) -> Array:

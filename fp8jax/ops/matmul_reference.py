@@ -3,7 +3,7 @@
 They decode the operands and multiply in float32, so they are as exact as float32 sums are, and slow on a GPU.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,6 @@ def matmul_mx(
     b: jax.Array,
     a_exponent: jax.Array,
     *,
-    mode: Literal["registers", "exact"] = "registers",
     scale: jax.Array | None = None,
     row_scale: jax.Array | None = None,
     column_scale: jax.Array | None = None,
@@ -68,13 +67,8 @@ def matmul_mx(
     out_dtype: Any = jnp.bfloat16,
 ) -> jax.Array:
     """Reference of `pallas_kernels.matmul_mx_mosaic.matmul_mx`."""
-    exponent = a_exponent.astype(jnp.int32)
-    if mode == "registers":  # what half precision holds of 2^(byte - 127); 255 is NaN
-        exponent = jnp.where(exponent < 110, 0, jnp.where(exponent > 142, 255, exponent))
-    power = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    power = lax.bitcast_convert_type(a_exponent.astype(jnp.int32) << 23, jnp.float32)
     left = a.astype(jnp.float32) * jnp.repeat(power, 32, axis=1)[:, : a.shape[1]]
-    if mode == "registers":
-        left = jnp.clip(left, -448, 448).astype(a.dtype).astype(jnp.float32)
     out = _product(left, b.astype(jnp.float32))
     return _epilogue(out, scale, row_scale, column_scale, bias, residual).astype(out_dtype)
 

@@ -90,17 +90,9 @@ def wgrad_wide() -> Program:
     return wgrad(16384, 22016)
 
 
-def registers() -> Program:
-    return lambda a, b, e, r: matmul_mx(a, b, e, row_scale=r), (
-        *CODES,
-        Shape((M, K // 32), jnp.uint8),
-        Shape((M,), F32),
-    )
-
-
 def exact() -> Program:
     def program(a: Any, b: Any, e: Any, r: Any) -> jax.Array:
-        return matmul_mx(a, b, e, mode="exact", row_scale=r)
+        return matmul_mx(a, b, e, row_scale=r)
 
     return program, (*CODES, Shape((M, K // 32), jnp.uint8), Shape((M,), F32))
 
@@ -133,6 +125,5 @@ ALL = [
     block_everything,
     wgrad,
     wgrad_wide,
-    registers,
     exact,
 ]

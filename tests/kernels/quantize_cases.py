@@ -59,6 +59,14 @@ FOLDS = [
 ]
 
 
+# Two-level codes folded afterwards.
+REFOLDS = [
+    Case("e4m3:mx32", None, (130, 150)),
+    Case("e4m3:mx32+token", None, (5, 8192), "bfloat16"),
+    Case("e4m3:mx32+token", None, (37, 64)),
+]
+
+
 def special(shape: tuple[int, int], dtype: str, largest: float) -> jax.Array:
     """Values of many magnitudes, ties of codes, zeros, NaN, both Inf, a subnormal value and a largest one."""
     random = np.random.default_rng(0)
@@ -82,6 +90,21 @@ def folded(case: Case, impl: str) -> list[np.ndarray]:
     assert int(lost) > 0
     q.validate()
     return [_bytes(q.codes), np.asarray(q.scale), np.asarray(lost)]
+
+
+def refolded(case: Case, impl: str) -> list[np.ndarray]:
+    """Codes and scales; every third group of 32 is a small one, one's power is NaN, one row's are all 0."""
+    x = special(case.shape, case.dtype, 6e4)
+    x = jnp.where(jnp.arange(case.shape[1]) // 32 % 3 == 1, x * jnp.asarray(2.0**-9, x.dtype), x)
+    assert case.rows
+    q, _ = op.quantize(x, case.rows, impl="xla")
+    assert q is not None
+    assert q.microscale is not None
+    powers = q.microscale.at[1, 0].set(255).at[2].set(0).at[3].add(-100)
+    scale = jnp.broadcast_to(q.scale, (case.shape[0], 1)).at[3].set(1e-20) if q.scale.size > 1 else q.scale
+    q = fold.refold(dataclasses.replace(q, microscale=powers, scale=scale), impl=impl)
+    q.validate()
+    return [_bytes(q.codes), np.asarray(q.scale)]
 
 
 def arrays(case: Case, impl: str) -> list[np.ndarray]:

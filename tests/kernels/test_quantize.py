@@ -15,7 +15,7 @@ import pytest
 from fp8jax.core import formats
 from fp8jax.ops import quantize as op
 from tests.kernels import h200
-from tests.kernels.quantize_cases import CASES, FOLDS, arrays, folded
+from tests.kernels.quantize_cases import CASES, FOLDS, REFOLDS, arrays, folded, refolded
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
@@ -44,12 +44,13 @@ def check(got, want, few=3e-4):
 REGISTERS = {
     "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
+    "codes folded": 64,
 }  # fmt: skip
 
 
 def registers() -> None:
     """Prints registers and bytes spilled of each kernel for Llama-7B's activations, compiled for an H200."""
-    from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
+    from pallas_kernels import fold_triton, maxima_triton, quantize_rows_triton, quantize_triton
 
     coding, e5m2, options = quantize_triton.Coding, jnp.float8_e5m2, {"compute_capability": 90}
     one, words = jnp.float32(1), jnp.zeros(2, jnp.uint32)
@@ -73,6 +74,9 @@ def registers() -> None:
         "blocks": lambda x: both(x, coding("block", size=128)),
         "mx both ways": lambda x: both(x, mx, mx, row_scale=one, column_scale=one),
         "int8 blocks": lambda x: both(x, coding("block", jnp.int8, 32)),
+        "codes folded": lambda x: fold_triton.fold_codes(
+            x.astype(jnp.float8_e4m3fn), jnp.zeros((16384, 344), jnp.uint8), jnp.ones((1, 1)), **options
+        ),
     }
     x = jax.ShapeDtypeStruct((16384, 11008), jnp.bfloat16)
     print(json.dumps({name: h200.assembled(program, x) for name, program in programs.items()}))
@@ -102,6 +106,13 @@ def test_codes_equal_the_quantizers_on_a_gpu(case):
 def test_folded_codes_equal_the_references_on_a_gpu(case):
     for want, got in zip(folded(case, "xla"), folded(case, "triton"), strict=True):
         check(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REFOLDS, ids=lambda c: f"{c.rows} {c.shape}")
+def test_codes_folded_afterwards_equal_the_references_on_a_gpu(case):
+    for want, got in zip(refolded(case, "xla"), refolded(case, "triton"), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from pallas_kernels import codec_triton, operations_triton, quantize_triton, scaling_triton
-from tests.kernels.quantize_cases import CASES, FOLDS, arrays, folded
+from tests.kernels.quantize_cases import CASES, FOLDS, REFOLDS, arrays, folded, refolded
 
 GUARD = 4096
 TINY = float(np.finfo(np.float32).tiny)
@@ -108,7 +108,8 @@ def prepare() -> None:
 def main() -> None:
     prepare()
     wrong = {}
-    for case, run in [*((case, arrays) for case in CASES), *((case, folded) for case in FOLDS)]:
+    runs = [*((case, arrays) for case in CASES), *((case, folded) for case in FOLDS)]
+    for case, run in [*runs, *((case, refolded) for case in REFOLDS)]:
         want, got = run(case, "xla"), run(case, "triton")
         differ = [int(np.sum((a != b) & ((a == a) | (b == b)))) for a, b in zip(want, got, strict=True)]
         if any(differ):

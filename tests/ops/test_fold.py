@@ -1,5 +1,6 @@
 """Folded microscaling: its codes, and the contract of its products against the two-level product in float64."""
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops.fold import fold
+from fp8jax.ops.fold import fold, refold
 from fp8jax.ops.matmul import matmul
 
 
@@ -65,15 +66,54 @@ def test_folding_under_transformations(spec):
         np.testing.assert_array_equal(np.asarray(mapped.q.codes[i]), np.asarray(one.q.codes))
 
 
+def round_e4m3(x):
+    """To nearest even with saturation, from the definition: 3 mantissa bits, smallest exponent -6."""
+    step = np.exp2(np.maximum(np.frexp(np.abs(x))[1] - 1, -6) - 3.0)
+    return np.clip(np.round(x / step) * step, -448, 448)
+
+
+@pytest.mark.parametrize("level1", ["", "+token"])
+def test_folding_afterwards_rounds_each_code_under_its_power_over_the_largest_of_its_row(level1):
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(6, 150)) * 10.0 ** rng.uniform(-4, 4, (6, 1)) * 2.0 ** -rng.integers(0, 20, (6, 150))
+    q = fp8jax.quantize(jnp.asarray(x, jnp.float32), f"e4m3:mx32{level1}")
+    powers = np.array(q.microscale)
+    powers[0, 1], powers[1], powers[2, 3] = 255, 0, 40  # NaN; nothing left; far below the rest
+    scale = np.broadcast_to(q.scale, (6, 1)).copy() if level1 else np.array(q.scale)
+    if level1:  # times the largest power subnormal: the powers stay in the codes
+        scale[4], powers[4] = 1e-37, powers[4] - 20
+    one = refold(dataclasses.replace(q, microscale=jnp.asarray(powers), scale=jnp.asarray(scale)))
+    one.validate()
+    wide = powers.astype(np.float64)
+    top = np.where(powers == 255, 0, wide).max(1, keepdims=True)
+    small = (scale * np.exp2(top - 127) < np.finfo(np.float32).tiny) | (top == 0)
+    top = np.where(small, 127, top)
+    assert small.ravel().tolist() == [False, True, False, False, level1 != "", False]
+    np.testing.assert_array_equal(np.asarray(one.scale), (scale * np.exp2(top - 127)).astype(np.float32))
+    factor = np.repeat(np.where(powers == 255, np.nan, np.exp2(wide - top)), 32, 1)[:, :150]
+    want = round_e4m3(np.asarray(q.codes).astype(np.float64) * factor)
+    want[1] = 0
+    np.testing.assert_array_equal(np.asarray(one.codes).astype(np.float64), want)
+
+
+def test_what_cannot_be_folded_afterwards_is_refused():
+    x = jnp.ones((4, 64))
+    for spec in ("e4m3:mx16", "e5m2:mx32", "e4m3:mx32+ocp", "e4m3"):
+        with pytest.raises(ValueError, match="refold takes e4m3 codes"):
+            refold(fp8jax.quantize(x, spec))
+    with pytest.raises(ValueError, match="unknown impl 'mosaic'"):
+        refold(fp8jax.quantize(x, "e4m3:mx32"), impl="mosaic")
+
+
 def decibels(got, want):
     """Signal to noise of each row."""
     return 10 * np.log10((want**2).sum(1) / ((got - want) ** 2).sum(1))
 
 
-def products(x, w, level1):
+def products(x, w, level1, afterwards=False):
     """The folded product in bf16, and the two-level one in float64."""
     wq, two = fp8jax.quantize(w, "e4m3"), fp8jax.quantize(x, f"e4m3:mx32{level1}")
-    got = matmul(fold(x, f"e4m3:mx32{level1}").q, wq, dtype=jnp.bfloat16)
+    got = matmul(refold(two) if afterwards else fold(x, f"e4m3:mx32{level1}").q, wq, dtype=jnp.bfloat16)
     want = np.asarray(two.dequantize(), np.float64) @ np.asarray(wq.dequantize(), np.float64).T
     return np.asarray(got, np.float64), want
 
@@ -88,8 +128,9 @@ def test_the_worst_row_of_a_folded_product_is_right_to_50_decibels(level1, kind)
     if kind == "channels":
         x *= np.where(rng.random(1024) < 0.01, 30, 1)
     x, w = jnp.asarray(x, jnp.float32), jnp.asarray(rng.normal(size=(96, 1024)), jnp.float32)
-    got, want = products(x, w, level1)
-    assert decibels(got, want).min() > 50
+    for afterwards in (False, True):
+        assert decibels(*products(x, w, level1, afterwards)).min() > 50
+    _, want = products(x, w, level1)
     one_scale = matmul(fp8jax.quantize(x, "e4m3"), fp8jax.quantize(w, "e4m3"))
     assert decibels(np.asarray(one_scale, np.float64), want).min() < 1
 
@@ -102,5 +143,6 @@ def test_groups_of_small_activations_keep_six_bits_of_their_product(level1, e):
     x[:, 0] = x[:, 32] = 1
     x[:, 32:] *= 2.0**-e
     w[:, :32] = 0
-    got, want = products(*(jnp.asarray(a, jnp.float32) for a in (x, w)), level1)
-    assert np.linalg.norm(got - want) <= 2.0**-6 * np.linalg.norm(want)
+    for afterwards in (False, True):
+        got, want = products(*(jnp.asarray(a, jnp.float32) for a in (x, w)), level1, afterwards)
+        assert np.linalg.norm(got - want) <= 2.0**-6 * np.linalg.norm(want)

@@ -9,6 +9,7 @@ import pytest
 
 import fp8jax
 from fp8jax.ops import matmul_hopper, matmul_reference
+from fp8jax.ops.fold import refold
 from fp8jax.ops.matmul import chosen, matmul, matmul_quantized, transpose
 from tests.programs import dots
 
@@ -140,6 +141,25 @@ def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     size = np.abs(np.asarray(a.dequantize(), np.float64)) @ np.abs(np.asarray(b.dequantize(), np.float64)).T
     assert (np.abs(np.asarray(got) - want) <= 300 * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize(("left", "right"), [("e4m3:mx32", "e5m2"), ("e4m3:token", "e4m3:mx32+token")])
+@pytest.mark.parametrize("fast", [False, True])
+def test_unless_exact_the_kernel_for_rows_gets_folded_codes(left, right, fast, monkeypatch):
+    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    called = []
+
+    def product(*args, fast, **terms):
+        called.append(fast)
+        return matmul_reference.matmul(*args, **terms)
+
+    monkeypatch.setattr("pallas_kernels.matmul_mosaic.matmul", product)
+    a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
+    got = matmul_hopper.run(matmul_hopper.mosaic_kernel(a, b), False, fast, jnp.float32, a, b)
+    folded = [refold(q) if q.spec.granularity == "mx" else q for q in (a, b)]
+    want = np.asarray(folded[0].dequantize(), np.float64) @ np.asarray(folded[1].dequantize(), np.float64).T
+    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    assert called == [fast]
 
 
 @pytest.mark.parametrize(("left", "right"), [("e4m3:mx32", "e4m3"), ("e4m3:token", "e4m3:mx32+token"),

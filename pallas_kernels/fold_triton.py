@@ -1,0 +1,113 @@
+"""Folds the powers of two of a microscaled matrix into its codes, so that a product with scales of rows serves it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import codec_triton as codec
+from pallas_kernels import quantize_triton
+from pallas_kernels import scaling_triton as device
+from pallas_kernels.quantize_triton import FP8_CAPABILITY as FP8_CAPABILITY
+
+GROUP = 32
+_NAN = tl.constexpr(255)
+_ONE = tl.constexpr(127)
+
+
+@triton.jit
+def _half(byte: tl.tensor) -> tl.tensor:
+    """2^(byte - 127) in half precision, for bytes up to 127: exact from 2^-24 on, then 0; NaN for 255."""
+    field = byte.to(tl.int32) - (_ONE - 15)
+    subnormal = tl.where(field > -10, 512 >> tl.minimum(tl.maximum(-field, 0), 9), 0)
+    bits = tl.where(field > 0, field << 10, subnormal)
+    return tl.where(byte == _NAN, 0x7E00, bits).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _fold(
+    codes_ptr: tl.tensor,
+    powers_ptr: tl.tensor,
+    level_ptr: tl.tensor,
+    folded_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    SIZE: tl.constexpr,
+    ALL: tl.constexpr,
+    BY_ROW: tl.constexpr,
+) -> None:
+    """HIGH rows, WIDE columns at a time; ALL groups of a row, or more, have their largest power found first."""
+    GROUPS: tl.constexpr = (N + SIZE - 1) // SIZE
+    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
+    top = tl.program_id(0) * HIGH
+    m = top + tl.arange(0, HIGH)
+    codes_ptr += top.to(tl.int64) * N
+    folded_ptr += top.to(tl.int64) * N
+    powers_ptr += top.to(tl.int64) * GROUPS
+    row = tl.arange(0, HIGH)[:, None]
+    every = tl.arange(0, ALL)
+    here = device.inside(m, every, M, GROUPS)
+    bytes = tl.load(powers_ptr + row * GROUPS + every[None, :], mask=here, other=0).to(tl.int32)
+    largest = tl.max(tl.where(bytes == _NAN, 0, bytes), 1)
+    level = tl.load(level_ptr + (m if BY_ROW else m * 0), mask=m < M, other=1.0)
+    scale = level * codec.from_bits(largest << 23)
+    fits = scale >= device.TINY
+    tl.store(scale_ptr + m, tl.where(fits, scale, level), mask=m < M)
+    shift = tl.where(fits, _ONE - largest, 0)[:, None]
+    for left in range(0, N, WIDE):
+        n, g = left + tl.arange(0, WIDE), left // SIZE + tl.arange(0, WIDE // SIZE)
+        at, there = row * N + n[None, :], device.inside(m, n, M, N)
+        codes = device.load_plain(codes_ptr, at, there, MASKED)
+        byte = device.load_plain(powers_ptr, row * GROUPS + g[None, :], device.inside(m, g, M, GROUPS), MASKED)
+        byte = byte.to(tl.int32)
+        byte = tl.where(byte == _NAN, _NAN, byte + shift)
+        power = device.over_columns(_half(byte), SIZE)
+        folded = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) * power
+        device.store(folded_ptr, at, folded.to(tl.float8e4nv).to(tl.uint8, bitcast=True), there, MASKED)
+
+
+def fold_codes(
+    codes: Array, powers: Array, level: Array, *, warps: int = 4, compute_capability: int | None = None
+) -> tuple[Array, Array]:
+    """Codes times their powers of two over the largest of their row, which goes into the row's scale.
+
+    Each product is rounded to nearest even: exact while the code stays normal, zero below 2^-10. A power that is NaN
+    makes its group NaN.
+
+    Args:
+        codes: (M, N) float8_e4m3fn.
+        powers: (M, ceil(N / 32)) uint8, biased exponents (E8M0) of groups of 32 along N.
+        level: positive fp32 scales above them, (1, 1) or (M, 1). Where one times the largest power is below fp32's
+            smallest normal number, its row keeps it, and its powers go into the codes whole.
+        warps: tuning only. compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+
+    Returns:
+        Codes (M, N) and fp32 scales (M, 1).
+
+    Raises:
+        ValueError: shapes or dtypes are others.
+    """
+    m, n = codes.shape
+    groups = -(-n // GROUP)
+    for name, x, fitting, dtype in (
+        ("codes", codes, [(m, n)], jnp.float8_e4m3fn),
+        ("powers", powers, [(m, groups)], jnp.uint8),
+        ("level", level, [(1, 1), (m, 1)], jnp.float32),
+    ):
+        if x.shape not in fitting or x.dtype != dtype or 0 in x.shape:
+            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}, not {jnp.dtype(dtype)} of shape {fitting[-1]}")
+    wide = min(max(triton.next_power_of_2(n), GROUP), 4096)
+    launch = quantize_triton.Launch(max(8192 // wide, 1), wide, warps)
+    shapes: list[Any] = [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
+    inputs = [jax.lax.bitcast_convert_type(codes, jnp.uint8), powers, level]
+    folded, scale = quantize_triton.call(
+        _fold, inputs, shapes, -(-m // launch.rows), launch, compute_capability,
+        SIZE=GROUP, ALL=triton.next_power_of_2(groups), BY_ROW=level.shape[0] > 1,
+    )  # fmt: skip
+    return jax.lax.bitcast_convert_type(folded, codes.dtype), scale
