@@ -21,6 +21,14 @@ TOKENS, WIDTH, INNER = 12, 32, 48
 X = jax.random.normal(jax.random.key(7), (TOKENS, WIDTH))
 
 
+def _loss(model, variables, x):
+    return jnp.sum(jnp.sin(model.apply(variables, x).astype(jnp.float32)))
+
+
+def _gradients(model, variables, x):
+    return jax.jit(jax.grad(functools.partial(_loss, model)))(variables, x)
+
+
 class LinenBlock(linen.Module):
     """Norms of Linen, each read by a layer."""
 
@@ -54,8 +62,7 @@ def test_norms_of_linen_compute_what_they_did_and_keep_codes(kinds):
     assert kept["linear"] == kept["lean"] == [(TOKENS, WIDTH)] * 2
     wide = [s for d, s in residuals(quantized.apply, variables, x) if s == (TOKENS, WIDTH) and d != "uint8"]
     assert not wide
-    loss = lambda m: jax.grad(lambda p: jnp.sum(jnp.sin(m.apply(p, x).astype(jnp.float32))))(variables)  # noqa: E731
-    assert relative(loss(quantized), loss(model)) < 0.15
+    assert relative(_gradients(quantized, variables, x), _gradients(model, variables, x)) < 0.15
 
 
 def test_rules_and_explain_know_the_norms_of_linen():
@@ -138,14 +145,10 @@ def test_activations_between_layers_of_linen_keep_codes(model, text, stacked):
     assert sorted(codes) == sorted([(*stacked, TOKENS, WIDTH)] + [(*stacked, TOKENS, INNER)] * gates), kept
     assert not [s for d, s in kept if d == "bfloat16" and s == (*stacked, TOKENS, INNER)], kept
     linear = fp8jax.linen.quantize(model, LINEAR_ONLY)
-    found = {m: jax.value_and_grad(_loss, argnums=1)(m, variables, HALF) for m in (model, linear, quantized)}
-    assert relative(found[quantized][0], found[linear][0]) < 1e-6
-    errors = [relative(found[m][1], found[model][1]) for m in (quantized, linear)]
+    assert relative(_loss(quantized, variables, HALF), _loss(linear, variables, HALF)) < 1e-6
+    grads = {m: _gradients(m, variables, HALF) for m in (model, linear, quantized)}
+    errors = [relative(grads[m], grads[model]) for m in (quantized, linear)]
     assert errors[0] < 1.2 * errors[1] < 0.4
-
-
-def _loss(model, variables, x):
-    return jnp.sum(jnp.sin(model.apply(variables, x).astype(jnp.float32)))
 
 
 def test_what_is_no_activation_between_layers_of_linen_is_left_alone():
@@ -202,8 +205,8 @@ def test_perceptrons_that_are_shared_jitted_or_written_into_a_block_are_recognis
         # Of the perceptron twice input, gate and up; the input of the norm, which its reader makes again; of "wide".
         assert sorted(codes) == sorted([(TOKENS, WIDTH)] * 3 + [(TOKENS, INNER)] * 5)
     assert relative(quantized.apply(variables, HALF), linear.apply(variables, HALF)) < 1e-6
-    errors = [relative(jax.grad(_loss, argnums=1)(m, variables, HALF),
-                       jax.grad(_loss, argnums=1)(model, variables, HALF)) for m in (quantized, linear)]  # fmt: skip
+    grads = {m: _gradients(m, variables, HALF) for m in (model, linear, quantized)}
+    errors = [relative(grads[m], grads[model]) for m in (quantized, linear)]
     assert errors[0] < 1.2 * errors[1] < 0.6
 
 

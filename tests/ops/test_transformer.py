@@ -33,9 +33,8 @@ def codes(f, *args):
 
 
 def gradients(f, *args):
-    return jax.grad(
-        lambda *a: sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in jax.tree.leaves(f(*a))), range(len(args))
-    )(*args)
+    loss = lambda *a: sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in jax.tree.leaves(f(*a)))  # noqa: E731
+    return jax.jit(jax.grad(loss, range(len(args))))(*args)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
