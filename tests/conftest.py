@@ -2,11 +2,12 @@
 
 Most of the time here goes into compiling small programs that run once. So LLVM optimizes nothing (what XLA does to a
 program stays the same), and compiled programs are kept in .cache for the next run; where JAX_COMPILATION_CACHE_DIR is
-empty, none are.
+empty, none are. Where Python is told to write no bytecode, the processes that tests start write theirs in .cache too.
 """
 
 import os
 import pathlib
+import sys
 
 GPU = os.environ.get("FP8JAX_TEST_GPU") == "1"
 if not GPU:
@@ -17,6 +18,8 @@ if not GPU:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache" / "xla"))
     os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+if sys.dont_write_bytecode and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(pathlib.Path(__file__).parents[1] / ".cache" / "bytecode"))
 
 import jax
 import pytest
