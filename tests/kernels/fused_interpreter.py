@@ -18,7 +18,6 @@ import numpy as np
 import fp8jax
 from fp8jax.ops import fused, quantize
 from pallas_kernels import norm_triton
-from tests.kernels import interpret_once
 from tests.kernels.triton_interpreter import prepare
 
 ROWS, CHANNELS, INNER = 33, 48, 80
@@ -136,7 +135,6 @@ def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, fl
 
 def main() -> None:
     prepare()
-    interpret_once.prepare()
     fused.missing_triton = lambda _: None
     found = {}
     for case, arguments in CASES.items():

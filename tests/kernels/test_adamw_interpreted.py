@@ -46,10 +46,9 @@ def prepare() -> None:
 
     from pallas_kernels import adamw_triton
     from pallas_kernels import codec_triton as codec
-    from tests.kernels import interpret_once
     from tests.kernels import triton_interpreter as tools
 
-    interpret_once.prepare()
+    tools.patch_once()
     tools.NAMES |= {np.dtype(ml_dtypes.float8_e4m3fn): tl.float8e4nv, np.dtype(ml_dtypes.float8_e5m2): tl.float8e5}
     tools.NAMES |= {np.dtype(ml_dtypes.bfloat16): tl.bfloat16}
 

@@ -93,8 +93,26 @@ def narrowed(x: Any, dtype: int) -> Any:
     return x.to((tl.float32, tl.bfloat16, tl.float16)[int(dtype)]).to(tl.float32)
 
 
+def patch_once() -> None:
+    """Lets this process replace the functions of triton.language once, for good.
+
+    The interpreter looks through all of the language at every call of a device function, which takes a third of its
+    time; and it puts the language back after each kernel.
+    """
+    patch, done = interpreter._patch_lang, set()
+
+    def once(function: Any) -> Any:
+        if id(function.__globals__) not in done:
+            done.add(id(function.__globals__))
+            patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = once
+
+
 def prepare() -> None:
     """Lets this process, which is to do nothing else, run kernels in the interpreter."""
+    patch_once()
     jax.custom_batching.sequential_vmap = lambda function: function
     jax.lax.platform_dependent = lambda *args, cuda, default: cuda(*args)
     interpreter._convert_float = convert
