@@ -28,7 +28,7 @@ class Tile:
             what one does beside its products (promotions, the epilogue) meets products of the other.
         slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory.
         warpgroups: that multiply, 2 or 3. Of three, each has 160 registers a thread, not 232, and the tensor cores are
-            busy while two promote sums or compute operands.
+            busy while two promote sums.
     """
 
     rows: int = 64

@@ -56,7 +56,7 @@ def matmul(
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     hopper.check_epilogue(epilogue, m, n)
-    widest = 160 if residual is not None else 192  # beyond, the epilogue's vectors no longer fit the registers
+    widest = 160 if residual is not None else 192  # of 128 rows: beyond, registers do not hold the epilogue's vectors
     if group is not None:  # whole groups in each of the pieces that a tile is written in
         tile = tile or best_tile(m, n, k, 128, fast)
         out_dtype = jnp.float8_e4m3fn
@@ -121,7 +121,9 @@ def matmul(
 
 
 def best_tile(m: int, n: int, k: int, widest: int = 192, fast: bool = True) -> hopper.Tile:
-    """The tile, of at most `widest` columns, with the least estimated time: waves of tiles times what a tile costs.
+    """The tile with the least estimated time: waves of tiles times what a tile costs.
+
+    One of 128 rows a warpgroup has at most `widest` columns.
 
     A 128-deep step costs a tile its tensor-core cycles, and 1 to 8 % more in the narrower ones. Where warpgroups take
     turns, one's epilogue hides behind the other's products; a shared tile adds it, about 2000 cycles. Measured on an
@@ -137,7 +139,7 @@ def best_tile(m: int, n: int, k: int, widest: int = 192, fast: bool = True) -> h
     if not fast:  # twice the accumulators: the warpgroups share a tile, at 0.94 to 0.99 of cuBLASLt's fast product
         return hopper.Tile(64, 128, stages=6, cluster=hopper.pairing(m, 128), lead=2)
     turns = [
-        hopper.Tile(128, columns, None, stages, cluster=hopper.pairing(n, columns, "N"))
+        hopper.Tile(128, columns, None, stages, cluster=hopper.pairing(n, columns, "N") or hopper.pairing(m, 128))
         for columns, stages in ((128, 6), (160, 5), (192, 4))
         if columns <= widest
     ]

@@ -175,10 +175,11 @@ def power(ordered: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr) -> tl.tenso
     """E8M0 bytes, as int32, of groups of values times the inverse of their level 1 scale."""
     top = largest(ordered, HOW) * inverse
     top = tl.where(top < TINY, 0.0, top)
-    byte = tl.minimum((bits(top * HOW[2]) + 0x7FFFFF) >> 23, 254)
     if HOW[5]:
-        byte = tl.maximum((bits(top) >> 23) - HOW[3], 0)
-    return tl.where(top > 0, byte, 127)
+        byte = tl.where(top > 0, tl.maximum((bits(top) >> 23) - HOW[3], 0), 127)
+    else:
+        byte = tl.minimum(tl.maximum((bits(top * HOW[2]) + 0x7FFFFF) >> 23, 1), 254)
+    return byte
 
 
 @triton.jit

@@ -12,8 +12,8 @@ launch from Python; torch queues them ahead. Each result is compared with float6
 implementation that fails is reported as such.
 
 Predicted before the first run (ratios): ours per tensor and row-wise 0.97 to 1.03 of the better of cuBLASLt and torch;
-1x128 by 128x128 1.15 to 1.25 of torch's own; microscaled codes that are folded first 0.92 of per tensor; exact per 32
-0.42, and as a bf16 product of decoded codes 0.49.
+1x128 by 128x128 1.15 to 1.25 of torch's own; exact per 32 0.42 of per tensor, and as a bf16 product of decoded codes
+0.49. Before its own first run, later: microscaled codes that are folded first 0.92.
 """
 
 import argparse

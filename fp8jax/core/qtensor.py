@@ -234,15 +234,14 @@ def _scale(largest: Array, fmt: formats.Format) -> Array:
 
 
 def _microscale(largest: Array, spec: QuantSpec, fmt: formats.Format) -> Array:
-    """E8M0 bytes of groups whose largest magnitudes, in units of the level 1 scale, are given; 127 for zeros."""
+    """E8M0 bytes of groups whose largest magnitudes, in units of the level 1 scale, are given."""
     if spec.level1 == "none":
         # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element less that of the format.
         exponent = formats.encode_e8m0(largest, "down").astype(jnp.int32) - int(np.log2(fmt.max))
-        byte = jnp.maximum(exponent, 0)
-    else:
-        # MOSS, equation 3: the group's own scale over that of level 1, rounded up, so that no code saturates.
-        byte = formats.encode_e8m0(largest * np.float32(1 / fmt.max), "up")
-    return jnp.where(largest > 0, byte, 127).astype(jnp.uint8)
+        return jnp.where(largest > 0, jnp.maximum(exponent, 0), 127).astype(jnp.uint8)
+    # MOSS, equation 3: the group's own scale over that of level 1, rounded up, so that no code saturates. Zeros have
+    # the smallest, so that they leave the largest power of a row to others.
+    return formats.encode_e8m0(jnp.maximum(largest * np.float32(1 / fmt.max), formats.TINY), "up")
 
 
 def _decode(parts: _Parts, shape: tuple[int, ...], spec: QuantSpec) -> Array:

@@ -108,11 +108,10 @@ def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, t
     # 1 and True are equal, and have one hash.
     call: Any = (run, static, tuple(kinds), tuple(map(type, leaves)))
     try:
-        hash(call)
-    except TypeError:
+        if call in memory:
+            return memory[call]
+    except TypeError:  # something in it has no hash
         call = object()
-    if call in memory:
-        return memory[call]
     is_array = [isinstance(x, jax.core.ShapedArray) for x in kinds]
 
     def run_with(arrays: list[Array], layer: Callable) -> None:

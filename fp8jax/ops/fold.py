@@ -11,8 +11,8 @@ from jax import Array, lax
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, capability, missing_triton, tell
-from fp8jax.ops.quantize import chosen
+from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, spread, tell
+from fp8jax.ops.quantize import IMPLS, chosen
 
 # Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
 FOLDABLE = 10
@@ -73,9 +73,10 @@ def foldable(q: QTensor) -> bool:
 
 
 def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
-    """The powers of two of two-level codes folded into them: `fold` of what is quantized already.
+    """The powers of two of two-level codes folded into them, for the product of rows.
 
-    The codes are rounded twice, where they go subnormal. A group of zeros counts with the power that it has.
+    As in `fold`, the scale of a row takes up the largest of its powers, exactly, unless that would make it subnormal. A
+    code that goes subnormal under what is left of its own power is rounded a second time.
 
     Args:
         q: (M, N), such that `foldable`.
@@ -89,14 +90,22 @@ def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
     """
     if not foldable(q):
         raise ValueError(f"refold takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}")
-    if impl not in ("auto", "xla", "triton"):
-        raise ValueError(f"unknown impl {impl!r}; it is one of auto, xla, triton")
-    reason = missing_triton("fold_triton")
+    if impl not in IMPLS:
+        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
+    reason = missing_triton("fold_triton") or spread(*jax.tree.leaves(q))
+    if 0 in q.shape:
+        reason = f"shape {q.shape} is empty"
+    if impl == "auto" and not on_cuda():
+        reason = "it needs a CUDA GPU"
     if reason and impl == "triton":
         raise ValueError(f"impl 'triton' cannot run: {reason}")
     assert q.microscale is not None
     operands = q.codes, q.microscale, q.scale.astype(jnp.float32)
+    choice = Choice("triton", "one pass over the codes")
     if impl == "xla" or reason:
+        choice = Choice("xla", "asked for" if impl == "xla" else f"not the kernel: {reason}")
+    tell("refold", choice)
+    if choice.impl == "xla":
         codes, scale = _refold_reference(*operands)
     elif impl == "triton":
         codes, scale = _refold_kernel(*operands)
@@ -106,11 +115,11 @@ def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
 
 
 def _refold_reference(codes: Array, powers: Array, level: Array) -> tuple[Array, Array]:
-    largest = jnp.max(jnp.where(powers == 255, 0, powers), axis=-1, keepdims=True)
+    largest = jnp.max(jnp.where(powers == 255, 0, powers), axis=-1, keepdims=True, initial=0)
     scale = level * formats.decode_e8m0(largest)
     fits = (scale >= formats.TINY) & (largest > 0)
     shift = jnp.where(fits, 127 - largest.astype(jnp.int32), 0)
-    shifted = jnp.where(powers == 255, 255, powers + shift).astype(jnp.uint8)
+    shifted = jnp.where(powers == 255, 255, jnp.clip(powers + shift, 0, 254)).astype(jnp.uint8)
     power = blocks.spread(formats.decode_e8m0(shifted), codes.shape, (1, 32))
     folded = codes.astype(jnp.float32) * power
     return folded.astype(codes.dtype), jnp.where(fits, scale, level)
@@ -152,7 +161,7 @@ def _reference(spec: QuantSpec, x: Array) -> Folded:
         level1 = scaling.to_scale(jnp.max(largest, initial=0.0), fmt)
         units = largest * (1 / level1)
         ratio = jnp.where(units >= formats.TINY, units, 0.0) * np.float32(1 / fmt.max)
-        power = formats.decode_e8m0(jnp.where(units >= formats.TINY, formats.encode_e8m0(ratio, "up"), 127))
+        power = formats.decode_e8m0(formats.encode_e8m0(jnp.maximum(ratio, formats.TINY), "up"))
         scale = jnp.maximum(level1 * power, formats.TINY)
     lost = jnp.sum((groups > 0) & (groups * (1 / scale) <= _lost_up_to(fmt)), dtype=jnp.int32)
     return Folded(quantize_with_scale(x, _token(spec), scale), lost)

@@ -44,15 +44,16 @@ def matmul(
     weights, whose contraction is over all tokens, lose by it.
 
     Args:
-        a: (M, K), quantized with any granularity but "channel", or a floating array.
+        a: (M, K), or a floating array. Quantized, no scale may be of one index of the contraction alone, as those of
+            "channel" are.
         b: (N, K), likewise.
         dtype: of the result.
         impl: "auto", "xla" or "mosaic"; see `chosen`.
         fast: fast accumulation, where the GPU has it.
         exact: of a microscaled operand, every power of two is applied in fp32, at half the speed. Else e4m3 codes
             under a level 1 scale are first folded (`fp8jax.ops.fold.refold`, with a copy of them for the time of the
-            product): exact down to about 2^-10 of a row's largest group. Only kernels have this choice, the reference
-            is exact.
+            product): exact while a code stays normal under its row's largest power of two, else rounded to 2^-9 of the
+            row's scale. Only kernels have this choice, the reference is exact.
 
     Returns:
         (M, N) array.
@@ -167,8 +168,12 @@ def _reference(a: Operand, b: Operand, fast: bool, dtype: DTypeLike) -> Array:
 
 def multiplies(q: QTensor) -> bool:
     """Whether matrix units take the codes of a quantized matrix as they are."""
-    if q.spec.granularity == "channel":
-        raise ValueError(f"{q.spec} has a scale for each index of the contraction, which no product of codes can apply")
+    along = {"channel": 1, "token": 0, "group": 0, "mx": 0}.get(q.spec.granularity)
+    if along is not None and q.spec.axis % 2 == along:
+        raise ValueError(
+            f"{q.spec} along axis {q.spec.axis} has a scale for each index of the contraction, which no product of "
+            f"codes can apply"
+        )
     return formats.get(q.spec.format).multiplies and not q.spec.expand
 
 

@@ -55,8 +55,8 @@ def _triton_gemm_off() -> bool:
 _NAMES = {
     "row": "tensors and rows",
     "block": "groups of 128",
-    "mx": "microscaled groups of 32",
-    "mx right": "microscaled groups of 32",
+    "mx": "rows, codes folded first, or, exactly, of microscaled groups of 32",
+    "mx right": "rows, codes folded first, or, exactly, of microscaled groups of 32",
 }
 
 

@@ -130,10 +130,22 @@ def test_microscaled_groups_of_zeros_and_of_all_magnitudes_decode():
     x[1, 32:] = 1e30
     x[2] = 3e38
     for spec in ("e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"):
-        got = np.asarray(fp8jax.quantize(jnp.asarray(x), spec).dequantize())
+        q = fp8jax.quantize(jnp.asarray(x), spec)
+        got = np.asarray(q.dequantize())
+        # Zeros leave the largest power of a row to others; OCP knows no such.
+        assert set(np.asarray(q.microscale)[[0, 3]].ravel().tolist()) == {127 if "ocp" in spec else 1}
         assert np.isfinite(got).all()
         np.testing.assert_array_equal(got[[0, 3]], 0)
         np.testing.assert_allclose(got[1, 32:], 1e30, rtol=2.0**-3)
+
+
+def test_a_group_whose_own_scale_would_be_subnormal_keeps_its_values():
+    x = np.zeros((1, 64), np.float32)
+    x[0, 0], x[0, 32:] = 1.7, 1.5e-38
+    for spec in ("e4m3:mx32", "e4m3:mx32+token"):
+        got = np.asarray(fp8jax.quantize(jnp.asarray(x), spec).dequantize())
+        np.testing.assert_allclose(got[0, 32:], 1.5e-38, rtol=2.0**-4)
+        np.testing.assert_allclose(got[0, 0], 1.7, rtol=2.0**-4)
 
 
 @pytest.mark.parametrize("spec", ["int8", "int10:group8", "de8:group8", "ude8:group8"])

@@ -33,6 +33,13 @@ def everything() -> Program:
     return program, (Shape((M, K), E5M2), CODES[1], *vectors)
 
 
+def everything_in_a_shared_tile() -> Program:
+    """As `everything`, where two warpgroups share a tile."""
+    m, n, k = 16384, 4096, 11008
+    vectors = (Shape((m,), F32), Shape((n,), F32), Shape((n,), F32), Shape((m, n), BF16))
+    return everything()[0], (Shape((m, k), E5M2), Shape((n, k), E4M3), *vectors)
+
+
 def promoted() -> Program:
     return lambda a, b, s: matmul(a, b, scale=s, fast=False), (*CODES, Shape((), F32))
 
@@ -114,6 +121,7 @@ def cublas() -> Program:
 ALL = [
     tensor,
     everything,
+    everything_in_a_shared_tile,
     promoted,
     promoted_everything,
     quantized_output,

@@ -64,6 +64,8 @@ REFOLDS = [
     Case("e4m3:mx32", None, (130, 150)),
     Case("e4m3:mx32+token", None, (5, 8192), "bfloat16"),
     Case("e4m3:mx32+token", None, (37, 64)),
+    Case("e4m3:mx32", None, (6, 4100)),
+    Case("e4m3:mx32+token", None, (5, 9)),
 ]
 
 
@@ -93,14 +95,15 @@ def folded(case: Case, impl: str) -> list[np.ndarray]:
 
 
 def refolded(case: Case, impl: str) -> list[np.ndarray]:
-    """Codes and scales; every third group of 32 is a small one, one's power is NaN, one row's are all 0."""
+    """Codes and scales; every third group of 32 is a small one, one's power is NaN, a row's are 0, or far apart."""
     x = special(case.shape, case.dtype, 6e4)
     x = jnp.where(jnp.arange(case.shape[1]) // 32 % 3 == 1, x * jnp.asarray(2.0**-9, x.dtype), x)
     assert case.rows
     q, _ = op.quantize(x, case.rows, impl="xla")
     assert q is not None
     assert q.microscale is not None
-    powers = q.microscale.at[1, 0].set(255).at[2].set(0).at[3].add(-100)
+    powers = q.microscale.at[1, 0].set(255).at[2].set(0).at[3].set(jnp.maximum(q.microscale[3], 100) - 100)
+    powers = powers.at[4, 0].set(211)
     scale = jnp.broadcast_to(q.scale, (case.shape[0], 1)).at[3].set(1e-20) if q.scale.size > 1 else q.scale
     q = fold.refold(dataclasses.replace(q, microscale=powers, scale=scale), impl=impl)
     q.validate()

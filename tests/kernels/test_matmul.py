@@ -82,6 +82,7 @@ PLAIN = [
     Plain(140, 190, 700, Tile(64, 64, None, 2), right=E5M2, terms=("scale", "row_scale", "column_scale")),
     Plain(200, 203, 301, Tile(64, 160, None, 3, cluster="M", slots=3), terms=("residual",)),
     Plain(70, 210, 130, Tile(64, 64, "N", 2, cluster="N"), out=F32, terms=("scale", "bias")),
+    Plain(140, 250, 300, Tile(128, 64, None, 2, cluster="N"), terms=("row_scale", "residual")),
     Plain(140, 130, 1300, Tile(64, 64, "M", 3, lead=2), left=E5M2, fast=False),
     Plain(140, 130, 700, Tile(64, 64, "M", 3, lead=1)),
     Plain(230, 130, 300, Tile(64, 64, "M", 3, warpgroups=3), terms=("row_scale", "residual")),
@@ -201,7 +202,7 @@ def test_tiles_follow_their_waves() -> None:
     assert best(2048, 7168, 4096).cols == 128  # 7 waves of 128 columns are shorter than 5 of 192
     assert best(4096, 7168, 16384).cols == 256
     assert best(2048, 7168, 4096, widest=160) == Tile(128, 128, None, 6, cluster="N")
-    assert best(2048, 7168 - 128, 4096).cluster is None  # 55 columns of tiles, which are no pairs
+    assert best(2048, 7168 - 128, 4096).cluster == "M"  # 55 columns of tiles, which are no pairs
 
 
 @pytest.mark.parametrize(

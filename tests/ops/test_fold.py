@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fp8jax
+from fp8jax.ops import choice
 from fp8jax.ops.fold import fold, refold
 from fp8jax.ops.matmul import matmul
 
@@ -79,6 +80,7 @@ def test_folding_afterwards_rounds_each_code_under_its_power_over_the_largest_of
     q = fp8jax.quantize(jnp.asarray(x, jnp.float32), f"e4m3:mx32{level1}")
     powers = np.array(q.microscale)
     powers[0, 1], powers[1], powers[2, 3] = 255, 0, 40  # NaN; nothing left; far below the rest
+    powers[3, :2] = 58, 211  # further apart than a power can say
     scale = np.broadcast_to(q.scale, (6, 1)).copy() if level1 else np.array(q.scale)
     if level1:  # times the largest power subnormal: the powers stay in the codes
         scale[4], powers[4] = 1e-37, powers[4] - 20
@@ -105,6 +107,24 @@ def test_what_cannot_be_folded_afterwards_is_refused():
         refold(fp8jax.quantize(x, "e4m3:mx32"), impl="mosaic")
 
 
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0)])
+def test_nothing_is_folded_to_nothing(shape):
+    one = jax.jit(refold)(fp8jax.quantize(jnp.ones(shape), "e4m3:mx32"))
+    assert one.codes.shape == shape
+    one.validate()
+
+
+def test_folding_afterwards_says_what_does_it_and_works_in_shard_map():
+    q = fp8jax.quantize(jnp.ones((4, 64)), "e4m3:mx32+token")
+    with choice.listening() as told:
+        want = refold(q)
+    assert [(name, c.impl) for name, c in told] == [("refold", "xla")]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    mapped = jax.jit(jax.shard_map(refold, mesh=mesh, in_specs=spec, out_specs=spec))
+    np.testing.assert_array_equal(np.asarray(mapped(q).codes), np.asarray(want.codes))
+
+
 def decibels(got, want):
     """Signal to noise of each row."""
     return 10 * np.log10((want**2).sum(1) / ((got - want) ** 2).sum(1))
@@ -127,6 +147,7 @@ def test_the_worst_row_of_a_folded_product_is_right_to_50_decibels(level1, kind)
         x *= rng.standard_t(3, x.shape)
     if kind == "channels":
         x *= np.where(rng.random(1024) < 0.01, 30, 1)
+    x[:, 64:96] = 0  # padding: a group that must not decide what the others keep
     x, w = jnp.asarray(x, jnp.float32), jnp.asarray(rng.normal(size=(96, 1024)), jnp.float32)
     for afterwards in (False, True):
         assert decibels(*products(x, w, level1, afterwards)).min() > 50

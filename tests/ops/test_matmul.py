@@ -66,6 +66,16 @@ def test_wrong_operands_are_refused():
         matmul(a, b.T)
     with pytest.raises(ValueError, match="a scale for each index of the contraction"):
         matmul(fp8jax.quantize(a, "e4m3:channel"), fp8jax.quantize(b, "e4m3"))
+    for granularity, size in (("token", None), ("group", 8), ("mx", 8)):
+        with pytest.raises(ValueError, match="a scale for each index of the contraction"):
+            matmul(fp8jax.quantize(a, "e4m3"), fp8jax.quantize(b, fp8jax.QuantSpec("e4m3", granularity, size, axis=-2)))
+
+
+def test_scales_of_the_indices_of_the_first_axis_are_those_of_rows():
+    a, b = operands()
+    spec = fp8jax.QuantSpec("e4m3", "channel", axis=0)
+    got, want = (matmul(fp8jax.quantize(a, s), fp8jax.quantize(b, "e4m3")) for s in (spec, "e4m3:token"))
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
 def test_a_nan_in_an_operand_shows_in_its_row():
