@@ -1,12 +1,14 @@
 """Eight CPU devices for the sharding tests, and tests marked `gpu` only where a GPU is.
 
 Most of the time here goes into compiling small programs that run once. So LLVM optimizes nothing (what XLA does to a
-program stays the same), and compiled programs are kept in .cache for the next run; where JAX_COMPILATION_CACHE_DIR is
-empty, none are. Where Python is told to write no bytecode, the processes that tests start write theirs in .cache too.
+program stays the same), and compiled programs are kept in .cache for the other worker and the next run, all of them:
+to keep the cache below a size, JAX would look through it at each program. Where JAX_COMPILATION_CACHE_DIR is empty,
+none are. Where Python is told to write no bytecode, the processes that tests start write theirs in .cache too.
 """
 
 import os
 import pathlib
+import shutil
 import sys
 
 GPU = os.environ.get("FP8JAX_TEST_GPU") == "1"
@@ -15,9 +17,11 @@ if not GPU:
     for flag in ("xla_force_host_platform_device_count=8", "xla_backend_optimization_level=0"):
         if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache" / "xla"))
-    os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    programs = pathlib.Path(__file__).parents[1] / ".cache" / "xla"
+    if "PYTEST_XDIST_WORKER" not in os.environ and sum(x.stat().st_size for x in programs.glob("*")) > 1 << 30:
+        shutil.rmtree(programs)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 if sys.dont_write_bytecode and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(pathlib.Path(__file__).parents[1] / ".cache" / "bytecode"))
 

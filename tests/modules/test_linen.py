@@ -76,7 +76,10 @@ def variables(how="loop"):
 PLAIN, REMAT = (18, 6), (23, 8)
 
 
-@pytest.mark.parametrize("how", ["loop", "scan", "remat", "scan+remat", "jit"])
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("how", ["loop", SLOW("scan"), SLOW("remat"), "scan+remat", "jit"])
 def test_all_linears_are_quantized_under_transformations(how):
     plain = Stack(how)
     model = fp8jax.linen.quantize(plain, TE)
