@@ -123,11 +123,9 @@ def matmul(
 def best_tile(m: int, n: int, k: int, widest: int = 192, fast: bool = True) -> hopper.Tile:
     """The tile with the least estimated time: waves of tiles times what a tile costs.
 
-    One of 128 rows a warpgroup has at most `widest` columns.
-
     A 128-deep step costs a tile its tensor-core cycles, and 1 to 8 % more in the narrower ones. Where warpgroups take
-    turns, one's epilogue hides behind the other's products; a shared tile adds it, about 2000 cycles. Measured on an
-    H200 at its power limit.
+    turns, each with a tile of 128 rows and at most `widest` columns, one's epilogue hides behind the other's products;
+    a shared tile adds it, about 2000 cycles. Measured on an H200 at its power limit.
     """
     steps, blocks = hopper.ceil_div(k, hopper.K_STEP), hopper.multiprocessors()
 

@@ -16,6 +16,8 @@ from fp8jax.ops.quantize import IMPLS, chosen
 
 # Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
 FOLDABLE = 10
+# Elements under one power of two, as the kernels take them.
+GROUP = 32
 
 
 class Folded(NamedTuple):
@@ -68,7 +70,7 @@ def fold(x: Array, spec: QuantSpec | str, *, impl: str = "auto") -> Folded:
 def foldable(q: QTensor) -> bool:
     """Whether `refold` takes a matrix: e4m3 codes microscaled by 32 of a row under a level 1 scale."""
     spec = q.spec
-    rows = spec.axis in (-1, 1) and spec.group_size == 32
+    rows = spec.axis in (-1, 1) and spec.group_size == GROUP
     return spec.granularity == "mx" and spec.level1 != "none" and spec.format == "e4m3" and rows
 
 
@@ -120,7 +122,7 @@ def _refold_reference(codes: Array, powers: Array, level: Array) -> tuple[Array,
     fits = (scale >= formats.TINY) & (largest > 0)
     shift = jnp.where(fits, 127 - largest.astype(jnp.int32), 0)
     shifted = jnp.where(powers == 255, 255, jnp.clip(powers + shift, 0, 254)).astype(jnp.uint8)
-    power = blocks.spread(formats.decode_e8m0(shifted), codes.shape, (1, 32))
+    power = blocks.spread(formats.decode_e8m0(shifted), codes.shape, (1, GROUP))
     folded = codes.astype(jnp.float32) * power
     return folded.astype(codes.dtype), jnp.where(fits, scale, level)
 
@@ -144,8 +146,8 @@ def _unsupported(x: Array, spec: QuantSpec) -> str | None:
     from pallas_kernels import quantize_rows_triton
     from pallas_kernels.quantize_triton import Coding
 
-    if spec.group_size != quantize_rows_triton.GROUP:
-        return f"groups of {spec.group_size} are not {quantize_rows_triton.GROUP}"
+    if spec.group_size != GROUP:
+        return f"groups of {spec.group_size} are not {GROUP}"
     return quantize_rows_triton.unsupported(x.shape, x.dtype, Coding("token", formats.get(spec.format).dtype))
 
 
