@@ -73,12 +73,12 @@ def product(
     a: jax.Array,
     b: jax.Array,
     streams: Sequence["Stream"] = (),
-    extras: Sequence[jax.Array] = (),
     *,
     name: str,
     tile: Tile,
     epilogue: Epilogue,
     out_dtype: Any,
+    registers: tuple[int, int] | None = None,
     interpret: Interpret = None,
 ) -> Any:
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
@@ -86,11 +86,12 @@ def product(
     With groups in the epilogue it returns that and (M, ceil(N / group)) float32 scales.
 
     Args:
-        compute: called by each compute warpgroup for each of its tiles as `compute(share, finish, *extras)`;
+        compute: called by each compute warpgroup for each of its tiles as `compute(share, finish)`;
             it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
-            with the accumulators: (first column, fp32 array of all rows of the share), from left to right.
+            with the accumulators: (first row, first column, fp32 array), which cover the share; those of the same rows
+            from left to right.
         streams: scales that travel with the operands; `Share.scales` reads them.
-        extras: arrays in device memory that `compute` reads itself; their padding is the caller's business.
+        registers: of a thread of the memory warpgroup and of the others, if not those of `REGISTERS`.
     """
     (m, k), n = a.shape, b.shape[0]
     out_bytes = jnp.dtype(out_dtype).itemsize
@@ -100,7 +101,7 @@ def product(
     tiles_m = rows // tile.block_rows // (1 + (tile.cluster == "M"))
     tiles_n = cols // tile.block_cols // (1 + (tile.cluster == "N"))
     k_steps = ceil_div(k, K_STEP)
-    memory_registers, compute_registers = REGISTERS[tile.warpgroups]
+    memory_registers, compute_registers = registers or REGISTERS[tile.warpgroups]
     blocks = 2 if interpret is not None else multiprocessors() // (1 + (tile.cluster is not None))
 
     # TMA sees a matrix in tiles of 8 rows and a swizzle of columns, and has to have whole ones.
@@ -144,7 +145,6 @@ def product(
         out_refs = refs[len(operands) :]
         a_ref, b_ref, *rest = refs[: len(operands)]
         stream_refs, rest = rest[: len(streams)], rest[len(streams) :]
-        extra_refs, rest = rest[: len(extras)], rest[len(extras) :]
         epilogue_refs = dict(zip(vectors, rest, strict=False))
         residual_ref = rest[-1] if residual is not None else None
         residual_barrier = scratch_refs.pop("residual_barrier", None)
@@ -167,32 +167,42 @@ def product(
         def load() -> None:
             plgpu.set_max_registers(memory_registers, action="decrease")
 
-            def fetch(turn: jax.Array, _: None) -> None:
+            def fetch(turn: jax.Array, slot: jax.Array) -> jax.Array:
                 row, col = place(turn)
+                ring = 0 if turns == 1 else lax.rem(turn, turns) * tile.stages
 
-                def step(i: jax.Array, _: None) -> None:
-                    slot = lax.rem(turn * k_steps + i, tile.stages)
-                    arrived = full.at[lax.rem(turn, turns) * tile.stages + slot]
+                def step(i: jax.Array, slot: jax.Array) -> jax.Array:
+                    arrived = full.at[ring + slot]
                     depth = pl.ds(i * K_STEP, K_STEP)
                     plgpu.barrier_wait(empty.at[slot])
-                    for ref, ring, start, size, shared_along in (
+                    for ref, target, start, size, shared_along in (
                         (a_ref, a_ring, row, tile.block_rows, "N"),
                         (b_ref, b_ring, col, tile.block_cols, "M"),
                     ):
                         multicast = "cluster" if tile.cluster == shared_along else None
                         plgpu.copy_gmem_to_smem(
-                            ref.at[pl.ds(start, size), depth], ring.at[slot], arrived, collective_axes=multicast
+                            ref.at[pl.ds(start, size), depth], target.at[slot], arrived, collective_axes=multicast
                         )
-                    for stream, ref, ring in zip(streams, stream_refs, stream_rings, strict=True):
+                    for stream, ref, target in zip(streams, stream_refs, stream_rings, strict=True):
                         window = pl.ds(i, 1), pl.ds(stream.start(row, col), stream.size)
-                        plgpu.copy_gmem_to_smem(ref.at[window], ring.at[slot], arrived)
+                        plgpu.copy_gmem_to_smem(ref.at[window], target.at[slot], arrived)
+                    return lax.select(slot == tile.stages - 1, jnp.int32(0), slot + 1)
 
-                lax.fori_loop(0, k_steps, step, None)
+                return lax.fori_loop(0, k_steps, step, slot)
 
-            lax.fori_loop(0, own, fetch, None)
-            # A block must not exit before its last stages were released: its peer may still multicast into it.
-            for slot in range(tile.stages):
-                plgpu.barrier_wait(empty.at[slot])
+            def fetch_all() -> None:
+                lax.fori_loop(0, own, fetch, jnp.int32(0))
+                # A block must not exit before its last stages were released: its peer may still multicast into it.
+                for slot in range(tile.stages):
+                    plgpu.barrier_wait(empty.at[slot])
+
+            # One warp: four would synchronise before each copy, which then starts too late to hide its latency.
+            if any(
+                jax.typeof(x).manual_axis_type.varying for x in operands
+            ):  # in a shard_map that checks what varies: not offered there
+                fetch_all()
+            else:
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(fetch_all))
 
         def multiply() -> None:
             plgpu.set_max_registers(compute_registers, action="increase")
@@ -220,7 +230,7 @@ def product(
                 )  # fmt: skip
                 factors = writer.begin()
                 share.follow()
-                compute(share, functools.partial(writer.finish, factors), *extra_refs)
+                compute(share, functools.partial(writer.finish, factors))
 
             lax.fori_loop(0, own if turns == 1 else lax.div(own - group + turns - 1, turns), work, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -229,7 +239,7 @@ def product(
 
     kernel.__name__ = name
     clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
-    operands = [a, b, *(stream.array for stream in streams), *extras, *vectors.values()]
+    operands = [a, b, *(stream.array for stream in streams), *vectors.values()]
     operands += [] if residual is None else [residual]
     kinds = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
     if epilogue.group:

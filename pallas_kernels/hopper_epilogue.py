@@ -111,16 +111,16 @@ class Writer:
     def _vector(self, name: str, start: jax.Array, size: int, layout: Any) -> jax.Array:
         return plgpu.load(self.refs[name].at[pl.ds(start, size)], layout=layout, optimized=False)
 
-    def finish(self, factors: tuple[Any, Any], parts: Sequence[tuple[int, jax.Array]]) -> None:
-        """Writes the tile, given as (first column, fp32 accumulator of all its rows) from left to right."""
+    def finish(self, factors: tuple[Any, Any], parts: Sequence[tuple[int, int, jax.Array]]) -> None:
+        """Writes the tile, given as accumulators (first row, first column, fp32 array), from left to right."""
         scale, row = factors
         if row is not None and scale is not None:
             row = row * scale
         for piece, (i, j) in enumerate(self.pieces):
             columns = [
-                x[i : i + 64, max(j - first, 0) : j - first + self.piece]
-                for first, x in parts
-                if j - x.shape[1] < first < j + self.piece
+                x[i - top : i - top + 64, max(j - first, 0) : j - first + self.piece]
+                for top, first, x in parts
+                if top <= i < top + x.shape[0] and j - x.shape[1] < first < j + self.piece
             ]
             value = columns[0] if len(columns) == 1 else lax.concatenate(columns, 1)
             if row is not None:

@@ -132,13 +132,17 @@ class Share:
         window = self.streams[stream].at[slot, 0, pl.ds(start, size)]
         return plgpu.load(window, layout=layout, optimized=False)
 
+    def scale(self, stream: int, slot: Any, index: Any) -> jax.Array:
+        """One value of a stream that came with this stage, likewise."""
+        return self.streams[stream][slot, 0, index]
+
     def scales_read(self) -> None:
         """Orders the reads of `scales` before the TMA write that follows the stage's release."""
         plgpu.commit_smem()
 
-    def a(self, slot: Any) -> Any:
-        """The part's rows of a, (rows, 128), in shared memory."""
-        return self.a_ring.at[slot, pl.ds(self.stage_row, self.tile.rows)]
+    def a(self, slot: Any, first: int = 0, rows: int | None = None) -> Any:
+        """The part's rows of a, or `rows` of them from the `first` on, (rows, 128), in shared memory."""
+        return self.a_ring.at[slot, pl.ds(self.stage_row + first, rows or self.tile.rows)]
 
     def b(self, slot: Any, transposed: bool = True) -> Any:
         """The part's columns of b, as (128, cols) or as they lie, in shared memory."""

@@ -1,5 +1,6 @@
 """Block-scaled FP8 matrix product for Hopper: 1x128 by 128x128 and 1x128 by 1x128, promoted to fp32 every 128 of K."""
 
+import functools
 import math
 from typing import Any
 
@@ -11,6 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import Tile
+
+BLOCKS = 32  # of b whose scales come with a slice
+# Of a thread of the memory warpgroup and of the others. With more the assembler starts a pass before it has added the
+# sums of the one before, and spills.
+TWO_PASSES = (72, 216)
 
 
 def matmul_block(
@@ -39,7 +45,7 @@ def matmul_block(
         b_scale: float32, (ceil(N / 128), ceil(K / 128)) for 128x128 blocks, or (N, ceil(K / 128)) for 1x128.
         bias: (N,) float32 or bfloat16. residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
         out_dtype: bfloat16 or float32.
-        tile, unroll: tuning; `unroll` slices of K are chained, each promoted while the next multiplies.
+        tile, unroll: tuning; slices of K between two jumps.
         interpret: interpreter parameters, to run on CPU.
 
     Returns:
@@ -59,90 +65,110 @@ def matmul_block(
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
     if tile is None:
         tile, unroll = best_tile(m, n, by_column)
-    # Columns that share a scale of b, or so few that registers hold their scales beside three sets of sums.
-    width = 32 if by_column else math.gcd(tile.cols, 128)
-    starts = range(0, tile.cols, width)
-    # A fence in each slice costs a chain more than scales from device memory, a slice ahead; columns have too many.
-    direct = unroll > 1 and not by_column
-    streams, extras = [], []
-    if direct:
-        extras.append(hopper.pad_axis(a_scale, 0, hopper.covered(m, tile.block_rows, tile.cluster == "M")))
-    else:
-        streams.append(hopper.Stream.of(a_scale, tile.block_rows, lambda row, _: row))
+    streams = [hopper.Stream.of(a_scale, tile.block_rows, lambda row, _: row)]
     if by_column:
         streams.append(hopper.Stream.of(b_scale, tile.block_cols, lambda _, col: col))
     else:
-        cols = hopper.covered(n, tile.block_cols, tile.cluster == "N")
-        extras.append(hopper.pad_axis(b_scale, 0, hopper.ceil_div(cols, 128)))
+        streams.append(hopper.Stream.of(b_scale, BLOCKS, lambda _, col: _first_block(col)))
+    registers = None if by_column or tile.rows == 64 else TWO_PASSES
+    return hopper.product(
+        (_columns if by_column else _blocks)(tile, unroll), a, b, streams, name="fp8_matmul_block", tile=tile,
+        epilogue=epilogue, out_dtype=out_dtype, registers=registers, interpret=interpret,
+    )  # fmt: skip
 
-    def compute(share: hopper.Share, finish: Any, *refs: Any) -> None:
-        def blocks_of_b(i: jax.Array) -> list[Any]:
-            return [refs[-1][lax.div(share.col + first, 128), i] for first in starts]
 
-        def read(i: jax.Array) -> tuple[Any, ...]:
-            i = lax.min(i, jnp.int32(blocks - 1))
-            rows = refs[0].at[pl.ds(share.row, tile.rows), i]
-            return plgpu.load(rows, layout=hopper.ROW, optimized=False), *blocks_of_b(i)
+def _first_block(col: jax.Array) -> jax.Array:
+    """Of the blocks of b whose scales come with a tile that starts at this column: TMA takes whole 16 bytes."""
+    return lax.div(col, 512) * 4
 
-        def streamed(i: jax.Array, slot: Any) -> tuple[Any, ...]:
-            return share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW), *blocks_of_b(i)
 
+def _blocks(tile: Tile, unroll: int) -> Any:
+    """A scale for 128 columns: 64 rows after 64, so that the sums of one pass only wait beside the accumulators."""
+    width = math.gcd(tile.cols, 128)  # columns that share a scale
+    tops, starts = range(0, tile.rows, 64), range(0, tile.cols, width)
+
+    def compute(share: hopper.Share, finish: Any) -> None:
+        first_block = _first_block(share.col - share.stage_col)
+
+        def body(i: jax.Array, slots: list[Any], acc: tuple[Any, ...]) -> tuple[Any, ...]:
+            for step, slot in enumerate(slots):
+                share.wait(slot)
+                columns = [share.scale(1, slot, lax.div(share.col + first, 128) - first_block) for first in starts]
+                rows = [share.scales(0, slot, share.stage_row + top, 64, hopper.ROW) for top in tops]
+
+                def one_pass(partial: Any, top: int, total: Any, slot: Any = slot, after: Any = i + step + 1,
+                             rows: Any = rows, columns: Any = columns) -> Any:  # fmt: skip
+                    plgpu.wgmma(partial, share.a(slot, top, 64), share.b(slot))
+                    if top == 0:
+                        share.scales_read()
+                    done = plgpu.wgmma_accumulator_load(partial, wait_n=0)
+                    if top == tops[-1]:
+                        share.release(slot, after)
+                    factors = [lax.broadcast_in_dim(rows[top // 64] * c, (64, width), [0]) for c in columns]
+                    parts = zip(total, starts, factors, strict=True)
+                    return tuple(x + done[:, first : first + width] * s for x, first, s in parts)
+
+                sums = plgpu.ACC((64, tile.cols), jnp.float32)
+                acc = tuple(
+                    pl.run_scoped(functools.partial(one_pass, top=top, total=total), sums)
+                    for top, total in zip(tops, acc, strict=True)
+                )
+            return acc
+
+        zero = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
+        acc = share.loop(body, tuple(tuple(zero for _ in starts) for _ in tops), unroll)
+        finish([(top, f, x) for top, row in zip(tops, acc, strict=True) for f, x in zip(starts, row, strict=True)])
+
+    return compute
+
+
+def _columns(tile: Tile, unroll: int) -> Any:
+    """A scale for each column: `unroll` slices are chained, each promoted while the next multiplies."""
+    width = 32  # so few that registers hold their scales beside three sets of sums
+    starts = range(0, tile.cols, width)
+
+    def compute(share: hopper.Share, finish: Any) -> None:
         def spread(x: jax.Array, axis: int) -> jax.Array:
             return lax.broadcast_in_dim(x, (tile.rows, width), [axis])
 
-        def promote(acc: Any, in_flight: int, partial: Any, slot: Any, scales: Any, slices: Any) -> Any:
+        def promote(acc: Any, in_flight: int, partial: Any, slot: Any, slices: Any) -> Any:
             done = plgpu.wgmma_accumulator_load(partial, wait_n=in_flight)
-            if by_column:
-                row = share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW)
-                total = []
-                for x, first in zip(acc, starts, strict=True):
-                    column = share.scales(1, slot, share.stage_col + first, width, hopper.COLUMN)
-                    total.append(x + done[:, first : first + width] * spread(row, 0) * spread(column, 1))
-                share.scales_read()
-                share.release(slot, slices)
-                return tuple(total)
+            row = share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW)
+            total = []
+            for x, first in zip(acc, starts, strict=True):
+                column = share.scales(1, slot, share.stage_col + first, width, hopper.COLUMN)
+                total.append(x + done[:, first : first + width] * spread(row, 0) * spread(column, 1))
+            share.scales_read()
             share.release(slot, slices)
-            row, *columns = scales
-            factors = [spread(row * c, 0) for c in columns]
-            return tuple(x + done[:, f : f + width] * s for x, f, s in zip(acc, starts, factors, strict=True))
+            return tuple(total)
 
-        def body(i: jax.Array, slots: list[Any], carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            # Each partial product is promoted while the next one is in flight.
-            def chain(step: int, acc: Any, ahead: Any, before: Any) -> tuple[Any, Any]:
+        def body(i: jax.Array, slots: list[Any], acc: Any) -> Any:
+            def chain(step: int, acc: Any, before: Any) -> Any:
                 if step == len(slots):
-                    return promote(acc, 0, *before), ahead
-                slot = slots[step]
-                share.wait(slot)
-                scales = ahead if direct or by_column else streamed(i + step, slot)
+                    return promote(acc, 0, *before)
+                share.wait(slots[step])
 
-                def issue(partial: Any) -> tuple[Any, Any]:
-                    plgpu.wgmma(partial, share.a(slot), share.b(slot))
-                    if not (direct or by_column):
-                        share.scales_read()
-                    later = read(i + step + 1) if direct else ()
+                def issue(partial: Any) -> Any:
+                    plgpu.wgmma(partial, share.a(slots[step]), share.b(slots[step]))
                     total = acc if before is None else promote(acc, 1, *before)
-                    return chain(step + 1, total, later, (partial, slot, scales, i + step + 1))
+                    return chain(step + 1, total, (partial, slots[step], i + step + 1))
 
                 return pl.run_scoped(issue, plgpu.ACC((tile.rows, tile.cols), jnp.float32))
 
-            return chain(0, *carry, None)
+            return chain(0, acc, None)
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, width), jnp.float32), plgpu.Layout.WGMMA)
-        first = read(jnp.int32(0)) if direct else ()
-        acc, _ = share.loop(body, (tuple(zero for _ in starts), first), unroll)
-        finish(list(zip(starts, acc, strict=True)))
+        acc = share.loop(body, tuple(zero for _ in starts), unroll)
+        finish([(0, first, x) for first, x in zip(starts, acc, strict=True)])
 
-    return hopper.product(
-        compute, a, b, streams, extras, name="fp8_matmul_block", tile=tile, epilogue=epilogue, out_dtype=out_dtype,
-        interpret=interpret,
-    )  # fmt: skip
+    return compute
 
 
 def best_tile(m: int, n: int, by_column: bool = False) -> tuple[Tile, int]:
     """Tile and `unroll` with the least estimated time: waves of tiles times a slice's, as measured on an H200.
 
-    With blocks of b, three warpgroups multiplied 1.13 times as fast as two with tiles of 128 x 128, at the power limit;
-    with scales of columns a slice takes 1.47 times as long in the wider tile.
+    With blocks of b, three warpgroups multiplied 1.05 times as fast as two in two passes, whose tile of 256 x 128 may
+    leave fewer multiprocessors idle; with scales of columns a slice takes 1.47 times as long in the wider tile.
     """
 
     def cost(choice: tuple[float, Tile, int]) -> float:
@@ -150,10 +176,11 @@ def best_tile(m: int, n: int, by_column: bool = False) -> tuple[Tile, int]:
         tiles = hopper.ceil_div(m, tile.block_rows) * hopper.ceil_div(n, tile.block_cols)
         return slice_time * hopper.ceil_div(tiles, hopper.multiprocessors())
 
-    cluster = hopper.pairing(m, 128)
     if by_column:
+        cluster = hopper.pairing(m, 128)
         choices = [(1.47, Tile(64, 192, cluster=cluster, lead=1), 1), (1.0, Tile(64, 128, stages=5), 4)]
     else:
-        three = Tile(64, 128, cluster=hopper.pairing(n, 128, "N"), warpgroups=3)
-        choices = [(1.5 / 1.13, three, 1), (1.0, Tile(64, 128, stages=6, cluster=cluster), 8)]
+        cluster = hopper.pairing(n, 128, "N")
+        three = Tile(64, 128, cluster=cluster, warpgroups=3)
+        choices = [(1.5 / 1.05, three, 2), (2.0, Tile(128, 128, stages=3, slots=4, cluster=cluster), 2)]
     return min(choices, key=cost)[1:]

@@ -82,7 +82,7 @@ def matmul(
             last = share.loop(body, jnp.int32(0))
             plgpu.wgmma_wait(0)
             share.release(last, share.k_steps)
-            finish([(0, acc[...])])
+            finish([(0, 0, acc[...])])
 
         pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
 
@@ -106,7 +106,7 @@ def matmul(
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, width), jnp.float32), plgpu.Layout.WGMMA)
         total = share.loop(body, tuple(zero for _ in starts), unroll=PROMOTED)
-        finish(list(zip(starts, total, strict=True)))
+        finish([(0, first, x) for first, x in zip(starts, total, strict=True)])
 
     return hopper.product(
         add_all if fast else promote,

@@ -102,7 +102,7 @@ def _compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any
             return promote(acc, 0, *before)
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), plgpu.Layout.WGMMA)
-        finish([(0, share.loop(body, zero, unroll))])
+        finish([(0, 0, share.loop(body, zero, unroll))])
 
     return compute
 

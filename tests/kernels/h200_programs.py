@@ -73,9 +73,9 @@ def block(m: int = M, n: int = N) -> Program:
     return matmul_block, (*codes, Shape((m, K // 128), F32), Shape((n // 128, K // 128), F32))
 
 
-def block_of_few_rows() -> Program:
+def block_in_two_passes() -> Program:
     """A product whose waves of tiles are fewer with two warpgroups than with three."""
-    return block(512, 4096)
+    return block(4096, 4096)
 
 
 def block_everything() -> Program:
@@ -127,7 +127,7 @@ ALL = [
     vocabulary,
     tiny,
     block,
-    block_of_few_rows,
+    block_in_two_passes,
     block_everything,
     wgrad,
     wgrad_wide,
