@@ -135,7 +135,7 @@ def product(
         "empty": _empty_barrier(tile),
     }
     for n_stream, stream in enumerate(streams):
-        shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.stages, 1, stream.size), stream.array.dtype)
+        shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.stages, *stream.window), stream.array.dtype)
     if tile.lead and k_steps > tile.stages:
         shared["ahead"] = plgpu.Barrier()
     if residual is not None and epilogue.group is None:
@@ -184,8 +184,7 @@ def product(
                             ref.at[pl.ds(start, size), depth], target.at[slot], arrived, collective_axes=multicast
                         )
                     for stream, ref, target in zip(streams, stream_refs, stream_rings, strict=True):
-                        window = pl.ds(i, 1), pl.ds(stream.start(row, col), stream.size)
-                        plgpu.copy_gmem_to_smem(ref.at[window], target.at[slot], arrived)
+                        plgpu.copy_gmem_to_smem(ref.at[stream.at(i, row, col)], target.at[slot], arrived)
                     return lax.select(slot == tile.stages - 1, jnp.int32(0), slot + 1)
 
                 return lax.fori_loop(0, k_steps, step, slot)

@@ -132,9 +132,9 @@ class Share:
         window = self.streams[stream].at[slot, 0, pl.ds(start, size)]
         return plgpu.load(window, layout=layout, optimized=False)
 
-    def scale(self, stream: int, slot: Any, index: Any) -> jax.Array:
-        """One value of a stream that came with this stage, likewise."""
-        return self.streams[stream][slot, 0, index]
+    def scale(self, stream: int, slot: Any, row: Any, i: jax.Array) -> jax.Array:
+        """The scale of a stream of rows for slice `i`, likewise."""
+        return self.streams[stream][slot, row, lax.rem(i, 4)]
 
     def scales_read(self) -> None:
         """Orders the reads of `scales` before the TMA write that follows the stage's release."""
@@ -152,20 +152,32 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Scales loaded with each stage: row `i` of `array`, `size` values from `start(row, col)` of the block's tile.
+    """Scales loaded with each stage: a window of an array of 4-byte values.
 
-    `array` is (steps of K, width) of 4-byte values, `size` a multiple of 32, `start` of 4: starts off the 16-byte grid
-    ended in an illegal instruction on an H200.
+    `start(i, row, col)` is where the window begins, for slice `i` of the tile at this row and column of the product.
+    Along the last axis the array is as long as the window or longer, that a multiple of 32 and its start one of 4:
+    starts off the 16-byte grid ended in an illegal instruction on an H200.
     """
 
     array: jax.Array
-    size: int
-    start: Callable[[jax.Array, jax.Array], jax.Array]
+    window: tuple[int, int]
+    start: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
+
+    def at(self, i: jax.Array, row: jax.Array, col: jax.Array) -> tuple[Any, Any]:
+        first, second = (pl.ds(x, n) for x, n in zip(self.start(i, row, col), self.window, strict=True))
+        return first, second
 
     @staticmethod
-    def of(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
-        """From scales as they are stored, (width, steps of K)."""
-        return Stream(pad_axis(scales.T, 1, max(round_up(scales.shape[0], 4), size)), size, start)
+    def of_slices(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
+        """`size` values for each slice, of scales (width, steps of K), which XLA transposes."""
+        array = pad_axis(scales.T, 1, max(round_up(scales.shape[0], 4), size))
+        return Stream(array, (1, size), lambda i, row, col: (i, start(row, col)))
+
+    @staticmethod
+    def of_rows(scales: jax.Array, rows: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
+        """Of `rows` rows of scales (rows, steps of K): the slice's are at `i % 4`, then come those of slices after."""
+        array = pad_axis(pad_axis(scales, 1, max(round_up(scales.shape[1], 4), 32)), 0, rows)
+        return Stream(array, (rows, 32), lambda i, row, col: (start(row, col), lax.div(i, 4) * 4))
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -13,7 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.hopper import Tile
 
-BLOCKS = 32  # of b whose scales come with a slice
 # Of a thread of the memory warpgroup and of the others. With more the assembler starts a pass before it has added the
 # sums of the one before, and spills.
 TWO_PASSES = (72, 216)
@@ -65,21 +64,18 @@ def matmul_block(
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
     if tile is None:
         tile, unroll = best_tile(m, n, by_column)
-    streams = [hopper.Stream.of(a_scale, tile.block_rows, lambda row, _: row)]
+    streams = [hopper.Stream.of_slices(a_scale, tile.block_rows, lambda row, _: row)]
     if by_column:
-        streams.append(hopper.Stream.of(b_scale, tile.block_cols, lambda _, col: col))
+        streams.append(hopper.Stream.of_slices(b_scale, tile.block_cols, lambda _, col: col))
     else:
-        streams.append(hopper.Stream.of(b_scale, BLOCKS, lambda _, col: _first_block(col)))
+        # A tile that starts within a block reaches into one more.
+        rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
+        streams.append(hopper.Stream.of_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
     registers = None if by_column or tile.rows == 64 else TWO_PASSES
     return hopper.product(
         (_columns if by_column else _blocks)(tile, unroll), a, b, streams, name="fp8_matmul_block", tile=tile,
         epilogue=epilogue, out_dtype=out_dtype, registers=registers, interpret=interpret,
     )  # fmt: skip
-
-
-def _first_block(col: jax.Array) -> jax.Array:
-    """Of the blocks of b whose scales come with a tile that starts at this column: TMA takes whole 16 bytes."""
-    return lax.div(col, 512) * 4
 
 
 def _blocks(tile: Tile, unroll: int) -> Any:
@@ -88,12 +84,13 @@ def _blocks(tile: Tile, unroll: int) -> Any:
     tops, starts = range(0, tile.rows, 64), range(0, tile.cols, width)
 
     def compute(share: hopper.Share, finish: Any) -> None:
-        first_block = _first_block(share.col - share.stage_col)
+        first_block = lax.div(share.col - share.stage_col, 128)
 
         def body(i: jax.Array, slots: list[Any], acc: tuple[Any, ...]) -> tuple[Any, ...]:
             for step, slot in enumerate(slots):
                 share.wait(slot)
-                columns = [share.scale(1, slot, lax.div(share.col + first, 128) - first_block) for first in starts]
+                blocks = [lax.div(share.col + first, 128) - first_block for first in starts]
+                columns = [share.scale(1, slot, block, i + step) for block in blocks]
                 rows = [share.scales(0, slot, share.stage_row + top, 64, hopper.ROW) for top in tops]
 
                 def one_pass(partial: Any, top: int, total: Any, slot: Any = slot, after: Any = i + step + 1,

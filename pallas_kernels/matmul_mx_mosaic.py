@@ -55,7 +55,7 @@ def matmul_mx(
     hopper.check_epilogue(epilogue, m, n)
     hopper.check_array("a_exponent", a_exponent, (m, hopper.ceil_div(k, GROUP)), (jnp.uint8,))
     tile = tile or hopper.Tile(64, 128, stages=5, cluster=hopper.pairing(m, 128))
-    stream = hopper.Stream.of(_words(a_exponent, k), tile.block_rows, lambda row, _: row)
+    stream = hopper.Stream.of_slices(_words(a_exponent, k), tile.block_rows, lambda row, _: row)
     return hopper.product(
         _compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
         out_dtype=out_dtype, interpret=interpret,

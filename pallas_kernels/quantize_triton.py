@@ -110,6 +110,8 @@ def _quantize(
             HEIGHT: tl.constexpr = (M + 4 * LONG - 1) // (4 * LONG)
             g = top // (4 * LONG) + tl.arange(0, R // LONG)
             place = n.to(tl.int64)[None, :] * HEIGHT + g[:, None]
+            if COLUMNS[9]:
+                place = n[None, :] + g.to(tl.int64)[:, None] * N
             there = device.inside(g, n, HEIGHT, N)
             largest = device.along_columns(ordered, LONG)
             if COLUMNS[0] == 3:
@@ -250,7 +252,8 @@ def quantize(
     given = [one if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
     by_row = [s.shape[0] > 1 for s in given]
     statics = [
-        device.NONE if c is None else c.static._replace(by_row=b) for c, b in zip((rows, coding), by_row, strict=True)
+        device.NONE if c is None else c.static._replace(by_row=b, turned=_turned(c))
+        for c, b in zip((rows, coding), by_row, strict=True)
     ]
     if same:
         statics[1] = statics[1]._replace(kind=device.KINDS["same"])
@@ -280,6 +283,11 @@ def _best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -
     return Launch(warps=16 if same else 8)
 
 
+def _turned(how: Coding) -> bool:
+    """Whether scales are written transposed, as products of groups read them: a transposition later is a kernel."""
+    return how.kind == "group" and how.size == 128
+
+
 def _shapes(how: Coding | None, shape: tuple[int, int], scaled: bool = True, kept: bool = True) -> list[Any]:
     """Of codes, scales and powers; of those that are not made, of one element."""
     one = (1, 1)
@@ -289,7 +297,7 @@ def _shapes(how: Coding | None, shape: tuple[int, int], scaled: bool = True, kep
     scales = count if scaled and how.kind in ("group", "block") else one
     return [
         jax.ShapeDtypeStruct(shape if kept else one, jnp.uint8),
-        jax.ShapeDtypeStruct(scales, how.scale_dtype),
+        jax.ShapeDtypeStruct(scales[::-1] if _turned(how) else scales, how.scale_dtype),
         jax.ShapeDtypeStruct(count if how.kind == "mx" else one, jnp.uint8),
     ]
 
@@ -299,6 +307,8 @@ def _quantized(how: Coding | None, parts: Any) -> Quantized | None:
         return None
     codes = jax.lax.bitcast_convert_type(parts[0], how.dtype)
     scale = parts[1] if how.kind in ("group", "block") else None
+    if scale is not None and _turned(how):
+        scale = scale.T
     return Quantized(codes, scale, parts[2] if how.kind == "mx" else None)
 
 

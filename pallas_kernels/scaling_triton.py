@@ -65,6 +65,7 @@ class Static(NamedTuple):
     stochastic: bool
     by_row: bool = False
     kept: bool = True
+    turned: bool = False  # scales lie transposed
 
 
 NONE = Static(0, 0, 0.0, 0, 0, False, False)
@@ -269,6 +270,8 @@ def scale_along_rows(
         g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
         WIDTH: tl.constexpr = (N + SIZE - 1) // SIZE
         at = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
+        if HOW[9]:
+            at = m[:, None] + g.to(tl.int64)[None, :] * M
         there = inside(m, g, M, WIDTH)
     if HOW[0] == 3:
         scale = to_scale(largest, HOW, scales_ptr.dtype.element_ty)
