@@ -64,15 +64,16 @@ class Arm:
 
 
 def operands(m: int, n: int, k: int, seed: int) -> dict[str, jax.Array]:
-    """Normal data with scales of every granularity; all of them exact powers of two or fp32, and never all equal."""
+    """Normal data with fp32 scales of every granularity, never all equal; `_turned` as the quantize kernel writes."""
     keys = jax.random.split(jax.random.key(seed), 7)
     uniform = functools.partial(jax.random.uniform, minval=0.5, maxval=2.0)
     a = (jax.random.normal(keys[0], (m, k)) * 32).astype(E4M3)
     b = (jax.random.normal(keys[1], (n, k)) * 32).astype(E4M3)
+    a_group, b_group = uniform(keys[4], (m, k // 128)), uniform(keys[5], (n, k // 128))
     return {
         "a": a, "b": b, "a16": a.astype(BF16), "b16": b.astype(BF16), "s": jnp.asarray(0.5, F32),
         "row": uniform(keys[2], (m,)), "column": uniform(keys[3], (n,)),
-        "a_group": uniform(keys[4], (m, k // 128)), "b_group": uniform(keys[5], (n, k // 128)),
+        "a_group": a_group, "b_group": b_group, "a_turned": a_group.T, "b_turned": b_group.T,
         "b_block": uniform(keys[5], (n // 128, k // 128)),
         "exponent": 127 - jax.random.randint(keys[6], (m, k // 32), 0, 4).astype(jnp.uint8),
     }  # fmt: skip
@@ -161,8 +162,8 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
         plain += [turns(128, 128, stages=6, cluster="M"), turns(128, 160, stages=5, cluster="M"),
                   turns(128, 192, cluster="M"), turns(128, 192, cluster="N"), Tile(), Tile(cluster="N")]  # fmt: skip
         wide, three = functools.partial(Tile, 64, 192, lead=1), functools.partial(Tile, 64, 128, warpgroups=3)
-        block += [(three(), 1), (three(cluster="N"), 1), (wide(cluster="M", slots=3), 1)]
-        block += [(Tile(64, 128, stages=6, cluster="M"), 8)]
+        two = functools.partial(Tile, 128, 128, stages=3, slots=4)
+        block += [(t, u) for t in (three(), three(cluster="N"), two(), two(cluster="N")) for u in (1, 2)]
         column += [(wide(cluster="M"), 1), (wide(), 1), (Tile(64, 128, stages=5), 4)]
         exact += [(Tile(64, 128, stages=5), 2), (Tile(64, 128, stages=5, cluster="M"), 4)]
     for t in plain:
@@ -182,12 +183,12 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
               ("a", "b", "row", "column"))  # fmt: skip
     for t, u in block:
         yield Arm(f"ours block {label(t)}{f' u{u}' if t else ''}", "block",
-                  lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa, sb, tile=t, unroll=u),
-                  ("a", "b", "a_group", "b_block"))  # fmt: skip
+                  lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa.T, sb, tile=t, unroll=u),
+                  ("a", "b", "a_turned", "b_block"))  # fmt: skip
     for t, u in column:
         yield Arm(f"ours wgrad {label(t)}{f' u{u}' if t else ''}", "wgrad",
-                  lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa, sb, tile=t, unroll=u),
-                  ("a", "b", "a_group", "b_group"))  # fmt: skip
+                  lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa.T, sb.T, tile=t, unroll=u),
+                  ("a", "b", "a_turned", "b_turned"))  # fmt: skip
     yield Arm("ours mx, codes folded first", "mx", folded_first, ("a", "b", "exponent", "row"))
     for t, u in exact:
         yield Arm(f"ours mx exact {label(t)}{f' u{u}' if t else ''}", "mx",

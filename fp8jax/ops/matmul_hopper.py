@@ -189,6 +189,8 @@ def row_scales(q: QTensor) -> Array:
 def group_scales(q: QTensor, size: int) -> Array:
     """The scale of each row in each part of `size` of the contraction, fp32 (rows, parts)."""
     parts = -(-q.shape[1] // size)
+    if q.spec.block_shape(q.shape) == (1, size):
+        return q.scale.astype(jnp.float32)
     scale = blocks.spread(q.scale.astype(jnp.float32), q.shape, q.spec.block_shape(q.shape))
     scale = jnp.broadcast_to(scale, q.shape) if scale.shape[1] != 1 else jnp.broadcast_to(scale, (q.shape[0], 1))
     return jnp.broadcast_to(scale, (q.shape[0], parts)) if scale.shape[1] == 1 else scale[:, ::size]

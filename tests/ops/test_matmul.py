@@ -231,3 +231,8 @@ def test_equal_products_of_a_program_are_lowered_once(monkeypatch):
 
     text = jax.jit(three).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == 2
+
+
+def test_scales_that_lie_as_the_kernel_reads_them_are_not_copied():
+    q = fp8jax.quantize(jnp.ones((130, 300)), "e4m3:group128")
+    assert not jax.make_jaxpr(lambda q: matmul_hopper.group_scales(q, 128))(q).eqns
