@@ -27,7 +27,8 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
 
     With one scale for each operand cuBLASLt's FP8 product and ours lie within some per cent of each other on an H200:
     of ten shapes (results/gemm.json) ours was faster in each of three runs only for the largest output, by 3 to 10 %,
-    and is taken from that size on; for the others the sign changed from run to run, or cuBLASLt led. But XLA calls cuBLASLt with 8-bit operands only where its own Triton products are switched off
+    and is taken from that size on; for the others the sign changed from run to run, or cuBLASLt led. But XLA calls
+    cuBLASLt with 8-bit operands only where its own Triton products are switched off
     (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false): otherwise it may widen the operands to 16 bits, so that on Hopper
     the kernel is taken; XLA lets cuBLASLt also add what a result is added to. Scales of rows, which cuBLASLt leaves to
     a second kernel of XLA, and of groups are ours.
