@@ -186,6 +186,7 @@ def quantize_with_scale(x: Array, spec: QuantSpec | str, scale: Array | None, *,
     return QTensor(**_Parts(**dict(zip(like, arrays, strict=True)))._asdict(), spec=spec, length=length)
 
 
+@functools.partial(jax.jit, static_argnames="spec", inline=True)  # traced once for all layers of a shape
 def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array | None = None) -> _Parts:
     fmt = formats.get(spec.format)
     block_shape = spec.block_shape(x.shape)
