@@ -33,7 +33,7 @@ from pallas_kernels.hopper_share import Tile as Tile
 from pallas_kernels.hopper_share import covered as covered
 from pallas_kernels.hopper_share import pairing as pairing
 
-# Of a thread of the memory warpgroup and of the others, by the number of these: all 65536 of a multiprocessor.
+# Of a thread of the memory warpgroup and of the others, by the number of these; together a multiprocessor has 65536.
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -102,6 +102,8 @@ def product(
     tiles_n = cols // tile.block_cols // (1 + (tile.cluster == "N"))
     k_steps = ceil_div(k, K_STEP)
     memory_registers, compute_registers = registers or REGISTERS[tile.warpgroups]
+    if (needed := 128 * (memory_registers + compute_registers * tile.warpgroups)) > 65536:
+        raise ValueError(f"{needed} registers for {tile.warpgroups} warpgroups and one that loads; 65536 are there")
     blocks = 2 if interpret is not None else multiprocessors() // (1 + (tile.cluster is not None))
 
     # TMA sees a matrix in tiles of 8 rows and a swizzle of columns, and has to have whole ones.
@@ -195,13 +197,11 @@ def product(
                 for slot in range(tile.stages):
                     plgpu.barrier_wait(empty.at[slot])
 
-            # One warp: four would synchronise before each copy, which then starts too late to hide its latency.
-            if any(
-                jax.typeof(x).manual_axis_type.varying for x in operands
-            ):  # in a shard_map that checks what varies: not offered there
-                fetch_all()
-            else:
+            # Four warps would synchronise before each copy, which then starts too late to hide its latency.
+            if one_warp:
                 plgpu.warp_map(lambda warp: pl.when(warp == 0)(fetch_all))
+            else:
+                fetch_all()
 
         def multiply() -> None:
             plgpu.set_max_registers(compute_registers, action="increase")
@@ -240,6 +240,8 @@ def product(
     clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
     operands = [a, b, *(stream.array for stream in streams), *vectors.values()]
     operands += [] if residual is None else [residual]
+    # Not offered in a shard_map that checks what varies, nor by every jax 0.11.
+    one_warp = hasattr(plgpu, "warp_map") and not any(jax.typeof(x).manual_axis_type.varying for x in operands)
     kinds = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
     if epilogue.group:
         kinds.append(jax.ShapeDtypeStruct((rows, cols // epilogue.group), jnp.float32))

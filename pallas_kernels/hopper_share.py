@@ -133,7 +133,7 @@ class Share:
         return plgpu.load(window, layout=layout, optimized=False)
 
     def scale(self, stream: int, slot: Any, row: Any, i: jax.Array) -> jax.Array:
-        """The scale of a stream of rows for slice `i`, likewise."""
+        """The scale of a stream of rows for slice `i`; call `scales_read` before the stage is released."""
         return self.streams[stream][slot, row, lax.rem(i, 4)]
 
     def scales_read(self) -> None:
@@ -155,8 +155,8 @@ class Stream:
     """Scales loaded with each stage: a window of an array of 4-byte values.
 
     `start(i, row, col)` is where the window begins, for slice `i` of the tile at this row and column of the product.
-    Along the last axis the array is as long as the window or longer, that a multiple of 32 and its start one of 4:
-    starts off the 16-byte grid ended in an illegal instruction on an H200.
+    The window's last side is a multiple of 32, no longer than the array's, and starts at a multiple of 4: starts off
+    the 16-byte grid ended in an illegal instruction on an H200.
     """
 
     array: jax.Array
@@ -169,7 +169,7 @@ class Stream:
 
     @staticmethod
     def of_slices(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
-        """`size` values for each slice, of scales (width, steps of K), which XLA transposes."""
+        """`size` values for each slice, of scales (width, steps of K); the quantize kernel's already lie transposed."""
         array = pad_axis(scales.T, 1, max(round_up(scales.shape[0], 4), size))
         return Stream(array, (1, size), lambda i, row, col: (i, start(row, col)))
 

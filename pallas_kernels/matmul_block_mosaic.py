@@ -34,9 +34,9 @@ def matmul_block(
     """`dequantize(a) @ dequantize(b).T + bias + residual` with a scale for every 128 of K, promoted to fp32 every 128.
 
     The tensor cores add 128 products with about 14 bits; each partial sum then enters an fp32 accumulator times its two
-    scales, while other products are in flight. The error on normal data is the output's own rounding (1.7e-3 in
-    bfloat16). NaN of a code or scale reaches its row or column. Works under jit, scan, vmap, shard_map and jax.export;
-    has no derivative. The scheme is DeepSeek-V3's (arXiv 2412.19437, section 3.3).
+    scales, while products of the other warpgroups are in flight. The error on normal data is the output's own rounding
+    (1.7e-3 in bfloat16). NaN of a code or scale reaches its row or column. Works under jit, scan, vmap, shard_map and
+    jax.export; has no derivative. The scheme is DeepSeek-V3's (arXiv 2412.19437, section 3.3).
 
     Args:
         a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major. Mixed types may meet.
@@ -44,7 +44,7 @@ def matmul_block(
         b_scale: float32, (ceil(N / 128), ceil(K / 128)) for 128x128 blocks, or (N, ceil(K / 128)) for 1x128.
         bias: (N,) float32 or bfloat16. residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
         out_dtype: bfloat16 or float32.
-        tile, unroll: tuning; slices of K between two jumps.
+        tile, unroll: tuning; None chooses both by the shape. unroll: slices of K between two jumps.
         interpret: interpreter parameters, to run on CPU.
 
     Returns:
@@ -63,7 +63,7 @@ def matmul_block(
     if not by_column:
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
     if tile is None:
-        tile, unroll = best_tile(m, n, by_column)
+        tile, unroll = best_tile(m, n, by_column, out_dtype)
     streams = [hopper.Stream.of_slices(a_scale, tile.block_rows, lambda row, _: row)]
     if by_column:
         streams.append(hopper.Stream.of_slices(b_scale, tile.block_cols, lambda _, col: col))
@@ -71,7 +71,7 @@ def matmul_block(
         # A tile that starts within a block reaches into one more.
         rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
         streams.append(hopper.Stream.of_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
-    registers = None if by_column or tile.rows == 64 else TWO_PASSES
+    registers = TWO_PASSES if tile.rows > 64 and tile.warpgroups == 2 and not by_column else None
     return hopper.product(
         (_columns if by_column else _blocks)(tile, unroll), a, b, streams, name="fp8_matmul_block", tile=tile,
         epilogue=epilogue, out_dtype=out_dtype, registers=registers, interpret=interpret,
@@ -161,11 +161,11 @@ def _columns(tile: Tile, unroll: int) -> Any:
     return compute
 
 
-def best_tile(m: int, n: int, by_column: bool = False) -> tuple[Tile, int]:
+def best_tile(m: int, n: int, by_column: bool = False, out_dtype: Any = jnp.bfloat16) -> tuple[Tile, int]:
     """Tile and `unroll` with the least estimated time: waves of tiles times a slice's, as measured on an H200.
 
-    With blocks of b, three warpgroups multiplied 1.05 times as fast as two in two passes, whose tile of 256 x 128 may
-    leave fewer multiprocessors idle; with scales of columns a slice takes 1.47 times as long in the wider tile.
+    With blocks of b a slice takes 1.43 with three warpgroups, 2 with two in two passes, whose tiles of 256 x 128 may
+    leave fewer multiprocessors idle, and 1.16 with two in one; with scales of columns 1.47 in the wider tile, or 1.
     """
 
     def cost(choice: tuple[float, Tile, int]) -> float:
@@ -173,11 +173,14 @@ def best_tile(m: int, n: int, by_column: bool = False) -> tuple[Tile, int]:
         tiles = hopper.ceil_div(m, tile.block_rows) * hopper.ceil_div(n, tile.block_cols)
         return slice_time * hopper.ceil_div(tiles, hopper.multiprocessors())
 
+    along_m, along_n = hopper.pairing(m, 128), hopper.pairing(n, 128, "N")
     if by_column:
-        cluster = hopper.pairing(m, 128)
-        choices = [(1.47, Tile(64, 192, cluster=cluster, lead=1), 1), (1.0, Tile(64, 128, stages=5), 4)]
+        choices = [(1.47, Tile(64, 192, cluster=along_m, lead=1), 1), (1.0, Tile(64, 128, stages=5), 4)]
     else:
-        cluster = hopper.pairing(n, 128, "N")
-        three = Tile(64, 128, cluster=cluster, warpgroups=3)
-        choices = [(1.5 / 1.05, three, 2), (2.0, Tile(128, 128, stages=3, slots=4, cluster=cluster), 2)]
+        unrolled = 2 if out_dtype == jnp.bfloat16 else 1  # two slices and two passes of an fp32 tile spill
+        choices = [
+            (1.43, Tile(64, 128, cluster=along_n, warpgroups=3), 2),
+            (2.0, Tile(128, 128, stages=3, slots=4, cluster=along_n), unrolled),
+            (1.16, Tile(64, 128, stages=5, cluster=along_m), 2),
+        ]
     return min(choices, key=cost)[1:]

@@ -93,6 +93,9 @@ def _quantize(
         u, v = top // SIDE + tl.arange(0, HIGH // SIDE), left // SIDE + tl.arange(0, WIDE // SIDE)
         there = device.inside(u, v, (M + SIDE - 1) // SIDE, WIDTH)
         device.store(row_scales_ptr, u[:, None] * WIDTH + v[None, :], scale, there, MASKED)
+        if COLUMNS[0] == 6:
+            turned = u[:, None] + v[None, :] * ((M + SIDE - 1) // SIDE)
+            device.store(column_scales_ptr, turned, scale, there, MASKED)
         given = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
     elif ROWS[0] > 0 and ROWS[0] != 3 and not ROWS[7]:
         given = device.inverse(tl.load(row_scale_ptr))
@@ -247,12 +250,12 @@ def quantize(
         raise ValueError("stochastic rounding needs words")
     launch = launch or _best(rows, coding, same, x.dtype)
     m, n = x.shape
-    shapes = [*_shapes(rows, (m, n), kept=kept), *_shapes(coding, (n, m), scaled=not same)]
+    shapes = [*_shapes(rows, (m, n), kept=kept), *_shapes(coding, (n, m))]
     one = jnp.ones((1, 1), jnp.float32)
     given = [one if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
     by_row = [s.shape[0] > 1 for s in given]
     statics = [
-        device.NONE if c is None else c.static._replace(by_row=b, turned=_turned(c))
+        device.NONE if c is None else c.static._replace(by_row=b, scales_turned=_scales_turned(c))
         for c, b in zip((rows, coding), by_row, strict=True)
     ]
     if same:
@@ -265,8 +268,6 @@ def quantize(
         ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]),
     )  # fmt: skip
     first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
-    if first is not None and second is not None and same and first.scale is not None:
-        second = second._replace(scale=first.scale.T)
     return (first if kept else None), second
 
 
@@ -283,21 +284,21 @@ def _best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -
     return Launch(warps=16 if same else 8)
 
 
-def _turned(how: Coding) -> bool:
+def _scales_turned(how: Coding) -> bool:
     """Whether scales are written transposed, as products of groups read them: a transposition later is a kernel."""
     return how.kind == "group" and how.size == 128
 
 
-def _shapes(how: Coding | None, shape: tuple[int, int], scaled: bool = True, kept: bool = True) -> list[Any]:
+def _shapes(how: Coding | None, shape: tuple[int, int], kept: bool = True) -> list[Any]:
     """Of codes, scales and powers; of those that are not made, of one element."""
     one = (1, 1)
     if how is None:
         return [jax.ShapeDtypeStruct(one, dtype) for dtype in (jnp.uint8, jnp.float32, jnp.uint8)]
     count = (-(-shape[0] // how.size) if how.kind == "block" else shape[0], -(-shape[1] // max(how.size, 1)))
-    scales = count if scaled and how.kind in ("group", "block") else one
+    scales = count if how.kind in ("group", "block") else one
     return [
         jax.ShapeDtypeStruct(shape if kept else one, jnp.uint8),
-        jax.ShapeDtypeStruct(scales[::-1] if _turned(how) else scales, how.scale_dtype),
+        jax.ShapeDtypeStruct(scales[::-1] if _scales_turned(how) else scales, how.scale_dtype),
         jax.ShapeDtypeStruct(count if how.kind == "mx" else one, jnp.uint8),
     ]
 
@@ -307,7 +308,7 @@ def _quantized(how: Coding | None, parts: Any) -> Quantized | None:
         return None
     codes = jax.lax.bitcast_convert_type(parts[0], how.dtype)
     scale = parts[1] if how.kind in ("group", "block") else None
-    if scale is not None and _turned(how):
+    if scale is not None and _scales_turned(how):
         scale = scale.T
     return Quantized(codes, scale, parts[2] if how.kind == "mx" else None)
 

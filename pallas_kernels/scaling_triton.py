@@ -65,7 +65,7 @@ class Static(NamedTuple):
     stochastic: bool
     by_row: bool = False
     kept: bool = True
-    turned: bool = False  # scales lie transposed
+    scales_turned: bool = False  # they lie transposed
 
 
 NONE = Static(0, 0, 0.0, 0, 0, False, False)

@@ -16,7 +16,6 @@ from fp8jax.ops.choice import Choice, capability, spread
 from fp8jax.ops.fold import foldable, refold
 
 HOPPER, MICROSCALING = 90, 100
-LARGE_OUTPUT = 16384 * 22016  # elements
 OUTPUT_GROUPS = (16, 32, 64, 128)
 _K_MAJOR = (((1,), (1,)), ((), ()))
 Kernel = Literal["row", "block", "mx", "mx right"]
@@ -25,13 +24,13 @@ Kernel = Literal["row", "block", "mx", "mx right"]
 def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
     """What multiplies them best on a CUDA GPU, and how `run` calls it; None for the reference.
 
-    With one scale for each operand cuBLASLt's FP8 product and ours lie within some per cent of each other on an H200:
-    of ten shapes (results/gemm.json) ours was faster in each of three runs only for the largest output, by 3 to 10 %,
-    and is taken from that size on; for the others the sign changed from run to run, or cuBLASLt led. But XLA calls
-    cuBLASLt with 8-bit operands only where its own Triton products are switched off
-    (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false): otherwise it may widen the operands to 16 bits, so that on Hopper
-    the kernel is taken; XLA lets cuBLASLt also add what a result is added to. Scales of rows, which cuBLASLt leaves to
-    a second kernel of XLA, and of groups are ours.
+    With one scale for each operand cuBLASLt's FP8 product and ours lie within some per cent of each other on an H200.
+    Of ten shapes in three runs of `experiments.bench gemm` ours led each time for 16384 x 22016 x 4096 alone, by 3 to
+    10 %; for the others the sign changed from run to run, or cuBLASLt led by up to 14 %. XLA also lets cuBLASLt add
+    what a result is added to, which saves a pass worth more: so it is cuBLASLt for every shape. But XLA calls it with
+    8-bit operands only where its own Triton products are switched off (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false):
+    otherwise it may widen the operands to 16 bits, so that on Hopper the kernel is taken. Scales of rows, which
+    cuBLASLt leaves to a second kernel of XLA, and of groups are ours.
     """
     fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
     if not fp8 or 0 in (*a.shape, *b.shape):
@@ -40,8 +39,7 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
     cublas = per_tensor and not e5m2 and capability() >= 89
     reason = _unfit(a, b)
-    ours = reason is None and a.shape[0] * b.shape[0] >= LARGE_OUTPUT
-    if cublas and (reason is not None or (_triton_gemm_off() and not ours)):
+    if cublas and (reason is not None or _triton_gemm_off()):
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if capability() >= MICROSCALING and _native(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"

@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 PLUGIN = "jax_cuda13_plugin"
-MARK = "custom calls: "
+MARK = "found: "
 
 
 def missing() -> str | None:
@@ -47,9 +47,10 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
     """Compiles `module:function` in a fresh process.
 
     Returns:
-        "calls": targets of the program's custom calls; "kernels": for each Mosaic kernel, by name, the bytes of its
-        stack frame, of spill stores and of spill loads, its registers at entry, and how often the assembler added a
-        wait for tensor-core products. `dump` keeps PTX and the assembler's reports in that folder.
+        "calls": targets of the program's custom calls; "copies": how often XLA moves an fp32 matrix itself; "kernels":
+        for each Mosaic kernel, by name, the bytes of its stack frame, of spill stores and of spill loads, its registers
+        at entry, and how often the assembler added a wait for tensor-core products. `dump` keeps PTX and the
+        assembler's reports in that folder.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(dump or scratch)
@@ -65,9 +66,9 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
         done = subprocess.run([sys.executable, __file__, program], env=env, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{program} does not compile for an H200:\n{done.stderr[-3000:]}")
-        (calls,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
+        (told,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
         kernels = {path.stem: resources(path.read_text()) for path in folder.glob("*.ptxas")}
-        return {"calls": json.loads(calls), "kernels": kernels}
+        return {**json.loads(told), "kernels": kernels}
 
 
 def assembled(program: Callable[..., Any], *shapes: Any) -> list[int]:
@@ -106,11 +107,13 @@ def resources(assembler_report: str) -> dict[str, int]:
 def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     found = getattr(importlib.import_module(module), name)
-    calls: list[str] = []
+    calls, copies = [], 0
     for program in found if isinstance(found, list) else [found]:
         function, shapes = program()
-        calls += re.findall(r'custom_call_target="([^"]+)"', compile_for_h200(function, *shapes).as_text())
-    print(MARK + json.dumps(calls))
+        text = compile_for_h200(function, *shapes).as_text()
+        calls += re.findall(r'custom_call_target="([^"]+)"', text)
+        copies += len(re.findall(r"= f32\[\d+,\d+\]\S* (?:fusion|copy|transpose)\(", text))
+    print(MARK + json.dumps({"calls": calls, "copies": copies}))
 
 
 if __name__ == "__main__":

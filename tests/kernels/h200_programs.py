@@ -78,11 +78,55 @@ def block_in_two_passes() -> Program:
     return block(4096, 4096)
 
 
-def block_everything() -> Program:
+def block_of_few_rows() -> Program:
+    """A product of one wave of tiles."""
+    return block(512, 4096)
+
+
+def quantized_blocks() -> Program:
+    """A product of what the quantize kernel makes, each way that a linear layer uses it."""
+    from fp8jax.core.qtensor import QTensor
+    from fp8jax.core.spec import QuantSpec
+    from fp8jax.ops.matmul_hopper import group_scales
+    from pallas_kernels.quantize_triton import Coding, quantize
+
+    groups, blocks = Coding("group", E4M3, 128), Coding("block", E4M3, 128)
+
+    def program(x: jax.Array, w: jax.Array) -> list[jax.Array]:
+        (a, a_turned), (b, b_turned) = (
+            quantize(y, how, columns, compute_capability=90)
+            for y, how, columns in ((x, groups, groups), (w, blocks, "same"))
+        )  # fmt: skip
+        assert a is not None
+        assert a_turned is not None
+        assert b is not None
+        assert b_turned is not None
+        left, right = (
+            group_scales(QTensor(q.codes, q.scale, None, None, QuantSpec("e4m3", "group", 128, -1)), 128)  # type: ignore[arg-type]
+            for q in (a, a_turned)
+        )
+        return [
+            matmul_block(a.codes, b.codes, left, b.scale),  # type: ignore[arg-type]
+            matmul_block(a.codes, b_turned.codes, left, b_turned.scale),  # type: ignore[arg-type]
+            matmul_block(a_turned.codes, a_turned.codes, right, right, out_dtype=F32),
+        ]
+
+    return program, (Shape((4096, 4096), BF16),) * 2
+
+
+def block_everything(m: int = M, n: int = N) -> Program:
     def program(a: Any, b: Any, sa: Any, sb: Any, bias: Any, x: Any) -> jax.Array:
         return matmul_block(a, b, sa, sb, bias=bias, residual=x, out_dtype=F32)
 
-    return program, (*block()[1], Shape((N,), F32), Shape((M, N), F32))
+    return program, (*block(m, n)[1], Shape((n,), F32), Shape((m, n), F32))
+
+
+def block_everything_in_two_passes() -> Program:
+    return block_everything(4096, 4096)
+
+
+def block_in_two_passes_to_fp32() -> Program:
+    return functools.partial(matmul_block, out_dtype=F32), block(4096, 4096)[1]
 
 
 def wgrad(m: int = M, n: int = N) -> Program:
@@ -127,7 +171,10 @@ ALL = [
     vocabulary,
     tiny,
     block,
+    block_of_few_rows,
     block_in_two_passes,
+    block_everything_in_two_passes,
+    block_in_two_passes_to_fp32,
     block_everything,
     wgrad,
     wgrad_wide,

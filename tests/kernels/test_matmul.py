@@ -173,6 +173,7 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
         ((200, 270, 700), False, Tile(64, 128, "M", 2, cluster="N", warpgroups=3), 2, BF16),
         ((300, 140, 520), False, Tile(128, 128, "M", 2, slots=4, cluster="N"), 2, BF16),
         ((64, 1210, 300), False, Tile(64, 192, "N", 2), 1, F32),
+        ((64, 130, 4300), False, Tile(64, 128, "M", 2), 2, F32),
         ((70, 130, 640), True, Tile(64, 96, "M", 3, lead=1), 1, F32),
         ((70, 130, 900), True, Tile(64, 64, "M", 2, cluster="M"), 4, BF16),
     ],
@@ -189,7 +190,9 @@ def test_matmul_block(shape: Any, by_column: bool, tile: Tile, unroll: int, out:
 
 def test_tiles_of_block_products_follow_their_waves() -> None:
     best = matmul_block_mosaic.best_tile
+    assert best(512, 4096)[0].block_rows == 128  # 1 wave of 128 rows is shorter than 1 of 192
     assert best(4096, 4096)[0].block_rows == 256  # 4 waves of 256 rows are shorter than 6 of 192
+    assert best(4096, 4096, out_dtype=F32)[1] == 1
     assert best(16384, 22016)[0].warpgroups == 3
     assert best(16384, 22016)[0].cluster == "N"
     assert best(16384, 128 * 171)[0].cluster is None
@@ -326,6 +329,14 @@ def test_compiles_for_an_h200_without_spills() -> None:
 def test_per_tensor_products_become_one_cublas_call_each() -> None:
     calls = [c for c in h200.report("tests.kernels.h200_programs:cublas")["calls"] if "cublas" in c]
     assert calls == ["__cublas$lt$matmul$f8"] * 3
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_no_kernel_moves_the_scales_between_quantization_and_product() -> None:
+    pytest.importorskip("jax_triton")
+    report = h200.report("tests.kernels.h200_programs:quantized_blocks")
+    assert report["calls"].count("mosaic_gpu_v2") == 3
+    assert report["copies"] == 0
 
 
 @pytest.mark.gpu

@@ -120,11 +120,9 @@ def test_long_contractions_and_other_gpus(monkeypatch):
     a, b = (fp8jax.quantize(x, "e4m3") for x in operands(8, 8, 8192))
     short = [fp8jax.quantize(x, "e4m3") for x in operands(8, 8, 4096)]
     monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
-    large = [fp8jax.quantize(jnp.ones((rows, 8)), "e4m3") for rows in (16384, 22016)]
     for flags, impl in (("--xla_gpu_enable_triton_gemm=false", "xla"), ("", "mosaic")):
         monkeypatch.setenv("XLA_FLAGS", flags)
         assert chosen(*short, platform="cuda").impl == impl
-        assert chosen(*large, platform="cuda").impl == "mosaic"
     for capability, impl in ((90, "mosaic"), (89, "xla"), (80, "xla"), (100, "xla")):
         monkeypatch.setattr(matmul_hopper, "capability", lambda c=capability: c)
         assert chosen(a, b, platform="cuda").impl == impl
@@ -235,6 +233,6 @@ def test_equal_products_of_a_program_are_lowered_once(monkeypatch):
     assert text.count("@mosaic_gpu_v2(") == 2
 
 
-def test_scales_that_lie_as_the_kernel_reads_them_are_not_copied():
+def test_scales_of_the_kernels_own_groups_are_taken_as_they_are():
     q = fp8jax.quantize(jnp.ones((130, 300)), "e4m3:group128")
     assert not jax.make_jaxpr(lambda q: matmul_hopper.group_scales(q, 128))(q).eqns
