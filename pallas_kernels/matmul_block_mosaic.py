@@ -86,30 +86,30 @@ def _blocks(tile: Tile, unroll: int) -> Any:
     def compute(share: hopper.Share, finish: Any) -> None:
         first_block = lax.div(share.col - share.stage_col, 128)
 
+        def add_slice(i: jax.Array, slot: Any, acc: tuple[Any, ...]) -> tuple[Any, ...]:
+            share.wait(slot)
+            blocks = [lax.div(share.col + first, 128) - first_block for first in starts]
+            columns = [share.scale(1, slot, block, i) for block in blocks]
+            rows = [share.scales(0, slot, share.stage_row + top, 64, hopper.ROW) for top in tops]
+
+            def add_rows(top: int, total: Any, partial: Any) -> Any:
+                plgpu.wgmma(partial, share.a(slot, top, 64), share.b(slot))
+                if top == 0:
+                    share.scales_read()
+                done = plgpu.wgmma_accumulator_load(partial, wait_n=0)
+                if top == tops[-1]:
+                    share.release(slot, i + 1)
+                factors = [lax.broadcast_in_dim(rows[top // 64] * c, (64, width), [0]) for c in columns]
+                parts = zip(total, starts, factors, strict=True)
+                return tuple(x + done[:, first : first + width] * s for x, first, s in parts)
+
+            sums = plgpu.ACC((64, tile.cols), jnp.float32)
+            passes = zip(tops, acc, strict=True)
+            return tuple(pl.run_scoped(functools.partial(add_rows, top, total), sums) for top, total in passes)
+
         def body(i: jax.Array, slots: list[Any], acc: tuple[Any, ...]) -> tuple[Any, ...]:
             for step, slot in enumerate(slots):
-                share.wait(slot)
-                blocks = [lax.div(share.col + first, 128) - first_block for first in starts]
-                columns = [share.scale(1, slot, block, i + step) for block in blocks]
-                rows = [share.scales(0, slot, share.stage_row + top, 64, hopper.ROW) for top in tops]
-
-                def one_pass(partial: Any, top: int, total: Any, slot: Any = slot, after: Any = i + step + 1,
-                             rows: Any = rows, columns: Any = columns) -> Any:  # fmt: skip
-                    plgpu.wgmma(partial, share.a(slot, top, 64), share.b(slot))
-                    if top == 0:
-                        share.scales_read()
-                    done = plgpu.wgmma_accumulator_load(partial, wait_n=0)
-                    if top == tops[-1]:
-                        share.release(slot, after)
-                    factors = [lax.broadcast_in_dim(rows[top // 64] * c, (64, width), [0]) for c in columns]
-                    parts = zip(total, starts, factors, strict=True)
-                    return tuple(x + done[:, first : first + width] * s for x, first, s in parts)
-
-                sums = plgpu.ACC((64, tile.cols), jnp.float32)
-                acc = tuple(
-                    pl.run_scoped(functools.partial(one_pass, top=top, total=total), sums)
-                    for top, total in zip(tops, acc, strict=True)
-                )
+                acc = add_slice(i + step, slot, acc)
             return acc
 
         zero = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
