@@ -241,7 +241,7 @@ def product(
     operands = [a, b, *(stream.array for stream in streams), *vectors.values()]
     operands += [] if residual is None else [residual]
     # Not offered in a shard_map that checks what varies, nor by every jax 0.11.
-    one_warp = hasattr(plgpu, "warp_map") and not any(jax.typeof(x).manual_axis_type.varying for x in operands)
+    one_warp = hasattr(plgpu, "warp_map") and not any(_varies(x) for x in operands)
     kinds = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
     if epilogue.group:
         kinds.append(jax.ShapeDtypeStruct((rows, cols // epilogue.group), jnp.float32))
@@ -259,6 +259,12 @@ def product(
     )(*operands)
     out = out if out_shape == (m, n) else out[:m, :n]
     return (out, scale[0][:m, : ceil_div(n, epilogue.group)]) if epilogue.group else out
+
+
+def _varies(x: jax.Array) -> bool:
+    """Whether the `jax.shard_map` around knows an array to vary over devices."""
+    kind = jax.typeof(x)
+    return bool(getattr(getattr(kind, "manual_axis_type", kind), "varying", None) or getattr(kind, "vma", None))
 
 
 def _empty_barrier(tile: Tile) -> Any:
