@@ -26,7 +26,7 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
 
     With one scale for each operand cuBLASLt's FP8 product and ours lie within some per cent of each other on an H200.
     Of ten shapes in three runs of `experiments.bench gemm` ours led each time for 16384 x 22016 x 4096 alone, by 3 to
-    10 %; for the others the sign changed from run to run, or cuBLASLt led by up to 14 %. XLA also lets cuBLASLt add
+    10 %; for the others the sign changed from run to run, or ours took up to 16 % longer. XLA also lets cuBLASLt add
     what a result is added to, which saves a pass worth more: so it is cuBLASLt for every shape. But XLA calls it with
     8-bit operands only where its own Triton products are switched off (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false):
     otherwise it may widen the operands to 16 bits, so that on Hopper the kernel is taken. Scales of rows, which
