@@ -1,10 +1,10 @@
 """The part that every Hopper matrix product shares: tiles, loads, the K loop and the epilogue.
 
-A kernel launches one thread block per multiprocessor. Each block walks over output tiles; a memory warpgroup streams
-128-deep slices of both operands into a ring of shared-memory stages by TMA, and two or three compute warpgroups
-multiply them and write their part of the tile. The ring runs on across tiles, so that the next tile's loads overlap
-this one's epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which
-fp32 accumulators it hands to the epilogue.
+A kernel launches one thread block per multiprocessor. Each block walks over output tiles; one warp streams 128-deep
+slices of both operands into a ring of shared-memory stages by TMA, and two or three compute warpgroups multiply them
+and write their part of the tile. The ring runs on across tiles, so that the next tile's loads overlap this one's
+epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which fp32
+accumulators it hands to the epilogue.
 
 Any M, N and K: TMA fills what lies outside an operand with zeros and drops what lies outside the output, so that tiles
 need not divide a matrix. Only its own granularity asks for copies: operands are padded to 8 rows and 128 of K, the
@@ -46,6 +46,11 @@ def multiprocessors() -> int:
         return int(abstract.num_cores or 132)
     device = jax.devices()[0]
     return int(device.core_count) if device.platform == "gpu" else 132
+
+
+def waves(m: int, n: int, tile: Tile) -> int:
+    """How many tiles the busiest multiprocessor computes of an (M, N) output."""
+    return ceil_div(ceil_div(m, tile.block_rows) * ceil_div(n, tile.block_cols), multiprocessors())
 
 
 def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any) -> None:

@@ -163,9 +163,8 @@ class Stream:
     window: tuple[int, int]
     start: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
 
-    def at(self, i: jax.Array, row: jax.Array, col: jax.Array) -> tuple[Any, Any]:
-        first, second = (pl.ds(x, n) for x, n in zip(self.start(i, row, col), self.window, strict=True))
-        return first, second
+    def at(self, i: jax.Array, row: jax.Array, col: jax.Array) -> tuple[Any, ...]:
+        return tuple(map(pl.ds, self.start(i, row, col), self.window))
 
     @staticmethod
     def of_slices(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":

@@ -170,8 +170,7 @@ def best_tile(m: int, n: int, by_column: bool = False, out_dtype: Any = jnp.bflo
 
     def cost(choice: tuple[float, Tile, int]) -> float:
         slice_time, tile, _ = choice
-        tiles = hopper.ceil_div(m, tile.block_rows) * hopper.ceil_div(n, tile.block_cols)
-        return slice_time * hopper.ceil_div(tiles, hopper.multiprocessors())
+        return slice_time * hopper.waves(m, n, tile)
 
     along_m, along_n = hopper.pairing(m, 128), hopper.pairing(n, 128, "N")
     if by_column:

@@ -127,12 +127,11 @@ def best_tile(m: int, n: int, k: int, widest: int = 192, fast: bool = True) -> h
     turns, each with a tile of 128 rows and at most `widest` columns, one's epilogue hides behind the other's products;
     a shared tile adds it, about 2000 cycles. Measured on an H200 at its power limit.
     """
-    steps, blocks = hopper.ceil_div(k, hopper.K_STEP), hopper.multiprocessors()
+    steps = hopper.ceil_div(k, hopper.K_STEP)
 
     def cost(tile: hopper.Tile) -> float:
-        waves = hopper.ceil_div(hopper.ceil_div(m, tile.block_rows) * hopper.ceil_div(n, tile.block_cols), blocks)
         cycles = tile.block_rows * tile.block_cols / 32 * {128: 1.08, 160: 1.04, 192: 1.01}.get(tile.cols, 1.0)
-        return waves * (steps * cycles + 2000 * (tile.split is not None))
+        return hopper.waves(m, n, tile) * (steps * cycles + 2000 * (tile.split is not None))
 
     if not fast:  # twice the accumulators: the warpgroups share a tile, at 0.94 to 0.99 of cuBLASLt's fast product
         return hopper.Tile(64, 128, stages=6, cluster=hopper.pairing(m, 128), lead=2)

@@ -183,19 +183,14 @@ def _cublas(a: QTensor, b: QTensor, fast: bool, dtype: DTypeLike) -> Array:
 
 
 def row_scales(q: QTensor) -> Array:
-    """Scales of rows, fp32 (rows, 1), or (1, 1), of a matrix whose scales do not change along the contraction."""
+    """Scales of rows, fp32 (rows, 1), or (1, 1); of parts of rows where they change along the contraction."""
     block_rows = q.spec.block_shape(q.shape)[0]
     return blocks.spread(q.scale.astype(jnp.float32), (q.shape[0], 1), (block_rows, 1))
 
 
 def group_scales(q: QTensor, size: int) -> Array:
-    """The scale of each row in each part of `size` of the contraction, fp32 (rows, parts)."""
-    parts = -(-q.shape[1] // size)
-    if q.spec.block_shape(q.shape) == (1, size):
-        return q.scale.astype(jnp.float32)
-    scale = blocks.spread(q.scale.astype(jnp.float32), q.shape, q.spec.block_shape(q.shape))
-    scale = jnp.broadcast_to(scale, q.shape) if scale.shape[1] != 1 else jnp.broadcast_to(scale, (q.shape[0], 1))
-    return jnp.broadcast_to(scale, (q.shape[0], parts)) if scale.shape[1] == 1 else scale[:, ::size]
+    """The scale of each row in each part of `size` of the contraction, fp32 (rows, parts), where none is of less."""
+    return jnp.broadcast_to(row_scales(q), (q.shape[0], -(-q.shape[1] // size)))
 
 
 def _terms(a: QTensor, b: QTensor) -> dict[str, Array]:

@@ -84,32 +84,18 @@ def block_of_few_rows() -> Program:
 
 
 def quantized_blocks() -> Program:
-    """A product of what the quantize kernel makes, each way that a linear layer uses it."""
-    from fp8jax.core.qtensor import QTensor
-    from fp8jax.core.spec import QuantSpec
-    from fp8jax.ops.matmul_hopper import group_scales
-    from pallas_kernels.quantize_triton import Coding, quantize
-
-    groups, blocks = Coding("group", E4M3, 128), Coding("block", E4M3, 128)
+    """Products of what the quantize kernel makes, in each way that a linear layer has them."""
+    from fp8jax.ops.matmul import matmul as product
+    from fp8jax.ops.quantize import quantize
 
     def program(x: jax.Array, w: jax.Array) -> list[jax.Array]:
+        groups, blocks = "e4m3:group128", "e4m3:block128"
         (a, a_turned), (b, b_turned) = (
-            quantize(y, how, columns, compute_capability=90)
-            for y, how, columns in ((x, groups, groups), (w, blocks, "same"))
-        )  # fmt: skip
-        assert a is not None
-        assert a_turned is not None
-        assert b is not None
-        assert b_turned is not None
-        left, right = (
-            group_scales(QTensor(q.codes, q.scale, None, None, QuantSpec("e4m3", "group", 128, -1)), 128)  # type: ignore[arg-type]
-            for q in (a, a_turned)
+            quantize(x, groups, groups, impl="triton"),
+            quantize(w, blocks, "same", impl="triton"),
         )
-        return [
-            matmul_block(a.codes, b.codes, left, b.scale),  # type: ignore[arg-type]
-            matmul_block(a.codes, b_turned.codes, left, b_turned.scale),  # type: ignore[arg-type]
-            matmul_block(a_turned.codes, a_turned.codes, right, right, out_dtype=F32),
-        ]
+        pairs: Any = (a, b), (a, b_turned), (a_turned, a_turned)
+        return [product(*pair, impl="mosaic") for pair in pairs]
 
     return program, (Shape((4096, 4096), BF16),) * 2
 
