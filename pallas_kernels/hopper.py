@@ -109,6 +109,7 @@ def product(
     memory_registers, compute_registers = registers or REGISTERS[tile.warpgroups]
     if (needed := 128 * (memory_registers + compute_registers * tile.warpgroups)) > 65536:
         raise ValueError(f"{needed} registers for {tile.warpgroups} warpgroups and one that loads; 65536 are there")
+    fenced = tile.cluster is not None or interpret is not None
     blocks = 2 if interpret is not None else multiprocessors() // (1 + (tile.cluster is not None))
 
     # TMA sees a matrix in tiles of 8 rows and a swizzle of columns, and has to have whole ones.
@@ -223,7 +224,7 @@ def product(
                 stage_col = group * tile.cols if tile.split == "N" else 0
                 share = Share(
                     block_row + stage_row, block_col + stage_col, group, turn * k_steps, stage_row, stage_col,
-                    k_steps, tile, a_ring, b_ring, full, empty, stream_rings, ahead,
+                    k_steps, tile, a_ring, b_ring, full, empty, stream_rings, fenced, ahead,
                 )  # fmt: skip
                 arrived = (
                     None if residual_barrier is None else (lambda slot: residual_barrier.at[group * tile.slots + slot])

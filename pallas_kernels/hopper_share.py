@@ -71,6 +71,8 @@ class Share:
     Attributes:
         row, col: where the part starts in the product. group: the warpgroup's index.
         first: slices of K that passed through the ring before this tile. k_steps: slices of this tile.
+        fenced: whether a thread's own release of a stage does not order its reads of scales: in a cluster one thread
+            releases for a warpgroup; the interpreter knows only fences between a read and a write by TMA.
         ahead: completes when the first warpgroup leads by `tile.lead` slices; None where neither waits.
     """
 
@@ -87,6 +89,7 @@ class Share:
     full: Any
     empty: Any
     streams: list[Any]
+    fenced: bool
     ahead: Any = None
 
     def follow(self) -> None:
@@ -94,26 +97,39 @@ class Share:
         if self.ahead is not None:
             pl.when(self.group == 1)(lambda: plgpu.barrier_wait(self.ahead))
 
-    def loop(self, body: Callable[[jax.Array, list[Any], Any], Any], init: Any = None, unroll: int = 1) -> Any:
+    @property
+    def stage(self) -> jax.Array:
+        """Where the tile's first slice arrives."""
+        return lax.rem(self.first, jnp.int32(self.tile.stages))
+
+    def loop(
+        self,
+        body: Callable[[jax.Array, list[Any], Any], Any],
+        init: Any = None,
+        unroll: int = 1,
+        following: bool = False,
+    ) -> Any:
         """Runs `carry = body(i, slots, carry)` over K, `unroll` slices at a time and then the rest.
 
-        `slots` are the stages of slices i, i + 1, and so on. They are carried from slice to slice: a stage derived from
-        `i` makes the compiler keep every stage's addresses in registers, which an unrolled body does not have.
+        `slots` are the stages of slices i, i + 1, and so on; with `following` also that of the slice which follows
+        them, or None after the last. They are carried from slice to slice: a stage derived from `i` makes the compiler
+        keep every stage's addresses in registers, which an unrolled body does not have.
         """
-        whole, rest = divmod(self.k_steps, unroll)
-        stages = self.tile.stages
+        whole, rest = divmod(self.k_steps - following, unroll)
 
         def several(count: int, i: jax.Array, slot: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
-            slots = []
+            slots = [slot]
             for _ in range(count):
-                slots.append(slot)
-                slot = lax.select(slot == stages - 1, jnp.int32(0), slot + 1)
-            return slot, body(i, slots, carry)
+                slots.append(lax.select(slots[-1] == self.tile.stages - 1, jnp.int32(0), slots[-1] + 1))
+            return slots[count], body(i, slots[: count + following], carry)
 
-        state = lax.rem(self.first, jnp.int32(stages)), init
+        state = self.stage, init
         if whole:
             state = lax.fori_loop(0, whole, lambda j, state: several(unroll, j * unroll, *state), state)
-        return (several(rest, jnp.int32(whole * unroll), *state) if rest else state)[1]
+        if rest:
+            state = several(rest, jnp.int32(whole * unroll), *state)
+        slot, carry = state
+        return body(jnp.int32(self.k_steps - 1), [slot, None], carry) if following else carry
 
     def wait(self, slot: Any) -> None:
         """Blocks until the slice of this stage has arrived."""
@@ -138,7 +154,8 @@ class Share:
 
     def scales_read(self) -> None:
         """Orders the reads of `scales` before the TMA write that follows the stage's release."""
-        plgpu.commit_smem()
+        if self.fenced:
+            plgpu.commit_smem()
 
     def a(self, slot: Any, first: int = 0, rows: int | None = None) -> Any:
         """The part's rows of a, or `rows` of them from the `first` on, (rows, 128), in shared memory."""

@@ -1,6 +1,7 @@
 """Block-scaled FP8 matrix product for Hopper: 1x128 by 128x128 and 1x128 by 1x128, promoted to fp32 every 128 of K."""
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -63,7 +64,8 @@ def matmul_block(
     if not by_column:
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
     if tile is None:
-        tile, unroll = best_tile(m, n, by_column, out_dtype)
+        plain = out_dtype == jnp.bfloat16 and bias is None and residual is None
+        tile, unroll = best_tile(m, n, by_column, plain)
     streams = [hopper.Stream.of_slices(a_scale, tile.block_rows, lambda row, _: row)]
     if by_column:
         streams.append(hopper.Stream.of_slices(b_scale, tile.block_cols, lambda _, col: col))
@@ -79,15 +81,18 @@ def matmul_block(
 
 
 def _blocks(tile: Tile, unroll: int) -> Any:
-    """A scale for 128 columns: 64 rows after 64, so that the sums of one pass only wait beside the accumulators."""
+    """A scale for 128 columns: 64 rows after 64, so that the sums of one pass only wait beside the accumulators.
+
+    Each slice is awaited while the last products of the one before are in flight: between two passes a warpgroup's
+    tensor cores idle for what is done there.
+    """
     width = math.gcd(tile.cols, 128)  # columns that share a scale
     tops, starts = range(0, tile.rows, 64), range(0, tile.cols, width)
 
     def compute(share: hopper.Share, finish: Any) -> None:
         first_block = lax.div(share.col - share.stage_col, 128)
 
-        def add_slice(i: jax.Array, slot: Any, acc: tuple[Any, ...]) -> tuple[Any, ...]:
-            share.wait(slot)
+        def add_slice(i: jax.Array, slot: Any, following: Any, acc: tuple[Any, ...]) -> tuple[Any, ...]:
             blocks = [lax.div(share.col + first, 128) - first_block for first in starts]
             columns = [share.scale(1, slot, block, i) for block in blocks]
             rows = [share.scales(0, slot, share.stage_row + top, 64, hopper.ROW) for top in tops]
@@ -96,6 +101,8 @@ def _blocks(tile: Tile, unroll: int) -> Any:
                 plgpu.wgmma(partial, share.a(slot, top, 64), share.b(slot))
                 if top == 0:
                     share.scales_read()
+                if top == tops[-1] and following is not None:
+                    share.wait(following)
                 done = plgpu.wgmma_accumulator_load(partial, wait_n=0)
                 if top == tops[-1]:
                     share.release(slot, i + 1)
@@ -108,12 +115,13 @@ def _blocks(tile: Tile, unroll: int) -> Any:
             return tuple(pl.run_scoped(functools.partial(add_rows, top, total), sums) for top, total in passes)
 
         def body(i: jax.Array, slots: list[Any], acc: tuple[Any, ...]) -> tuple[Any, ...]:
-            for step, slot in enumerate(slots):
-                acc = add_slice(i + step, slot, acc)
+            for step, (slot, following) in enumerate(itertools.pairwise(slots)):
+                acc = add_slice(i + step, slot, following, acc)
             return acc
 
         zero = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
-        acc = share.loop(body, tuple(tuple(zero for _ in starts) for _ in tops), unroll)
+        share.wait(share.stage)
+        acc = share.loop(body, tuple(tuple(zero for _ in starts) for _ in tops), unroll, following=True)
         finish([(top, f, x) for top, row in zip(tops, acc, strict=True) for f, x in zip(starts, row, strict=True)])
 
     return compute
@@ -161,25 +169,25 @@ def _columns(tile: Tile, unroll: int) -> Any:
     return compute
 
 
-def best_tile(m: int, n: int, by_column: bool = False, out_dtype: Any = jnp.bfloat16) -> tuple[Tile, int]:
+def best_tile(m: int, n: int, by_column: bool = False, plain: bool = True) -> tuple[Tile, int]:
     """Tile and `unroll` with the least estimated time: waves of tiles times a slice's, as measured on an H200.
 
-    With blocks of b a slice takes 1.43 with three warpgroups, 2 with two in two passes, whose tiles of 256 x 128 may
-    leave fewer multiprocessors idle, and 1.16 with two in one; with scales of columns 1.47 in the wider tile, or 1.
+    With blocks of b a slice takes 1.47 with three warpgroups, 2 with two in two passes, whose tiles of 256 x 128 may
+    leave fewer multiprocessors idle, and 1.1 with two in one; with scales of columns 1.47 in the wider tile, or 1.
+    Two passes are for a plain output, in bfloat16 without bias or residual: with these they spill. Clusters gain nothing
+    there: what multicast saves, a release by one thread for all costs.
     """
 
     def cost(choice: tuple[float, Tile, int]) -> float:
         slice_time, tile, _ = choice
         return slice_time * hopper.waves(m, n, tile)
 
-    along_m, along_n = hopper.pairing(m, 128), hopper.pairing(n, 128, "N")
     if by_column:
-        choices = [(1.47, Tile(64, 192, cluster=along_m, lead=1), 1), (1.0, Tile(64, 128, stages=5), 4)]
-    else:
-        unrolled = 2 if out_dtype == jnp.bfloat16 else 1  # two slices and two passes of an fp32 tile spill
         choices = [
-            (1.43, Tile(64, 128, cluster=along_n, warpgroups=3), 2),
-            (2.0, Tile(128, 128, stages=3, slots=4, cluster=along_n), unrolled),
-            (1.16, Tile(64, 128, stages=5, cluster=along_m), 2),
+            (1.47, Tile(64, 192, cluster=hopper.pairing(m, 128), lead=1), 1),
+            (1.0, Tile(64, 128, stages=5), 4),
         ]
+    else:
+        choices = [(1.47, Tile(64, 128, warpgroups=3), 1), (1.1, Tile(64, 128, stages=5), 2)]
+        choices += [(2.0, Tile(128, 128, stages=3, slots=4), 4)] if plain else []
     return min(choices, key=cost)[1:]
