@@ -75,40 +75,53 @@ def matmul_block(
         streams.append(hopper.Stream.of_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
     registers = TWO_PASSES if tile.rows > 64 and tile.warpgroups == 2 and not by_column else None
     return hopper.product(
-        (_columns if by_column else _blocks)(tile, unroll), a, b, streams, name="fp8_matmul_block", tile=tile,
+        _compute(tile, unroll, by_column), a, b, streams, name="fp8_matmul_block", tile=tile,
         epilogue=epilogue, out_dtype=out_dtype, registers=registers, interpret=interpret,
     )  # fmt: skip
 
 
-def _blocks(tile: Tile, unroll: int) -> Any:
-    """A scale for 128 columns: 64 rows after 64, so that the sums of one pass only wait beside the accumulators.
+def _compute(tile: Tile, unroll: int, by_column: bool) -> Any:
+    """Products of 64 rows after 64, so that the sums of one pass only wait beside the accumulators.
 
     Each slice is awaited while the last products of the one before are in flight: between two passes a warpgroup's
     tensor cores idle for what is done there.
     """
-    width = math.gcd(tile.cols, 128)  # columns that share a scale
+    width = math.gcd(tile.cols, 64 if by_column else 128)  # columns promoted at a time; those of a block share a scale
     tops, starts = range(0, tile.rows, 64), range(0, tile.cols, width)
 
     def compute(share: hopper.Share, finish: Any) -> None:
         first_block = lax.div(share.col - share.stage_col, 128)
 
+        def spread(x: jax.Array, axis: int) -> jax.Array:
+            return lax.broadcast_in_dim(x, (64, width), [axis])
+
         def add_slice(i: jax.Array, slot: Any, following: Any, acc: tuple[Any, ...]) -> tuple[Any, ...]:
-            blocks = [lax.div(share.col + first, 128) - first_block for first in starts]
-            columns = [share.scale(1, slot, block, i) for block in blocks]
             rows = [share.scales(0, slot, share.stage_row + top, 64, hopper.ROW) for top in tops]
+            blocks = [] if by_column else [lax.div(share.col + first, 128) - first_block for first in starts]
+            columns = [share.scale(1, slot, block, i) for block in blocks]
+
+            def factor(row: jax.Array, part: int) -> jax.Array:
+                if not by_column:
+                    return spread(row * columns[part], 0)
+                start = share.stage_col + starts[part]
+                return spread(row, 0) * spread(share.scales(1, slot, start, width, hopper.COLUMN), 1)
 
             def add_rows(top: int, total: Any, partial: Any) -> Any:
+                row, last = rows[top // 64], top == tops[-1]
                 plgpu.wgmma(partial, share.a(slot, top, 64), share.b(slot))
-                if top == 0:
+                if last and not by_column:
                     share.scales_read()
-                if top == tops[-1] and following is not None:
+                if last and following is not None:
                     share.wait(following)
                 done = plgpu.wgmma_accumulator_load(partial, wait_n=0)
-                if top == tops[-1]:
+                if last and not by_column:
                     share.release(slot, i + 1)
-                factors = [lax.broadcast_in_dim(rows[top // 64] * c, (64, width), [0]) for c in columns]
-                parts = zip(total, starts, factors, strict=True)
-                return tuple(x + done[:, first : first + width] * s for x, first, s in parts)
+                parts = enumerate(zip(total, starts, strict=True))
+                total = tuple(x + done[:, first : first + width] * factor(row, part) for part, (x, first) in parts)
+                if last and by_column:
+                    share.scales_read()
+                    share.release(slot, i + 1)
+                return total
 
             sums = plgpu.ACC((64, tile.cols), jnp.float32)
             passes = zip(tops, acc, strict=True)
@@ -127,67 +140,16 @@ def _blocks(tile: Tile, unroll: int) -> Any:
     return compute
 
 
-def _columns(tile: Tile, unroll: int) -> Any:
-    """A scale for each column: `unroll` slices are chained, each promoted while the next multiplies."""
-    width = 32  # so few that registers hold their scales beside three sets of sums
-    starts = range(0, tile.cols, width)
-
-    def compute(share: hopper.Share, finish: Any) -> None:
-        def spread(x: jax.Array, axis: int) -> jax.Array:
-            return lax.broadcast_in_dim(x, (tile.rows, width), [axis])
-
-        def promote(acc: Any, in_flight: int, partial: Any, slot: Any, slices: Any) -> Any:
-            done = plgpu.wgmma_accumulator_load(partial, wait_n=in_flight)
-            row = share.scales(0, slot, share.stage_row, tile.rows, hopper.ROW)
-            total = []
-            for x, first in zip(acc, starts, strict=True):
-                column = share.scales(1, slot, share.stage_col + first, width, hopper.COLUMN)
-                total.append(x + done[:, first : first + width] * spread(row, 0) * spread(column, 1))
-            share.scales_read()
-            share.release(slot, slices)
-            return tuple(total)
-
-        def body(i: jax.Array, slots: list[Any], acc: Any) -> Any:
-            def chain(step: int, acc: Any, before: Any) -> Any:
-                if step == len(slots):
-                    return promote(acc, 0, *before)
-                share.wait(slots[step])
-
-                def issue(partial: Any) -> Any:
-                    plgpu.wgmma(partial, share.a(slots[step]), share.b(slots[step]))
-                    total = acc if before is None else promote(acc, 1, *before)
-                    return chain(step + 1, total, (partial, slots[step], i + step + 1))
-
-                return pl.run_scoped(issue, plgpu.ACC((tile.rows, tile.cols), jnp.float32))
-
-            return chain(0, acc, None)
-
-        zero = plgpu.layout_cast(jnp.zeros((tile.rows, width), jnp.float32), plgpu.Layout.WGMMA)
-        acc = share.loop(body, tuple(zero for _ in starts), unroll)
-        finish([(0, first, x) for first, x in zip(starts, acc, strict=True)])
-
-    return compute
-
-
 def best_tile(m: int, n: int, by_column: bool = False, plain: bool = True) -> tuple[Tile, int]:
     """Tile and `unroll` with the least estimated time: waves of tiles times a slice's, as measured on an H200.
 
-    With blocks of b a slice takes 1.47 with three warpgroups, 2 with two in two passes, whose tiles of 256 x 128 may
-    leave fewer multiprocessors idle, and 1.1 with two in one; with scales of columns 1.47 in the wider tile, or 1.
-    Two passes are for a plain output, in bfloat16 without bias or residual: with these they spill. Clusters gain nothing
-    there: what multicast saves, a release by one thread for all costs.
+    Two warpgroups in two passes have the largest tiles; those of three or of a single pass may leave fewer
+    multiprocessors idle. With blocks of b, two passes are for a plain output, in bfloat16 without bias or residual:
+    with these they spill. Clusters gain nothing: what multicast saves, a release by one thread for all costs.
     """
-
-    def cost(choice: tuple[float, Tile, int]) -> float:
-        slice_time, tile, _ = choice
-        return slice_time * hopper.waves(m, n, tile)
-
+    three, two, one = Tile(64, 128, warpgroups=3), Tile(128, 128, stages=3, slots=4), Tile(64, 128, stages=5)
     if by_column:
-        choices = [
-            (1.47, Tile(64, 192, cluster=hopper.pairing(m, 128), lead=1), 1),
-            (1.0, Tile(64, 128, stages=5), 4),
-        ]
+        choices = [(1.5, three, 1), (2.0, two, 1), (1.04, one, 1)]
     else:
-        choices = [(1.47, Tile(64, 128, warpgroups=3), 1), (1.1, Tile(64, 128, stages=5), 2)]
-        choices += [(2.0, Tile(128, 128, stages=3, slots=4), 4)] if plain else []
-    return min(choices, key=cost)[1:]
+        choices = [(1.47, three, 1), (1.1, one, 2)] + [(2.0, two, 4)] * plain
+    return min(choices, key=lambda choice: choice[0] * hopper.waves(m, n, choice[1]))[1:]

@@ -73,9 +73,9 @@ def block(m: int = M, n: int = N) -> Program:
     return matmul_block, (*codes, Shape((m, K // 128), F32), Shape((n // 128, K // 128), F32))
 
 
-def block_in_two_passes() -> Program:
-    """A product whose waves of tiles are fewer with two warpgroups than with three."""
-    return block(4096, 4096)
+def block_of_three_warpgroups() -> Program:
+    """A product whose waves of tiles are fewer, for their size, than with two."""
+    return block(8192, 8192)
 
 
 def block_of_few_rows() -> Program:
@@ -107,12 +107,8 @@ def block_everything(m: int = M, n: int = N) -> Program:
     return program, (*block(m, n)[1], Shape((n,), F32), Shape((m, n), F32))
 
 
-def block_everything_in_two_passes() -> Program:
-    return block_everything(4096, 4096)
-
-
-def block_in_two_passes_to_fp32() -> Program:
-    return functools.partial(matmul_block, out_dtype=F32), block(4096, 4096)[1]
+def block_everything_of_few_rows() -> Program:
+    return block_everything(512, 4096)
 
 
 def wgrad(m: int = M, n: int = N) -> Program:
@@ -120,9 +116,16 @@ def wgrad(m: int = M, n: int = N) -> Program:
     return matmul_block, (*codes, Shape((m, K // 128), F32), Shape((n, K // 128), F32))
 
 
-def wgrad_wide() -> Program:
-    """A product whose waves of tiles are fewer with 192 columns."""
-    return wgrad(16384, 22016)
+def wgrad_everything(m: int = 8192, n: int = 8192) -> Program:
+    return block_everything()[0], (*wgrad(m, n)[1], Shape((n,), F32), Shape((m, n), F32))
+
+
+def wgrad_in_two_passes() -> Program:
+    return wgrad_everything(4096, 4096)
+
+
+def wgrad_of_few_rows() -> Program:
+    return wgrad_everything(512, 4096)
 
 
 def exact() -> Program:
@@ -158,11 +161,12 @@ ALL = [
     tiny,
     block,
     block_of_few_rows,
-    block_in_two_passes,
-    block_everything_in_two_passes,
-    block_in_two_passes_to_fp32,
+    block_of_three_warpgroups,
     block_everything,
+    block_everything_of_few_rows,
     wgrad,
-    wgrad_wide,
+    wgrad_everything,
+    wgrad_in_two_passes,
+    wgrad_of_few_rows,
     exact,
 ]

@@ -171,11 +171,13 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
         ((130, 203, 1300), False, Tile(64, 128, "M", 3), 8, F32),
         ((130, 403, 700), False, Tile(64, 192, "M", 2, lead=1, slots=3), 1, BF16),
         ((200, 270, 700), False, Tile(64, 128, "M", 2, cluster="N", warpgroups=3), 2, BF16),
-        ((300, 140, 520), False, Tile(128, 128, "M", 2, slots=4), 2, BF16),
+        ((300, 140, 1000), False, Tile(128, 128, "M", 2, slots=4), 4, BF16),
         ((64, 1210, 300), False, Tile(64, 192, "N", 2), 1, F32),
         ((64, 130, 4300), False, Tile(64, 128, "M", 2), 2, F32),
         ((70, 130, 640), True, Tile(64, 96, "M", 3, lead=1), 1, F32),
         ((70, 130, 900), True, Tile(64, 64, "M", 2, cluster="M"), 4, BF16),
+        ((300, 140, 520), True, Tile(128, 128, "M", 2), 1, BF16),
+        ((200, 260, 130), True, Tile(64, 128, "M", 2, warpgroups=3), 1, BF16),
     ],
 )
 @pytest.mark.parametrize("implementation", ["reference", "mosaic"])
@@ -194,8 +196,8 @@ def test_tiles_of_block_products_follow_their_waves() -> None:
     assert best(4096, 4096)[0].block_rows == 256  # 4 waves of 256 rows are shorter than 6 of 192
     assert best(4096, 4096, plain=False)[0].block_rows < 256
     assert best(16384, 22016)[0].warpgroups == 3
-    assert best(4096, 4096, by_column=True)[0].cols == 128
-    assert best(16384, 22016, by_column=True)[0].cols == 192
+    assert best(4096, 4096, by_column=True) == (Tile(128, 128, stages=3, slots=4), 1)
+    assert best(8192, 8192, by_column=True)[0].warpgroups == 3
 
 
 def test_tiles_follow_their_waves() -> None:
