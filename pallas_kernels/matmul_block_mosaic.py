@@ -147,9 +147,7 @@ def best_tile(m: int, n: int, by_column: bool = False, plain: bool = True) -> tu
     multiprocessors idle. With blocks of b, two passes are for a plain output, in bfloat16 without bias or residual:
     with these they spill. Clusters gain nothing: what multicast saves, a release by one thread for all costs.
     """
-    three, two, one = Tile(64, 128, warpgroups=3), Tile(128, 128, stages=3, slots=4), Tile(64, 128, stages=5)
-    if by_column:
-        choices = [(1.5, three, 1), (2.0, two, 1), (1.04, one, 1)]
-    else:
-        choices = [(1.47, three, 1), (1.1, one, 2)] + [(2.0, two, 4)] * plain
+    choices = [(1.48, Tile(64, 128, warpgroups=3), 1), (1.06, Tile(64, 128, stages=5), 1)]
+    if by_column or plain:
+        choices.append((2.0, Tile(128, 128, stages=3, slots=4), 1 if by_column else 4))
     return min(choices, key=lambda choice: choice[0] * hopper.waves(m, n, choice[1]))[1:]
