@@ -170,4 +170,4 @@ def keep(
     """Writes codes in groups along the rows, and their scales."""
     largest = device.along_rows(device.ordered(x, HOW), HOW[1])
     y = device.scale_along_rows(x, largest, m, left, 1.0, scales_ptr, scales_ptr, scales_ptr, M, N, MASKED, HOW)
-    device.store(codes_ptr + first, at, device.encode(y, 0, HOW), device.inside(m, n, M, N), MASKED)
+    device.store(codes_ptr + first, at, device.encode(x, y, 0, HOW), device.inside(m, n, M, N), MASKED)

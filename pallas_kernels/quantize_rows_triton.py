@@ -32,7 +32,8 @@ def _peaks(x: tl.tensor, SIZE: tl.constexpr, HOW: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _codes(x: tl.tensor, factor: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
-    return device.encode(device.scaled(codec.fp32(x, False), factor, HOW), 0, HOW)
+    y = device.scaled(codec.fp32(x, False), factor, HOW)
+    return device.encode(y, y, 0, HOW)
 
 
 @triton.jit

@@ -133,14 +133,14 @@ def _quantize(
             y = device.scale_along_rows(
                 x, largest_of[j], m, left, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS,
             )  # fmt: skip
-            codes = device.encode(y, device.noise(random1, j), ROWS)
+            codes = device.encode(x, y, device.noise(random1, j), ROWS)
             if ROWS[8]:
                 device.store(rows_ptr + first, at0 + j * N, codes, here, MASKED)
         if OWN:
             y = device.scaled(x, factor, COLUMNS)
             if COLUMNS[0] == 5:
                 y = y * power
-            codes = device.encode(y, device.noise(random2, j), COLUMNS)
+            codes = device.encode(x, y, device.noise(random2, j), COLUMNS)
         if COLUMNS[0] > 0:
             words = device.insert(words, codes, j, N % 4 == 0)
     if COLUMNS[0] > 0:

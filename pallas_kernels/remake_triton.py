@@ -71,13 +71,13 @@ def _codes(
             y0, y1 = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION)
             if KINDS[0] == 3:
                 y0 = y1
-        codes = device.encode(device.scaled(y0, factor0, HOW), 0, HOW)
+        codes = device.encode(y0, device.scaled(y0, factor0, HOW), 0, HOW)
         if ROWS:
             device.store(rows0 + first, at, codes, here, MASKED)
         if COLUMNS:
             words0 = device.insert(words0, codes, j, N % 4 == 0)
         if BOTH:
-            codes = device.encode(device.scaled(y1, factor1, HOW), 0, HOW)
+            codes = device.encode(y1, device.scaled(y1, factor1, HOW), 0, HOW)
             if ROWS:
                 device.store(rows1 + first, at, codes, here, MASKED)
             if COLUMNS:

@@ -215,8 +215,10 @@ def noise(random: tl.tensor, J: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def encode(y: tl.tensor, noise: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
-    """Codes, as uint8, of scaled values.
+def encode(x: tl.tensor, y: tl.tensor, noise: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+    """Codes, as uint8, of values x that are y when `scaled`.
+
+    Under a given scale y may be infinite where x is not, and saturates; under a computed one y will do for x.
 
     Stochastically: below the smallest normal, adding that gives all values its exponent and so the step of subnormals;
     the noise is added to the bits that are cut off.
@@ -237,9 +239,10 @@ def encode(y: tl.tensor, noise: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
             cut = (lifted + (noise & ((1 << CUT) - 1)).to(tl.int32, bitcast=True)) & (-(1 << CUT))
             value = from_bits(bits(from_bits(cut) - shift) | (bits(y) & _SIGN))
         if HOW[4] == 1:
-            # The conversion saturates: an infinity becomes the largest value, 0x7B, and here 0x7C.
-            infinite = tl.where(tl.abs(y) == float("inf"), 7, 0).to(tl.uint8)
-            codes = value.to(tl.float8e5).to(tl.uint8, bitcast=True) ^ infinite
+            # The conversion saturates: an infinity becomes the largest value, 0x7B, and here 0x7C; as does the NaN, of
+            # any sign, that it is times an inverse flushed to 0.
+            infinite = tl.where(tl.abs(x if HOW[0] < 3 else y) == float("inf"), 7, 0).to(tl.uint8)
+            codes = (value.to(tl.float8e5).to(tl.uint8, bitcast=True) | infinite) ^ (infinite & 3)
         else:
             codes = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return codes

@@ -152,6 +152,7 @@ def quantize_with_scale(x: Array, spec: QuantSpec | str, scale: Array | None, *,
         x: array of a floating dtype.
         spec: a `QuantSpec` or its string form; neither "mx" nor expanded where scales are given.
         scale: positive fp32 scales, broadcastable against the block counts of `x`, or None to take them from `x`.
+            Subnormal ones, and 0, count as the smallest normal one.
         key: PRNG key for stochastic rounding.
 
     Returns:
@@ -194,11 +195,14 @@ def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array
     magnitude = jnp.abs(x)
     magnitude = jnp.where(magnitude < formats.TINY, 0, magnitude)
     counted = jnp.where(jnp.isfinite(magnitude), magnitude, 0)
+    given = scale is not None
     if scale is None:
         largest = blocks.reduce(counted, block_shape, jnp.max, 0.0)
         scale = _scale(largest, fmt)
         if spec.granularity == "mx" and spec.level1 == "none":
             scale = jnp.ones_like(scale)
+    else:
+        scale = jnp.maximum(scale, np.float32(formats.TINY))
     scale = jnp.broadcast_to(scale, blocks.counts(x.shape, block_shape))
     if fmt.inf is None:
         bad = ~jnp.isfinite(x) | ((x < 0) & (not fmt.signed))
@@ -215,6 +219,9 @@ def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array
         y = fmt.max * expansion.power(magnitude, top, k)
     else:
         y = magnitude * blocks.spread(1 / exact, x.shape, block_shape)
+        if given and fmt.inf is not None:
+            # In units of a given scale a finite value may lie beyond fp32; it is none of the infinite ones.
+            y = jnp.where(jnp.isfinite(magnitude), jnp.minimum(y, fmt.max), y)
     if spec.granularity == "mx":
         micro_shape = spec.micro_shape(x.shape)
         finite = jnp.where(jnp.isfinite(y), y, 0)

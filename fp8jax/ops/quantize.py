@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from fp8jax.core import blocks, formats, scaling
@@ -41,7 +42,7 @@ def quantize(
         columns: how `x.T`, (N, M), is: a spec of its own, "same" for the codes of `rows` transposed, which needs
             granularity "tensor" or "block", or None.
         scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
-            block counts; None takes them from `x`.
+            block counts; None takes them from `x`. Finite values beyond their range saturate.
         strategy: where scales of granularity "tensor" come from otherwise: "current", the tensor, or "two_stage", the
             tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
@@ -266,7 +267,7 @@ def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array |
             continue
         count = blocks.counts(shapes[i], spec.block_shape(shapes[i]))
         if scale is not None and spec.granularity != "mx":
-            value = jnp.broadcast_to(scale, count).astype(jnp.float32)
+            value = jnp.broadcast_to(jnp.maximum(scale, np.float32(formats.TINY)), count)
         elif spec.granularity == "mx" and spec.level1 == "none":
             value = jnp.ones(count, jnp.float32)
         else:

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from fp8jax.ops import fold
+from fp8jax.core import formats
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import fold, fused
 from fp8jax.ops import quantize as op
+from tests import given_scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,19 @@ FOLDS = [
     Case("e5m2:mx32", None, (17, 301), "bfloat16"),
     Case("e5m2:mx32+token", None, (40, 64), "float16"),
 ]
-
+# Under given scales.
+GIVEN = [
+    Case("e4m3", "same", (64, 64), "bfloat16"),
+    Case("e5m2", "same", (64, 64), "bfloat16"),
+    Case("e5m2", None, (30, 45)),
+    Case(None, "e4m3", (30, 45)),
+    Case("e4m3:token", None, (30, 45)),
+    Case("e5m2:token", None, (30, 45), "bfloat16"),
+    Case(None, "e5m2:token", (30, 45)),
+    Case("e4m3+stochastic", "same", (64, 64), "bfloat16"),
+    Case("e5m2+stochastic", "e5m2+stochastic", (30, 45)),
+    Case("e5m2:token+stochastic", None, (30, 45)),
+]
 
 # Two-level codes folded afterwards.
 REFOLDS = [
@@ -130,6 +145,50 @@ def arrays(case: Case, impl: str) -> list[np.ndarray]:
         if q.microscale is not None:
             found.append(np.asarray(q.microscale))
     return found
+
+
+def wrong_under_given_scales(case: Case, impl: str) -> list[int]:
+    """How many codes, and scales, are not NumPy's, for several given scales."""
+    spec = QuantSpec.parse(case.rows or case.columns or "")
+    fmt, across = formats.get(spec.format), case.shape if case.rows else case.shape[::-1]
+    found = []
+    for first in (0, 1, 3, 4) if spec.granularity == "tensor" else [0]:
+        x, scale, want = given_scales.matrix(fmt, across, spec.block_shape(across), case.dtype, first=first)
+        key = jax.random.key(0) if spec.rounding == "stochastic" else None
+        x = jnp.asarray(x if case.rows else x.T)
+        rows, columns = op.quantize(x, case.rows, case.columns, scale=jnp.asarray(scale), key=key, impl=impl)
+        for q, expected in ((rows, want), (columns, want.T if case.rows else want)):
+            if q is not None:
+                found.append(_differ(np.asarray(q.codes).astype(np.float64), expected))
+                found.append(_differ(np.asarray(q.scale), np.maximum(scale, np.float32(given_scales.TINY))))
+    return found
+
+
+def wrong_where_computed(name: str) -> list[int]:
+    """Likewise of an activation that is quantized where it is computed: far from zero SiLU is x, or 0."""
+    from pallas_kernels import remake_triton
+
+    fmt, found = formats.get(name), []
+    x = np.resize(np.float32([3e38, 0, 1e30, np.inf, 200, -1e38, np.nan, 0.0]), (32, 64))
+    operation = remake_triton.Operation(gated=False, exact=True, dtype=0)
+    result = fused.Result(operation, (remake_triton.RESULT,), remake_triton.Operands(jnp.asarray(x)))
+    want = np.where(x > 0, np.where(np.isinf(x), fmt.inf, fmt.max), np.where(np.isnan(x), np.nan, 0.0))
+    for scale in (2.0**-126, 2.0**-149, 2.0**127):
+        how = (True, True, QuantSpec(name), "current")
+        ((rows, columns),) = fused._make(result, how, jnp.float32(scale))
+        for q, expected in ((rows, want), (columns, want.T)):
+            assert q is not None
+            codes = np.asarray(q.codes).astype(np.float64)
+            if scale > 1:  # its reciprocal is flushed to 0, and Inf times that is NaN, or stays Inf
+                found.append(int(np.sum(np.isfinite(codes) != np.isfinite(expected))))
+            else:
+                found.append(_differ(codes, expected))
+            found.append(int(float(q.scale[0, 0]) != max(scale, given_scales.TINY)))
+    return found
+
+
+def _differ(got: np.ndarray, want: np.ndarray) -> int:
+    return int(np.sum((got != want) & ~(np.isnan(got) & np.isnan(want))))
 
 
 def _bytes(codes: jax.Array) -> np.ndarray:

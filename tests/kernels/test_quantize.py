@@ -15,7 +15,17 @@ import pytest
 from fp8jax.core import formats
 from fp8jax.ops import quantize as op
 from tests.kernels import h200
-from tests.kernels.quantize_cases import CASES, FOLDS, REFOLDS, arrays, folded, refolded
+from tests.kernels.quantize_cases import (
+    CASES,
+    FOLDS,
+    GIVEN,
+    REFOLDS,
+    arrays,
+    folded,
+    refolded,
+    wrong_under_given_scales,
+    wrong_where_computed,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
@@ -99,6 +109,23 @@ def test_codes_equal_the_quantizers_on_a_gpu(case):
     # Of 255 integers, and values that are multiples of few numbers, more lie next to a tie.
     for want, got in zip(arrays(case, "xla"), arrays(case, "triton"), strict=True):
         check(got, want, 1e-3 if "int8" in f"{case.rows}" else 3e-4)
+
+
+@pytest.mark.parametrize("case", GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
+def test_under_given_scales_finite_values_saturate_and_others_stay_visible(case):
+    assert not any(wrong_under_given_scales(case, "xla"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
+def test_under_given_scales_they_do_on_a_gpu(case):
+    assert not any(wrong_under_given_scales(case, "triton"))
+
+
+@triton
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_under_given_scales_they_do_where_an_activation_is_quantized(name):
+    assert not any(wrong_where_computed(name))
 
 
 @pytest.mark.gpu

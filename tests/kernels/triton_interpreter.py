@@ -1,7 +1,8 @@
 """Runs the quantize kernel in Triton's interpreter, on NumPy arrays, with guards around every output.
 
 A process of its own, since Triton decides when a kernel is defined: `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m
-tests.kernels.triton_interpreter` prints one line of JSON, the cases in which the kernel differs from the reference.
+tests.kernels.triton_interpreter` prints one line of JSON, the cases in which the kernel differs from the reference
+or, under given scales, from NumPy.
 What the interpreter cannot do itself is done by ml_dtypes (its conversions to 8 bits round wrongly) and NumPy (inline
 assembly).
 """
@@ -17,7 +18,17 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from pallas_kernels import codec_triton, operations_triton, quantize_triton, scaling_triton
-from tests.kernels.quantize_cases import CASES, FOLDS, REFOLDS, arrays, folded, refolded
+from tests.kernels.quantize_cases import (
+    CASES,
+    FOLDS,
+    GIVEN,
+    REFOLDS,
+    arrays,
+    folded,
+    refolded,
+    wrong_under_given_scales,
+    wrong_where_computed,
+)
 
 GUARD = 4096
 TINY = float(np.finfo(np.float32).tiny)
@@ -61,7 +72,8 @@ def multiply_add(a: Any, b: Any, c: Any) -> Any:
 
 
 def inverse(scale: Any) -> Any:
-    return 1.0 / scale.to(tl.float32)
+    y = 1.0 / scale.to(tl.float32)
+    return tl.where(y < TINY, 0.0, y)
 
 
 def fp32(x: Any, _: Any = True) -> Any:
@@ -132,6 +144,10 @@ def main() -> None:
         differ = [int(np.sum((a != b) & ((a == a) | (b == b)))) for a, b in zip(want, got, strict=True)]
         if any(differ):
             wrong[str(case)] = differ
+    given = [(str(case), wrong_under_given_scales(case, "triton")) for case in GIVEN]
+    for name, differ in [*given, *((f"{name} computed", wrong_where_computed(name)) for name in ("e4m3", "e5m2"))]:
+        if any(differ):
+            wrong[name] = differ
     print(json.dumps(wrong))
 
 
