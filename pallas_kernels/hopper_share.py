@@ -21,7 +21,7 @@ class Tile:
         rows, cols: output tile of one compute warpgroup; rows a multiple of 64, cols a multiple of 32 up to 256.
         split: the dimension along which the warpgroups divide a block's tile. None: two take turns, each with a whole
             tile of its own, so that one multiplies while the other writes.
-        stages: depth of the shared-memory ring.
+        stages: depth of the shared-memory ring, at least 2.
         raster: width of the band of tiles, along `raster_axis`, that blocks walk together (locality in L2).
         cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
         lead: slices of K by which the second of two warpgroups that share a tile starts it after the first, so that
@@ -45,6 +45,8 @@ class Tile:
     def __post_init__(self) -> None:
         if self.rows % 64 or self.cols % 32 or not 32 <= self.cols <= 256:
             raise ValueError(f"tile {self.rows}x{self.cols}: rows must be a multiple of 64, cols of 32 up to 256")
+        if self.stages < 2:
+            raise ValueError(f"stages is {self.stages}; use at least 2: a slice is awaited before the last is released")
         if self.lead and (self.split is None or self.warpgroups > 2 or not 0 < self.lead < self.stages):
             raise ValueError(f"lead is {self.lead}; it takes two warpgroups that share a tile of more stages")
         if self.warpgroups not in (2, 3) or (self.warpgroups == 3 and self.split is None):
@@ -71,8 +73,9 @@ class Share:
     Attributes:
         row, col: where the part starts in the product. group: the warpgroup's index.
         first: slices of K that passed through the ring before this tile. k_steps: slices of this tile.
-        fenced: whether a thread's own release of a stage does not order its reads of scales: in a cluster one thread
-            releases for a warpgroup; the interpreter knows only fences between a read and a write by TMA.
+        fenced: whether reads of scales need a fence before the stage's release. Elsewhere every thread releases the
+            stage itself, after its reads. In a cluster one thread for each block speaks for a warpgroup; and the
+            interpreter knows only fences between a read and a write by TMA.
         ahead: completes when the first warpgroup leads by `tile.lead` slices; None where neither waits.
     """
 

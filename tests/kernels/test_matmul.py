@@ -174,6 +174,7 @@ def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.A
         ((300, 140, 1000), False, Tile(128, 128, "M", 2, slots=4), 4, BF16),
         ((64, 1210, 300), False, Tile(64, 192, "N", 2), 1, F32),
         ((64, 130, 4300), False, Tile(64, 128, "M", 2), 2, F32),
+        ((300, 270, 100), False, Tile(128, 128, None, 3, slots=4), 4, BF16),
         ((70, 130, 640), True, Tile(64, 96, "M", 3, lead=1), 1, F32),
         ((70, 130, 900), True, Tile(64, 64, "M", 2, cluster="M"), 4, BF16),
         ((300, 140, 520), True, Tile(128, 128, "M", 2), 1, BF16),
@@ -306,6 +307,7 @@ matmul, block, mx = matmul_mosaic.matmul, matmul_block_mosaic.matmul_block, matm
         (lambda a, b: mx(a, b, ONES((64, 4), jnp.int8)), TypeError, "a_exponent"),
         (lambda a, b: mx(a, b, BYTES[:, :3]), ValueError, r"a_exponent has shape \(64, 3\)"),
         (lambda a, b: Tile(65, 64), ValueError, "65x64"),
+        (lambda a, b: Tile(stages=1), ValueError, "stages is 1; use at least 2"),
         (lambda a, b: Tile(split=None, lead=1), ValueError, "lead is 1; it takes two warpgroups"),
         (lambda a, b: Tile(split=None, warpgroups=3), ValueError, "3 warpgroups, split None"),
     ],
@@ -340,7 +342,7 @@ def test_no_kernel_moves_the_scales_between_quantization_and_product() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1000, 32003, 1024), (4096, 4096, 4096), (257, 513, 2049)])
+@pytest.mark.parametrize("shape", [(1000, 32003, 1024), (4096, 4096, 4096), (257, 513, 2049), (8200, 8200, 300)])
 def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     arguments, want = plain_arguments(
@@ -353,6 +355,9 @@ def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
     for by_column in (False, True):
         operands, want = block_arguments(m, n, k, by_column)
         assert error(matmul_block_mosaic.matmul_block(*operands), want) < tolerance(BF16, PROMOTED)
+        more = {"bias": arguments["bias"], "residual": arguments["residual"], "out_dtype": F32}
+        want = want + wide(more["bias"]) + wide(more["residual"])
+        assert error(matmul_block_mosaic.matmul_block(*operands, **more), want) < tolerance(F32, PROMOTED)
     exponent = np.random.default_rng(3).integers(120, 128, (m, -(-k // 32))).astype(np.uint8)
     left = wide(operands[0]) * np.repeat(np.exp2(exponent.astype(np.float64) - 127), 32, 1)[:, :k]
     out = matmul_mx_mosaic.matmul_mx(operands[0], operands[1], jnp.asarray(exponent))
