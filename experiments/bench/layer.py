@@ -4,7 +4,9 @@ The layer is `experiments.models.llama.Block` with bf16 parameters, as `fp8jax.n
 was written for 8 bits. COAT (Xi et al., ICLR 2025), Table 7, reports 1.57 times the speed and 1.65 times fewer bytes.
 
 "products and attention alone" are its FP8 products with fast accumulation, of codes that are there, and its attention:
-what is left of the time when everything else costs nothing.
+what is left of the time when everything else costs nothing. "bound of" a recipe adds to these one copy that moves as
+many bytes as all other operations of its compiled program read and write: what is left of the time when every pass
+besides products and attention runs as fast as a copy.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import fp8jax
-from experiments.bench import timing
+from experiments.bench import timing, traffic
 from experiments.models.llama import Block, LlamaConfig, rope_tables
 from experiments.tables import coat_memory
 from fp8jax.ops.matmul import matmul
@@ -27,6 +29,7 @@ from fp8jax.ops.matmul import matmul
 CONFIG = LlamaConfig(vocab=256, dim=4096, layers=1, heads=32, kv_heads=32, mlp_dim=11008)
 BF16, BATCH = "bf16", 4
 ALONE = "products and attention alone"
+BOUND = "bound of {}"
 HELD, FAST, PRODUCTS = "weights held", "fast accumulation", ("forward", "dgrad", "wgrad")
 
 
@@ -133,6 +136,19 @@ def alone(length: int, config: LlamaConfig = CONFIG) -> tuple[Callable[..., Any]
     return run, ([operands(i, *side) for i, side in enumerate(sides)], qkv, dy)
 
 
+def others(arm: Arm) -> int:
+    """Bytes that all operations of a layer but products and attention read and write."""
+    program = jax.jit(arm.three).lower(*arm.operands)
+    text = program.compile(compiler_options={"xla_gpu_enable_command_buffer": ""}).as_text()
+    return traffic.moved(text or "", without=("cublas", "cudnn"))
+
+
+def bound(function: Callable[..., Any], moved: int) -> tuple[Callable[..., Any], jax.Array]:
+    """A function that also copies an array, its last argument: together they read and write `moved` bytes."""
+    array = jnp.zeros((max(moved // 2**22, 1), 2**20), jnp.bfloat16)
+    return lambda *operands: (function(*operands[:-1]), jnp.copy(operands[-1])), array
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="layer", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
@@ -140,6 +156,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     names = [f"{name}{held}" for name in recipes() for held in ("", f", {HELD}")]
     parser.add_argument("--only", nargs="+", choices=names, help="recipes; all if left out")
+    parser.add_argument("--bounds", nargs="+", default=[], choices=names, help="recipes, of --only, to bound")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
@@ -159,6 +176,11 @@ def main(argv: list[str]) -> None:
             ready |= timing.compiled({name: arm.three}, [arm.operands])
         function, operands = alone(length)
         ready |= timing.compiled({ALONE: function}, [operands])
+        for name in options.bounds:
+            moved = others(wanted[name])
+            rows.append(timing.row(case, name, "other bytes", moved / 1e9, "GB"))
+            both, array = bound(function, moved)
+            ready |= timing.compiled({BOUND.format(name): both}, [(*operands, array)])
         times, unit = timing.seconds(ready, options.rounds, options.burst), wanted[BF16].operands[2].nbytes
         for name, time in times.items():
             rows.append(timing.row(case, name, "time", time * 1e3, "ms", BF16, times[BF16] / time))

@@ -1,0 +1,50 @@
+"""Bytes that a compiled program's operations read and write: what memory-bound passes move, counted and not timed."""
+
+import math
+import re
+
+# Operations that move nothing: names for what is there already.
+FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+SHAPE = re.compile(r"\b([a-z]+\d[a-z0-9]*|pred)\[([\d,]*)\]")
+OPERATION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
+TARGET = re.compile(r'custom_call_target="([^"]+)"')
+
+
+def moved(program: str, without: tuple[str, ...] = ()) -> int:
+    """Bytes of operands and results, whole, of all operations of a program.
+
+    Args:
+        program: text of a compiled program (`jax.stages.Compiled.as_text`). Operations that run others (loops,
+            conditionals, command buffers) are refused: what they move is not told by their operands.
+        without: operations whose custom call's target contains one of these do not count.
+
+    Raises:
+        ValueError: an operation that runs others.
+    """
+    lines = program[program.index("\nENTRY") :].splitlines()
+    operations = [match.groups() for line in lines if (match := OPERATION.match(line))]
+    results = {name: kind for name, kind, _, _ in operations}
+    total = 0
+    for name, kind, operation, rest in operations:
+        if operation in ("while", "conditional", "call", "async-start"):
+            raise ValueError(f"{name} is a {operation}: compile without loops and command buffers to count its bytes")
+        target = TARGET.search(rest)
+        if operation in FREE or (target and any(part in target[1] for part in without)):
+            continue
+        operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+        total += size(kind) + sum(size(results.get(operand, "")) for operand in operands)
+    return total
+
+
+def size(kind: str) -> int:
+    """Bytes of a type as programs spell it: one array's, such as `f32[8,128]{1,0}`, or a tuple's."""
+    return (
+        sum(math.prod(int(d) for d in dims.split(",") if d) * _bits(element) for element, dims in SHAPE.findall(kind))
+        // 8
+    )
+
+
+def _bits(element: str) -> int:
+    """The first number of a name: bf16, f8e4m3fn, s4, u32."""
+    found = re.search(r"\d+", element)
+    return int(found[0]) if found else 8
