@@ -156,15 +156,14 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
     turns = functools.partial(Tile, split=None)
     plain: list[Tile | None] = [None]
     block: list[tuple[Tile | None, int]] = [(None, 1)]
-    column: list[tuple[Tile | None, int]] = [(None, 1)]
     exact: list[tuple[Tile | None, int]] = [(None, 2)]
     if sweep:
         plain += [turns(128, 128, stages=6, cluster="M"), turns(128, 160, stages=5, cluster="M"),
                   turns(128, 192, cluster="M"), turns(128, 192, cluster="N"), Tile(), Tile(cluster="N")]  # fmt: skip
-        wide, three = functools.partial(Tile, 64, 192, lead=1), functools.partial(Tile, 64, 128, warpgroups=3)
+        three = functools.partial(Tile, 64, 128, warpgroups=3)
         two = functools.partial(Tile, 128, 128, stages=3, slots=4)
         block += [(t, u) for t in (three(), three(cluster="N"), two(), two(cluster="N")) for u in (1, 2)]
-        column += [(wide(cluster="M"), 1), (wide(), 1), (Tile(64, 128, stages=5), 4)]
+        block += [(Tile(64, 128, stages=5), 1), (Tile(64, 192), 1)]
         exact += [(Tile(64, 128, stages=5), 2), (Tile(64, 128, stages=5, cluster="M"), 4)]
     for t in plain:
         yield Arm(
@@ -185,7 +184,6 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
         yield Arm(f"ours block {label(t)}{f' u{u}' if t else ''}", "block",
                   lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa.T, sb, tile=t, unroll=u),
                   ("a", "b", "a_turned", "b_block"))  # fmt: skip
-    for t, u in column:
         yield Arm(f"ours wgrad {label(t)}{f' u{u}' if t else ''}", "wgrad",
                   lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa.T, sb.T, tile=t, unroll=u),
                   ("a", "b", "a_turned", "b_turned"))  # fmt: skip

@@ -159,6 +159,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--bounds", nargs="+", default=[], choices=names, help="recipes, of --only, to bound")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
+    if missing := set(options.bounds) - set(options.only or ()):
+        parser.error(f"--bounds {sorted(missing)}: name them with --only, too")
     timing.need_gpu()
     notes = [
         *(" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]),

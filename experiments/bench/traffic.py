@@ -5,7 +5,8 @@ import re
 
 # Operations that move nothing: names for what is there already.
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
-SHAPE = re.compile(r"\b([a-z]+\d[a-z0-9]*|pred)\[([\d,]*)\]")
+# Bits of an element, the first number of its name (bf16, f8e4m3fn, s4; none of pred), and sides of an array.
+SHAPE = re.compile(r"\b(?:[a-z]+(\d+)[a-z0-9]*|pred)\[([\d,]*)\]")
 OPERATION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 
@@ -38,13 +39,5 @@ def moved(program: str, without: tuple[str, ...] = ()) -> int:
 
 def size(kind: str) -> int:
     """Bytes of a type as programs spell it: one array's, such as `f32[8,128]{1,0}`, or a tuple's."""
-    return (
-        sum(math.prod(int(d) for d in dims.split(",") if d) * _bits(element) for element, dims in SHAPE.findall(kind))
-        // 8
-    )
-
-
-def _bits(element: str) -> int:
-    """The first number of a name: bf16, f8e4m3fn, s4, u32."""
-    found = re.search(r"\d+", element)
-    return int(found[0]) if found else 8
+    counts = ((bits, math.prod(int(d) for d in dims.split(",") if d)) for bits, dims in SHAPE.findall(kind))
+    return sum(int(bits or 8) * count for bits, count in counts) // 8

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from fp8jax.core import blocks, expansion, formats, packing
+from fp8jax.core import blocks, expansion, formats, packing, scaling
 from fp8jax.core.spec import QuantSpec
 
 
@@ -198,11 +198,11 @@ def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array
     given = scale is not None
     if scale is None:
         largest = blocks.reduce(counted, block_shape, jnp.max, 0.0)
-        scale = _scale(largest, fmt)
+        scale = scaling.to_scale(largest, fmt)
         if spec.granularity == "mx" and spec.level1 == "none":
             scale = jnp.ones_like(scale)
     else:
-        scale = jnp.maximum(scale, np.float32(formats.TINY))
+        scale = scaling.usable(scale)
     scale = jnp.broadcast_to(scale, blocks.counts(x.shape, block_shape))
     if fmt.inf is None:
         bad = ~jnp.isfinite(x) | ((x < 0) & (not fmt.signed))
@@ -234,11 +234,6 @@ def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array
         y = jnp.where(magnitude > 0, jnp.maximum(y, fmt.smallest), y)
     codes = fmt.encode(jnp.copysign(y, x), key)
     return _Parts(packing.pack(codes, spec.axis) if spec.packed else codes, scale, exponent, microscale)
-
-
-def _scale(largest: Array, fmt: formats.Format) -> Array:
-    """The scale that takes the largest magnitude of a block to the largest code; 1 for a block of zeros."""
-    return jnp.where(largest > 0, jnp.maximum(largest * np.float32(1 / fmt.max), formats.TINY), 1.0)
 
 
 def _microscale(largest: Array, spec: QuantSpec, fmt: formats.Format) -> Array:

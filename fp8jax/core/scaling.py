@@ -25,6 +25,11 @@ def to_scale(largest: Array, fmt: Format) -> Array:
     return jnp.where(largest > 0, jnp.maximum(largest * np.float32(1 / fmt.max), TINY), 1.0)
 
 
+def usable(scale: Array) -> Array:
+    """A given scale in fp32; subnormal ones, whose reciprocals are infinite, and 0 count as the smallest normal one."""
+    return jnp.maximum(scale, np.float32(TINY))
+
+
 @dataclasses.dataclass(frozen=True)
 class TwoStage:
     """Group scaling (COAT, section 5.2 and figure 4): the maximum of a tensor from the maxima of its groups.

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -139,7 +138,7 @@ def _make(result: Result, how: Any, scale: Array | None) -> list[tuple[QTensor |
                 tops = [scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32) for top in tops]
             scales = tuple(scaling.to_scale(top, fmt) for top in tops)
         else:
-            scales = (jnp.maximum(scale.reshape(()), np.float32(formats.TINY)),)
+            scales = (scaling.usable(scale.reshape(())),)
         found = on.quantize(operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns)
         return [(*pair, s.reshape(1, 1)) for pair, s in zip(found, scales, strict=True)]
 

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from fp8jax.core import blocks, formats, scaling
@@ -267,7 +266,7 @@ def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array |
             continue
         count = blocks.counts(shapes[i], spec.block_shape(shapes[i]))
         if scale is not None and spec.granularity != "mx":
-            value = jnp.broadcast_to(jnp.maximum(scale, np.float32(formats.TINY)), count)
+            value = jnp.broadcast_to(scaling.usable(scale), count)
         elif spec.granularity == "mx" and spec.level1 == "none":
             value = jnp.ones(count, jnp.float32)
         else:

@@ -15,17 +15,7 @@ import pytest
 from fp8jax.core import formats
 from fp8jax.ops import quantize as op
 from tests.kernels import h200
-from tests.kernels.quantize_cases import (
-    CASES,
-    FOLDS,
-    GIVEN,
-    REFOLDS,
-    arrays,
-    folded,
-    refolded,
-    wrong_under_given_scales,
-    wrong_where_computed,
-)
+from tests.kernels import quantize_cases as cases
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
@@ -104,41 +94,41 @@ def test_kernels_compile_for_an_h200_without_spills(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_codes_equal_the_quantizers_on_a_gpu(case):
     # Of 255 integers, and values that are multiples of few numbers, more lie next to a tie.
-    for want, got in zip(arrays(case, "xla"), arrays(case, "triton"), strict=True):
+    for want, got in zip(cases.arrays(case, "xla"), cases.arrays(case, "triton"), strict=True):
         check(got, want, 1e-3 if "int8" in f"{case.rows}" else 3e-4)
 
 
-@pytest.mark.parametrize("case", GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
+@pytest.mark.parametrize("case", cases.GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_under_given_scales_finite_values_saturate_and_others_stay_visible(case):
-    assert not any(wrong_under_given_scales(case, "xla"))
+    assert not any(cases.wrong_under_given_scales(case, "xla"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
+@pytest.mark.parametrize("case", cases.GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_under_given_scales_they_do_on_a_gpu(case):
-    assert not any(wrong_under_given_scales(case, "triton"))
+    assert not any(cases.wrong_under_given_scales(case, "triton"))
 
 
 @triton
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_under_given_scales_they_do_where_an_activation_is_quantized(name):
-    assert not any(wrong_where_computed(name))
+    assert not any(cases.wrong_where_computed(name))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", FOLDS, ids=lambda c: f"{c.rows} {c.shape}")
+@pytest.mark.parametrize("case", cases.FOLDS, ids=lambda c: f"{c.rows} {c.shape}")
 def test_folded_codes_equal_the_references_on_a_gpu(case):
-    for want, got in zip(folded(case, "xla"), folded(case, "triton"), strict=True):
+    for want, got in zip(cases.folded(case, "xla"), cases.folded(case, "triton"), strict=True):
         check(got, want)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", REFOLDS, ids=lambda c: f"{c.rows} {c.shape}")
+@pytest.mark.parametrize("case", cases.REFOLDS, ids=lambda c: f"{c.rows} {c.shape}")
 def test_codes_folded_afterwards_equal_the_references_on_a_gpu(case):
-    for want, got in zip(refolded(case, "xla"), refolded(case, "triton"), strict=True):
+    for want, got in zip(cases.refolded(case, "xla"), cases.refolded(case, "triton"), strict=True):
         np.testing.assert_array_equal(got, want)
 
 

@@ -18,17 +18,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from pallas_kernels import codec_triton, operations_triton, quantize_triton, scaling_triton
-from tests.kernels.quantize_cases import (
-    CASES,
-    FOLDS,
-    GIVEN,
-    REFOLDS,
-    arrays,
-    folded,
-    refolded,
-    wrong_under_given_scales,
-    wrong_where_computed,
-)
+from tests.kernels import quantize_cases as cases
 
 GUARD = 4096
 TINY = float(np.finfo(np.float32).tiny)
@@ -138,14 +128,15 @@ def prepare() -> None:
 def main() -> None:
     prepare()
     wrong = {}
-    runs = [*((case, arrays) for case in CASES), *((case, folded) for case in FOLDS)]
-    for case, run in [*runs, *((case, refolded) for case in REFOLDS)]:
+    runs = [*((case, cases.arrays) for case in cases.CASES), *((case, cases.folded) for case in cases.FOLDS)]
+    for case, run in [*runs, *((case, cases.refolded) for case in cases.REFOLDS)]:
         want, got = run(case, "xla"), run(case, "triton")
         differ = [int(np.sum((a != b) & ((a == a) | (b == b)))) for a, b in zip(want, got, strict=True)]
         if any(differ):
             wrong[str(case)] = differ
-    given = [(str(case), wrong_under_given_scales(case, "triton")) for case in GIVEN]
-    for name, differ in [*given, *((f"{name} computed", wrong_where_computed(name)) for name in ("e4m3", "e5m2"))]:
+    given = [(str(case), cases.wrong_under_given_scales(case, "triton")) for case in cases.GIVEN]
+    given += [(f"{name} computed", cases.wrong_where_computed(name)) for name in ("e4m3", "e5m2")]
+    for name, differ in given:
         if any(differ):
             wrong[name] = differ
     print(json.dumps(wrong))
