@@ -6,7 +6,8 @@ was written for 8 bits. COAT (Xi et al., ICLR 2025), Table 7, reports 1.57 times
 "products and attention alone" are its FP8 products with fast accumulation, of codes that are there, and its attention:
 what is left of the time when everything else costs nothing. "bound of" a recipe adds to these one copy that moves as
 many bytes as all other operations of its compiled program read and write: what is left of the time when every pass
-besides products and attention runs as fast as a copy.
+besides products and attention runs as fast as a copy. "bound of any lean program" copies as many as such a layer has to
+move at least while scales are those of the tensors themselves (`experiments.bench.layer_bounds.least`).
 """
 
 import argparse
@@ -21,15 +22,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 import fp8jax
-from experiments.bench import timing, traffic
+from experiments.bench import layer_bounds, timing
 from experiments.models.llama import Block, LlamaConfig, rope_tables
 from experiments.tables import coat_memory
-from fp8jax.ops.matmul import matmul
 
 CONFIG = LlamaConfig(vocab=256, dim=4096, layers=1, heads=32, kv_heads=32, mlp_dim=11008)
 BF16, BATCH = "bf16", 4
 ALONE = "products and attention alone"
-BOUND = "bound of {}"
+BOUND, ANY = "bound of {}", "any lean program"
 HELD, FAST, PRODUCTS = "weights held", "fast accumulation", ("forward", "dgrad", "wgrad")
 
 
@@ -70,10 +70,10 @@ class Arm:
 def recipes() -> dict[str, fp8jax.Recipe]:
     """What is compared with bf16."""
     found = {name: recipe for name, (recipe, _) in coat_memory.recipes().items() if recipe is not None}
-    lean = found[coat_memory.LEAN]
-    for name, change in (("current scaling", {"scaling": "current"}), (FAST, {"fast_accumulation": PRODUCTS})):
-        linear = dataclasses.replace(lean.linear, **change)  # type: ignore[arg-type]
-        found[f"{coat_memory.LEAN}, {name}"] = dataclasses.replace(lean, linear=linear)
+    fast, current = (FAST, {"fast_accumulation": PRODUCTS}), ("current scaling", {"scaling": "current"})
+    for coat, (name, change) in ((coat_memory.LEAN, current), (coat_memory.LEAN, fast), (coat_memory.FAITHFUL, fast)):
+        linear = dataclasses.replace(found[coat].linear, **change)  # type: ignore[arg-type]
+        found[f"{coat}, {name}"] = dataclasses.replace(found[coat], linear=linear)
     return found
 
 
@@ -97,56 +97,10 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
         if names is None or name in names:
             found[name] = arm(fp8jax.nnx.quantize(plain, recipe))
         held = f"{name}, {HELD}"
-        if held in names if names is not None else name.startswith(coat_memory.LEAN):
+        if held in names if names is not None else name.startswith("COAT"):
             graph, _ = nnx.split(fp8jax.nnx.quantize(plain, recipe), nnx.Param)
             found[held] = arm(fp8jax.nnx.quantize_weights(nnx.merge(graph, params)))
     return found
-
-
-def alone(length: int, config: LlamaConfig = CONFIG) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """All 8-bit products of a layer, of codes that are there, and its attention: a function and its arguments."""
-    tokens, dim, inner = BATCH * length, config.dim, config.mlp_dim
-    kv_dim = config.kv_heads * config.head_dim
-    sides = [(dim, dim), (dim, kv_dim), (dim, kv_dim), (dim, dim), (dim, inner), (dim, inner), (inner, dim)]
-
-    @functools.partial(jax.jit, static_argnums=(1, 2))
-    def codes(seed: int, shape: tuple[int, int], dtype: Any) -> fp8jax.QTensor:
-        draw = (16 * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
-        spec = fp8jax.QuantSpec("e4m3" if dtype == jnp.float8_e4m3fn else "e5m2")
-        return fp8jax.QTensor(draw, jnp.full((1, 1), 1 / 16), None, None, spec)
-
-    def operands(seed: int, inputs: int, outputs: int) -> tuple[Any, ...]:
-        """Weights, inputs and cotangents, each as two products want them."""
-        e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-        shapes = [((outputs, inputs), e4m3), ((tokens, inputs), e4m3), ((tokens, outputs), e5m2)]
-        return tuple((codes(3 * seed + i, s, d), codes(3 * seed + i, s[::-1], d)) for i, (s, d) in enumerate(shapes))
-
-    def run(linears: Any, qkv: Any, dy: jax.Array) -> Any:
-        product = functools.partial(matmul, dtype=jnp.bfloat16)
-        three = [
-            (product(x, w), product(g, turned_w), product(turned_g, turned_x))
-            for (w, turned_w), (x, turned_x), (g, turned_g) in linears
-        ]
-        attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-        y, back = jax.vjp(attention, *qkv)
-        return three, y, back(dy)
-
-    shapes = [(BATCH, length, h, config.head_dim) for h in (config.heads, *[config.kv_heads] * 2, config.heads)]
-    *qkv, dy = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
-    return run, ([operands(i, *side) for i, side in enumerate(sides)], qkv, dy)
-
-
-def others(arm: Arm) -> int:
-    """Bytes that all operations of a layer but products and attention read and write."""
-    program = jax.jit(arm.three).lower(*arm.operands)
-    text = program.compile(compiler_options={"xla_gpu_enable_command_buffer": ""}).as_text()
-    return traffic.moved(text or "", without=("cublas", "cudnn"))
-
-
-def bound(function: Callable[..., Any], moved: int) -> tuple[Callable[..., Any], jax.Array]:
-    """A function that also copies an array, its last argument: together they read and write `moved` bytes."""
-    array = jnp.zeros((max(moved // 2**22, 1), 2**20), jnp.bfloat16)
-    return lambda *operands: (function(*operands[:-1]), jnp.copy(operands[-1])), array
 
 
 def main(argv: list[str]) -> None:
@@ -176,12 +130,15 @@ def main(argv: list[str]) -> None:
         ready: dict[str, Callable[..., Any]] = {}
         for name, arm in wanted.items():
             ready |= timing.compiled({name: arm.three}, [arm.operands])
-        function, operands = alone(length)
+        function, operands = layer_bounds.alone(BATCH * length, length, CONFIG)
         ready |= timing.compiled({ALONE: function}, [operands])
-        for name in options.bounds:
-            moved = others(wanted[name])
-            rows.append(timing.row(case, name, "other bytes", moved / 1e9, "GB"))
-            both, array = bound(function, moved)
+        moved: dict[str, float] = {
+            name: layer_bounds.others(wanted[name].three, *wanted[name].operands) for name in options.bounds
+        }
+        moved[ANY] = sum(layer_bounds.least(BATCH * length, CONFIG).values())
+        for name, size in moved.items():
+            rows.append(timing.row(case, BOUND.format(name), "other bytes", size / 1e9, "GB"))
+            both, array = layer_bounds.bound(function, size)
             ready |= timing.compiled({BOUND.format(name): both}, [(*operands, array)])
         times, unit = timing.seconds(ready, options.rounds, options.burst), wanted[BF16].operands[2].nbytes
         for name, time in times.items():

@@ -47,7 +47,7 @@ def quantize_weights(model: Model) -> Model:
 
     Call it inside the training step, before the loop over microbatches: these then share the weights' scales and
     codes, which are rounded to nearest. Its results are the model's own, bit for bit, while the parameters stay the
-    same; it costs one to two bytes a parameter, for as long as it lives.
+    same; it costs two bytes a parameter, of codes and of their transposed copy, for as long as it lives.
 
         held = fp8jax.nnx.quantize_weights(model)
         for batch in microbatches:  # or nnx.scan

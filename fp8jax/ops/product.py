@@ -31,11 +31,11 @@ class QuantizedWeight(NamedTuple):
 
     Attributes:
         forward: (outputs, inputs).
-        dgrad: (inputs, outputs); None where the transposed `forward` serves.
+        dgrad: (inputs, outputs).
     """
 
     forward: QTensor
-    dgrad: QTensor | None
+    dgrad: QTensor
 
 
 class Scales(NamedTuple):
@@ -116,7 +116,8 @@ def product(
 def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = None) -> QuantizedWeight:
     """A weight as the products of a recipe read it, for `fp8jax.linear` to use in every call of a step.
 
-    Under gradient accumulation the microbatches of a step then share its scales and codes:
+    Under gradient accumulation the microbatches of a step then share its scales and codes, of the weight and of its
+    transposed copy, one byte a parameter each:
 
         quantized = fp8jax.quantize_weight(w, recipe=recipe)
         y = fp8jax.linear(x, w, recipe=recipe, quantized=quantized)
@@ -136,9 +137,15 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = 
     forward, dgrad = part.spec("w"), part.spec("w_dgrad")
     if forward is None or dgrad is None:
         raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
-    serves = forward == dgrad and forward.granularity in TRANSPOSABLE
-    turned = None if serves else _save(w, dgrad, part.scaling, scale=scale)
-    return QuantizedWeight(_save(w, forward, part.scaling, scale=scale, turned=True), turned)
+    w = lax.stop_gradient(w)
+    if forward == dgrad and forward.granularity in TRANSPOSABLE:
+        rows, turned = quantize(w, dgrad, SAME, scale=scale, strategy=_strategy(part.scaling))
+        assert rows is not None
+        assert turned is not None
+        return QuantizedWeight(to_bytes(turned), to_bytes(rows))
+    return QuantizedWeight(
+        _save(w, forward, part.scaling, scale=scale, turned=True), _save(w, dgrad, part.scaling, scale=scale)
+    )
 
 
 def linear_part(recipe: Recipe | Linear) -> Linear:
@@ -189,11 +196,19 @@ def _forward(
     if quantized is None and isinstance(columns, QTensor) and _shares_scale(recipe):
         w_scale = columns.scale
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation)
-    return y.reshape(*how.tokens, y.shape[-1]), (kept, dtypes, weight, w_scale, key, scales, quantized)
+    return y.reshape(*how.tokens, y.shape[-1]), (
+        kept,
+        dtypes,
+        weight,
+        w_scale,
+        key,
+        scales,
+        quantized and quantized.dgrad,
+    )
 
 
 def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
-    recipe, (kept, (x, w), weight, w_scale, key, scales, quantized) = how.recipe, residuals
+    recipe, (kept, (x, w), weight, w_scale, key, scales, turned) = how.recipe, residuals
     dy = fused.pass_on(dy, dy.reshape(-1, dy.shape[-1]))
     quantizer = functools.partial(_operand, how=recipe.scaling)
     keys = (None, None) if key is None else jax.random.split(key)
@@ -211,10 +226,7 @@ def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
         pair = quantize(dy, *specs, scale=dy_scale, strategy=_strategy(recipe.scaling), key=subkey)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
-    if quantized is None:
-        weight = quantizer(weight, recipe.spec("w_dgrad"), scale=w_scale)
-    else:
-        weight = transpose(from_bytes(quantized.forward)) if quantized.dgrad is None else from_bytes(quantized.dgrad)
+    weight = quantizer(weight, recipe.spec("w_dgrad"), scale=w_scale) if turned is None else from_bytes(turned)
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation)
     spec = recipe.spec("x_wgrad")
     if how.remade is None:

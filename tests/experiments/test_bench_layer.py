@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.bench import layer, traffic
+from experiments.bench import layer, layer_bounds, traffic
 from experiments.models.llama import LlamaConfig
 from experiments.tables import coat_memory
 from experiments.tables.flash import dot_product_attention
@@ -33,9 +33,11 @@ def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch)
 def test_other_accumulation_and_scaling_are_the_only_changes():
     found = layer.recipes()
     lean = found[coat_memory.LEAN]
-    fast = found[f"{coat_memory.LEAN}, {layer.FAST}"]
-    assert fast.linear.fast_accumulation == layer.PRODUCTS
-    assert dataclasses.replace(fast, linear=lean.linear) == lean
+    assert found[coat_memory.FAITHFUL].linear == lean.linear
+    for name in (coat_memory.LEAN, coat_memory.FAITHFUL):
+        fast = found[f"{name}, {layer.FAST}"]
+        assert fast.linear.fast_accumulation == layer.PRODUCTS
+        assert dataclasses.replace(fast, linear=lean.linear) == found[name]
 
 
 def test_alone_are_the_three_products_of_seven_layers_and_attention(monkeypatch):
@@ -43,7 +45,7 @@ def test_alone_are_the_three_products_of_seven_layers_and_attention(monkeypatch)
         return dot_product_attention(q, k, v, is_causal=is_causal)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-    function, operands = layer.alone(16, SMALL)
+    function, operands = layer_bounds.alone(layer.BATCH * 16, 16, SMALL)
     three, y, _ = jax.eval_shape(function, *operands)
     rows = layer.BATCH * 16
     assert [(f.shape, d.shape, w.shape) for f, d, w in three] == [
@@ -83,7 +85,15 @@ def test_bytes_of_a_program_are_those_of_its_operations_but_products():
 
 
 def test_a_bound_computes_the_same_and_moves_as_many_bytes_as_asked():
-    function, array = layer.bound(lambda x: x + 1, 3 << 22)
+    function, array = layer_bounds.bound(lambda x: x + 1, 3 << 22)
     y, copied = function(np.float32(2), array)
     assert (y, copied.nbytes) == (3, array.nbytes)
     assert 2 * array.nbytes == 3 << 22
+
+
+def test_the_least_bytes_of_a_layer():
+    # By hand, in elements of 24 tokens x 48 channels, 128 inside and 2 heads of keys: section of each pass in order.
+    stream, inner, attended = 24 * 48, 24 * 128, 24 * (48 + 2 * 48)
+    norms, attention, output = 2 * (3.125 + 2.125 + 2.125 + 7.125), 2 + 3 + 3, 4 + 4
+    found = layer_bounds.least(24, SMALL)
+    assert sum(found.values()) == stream * (norms + attention + output) + inner * (3.25 + 2.25 + 9.25) + attended * 6
