@@ -6,7 +6,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -73,11 +73,13 @@ def capability() -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _varying(x: Array) -> frozenset[str]:
-    """The mesh axes over which a `jax.shard_map` knows a value to vary."""
-    kind = jax.typeof(x)
-    manual = getattr(kind, "manual_axis_type", None)
-    return frozenset((getattr(kind, "vma", None) if manual is None else manual.varying) or ())
+def _varying(arrays: Any) -> frozenset[str]:
+    """The mesh axes over which a `jax.shard_map` knows any array of a tree to vary."""
+    found: frozenset[str] = frozenset()
+    for kind in map(jax.typeof, jax.tree.leaves(arrays)):
+        manual = getattr(kind, "manual_axis_type", None)
+        found |= frozenset((getattr(kind, "vma", None) if manual is None else manual.varying) or ())
+    return found
 
 
 def vary_alike(*arrays: Array | None) -> tuple[Array | None, ...]:
@@ -86,11 +88,31 @@ def vary_alike(*arrays: Array | None) -> tuple[Array | None, ...]:
     Operations of JAX do so by themselves, differentiation rules of our own do not: in data-parallel training weights do
     not vary over devices, their gradients on each do.
     """
-    axes = frozenset[str]().union(*(_varying(x) for x in arrays if x is not None))
-    missing = [frozenset() if x is None else axes - _varying(x) for x in arrays]
-    return tuple(
-        lax.pcast(x, tuple(sorted(more)), to="varying") if more else x for x, more in zip(arrays, missing, strict=True)
-    )
+    axes = _varying(arrays)
+    return tuple(None if x is None else _vary(x, axes) for x in arrays)
+
+
+def _vary(x: Array, axes: frozenset[str]) -> Array:
+    missing = axes - _varying(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def local(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a device's own arrays, each of whose results may depend on all of them.
+
+    The results of a kernel do not say over which mesh axes they vary; here it is those of any argument.
+    """
+
+    def call(*args: Any) -> Any:
+        axes = _varying(args)
+        return jax.tree.map(lambda x: _vary(x, axes), function(*args))
+
+    return call
+
+
+def by_platform(*args: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
+    """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`."""
+    return lax.platform_dependent(*args, cuda=local(cuda), default=local(default))
 
 
 @functools.cache
@@ -108,11 +130,8 @@ def missing_triton(kernel: str) -> str | None:
 def spread(*arrays: Array) -> str | None:
     """Why arrays may not lie on one device each, as far as they and their types tell, or None.
 
-    A kernel sees local arrays alone: it runs on one device, and inside a `jax.shard_map` over all mesh axes. That must
-    not check how values vary over devices, which the results of a kernel do not say.
+    A kernel sees local arrays alone: it runs on one device, and inside a `jax.shard_map` over all mesh axes.
     """
-    if any(_varying(x) for x in arrays):
-        return "jax.shard_map checks how values vary over devices; give it check_vma=False"
     if any(blocks.explicit_axes(x) for x in arrays):
         return "arrays are sharded over Explicit mesh axes; call it inside jax.shard_map"
     mesh = jax.sharding.get_abstract_mesh()

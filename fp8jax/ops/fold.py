@@ -6,12 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, spread, tell
+from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, spread, tell
 from fp8jax.ops.quantize import IMPLS, chosen
 
 # Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
@@ -64,7 +64,7 @@ def fold(x: Array, spec: QuantSpec | str, *, impl: str = "auto") -> Folded:
     tell("fold", Choice("xla", f"not the kernel: {reason}") if reason else choice)
     if choice.impl == "xla" or reason:
         return reference(x)
-    return kernel(x) if impl == "triton" else lax.platform_dependent(x, cuda=kernel, default=reference)
+    return local(kernel)(x) if impl == "triton" else by_platform(x, cuda=kernel, default=reference)
 
 
 def foldable(q: QTensor) -> bool:
@@ -110,9 +110,9 @@ def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
     if choice.impl == "xla":
         codes, scale = _refold_reference(*operands)
     elif impl == "triton":
-        codes, scale = _refold_kernel(*operands)
+        codes, scale = local(_refold_kernel)(*operands)
     else:
-        codes, scale = lax.platform_dependent(*operands, cuda=_refold_kernel, default=_refold_reference)
+        codes, scale = by_platform(*operands, cuda=_refold_kernel, default=_refold_reference)
     return QTensor(codes, scale, None, None, _token(q.spec))
 
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
-from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, spread, tell
+from fp8jax.ops.choice import Choice, by_platform, capability, missing_triton, on_cuda, spread, tell
 from fp8jax.ops.recent import Origins
 from fp8jax.ops.saved import from_bytes, to_bytes
 
@@ -160,7 +160,7 @@ def run(call: Callable[..., Any], *arrays: Any) -> Any:
                    norm_triton.backward):  # fmt: skip
         setattr(kernels, kernel.__name__, functools.partial(kernel, compute_capability=capability()))
     mapped = jax.custom_batching.sequential_vmap(functools.partial(call, kernels))
-    return lax.platform_dependent(*arrays, cuda=mapped, default=functools.partial(call, fused_reference))
+    return by_platform(*arrays, cuda=mapped, default=functools.partial(call, fused_reference))
 
 
 def operation(

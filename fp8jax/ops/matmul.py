@@ -12,7 +12,7 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import matmul_hopper
-from fp8jax.ops.choice import Choice, on_cuda, tell
+from fp8jax.ops.choice import Choice, by_platform, local, on_cuda, tell
 from fp8jax.ops.matmul_hopper import row_scales
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.quantize import transpose as transpose
@@ -72,8 +72,8 @@ def matmul(
     assert isinstance(b, QTensor)
     kernel = functools.partial(matmul_hopper.run, how, exact, fast, dtype)
     if impl == "mosaic":
-        return kernel(a, b)
-    return lax.platform_dependent(a, b, cuda=kernel, default=lambda a, b: _reference(a, b, fast, dtype))
+        return local(kernel)(a, b)
+    return by_platform(a, b, cuda=kernel, default=lambda a, b: _reference(a, b, fast, dtype))
 
 
 def matmul_quantized(
@@ -201,19 +201,20 @@ def _split(q: QTensor) -> int:
 
 def _promoted(a: QTensor, b: QTensor, size: int) -> Array:
     """Sums products over `size` long parts of the contraction, each under its own scales, in fp32."""
-    parts = -(-a.shape[1] // size)
+    count = -(-a.shape[1] // size)
 
     def split(q: QTensor) -> tuple[Array, Array]:
-        codes = jnp.pad(q.codes, ((0, 0), (0, parts * size - q.shape[1])))
-        codes = codes.reshape(q.shape[0], parts, size).swapaxes(0, 1)
-        return codes, _scales(q, size, parts).T[:, :, None]
+        codes = jnp.pad(q.codes, ((0, 0), (0, count * size - q.shape[1])))
+        codes = codes.reshape(q.shape[0], count, size).swapaxes(0, 1)
+        return codes, _scales(q, size, count).T[:, :, None]
 
     def add(sums: Array, part: tuple[tuple[Array, Array], tuple[Array, Array]]) -> tuple[Array, None]:
         (a_codes, a_scale), (b_codes, b_scale) = part
         return sums + _codes_product(a_codes, b_codes, True) * a_scale * b_scale.T, None
 
-    zeros = jnp.zeros((a.shape[0], b.shape[0]), jnp.float32)
-    return lax.scan(add, zeros, (split(a), split(b)))[0]
+    parts = split(a), split(b)
+    zeros = local(lambda _: jnp.zeros((a.shape[0], b.shape[0]), jnp.float32))(parts)
+    return lax.scan(add, zeros, parts)[0]
 
 
 def _scales(q: QTensor, size: int, parts: int) -> Array:

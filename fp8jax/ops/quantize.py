@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, spread, tell
+from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, spread, tell
 
 IMPLS = ("auto", "xla", "triton")
 
@@ -68,8 +68,8 @@ def quantize(
         return reference(x, scale, key)
     kernel = functools.partial(_kernel, how, strategy)
     if impl == "triton":
-        return kernel(x, scale, key)
-    return lax.platform_dependent(x, scale, key, cuda=kernel, default=reference)
+        return local(kernel)(x, scale, key)
+    return by_platform(x, scale, key, cuda=kernel, default=reference)
 
 
 def chosen(
@@ -127,9 +127,9 @@ def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
     if reason or impl == "xla" or (impl == "auto" and not on_cuda()):
         codes = plain(q.codes)
     elif impl == "triton":
-        codes = _transposed(q.codes)
+        codes = local(_transposed)(q.codes)
     else:
-        codes = lax.platform_dependent(q.codes, cuda=_transposed, default=plain)
+        codes = by_platform(q.codes, cuda=_transposed, default=plain)
     return dataclasses.replace(q, codes=codes, scale=scale)
 
 

@@ -286,14 +286,16 @@ def test_no_tokens_give_no_outputs(shape):
     assert y.shape == (*shape[:-1], 16)
 
 
-@pytest.mark.parametrize("name", ["te_current", "deepseek", "coat"])
+@pytest.mark.parametrize("name", ["te_current", "deepseek", "coat", "jetfire"])
 def test_gradients_of_replicated_parameters_are_summed_where_shard_map_checks_what_varies(name):
     recipe = fp8jax.recipes.get(name)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    x, w, s = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(16, 32), (32, 16), (32,)]))
+    x, w, s = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(16, 192), (192, 16), (192,)]))
+    key = jax.random.key(3)
 
     def gradients(x, w, s):
-        loss = lambda x, w, s: jnp.sum(fp8jax.linear(fp8jax.rms_norm(x, s, recipe=recipe), w, recipe=recipe) ** 2)  # noqa: E731
+        layer = lambda x, w, s: fp8jax.linear(fp8jax.rms_norm(x, s, recipe=recipe), w, recipe=recipe, key=key)  # noqa: E731
+        loss = lambda x, w, s: jnp.sum(layer(x, w, s) ** 2)  # noqa: E731
         return jax.grad(loss, (0, 1, 2))(x, w, s)
 
     data, whole = jax.P("data"), jax.P()
