@@ -344,6 +344,7 @@ def arm(recipe):
     return lambda key: nnx.state(MiniGPT(rngs=nnx.Rngs(key)), nnx.Param), lambda p, t: nnx.merge(graph, p, rest)(t)
 
 
+@pytest.mark.slow
 def test_a_model_not_written_here_trains_as_in_bf16_and_a_broken_recipe_does_not(monkeypatch):
     plain = train(*arm(None))
     assert plain[:, -1].max() < plain[:, 0].min() - 1
