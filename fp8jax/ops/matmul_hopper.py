@@ -173,11 +173,11 @@ def _cublas(a: QTensor, b: QTensor, fast: bool, dtype: DTypeLike) -> Array:
     """XLA makes one cuBLASLt call of this, which gets the fp32 scales: it folds their cast to bf16 away.
 
     Behind barriers, because XLA would first merge products that share an operand (q, k, v; gate, up) into one of 16
-    bits.
+    bits, and because it leaves a cast of a scale that it can move away from the product where it is, rounding it.
     """
     wide = jnp.float32 if jnp.dtype(dtype) == jnp.float32 else jnp.bfloat16
-    codes = lax.optimization_barrier((a.codes, b.codes))
-    left, right = (c.astype(wide) * q.scale.reshape(()).astype(wide) for c, q in zip(codes, (a, b), strict=True))
+    codes, scales = lax.optimization_barrier(([a.codes, b.codes], [q.scale.reshape(()) for q in (a, b)]))
+    left, right = (c.astype(wide) * s.astype(wide) for c, s in zip(codes, scales, strict=True))
     y = lax.dot_general(left, right, _K_MAJOR, precision=precision(fast), preferred_element_type=wide)
     return y.astype(dtype)
 

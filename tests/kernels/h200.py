@@ -47,10 +47,10 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
     """Compiles `module:function` in a fresh process.
 
     Returns:
-        "calls": targets of the program's custom calls; "copies": how often XLA moves an fp32 matrix itself; "kernels":
-        for each Mosaic kernel, by name, the bytes of its stack frame, of spill stores and of spill loads, its registers
-        at entry, and how often the assembler added a wait for tensor-core products. `dump` keeps PTX and the
-        assembler's reports in that folder.
+        "calls": targets of the program's custom calls; "copies": how often XLA moves an fp32 matrix itself; "narrow":
+        how often it makes a single number in bf16; "kernels": for each Mosaic kernel, by name, the bytes of its stack
+        frame, of spill stores and of spill loads, its registers at entry, and how often the assembler added a wait for
+        tensor-core products. `dump` keeps PTX and the assembler's reports in that folder.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(dump or scratch)
@@ -107,13 +107,14 @@ def resources(assembler_report: str) -> dict[str, int]:
 def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     found = getattr(importlib.import_module(module), name)
-    calls, copies = [], 0
+    calls, copies, narrow = [], 0, 0
     for program in found if isinstance(found, list) else [found]:
         function, shapes = program()
         text = compile_for_h200(function, *shapes).as_text()
         calls += re.findall(r'custom_call_target="([^"]+)"', text)
         copies += len(re.findall(r"= f32\[\d+,\d+\]\S* (?:fusion|copy|transpose)\(", text))
-    print(MARK + json.dumps({"calls": calls, "copies": copies}))
+        narrow += len(re.findall(r"= bf16\[[1,]*\]", text))
+    print(MARK + json.dumps({"calls": calls, "copies": copies, "narrow": narrow}))
 
 
 if __name__ == "__main__":
