@@ -1,7 +1,7 @@
 """The part that every Hopper matrix product shares: tiles, loads, the K loop and the epilogue.
 
 A kernel launches one thread block per multiprocessor. Each block walks over output tiles; one warp streams 128-deep
-slices of both operands into a ring of shared-memory stages by TMA, and two or three compute warpgroups multiply them
+slices of both operands into a ring of shared-memory stages by TMA, and two compute warpgroups multiply them
 and write their part of the tile. The ring runs on across tiles, so that the next tile's loads overlap this one's
 epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which fp32
 accumulators it hands to the epilogue.
@@ -12,6 +12,7 @@ output is written in whole multiples of 8 rows and 128 bytes and sliced.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,19 +23,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper_epilogue import COLUMN as COLUMN
-from pallas_kernels.hopper_epilogue import OUT_DTYPES, Epilogue, Writer, tiling
+from pallas_kernels.hopper_epilogue import OUT_DTYPES, Epilogue, Writer, flat, tiling
 from pallas_kernels.hopper_epilogue import ROW as ROW
 from pallas_kernels.hopper_epilogue import check_array as check_array
 from pallas_kernels.hopper_epilogue import check_epilogue as check_epilogue
 from pallas_kernels.hopper_share import K_STEP as K_STEP
-from pallas_kernels.hopper_share import Share, ceil_div, pad_axis, round_up
+from pallas_kernels.hopper_share import WARPGROUPS, Share, ceil_div, pad_axis, round_up
 from pallas_kernels.hopper_share import Stream as Stream
 from pallas_kernels.hopper_share import Tile as Tile
 from pallas_kernels.hopper_share import covered as covered
 from pallas_kernels.hopper_share import pairing as pairing
 
-# Of a thread of the memory warpgroup and of the others, by the number of these; together a multiprocessor has 65536.
-REGISTERS = {2: (40, 232), 3: (32, 160)}
+# Of a thread of the memory warpgroup and of the others; together a multiprocessor has 65536.
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 Interpret = plgpu.InterpretGPUParams | None
@@ -48,9 +49,14 @@ def multiprocessors() -> int:
     return int(device.core_count) if device.platform == "gpu" else 132
 
 
+def tiles_each(m: int, n: int, tile: Tile) -> float:
+    """How many tiles of an (M, N) output a multiprocessor computes, in the mean."""
+    return ceil_div(m, tile.block_rows) * ceil_div(n, tile.block_cols) / multiprocessors()
+
+
 def waves(m: int, n: int, tile: Tile) -> int:
     """How many tiles the busiest multiprocessor computes of an (M, N) output."""
-    return ceil_div(ceil_div(m, tile.block_rows) * ceil_div(n, tile.block_cols), multiprocessors())
+    return math.ceil(tiles_each(m, n, tile))
 
 
 def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any) -> None:
@@ -83,7 +89,7 @@ def product(
     tile: Tile,
     epilogue: Epilogue,
     out_dtype: Any,
-    registers: tuple[int, int] | None = None,
+    own_wgmma: bool = False,
     interpret: Interpret = None,
 ) -> Any:
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
@@ -96,19 +102,18 @@ def product(
             with the accumulators: (first row, first column, fp32 array), which cover the share; those of the same rows
             from left to right.
         streams: scales that travel with the operands; `Share.scales` reads them.
-        registers: of a thread of the memory warpgroup and of the others, if not those of `REGISTERS`.
+        own_wgmma: whether `compute` multiplies by `hopper_wgmma`, not by Pallas, which asks for stages that TMA sees
+            as tiles of 8 rows: its maps then have four dimensions, not two.
     """
     (m, k), n = a.shape, b.shape[0]
     out_bytes = jnp.dtype(out_dtype).itemsize
-    piece = next(width // out_bytes for width in (128, 64) if tile.cols * out_bytes % width == 0)
-    out_shape = round_up(m, 8), round_up(n, piece)
+    swizzle = next(width for width in (128, 64) if tile.cols * out_bytes % width == 0)
+    piece = 64, swizzle // out_bytes
+    out_shape = round_up(m, 8), round_up(n, piece[1])
     rows, cols = covered(m, tile.block_rows, tile.cluster == "M"), covered(n, tile.block_cols, tile.cluster == "N")
     tiles_m = rows // tile.block_rows // (1 + (tile.cluster == "M"))
     tiles_n = cols // tile.block_cols // (1 + (tile.cluster == "N"))
     k_steps = ceil_div(k, K_STEP)
-    memory_registers, compute_registers = registers or REGISTERS[tile.warpgroups]
-    if (needed := 128 * (memory_registers + compute_registers * tile.warpgroups)) > 65536:
-        raise ValueError(f"{needed} registers for {tile.warpgroups} warpgroups and one that loads; 65536 are there")
     fenced = tile.cluster is not None or interpret is not None
     blocks = 2 if interpret is not None else multiprocessors() // (1 + (tile.cluster is not None))
 
@@ -126,20 +131,20 @@ def product(
     if epilogue.bias is not None:
         vectors["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
     residual = epilogue.residual
+    slots = tile.slots
+    if residual is None and epilogue.group is None and tile.rows * tile.cols * out_bytes <= slots * 64 * 128:
+        piece, slots = (tile.rows, tile.cols), 1  # one store, after one barrier
     if residual is not None:
         residual = residual if epilogue.group else residual.astype(out_dtype)
         whole = (rows, cols) if epilogue.group else out_shape
-        residual = pad_axis(pad_axis(residual, 1, max(whole[1], piece)), 0, max(whole[0], 64))
+        residual = pad_axis(pad_axis(residual, 1, max(whole[1], piece[1])), 0, max(whole[0], 64))
 
+    ring = flat(K_STEP) if own_wgmma else tiling(K_STEP, 1)
     shared: dict[str, Any] = {
-        "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=tiling(K_STEP, 1)),
-        "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=tiling(K_STEP, 1)),
-        "out_ring": plgpu.SMEM(
-            (tile.warpgroups, tile.slots, 64, piece), out_dtype, transforms=tiling(piece * out_bytes, out_bytes)
-        ),
-        "full": plgpu.Barrier(
-            num_arrivals=2 + len(streams), num_barriers=tile.stages * (tile.warpgroups // tile.groups)
-        ),
+        "a_ring": plgpu.SMEM((tile.stages, tile.block_rows, K_STEP), a.dtype, transforms=ring),
+        "b_ring": plgpu.SMEM((tile.stages, tile.block_cols, K_STEP), b.dtype, transforms=ring),
+        "out_ring": plgpu.SMEM((WARPGROUPS, slots, *piece), out_dtype, transforms=tiling(swizzle, out_bytes)),
+        "full": plgpu.Barrier(num_arrivals=2 + len(streams), num_barriers=tile.stages * (WARPGROUPS // tile.groups)),
         "empty": _empty_barrier(tile),
     }
     for n_stream, stream in enumerate(streams):
@@ -147,7 +152,7 @@ def product(
     if tile.lead and k_steps > tile.stages:
         shared["ahead"] = plgpu.Barrier()
     if residual is not None and epilogue.group is None:
-        shared["residual_barrier"] = plgpu.Barrier(num_barriers=tile.warpgroups * tile.slots)
+        shared["residual_barrier"] = plgpu.Barrier(num_barriers=WARPGROUPS * slots)
 
     def kernel(*refs: Any, **scratch_refs: Any) -> None:
         out_refs = refs[len(operands) :]
@@ -160,7 +165,7 @@ def product(
         stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(streams))]
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(name) for name in shared if name in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
-        turns = tile.warpgroups // tile.groups
+        turns = WARPGROUPS // tile.groups
         own = lax.div(tiles_m * tiles_n - block + blocks - 1, blocks)
 
         def place(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -173,7 +178,7 @@ def product(
             return tile_m * tile.block_rows, tile_n * tile.block_cols
 
         def load() -> None:
-            plgpu.set_max_registers(memory_registers, action="decrease")
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
             def fetch(turn: jax.Array, slot: jax.Array) -> jax.Array:
                 row, col = place(turn)
@@ -210,7 +215,7 @@ def product(
                 fetch_all()
 
         def multiply() -> None:
-            plgpu.set_max_registers(compute_registers, action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
             @pl.when(group < tile.groups)
             def _all_stages_are_free() -> None:
@@ -226,9 +231,7 @@ def product(
                     block_row + stage_row, block_col + stage_col, group, turn * k_steps, stage_row, stage_col,
                     k_steps, tile, a_ring, b_ring, full, empty, stream_rings, fenced, ahead,
                 )  # fmt: skip
-                arrived = (
-                    None if residual_barrier is None else (lambda slot: residual_barrier.at[group * tile.slots + slot])
-                )
+                arrived = None if residual_barrier is None else (lambda slot: residual_barrier.at[group * slots + slot])
                 writer = Writer(
                     out_refs[0], residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece,
                     out_dtype, epilogue.group, out_refs[-1],
@@ -240,7 +243,7 @@ def product(
             lax.fori_loop(0, own if turns == 1 else lax.div(own - group + turns - 1, turns), work, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        lax.cond(group == tile.warpgroups, load, multiply)
+        lax.cond(group == WARPGROUPS, load, multiply)
 
     kernel.__name__ = name
     clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
@@ -257,7 +260,7 @@ def product(
         scratch_types=shared,
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=tile.warpgroups + 1,
+        num_threads=WARPGROUPS + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,

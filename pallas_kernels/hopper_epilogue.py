@@ -54,6 +54,12 @@ def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
         raise ValueError(f"group is {epilogue.group}; use one of {GROUPS}, or None for a plain output")
 
 
+def flat(swizzle: int) -> tuple[Any, ...]:
+    """Shared-memory transforms of a matrix as wide as the swizzle, which lies as with `tiling` but for TMA has rows."""
+    transforms: Any = plgpu
+    return (transforms.SwizzleTransform(swizzle),)
+
+
 def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:
     """Shared-memory transforms of a matrix whose rows wgmma and TMA read in swizzles of this many bytes."""
     transforms: Any = plgpu
@@ -64,8 +70,8 @@ def tiling(swizzle: int, itemsize: int) -> tuple[Any, ...]:
 class Writer:
     """Writes one warpgroup's accumulators: fp32 epilogue, then shared-memory slots in turn and TMA stores.
 
-    A tile is written in pieces of 64 rows and 128 bytes. With a residual, a slot first receives the residual's piece;
-    that of an output in codes comes straight from device memory.
+    A tile is written in pieces: of 64 rows and 128 bytes, or whole. With a residual, a slot first receives the
+    residual's piece; that of an output in codes comes straight from device memory.
     """
 
     out_ref: Any
@@ -75,7 +81,7 @@ class Writer:
     refs: dict[str, Any]
     share: Any
     tile: Any
-    piece: int
+    piece: tuple[int, int]
     out_dtype: Any
     group: int | None = None
     scale_ref: Any = None
@@ -87,24 +93,29 @@ class Writer:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        return [(i, j) for j in range(0, self.tile.cols, self.piece) for i in range(0, self.tile.rows, 64)]
+        height, width = self.piece
+        return [(i, j) for j in range(0, self.tile.cols, width) for i in range(0, self.tile.rows, height)]
+
+    @property
+    def slot_count(self) -> int:
+        return min(self.tile.slots, len(self.pieces))
 
     def window(self, piece: int) -> tuple[Any, Any]:
-        i, j = self.pieces[piece]
-        return pl.ds(self.share.row + i, 64), pl.ds(self.share.col + j, self.piece)
+        (i, j), (height, width) = self.pieces[piece], self.piece
+        return pl.ds(self.share.row + i, height), pl.ds(self.share.col + j, width)
 
     def begin(self) -> tuple[Any, Any]:
         """Before the K loop: loads the scales and fetches the first residual pieces, to hide their latency."""
         if self._staged:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for piece in range(min(self.tile.slots, len(self.pieces))):
+            for piece in range(self.slot_count):
                 self._fetch(piece)
         scale = self.refs["scale"][0] if "scale" in self.refs else None
         row = self._vector("row", self.share.row, self.tile.rows, ROW) if "row" in self.refs else None
         return scale, row
 
     def _fetch(self, piece: int) -> None:
-        slot = piece % self.tile.slots
+        slot = piece % self.slot_count
         plgpu.copy_gmem_to_smem(
             self.residual_ref.at[self.window(piece)], self.slots.at[slot], self.residual_arrived(slot))  # fmt: skip
 
@@ -117,38 +128,45 @@ class Writer:
         if row is not None and scale is not None:
             row = row * scale
         for piece, (i, j) in enumerate(self.pieces):
-            columns = [
-                x[i - top : i - top + 64, max(j - first, 0) : j - first + self.piece]
-                for top, first, x in parts
-                if top <= i < top + x.shape[0] and j - x.shape[1] < first < j + self.piece
-            ]
-            value = columns[0] if len(columns) == 1 else lax.concatenate(columns, 1)
-            if row is not None:
-                value = value * lax.broadcast_in_dim(row[i : i + 64], value.shape, [0])
-            elif scale is not None:
-                value = value * scale
-            for name, term in (("column", jnp.multiply), ("bias", jnp.add)):
-                if name in self.refs:
-                    vector = self._vector(name, self.share.col + j, self.piece, COLUMN)
-                    value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
-            slot = self.slots.at[piece % self.tile.slots]
-            if self.group is not None:
-                value = self._codes(value, piece)
-            if self._staged:
-                plgpu.barrier_wait(self.residual_arrived(piece % self.tile.slots))
-                value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-            else:
-                plgpu.wait_smem_to_gmem(self._stores_since(piece), wait_read_only=True)
-            slot[...] = value.astype(self.out_dtype)
+            slot = self.slots.at[piece % self.slot_count]
+            for top in range(i, i + self.piece[0], 64):
+                value = self._value(parts, scale, row, top, j)
+                if self.group is not None:
+                    value = self._codes(value, piece)
+                if self._staged:
+                    plgpu.barrier_wait(self.residual_arrived(piece % self.slot_count))
+                    value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+                elif top == i:
+                    plgpu.wait_smem_to_gmem(self._stores_since(piece), wait_read_only=True)
+                slot.at[pl.ds(top - i, 64)][...] = value.astype(self.out_dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
-            if self._staged and piece + self.tile.slots < len(self.pieces):
+            if self._staged and piece + self.slot_count < len(self.pieces):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self._fetch(piece + self.tile.slots)
+                self._fetch(piece + self.slot_count)
+
+    def _value(self, parts: Sequence[Any], scale: jax.Array | None, row: jax.Array | None, i: int, j: int) -> jax.Array:
+        """64 rows from `i` on and a piece's columns from `j` on, scaled and with their bias, in fp32."""
+        width = self.piece[1]
+        columns = [
+            x[i - top : i - top + 64, max(j - first, 0) : j - first + width]
+            for top, first, x in parts
+            if top <= i < top + x.shape[0] and j - x.shape[1] < first < j + width
+        ]
+        value = columns[0] if len(columns) == 1 else lax.concatenate(columns, 1)
+        if row is not None:
+            value = value * lax.broadcast_in_dim(row[i : i + 64], value.shape, [0])
+        elif scale is not None:
+            value = value * scale
+        for name, term in (("column", jnp.multiply), ("bias", jnp.add)):
+            if name in self.refs:
+                vector = self._vector(name, self.share.col + j, width, COLUMN)
+                value = term(value, lax.broadcast_in_dim(vector, value.shape, [1]))
+        return value
 
     def _stores_since(self, piece: int) -> int:
         """Stores issued since the last one from a piece's slot, which may be of the tile before."""
-        slots = self.tile.slots
+        slots = self.slot_count
         return slots - 1 if piece >= slots else piece + (len(self.pieces) - 1 - piece) % slots
 
     def _codes(self, value: jax.Array, piece: int) -> jax.Array:
@@ -159,7 +177,7 @@ class Writer:
             value = value + term.astype(jnp.float32)
         i, j = self.pieces[piece]
         codes = []
-        for first in range(0, self.piece, self.group):
+        for first in range(0, self.piece[1], self.group):
             x = value[:, first : first + self.group]
             size = jnp.abs(x)
             top = jnp.max(jnp.where((size >= TINY) & (size < jnp.inf), size, 0.0), axis=1)

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 K_STEP = 128
+WARPGROUPS = 2  # that multiply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +28,6 @@ class Tile:
         lead: slices of K by which the second of two warpgroups that share a tile starts it after the first, so that
             what one does beside its products (promotions, the epilogue) meets products of the other.
         slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory.
-        warpgroups: that multiply, 2 or 3. Of three, each has 160 registers a thread, not 232, and the tensor cores are
-            busy while two promote sums.
     """
 
     rows: int = 64
@@ -40,30 +39,27 @@ class Tile:
     cluster: Literal["M", "N"] | None = None
     lead: int = 0
     slots: int = 2
-    warpgroups: Literal[2, 3] = 2
 
     def __post_init__(self) -> None:
         if self.rows % 64 or self.cols % 32 or not 32 <= self.cols <= 256:
             raise ValueError(f"tile {self.rows}x{self.cols}: rows must be a multiple of 64, cols of 32 up to 256")
         if self.stages < 2:
             raise ValueError(f"stages is {self.stages}; use at least 2: a slice is awaited before the last is released")
-        if self.lead and (self.split is None or self.warpgroups > 2 or not 0 < self.lead < self.stages):
+        if self.lead and (self.split is None or not 0 < self.lead < self.stages):
             raise ValueError(f"lead is {self.lead}; it takes two warpgroups that share a tile of more stages")
-        if self.warpgroups not in (2, 3) or (self.warpgroups == 3 and self.split is None):
-            raise ValueError(f"{self.warpgroups} warpgroups, split {self.split}: use two, or three that share a tile")
 
     @property
     def block_rows(self) -> int:
-        return self.rows * (self.warpgroups if self.split == "M" else 1)
+        return self.rows * (WARPGROUPS if self.split == "M" else 1)
 
     @property
     def block_cols(self) -> int:
-        return self.cols * (self.warpgroups if self.split == "N" else 1)
+        return self.cols * (WARPGROUPS if self.split == "N" else 1)
 
     @property
     def groups(self) -> int:
         """Compute warpgroups that work on one tile."""
-        return 1 if self.split is None else self.warpgroups
+        return 1 if self.split is None else WARPGROUPS
 
 
 @dataclasses.dataclass(frozen=True)

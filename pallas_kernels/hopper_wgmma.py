@@ -1,80 +1,91 @@
-"""Tensor-core products of 32 of K out of a 128-deep stage, finer than Pallas issues them.
+"""Tensor-core products that know the registers of their sums, and of 32 of K out of a 128-deep stage.
 
-Pallas multiplies whole swizzles, so that 32 of K ask for stages swizzled by 32 bytes. The hardware reads 32 of K from a
-128-byte swizzle just as well; products of 32 took 8 % fewer cycles so on an H200, 12 % with two slices in a chain.
+Pallas gives every product fresh registers, set to zero, and multiplies whole swizzles. Given the sums of a product
+before, which were read by then, the assembler has no others to choose, so that it cannot start a product before the
+sums of the one before are read, which takes twice the registers: what spilled with 216 of them fits. And the hardware
+reads 32 of K from a 128-byte swizzle as well; products of 32 took 8 % fewer cycles so on an H200.
 """
 
 import importlib
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, nvvm
+from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.hopper_epilogue import tiling
+from pallas_kernels.hopper_epilogue import flat
+from pallas_kernels.hopper_share import K_STEP
 
 DEPTH = 32
-STAGE_DEPTH = 128
-# Fields of a shared-memory descriptor: groups of 8 rows lie 1024 bytes apart, in swizzles of 128 bytes.
-DESCRIPTOR = 64 << 32 | 1 << 62
-internal: Any = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
+WHOLE = tuple(range(K_STEP // DEPTH))
+# The upper half of a descriptor: groups of 8 rows lie 1024 bytes apart, in swizzles of 128 bytes.
+DESCRIPTOR = 64 | 1 << 30
+KINDS = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2"}
+internal: Any = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
 
 
-def start_product(a: Any, b: Any, part: Literal[0, 1, 2, 3]) -> Any:
-    """Starts `a[:, at] @ b[:, at].T` for the `part`-th 32 of K, and returns the sums before they are there.
+def start_product(a: Any, b: Any, parts: Sequence[int] = WHOLE, before: jax.Array | None = None) -> jax.Array:
+    """Starts `a[:, at] @ b[:, at].T` over `parts` of 32 of K, and returns the sums before they are there.
 
     Args:
-        a: (rows, 128) 8-bit reference in shared memory, tiled for a swizzle of 128 bytes; rows a multiple of 64.
+        a: (64, 128) 8-bit reference in shared memory, of a ring for `own_wgmma`.
         b: (cols, 128), likewise; cols a multiple of 8 up to 256.
+        parts: which of the four parts of K to add.
+        before: (64, cols) float32 in the wgmma layout, of any values, not needed any more: gives its registers.
 
     Returns:
-        (rows, cols) float32 in the wgmma layout: only `finish_product` may read it.
+        (64, cols) float32 in the wgmma layout: only `finish_product` may read it.
     """
     shape = (a.shape[0], b.shape[0])
-    stage = plgpu.RefType(tiling(STAGE_DEPTH, 1))
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    if shape[0] != 64:
+        raise ValueError(f"a has {shape[0]} rows; a product has 64")
+    stage, layout = plgpu.RefType(flat(K_STEP)), plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(stage, stage), return_type=result)
-    def start(_: Any, a: Any, b: Any) -> Any:
-        zero = mgpu.WGMMAAccumulator.zero(*shape)._value
-        sums = zero.registers.copy()
-        kinds = [ir.MemRefType(x.type).element_type for x in (a, b)]
-        k_major, stride = (False, False), (DEPTH, DEPTH)  # one instruction takes no stride along K
-        form = *k_major, *stride, shape[1], DEPTH
-        for i in range(shape[0] // 64):
-            rows = sums[i : i + 1]
-            sums[i : i + 1] = internal.wgmma_m64(
-                rows, _descriptor(a, part, 64 * i), _descriptor(b, part), *form, *kinds
-            )
-        nvvm.wgmma_commit_group_sync_aligned()
-        return _in_wgmma_layout(sums, zero.layout)
+    @plgpu.inline_mgpu(arg_types=(stage, stage, *([layout] if before is not None else [])), return_type=result)
+    def start(_: Any, a: Any, b: Any, *before: Any) -> Any:
+        kinds = ".".join(KINDS[str(ir.MemRefType(x.type).element_type)] for x in (a, b))
+        single = internal.WGMMA_LAYOUT_ACC_32BIT  # LLVM keeps the registers of the other layout in pairs
+        given = [r for x in before for r in x.to_layout(single).registers.flat]
+        grid = single.registers_shape(shape)
+        count, register = int(np.prod(grid)), ir.VectorType.get((1,), ir.F32Type.get())
+        sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+        addresses = [f"${count + len(given) + i}" for i in range(2)]
+        lines = ["{ .reg .pred more; .reg .b32 low; .reg .b64 da, db;", "wgmma.fence.sync.aligned;"]
+        for i, part in enumerate(parts):
+            for descriptor, address in zip(("da", "db"), addresses, strict=True):
+                lines.append(
+                    f"add.u32 low, {address}, {part * DEPTH >> 4}; mov.b64 {descriptor}, {{low, {DESCRIPTOR}}};"
+                )
+            lines.append(f"setp.ne.u32 more, {min(i, 1)}, 0;")  # the first adds to nothing
+            lines.append(f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{DEPTH}.f32.{kinds} {sums}, da, db, more, 1, 1;")
+        lines.append("wgmma.commit_group.sync.aligned; }")
+        constraints = ["=f"] * count + [str(i) for i in range(len(given))] + ["r", "r"]
+        out = llvm.inline_asm(
+            llvm.StructType.get_literal([register] * count), [*given, _address(a), _address(b)],
+            "\n".join(lines), ",".join(constraints), asm_dialect=0, has_side_effects=True,
+        )  # fmt: skip
+        registers = np.array([llvm.extractvalue(register, out, [i]) for i in range(count)], object).reshape(grid)
+        started = mgpu.FragmentedArray(_registers=registers, _layout=single, _is_signed=None)
+        return started.to_layout(mgpu.WGMMA_LAYOUT)
 
-    return start(a, b)
-
-
-def _descriptor(reference: Any, part: int, row: int = 0) -> Any:
-    """Of the `part`-th 32 of K, from a row on, of a stage in shared memory."""
-    i64 = ir.IntegerType.get_signless(64)
-
-    def constant(value: int) -> Any:
-        return llvm.ConstantOp(i64, ir.IntegerAttr.get(i64, value)).result
-
-    address = llvm.and_(llvm.ptrtoint(i64, utils.memref_ptr(reference)), constant(0x3FFFF))
-    offset = constant((row * STAGE_DEPTH + part * DEPTH) >> 4)
-    start = llvm.add(llvm.lshr(address, constant(4)), offset, overflow_flags=llvm.IntegerOverflowFlags.none)
-    return llvm.or_(start, constant(DESCRIPTOR))
-
-
-def _in_wgmma_layout(registers: Any, layout: Any) -> Any:
-    sums = mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-    return sums.to_layout(mgpu.WGMMA_LAYOUT)
+    return start(a, b, *([before] if before is not None else []))
 
 
-def finish_product(sums: jax.Array, in_flight: int) -> jax.Array:
+def _address(reference: Any) -> Any:
+    """Where a reference begins in shared memory, in 16 bytes, as a descriptor's lower half has it."""
+    i32 = ir.IntegerType.get_signless(32)
+    four = llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 4)).result
+    return llvm.lshr(llvm.ptrtoint(i32, utils.memref_ptr(reference)), four)
+
+
+def finish_product(sums: jax.Array, in_flight: int = 0) -> jax.Array:
     """The sums of a started product, when no more than `in_flight` products that were started later are unfinished."""
     result = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=plgpu.Layout.WGMMA)
 

@@ -1,7 +1,5 @@
 """Block-scaled FP8 matrix product for Hopper: 1x128 by 128x128 and 1x128 by 1x128, promoted to fp32 every 128 of K."""
 
-import functools
-import itertools
 import math
 from typing import Any
 
@@ -13,10 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import Tile
-
-# Of a thread of the memory warpgroup and of the others. With more the assembler starts a pass before it has added the
-# sums of the one before, and spills.
-TWO_PASSES = (72, 216)
+from pallas_kernels.hopper_wgmma import finish_product, start_product
 
 
 def matmul_block(
@@ -29,7 +24,6 @@ def matmul_block(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: Tile | None = None,
-    unroll: int = 1,
     interpret: hopper.Interpret = None,
 ) -> jax.Array:
     """`dequantize(a) @ dequantize(b).T + bias + residual` with a scale for every 128 of K, promoted to fp32 every 128.
@@ -45,7 +39,7 @@ def matmul_block(
         b_scale: float32, (ceil(N / 128), ceil(K / 128)) for 128x128 blocks, or (N, ceil(K / 128)) for 1x128.
         bias: (N,) float32 or bfloat16. residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
         out_dtype: bfloat16 or float32.
-        tile, unroll: tuning; None chooses both by the shape. unroll: slices of K between two jumps.
+        tile: tuning; None chooses it by the shape.
         interpret: interpreter parameters, to run on CPU.
 
     Returns:
@@ -63,9 +57,7 @@ def matmul_block(
     hopper.check_array("a_scale", a_scale, (m, blocks), (jnp.float32,))
     if not by_column:
         hopper.check_array("b_scale", b_scale, (hopper.ceil_div(n, 128), blocks), (jnp.float32,))
-    if tile is None:
-        plain = out_dtype == jnp.bfloat16 and bias is None and residual is None
-        tile, unroll = best_tile(m, n, by_column, plain)
+    tile = tile or best_tile(m, n)
     streams = [hopper.Stream.of_slices(a_scale, tile.block_rows, lambda row, _: row)]
     if by_column:
         streams.append(hopper.Stream.of_slices(b_scale, tile.block_cols, lambda _, col: col))
@@ -73,21 +65,35 @@ def matmul_block(
         # A tile that starts within a block reaches into one more.
         rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
         streams.append(hopper.Stream.of_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
-    registers = TWO_PASSES if tile.rows > 64 and tile.warpgroups == 2 and not by_column else None
     return hopper.product(
-        _compute(tile, unroll, by_column), a, b, streams, name="fp8_matmul_block", tile=tile,
-        epilogue=epilogue, out_dtype=out_dtype, registers=registers, interpret=interpret,
+        _compute(tile, by_column, interpret), a, b, streams, name="fp8_matmul_block", tile=tile,
+        epilogue=epilogue, out_dtype=out_dtype, own_wgmma=True, interpret=interpret,
     )  # fmt: skip
 
 
-def _compute(tile: Tile, unroll: int, by_column: bool) -> Any:
+def _compute(tile: Tile, by_column: bool, interpret: hopper.Interpret) -> Any:
     """Products of 64 rows after 64, so that the sums of one pass only wait beside the accumulators.
 
-    Each slice is awaited while the last products of the one before are in flight: between two passes a warpgroup's
-    tensor cores idle for what is done there.
+    Between two passes a warpgroup's tensor cores idle. So a pass reads its scales, and the last one awaits the next
+    slice, while products are in flight; only the scales of single columns would take too many registers.
     """
-    width = math.gcd(tile.cols, 64 if by_column else 128)  # columns promoted at a time; those of a block share a scale
+    width = math.gcd(tile.cols, 64 if by_column else 128)  # columns scaled at a time; those of a block share a scale
     tops, starts = range(0, tile.rows, 64), range(0, tile.cols, width)
+
+    def multiply(share: hopper.Share, slot: Any, top: int, before: Any, beside: Any) -> Any:
+        """The sums of 64 rows, and what `beside` returns, called while they are computed."""
+        a = share.a(slot, top, 64)
+        if interpret is None:
+            sums = start_product(a, share.b(slot, transposed=False), before=before)
+            found = beside()
+            return finish_product(sums), found
+
+        def scoped(sums: Any) -> Any:
+            plgpu.wgmma(sums, a, share.b(slot))
+            found = beside()
+            return plgpu.wgmma_accumulator_load(sums, wait_n=0), found
+
+        return pl.run_scoped(scoped, plgpu.ACC((64, tile.cols), jnp.float32))
 
     def compute(share: hopper.Share, finish: Any) -> None:
         first_block = lax.div(share.col - share.stage_col, 128)
@@ -95,59 +101,68 @@ def _compute(tile: Tile, unroll: int, by_column: bool) -> Any:
         def spread(x: jax.Array, axis: int) -> jax.Array:
             return lax.broadcast_in_dim(x, (64, width), [axis])
 
-        def add_slice(i: jax.Array, slot: Any, following: Any, acc: tuple[Any, ...]) -> tuple[Any, ...]:
-            rows = [share.scales(0, slot, share.stage_row + top, 64, hopper.ROW) for top in tops]
-            blocks = [] if by_column else [lax.div(share.col + first, 128) - first_block for first in starts]
-            columns = [share.scale(1, slot, block, i) for block in blocks]
+        def block_scale(i: jax.Array, slot: Any, start: int) -> jax.Array:
+            return share.scale(1, slot, lax.div(share.col + start, 128) - first_block, i)
 
-            def factor(row: jax.Array, part: int) -> jax.Array:
-                if not by_column:
-                    return spread(row * columns[part], 0)
-                start = share.stage_col + starts[part]
-                return spread(row, 0) * spread(share.scales(1, slot, start, width, hopper.COLUMN), 1)
+        def column_scales(slot: Any, start: int) -> jax.Array:
+            return spread(share.scales(1, slot, share.stage_col + start, width, hopper.COLUMN), 1)
 
-            def add_rows(top: int, total: Any, partial: Any) -> Any:
-                row, last = rows[top // 64], top == tops[-1]
-                plgpu.wgmma(partial, share.a(slot, top, 64), share.b(slot))
-                if last and not by_column:
-                    share.scales_read()
-                if last and following is not None:
-                    share.wait(following)
-                done = plgpu.wgmma_accumulator_load(partial, wait_n=0)
+        def add_slice(i: jax.Array, slots: list[Any], carry: Any) -> Any:
+            (slot, following), (totals, sums) = slots, carry
+
+            def add_rows(top: int, total: Any, sums: Any) -> tuple[Any, Any]:
+                last = top == tops[-1]
+
+                def beside() -> list[jax.Array]:
+                    row = share.scales(0, slot, share.stage_row + top, 64, hopper.ROW)
+                    scales = [spread(row if by_column else row * block_scale(i, slot, start), 0) for start in starts]
+                    if last and not by_column:
+                        share.scales_read()
+                    if last and following is not None:
+                        share.wait(following)
+                    return scales
+
+                sums, scales = multiply(share, slot, top, sums, beside)
                 if last and not by_column:
                     share.release(slot, i + 1)
-                parts = enumerate(zip(total, starts, strict=True))
-                total = tuple(x + done[:, first : first + width] * factor(row, part) for part, (x, first) in parts)
+                added = []
+                for x, start, scale in zip(total, starts, scales, strict=True):
+                    scaled = sums[:, start : start + width] * scale
+                    added.append(x + (scaled * column_scales(slot, start) if by_column else scaled))
                 if last and by_column:
                     share.scales_read()
                     share.release(slot, i + 1)
-                return total
+                return tuple(added), sums
 
-            sums = plgpu.ACC((64, tile.cols), jnp.float32)
-            passes = zip(tops, acc, strict=True)
-            return tuple(pl.run_scoped(functools.partial(add_rows, top, total), sums) for top, total in passes)
+            added = []
+            for top, total in zip(tops, totals, strict=True):
+                total, sums = add_rows(top, total, sums)
+                added.append(total)
+            return tuple(added), sums
 
-        def body(i: jax.Array, slots: list[Any], acc: tuple[Any, ...]) -> tuple[Any, ...]:
-            for step, (slot, following) in enumerate(itertools.pairwise(slots)):
-                acc = add_slice(i + step, slot, following, acc)
-            return acc
+        def zeros(cols: int) -> jax.Array:
+            return plgpu.layout_cast(jnp.zeros((64, cols), jnp.float32), plgpu.Layout.WGMMA)
 
-        zero = plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
         share.wait(share.stage)
-        acc = share.loop(body, tuple(tuple(zero for _ in starts) for _ in tops), unroll, following=True)
-        finish([(top, f, x) for top, row in zip(tops, acc, strict=True) for f, x in zip(starts, row, strict=True)])
+        totals = tuple(tuple(zeros(width) for _ in starts) for _ in tops)
+        totals, _ = share.loop(add_slice, (totals, zeros(tile.cols)), following=True)
+        finish([(top, f, x) for top, row in zip(tops, totals, strict=True) for f, x in zip(starts, row, strict=True)])
 
     return compute
 
 
-def best_tile(m: int, n: int, by_column: bool = False, plain: bool = True) -> tuple[Tile, int]:
-    """Tile and `unroll` with the least estimated time: waves of tiles times a slice's, as measured on an H200.
+def best_tile(m: int, n: int) -> Tile:
+    """The tile with the least estimated time: tiles a multiprocessor times a tile's cost, as measured on an H200.
 
-    Two warpgroups in two passes have the largest tiles; those of three or of a single pass may leave fewer
-    multiprocessors idle. With blocks of b, two passes are for a plain output, in bfloat16 without bias or residual:
-    with these they spill. Clusters gain nothing: what multicast saves, a release by one thread for all costs.
+    What multiprocessors idle in the last wave counts half: at its power limit the GPU then clocks the others higher.
+    For the same reason two passes, which load and store least, lead wherever they keep the GPU busy; a tile of 112
+    columns, which leaves fewer multiprocessors idle, was no faster. Clusters gain nothing: what multicast saves, a
+    release by one thread for all costs.
     """
-    choices = [(1.48, Tile(64, 128, warpgroups=3), 1), (1.06, Tile(64, 128, stages=5), 1)]
-    if by_column or plain:
-        choices.append((2.0, Tile(128, 128, stages=3, slots=4), 1 if by_column else 4))
-    return min(choices, key=lambda choice: choice[0] * hopper.waves(m, n, choice[1]))[1:]
+    choices = (2.0, Tile(128, 128, stages=3, slots=4, raster=16)), (1.08, Tile(64, 128, stages=5))
+
+    def cost(choice: tuple[float, Tile]) -> float:
+        tiles = hopper.tiles_each(m, n, choice[1])
+        return choice[0] * (tiles + math.ceil(tiles)) / 2
+
+    return min(choices, key=cost)[1]

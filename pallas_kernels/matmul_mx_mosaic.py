@@ -58,7 +58,7 @@ def matmul_mx(
     stream = hopper.Stream.of_slices(_words(a_exponent, k), tile.block_rows, lambda row, _: row)
     return hopper.product(
         _compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
-        out_dtype=out_dtype, interpret=interpret,
+        out_dtype=out_dtype, own_wgmma=True, interpret=interpret,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def _words(exponent: jax.Array, k: int) -> jax.Array:
 def _compute(tile: hopper.Tile, unroll: int, interpret: hopper.Interpret) -> Any:
     def start(share: hopper.Share, slot: Any, group: Any) -> jax.Array:
         if interpret is None:
-            return start_product(share.a(slot), share.b(slot, transposed=False), group)
+            return start_product(share.a(slot), share.b(slot, transposed=False), [group])
         return _product_array(share.a(slot), share.b(slot, transposed=False), group)
 
     def finish_one(sums: jax.Array, in_flight: int) -> jax.Array:

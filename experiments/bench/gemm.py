@@ -155,15 +155,13 @@ def torch_arms() -> Iterator[Arm]:
 def our_arms(sweep: bool) -> Iterator[Arm]:
     turns = functools.partial(Tile, split=None)
     plain: list[Tile | None] = [None]
-    block: list[tuple[Tile | None, int]] = [(None, 1)]
+    block: list[Tile | None] = [None]
     exact: list[tuple[Tile | None, int]] = [(None, 2)]
     if sweep:
         plain += [turns(128, 128, stages=6, cluster="M"), turns(128, 160, stages=5, cluster="M"),
                   turns(128, 192, cluster="M"), turns(128, 192, cluster="N"), Tile(), Tile(cluster="N")]  # fmt: skip
-        three = functools.partial(Tile, 64, 128, warpgroups=3)
         two = functools.partial(Tile, 128, 128, stages=3, slots=4)
-        block += [(t, u) for t in (three(), three(cluster="N"), two(), two(cluster="N")) for u in (1, 2)]
-        block += [(Tile(64, 128, stages=5), 1), (Tile(64, 192), 1)]
+        block += [two(raster=16), two(), two(raster=16, cluster="N"), Tile(64, 128, stages=5)]
         exact += [(Tile(64, 128, stages=5), 2), (Tile(64, 128, stages=5, cluster="M"), 4)]
     for t in plain:
         yield Arm(
@@ -180,12 +178,12 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
     yield Arm("ours row, output in groups", "grouped",
               lambda a, b, r, c: matmul(a, b, row_scale=r, column_scale=c, group=128),
               ("a", "b", "row", "column"))  # fmt: skip
-    for t, u in block:
-        yield Arm(f"ours block {label(t)}{f' u{u}' if t else ''}", "block",
-                  lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa.T, sb, tile=t, unroll=u),
+    for t in block:
+        yield Arm(f"ours block {label(t)}", "block",
+                  lambda a, b, sa, sb, t=t: matmul_block(a, b, sa.T, sb, tile=t),
                   ("a", "b", "a_turned", "b_block"))  # fmt: skip
-        yield Arm(f"ours wgrad {label(t)}{f' u{u}' if t else ''}", "wgrad",
-                  lambda a, b, sa, sb, t=t, u=u: matmul_block(a, b, sa.T, sb.T, tile=t, unroll=u),
+        yield Arm(f"ours wgrad {label(t)}", "wgrad",
+                  lambda a, b, sa, sb, t=t: matmul_block(a, b, sa.T, sb.T, tile=t),
                   ("a", "b", "a_turned", "b_turned"))  # fmt: skip
     yield Arm("ours mx, codes folded first", "mx", folded_first, ("a", "b", "exponent", "row"))
     for t, u in exact:
@@ -203,8 +201,7 @@ def label(t: Tile | None) -> str:
     if t is None:
         return "chosen"
     text = f"{t.rows}x{t.cols}{t.split or 'turns'} s{t.stages} r{t.raster}{t.raster_axis}"
-    text += (f" c{t.cluster}" if t.cluster else "") + (f" l{t.lead}" if t.lead else "")
-    return text + (" 3 groups" if t.warpgroups == 3 else "")
+    return text + (f" c{t.cluster}" if t.cluster else "") + (f" l{t.lead}" if t.lead else "")
 
 
 def torch_operands(x: dict[str, jax.Array]) -> dict[str, Any]:

@@ -68,14 +68,10 @@ def tiny() -> Program:
     return lambda a, b, x: matmul(a, b, residual=x), (Shape((5, 24), E4M3), Shape((7, 24), E4M3), Shape((5, 7), BF16))
 
 
-def block(m: int = M, n: int = N) -> Program:
+def block(m: int = 4096, n: int = 4096) -> Program:
+    """A product in two passes."""
     codes = Shape((m, K), E4M3), Shape((n, K), E4M3)
     return matmul_block, (*codes, Shape((m, K // 128), F32), Shape((n // 128, K // 128), F32))
-
-
-def block_of_three_warpgroups() -> Program:
-    """A product whose waves of tiles are fewer, for their size, than with two."""
-    return block(8192, 8192)
 
 
 def block_of_few_rows() -> Program:
@@ -100,7 +96,7 @@ def quantized_blocks() -> Program:
     return program, (Shape((4096, 4096), BF16),) * 2
 
 
-def block_everything(m: int = M, n: int = N) -> Program:
+def block_everything(m: int = 4096, n: int = 4096) -> Program:
     def program(a: Any, b: Any, sa: Any, sb: Any, bias: Any, x: Any) -> jax.Array:
         return matmul_block(a, b, sa, sb, bias=bias, residual=x, out_dtype=F32)
 
@@ -116,12 +112,8 @@ def wgrad(m: int = M, n: int = N) -> Program:
     return matmul_block, (*codes, Shape((m, K // 128), F32), Shape((n, K // 128), F32))
 
 
-def wgrad_everything(m: int = 8192, n: int = 8192) -> Program:
+def wgrad_everything(m: int = M, n: int = N) -> Program:
     return block_everything()[0], (*wgrad(m, n)[1], Shape((n,), F32), Shape((m, n), F32))
-
-
-def wgrad_in_two_passes() -> Program:
-    return wgrad_everything(4096, 4096)
 
 
 def wgrad_of_few_rows() -> Program:
@@ -161,12 +153,10 @@ ALL = [
     tiny,
     block,
     block_of_few_rows,
-    block_of_three_warpgroups,
     block_everything,
     block_everything_of_few_rows,
     wgrad,
     wgrad_everything,
-    wgrad_in_two_passes,
     wgrad_of_few_rows,
     exact,
 ]
