@@ -1,8 +1,8 @@
 """Tensor-core products that know the registers of their sums, and of 32 of K out of a 128-deep stage.
 
-Pallas gives every product fresh registers, set to zero, and multiplies whole swizzles. Given the sums of a product
-before, which were read by then, the assembler has no others to choose, so that it cannot start a product before the
-sums of the one before are read, which takes twice the registers: what spilled with 216 of them fits. And the hardware
+Pallas gives every product fresh registers, set to zero, and multiplies whole swizzles. Where the sums of the product
+before are given, which have been read by then, the assembler has no other registers for the new ones: it cannot start a
+product before it has added the sums of the one before, for which 232 registers a thread were too few. And the hardware
 reads 32 of K from a 128-byte swizzle as well; products of 32 took 8 % fewer cycles so on an H200.
 """
 
