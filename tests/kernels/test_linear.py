@@ -34,8 +34,8 @@ def test_products_of_one_scale_a_tensor_get_it_in_fp32() -> None:
 def test_the_scale_of_a_product_on_a_gpu_is_that_of_its_codes() -> None:
     """Of cuBLASLt's with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, else of the kernel's."""
     recipe = fp8jax.recipes.te_current()
-    # Scales nearly halfway between numbers of bf16: rounded to those, the product would be off by 0.77 %. Values of both
-    # signs: fast accumulation rounds towards zero, sums of one sign by 0.5 % here.
+    # Scales nearly halfway between numbers of bf16: rounded to those, the product would be off by 0.77 %. Values have
+    # both signs: fast accumulation rounds towards zero, sums of one sign by 0.5 % here.
     x, w = (jnp.clip(jax.random.normal(jax.random.key(i), (512, 512)), -1.7, 1.7) for i in range(2))
     x, w = (a.at[0, 0].set(448 / 256 * (1 + 0.99 * 2**-8)) for a in (x, w))
     y = np.asarray(jax.jit(lambda x, w: fp8jax.linear(x, w, recipe=recipe))(x, w), np.float64)
