@@ -102,9 +102,11 @@ def product(
             with the accumulators: (first row, first column, fp32 array), which cover the share; those of the same rows
             from left to right.
         streams: scales that travel with the operands; `Share.scales` reads them.
-        own_wgmma: whether `compute` multiplies by `hopper_wgmma`, not by Pallas, which asks for stages that TMA sees
-            as tiles of 8 rows: its maps then have four dimensions, not two.
+        own_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two dimensions.
+            Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.
     """
+    if own_wgmma and max(tile.block_rows, tile.block_cols) > 256:
+        raise ValueError(f"{tile}: TMA fetches at most 256 rows of an operand at once; take a smaller tile or split")
     (m, k), n = a.shape, b.shape[0]
     out_bytes = jnp.dtype(out_dtype).itemsize
     swizzle = next(width for width in (128, 64) if tile.cols * out_bytes % width == 0)

@@ -55,7 +55,7 @@ def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
 
 
 def flat(swizzle: int) -> tuple[Any, ...]:
-    """Shared-memory transforms of a matrix as wide as the swizzle, which lies as with `tiling` but for TMA has rows."""
+    """Shared-memory transforms of a matrix as wide as the swizzle: it lies as with `tiling`, TMA sees plain rows."""
     transforms: Any = plgpu
     return (transforms.SwizzleTransform(swizzle),)
 

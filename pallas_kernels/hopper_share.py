@@ -27,7 +27,8 @@ class Tile:
         cluster: dimension along which two blocks of a cluster lie; they share the other operand by multicast.
         lead: slices of K by which the second of two warpgroups that share a tile starts it after the first, so that
             what one does beside its products (promotions, the epilogue) meets products of the other.
-        slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory.
+        slots: pieces of a warpgroup's output, 64 rows of 128 bytes, that can await their store in shared memory. A
+            tile of no more pieces, without residual or groups, is stored at once.
     """
 
     rows: int = 64

@@ -29,7 +29,7 @@ def matmul_block(
     """`dequantize(a) @ dequantize(b).T + bias + residual` with a scale for every 128 of K, promoted to fp32 every 128.
 
     The tensor cores add 128 products with about 14 bits; each partial sum then enters an fp32 accumulator times its two
-    scales, while products of the other warpgroups are in flight. The error on normal data is the output's own rounding
+    scales, while products of the other warpgroup are in flight. The error on normal data is the output's own rounding
     (1.7e-3 in bfloat16). NaN of a code or scale reaches its row or column. Works under jit, scan, vmap, shard_map and
     jax.export; has no derivative. The scheme is DeepSeek-V3's (arXiv 2412.19437, section 3.3).
 

@@ -41,7 +41,7 @@ def matmul_mx(
         a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major.
         a_exponent: (M, ceil(K / 32)) uint8, biased exponents (E8M0).
         scale, row_scale, column_scale, bias, residual, out_dtype, interpret: as in `matmul_mosaic.matmul`.
-        tile, unroll: tuning.
+        tile, unroll: tuning; tiles of 64 rows.
 
     Returns:
         (M, N) in `out_dtype`.
@@ -55,6 +55,8 @@ def matmul_mx(
     hopper.check_epilogue(epilogue, m, n)
     hopper.check_array("a_exponent", a_exponent, (m, hopper.ceil_div(k, GROUP)), (jnp.uint8,))
     tile = tile or hopper.Tile(64, 128, stages=5, cluster=hopper.pairing(m, 128))
+    if tile.rows != 64:
+        raise ValueError(f"{tile} has {tile.rows} rows; microscaled products take 64")
     stream = hopper.Stream.of_slices(_words(a_exponent, k), tile.block_rows, lambda row, _: row)
     return hopper.product(
         _compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,

@@ -1,6 +1,7 @@
-"""What no program of a Llama layer in 8 bits can be faster than: its products and attention, and the bytes beside them.
+"""What a Llama layer in 8 bits takes at least, if its operations run one after another, each at a copy's speed.
 
-A bound is measured: the products and attention run, and an array as large as the other passes' bytes is copied.
+A bound is measured: the products and attention run, then an array as large as the other passes' bytes is copied. It is
+no law: a pass may find in the cache what is counted here as read, and products that write codes write less than these.
 """
 
 import functools

@@ -20,7 +20,7 @@ from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
 from fp8jax.ops.choice import Choice as Choice
-from fp8jax.ops.choice import local, on_cuda, tell
+from fp8jax.ops.choice import on_cuda, tell, vary_with
 from fp8jax.ops.rounding import round_stochastically
 
 
@@ -156,8 +156,8 @@ def _apply(
     reference = functools.partial(_reference, form, adam)
     if "triton" in impls:
         fused = functools.partial(_fused, form, adam, impls)
-        otherwise = None if impl == "triton" else _each_local(reference)
-        rows = jax.lax.platform_dependent(leaves, cuda=_each_local(fused), default=otherwise)
+        otherwise = None if impl == "triton" else _each_varying(adam, reference)
+        rows = jax.lax.platform_dependent(leaves, cuda=_each_varying(adam, fused), default=otherwise)
     else:
         rows = reference(leaves)
     result, mus, nus = (treedef.unflatten([row[i] for row in rows]) for i in range(3))
@@ -202,9 +202,15 @@ def _fused(form: Form, adam: Adam, impls: Sequence[str], leaves: Sequence[Leaf])
     ]
 
 
-def _each_local(rows: Any) -> Any:
-    """`fp8jax.ops.choice.local` for each parameter alone: others may vary over other mesh axes."""
-    return lambda leaves: [local(lambda _, row=row: row)(leaf) for leaf, row in zip(leaves, rows(leaves), strict=True)]
+def _each_varying(adam: Adam, rows: Any) -> Any:
+    """`rows`, each result of which varies over the mesh axes of what it depends on: parameters may differ in theirs."""
+
+    def call(leaves: Sequence[Leaf]) -> Any:
+        scalars, decays = list(vars(adam).values()), (adam.b1, adam.b2)
+        found = zip(leaves, rows(leaves), strict=True)
+        return [(vary_with(row[0], leaf, scalars), *vary_with(row[1:], leaf, decays)) for leaf, row in found]
+
+    return call
 
 
 def _is_quantized(node: Any) -> bool:

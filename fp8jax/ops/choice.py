@@ -73,7 +73,7 @@ def capability() -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _varying(arrays: Any) -> frozenset[str]:
+def varying(arrays: Any) -> frozenset[str]:
     """The mesh axes over which a `jax.shard_map` knows any array of a tree to vary."""
     found: frozenset[str] = frozenset()
     for kind in map(jax.typeof, jax.tree.leaves(arrays)):
@@ -88,13 +88,19 @@ def vary_alike(*arrays: Array | None) -> tuple[Array | None, ...]:
     Operations of JAX do so by themselves, differentiation rules of our own do not: in data-parallel training weights do
     not vary over devices, their gradients on each do.
     """
-    axes = _varying(arrays)
+    axes = varying(arrays)
     return tuple(None if x is None else _vary(x, axes) for x in arrays)
 
 
 def _vary(x: Array, axes: frozenset[str]) -> Array:
-    missing = axes - _varying(x)
+    missing = axes - varying(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def vary_with(results: Any, *arguments: Any) -> Any:
+    """A tree of arrays, each as one that varies over the mesh axes that any of the arguments varies over."""
+    axes = varying(arguments)
+    return jax.tree.map(lambda x: _vary(x, axes), results)
 
 
 def local(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,11 +109,7 @@ def local(function: Callable[..., Any]) -> Callable[..., Any]:
     The results of a kernel do not say over which mesh axes they vary; here it is those of any argument.
     """
 
-    def call(*args: Any) -> Any:
-        axes = _varying(args)
-        return jax.tree.map(lambda x: _vary(x, axes), function(*args))
-
-    return call
+    return lambda *args: vary_with(function(*args), *args)
 
 
 def by_platform(*args: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
@@ -130,7 +132,8 @@ def missing_triton(kernel: str) -> str | None:
 def spread(*arrays: Array) -> str | None:
     """Why arrays may not lie on one device each, as far as they and their types tell, or None.
 
-    A kernel sees local arrays alone: it runs on one device, and inside a `jax.shard_map` over all mesh axes.
+    A kernel sees local arrays alone: it runs on one device, and inside a `jax.shard_map` over all mesh axes. (Where
+    that checks how values vary, JAX has four warps fetch the operands of Hopper's products instead of one.)
     """
     if any(blocks.explicit_axes(x) for x in arrays):
         return "arrays are sharded over Explicit mesh axes; call it inside jax.shard_map"

@@ -115,7 +115,8 @@ def matmul_quantized(
     reason = matmul_hopper.unfit_output(a, b, spec) if codes else "an operand has no codes that matrix units take"  # type: ignore[arg-type]
     if reason is not None:
         raise ValueError(f"impl 'mosaic' cannot run: {reason}")
-    return matmul_hopper.run_quantized(fast, spec, a, b, bias, residual)  # type: ignore[arg-type]
+    kernel = functools.partial(matmul_hopper.run_quantized, fast, spec)
+    return local(kernel)(a, b, bias, residual)
 
 
 def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, platform: str | None = None) -> Choice:

@@ -17,7 +17,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.choice import vary_alike
+from fp8jax.ops.choice import vary_alike, varying
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.recent import Recent, Same
@@ -154,9 +154,10 @@ def linear_part(recipe: Recipe | Linear) -> Linear:
 
 
 def _check_weight(quantized: QuantizedWeight, w: Array, recipe: Linear) -> None:
-    found = (quantized.forward.shape[::-1], quantized.forward.spec)
-    if found != (w.shape, recipe.spec("w")):
-        raise ValueError(f"a weight {w.shape} of spec {recipe.w} was given quantized as {found[0]}, {found[1]}")
+    found = (quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec)
+    if found != (w.shape, recipe.spec("w"), recipe.spec("w_dgrad")):
+        specs = f"specs {recipe.w} and {recipe.w_dgrad}"
+        raise ValueError(f"a weight {w.shape} of {specs} was given quantized as {found[0]}, {found[1]} and {found[2]}")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,6 +211,11 @@ def _forward(
 def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
     recipe, (kept, (x, w), weight, w_scale, key, scales, turned) = how.recipe, residuals
     dy = fused.pass_on(dy, dy.reshape(-1, dy.shape[-1]))
+    if scales is not None and (axes := varying(dy) - varying(scales.slot)):
+        raise ValueError(
+            f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
+            f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
+        )
     quantizer = functools.partial(_operand, how=recipe.scaling)
     keys = (None, None) if key is None else jax.random.split(key)
     seen = dy_scale = None

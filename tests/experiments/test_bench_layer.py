@@ -92,7 +92,7 @@ def test_a_bound_computes_the_same_and_moves_as_many_bytes_as_asked():
 
 
 def test_the_least_bytes_of_a_layer():
-    # By hand, in elements of 24 tokens x 48 channels, 128 inside and 2 heads of keys: section of each pass in order.
+    # By hand, in bytes an element of the stream, of the perceptron's inside, and of q, k and v.
     stream, inner, attended = 24 * 48, 24 * 128, 24 * (48 + 2 * 48)
     norms, attention, output = 2 * (3.125 + 2.125 + 2.125 + 7.125), 2 + 3 + 3, 4 + 4
     found = layer_bounds.least(24, SMALL)

@@ -9,6 +9,9 @@ import pytest
 
 import fp8jax
 from fp8jax.ops import choice
+from fp8jax.ops import quantize as ops
+from fp8jax.ops.fold import fold, refold
+from fp8jax.ops.matmul import matmul, matmul_quantized
 
 needed = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 FLAG = "--xla_gpu_enable_triton_gemm=false"
@@ -16,8 +19,14 @@ FLAG = "--xla_gpu_enable_triton_gemm=false"
 
 @needed
 @pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize(("name", "products"), [("coat", "stablehlo.dot_general"), ("deepseek", "mosaic_gpu")])
-def test_a_step_lowered_for_cuda_has_kernels(name, products, check, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("coat", "cuBLASLt's product, scales applied in it"),
+        ("deepseek", "the kernel for scales of groups of 128"),
+    ],
+)
+def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setenv("XLA_FLAGS", FLAG)
     recipe, tx = fp8jax.recipes.get(name), fp8jax.compressed_adamw(1e-3)
@@ -45,8 +54,44 @@ def test_a_step_lowered_for_cuda_has_kernels(name, products, check, monkeypatch)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     by = {(operation, how.impl) for operation, how in told}
     expected = {("quantize", "triton"), ("matmul", "mosaic" if name == "deepseek" else "xla"), ("adamw", "triton")}
+    products_by = {how.reason for operation, how in told if operation == "matmul"}
+    assert products_by == {reason}
     expected |= {("adamw", "xla")}  # the norm's scale, whose moments are not compressed
     expected |= {("norm", "triton"), ("activation", "triton")} if name == "coat" else set()
     assert by == expected
     assert "triton_kernel_call" in text
-    assert products in text
+    assert ("mosaic_gpu" in text) == (name == "deepseek")
+
+
+@needed
+def test_results_of_kernels_vary_where_their_arguments_do(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    tensor, groups, micro = "e4m3", "e4m3:group128", "e4m3:mx32"
+
+    def everything(x, w):
+        (a, turned), (b, _) = ops.quantize(x, tensor, "same", impl="triton"), ops.quantize(w, tensor, impl="triton")
+        (rows, _), (columns, _) = (ops.quantize(z, "e4m3:token", impl="triton") for z in (x, w))
+        return {
+            "quantize": (a, turned),
+            "transpose": ops.transpose(a, impl="triton"),
+            "matmul": matmul(rows, columns, impl="mosaic"),
+            "auto": matmul(a, b),
+            "matmul_quantized": matmul_quantized(rows, columns, groups, impl="mosaic"),
+            "fold": fold(x, micro, impl="triton"),
+            "refold": refold(fp8jax.quantize(x, micro), impl="triton"),
+        }
+
+    found = {}
+
+    def local(x, w):
+        for name, results in everything(x, w).items():
+            found[name] = {choice.varying(leaf) for leaf in jax.tree.leaves(results)}
+        return x
+
+    data = jax.P("data")
+    jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(data, jax.P()), out_specs=data)).trace(
+        *(jax.ShapeDtypeStruct((256, 256), jnp.bfloat16) for _ in range(2))
+    )
+    assert len(found) == 7
+    assert all(axes == {frozenset(["data"])} for axes in found.values()), found

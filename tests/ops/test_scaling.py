@@ -119,9 +119,11 @@ def test_replicas_merge_by_maximum():
         dw, observed = step(w, state, x, target)
         return jax.lax.psum(dw, "data"), jax.tree.map(lambda a: jax.lax.pmax(a, "data"), observed)
 
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=P(), check_vma=False)
-    _, observed = jax.jit(sharded)(W, state, X, T)
+    specs = {"mesh": mesh, "in_specs": (P(), P(), P("data"), P("data")), "out_specs": P()}
+    _, observed = jax.jit(jax.shard_map(local, **specs, check_vma=False))(W, state, X, T)
     np.testing.assert_allclose(observed, step(W, state)[1], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"\['data'\] and the slot of its scaling does not.*check_vma=False"):
+        jax.jit(jax.shard_map(local, **specs))(W, state, X, T)
 
 
 def test_evaluation_reads_the_state_and_changes_nothing():

@@ -193,6 +193,20 @@ def test_types_and_values_hold_under_an_explicit_mesh(tx, sharding):
     assert min(jax.tree.leaves(same)) > 0.999
 
 
+def test_a_rate_may_vary_over_devices_where_parameters_do_not():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    p, rates = jax.random.normal(jax.random.key(0), (8, 1024)), jnp.asarray([1e-3, 2e-3])
+
+    def step(p, rate):
+        tx = fp8jax.compressed_adamw(rate[0])
+        updates, state = tx.update(p, tx.init(p), p)
+        return updates, jax.tree.leaves(optax.tree.get(state, "mu"))
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("x")), out_specs=(P("x"), P()))
+    updates, _ = jax.jit(mapped)(p, rates)
+    np.testing.assert_allclose(updates[8:], 2 * updates[:8], rtol=1e-5)
+
+
 def test_state_of_arrays_on_an_automatic_mesh_is_sharded_like_them():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     p = {"w": jax.device_put(jnp.ones((8, 1024)), jax.NamedSharding(mesh, P(None, "x")))}
