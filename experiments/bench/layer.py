@@ -7,8 +7,8 @@ was written for 8 bits. COAT (Xi et al., ICLR 2025), Table 7, reports 1.57 times
 what is left of the time when everything else costs nothing. "bound of" a recipe adds to these one copy that moves as
 many bytes as all other operations of its compiled program read and write: what is left of the time when every pass
 besides products and attention runs as fast as a copy (and finds nothing in the cache: a layer may be a little faster).
-"bound of any lean program" copies as many as such a layer has to
-move at least while scales are those of the tensors themselves (`experiments.bench.layer_bounds.least`).
+"bound of any lean program" copies as many bytes as such a layer has to move at least while scales are those of the
+tensors themselves (`experiments.bench.layer_bounds.least`).
 """
 
 import argparse

@@ -197,15 +197,8 @@ def _forward(
     if quantized is None and isinstance(columns, QTensor) and _shares_scale(recipe):
         w_scale = columns.scale
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation)
-    return y.reshape(*how.tokens, y.shape[-1]), (
-        kept,
-        dtypes,
-        weight,
-        w_scale,
-        key,
-        scales,
-        quantized and quantized.dgrad,
-    )
+    turned = quantized and quantized.dgrad
+    return y.reshape(*how.tokens, y.shape[-1]), (kept, dtypes, weight, w_scale, key, scales, turned)
 
 
 def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
