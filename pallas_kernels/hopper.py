@@ -119,7 +119,7 @@ def product(
     fenced = tile.cluster is not None or interpret is not None
     blocks = 2 if interpret is not None else multiprocessors() // (1 + (tile.cluster is not None))
 
-    # TMA sees a matrix in tiles of 8 rows and a swizzle of columns, and has to have whole ones.
+    # Maps of four dimensions see a matrix in tiles of 8 rows and a swizzle of columns, and have to have whole ones.
     deep = k_steps * K_STEP
     a = pad_axis(pad_axis(a, 1, deep), 0, max(round_up(m, 8), tile.block_rows))
     b = pad_axis(pad_axis(b, 1, deep), 0, max(round_up(n, 8), tile.block_cols))

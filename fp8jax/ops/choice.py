@@ -88,19 +88,18 @@ def vary_alike(*arrays: Array | None) -> tuple[Array | None, ...]:
     Operations of JAX do so by themselves, differentiation rules of our own do not: in data-parallel training weights do
     not vary over devices, their gradients on each do.
     """
-    axes = varying(arrays)
-    return tuple(None if x is None else _vary(x, axes) for x in arrays)
-
-
-def _vary(x: Array, axes: frozenset[str]) -> Array:
-    missing = axes - varying(x)
-    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+    return vary_with(arrays, *arrays)
 
 
 def vary_with(results: Any, *arguments: Any) -> Any:
     """A tree of arrays, each as one that varies over the mesh axes that any of the arguments varies over."""
     axes = varying(arguments)
-    return jax.tree.map(lambda x: _vary(x, axes), results)
+
+    def cast(x: Array) -> Array:
+        missing = axes - varying(x)
+        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(cast, results)
 
 
 def local(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +107,6 @@ def local(function: Callable[..., Any]) -> Callable[..., Any]:
 
     The results of a kernel do not say over which mesh axes they vary; here it is those of any argument.
     """
-
     return lambda *args: vary_with(function(*args), *args)
 
 

@@ -137,15 +137,13 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = 
     forward, dgrad = part.spec("w"), part.spec("w_dgrad")
     if forward is None or dgrad is None:
         raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
-    w = lax.stop_gradient(w)
     if forward == dgrad and forward.granularity in TRANSPOSABLE:
-        rows, turned = quantize(w, dgrad, SAME, scale=scale, strategy=_strategy(part.scaling))
+        rows, turned = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=_strategy(part.scaling))
         assert rows is not None
         assert turned is not None
         return QuantizedWeight(to_bytes(turned), to_bytes(rows))
-    return QuantizedWeight(
-        _save(w, forward, part.scaling, scale=scale, turned=True), _save(w, dgrad, part.scaling, scale=scale)
-    )
+    save = functools.partial(_save, w, how=part.scaling, scale=scale)
+    return QuantizedWeight(save(forward, turned=True), save(dgrad))
 
 
 def linear_part(recipe: Recipe | Linear) -> Linear:

@@ -14,7 +14,14 @@ from fp8jax.ops.fold import fold, refold
 from fp8jax.ops.matmul import matmul, matmul_quantized
 
 needed = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
-FLAG = "--xla_gpu_enable_triton_gemm=false"
+DATA, WHOLE = jax.P("data"), jax.P()
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    """Two devices of a program that is lowered for GPUs."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    return jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
 
 
 @needed
@@ -26,11 +33,9 @@ FLAG = "--xla_gpu_enable_triton_gemm=false"
         ("deepseek", "the kernel for scales of groups of 128"),
     ],
 )
-def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setenv("XLA_FLAGS", FLAG)
+def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, mesh, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
     recipe, tx = fp8jax.recipes.get(name), fp8jax.compressed_adamw(1e-3)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
 
     def step(params, state, x):
         def loss(params):
@@ -43,30 +48,25 @@ def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, monkeypatch):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    whole, data = jax.P(), jax.P("data")
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(whole, whole, data), out_specs=(whole, whole), check_vma=check)  # fmt: skip
+        step, mesh=mesh, in_specs=(WHOLE, WHOLE, DATA), out_specs=(WHOLE, WHOLE), check_vma=check)  # fmt: skip
     shapes = {"norm": (256,), "gate": (256, 512), "up": (256, 512), "down": (512, 256)}
     params = {key: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for key, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
     with choice.listening() as told:
         traced = jax.jit(mapped).trace(params, jax.eval_shape(tx.init, params), x)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    by = {(operation, how.impl) for operation, how in told}
     expected = {("quantize", "triton"), ("matmul", "mosaic" if name == "deepseek" else "xla"), ("adamw", "triton")}
-    products_by = {how.reason for operation, how in told if operation == "matmul"}
-    assert products_by == {reason}
     expected |= {("adamw", "xla")}  # the norm's scale, whose moments are not compressed
     expected |= {("norm", "triton"), ("activation", "triton")} if name == "coat" else set()
-    assert by == expected
+    assert {(operation, how.impl) for operation, how in told} == expected
+    assert {how.reason for operation, how in told if operation == "matmul"} == {reason}
     assert "triton_kernel_call" in text
     assert ("mosaic_gpu" in text) == (name == "deepseek")
 
 
 @needed
-def test_results_of_kernels_vary_where_their_arguments_do(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+def test_results_of_kernels_vary_where_their_arguments_do(mesh):
     tensor, groups, micro = "e4m3", "e4m3:group128", "e4m3:mx32"
 
     def everything(x, w):
@@ -89,8 +89,7 @@ def test_results_of_kernels_vary_where_their_arguments_do(monkeypatch):
             found[name] = {choice.varying(leaf) for leaf in jax.tree.leaves(results)}
         return x
 
-    data = jax.P("data")
-    jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(data, jax.P()), out_specs=data)).trace(
+    jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(DATA, WHOLE), out_specs=DATA)).trace(
         *(jax.ShapeDtypeStruct((256, 256), jnp.bfloat16) for _ in range(2))
     )
     assert len(found) == 7

@@ -191,10 +191,10 @@ def test_matmul_block(shape: Any, by_column: bool, tile: Tile, out: Any, impleme
 
 def test_tiles_of_block_products_keep_the_gpu_busy() -> None:
     best = matmul_block_mosaic.best_tile
-    assert (
-        best(512, 4096).block_rows == 128
-    )  # 128 tiles of 128 rows keep more of 132 multiprocessors busy than 64 of 256
-    assert best(1024, 6144).block_rows == 128  # 192 tiles of 256 rows leave half of them idle in a second wave
+    # 128 tiles of 128 rows keep more of 132 multiprocessors busy than 64 of 256.
+    assert best(512, 4096).block_rows == 128
+    # 192 tiles of 256 rows leave half of them idle in a second wave.
+    assert best(1024, 6144).block_rows == 128
     for shape in ((4096, 4096), (2048, 7168), (16384, 22016)):
         assert best(*shape).block_rows == 256
 
