@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels import adamw_tiles_triton as tiles
 from pallas_kernels import codec_triton as codec
 from pallas_kernels.codec_triton import Storage as Storage
 
@@ -46,14 +47,23 @@ class Scalars(NamedTuple):
         """The scalars in the order and form that the kernel reads, both corrections taken out of its moments.
 
         With r = sqrt(v + eps_root * correction2), direction = m / (r + eps * c) * c / correction1, c the root of
-        `correction2`. Under the root, zero counts as the smallest normal number.
+        `correction2`. Under the root, zero counts as the smallest normal number. From the ninth on they are for
+        moments that are taken as m / b1_rest and v / b2_rest.
         """
-        correction = jnp.sqrt(jnp.asarray(self.correction2, jnp.float32))
-        least = jnp.maximum(self.eps_root * self.correction2, np.finfo(np.float32).tiny)
-        scale = correction / self.correction1
-        values = [-self.rate * scale, self.weight_decay / scale, self.b1, self.b1_rest, self.b2, self.b2_rest]
-        values += [least, -self.eps * correction]
-        return jnp.stack([jnp.asarray(x, jnp.float32) for x in values])
+        rate, weight_decay, b1, b1_rest, b2, b2_rest, correction1, correction2, eps, eps_root = (
+            jnp.asarray(x, jnp.float32) for x in self
+        )
+        correction = jnp.sqrt(correction2)
+        least = jnp.maximum(eps_root * correction2, np.finfo(np.float32).tiny)
+        scale = correction / correction1
+        values = [-rate * scale, weight_decay / scale, b1, b1_rest, b2, b2_rest, least, -eps * correction]
+
+        scale = scale * b1_rest / jnp.sqrt(b2_rest)
+        eps = eps * correction / jnp.sqrt(b2_rest)
+        values += [-rate * scale, weight_decay / scale, b1 / b1_rest, b2 / b2_rest, 1 / b1_rest, 1 / b2_rest]
+        small_from = jnp.where(eps_root == 0, jnp.square(128 * eps), jnp.inf)
+        values += [eps_root * correction2 / b2_rest, eps, small_from]
+        return jnp.stack(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,41 +71,16 @@ class Launch:
     """How the work is cut: tuning only, never the result.
 
     Attributes:
-        warps: warps of a program; a thread has 16 elements, or 32 of a group of 1024.
+        warps: warps of a program.
         vector: elements of a thread that lie next to each other. One layout serves codes, gradients and weights, whose
             loads are 16 bytes wide at most.
+        elements: elements of a thread where results are 16 bits wide, 16 or 32. A thread always has 32 of a group of
+            1024, else 16 of other tiles.
     """
 
     warps: int = 1
     vector: int = 8
-
-
-@triton.jit
-def _load(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    return tl.load(pointer + offsets, mask=mask, other=0.0) if MASKED else tl.load(pointer + offsets)
-
-
-@triton.jit
-def _store(pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
-    value = value.to(pointer.dtype.element_ty)
-    if MASKED:
-        tl.store(pointer + offsets, value, mask=mask)
-    else:
-        tl.store(pointer + offsets, value)
-
-
-@triton.jit
-def _store_moment(
-    x: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor,
-    mask: tl.tensor, group: tl.tensor, there: tl.tensor, MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr,
-) -> None:  # fmt: skip
-    stored = x
-    if HOW[0]:
-        stored, scale, exponent = codec.encode(x, pointer.dtype.element_ty, HOW, QUICK)
-        _store(scale_ptr, group, scale, there, MASKED)
-        if HOW[1]:
-            _store(exponent_ptr, group, exponent, there, MASKED)
-    _store(pointer, offsets, stored, mask, MASKED)
+    elements: int = 32
 
 
 @triton.jit
@@ -123,6 +108,8 @@ def _adamw(
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    ORDINARY: tl.constexpr,
     SHORT: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -133,60 +120,23 @@ def _adamw(
     MU: tl.constexpr,
     NU: tl.constexpr,
 ) -> None:
-    """A tile of groups. Moments, and in a step the weight, are written where they were read."""
+    """A tile of groups: as an ordinary one where it is, else carefully, in parts of fewer elements a thread."""
     program = tl.program_id(0)
-    group = program * TILE + tl.arange(0, TILE)
-    inside = tl.arange(0, SIZE // LANES)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
-    there = group < groups
-    if SHORT:
-        length = vectors_of_row * VECTOR if ALIGNED else vectors_of_row
-        row = group // groups_of_row
-        column = (group - row * groups_of_row) * SIZE
-        start = row.to(tl.int64) * length + column
-        if ALIGNED:
-            start = tl.multiple_of(start, VECTOR)
-        base = program.to(tl.int64) * 0
-        offsets = codec.per_group(start) + inside
-        mask = codec.per_group(there) & (codec.per_group(column) + inside < length)
-    else:
-        base = program.to(tl.int64) * (TILE * SIZE)
-        offsets = tl.arange(0, TILE)[:, None, None] * SIZE + inside
-        mask = codec.per_group(there) & (inside >= 0)
-    offsets = tl.max_contiguous(offsets, (1, 1, VECTOR))
-
-    g = _load(grad_ptr + base, offsets, mask, MASKED)
-    w = _load(weight_ptr + base, offsets, mask, MASKED) if WEIGHT else 0.0
-    rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
-    b1, b1_rest = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
-    b2, b2_rest = tl.load(scalars_ptr + 4), tl.load(scalars_ptr + 5)
-    least, negative_eps = tl.load(scalars_ptr + 6), tl.load(scalars_ptr + 7)
-    word1 = tl.load(seed_ptr) if STOCHASTIC else 0
-    word2 = tl.load(seed_ptr + 1) if STOCHASTIC else 0
-    nu = _load(nu_ptr + base, offsets, mask, MASKED)
-    mu = _load(mu_ptr + base, offsets, mask, MASKED)
-    # The assembler puts loads off to where their values are used, but not past a barrier; scales are used first.
-    tl.debug_barrier()
-    nu_scale = _load(nu_scale_ptr, group, there, MASKED) if NU[0] else 1.0
-    nu_exponent = _load(nu_exponent_ptr, group, there, MASKED) if NU[1] else 1.0
-    mu_scale = _load(mu_scale_ptr, group, there, MASKED) if MU[0] else 1.0
-    mu_exponent = _load(mu_exponent_ptr, group, there, MASKED) if MU[1] else 1.0
-
-    # The second moment comes first, here and below: the assembler then needs fewest registers.
-    g = codec.fp32(g)
-    w = codec.fp32(w) if WEIGHT else 0.0
-    v = codec.multiply_add(g * g, b2_rest, codec.decode(nu, nu_scale, nu_exponent, b2, NU))
-    m = codec.multiply_add(g, b1_rest, codec.decode(mu, mu_scale, mu_exponent, b1, MU))
-    inverse_root = codec.inverse_root(v + least)
-    change = m * codec.over_negative(inverse_root, tl.fma(inverse_root, negative_eps, -1.0))
-    if WEIGHT:
-        change = tl.fma(w, weight_decay, change)
-    result = tl.fma(change, rate, w) if STEP else change * rate
-    if STOCHASTIC:
-        result = codec.round_stochastically(result, base, offsets, word1, word2, ALIGNED)
-    _store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
-
-    _store_moment(v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, MASKED, NU, not SHORT)
-    _store_moment(m, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there, MASKED, MU, not SHORT)
+    left = tl.full((), 1, tl.int32)
+    if ORDINARY and (not MASKED or (program + 1) * TILE <= groups):
+        left = tiles.ordinary(
+            program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, result_ptr,
+            SIZE, LANES, TILE, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU,
+        )  # fmt: skip
+    if not ORDINARY or left > 0:
+        for part in range(PARTS):
+            tiles.careful(
+                program * PARTS + part, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
+                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, groups, groups_of_row, vectors_of_row,
+                result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED, ALIGNED, VECTOR, STEP, WEIGHT,
+                STOCHASTIC, MU, NU, not SHORT and not ORDINARY,
+            )  # fmt: skip
 
 
 def unsupported(
@@ -277,8 +227,11 @@ def adamw(
     short = length % group_size > 0
     vector = launch.vector if not short or length % launch.vector == 0 else 4
     aligned = length % vector == 0
-    lanes = min(group_size // ELEMENTS, WARP)
+    # With wider results memory alone is the limit, and more warps are worth more than fewer instructions.
+    ordinary = not short and len(mu) == len(nu) == 3 and jnp.dtype(dtype).itemsize == 2
+    lanes = min(max(group_size // (launch.elements if ordinary else ELEMENTS), 1), WARP)
     tile = launch.warps * WARP // lanes
+    parts = min(group_size // lanes // ELEMENTS, tile) if ordinary else 1
     # The scalars stand in for what is absent, and are not touched in its place.
     stand_in = scalars.vector
     inputs = [grad, stand_in if weight is None else weight]
@@ -305,6 +258,8 @@ def adamw(
         SIZE=group_size,
         LANES=lanes * vector,
         TILE=tile,
+        PARTS=parts,
+        ORDINARY=ordinary,
         SHORT=short,
         MASKED=short or groups % tile > 0,
         ALIGNED=aligned,

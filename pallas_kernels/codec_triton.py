@@ -94,6 +94,11 @@ def inverse_root(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def root(x: tl.tensor) -> tl.tensor:
+    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def over_negative(x: tl.tensor, d: tl.tensor) -> tl.tensor:
     """-x / d for finite d up to -1, to 7e-6 of itself, without the unit that takes logarithms and powers of two."""
     near = from_bits(-bits(d) + _INVERSE)
@@ -158,10 +163,8 @@ def add_noise_to_pairs(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
     """bf16 from the bits of fp32, after the lower and upper half of their noise were added to a pair of neighbours."""
     return tl.inline_asm_elementwise(
         """{.reg .b32 even, odd;
-        and.b32 even, $3, 0xffff;
-        shr.u32 odd, $3, 16;
-        add.s32 even, even, $1;
-        add.s32 odd, odd, $2;
+        dp2a.lo.u32.u32 even, $3, 0x1, $1;
+        dp2a.lo.u32.u32 odd, $3, 0x100, $2;
         prmt.b32 $0, even, odd, 0x7632;}""",
         "=r,r,r,r,r", [x, noise], tl.bfloat16, is_pure=True, pack=2,
     )  # fmt: skip
@@ -218,6 +221,57 @@ def _careful_extremes(magnitude: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
+def ordinary_extremes(x: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Of each group the bits of the largest and the smallest magnitude; the largest of a group with a NaN is NaN."""
+    if SIGNED:
+        # Magnitudes of two are compared without being made; of integers, three at a time.
+        magnitude = tl.reshape(tl.abs(x), (x.shape[0], 2, x.shape[1] // 2, x.shape[2]))
+        largest = bits(tl.reduce(magnitude, 1, _larger_or_nan))
+        smallest = bits(tl.min(magnitude, axis=1))
+    else:
+        largest, smallest = bits(x), bits(x)
+    return tl.max(tl.max(largest, axis=1), axis=1), tl.min(tl.min(smallest, axis=1), axis=1)
+
+
+@triton.jit
+def _larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def exponents(
+    log2_top: tl.tensor, smallest: tl.tensor, spans: tl.tensor, HOW: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Exponents of groups from log2 of the largest magnitude, the smallest one, and whether they differ.
+
+    Returned as stored and in fp32; and what log2 of a code has beside the exponent times log2 of the magnitude.
+    """
+    octaves = log2_top - log2_abs(smallest)
+    k = tl.minimum(tl.maximum(HOW[5] * reciprocal(octaves), HOW[6]), HOW[7])
+    pair = bf16_twice(tl.where(spans, k, 1.0))
+    k = from_bits(pair & -0x10000)
+    return (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), k, tl.fma(-k, log2_top, HOW[4])
+
+
+@triton.jit
+def encode_ordinary(
+    x: tl.tensor, largest: tl.tensor, smallest: tl.tensor, unit: tl.tensor, per_unit: tl.tensor,
+    CODE: tl.constexpr, HOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """As `encode`, with range expansion, of values in units of `unit`, of which there are `per_unit` in one.
+
+    Given `ordinary_extremes`. Without zeros, Inf and NaN, and no scale is subnormal.
+    """
+    scale = from_bits(largest) * (unit * (1 / HOW[3]))
+    log2_top = log2_abs(scale * (per_unit * HOW[3]))
+    exponent, k, offset = exponents(log2_top, from_bits(smallest), largest > smallest, HOW)
+    y = exp2(tl.fma(log2_abs(x), per_group(k), per_group(offset)))
+    if HOW[2]:
+        y = from_bits(bits(y) | (bits(x) & _SIGN))
+    return y.to(CODE), scale, exponent
+
+
+@triton.jit
 def encode(
     x: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -228,13 +282,9 @@ def encode(
     if HOW[1]:
         top = tl.maximum(largest, _TINY * HOW[3])
         spans = (bits(top) - 1).to(tl.uint32, bitcast=True) > smallest
-        log2_top = log2_abs(scale * HOW[3])
-        octaves = log2_top - log2_abs(from_bits((smallest + 1).to(tl.int32, bitcast=True)))
-        k = tl.minimum(tl.maximum(HOW[5] * reciprocal(octaves), HOW[6]), HOW[7])
-        pair = bf16_twice(tl.where(spans, k, 1.0))
-        exponent = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        k = from_bits(pair & -0x10000)
-        y = exp2(tl.fma(log2_abs(marked), per_group(k), per_group(tl.fma(-k, log2_top, HOW[4]))))
+        smallest = from_bits((smallest + 1).to(tl.int32, bitcast=True))
+        exponent, k, offset = exponents(log2_abs(scale * HOW[3]), smallest, spans, HOW)
+        y = exp2(tl.fma(log2_abs(marked), per_group(k), per_group(offset)))
     else:
         exponent = scale.to(tl.bfloat16)
         y = tl.abs(marked) * per_group(tl.div_rn(1.0, scale))
@@ -256,25 +306,30 @@ def encode(
 
 
 @triton.jit
-def round_stochastically(
-    x: tl.tensor, base: tl.tensor, offsets: tl.tensor, word1: tl.tensor, word2: tl.tensor, PAIRED: tl.constexpr
-) -> tl.tensor:
-    """bf16 from fp32, up or down with probabilities that make the expectation exact; NaN and Inf stay.
+def noise_of_pairs(eighths: tl.tensor, place: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tensor:
+    """Noise for stochastic rounding: of each element's pair of neighbours in the flat array, one half for each.
 
-    Noise is half of a multiple of a hash: of two words, and of the number of the element's eight neighbours in the
-    flat array, whose four pairs take different multiples. `base` is a multiple of 8. PAIRED: neighbours in a thread,
-    two and two, are such pairs.
+    A multiple of a hash: of two words, and of the number of the element's eight neighbours, whose four pairs take
+    different multiples. `place` is the element's among the eight, or differs from it by a multiple of eight.
     """
-    noise = ((base >> 3).to(tl.uint32) + (offsets >> 3).to(tl.uint32)) * 0x9E3779B9 + word1
+    noise = eighths.to(tl.uint32) * 0x9E3779B9 + word1
     noise = (noise ^ (noise >> 16)) * 0x7FEB352D
     noise = (noise ^ (noise >> 15) ^ word2) * 0x846CA68B
     noise = noise ^ (noise >> 16)
-    noise += noise * 0x9708B674 * ((offsets >> 1) & 3).to(tl.uint32)
+    return noise + noise * 0x9708B674 * ((place >> 1) & 3).to(tl.uint32)
+
+
+@triton.jit
+def round_stochastically(x: tl.tensor, noise: tl.tensor, place: tl.tensor, PAIRED: tl.constexpr) -> tl.tensor:
+    """bf16 from fp32, up or down with probabilities that make the expectation exact; NaN and Inf stay.
+
+    PAIRED: neighbours in a thread, two and two, are the pairs that share `noise`.
+    """
     # The bound is a NaN to which noise can be added; the hardware's own is 0x7FFFFFFF.
     bounded = tl.minimum(bits(x), 0x7FFF0000)
     if PAIRED:
         rounded = add_noise_to_pairs(bounded, noise)
     else:
-        noise = tl.where((offsets & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
+        noise = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
         rounded = from_bits((bounded + noise) & -0x10000).to(tl.bfloat16)
     return rounded

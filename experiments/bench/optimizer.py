@@ -9,6 +9,7 @@ import datetime
 import functools
 import gc
 import importlib
+import itertools
 import json
 import math
 import os
@@ -233,27 +234,26 @@ class Bench:
         carry: Any = list(zip(p, *parts, strict=True))
         scalars = adamw_triton.Scalars(RATE, DECAY, B1, 1 - B1, B2, 1 - B2, 0.5, 0.5, 1e-8, 0.0)
         seed = jnp.asarray([1, 2], jnp.uint32) if stochastic else None
-        for warps in (1, 2):
-            for vector in (4, 8):
-                launch = adamw_triton.Launch(warps, vector)
+        for warps, vector, elements in itertools.product((1, 2), (4, 8), (16, 32) if dtype == jnp.bfloat16 else (16,)):
+            launch = adamw_triton.Launch(warps, vector, elements)
 
-                def step(carry: Any, grads: Any, launch: adamw_triton.Launch = launch) -> Any:
-                    options: dict[str, Any] = {"group_size": GROUP, "form": "step", "seed": seed, "launch": launch}
-                    storage: dict[str, Any] = {
-                        "mu_storage": how(),
-                        "nu_storage": how(smallest=fmt.smallest, signed=False),
-                    }
-                    return [
-                        adamw_triton.adamw(x, row[0], row[1], row[2], scalars, **storage, **options)
-                        for x, row in zip(grads, carry, strict=True)
-                    ]
+            def step(carry: Any, grads: Any, launch: adamw_triton.Launch = launch) -> Any:
+                options: dict[str, Any] = {"group_size": GROUP, "form": "step", "seed": seed, "launch": launch}
+                storage: dict[str, Any] = {
+                    "mu_storage": how(),
+                    "nu_storage": how(smallest=fmt.smallest, signed=False),
+                }
+                return [
+                    adamw_triton.adamw(x, row[0], row[1], row[2], scalars, **storage, **options)
+                    for x, row in zip(grads, carry, strict=True)
+                ]
 
-                time_, carry = seconds(jax.jit(step, donate_argnums=0), carry, g, calls=6, repeats=3)
-                ratio = self.params / time_ / 1e9 / self.speeds[case, BYTES]
-                print(
-                    f"{case:36s} {launch} {self.params / time_ / 1e9:.0f} Gparam/s, {ratio:.3f} of {BYTES}",
-                    flush=True,
-                )
+            time_, carry = seconds(jax.jit(step, donate_argnums=0), carry, g, calls=6, repeats=3)
+            ratio = self.params / time_ / 1e9 / self.speeds[case, BYTES]
+            print(
+                f"{case:36s} {launch} {self.params / time_ / 1e9:.0f} Gparam/s, {ratio:.3f} of {BYTES}",
+                flush=True,
+            )
 
     def torch(self, case: str) -> None:
         """PyTorch's fused AdamW, and the 8-bit ones of bitsandbytes and torchao, where they are installed."""

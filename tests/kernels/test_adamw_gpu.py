@@ -194,3 +194,27 @@ def test_mapped_kernel():
             got,
             want,
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eps", [(1e-8, 0.0), (1e-3, 0.0), (1e-12, 0.0), (1e-8, 1e-9)], ids=str)
+@pytest.mark.parametrize("size", [16, 128, 1024])
+def test_ordinary_tiles_between_special_ones(eps, size):
+    """Results of 16 bits: tiles without special values take fewer instructions, and eps that matters takes others."""
+    adam = adamw.Adam(0.9, 0.999, *eps, jnp.int32(3), 1e-3, 0.1)
+    values = [special((75, 2048), seed) for seed in range(3)]
+    for values_ in values:
+        values_[40:] = np.random.default_rng(7).standard_normal(values_[40:].shape) * 1e-2
+    for form, grad, weight, code in (
+        ("step", jnp.bfloat16, jnp.bfloat16, "e4m3"),
+        ("update", jnp.float32, jnp.bfloat16, "e5m2"),
+    ):
+        leaf = (
+            jnp.asarray(values[0] * 0.1).astype(grad),
+            stored(values[1], code, size),
+            stored(values[2] ** 2, "e4m3", size, moment="nu"),
+            jnp.asarray(np.nan_to_num(values[1] * 0.1)).astype(weight),
+        )
+        run = [functools.partial(getattr(adamw, form), adam=adam, impl=impl) for impl in ("xla", "triton")]
+        want, got = jax.jit(run[0], compiler_options=EXACT)(*leaf), jax.jit(run[1])(*leaf)
+        check_equal(want, got, leaf, adam)

@@ -3,6 +3,7 @@
 `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.test_adamw_interpreted` raises where they differ.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -20,12 +21,15 @@ import pytest
 from fp8jax.ops import adamw, adamw_fused
 from tests.kernels.adamw_cases import ADAM, special, stored
 
-SHAPES = {"whole": (12, 256), "short groups": (12, 200), "unaligned": (13, 131), "partial tile": (13, 128)}
+SHAPES = {"whole": (20, 256), "short groups": (12, 200), "unaligned": (13, 131), "partial tile": (21, 128)}
 CASES = [("whole", *m, *f) for m in (("e4m3", "e4m3", True), ("e5m2", "e5m2", True), ("e4m3", "e4m3", False),
                                      ("e4m3", "bf16", True), ("fp32", "e4m3", True))
          for f in (("step", "bfloat16", "float32"), ("update", "float32", "bfloat16"))]  # fmt: skip
 CASES += [(shape, "e4m3", "e4m3", True, "step", "bfloat16", "float32") for shape in SHAPES if shape != "whole"]
 CASES += [(shape, "e4m3", "e4m3", True, "stochastic", "bfloat16", "bfloat16") for shape in SHAPES]
+EPS = [(1e-8, 0.0), (1e-3, 0.0), (1e-12, 0.0), (1e-8, 1e-9)]
+CASES += [("whole", mu, "e4m3", True, "step", grad, "bfloat16", *eps) for mu in ("e4m3", "e5m2")
+          for grad in ("bfloat16", "float32") for eps in EPS]  # fmt: skip
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
@@ -77,13 +81,14 @@ def prepare() -> None:
     codec.multiply_add, codec.fp32 = tools.multiply_add, tools.fp32
     codec.exp2, codec.log2_abs = (lambda x: tl.exp2(x)), (lambda x: tl.log2(tl.abs(x)))
     codec.reciprocal, codec.inverse_root = (lambda x: 1.0 / x), (lambda x: 1.0 / tl.sqrt(x))
+    codec.root = lambda x: tl.sqrt(x)
     codec.bf16_twice = lambda x: codec.bits(x.to(tl.bfloat16).to(tl.float32)) | 1
     codec.ends_of_inverted = lambda y, x: (y & 0x7FFFFFFE) | (~x & -0x7FFFFFFF)
     codec.turned = lambda codes: codes ^ -128
     codec.add_noise_to_pairs = add_noise_to_pairs
 
 
-def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, weight: str) -> None:
+def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, weight: str, *eps: float) -> None:
     from tests.kernels.test_adamw_gpu import EXACT, check_equal
 
     stochastic = form == "stochastic"
@@ -100,11 +105,12 @@ def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, we
     )
     options = {"key": jax.random.key(7)} if stochastic else {}
     form = "step" if stochastic else form
-    run = functools.partial(getattr(adamw, form), adam=ADAM, **options)
+    adam = dataclasses.replace(ADAM, **dict(zip(("eps", "eps_root"), eps, strict=False)))
+    run = functools.partial(getattr(adamw, form), adam=adam, **options)
     want = jax.jit(functools.partial(run, impl="xla"), compiler_options=EXACT)(*leaf)
     got = run(*leaf, impl="triton")
     if not stochastic:
-        check_equal(want, got, leaf)
+        check_equal(want, got, leaf, adam)
         return
     nearest = adamw.step(*leaf, ADAM, impl="xla")
     a, b, c = (np.asarray(x[0]).astype(np.float32) for x in (want, got, nearest))

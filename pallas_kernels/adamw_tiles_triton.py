@@ -1,0 +1,202 @@
+"""Device code of AdamW on 8-bit moments, in Triton: the update of a tile of groups.
+
+`careful` takes every tile. `ordinary` takes whole groups of two moments in codes with range expansion, in a quarter
+fewer instructions, and writes nothing where a value is zero, tiny, huge, Inf or NaN.
+"""
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from pallas_kernels import codec_triton as codec
+
+_TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
+# Bits of 2^96; Inf and NaN are larger.
+_HUGE = tl.constexpr(0x6F800000)
+# Up to x = 1 / 128, 1 / (1 + x) is 1 - _SLOPE * x, to 1.1e-5 of itself.
+_SLOPE = tl.constexpr(0.9935)
+
+
+@triton.jit
+def _load(pointer: tl.tensor, offsets: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
+    return tl.load(pointer + offsets, mask=mask, other=0.0) if MASKED else tl.load(pointer + offsets)
+
+
+@triton.jit
+def _store(pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
+    value = value.to(pointer.dtype.element_ty)
+    if MASKED:
+        tl.store(pointer + offsets, value, mask=mask)
+    else:
+        tl.store(pointer + offsets, value)
+
+
+@triton.jit
+def _store_moment(
+    x: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor,
+    mask: tl.tensor, group: tl.tensor, there: tl.tensor, MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr,
+) -> None:  # fmt: skip
+    stored = x
+    if HOW[0]:
+        stored, scale, exponent = codec.encode(x, pointer.dtype.element_ty, HOW, QUICK)
+        _store(scale_ptr, group, scale, there, MASKED)
+        if HOW[1]:
+            _store(exponent_ptr, group, exponent, there, MASKED)
+    _store(pointer, offsets, stored, mask, MASKED)
+
+
+@triton.jit
+def careful(
+    tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
+    mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, groups: tl.tensor, groups_of_row: tl.tensor,
+    vectors_of_row: tl.tensor, result_ptr: tl.tensor,
+    SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr, QUICK: tl.constexpr,
+) -> None:  # fmt: skip
+    """A tile of any groups. Moments, and in a step the weight, are written where they were read."""
+    group = tile * TILE + tl.arange(0, TILE)
+    inside = tl.arange(0, SIZE // LANES)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    there = group < groups
+    if SHORT:
+        length = vectors_of_row * VECTOR if ALIGNED else vectors_of_row
+        row = group // groups_of_row
+        column = (group - row * groups_of_row) * SIZE
+        start = row.to(tl.int64) * length + column
+        if ALIGNED:
+            start = tl.multiple_of(start, VECTOR)
+        base = tile.to(tl.int64) * 0
+        offsets = codec.per_group(start) + inside
+        mask = codec.per_group(there) & (codec.per_group(column) + inside < length)
+    else:
+        base = tile.to(tl.int64) * (TILE * SIZE)
+        offsets = tl.arange(0, TILE)[:, None, None] * SIZE + inside
+        mask = codec.per_group(there) & (inside >= 0)
+    offsets = tl.max_contiguous(offsets, (1, 1, VECTOR))
+
+    g = _load(grad_ptr + base, offsets, mask, MASKED)
+    w = _load(weight_ptr + base, offsets, mask, MASKED) if WEIGHT else 0.0
+    rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
+    b1, b1_rest = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
+    b2, b2_rest = tl.load(scalars_ptr + 4), tl.load(scalars_ptr + 5)
+    least, negative_eps = tl.load(scalars_ptr + 6), tl.load(scalars_ptr + 7)
+    word1 = tl.load(seed_ptr) if STOCHASTIC else 0
+    word2 = tl.load(seed_ptr + 1) if STOCHASTIC else 0
+    nu = _load(nu_ptr + base, offsets, mask, MASKED)
+    mu = _load(mu_ptr + base, offsets, mask, MASKED)
+    # The assembler puts loads off to where their values are used, but not past a barrier; scales are used first.
+    tl.debug_barrier()
+    nu_scale = _load(nu_scale_ptr, group, there, MASKED) if NU[0] else 1.0
+    nu_exponent = _load(nu_exponent_ptr, group, there, MASKED) if NU[1] else 1.0
+    mu_scale = _load(mu_scale_ptr, group, there, MASKED) if MU[0] else 1.0
+    mu_exponent = _load(mu_exponent_ptr, group, there, MASKED) if MU[1] else 1.0
+
+    # The second moment comes first, here and below: the assembler then needs fewest registers.
+    g = codec.fp32(g)
+    w = codec.fp32(w) if WEIGHT else 0.0
+    v = codec.multiply_add(g * g, b2_rest, codec.decode(nu, nu_scale, nu_exponent, b2, NU))
+    m = codec.multiply_add(g, b1_rest, codec.decode(mu, mu_scale, mu_exponent, b1, MU))
+    inverse_root = codec.inverse_root(v + least)
+    change = m * codec.over_negative(inverse_root, tl.fma(inverse_root, negative_eps, -1.0))
+    if WEIGHT:
+        change = tl.fma(w, weight_decay, change)
+    result = tl.fma(change, rate, w) if STEP else change * rate
+    if STOCHASTIC:
+        eighths = (base >> 3).to(tl.uint32) + (offsets >> 3).to(tl.uint32)
+        noise = codec.noise_of_pairs(eighths, offsets, word1, word2)
+        result = codec.round_stochastically(result, noise, offsets, ALIGNED)
+    _store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
+
+    _store_moment(v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, MASKED, NU, QUICK)
+    _store_moment(m, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there, MASKED, MU, QUICK)
+
+
+@triton.jit
+def _store_ordinary(
+    x: tl.tensor, largest: tl.tensor, smallest: tl.tensor, unit: tl.tensor, per_unit: tl.tensor, pointer: tl.tensor,
+    scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor, group: tl.tensor, HOW: tl.constexpr,
+) -> None:  # fmt: skip
+    code = pointer.dtype.element_ty
+    codes, scale, exponent = codec.encode_ordinary(x, largest, smallest, unit, per_unit, code, HOW)
+    tl.store(scale_ptr + group, scale)
+    tl.store(exponent_ptr + group, exponent)
+    tl.store(pointer + offsets, codes)
+
+
+@triton.jit
+def _store_result(
+    change: tl.tensor, w: tl.tensor, pointer: tl.tensor, offsets: tl.tensor, eighths: tl.tensor, rate: tl.tensor,
+    weight_decay: tl.tensor, seed_ptr: tl.tensor, STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+) -> None:  # fmt: skip
+    if WEIGHT:
+        w = codec.fp32(w)
+        change = tl.fma(w, weight_decay, change)
+    result = tl.fma(change, rate, w) if STEP else change * rate
+    if STOCHASTIC:
+        place = tl.arange(0, offsets.shape[2])[None, None, :]
+        noise = codec.noise_of_pairs(eighths, place, tl.load(seed_ptr), tl.load(seed_ptr + 1))
+        result = codec.round_stochastically(result, noise, place, True)
+    tl.store(pointer + offsets, result.to(pointer.dtype.element_ty))
+
+
+@triton.jit
+def ordinary(
+    tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
+    mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, result_ptr: tl.tensor,
+    SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr,
+    WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """A tile of whole groups; 0 where it was updated, 1 where it is left as it was.
+
+    The moments here are m / (1 - b1) and v / (1 - b2), to which gradient and squared gradient are added as they are.
+    """
+    tl.static_assert(LANES % 8 == 0, "eight neighbours, which share a hash, lie in one chunk")
+    group = tile * TILE + tl.arange(0, TILE)
+    base = tile.to(tl.int64) * (TILE * SIZE)
+    chunk, lane = tl.arange(0, SIZE // LANES)[None, :, None], tl.arange(0, LANES)[None, None, :]
+    offsets = tl.max_contiguous(codec.per_group(tl.arange(0, TILE)) * SIZE + chunk * LANES + lane, (1, 1, VECTOR))
+    eighths = codec.per_group(tl.arange(0, TILE)) * (SIZE // 8) + chunk * (LANES // 8) + (lane >> 3)
+    eighths = (base >> 3).to(tl.uint32) + eighths.to(tl.uint32)
+
+    g = tl.load(grad_ptr + base + offsets)
+    w = tl.load(weight_ptr + base + offsets) if WEIGHT else 0.0
+    b1_rest, b2_rest = tl.load(scalars_ptr + 3), tl.load(scalars_ptr + 5)
+    rate, weight_decay = tl.load(scalars_ptr + 8), tl.load(scalars_ptr + 9)
+    b1_ratio, b2_ratio = tl.load(scalars_ptr + 10), tl.load(scalars_ptr + 11)
+    b1_per_rest, b2_per_rest = tl.load(scalars_ptr + 12), tl.load(scalars_ptr + 13)
+    eps_root, eps = tl.load(scalars_ptr + 14), tl.load(scalars_ptr + 15)
+    eps_is_small_from = codec.bits(tl.load(scalars_ptr + 16))
+    nu = tl.load(nu_ptr + base + offsets)
+    mu = tl.load(mu_ptr + base + offsets)
+    tl.debug_barrier()
+    nu_scale, nu_exponent = tl.load(nu_scale_ptr + group), tl.load(nu_exponent_ptr + group)
+    mu_scale, mu_exponent = tl.load(mu_scale_ptr + group), tl.load(mu_exponent_ptr + group)
+
+    g = codec.fp32(g)
+    v = codec.multiply_add(g, g, codec.decode(nu, nu_scale, nu_exponent, b2_ratio, NU))
+    m = g + codec.decode(mu, mu_scale, mu_exponent, b1_ratio, MU)
+    v_largest, v_smallest = codec.ordinary_extremes(v, False)
+    m_largest, m_smallest = codec.ordinary_extremes(m, True)
+    v_least, m_least = codec.bits(b2_per_rest * (_TINY * NU[3])), codec.bits(b1_per_rest * (_TINY * MU[3]))
+    special = (v_smallest < v_least) | (m_smallest < m_least) | (tl.maximum(v_largest, m_largest) > _HUGE)
+    case = tl.max(tl.where(special, 2, tl.where(v_smallest < eps_is_small_from, 1, 0)), axis=0)
+    if case < 2:
+        pointer = (weight_ptr if STEP else result_ptr) + base
+        if case == 0:
+            r = codec.inverse_root(v)
+            change = m * (r * tl.fma(r, eps * -_SLOPE, 1.0))
+            _store_result(change, w, pointer, offsets, eighths, rate, weight_decay, seed_ptr, STEP, WEIGHT, STOCHASTIC)
+        else:
+            change = m * codec.reciprocal(codec.root(v + eps_root) + eps)
+            _store_result(change, w, pointer, offsets, eighths, rate, weight_decay, seed_ptr, STEP, WEIGHT, STOCHASTIC)
+        _store_ordinary(
+            v, v_largest, v_smallest, b2_rest, b2_per_rest,
+            nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, NU,
+        )  # fmt: skip
+        _store_ordinary(
+            m, m_largest, m_smallest, b1_rest, b1_per_rest,
+            mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, group, MU,
+        )  # fmt: skip
+    return case // 2
