@@ -51,8 +51,9 @@ def _forward(
 @triton.jit
 def _backward(
     codes_ptr: tl.tensor, scales_ptr: tl.tensor, dy_ptr: tl.tensor, inverse_ptr: tl.tensor, weight_ptr: tl.tensor,
-    dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, AT_ONCE: tl.constexpr,
+    residual_ptr: tl.tensor, dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor, M: tl.constexpr,
+    N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """HIGH rows, AT_ONCE at a time."""
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
@@ -78,7 +79,10 @@ def _backward(
         dx = t - normal * (tl.sum(t * normal, 1) / N)[:, None]
         if OPERATION[6]:
             dx = dx - (tl.sum(t, 1) / N)[:, None]
-        device.store(dx_ptr + first, at, (inverse * dx).to(dx_ptr.dtype.element_ty), here, MASKED)
+        dx = inverse * dx
+        if RESIDUAL:
+            dx = dx + device.load(residual_ptr + first, at, here, MASKED)
+        device.store(dx_ptr + first, at, dx.to(dx_ptr.dtype.element_ty), here, MASKED)
     place, there = program.to(tl.int64) * N + n[None, :], (n < N)[None, :]
     if OPERATION[7]:
         device.store(dweight_ptr, place, dweight, there, MASKED)
@@ -136,10 +140,14 @@ def backward(
     weight: Array | None,
     dy: Array,
     dtype: Any,
+    residual: Array | None = None,
     *,
     compute_capability: int | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     """Cotangents of a norm's input, weight and bias from those of its result, dy (M, N).
+
+    Args:
+        residual: (M, N), the input's cotangent from elsewhere, which is added before the one rounding.
 
     Returns:
         (M, N) in `dtype`; fp32 (N,) of the weight and of the bias, None where there is none.
@@ -150,11 +158,11 @@ def backward(
     programs = -(-m // launch.rows)
     sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
             for p in (operation.scaled, operation.biased)]  # fmt: skip
-    inputs = [jax.lax.bitcast_convert_type(codes, jnp.uint8), scales, dy, inverse,
-              jnp.ones((1, 1), jnp.float32) if weight is None else weight]  # fmt: skip
+    given = (jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, residual))
+    inputs = [jax.lax.bitcast_convert_type(codes, jnp.uint8), scales, dy, inverse, *given]
     dx, dweight, dbias = quantize_triton.call(
         _backward, inputs, [jax.ShapeDtypeStruct((m, n), dtype), *sums], programs, launch, compute_capability,
-        OPERATION=tuple(operation), AT_ONCE=2 if rows % 2 == 0 and wide < 8192 else 1,
+        OPERATION=tuple(operation), RESIDUAL=residual is not None, AT_ONCE=2 if rows % 2 == 0 and wide < 8192 else 1,
     )  # fmt: skip
     return (
         dx,

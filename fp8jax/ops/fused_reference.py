@@ -119,10 +119,19 @@ def forward(
 
 
 def backward(
-    operation: Any, codes: Array, scales: Array, inverse: Array, weight: Array | None, dy: Array, dtype: Any
+    operation: Any,
+    codes: Array,
+    scales: Array,
+    inverse: Array,
+    weight: Array | None,
+    dy: Array,
+    dtype: Any,
+    residual: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     z, how = _read(operation, codes, scales), {"centered": operation.centered, "biased": operation.biased}
     dx, *sums = norm_cotangents(z, inverse[:, None], weight, dy, **how)
+    if residual is not None:
+        dx = dx + residual.astype(jnp.float32)
     return dx.astype(dtype), *sums  # type: ignore[return-value]
 
 
