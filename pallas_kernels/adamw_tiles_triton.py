@@ -1,6 +1,6 @@
 """Device code of AdamW on 8-bit moments, in Triton: the update of a tile of groups.
 
-`careful` takes every tile. `ordinary` takes whole groups of two moments in codes with range expansion, in a quarter
+`careful` takes every tile. `ordinary` takes whole groups of two moments in codes with range expansion, in 30 %
 fewer instructions, and writes nothing where a value is zero, tiny, huge, Inf or NaN.
 """
 
@@ -11,10 +11,10 @@ import triton.language as tl
 from pallas_kernels import codec_triton as codec
 
 _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
-# Bits of 2^96; Inf and NaN are larger.
-_HUGE = tl.constexpr(0x6F800000)
-# Up to x = 1 / 128, 1 / (1 + x) is 1 - _SLOPE * x, to 1.1e-5 of itself.
-_SLOPE = tl.constexpr(0.9935)
+# So small a moment's ratio to its code may be subnormal.
+_SMALL = tl.constexpr(float(np.finfo(np.float32).tiny) * 2**24)
+# Bits of 2^50; Inf and NaN are larger, and what is smaller makes no change of Inf or NaN.
+_HUGE = tl.constexpr(0x58800000)
 
 
 @triton.jit
@@ -126,17 +126,18 @@ def _store_ordinary(
 
 @triton.jit
 def _store_result(
-    change: tl.tensor, w: tl.tensor, pointer: tl.tensor, offsets: tl.tensor, eighths: tl.tensor, rate: tl.tensor,
-    weight_decay: tl.tensor, seed_ptr: tl.tensor, STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    change: tl.tensor, w: tl.tensor, rate: tl.tensor, decay: tl.tensor, pointer: tl.tensor, offsets: tl.tensor,
+    eighths: tl.tensor, seed_ptr: tl.tensor, STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    NAN: tl.constexpr,
 ) -> None:  # fmt: skip
     if WEIGHT:
         w = codec.fp32(w)
-        change = tl.fma(w, weight_decay, change)
+        change = tl.fma(w, decay, change)
     result = tl.fma(change, rate, w) if STEP else change * rate
     if STOCHASTIC:
         place = tl.arange(0, offsets.shape[2])[None, None, :]
         noise = codec.noise_of_pairs(eighths, place, tl.load(seed_ptr), tl.load(seed_ptr + 1))
-        result = codec.round_stochastically(result, noise, place, True)
+        result = codec.round_stochastically(result, noise, place, True, NAN)
     tl.store(pointer + offsets, result.to(pointer.dtype.element_ty))
 
 
@@ -162,35 +163,38 @@ def ordinary(
 
     g = tl.load(grad_ptr + base + offsets)
     w = tl.load(weight_ptr + base + offsets) if WEIGHT else 0.0
-    b1_rest, b2_rest = tl.load(scalars_ptr + 3), tl.load(scalars_ptr + 5)
-    rate, weight_decay = tl.load(scalars_ptr + 8), tl.load(scalars_ptr + 9)
-    b1_ratio, b2_ratio = tl.load(scalars_ptr + 10), tl.load(scalars_ptr + 11)
-    b1_per_rest, b2_per_rest = tl.load(scalars_ptr + 12), tl.load(scalars_ptr + 13)
-    eps_root, eps = tl.load(scalars_ptr + 14), tl.load(scalars_ptr + 15)
-    eps_is_small_from = codec.bits(tl.load(scalars_ptr + 16))
+    rate, decay, slope, eps = codec.load_four(scalars_ptr + 8)
+    b1_rest, b2_rest, b1_ratio, b2_ratio = codec.load_four(scalars_ptr + 12)
+    b1_per_rest, b2_per_rest, eps_root, eps_is_small_from = codec.load_four(scalars_ptr + 16)
     nu = tl.load(nu_ptr + base + offsets)
     mu = tl.load(mu_ptr + base + offsets)
     tl.debug_barrier()
     nu_scale, nu_exponent = tl.load(nu_scale_ptr + group), tl.load(nu_exponent_ptr + group)
     mu_scale, mu_exponent = tl.load(mu_scale_ptr + group), tl.load(mu_exponent_ptr + group)
 
-    g = codec.fp32(g)
+    # A weight that is not finite makes its tile one for `careful`, where noise is added to NaN with care.
+    MARKED: tl.constexpr = STOCHASTIC and g.dtype == tl.bfloat16
+    g = codec.fp32(codec.nan_where_not_finite(g, w) if MARKED else g)
     v = codec.multiply_add(g, g, codec.decode(nu, nu_scale, nu_exponent, b2_ratio, NU))
-    m = g + codec.decode(mu, mu_scale, mu_exponent, b1_ratio, MU)
+    m = codec.add_decoded(g, mu, mu_scale, mu_exponent, b1_ratio, MU)
     v_largest, v_smallest = codec.ordinary_extremes(v, False)
     m_largest, m_smallest = codec.ordinary_extremes(m, True)
-    v_least, m_least = codec.bits(b2_per_rest * (_TINY * NU[3])), codec.bits(b1_per_rest * (_TINY * MU[3]))
+    v_least, m_least = codec.bits(b2_per_rest * (_TINY * NU[3])), codec.bits(b1_per_rest * (_SMALL * MU[3]))
     special = (v_smallest < v_least) | (m_smallest < m_least) | (tl.maximum(v_largest, m_largest) > _HUGE)
-    case = tl.max(tl.where(special, 2, tl.where(v_smallest < eps_is_small_from, 1, 0)), axis=0)
+    case = tl.max(tl.where(special, 2, tl.where(v_smallest < codec.bits(eps_is_small_from), 1, 0)), axis=0)
     if case < 2:
         pointer = (weight_ptr if STEP else result_ptr) + base
         if case == 0:
             r = codec.inverse_root(v)
-            change = m * (r * tl.fma(r, eps * -_SLOPE, 1.0))
-            _store_result(change, w, pointer, offsets, eighths, rate, weight_decay, seed_ptr, STEP, WEIGHT, STOCHASTIC)
+            change = m * (r * tl.fma(r, slope, 1.0))
+            _store_result(
+                change, w, rate, decay, pointer, offsets, eighths, seed_ptr, STEP, WEIGHT, STOCHASTIC, not MARKED
+            )
         else:
             change = m * codec.reciprocal(codec.root(v + eps_root) + eps)
-            _store_result(change, w, pointer, offsets, eighths, rate, weight_decay, seed_ptr, STEP, WEIGHT, STOCHASTIC)
+            _store_result(
+                change, w, rate, decay, pointer, offsets, eighths, seed_ptr, STEP, WEIGHT, STOCHASTIC, not MARKED
+            )
         _store_ordinary(
             v, v_largest, v_smallest, b2_rest, b2_per_rest,
             nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, NU,

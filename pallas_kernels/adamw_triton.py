@@ -22,6 +22,8 @@ PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 FP8_CAPABILITY = 89
 WARP, ELEMENTS = 32, 16
+# Up to x = 1 / 128, 1 / (1 + x) is 1 - _SLOPE * x, to 1.1e-5 of itself.
+_SLOPE = 0.9935
 
 
 class Scalars(NamedTuple):
@@ -60,9 +62,12 @@ class Scalars(NamedTuple):
 
         scale = scale * b1_rest / jnp.sqrt(b2_rest)
         eps = eps * correction / jnp.sqrt(b2_rest)
-        values += [-rate * scale, weight_decay / scale, b1 / b1_rest, b2 / b2_rest, 1 / b1_rest, 1 / b2_rest]
+        rate, decay = -rate * scale, weight_decay / scale
+        # Where these may make NaN of finite numbers, every tile is a special one.
+        tame = (jnp.abs(rate) < 16) & (jnp.abs(decay) < 1) & jnp.isfinite(eps + eps_root)
         small_from = jnp.where(eps_root == 0, jnp.square(128 * eps), jnp.inf)
-        values += [eps_root * correction2 / b2_rest, eps, small_from]
+        values += [rate, decay, -_SLOPE * eps, eps, b1_rest, b2_rest, b1 / b1_rest, b2 / b2_rest]
+        values += [jnp.where(tame, 1 / b1_rest, jnp.inf), 1 / b2_rest, eps_root * correction2 / b2_rest, small_from]
         return jnp.stack(values)
 
 

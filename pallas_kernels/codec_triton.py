@@ -159,6 +159,32 @@ def turned(codes: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def with_signs(codes: tl.tensor, signs: tl.tensor) -> tl.tensor:
+    """Codes, as int8, of magnitudes, with the signs of others."""
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, 0x80808080, 0xF8;", "=r,r,r", [codes, signs], tl.int8, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def nan_where_not_finite(x: tl.tensor, other: tl.tensor) -> tl.tensor:
+    """x, both of bf16, but NaN where `other` is Inf or NaN."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $2, zero, $1;}",
+        "=r,r,r", [x, other], tl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_four(pointer: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Four fp32 numbers at an aligned address by one instruction; impure, so that it stays where it is."""
+    return tl.inline_asm_elementwise(
+        "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];",
+        "=f,=f,=f,=f,l", [pointer], (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def add_noise_to_pairs(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
     """bf16 from the bits of fp32, after the lower and upper half of their noise were added to a pair of neighbours."""
     return tl.inline_asm_elementwise(
@@ -190,6 +216,19 @@ def decode(codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.t
     else:
         decoded = values * factor
     return decoded
+
+
+@triton.jit
+def add_decoded(
+    x: tl.tensor, codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, HOW: tl.constexpr
+) -> tl.tensor:
+    """x + `decode` of signed codes with range expansion, in fewer instructions; may be NaN where a code is zero."""
+    values = codes.to(tl.float32)
+    inverse = reciprocal(exponent.to(tl.float32))
+    offset = tl.fma(inverse, -HOW[4], log2_abs(scale * HOW[3] * factor))
+    # Each value times what it is to be multiplied by: the sign comes with it.
+    power = exp2(tl.fma(log2_abs(values), per_group(inverse - 1.0), per_group(offset)))
+    return multiply_add(values, power, x)
 
 
 @triton.jit
@@ -266,9 +305,11 @@ def encode_ordinary(
     log2_top = log2_abs(scale * (per_unit * HOW[3]))
     exponent, k, offset = exponents(log2_top, from_bits(smallest), largest > smallest, HOW)
     y = exp2(tl.fma(log2_abs(x), per_group(k), per_group(offset)))
+    codes = y.to(CODE)
     if HOW[2]:
-        y = from_bits(bits(y) | (bits(x) & _SIGN))
-    return y.to(CODE), scale, exponent
+        codes = with_signs(codes.to(tl.int8, bitcast=True), x.to(CODE).to(tl.int8, bitcast=True))
+        codes = codes.to(CODE, bitcast=True)
+    return codes, scale, exponent
 
 
 @triton.jit
@@ -320,16 +361,20 @@ def noise_of_pairs(eighths: tl.tensor, place: tl.tensor, word1: tl.tensor, word2
 
 
 @triton.jit
-def round_stochastically(x: tl.tensor, noise: tl.tensor, place: tl.tensor, PAIRED: tl.constexpr) -> tl.tensor:
+def round_stochastically(
+    x: tl.tensor, noise: tl.tensor, place: tl.tensor, PAIRED: tl.constexpr, NAN: tl.constexpr = True
+) -> tl.tensor:
     """bf16 from fp32, up or down with probabilities that make the expectation exact; NaN and Inf stay.
 
-    PAIRED: neighbours in a thread, two and two, are the pairs that share `noise`.
+    PAIRED: neighbours in a thread, two and two, are the pairs that share `noise`. NAN: there may be some.
     """
-    # The bound is a NaN to which noise can be added; the hardware's own is 0x7FFFFFFF.
-    bounded = tl.minimum(bits(x), 0x7FFF0000)
+    x = bits(x)
+    if NAN:
+        # The bound is a NaN to which noise can be added; the hardware's own is 0x7FFFFFFF.
+        x = tl.minimum(x, 0x7FFF0000)
     if PAIRED:
-        rounded = add_noise_to_pairs(bounded, noise)
+        rounded = add_noise_to_pairs(x, noise)
     else:
         noise = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
-        rounded = from_bits((bounded + noise) & -0x10000).to(tl.bfloat16)
+        rounded = from_bits((x + noise) & -0x10000).to(tl.bfloat16)
     return rounded

@@ -187,7 +187,7 @@ def test_a_mapped_step_is_traced_as_one_kernel():
 
 CONFIGURATIONS = {
     "fp32 weights": ({"shape": (512, 1024), "weight": "float32"}, 55, 10),
-    "bf16 weights, stochastic": ({"shape": (512, 1024), "weight": "bfloat16", "stochastic": True}, 43, 9.5),
+    "bf16 weights, stochastic": ({"shape": (512, 1024), "weight": "bfloat16", "stochastic": True}, 41, 9.5),
     "update": ({"shape": (512, 1024), "weight": "float32", "form": "update"}, 56, 10),
     "no expansion": ({"shape": (512, 1024), "weight": "float32", "expand": False}, 48, 2),
     "e5m2": ({"shape": (512, 1024), "weight": "float32", "nu": "e5m2"}, 62, 10),
@@ -196,8 +196,8 @@ CONFIGURATIONS = {
     "unaligned rows": ({"shape": (33, 1001), "weight": "float32"}, 102, 12),
     "groups of 16": ({"shape": (512, 1024), "weight": "float32", "size": 16}, 51, 10),
     "groups of 1024": ({"shape": (512, 2048), "weight": "float32", "size": 1024}, 51, 10),
-    "bf16 weights": ({"shape": (512, 1024), "weight": "bfloat16"}, 39, 9.5),
-    "bf16 update": ({"shape": (512, 1024), "weight": "bfloat16", "form": "update"}, 41, 9.5),
+    "bf16 weights": ({"shape": (512, 1024), "weight": "bfloat16"}, 37, 9.5),
+    "bf16 update": ({"shape": (512, 1024), "weight": "bfloat16", "form": "update"}, 38, 9.5),
 }
 
 
@@ -280,7 +280,8 @@ def shortest_way(sass):
                     open_ways.append((target, names))
                 if not predicate:
                     break
-    return min((way for way in ways if sum(name.startswith("STG") for name in way) >= 3), key=len)
+    # A loop is taken once: the way that stores most is the one that stores everything.
+    return max(ways, key=lambda way: (sum(name.startswith("STG") for name in way), -len(way)))
 
 
 def in_own_process(call, tmp_path):

@@ -1,5 +1,6 @@
 """The fused AdamW kernel on a GPU, compared with its reference."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -119,12 +120,25 @@ def test_group_sizes(size, n):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_stochastic_rounding_has_the_bits_of_the_reference(shape):
     x = jax.random.normal(jax.random.key(0), shape)
-    leaf = (x.astype(jnp.bfloat16), stored(x, "e4m3"), stored(x**2, "e4m3", moment="nu"), x.astype(jnp.bfloat16))
-    want, got = both("step", leaf, jax.random.key(7))
-    nearest, _ = both("step", leaf)
-    a, b, c = (np.asarray(r[0]).view(np.uint16) for r in (want, got, nearest))
-    assert np.mean(a != b) < 1e-3
-    assert np.mean(a != c) > 0.1
+    weight = x.astype(jnp.bfloat16).at[..., 3].set(jnp.nan).at[..., 70].set(jnp.inf)
+    for w in (x.astype(jnp.bfloat16), weight):
+        leaf = (x.astype(jnp.bfloat16), stored(x, "e4m3"), stored(x**2, "e4m3", moment="nu"), w)
+        want, got = both("step", leaf, jax.random.key(7))
+        nearest, _ = both("step", leaf)
+        a, b, c = (np.asarray(r[0]).view(np.uint16) for r in (want, got, nearest))
+        assert np.mean(a != b) < 1e-3
+        assert np.mean(a != c) > 0.1
+        np.testing.assert_array_equal(*(np.isfinite(np.asarray(r[0]).astype(np.float32)) for r in (want, got)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rate", [np.nan, np.inf, 0.0, 100.0])
+def test_stochastic_rounding_of_what_the_rate_makes(rate):
+    leaf = tree((64, 1024), grad=jnp.bfloat16, weight=jnp.bfloat16)
+    adam = dataclasses.replace(ADAM, rate=rate)
+    want, got = (jax.jit(functools.partial(adamw.step, adam=adam, impl=impl, key=jax.random.key(7)))(*leaf)[0]
+                 for impl in ("xla", "triton"))  # fmt: skip
+    np.testing.assert_allclose(want.astype(jnp.float32), got.astype(jnp.float32), rtol=2**-7)
 
 
 @pytest.mark.gpu

@@ -86,6 +86,9 @@ def prepare() -> None:
     codec.ends_of_inverted = lambda y, x: (y & 0x7FFFFFFE) | (~x & -0x7FFFFFFF)
     codec.turned = lambda codes: codes ^ -128
     codec.add_noise_to_pairs = add_noise_to_pairs
+    codec.with_signs = lambda codes, signs: codes | (signs & -128)
+    codec.nan_where_not_finite = lambda x, other: (x.to(tl.float32) + other.to(tl.float32) * 0).to(tl.bfloat16)
+    codec.load_four = lambda pointer: tuple(tl.load(pointer + i) for i in range(4))
 
 
 def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, weight: str, *eps: float) -> None:
@@ -95,13 +98,15 @@ def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, we
     if stochastic:
         values = [np.random.default_rng(seed).standard_normal(SHAPES[shape]).astype(np.float32) for seed in range(3)]
         values[1][0, 0], values[1][1, 1] = np.nan, np.inf
+        values.append(values[1].copy())
+        values[3][5, 7], values[3][9, 100] = -np.inf, np.nan
     else:
         values = [special(SHAPES[shape], seed) for seed in range(3)]
     leaf = (
         jnp.asarray(values[0] * 0.1).astype(grad),
         stored(values[1], mu, 128, expand),
         stored(values[2] ** 2, nu, 128, expand, "nu"),
-        jnp.asarray(values[1] if stochastic else np.nan_to_num(values[1] * 0.1)).astype(weight),
+        jnp.asarray(values[3] if stochastic else np.nan_to_num(values[1] * 0.1)).astype(weight),
     )
     options = {"key": jax.random.key(7)} if stochastic else {}
     form = "step" if stochastic else form
