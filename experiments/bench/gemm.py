@@ -4,12 +4,12 @@
     python -m experiments.bench gemm --shapes tune --sweep
 
 Every implementation of a shape is compiled first (in parallel); then all are timed, several rounds in a random order,
-so that clocks and temperature favour none. Each round starts with an untimed run of the same length, after which the
-GPU is at its power limit and has lowered its clock, as in training: in a first 20 ms products are up to 15 % faster, by
-what energy they take. A figure is the median round. Operands rotate among sets that are together larger than the L2
-cache; JAX multiplies sets for 3 ms in one program, as in a training step, where products follow each other without a
-launch from Python; torch queues them ahead. Each result is compared with float64 on a sample of rows and columns; an
-implementation that fails is reported as such.
+another one for each shape, so that clocks and temperature favour none. Each round starts with an untimed run of the
+same length, after which the GPU is at its power limit and has lowered its clock, as in training: in a first 20 ms
+products are up to 15 % faster, by what energy they take. A figure is the median round. Operands rotate among sets that
+are together larger than the L2 cache; JAX multiplies sets for 3 ms in one program, as in a training step, where
+products follow each other without a launch from Python; torch queues them ahead. Each result is compared with float64
+on a sample of rows and columns; an implementation that fails is reported as such.
 
 Predicted before the first run (ratios): ours per tensor and row-wise 0.97 to 1.03 of the better of cuBLASLt and torch;
 1x128 by 128x128 1.15 to 1.25 of torch's own; exact per 32 0.42 of per tensor, and as a bf16 product of decoded codes
@@ -277,7 +277,7 @@ def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: fl
     repeats = [max(4, int(burst / copies / max(run(e, 3), 1e-6))) for e in ready]
     times: list[list[float]] = [[] for _ in ready]
     for turn in range(rounds):  # what ran just before decides how far the power limit has pulled the clock down
-        for i in np.random.default_rng(turn).permutation(len(ready)):
+        for i in np.random.default_rng([turn, *shape]).permutation(len(ready)):
             times[i].append(run(ready[i], repeats[i]))
     rate = {e[0].name: 2 * m * n * k / float(np.median(t)) / 1e12 for e, t in zip(ready, times, strict=True)}
     for arm, _, _, error, _ in ready:
