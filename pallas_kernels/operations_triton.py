@@ -142,13 +142,24 @@ def cotangents(
     if OPERATION[1]:
         up = decoded(p[2], p[3], first, at, m, left, n, M, N, MASKED, OPERATION)
         dgate = narrowed(dy * up * slope, OPERATION[5])
+        again = activated * up
         if OPERATION[9]:
             activated = decoded(p[4], p[5], first, at, m, left, n, M, N, MASKED, OPERATION)
         dup = narrowed(dy * activated, OPERATION[5])
     else:
         dgate = narrowed(dy * slope, OPERATION[5])
-        dup = dgate
-    return dgate, dup
+        dup, again = dgate, activated
+    return dgate, dup, narrowed(again, OPERATION[5])
+
+
+@triton.jit
+def ordered(
+    y: tl.tensor, m: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+    HOW: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    if MASKED:
+        y = tl.where(device.inside(m, n, M, N), y, 0.0)
+    return device.ordered(y, HOW)
 
 
 @triton.jit

@@ -45,11 +45,15 @@ class Operands(NamedTuple):
 def _codes(
     first_ptr: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
-    bias: tl.tensor, scale0: tl.tensor, scale1: tl.tensor, rows0: tl.tensor, columns0: tl.tensor, rows1: tl.tensor,
-    columns1: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
-    OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    bias: tl.tensor, scale0: tl.tensor, scale1: tl.tensor, scale2: tl.tensor, rows0: tl.tensor, columns0: tl.tensor,
+    rows1: tl.tensor, columns1: tl.tensor, columns2: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr,
+    WIDE: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, AGAIN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Codes of a tile, in four slices of every fourth row, as `quantize_triton` makes them."""
+    """Codes of a tile, in four slices of every fourth row, as `quantize_triton` makes them.
+
+    With cotangents also transposed ones of the result, as AGAIN says.
+    """
     p = (first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
@@ -61,6 +65,9 @@ def _codes(
     factor0, factor1 = device.inverse(tl.load(scale0)), device.inverse(tl.load(scale1))
     words0 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     words1 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+    words2 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+    if AGAIN[0]:
+        factor2 = device.inverse(tl.load(scale2))
     for j in tl.range(4):
         at = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :]
         m = top + 4 * i + j
@@ -68,9 +75,12 @@ def _codes(
         if KINDS[0] < 2:
             y0 = on.result(p, first, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
         else:
-            y0, y1 = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION)
+            y0, y1, y2 = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION)
             if KINDS[0] == 3:
                 y0 = y1
+            if AGAIN[0]:
+                codes = device.encode(y2, device.scaled(y2, factor2, AGAIN), 0, AGAIN)
+                words2 = device.insert(words2, codes, j, N % 4 == 0)
         codes = device.encode(y0, device.scaled(y0, factor0, HOW), 0, HOW)
         if ROWS:
             device.store(rows0 + first, at, codes, here, MASKED)
@@ -86,6 +96,8 @@ def _codes(
         device.store_words(columns0, top, left, i, n, words0, M, N, MASKED)
         if BOTH:
             device.store_words(columns1, top, left, i, n, words1, M, N, MASKED)
+    if AGAIN[0]:
+        device.store_words(columns2, top, left, i, n, words2, M, N, MASKED)
 
 
 @triton.jit
@@ -106,10 +118,43 @@ def _peaks(
     if KINDS[0] < 2:
         y0 = on.result(p, start, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
     else:
-        y0, y1 = on.cotangents(p, start, at, m, left, n, M, N, MASKED, OPERATION)
+        y0, y1, _ = on.cotangents(p, start, at, m, left, n, M, N, MASKED, OPERATION)
         if KINDS[1] == 3:
             tl.store(peaks1 + program, on.peak(y1, m, n, M, N, MASKED, HOW))
     tl.store(peaks0 + program, on.peak(y0, m, n, M, N, MASKED, HOW))
+
+
+@triton.jit
+def _ahead(
+    first_ptr: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
+    activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
+    bias: tl.tensor, scale: tl.tensor, columns: tl.tensor, peaks0: tl.tensor, peaks1: tl.tensor, M: tl.constexpr,
+    N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, HOW: tl.constexpr,
+) -> None:  # fmt: skip
+    """The transposed codes of an activation's result, as `_codes` makes them, and the peaks of its cotangents."""
+    p = (first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
+    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    program = tl.program_id(0)
+    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    first = top.to(tl.int64) * N + left
+    i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
+    factor = device.inverse(tl.load(scale))
+    words = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+    ordered0 = tl.zeros((HIGH // 4, WIDE), tl.int32)
+    ordered1 = tl.zeros((HIGH // 4, WIDE), tl.int32)
+    for j in tl.range(4):
+        at = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :]
+        m = top + 4 * i + j
+        y0, y1, y = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION)
+        ordered0 = tl.maximum(ordered0, on.ordered(y0, m, n, M, N, MASKED, HOW))
+        if OPERATION[1]:
+            ordered1 = tl.maximum(ordered1, on.ordered(y1, m, n, M, N, MASKED, HOW))
+        words = device.insert(words, device.encode(y, device.scaled(y, factor, HOW), 0, HOW), j, N % 4 == 0)
+    device.store_words(columns, top, left, i, n, words, M, N, MASKED)
+    tl.store(peaks0 + program, device.largest(tl.max(tl.max(ordered0, 1), 0), HOW))
+    if OPERATION[1]:
+        tl.store(peaks1 + program, device.largest(tl.max(tl.max(ordered1, 1), 0), HOW))
 
 
 @triton.jit
@@ -158,6 +203,7 @@ def quantize(
     *,
     rows: bool,
     columns: bool,
+    again: tuple[Array, Any] | None = None,
     launch: Launch | None = None,
     compute_capability: int | None = None,
 ) -> list[tuple[Array | None, Array | None]]:
@@ -167,26 +213,31 @@ def quantize(
         operation: what is computed. kinds: which results, one or two of NORM, RESULT, GATE and UP.
         operands: what from. scales: an fp32 scalar for each result. dtype: float8_e4m3fn or float8_e5m2.
         rows, columns: whether codes (M, N) and transposed ones (N, M) are wanted.
+        again: scale and dtype of transposed codes of the activation's result, where cotangents are quantized.
         launch, compute_capability: as of `quantize_triton.quantize`.
 
     Returns:
-        Of each result codes and transposed codes; None for what is not wanted.
+        Of each result codes and transposed codes, last those of `again`; None for what is not wanted.
     """
     m, n = operands.first.shape
     launch = launch or _best(kinds, n, rows)
     one = (1, 1)
     shapes = [(m, n) if rows else one, (n, m) if columns else one]
-    shapes += shapes if len(kinds) == 2 else [one, one]
+    shapes += [*(shapes if len(kinds) == 2 else [one, one]), (n, m) if again else one]
     tiles = -(-m // launch.rows) * -(-n // launch.columns)
+    given = [scales[0], scales[-1], again[0] if again else scales[0]]
     found = quantize_triton.call(
-        _codes, [*_pointers(operands), *(s.reshape(1, 1) for s in (*scales, scales[0])[:2])],
+        _codes, [*_pointers(operands), *(s.reshape(1, 1) for s in given)],
         [jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes], tiles, launch, compute_capability,
         OPERATION=tuple(operation), KINDS=(*kinds, NOTHING)[:2], HOW=tuple(device.Coding("tensor", dtype).static),
         ROWS=rows, COLUMNS=columns,
+        AGAIN=tuple(device.Coding("tensor", again[1]).static if again else device.NONE),
     )  # fmt: skip
-    wanted = [jax.lax.bitcast_convert_type(x, dtype) if w else None
-              for x, w in zip(found, (rows, columns, rows, columns), strict=True)]  # fmt: skip
-    return [(wanted[2 * i], wanted[2 * i + 1]) for i in range(len(kinds))]
+    types = (dtype, dtype, dtype, dtype, again and again[1])
+    wanted = [jax.lax.bitcast_convert_type(x, d) if w else None
+              for x, d, w in zip(found, types, (rows, columns, rows, columns, again), strict=True)]  # fmt: skip
+    pairs = [(wanted[2 * i], wanted[2 * i + 1]) for i in range(len(kinds))]
+    return [*pairs, (None, wanted[4])] if again else pairs
 
 
 def _best(kinds: tuple[int, ...], channels: int, rows: bool) -> Launch:
@@ -214,6 +265,31 @@ def peaks(
         KINDS=(*kinds, NOTHING)[:2], HOW=tuple(device.NONE),
     )  # fmt: skip
     return [jnp.max(x) for x in found[: len(kinds)]]
+
+
+def ahead(
+    operation: Operation,
+    operands: Operands,
+    scale: Array,
+    dtype: Any,
+    *,
+    launch: Launch | None = None,
+    compute_capability: int | None = None,
+) -> tuple[Array, list[Array]]:
+    """Codes (N, M) of an activation's result under a given scale, and the `peaks` of its cotangents, in one pass.
+
+    Arguments as of `quantize`; `operands.gradient` is that of the result.
+    """
+    m, n = operands.first.shape
+    launch = launch or Launch(32, 128, 4)
+    tiles, pair = -(-m // launch.rows) * -(-n // launch.columns), operation.gated
+    shapes = [jax.ShapeDtypeStruct((n, m), jnp.uint8)]
+    shapes += [jax.ShapeDtypeStruct((tiles if present else 1,), jnp.float32) for present in (True, pair)]
+    codes, *found = quantize_triton.call(
+        _ahead, [*_pointers(operands), scale.reshape(1, 1)], shapes, tiles, launch, compute_capability,
+        OPERATION=tuple(operation), HOW=tuple(device.Coding("tensor", dtype).static),
+    )  # fmt: skip
+    return jax.lax.bitcast_convert_type(codes, dtype), [jnp.max(x) for x in found[: 1 + pair]]
 
 
 def keep_activation(

@@ -191,6 +191,7 @@ class Linear:
 
 
 MODES = ("faithful", "lean")
+COTANGENTS = ("largest", "bound")
 AGAIN = "computed again"
 
 
@@ -207,17 +208,26 @@ class Context:
         mode: "faithful" keeps all that COAT keeps: the input of a norm, gate, up, and the activated gate; linear layers
             keep their own codes. "lean" keeps only what cannot be computed again cheaply: the input of a norm, gate and
             up; linear layers that read their results compute them again from those.
+        cotangents: where the scales of an activation's cotangents come from, as linear layers quantize them per tensor
+            to e5m2: their "largest" magnitudes, which costs a pass over them, or a "bound" on these
+            (`fp8jax.ops.saved.Gradient`), some 2^8 above them, where e5m2 has 30 binades. Other formats, and linear
+            layers that do not compute their input again, take the largest.
 
     Raises:
-        ValueError: a spec is malformed or of no use here, or the mode is unknown or has nothing to apply to.
+        ValueError: a spec is malformed or of no use here, or a mode is unknown or has nothing to apply to.
     """
 
     saved: str | None = None
     mode: str = "faithful"
+    cotangents: str = "largest"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"unknown context.mode {self.mode!r}; it is one of {', '.join(MODES)}")
+        if self.cotangents not in COTANGENTS:
+            raise ValueError(f"unknown context.cotangents {self.cotangents!r}; it is one of {', '.join(COTANGENTS)}")
+        if self.cotangents == "bound" and self.mode != "lean":
+            raise ValueError(f"context.cotangents 'bound' needs what mode 'lean' computes again, not {self.mode!r}")
         if self.saved is None:
             if self.mode != "faithful":
                 raise ValueError(f"context.mode {self.mode!r} needs a format: give context.saved, such as e4m3:group16")

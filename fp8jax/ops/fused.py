@@ -22,7 +22,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, capability, missing_triton, on_cuda, spread, tell
-from fp8jax.ops.recent import Origins
+from fp8jax.ops.recent import Origins, Recent, Same
 from fp8jax.ops.saved import from_bytes, to_bytes
 
 
@@ -34,19 +34,21 @@ class Result:
         operation: `pallas_kernels.operations_triton.Operation`.
         kinds: what each of the arrays is.
         operands: `pallas_kernels.remake_triton.Operands`.
-        peak: the largest finite magnitude of the only array; None where it is not known.
+        peaks: the largest finite magnitude of each array; none where they are not known.
+        ahead: the gradient of an activation's result, where it is known already, and what is known of its cotangents.
         made: codes of all arrays by how they were made.
     """
 
     operation: Any
     kinds: tuple[int, ...]
     operands: Any
-    peak: Array | None = None
+    peaks: tuple[Array, ...] = ()
+    ahead: "tuple[Array, Foreseen] | None" = None
     made: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def of(self, operands: Any, peak: Array | None) -> "Result":
+    def of(self, operands: Any, peaks: tuple[Array, ...]) -> "Result":
         """The same, computed from the same operands in another trace."""
-        return Result(self.operation, self.kinds, operands, peak)
+        return Result(self.operation, self.kinds, operands, peaks)
 
     def cast(self, dtype: DTypeLike) -> "Result | None":
         """The only array, if it is fp32, rounded to bf16; None for other casts."""
@@ -56,8 +58,23 @@ class Result:
         if not known or len(self.kinds) > 1:
             return None
         operation = self.operation._replace(dtype=PLAIN_DTYPES.index(jnp.bfloat16))
-        peak = None if self.peak is None else formats.round_to(self.peak, formats.get("bf16"))
-        return Result(operation, self.kinds, self.operands, peak)
+        peaks = tuple(formats.round_to(peak, formats.get("bf16")) for peak in self.peaks)
+        return Result(operation, self.kinds, self.operands, peaks)
+
+
+class Foreseen(NamedTuple):
+    """What is known of the cotangents of an activation's inputs before its backward pass makes them.
+
+    Attributes:
+        peaks: their largest finite magnitudes.
+        spec, scales: how they will be quantized, under given scales.
+        made: `Result.made` of them, as pairs.
+    """
+
+    peaks: tuple[Array, ...] = ()
+    spec: QuantSpec | None = None
+    scales: tuple[Array, ...] = ()
+    made: tuple[tuple[Any, Any], ...] = ()
 
 
 class Part(NamedTuple):
@@ -68,6 +85,10 @@ class Part(NamedTuple):
 
 
 _parts: Origins[Part] = Origins()
+# What follows from the gradient of an activation's result, which was computed last.
+_foreseen: Recent[Foreseen] = Recent()
+# How arrays are to be quantized, and under which scales.
+_given: Origins[tuple[QuantSpec, Array]] = Origins()
 
 
 def note(result: Result, *arrays: Array) -> None:
@@ -80,6 +101,29 @@ def find(array: Array) -> Result | None:
     """What alone an array is computed from; None where that is not known, or others are made with it."""
     part = _parts.find(array)
     return part.result if part is not None and len(part.result.kinds) == 1 else None
+
+
+def foresee(gradient: Array, known: Foreseen) -> None:
+    """Says what is known of the cotangents that follow from the gradient of an activation's result."""
+    _foreseen.put(gradient, known)
+
+
+def foreseen(gradient: Array) -> Foreseen:
+    """What `foresee` said of a gradient, if of no other after it; asked once."""
+    return _foreseen.take(gradient) or Foreseen()
+
+
+def give_scales(known: Foreseen, arrays: tuple[Array, ...]) -> None:
+    """Says under which scales cotangents are to be quantized, where that is foreseen."""
+    for array, scale in zip(arrays, known.scales, strict=False):
+        assert known.spec is not None
+        _given.note(array, (known.spec, scale))
+
+
+def given_scale(array: Array, *specs: QuantSpec | None) -> Array | None:
+    """The scale under which an array is to be quantized in these ways, or None."""
+    spec, scale = _given.find(array) or (None, None)
+    return scale if all(s == spec for s in specs) else None
 
 
 def pass_on(source: Array, copy: Array) -> Array:
@@ -108,18 +152,22 @@ def codes(
     """
     part = _parts.find(x) if x.ndim == 2 else None
     spec = rows if columns is None else columns
-    if part is None or spec is None or not (same or rows is None or columns is None) or not _takes(spec):
+    if part is None or spec is None or not (same or rows is None or columns is None) or not takes(spec):
         return None
-    how = (rows is not None, columns is not None, spec, strategy)
-    if scale is not None:
-        alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
-        return _make(alone, how, scale)[0]
-    if how not in part.result.made:
+    how = (rows is not None, columns is not None, spec, strategy if scale is None else Same(scale))
+    if how in part.result.made:
+        return part.result.made[how][part.place]
+    if scale is None:
         part.result.made[how] = _make(part.result, how, None)
-    return part.result.made[how][part.place]
+        return part.result.made[how][part.place]
+    if part.result.ahead is not None and rows is None:
+        return None, _make_ahead(part.result, spec, scale)
+    alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
+    return _make(alone, how, scale)[0]
 
 
-def _takes(spec: QuantSpec) -> bool:
+def takes(spec: QuantSpec) -> bool:
+    """Whether the kernels make such codes."""
     fmt = formats.get(spec.format)
     plain = fmt.is_float and fmt.bits == 8 and spec.granularity == "tensor" and spec.scale_format == "fp32"
     return plain and spec.rounding == "nearest" and not (spec.expand or spec.stacked) and spec.underflow == "zero"
@@ -131,9 +179,9 @@ def _make(result: Result, how: Any, scale: Array | None) -> list[tuple[QTensor |
     # JAX keeps traced functions: this one must not hold the result, and with it arrays of a trace.
     fmt, operation, kinds = formats.get(spec.format), result.operation, result.kinds
 
-    def make(on: Any, operands: Any, scale: Array | None, peak: Array | None) -> Any:
+    def make(on: Any, operands: Any, scale: Array | None, peaks: tuple[Array, ...]) -> Any:
         if scale is None:
-            tops = on.peaks(operation, kinds, operands) if peak is None else [peak]
+            tops = peaks or on.peaks(operation, kinds, operands)
             if strategy == "two_stage":
                 tops = [scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32) for top in tops]
             scales = tuple(scaling.to_scale(top, fmt) for top in tops)
@@ -142,13 +190,46 @@ def _make(result: Result, how: Any, scale: Array | None) -> list[tuple[QTensor |
         found = on.quantize(operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns)
         return [(*pair, s.reshape(1, 1)) for pair, s in zip(found, scales, strict=True)]
 
-    return [
-        (
-            None if row is None else QTensor(row, s, None, None, spec),
-            None if column is None else QTensor(column, s, None, None, spec),
+    return [_pair(spec, *parts) for parts in run(make, result.operands, scale, result.peaks)]
+
+
+def _pair(spec: QuantSpec, row: Array | None, column: Array | None, scale: Array) -> Any:
+    """Codes of an array and of its transposed copy as tensors."""
+    return tuple(None if codes is None else QTensor(codes, scale, None, None, spec) for codes in (row, column))
+
+
+def _make_ahead(result: Result, spec: QuantSpec, scale: Array) -> QTensor:
+    """Transposed codes of an activation's result, made with what the backward pass will ask for next.
+
+    These are the peaks of the cotangents that the result's gradient gives, or their codes where scales are given.
+    """
+    from pallas_kernels.remake_triton import GATE, UP
+
+    tell("quantize", Choice("triton", "from what the matrix is computed from, which is not written"))
+    operation, dtype = result.operation, formats.get(spec.format).dtype
+    assert result.ahead is not None
+    gradient, known = result.ahead
+    to = None if known.spec is None else formats.get(known.spec.format).dtype
+
+    def make(on: Any, operands: Any, scale: Array, given: tuple[Array, ...]) -> Any:
+        scale = scaling.usable(scale.reshape(()))
+        if not given:
+            codes, peaks = on.ahead(operation, operands, scale, dtype)
+            return codes, scale.reshape(1, 1), tuple(peaks)
+        *pairs, (_, codes) = on.quantize(
+            operation, (GATE, UP)[: len(given)], operands, given, to, rows=True, columns=True, again=(scale, dtype)
         )
-        for row, column, s in run(make, result.operands, scale, result.peak)
-    ]
+        parts = [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, given, strict=True)]
+        return codes, scale.reshape(1, 1), parts
+
+    codes, scale, found = run(make, result.operands, scale, known.scales)
+    if known.spec is None:
+        foresee(gradient, known._replace(peaks=found))
+    else:
+        pairs = [_pair(known.spec, *parts) for parts in found]
+        made = tuple(((True, True, known.spec, Same(s)), pairs) for s in known.scales)
+        foresee(gradient, known._replace(made=made))
+    return QTensor(codes, scale, None, None, spec)
 
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
@@ -156,8 +237,8 @@ def run(call: Callable[..., Any], *arrays: Any) -> Any:
     from pallas_kernels import norm_triton, remake_triton
 
     kernels = types.SimpleNamespace()
-    for kernel in (remake_triton.quantize, remake_triton.peaks, remake_triton.keep_activation, norm_triton.forward,
-                   norm_triton.backward):  # fmt: skip
+    for kernel in (remake_triton.quantize, remake_triton.peaks, remake_triton.ahead, remake_triton.keep_activation,
+                   norm_triton.forward, norm_triton.backward):  # fmt: skip
         setattr(kernels, kernel.__name__, functools.partial(kernel, compute_capability=capability()))
     mapped = jax.custom_batching.sequential_vmap(functools.partial(call, kernels))
     return by_platform(*arrays, cuda=mapped, default=functools.partial(call, fused_reference))

@@ -89,7 +89,14 @@ def quantize(
     *,
     rows: bool,
     columns: bool,
+    again: tuple[Array, Any] | None = None,
 ) -> list[tuple[Array | None, Array | None]]:
+    if again is not None:
+        from pallas_kernels import remake_triton
+
+        first = quantize(operation, kinds, operands, scales, dtype, rows=rows, columns=columns)
+        result, (scale, to) = (remake_triton.RESULT,), again
+        return first + quantize(operation, result, operands, (scale,), to, rows=False, columns=True)
     spec = QuantSpec(_NAMES[jnp.dtype(dtype)])
     found = zip(results(operation, kinds, operands), scales, strict=True)
     codes = [quantize_with_scale(x, spec, scale.reshape(1, 1)).codes for x, scale in found]
@@ -98,6 +105,14 @@ def quantize(
 
 def peaks(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array]:
     return [scaling.largest_magnitude(x) for x in results(operation, kinds, operands)]
+
+
+def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Array, list[Array]]:
+    from pallas_kernels import remake_triton
+
+    result, cotangents = (remake_triton.RESULT,), (remake_triton.GATE, remake_triton.UP)[: 1 + operation.gated]
+    ((_, codes),) = quantize(operation, result, operands, (scale,), dtype, rows=False, columns=True)
+    return codes, peaks(operation, cotangents, operands)  # type: ignore[return-value]
 
 
 def keep_activation(operation: Any, gate: Array, up: Array | None, kept: Any) -> tuple[list[Any], Array]:

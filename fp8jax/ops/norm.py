@@ -12,7 +12,7 @@ from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
-from fp8jax.ops.saved import context_part, decode, differentiable, keep
+from fp8jax.ops.saved import Gradient, context_part, decode, differentiable, keep
 
 
 def rms_norm(
@@ -35,7 +35,7 @@ def rms_norm(
     Raises:
         ValueError: the shapes do not match.
     """
-    return _norm(x, scale, None, context_part(recipe), eps, dtype, centered=False)
+    return normalize(x, scale, None, context_part(recipe), eps, dtype, centered=False)[0]
 
 
 def layer_norm(
@@ -66,7 +66,7 @@ def layer_norm(
     Raises:
         ValueError: the shapes do not match.
     """
-    return _norm(x, scale, bias, context_part(recipe), eps, dtype, centered=True)
+    return normalize(x, scale, bias, context_part(recipe), eps, dtype, centered=True)[0]
 
 
 class Kept(NamedTuple):
@@ -85,7 +85,7 @@ class Norm:
     centered: bool
     dtype: DTypeLike
 
-    def again(self, kept: Kept) -> Array:
+    def again(self, kept: Kept, gradient: Gradient) -> Array:
         y = normalized(decode(kept.codes), kept.inverse, kept.scale, kept.bias).astype(self.dtype)
         operation = self._fused(kept, y)
         if operation is not None:
@@ -94,16 +94,19 @@ class Norm:
         return y
 
     def backward(
-        self, kept: Kept, dy: Array, dtypes: tuple[DTypeLike | None, ...]
+        self, kept: Kept, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None
     ) -> tuple[Array | None, Array | None, Array | None]:
         operation = self._fused(kept, dy)
         if operation is None:
             how = {"centered": self.centered, "biased": kept.bias is not None}
-            found = norm_cotangents(decode(kept.codes), kept.inverse, kept.scale, dy, **how)
-            return _cast(found, dtypes)
+            dx, *sums = norm_cotangents(decode(kept.codes), kept.inverse, kept.scale, dy, **how)
+            return _cast((dx if others is None else dx + others.astype(jnp.float32), *sums), dtypes)
 
         operands = (*fused.stored(kept.codes), kept.inverse.reshape(-1), kept.scale, fused.matrix(dy))
-        dx, *sums = fused.run(lambda on, *arrays: on.backward(operation, *arrays, dtypes[0]), *operands)
+        rest = None if others is None else fused.matrix(others)
+        dx, *sums = fused.run(
+            lambda on, *arrays: on.backward(operation, *arrays[:-1], dtypes[0], arrays[-1]), *operands, rest
+        )
         return _cast((dx.reshape(dy.shape), *sums), dtypes)
 
     def _fused(self, kept: Kept, like: Array) -> Any:
@@ -111,7 +114,7 @@ class Norm:
         return fused.operation(like, kept.codes.spec, self.dtype, norm=True, centered=self.centered, **given)
 
 
-def _norm(
+def normalize(
     x: Array,
     scale: Array | None,
     bias: Array | None,
@@ -120,7 +123,9 @@ def _norm(
     dtype: DTypeLike | None,
     *,
     centered: bool,
-) -> Array:
+    residual: bool = False,
+) -> tuple[Array, Array | None]:
+    """A norm's result; with `residual` also `x` for its other readers, whose gradients the norm adds to its own."""
     for name, parameter in (("scale", scale), ("bias", bias)):
         if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
             shape = None if parameter is None else parameter.shape
@@ -128,7 +133,7 @@ def _norm(
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     if context.spec is None:
         z, inverse = statistics(x, eps, centered=centered)
-        return normalized(z, inverse, scale, bias).astype(dtype)
+        return normalized(z, inverse, scale, bias).astype(dtype), x
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
     given = {"scaled": scale is not None, "biased": bias is not None}
@@ -144,10 +149,10 @@ def _norm(
         kept, parts = codes, (fused.matrix(values[0]), None)
         result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
     y = normalized(z, inverse, *values[1:]).astype(dtype)
-    y = differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context)
+    y, again = differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context, residual=residual)
     if result is not None:
         fused.note(result, y)
-    return y
+    return y, again
 
 
 def _keep(
@@ -175,7 +180,7 @@ def _result(
 
     rows = {"inverse": inverse.reshape(-1), "mean": None if mean is None else mean.reshape(-1)}
     operands = remake_triton.Operands(parts[0], parts[1], weight=scale, bias=bias, **rows)
-    return fused.Result(operation, (remake_triton.NORM,), operands, peak)
+    return fused.Result(operation, (remake_triton.NORM,), operands, () if peak is None else (peak,))
 
 
 def _cast(cotangents: tuple[Array | None, ...], dtypes: tuple[DTypeLike | None, ...]) -> Any:

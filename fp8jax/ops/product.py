@@ -21,7 +21,7 @@ from fp8jax.ops.choice import vary_alike, varying
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.recent import Recent, Same
-from fp8jax.ops.saved import ITSELF, Remade, from_bytes, origins, to_bytes
+from fp8jax.ops.saved import ITSELF, Gradient, Remade, from_bytes, origins, to_bytes
 
 
 class QuantizedWeight(NamedTuple):
@@ -55,11 +55,14 @@ class Scales(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is static about a product: its recipe, how to make its input again, or None, and the shape of tokens."""
+    """What is static about a product: its recipe, and how to make its input again, or None."""
 
     recipe: Linear
     remade: Remade | None
-    tokens: tuple[int, ...]
+
+
+# The input of the last product, as this passed it on.
+_again: Recent[Array] = Recent()
 
 
 def product(
@@ -91,9 +94,9 @@ def product(
     kept, gradient = recipe.spec("saved"), recipe.spec("dy")
     if quantized is not None:
         _check_weight(quantized, w, recipe)
-    tokens = x.shape[:1]
+    given = x
     if source is not None and source.shape[-1] == x.shape[-1]:
-        x, tokens = fused.pass_on(source, x), source.shape[:-1]
+        x, given = fused.pass_on(source, x), source
     saved = None
     if kept is not None:
         subkey = _subkey(key, kept, "saved")
@@ -108,9 +111,16 @@ def product(
     remade, made_of = (None, None) if origin is None else origin
     if remade == ITSELF:
         made_of = source
-    static = How(recipe, remade, tokens)
-    x, w = vary_alike(x, w)  # type: ignore[assignment]
-    return _product(static, x, w, saved, gradient and _subkey(key, gradient, "dy"), scales, quantized, made_of)
+    static = How(recipe, remade)
+    before = None if source is None else _again.take(source)
+    if before is not None and (before.shape, before.dtype) == (given.shape, given.dtype):
+        given = before
+    given, w = vary_alike(given, w)  # type: ignore[assignment]
+    noise = gradient and _subkey(key, gradient, "dy")
+    y, again = _product(static, given, w, saved, noise, scales, quantized, made_of)
+    if source is not None:
+        _again.put(source, again)
+    return y
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = None) -> QuantizedWeight:
@@ -159,7 +169,11 @@ def _check_weight(quantized: QuantizedWeight, w: Array, recipe: Linear) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: How, *operands: Any) -> Array:
+def _product(how: How, *operands: Any) -> tuple[Array, Array]:
+    """The product, and its input: who reads that next reads it here, so that its gradients are summed here.
+
+    (Of sums of gradients that JAX makes, XLA merges every other one with a product.)
+    """
     return _forward(how, *operands)[0]
 
 
@@ -172,8 +186,9 @@ def _forward(
     scales: Scales | None,
     quantized: QuantizedWeight | None,
     made_of: Any,
-) -> tuple[Array, Any]:
-    recipe = how.recipe
+) -> tuple[tuple[Array, Array], Any]:
+    recipe, given = how.recipe, x
+    x = fused.pass_on(given, given.reshape(-1, given.shape[-1]))
     quantizer = functools.partial(_operand, how=recipe.scaling)
     if saved is not None and recipe.saved == SAME:
         rows: Operand = from_bytes(saved)
@@ -196,11 +211,15 @@ def _forward(
         w_scale = columns.scale
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation)
     turned = quantized and quantized.dgrad
-    return y.reshape(*how.tokens, y.shape[-1]), (kept, dtypes, weight, w_scale, key, scales, turned)
+    y = y.reshape(*given.shape[:-1], y.shape[-1])
+    return (y, given), (kept, dtypes, weight, w_scale, key, scales, turned)
 
 
-def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
+def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
     recipe, (kept, (x, w), weight, w_scale, key, scales, turned) = how.recipe, residuals
+    dy, others = cotangents
+    gradient = recipe.spec("dy")
+    dy_scale = fused.given_scale(dy, gradient, recipe.spec("dy_wgrad")) if scales is None else None
     dy = fused.pass_on(dy, dy.reshape(-1, dy.shape[-1]))
     if scales is not None and (axes := varying(dy) - varying(scales.slot)):
         raise ValueError(
@@ -209,9 +228,9 @@ def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
         )
     quantizer = functools.partial(_operand, how=recipe.scaling)
     keys = (None, None) if key is None else jax.random.split(key)
-    seen = dy_scale = None
+    seen = None
     if scales is not None:
-        seen, gradient = scaling.largest_magnitude(dy), recipe.spec("dy")
+        seen = scaling.largest_magnitude(dy)
         assert gradient is not None
         dy_scale = scaling.to_scale(jnp.where(scales.dy > 0, scales.dy, seen), formats.get(gradient.format))
     rows_spec, columns_spec = recipe.spec("dy"), recipe.spec("dy_wgrad")
@@ -225,12 +244,14 @@ def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
         dy_rows, dy_columns = pair  # type: ignore[assignment]
     weight = quantizer(weight, recipe.spec("w_dgrad"), scale=w_scale) if turned is None else from_bytes(turned)
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation)
+    dx = dx.reshape(others.shape) + others
     spec = recipe.spec("x_wgrad")
     if how.remade is None:
         columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, recipe.scaling)
     else:
         made_of, scale = kept
-        made = how.remade.again(made_of)
+        rows = functools.partial(_row_bounds, dy_rows, weight, others)
+        made = how.remade.again(made_of, Gradient(dx, gradient if scales is None else None, rows))
         again = fused.pass_on(made, made.astype(x.dtype).reshape(dy.shape[0], -1))
         columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation)
@@ -238,6 +259,19 @@ def _backward(how: How, residuals: Any, dy: Array) -> tuple[Any, ...]:
 
 
 _product.defvjp(_forward, _backward)
+
+
+def _row_bounds(a: Operand, b: Operand, others: Array) -> Array:
+    """An upper bound of the magnitudes in each row of a @ b.T + others, rounded to 16 bits: fp32 (rows,)."""
+
+    def norms(x: Operand) -> Array:
+        if isinstance(x, QTensor) and x.spec.granularity == "tensor":
+            return norms(x.codes) * x.scale.reshape(())
+        values = x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
+        return jnp.sqrt(jnp.sum(jnp.square(values), -1))
+
+    largest = jnp.max(jnp.abs(others.reshape(-1, others.shape[-1])), -1).astype(jnp.float32)
+    return 1.01 * (norms(a) * jnp.max(norms(b)) + largest)
 
 
 def _shares_scale(recipe: Linear) -> bool:

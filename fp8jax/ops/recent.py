@@ -45,8 +45,24 @@ class Recent(threading.local, Generic[Made]):
         if self._entry is not None and self._entry[0]() is source and self._entry[1] == use:
             return self._entry[2]
         made = make()
-        self._entry = (weakref.ref(source, self._forget), use, made)
+        self._remember(source, use, made)
         return made
+
+    def put(self, source: Array, made: Made) -> None:
+        """Remembers what was made of `source`, for `take`."""
+        if isinstance(source, Array) and not jax.config.jax_check_tracer_leaks:  # type: ignore[attr-defined]
+            self._remember(source, (None, get_opaque_trace_state()), made)
+
+    def take(self, source: Array) -> Made | None:
+        """What `put` remembers of `source`, in the same trace, which is forgotten: arrays made of another keep that."""
+        entry, use = self._entry, (None, get_opaque_trace_state())
+        if entry is None or entry[0]() is not source or entry[1] != use:
+            return None
+        self._entry = None
+        return entry[2]
+
+    def _remember(self, source: Array, use: Any, made: Made) -> None:
+        self._entry = (weakref.ref(source, self._forget), use, made)
 
     def _forget(self, reference: Any) -> None:
         # While the interpreter shuts down, there may be no entry left to ask for.

@@ -7,7 +7,8 @@ from values alone, so that one function per operation makes both and a fused ker
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,15 +50,35 @@ def decode(saved: QTensor) -> Array:
     return from_bytes(saved).dequantize()
 
 
+class Gradient(NamedTuple):
+    """The gradient of a result that is computed again, as the linear layer that does so knows it.
+
+    Attributes:
+        array: (..., channels).
+        spec: how that layer quantizes its own gradient.
+        rows: computes an upper bound of the magnitudes in each row, fp32 (rows,): by the inequality of Cauchy and
+            Schwarz, from the norms of that layer's own gradient and of its weight.
+    """
+
+    array: Array
+    spec: QuantSpec | None
+    rows: Callable[[], Array]
+
+
 class Remade(Protocol):
     """How an operation goes back from what it kept; hashable, static under `jax.jit`."""
 
-    def again(self, kept: Any) -> Array:
-        """The operation's result, computed again."""
+    def again(self, kept: Any, gradient: Gradient) -> Array:
+        """The operation's result, computed again, whose gradient is that."""
         ...
 
-    def backward(self, kept: Any, dy: Array, dtypes: tuple[DTypeLike | None, ...]) -> tuple[Array | None, ...]:
-        """Cotangents of the operation's differentiable inputs, in their dtypes, from that of its result."""
+    def backward(
+        self, kept: Any, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None
+    ) -> tuple[Array | None, ...]:
+        """Cotangents of the operation's differentiable inputs, in their dtypes, from that of its result.
+
+        `others`, from the first input's other readers, is added to that input's; None where the operation has none.
+        """
         ...
 
 
@@ -65,10 +86,12 @@ class Remade(Protocol):
 class Itself:
     """How to go back to an array that is kept in any case: flash attention keeps its output (COAT, section D)."""
 
-    def again(self, kept: Array) -> Array:
+    def again(self, kept: Array, gradient: Gradient) -> Array:
         return kept
 
-    def backward(self, kept: Array, dy: Array, dtypes: tuple[DTypeLike | None, ...]) -> tuple[Array | None, ...]:
+    def backward(
+        self, kept: Array, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None
+    ) -> tuple[Array | None, ...]:
         raise TypeError("an array that is kept is no operation")
 
 
@@ -78,7 +101,9 @@ ITSELF = Itself()
 origins: Origins[tuple[Remade, Any]] = Origins()
 
 
-def differentiable(how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: Array, context: Context) -> Array:
+def differentiable(
+    how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: Array, context: Context, *, residual: bool = False
+) -> tuple[Array, Array | None]:
     """The result `y` of an operation on `inputs`, whose backward pass reads nothing but `kept`.
 
     Under a lean context `y` is known by what was kept: linear layers that read it keep no codes of it.
@@ -89,27 +114,38 @@ def differentiable(how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: 
         kept: arrays without gradients.
         y: the result, computed from the values of the inputs.
         context: says whether linear layers may compute `y` again.
+        residual: whether other readers of the first input take it from here.
+
+    Returns:
+        `y`, and the first input for its other readers, or None.
     """
     y, *inputs = vary_alike(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
-    y = _differentiable(how, tuple(inputs), kept, y)
+    y, x = _differentiable(how, residual, tuple(inputs), kept, y)
     if context.lean:
         origins.note(y, (how, kept))
-    return y
+    return y, x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: Array) -> Array:
-    return y
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(
+    how: Remade, residual: bool, inputs: tuple[Array | None, ...], kept: Any, y: Array
+) -> tuple[Array, Array | None]:
+    return y, inputs[0] if residual else None
 
 
-def _forward(how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: Array) -> tuple[Array, Any]:
+def _forward(how: Remade, residual: bool, inputs: tuple[Array | None, ...], kept: Any, y: Array) -> tuple[Any, Any]:
     # Of the inputs only the dtypes are needed.
-    return y, (kept, jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), inputs))
+    dtypes = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), inputs)
+    return (y, inputs[0] if residual else None), (kept, dtypes)
 
 
-def _backward(how: Remade, residuals: Any, dy: Array) -> tuple[Any, None, None]:
+def _backward(how: Remade, residual: bool, residuals: Any, cotangents: Any) -> tuple[Any, None, None]:
     kept, inputs = residuals
-    return how.backward(kept, dy, tuple(None if x is None else x.dtype for x in inputs)), None, None
+    return (
+        how.backward(kept, cotangents[0], tuple(None if x is None else x.dtype for x in inputs), cotangents[1]),
+        None,
+        None,
+    )
 
 
 _differentiable.defvjp(_forward, _backward)

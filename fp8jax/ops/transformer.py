@@ -14,8 +14,8 @@ from fp8jax.core.recipe import Recipe
 from fp8jax.ops.activation import activation as apply_activation
 from fp8jax.ops.activation import glu
 from fp8jax.ops.linear import linear, stateless
-from fp8jax.ops.norm import layer_norm, rms_norm
-from fp8jax.ops.product import product
+from fp8jax.ops.norm import normalize
+from fp8jax.ops.product import QuantizedWeight, product
 from fp8jax.ops.saved import ITSELF, origins
 
 
@@ -29,11 +29,16 @@ def norm_linear(
     norm_bias: Array | None = None,
     eps: float = 1e-6,
     key: Array | None = None,
+    residual: bool = False,
+    quantized: Sequence[QuantizedWeight] | None = None,
 ) -> tuple[Array, ...]:
     """A norm and the linear layers that read its result, such as q, k and v, or gate and up.
 
     The layers share one quantized copy of the norm's result. For the backward pass a lean context keeps the codes of
     `x` alone, a faithful one also that copy.
+
+        x, q, k, v = fp8jax.norm_linear(x, scale, (wq, wk, wv), recipe=recipe, residual=True)
+        x = fp8jax.attention_output(attention(q, k, v), wo, x, recipe=recipe)
 
     Args:
         x: (..., channels), any floating dtype.
@@ -44,26 +49,38 @@ def norm_linear(
         norm_bias: (channels,), for "layer"; or None.
         eps: added to the mean square or variance.
         key: PRNG key for recipes that round stochastically.
+        residual: whether to return `x`, too, for what is added to it: the gradient of that sum is then added in the
+            norm's own backward pass.
+        quantized: what `quantize_weight` made of each weight; None quantizes them in this call.
 
     Returns:
-        (..., outputs) for each weight, in the dtype of `x`.
+        (..., outputs) for each weight, in the dtype of `x`; before them `x`, if `residual`.
 
     Raises:
-        ValueError: an unknown norm, or a bias for "rms"; or as `rms_norm` and `linear`.
+        ValueError: an unknown norm, a bias for "rms", or as many `quantized` as there are not weights; or as
+            `rms_norm` and `linear`.
         TypeError: `recipe` is a part of one.
     """
     _check_whole(recipe)
     if norm not in ("rms", "layer") or (norm == "rms" and norm_bias is not None):
         raise ValueError(f"norm is 'rms', without norm_bias, or 'layer', not {norm!r} with norm_bias {norm_bias}")
-    if norm == "rms":
-        h = rms_norm(x, scale, recipe=recipe, eps=eps)
-    else:
-        h = layer_norm(x, scale, norm_bias, recipe=recipe, eps=eps)
-    return tuple(linear(h, w, recipe=recipe, key=key) for w in weights)
+    held = [None] * len(weights) if quantized is None else list(quantized)
+    if len(held) != len(weights):
+        raise ValueError(f"{len(weights)} weights were given quantized as {len(held)}")
+    centered = norm == "layer"
+    h, again = normalize(x, scale, norm_bias, recipe.context, eps, None, centered=centered, residual=residual)
+    y = tuple(linear(h, w, recipe=recipe, key=key, quantized=q) for w, q in zip(weights, held, strict=True))
+    return (again, *y) if residual and again is not None else y
 
 
 def attention_output(
-    y: Array, w: Array, residual: Array | None = None, *, recipe: Recipe, key: Array | None = None
+    y: Array,
+    w: Array,
+    residual: Array | None = None,
+    *,
+    recipe: Recipe,
+    key: Array | None = None,
+    quantized: QuantizedWeight | None = None,
 ) -> Array:
     """The projection of what attention returns, plus a residual.
 
@@ -77,6 +94,7 @@ def attention_output(
         residual: (..., outputs), or None.
         recipe: its parts `linear` and `context` apply.
         key: PRNG key for recipes that round stochastically.
+        quantized: what `quantize_weight` made of `w` as (inputs, outputs); None quantizes it in this call.
 
     Returns:
         (..., outputs) in the dtype of `y`, promoted with that of the residual.
@@ -91,7 +109,8 @@ def attention_output(
         raise ValueError(f"w must be (heads, channels, outputs) or (inputs, outputs) for y {y.shape}, not {w.shape}")
     if recipe.context.saved is not None and origins.find(y) is None:
         origins.note(y, (ITSELF, None))
-    out = product(y.reshape(-1, inputs), w.reshape(inputs, w.shape[-1]), stateless(recipe), key, source=y)
+    matrix, part = w.reshape(inputs, w.shape[-1]), stateless(recipe)
+    out = product(y.reshape(-1, inputs), matrix, part, key, source=y, quantized=quantized)
     out = out.reshape(*y.shape[:-2], w.shape[-1])
     return out if residual is None else residual + out
 
@@ -105,6 +124,7 @@ def glu_linear(
     recipe: Recipe,
     activation: str = "silu",
     key: Array | None = None,
+    quantized: QuantizedWeight | None = None,
 ) -> Array:
     """residual + (activation(gate) * up) @ w, the second half of a perceptron.
 
@@ -118,6 +138,7 @@ def glu_linear(
         recipe: its parts `linear` and `context` apply.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
         key: PRNG key for recipes that round stochastically.
+        quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
 
     Returns:
         (..., outputs) in the dtype of `gate`, promoted with that of the residual.
@@ -131,7 +152,7 @@ def glu_linear(
         h = apply_activation(gate, recipe=recipe, activation=activation)
     else:
         h = glu(gate, up, recipe=recipe, activation=activation)
-    y = linear(h, w, recipe=recipe, key=key)
+    y = linear(h, w, recipe=recipe, key=key, quantized=quantized)
     return y if residual is None else residual + y
 
 

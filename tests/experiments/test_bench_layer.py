@@ -30,6 +30,20 @@ def test_arms_compute_the_same_layer_and_held_weights_change_no_bit(monkeypatch)
     assert arms[layer.BF16].kept > 3 * arms[lean].kept
 
 
+def test_the_layer_as_functions_is_that_of_the_model(monkeypatch):
+    monkeypatch.setattr(layer, "attend", lambda q, k, v, is_causal: dot_product_attention(q, k, v, is_causal=is_causal))
+    monkeypatch.setattr(jax.nn, "dot_product_attention", dot_product_attention)
+    held = f"{coat_memory.LEAN}, {layer.FAST}, {layer.BOUNDED}, {layer.HELD}"
+    arms = layer.arms(16, SMALL, (held, f"{held}, {layer.FUNCTIONS}"))
+    found = [jax.tree.leaves(jax.jit(arm.three)(*arm.operands)) for arm in arms.values()]
+    assert len(found) == 3
+    for leaves in zip(*found, strict=True):
+        exact, model, functions = (np.asarray(leaf, np.float64) for leaf in leaves)
+        # A sum that is rounded once less can change a scale, and with it how e5m2 rounds all of a gradient.
+        assert 0 < np.linalg.norm(functions - exact) < 1.2 * np.linalg.norm(model - exact)
+    assert len({arm.kept for arm in list(arms.values())[1:]}) == 1
+
+
 def test_other_accumulation_and_scaling_are_the_only_changes():
     found = layer.recipes()
     lean = found[coat_memory.LEAN]

@@ -26,7 +26,8 @@ LINEAR = fp8jax.recipes.coat().linear
 
 def recipe(mode: str, spec: str = "e4m3:group16", **linear: Any) -> fp8jax.Recipe:
     part = dataclasses.replace(LINEAR, **linear)
-    return dataclasses.replace(fp8jax.recipes.coat(), context=fp8jax.recipes.Context(spec, mode), linear=part)
+    context = fp8jax.recipes.Context(spec, "lean", "bound") if mode == "bound" else fp8jax.recipes.Context(spec, mode)
+    return dataclasses.replace(fp8jax.recipes.coat(), context=context, linear=part)
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -65,7 +66,7 @@ def activation_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any, lea
 
 _NORMS = ("rms 0 faithful", "rms 1 lean", "layer 0 lean", "layer 2 faithful")
 _ACTIVATIONS = ("silu True faithful", "silu True lean", "silu False lean", "gelu True lean", "gelu False faithful",
-                "gelu_tanh True faithful", "gelu_tanh False lean")  # fmt: skip
+                "gelu_tanh True faithful", "gelu_tanh False lean", "silu True bound", "gelu False bound")  # fmt: skip
 CASES = {
     **{
         case: norm_case(kind, int(given), recipe(mode), jnp.bfloat16, (ROWS,))

@@ -148,8 +148,40 @@ def _kept_backward(kept, dy):
 _kept.defvjp(_kept_forward, _kept_backward)
 
 
+@pytest.mark.parametrize("recipe", [COAT, FAITHFUL, BF16], ids=lambda r: r.context.mode + str(r.context.saved))
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_residual_taken_from_the_norm_has_the_same_gradients(norm, recipe):
+    x, scale, w = draw(0, BATCH, LENGTH, WIDTH, dtype=jnp.float32), 1 + draw(1, WIDTH), 0.1 * draw(2, WIDTH, WIDTH)
+    weights = (w.astype(jnp.float32),) * 2
+
+    def f(residual, x, scale):
+        *first, a, b = fp8jax.norm_linear(x, scale, weights, recipe=recipe, norm=norm, residual=residual)
+        return (first[0] if residual else x) ** 2 + a * b
+
+    got, want = (gradients(functools.partial(f, residual), x, scale) for residual in (True, False))
+    for a, b in zip(got, want, strict=True):
+        assert relative(a, b) < 1e-6
+    assert residuals(functools.partial(f, True), x, scale) == residuals(functools.partial(f, False), x, scale)
+
+
+def test_weights_quantized_before_change_no_bit():
+    x, weights = draw(0, BATCH, LENGTH, WIDTH), [0.1 * draw(i, WIDTH, WIDTH) for i in (1, 2, 3)]
+    held = [fp8jax.quantize_weight(w, recipe=COAT) for w in weights]
+
+    def f(held, x, weights):
+        a, b = fp8jax.norm_linear(x, None, weights[:2], recipe=COAT, quantized=held[:2])
+        y = fp8jax.attention_output(a.reshape(BATCH, LENGTH, HEADS, -1), weights[2], recipe=COAT, quantized=held[2])
+        return fp8jax.glu_linear(y, b, weights[2], recipe=COAT, quantized=held[2])
+
+    results = (gradients(functools.partial(f, given), x, weights) for given in (held, [None] * 3))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 def test_errors_name_the_value():
     x, w = draw(0, 4, WIDTH), draw(1, WIDTH, 8)
+    with pytest.raises(ValueError, match="1 weights were given quantized as 2"):
+        fp8jax.norm_linear(x, None, [w], recipe=COAT, quantized=[fp8jax.quantize_weight(w, recipe=COAT)] * 2)
     with pytest.raises(TypeError, match=r"whole fp8jax.Recipe"):
         fp8jax.norm_linear(x, None, [w], recipe=COAT.linear)
     with pytest.raises(ValueError, match="'group'"):
