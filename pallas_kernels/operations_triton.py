@@ -69,6 +69,13 @@ def activate(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def values(codes: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
+    """fp32 values of codes in units of their scales."""
+    x = codes.to(tl.float8e5 if OPERATION[4] else tl.float8e4nv, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def decoded(
     codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor,
     n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
@@ -77,14 +84,10 @@ def decoded(
     GROUP: tl.constexpr = OPERATION[3]
     WIDTH: tl.constexpr = N // GROUP
     codes = device.load_plain(codes_ptr + first, at, device.inside(m, n, M, N), MASKED)
-    if OPERATION[4]:
-        values = codes.to(tl.float8e5, bitcast=True).to(tl.float32)
-    else:
-        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     g = left // GROUP + tl.arange(0, n.shape[0] // GROUP)
-    place = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
+    place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
     scale = device.load_plain(scale_ptr, place, device.inside(m, g, M, WIDTH), MASKED).to(tl.float32)
-    return values * device.over_columns(scale, GROUP)
+    return values(codes, OPERATION) * device.over_columns(scale, GROUP)
 
 
 @triton.jit
@@ -100,6 +103,23 @@ def narrowed(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def normalized(
+    x: tl.tensor, inverse: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, n: tl.tensor, N: tl.constexpr,
+    MASKED: tl.constexpr, OPERATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """A norm's result, not rounded."""
+    # Of the tile's shape, so that each thread reads what it needs.
+    at, here = tl.broadcast_to(n[None, :], x.shape), tl.broadcast_to((n < N)[None, :], x.shape)
+    factor = inverse[:, None]
+    if OPERATION[7]:
+        factor = factor * codec.fp32(device.load_plain(weight_ptr, at, here, MASKED))
+    y = x * factor
+    if OPERATION[8]:
+        y = y + codec.fp32(device.load_plain(bias_ptr, at, here, MASKED))
+    return y
+
+
+@triton.jit
 def result(
     p: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr, NORM: tl.constexpr,
@@ -111,14 +131,9 @@ def result(
     else:
         x = decoded(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
     if NORM:
-        factor = tl.load(p[7] + m, mask=m < M, other=0.0)[:, None]
         if OPERATION[2] and OPERATION[6]:
             x = x - tl.load(p[8] + m, mask=m < M, other=0.0)[:, None]
-        if OPERATION[7]:
-            factor = factor * tl.load(p[9] + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        y = x * factor
-        if OPERATION[8]:
-            y = y + tl.load(p[10] + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        y = normalized(x, tl.load(p[7] + m, mask=m < M, other=0.0), p[9], p[10], n, N, MASKED, OPERATION)
     else:
         y, _ = activate(x, OPERATION[0])
         if OPERATION[1]:
@@ -135,7 +150,7 @@ def cotangents(
     p: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Those of an activation's gate and up, from codes, likewise; where there is no up, the former twice."""
+    """Those of an activation's gate and up, from codes, likewise, the former twice where there is no up; its result."""
     dy = device.load(p[6] + first, at, device.inside(m, n, M, N), MASKED)
     gate = decoded(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
     activated, slope = activate(gate, OPERATION[0])
@@ -157,6 +172,7 @@ def ordered(
     y: tl.tensor, m: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     HOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
+    """`scaling_triton.ordered` of the tile's part inside the matrix, of 0 outside."""
     if MASKED:
         y = tl.where(device.inside(m, n, M, N), y, 0.0)
     return device.ordered(y, HOW)
@@ -168,17 +184,46 @@ def peak(
     HOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The largest finite magnitude of the tile's part inside the matrix."""
-    if MASKED:
-        y = tl.where(device.inside(m, n, M, N), y, 0.0)
-    return device.largest(tl.max(tl.max(device.ordered(y, HOW), 1), 0), HOW)
+    return device.largest(tl.max(tl.max(ordered(y, m, n, M, N, MASKED, HOW), 1), 0), HOW)
+
+
+@triton.jit
+def _larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def peak_of_finite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """The largest magnitude of a tile, rounded to a dtype as all of them are; Inf or NaN where one is not finite."""
+    top = tl.reduce(tl.reduce(tl.abs(y), 1, _larger_or_nan), 0, _larger_or_nan)
+    if DTYPE == 1:
+        top = top.to(tl.bfloat16).to(tl.float32)
+    elif DTYPE == 2:
+        top = top.to(tl.float16).to(tl.float32)
+    return tl.where(top < device.TINY, 0.0, top)
 
 
 @triton.jit
 def keep(
     x: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor,
     left: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, HOW: tl.constexpr,
+    FINITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes codes in groups along the rows, and their scales."""
-    largest = device.along_rows(device.ordered(x, HOW), HOW[1])
-    y = device.scale_along_rows(x, largest, m, left, 1.0, scales_ptr, scales_ptr, scales_ptr, M, N, MASKED, HOW)
+    """Writes codes in groups along the rows, and their scales; of FINITE values in fewer instructions."""
+    SIZE: tl.constexpr = HOW[1]
+    WIDTH: tl.constexpr = N // SIZE
+    if FINITE:
+        largest = device.ordered(device.along_rows(tl.abs(x), SIZE), HOW)
+    else:
+        largest = device.along_rows(device.ordered(x, HOW), SIZE)
+    scale = device.to_scale(largest, HOW, scales_ptr.dtype.element_ty)
+    g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
+    # Each thread writes the scales that it has made: pairs of them, which are aligned, would go through shared memory.
+    place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
+    device.store(scales_ptr, place, scale, device.inside(m, g, M, WIDTH), MASKED)
+    factor = device.over_columns(device.inverse(scale), SIZE)
+    if FINITE:
+        y = codec.multiply_add(x, factor, codec.from_bits(tl.full([], -0x80000000, tl.int32)))
+    else:
+        y = device.scaled(x, factor, HOW)
     device.store(codes_ptr + first, at, device.encode(x, y, 0, HOW), device.inside(m, n, M, N), MASKED)

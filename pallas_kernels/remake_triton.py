@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels import codec_triton as codec
 from pallas_kernels import operations_triton as on
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
@@ -172,16 +173,33 @@ def _keep(
     at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
     m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
     here = device.inside(m, n, M, N)
-    gate = device.load(gate_ptr + first, at, here, MASKED)
-    on.keep(gate, gate_codes, gate_scales, first, at, m, left, n, M, N, MASKED, HOW)
+    gate = codec.fp32(device.load_plain(gate_ptr + first, at, here, MASKED))
+    up = gate
+    if OPERATION[1]:
+        up = codec.fp32(device.load_plain(up_ptr + first, at, here, MASKED))
+    # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
+    on.keep(gate, gate_codes, gate_scales, first, at, m, left, n, M, N, MASKED, HOW, True)
+    if OPERATION[1]:
+        on.keep(up, up_codes, up_scales, first, at, m, left, n, M, N, MASKED, HOW, True)
     y, _ = on.activate(gate, OPERATION[0])
     if OPERATION[9]:
-        on.keep(on.narrowed(y, OPERATION[5]), codes, scales, first, at, m, left, n, M, N, MASKED, HOW)
+        on.keep(on.narrowed(y, OPERATION[5]), codes, scales, first, at, m, left, n, M, N, MASKED, HOW, True)
     if OPERATION[1]:
-        up = device.load(up_ptr + first, at, here, MASKED)
-        on.keep(up, up_codes, up_scales, first, at, m, left, n, M, N, MASKED, HOW)
         y = y * up
-    tl.store(peaks + program, on.peak(on.narrowed(y, OPERATION[5]), m, n, M, N, MASKED, HOW))
+    top = on.peak_of_finite(y, OPERATION[5])
+    if top < float("inf"):
+        tl.store(peaks + program, top)
+    else:
+        gate = codec.fp32(device.load_plain(gate_ptr + first, at, here, MASKED))
+        on.keep(gate, gate_codes, gate_scales, first, at, m, left, n, M, N, MASKED, HOW, False)
+        y, _ = on.activate(gate, OPERATION[0])
+        if OPERATION[9]:
+            on.keep(on.narrowed(y, OPERATION[5]), codes, scales, first, at, m, left, n, M, N, MASKED, HOW, False)
+        if OPERATION[1]:
+            up = codec.fp32(device.load_plain(up_ptr + first, at, here, MASKED))
+            on.keep(up, up_codes, up_scales, first, at, m, left, n, M, N, MASKED, HOW, False)
+            y = y * up
+        tl.store(peaks + program, on.peak(on.narrowed(y, OPERATION[5]), m, n, M, N, MASKED, HOW))
 
 
 def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, kept: device.Coding) -> str | None:
@@ -243,7 +261,7 @@ def quantize(
 def _best(kinds: tuple[int, ...], channels: int, rows: bool) -> Launch:
     """Measured on an H200."""
     if kinds == (NORM,) and not rows and channels % 256 == 0:
-        return Launch(64, 256, 8)
+        return Launch(32, 256, 4)
     return Launch(64, 128, 8) if rows and len(kinds) == 1 else Launch(32, 128, 4)
 
 

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.kernels import h200
@@ -17,7 +18,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Largest numbers of registers a thread may take: with them three programs or more share a multiprocessor.
 REGISTERS = {
     "kept of silu": 64, "peaks": 64, "cotangents": 64, "silu again": 64, "silu": 48, "norm": 64,
-    "norm again": 80, "rms norm": 80, "rms norm, backward": 128, "layer norm of 8192, backward": 128,
+    "norm again": 64, "rms norm": 64, "rms norm, backward": 128, "rms norm, backward, residual": 128,
+    "layer norm of 8192, backward": 128,
 }  # fmt: skip
 
 
@@ -49,6 +51,43 @@ def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing
     assert found.keys() == CASES.keys()
     for case, values in found.items():
         check(case, *values)
+
+
+def odd() -> None:
+    """Prints how much of what the kernels keep of Inf, NaN, zeros and extremes differs from the reference's."""
+    from fp8jax.ops import fused_reference
+    from pallas_kernels import norm_triton, remake_triton
+    from pallas_kernels.operations_triton import Operation
+    from pallas_kernels.scaling_triton import Coding
+    from tests.kernels.triton_interpreter import prepare
+
+    prepare()
+    kept = Coding("group", size=16, scale_dtype=jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(20, 80)), jnp.bfloat16)
+    values = [np.inf, -np.inf, np.nan, 0.0, -0.0, 3.3e38, -3.3e38, 1e-30, -2e-38]
+    for row, value in enumerate(values):
+        x = x.at[row, 3 * row].set(value).at[row, 32:48].set(value)
+    norm, silu, ones = Operation(scaled=True), Operation(dtype=0), jnp.ones(80, jnp.bfloat16)
+    differ = {}
+    for name, rows in {"odd": x, "finite": x[3:], "plain": x[len(values) :]}.items():
+        gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
+        found = [
+            (forward(norm, rows, ones, None, 1e-5, kept), keep(silu, gate, up, kept))
+            for forward, keep in (
+                (norm_triton.forward, remake_triton.keep_activation),
+                (fused_reference.forward, fused_reference.keep_activation),
+            )
+        ]
+        got, want = ([np.asarray(a, np.float32) for a in jax.tree.leaves(each)] for each in found)
+        close = [np.isclose(a, b, rtol=2e-5, atol=0, equal_nan=True) & (np.isnan(a) | (np.signbit(a) == np.signbit(b)))
+                 for a, b in zip(got, want, strict=True)]  # fmt: skip
+        differ[name] = [int(np.sum(~c)) for c in close]
+    print(json.dumps(differ))
+
+
+def test_what_is_kept_of_values_that_are_not_finite_is_the_references_in_the_interpreter():
+    found = python("-c", "from tests.kernels import test_fused; test_fused.odd()", TRITON_INTERPRET="1")
+    assert not any(any(counts) for counts in found.values()), found
 
 
 @pytest.mark.gpu
@@ -92,6 +131,7 @@ def registers() -> None:
         silu, (GATE, UP), Operands(**dict(zip(activation, arrays, strict=True))), **options
     )
     back = lambda *arrays: norm_triton.backward(norm, *arrays, jnp.bfloat16, **options)  # noqa: E731
+    added = lambda *arrays: norm_triton.backward(norm, *arrays[:5], jnp.bfloat16, arrays[5], **options)  # noqa: E731
     centered = Operation(scaled=True, biased=True, centered=True)
     wide_back = lambda *arrays: norm_triton.backward(centered, *arrays, jnp.bfloat16, **options)  # noqa: E731
     wider = [
@@ -112,6 +152,7 @@ def registers() -> None:
         "norm again": (quantized(norm, (NORM,), e4m3, of_norm, False, True), few, few_scales, inverse, weight),
         "rms norm": (lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, **options), narrow, weight),
         "rms norm, backward": (back, few, few_scales, inverse, weight, narrow),
+        "rms norm, backward, residual": (added, few, few_scales, inverse, weight, narrow, narrow),
         "layer norm of 8192, backward": (wide_back, *wider),
     }  # fmt: skip
     print(json.dumps({name: h200.assembled(program, *shapes) for name, (program, *shapes) in programs.items()}))
