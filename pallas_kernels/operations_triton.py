@@ -148,21 +148,24 @@ def result(
 @triton.jit
 def cotangents(
     p: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
-    N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
+    N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr, DTYPE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Those of an activation's gate and up, from codes, likewise, the former twice where there is no up; its result."""
+    """Those of an activation's gate and up, from codes, rounded to DTYPE, and its result as `result` has it.
+
+    Where there is no up, the gate's twice.
+    """
     dy = device.load(p[6] + first, at, device.inside(m, n, M, N), MASKED)
     gate = decoded(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
     activated, slope = activate(gate, OPERATION[0])
     if OPERATION[1]:
         up = decoded(p[2], p[3], first, at, m, left, n, M, N, MASKED, OPERATION)
-        dgate = narrowed(dy * up * slope, OPERATION[5])
+        dgate = narrowed(dy * up * slope, DTYPE)
         again = activated * up
         if OPERATION[9]:
             activated = decoded(p[4], p[5], first, at, m, left, n, M, N, MASKED, OPERATION)
-        dup = narrowed(dy * activated, OPERATION[5])
+        dup = narrowed(dy * activated, DTYPE)
     else:
-        dgate = narrowed(dy * slope, OPERATION[5])
+        dgate = narrowed(dy * slope, DTYPE)
         dup, again = dgate, activated
     return dgate, dup, narrowed(again, OPERATION[5])
 
@@ -188,14 +191,14 @@ def peak(
 
 
 @triton.jit
-def _larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def peak_of_finite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """The largest magnitude of a tile, rounded to a dtype as all of them are; Inf or NaN where one is not finite."""
-    top = tl.reduce(tl.reduce(tl.abs(y), 1, _larger_or_nan), 0, _larger_or_nan)
+    top = tl.reduce(tl.reduce(tl.abs(y), 1, larger_or_nan), 0, larger_or_nan)
     if DTYPE == 1:
         top = top.to(tl.bfloat16).to(tl.float32)
     elif DTYPE == 2:

@@ -76,7 +76,7 @@ def _codes(
         if KINDS[0] < 2:
             y0 = on.result(p, first, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
         else:
-            y0, y1, y2 = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION)
+            y0, y1, y2 = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION, OPERATION[5])
             if KINDS[0] == 3:
                 y0 = y1
             if AGAIN[0]:
@@ -119,7 +119,7 @@ def _peaks(
     if KINDS[0] < 2:
         y0 = on.result(p, start, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
     else:
-        y0, y1, _ = on.cotangents(p, start, at, m, left, n, M, N, MASKED, OPERATION)
+        y0, y1, _ = on.cotangents(p, start, at, m, left, n, M, N, MASKED, OPERATION, OPERATION[5])
         if KINDS[1] == 3:
             tl.store(peaks1 + program, on.peak(y1, m, n, M, N, MASKED, HOW))
     tl.store(peaks0 + program, on.peak(y0, m, n, M, N, MASKED, HOW))
@@ -142,20 +142,28 @@ def _ahead(
     i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
     factor = device.inverse(tl.load(scale))
     words = tl.zeros((HIGH // 4, WIDE), tl.uint32)
-    ordered0 = tl.zeros((HIGH // 4, WIDE), tl.int32)
-    ordered1 = tl.zeros((HIGH // 4, WIDE), tl.int32)
+    top0 = tl.zeros((HIGH // 4, WIDE), tl.float32)
+    top1 = tl.zeros((HIGH // 4, WIDE), tl.float32)
     for j in tl.range(4):
         at = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :]
-        m = top + 4 * i + j
-        y0, y1, y = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION)
-        ordered0 = tl.maximum(ordered0, on.ordered(y0, m, n, M, N, MASKED, HOW))
-        if OPERATION[1]:
-            ordered1 = tl.maximum(ordered1, on.ordered(y1, m, n, M, N, MASKED, HOW))
+        y0, y1, y = on.cotangents(p, first, at, top + 4 * i + j, left, n, M, N, MASKED, OPERATION, 0)
+        top0, top1 = on.larger_or_nan(top0, tl.abs(y0)), on.larger_or_nan(top1, tl.abs(y1))
         words = device.insert(words, device.encode(y, device.scaled(y, factor, HOW), 0, HOW), j, N % 4 == 0)
     device.store_words(columns, top, left, i, n, words, M, N, MASKED)
-    tl.store(peaks0 + program, device.largest(tl.max(tl.max(ordered0, 1), 0), HOW))
+    peak0, peak1 = on.peak_of_finite(top0, OPERATION[5]), on.peak_of_finite(top1, OPERATION[5])
+    if not (tl.maximum(peak0, peak1, propagate_nan=tl.PropagateNan.ALL) < float("inf")):
+        ordered0 = tl.zeros((HIGH // 4, WIDE), tl.int32)
+        ordered1 = tl.zeros((HIGH // 4, WIDE), tl.int32)
+        for j in tl.range(4):
+            at, m = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + j
+            y0, y1, _ = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION, OPERATION[5])
+            ordered0 = tl.maximum(ordered0, on.ordered(y0, m, n, M, N, MASKED, HOW))
+            ordered1 = tl.maximum(ordered1, on.ordered(y1, m, n, M, N, MASKED, HOW))
+        peak0 = device.largest(tl.max(tl.max(ordered0, 1), 0), HOW)
+        peak1 = device.largest(tl.max(tl.max(ordered1, 1), 0), HOW)
+    tl.store(peaks0 + program, peak0)
     if OPERATION[1]:
-        tl.store(peaks1 + program, device.largest(tl.max(tl.max(ordered1, 1), 0), HOW))
+        tl.store(peaks1 + program, peak1)
 
 
 @triton.jit
