@@ -54,7 +54,10 @@ def compiled(
 
 
 def seconds(ready: dict[str, Callable], rounds: int, burst: float) -> dict[str, float]:
-    """Median time of a call of each, of several rounds in random order; a round first runs as long untimed."""
+    """Median time of a call of each, of several rounds; a round first runs as long untimed.
+
+    The order is another one in each round and each call: what ran before sets a clock that outlasts the untimed run.
+    """
 
     def run(call: Callable, repeats: int) -> float:
         begin = 0.0
@@ -68,8 +71,9 @@ def seconds(ready: dict[str, Callable], rounds: int, burst: float) -> dict[str, 
     names = list(ready)
     repeats = {name: max(2, int(burst / max(run(ready[name], 2), 1e-6))) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for i in np.random.default_rng(turn).permutation(len(names)):
+    order = np.random.default_rng()
+    for _ in range(rounds):
+        for i in order.permutation(len(names)):
             times[names[i]].append(run(ready[names[i]], repeats[names[i]]))
     return {name: statistics.median(t) for name, t in times.items()}
 
