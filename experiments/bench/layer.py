@@ -140,7 +140,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--burst", type=float, default=0.05, help="seconds of one round of one implementation")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     names = [f"{name}{held}" for name in recipes() for held in ("", f", {HELD}", f", {HELD}, {FUNCTIONS}")]
-    parser.add_argument("--only", nargs="+", choices=names, help="recipes; all if left out")
+    parser.add_argument("--only", nargs="+", choices=names, help=f"recipes; all but those {FUNCTIONS} if left out")
     parser.add_argument("--bounds", nargs="+", default=[], choices=names, help="recipes, of --only, to bound")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)

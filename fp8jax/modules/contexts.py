@@ -37,7 +37,8 @@ class Part:
         if self.computes is None:
             return "no copy of what attention keeps"
         lean = "; layers that read its result keep nothing of it" if self.context.lean else ""
-        return f"{self.context.spec}{lean}"
+        bound = "; its cotangents' scales from bounds" if self.context.cotangents == "bound" else ""
+        return f"{self.context.spec}{lean}{bound if self.computes != 'norm' else ''}"
 
 
 def norm_paths(modules: dict[str, Any], rules: Rules) -> list[str]:

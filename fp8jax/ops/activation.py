@@ -86,12 +86,14 @@ class Activation:
         y = (activated if kept.up is None else activated * decode(kept.up)).astype(self.dtype)
         known = self._foreseen(kept, gradient)
         fused.foresee(gradient.array, known)
-        found = self._operands(kept, gradient.array)
+        dy = gradient.array if (gradient.array.shape, gradient.array.dtype) == (y.shape, y.dtype) else None
+        found = self._operands(kept, y, dy)
         if found is not None:
             from pallas_kernels.remake_triton import RESULT
 
             operation, operands = found
-            fused.note(fused.Result(operation, (RESULT,), operands, ahead=(gradient.array, known)), y)
+            ahead = None if dy is None else (dy, known)
+            fused.note(fused.Result(operation, (RESULT,), operands, ahead=ahead), y)
         return y
 
     def backward(
@@ -101,30 +103,36 @@ class Activation:
         cotangents = activation_cotangents(ACTIVATIONS[self.activation], decode(kept.gate), up, activated, dy)
         cast = tuple(ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
         if all(dtype == self.dtype for dtype in dtypes):
-            known, found = fused.foreseen(dy), self._operands(kept, dy)
+            known, found = fused.foreseen(dy), self._operands(kept, cast[0], dy)
             fused.give_scales(known, cast)
             if found is not None:
                 from pallas_kernels.remake_triton import GATE, UP
 
                 operation, operands = found
                 kinds = (GATE, UP)[: len(cast)]
-                fused.note(fused.Result(operation, kinds, operands, known.peaks, made=dict(known.made)), *cast)
+                fused.note(fused.Result(operation, kinds, operands, known.peaks, made=known.made), *cast)
         return cast
 
     def _foreseen(self, kept: Kept, gradient: Gradient) -> fused.Foreseen:
         """Scales of the cotangents of gate and up from bounds on them, if these are wanted."""
-        spec = gradient.spec
+        spec, plain = gradient.spec, kept.gate.spec.granularity in ("tensor", "token", "group")
         if not self.bounded or spec is None or spec.format != "e5m2" or not fused.takes(spec):
+            return fused.Foreseen()
+        if not plain or gradient.array.shape != kept.gate.shape:
             return fused.Foreseen()
         slopes = [jnp.asarray(SLOPE)]
         if kept.up is not None:
             slopes = [SLOPE * _largest(kept.up), _largest(kept.gate)]
         rows, fmt = gradient.rows(), formats.get(spec.format)
-        return fused.Foreseen(spec=spec, scales=tuple(scaling.to_scale(jnp.max(rows * s), fmt) for s in slopes))
+        largest = (scaling.largest_magnitude(rows * slope) for slope in slopes)
+        return fused.Foreseen(spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in largest))
 
-    def _operands(self, kept: Kept, dy: Array) -> tuple[Any, Any] | None:
-        """How the kernels compute the result, or with its gradient those of the inputs; None for XLA."""
-        operation = _fused(self.activation, dy, kept.up, kept.gate.spec, kept.activated is not None)
+    def _operands(self, kept: Kept, like: Array, dy: Array | None) -> tuple[Any, Any] | None:
+        """How the kernels compute the result, or with its gradient those of the inputs, alike to an array.
+
+        None for XLA.
+        """
+        operation = _fused(self.activation, like, kept.up, kept.gate.spec, kept.activated is not None)
         if operation is None:
             return None
         from pallas_kernels import remake_triton
@@ -132,7 +140,7 @@ class Activation:
         names = [name for name in ("first", "up", "activated") for name in (name, f"{name}_scale")]
         parts = [part for q in kept for part in ((None, None) if q is None else fused.stored(q))]
         given: Any = dict(zip(names, parts, strict=True))
-        return operation, remake_triton.Operands(**given, gradient=fused.matrix(dy))
+        return operation, remake_triton.Operands(**given, gradient=None if dy is None else fused.matrix(dy))
 
 
 def _largest(kept: QTensor) -> Array:

@@ -66,15 +66,20 @@ class Foreseen(NamedTuple):
     """What is known of the cotangents of an activation's inputs before its backward pass makes them.
 
     Attributes:
-        peaks: their largest finite magnitudes.
-        spec, scales: how they will be quantized, under given scales.
-        made: `Result.made` of them, as pairs.
+        peaks: their largest finite magnitudes; or
+        spec, scales: how they will be quantized, under given scales; and
+        codes: what that makes of them, as they are and transposed.
     """
 
     peaks: tuple[Array, ...] = ()
     spec: QuantSpec | None = None
     scales: tuple[Array, ...] = ()
-    made: tuple[tuple[Any, Any], ...] = ()
+    codes: tuple[Any, ...] = ()
+
+    @property
+    def made(self) -> dict[Any, Any]:
+        """`Result.made` of them."""
+        return {(True, True, self.spec, Same(scale)): self.codes for scale in self.scales if self.codes}
 
 
 class Part(NamedTuple):
@@ -222,14 +227,13 @@ def _make_ahead(result: Result, spec: QuantSpec, scale: Array) -> QTensor:
         parts = [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, given, strict=True)]
         return codes, scale.reshape(1, 1), parts
 
-    codes, scale, found = run(make, result.operands, scale, known.scales)
+    codes, used, found = run(make, result.operands, scale, known.scales)
     if known.spec is None:
-        foresee(gradient, known._replace(peaks=found))
+        known = known._replace(peaks=found)
     else:
-        pairs = [_pair(known.spec, *parts) for parts in found]
-        made = tuple(((True, True, known.spec, Same(s)), pairs) for s in known.scales)
-        foresee(gradient, known._replace(made=made))
-    return QTensor(codes, scale, None, None, spec)
+        known = known._replace(codes=tuple(_pair(known.spec, *parts) for parts in found))
+    foresee(gradient, known)
+    return QTensor(codes, used, None, None, spec)
 
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:

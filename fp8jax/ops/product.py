@@ -21,7 +21,7 @@ from fp8jax.ops.choice import vary_alike, varying
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.recent import Recent, Same
-from fp8jax.ops.saved import ITSELF, Gradient, Remade, from_bytes, origins, to_bytes
+from fp8jax.ops.saved import ITSELF, Gradient, Remade, from_bytes, mapped_alike, origins, to_bytes
 
 
 class QuantizedWeight(NamedTuple):
@@ -55,14 +55,19 @@ class Scales(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is static about a product: its recipe, and how to make its input again, or None."""
+    """What is static about a product.
+
+    Attributes:
+        recipe: what it computes with.
+        remade: how to make its input again, or None.
+        through: whether its input came through another product.
+        passes: whether it passes its input on.
+    """
 
     recipe: Linear
     remade: Remade | None
-
-
-# The input of the last product, as this passed it on.
-_again: Recent[Array] = Recent()
+    through: bool
+    passes: bool
 
 
 def product(
@@ -91,19 +96,42 @@ def product(
     Raises:
         ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
     """
+    return threaded(x, w, recipe, key, source, scales, quantized)[0]
+
+
+def threaded(
+    x: Array,
+    w: Array,
+    recipe: Linear,
+    key: Array | None,
+    source: Array | None,
+    scales: Scales | None,
+    quantized: QuantizedWeight | None,
+    through: Array | None = None,
+    passes: bool = False,
+) -> tuple[Array, Array | None]:
+    """`product` as one of several of one input, whose gradients are summed in their backward passes.
+
+    Args:
+        through: the input as the product before passed it on; gradients flow to it.
+        passes: whether to pass it on.
+
+    Returns:
+        The product, and the input for the next one; or None.
+    """
     kept, gradient = recipe.spec("saved"), recipe.spec("dy")
     if quantized is not None:
         _check_weight(quantized, w, recipe)
-    given = x
+    value = x
     if source is not None and source.shape[-1] == x.shape[-1]:
-        x, given = fused.pass_on(source, x), source
+        x, value = fused.pass_on(source, x), source
     saved = None
     if kept is not None:
         subkey = _subkey(key, kept, "saved")
         if scales is None:
             make = functools.partial(_save, x, kept, recipe.scaling, subkey)
-            how = (kept, recipe.scaling, x.shape, None if subkey is None else Same(key))
-            saved = _inputs.get(x if source is None else source, how, make)
+            use = (kept, recipe.scaling, x.shape, None if subkey is None else Same(key))
+            saved = _inputs.get(x if source is None else source, use, make)
         else:
             saved = _save(x, kept, recipe.scaling, subkey, None if scales is None else scales.x)
     # Codes rounded stochastically can be made again only with their key.
@@ -111,16 +139,12 @@ def product(
     remade, made_of = (None, None) if origin is None else origin
     if remade == ITSELF:
         made_of = source
-    static = How(recipe, remade)
-    before = None if source is None else _again.take(source)
-    if before is not None and (before.shape, before.dtype) == (given.shape, given.dtype):
-        given = before
-    given, w = vary_alike(given, w)  # type: ignore[assignment]
+    if through is not None and jax.typeof(through) != jax.typeof(value):  # it may vary over more mesh axes
+        through = None
+    value, through, w = vary_alike(value, through, w)  # type: ignore[assignment]
     noise = gradient and _subkey(key, gradient, "dy")
-    y, again = _product(static, given, w, saved, noise, scales, quantized, made_of)
-    if source is not None:
-        _again.put(source, again)
-    return y
+    how = How(recipe, remade, through is not None, passes)
+    return _product(how, value, through, w, saved, noise, scales, quantized, made_of)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = None) -> QuantizedWeight:
@@ -169,26 +193,23 @@ def _check_weight(quantized: QuantizedWeight, w: Array, recipe: Linear) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: How, *operands: Any) -> tuple[Array, Array]:
-    """The product, and its input: who reads that next reads it here, so that its gradients are summed here.
-
-    (Of sums of gradients that JAX makes, XLA merges every other one with a product.)
-    """
+def _product(how: How, *operands: Any) -> tuple[Array, Array | None]:
     return _forward(how, *operands)[0]
 
 
 def _forward(
     how: How,
-    x: Array,
+    value: Array,
+    through: Array | None,
     w: Array,
     saved: QTensor | None,
     key: Array | None,
     scales: Scales | None,
     quantized: QuantizedWeight | None,
     made_of: Any,
-) -> tuple[tuple[Array, Array], Any]:
-    recipe, given = how.recipe, x
-    x = fused.pass_on(given, given.reshape(-1, given.shape[-1]))
+) -> tuple[tuple[Array, Array | None], Any]:
+    recipe = how.recipe
+    x = fused.pass_on(value, value.reshape(-1, value.shape[-1]))
     quantizer = functools.partial(_operand, how=recipe.scaling)
     if saved is not None and recipe.saved == SAME:
         rows: Operand = from_bytes(saved)
@@ -211,13 +232,19 @@ def _forward(
         w_scale = columns.scale
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation)
     turned = quantized and quantized.dgrad
-    y = y.reshape(*given.shape[:-1], y.shape[-1])
-    return (y, given), (kept, dtypes, weight, w_scale, key, scales, turned)
+    y = y.reshape(*value.shape[:-1], y.shape[-1])
+    given, passed = value if through is None else through, None
+    if how.passes:
+        passed = mapped_alike(given, y)
+    if how.through or how.passes:
+        y = mapped_alike(y, given)
+    return (y, passed), (kept, dtypes, weight, w_scale, key, scales, turned)
 
 
-def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
     recipe, (kept, (x, w), weight, w_scale, key, scales, turned) = how.recipe, residuals
     dy, others = cotangents
+    lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
     dy_scale = fused.given_scale(dy, gradient, recipe.spec("dy_wgrad")) if scales is None else None
     dy = fused.pass_on(dy, dy.reshape(-1, dy.shape[-1]))
@@ -244,7 +271,8 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array]) -> tupl
         dy_rows, dy_columns = pair  # type: ignore[assignment]
     weight = quantizer(weight, recipe.spec("w_dgrad"), scale=w_scale) if turned is None else from_bytes(turned)
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation)
-    dx = dx.reshape(others.shape) + others
+    dx = dx.reshape(*lead, dx.shape[-1])
+    dx = dx if others is None else dx + others
     spec = recipe.spec("x_wgrad")
     if how.remade is None:
         columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, recipe.scaling)
@@ -255,13 +283,14 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array]) -> tupl
         again = fused.pass_on(made, made.astype(x.dtype).reshape(dy.shape[0], -1))
         columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation)
-    return dx, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]
+    inputs = (None, dx) if how.through else (dx, None)
+    return *inputs, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _row_bounds(a: Operand, b: Operand, others: Array) -> Array:
+def _row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:
     """An upper bound of the magnitudes in each row of a @ b.T + others, rounded to 16 bits: fp32 (rows,)."""
 
     def norms(x: Operand) -> Array:
@@ -270,8 +299,10 @@ def _row_bounds(a: Operand, b: Operand, others: Array) -> Array:
         values = x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
         return jnp.sqrt(jnp.sum(jnp.square(values), -1))
 
-    largest = jnp.max(jnp.abs(others.reshape(-1, others.shape[-1])), -1).astype(jnp.float32)
-    return 1.01 * (norms(a) * jnp.max(norms(b)) + largest)
+    bound = norms(a) * jnp.max(norms(b))
+    if others is not None:
+        bound = bound + jnp.max(jnp.abs(others.reshape(bound.size, -1)), -1).astype(jnp.float32)
+    return 1.01 * bound
 
 
 def _shares_scale(recipe: Linear) -> bool:

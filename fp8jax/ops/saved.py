@@ -50,6 +50,16 @@ def decode(saved: QTensor) -> Array:
     return from_bytes(saved).dequantize()
 
 
+def mapped_alike(x: Array, y: Array) -> Array:
+    """`x`, which `jax.vmap` maps where it maps `y`.
+
+    A differentiated function that returns two results needs both mapped or none: else the cotangent of the one that is
+    not comes to its backward pass summed, and is added to that of every element.
+    """
+    empty = (jnp.sum(jnp.isnan(a.reshape(-1)[:0])) for a in (x, y))
+    return lax.select(sum(empty) > 0, x, x)
+
+
 class Gradient(NamedTuple):
     """The gradient of a result that is computed again, as the linear layer that does so knows it.
 
@@ -130,22 +140,22 @@ def differentiable(
 def _differentiable(
     how: Remade, residual: bool, inputs: tuple[Array | None, ...], kept: Any, y: Array
 ) -> tuple[Array, Array | None]:
-    return y, inputs[0] if residual else None
+    return _forward(how, residual, inputs, kept, y)[0]
 
 
 def _forward(how: Remade, residual: bool, inputs: tuple[Array | None, ...], kept: Any, y: Array) -> tuple[Any, Any]:
     # Of the inputs only the dtypes are needed.
     dtypes = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), inputs)
-    return (y, inputs[0] if residual else None), (kept, dtypes)
+    x = inputs[0]
+    if residual and x is not None:
+        return (mapped_alike(y, x), mapped_alike(x, y)), (kept, dtypes)
+    return (y, None), (kept, dtypes)
 
 
 def _backward(how: Remade, residual: bool, residuals: Any, cotangents: Any) -> tuple[Any, None, None]:
-    kept, inputs = residuals
-    return (
-        how.backward(kept, cotangents[0], tuple(None if x is None else x.dtype for x in inputs), cotangents[1]),
-        None,
-        None,
-    )
+    (kept, inputs), (dy, others) = residuals, cotangents
+    dtypes = tuple(None if x is None else x.dtype for x in inputs)
+    return how.backward(kept, dy, dtypes, others), None, None
 
 
 _differentiable.defvjp(_forward, _backward)

@@ -13,7 +13,7 @@ from jax import Array
 from fp8jax.core.recipe import Recipe
 from fp8jax.ops.activation import activation as apply_activation
 from fp8jax.ops.activation import glu
-from fp8jax.ops.linear import linear, stateless
+from fp8jax.ops.linear import linear, linears, stateless
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import QuantizedWeight, product
 from fp8jax.ops.saved import ITSELF, origins
@@ -57,7 +57,7 @@ def norm_linear(
         (..., outputs) for each weight, in the dtype of `x`; before them `x`, if `residual`.
 
     Raises:
-        ValueError: an unknown norm, a bias for "rms", or as many `quantized` as there are not weights; or as
+        ValueError: an unknown norm, a bias for "rms", or another number of `quantized` than of weights; or as
             `rms_norm` and `linear`.
         TypeError: `recipe` is a part of one.
     """
@@ -69,8 +69,11 @@ def norm_linear(
         raise ValueError(f"{len(weights)} weights were given quantized as {len(held)}")
     centered = norm == "layer"
     h, again = normalize(x, scale, norm_bias, recipe.context, eps, None, centered=centered, residual=residual)
-    y = tuple(linear(h, w, recipe=recipe, key=key, quantized=q) for w, q in zip(weights, held, strict=True))
-    return (again, *y) if residual and again is not None else y
+    y = linears(h, weights, recipe=recipe, key=key, quantized=held)
+    if not residual:
+        return y
+    assert again is not None
+    return (again, *y)
 
 
 def attention_output(

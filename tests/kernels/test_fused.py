@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Largest numbers of registers a thread may take: with them three programs or more share a multiprocessor.
 REGISTERS = {
     "kept of silu": 64, "peaks": 64, "cotangents": 64, "silu again": 64, "silu": 48, "norm": 64,
+    "silu again, peaks": 80, "silu again, cotangents": 80,
     "norm again": 64, "rms norm": 64, "rms norm, backward": 128, "rms norm, backward, residual": 128,
     "layer norm of 8192, backward": 128,
 }  # fmt: skip
@@ -54,7 +55,7 @@ def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing
 
 
 def odd() -> None:
-    """Prints how much of what the kernels keep of Inf, NaN, zeros and extremes differs from the reference's."""
+    """Prints how much of what the kernels make of Inf, NaN, zeros and extremes differs from the reference's."""
     from fp8jax.ops import fused_reference
     from pallas_kernels import norm_triton, remake_triton
     from pallas_kernels.operations_triton import Operation
@@ -71,11 +72,18 @@ def odd() -> None:
     differ = {}
     for name, rows in {"odd": x, "finite": x[3:], "plain": x[len(values) :]}.items():
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
+        plain = jax.random.normal(jax.random.key(1), gate.shape)
+        (first, second, _), _ = fused_reference.keep_activation(silu, plain, 2 * plain, kept)
+        operands = remake_triton.Operands(*first, *second, gradient=rows)
         found = [
-            (forward(norm, rows, ones, None, 1e-5, kept), keep(silu, gate, up, kept))
-            for forward, keep in (
-                (norm_triton.forward, remake_triton.keep_activation),
-                (fused_reference.forward, fused_reference.keep_activation),
+            (
+                forward(norm, rows, ones, None, 1e-5, kept),
+                keep(silu, gate, up, kept),
+                ahead(Operation(), operands, jnp.float32(0.1), jnp.float8_e4m3fn)[1],
+            )
+            for forward, keep, ahead in (
+                (norm_triton.forward, remake_triton.keep_activation, remake_triton.ahead),
+                (fused_reference.forward, fused_reference.keep_activation, fused_reference.ahead),
             )
         ]
         got, want = ([np.asarray(a, np.float32) for a in jax.tree.leaves(each)] for each in found)
@@ -85,7 +93,7 @@ def odd() -> None:
     print(json.dumps(differ))
 
 
-def test_what_is_kept_of_values_that_are_not_finite_is_the_references_in_the_interpreter():
+def test_what_is_made_of_values_that_are_not_finite_is_the_references_in_the_interpreter():
     found = python("-c", "from tests.kernels import test_fused; test_fused.odd()", TRITON_INTERPRET="1")
     assert not any(any(counts) for counts in found.values()), found
 
@@ -116,12 +124,12 @@ def registers() -> None:
     few, few_scales = (jax.ShapeDtypeStruct((rows, n), d) for n, d in ((4096, e4m3), (4096 // 16, jnp.bfloat16)))
     silu, exact, norm = Operation(), Operation(exact=True), Operation(scaled=True)
 
-    def quantized(operation, kinds, dtype, names, rows, columns):
+    def quantized(operation, kinds, dtype, names, rows, columns, again=None):
         def run(*arrays):
             operands = Operands(**dict(zip(names, arrays, strict=True)))
             scales = (one,) * len(kinds)
             return remake_triton.quantize(
-                operation, kinds, operands, scales, dtype, rows=rows, columns=columns, **options
+                operation, kinds, operands, scales, dtype, rows=rows, columns=columns, again=again, **options
             )
 
         return run
@@ -129,6 +137,9 @@ def registers() -> None:
     activation = ("first", "first_scale", "up", "up_scale", "gradient")
     pair = lambda *arrays: remake_triton.peaks(  # noqa: E731
         silu, (GATE, UP), Operands(**dict(zip(activation, arrays, strict=True))), **options
+    )
+    ahead = lambda *arrays: remake_triton.ahead(  # noqa: E731
+        silu, Operands(**dict(zip(activation, arrays, strict=True))), one, e4m3, **options
     )
     back = lambda *arrays: norm_triton.backward(norm, *arrays, jnp.bfloat16, **options)  # noqa: E731
     added = lambda *arrays: norm_triton.backward(norm, *arrays[:5], jnp.bfloat16, arrays[5], **options)  # noqa: E731
@@ -145,6 +156,9 @@ def registers() -> None:
         "kept of silu": (lambda g, u: remake_triton.keep_activation(silu, g, u, kept, **options), wide, wide),
         "peaks": (pair, *kept_of, wide),
         "cotangents": (quantized(silu, (GATE, UP), e5m2, activation, True, True), *kept_of, wide),
+        "silu again, peaks": (ahead, *kept_of, wide),
+        "silu again, cotangents": (
+            quantized(silu, (GATE, UP), e5m2, activation, True, True, (one, e4m3)), *kept_of, wide),
         "silu again": (quantized(silu, (RESULT,), e4m3, activation[:4], False, True), *kept_of),
         "silu": (quantized(exact, (RESULT,), e4m3, ("first", "up"), True, False), wide, wide),
         "norm": (quantized(norm._replace(exact=True), (NORM,), e4m3, ("first", *of_norm[2:]), True, False),

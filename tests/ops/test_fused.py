@@ -1,6 +1,8 @@
 """Arrays that are quantized where they are computed: through JAX's transformations, with the kernels' references."""
 
+import collections
 import gc
+import types
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +103,32 @@ def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
     same(results(model, x, *stacks), want)
     assert len(seen) >= 5
     assert kept() == bytes_kept
+
+
+@pytest.mark.parametrize(("case", "calls"), [
+    ("silu True faithful", {"quantize": 2, "peaks": 1}),
+    # What the weight's gradient reads is made with the largest magnitudes of the cotangents, or with their codes.
+    ("silu True lean", {"quantize": 2, "ahead": 1}),
+    ("silu True bound", {"quantize": 2}),
+    ("gelu False bound", {"quantize": 2}),
+])  # fmt: skip
+def test_how_often_a_perceptron_is_read(case, calls, made, monkeypatch):
+    counted = collections.Counter()
+
+    def run(call, *arrays):
+        def watched(on, *arrays):
+            names = ("quantize", "peaks", "ahead", "keep_activation", "forward", "backward")
+            count = lambda name: lambda *a, **k: counted.update([name]) or getattr(on, name)(*a, **k)  # noqa: E731
+            return call(types.SimpleNamespace(**{name: count(name) for name in names}), *arrays)
+
+        return watched(fused.fused_reference, *arrays)
+
+    made(True)
+    monkeypatch.setattr(fused, "run", run)
+    f, args = CASES[case]
+    results(f, *args)
+    del counted["keep_activation"]
+    assert counted == calls
 
 
 def test_layers_of_other_recipes_and_plain_readers_see_the_array_itself(made):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +163,53 @@ def test_a_residual_taken_from_the_norm_has_the_same_gradients(norm, recipe):
     for a, b in zip(got, want, strict=True):
         assert relative(a, b) < 1e-6
     assert residuals(functools.partial(f, True), x, scale) == residuals(functools.partial(f, False), x, scale)
+
+
+@pytest.mark.parametrize("mapped", list(itertools.product((False, True), repeat=4)), ids=str)
+def test_gradients_of_readers_that_are_mapped_or_not(mapped):
+    """Under vmap, when the input is mapped and when it is not, as where experts read the same tokens."""
+    plain = dataclasses.replace(BF16, context=COAT.context)
+    axes = (0 if mapped[0] else None, [0 if m else None for m in mapped[1:]])
+    x = draw(0, *([3] if mapped[0] else []), LENGTH, WIDTH, dtype=jnp.float32)
+    weights = [0.1 * draw(i, *([3] if m else []), WIDTH, WIDTH, dtype=jnp.float32) for i, m in enumerate(mapped[1:], 1)]
+
+    def loss(residual, x, weights):
+        def one(x, weights):
+            found = fp8jax.norm_linear(x, None, weights, recipe=plain, residual=residual)
+            return jnp.prod(jnp.stack([jnp.cos(y) for y in (found if residual else (x, *found))]), 0)
+
+        return jnp.sum(jax.vmap(one, axes, axis_size=3)(x, weights))
+
+    def apart(x, weights):
+        """The same from an input of each reader's own."""
+
+        def one(x, weights):
+            found = [fp8jax.norm_linear(x, None, [w], recipe=plain)[0] for w in weights]
+            return jnp.prod(jnp.stack([jnp.cos(y) for y in (x, *found)]), 0)
+
+        return jnp.sum(jax.vmap(one, axes, axis_size=3)(x, weights))
+
+    want = jax.tree.leaves(jax.grad(apart, (0, 1))(x, weights))
+    for residual in (False, True):
+        got = jax.tree.leaves(jax.grad(functools.partial(loss, residual), (0, 1))(x, weights))
+        for a, b in zip(got, want, strict=True):
+            assert relative(a, b) < 0.02
+
+
+def test_jax_sums_no_gradients_of_what_several_layers_read():
+    x, weights = draw(0, LENGTH, WIDTH), [0.1 * draw(i, WIDTH, WIDTH) for i in (1, 2, 3)]
+
+    def f(x):
+        x, *y = fp8jax.norm_linear(x, None, weights, recipe=COAT, residual=True)
+        return sum(jnp.sum(jnp.sin(a.astype(jnp.float32))) for a in (x, *y))
+
+    def sums(f):
+        jaxpr = jax.make_jaxpr(jax.grad(f))(x).jaxpr
+        return [e for e in jaxpr.eqns if e.primitive.name == "add_any" and e.outvars[0].aval.shape == x.shape]
+
+    assert not sums(f)
+    layers = lambda x: sum(jnp.sum(fp8jax.linear(x, w, recipe=COAT).astype(jnp.float32)) for w in weights)  # noqa: E731
+    assert len(sums(layers)) == 2
 
 
 def test_weights_quantized_before_change_no_bit():
