@@ -271,6 +271,48 @@ def test_bounded_cotangents_do_not_saturate_and_are_as_exact_as_those_under_thei
     assert any(not np.array_equal(a, b) for a, b in zip(largest, bounded, strict=True))
 
 
+@pytest.mark.parametrize("how", ["e4m3:block16", "e4m3:mx32+ocp", "reshaped", "two axes", "two readers"])
+def test_where_no_bound_is_known_the_largest_cotangent_gives_the_scale(how):
+    spec = how if ":" in how else "e4m3:group16"
+    x, w, v = normal(0, 32, 64), 0.1 * normal(1, 64, 64), 0.1 * normal(2, 64, 64)
+
+    def f(context, x, w, v):
+        h = activation(fp8jax.linear(x, w, recipe=LINEAR), recipe=context, activation="silu")
+        if how == "reshaped":
+            h = h.reshape(2, 16, 64)
+        if how == "two axes":
+            shaped = activation(x.reshape(16, 2, 64), recipe=context, activation="silu")
+            numbers = (((1, 2), (0, 1)), ((), ()))
+            return fp8jax.dot_general(shaped, jnp.stack([w, v]), numbers, recipe=LINEAR)
+        y = fp8jax.linear(h, v, recipe=LINEAR)
+        return y + h if how == "two readers" else y
+
+    def grads(cotangents):
+        back = jax.vjp(functools.partial(f, Context(spec, "lean", cotangents)), x, w, v)[1]
+        return back(jnp.ones(jax.eval_shape(functools.partial(f, LEAN), x, w, v).shape))
+
+    for a, b in zip(grads("bound"), grads("largest"), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
+    x, w, v = normal(0, 32, 64), 0.1 * normal(1, 64, 64), 0.1 * normal(2, 64, 64)
+    dy = 1e-6 * normal(3, 32, 64)
+
+    def grad(cotangents, dy):
+        context = Context("e4m3:group16", "lean", cotangents)
+
+        def f(x):
+            h = activation(fp8jax.linear(x, w, recipe=LINEAR), recipe=context, activation="silu")
+            return fp8jax.linear(h, v, recipe=LINEAR)
+
+        return np.asarray(jax.vjp(f, x)[1](dy)[0])
+
+    for value in (np.nan, np.inf):
+        got, want = grad("bound", dy.at[5].set(value))[6:], grad("bound", dy)[6:]
+        assert relative(got, want) < 0.2
+
+
 def test_an_origin_is_not_that_of_another_trace():
     x, w = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS)
 
