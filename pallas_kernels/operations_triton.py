@@ -81,13 +81,27 @@ def decoded(
     n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """fp32 values of codes in groups along a row; the first of the columns `n` is `left`."""
+    return decode(fetch(codes_ptr, scale_ptr, first, at, m, left, n, M, N, MASKED, OPERATION), OPERATION)
+
+
+@triton.jit
+def fetch(
+    codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor,
+    n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Codes and their scales."""
     GROUP: tl.constexpr = OPERATION[3]
     WIDTH: tl.constexpr = N // GROUP
     codes = device.load_plain(codes_ptr + first, at, device.inside(m, n, M, N), MASKED)
     g = left // GROUP + tl.arange(0, n.shape[0] // GROUP)
     place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
-    scale = device.load_plain(scale_ptr, place, device.inside(m, g, M, WIDTH), MASKED).to(tl.float32)
-    return values(codes, OPERATION) * device.over_columns(scale, GROUP)
+    return codes, device.load_plain(scale_ptr, place, device.inside(m, g, M, WIDTH), MASKED)
+
+
+@triton.jit
+def decode(x: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
+    """fp32 values of what was fetched."""
+    return values(x[0], OPERATION) * device.over_columns(x[1].to(tl.float32), OPERATION[3])
 
 
 @triton.jit
@@ -146,23 +160,35 @@ def result(
 
 
 @triton.jit
-def cotangents(
+def operands(
     p: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
-    N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr, DTYPE: tl.constexpr,
+    N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Those of an activation's gate and up, from codes, rounded to DTYPE, and its result as `result` has it.
+    """What cotangents are computed from: the gradient, and codes with scales of gate, up and the activated gate."""
+    dy = device.load_plain(p[6] + first, at, device.inside(m, n, M, N), MASKED)
+    gate = fetch(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
+    up, activated = gate, gate
+    if OPERATION[1]:
+        up = fetch(p[2], p[3], first, at, m, left, n, M, N, MASKED, OPERATION)
+    if OPERATION[9]:
+        activated = fetch(p[4], p[5], first, at, m, left, n, M, N, MASKED, OPERATION)
+    return dy, gate, up, activated
+
+
+@triton.jit
+def cotangents(x: tl.tensor, OPERATION: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """Those of an activation's gate and up from `operands`, rounded to DTYPE, and its result as `result` has it.
 
     Where there is no up, the gate's twice.
     """
-    dy = device.load(p[6] + first, at, device.inside(m, n, M, N), MASKED)
-    gate = decoded(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
-    activated, slope = activate(gate, OPERATION[0])
+    dy = x[0].to(tl.float32)
+    activated, slope = activate(decode(x[1], OPERATION), OPERATION[0])
     if OPERATION[1]:
-        up = decoded(p[2], p[3], first, at, m, left, n, M, N, MASKED, OPERATION)
+        up = decode(x[2], OPERATION)
         dgate = narrowed(dy * up * slope, DTYPE)
         again = activated * up
         if OPERATION[9]:
-            activated = decoded(p[4], p[5], first, at, m, left, n, M, N, MASKED, OPERATION)
+            activated = decode(x[3], OPERATION)
         dup = narrowed(dy * activated, DTYPE)
     else:
         dgate = narrowed(dy * slope, DTYPE)

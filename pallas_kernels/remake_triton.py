@@ -43,6 +43,22 @@ class Operands(NamedTuple):
 
 
 @triton.jit
+def _slices(
+    p: tl.tensor, first: tl.tensor, i: tl.tensor, top: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
+    N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The operands of cotangents of four slices of a tile, each of every fourth row: all loads before the first use."""
+    at = (4 * i * N)[:, None] + tl.arange(0, n.shape[0])[None, :]
+    m = top + 4 * i
+    return (
+        on.operands(p, first, at, m, left, n, M, N, MASKED, OPERATION),
+        on.operands(p, first, at + N, m + 1, left, n, M, N, MASKED, OPERATION),
+        on.operands(p, first, at + 2 * N, m + 2, left, n, M, N, MASKED, OPERATION),
+        on.operands(p, first, at + 3 * N, m + 3, left, n, M, N, MASKED, OPERATION),
+    )
+
+
+@triton.jit
 def _codes(
     first_ptr: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
@@ -67,32 +83,38 @@ def _codes(
     words0 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     words1 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     words2 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
-    if AGAIN[0]:
-        factor2 = device.inverse(tl.load(scale2))
-    for j in tl.range(4):
-        at = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :]
-        m = top + 4 * i + j
-        here = device.inside(m, n, M, N)
-        if KINDS[0] < 2:
+    factor2 = device.inverse(tl.load(scale2)) if AGAIN[0] else 1.0
+    if KINDS[0] < 2:
+        for j in tl.range(4):
+            at, m = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + j
             y0 = on.result(p, first, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
-        else:
-            y0, y1, y2 = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION, OPERATION[5])
-            if KINDS[0] == 3:
-                y0 = y1
+            codes = device.encode(y0, device.scaled(y0, factor0, HOW), 0, HOW)
+            if ROWS:
+                device.store(rows0 + first, at, codes, device.inside(m, n, M, N), MASKED)
+            if COLUMNS:
+                words0 = device.insert(words0, codes, j, N % 4 == 0)
+    else:
+        slices = _slices(p, first, i, top, left, n, M, N, MASKED, OPERATION)
+        for j in tl.static_range(4):
+            at, m = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + j
+            here = device.inside(m, n, M, N)
+            y0, y1, y2 = on.cotangents(slices[j], OPERATION, OPERATION[5])
             if AGAIN[0]:
                 codes = device.encode(y2, device.scaled(y2, factor2, AGAIN), 0, AGAIN)
                 words2 = device.insert(words2, codes, j, N % 4 == 0)
-        codes = device.encode(y0, device.scaled(y0, factor0, HOW), 0, HOW)
-        if ROWS:
-            device.store(rows0 + first, at, codes, here, MASKED)
-        if COLUMNS:
-            words0 = device.insert(words0, codes, j, N % 4 == 0)
-        if BOTH:
-            codes = device.encode(y1, device.scaled(y1, factor1, HOW), 0, HOW)
+            if KINDS[0] == 3:
+                y0 = y1
+            codes = device.encode(y0, device.scaled(y0, factor0, HOW), 0, HOW)
             if ROWS:
-                device.store(rows1 + first, at, codes, here, MASKED)
+                device.store(rows0 + first, at, codes, here, MASKED)
             if COLUMNS:
-                words1 = device.insert(words1, codes, j, N % 4 == 0)
+                words0 = device.insert(words0, codes, j, N % 4 == 0)
+            if BOTH:
+                codes = device.encode(y1, device.scaled(y1, factor1, HOW), 0, HOW)
+                if ROWS:
+                    device.store(rows1 + first, at, codes, here, MASKED)
+                if COLUMNS:
+                    words1 = device.insert(words1, codes, j, N % 4 == 0)
     if COLUMNS:
         device.store_words(columns0, top, left, i, n, words0, M, N, MASKED)
         if BOTH:
@@ -119,7 +141,8 @@ def _peaks(
     if KINDS[0] < 2:
         y0 = on.result(p, start, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
     else:
-        y0, y1, _ = on.cotangents(p, start, at, m, left, n, M, N, MASKED, OPERATION, OPERATION[5])
+        x = on.operands(p, start, at, m, left, n, M, N, MASKED, OPERATION)
+        y0, y1, _ = on.cotangents(x, OPERATION, OPERATION[5])
         if KINDS[1] == 3:
             tl.store(peaks1 + program, on.peak(y1, m, n, M, N, MASKED, HOW))
     tl.store(peaks0 + program, on.peak(y0, m, n, M, N, MASKED, HOW))
@@ -144,9 +167,9 @@ def _ahead(
     words = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     top0 = tl.zeros((HIGH // 4, WIDE), tl.float32)
     top1 = tl.zeros((HIGH // 4, WIDE), tl.float32)
-    for j in tl.range(4):
-        at = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :]
-        y0, y1, y = on.cotangents(p, first, at, top + 4 * i + j, left, n, M, N, MASKED, OPERATION, 0)
+    slices = _slices(p, first, i, top, left, n, M, N, MASKED, OPERATION)
+    for j in tl.static_range(4):
+        y0, y1, y = on.cotangents(slices[j], OPERATION, 0)
         top0, top1 = on.larger_or_nan(top0, tl.abs(y0)), on.larger_or_nan(top1, tl.abs(y1))
         words = device.insert(words, device.encode(y, device.scaled(y, factor, HOW), 0, HOW), j, N % 4 == 0)
     device.store_words(columns, top, left, i, n, words, M, N, MASKED)
@@ -154,9 +177,10 @@ def _ahead(
     if not (tl.maximum(peak0, peak1, propagate_nan=tl.PropagateNan.ALL) < float("inf")):
         ordered0 = tl.zeros((HIGH // 4, WIDE), tl.int32)
         ordered1 = tl.zeros((HIGH // 4, WIDE), tl.int32)
-        for j in tl.range(4):
-            at, m = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + j
-            y0, y1, _ = on.cotangents(p, first, at, m, left, n, M, N, MASKED, OPERATION, OPERATION[5])
+        for k in tl.range(4):
+            at, m = ((4 * i + k) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + k
+            x = on.operands(p, first, at, m, left, n, M, N, MASKED, OPERATION)
+            y0, y1, _ = on.cotangents(x, OPERATION, OPERATION[5])
             ordered0 = tl.maximum(ordered0, on.ordered(y0, m, n, M, N, MASKED, HOW))
             ordered1 = tl.maximum(ordered1, on.ordered(y1, m, n, M, N, MASKED, HOW))
         peak0 = device.largest(tl.max(tl.max(ordered0, 1), 0), HOW)
