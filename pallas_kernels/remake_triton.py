@@ -59,6 +59,21 @@ def _slices(
 
 
 @triton.jit
+def _put(
+    y: tl.tensor, factor: tl.tensor, words: tl.tensor, j: tl.tensor, rows_ptr: tl.tensor, at: tl.tensor,
+    here: tl.tensor, N: tl.constexpr, MASKED: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Writes the codes of slice `j`; returns the words of the transposed copy with them."""
+    codes = device.encode(y, device.scaled(y, factor, HOW), 0, HOW)
+    if ROWS:
+        device.store(rows_ptr, at, codes, here, MASKED)
+    if COLUMNS:
+        words = device.insert(words, codes, j, N % 4 == 0)
+    return words
+
+
+@triton.jit
 def _codes(
     first_ptr: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
@@ -88,11 +103,8 @@ def _codes(
         for j in tl.range(4):
             at, m = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + j
             y0 = on.result(p, first, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
-            codes = device.encode(y0, device.scaled(y0, factor0, HOW), 0, HOW)
-            if ROWS:
-                device.store(rows0 + first, at, codes, device.inside(m, n, M, N), MASKED)
-            if COLUMNS:
-                words0 = device.insert(words0, codes, j, N % 4 == 0)
+            here = device.inside(m, n, M, N)
+            words0 = _put(y0, factor0, words0, j, rows0 + first, at, here, N, MASKED, HOW, ROWS, COLUMNS)
     else:
         slices = _slices(p, first, i, top, left, n, M, N, MASKED, OPERATION)
         for j in tl.static_range(4):
@@ -100,21 +112,12 @@ def _codes(
             here = device.inside(m, n, M, N)
             y0, y1, y2 = on.cotangents(slices[j], OPERATION, OPERATION[5])
             if AGAIN[0]:
-                codes = device.encode(y2, device.scaled(y2, factor2, AGAIN), 0, AGAIN)
-                words2 = device.insert(words2, codes, j, N % 4 == 0)
+                words2 = _put(y2, factor2, words2, j, columns2, at, here, N, MASKED, AGAIN, False, True)
             if KINDS[0] == 3:
                 y0 = y1
-            codes = device.encode(y0, device.scaled(y0, factor0, HOW), 0, HOW)
-            if ROWS:
-                device.store(rows0 + first, at, codes, here, MASKED)
-            if COLUMNS:
-                words0 = device.insert(words0, codes, j, N % 4 == 0)
+            words0 = _put(y0, factor0, words0, j, rows0 + first, at, here, N, MASKED, HOW, ROWS, COLUMNS)
             if BOTH:
-                codes = device.encode(y1, device.scaled(y1, factor1, HOW), 0, HOW)
-                if ROWS:
-                    device.store(rows1 + first, at, codes, here, MASKED)
-                if COLUMNS:
-                    words1 = device.insert(words1, codes, j, N % 4 == 0)
+                words1 = _put(y1, factor1, words1, j, rows1 + first, at, here, N, MASKED, HOW, ROWS, COLUMNS)
     if COLUMNS:
         device.store_words(columns0, top, left, i, n, words0, M, N, MASKED)
         if BOTH:
@@ -171,7 +174,7 @@ def _ahead(
     for j in tl.static_range(4):
         y0, y1, y = on.cotangents(slices[j], OPERATION, 0)
         top0, top1 = on.larger_or_nan(top0, tl.abs(y0)), on.larger_or_nan(top1, tl.abs(y1))
-        words = device.insert(words, device.encode(y, device.scaled(y, factor, HOW), 0, HOW), j, N % 4 == 0)
+        words = _put(y, factor, words, j, columns, 0, 0, N, MASKED, HOW, False, True)
     device.store_words(columns, top, left, i, n, words, M, N, MASKED)
     peak0, peak1 = on.peak_of_finite(top0, OPERATION[5]), on.peak_of_finite(top1, OPERATION[5])
     if not (tl.maximum(peak0, peak1, propagate_nan=tl.PropagateNan.ALL) < float("inf")):

@@ -74,8 +74,7 @@ def functions(
     params: Any, codes: Any, x_NxD: jax.Array, *, tables: Any, recipe: fp8jax.Recipe, eps: float
 ) -> jax.Array:
     """The layer by fp8jax's functions, which add the residual's gradient where they compute that of the norm."""
-    kernels = {name: w["kernel"] for part in ("attention", "mlp") for name, w in params[part].items()}
-    length, half = tables[0].shape
+    kernels, (length, half) = _kernels(params), tables[0].shape
 
     def normed(x_NxD: jax.Array, norm: str, *names: str) -> tuple[jax.Array, ...]:
         scale, weights, held = params[norm]["scale"], [kernels[name] for name in names], [codes[name] for name in names]
@@ -87,6 +86,10 @@ def functions(
     out = fp8jax.attention_output(y, kernels["out"], recipe=recipe, quantized=codes["out"])
     x_NxD, gate, up = normed(x_NxD + out.reshape(x_NxD.shape), "mlp_norm", "gate", "up")
     return fp8jax.glu_linear(gate, up, kernels["down"], x_NxD, recipe=recipe, quantized=codes["down"])
+
+
+def _kernels(params: Any) -> dict[str, jax.Array]:
+    return {name: w["kernel"] for part in ("attention", "mlp") for name, w in params[part].items()}
 
 
 def recipes() -> dict[str, fp8jax.Recipe]:
@@ -122,9 +125,8 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
         if names is None or name in names:
             found[name] = arm(fp8jax.nnx.quantize(plain, recipe))
         if f"{name}, {HELD}, {FUNCTIONS}" in (names or ()):
-            kernels = {n: w["kernel"] for part in ("attention", "mlp") for n, w in params[part].items()}
             make = jax.jit(functools.partial(fp8jax.quantize_weight, recipe=recipe))
-            codes = {n: make(w) for n, w in kernels.items()}
+            codes = {n: make(w) for n, w in _kernels(params).items()}
             call = functools.partial(functions, tables=tables, recipe=recipe, eps=config.norm_eps)
             found[f"{name}, {HELD}, {FUNCTIONS}"] = Arm(call, (params, codes, x_NxD, dy_NxD))
         held = f"{name}, {HELD}"

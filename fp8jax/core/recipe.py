@@ -211,10 +211,9 @@ class Context:
         cotangents: where the scales of an activation's cotangents come from, as linear layers quantize them per tensor
             to e5m2: their "largest" magnitudes, which costs a pass over them; or a "bound" on these, by the inequality
             of Cauchy and Schwarz from the norms of the next layer's gradient and weight and the largest gate and up of
-            each row, 2^4 above the largest in a perceptron of 512 by 1,408, where e5m2 has 30 binades. Where the layer
-            that reads the activation does not compute it again, or its gradient does not come back directly (it is
-            reshaped, or has several readers), where the format is another, or what is kept has scales of blocks or
-            microscales, it is the largest.
+            each row, some binades above the largest, where e5m2 has 30. It is the largest where the layer that reads
+            the activation does not compute it again, where its gradient does not come back directly (it is reshaped, or
+            has several readers), for other formats, and where what is kept has scales of blocks or microscales.
 
     Raises:
         ValueError: a spec is malformed or of no use here, or a mode is unknown or has nothing to apply to.

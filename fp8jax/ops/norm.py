@@ -133,7 +133,7 @@ def normalize(
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     if context.spec is None:
         z, inverse = statistics(x, eps, centered=centered)
-        return normalized(z, inverse, scale, bias).astype(dtype), x
+        return normalized(z, inverse, scale, bias).astype(dtype), x if residual else None
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
     given = {"scaled": scale is not None, "biased": bias is not None}

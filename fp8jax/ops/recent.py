@@ -54,7 +54,7 @@ class Recent(threading.local, Generic[Made]):
             self._remember(source, (None, get_opaque_trace_state()), made)
 
     def take(self, source: Array) -> Made | None:
-        """What `put` remembers of `source`, in the same trace, which is forgotten: arrays made of another keep that."""
+        """What `put` remembers of `source`, in the same trace; forgotten then, as it may keep `source` alive."""
         entry, use = self._entry, (None, get_opaque_trace_state())
         if entry is None or entry[0]() is not source or entry[1] != use:
             return None
