@@ -1,19 +1,18 @@
 """AdamW on 8-bit moments in one pass: codes, scales, gradient and weight are read once, and results written once."""
 
 import dataclasses
-import inspect
 import math
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import numpy as np
 import triton
 import triton.language as tl
 from jax import Array
 
 from pallas_kernels import adamw_tiles_triton as tiles
+from pallas_kernels import call_triton
 from pallas_kernels import codec_triton as codec
 from pallas_kernels.codec_triton import Storage as Storage
 
@@ -245,21 +244,19 @@ def adamw(
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*mu, *nu)]
     outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))
     sources = [*range(2, 2 + len(mu)), *range(5, 5 + len(nu)), *[1] * step]
-    # Before 0.4, jax-triton appends a parameter for every result, later only for those without an input to alias.
-    appended = "out_shape" in _TRITON_CALL
-    unused = [1] * (_RESULTS - (len(outputs) if appended else len(outputs) - len(sources)))
-    results = jax_triton.triton_call(
+    unused = [1] * (_RESULTS - len(outputs) + (0 if call_triton.ALL_RESULTS else len(sources)))
+    results = call_triton.call(
         *inputs,
         groups,
         groups_of_row,
         length // vector if aligned else length,
         *unused,
         kernel=_adamw,
-        grid=(-(-groups // tile),),
-        num_warps=launch.warps,
-        num_stages=1,
+        results=outputs,
+        programs=-(-groups // tile),
+        warps=launch.warps,
         compute_capability=compute_capability,
-        input_output_aliases={source: i for i, source in enumerate(sources)},
+        aliases={source: i for i, source in enumerate(sources)},
         SIZE=group_size,
         LANES=lanes * vector,
         TILE=tile,
@@ -274,12 +271,10 @@ def adamw(
         STOCHASTIC=seed is not None,
         MU=tuple(mu_storage.static if mu_storage else codec.PLAIN),
         NU=tuple(nu_storage.static if nu_storage else codec.PLAIN),
-        **{"out_shape" if appended else "out_type": outputs},
     )
     return results[-1], tuple(results[: len(mu)]), tuple(results[len(mu) : -1])
 
 
-_TRITON_CALL = inspect.signature(jax_triton.triton_call).parameters
 _RESULTS = 7
 
 

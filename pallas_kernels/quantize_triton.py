@@ -5,18 +5,17 @@ neighbouring rows become one 32-bit word of the transposed copy, and the exchang
 """
 
 import dataclasses
-import inspect
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import triton
 import triton.language as tl
 from jax import Array
 
 from pallas_kernels import codec_triton as codec
 from pallas_kernels import scaling_triton as device
+from pallas_kernels.call_triton import call as call_triton
 from pallas_kernels.scaling_triton import Coding as Coding
 
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -340,21 +339,14 @@ def call(
 ) -> Any:
     """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs."""
     m, n = inputs[0].shape
-    return jax_triton.triton_call(
+    tile = {"M": m, "N": n, "HIGH": launch.rows, "WIDE": launch.columns}
+    return call_triton(
         *inputs,
         kernel=kernel,
-        grid=(grid,),
-        num_warps=launch.warps,
-        num_stages=1,
+        results=shapes,
+        programs=grid,
+        warps=launch.warps,
         compute_capability=capability,
-        M=m,
-        N=n,
-        HIGH=launch.rows,
-        WIDE=launch.columns,
+        **tile,
         **static,
-        **{_SHAPES: shapes},
     )
-
-
-# The name of the argument before jax-triton 0.4 and after.
-_SHAPES = "out_shape" if "out_shape" in inspect.signature(jax_triton.triton_call).parameters else "out_type"

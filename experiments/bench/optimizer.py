@@ -31,7 +31,7 @@ import triton.language as tl
 
 import fp8jax
 from fp8jax.core import expansion, formats
-from pallas_kernels import adamw_triton
+from pallas_kernels import adamw_triton, call_triton
 
 LEAVES, ROWS, WIDTH, GROUP = 8, 16384, 4096, 128
 RATE, B1, B2, DECAY = 1e-3, 0.9, 0.999, 0.1
@@ -81,18 +81,17 @@ def move(size: int, warps: int, state: Any, grads: Any) -> Any:
     def leaf(g: jax.Array, w: jax.Array, mu: tuple, nu: tuple) -> tuple:
         arrays = [g, w, *mu, *nu]
         outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[1:]]
-        appended = "out_shape" in adamw_triton._TRITON_CALL
-        out = jax_triton.triton_call(
+        out = call_triton.call(
             *arrays,
-            *([] if appended else [1] * 7),
+            *([] if call_triton.ALL_RESULTS else [1] * 7),
             kernel=_move,
-            grid=(g.size // size,),
-            num_warps=warps,
-            num_stages=1,
-            input_output_aliases={i + 1: i for i in range(7)},
+            results=outputs,
+            programs=g.size // size,
+            warps=warps,
+            compute_capability=None,
+            aliases={i + 1: i for i in range(7)},
             SIZE=size,
             GROUPS=size // GROUP,
-            **{"out_shape" if appended else "out_type": outputs},
         )
         return out[0], tuple(out[1:4]), tuple(out[4:7])
 

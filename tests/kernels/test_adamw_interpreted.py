@@ -48,7 +48,7 @@ def prepare() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from pallas_kernels import adamw_triton
+    from pallas_kernels import call_triton
     from pallas_kernels import codec_triton as codec
     from tests.kernels import triton_interpreter as tools
 
@@ -56,16 +56,16 @@ def prepare() -> None:
     tools.NAMES |= {np.dtype(ml_dtypes.float8_e4m3fn): tl.float8e4nv, np.dtype(ml_dtypes.float8_e5m2): tl.float8e5}
     tools.NAMES |= {np.dtype(ml_dtypes.bfloat16): tl.bfloat16}
 
-    def triton_call(*args: Any, kernel: Any, grid: Any, input_output_aliases: dict[int, int], **rest: Any) -> Any:
-        outputs = rest.pop("out_type" if "out_type" in rest else "out_shape")
-        for name in ("num_warps", "num_stages", "compute_capability"):
-            rest.pop(name)
+    def call(
+        *args: Any, kernel: Any, results: Any, programs: int, aliases: dict[int, int], warps: int,
+        compute_capability: int, **static: Any
+    ) -> Any:  # fmt: skip
         given = [np.array(x) if hasattr(x, "shape") else x for x in args]
-        aliased = {i: given[source] for source, i in input_output_aliases.items()}
-        made = [aliased.get(i, np.zeros(x.shape, x.dtype)) for i, x in enumerate(outputs)]
+        aliased = {i: given[source] for source, i in aliases.items()}
+        made = [aliased.get(i, np.zeros(x.shape, x.dtype)) for i, x in enumerate(results)]
         given += [x for i, x in enumerate(made) if i not in aliased]
-        given += [1] * (len(kernel.arg_names) - len(given) - len(rest))
-        kernel[grid](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **rest)
+        given += [1] * (len(kernel.arg_names) - len(given) - len(static))
+        kernel[(programs,)](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **static)
         return [jnp.asarray(x) for x in made]
 
     def add_noise_to_pairs(x: Any, noise: Any) -> Any:
@@ -75,8 +75,7 @@ def prepare() -> None:
 
     jax.lax.platform_dependent = lambda *args, cuda, default=None: cuda(*args)
     interpreter._convert_float = tools.convert
-    adamw_triton._TRITON_CALL = {"out_type": None}
-    adamw_triton.jax_triton.triton_call = triton_call
+    call_triton.ALL_RESULTS, call_triton.call = False, call
     adamw_fused._over_leading_axes = lambda local: local
     codec.multiply_add, codec.fp32 = tools.multiply_add, tools.fp32
     codec.exp2, codec.log2_abs = (lambda x: tl.exp2(x)), (lambda x: tl.log2(tl.abs(x)))
