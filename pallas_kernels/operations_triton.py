@@ -250,9 +250,5 @@ def keep(
     # Each thread writes the scales that it has made: pairs of them, which are aligned, would go through shared memory.
     place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
     device.store(scales_ptr, place, scale, device.inside(m, g, M, WIDTH), MASKED)
-    factor = device.over_columns(device.inverse(scale), SIZE)
-    if FINITE:
-        y = codec.multiply_add(x, factor, codec.from_bits(tl.full([], -0x80000000, tl.int32)))
-    else:
-        y = device.scaled(x, factor, HOW)
-    device.store(codes_ptr + first, at, device.encode(x, y, 0, HOW), device.inside(m, n, M, N), MASKED)
+    y = device.scaled(x, device.over_columns(device.inverse(scale), SIZE), HOW, FINITE)
+    device.store(codes_ptr + first, at, device.encode(x, y, 0, HOW, FINITE), device.inside(m, n, M, N), MASKED)

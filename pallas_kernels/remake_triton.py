@@ -62,15 +62,35 @@ def _slices(
 def _put(
     y: tl.tensor, factor: tl.tensor, words: tl.tensor, j: tl.tensor, rows_ptr: tl.tensor, at: tl.tensor,
     here: tl.tensor, N: tl.constexpr, MASKED: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, FINITE: tl.constexpr = False,
 ) -> tl.tensor:  # fmt: skip
     """Writes the codes of slice `j`; returns the words of the transposed copy with them."""
-    codes = device.encode(y, device.scaled(y, factor, HOW), 0, HOW)
+    codes = device.encode(y, device.scaled(y, factor, HOW, FINITE), 0, HOW, FINITE)
     if ROWS:
         device.store(rows_ptr, at, codes, here, MASKED)
     if COLUMNS:
         words = device.insert(words, codes, j, N % 4 == 0)
     return words
+
+
+@triton.jit
+def _put_all(
+    y0: tl.tensor, y1: tl.tensor, y2: tl.tensor, factor0: tl.tensor, factor1: tl.tensor, factor2: tl.tensor,
+    words0: tl.tensor, words1: tl.tensor, words2: tl.tensor, j: tl.tensor, rows0: tl.tensor, rows1: tl.tensor,
+    columns2: tl.tensor, i: tl.tensor, top: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    AGAIN: tl.constexpr, FINITE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`_put` of the cotangents that are asked for, and of the result again."""
+    at, here = ((4 * i + j) * N)[:, None] + tl.arange(0, n.shape[0])[None, :], device.inside(top + 4 * i + j, n, M, N)
+    if AGAIN[0]:
+        words2 = _put(y2, factor2, words2, j, columns2, at, here, N, MASKED, AGAIN, False, True, FINITE)
+    if KINDS[0] == 3:
+        y0 = y1
+    words0 = _put(y0, factor0, words0, j, rows0, at, here, N, MASKED, HOW, ROWS, COLUMNS, FINITE)
+    if KINDS[1] == 3:
+        words1 = _put(y1, factor1, words1, j, rows1, at, here, N, MASKED, HOW, ROWS, COLUMNS, FINITE)
+    return words0, words1, words2
 
 
 @triton.jit
@@ -106,18 +126,30 @@ def _codes(
             here = device.inside(m, n, M, N)
             words0 = _put(y0, factor0, words0, j, rows0 + first, at, here, N, MASKED, HOW, ROWS, COLUMNS)
     else:
+        # As if all were finite, and again if not: then what is added up here is not 0.
+        nothing = tl.zeros((HIGH // 4, WIDE), tl.float32)
         slices = _slices(p, first, i, top, left, n, M, N, MASKED, OPERATION)
         for j in tl.static_range(4):
-            at, m = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + j
-            here = device.inside(m, n, M, N)
             y0, y1, y2 = on.cotangents(slices[j], OPERATION, OPERATION[5])
+            nothing = tl.fma(y1, 0.0, tl.fma(y0, 0.0, nothing))
             if AGAIN[0]:
-                words2 = _put(y2, factor2, words2, j, columns2, at, here, N, MASKED, AGAIN, False, True)
-            if KINDS[0] == 3:
-                y0 = y1
-            words0 = _put(y0, factor0, words0, j, rows0 + first, at, here, N, MASKED, HOW, ROWS, COLUMNS)
-            if BOTH:
-                words1 = _put(y1, factor1, words1, j, rows1 + first, at, here, N, MASKED, HOW, ROWS, COLUMNS)
+                nothing = tl.fma(y2, 0.0, nothing)
+            words0, words1, words2 = _put_all(
+                y0, y1, y2, factor0, factor1, factor2, words0, words1, words2, j, rows0 + first, rows1 + first,
+                columns2, i, top, n, M, N, MASKED, KINDS, HOW, ROWS, COLUMNS, AGAIN, True,
+            )  # fmt: skip
+        if tl.reduce(tl.reduce(nothing, 1, on.larger_or_nan), 0, on.larger_or_nan) != 0:
+            words0 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+            words1 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+            words2 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+            for k in tl.range(4):
+                at, m = ((4 * i + k) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + k
+                x = on.operands(p, first, at, m, left, n, M, N, MASKED, OPERATION)
+                y0, y1, y2 = on.cotangents(x, OPERATION, OPERATION[5])
+                words0, words1, words2 = _put_all(
+                    y0, y1, y2, factor0, factor1, factor2, words0, words1, words2, k, rows0 + first, rows1 + first,
+                    columns2, i, top, n, M, N, MASKED, KINDS, HOW, ROWS, COLUMNS, AGAIN, False,
+                )  # fmt: skip
     if COLUMNS:
         device.store_words(columns0, top, left, i, n, words0, M, N, MASKED)
         if BOTH:
@@ -297,7 +329,9 @@ def _best(kinds: tuple[int, ...], channels: int, rows: bool) -> Launch:
     """Measured on an H200."""
     if kinds == (NORM,) and not rows and channels % 256 == 0:
         return Launch(32, 256, 4)
-    return Launch(64, 128, 8) if rows and len(kinds) == 1 else Launch(32, 128, 4)
+    if not rows:
+        return Launch(32, 128, 4)
+    return Launch(64, 128, 8) if len(kinds) == 1 else Launch(64, 64, 8)
 
 
 def peaks(

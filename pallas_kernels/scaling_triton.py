@@ -190,9 +190,17 @@ def of_power(byte: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def scaled(x: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
-    """x times the inverse of its scale, subnormal values as zeros; Inf becomes NaN where the format has no Inf."""
-    nothing = from_bits(bits(x) & _SIGN) if HOW[4] == 1 else x * 0.0
+def scaled(x: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr, FINITE: tl.constexpr = False) -> tl.tensor:
+    """x times the inverse of its scale, subnormal values as zeros; Inf becomes NaN where the format has no Inf.
+
+    Of FINITE values in fewer instructions, as in `encode`.
+    """
+    if FINITE:
+        nothing = from_bits(tl.full([], _SIGN, tl.int32))
+    elif HOW[4] == 1:
+        nothing = from_bits(bits(x) & _SIGN)
+    else:
+        nothing = x * 0.0
     return codec.multiply_add(x, inverse, nothing)
 
 
@@ -215,7 +223,9 @@ def noise(random: tl.tensor, J: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def encode(x: tl.tensor, y: tl.tensor, noise: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+def encode(
+    x: tl.tensor, y: tl.tensor, noise: tl.tensor, HOW: tl.constexpr, FINITE: tl.constexpr = False
+) -> tl.tensor:  # fmt: skip
     """Codes, as uint8, of values x that are y when `scaled`.
 
     Under a given scale y may be infinite where x is not, and saturates; under a computed one y will do for x.
@@ -238,7 +248,9 @@ def encode(x: tl.tensor, y: tl.tensor, noise: tl.tensor, HOW: tl.constexpr) -> t
             lifted = tl.minimum(bits(tl.abs(y) + shift), 0x7FE00000)  # a NaN to which noise can be added
             cut = (lifted + (noise & ((1 << CUT) - 1)).to(tl.int32, bitcast=True)) & (-(1 << CUT))
             value = from_bits(bits(from_bits(cut) - shift) | (bits(y) & _SIGN))
-        if HOW[4] == 1:
+        if HOW[4] == 1 and FINITE:
+            codes = value.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        elif HOW[4] == 1:
             # The conversion saturates: an infinity becomes the largest value, 0x7B, and here 0x7C; as does the NaN, of
             # any sign, that it is times an inverse flushed to 0.
             infinite = tl.where(tl.abs(x if HOW[0] < 3 else y) == float("inf"), 7, 0).to(tl.uint8)

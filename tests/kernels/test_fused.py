@@ -70,20 +70,26 @@ def odd() -> None:
         x = x.at[row, 3 * row].set(value).at[row, 32:48].set(value)
     norm, silu, ones = Operation(scaled=True), Operation(dtype=0), jnp.ones(80, jnp.bfloat16)
     differ = {}
+    kernels = lambda on: (on.keep_activation, on.ahead, on.quantize)  # noqa: E731
+    # Inf or NaN, and the sign of a zero, follow from the order of factors: that of XLA is its own.
+    unsigned = lambda a: jnp.where(jnp.isfinite(a), a, jnp.nan).astype(jnp.float32) + 0.0  # noqa: E731
     for name, rows in {"odd": x, "finite": x[3:], "plain": x[len(values) :]}.items():
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
         plain = jax.random.normal(jax.random.key(1), gate.shape)
         (first, second, _), _ = fused_reference.keep_activation(silu, plain, 2 * plain, kept)
-        operands = remake_triton.Operands(*first, *second, gradient=rows)
+        operands, scale = remake_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
+        again = (scale, jnp.float8_e4m3fn)
+        cotangents = (Operation(), (remake_triton.GATE, remake_triton.UP), operands, (scale, scale), jnp.float8_e5m2)
         found = [
             (
                 forward(norm, rows, ones, None, 1e-5, kept),
                 keep(silu, gate, up, kept),
-                ahead(Operation(), operands, jnp.float32(0.1), jnp.float8_e4m3fn)[1],
+                ahead(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
+                [unsigned(a) for a in jax.tree.leaves(quantize(*cotangents, rows=True, columns=True, again=again))],
             )
-            for forward, keep, ahead in (
-                (norm_triton.forward, remake_triton.keep_activation, remake_triton.ahead),
-                (fused_reference.forward, fused_reference.keep_activation, fused_reference.ahead),
+            for forward, keep, ahead, quantize in (
+                (norm_triton.forward, *kernels(remake_triton)),
+                (fused_reference.forward, *kernels(fused_reference)),
             )
         ]
         got, want = ([np.asarray(a, np.float32) for a in jax.tree.leaves(each)] for each in found)
