@@ -73,7 +73,8 @@ def careful(
         base = tile.to(tl.int64) * (TILE * SIZE)
         offsets = tl.arange(0, TILE)[:, None, None] * SIZE + inside
         mask = codec.per_group(there) & (inside >= 0)
-    offsets = tl.max_contiguous(offsets, (1, 1, VECTOR))
+    # The 2 is not so: it makes Triton 3.7, as 3.6 does by itself, spread lanes over groups before chunks.
+    offsets = tl.max_contiguous(offsets, (2, 1, VECTOR))
 
     g = _load(grad_ptr + base, offsets, mask, MASKED)
     w = _load(weight_ptr + base, offsets, mask, MASKED) if WEIGHT else 0.0
@@ -157,7 +158,7 @@ def ordinary(
     group = tile * TILE + tl.arange(0, TILE)
     base = tile.to(tl.int64) * (TILE * SIZE)
     chunk, lane = tl.arange(0, SIZE // LANES)[None, :, None], tl.arange(0, LANES)[None, None, :]
-    offsets = tl.max_contiguous(codec.per_group(tl.arange(0, TILE)) * SIZE + chunk * LANES + lane, (1, 1, VECTOR))
+    offsets = tl.max_contiguous(codec.per_group(tl.arange(0, TILE)) * SIZE + chunk * LANES + lane, (2, 1, VECTOR))
     eighths = codec.per_group(tl.arange(0, TILE)) * (SIZE // 8) + chunk * (LANES // 8) + (lane >> 3)
     eighths = (base >> 3).to(tl.uint32) + eighths.to(tl.uint32)
 
