@@ -67,19 +67,20 @@ def activation_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any, lea
 _NORMS = ("rms 0 faithful", "rms 1 lean", "layer 0 lean", "layer 2 faithful")
 _ACTIVATIONS = ("silu True faithful", "silu True lean", "silu False lean", "gelu True lean", "gelu False faithful",
                 "gelu_tanh True faithful", "gelu_tanh False lean", "silu True bound", "gelu False bound")  # fmt: skip
+_NORM, _ACTIVATION = (functools.partial(functools.partial, make) for make in (norm_case, activation_case))
 CASES = {
     **{
-        case: norm_case(kind, int(given), recipe(mode), jnp.bfloat16, (ROWS,))
+        case: _NORM(kind, int(given), recipe(mode), jnp.bfloat16, (ROWS,))
         for case, (kind, given, mode) in ((case, case.split()) for case in _NORMS)
     },
-    "norm fp32, three axes": norm_case("layer", 2, recipe("lean", "e5m2:group16"), jnp.float32, (3, 11)),
-    "norm, tokens": norm_case("rms", 1, recipe("lean", x="e4m3:token", x_wgrad="e4m3:token"), jnp.bfloat16, (ROWS,)),
+    "norm fp32, three axes": _NORM("layer", 2, recipe("lean", "e5m2:group16"), jnp.float32, (3, 11)),
+    "norm, tokens": _NORM("rms", 1, recipe("lean", x="e4m3:token", x_wgrad="e4m3:token"), jnp.bfloat16, (ROWS,)),
     **{
-        case: activation_case(name, gated == "True", recipe(mode), jnp.float32, (ROWS,))
+        case: _ACTIVATION(name, gated == "True", recipe(mode), jnp.float32, (ROWS,))
         for case, (name, gated, mode) in ((case, case.split()) for case in _ACTIVATIONS)
     },
-    "silu bf16": activation_case("silu", True, recipe("lean"), jnp.bfloat16, (ROWS,)),
-    "silu, three axes": activation_case("silu", True, recipe("lean"), jnp.float32, (2, 18)),
+    "silu bf16": _ACTIVATION("silu", True, recipe("lean"), jnp.bfloat16, (ROWS,)),
+    "silu, three axes": _ACTIVATION("silu", True, recipe("lean"), jnp.float32, (2, 18)),
 }
 
 
@@ -138,9 +139,9 @@ def main() -> None:
     prepare()
     fused.missing_triton = lambda _: None
     found = {}
-    for case, arguments in CASES.items():
+    for case, make in CASES.items():
         norm_triton.SUMS = 8 if case.startswith("rms") else 11  # four rows a sum, two at a time; or three
-        found[case] = compare(*arguments)
+        found[case] = compare(*make())
     print(json.dumps(found))
 
 

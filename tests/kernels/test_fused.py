@@ -14,6 +14,9 @@ import pytest
 from tests.kernels import h200
 
 pytest.importorskip("jax_triton")
+
+from tests.kernels.fused_interpreter import CASES, compare
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Largest numbers of registers a thread may take: with them three programs or more share a multiprocessor.
 REGISTERS = {
@@ -46,8 +49,6 @@ def check(case, made, share, most, far):
 
 
 def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing_out_of_bounds():
-    from tests.kernels.fused_interpreter import CASES
-
     found = python("-m", "tests.kernels.fused_interpreter", TRITON_INTERPRET="1")
     assert found.keys() == CASES.keys()
     for case, values in found.items():
@@ -105,11 +106,9 @@ def test_what_is_made_of_values_that_are_not_finite_is_the_references_in_the_int
 
 
 @pytest.mark.gpu
-def test_kernels_quantize_what_xla_computes_on_a_gpu():
-    from tests.kernels.fused_interpreter import CASES, compare
-
-    for case, found in CASES.items():
-        check(case, *compare(*found, whole=True))
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
+    check(case, *compare(*CASES[case](), whole=True))
 
 
 def registers() -> None:

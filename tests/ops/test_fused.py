@@ -52,7 +52,7 @@ def same(got, want):
 
 @pytest.mark.parametrize("case", FEW)
 def test_a_jitted_layer_computes_the_same(case, made):
-    f, args = CASES[case]
+    f, args = CASES[case]()
     made(False)
     want = results(f, *args)
     seen = made(True)
@@ -62,7 +62,7 @@ def test_a_jitted_layer_computes_the_same(case, made):
 
 @pytest.mark.parametrize("case", ["rms 1 lean", "silu True lean"])
 def test_a_mapped_layer_computes_what_each_does(case, made):
-    f, (x, *weights) = CASES[case]
+    f, (x, *weights) = CASES[case]()
     stack = jnp.stack([x, 2 * x[::-1]])
     made(False)
     want = results(lambda *w: [f(each, *w) for each in stack], *weights)
@@ -125,7 +125,7 @@ def test_how_often_a_perceptron_is_read(case, calls, made, monkeypatch):
 
     made(True)
     monkeypatch.setattr(fused, "run", run)
-    f, args = CASES[case]
+    f, args = CASES[case]()
     results(f, *args)
     del counted["keep_activation"]
     assert counted == calls
