@@ -15,6 +15,9 @@ _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 _SMALL = tl.constexpr(float(np.finfo(np.float32).tiny) * 2**24)
 # Bits of 2^50; Inf and NaN are larger, and what is smaller makes no change of Inf or NaN.
 _HUGE = tl.constexpr(0x58800000)
+# How many groups are said to be neighbours in memory, which they are not: so Triton 3.7 spreads threads over groups
+# before chunks, as 3.6 does by itself. It is a run in a chunk that a thread takes, as long as that is the longer one.
+_GROUPS = tl.constexpr(2)
 
 
 @triton.jit
@@ -73,8 +76,8 @@ def careful(
         base = tile.to(tl.int64) * (TILE * SIZE)
         offsets = tl.arange(0, TILE)[:, None, None] * SIZE + inside
         mask = codec.per_group(there) & (inside >= 0)
-    # The 2 is not so: it makes Triton 3.7, as 3.6 does by itself, spread lanes over groups before chunks.
-    offsets = tl.max_contiguous(offsets, (2, 1, VECTOR))
+    tl.static_assert(VECTOR > _GROUPS, "a thread takes neighbours of a group")
+    offsets = tl.max_contiguous(offsets, (_GROUPS, 1, VECTOR))
 
     g = _load(grad_ptr + base, offsets, mask, MASKED)
     w = _load(weight_ptr + base, offsets, mask, MASKED) if WEIGHT else 0.0
@@ -158,7 +161,9 @@ def ordinary(
     group = tile * TILE + tl.arange(0, TILE)
     base = tile.to(tl.int64) * (TILE * SIZE)
     chunk, lane = tl.arange(0, SIZE // LANES)[None, :, None], tl.arange(0, LANES)[None, None, :]
-    offsets = tl.max_contiguous(codec.per_group(tl.arange(0, TILE)) * SIZE + chunk * LANES + lane, (2, 1, VECTOR))
+    tl.static_assert(VECTOR > _GROUPS, "a thread takes neighbours of a group")
+    offsets = codec.per_group(tl.arange(0, TILE)) * SIZE + chunk * LANES + lane
+    offsets = tl.max_contiguous(offsets, (_GROUPS, 1, VECTOR))
     eighths = codec.per_group(tl.arange(0, TILE)) * (SIZE // 8) + chunk * (LANES // 8) + (lane >> 3)
     eighths = (base >> 3).to(tl.uint32) + eighths.to(tl.uint32)
 

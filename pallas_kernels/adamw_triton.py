@@ -244,7 +244,7 @@ def adamw(
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*mu, *nu)]
     outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))
     sources = [*range(2, 2 + len(mu)), *range(5, 5 + len(nu)), *[1] * step]
-    unused = [1] * (_RESULTS - len(outputs) + (0 if call_triton.ALL_RESULTS else len(sources)))
+    unused = [1] * (_RESULTS - len(outputs))
     results = call_triton.call(
         *inputs,
         groups,

@@ -2,7 +2,8 @@
 
 Since 0.4 a call is one that XLA can record, with all kernels around it, into a command buffer (a CUDA graph), which
 starts them without the host. Before, it is not, and splits the program: every kernel of it then waits for its own
-launch, which small layers spend more time with than with their work. Here 0.3 makes calls as 0.4 does.
+launch, which small layers spend more time with than with their work. Here 0.3 makes calls as 0.4 does. (For
+`jax.export` both are custom calls whose check has to be disabled, by the name `triton_kernel_call_ffi`.)
 """
 
 import inspect
@@ -15,8 +16,7 @@ from jax import Array
 from jax.interpreters import mlir
 from jax_triton import triton_lib
 
-# Before 0.4, a kernel takes a parameter for every result; since then none for a result that an input is aliased to.
-ALL_RESULTS = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
+OLD = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
 _TARGET = "triton_kernel_call_ffi"
 
 
@@ -34,22 +34,25 @@ def call(
 
     Args:
         inputs: arrays, and integers for arguments that the kernel is not compiled for.
-        kernel: function under `triton.jit`; its parameters are the inputs, then the results (see `ALL_RESULTS`).
+        kernel: function under `triton.jit`; its parameters are the inputs, then the results.
         results: shapes and dtypes.
         programs: their number.
         warps: of a program.
         compute_capability: of the GPU, as 90; None asks the one there is.
-        aliases: by input the result that takes its place in memory.
+        aliases: by input the result that takes its place in memory; these are the first results.
         static: what the kernel is compiled for.
 
     Returns:
         The results.
     """
     version: dict[str, Any] = {"out_type": results}
-    if ALL_RESULTS:
-        version = {"out_shape": results} | ({"custom_call_target_name": _TARGET} if _RECORDED else {})
+    # Since 0.4, a result that takes the place of an input is no parameter.
+    spare = [1] * len(aliases or {})
+    if OLD:
+        version, spare = {"out_shape": results} | ({"custom_call_target_name": _TARGET} if RECORDED else {}), []
     found: Sequence[Array] = jax_triton.triton_call(
         *inputs,
+        *spare,
         kernel=kernel,
         grid=(programs,),
         num_warps=warps,
@@ -74,7 +77,7 @@ def _lower(context: Any, *operands: Any, **parameters: Any) -> Any:
     return results
 
 
-# jaxlib has what answers to such calls since 0.11.
-_RECORDED = ALL_RESULTS and jax.__version_info__ >= (0, 11)
-if _RECORDED:
+# What answers to such calls is in jaxlib 0.11; 0.4 needs that, too.
+RECORDED = OLD and jax.__version_info__ >= (0, 11)
+if RECORDED:
     mlir.register_lowering(triton_lib.triton_kernel_call_p, _lower, platform="cuda")

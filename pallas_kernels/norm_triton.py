@@ -18,6 +18,8 @@ from pallas_kernels.quantize_triton import Launch
 # The longest row that a program holds; how many rows at most share one sum over rows, and how many sums at least, so
 # that a GPU has work for all of its multiprocessors.
 LONGEST, ROWS, SUMS = 16384, 32, 512
+# Bytes of operands that may be on their way: what every GPU with FP8 has of shared memory for a program.
+AHEAD = 96 << 10
 
 
 @triton.jit
@@ -58,9 +60,9 @@ def _backward(
     codes_ptr: tl.tensor, scales_ptr: tl.tensor, dy_ptr: tl.tensor, inverse_ptr: tl.tensor, weight_ptr: tl.tensor,
     residual_ptr: tl.tensor, dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """HIGH rows, AT_ONCE at a time, the next two on their way."""
+    """HIGH rows, AT_ONCE at a time, the next STAGES - 1 on their way."""
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
     GROUP: tl.constexpr = OPERATION[3]
     # A thread takes eight neighbours of everything, which is as many 16-bit values as it can write at once; the scale
@@ -73,7 +75,7 @@ def _backward(
     dbias = tl.zeros((1, WIDE), tl.float32)
     if OPERATION[7]:
         weight = codec.fp32(tl.load(weight_ptr + n, mask=n < N, other=0.0))[None, :]
-    for j in tl.range(0, HIGH, AT_ONCE, num_stages=3):
+    for j in tl.range(0, HIGH, AT_ONCE, num_stages=STAGES):
         m = program * HIGH + j + row
         first = (program * HIGH + j).to(tl.int64) * N
         here, there = device.inside(m, n, M, N), device.inside(m, g, M, N // GROUP)
@@ -86,7 +88,7 @@ def _backward(
         inverse = tl.load(inverse_ptr + m, mask=m < M, other=0.0)[:, None]
         codes = device.load_plain(codes_ptr + first, at, here, MASKED)
         dy = codec.fp32(device.load_plain(dy_ptr + first, at, here, MASKED))
-        if RESIDUAL:
+        if RESIDUAL and STAGES > 1:
             residual = codec.fp32(device.load_plain(residual_ptr + first, at, here, MASKED))
         normal = on.values(codes, OPERATION) * device.over_columns(scale, 8) * inverse
         dweight += tl.sum(dy * normal, 0)[None, :]
@@ -99,6 +101,8 @@ def _backward(
         if OPERATION[6]:
             dx = dx - (tl.sum(t, 1) / N)[:, None]
         dx = inverse * dx
+        if RESIDUAL and STAGES == 1:
+            residual = codec.fp32(device.load_plain(residual_ptr + first, at, here, MASKED))
         if RESIDUAL:
             dx = dx + residual
         device.store(dx_ptr + first, at, dx.to(dx_ptr.dtype.element_ty), here, MASKED)
@@ -179,9 +183,12 @@ def backward(
             for p in (operation.scaled, operation.biased)]  # fmt: skip
     given = (jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, residual))
     inputs = [jax.lax.bitcast_convert_type(codes, jnp.uint8), scales, dy, inverse, *given]
+    at_once = 2 if rows % 2 == 0 and wide < 2048 else 1
+    read = 1 + scales.dtype.itemsize / 8 + dy.dtype.itemsize + (0 if residual is None else residual.dtype.itemsize)
     dx, dweight, dbias = quantize_triton.call(
         _backward, inputs, [jax.ShapeDtypeStruct((m, n), dtype), *sums], programs, launch, compute_capability,
-        OPERATION=tuple(operation), RESIDUAL=residual is not None, AT_ONCE=2 if rows % 2 == 0 and wide < 2048 else 1,
+        OPERATION=tuple(operation), RESIDUAL=residual is not None, AT_ONCE=at_once,
+        STAGES=3 if 2 * at_once * wide * read < AHEAD else 1,
     )  # fmt: skip
     return (
         dx,

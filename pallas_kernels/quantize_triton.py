@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels import call_triton
 from pallas_kernels import codec_triton as codec
 from pallas_kernels import scaling_triton as device
-from pallas_kernels.call_triton import call as call_triton
 from pallas_kernels.scaling_triton import Coding as Coding
 
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -340,7 +340,7 @@ def call(
     """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs."""
     m, n = inputs[0].shape
     tile = {"M": m, "N": n, "HIGH": launch.rows, "WIDE": launch.columns}
-    return call_triton(
+    return call_triton.call(
         *inputs,
         kernel=kernel,
         results=shapes,

@@ -83,7 +83,6 @@ def move(size: int, warps: int, state: Any, grads: Any) -> Any:
         outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[1:]]
         out = call_triton.call(
             *arrays,
-            *([] if call_triton.ALL_RESULTS else [1] * 7),
             kernel=_move,
             results=outputs,
             programs=g.size // size,

@@ -152,10 +152,13 @@ def _largest(kept: QTensor) -> Array:
 def _activation(name: str, gate: Array, up: Array | None, context: Context) -> Array:
     assert context.spec is not None
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
-    activated = ACTIVATIONS[name](g)
-    y = activated if u is None else activated * u
     spare = context.lean or u is None
     operation, result = _fused(name, gate, up, context.spec, not spare, forward=True), None
+    if operation is None:
+        # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
+        g = lax.optimization_barrier(g)
+    activated = ACTIVATIONS[name](g)
+    y = activated if u is None else activated * u
     if operation is None:
         kept = Kept(
             keep(g, context.spec),

@@ -179,8 +179,6 @@ def _cublas(a: QTensor, b: QTensor, fast: bool, dtype: DTypeLike) -> Array:
     codes, scales = lax.optimization_barrier(([a.codes, b.codes], [q.scale.reshape(()) for q in (a, b)]))
     left, right = (c.astype(wide) * s.astype(wide) for c, s in zip(codes, scales, strict=True))
     y = lax.dot_general(left, right, _K_MAJOR, precision=precision(fast), preferred_element_type=wide)
-    # XLA would make an approximate GELU part of the call, which cuBLASLt cannot with fp32 results that others read too.
-    y = lax.optimization_barrier(y) if wide == jnp.float32 else y
     return y.astype(dtype)
 
 

@@ -48,7 +48,8 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
 
     Returns:
         "calls": targets of the program's custom calls; "copies": how often XLA moves an fp32 matrix itself; "narrow":
-        how often it makes a single number in bf16; "kernels": for each Mosaic kernel, by name, the bytes of its stack
+        how often it makes a single number in bf16; "in place": how many FP8 products cuBLASLt adds to what is there;
+        "copied": how often XLA copies a bf16 matrix; "kernels": for each Mosaic kernel, by name, the bytes of its stack
         frame, of spill stores and of spill loads, its registers at entry, and how often the assembler added a wait for
         tensor-core products. `dump` keeps PTX and the assembler's reports in that folder.
     """
@@ -72,7 +73,10 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
 
 
 def assembled(program: Callable[..., Any], *shapes: Any) -> list[int]:
-    """Registers and bytes spilled of the last Triton kernel of a program, compiled for an H200; in a process on CPU."""
+    """Registers, bytes spilled and bytes of shared memory of a program's last Triton kernel, compiled for an H200.
+
+    In a process on CPU.
+    """
     import jax
     import jax_triton.triton_lib
     import triton
@@ -92,7 +96,7 @@ def assembled(program: Callable[..., Any], *shapes: Any) -> list[int]:
         command = [assembler, "-arch=sm_90a", "-v", "k.ptx", "-o", "k.cubin"]
         told = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stderr
     found = resources(told)
-    return [found["registers"], found["stores"]]
+    return [found["registers"], found["stores"], compiled[-1].shared_mem_bytes]
 
 
 def resources(assembler_report: str) -> dict[str, int]:
@@ -107,14 +111,17 @@ def resources(assembler_report: str) -> dict[str, int]:
 def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     found = getattr(importlib.import_module(module), name)
-    calls, copies, narrow = [], 0, 0
+    calls, copies, narrow, in_place, copied = [], 0, 0, 0, 0
     for program in found if isinstance(found, list) else [found]:
         function, shapes = program()
         text = compile_for_h200(function, *shapes).as_text()
         calls += re.findall(r'custom_call_target="([^"]+)"', text)
         copies += len(re.findall(r"= f32\[\d+,\d+\]\S* (?:fusion|copy|transpose)\(", text))
         narrow += len(re.findall(r"= bf16\[[1,]*\]", text))
-    print(MARK + json.dumps({"calls": calls, "copies": copies, "narrow": narrow}))
+        in_place += len(re.findall(r"matmul\$f8\".*output_to_operand_aliasing", text))
+        copied += len(re.findall(r"= bf16\[\d+,\d+\]\S* copy\(", text))
+    found = {"calls": calls, "copies": copies, "narrow": narrow, "in place": in_place, "copied": copied}
+    print(MARK + json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ pytest.importorskip("jax_triton")
 
 from tests.kernels.fused_interpreter import CASES, compare
 
+# Bytes of shared memory that a program can have on the smallest GPU with FP8.
+SHARED = 99 << 10
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Largest numbers of registers a thread may take: with them three programs or more share a multiprocessor.
 REGISTERS = {
@@ -74,10 +76,13 @@ def odd() -> None:
     kernels = lambda on: (on.keep_activation, on.ahead, on.quantize)  # noqa: E731
     # Inf or NaN, and the sign of a zero, follow from the order of factors: that of XLA is its own.
     unsigned = lambda a: jnp.where(jnp.isfinite(a), a, jnp.nan).astype(jnp.float32) + 0.0  # noqa: E731
-    for name, rows in {"odd": x, "finite": x[3:], "plain": x[len(values) :]}.items():
+    plain = jax.random.normal(jax.random.key(1), x.shape)
+    cases = {"odd": (x, plain), "finite": (x[3:], plain[3:]), "plain": (x[len(values) :], plain[len(values) :])}
+    # Codes that are not finite, and a result that is not where its cotangents are.
+    cases |= {"codes": (plain.astype(x.dtype), x.astype(jnp.float32)), "result": (0 * x[9:], 0 * plain[9:] + 1e30)}
+    for name, (rows, inner) in cases.items():
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
-        plain = jax.random.normal(jax.random.key(1), gate.shape)
-        (first, second, _), _ = fused_reference.keep_activation(silu, plain, 2 * plain, kept)
+        (first, second, _), _ = fused_reference.keep_activation(silu, inner, 2 * inner, kept)
         operands, scale = remake_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
         again = (scale, jnp.float8_e4m3fn)
         cotangents = (Operation(), (remake_triton.GATE, remake_triton.UP), operands, (scale, scale), jnp.float8_e5m2)
@@ -112,7 +117,7 @@ def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
 
 
 def registers() -> None:
-    """Prints registers and bytes spilled of each kernel for Llama-7B's activations, compiled for an H200."""
+    """Prints `h200.assembled` of each kernel for Llama-7B's activations, and of norms of longer rows."""
     from pallas_kernels import norm_triton, remake_triton
     from pallas_kernels.operations_triton import Operation
     from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
@@ -155,6 +160,11 @@ def registers() -> None:
         for shape, dtype in (((rows, 8192), e4m3), ((rows, 512), jnp.bfloat16), ((rows,), jnp.float32),
                              ((8192,), jnp.bfloat16), ((rows, 8192), jnp.bfloat16))
     ]  # fmt: skip
+    longest = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((rows, 16384), e4m3), ((rows, 1024), jnp.bfloat16), ((rows,), jnp.float32),
+                             ((16384,), jnp.float32), ((rows, 16384), jnp.float32), ((rows, 16384), jnp.float32))
+    ]  # fmt: skip
     kept_of = (codes, scales, codes, scales)
     of_norm = ("first", "first_scale", "inverse", "weight")
     programs = {
@@ -173,6 +183,7 @@ def registers() -> None:
         "rms norm, backward": (back, few, few_scales, inverse, weight, narrow),
         "rms norm, backward, residual": (added, few, few_scales, inverse, weight, narrow, narrow),
         "layer norm of 8192, backward": (wide_back, *wider),
+        "rms norm of 16384, fp32, backward, residual": (added, *longest),
     }  # fmt: skip
     print(json.dumps({name: h200.assembled(program, *shapes) for name, (program, *shapes) in programs.items()}))
 
@@ -181,4 +192,7 @@ def registers() -> None:
 def test_kernels_compile_for_an_h200_without_spills():
     command = "from tests.kernels import test_fused; test_fused.registers()"
     found = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
-    assert {name for name, (used, spilled) in found.items() if spilled or used > REGISTERS[name]} == set(), found
+    # Of rows of 16,384 fp32 values some are spilled; there are 64 registers for each of 1,024 threads.
+    few = {name: found[name] for name in REGISTERS}
+    assert {name for name, (used, spilled, _) in few.items() if spilled or used > REGISTERS[name]} == set(), found
+    assert max(shared for _, _, shared in found.values()) <= SHARED, found

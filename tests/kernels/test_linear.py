@@ -30,6 +30,62 @@ def test_products_of_one_scale_a_tensor_get_it_in_fp32() -> None:
     assert found["narrow"] == 0
 
 
+def block() -> tuple[Any, tuple[Any, ...]]:
+    """Forward and backward of a perceptron written with functions."""
+    jax.default_backend = lambda: "gpu"
+    recipe = fp8jax.recipes.coat()
+
+    def program(x: Any, w: Any, v: Any, narrow: Any, dy: Any) -> Any:
+        def f(x: Any, w: Any, v: Any, narrow: Any) -> Any:
+            x, gate, up = fp8jax.norm_linear(2 * x, None, (w, v), recipe=recipe, residual=True)
+            return fp8jax.glu_linear(gate, up, narrow, x, recipe=recipe)
+
+        y, back = jax.vjp(f, x, w, v, narrow)
+        return y, back(dy)
+
+    shapes = ((4096, 1024), (1024, 2048), (1024, 2048), (2048, 1024), (4096, 1024))
+    return program, tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)
+
+
+def gelu(dtype: Any = jnp.float32) -> tuple[Any, tuple[Any, ...]]:
+    """Forward and backward of a layer before GELU, of which the kernels take nothing."""
+    from fp8jax.ops import fused
+
+    jax.default_backend = lambda: "gpu"
+    fused.missing_triton = lambda _: "as if it were not installed"  # type: ignore[assignment]
+    recipe = fp8jax.recipes.coat()
+
+    def program(x: Any, w: Any, dy: Any) -> Any:
+        def f(x: Any, w: Any) -> Any:
+            return fp8jax.activation(fp8jax.linear(x, w, recipe=recipe), recipe=recipe, activation="gelu_tanh")
+
+        y, back = jax.vjp(f, x, w)
+        return y, back(dy)
+
+    return program, tuple(jax.ShapeDtypeStruct(s, dtype) for s in ((64, 128), (128, 256), (64, 256)))
+
+
+def gelu_bf16() -> tuple[Any, tuple[Any, ...]]:
+    return gelu(jnp.bfloat16)
+
+
+GELU = [gelu, gelu_bf16]
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_a_perceptron_is_added_to_its_residual_in_place() -> None:
+    found = h200.report("tests.kernels.test_linear:block")
+    assert sum("cublas$lt$matmul$f8" in call for call in found["calls"]) == 9
+    assert found["in place"] == 2  # and gate's gradient to up's
+    assert found["copied"] == 0
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_gelu_without_kernels_stays_out_of_the_product_which_cannot_have_it() -> None:
+    found = h200.report("tests.kernels.test_linear:GELU")
+    assert sum("cublas$lt$matmul$f8" in call for call in found["calls"]) == 6
+
+
 @pytest.mark.gpu
 def test_the_scale_of_a_product_on_a_gpu_is_that_of_its_codes() -> None:
     """Of cuBLASLt's with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, else of the kernel's."""
