@@ -238,10 +238,10 @@ def _make_ahead(result: Result, spec: QuantSpec, scale: Array) -> QTensor:
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
     """`call(on, *arrays)`, where `on` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
-    from pallas_kernels import norm_triton, remake_triton
+    from pallas_kernels import activation_triton, norm_triton, remake_triton
 
     kernels = types.SimpleNamespace()
-    for kernel in (remake_triton.quantize, remake_triton.peaks, remake_triton.ahead, remake_triton.keep_activation,
+    for kernel in (remake_triton.quantize, remake_triton.peaks, remake_triton.ahead, activation_triton.keep_activation,
                    norm_triton.forward, norm_triton.backward):  # fmt: skip
         setattr(kernels, kernel.__name__, functools.partial(kernel, compute_capability=capability()))
     mapped = jax.custom_batching.sequential_vmap(functools.partial(call, kernels))

@@ -60,7 +60,7 @@ def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing
 def odd() -> None:
     """Prints how much of what the kernels make of Inf, NaN, zeros and extremes differs from the reference's."""
     from fp8jax.ops import fused_reference
-    from pallas_kernels import norm_triton, remake_triton
+    from pallas_kernels import activation_triton, norm_triton, remake_triton
     from pallas_kernels.operations_triton import Operation
     from pallas_kernels.scaling_triton import Coding
     from tests.kernels.triton_interpreter import prepare
@@ -73,7 +73,6 @@ def odd() -> None:
         x = x.at[row, 3 * row].set(value).at[row, 32:48].set(value)
     norm, silu, ones = Operation(scaled=True), Operation(dtype=0), jnp.ones(80, jnp.bfloat16)
     differ = {}
-    kernels = lambda on: (on.keep_activation, on.ahead, on.quantize)  # noqa: E731
     # Inf or NaN, and the sign of a zero, follow from the order of factors: that of XLA is its own.
     unsigned = lambda a: jnp.where(jnp.isfinite(a), a, jnp.nan).astype(jnp.float32) + 0.0  # noqa: E731
     plain = jax.random.normal(jax.random.key(1), x.shape)
@@ -88,14 +87,14 @@ def odd() -> None:
         cotangents = (Operation(), (remake_triton.GATE, remake_triton.UP), operands, (scale, scale), jnp.float8_e5m2)
         found = [
             (
-                forward(norm, rows, ones, None, 1e-5, kept),
-                keep(silu, gate, up, kept),
-                ahead(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
-                [unsigned(a) for a in jax.tree.leaves(quantize(*cotangents, rows=True, columns=True, again=again))],
+                on_norm.forward(norm, rows, ones, None, 1e-5, kept),
+                on_activation.keep_activation(silu, gate, up, kept),
+                on.ahead(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
+                [unsigned(a) for a in jax.tree.leaves(on.quantize(*cotangents, rows=True, columns=True, again=again))],
             )
-            for forward, keep, ahead, quantize in (
-                (norm_triton.forward, *kernels(remake_triton)),
-                (fused_reference.forward, *kernels(fused_reference)),
+            for on_norm, on_activation, on in (
+                (norm_triton, activation_triton, remake_triton),
+                (fused_reference, fused_reference, fused_reference),
             )
         ]
         got, want = ([np.asarray(a, np.float32) for a in jax.tree.leaves(each)] for each in found)
@@ -118,7 +117,7 @@ def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
 
 def registers() -> None:
     """Prints `h200.assembled` of each kernel for Llama-7B's activations, and of norms of longer rows."""
-    from pallas_kernels import norm_triton, remake_triton
+    from pallas_kernels import activation_triton, norm_triton, remake_triton
     from pallas_kernels.operations_triton import Operation
     from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
     from pallas_kernels.scaling_triton import Coding
@@ -168,7 +167,7 @@ def registers() -> None:
     kept_of = (codes, scales, codes, scales)
     of_norm = ("first", "first_scale", "inverse", "weight")
     programs = {
-        "kept of silu": (lambda g, u: remake_triton.keep_activation(silu, g, u, kept, **options), wide, wide),
+        "kept of silu": (lambda g, u: activation_triton.keep_activation(silu, g, u, kept, **options), wide, wide),
         "peaks": (pair, *kept_of, wide),
         "cotangents": (quantized(silu, (GATE, UP), e5m2, activation, True, True), *kept_of, wide),
         "silu again, peaks": (ahead, *kept_of, wide),
