@@ -1,6 +1,5 @@
 """What an activation keeps for its backward pass, and the largest magnitude of its result, in one pass."""
 
-
 import jax
 import jax.numpy as jnp
 import triton
