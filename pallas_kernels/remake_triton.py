@@ -41,18 +41,26 @@ class Operands(NamedTuple):
 
 
 @triton.jit
+def _slice(
+    p: tl.tensor, j: tl.tensor, first: tl.tensor, i: tl.tensor, top: tl.tensor, left: tl.tensor, n: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The operands of cotangents of slice `j` of a tile, which is every fourth row."""
+    at = ((4 * i + j) * N)[:, None] + tl.arange(0, n.shape[0])[None, :]
+    return on.operands(p, first, at, top + 4 * i + j, left, n, M, N, MASKED, OPERATION)
+
+
+@triton.jit
 def _slices(
     p: tl.tensor, first: tl.tensor, i: tl.tensor, top: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The operands of cotangents of four slices of a tile, each of every fourth row: all loads before the first use."""
-    at = (4 * i * N)[:, None] + tl.arange(0, n.shape[0])[None, :]
-    m = top + 4 * i
+    """Those of all four: all loads before the first use."""
     return (
-        on.operands(p, first, at, m, left, n, M, N, MASKED, OPERATION),
-        on.operands(p, first, at + N, m + 1, left, n, M, N, MASKED, OPERATION),
-        on.operands(p, first, at + 2 * N, m + 2, left, n, M, N, MASKED, OPERATION),
-        on.operands(p, first, at + 3 * N, m + 3, left, n, M, N, MASKED, OPERATION),
+        _slice(p, 0, first, i, top, left, n, M, N, MASKED, OPERATION),
+        _slice(p, 1, first, i, top, left, n, M, N, MASKED, OPERATION),
+        _slice(p, 2, first, i, top, left, n, M, N, MASKED, OPERATION),
+        _slice(p, 3, first, i, top, left, n, M, N, MASKED, OPERATION),
     )
 
 
@@ -141,8 +149,7 @@ def _codes(
             words1 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
             words2 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
             for k in tl.range(4):
-                at, m = ((4 * i + k) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + k
-                x = on.operands(p, first, at, m, left, n, M, N, MASKED, OPERATION)
+                x = _slice(p, k, first, i, top, left, n, M, N, MASKED, OPERATION)
                 y0, y1, y2 = on.cotangents(x, OPERATION, OPERATION[5])
                 words0, words1, words2 = _put_all(
                     y0, y1, y2, factor0, factor1, factor2, words0, words1, words2, k, rows0 + first, rows1 + first,
@@ -211,8 +218,7 @@ def _ahead(
         ordered0 = tl.zeros((HIGH // 4, WIDE), tl.int32)
         ordered1 = tl.zeros((HIGH // 4, WIDE), tl.int32)
         for k in tl.range(4):
-            at, m = ((4 * i + k) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + k
-            x = on.operands(p, first, at, m, left, n, M, N, MASKED, OPERATION)
+            x, m = _slice(p, k, first, i, top, left, n, M, N, MASKED, OPERATION), top + 4 * i + k
             y0, y1, _ = on.cotangents(x, OPERATION, OPERATION[5])
             ordered0 = tl.maximum(ordered0, on.ordered(y0, m, n, M, N, MASKED, HOW))
             ordered1 = tl.maximum(ordered1, on.ordered(y1, m, n, M, N, MASKED, HOW))
