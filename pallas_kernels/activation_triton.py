@@ -1,4 +1,6 @@
-"""What an activation keeps for its backward pass, and the largest magnitude of its result, in one pass."""
+"""What an activation keeps for its backward pass, with its result in codes or that's largest magnitude, in one pass."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +15,18 @@ from pallas_kernels import scaling_triton as device
 from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import Launch
 
+# Of `mend`: enough for every GPU, and as good as nothing where there is nothing to do.
+PROGRAMS = 1024
+
 
 @triton.jit
 def _keep(
-    gate_ptr: tl.tensor, up_ptr: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor, up_codes: tl.tensor,
-    up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, peaks: tl.tensor, M: tl.constexpr, N: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, HOW: tl.constexpr,
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, to_scale: tl.tensor, gate_codes: tl.tensor, gate_scales: tl.tensor,
+    up_codes: tl.tensor, up_scales: tl.tensor, codes: tl.tensor, scales: tl.tensor, peaks: tl.tensor,
+    result_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    OPERATION: tl.constexpr, HOW: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The codes that an activation keeps of a tile, and the largest magnitude of its result there."""
+    """The codes that an activation keeps of a tile, those of its result there, and the largest magnitude of that."""
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     program = tl.program_id(0)
@@ -42,6 +48,9 @@ def _keep(
         on.keep(on.narrowed(y, OPERATION[5]), codes, scales, first, at, m, left, n, M, N, MASKED, HOW, True)
     if OPERATION[1]:
         y = y * up
+    if TO[0]:
+        y = on.narrowed(y, OPERATION[5])
+        on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, True)
     top = on.peak_of_finite(y, OPERATION[5])
     if top < float("inf"):
         tl.store(peaks + program, top)
@@ -55,7 +64,32 @@ def _keep(
             up = codec.fp32(device.load_plain(up_ptr + first, at, here, MASKED))
             on.keep(up, up_codes, up_scales, first, at, m, left, n, M, N, MASKED, HOW, False)
             y = y * up
-        tl.store(peaks + program, on.peak(on.narrowed(y, OPERATION[5]), m, n, M, N, MASKED, HOW))
+        y = on.narrowed(y, OPERATION[5])
+        if TO[0]:
+            on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
+        tl.store(peaks + program, on.peak(y, m, n, M, N, MASKED, HOW))
+
+
+@triton.jit
+def _mend(
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, scale_ptr: tl.tensor, wrong_ptr: tl.tensor, codes_ptr: tl.tensor,
+    spare: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    OPERATION: tl.constexpr, HOW: tl.constexpr, PROGRAMS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Every so manieth tile; none where nothing is wrong. The codes are written where they are."""
+    MASKED: tl.constexpr = True  # a program may take a tile beyond the last
+    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    TILES: tl.constexpr = (M + HIGH - 1) // HIGH * ACROSS
+    if tl.load(wrong_ptr) > 0:
+        p = (gate_ptr, gate_ptr, up_ptr)
+        for j in range((TILES + PROGRAMS - 1) // PROGRAMS):
+            tile = j * PROGRAMS + tl.program_id(0)
+            top, left = tile // ACROSS * HIGH, tile % ACROSS * WIDE
+            first = top.to(tl.int64) * N + left
+            at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
+            m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
+            y = on.result(p, first, at, m, left, n, M, N, MASKED, OPERATION, False)
+            on.put(y, scale_ptr, codes_ptr + first, at, device.inside(m, n, M, N), MASKED, HOW, False)
 
 
 def keep_activation(
@@ -64,14 +98,18 @@ def keep_activation(
     up: Array | None,
     kept: device.Coding,
     *,
+    result: tuple[Array, Any] | None = None,
     launch: Launch | None = None,
     compute_capability: int | None = None,
-) -> tuple[list[tuple[Array, Array] | None], Array]:
+) -> tuple[list[tuple[Array, Array] | None], Array, Array | None]:
     """What an activation keeps, in one pass: codes and scales of its gate, `up` and activated gate.
 
+    Args:
+        result: scale, an fp32 scalar, and dtype of codes of the result, or None.
+
     Returns:
-        For each of them codes (M, N) and scales (M, N / group), or None where the operation has or keeps no such; and
-        the largest finite magnitude of its result, an fp32 scalar.
+        For each of them codes (M, N) and scales (M, N / group), or None where the operation has or keeps no such; the
+        largest finite magnitude of its result, an fp32 scalar; and codes of the result (M, N), or None.
     """
     m, n = gate.shape
     launch = launch or (Launch(32, 128, 8) if n % 256 else Launch(16, 256, 8))
@@ -82,10 +120,40 @@ def keep_activation(
         for here in present
         for shape, kind in (((m, n), jnp.uint8), ((m, n // kept.size), kept.scale_dtype))
     ]
-    inputs = [gate, gate if up is None else up]
+    shapes += [jax.ShapeDtypeStruct((tiles,), jnp.float32)]
+    shapes += [jax.ShapeDtypeStruct((m, n) if result else (1, 1), jnp.uint8)]
+    scale = result[0].reshape(1, 1) if result else jnp.ones((1, 1), jnp.float32)
     found = quantize_triton.call(
-        _keep, inputs, [*shapes, jax.ShapeDtypeStruct((tiles,), jnp.float32)], tiles, launch, compute_capability,
+        _keep, [gate, gate if up is None else up, scale], shapes, tiles, launch, compute_capability,
         OPERATION=tuple(operation), HOW=tuple(kept.static),
+        TO=tuple(device.Coding("tensor", result[1]).static if result else device.NONE),
     )  # fmt: skip
     codes = [jax.lax.bitcast_convert_type(found[2 * i], kept.dtype) for i in range(3)]
-    return [(codes[i], found[2 * i + 1]) if present[i] else None for i in range(3)], jnp.max(found[-1])
+    made = jax.lax.bitcast_convert_type(found[-1], result[1]) if result else None
+    return [(codes[i], found[2 * i + 1]) if present[i] else None for i in range(3)], jnp.max(found[-2]), made
+
+
+def mend(
+    operation: Operation,
+    gate: Array,
+    up: Array | None,
+    codes: Array,
+    scale: Array,
+    wrong: Array,
+    *,
+    compute_capability: int | None = None,
+) -> Array:
+    """The codes of an activation's result (M, N), in place: where `wrong`, made anew under `scale`, else as they are.
+
+    Args:
+        operation: of `exact` operands. gate, up: (M, N). codes: float8_e4m3fn or float8_e5m2. scale: an fp32 scalar.
+        wrong: a boolean scalar.
+    """
+    inputs = [gate, gate if up is None else up, scale.reshape(1, 1), wrong.reshape(1).astype(jnp.int32)]
+    (found,) = quantize_triton.call(
+        _mend, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
+        [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], PROGRAMS, Launch(32, 128, 4), compute_capability,
+        aliases={len(inputs): 0}, OPERATION=tuple(operation), HOW=tuple(device.Coding("tensor", codes.dtype).static),
+        PROGRAMS=PROGRAMS,
+    )  # fmt: skip
+    return jax.lax.bitcast_convert_type(found, codes.dtype)

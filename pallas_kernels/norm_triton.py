@@ -24,9 +24,10 @@ AHEAD = 96 << 10
 
 @triton.jit
 def _forward(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor,
-    inverse_ptr: tl.tensor, mean_ptr: tl.tensor, peaks_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, EPS: tl.constexpr, OPERATION: tl.constexpr, HOW: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, to_scale: tl.tensor, codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor, inverse_ptr: tl.tensor, mean_ptr: tl.tensor, peaks_ptr: tl.tensor, result_ptr: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, EPS: tl.constexpr,
+    OPERATION: tl.constexpr, HOW: tl.constexpr, TO: tl.constexpr,
 ) -> None:  # fmt: skip
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
     program = tl.program_id(0)
@@ -43,7 +44,11 @@ def _forward(
     tl.store(inverse_ptr + m, inverse, mask=m < M)
     # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
     on.keep(z, codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, HOW, True)
-    top = on.peak_of_finite(on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION), OPERATION[5])
+    y = on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION)
+    if TO[0]:
+        y = on.narrowed(y, OPERATION[5])
+        on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, True)
+    top = on.peak_of_finite(y, OPERATION[5])
     if top < float("inf"):
         tl.store(peaks_ptr + program, top)
     else:
@@ -52,6 +57,8 @@ def _forward(
             z = tl.where(here, z - mean[:, None], 0.0)
         on.keep(z, codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, HOW, False)
         y = on.narrowed(on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION), OPERATION[5])
+        if TO[0]:
+            on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
         tl.store(peaks_ptr + program, on.peak(y, m, n, M, N, MASKED, HOW))
 
 
@@ -128,13 +135,18 @@ def forward(
     eps: float,
     kept: device.Coding,
     *,
+    result: tuple[Array, Any] | None = None,
     compute_capability: int | None = None,
-) -> tuple[Array, Array, Array, Array | None, Array]:
+) -> tuple[Array, Array, Array, Array | None, Array, Array | None]:
     """What a norm keeps of (M, N), in one pass.
+
+    Args:
+        result: scale, an fp32 scalar, and dtype of codes of the result, or None.
 
     Returns:
         Codes (M, N) and scales (M, N / group) of `x`, less its mean where the norm is centered; 1 / root of each row,
-        fp32 (M,); the mean, likewise, or None; and the largest finite magnitude of the result, an fp32 scalar.
+        fp32 (M,); the mean, likewise, or None; the largest finite magnitude of the result, an fp32 scalar; and codes
+        of the result (M, N), or None.
     """
     m, n = x.shape
     launch = _launch(n)
@@ -145,14 +157,17 @@ def forward(
         jax.ShapeDtypeStruct((m,), jnp.float32),
         jax.ShapeDtypeStruct((m if operation.centered else 1,), jnp.float32),
         jax.ShapeDtypeStruct((programs,), jnp.float32),
+        jax.ShapeDtypeStruct((m, n) if result else (1, 1), jnp.uint8),
     ]
-    inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias))]
-    codes, scales, inverse, mean, peaks = quantize_triton.call(
+    given = (weight, bias, result and result[0].reshape(1, 1))
+    inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in given)]
+    codes, scales, inverse, mean, peaks, made = quantize_triton.call(
         _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=tuple(operation),
-        HOW=tuple(kept.static),
+        HOW=tuple(kept.static), TO=tuple(device.Coding("tensor", result[1]).static if result else device.NONE),
     )  # fmt: skip
     codes = jax.lax.bitcast_convert_type(codes, kept.dtype)
-    return codes, scales, inverse, mean if operation.centered else None, jnp.max(peaks)
+    found = jax.lax.bitcast_convert_type(made, result[1]) if result else None
+    return codes, scales, inverse, mean if operation.centered else None, jnp.max(peaks), found
 
 
 def backward(

@@ -335,8 +335,9 @@ def transpose(x: Array, *, launch: Launch | None = None, compute_capability: int
 
 
 def call(
-    kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: Launch, capability: int | None, **static: Any
-) -> Any:
+    kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: Launch, capability: int | None,
+    aliases: dict[int, int] | None = None, **static: Any,
+) -> Any:  # fmt: skip
     """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs."""
     m, n = inputs[0].shape
     tile = {"M": m, "N": n, "HIGH": launch.rows, "WIDE": launch.columns}
@@ -347,6 +348,7 @@ def call(
         programs=grid,
         warps=launch.warps,
         compute_capability=capability,
+        aliases=aliases,
         **tile,
         **static,
     )

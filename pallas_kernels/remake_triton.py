@@ -168,13 +168,13 @@ def _peaks(
     first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
     bias: tl.tensor, peaks0: tl.tensor, peaks1: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr,
-    WIDE: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr,
+    WIDE: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr, EVERY: tl.constexpr,
 ) -> None:  # fmt: skip
     p = (first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     program = tl.program_id(0)
-    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    top, left = program // ACROSS * (HIGH * EVERY), program % ACROSS * WIDE
     start = top.to(tl.int64) * N + left
     at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
     m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
@@ -299,17 +299,21 @@ def peaks(
     kinds: tuple[int, ...],
     operands: Operands,
     *,
+    every: int = 1,
     launch: Launch | None = None,
     compute_capability: int | None = None,
 ) -> list[Array]:
-    """Largest finite magnitudes of results of an operation, fp32 scalars; arguments as of `quantize`."""
+    """Largest finite magnitudes of results of an operation, fp32 scalars; arguments as of `quantize`.
+
+    Of the rows it takes the first `launch.rows`, 32, of `every` so many times that number.
+    """
     m, n = operands.first.shape
     launch = launch or Launch(32, 128, 4)
-    tiles = -(-m // launch.rows) * -(-n // launch.columns)
+    tiles = -(-m // (launch.rows * every)) * -(-n // launch.columns)
     shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
     found = quantize_triton.call(
         _peaks, _pointers(operands), shapes, tiles, launch, compute_capability, OPERATION=tuple(operation),
-        KINDS=(*kinds, NOTHING)[:2], HOW=tuple(device.NONE),
+        KINDS=(*kinds, NOTHING)[:2], HOW=tuple(device.NONE), EVERY=every,
     )  # fmt: skip
     return [jnp.max(x) for x in found[: len(kinds)]]
 

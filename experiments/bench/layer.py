@@ -32,7 +32,7 @@ CONFIG = LlamaConfig(vocab=256, dim=4096, layers=1, heads=32, kv_heads=32, mlp_d
 BF16, BATCH = "bf16", 4
 ALONE = "products and attention alone"
 BOUND, ANY = "bound of {}", "any lean program"
-HELD, FAST, BOUNDED, FUNCTIONS = "weights held", "fast accumulation", "bounded cotangents", "as functions"
+HELD, FAST, BOUNDED, FUNCTIONS = "weights held", "fast accumulation", "bounded scales", "as functions"
 PRODUCTS = ("forward", "dgrad", "wgrad")
 
 
@@ -99,9 +99,10 @@ def recipes() -> dict[str, fp8jax.Recipe]:
     for coat, (name, change) in ((coat_memory.LEAN, current), (coat_memory.LEAN, fast), (coat_memory.FAITHFUL, fast)):
         linear = dataclasses.replace(found[coat].linear, **change)  # type: ignore[arg-type]
         found[f"{coat}, {name}"] = dataclasses.replace(found[coat], linear=linear)
-    lean = found[f"{coat_memory.LEAN}, {FAST}"]
-    bounded = dataclasses.replace(lean.context, cotangents="bound")
-    found[f"{coat_memory.LEAN}, {FAST}, {BOUNDED}"] = dataclasses.replace(lean, context=bounded)
+    for coat in (coat_memory.LEAN, coat_memory.FAITHFUL):
+        fast_coat = found[f"{coat}, {FAST}"]
+        bounded = dataclasses.replace(fast_coat.context, scales="bound")
+        found[f"{coat}, {FAST}, {BOUNDED}"] = dataclasses.replace(fast_coat, context=bounded)
     return found
 
 

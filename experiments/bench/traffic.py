@@ -9,6 +9,7 @@ FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
 SHAPE = re.compile(r"\b(?:[a-z]+(\d+)[a-z0-9]*|pred)\[([\d,]*)\]")
 OPERATION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
+NAME = re.compile(r'op_name="([^"]+)"')
 
 
 def moved(program: str, without: tuple[str, ...] = ()) -> int:
@@ -17,7 +18,8 @@ def moved(program: str, without: tuple[str, ...] = ()) -> int:
     Args:
         program: text of a compiled program (`jax.stages.Compiled.as_text`). Operations that run others (loops,
             conditionals, command buffers) are refused: what they move is not told by their operands.
-        without: operations whose custom call's target contains one of these do not count.
+        without: operations do not count whose custom call's target contains one of these, or that come from such a
+            `jax.named_scope`.
 
     Raises:
         ValueError: an operation that runs others.
@@ -29,8 +31,9 @@ def moved(program: str, without: tuple[str, ...] = ()) -> int:
     for name, kind, operation, rest in operations:
         if operation in ("while", "conditional", "call", "async-start"):
             raise ValueError(f"{name} is a {operation}: compile without loops and command buffers to count its bytes")
-        target = TARGET.search(rest)
-        if operation in FREE or (target and any(part in target[1] for part in without)):
+        target, origin = TARGET.search(rest), NAME.search(rest)
+        scopes = origin[1].split("/") if origin else []
+        if operation in FREE or any((target and part in target[1]) or part in scopes for part in without):
             continue
         operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
         total += size(kind) + sum(size(results.get(operand, "")) for operand in operands)

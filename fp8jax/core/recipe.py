@@ -191,7 +191,7 @@ class Linear:
 
 
 MODES = ("faithful", "lean")
-COTANGENTS = ("largest", "bound")
+SCALES = ("largest", "bound")
 AGAIN = "computed again"
 
 
@@ -208,12 +208,18 @@ class Context:
         mode: "faithful" keeps all that COAT keeps: the input of a norm, gate, up, and the activated gate; linear layers
             keep their own codes. "lean" keeps only what cannot be computed again cheaply: the input of a norm, gate and
             up; linear layers that read their results compute them again from those.
-        cotangents: where the scales of an activation's cotangents come from, as linear layers quantize them per tensor
-            to e5m2: their "largest" magnitudes, which costs a pass over them; or a "bound" on these, by the inequality
-            of Cauchy and Schwarz from the norms of the next layer's gradient and weight and the largest gate and up of
-            each row, some binades above the largest, where e5m2 has 30. It is the largest where the layer that reads
-            the activation does not compute it again, where its gradient does not come back directly (it is reshaped, or
-            has several readers), for other formats, and where what is kept has scales of blocks or microscales.
+        scales: where the scales come from of what these operations make, as linear layers quantize it per tensor: its
+            "largest" magnitude, which costs a pass over it; or a "bound" on that, some binades above, of which e4m3 has
+            18 and e5m2 30. Nothing finite saturates.
+            A norm's result is at most the root of the channels times its largest scale, plus its largest bias.
+            An activation's is taken to be at most four times the largest of every 16th 32 rows; where it is larger,
+            that gives the scale, and a second pass the codes. Both need an operation that knows how the layers that
+            read it quantize: the functions `norm_linear` and `glu_linear`, and `rms_norm`, `layer_norm`, `glu` and
+            `activation` where they are given the whole recipe; modules that substitution makes take the largest.
+            Lean, of an activation's e5m2 cotangents by the inequality of Cauchy and Schwarz, from the norms of the next
+            layer's gradient and weight and the largest gate and up of each row. It is the largest where the gradient
+            does not come back directly (it is reshaped, or has several readers), and where what is kept has scales of
+            blocks or microscales.
 
     Raises:
         ValueError: a spec is malformed or of no use here, or a mode is unknown or has nothing to apply to.
@@ -221,16 +227,16 @@ class Context:
 
     saved: str | None = None
     mode: str = "faithful"
-    cotangents: str = "largest"
+    scales: str = "largest"
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"unknown context.mode {self.mode!r}; it is one of {', '.join(MODES)}")
-        if self.cotangents not in COTANGENTS:
-            raise ValueError(f"unknown context.cotangents {self.cotangents!r}; it is one of {', '.join(COTANGENTS)}")
-        if self.cotangents == "bound" and self.mode != "lean":
-            raise ValueError(f"context.cotangents 'bound' needs what mode 'lean' computes again, not {self.mode!r}")
+        if self.scales not in SCALES:
+            raise ValueError(f"unknown context.scales {self.scales!r}; it is one of {', '.join(SCALES)}")
         if self.saved is None:
+            if self.scales != "largest":
+                raise ValueError(f"context.scales {self.scales!r} needs a format: give context.saved, as e4m3:group16")
             if self.mode != "faithful":
                 raise ValueError(f"context.mode {self.mode!r} needs a format: give context.saved, such as e4m3:group16")
             return

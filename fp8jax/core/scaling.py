@@ -30,6 +30,21 @@ def usable(scale: Array) -> Array:
     return jnp.maximum(scale, np.float32(TINY))
 
 
+# What `bound_by_sample` takes of rows, the first SAMPLE of each EVERY times as many, and how far it looks beyond.
+SAMPLE, EVERY, MARGIN = 32, 16, 4.0
+
+
+def largest_of_sample(x: Array) -> Array:
+    """`largest_magnitude` of a matrix's rows that count as a sample."""
+    sampled = np.arange(x.shape[0]) // SAMPLE % EVERY == 0
+    return largest_magnitude(jnp.where(sampled[:, None], x, 0))
+
+
+def beyond_sample(sample: Array) -> Array:
+    """How large a tensor is taken to be of which a sample's largest magnitude is known."""
+    return jnp.minimum(MARGIN * sample, np.finfo(np.float32).max)
+
+
 @dataclasses.dataclass(frozen=True)
 class TwoStage:
     """Group scaling (COAT, section 5.2 and figure 4): the maximum of a tensor from the maxima of its groups.

@@ -37,7 +37,7 @@ class Part:
         if self.computes is None:
             return "no copy of what attention keeps"
         lean = "; layers that read its result keep nothing of it" if self.context.lean else ""
-        bound = "; its cotangents' scales from bounds" if self.context.cotangents == "bound" else ""
+        bound = "; its cotangents' scales from bounds" if self.context.scales == "bound" and self.context.lean else ""
         return f"{self.context.spec}{lean}{bound if self.computes != 'norm' else ''}"
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -40,7 +41,7 @@ def glu(gate: Array, up: Array, *, recipe: Recipe | Context, activation: str = "
     context, f = context_part(recipe), _function(activation)
     if context.spec is None:
         return f(gate) * up
-    return _activation(activation, gate, up, context)
+    return _activation(activation, gate, up, context, fused.bounded(recipe))
 
 
 def activation(x: Array, *, recipe: Recipe | Context, activation: str) -> Array:
@@ -58,7 +59,7 @@ def activation(x: Array, *, recipe: Recipe | Context, activation: str) -> Array:
         ValueError: unknown activation.
     """
     context, f = context_part(recipe), _function(activation)
-    return f(x) if context.spec is None else _activation(activation, x, None, context)
+    return f(x) if context.spec is None else _activation(activation, x, None, context, fused.bounded(recipe))
 
 
 # The derivative of GELU is at most 1.129, that of SiLU 1.100; neither is larger than its argument.
@@ -104,7 +105,9 @@ class Activation:
         cast = tuple(ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
         if all(dtype == self.dtype for dtype in dtypes):
             known, found = fused.foreseen(dy), self._operands(kept, cast[0], dy)
-            fused.give_scales(known, cast)
+            for cotangent, scale in zip(cast, known.scales, strict=False):
+                assert known.spec is not None
+                fused.give_scale(cotangent, known.spec, scale)
             if found is not None:
                 from pallas_kernels.remake_triton import GATE, UP
 
@@ -149,29 +152,40 @@ def _largest(kept: QTensor) -> Array:
     return jnp.max(scale, -1) * formats.get(kept.spec.format).max
 
 
-def _activation(name: str, gate: Array, up: Array | None, context: Context) -> Array:
+def _activation(name: str, gate: Array, up: Array | None, context: Context, to: QuantSpec | None) -> Array:
+    """`to` is how the result will be quantized, if this is to give the scale."""
     assert context.spec is not None
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
     spare = context.lean or u is None
-    operation, result = _fused(name, gate, up, context.spec, not spare, forward=True), None
-    if operation is None:
-        # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
-        g = lax.optimization_barrier(g)
-    activated = ACTIVATIONS[name](g)
+    operation, result, scale = _fused(name, gate, up, context.spec, not spare, forward=True), None, None
+    # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
+    plain = lax.optimization_barrier(g)
+    activated = ACTIVATIONS[name](plain)
     y = activated if u is None else activated * u
     if operation is None:
         kept = Kept(
-            keep(g, context.spec),
+            keep(plain, context.spec),
             None if u is None else keep(u, context.spec),
             None if spare else keep(activated, context.spec),
         )
+        if to is not None:
+            matrix = fused.matrix(y)
+            scale = _bound(scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix), to)
     else:
-        kept, result = _keep(operation, g, u, context.spec)
+        kept, result, scale = _keep(operation, g, u, context.spec, to)
     inputs = (gate,) if up is None else (gate, up)
-    y, _ = differentiable(Activation(name, gate.dtype, context.cotangents == "bound"), inputs, kept, y, context)
+    bounded = context.lean and context.scales == "bound"
+    y, _ = differentiable(Activation(name, gate.dtype, bounded), inputs, kept, y, context)
     if result is not None:
         fused.note(result, y)
+    if to is not None and scale is not None:
+        fused.give_scale(y, to, scale)
     return y
+
+
+def _bound(sample: Array, largest: Array, to: QuantSpec) -> Array:
+    """The scale of a result from the largest magnitudes of a sample of it and of all of it."""
+    return scaling.to_scale(jnp.maximum(scaling.beyond_sample(sample), largest), formats.get(to.format))
 
 
 def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool, *, forward: bool = False) -> Any:
@@ -179,16 +193,33 @@ def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool, *,
     return fused.operation(like, spec, like.dtype, forward=forward, **how)
 
 
-def _keep(operation: Any, gate: Array, up: Array | None, spec: QuantSpec) -> tuple[Kept, fused.Result]:
-    """What is kept, and what the result is computed from."""
+def _keep(
+    operation: Any, gate: Array, up: Array | None, spec: QuantSpec, to: QuantSpec | None
+) -> tuple[Kept, fused.Result, Array | None]:
+    """What is kept, what the result is computed from, and under which scale it is to be quantized, if `to` says how."""
     from pallas_kernels import remake_triton
 
     coding, g, u = fused.coding(spec), fused.matrix(gate), None if up is None else fused.matrix(up)
-    parts, peak = fused.run(lambda on, *arrays: on.keep_activation(operation, *arrays, coding), g, u)
+    exact, kinds = operation._replace(exact=True), (remake_triton.RESULT,)
+
+    def both(on: Any, *arrays: Any) -> Any:
+        if to is None:
+            return *on.keep_activation(operation, *arrays, coding), None
+        with jax.named_scope("sample"):
+            (sample,) = on.peaks(exact, kinds, remake_triton.Operands(arrays[0], up=arrays[1]), every=scaling.EVERY)
+        scale, dtype = _bound(sample, jnp.zeros(()), to), formats.get(to.format).dtype
+        parts, peak, codes = on.keep_activation(operation, *arrays, coding, result=(scale, dtype))
+        scale = _bound(sample, peak, to)
+        with jax.named_scope("mend"):
+            codes = on.mend(exact, *arrays, codes, scale, peak > scaling.beyond_sample(sample))
+        return parts, peak, codes, scale
+
+    parts, peak, made, scale = fused.run(both, g, u)
     codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
-    kept = Kept(*codes)
-    operands = remake_triton.Operands(g, up=u)
-    return kept, fused.Result(operation._replace(exact=True), (remake_triton.RESULT,), operands, (peak,))
+    result = fused.Result(exact, kinds, remake_triton.Operands(g, up=u), (peak,))
+    if to is not None:
+        result.made.update(fused.rows_made(to, scale, made))
+    return Kept(*codes), result, scale
 
 
 def _function(name: str) -> Callable[[Array], Array]:

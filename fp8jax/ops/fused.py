@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, capability, missing_triton, on_cuda, spread, tell
@@ -118,11 +119,22 @@ def foreseen(gradient: Array) -> Foreseen:
     return _foreseen.take(gradient) or Foreseen()
 
 
-def give_scales(known: Foreseen, arrays: tuple[Array, ...]) -> None:
-    """Says under which scales cotangents are to be quantized, where that is foreseen."""
-    for array, scale in zip(arrays, known.scales, strict=False):
-        assert known.spec is not None
-        _given.note(array, (known.spec, scale))
+def give_scale(array: Array, spec: QuantSpec, scale: Array) -> None:
+    """Says under which scale an array is to be quantized."""
+    _given.note(array, (spec, scale))
+
+
+def bounded(recipe: Recipe | Context) -> QuantSpec | None:
+    """How linear layers quantize what an operation makes, if it is to give them the scale for that; else None."""
+    if not isinstance(recipe, Recipe) or recipe.context.scales != "bound" or recipe.linear.scaling == "delayed":
+        return None
+    spec = recipe.linear.spec("x")
+    return spec if spec is not None and spec == recipe.linear.spec("saved") and takes(spec) else None
+
+
+def rows_made(spec: QuantSpec, scale: Array, codes: Array) -> dict[Any, Any]:
+    """`Result.made` of codes of the one array, not transposed, under a given scale."""
+    return {(True, False, spec, Same(scale)): [_pair(spec, codes, None, scale.reshape(1, 1))]}
 
 
 def given_scale(array: Array, *specs: QuantSpec | None) -> Array | None:
@@ -242,7 +254,7 @@ def run(call: Callable[..., Any], *arrays: Any) -> Any:
 
     kernels = types.SimpleNamespace()
     for kernel in (remake_triton.quantize, remake_triton.peaks, remake_triton.ahead, activation_triton.keep_activation,
-                   norm_triton.forward, norm_triton.backward):  # fmt: skip
+                   activation_triton.mend, norm_triton.forward, norm_triton.backward):  # fmt: skip
         setattr(kernels, kernel.__name__, functools.partial(kernel, compute_capability=capability()))
     mapped = jax.custom_batching.sequential_vmap(functools.partial(call, kernels))
     return by_platform(*arrays, cuda=mapped, default=functools.partial(call, fused_reference))

@@ -97,14 +97,14 @@ def quantize(
         first = quantize(operation, kinds, operands, scales, dtype, rows=rows, columns=columns)
         result, (scale, to) = (remake_triton.RESULT,), again
         return first + quantize(operation, result, operands, (scale,), to, rows=False, columns=True)
-    spec = QuantSpec(_NAMES[jnp.dtype(dtype)])
     found = zip(results(operation, kinds, operands), scales, strict=True)
-    codes = [quantize_with_scale(x, spec, scale.reshape(1, 1)).codes for x, scale in found]
+    codes: list[Any] = [_codes(x, (scale, dtype)) for x, scale in found]
     return [(c if rows else None, c.T if columns else None) for c in codes]
 
 
-def peaks(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array]:
-    return [scaling.largest_magnitude(x) for x in results(operation, kinds, operands)]
+def peaks(operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1) -> list[Array]:
+    find = scaling.largest_magnitude if every == 1 else scaling.largest_of_sample
+    return [find(x) for x in results(operation, kinds, operands)]
 
 
 def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Array, list[Array]]:
@@ -115,22 +115,43 @@ def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Arra
     return codes, peaks(operation, cotangents, operands)  # type: ignore[return-value]
 
 
-def keep_activation(operation: Any, gate: Array, up: Array | None, kept: Any) -> tuple[list[Any], Array]:
+def keep_activation(
+    operation: Any, gate: Array, up: Array | None, kept: Any, *, result: tuple[Array, Any] | None = None
+) -> tuple[list[Any], Array, Array | None]:
     activated = list(ACTIVATIONS.values())[operation.activation](gate)
     y = activated if up is None else activated * up
     parts = (gate, up, activated if operation.activated else None)
-    return [None if x is None else _keep(x, kept) for x in parts], scaling.largest_magnitude(y)
+    return [None if x is None else _keep(x, kept) for x in parts], scaling.largest_magnitude(y), _codes(y, result)
+
+
+def mend(operation: Any, gate: Array, up: Array | None, codes: Array, scale: Array, wrong: Array) -> Array:
+    from pallas_kernels import remake_triton
+
+    operands = remake_triton.Operands(gate, up=up)
+    ((new, _),) = quantize(
+        operation, (remake_triton.RESULT,), operands, (scale,), codes.dtype, rows=True, columns=False
+    )
+    new, old = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, codes))  # type: ignore[arg-type]
+    return jax.lax.bitcast_convert_type(jnp.where(wrong, new, old), codes.dtype)
 
 
 def forward(
-    operation: Any, x: Array, weight: Array | None, bias: Array | None, eps: float, kept: Any
-) -> tuple[Array, Array, Array, Array | None, Array]:
+    operation: Any,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    kept: Any,
+    *,
+    result: tuple[Array, Any] | None = None,
+) -> tuple[Array, Array, Array, Array | None, Array, Array | None]:
     from pallas_kernels import quantize_triton
 
     z, inverse = statistics(x, eps, centered=operation.centered)
     mean = jnp.mean(x.astype(jnp.float32), -1) if operation.centered else None
     y = normalized(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
-    return *_keep(z if operation.centered else x, kept), inverse[:, 0], mean, scaling.largest_magnitude(y)
+    codes, scales = _keep(z if operation.centered else x, kept)
+    return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), _codes(y, result)
 
 
 def backward(
@@ -154,6 +175,13 @@ def _read(operation: Any, x: Array, scale: Array | None) -> Array:
     """fp32 values of an operand."""
     x = x.astype(jnp.float32)
     return x if scale is None else x * jnp.repeat(scale.astype(jnp.float32), operation.group, 1)
+
+
+def _codes(y: Array, how: tuple[Array, Any] | None) -> Array | None:
+    """Of a scale and a dtype."""
+    if how is None:
+        return None
+    return quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(how[1])]), how[0].reshape(1, 1)).codes
 
 
 def _keep(x: Array, kept: Any) -> tuple[Array, Array]:

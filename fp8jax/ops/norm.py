@@ -1,12 +1,14 @@
 """RMSNorm and LayerNorm that keep their input in 8 bits for the backward pass (COAT, section 5.2)."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
@@ -35,7 +37,7 @@ def rms_norm(
     Raises:
         ValueError: the shapes do not match.
     """
-    return normalize(x, scale, None, context_part(recipe), eps, dtype, centered=False)[0]
+    return normalize(x, scale, None, recipe, eps, dtype, centered=False)[0]
 
 
 def layer_norm(
@@ -66,7 +68,7 @@ def layer_norm(
     Raises:
         ValueError: the shapes do not match.
     """
-    return normalize(x, scale, bias, context_part(recipe), eps, dtype, centered=True)[0]
+    return normalize(x, scale, bias, recipe, eps, dtype, centered=True)[0]
 
 
 class Kept(NamedTuple):
@@ -118,7 +120,7 @@ def normalize(
     x: Array,
     scale: Array | None,
     bias: Array | None,
-    context: Context,
+    recipe: Recipe | Context,
     eps: float,
     dtype: DTypeLike | None,
     *,
@@ -130,41 +132,66 @@ def normalize(
         if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
             shape = None if parameter is None else parameter.shape
             raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
-    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    dtype, context, to = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe), fused.bounded(recipe)
     if context.spec is None:
         z, inverse = statistics(x, eps, centered=centered)
         return normalized(z, inverse, scale, bias).astype(dtype), x if residual else None
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
+    bound = None if to is None else _bound(values[1], values[2], x.shape[-1], to)
     given = {"scaled": scale is not None, "biased": bias is not None}
     operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **given)
     if operation is None:
         z, inverse = statistics(values[0], eps, centered=centered)
         kept, result = Kept(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
     else:
-        codes, mean, peak = _keep(operation, values[0], values[1], values[2], context.spec, eps)
+        ahead = None if to is None or bound is None else (to, bound)
+        codes, mean, peak, made = _keep(operation, values[0], values[1], values[2], context.spec, eps, ahead)
         z, inverse = values[0].astype(jnp.float32), codes.inverse
         if mean is not None:
             z = z - mean.reshape(inverse.shape)
         kept, parts = codes, (fused.matrix(values[0]), None)
         result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
+        result.made.update(made)
     y = normalized(z, inverse, *values[1:]).astype(dtype)
     y, again = differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context, residual=residual)
     if result is not None:
         fused.note(result, y)
+    if to is not None and bound is not None:
+        fused.give_scale(y, to, bound)
     return y, again
 
 
+def _bound(scale: Array | None, bias: Array | None, channels: int, to: QuantSpec) -> Array:
+    """The scale of a norm's result from a bound on it: no value of a row is more than the root of all their squares."""
+    bound = math.sqrt(channels) * (jnp.ones(()) if scale is None else scaling.largest_magnitude(scale))
+    if bias is not None:
+        bound = bound + scaling.largest_magnitude(bias)
+    return scaling.to_scale(1.01 * bound, formats.get(to.format))
+
+
 def _keep(
-    operation: Any, x: Array, scale: Array | None, bias: Array | None, spec: QuantSpec, eps: float
-) -> tuple[Kept, Array | None, Array]:
-    """What is kept, the mean of rows where the norm is centered, and the largest magnitude of the result."""
-    coding = fused.coding(spec)
-    codes, scales, inverse, mean, peak = fused.run(
-        lambda on, *arrays: on.forward(operation, *arrays, eps, coding), fused.matrix(x), scale, bias
-    )
+    operation: Any,
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    spec: QuantSpec,
+    eps: float,
+    ahead: tuple[QuantSpec, Array] | None,
+) -> tuple[Kept, Array | None, Array, dict[Any, Any]]:
+    """What is kept, the mean of rows where the norm is centered, the largest magnitude of the result, and its codes.
+
+    The last where it is known `ahead` how it will be quantized.
+    """
+    coding, dtype = fused.coding(spec), None if ahead is None else formats.get(ahead[0].format).dtype
+    codes, scales, inverse, mean, peak, made = fused.run(
+        lambda on, *arrays: on.forward(
+            operation, *arrays[:-1], eps, coding, result=None if dtype is None else (arrays[-1], dtype)
+        ),
+        fused.matrix(x), scale, bias, ahead and ahead[1],
+    )  # fmt: skip
     kept = Kept(fused.kept(codes, scales, x.shape, spec), inverse.reshape(*x.shape[:-1], 1), scale, bias)
-    return kept, mean, peak
+    return kept, mean, peak, {} if ahead is None else fused.rows_made(*ahead, made)
 
 
 def _result(

@@ -129,7 +129,8 @@ def threaded(
     if kept is not None:
         subkey = _subkey(key, kept, "saved")
         if scales is None:
-            make = functools.partial(_save, x, kept, recipe.scaling, subkey)
+            given = fused.given_scale(x if source is None else source, kept)
+            make = functools.partial(_save, x, kept, recipe.scaling, subkey, given)
             use = (kept, recipe.scaling, x.shape, None if subkey is None else Same(key))
             saved = _inputs.get(x if source is None else source, use, make)
         else:

@@ -69,7 +69,7 @@ def norm_linear(
     if len(held) != len(weights):
         raise ValueError(f"{len(weights)} weights were given quantized as {len(held)}")
     centered = norm == "layer"
-    h, again = normalize(x, scale, norm_bias, recipe.context, eps, None, centered=centered, residual=residual)
+    h, again = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, residual=residual)
     y = linears(h, weights, recipe=recipe, key=key, quantized=held)
     if not residual:
         return y

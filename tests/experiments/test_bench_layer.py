@@ -84,7 +84,7 @@ ENTRY %main (x: bf16[4,8], w: f8e4m3fn[8,2]) -> (f32[4,8], f32[4,2]) {
   %q = f8e4m3fn[4,8]{1,0} get-tuple-element(%codes), index=0
   %product = (f32[4,2]{1,0}, s8[999]{0}) custom-call(%q, %w), custom_call_target="__cublas$lt$matmul$f8"
   %y = f32[4,2]{1,0} get-tuple-element(%product), index=0
-  %mask = pred[4,2]{1,0} compare(%y, %y), direction=EQ
+  %mask = pred[4,2]{1,0} compare(%y, %y), direction=EQ, metadata={op_name="jit(f)/jvp()/sample/eq"}
   ROOT %out = (f32[4,8]{1,0}, f32[4,2]{1,0}) tuple(%loop_fusion, %y)
 }
 """
@@ -93,6 +93,7 @@ ENTRY %main (x: bf16[4,8], w: f8e4m3fn[8,2]) -> (f32[4,8], f32[4,2]) {
 def test_bytes_of_a_program_are_those_of_its_operations_but_products():
     fusion, codes, compare = 64 + 128, 128 + 4 + 32 + 4, 32 + 32 + 8
     assert traffic.moved(PROGRAM, without=("cublas", "cudnn")) == fusion + codes + compare
+    assert traffic.moved(PROGRAM, without=("cublas", "sample", "loop")) == fusion + codes
     assert traffic.moved(PROGRAM) == fusion + codes + compare + 32 + 16 + 32 + 999
     with pytest.raises(ValueError, match="loop is a while"):
         traffic.moved(PROGRAM.replace("%mask = pred[4,2]{1,0} compare(", "%loop = pred[4,2]{1,0} while("))

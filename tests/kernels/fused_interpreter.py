@@ -25,8 +25,10 @@ LINEAR = fp8jax.recipes.coat().linear
 
 
 def recipe(mode: str, spec: str = "e4m3:group16", **linear: Any) -> fp8jax.Recipe:
+    # "bound" is lean.
+    mode, scales = ("lean", mode) if mode == "bound" else (mode, "largest")
+    context = fp8jax.recipes.Context(spec, mode, linear.pop("scales", scales))
     part = dataclasses.replace(LINEAR, **linear)
-    context = fp8jax.recipes.Context(spec, "lean", "bound") if mode == "bound" else fp8jax.recipes.Context(spec, mode)
     return dataclasses.replace(fp8jax.recipes.coat(), context=context, linear=part)
 
 
@@ -47,9 +49,11 @@ def norm_case(kind: str, given: int, part: fp8jax.Recipe, dtype: Any, lead: tupl
     return f, (x, w, v, *parameters)
 
 
-def activation_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...]) -> Any:
-    """A perceptron, as a function and its arguments."""
-    x, w = normal(0, *lead, CHANNELS, dtype=dtype), normal(1, CHANNELS, INNER)
+def activation_case(
+    name: str, gated: bool, part: fp8jax.Recipe, dtype: Any, lead: tuple[int, ...], last: float = 1.0
+) -> Any:
+    """A perceptron, as a function and its arguments; the last row of its input is so many times as large."""
+    x, w = normal(0, *lead, CHANNELS, dtype=dtype).at[-1].multiply(last), normal(1, CHANNELS, INNER)
     u, d = normal(2, CHANNELS, INNER), normal(3, INNER, CHANNELS)
 
     def f(x: Any, w: Any, u: Any, d: Any) -> Any:
@@ -64,7 +68,7 @@ def activation_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any, lea
     return f, (x, w, u, d)
 
 
-_NORMS = ("rms 0 faithful", "rms 1 lean", "layer 0 lean", "layer 2 faithful")
+_NORMS = ("rms 0 faithful", "rms 1 lean", "layer 0 lean", "layer 2 faithful", "rms 1 bound", "layer 2 bound")
 _ACTIVATIONS = ("silu True faithful", "silu True lean", "silu False lean", "gelu True lean", "gelu False faithful",
                 "gelu_tanh True faithful", "gelu_tanh False lean", "silu True bound", "gelu False bound")  # fmt: skip
 _NORM, _ACTIVATION = (functools.partial(functools.partial, make) for make in (norm_case, activation_case))
@@ -79,6 +83,10 @@ CASES = {
         case: _ACTIVATION(name, gated == "True", recipe(mode), jnp.float32, (ROWS,))
         for case, (name, gated, mode) in ((case, case.split()) for case in _ACTIVATIONS)
     },
+    "norm, faithful, bound": _NORM("rms", 0, recipe("faithful", scales="bound"), jnp.bfloat16, (3, 11)),
+    "silu, faithful, bound": _ACTIVATION("silu", True, recipe("faithful", scales="bound"), jnp.float32, (ROWS,)),
+    # Of 33 rows the last is not in the sample, and so large that its largest magnitude gives the scale.
+    "silu, bound, mended": _ACTIVATION("silu", True, recipe("bound"), jnp.float32, (ROWS,), 100.0),
     "silu bf16": _ACTIVATION("silu", True, recipe("lean"), jnp.bfloat16, (ROWS,)),
     "silu, three axes": _ACTIVATION("silu", True, recipe("lean"), jnp.float32, (2, 18)),
 }

@@ -24,6 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 REGISTERS = {
     "kept of silu": 64, "peaks": 64, "cotangents": 80, "silu again": 64, "silu": 48, "norm": 64,
     "silu again, peaks": 80, "silu again, cotangents": 80,
+    "kept of silu, codes": 64, "rms norm, codes": 64, "mended": 64,
     "norm again": 64, "rms norm": 64, "rms norm, backward": 128, "rms norm, backward, residual": 128,
     "layer norm of 8192, backward": 128,
 }  # fmt: skip
@@ -84,11 +85,12 @@ def odd() -> None:
         (first, second, _), _ = fused_reference.keep_activation(silu, inner, 2 * inner, kept)
         operands, scale = remake_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
         again = (scale, jnp.float8_e4m3fn)
+        twice = (jnp.float32(0.02), jnp.float8_e4m3fn)
         cotangents = (Operation(), (remake_triton.GATE, remake_triton.UP), operands, (scale, scale), jnp.float8_e5m2)
         found = [
             (
-                on_norm.forward(norm, rows, ones, None, 1e-5, kept),
-                on_activation.keep_activation(silu, gate, up, kept),
+                on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=twice),
+                on_activation.keep_activation(silu, gate, up, kept, result=twice),
                 on.ahead(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
                 [unsigned(a) for a in jax.tree.leaves(on.quantize(*cotangents, rows=True, columns=True, again=again))],
             )
@@ -168,6 +170,9 @@ def registers() -> None:
     of_norm = ("first", "first_scale", "inverse", "weight")
     programs = {
         "kept of silu": (lambda g, u: activation_triton.keep_activation(silu, g, u, kept, **options), wide, wide),
+        "kept of silu, codes": (
+            lambda g, u: activation_triton.keep_activation(silu, g, u, kept, result=(one, e4m3), **options), wide, wide),
+        "mended": (lambda g, u, y: activation_triton.mend(exact, g, u, y, one, one > 0, **options), wide, wide, codes),
         "peaks": (pair, *kept_of, wide),
         "cotangents": (quantized(silu, (GATE, UP), e5m2, activation, True, True), *kept_of, wide),
         "silu again, peaks": (ahead, *kept_of, wide),
@@ -179,6 +184,9 @@ def registers() -> None:
                  narrow, inverse, weight),
         "norm again": (quantized(norm, (NORM,), e4m3, of_norm, False, True), few, few_scales, inverse, weight),
         "rms norm": (lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, **options), narrow, weight),
+        "rms norm, codes": (
+            lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, result=(one, e4m3), **options),
+            narrow, weight),
         "rms norm, backward": (back, few, few_scales, inverse, weight, narrow),
         "rms norm, backward, residual": (added, few, few_scales, inverse, weight, narrow, narrow),
         "layer norm of 8192, backward": (wide_back, *wider),

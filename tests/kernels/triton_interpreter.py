@@ -78,10 +78,22 @@ def insert(words: Any, codes: Any, j: Any, _: Any) -> Any:
     return words | (codes.to(tl.uint32) << (8 * j))
 
 
-def call(kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: Any, _: Any, **static: Any) -> Any:
+def call(
+    kernel: Any,
+    inputs: list[Any],
+    shapes: list[Any],
+    grid: int,
+    launch: Any,
+    _: Any,
+    aliases: dict[int, int] | None = None,
+    **static: Any,
+) -> Any:
     given = [np.array(x) for x in inputs]
     buffers = [np.full(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize + 2 * GUARD, 0xA5, np.uint8) for s in shapes]
     outputs = [b[GUARD:-GUARD].view(s.dtype).reshape(s.shape) for b, s in zip(buffers, shapes, strict=True)]
+    for source, i in (aliases or {}).items():
+        outputs[i][:] = given[source]
+        given[source] = outputs[i]
     m, n = given[0].shape
     sizes = {"M": m, "N": n, "HIGH": launch.rows, "WIDE": launch.columns}
     kernel[(grid,)](*map(Tensor, given), *map(Tensor, outputs), **sizes, **static)

@@ -1,0 +1,205 @@
+"""Scales from bounds: of a norm's and an activation's results, and of an activation's cotangents."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.core.recipe import Context, Linear
+from fp8jax.ops import product
+from fp8jax.ops.activation import activation
+from tests.distance import relative
+from tests.ops.test_contexts import CHANNELS, LEAN, LINEAR, OUTPUTS, TOKENS, layer, normal, parameters
+
+COAT = fp8jax.recipes.coat()
+
+
+def recipe(scales, mode="lean", **linear):
+    context = Context("e4m3:group16", mode, scales)
+    return dataclasses.replace(COAT, context=context, linear=dataclasses.replace(LINEAR, **linear))
+
+
+@pytest.fixture
+def scales(monkeypatch):
+    """Of each array of a width that is quantized as a layer's input forward: its values, and scale and codes."""
+    seen, found = [], product.quantize
+
+    def watched(x, *specs, scale=None, **how):
+        pair = found(x, *specs, scale=scale, **how)
+        if specs[1] is None and pair[0].spec.format == "e4m3":
+            seen.append((np.asarray(x, np.float64), scale is not None, pair[0]))
+        return pair
+
+    monkeypatch.setattr(product, "quantize", watched)
+    return seen
+
+
+def check(seen, scale):
+    """That one array was quantized under a scale, and well."""
+    ((values, given, q),) = seen
+    assert given
+    np.testing.assert_allclose(float(q.scale.reshape(())), scale, rtol=1e-5)
+    assert np.max(np.abs(np.asarray(q.codes, np.float64))) <= 448
+    assert relative(q.dequantize(), values) < 0.04
+    seen.clear()
+
+
+@pytest.mark.parametrize("mode", ["lean", "faithful"])
+def test_the_scale_of_a_norms_result_is_that_of_a_bound_on_it(mode, scales):
+    x, w = 3 + normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS)
+    x = x.at[0].set(0).at[0, 0].set(1e4)  # one value of a row is the root of the sum of all their squares
+    scale, bias, part = 1 + 0.3 * normal(2, CHANNELS), normal(3, CHANNELS), recipe("bound", mode)
+    top, shift = float(jnp.max(jnp.abs(scale))), float(jnp.max(jnp.abs(bias)))
+    fp8jax.linear(fp8jax.rms_norm(x, scale, recipe=part), w, recipe=part)
+    check(scales, 1.01 * top * np.sqrt(CHANNELS) / 448)
+    fp8jax.linear(fp8jax.rms_norm(x, recipe=part), w, recipe=part)
+    check(scales, 1.01 * np.sqrt(CHANNELS) / 448)
+    fp8jax.norm_linear(x, scale, [w], recipe=part, norm="layer", norm_bias=bias)
+    check(scales, 1.01 * (top * np.sqrt(CHANNELS) + shift) / 448)
+    assert not scales
+
+
+@pytest.mark.parametrize("where", ["everywhere alike", "out of sample", "in the sample", "nothing in the sample"])
+def test_the_scale_of_an_activations_result_follows_from_a_sample_of_it_unless_more_is_found(where, scales):
+    gate, up, w = normal(0, 2, 300, OUTPUTS), normal(1, 2, 300, OUTPUTS), normal(2, OUTPUTS, CHANNELS)
+    rows = gate.reshape(600, OUTPUTS)
+    if where == "out of sample":
+        rows = rows.at[40, 3].set(50.0)
+    elif where == "in the sample":
+        rows = rows.at[513, 3].set(50.0)
+    elif where == "nothing in the sample":
+        rows = rows.at[:32].set(0).at[512:544].set(0)
+    gate, part = rows.reshape(gate.shape), recipe("bound")
+    y = jnp.abs(fp8jax.glu(gate, up, recipe=recipe("largest"))).reshape(600, OUTPUTS)
+    sample, largest = (float(jnp.max(a)) for a in (jnp.concatenate([y[:32], y[512:544]]), y))
+    assert (4 * sample < largest) == (where in ("out of sample", "nothing in the sample"))
+    fp8jax.glu_linear(gate, up, w, recipe=part)
+    check(scales, max(4 * sample, largest) / 448)
+
+
+def test_bounds_are_of_layers_that_quantize_so(scales):
+    x, w = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS)
+    token = recipe("bound", x="e4m3:token", x_wgrad="e4m3:token")
+    for norm, linear in ((recipe("bound").context, recipe("bound")), (recipe("bound"), token), (token, token)):
+        fp8jax.linear(fp8jax.rms_norm(x, recipe=norm), w, recipe=linear)
+    assert [given for _, given, _ in scales] == [False] * 3
+
+
+def whole(part, x, p):
+    x, gate, up = fp8jax.norm_linear(x, p["norm"], (p["gate"], p["up"]), recipe=part, residual=True)
+    return fp8jax.glu_linear(gate, up, p["down"], x, recipe=part)
+
+
+def test_a_layer_under_bounds_is_as_exact_as_under_largest_values():
+    p = jax.tree.map(lambda a: a[0], parameters(jnp.float32))
+    x, dy = 3 * normal(0, 600, CHANNELS), 1e-3 * normal(1, 600, CHANNELS)
+    y, back = jax.vjp(functools.partial(whole, fp8jax.recipes.bf16()), x, p)
+    exact = jax.tree.leaves((y, back(dy)))
+
+    def errors(part):
+        y, back = jax.jit(functools.partial(jax.vjp, functools.partial(whole, part)))(x, p)
+        return [relative(a, b) for a, b in zip(jax.tree.leaves((y, back(dy))), exact, strict=True)]
+
+    for mode in ("lean", "faithful"):
+        for bound, largest in zip(errors(recipe("bound", mode)), errors(recipe("largest", mode)), strict=True):
+            assert 0 < bound < 1.1 * largest
+
+
+def test_vmap_and_jit_give_what_a_loop_gives():
+    p, part = jax.tree.map(lambda a: a[0], parameters(jnp.float32)), recipe("bound")
+    x = normal(0, 3, 4 * TOKENS, CHANNELS).at[1, 40].multiply(1e3)
+    grad = jax.grad(lambda x: (whole(part, x, p) ** 2).sum())
+    together, alone = jax.jit(jax.vmap(grad))(x), jnp.stack([grad(a) for a in x])
+    for a, b in zip(together, alone, strict=True):
+        assert relative(a, b) < 1e-2
+
+
+def plain(context, x, p):
+    h = activation(fp8jax.linear(x, p["gate"], recipe=LINEAR), recipe=context, activation="gelu")
+    return fp8jax.linear(h, p["down"], recipe=LINEAR)
+
+
+@pytest.mark.parametrize("f", [layer, plain])
+def test_bounded_cotangents_do_not_saturate_and_are_as_exact_as_those_under_their_largest(f, monkeypatch):
+    seen = []
+    found = product.quantize
+
+    def watched(x, *specs, scale=None, **how):
+        pair = found(x, *specs, scale=scale, **how)
+        if scale is not None and x.shape[-1] == OUTPUTS and pair[0] is not None and pair[0].spec.format == "e5m2":
+            seen.append(jnp.max(jnp.abs(pair[0].codes.astype(jnp.float32))))
+        return pair
+
+    monkeypatch.setattr(product, "quantize", watched)
+    p = jax.tree.map(lambda a: a[0], parameters(jnp.float32))
+    x, dy = normal(0, 40 * TOKENS, CHANNELS), 1e-3 * normal(1, 40 * TOKENS, CHANNELS) * 2.0 ** normal(3, CHANNELS)
+
+    def grads(context):
+        seen.clear()
+        run = jax.jit(lambda x, p: (jax.vjp(functools.partial(f, context), x, p)[1](dy), seen))
+        gradients, tops = run(x, p)
+        return jax.tree.leaves(gradients), tops
+
+    (largest, none), (bounded, tops) = grads(LEAN), grads(Context("e4m3:group16", "lean", "bound"))
+    for module in (__name__, "tests.ops.test_contexts"):
+        monkeypatch.setattr(f"{module}.LINEAR", Linear())
+    exact, _ = grads(Context())
+    assert not none
+    assert len(tops) == (2 if f is layer else 1)
+    assert all(0 < top < 2**15 for top in tops)  # below the largest code of e5m2, which the largest values would have
+    for e, a, b in zip(exact, largest, bounded, strict=True):
+        assert not e.any() or relative(b, e) < 1.2 * relative(a, e)
+    assert any(not np.array_equal(a, b) for a, b in zip(largest, bounded, strict=True))
+
+
+@pytest.mark.parametrize("how", ["e4m3:block16", "e4m3:mx32+ocp", "reshaped", "two axes", "two readers"])
+def test_where_no_bound_is_known_the_largest_cotangent_gives_the_scale(how):
+    spec = how if ":" in how else "e4m3:group16"
+    x, w, v = normal(0, 32, 64), 0.1 * normal(1, 64, 64), 0.1 * normal(2, 64, 64)
+
+    def f(context, x, w, v):
+        h = activation(fp8jax.linear(x, w, recipe=LINEAR), recipe=context, activation="silu")
+        if how == "reshaped":
+            h = h.reshape(2, 16, 64)
+        if how == "two axes":
+            shaped = activation(x.reshape(16, 2, 64), recipe=context, activation="silu")
+            numbers = (((1, 2), (0, 1)), ((), ()))
+            return fp8jax.dot_general(shaped, jnp.stack([w, v]), numbers, recipe=LINEAR)
+        y = fp8jax.linear(h, v, recipe=LINEAR)
+        return y + h if how == "two readers" else y
+
+    def grads(scales):
+        back = jax.vjp(functools.partial(f, Context(spec, "lean", scales)), x, w, v)[1]
+        return back(jnp.ones(jax.eval_shape(functools.partial(f, LEAN), x, w, v).shape))
+
+    for a, b in zip(grads("bound"), grads("largest"), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
+    x, w, v = normal(0, 32, 64), 0.1 * normal(1, 64, 64), 0.1 * normal(2, 64, 64)
+    dy = 1e-6 * normal(3, 32, 64)
+
+    def grad(scales, dy):
+        context = Context("e4m3:group16", "lean", scales)
+
+        def f(x):
+            h = activation(fp8jax.linear(x, w, recipe=LINEAR), recipe=context, activation="silu")
+            return fp8jax.linear(h, v, recipe=LINEAR)
+
+        return np.asarray(jax.vjp(f, x)[1](dy)[0])
+
+    for value in (np.nan, np.inf):
+        got, want = grad("bound", dy.at[5].set(value))[6:], grad("bound", dy)[6:]
+        assert relative(got, want) < 0.2
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ValueError, match=r"unknown context\.scales 'small'; it is one of largest, bound"):
+        Context("e4m3:group16", "lean", "small")
+    with pytest.raises(ValueError, match=r"context\.scales 'bound' needs a format: give context\.saved"):
+        Context(scales="bound")
