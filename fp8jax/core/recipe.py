@@ -213,9 +213,9 @@ class Context:
             18 and e5m2 30. Nothing finite saturates.
             A norm's result is at most the root of the channels times its largest scale, plus its largest bias.
             An activation's is taken to be at most four times the largest of every 16th 32 rows; where it is larger,
-            that gives the scale, and a second pass the codes. Both need an operation that knows how the layers that
-            read it quantize: the functions `norm_linear` and `glu_linear`, and `rms_norm`, `layer_norm`, `glu` and
-            `activation` where they are given the whole recipe; modules that substitution makes take the largest.
+            that gives the scale, and a second pass the codes. In both the operation makes the codes at once: as the
+            layers of its recipe want them, so it takes the whole recipe (of its context alone it is the largest), and
+            what other layers read is quantized by these, anew.
             Lean, of an activation's e5m2 cotangents by the inequality of Cauchy and Schwarz, from the norms of the next
             layer's gradient and weight and the largest gate and up of each row. It is the largest where the gradient
             does not come back directly (it is reshaped, or has several readers), and where what is kept has scales of

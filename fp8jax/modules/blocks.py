@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
-from fp8jax.core.recipe import Context
+from fp8jax.core.recipe import Recipe
 from fp8jax.modules.expressions import outputs, reached
 from fp8jax.ops.activation import ACTIVATIONS, activation, glu
 
@@ -47,15 +47,15 @@ class Form:
         """The names of its layers."""
         return {self.down, self.gate, self.up or self.gate}
 
-    def between(self, outputs: dict[str, Array], context: Context) -> Array:
+    def between(self, outputs: dict[str, Array], recipe: Recipe) -> Array:
         """The input of the last layer from the outputs of the others, by their names."""
         gate, up = outputs[self.gate], outputs[self.up] if self.up else None
         if self.halves:
             first, second = jnp.split(gate, 2, axis=-1)
             gate, up = (first, second) if self.halves == "gate, up" else (second, first)
         if up is None:
-            return activation(gate, recipe=context, activation=self.activation)
-        return glu(gate, up, recipe=context, activation=self.activation)
+            return activation(gate, recipe=recipe, activation=self.activation)
+        return glu(gate, up, recipe=recipe, activation=self.activation)
 
 
 class Watched:
@@ -66,7 +66,7 @@ class Watched:
         self._outputs: dict[str, Array] = {}
         self._trace = get_opaque_trace_state()
 
-    def call(self, name: str, layer: Callable[..., Array], context: Context, *args: Any, **kwargs: Any) -> Array:
+    def call(self, name: str, layer: Callable[..., Array], recipe: Recipe, *args: Any, **kwargs: Any) -> Array:
         """Calls a layer of the module; if it ends a form, on what the form makes of the layers' outputs."""
         args, kwargs = positional(args, kwargs)
         if get_opaque_trace_state() != self._trace:
@@ -74,8 +74,8 @@ class Watched:
         form = self._forms.get(name)
         # A layer in a trace that was in a cache of JAX returns nothing here.
         known = form is not None and (form.layers - {name}) <= self._outputs.keys()
-        if form is not None and known and context.saved is not None:
-            args = (form.between(self._outputs, context), *args[1:])
+        if form is not None and known and recipe.context.saved is not None:
+            args = (form.between(self._outputs, recipe), *args[1:])
         y = layer(*args, **kwargs)
         self._outputs[name] = y
         return y
@@ -168,7 +168,9 @@ def _find(run: Callable, arrays: list[Any]) -> Iterator[Form]:
         read = [places.get(i, "") for i in sorted(reached(number, listed))]
         known = len(read) in (1, 2) and all(read) and down not in read
         for form in _candidates(down, read, made) if known else ():
-            _, made_of = outputs(lambda unknown, f=form: f.between(unknown, Context()), (unknown,), terms, len(arrays))
+            _, made_of = outputs(
+                lambda unknown, f=form: f.between(unknown, Recipe("as written")), (unknown,), terms, len(arrays)
+            )
             if made_of == [number]:
                 yield form
                 break

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from fp8jax.core.recipe import Context
+from fp8jax.core.recipe import Recipe
 from fp8jax.modules import attention, blocks
 from fp8jax.modules.attention import layers
 from fp8jax.modules.blocks import Form, Watched
@@ -41,15 +41,15 @@ def candidate(module: Any) -> bool:
     return isinstance(module, nnx.Module) and callable(module) and len(layers(module)) > 1
 
 
-def replace(module: Any, contexts: dict[str, Context]) -> None:
+def replace(module: Any, recipes: dict[str, Recipe]) -> None:
     """Makes a module keep codes where an activation stands between its layers, in place.
 
     Args:
         module: one that `candidate` knows.
-        contexts: for each of its layers, what is kept of an activation that it reads.
+        recipes: for each of its layers; they say what is kept of an activation that it reads.
     """
     for name, layer in layers(module).items():
-        _become(layer, functools.partial(_layer_class, context=contexts[name]))
+        _become(layer, functools.partial(_layer_class, recipe=recipes[name]))
     _become(module, _module_class)
 
 
@@ -67,11 +67,11 @@ def _with_call(cls: Any, call: Callable) -> type:
 
 
 @functools.cache
-def _layer_class(cls: Any, context: Context) -> type:
+def _layer_class(cls: Any, recipe: Recipe) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Array:
         call = functools.partial(cls.__call__, self)
         watch = _running.calls.get(id(self))
-        y: Array = watch(call, context, *args, **kwargs) if watch else call(*args, **kwargs)
+        y: Array = watch(call, recipe, *args, **kwargs) if watch else call(*args, **kwargs)
         return y
 
     return _with_call(cls, __call__)
@@ -110,7 +110,7 @@ def _call(call: Callable, forms: tuple[Form, ...], module: Any, *args: Any, **kw
 
 @contextlib.contextmanager
 def _sent_to(module: Any, watch: Callable) -> Iterator[None]:
-    """Sends calls of a module's layers to `watch(name, call, context, *args, **kwargs)`."""
+    """Sends calls of a module's layers to `watch(name, call, recipe, *args, **kwargs)`."""
     before = _running.calls
     _running.calls = before | {id(layer): functools.partial(watch, name) for name, layer in layers(module).items()}
     try:
@@ -154,7 +154,7 @@ def _run(static: Any, leaves: list[Any], layer: Callable[[str, Callable[[], Arra
     call, graph, structure, *_ = static
     module, args, kwargs = nnx.merge(graph, jax.tree.unflatten(structure, leaves), copy=True)
 
-    def watch(name: str, call: Callable[..., Array], _: Context, *args: Any, **kwargs: Any) -> Array:
+    def watch(name: str, call: Callable[..., Array], _: Recipe, *args: Any, **kwargs: Any) -> Array:
         args, kwargs = blocks.positional(args, kwargs)
         return layer(name, functools.partial(call, *args, **kwargs), args[0])
 

@@ -37,8 +37,8 @@ class Part:
         if self.computes is None:
             return "no copy of what attention keeps"
         lean = "; layers that read its result keep nothing of it" if self.context.lean else ""
-        bound = "; its cotangents' scales from bounds" if self.context.scales == "bound" and self.context.lean else ""
-        return f"{self.context.spec}{lean}{bound if self.computes != 'norm' else ''}"
+        bound = "; scales from bounds" if self.context.scales == "bound" else ""
+        return f"{self.context.spec}{lean}{bound}"
 
 
 def norm_paths(modules: dict[str, Any], rules: Rules) -> list[str]:
@@ -70,12 +70,12 @@ def plan(
             context = choice.context if choice.context.saved and why is None else None
             parts.append(Part(path, kind, "norm", context, why or choice.reason))
             if replace and context is not None:
-                norms.replace(module, context)
+                norms.replace(module, choice.recipe)
         elif blocks_nnx.candidate(module):
             choices = {name: each.choice(paths[id(layer)]) for name, layer in blocks_nnx.layers(module).items()}
-            contexts = {name: _kept(choice) or Context() for name, choice in choices.items()}
-            if replace and any(context.saved for context in contexts.values()):
-                blocks_nnx.replace(module, contexts)
+            recipes = {name: choice.recipe for name, choice in choices.items()}
+            if replace and any(recipe.context.saved for recipe in recipes.values()):
+                blocks_nnx.replace(module, recipes)
             rest = [choice for name, choice in choices.items() if not any(name in form.layers for form in of)]
             if rest:
                 choice = next(filter(_kept, rest), rest[0])

@@ -21,7 +21,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict
 from jax import Array
 
-from fp8jax.core.recipe import Context, Linear, Recipe
+from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.modules import blocks_linen, norms
 from fp8jax.modules.blocks import Form, Watched
 from fp8jax.modules.delayed_linen import DelayedDotGeneral
@@ -226,10 +226,10 @@ class _Root:
         path = "/".join(module.path[len(self.path) :] if inside else module.path)
         if context.method_name == "__call__" and isinstance(module, norms.LINEN_LAYERS) and self.rules.contexts:
             self.layers.add(path)
-            kept = self.rules.choice(path).context
-            if kept.saved is None or len(args) != 1 or kwargs or norms.why_not(module) is not None:
+            recipe = self.rules.choice(path).recipe
+            if recipe.context.saved is None or len(args) != 1 or kwargs or norms.why_not(module) is not None:
                 return call(*args, **kwargs)
-            return norms.linen_norm(module, kept, *args)
+            return norms.linen_norm(module, recipe, *args)
         if context.method_name != "__call__" or not isinstance(module, LAYERS):
             self.others.add(path)
             watch = context.method_name == "__call__" and self.rules.contexts
@@ -238,8 +238,7 @@ class _Root:
         choice = self.rules.choice(path)
         linear, watched = choice.linear, self.watched.get(module.path[:-1])
         if watched is not None:
-            kept = choice.context if linear is not None else Context()
-            call = functools.partial(watched.call, str(module.name), call, kept)
+            call = functools.partial(watched.call, str(module.name), call, choice.recipe)
         if linear is None:
             return call(*args, **kwargs)
         check_replaceable(path, module)

@@ -7,7 +7,7 @@ from flax import nnx
 from flax.linen.dtypes import canonicalize_dtype
 from jax import Array
 
-from fp8jax.core.recipe import Context
+from fp8jax.core.recipe import Recipe
 from fp8jax.ops.norm import layer_norm, rms_norm
 
 LAYERS = (nnx.RMSNorm, nnx.LayerNorm)
@@ -15,29 +15,29 @@ LINEN_LAYERS = (nn.RMSNorm, nn.LayerNorm)
 
 
 class RMSNorm(nnx.RMSNorm):
-    """`nnx.RMSNorm` as `fp8jax.nnx.quantize` makes it: `context` says what is kept."""
+    """`nnx.RMSNorm` as `fp8jax.nnx.quantize` makes it: `recipe` says what is kept."""
 
-    context: Context
+    recipe: Recipe
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         if mask is not None:
             return super().__call__(x, mask)
         scale = None if self.scale is None else self.scale[...]
         x, scale = self.promote_dtype((x, scale), dtype=self.dtype)
-        return rms_norm(x, scale, recipe=self.context, eps=self.epsilon)
+        return rms_norm(x, scale, recipe=self.recipe, eps=self.epsilon)
 
 
 class LayerNorm(nnx.LayerNorm):
-    """`nnx.LayerNorm` as `fp8jax.nnx.quantize` makes it: `context` says what is kept."""
+    """`nnx.LayerNorm` as `fp8jax.nnx.quantize` makes it: `recipe` says what is kept."""
 
-    context: Context
+    recipe: Recipe
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         if mask is not None:
             return super().__call__(x, mask=mask)
         scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
         x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
-        return layer_norm(x, scale, bias, recipe=self.context, eps=self.epsilon)
+        return layer_norm(x, scale, bias, recipe=self.recipe, eps=self.epsilon)
 
 
 def why_not(norm: Any) -> str | None:
@@ -53,18 +53,18 @@ def why_not(norm: Any) -> str | None:
     return None
 
 
-def linen_norm(norm: Any, context: Context, x: Array) -> Array:
-    """What `nn.RMSNorm` or `nn.LayerNorm` computes while it runs, keeping what the context says."""
+def linen_norm(norm: Any, recipe: Recipe, x: Array) -> Array:
+    """What `nn.RMSNorm` or `nn.LayerNorm` computes while it runs, keeping what the recipe says."""
     biased = getattr(norm, "use_bias", False)
     scale = norm.param("scale", norm.scale_init, x.shape[-1:], norm.param_dtype) if norm.use_scale else None
     bias = norm.param("bias", norm.bias_init, x.shape[-1:], norm.param_dtype) if biased else None
     dtype = canonicalize_dtype(*(a for a in (x, scale, bias) if a is not None), dtype=norm.dtype)
     if isinstance(norm, nn.RMSNorm):
-        return rms_norm(x, scale, recipe=context, eps=norm.epsilon, dtype=dtype)
-    return layer_norm(x, scale, bias, recipe=context, eps=norm.epsilon, dtype=dtype)
+        return rms_norm(x, scale, recipe=recipe, eps=norm.epsilon, dtype=dtype)
+    return layer_norm(x, scale, bias, recipe=recipe, eps=norm.epsilon, dtype=dtype)
 
 
-def replace(norm: Any, context: Context) -> None:
+def replace(norm: Any, recipe: Recipe) -> None:
     """Makes a norm keep codes, in place."""
-    norm.context = context
+    norm.recipe = recipe
     object.__setattr__(norm, "__class__", RMSNorm if isinstance(norm, nnx.RMSNorm) else LayerNorm)

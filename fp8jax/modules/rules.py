@@ -56,6 +56,13 @@ class Choice:
     reason: str
     context: Context = _NOTHING
 
+    @property
+    def recipe(self) -> Recipe:
+        """Both parts, as operations take them that stand before or between such layers."""
+        if self.linear is None:
+            return Recipe("left alone")
+        return Recipe("chosen", linear=self.linear, context=self.context)
+
 
 Rules = Recipe | Linear | Rule | Sequence[Rule]
 

@@ -82,7 +82,7 @@ def odd() -> None:
     cases |= {"codes": (plain.astype(x.dtype), x.astype(jnp.float32)), "result": (0 * x[9:], 0 * plain[9:] + 1e30)}
     for name, (rows, inner) in cases.items():
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
-        (first, second, _), _ = fused_reference.keep_activation(silu, inner, 2 * inner, kept)
+        (first, second, _), *_ = fused_reference.keep_activation(silu, inner, 2 * inner, kept)
         operands, scale = remake_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
         again = (scale, jnp.float8_e4m3fn)
         twice = (jnp.float32(0.02), jnp.float8_e4m3fn)
@@ -171,7 +171,8 @@ def registers() -> None:
     programs = {
         "kept of silu": (lambda g, u: activation_triton.keep_activation(silu, g, u, kept, **options), wide, wide),
         "kept of silu, codes": (
-            lambda g, u: activation_triton.keep_activation(silu, g, u, kept, result=(one, e4m3), **options), wide, wide),
+            lambda g, u: activation_triton.keep_activation(silu, g, u, kept, result=(one, e4m3), **options),
+            wide, wide),
         "mended": (lambda g, u, y: activation_triton.mend(exact, g, u, y, one, one > 0, **options), wide, wide, codes),
         "peaks": (pair, *kept_of, wide),
         "cotangents": (quantized(silu, (GATE, UP), e5m2, activation, True, True), *kept_of, wide),

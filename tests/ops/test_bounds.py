@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import fp8jax
 from fp8jax.core.recipe import Context, Linear
@@ -30,7 +32,8 @@ def scales(monkeypatch):
 
     def watched(x, *specs, scale=None, **how):
         pair = found(x, *specs, scale=scale, **how)
-        if specs[1] is None and pair[0].spec.format == "e4m3":
+        traced = isinstance(x, jax.core.Tracer)  # substitution runs modules aside to recognise activations
+        if not traced and specs[1] is None and pair[0].spec.format == "e4m3":
             seen.append((np.asarray(x, np.float64), scale is not None, pair[0]))
         return pair
 
@@ -87,6 +90,44 @@ def test_bounds_are_of_layers_that_quantize_so(scales):
     for norm, linear in ((recipe("bound").context, recipe("bound")), (recipe("bound"), token), (token, token)):
         fp8jax.linear(fp8jax.rms_norm(x, recipe=norm), w, recipe=linear)
     assert [given for _, given, _ in scales] == [False] * 3
+
+
+class Perceptron(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.RMSNorm(CHANNELS, rngs=rngs)
+        self.gate, self.up = (nnx.Linear(CHANNELS, OUTPUTS, rngs=rngs) for _ in range(2))
+        self.down = nnx.Linear(OUTPUTS, CHANNELS, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.norm(x)
+        return self.down(nnx.silu(self.gate(h)) * self.up(h))
+
+
+class LinenPerceptron(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.RMSNorm(name="norm")(x)
+        gate, up = (nn.Dense(OUTPUTS, name=name)(h) for name in ("gate", "up"))
+        return nn.Dense(CHANNELS, name="down")(nn.silu(gate) * up)
+
+
+@pytest.mark.parametrize("flax", ["nnx", "linen"])
+def test_by_substitution_bounds_are_of_the_layers_that_rules_quantize(flax, scales):
+    x, part = normal(0, TOKENS, CHANNELS), recipe("bound")
+
+    def run(rules):
+        scales.clear()
+        if flax == "nnx":
+            fp8jax.nnx.quantize(Perceptron(nnx.Rngs(0)), rules)(x)
+        else:
+            model = LinenPerceptron()
+            fp8jax.linen.quantize(model, rules).apply(model.init(jax.random.key(0), x), x)
+        return {np.shape(values)[-1]: given for values, given, _ in scales}
+
+    assert run(part) == {CHANNELS: True, OUTPUTS: True}
+    assert run(recipe("largest")) == {CHANNELS: False, OUTPUTS: False}
+    token = recipe("bound", x="e4m3:token", x_wgrad="e4m3:token")
+    assert run([fp8jax.Rule("down", token), fp8jax.Rule(".*", part)]) == {CHANNELS: True, OUTPUTS: False}
 
 
 def whole(part, x, p):
