@@ -35,6 +35,29 @@ def _store(pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, mask: tl.te
 
 
 @triton.jit
+def look_up(codes: tl.tensor, table_ptr: tl.tensor) -> tl.tensor:
+    """The codes' entries in a table of 256 fp32 numbers, in the codes' own layout, which `tl.load` would change."""
+    return tl.inline_asm_elementwise(
+        """{.reg .b32 code<4>;
+        .reg .b64 at<4>;
+        bfe.u32 code0, $4, 0, 8;
+        bfe.u32 code1, $4, 8, 8;
+        bfe.u32 code2, $4, 16, 8;
+        bfe.u32 code3, $4, 24, 8;
+        mad.wide.u32 at0, code0, 4, $5;
+        mad.wide.u32 at1, code1, 4, $5;
+        mad.wide.u32 at2, code2, 4, $5;
+        mad.wide.u32 at3, code3, 4, $5;
+        ld.global.nc.f32 $0, [at0];
+        ld.global.nc.f32 $1, [at1];
+        ld.global.nc.f32 $2, [at2];
+        ld.global.nc.f32 $3, [at3];}""",
+        "=f,=f,=f,=f,r,l,l,l,l", [codes.to(tl.uint8, bitcast=True), table_ptr.to(tl.int64, bitcast=True)], tl.float32,
+        is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def _store_moment(
     x: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor,
     mask: tl.tensor, group: tl.tensor, there: tl.tensor, MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr,
@@ -149,7 +172,7 @@ def _store_result(
 def ordinary(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
-    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, result_ptr: tl.tensor,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, table_ptr: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr,
     WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -181,7 +204,9 @@ def ordinary(
     # A weight that is not finite makes its tile one for `careful`, where noise is added to NaN with care.
     MARKED: tl.constexpr = STOCHASTIC and g.dtype == tl.bfloat16
     g = codec.fp32(codec.nan_where_not_finite(g, w) if MARKED else g)
-    v = codec.multiply_add(g, g, codec.decode(nu, nu_scale, nu_exponent, b2_ratio, NU))
+    # Looked up, since the unit that computes log2, exp2 and roots is close to its limit.
+    logarithms = look_up(nu, table_ptr)
+    v = codec.multiply_add(g, g, codec.decode_logarithms(logarithms, nu_scale, nu_exponent, b2_ratio, NU))
     m = codec.add_decoded(g, mu, mu_scale, mu_exponent, b1_ratio, MU)
     v_largest, v_smallest = codec.ordinary_extremes(v, False)
     m_largest, m_smallest = codec.ordinary_extremes(m, True)

@@ -99,6 +99,7 @@ def _adamw(
     nu_exponent_ptr: tl.tensor,
     scalars_ptr: tl.tensor,
     seed_ptr: tl.tensor,
+    table_ptr: tl.tensor,
     groups: tl.tensor,
     groups_of_row: tl.tensor,
     vectors_of_row: tl.tensor,
@@ -130,7 +131,7 @@ def _adamw(
     if ORDINARY and (not MASKED or (program + 1) * TILE <= groups):
         left = tiles.ordinary(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
-            nu_exponent_ptr, scalars_ptr, seed_ptr, result_ptr,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, table_ptr, result_ptr,
             SIZE, LANES, TILE, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU,
         )  # fmt: skip
     if not ORDINARY or left > 0:
@@ -233,6 +234,8 @@ def adamw(
     aligned = length % vector == 0
     # With wider results memory alone is the limit, and more warps are worth more than fewer instructions.
     ordinary = not short and len(mu) == len(nu) == 3 and jnp.dtype(dtype).itemsize == 2
+    # The table has no signs.
+    ordinary = ordinary and nu_storage is not None and not nu_storage.signed
     lanes = min(max(group_size // (launch.elements if ordinary else ELEMENTS), 1), WARP)
     tile = launch.warps * WARP // lanes
     parts = min(group_size // lanes // ELEMENTS, tile) if ordinary else 1
@@ -241,6 +244,7 @@ def adamw(
     inputs = [grad, stand_in if weight is None else weight]
     inputs += [part for moment in (mu, nu) for part in (*moment, *[stand_in] * (3 - len(moment)))]
     inputs += [stand_in, stand_in if seed is None else seed]
+    inputs.append(jnp.asarray(logarithms(nu[0].dtype)) if ordinary else stand_in)
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*mu, *nu)]
     outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))
     sources = [*range(2, 2 + len(mu)), *range(5, 5 + len(nu)), *[1] * step]
@@ -276,6 +280,13 @@ def adamw(
 
 
 _RESULTS = 7
+
+
+def logarithms(dtype: Any) -> np.ndarray:
+    """log2 of the magnitude of each of the 256 codes of an 8-bit dtype, fp32, by the code as an unsigned byte."""
+    codes = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        return np.log2(np.abs(codes)).astype(np.float32)
 
 
 def _either(dtypes: tuple[Any, ...]) -> str:

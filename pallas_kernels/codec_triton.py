@@ -206,9 +206,7 @@ def decode(codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.t
     """What codes stand for, times a scalar factor; or plain floats, times the factor."""
     values = codes.to(tl.float32)
     if HOW[1]:
-        inverse = reciprocal(exponent.to(tl.float32))
-        offset = tl.fma(inverse, -HOW[4], log2_abs(scale * HOW[3] * factor))
-        decoded = exp2(tl.fma(log2_abs(values), per_group(inverse), per_group(offset)))
+        decoded = decode_logarithms(log2_abs(values), scale, exponent, factor, HOW)
         if HOW[2]:
             decoded = from_bits(bits(decoded) | (bits(values) & _SIGN))
     elif HOW[0]:
@@ -216,6 +214,16 @@ def decode(codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.t
     else:
         decoded = values * factor
     return decoded
+
+
+@triton.jit
+def decode_logarithms(
+    logarithms: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, HOW: tl.constexpr
+) -> tl.tensor:
+    """`decode` with range expansion, but for the sign, given log2 of the codes' magnitudes."""
+    inverse = reciprocal(exponent.to(tl.float32))
+    offset = tl.fma(inverse, -HOW[4], log2_abs(scale * HOW[3] * factor))
+    return exp2(tl.fma(logarithms, per_group(inverse), per_group(offset)))
 
 
 @triton.jit

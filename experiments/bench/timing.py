@@ -54,28 +54,33 @@ def compiled(
 
 
 def seconds(ready: dict[str, Callable], rounds: int, burst: float) -> dict[str, float]:
-    """Median time of a call of each, of several rounds; a round first runs as long untimed.
+    """Median time of a call of each, `in_turns`, with as many calls in a round as take about `burst` seconds."""
+    calls = {name: max(2, int(burst / max(_run(call, 2), 1e-6))) for name, call in ready.items()}
+    return in_turns(ready, rounds, calls)
+
+
+def in_turns(ready: dict[str, Callable], rounds: int, calls: dict[str, int]) -> dict[str, float]:
+    """Median time of a call of each, of several rounds of so many calls; a round first runs as many untimed.
 
     The order is another one in each round and each call: what ran before sets a clock that outlasts the untimed run.
     """
-
-    def run(call: Callable, repeats: int) -> float:
-        begin = 0.0
-        for _ in range(2):
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                out = call()
-            jax.block_until_ready(out)
-        return (time.perf_counter() - begin) / repeats
-
     names = list(ready)
-    repeats = {name: max(2, int(burst / max(run(ready[name], 2), 1e-6))) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     order = np.random.default_rng()
     for _ in range(rounds):
         for i in order.permutation(len(names)):
-            times[names[i]].append(run(ready[names[i]], repeats[names[i]]))
+            times[names[i]].append(_run(ready[names[i]], calls[names[i]]))
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+def _run(call: Callable, calls: int) -> float:
+    begin = 0.0
+    for _ in range(2):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            out = call()
+        jax.block_until_ready(out)
+    return (time.perf_counter() - begin) / calls
 
 
 def clock_and_power(call: Callable, duration: float = 1.5) -> tuple[float, float] | None:

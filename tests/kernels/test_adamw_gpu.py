@@ -104,6 +104,14 @@ def test_kernel_equals_the_reference_on_special_groups(shape, mu, nu, expand):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_every_code_is_decoded_by_the_table(name):
+    from tests.kernels.adamw_codes import check_every_code
+
+    check_every_code(name)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [16, 32, 64, 256, 512, 1024])
 @pytest.mark.parametrize("n", [2048, 1999, 1992])
 def test_group_sizes(size, n):

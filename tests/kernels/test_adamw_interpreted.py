@@ -48,7 +48,7 @@ def prepare() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from pallas_kernels import call_triton
+    from pallas_kernels import adamw_tiles_triton, call_triton
     from pallas_kernels import codec_triton as codec
     from tests.kernels import triton_interpreter as tools
 
@@ -87,6 +87,7 @@ def prepare() -> None:
     codec.with_signs = lambda codes, signs: codes | (signs & -128)
     codec.nan_where_not_finite = lambda x, other: (x.to(tl.float32) + other.to(tl.float32) * 0).to(tl.bfloat16)
     codec.load_four = lambda pointer: tuple(tl.load(pointer + i) for i in range(4))
+    adamw_tiles_triton.look_up = lambda codes, table: tl.load(table + codes.to(tl.uint8, bitcast=True).to(tl.int32))
 
 
 def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, weight: str, *eps: float) -> None:
@@ -126,6 +127,10 @@ def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, we
 
 def main() -> None:
     prepare()
+    from tests.kernels.adamw_codes import BITS, check_every_code
+
+    for name in BITS:
+        check_every_code(name)
     for case in CASES:
         try:
             compare(*case)

@@ -1,0 +1,77 @@
+"""Every code of an 8-bit format as the fused AdamW kernel decodes it, by its table; imported where Triton is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+
+from fp8jax.core import expansion, formats
+from pallas_kernels import adamw_tiles_triton as tiles
+from pallas_kernels import adamw_triton, call_triton
+from pallas_kernels import codec_triton as codec
+
+BITS = {"e4m3": (4, 3), "e5m2": (5, 2)}
+SCALES, EXPONENTS, FACTOR = (1.0, 3e-7, 5e-12, 0.7), (1.0, 0.25, 3.0, 16.0), 1.5
+
+
+@triton.jit
+def _decode(
+    codes_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    exponent_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    result_ptr: tl.tensor,
+    HOW: tl.constexpr,
+) -> None:
+    group = tl.arange(0, 4)
+    offsets = codec.per_group(group) * 256 + tl.arange(0, 2)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
+    codes = tl.load(codes_ptr + offsets)
+    scale, exponent = tl.load(scale_ptr + group), tl.load(exponent_ptr + group)
+    logarithms = tiles.look_up(codes, table_ptr)
+    decoded = codec.decode_logarithms(logarithms, scale, exponent, tl.load(factor_ptr), HOW)
+    tl.store(result_ptr + offsets, decoded)
+
+
+def magnitudes(name: str) -> np.ndarray:
+    """Magnitudes of a format's 256 codes in float64, from their bits."""
+    exponent_bits, mantissa_bits = BITS[name]
+    found = []
+    for byte in range(256):
+        exponent = (byte & 0x7F) >> mantissa_bits
+        mantissa = (byte & (2**mantissa_bits - 1)) / 2**mantissa_bits
+        bias = 2 ** (exponent_bits - 1) - 1
+        if name == "e5m2" and exponent == 31:
+            found.append(np.nan if mantissa else np.inf)
+        elif name == "e4m3" and byte & 0x7F == 0x7F:
+            found.append(np.nan)
+        else:
+            found.append((mantissa + (exponent > 0)) * 2.0 ** (max(exponent, 1) - bias))
+    return np.asarray(found)
+
+
+def check_every_code(name: str) -> None:
+    """Runs `_decode` on every code under several scales and exponents, and compares with float64."""
+    fmt, want = formats.get(name), magnitudes(name)
+    codes = np.tile(np.arange(256, dtype=np.uint8), (len(SCALES), 1)).view(fmt.dtype)
+    how = adamw_triton.Storage(fmt.max, (fmt.expansion_range, expansion.LOWEST, expansion.HIGHEST), signed=False)
+    (got,) = call_triton.call(
+        jnp.asarray(codes),
+        jnp.asarray(SCALES, jnp.float32),
+        jnp.asarray(EXPONENTS, jnp.bfloat16),
+        jnp.asarray(adamw_triton.logarithms(fmt.dtype)),
+        jnp.asarray([FACTOR], jnp.float32),
+        kernel=_decode,
+        results=[jax.ShapeDtypeStruct(codes.shape, jnp.float32)],
+        programs=1,
+        warps=1,
+        compute_capability=None,
+        aliases={},
+        HOW=tuple(how.static),
+    )
+    scale, exponent = (np.asarray(x)[:, None] for x in (SCALES, EXPONENTS))
+    want = FACTOR * scale * fmt.max * (want / fmt.max) ** (1 / exponent)
+    assert np.isfinite(want).sum() == 4 * {"e4m3": 254, "e5m2": 248}[name]
+    np.testing.assert_array_equal(np.asarray(got)[:, [0, 128]], 0)
+    np.testing.assert_allclose(np.asarray(got), want, rtol=2e-5, atol=float(np.finfo(np.float32).tiny))
