@@ -1,5 +1,6 @@
 """Presets: each published system is a combination of the parts of a `Recipe`."""
 
+import dataclasses
 from collections.abc import Callable
 
 from fp8jax.core.recipe import Context as Context
@@ -30,6 +31,18 @@ def coat() -> Recipe:
     its code; `Linear(dy=None, w_dgrad=None, x_wgrad=None, dy_wgrad=None, ...)` leaves them in bf16, as its section G.5.
     """
     return Recipe("coat", optimizer=Optimizer(), linear=_COAT_LINEAR, context=_COAT_CONTEXT)
+
+
+def coat_fast() -> Recipe:
+    """COAT with fewer passes over memory than scales of the tensors' own largest magnitudes need.
+
+    Scales come from samples and bounds, which nothing finite exceeds (`Linear.scaling`, `Context.scales`), and all
+    products sum as fast as FP8 tensor cores of Hopper do.
+    """
+    linear = dataclasses.replace(_COAT_LINEAR, scaling="sampled", fast_accumulation=("forward", "dgrad", "wgrad"))
+    return Recipe(
+        "coat_fast", optimizer=Optimizer(), linear=linear, context=dataclasses.replace(_COAT_CONTEXT, scales="bound")
+    )
 
 
 def coat_activations() -> Recipe:
@@ -78,7 +91,7 @@ def int8_block() -> Recipe:
 _PRESETS: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
-        *(bf16, coat, coat_optimizer, coat_activations),
+        *(bf16, coat, coat_fast, coat_optimizer, coat_activations),
         *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block),
     )
 }

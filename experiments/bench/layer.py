@@ -33,7 +33,7 @@ BF16, BATCH = "bf16", 4
 ALONE = "products and attention alone"
 BOUND, ANY = "bound of {}", "any lean program"
 HELD, FAST, BOUNDED, FUNCTIONS = "weights held", "fast accumulation", "bounded scales", "as functions"
-PRODUCTS = ("forward", "dgrad", "wgrad")
+PRODUCTS = fp8jax.recipes.coat_fast().linear.fast_accumulation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +100,8 @@ def recipes() -> dict[str, fp8jax.Recipe]:
         linear = dataclasses.replace(found[coat].linear, **change)  # type: ignore[arg-type]
         found[f"{coat}, {name}"] = dataclasses.replace(found[coat], linear=linear)
     for coat in (coat_memory.LEAN, coat_memory.FAITHFUL):
-        fast_coat = found[f"{coat}, {FAST}"]
-        bounded = dataclasses.replace(fast_coat.context, scales="bound")
-        found[f"{coat}, {FAST}, {BOUNDED}"] = dataclasses.replace(fast_coat, context=bounded)
+        context = dataclasses.replace(found[coat].context, scales="bound")
+        found[f"{coat}, {FAST}, {BOUNDED}"] = dataclasses.replace(fp8jax.recipes.coat_fast(), context=context)
     return found
 
 

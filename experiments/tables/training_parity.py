@@ -49,6 +49,7 @@ _INTEGERS = dataclasses.replace(
 ARMS: dict[str, tuple[fp8jax.Recipe, int]] = {
     "bf16": (fp8jax.recipes.bf16(), 0),
     "coat": (fp8jax.recipes.coat(), 0),
+    "coat_fast": (fp8jax.recipes.coat_fast(), 0),
     "coat_optimizer": (fp8jax.recipes.coat_optimizer(), 0),
     "coat_activations": (fp8jax.recipes.coat_activations(), 0),
     "control": (_INTEGERS, 0),

@@ -31,7 +31,7 @@ def test_arms_are_told_apart_by_the_limit():
     noise, coat, control, seed, missing = training_parity.verdict(ARMS)
     assert "0.30%" in noise
     assert coat == "coat: +0.40% of the validation loss of bf16, within the limit of 0.5%."
-    assert missing == "Not trained yet: coat_optimizer; coat_activations."
+    assert missing == "Not trained yet: coat_fast; coat_optimizer; coat_activations."
     assert training_parity.noise({"bf16": ARMS["bf16"]}) is None
     assert control == "control: +2.00% of the validation loss of bf16, outside the limit of 0.5%."
     assert seed == "coat, seed 1: +0.20% of the validation loss of bf16, seed 1, within the limit of 0.5%."
