@@ -36,10 +36,10 @@ def coat() -> Recipe:
 def coat_fast() -> Recipe:
     """COAT with fewer passes over memory than scales of the tensors' own largest magnitudes need.
 
-    Scales come from samples and bounds, which nothing finite exceeds (`Linear.scaling`, `Context.scales`), and all
+    Scales of what norms and activations make come from bounds, which nothing finite exceeds (`Context.scales`), and all
     products sum as fast as FP8 tensor cores of Hopper do.
     """
-    linear = dataclasses.replace(_COAT_LINEAR, scaling="sampled", fast_accumulation=("forward", "dgrad", "wgrad"))
+    linear = dataclasses.replace(_COAT_LINEAR, fast_accumulation=("forward", "dgrad", "wgrad"))
     return Recipe(
         "coat_fast", optimizer=Optimizer(), linear=linear, context=dataclasses.replace(_COAT_CONTEXT, scales="bound")
     )

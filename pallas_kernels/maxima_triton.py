@@ -22,7 +22,6 @@ def _maxima(
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     DOWN: tl.constexpr,
-    EVERY: tl.constexpr,
     OF: tl.constexpr,
     HOW: tl.constexpr,
 ) -> None:
@@ -35,7 +34,7 @@ def _maxima(
     at = tl.arange(0, HIGH)[:, None] * N + tl.arange(0, WIDE)[None, :]
     ordered = tl.zeros((HIGH, WIDE), tl.int32)
     for i in range(DOWN):
-        top = (down * DOWN + i) * (HIGH * EVERY)
+        top = (down * DOWN + i) * HIGH
         m, first = top + tl.arange(0, HIGH), top.to(tl.int64) * N + right * WIDE
         tile = device.ordered(device.load_plain(x_ptr + first, at, device.inside(m, n, M, N), MASKED), HOW)
         ordered = tl.maximum(ordered, tile)
@@ -54,7 +53,6 @@ def maxima(
     rows: bool = False,
     columns: bool = False,
     integers: bool = False,
-    every: int = 1,
     launch: Launch | None = None,
     down: int | None = None,
     compute_capability: int | None = None,
@@ -64,7 +62,6 @@ def maxima(
     Args:
         x: (M, N), fp32, bf16 or fp16. tensor, rows, columns: of what.
         integers: NaN where a value is NaN or Inf, which integer codes cannot show.
-        every: of the rows it takes the first `launch.rows`, 32, of so many times that number; `tensor` alone.
         launch, compute_capability: as of `quantize_triton.quantize`.
         down: tiles that a program takes, one below the other; tuning only.
 
@@ -74,12 +71,12 @@ def maxima(
     launch = launch or Launch(16 if columns else 32, 256, 4)
     m, n = x.shape
     down = (16 if columns else 1) if down is None else down
-    strips, across = -(-m // (launch.rows * down * every)), -(-n // launch.columns)
+    strips, across = -(-m // (launch.rows * down)), -(-n // launch.columns)
     shapes = ((strips * across,) if tensor else (1,), (across, m) if rows else (1,), (strips, n) if columns else (1,))
     how = device.INTEGERS if integers else device.NONE
     found = quantize_triton.call(
         _maxima, [x], [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], strips * across, launch,
-        compute_capability, DOWN=down, EVERY=every, OF=(tensor, rows, columns), HOW=tuple(how),
+        compute_capability, DOWN=down, OF=(tensor, rows, columns), HOW=tuple(how),
     )  # fmt: skip
     asked = zip((tensor, rows, columns), found, (None, 0, 0), strict=True)
     of_tensor, of_rows, of_columns = (jnp.max(part, axis=axis) if wanted else None for wanted, part, axis in asked)

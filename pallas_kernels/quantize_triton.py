@@ -33,30 +33,29 @@ class Quantized(NamedTuple):
 
 @triton.jit
 def _quantize(
-    x_ptr: tl.tensor, row_scale_ptr: tl.tensor, column_scale_ptr: tl.tensor, noise_ptr: tl.tensor,
-    rows_ptr: tl.tensor, row_scales_ptr: tl.tensor, row_powers_ptr: tl.tensor, columns_ptr: tl.tensor,
-    column_scales_ptr: tl.tensor, column_powers_ptr: tl.tensor, peaks_ptr: tl.tensor, M: tl.constexpr,
-    N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PEAKS: tl.constexpr,
-) -> None:  # fmt: skip
+    x_ptr: tl.tensor,
+    row_scale_ptr: tl.tensor,
+    column_scale_ptr: tl.tensor,
+    noise_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    row_scales_ptr: tl.tensor,
+    row_powers_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    column_scales_ptr: tl.tensor,
+    column_powers_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """A tile of HIGH rows and WIDE columns."""
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    tile(tl.program_id(0), x_ptr, row_scale_ptr, column_scale_ptr, noise_ptr, rows_ptr, row_scales_ptr, row_powers_ptr,
-         columns_ptr, column_scales_ptr, column_powers_ptr, peaks_ptr, M, N, HIGH, WIDE, MASKED, ROWS, COLUMNS,
-         PEAKS)  # fmt: skip
-
-
-@triton.jit
-def tile(
-    program: tl.tensor, x_ptr: tl.tensor, row_scale_ptr: tl.tensor, column_scale_ptr: tl.tensor, noise_ptr: tl.tensor,
-    rows_ptr: tl.tensor, row_scales_ptr: tl.tensor, row_powers_ptr: tl.tensor, columns_ptr: tl.tensor,
-    column_scales_ptr: tl.tensor, column_powers_ptr: tl.tensor, peaks_ptr: tl.tensor, M: tl.constexpr,
-    N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PEAKS: tl.constexpr,
-) -> None:  # fmt: skip
-    """A tile of HIGH rows and WIDE columns; with its largest magnitude, if PEAKS."""
     R: tl.constexpr = HIGH // 4
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     OWN: tl.constexpr = COLUMNS[0] > 0 and COLUMNS[0] < 6
+    program = tl.program_id(0)
     top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
     first = top.to(tl.int64) * N + left
     i, n = tl.arange(0, R), left + tl.arange(0, WIDE)
@@ -83,10 +82,6 @@ def tile(
     largest2, ordered = device.slice_maxima(x2, ordered, ROWS, COLUMNS)
     largest3, ordered = device.slice_maxima(x3, ordered, ROWS, COLUMNS)
     largest_of = (largest0, largest1, largest2, largest3)
-    if PEAKS:
-        two = tl.maximum(device.ordered(x0, ROWS), device.ordered(x1, ROWS))
-        four = tl.maximum(two, tl.maximum(device.ordered(x2, ROWS), device.ordered(x3, ROWS)))
-        tl.store(peaks_ptr + program, device.largest(tl.max(tl.max(four, 1), 0), ROWS))
 
     given = 1.0
     if ROWS[0] == 4:
@@ -213,10 +208,9 @@ def quantize(
     row_scale: Array | None = None,
     column_scale: Array | None = None,
     words: Array | None = None,
-    peak: bool = False,
     launch: Launch | None = None,
     compute_capability: int | None = None,
-) -> tuple[Quantized | None, Quantized | None, Array | None]:
+) -> tuple[Quantized | None, Quantized | None]:
     """Codes of a matrix and of its transposed copy, in one pass over it.
 
     Args:
@@ -226,13 +220,11 @@ def quantize(
         row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) for each row.
         column_scale: likewise of `columns`, (N, 1) for each row of x.T.
         words: two uint32 words, random and new at every call, for stochastic rounding.
-        peak: whether the largest finite magnitude of `x`, an fp32 scalar, is wanted; codes are not of groups or blocks.
         launch: how the work is cut; None takes the measured best.
         compute_capability: of the GPU to compile for, as 90; None asks the GPU.
 
     Returns:
-        What was asked for, the largest magnitude last. Given scales are not returned; those of "same" are the
-        transposed ones of `rows`.
+        What was asked for. Given scales are not returned; those of "same" are the transposed ones of `rows`.
 
     Raises:
         ValueError: the kernel cannot take these; the message says why.
@@ -242,8 +234,8 @@ def quantize(
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
             options: Any = {"words": words, "launch": launch, "compute_capability": compute_capability}
-            first, *_ = quantize(x, rows, None, row_scale=row_scale, **options)
-            return first, quantize(x, None, columns, **options)[1], None
+            first, _ = quantize(x, rows, None, row_scale=row_scale, **options)
+            return first, quantize(x, None, columns, **options)[1]
         rows, columns = columns, "same"
     same = columns == "same"
     coding = rows if same else columns
@@ -270,13 +262,12 @@ def quantize(
     statics[0] = statics[0]._replace(kept=kept)
     noise = jnp.zeros(2, jnp.uint32) if words is None else words
     grid = -(-m // launch.rows) * -(-n // launch.columns)
-    shapes.append(jax.ShapeDtypeStruct((grid if peak else 1,), jnp.float32))
     parts = call(
         _quantize, [x, *given, noise], shapes, grid, launch, compute_capability,
-        ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]), PEAKS=peak,
+        ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]),
     )  # fmt: skip
-    first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:6])
-    return (first if kept else None), second, jnp.max(parts[6]) if peak else None
+    first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
+    return (first if kept else None), second
 
 
 def _best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -> Launch:

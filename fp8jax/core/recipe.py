@@ -74,7 +74,7 @@ class Optimizer:
 
 
 SAME = "same"
-SCALINGS = ("current", "two_stage", "sampled", "delayed")
+SCALINGS = ("current", "two_stage", "delayed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +95,8 @@ class Linear:
         saved: what is kept of the input, (tokens, inputs): "same" for the forward operand's codes, None for the input
             itself, or a spec of its own.
         scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
-            maxima of its groups (COAT's group scaling); "sampled", four times the largest magnitude of every 16th 32
-            rows, or the tensor where it has a larger one, which takes one pass instead of two; or "delayed", the
-            largest magnitudes of the last `history` steps, for which `fp8jax.delayed_linear` takes the state. A kernel
-            that knows the largest magnitude takes it instead of a sample's, and so do integers.
+            maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `history`
+            steps, for which `fp8jax.delayed_linear` takes the state.
         history: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8

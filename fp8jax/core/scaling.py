@@ -30,7 +30,7 @@ def usable(scale: Array) -> Array:
     return jnp.maximum(scale, np.float32(TINY))
 
 
-# What a sample takes of rows, the first SAMPLE of each EVERY times as many, and how far it looks beyond.
+# What `bound_by_sample` takes of rows, the first SAMPLE of each EVERY times as many, and how far it looks beyond.
 SAMPLE, EVERY, MARGIN = 32, 16, 4.0
 
 
@@ -43,11 +43,6 @@ def largest_of_sample(x: Array) -> Array:
 def beyond_sample(sample: Array) -> Array:
     """How large a tensor is taken to be of which a sample's largest magnitude is known."""
     return jnp.minimum(MARGIN * sample, np.finfo(np.float32).max)
-
-
-def bound_by_sample(x: Array) -> Array:
-    """A bound on the magnitudes in a matrix, for a scale: from a sample of it, or the largest where that is more."""
-    return jnp.maximum(beyond_sample(largest_of_sample(x)), largest_magnitude(x))
 
 
 @dataclasses.dataclass(frozen=True)

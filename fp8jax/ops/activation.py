@@ -169,7 +169,8 @@ def _activation(name: str, gate: Array, up: Array | None, context: Context, to: 
             None if spare else keep(activated, context.spec),
         )
         if to is not None:
-            scale = scaling.to_scale(scaling.bound_by_sample(fused.matrix(y)), formats.get(to.format))
+            matrix = fused.matrix(y)
+            scale = _bound(scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix), to)
     else:
         kept, result, scale = _keep(operation, g, u, context.spec, to)
     inputs = (gate,) if up is None else (gate, up)
@@ -180,6 +181,11 @@ def _activation(name: str, gate: Array, up: Array | None, context: Context, to: 
     if to is not None and scale is not None:
         fused.give_scale(y, to, scale)
     return y
+
+
+def _bound(sample: Array, largest: Array, to: QuantSpec) -> Array:
+    """The scale of a result from the largest magnitudes of a sample of it and of all of it."""
+    return scaling.to_scale(jnp.maximum(scaling.beyond_sample(sample), largest), formats.get(to.format))
 
 
 def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool, *, forward: bool = False) -> Any:
@@ -195,19 +201,18 @@ def _keep(
 
     coding, g, u = fused.coding(spec), fused.matrix(gate), None if up is None else fused.matrix(up)
     exact, kinds = operation._replace(exact=True), (remake_triton.RESULT,)
-    fmt = None if to is None else formats.get(to.format)
 
     def both(on: Any, *arrays: Any) -> Any:
-        if fmt is None:
+        if to is None:
             return *on.keep_activation(operation, *arrays, coding), None
         with jax.named_scope("sample"):
             (sample,) = on.peaks(exact, kinds, remake_triton.Operands(arrays[0], up=arrays[1]), every=scaling.EVERY)
-        bound = scaling.beyond_sample(sample)
-        result = scaling.to_scale(bound, fmt), fmt.dtype
-        parts, peak, codes = on.keep_activation(operation, *arrays, coding, result=result)
-        scale = scaling.to_scale(jnp.maximum(bound, peak), fmt)
+        scale, dtype = _bound(sample, jnp.zeros(()), to), formats.get(to.format).dtype
+        parts, peak, codes = on.keep_activation(operation, *arrays, coding, result=(scale, dtype))
+        scale = _bound(sample, peak, to)
         with jax.named_scope("mend"):
-            return parts, peak, on.mend(exact, *arrays, codes, scale, peak > bound), scale
+            codes = on.mend(exact, *arrays, codes, scale, peak > scaling.beyond_sample(sample))
+        return parts, peak, codes, scale
 
     parts, peak, made, scale = fused.run(both, g, u)
     codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]

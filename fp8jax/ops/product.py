@@ -342,7 +342,7 @@ def _operand(
 
 
 def _strategy(how: str) -> str:
-    return how if how in ("two_stage", "sampled") else "current"
+    return how if how == "two_stage" else "current"
 
 
 def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:

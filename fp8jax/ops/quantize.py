@@ -42,9 +42,8 @@ def quantize(
             granularity "tensor" or "block", or None.
         scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
             block counts; None takes them from `x`. Finite values beyond their range saturate.
-        strategy: where scales of granularity "tensor" come from otherwise: "current", the tensor; "two_stage", the
-            tensor through bf16 maxima of its groups (COAT, section 5.2); or, of floating codes, "sampled", four times
-            the largest magnitude of every 16th 32 rows of `x`, or the tensor where it has a larger one.
+        strategy: where scales of granularity "tensor" come from otherwise: "current", the tensor, or "two_stage", the
+            tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
         impl: "auto", "xla" or "triton"; see `chosen`.
 
@@ -218,11 +217,8 @@ def _reference(how: _How, strategy: str, x: Array, scale: Array | None, key: Arr
         if spec is None:
             return None
         s = scale if spec.granularity in ("tensor", "token") else None
-        fmt = formats.get(spec.format)
         if strategy == "two_stage" and s is None and spec.granularity == "tensor":
-            s = scaling.TwoStage().scale((), y, fmt)
-        elif s is None and _by_sample(spec, strategy):
-            s = scaling.to_scale(scaling.bound_by_sample(x), fmt)
+            s = scaling.TwoStage().scale((), y, formats.get(spec.format))
         return quantize_with_scale(y, spec, s, key=key if spec.rounding == "stochastic" else None)
 
     rows = one(x, how.rows, keys[0])
@@ -256,9 +252,6 @@ def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array |
         if plain and quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
             codes, rows, _ = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
             return {"codes": codes, "scale": rows, "expansion": None, "microscale": None}, None
-    spec = how.rows or how.turned
-    if scale is None and words is None and spec and _by_sample(spec, strategy) and how.specs in _alone(spec):
-        return _one_by_sample(how, spec, x)
     shapes = (x.shape, x.shape[::-1])
     levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.turned)]
     asked: Any = {"tensor": "tensor" in levels, "rows": levels[0] == "token", "columns": levels[1] == "token"}
@@ -281,8 +274,6 @@ def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array |
             assert top is not None
             if strategy == "two_stage" and spec.granularity == "tensor":
                 top = scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32)
-            elif _by_sample(spec, strategy):
-                top = jnp.maximum(top, scaling.beyond_sample(_sampled(x)))
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
         scales.append(formats.round_to(value, formats.get(spec.scale_format)))
     found = quantize_triton.quantize(
@@ -295,58 +286,13 @@ def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array |
         compute_capability=capability(),
     )
     parts = []
-    for part, given in zip(found[:2], scales, strict=True):
+    for part, given in zip(found, scales, strict=True):
         fields = None
         if part is not None:
             s = part.scale if given is None else given
             fields = {"codes": part.codes, "scale": s, "expansion": None, "microscale": part.microscale}
         parts.append(fields)
     return tuple(parts)
-
-
-def _by_sample(spec: QuantSpec, strategy: str) -> bool:
-    """Whether a sample gives the scale, where it is not given."""
-    return strategy == "sampled" and spec.granularity == "tensor" and formats.get(spec.format).is_float
-
-
-def _alone(spec: QuantSpec) -> tuple[Any, ...]:
-    """What is wanted where no other codes are, or those of the transposed copy are the same."""
-    return (spec, None), (None, spec), (spec, spec)
-
-
-def _sampled(x: Array) -> Array:
-    """The largest magnitude of a sample."""
-    from pallas_kernels import maxima_triton
-
-    with jax.named_scope("sample"):
-        largest, *_ = maxima_triton.maxima(x, tensor=True, every=scaling.EVERY, compute_capability=capability())
-    assert largest is not None
-    return largest
-
-
-def _one_by_sample(how: _How, spec: QuantSpec, x: Array) -> Any:
-    """`_one` in one pass, if the sample's scale serves the whole matrix, under which codes then are right."""
-    from pallas_kernels import mend_triton, quantize_triton
-
-    fmt, codings = formats.get(spec.format), [fused.coding(s) for s in how.specs]
-    bound = scaling.beyond_sample(_sampled(x))
-    first = formats.round_to(scaling.to_scale(bound, fmt), formats.get(spec.scale_format))
-    *made, peak = quantize_triton.quantize(
-        x,
-        codings[0],
-        "same" if codings[0] and codings[1] else codings[1],
-        row_scale=first,
-        column_scale=first,
-        peak=True,
-        compute_capability=capability(),
-    )
-    assert isinstance(peak, Array)
-    scale = formats.round_to(scaling.to_scale(jnp.maximum(bound, peak), fmt), formats.get(spec.scale_format))
-    rows, columns = (None if part is None else part.codes for part in made)
-    with jax.named_scope("mend"):
-        codes = mend_triton.mend(x, rows, columns, scale, peak > bound, compute_capability=capability())
-    rest: dict[str, Any] = {"scale": scale.reshape(1, 1), "expansion": None, "microscale": None}
-    return tuple(None if c is None else {"codes": c, **rest} for c in codes)
 
 
 def _level(spec: QuantSpec) -> str:

@@ -44,19 +44,19 @@ def check(got, want, few=3e-4):
 REGISTERS = {
     "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
-    "codes folded": 64, "tensor, largest": 64, "mended": 64,
+    "codes folded": 64,
 }  # fmt: skip
 
 
 def registers() -> None:
     """Prints registers and bytes spilled of each kernel for Llama-7B's activations, compiled for an H200."""
-    from pallas_kernels import fold_triton, maxima_triton, mend_triton, quantize_rows_triton, quantize_triton
+    from pallas_kernels import fold_triton, maxima_triton, quantize_rows_triton, quantize_triton
 
     coding, e5m2, options = quantize_triton.Coding, jnp.float8_e5m2, {"compute_capability": 90}
     one, words = jnp.float32(1), jnp.zeros(2, jnp.uint32)
 
     def both(x, rows, columns="same", **scales):
-        return quantize_triton.quantize(x, rows, columns, **scales, **options)[:2]
+        return quantize_triton.quantize(x, rows, columns, **scales, **options)
 
     def rows(x, limit=0.2):
         return quantize_rows_triton.quantize_rows(x, coding("token"), limit=limit, **options)
@@ -67,10 +67,6 @@ def registers() -> None:
         "rows of 11008": rows,
         "maxima": lambda x: maxima_triton.maxima(x, rows=True, columns=True, **options)[1:],
         "tensor": lambda x: both(x, coding("tensor"), row_scale=one),
-        "tensor, largest": lambda x: both(x, coding("tensor"), row_scale=one, peak=True),
-        "mended": lambda x: mend_triton.mend(
-            x, x.astype(jnp.float8_e4m3fn), x.T.astype(jnp.float8_e4m3fn), one, one > 0, **options
-        ),
         "tensor, e5m2": lambda x: both(x, coding("tensor", e5m2), row_scale=one),
         "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, words=words),
         "tokens both ways": lambda x: both(x, coding("token"), coding("token"), row_scale=one, column_scale=wide),

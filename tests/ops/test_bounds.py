@@ -14,7 +14,6 @@ import fp8jax
 from fp8jax.core.recipe import Context, Linear
 from fp8jax.ops import product
 from fp8jax.ops.activation import activation
-from fp8jax.ops.quantize import quantize
 from tests.distance import relative
 from tests.ops.test_contexts import CHANNELS, LEAN, LINEAR, OUTPUTS, TOKENS, layer, normal, parameters
 
@@ -129,44 +128,6 @@ def test_by_substitution_bounds_are_of_the_layers_that_rules_quantize(flax, scal
     assert run(recipe("largest")) == {CHANNELS: False, OUTPUTS: False}
     token = recipe("bound", x="e4m3:token", x_wgrad="e4m3:token")
     assert run([fp8jax.Rule("down", token), fp8jax.Rule(".*", part)]) == {CHANNELS: True, OUTPUTS: False}
-
-
-@pytest.mark.parametrize("where", ["everywhere alike", "out of sample", "nothing in the sample"])
-@pytest.mark.parametrize("columns", ["same", "e5m2", None])
-def test_the_scale_of_a_matrix_follows_from_a_sample_of_it_unless_more_is_found(columns, where):
-    x = normal(0, 600, 40)
-    if where == "out of sample":
-        x = x.at[40, 3].set(50.0)
-    elif where == "nothing in the sample":
-        x = x.at[:32].set(0).at[512:544].set(0)
-    sample, largest = (float(jnp.max(jnp.abs(a))) for a in (jnp.concatenate([x[:32], x[512:544]]), x))
-    assert (4 * sample < largest) == (where != "everywhere alike")
-    for q, values in zip(quantize(x, "e4m3", columns, strategy="sampled"), (x, x.T), strict=True):
-        if q is not None:
-            top = {"e4m3": 448.0, "e5m2": 57344.0}[q.spec.format]
-            np.testing.assert_allclose(float(q.scale.reshape(())), max(4 * sample, largest) / top, rtol=1e-6)
-            assert relative(q.dequantize(), values) < (0.04 if q.spec.format == "e4m3" else 0.08)
-    with_integers, _ = quantize(x, "int8", strategy="sampled")
-    np.testing.assert_allclose(float(with_integers.scale.reshape(())), largest / 127, rtol=1e-6)
-
-
-def test_a_layer_by_samples_is_as_exact_as_by_largest_values():
-    x, w, dy = normal(0, 600, CHANNELS), normal(1, CHANNELS, OUTPUTS), normal(2, 600, OUTPUTS)
-    w, dy = w.at[40].multiply(30), dy.at[100].multiply(1e3)
-
-    def run(part):
-        f = functools.partial(fp8jax.linear, recipe=part)
-        y, back = jax.vjp(f, x, w)
-        return [y, *back(dy)]
-
-    exact = run(fp8jax.recipes.bf16())
-    by_samples, by_largest = (
-        [relative(a, b) for a, b in zip(run(Linear("e4m3", "e4m3", "e5m2", scaling=s)), exact, strict=True)]
-        for s in ("sampled", "current")
-    )
-    assert by_samples != by_largest
-    for a, b in zip(by_samples, by_largest, strict=True):
-        assert 0 < a < 1.1 * b
 
 
 def whole(part, x, p):
