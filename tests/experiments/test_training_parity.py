@@ -11,9 +11,9 @@ TINY = (
 )
 
 
-def arm(loss, moments=8):
+def arm(loss, moments=8, date="2026-11-21"):
     result = {"valid_loss": loss, "parameters": 10, "state_bytes": {"mu": 5 * moments, "nu": 5 * moments, "other": 0}}
-    return Arm(TINY, "cpu", result | {"tokens_per_s": 1e3}, [loss + 1 / i for i in range(1, 101)])
+    return Arm(TINY, "cpu", date, result | {"tokens_per_s": 1e3}, [loss + 1 / i for i in range(1, 101)])
 
 
 ARMS = {
@@ -43,6 +43,10 @@ def test_rows_are_relative_to_bf16():
     assert found["validation loss", "coat"].paper_ratio == pytest.approx(1.004, abs=1e-3)
     assert found["moments", "coat"].value == 2
     assert found["moments", "coat"].ratio == 0.25
+    assert found["speed", "coat"].ratio == 1
+    later = ARMS | {"coat": arm(1.004, date="2026-11-22")}
+    (speed,) = (row for row in training_parity.rows(later) if (row.metric, row.case) == ("speed", "coat"))
+    assert (speed.value, speed.ratio) == (1e3, None)
     assert len(training_parity.draw(ARMS).axes) == 2
 
 
