@@ -284,7 +284,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _later(arms: Mapping[str, Arm]) -> list[str]:
     names = [f"{name} on {arm.date}" for name, arm in arms.items() if arm.date != arms["bf16"].date]
-    told = f"Trained later than bf16, with other versions of the kernels: {', '.join(names)}; so its speed has no ratio."
+    told = (
+        f"Trained later than bf16, with other versions of the kernels: {', '.join(names)}; so its speed has no ratio."
+    )
     return [told] if names else []
 
 
