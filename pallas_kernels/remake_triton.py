@@ -21,6 +21,8 @@ from pallas_kernels.quantize_triton import Launch
 
 # What a tile is: the result of a norm or of an activation, or the cotangent of an activation's gate or up.
 NORM, RESULT, GATE, UP, NOTHING = range(5)
+# Rows of a tile of `peaks`, and so of a sample.
+SAMPLE = 32
 FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
 
 
@@ -300,15 +302,14 @@ def peaks(
     operands: Operands,
     *,
     every: int = 1,
-    launch: Launch | None = None,
     compute_capability: int | None = None,
 ) -> list[Array]:
     """Largest finite magnitudes of results of an operation, fp32 scalars; arguments as of `quantize`.
 
-    Of the rows it takes the first `launch.rows`, 32, of `every` so many times that number.
+    Of the rows it takes the first SAMPLE of `every` so many times that number.
     """
     m, n = operands.first.shape
-    launch = launch or Launch(32, 128, 4)
+    launch = Launch(SAMPLE, 128, 4)
     tiles = -(-m // (launch.rows * every)) * -(-n // launch.columns)
     shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
     found = quantize_triton.call(

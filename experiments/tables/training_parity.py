@@ -68,7 +68,7 @@ class Arm:
     Attributes:
         flags: of experiments.train that it was trained with.
         device: that it was trained on.
-        date: of its last step, in ISO 8601; only speeds of one day are compared.
+        date: of its result file, in ISO 8601; only speeds of one day are compared.
         result: as experiments.report.Result.
         losses: training losses, each the mean of `_STRIDE` steps.
     """

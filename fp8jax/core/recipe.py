@@ -209,13 +209,15 @@ class Context:
             keep their own codes. "lean" keeps only what cannot be computed again cheaply: the input of a norm, gate and
             up; linear layers that read their results compute them again from those.
         scales: where the scales come from of what these operations make, as linear layers quantize it per tensor: its
-            "largest" magnitude, which costs a pass over it; or a "bound" on that, some binades above, of which e4m3 has
-            18 and e5m2 30. Nothing finite saturates.
-            A norm's result is at most the root of the channels times its largest scale, plus its largest bias.
+            "largest" magnitude, for which kernels take a pass over it; or a "bound" on that, which saves the pass.
+            Nothing finite saturates; a bound is some binades above the largest, of which e4m3 has 18 and e5m2 30.
+            A norm's result is at most the root of the channels times its largest scale, plus its largest bias: many
+            binades too much if a scale is hundreds of times the others, or eps is far above the mean squares.
             An activation's is taken to be at most four times the largest of every 16th 32 rows; where it is larger,
             that gives the scale, and a second pass the codes. In both the operation makes the codes at once: as the
-            layers of its recipe want them, so it takes the whole recipe (of its context alone it is the largest), and
-            what other layers read is quantized by these, anew.
+            layers of its recipe want them, so it takes the whole recipe (of its context alone it is the largest).
+            What is cast before it is read is quantized anew, under the same scale; and where no layer reads it that
+            quantizes so, codes are made for nothing: a byte an element.
             Lean, of an activation's e5m2 cotangents by the inequality of Cauchy and Schwarz, from the norms of the next
             layer's gradient and weight and the largest gate and up of each row. It is the largest where the gradient
             does not come back directly (it is reshaped, or has several readers), and where what is kept has scales of

@@ -30,13 +30,14 @@ def usable(scale: Array) -> Array:
     return jnp.maximum(scale, np.float32(TINY))
 
 
-# What `bound_by_sample` takes of rows, the first SAMPLE of each EVERY times as many, and how far it looks beyond.
+# A sample is of rows, the first SAMPLE of each EVERY times as many; MARGIN is how far a bound looks beyond it.
 SAMPLE, EVERY, MARGIN = 32, 16, 4.0
 
 
 def largest_of_sample(x: Array) -> Array:
     """`largest_magnitude` of a matrix's rows that count as a sample."""
-    sampled = np.arange(x.shape[0]) // SAMPLE % EVERY == 0
+    # Computed, for a constant would be kept for the backward pass under jax.checkpoint.
+    sampled = jnp.arange(x.shape[0]) // SAMPLE % EVERY == 0
     return largest_magnitude(jnp.where(sampled[:, None], x, 0))
 
 

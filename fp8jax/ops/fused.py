@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
-from fp8jax.core.recipe import Context, Recipe
+from fp8jax.core.recipe import SAME, Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, capability, missing_triton, on_cuda, spread, tell
@@ -129,7 +129,7 @@ def bounded(recipe: Recipe | Context) -> QuantSpec | None:
     if not isinstance(recipe, Recipe) or recipe.context.scales != "bound" or recipe.linear.scaling == "delayed":
         return None
     spec = recipe.linear.spec("x")
-    return spec if spec is not None and spec == recipe.linear.spec("saved") and takes(spec) else None
+    return spec if spec is not None and recipe.linear.saved == SAME and takes(spec) else None
 
 
 def rows_made(spec: QuantSpec, scale: Array, codes: Array) -> dict[Any, Any]:
@@ -144,9 +144,16 @@ def given_scale(array: Array, *specs: QuantSpec | None) -> Array | None:
 
 
 def pass_on(source: Array, copy: Array) -> Array:
-    """The same array, as a matrix, without gradients, or fp32 as bf16, is computed from the same; returns the copy."""
+    """The same array, as a matrix, without gradients, or fp32 as bf16, is computed from the same; returns the copy.
+
+    It is quantized under the same given scale.
+    """
+    if copy is source or source.ndim == 0 or source.shape[-1] != copy.shape[-1]:
+        return copy
+    if copy.dtype in (source.dtype, jnp.bfloat16):
+        _given.pass_on(source, copy)
     part = _parts.find(source)
-    if part is None or copy is source or source.ndim == 0 or source.shape[-1] != copy.shape[-1]:
+    if part is None:
         return copy
     if source.dtype == copy.dtype:
         return _parts.pass_on(source, copy)

@@ -5,6 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -167,7 +168,8 @@ def _bound(scale: Array | None, bias: Array | None, channels: int, to: QuantSpec
     bound = math.sqrt(channels) * (jnp.ones(()) if scale is None else scaling.largest_magnitude(scale))
     if bias is not None:
         bound = bound + scaling.largest_magnitude(bias)
-    return scaling.to_scale(1.01 * bound, formats.get(to.format))
+    bound = jnp.minimum(1.01 * bound, np.finfo(np.float32).max)
+    return scaling.to_scale(bound, formats.get(to.format))
 
 
 def _keep(

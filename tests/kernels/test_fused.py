@@ -38,6 +38,13 @@ def python(*command, **env):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_kernels_take_the_references_sample():
+    from fp8jax.core import scaling
+    from pallas_kernels import remake_triton
+
+    assert remake_triton.SAMPLE == scaling.SAMPLE
+
+
 def check(case, made, share, most, far):
     """Forward one matrix; lean, one for each product that reads it again; of an activation both cotangents."""
     norm = case.startswith(("rms", "layer", "norm"))
@@ -91,6 +98,19 @@ def odd() -> None:
             (
                 on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=twice),
                 on_activation.keep_activation(silu, gate, up, kept, result=twice),
+                [
+                    unsigned(
+                        on_activation.mend(
+                            silu._replace(exact=True),
+                            gate,
+                            up,
+                            jnp.zeros(gate.shape, twice[1]),
+                            twice[0],
+                            jnp.bool_(wrong),
+                        )
+                    )
+                    for wrong in (False, True)
+                ],
                 on.ahead(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
                 [unsigned(a) for a in jax.tree.leaves(on.quantize(*cotangents, rows=True, columns=True, again=again))],
             )

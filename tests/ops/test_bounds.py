@@ -12,10 +12,11 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.core.recipe import Context, Linear
-from fp8jax.ops import product
+from fp8jax.ops import fused, product
 from fp8jax.ops.activation import activation
 from tests.distance import relative
 from tests.ops.test_contexts import CHANNELS, LEAN, LINEAR, OUTPUTS, TOKENS, layer, normal, parameters
+from tests.programs import residuals
 
 COAT = fp8jax.recipes.coat()
 
@@ -151,12 +152,38 @@ def test_a_layer_under_bounds_is_as_exact_as_under_largest_values():
 
 
 def test_vmap_and_jit_give_what_a_loop_gives():
-    p, part = jax.tree.map(lambda a: a[0], parameters(jnp.float32)), recipe("bound")
-    x = normal(0, 3, 4 * TOKENS, CHANNELS).at[1, 40].multiply(1e3)
-    grad = jax.grad(lambda x: (whole(part, x, p) ** 2).sum())
-    together, alone = jax.jit(jax.vmap(grad))(x), jnp.stack([grad(a) for a in x])
-    for a, b in zip(together, alone, strict=True):
-        assert relative(a, b) < 1e-2
+    gate, up = (normal(i, 3, 4 * TOKENS, OUTPUTS) for i in range(2))
+    gate, w, part = gate.at[1, 40].multiply(1e3), normal(2, OUTPUTS, CHANNELS), recipe("bound")
+    y = jnp.max(jnp.abs(fp8jax.glu(gate, up, recipe=Context())), -1)
+    assert (4 * jnp.max(y[:, :32], 1) < jnp.max(y, 1)).tolist() == [False, True, False]
+    value = lambda gate, up: fp8jax.glu_linear(gate, up, w, recipe=part)  # noqa: E731
+    both = lambda *a: (value(*a), *jax.grad(lambda *a: (value(*a) ** 2).sum(), (0, 1))(*a))  # noqa: E731
+    together, alone = jax.jit(jax.vmap(both))(gate, up), [both(*a) for a in zip(gate, up, strict=True)]
+    for found, *want in zip(together, *alone, strict=True):
+        for a, b in zip(found, want, strict=True):
+            assert relative(a, b) < 1e-2
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("mode", ["lean", "faithful"])
+def test_no_more_is_kept_under_bounds(mode, how):
+    x, p = normal(9, 600, CHANNELS, dtype=jnp.bfloat16), parameters()
+
+    def kept(part):
+        step = how(lambda x, p: whole(part, x, p))
+        return residuals(lambda x, p: jax.lax.scan(lambda x, p: (step(x, p), None), x, p)[0], x, p)
+
+    assert sorted(kept(recipe("bound", mode))) == sorted(kept(recipe("largest", mode)))
+
+
+def test_the_bound_of_a_norm_holds_after_a_cast_and_is_finite(scales):
+    x, w, part = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS), recipe("bound")
+    y = fp8jax.rms_norm(x, recipe=part)
+    fp8jax.linear(fused.pass_on(y, y.astype(jnp.bfloat16)), w.astype(jnp.bfloat16), recipe=part)
+    check(scales, 1.01 * np.sqrt(CHANNELS) / 448)
+    fp8jax.linear(fp8jax.rms_norm(x, jnp.ones(CHANNELS).at[0].set(1e38), recipe=part), w, recipe=part)
+    ((_, _, q),) = scales
+    np.testing.assert_allclose(float(q.scale.reshape(())), np.finfo(np.float32).max / 448, rtol=1e-5)
 
 
 def plain(context, x, p):
