@@ -1,4 +1,4 @@
-"""What an activation keeps for its backward pass, with its result in codes or that's largest magnitude, in one pass."""
+"""What an activation keeps for its backward pass, the largest magnitude of its result, and codes of it, in one pass."""
 
 from typing import Any
 

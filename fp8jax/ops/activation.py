@@ -157,7 +157,8 @@ def _activation(name: str, gate: Array, up: Array | None, context: Context, to: 
     assert context.spec is not None
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
     spare = context.lean or u is None
-    operation, result, scale = _fused(name, gate, up, context.spec, not spare, forward=True), None, None
+    operation = _fused(name, gate, up, context.spec, not spare, forward=True)
+    result, scale, made = None, None, None
     # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
     plain = lax.optimization_barrier(g)
     activated = ACTIVATIONS[name](plain)
@@ -170,21 +171,21 @@ def _activation(name: str, gate: Array, up: Array | None, context: Context, to: 
         )
         if to is not None:
             matrix = fused.matrix(y)
-            scale = _bound(scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix), to)
+            scale = _bound(to, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
     else:
-        kept, result, scale = _keep(operation, g, u, context.spec, to)
+        kept, result, scale, made = _keep(operation, g, u, context.spec, to)
     inputs = (gate,) if up is None else (gate, up)
     bounded = context.lean and context.scales == "bound"
     y, _ = differentiable(Activation(name, gate.dtype, bounded), inputs, kept, y, context)
     if result is not None:
         fused.note(result, y)
     if to is not None and scale is not None:
-        fused.give_scale(y, to, scale)
+        fused.give_scale(y, to, scale, made)
     return y
 
 
-def _bound(sample: Array, largest: Array, to: QuantSpec) -> Array:
-    """The scale of a result from the largest magnitudes of a sample of it and of all of it."""
+def _bound(to: QuantSpec, sample: Array, largest: Array | float = 0.0) -> Array:
+    """The scale of a result from the largest magnitudes of a sample of it, and of all of it if that is known."""
     return scaling.to_scale(jnp.maximum(scaling.beyond_sample(sample), largest), formats.get(to.format))
 
 
@@ -195,8 +196,8 @@ def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool, *,
 
 def _keep(
     operation: Any, gate: Array, up: Array | None, spec: QuantSpec, to: QuantSpec | None
-) -> tuple[Kept, fused.Result, Array | None]:
-    """What is kept, what the result is computed from, and under which scale it is to be quantized, if `to` says how."""
+) -> tuple[Kept, fused.Result, Array | None, Array | None]:
+    """What is kept, what the result is computed from, and if `to` says how to quantize it, its scale and codes."""
     from pallas_kernels import remake_triton
 
     coding, g, u = fused.coding(spec), fused.matrix(gate), None if up is None else fused.matrix(up)
@@ -204,22 +205,21 @@ def _keep(
 
     def both(on: Any, *arrays: Any) -> Any:
         if to is None:
-            return *on.keep_activation(operation, *arrays, coding), None
+            parts, peak, _ = on.keep_activation(operation, *arrays, coding)
+            return parts, peak, None, None
         with jax.named_scope("sample"):
             (sample,) = on.peaks(exact, kinds, remake_triton.Operands(arrays[0], up=arrays[1]), every=scaling.EVERY)
-        scale, dtype = _bound(sample, jnp.zeros(()), to), formats.get(to.format).dtype
-        parts, peak, codes = on.keep_activation(operation, *arrays, coding, result=(scale, dtype))
-        scale = _bound(sample, peak, to)
+        first = _bound(to, sample), formats.get(to.format).dtype
+        parts, peak, codes = on.keep_activation(operation, *arrays, coding, result=first)
+        scale = _bound(to, sample, peak)
         with jax.named_scope("mend"):
             codes = on.mend(exact, *arrays, codes, scale, peak > scaling.beyond_sample(sample))
-        return parts, peak, codes, scale
+        return parts, peak, scale, codes
 
-    parts, peak, made, scale = fused.run(both, g, u)
+    parts, peak, scale, made = fused.run(both, g, u)
     codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
     result = fused.Result(exact, kinds, remake_triton.Operands(g, up=u), (peak,))
-    if to is not None:
-        result.made.update(fused.rows_made(to, scale, made))
-    return Kept(*codes), result, scale
+    return Kept(*codes), result, scale, made
 
 
 def _function(name: str) -> Callable[[Array], Array]:

@@ -119,9 +119,12 @@ def foreseen(gradient: Array) -> Foreseen:
     return _foreseen.take(gradient) or Foreseen()
 
 
-def give_scale(array: Array, spec: QuantSpec, scale: Array) -> None:
-    """Says under which scale an array is to be quantized."""
+def give_scale(array: Array, spec: QuantSpec, scale: Array, codes: Array | None = None) -> None:
+    """Says under which scale an array is to be quantized; codes (M, N), if given, are those."""
     _given.note(array, (spec, scale))
+    result = find(array)
+    if result is not None and codes is not None:
+        result.made[True, False, spec, Same(scale)] = [_pair(spec, codes, None, scale.reshape(1, 1))]
 
 
 def bounded(recipe: Recipe | Context) -> QuantSpec | None:
@@ -130,11 +133,6 @@ def bounded(recipe: Recipe | Context) -> QuantSpec | None:
         return None
     spec = recipe.linear.spec("x")
     return spec if spec is not None and recipe.linear.saved == SAME and takes(spec) else None
-
-
-def rows_made(spec: QuantSpec, scale: Array, codes: Array) -> dict[Any, Any]:
-    """`Result.made` of codes of the one array, not transposed, under a given scale."""
-    return {(True, False, spec, Same(scale)): [_pair(spec, codes, None, scale.reshape(1, 1))]}
 
 
 def given_scale(array: Array, *specs: QuantSpec | None) -> Array | None:

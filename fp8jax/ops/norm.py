@@ -139,27 +139,26 @@ def normalize(
         return normalized(z, inverse, scale, bias).astype(dtype), x if residual else None
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
-    bound = None if to is None else _bound(values[1], values[2], x.shape[-1], to)
+    known = None if to is None else (to, _bound(values[1], values[2], x.shape[-1], to))
     given = {"scaled": scale is not None, "biased": bias is not None}
     operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **given)
     if operation is None:
         z, inverse = statistics(values[0], eps, centered=centered)
         kept, result = Kept(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
+        made = None
     else:
-        ahead = None if to is None or bound is None else (to, bound)
-        codes, mean, peak, made = _keep(operation, values[0], values[1], values[2], context.spec, eps, ahead)
+        codes, mean, peak, made = _keep(operation, values[0], values[1], values[2], context.spec, eps, known)
         z, inverse = values[0].astype(jnp.float32), codes.inverse
         if mean is not None:
             z = z - mean.reshape(inverse.shape)
         kept, parts = codes, (fused.matrix(values[0]), None)
         result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
-        result.made.update(made)
     y = normalized(z, inverse, *values[1:]).astype(dtype)
     y, again = differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context, residual=residual)
     if result is not None:
         fused.note(result, y)
-    if to is not None and bound is not None:
-        fused.give_scale(y, to, bound)
+    if known is not None:
+        fused.give_scale(y, *known, made)
     return y, again
 
 
@@ -179,21 +178,21 @@ def _keep(
     bias: Array | None,
     spec: QuantSpec,
     eps: float,
-    ahead: tuple[QuantSpec, Array] | None,
-) -> tuple[Kept, Array | None, Array, dict[Any, Any]]:
+    known: tuple[QuantSpec, Array] | None,
+) -> tuple[Kept, Array | None, Array, Array | None]:
     """What is kept, the mean of rows where the norm is centered, the largest magnitude of the result, and its codes.
 
-    The last where it is known `ahead` how it will be quantized.
+    The last where it is known how it will be quantized, and under which scale.
     """
-    coding, dtype = fused.coding(spec), None if ahead is None else formats.get(ahead[0].format).dtype
+    coding, dtype = fused.coding(spec), None if known is None else formats.get(known[0].format).dtype
     codes, scales, inverse, mean, peak, made = fused.run(
         lambda on, *arrays: on.forward(
             operation, *arrays[:-1], eps, coding, result=None if dtype is None else (arrays[-1], dtype)
         ),
-        fused.matrix(x), scale, bias, ahead and ahead[1],
+        fused.matrix(x), scale, bias, known and known[1],
     )  # fmt: skip
     kept = Kept(fused.kept(codes, scales, x.shape, spec), inverse.reshape(*x.shape[:-1], 1), scale, bias)
-    return kept, mean, peak, {} if ahead is None else fused.rows_made(*ahead, made)
+    return kept, mean, peak, made
 
 
 def _result(

@@ -129,10 +129,11 @@ def threaded(
     if kept is not None:
         subkey = _subkey(key, kept, "saved")
         if scales is None:
-            given = fused.given_scale(x if source is None else source, kept)
+            named = x if source is None else source
+            given = fused.given_scale(named, kept)
             make = functools.partial(_save, x, kept, recipe.scaling, subkey, given)
             use = (kept, recipe.scaling, x.shape, None if subkey is None else Same(key))
-            saved = _inputs.get(x if source is None else source, use, make)
+            saved = _inputs.get(named, use, make)
         else:
             saved = _save(x, kept, recipe.scaling, subkey, None if scales is None else scales.x)
     # Codes rounded stochastically can be made again only with their key.
