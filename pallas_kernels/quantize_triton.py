@@ -71,7 +71,9 @@ def _quantize(
     random2 = random1
     if ROWS[6] or COLUMNS[6]:
         word1, word2 = tl.load(noise_ptr), tl.load(noise_ptr + 1)
-        four = (top.to(tl.int64) // 4 * N + left).to(tl.uint32) + (i[:, None] * N + tl.arange(0, WIDE)[None, :])
+        # By the place in the whole matrix, of which this may be a part.
+        four = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
+        four += tl.load(noise_ptr + 3)
         if ROWS[6]:
             random1 = device.hash(four, word1, word2)
         if OWN and COLUMNS[6]:
@@ -208,6 +210,7 @@ def quantize(
     row_scale: Array | None = None,
     column_scale: Array | None = None,
     words: Array | None = None,
+    place: Array | None = None,
     launch: Launch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
@@ -220,6 +223,8 @@ def quantize(
         row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) for each row.
         column_scale: likewise of `columns`, (N, 1) for each row of x.T.
         words: two uint32 words, random and new at every call, for stochastic rounding.
+        place: where the matrix is part of a larger one, two uint32 words: the columns of that, and of the part's first
+            element, whose row is a multiple of 4, a quarter of its row times these columns plus its column.
         launch: how the work is cut; None takes the measured best.
         compute_capability: of the GPU to compile for, as 90; None asks the GPU.
 
@@ -233,7 +238,7 @@ def quantize(
     if isinstance(columns, Coding) and columns.kind == "block":
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
-            options: Any = {"words": words, "launch": launch, "compute_capability": compute_capability}
+            options: Any = {"words": words, "place": place, "launch": launch, "compute_capability": compute_capability}
             first, _ = quantize(x, rows, None, row_scale=row_scale, **options)
             return first, quantize(x, None, columns, **options)[1]
         rows, columns = columns, "same"
@@ -260,7 +265,9 @@ def quantize(
     if same:
         statics[1] = statics[1]._replace(kind=device.KINDS["same"])
     statics[0] = statics[0]._replace(kept=kept)
-    noise = jnp.zeros(2, jnp.uint32) if words is None else words
+    noise = jnp.zeros(4, jnp.uint32)
+    if words is not None:
+        noise = jnp.concatenate([words, jnp.array([n, 0], jnp.uint32) if place is None else place])
     grid = -(-m // launch.rows) * -(-n // launch.columns)
     parts = call(
         _quantize, [x, *given, noise], shapes, grid, launch, compute_capability,

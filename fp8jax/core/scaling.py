@@ -34,10 +34,10 @@ def usable(scale: Array) -> Array:
 SAMPLE, EVERY, MARGIN = 32, 16, 4.0
 
 
-def largest_of_sample(x: Array) -> Array:
-    """`largest_magnitude` of a matrix's rows that count as a sample."""
+def largest_of_sample(x: Array, start: Array | int = 0) -> Array:
+    """`largest_magnitude` of the rows that count as a sample; `start` is the first one's place in a larger matrix."""
     # Computed, for a constant would be kept for the backward pass under jax.checkpoint.
-    sampled = jnp.arange(x.shape[0]) // SAMPLE % EVERY == 0
+    sampled = (start + jnp.arange(x.shape[0])) // SAMPLE % EVERY == 0
     return largest_magnitude(jnp.where(sampled[:, None], x, 0))
 
 

@@ -110,6 +110,15 @@ def local(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: vary_with(function(*args), *args)
 
 
+def unplaced() -> str | None:
+    """Why kernels cannot run in this place of a program: only XLA will know how the arrays lie; else None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = {kind for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1}
+    if {AxisType.Manual, AxisType.Auto} <= kinds:
+        return "a jax.shard_map over some mesh axes leaves Auto ones to XLA; map over all, or make them Explicit"
+    return None
+
+
 def by_platform(*args: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
     """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`."""
     return lax.platform_dependent(*args, cuda=local(cuda), default=local(default))

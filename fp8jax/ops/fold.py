@@ -3,7 +3,6 @@
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -11,7 +10,8 @@ from jax import Array
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, spread, tell
+from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, tell, unplaced
+from fp8jax.ops.partition import Cut, partitioned
 from fp8jax.ops.quantize import IMPLS, chosen
 
 # Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
@@ -94,7 +94,7 @@ def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
         raise ValueError(f"refold takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}")
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
-    reason = missing_triton("fold_triton") or spread(*jax.tree.leaves(q))
+    reason = missing_triton("fold_triton") or unplaced()
     if 0 in q.shape:
         reason = f"shape {q.shape} is empty"
     if impl == "auto" and not on_cuda():
@@ -130,11 +130,12 @@ def _refold_reference(codes: Array, powers: Array, level: Array) -> tuple[Array,
 def _refold_kernel(codes: Array, powers: Array, level: Array) -> tuple[Array, Array]:
     from pallas_kernels.fold_triton import fold_codes
 
-    @jax.custom_batching.sequential_vmap
-    def mapped(*operands: Array) -> tuple[Array, Array]:
+    def refold(cut: Cut, *operands: Array) -> tuple[Array, Array]:
         return fold_codes(*operands, compute_capability=capability())
 
-    folded: tuple[Array, Array] = mapped(codes, powers, level)
+    scale = "m -" if level.shape[0] > 1 else "- -"
+    folded: tuple[Array, Array] = partitioned(
+        "refold", None, refold, (codes, powers, level), ("m -", "m -", scale), ("m -", "m -"))  # fmt: skip
     return folded
 
 
@@ -175,18 +176,18 @@ def _kernel(spec: QuantSpec, x: Array) -> Folded:
 
     fmt = formats.get(spec.format)
 
-    @jax.custom_batching.sequential_vmap
-    def mapped(x: Array) -> tuple[Array, Array, Array]:
+    def fold_rows(cut: Cut, x: Array) -> tuple[Array, Array, Array]:
         level = None
         if spec.level1 == "tensor":
             largest = maxima_triton.maxima(x, tensor=True, compute_capability=capability())[0]
             assert largest is not None
-            level = scaling.to_scale(largest, fmt)
+            level = scaling.to_scale(cut.maximum(largest, "m"), fmt)
         coding, limit = Coding("token", fmt.dtype), _lost_up_to(fmt)
-        return quantize_rows_triton.quantize_rows(
+        codes, scale, lost = quantize_rows_triton.quantize_rows(
             x, coding, level=level, limit=limit, compute_capability=capability())  # fmt: skip
+        return codes, scale, cut.total(lost, "m")
 
-    codes, scale, lost = mapped(x)
+    codes, scale, lost = partitioned("fold", spec, fold_rows, (x,), ("m -",), ("m -", "m -", ""))
     return Folded(QTensor(codes, scale, None, None, _token(spec)), lost)
 
 

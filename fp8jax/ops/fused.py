@@ -8,11 +8,9 @@ whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it
 import dataclasses
 import functools
 import math
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -22,7 +20,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
-from fp8jax.ops.choice import Choice, by_platform, capability, missing_triton, on_cuda, spread, tell
+from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell, unplaced
 from fp8jax.ops.recent import Origins, Recent, Same
 from fp8jax.ops.saved import from_bytes, to_bytes
 
@@ -255,14 +253,11 @@ def _make_ahead(result: Result, spec: QuantSpec, scale: Array) -> QTensor:
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
     """`call(on, *arrays)`, where `on` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
-    from pallas_kernels import activation_triton, norm_triton, remake_triton
+    from fp8jax.ops import fused_kernels
 
-    kernels = types.SimpleNamespace()
-    for kernel in (remake_triton.quantize, remake_triton.peaks, remake_triton.ahead, activation_triton.keep_activation,
-                   activation_triton.mend, norm_triton.forward, norm_triton.backward):  # fmt: skip
-        setattr(kernels, kernel.__name__, functools.partial(kernel, compute_capability=capability()))
-    mapped = jax.custom_batching.sequential_vmap(functools.partial(call, kernels))
-    return by_platform(*arrays, cuda=mapped, default=functools.partial(call, fused_reference))
+    return by_platform(
+        *arrays, cuda=functools.partial(call, fused_kernels), default=functools.partial(call, fused_reference)
+    )
 
 
 def operation(
@@ -279,7 +274,7 @@ def operation(
         fields: as of `pallas_kernels.operations_triton.Operation`.
     """
     reason = None if on_cuda() else "it needs a CUDA GPU"
-    reason = reason or missing_triton("remake_triton") or spread(x) or _unfit(x, spec)
+    reason = reason or missing_triton("remake_triton") or unplaced() or _unfit(x, spec)
     if reason is None:
         found = _described(x, spec, dtype, norm, fields)
         reason = found if isinstance(found, str) else None

@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, capability, spread
+from fp8jax.ops.choice import Choice, capability, unplaced
 from fp8jax.ops.fold import foldable, refold
+from fp8jax.ops.partition import Cut, notation, partitioned
 
 HOPPER, MICROSCALING = 90, 100
 OUTPUT_GROUPS = (16, 32, 64, 128)
@@ -78,7 +79,7 @@ def _unfit(a: QTensor, b: QTensor) -> str | None:
         return "it needs a Hopper GPU and jax >= 0.11"
     if _kernel(a, b) is None:
         return f"no kernel for scales of {a.spec} with {b.spec}"
-    return spread(*jax.tree.leaves((a, b)))
+    return unplaced()
 
 
 def _size(q: QTensor) -> int:
@@ -116,27 +117,37 @@ def _native(a: QTensor, b: QTensor) -> bool:
 def run(
     how: Kernel | Literal["cublas", "native"], exact: bool, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor
 ) -> Array:
-    """a @ b.T by what `choose` named."""
-    if how == "cublas":
-        return _cublas(a, b, fast, dtype)
+    """a @ b.T by what `choose` named, of matrices that may be sharded; where a contraction is cut, parts are summed."""
     if how == "native":
         return _scaled_matmul(a, b).astype(dtype)
-    return _kernels(how, exact, fast, jnp.dtype(dtype), a, b)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _kernels(how: Kernel, exact: bool, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
-    """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
-    out_dtype = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
     if how in ("mx", "mx right"):
         micro = a if how == "mx" else b
-        if exact or not foldable(micro):
-            return (_mx(a, b, out_dtype) if how == "mx" else _mx(b, a, out_dtype).T).astype(dtype)
-        a, b = (refold(q) if q is micro else q for q in (a, b))
-        how = "row"
+        if not exact and foldable(micro):
+            a, b = (refold(q) if q is micro else q for q in (a, b))
+            how = "row"
+    multiply = functools.partial(_multiply, how, fast, jnp.dtype(dtype))
+    ins, static = (
+        (notation(a.spec, a.shape, "m k"), notation(b.spec, b.shape, "n k")),
+        (how, fast, str(jnp.dtype(dtype)), a.spec, b.spec),
+    )
+    product: Array = partitioned("product", static, multiply, (a, b), ins, "m n")
+    return product
+
+
+def _multiply(how: Kernel | Literal["cublas"], fast: bool, dtype: DTypeLike, cut: Cut, a: QTensor, b: QTensor) -> Array:
+    product = _cublas(a, b, fast, dtype) if how == "cublas" else _kernels(how, fast, dtype, a, b)
+    return cut.total(product, "k")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _kernels(how: Kernel, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+    """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
+    out_dtype = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
     if how == "row":
         return _row(a, b, fast, out_dtype).astype(dtype)
-    return _block(a, b, out_dtype).astype(dtype)
+    if how == "block":
+        return _block(a, b, out_dtype).astype(dtype)
+    return (_mx(a, b, out_dtype) if how == "mx" else _mx(b, a, out_dtype).T).astype(dtype)
 
 
 def unfit_output(a: QTensor, b: QTensor, spec: QuantSpec) -> str | None:
@@ -157,11 +168,20 @@ def run_quantized(
     """a @ b.T + bias + residual, quantized in the kernel that multiplies."""
     from pallas_kernels.matmul_mosaic import matmul
 
-    terms: Any = _terms(a, b)
-    for name, term in (("bias", bias), ("residual", residual)):
-        terms[name] = term if term is None or term.dtype == jnp.bfloat16 else term.astype(jnp.float32)
-    codes, scale = matmul(a.codes, b.codes, **terms, fast=fast, group=spec.group_size)
-    return QTensor(codes, scale, None, None, spec)
+    def multiply(cut: Cut, a: QTensor, b: QTensor, bias: Array | None, residual: Array | None) -> QTensor:
+        terms: Any = _terms(a, b)
+        for name, term in (("bias", bias), ("residual", residual)):
+            terms[name] = term if term is None or term.dtype == jnp.bfloat16 else term.astype(jnp.float32)
+        codes, scale = matmul(a.codes, b.codes, **terms, fast=fast, group=spec.group_size)
+        return QTensor(codes, scale, None, None, spec)
+
+    # Quantized from sums that are whole: a contraction is not cut.
+    ins = [notation(q.spec, q.shape, f"{name} -") for q, name in ((a, "m"), (b, "n"))]
+    outs = ("m n", f"m n/{spec.group_size}")
+    found: QTensor = partitioned(
+        "product_quantized", (fast, spec, a.spec, b.spec), multiply, (a, b, bias, residual), (*ins, "n", "m n"), outs
+    )
+    return found
 
 
 def precision(fast: bool) -> lax.Precision:

@@ -12,7 +12,8 @@ from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, spread, tell
+from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, tell, unplaced
+from fp8jax.ops.partition import Cut, notation, partitioned
 
 IMPLS = ("auto", "xla", "triton")
 
@@ -114,7 +115,7 @@ def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl != "xla":
-        reason = missing_triton("quantize_triton") or spread(*jax.tree.leaves(q))
+        reason = missing_triton("quantize_triton") or unplaced()
         if len(q.shape) != 2 or q.codes.dtype.itemsize != 1 or 0 in q.shape:
             reason = f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
         if reason and impl == "triton":
@@ -177,17 +178,13 @@ def _choose(x: Any, how: _How, scale: Array | None, impl: str, cuda: bool) -> Ch
         (None if cuda else "it needs a CUDA GPU")
         or missing_triton("quantize_triton")
         or _unsupported(x, how, scale)
-        or _cut(x)
+        or unplaced()
     )
     if reason is None:
         return Choice("triton", "the kernel takes it")
     if impl == "triton":
         raise ValueError(f"impl 'triton' cannot run: {reason}")
     return Choice("xla", f"not the kernel: {reason}")
-
-
-def _cut(x: Any) -> str | None:
-    return None if isinstance(x, jax.ShapeDtypeStruct) else spread(x)
 
 
 def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
@@ -230,35 +227,47 @@ def _reference(how: _How, strategy: str, x: Array, scale: Array | None, key: Arr
 
 def _kernel(how: _How, strategy: str, x: Array, scale: Array | None, key: Array | None) -> Pair:
     words = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
+    sides = ("m n", "n m")
+    given = None
+    if scale is not None:
+        axes = sides[how.rows is None].split()[2 - scale.ndim :]
+        given = " ".join(name if k > 1 else "-" for name, k in zip(axes, scale.shape, strict=True))
+    outs = [s and notation(s, x.shape[::step], names) for s, step, names in zip(how.specs, (1, -1), sides, strict=True)]
+    make = functools.partial(_one, how, strategy, x.shape)
+    found: Pair = partitioned(
+        "quantize", (how, strategy, x.shape), make, (x, scale, words), ("m n", given, "-"), outs,
+        units={"m": 4} if how.stochastic else {},
+    )  # fmt: skip
+    return found
 
-    @jax.custom_batching.sequential_vmap
-    def mapped(x: Array, scale: Array | None, words: Array | None) -> Any:
-        return _one(how, strategy, x, scale, words)
 
-    parts = mapped(x, scale, words)
-    rows, columns = (
-        None if part is None or spec is None else QTensor(**part, spec=spec)
-        for part, spec in zip(parts, how.specs, strict=True)
-    )
-    return rows, columns
-
-
-def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array | None) -> Any:
-    """Of one matrix the fields of the QTensors, or None."""
+def _one(
+    how: _How, strategy: str, whole: tuple[int, ...], cut: Cut, x: Array, scale: Array | None, words: Array | None
+) -> Pair:
+    """The QTensors of a device's own part of a matrix, whose whole shape is given."""
     from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
 
-    if how.columns is None and how.rows and _measured(how.rows, scale) == how.rows.granularity == "token":
+    rows_whole = "n" not in cut.axes
+    if (
+        how.columns is None
+        and how.rows
+        and _measured(how.rows, scale) == how.rows.granularity == "token"
+        and rows_whole
+    ):
         coding, plain = fused.coding(how.rows), how.rows.scale_format == "fp32"
         if plain and quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
             codes, rows, _ = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
-            return {"codes": codes, "scale": rows, "expansion": None, "microscale": None}, None
+            return QTensor(codes, rows, None, None, how.rows), None
     shapes = (x.shape, x.shape[::-1])
     levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.turned)]
     asked: Any = {"tensor": "tensor" in levels, "rows": levels[0] == "token", "columns": levels[1] == "token"}
     largest: tuple[Array | None, ...] = (None, None, None)
     if any(asked.values()):
         integers = any(s is not None and not formats.get(s.format).is_float for s in how.specs)
-        largest = maxima_triton.maxima(x, **asked, integers=integers, compute_capability=capability())
+        own = maxima_triton.maxima(x, **asked, integers=integers, compute_capability=capability())
+        largest = tuple(
+            None if top is None else cut.maximum(top, over) for top, over in zip(own, ("m n", "n", "m"), strict=True)
+        )
     scales: list[Array | None] = []
     for i, spec in enumerate(how.specs):
         if spec is None or spec.granularity in ("group", "block"):
@@ -276,6 +285,11 @@ def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array |
                 top = scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
         scales.append(formats.round_to(value, formats.get(spec.scale_format)))
+    place = None
+    if words is not None:
+        # The noise of an element goes by its place in the whole matrix, whoever quantizes it.
+        first = cut.start("m", x.shape[0]) // 4 * whole[1] + cut.start("n", x.shape[1])
+        place = jnp.stack([jnp.asarray(value, jnp.uint32) for value in (whole[1], first)])
     found = quantize_triton.quantize(
         x,
         fused.coding(how.rows),
@@ -283,16 +297,14 @@ def _one(how: _How, strategy: str, x: Array, scale: Array | None, words: Array |
         row_scale=scales[0],
         column_scale=scales[1],
         words=words,
+        place=place,
         compute_capability=capability(),
     )
-    parts = []
-    for part, given in zip(found, scales, strict=True):
-        fields = None
-        if part is not None:
-            s = part.scale if given is None else given
-            fields = {"codes": part.codes, "scale": s, "expansion": None, "microscale": part.microscale}
-        parts.append(fields)
-    return tuple(parts)
+    rows, columns = (
+        None if p is None or spec is None else QTensor(p.codes, p.scale if s is None else s, None, p.microscale, spec)
+        for p, s, spec in zip(found, scales, how.specs, strict=True)
+    )
+    return rows, columns
 
 
 def _level(spec: QuantSpec) -> str:
@@ -306,8 +318,11 @@ def _measured(spec: QuantSpec, scale: Array | None) -> str | None:
     return level if level in ("tensor", "token") and (scale is None or spec.granularity == "mx") else None
 
 
-@jax.custom_batching.sequential_vmap
 def _transposed(codes: Array) -> Array:
     from pallas_kernels import quantize_triton
 
-    return quantize_triton.transpose(codes, compute_capability=capability())
+    def turn(cut: Cut, codes: Array) -> Array:
+        return quantize_triton.transpose(codes, compute_capability=capability())
+
+    turned: Array = partitioned("transpose", None, turn, (codes,), ("m n",), "n m")
+    return turned

@@ -1,0 +1,155 @@
+"""The kernels of norms and activations on arrays that may be sharded; arguments and results are the kernels' own.
+
+Rows may be cut everywhere, channels where no row is needed as a whole. Largest magnitudes are of all parts, and so are
+sums over rows.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+
+from fp8jax.core import scaling
+from fp8jax.ops import fused_reference
+from fp8jax.ops.choice import capability
+from fp8jax.ops.partition import Cut, partitioned
+from pallas_kernels import activation_triton, norm_triton, remake_triton
+
+_ROWS, _TILE, _TURNED = "m -", "m n", "n m"
+
+
+def forward(
+    operation: Any,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    eps: float,
+    kept: Any,
+    *,
+    result: tuple[Array, Any] | None = None,
+) -> Any:
+    scale, dtype = result or (None, None)
+
+    def run(cut: Cut, x: Array, weight: Array | None, bias: Array | None, scale: Array | None) -> Any:
+        given = None if scale is None else (scale, dtype)
+        *found, peak, codes = norm_triton.forward(
+            operation, x, weight, bias, eps, kept, result=given, compute_capability=capability()
+        )
+        return *found, cut.maximum(peak, "m"), codes
+
+    return partitioned(
+        "norm_forward", (operation, eps, kept, str(dtype)), run, (x, weight, bias, scale),
+        (_ROWS, "-", "-", _whole(scale)),
+        (_ROWS, _ROWS, "m", "m", "", _ROWS),
+    )  # fmt: skip
+
+
+def backward(
+    operation: Any,
+    codes: Array,
+    scales: Array,
+    inverse: Array,
+    weight: Array | None,
+    dy: Array,
+    dtype: Any,
+    residual: Array | None = None,
+) -> Any:
+    def run(cut: Cut, codes: Array, scales: Array, inverse: Array, weight: Any, dy: Array, residual: Any) -> Any:
+        dx, *sums = norm_triton.backward(
+            operation, codes, scales, inverse, weight, dy, dtype, residual, compute_capability=capability()
+        )
+        return dx, *(None if total is None else cut.total(total, "m") for total in sums)
+
+    return partitioned(
+        "norm_backward", (operation, str(dtype)), run, (codes, scales, inverse, weight, dy, residual),
+        (_ROWS, _ROWS, "m", "-", _ROWS, _ROWS), (_ROWS, "-", "-"),
+    )  # fmt: skip
+
+
+def keep_activation(
+    operation: Any, gate: Array, up: Array | None, kept: Any, *, result: tuple[Array, Any] | None = None
+) -> Any:
+    scale, dtype = result or (None, None)
+
+    def run(cut: Cut, gate: Array, up: Array | None, scale: Array | None) -> Any:
+        given = None if scale is None else (scale, dtype)
+        parts, peak, codes = activation_triton.keep_activation(
+            operation, gate, up, kept, result=given, compute_capability=capability()
+        )
+        return parts, cut.maximum(peak, "m n"), codes
+
+    pair = (_TILE, f"m n/{kept.size}")
+    return partitioned(
+        "keep_activation", (operation, kept, str(dtype)), run, (gate, up, scale), (_TILE, _TILE, _whole(scale)),
+        ((pair, pair, pair), "", _TILE),
+    )  # fmt: skip
+
+
+def mend(operation: Any, gate: Array, up: Array | None, codes: Array, scale: Array, wrong: Array) -> Any:
+    def run(cut: Cut, *arrays: Any) -> Array:
+        return activation_triton.mend(operation, *arrays, compute_capability=capability())
+
+    ins = (_TILE, _TILE, _TILE, _whole(scale), _whole(wrong))
+    return partitioned("mend", operation, run, (gate, up, codes, scale, wrong), ins, _TILE)
+
+
+def quantize(
+    operation: Any,
+    kinds: tuple[int, ...],
+    operands: Any,
+    scales: tuple[Array, ...],
+    dtype: Any,
+    *,
+    rows: bool,
+    columns: bool,
+    again: tuple[Array, Any] | None = None,
+) -> Any:
+    scale, to = again or (None, None)
+
+    def run(cut: Cut, operands: Any, scales: tuple[Array, ...], scale: Array | None) -> Any:
+        given = None if scale is None else (scale, to)
+        return remake_triton.quantize(
+            operation, kinds, operands, scales, dtype, rows=rows, columns=columns, again=given,
+            compute_capability=capability(),
+        )  # fmt: skip
+
+    ins = (_operands(operation), tuple(map(_whole, scales)), _whole(scale))
+    outs = [(_TILE, _TURNED)] * (len(kinds) + (again is not None))
+    static = (operation, kinds, str(dtype), rows, columns, str(to))
+    return partitioned("remake", static, run, (operands, scales, scale), ins, outs)
+
+
+def peaks(operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1) -> Any:
+    def run(cut: Cut, operands: Any) -> Any:
+        rows = operands.first.shape[0]
+        if every > 1 and cut.axes.get("m") and rows % (remake_triton.SAMPLE * every):
+            # The rows of the sample are those of the whole matrix, which the kernel counts in its own part.
+            find = functools.partial(scaling.largest_of_sample, start=cut.start("m", rows))
+            found = [find(x) for x in fused_reference.results(operation, kinds, operands)]
+        else:
+            found = remake_triton.peaks(operation, kinds, operands, every=every, compute_capability=capability())
+        return [cut.maximum(peak, "m n") for peak in found]
+
+    return partitioned("peaks", (operation, kinds, every), run, (operands,), (_operands(operation),), [""] * len(kinds))
+
+
+def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> Any:
+    def run(cut: Cut, operands: Any, scale: Array) -> Any:
+        codes, found = remake_triton.ahead(operation, operands, scale, dtype, compute_capability=capability())
+        return codes, [cut.maximum(peak, "m n") for peak in found]
+
+    ins, outs = (_operands(operation), _whole(scale)), (_TURNED, [""] * (1 + operation.gated))
+    return partitioned("ahead", (operation, str(dtype)), run, (operands, scale), ins, outs)
+
+
+def _operands(operation: Any) -> Any:
+    scales = f"m n/{operation.group}"
+    return remake_triton.Operands(
+        _TILE, scales, _TILE, scales, _TILE, scales, gradient=_TILE, inverse="m", mean="m", weight="n", bias="n"
+    )  # type: ignore[arg-type]
+
+
+def _whole(x: Any) -> str | None:
+    """An array of few numbers, which is never cut."""
+    return None if x is None else " ".join("-" * jax.numpy.ndim(x))

@@ -1,0 +1,283 @@
+"""Kernels on sharded arrays: one place that turns a call on whole arrays into calls on each device's own parts.
+
+A kernel sees one device's arrays alone, and XLA cannot look into it. So a call says how its operands may be cut, in a
+small notation, one name a dimension: `"m n"` is a matrix, `"n m"` its transposed copy, `"m n/128"` has an entry for
+each block of 128 along n, which then is cut between blocks only. Dimensions of one name are cut alike, `-` is never
+cut, and `""` is a scalar. Names that stand first are cut first where one mesh axis could cut several.
+
+What cannot be cut as it lies, such as a matrix in shards that do not end with a block, is gathered.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.choice import local as local_to_shards
+
+
+class Dimension(NamedTuple):
+    """A dimension of an operand: the name it is cut by, None where it never is, and what a block of it counts."""
+
+    name: str | None
+    block: int = 1
+
+
+Dimensions = tuple[Dimension, ...]
+
+
+class Cut(NamedTuple):
+    """How the arrays of a call are cut: the mesh axes of each dimension that is."""
+
+    axes: dict[str, tuple[str, ...]]
+
+    def maximum(self, x: Array, names: str) -> Array:
+        """The largest of what the devices found in their parts of some dimensions; NaN where one found it."""
+        axes = self._over(names)
+        if not axes:
+            return x
+        bad = lax.pmax(jnp.isnan(x).astype(jnp.float32), axes)
+        return jnp.where(bad > 0, jnp.nan, lax.pmax(jnp.where(jnp.isnan(x), -jnp.inf, x), axes)).astype(x.dtype)
+
+    def total(self, x: Array, names: str) -> Array:
+        """The sum of what the devices have of some dimensions."""
+        axes = self._over(names)
+        return lax.psum(x, axes) if axes else x
+
+    def start(self, name: str, length: int) -> Array | int:
+        """Where a device's part, of this length, begins in a dimension."""
+        axes = self._over(name)
+        return lax.axis_index(axes) * length if axes else 0
+
+    def _over(self, names: str) -> tuple[str, ...]:
+        return tuple(axis for name in names.split() for axis in self.axes.get(name, ()))
+
+
+WHOLE = Cut({})
+
+
+class Notation(NamedTuple):
+    """The dimensions of each operand and result, and what parts of a dimension are multiples of, beside its blocks."""
+
+    ins: tuple[Dimensions, ...]
+    outs: tuple[Dimensions, ...]
+    units: tuple[tuple[str, int], ...] = ()
+
+    def lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """Lengths of the named dimensions, from operands that hold each whole, not in blocks."""
+        found: dict[str, int] = {}
+        for dimensions, shape in zip(self.ins, shapes, strict=True):
+            if len(dimensions) != len(shape):
+                raise ValueError(f"{dimensions} do not describe an operand of shape {tuple(shape)}")
+            for dimension, length in zip(dimensions, shape, strict=True):
+                name = dimension.name
+                if name is not None and dimension.block == 1 and found.setdefault(name, length) != length:
+                    raise ValueError(f"dimension {name} has lengths {found[name]} and {length}")
+        return found
+
+    def unit(self, name: str) -> int:
+        """The shortest part that a dimension may be cut into."""
+        blocks = [d.block for side in (self.ins, self.outs) for part in side for d in part if d.name == name]
+        return math.lcm(*blocks, *(unit for known, unit in self.units if known == name))
+
+    def batched(self, name: str, operands: Sequence[bool]) -> "Notation":
+        """With one more leading dimension of all results and of some operands."""
+        lead = (Dimension(name),)
+        ins = tuple(lead + d if b else d for d, b in zip(self.ins, operands, strict=True))
+        return Notation(ins, tuple(lead + d for d in self.outs), self.units)
+
+    def rule(self, lengths: dict[str, int]) -> tuple[str, dict[str, int]]:
+        """The notation of XLA's partitioner (Shardy), in factors, and the sizes of those that it cannot infer."""
+        sizes: dict[str, int] = {}
+        fresh = iter(range(10_000))
+
+        def factor(dimension: Dimension) -> str:
+            name, unit = dimension.name, 1 if dimension.name is None else self.unit(dimension.name)
+            if name is None or lengths[name] % unit or lengths[name] == 0:
+                return f"free{next(fresh)}"
+            if dimension.block == unit:
+                return f"{name}_"
+            inner = f"{name}_in" if dimension.block == 1 else f"{name}_in{dimension.block}"
+            sizes[inner] = unit // dimension.block
+            return f"({name}_ {inner})"
+
+        ins, outs = (", ".join(" ".join(map(factor, d)) for d in side) for side in (self.ins, self.outs))
+        return f"{ins} -> {outs}", sizes
+
+    def assign(self, lengths: dict[str, int], specs: Sequence[PartitionSpec], mesh: dict[str, int]) -> Cut:
+        """Which mesh axes cut which dimension of operands that are sharded so. An axis cuts one dimension."""
+        axes: dict[str, tuple[str, ...]] = {}
+        used: set[str] = set()
+        for name in dict.fromkeys(d.name for part in self.ins for d in part if d.name is not None):
+            for dimensions, spec in zip(self.ins, specs, strict=True):
+                for dimension, entry in zip(dimensions, spec, strict=False):
+                    found = entry if isinstance(entry, tuple) else (entry,)
+                    free = tuple(a for a in found if a is not None and mesh[a] > 1 and a not in used)
+                    parts = math.prod(mesh[a] for a in free) * self.unit(name)
+                    if dimension.name == name and name not in axes and free and lengths[name] % parts == 0:
+                        axes[name] = free
+                        used |= set(free)
+        return Cut(axes)
+
+    def specs(self, cut: Cut) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
+        """How operands and results lie where their dimensions are cut so."""
+
+        def spec(dimensions: Dimensions) -> PartitionSpec:
+            return PartitionSpec(*(cut.axes.get(d.name) if d.name else None for d in dimensions))
+
+        return tuple(map(spec, self.ins)), tuple(map(spec, self.outs))
+
+
+def _dimensions(text: str) -> Dimensions:
+    found = []
+    for word in text.split():
+        name, _, block = word.partition("/")
+        found.append(Dimension(None if name == "-" else name, int(block or 1)))
+    return tuple(found)
+
+
+def partitioned(
+    name: str,
+    static: Any,
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    ins: Sequence[Any],
+    outs: Any,
+    *,
+    units: Mapping[str, int] | None = None,
+) -> Any:
+    """Runs a function of a device's own arrays on arrays that may be sharded, under `jit` as well as `jax.vmap`.
+
+    Arrays on Auto mesh axes are cut as XLA's partitioner places them, those on Explicit axes as their types say. Inside
+    `jax.shard_map` the arrays are a device's own already.
+
+    Args:
+        name: of the program.
+        static: all else that `function` is compiled for; with the name it tells kernels apart in JAX's persistent
+            cache, so its `repr` must say it all.
+        function: `function(cut, *operands)`, which closes over no array; `cut` sums and compares over devices.
+        operands: arrays, trees of them, or None.
+        ins: for each operand how it may be cut, in the notation of this file; of a tree, for each of its parts.
+        outs: the same of what `function` returns.
+        units: what the parts of a dimension are multiples of, beside its blocks.
+
+    Returns:
+        What `function` returns for whole arrays.
+    """
+    leaves, structure = jax.tree.flatten(tuple(operands))
+
+    def own(cut: Cut, *arrays: Array) -> Any:
+        return function(cut, *jax.tree.unflatten(structure, arrays))
+
+    whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    results = jax.eval_shape(functools.partial(own, WHOLE), *whole)
+    notation = Notation(tuple(_match(ins, tuple(operands))), tuple(_match(outs, results)), tuple((units or {}).items()))
+    told = hashlib.sha256(repr((static, notation)).encode()).hexdigest()[:16]
+    call = _partitioned(f"{name}_{told}", lambda cut, *x: jax.tree.leaves(own(cut, *x)), notation, 0)
+    return jax.tree.unflatten(jax.tree.structure(results), call(*leaves))
+
+
+def _match(notation: Any, tree: Any) -> list[Dimensions]:
+    """The dimensions of each array of a tree."""
+    if tree is None:
+        return []
+    if isinstance(notation, str):
+        return [_dimensions(notation)]
+    parts = tree if isinstance(tree, (tuple, list)) else jax.tree.leaves(tree)
+    return [found for text, part in zip(notation, parts, strict=True) for found in _match(text, part)]
+
+
+def _partitioned(name: str, function: Callable[..., Sequence[Array]], notation: Notation, depth: int) -> Callable:
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        mesh = jax.sharding.get_abstract_mesh()
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh.shape else {}
+        manual = [a for a, t in types.items() if t == AxisType.Manual]
+        explicit = [a for x in arrays for a in jax.typeof(x).sharding.mesh.explicit_axes]
+        run = local_to_shards(lambda *own: tuple(function(WHOLE, *own)))
+        if explicit:
+            return _explicit(function, notation, arrays)
+        if manual or (jax.device_count() == 1 and not mesh.shape):
+            return run(*arrays)
+        return _automatic(function, notation, arrays)
+
+    call.__name__ = name
+
+    @jax.custom_batching.custom_vmap
+    def mapped(*arrays: Array) -> tuple[Array, ...]:
+        # Under jit, because an eager call is not partitioned.
+        return jax.jit(call)(*arrays)
+
+    @mapped.def_vmap
+    def rule(size: int, batched: Sequence[bool], *arrays: Array) -> Any:
+        def each(cut: Cut, *own: Array) -> Sequence[Array]:
+            def one(rows: tuple[Array, ...]) -> tuple[Array, ...]:
+                rest = iter(rows)
+                return tuple(function(cut, *(next(rest) if b else x for x, b in zip(own, batched, strict=True))))
+
+            return lax.map(one, tuple(x for x, b in zip(own, batched, strict=True) if b))
+
+        which = "".join(str(int(b)) for b in batched)
+        wider = notation.batched(f"batch{depth}", batched)
+        results = _partitioned(f"{name}_{which}", each, wider, depth + 1)(*arrays)
+        return results, (True,) * len(results)
+
+    return mapped
+
+
+def _automatic(function: Callable, notation: Notation, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    lengths = notation.lengths([x.shape for x in arrays])
+
+    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
+        """XLA's partitioner calls it once for each call of a compiled program."""
+        if mesh.empty:  # the shardings then are XLA's own, and replicating is always right
+            mesh = jax.sharding.Mesh(np.array(arguments[0].sharding._device_assignment), ("all",))
+        placed = [getattr(x.sharding, "spec", PartitionSpec()) for x in arguments]
+        cut = notation.assign(lengths, placed, dict(mesh.shape))
+        ins, outs = (tuple(NamedSharding(mesh, spec) for spec in side) for side in notation.specs(cut))
+        return mesh, lambda *own: tuple(function(cut, *own)), outs, ins
+
+    call = custom_partitioning(lambda *own: tuple(function(WHOLE, *own)))
+    rule, sizes = notation.rule(lengths)
+    call.def_partition(partition, sharding_rule=rule, **sizes)
+    return call(*arrays)
+
+
+def _explicit(function: Callable, notation: Notation, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    kinds = [jax.typeof(x).sharding for x in arrays]
+    mesh = next(kind.mesh for kind in kinds if kind.mesh.explicit_axes)
+    sizes = {name: mesh.shape[name] for name in mesh.explicit_axes}
+    cut = notation.assign(notation.lengths([x.shape for x in arrays]), [k.spec for k in kinds], sizes)
+    ins, outs = notation.specs(cut)
+    moved = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, ins, strict=True)]
+    run = functools.partial(function, cut)
+    return jax.shard_map(
+        lambda *own: tuple(run(*own)), mesh=mesh, in_specs=ins, out_specs=outs, axis_names=set(sizes), check_vma=False
+    )(*moved)
+
+
+def notation(spec: QuantSpec, shape: Sequence[int], names: str) -> tuple[str, ...]:
+    """How a quantized array of this shape may be cut, from the names of its axes: for each of its parts."""
+
+    def of_blocks(block: Sequence[int]) -> str:
+        return " ".join(_of_block(name, b, spec) for name, b in zip(names.split(), block, strict=True))
+
+    parts = [names, of_blocks(spec.block_shape(shape))]
+    parts += [parts[1]] if spec.expand else []
+    parts += [of_blocks(spec.micro_shape(shape))] if spec.granularity == "mx" else []
+    return tuple(parts)
+
+
+def _of_block(name: str, block: int, spec: QuantSpec) -> str:
+    """One scale for all of an axis is never cut; scales of blocks are cut between these."""
+    if block == 1:
+        return name
+    return f"{name}/{block}" if spec.granularity in ("group", "block", "mx") and block == spec.group_size else "-"
