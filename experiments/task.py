@@ -43,6 +43,7 @@ class Task:
         tx: the optimizer, clipping included.
         llama: the shape.
         recipe: what everything is stored and computed in.
+        remat: what blocks compute again in the backward pass, as `Llama` takes it.
         seed: of the initial parameters.
         microbatches: parts that a batch is computed in, one after the other.
     """
@@ -51,7 +52,7 @@ class Task:
     tx: optax.GradientTransformationExtraArgs
     llama: LlamaConfig
     recipe: fp8jax.Recipe
-    remat: bool
+    remat: bool | str
     seed: int
     microbatches: int = 1
 
@@ -62,7 +63,7 @@ class Task:
         tx: optax.GradientTransformationExtraArgs,
         recipe: fp8jax.Recipe,
         *,
-        remat: bool,
+        remat: bool | str,
         seed: int,
         microbatches: int = 1,
     ) -> "Task":
@@ -162,7 +163,7 @@ def _cross_entropy(model: Llama, tokens_BxT: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:]).mean()
 
 
-def _make(llama: LlamaConfig, recipe: fp8jax.Recipe, remat: bool, rngs: nnx.Rngs) -> Llama:
+def _make(llama: LlamaConfig, recipe: fp8jax.Recipe, remat: bool | str, rngs: nnx.Rngs) -> Llama:
     dtypes = {role: fp8jax.formats.get(getattr(recipe.weights, role)).dtype for role in ("compute", "master")}
     model = Llama(llama, dtype=dtypes["compute"], param_dtype=dtypes["master"], remat=remat, rngs=rngs)
     return fp8jax.nnx.quantize(model, recipe) if recipe.linear.quantized else model

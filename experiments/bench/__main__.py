@@ -1,14 +1,14 @@
-"""Benchmarks of kernels on one GPU: `python -m experiments.bench NAME [options]`.
+"""Benchmarks of kernels, layers and steps on GPUs: `python -m experiments.bench NAME [options]`.
 
-NAME is gemm, quantize, linear, layer, optimizer or cold. Each prints its rows, writes results/NAME.json and a plot, and
-takes `--help`.
+NAME is gemm, quantize, linear, layer, step, optimizer or cold. Each prints its rows, writes results/NAME.json and a
+plot, and takes `--help`.
 """
 
 import importlib
 import os
 import sys
 
-BENCHES = ("gemm", "quantize", "linear", "layer", "optimizer", "cold")
+BENCHES = ("gemm", "quantize", "linear", "layer", "step", "optimizer", "cold")
 
 
 def main() -> None:
