@@ -25,6 +25,7 @@ from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, capability, missing_triton, on_cuda, spread, tell
 from fp8jax.ops.recent import Origins, Recent, Same
 from fp8jax.ops.saved import from_bytes, to_bytes
+from fp8jax.ops.sharding import merge
 
 
 @dataclasses.dataclass(eq=False)
@@ -324,7 +325,7 @@ def coding(spec: QuantSpec | None) -> Any:
 
 def matrix(x: Array) -> Array:
     """(..., channels) as (rows, channels)."""
-    return x.reshape(-1, x.shape[-1])
+    return merge(x, x.ndim - 1, 1)
 
 
 def kept(codes: Array, scale: Array, shape: tuple[int, ...], spec: QuantSpec) -> QTensor:

@@ -218,7 +218,8 @@ def _reference(how: _How, strategy: str, x: Array, scale: Array | None, key: Arr
             return None
         s = scale if spec.granularity in ("tensor", "token") else None
         if strategy == "two_stage" and s is None and spec.granularity == "tensor":
-            s = scaling.TwoStage().scale((), y, formats.get(spec.format))
+            find = functools.partial(scaling.TwoStage().scale, fmt=formats.get(spec.format))
+            (s,) = blocks.on_logical_array(lambda y: (find((), y),), y, like=[()])
         return quantize_with_scale(y, spec, s, key=key if spec.rounding == "stochastic" else None)
 
     rows = one(x, how.rows, keys[0])
