@@ -102,7 +102,7 @@ def dot_general(
     if batch:
         if quantized is not None:
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
-        keys = None if key is None else place(jax.random.split(key, x.shape[0]), spec_of(x)[:1])
+        keys = None if key is None else place(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
         y = jax.vmap(functools.partial(product, recipe=part, spec=parts and parts[1:]))(x, w, key=keys)
     else:
         # Which axes are contracted is no part of what a shared input is known by; only the usual ones are shared.

@@ -83,10 +83,10 @@ def rows_of(x: Array, inputs: int) -> Array:
 
 def split(x: Array, shape: Sequence[int], spec: Sequence[Any] | None) -> Array:
     """`x.reshape(shape)` with a sharding, which is of no meaning without Explicit axes."""
-    mesh = explicit_mesh(x)
-    if tuple(shape) == x.shape or mesh is None or spec is None:
+    sharding = named(spec, x)
+    if tuple(shape) == x.shape or sharding is None:
         return x.reshape(shape)
-    return lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    return lax.reshape(x, shape, out_sharding=sharding)
 
 
 def turn(out_sharding: Any, axes: Sequence[int]) -> Any:
@@ -100,16 +100,17 @@ def turn(out_sharding: Any, axes: Sequence[int]) -> Any:
 
 
 def named(spec: Sequence[Any] | None, *arrays: Any) -> NamedSharding | None:
-    """A sharding over the mesh of any of the arrays."""
-    return None if spec is None else NamedSharding(explicit_mesh(*arrays), PartitionSpec(*spec))
+    """A sharding over the mesh with Explicit axes of any of the arrays, or None."""
+    mesh = None if spec is None else explicit_mesh(*arrays)
+    return None if mesh is None or spec is None else NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def place(x: Array, spec: Sequence[Any] | None) -> Array:
-    """An array in another sharding, where it has Explicit axes."""
-    mesh = explicit_mesh(x)
-    if mesh is None or spec is None or _same(spec_of(x), spec):
+def place(x: Array, spec: Sequence[Any], *others: Array) -> Array:
+    """An array in another sharding, where it or others that it must lie with have Explicit axes."""
+    sharding = named(spec, x, *others)
+    if sharding is None or _same(spec_of(x), spec):
         return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    return jax.sharding.reshard(x, sharding)
 
 
 def multiply(function: Callable[[Any, Any], Array], a: Any, b: Any, spec: Sequence[Any] | None) -> Array:
