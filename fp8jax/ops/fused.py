@@ -291,6 +291,8 @@ def operation(
 
 
 def _unfit(x: Array, spec: QuantSpec) -> str | None:
+    if 0 in x.shape:
+        return f"shape {x.shape} is empty"
     grouped = spec.granularity == "group" and x.ndim > 0 and spec.axis in (-1, x.ndim - 1)
     if not (grouped and formats.get(spec.format).is_float):
         return f"it keeps FP8 codes in groups along the last axis, not {spec}"

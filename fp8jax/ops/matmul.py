@@ -159,6 +159,9 @@ def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]
 
 
 def _reference(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
+    if 0 in (*a.shape, *b.shape):
+        # Of blocks, which have the scales, an empty matrix has none.
+        return local(lambda *_: jnp.zeros((a.shape[0], b.shape[0]), dtype))(a, b)
     if not (isinstance(a, QTensor) and isinstance(b, QTensor) and multiplies(a) and multiplies(b)):
         wide = _plain_dtype(a, b)
         a, b = (x.dequantize(wide) if isinstance(x, QTensor) else x.astype(wide) for x in (a, b))

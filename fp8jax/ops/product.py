@@ -306,13 +306,13 @@ def _row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:
 
     def norms(x: Operand) -> Array:
         if isinstance(x, QTensor) and x.spec.granularity == "tensor":
-            return norms(x.codes) * x.scale.reshape(())
+            return norms(x.codes) * jnp.max(x.scale, initial=0.0)
         values = x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
         return jnp.sqrt(jnp.sum(jnp.square(values), -1))
 
-    bound = norms(a) * jnp.max(norms(b))
+    bound = norms(a) * jnp.max(norms(b), initial=0.0)
     if others is not None:
-        bound = bound + jnp.max(jnp.abs(fused.matrix(others)), -1).astype(jnp.float32)
+        bound = bound + jnp.max(jnp.abs(fused.matrix(others)), -1, initial=0.0).astype(jnp.float32)
     return 1.01 * bound
 
 

@@ -58,6 +58,8 @@ def quantize(
     if (key is not None) != how.stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")
+    if 0 in x.shape:
+        scale = None  # there is nothing to have one
     if impl == "auto":
         made = fused.codes(x, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
         if made is not None:
