@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def counts(shape: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ def partition(spec: PartitionSpec, shape: Sequence[int], mesh_shape: dict[str, i
 
 
 def explicit_axes(x: Array) -> dict[str, int]:
-    """Names and sizes of the Explicit mesh axes in the type of `x`; empty outside `jax.set_mesh` of such a mesh."""
+    """Names and sizes of the Explicit axes of the mesh in the type of `x`."""
     mesh = jax.typeof(x).sharding.mesh
     return {name: mesh.shape[name] for name in mesh.explicit_axes}
 
@@ -87,6 +87,7 @@ def on_logical_array(
     axes = explicit_axes(x)
     if not axes:
         return fn(x, *args)
-    spec = jax.typeof(x).sharding.spec
-    out = tuple(partition(spec, shape, axes) for shape in like)
+    # With the mesh, for arrays lie on one without `jax.set_mesh`, too.
+    mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+    out = tuple(NamedSharding(mesh, partition(spec, shape, axes)) for shape in like)
     return jax.sharding.auto_axes(fn, axes=tuple(axes), out_sharding=out)(x, *args)

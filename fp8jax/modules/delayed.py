@@ -1,17 +1,17 @@
 """Delayed scaling in NNX models: histories as variables of their own, statistics of gradients as cotangents."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.delayed import Observed, ScalingState, delayed_linear, init_scaling, update_scaling
-from fp8jax.ops.linear import DimensionNumbers
+from fp8jax.ops.linear import DimensionNumbers, check_precision
 from fp8jax.ops.product import QuantizedWeight
+from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
 
 
 def delayed_dot_general(
@@ -33,12 +33,21 @@ def delayed_dot_general(
     ends = tuple(range(lhs.ndim - n, lhs.ndim)), tuple(range(n))
     if (tuple(lhs_contract), tuple(rhs_contract)) != ends or any(batch):
         raise ValueError(f"delayed scaling takes an input's last axes by a kernel's first, not {dimension_numbers}")
-    if precision not in (None, lax.Precision.DEFAULT, "default") or out_sharding is not None:
-        raise ValueError(f"a quantized product takes no precision={precision!r}, out_sharding={out_sharding!r}")
-    inputs = math.prod(rhs.shape[:n])
-    x, w = lhs.reshape(*lhs.shape[: lhs.ndim - n], inputs), rhs.reshape(inputs, -1)
-    y, observed = delayed_linear(x, w, state, slot, recipe=linear, quantized=held)
-    return y.reshape(*x.shape[:-1], *rhs.shape[n:]).astype(preferred_element_type or lhs.dtype), observed
+    check_precision(precision)
+    lead, outputs = lhs.ndim - n, rhs.ndim - n
+    spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
+    x, w = merge(lhs, *[1] * lead, n), merge(rhs, n, outputs)
+    y, observed = delayed_linear(
+        x,
+        w,
+        state,
+        slot,
+        recipe=linear,
+        quantized=held,
+        out_sharding=named(merged(spec, (*[1] * lead, outputs)), lhs, rhs),
+    )
+    y = split(y, (*lhs.shape[:lead], *rhs.shape[n:]), spec)
+    return y.astype(preferred_element_type or lhs.dtype), observed
 
 
 class ScalingVariable(nnx.Variable):

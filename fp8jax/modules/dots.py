@@ -62,10 +62,16 @@ class Einsum:
         *,
         out_sharding: Any = None,
     ) -> Array:
-        if precision not in (None, lax.Precision.DEFAULT, "default") or out_sharding is not None:
-            raise ValueError(f"a quantized einsum takes no precision={precision!r}, out_sharding={out_sharding!r}")
-        y = einsum(subscripts, lhs, rhs, recipe=self.linear, key=_key(lhs, self.linear))
-        return y if preferred_element_type is None else y.astype(preferred_element_type)
+        return einsum(
+            subscripts,
+            lhs,
+            rhs,
+            precision,
+            preferred_element_type,
+            recipe=self.linear,
+            key=_key(lhs, self.linear),
+            out_sharding=out_sharding,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -149,7 +149,7 @@ class Activation:
 def _largest(kept: QTensor) -> Array:
     """An upper bound of the magnitudes in each row, fp32 (rows,), from the scales."""
     scale = fused.matrix(kept.scale).astype(jnp.float32)
-    return jnp.max(scale, -1) * formats.get(kept.spec.format).max
+    return jnp.max(scale, -1, initial=0.0) * formats.get(kept.spec.format).max
 
 
 def _activation(name: str, gate: Array, up: Array | None, context: Context, to: QuantSpec | None) -> Array:

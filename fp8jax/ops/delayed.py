@@ -1,13 +1,13 @@
 """Linear layers with delayed scaling, whose state the caller holds."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.ops.linear import rows
+from fp8jax.ops.linear import output_spec, rows
 from fp8jax.ops.product import QuantizedWeight, Scales, linear_part, product
 
 
@@ -46,6 +46,7 @@ def delayed_linear(
     recipe: Recipe | Linear,
     bias: Array | None = None,
     quantized: QuantizedWeight | None = None,
+    out_sharding: Any = None,
 ) -> tuple[Array, Observed]:
     """`linear` with delayed scaling.
 
@@ -58,6 +59,7 @@ def delayed_linear(
         recipe: a recipe whose scaling is "delayed".
         bias: (outputs,).
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
+        out_sharding: on a mesh with Explicit axes, as of `linear`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
@@ -70,7 +72,8 @@ def delayed_linear(
     values = lax.stop_gradient((matrix, w))
     past = lax.stop_gradient(jnp.max(state.dy)) * 2.0**strategy.margin
     scales = Scales(_scale("x", values[0], state, part), _scale("w", values[1], state, part), past, slot)
-    y = product(matrix, w, part, None, source=x, scales=scales, quantized=quantized)
+    spec = output_spec(x, w, out_sharding)
+    y = product(matrix, w, part, None, source=x, scales=scales, quantized=quantized, spec=spec)
     seen_x, seen_w = map(scaling.largest_magnitude, values)
     observed = Observed(seen_x, seen_w, jnp.zeros([]))
     return (y if bias is None else y + bias.astype(y.dtype)), observed

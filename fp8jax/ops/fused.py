@@ -23,6 +23,7 @@ from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell, unplaced
 from fp8jax.ops.recent import Origins, Recent, Same
 from fp8jax.ops.saved import from_bytes, to_bytes
+from fp8jax.ops.sharding import merge
 
 
 @dataclasses.dataclass(eq=False)
@@ -285,6 +286,8 @@ def operation(
 
 
 def _unfit(x: Array, spec: QuantSpec) -> str | None:
+    if 0 in x.shape:
+        return f"shape {x.shape} is empty"
     grouped = spec.granularity == "group" and x.ndim > 0 and spec.axis in (-1, x.ndim - 1)
     if not (grouped and formats.get(spec.format).is_float):
         return f"it keeps FP8 codes in groups along the last axis, not {spec}"
@@ -319,7 +322,7 @@ def coding(spec: QuantSpec | None) -> Any:
 
 def matrix(x: Array) -> Array:
     """(..., channels) as (rows, channels)."""
-    return x.reshape(-1, x.shape[-1])
+    return merge(x, x.ndim - 1, 1)
 
 
 def kept(codes: Array, scale: Array, shape: tuple[int, ...], spec: QuantSpec) -> QTensor:

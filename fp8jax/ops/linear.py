@@ -1,7 +1,6 @@
 """Linear layers, general products and einsum whose three products follow a recipe."""
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.ops.product import QuantizedWeight, linear_part, product, threaded
+from fp8jax.ops.sharding import merge, merged, place, product_sharding, spec_of, split, turn
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -24,6 +24,7 @@ def linear(
     bias: Array | None = None,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
+    out_sharding: Any = None,
 ) -> Array:
     """x @ w + bias with the products of a recipe, differentiable in x, w and bias.
 
@@ -34,6 +35,8 @@ def linear(
         bias: (outputs,), added in the dtype of the result.
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
+        out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it, which
+            says where JAX requires it; None follows JAX's own rule.
 
     Returns:
         (..., outputs) in the dtype of `x`. Gradients have the dtypes of what they are gradients of.
@@ -41,7 +44,8 @@ def linear(
     Raises:
         ValueError: shapes do not match, a key is missing, or `quantized` is of another weight's shape or recipe.
     """
-    y = product(rows(x, w), w, stateless(recipe), key, source=x, quantized=quantized)
+    spec = output_spec(x, w, out_sharding)
+    y = product(rows(x, w), w, stateless(recipe), key, source=x, quantized=quantized, spec=spec)
     return y if bias is None else y + bias.astype(y.dtype)
 
 
@@ -68,22 +72,22 @@ def dot_general(
         recipe: a `Recipe`, or its part `Linear`.
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
-        out_sharding: passed to `jax.lax.dot_general` where nothing is quantized; else it must be None.
+        out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it.
 
     Returns:
         The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`.
 
     Raises:
-        ValueError: `precision` or `out_sharding` ask for what a quantized product cannot give, or `quantized` does
-            not fit.
+        ValueError: `precision` asks for what a quantized product cannot give, or `quantized` does not fit.
+        jax.errors.ShardingTypeError: as `jax.lax.dot_general`.
     """
     part = stateless(recipe)
     if not part.quantized and part.saved in (SAME, None):
         return lax.dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
         )
-    if precision not in (None, lax.Precision.DEFAULT, "default") or out_sharding is not None:
-        raise ValueError(f"a quantized product takes no precision={precision!r} and no out_sharding={out_sharding!r}")
+    check_precision(precision)
+    spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
     rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
@@ -91,42 +95,60 @@ def dot_general(
         tuple(array.shape[i] for i in axes) for array, axes in ((lhs, lhs_batch), (lhs, lhs_free), (rhs, rhs_free))
     )
     dtype = preferred_element_type or lhs.dtype
-    x = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract).reshape(math.prod(batch), math.prod(tokens), -1)
-    w = rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free).reshape(math.prod(batch), x.shape[-1], -1)
+    first = [len(batch)] if batch else []
+    x = merge(lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract), *first, len(tokens), len(lhs_contract))
+    w = merge(rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free), *first, len(rhs_contract), len(outputs))
+    parts = merged(spec, (len(batch), len(tokens), len(outputs)))
     if batch:
         if quantized is not None:
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
-        keys = None if key is None else jax.random.split(key, x.shape[0])
-        y = jax.vmap(functools.partial(product, recipe=part))(x, w, key=keys)
+        keys = None if key is None else place(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
+        y = jax.vmap(functools.partial(product, recipe=part, spec=parts and parts[1:]))(x, w, key=keys)
     else:
         # Which axes are contracted is no part of what a shared input is known by; only the usual ones are shared.
         last = list(lhs_contract) == list(range(len(lhs_free), lhs.ndim))
-        y = product(x[0], w[0], part, key, source=lhs if last else None, quantized=quantized)
-    return y.reshape(*batch, *tokens, *outputs).astype(dtype)
+        whole = last and len(lhs_contract) == 1
+        lead = merged(spec, (*[1] * len(tokens), len(outputs))) if whole else parts and parts[1:]
+        y = product(x, w, part, key, source=lhs if last else None, quantized=quantized, spec=lead)
+    return split(y, (*batch, *tokens, *outputs), spec).astype(dtype)
 
 
-def einsum(subscripts: str, lhs: Array, rhs: Array, *, recipe: Recipe | Linear, key: Array | None = None) -> Array:
+def einsum(
+    subscripts: str,
+    lhs: Array,
+    rhs: Array,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    recipe: Recipe | Linear,
+    key: Array | None = None,
+    out_sharding: Any = None,
+) -> Array:
     """`jnp.einsum` of two operands with the products of a recipe: `lhs` is the input, `rhs` the weight.
 
     Args:
         subscripts: as in `jnp.einsum`, such as "btd,dhc->bthc" or "...d,dh->...h", with an explicit output.
         lhs: input.
         rhs: weight.
+        precision: must be None or default: quantized products have one precision.
+        preferred_element_type: dtype of the result; that of `lhs` if None.
         recipe: a `Recipe`, or its part `Linear`.
         key: PRNG key for recipes that round stochastically.
+        out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jnp.einsum` takes it.
 
     Raises:
-        ValueError: the subscripts are of another form, repeat an index in an operand, or sum one operand alone.
+        ValueError: the subscripts are of another form, repeat an index in an operand, or sum one operand alone; or as
+            `dot_general`.
+        jax.errors.ShardingTypeError: as `jax.lax.dot_general`.
     """
     a, b, out = _terms(subscripts, lhs.ndim, rhs.ndim)
     batch = [i for i in a if i in b and i in out]
     contract = [i for i in a if i in b and i not in out]
-    numbers = (
-        tuple([t.index(i) for i in contract] for t in (a, b)),
-        tuple([t.index(i) for i in batch] for t in (a, b)),
-    )
-    y = dot_general(lhs, rhs, numbers, recipe=recipe, key=key)  # type: ignore[arg-type]
+    numbers: Any = tuple(tuple([t.index(i) for i in axes] for t in (a, b)) for axes in (contract, batch))
     order = [*batch, *(i for i in a if i not in b), *(i for i in b if i not in a)]
+    turned = turn(out_sharding, [out.index(i) for i in order])
+    how = {"recipe": recipe, "key": key, "out_sharding": turned}
+    y = dot_general(lhs, rhs, numbers, precision, preferred_element_type, **how)
     return y.transpose([order.index(i) for i in out])
 
 
@@ -156,6 +178,7 @@ def linears(
     recipe: Recipe | Linear,
     key: Array | None = None,
     quantized: Sequence[QuantizedWeight | None],
+    out_sharding: Any = None,
 ) -> tuple[Array, ...]:
     """`linear` of one input with several weights, which sum its gradients in their own backward passes.
 
@@ -165,7 +188,8 @@ def linears(
     found, through, part = [], None, stateless(recipe)
     for i, (w, held) in enumerate(zip(weights, quantized, strict=True)):
         last = i == len(weights) - 1
-        y, through = threaded(rows(x, w), w, part, key, x, None, held, through=through, passes=not last)
+        spec = output_spec(x, w, out_sharding)
+        y, through = threaded(rows(x, w), w, part, key, x, None, held, spec, through=through, passes=not last)
         found.append(y)
     return tuple(found)
 
@@ -184,7 +208,18 @@ def rows(x: Array, w: Array) -> Array:
     """The input (..., inputs) as a matrix (tokens, inputs)."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return merge(x, x.ndim - 1, 1)
+
+
+def output_spec(x: Array, w: Array, out_sharding: Any) -> tuple[Any, ...] | None:
+    """The sharding of x @ w: see `fp8jax.ops.sharding.product_sharding`."""
+    return product_sharding(x, w, (((x.ndim - 1,), (0,)), ((), ())), out_sharding)
+
+
+def check_precision(precision: Any) -> None:
+    """Raises ValueError for what a quantized product cannot give."""
+    if precision not in (None, lax.Precision.DEFAULT, "default"):
+        raise ValueError(f"a quantized product takes no precision={precision!r}")
 
 
 def stateless(recipe: Recipe | Linear) -> Linear:

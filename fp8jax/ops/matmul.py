@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import matmul_hopper
+from fp8jax.ops import matmul_hopper, sharding
 from fp8jax.ops.choice import Choice, by_platform, local, on_cuda, tell
 from fp8jax.ops.matmul_hopper import row_scales
 from fp8jax.ops.quantize import quantize
@@ -30,6 +31,7 @@ def matmul(
     impl: str = "auto",
     fast: bool = True,
     exact: bool = False,
+    spec: Sequence[Any] | None = None,
 ) -> Array:
     """a @ b.T of matrices that may be quantized.
 
@@ -55,6 +57,7 @@ def matmul(
             under a level 1 scale are first folded (`fp8jax.ops.fold.refold`, with a copy of them for the time of the
             product): exact while a code stays normal under its row's largest power of two, else rounded to 2^-9 of the
             row's scale. Only kernels have this choice, the reference is exact.
+        spec: on a mesh with Explicit axes, the sharding of both axes of the result; None follows JAX's own rule.
 
     Returns:
         (M, N) array.
@@ -62,19 +65,18 @@ def matmul(
     Raises:
         ValueError: shapes do not match, or an operand has a scale for each index of the contraction; `impl` is
             unknown, or it is "mosaic" and no kernel can run: the message says why.
+        jax.errors.ShardingTypeError: JAX's own rule needs a sharding of the result.
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
     choice, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
     tell("matmul", choice)
-    if how is None:
-        return _reference(a, b, fast, dtype)
-    assert isinstance(a, QTensor)
-    assert isinstance(b, QTensor)
+    reference = functools.partial(_reference, fast, dtype)
     kernel = functools.partial(matmul_hopper.run, how, exact, fast, dtype)
-    if impl == "mosaic":
-        return local(kernel)(a, b)
-    return by_platform(a, b, cuda=kernel, default=lambda a, b: _reference(a, b, fast, dtype))
+    run: Callable[..., Any] = reference
+    if how is not None:
+        run = local(kernel) if impl == "mosaic" else functools.partial(by_platform, cuda=kernel, default=reference)
+    return sharding.multiply(run, a, b, spec)
 
 
 def matmul_quantized(
@@ -156,7 +158,10 @@ def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]
     return Choice("xla", f"not a kernel: {reason}"), None
 
 
-def _reference(a: Operand, b: Operand, fast: bool, dtype: DTypeLike) -> Array:
+def _reference(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
+    if 0 in (*a.shape, *b.shape):
+        # Of blocks, which have the scales, an empty matrix has none.
+        return local(lambda *_: jnp.zeros((a.shape[0], b.shape[0]), dtype))(a, b)
     if not (isinstance(a, QTensor) and isinstance(b, QTensor) and multiplies(a) and multiplies(b)):
         wide = _plain_dtype(a, b)
         a, b = (x.dequantize(wide) if isinstance(x, QTensor) else x.astype(wide) for x in (a, b))

@@ -22,6 +22,7 @@ from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.recent import Recent, Same
 from fp8jax.ops.saved import ITSELF, Gradient, Remade, from_bytes, mapped_alike, origins, to_bytes
+from fp8jax.ops.sharding import Kind, merged, product_sharding, rows_of, split
 
 
 class QuantizedWeight(NamedTuple):
@@ -62,12 +63,14 @@ class How(NamedTuple):
         remade: how to make its input again, or None.
         through: whether its input came through another product.
         passes: whether it passes its input on.
+        spec: the sharding of its result on a mesh with Explicit axes, else None.
     """
 
     recipe: Linear
     remade: Remade | None
     through: bool
     passes: bool
+    spec: tuple[Any, ...] | None
 
 
 def product(
@@ -78,6 +81,7 @@ def product(
     source: Array | None = None,
     scales: Scales | None = None,
     quantized: QuantizedWeight | None = None,
+    spec: tuple[Any, ...] | None = None,
 ) -> Array:
     """x @ w with the products of a recipe.
 
@@ -89,6 +93,7 @@ def product(
         source: the user's array that `x` is a view of, by which products that share an input are known.
         scales: given scales; None takes them from the tensors.
         quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
+        spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
 
     Returns:
         (..., outputs), as `source` is (..., inputs), else (tokens, outputs), in the dtype of `x`.
@@ -96,7 +101,7 @@ def product(
     Raises:
         ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
     """
-    return threaded(x, w, recipe, key, source, scales, quantized)[0]
+    return threaded(x, w, recipe, key, source, scales, quantized, spec)[0]
 
 
 def threaded(
@@ -107,6 +112,7 @@ def threaded(
     source: Array | None,
     scales: Scales | None,
     quantized: QuantizedWeight | None,
+    spec: tuple[Any, ...] | None = None,
     through: Array | None = None,
     passes: bool = False,
 ) -> tuple[Array, Array | None]:
@@ -145,7 +151,8 @@ def threaded(
         through = None
     value, through, w = vary_alike(value, through, w)  # type: ignore[assignment]
     noise = gradient and _subkey(key, gradient, "dy")
-    how = How(recipe, remade, through is not None, passes)
+    spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
+    how = How(recipe, remade, through is not None, passes, spec)
     return _product(how, value, through, w, saved, noise, scales, quantized, made_of)
 
 
@@ -211,7 +218,7 @@ def _forward(
     made_of: Any,
 ) -> tuple[tuple[Array, Array | None], Any]:
     recipe = how.recipe
-    x = fused.pass_on(value, value.reshape(-1, value.shape[-1]))
+    x = fused.pass_on(value, fused.matrix(value))
     quantizer = functools.partial(_operand, how=recipe.scaling)
     if saved is not None and recipe.saved == SAME:
         rows: Operand = from_bytes(saved)
@@ -226,21 +233,22 @@ def _forward(
     else:
         # One scale is cheaper to keep than to find again (COAT, section D).
         kept = made_of, saved.scale if saved is not None and saved.spec.granularity == "tensor" else None
-    # Of a weight that is given as codes only the dtype is needed, as of the input.
-    dtypes = tuple(jnp.zeros((0,), a.dtype) for a in (x, w))
+    # Of a weight that is given as codes no more is needed, as of the input.
+    kinds = Kind.of(value), Kind.of(w)
     weight = w if quantized is None else None
     w_scale = scales and scales.w
     if quantized is None and isinstance(columns, QTensor) and _shares_scale(recipe):
         w_scale = columns.scale
-    y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation)
+    spec = merged(how.spec, (value.ndim - 1, 1))
+    y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
     turned = quantized and quantized.dgrad
-    y = y.reshape(*value.shape[:-1], y.shape[-1])
+    y = split(y, (*value.shape[:-1], y.shape[-1]), how.spec)
     given, passed = value if through is None else through, None
     if how.passes:
         passed = mapped_alike(given, y)
     if how.through or how.passes:
         y = mapped_alike(y, given)
-    return (y, passed), (kept, dtypes, weight, w_scale, key, scales, turned)
+    return (y, passed), (kept, kinds, weight, w_scale, key, scales, turned)
 
 
 def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
@@ -249,7 +257,7 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) 
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
     dy_scale = fused.given_scale(dy, gradient, recipe.spec("dy_wgrad")) if scales is None else None
-    dy = fused.pass_on(dy, dy.reshape(-1, dy.shape[-1]))
+    dy = fused.pass_on(dy, fused.matrix(dy))
     if scales is not None and (axes := varying(dy) - varying(scales.slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
@@ -272,8 +280,9 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) 
         pair = quantize(dy, *specs, scale=dy_scale, strategy=_strategy(recipe.scaling), key=subkey)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
     weight = quantizer(weight, recipe.spec("w_dgrad"), scale=w_scale) if turned is None else from_bytes(turned)
-    dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation)
-    dx = dx.reshape(*lead, dx.shape[-1])
+    rows_and_inputs = merged(x.spec, (len(lead), 1))
+    dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, spec=rows_and_inputs)
+    dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
     spec = recipe.spec("x_wgrad")
     if how.remade is None:
@@ -282,9 +291,9 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) 
         made_of, scale = kept
         rows = functools.partial(_row_bounds, dy_rows, weight, others)
         made = how.remade.again(made_of, Gradient(dx, gradient if scales is None else None, rows))
-        again = fused.pass_on(made, made.astype(x.dtype).reshape(dy.shape[0], -1))
+        again = fused.pass_on(made, rows_of(made.astype(x.dtype), weight.shape[0]))
         columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
-    dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation)
+    dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
     return *inputs, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]
 
@@ -297,13 +306,13 @@ def _row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:
 
     def norms(x: Operand) -> Array:
         if isinstance(x, QTensor) and x.spec.granularity == "tensor":
-            return norms(x.codes) * x.scale.reshape(())
+            return norms(x.codes) * jnp.max(x.scale, initial=0.0)
         values = x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
         return jnp.sqrt(jnp.sum(jnp.square(values), -1))
 
-    bound = norms(a) * jnp.max(norms(b))
+    bound = norms(a) * jnp.max(norms(b), initial=0.0)
     if others is not None:
-        bound = bound + jnp.max(jnp.abs(others.reshape(bound.size, -1)), -1).astype(jnp.float32)
+        bound = bound + jnp.max(jnp.abs(fused.matrix(others)), -1, initial=0.0).astype(jnp.float32)
     return 1.01 * bound
 
 

@@ -59,6 +59,8 @@ def quantize(
     if (key is not None) != how.stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")
+    if 0 in x.shape:
+        scale = None  # there is nothing to have one
     if impl == "auto":
         made = fused.codes(x, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
         if made is not None:
@@ -215,7 +217,8 @@ def _reference(how: _How, strategy: str, x: Array, scale: Array | None, key: Arr
             return None
         s = scale if spec.granularity in ("tensor", "token") else None
         if strategy == "two_stage" and s is None and spec.granularity == "tensor":
-            s = scaling.TwoStage().scale((), y, formats.get(spec.format))
+            find = functools.partial(scaling.TwoStage().scale, fmt=formats.get(spec.format))
+            (s,) = blocks.on_logical_array(lambda y: (find((), y),), y, like=[()])
         return quantize_with_scale(y, spec, s, key=key if spec.rounding == "stochastic" else None)
 
     rows = one(x, how.rows, keys[0])

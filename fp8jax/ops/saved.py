@@ -21,6 +21,7 @@ from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.choice import vary_alike
 from fp8jax.ops.recent import Origins
+from fp8jax.ops.sharding import Kind
 
 
 def to_bytes(q: QTensor) -> QTensor:
@@ -56,7 +57,7 @@ def mapped_alike(x: Array, y: Array) -> Array:
     A differentiated function that returns two results needs both mapped or none: else the cotangent of the one that is
     not comes to its backward pass summed, and is added to that of every element.
     """
-    empty = (jnp.sum(jnp.isnan(a.reshape(-1)[:0])) for a in (x, y))
+    empty = (jnp.sum(jnp.isnan(a[..., :0])) for a in (x, y))
     return lax.select(sum(empty) > 0, x, x)
 
 
@@ -144,18 +145,18 @@ def _differentiable(
 
 
 def _forward(how: Remade, residual: bool, inputs: tuple[Array | None, ...], kept: Any, y: Array) -> tuple[Any, Any]:
-    # Of the inputs only the dtypes are needed.
-    dtypes = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), inputs)
+    kinds = tuple(None if x is None else Kind.of(x) for x in inputs)
     x = inputs[0]
     if residual and x is not None:
-        return (mapped_alike(y, x), mapped_alike(x, y)), (kept, dtypes)
-    return (y, None), (kept, dtypes)
+        return (mapped_alike(y, x), mapped_alike(x, y)), (kept, kinds)
+    return (y, None), (kept, kinds)
 
 
 def _backward(how: Remade, residual: bool, residuals: Any, cotangents: Any) -> tuple[Any, None, None]:
-    (kept, inputs), (dy, others) = residuals, cotangents
-    dtypes = tuple(None if x is None else x.dtype for x in inputs)
-    return how.backward(kept, dy, dtypes, others), None, None
+    (kept, kinds), (dy, others) = residuals, cotangents
+    found = how.backward(kept, dy, tuple(None if kind is None else kind.dtype for kind in kinds), others)
+    placed = (None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(found, kinds, strict=True))
+    return tuple(placed), None, None
 
 
 _differentiable.defvjp(_forward, _backward)

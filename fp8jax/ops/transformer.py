@@ -6,7 +6,7 @@ section 5.2 and appendix D).
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax import Array
@@ -14,10 +14,11 @@ from jax import Array
 from fp8jax.core.recipe import Recipe
 from fp8jax.ops.activation import activation as apply_activation
 from fp8jax.ops.activation import glu
-from fp8jax.ops.linear import linear, linears, stateless
+from fp8jax.ops.linear import linear, linears, output_spec, stateless
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import QuantizedWeight, product
 from fp8jax.ops.saved import ITSELF, origins
+from fp8jax.ops.sharding import merge, merged, split
 
 
 def norm_linear(
@@ -32,6 +33,7 @@ def norm_linear(
     key: Array | None = None,
     residual: bool = False,
     quantized: Sequence[QuantizedWeight] | None = None,
+    out_sharding: Any = None,
 ) -> tuple[Array, ...]:
     """A norm and the linear layers that read its result, such as q, k and v, or gate and up.
 
@@ -53,6 +55,7 @@ def norm_linear(
         residual: whether to return `x`, too, for what is added to it: the gradient of that sum is then added in the
             norm's own backward pass.
         quantized: what `quantize_weight` made of each weight; None quantizes them in this call.
+        out_sharding: of each result on a mesh with Explicit axes, as of `linear`.
 
     Returns:
         (..., outputs) for each weight, in the dtype of `x`; before them `x`, if `residual`.
@@ -70,7 +73,7 @@ def norm_linear(
         raise ValueError(f"{len(weights)} weights were given quantized as {len(held)}")
     centered = norm == "layer"
     h, again = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, residual=residual)
-    y = linears(h, weights, recipe=recipe, key=key, quantized=held)
+    y = linears(h, weights, recipe=recipe, key=key, quantized=held, out_sharding=out_sharding)
     if not residual:
         return y
     assert again is not None
@@ -85,6 +88,7 @@ def attention_output(
     recipe: Recipe,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
+    out_sharding: Any = None,
 ) -> Array:
     """The projection of what attention returns, plus a residual.
 
@@ -99,6 +103,7 @@ def attention_output(
         recipe: its parts `linear` and `context` apply.
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w` as (inputs, outputs); None quantizes it in this call.
+        out_sharding: of the projection on a mesh with Explicit axes, as of `linear`.
 
     Returns:
         (..., outputs) in the dtype of `y`, promoted with that of the residual.
@@ -113,9 +118,12 @@ def attention_output(
         raise ValueError(f"w must be (heads, channels, outputs) or (inputs, outputs) for y {y.shape}, not {w.shape}")
     if recipe.context.saved is not None and origins.find(y) is None:
         origins.note(y, (ITSELF, None))
-    matrix, part = w.reshape(inputs, w.shape[-1]), stateless(recipe)
-    out = product(y.reshape(-1, inputs), matrix, part, key, source=y, quantized=quantized)
-    out = out.reshape(*y.shape[:-2], w.shape[-1])
+    lead, part = y.ndim - 2, stateless(recipe)
+    rows, matrix = merge(y, lead, 2), merge(w, w.ndim - 1, 1)
+    spec = output_spec(merge(y, *[1] * lead, 2), matrix, out_sharding)
+    two = merged(spec, (lead, 1))
+    out = product(rows, matrix, part, key, source=y, quantized=quantized, spec=two)
+    out = split(out, (*y.shape[:-2], w.shape[-1]), spec)
     return out if residual is None else residual + out
 
 
@@ -129,6 +137,7 @@ def glu_linear(
     activation: str = "silu",
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
+    out_sharding: Any = None,
 ) -> Array:
     """residual + (activation(gate) * up) @ w, the second half of a perceptron.
 
@@ -144,6 +153,7 @@ def glu_linear(
         activation: "silu", "gelu" (exact) or "gelu_tanh".
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
+        out_sharding: of the product on a mesh with Explicit axes, as of `linear`.
 
     Returns:
         (..., outputs) in the dtype of `gate`, promoted with that of the residual.
@@ -157,7 +167,7 @@ def glu_linear(
         h = apply_activation(gate, recipe=recipe, activation=activation)
     else:
         h = glu(gate, up, recipe=recipe, activation=activation)
-    y = linear(h, w, recipe=recipe, key=key, quantized=quantized)
+    y = linear(h, w, recipe=recipe, key=key, quantized=quantized, out_sharding=out_sharding)
     if residual is not None and recipe.context.saved is not None:
         # XLA lets cuBLASLt add in place only to what has no other reader, which saves 5 % of the product's time.
         residual = jax.lax.optimization_barrier(residual)

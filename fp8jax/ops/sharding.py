@@ -1,0 +1,168 @@
+"""Where the parts of a product lie on a mesh with Explicit axes, on which types say how arrays are sharded.
+
+A result lies where JAX's own `dot_general` of the plain operands puts it, and a gradient as what it is the gradient of.
+Between those, matrices are multiplied as on a mesh with Auto axes. On any other mesh nothing here does anything.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from fp8jax.core import blocks
+from fp8jax.core.qtensor import QTensor
+
+
+def spec_of(x: Any) -> tuple[Any, ...]:
+    """The sharding of each axis of an array or a quantized matrix."""
+    array = x.codes if isinstance(x, QTensor) else x
+    spec = tuple(jax.typeof(array).sharding.spec)
+    return (*spec, *[None] * (array.ndim - len(spec)))
+
+
+def explicit_mesh(*trees: Any) -> Any:
+    """The mesh with Explicit axes on which any of the arrays lies, or None."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(trees))
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def product_sharding(lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: Any = None) -> Any:
+    """The sharding of a product by JAX's own rule, as `merge` and `split` take it; None without Explicit axes.
+
+    Raises:
+        ShardingTypeError: the rule needs `out_sharding`.
+        ValueError: there are no Explicit axes that `out_sharding` could be of.
+    """
+    mesh = explicit_mesh(lhs, rhs)
+    if mesh is None and out_sharding is None:
+        return None
+    kinds = (jax.ShapeDtypeStruct(x.shape, "float32", sharding=_place(x)) for x in (lhs, rhs))
+    found = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers, out_sharding=out_sharding), *kinds)
+    return None if mesh is None else tuple(jax.typeof(found).sharding.spec)
+
+
+def _place(x: Any) -> NamedSharding | None:
+    sharding = jax.typeof(x.codes if isinstance(x, QTensor) else x).sharding
+    return None if sharding.mesh.empty else sharding
+
+
+def merged(spec: Sequence[Any] | None, counts: Sequence[int]) -> tuple[Any, ...] | None:
+    """The sharding of an array whose runs of so many axes have become one each."""
+    if spec is None:
+        return None
+    found, rest = [], list(spec)
+    for count in counts:
+        names = [name for entry in rest[:count] for name in _names(entry)]
+        found.append(tuple(names) or None)
+        del rest[:count]
+    return tuple(found)
+
+
+def merge(x: Array, *counts: int) -> Array:
+    """An array whose runs of so many axes become one each, none of them replicated that was sharded.
+
+    Elements move between devices if an axis is sharded that others of its run come before.
+    """
+    shape, rest = [], list(x.shape)
+    for count in counts:
+        shape.append(math.prod(rest[:count]))
+        del rest[:count]
+    return split(x, shape, merged(spec_of(x), counts))
+
+
+def rows_of(x: Array, inputs: int) -> Array:
+    """An array whose last axes have so many elements, as a matrix of rows of them."""
+    count = next(i for i in range(x.ndim + 1) if math.prod(x.shape[x.ndim - i :]) == inputs)
+    return merge(x, x.ndim - count, count)
+
+
+def split(x: Array, shape: Sequence[int], spec: Sequence[Any] | None) -> Array:
+    """`x.reshape(shape)` with a sharding, which is of no meaning without Explicit axes."""
+    sharding = named(spec, x)
+    if tuple(shape) == x.shape or sharding is None:
+        return x.reshape(shape)
+    return lax.reshape(x, shape, out_sharding=sharding)
+
+
+def turn(out_sharding: Any, axes: Sequence[int]) -> Any:
+    """The sharding, as users give it, of a result with its axes in this order."""
+    if out_sharding is None:
+        return None
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    entries = (*spec, *[None] * (len(axes) - len(spec)))
+    turned = PartitionSpec(*(entries[i] for i in axes))
+    return NamedSharding(out_sharding.mesh, turned) if isinstance(out_sharding, NamedSharding) else turned
+
+
+def named(spec: Sequence[Any] | None, *arrays: Any) -> NamedSharding | None:
+    """A sharding over the mesh with Explicit axes of any of the arrays, or None."""
+    mesh = None if spec is None else explicit_mesh(*arrays)
+    return None if mesh is None or spec is None else NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def place(x: Array, spec: Sequence[Any], *others: Array) -> Array:
+    """An array in another sharding, where it or others that it must lie with have Explicit axes."""
+    sharding = named(spec, x, *others)
+    if sharding is None or _same(spec_of(x), spec):
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def multiply(function: Callable[[Any, Any], Array], a: Any, b: Any, spec: Sequence[Any] | None) -> Array:
+    """`function(a, b)`, the product of quantized matrices by the contraction of their last axes.
+
+    What one device needs whole of another's operand it is sent as codes.
+
+    Args:
+        function: a function of global arrays.
+        a, b: (M, K) and (N, K), quantized or not.
+        spec: the sharding of the product; None takes that of JAX's own rule.
+    """
+    mesh = explicit_mesh(a, b)
+    if mesh is None:
+        return function(a, b)
+    spec = spec or product_sharding(a, b, (((1,), (1,)), ((), ())))
+    a, b = _gathered(a, b, spec[1]), _gathered(b, a, spec[0])
+    out = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.sharding.auto_axes(function, axes=tuple(mesh.explicit_axes), out_sharding=out)(a, b)
+
+
+def _gathered(one: Any, other: Any, rows: Any) -> Any:
+    """An operand whole along those mesh axes over which the other one's rows are sharded, and stay so in `rows`."""
+    kept = {*_names(spec_of(other)[0])} & {*_names(rows)}
+    spec = tuple(tuple(name for name in _names(entry) if name not in kept) or None for entry in spec_of(one))
+    if not isinstance(one, QTensor):
+        return place(one, spec)
+    mesh = explicit_mesh(one)
+    sizes = dict(mesh.shape) if mesh is not None else {}
+    return jax.tree.map(lambda x: place(x, tuple(blocks.partition(PartitionSpec(*spec), x.shape, sizes))), one)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """The dtype and sharding that the gradient of an array has; static, so that no array is kept for it."""
+
+    dtype: DTypeLike
+    spec: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, x: Array) -> "Kind":
+        return cls(x.dtype, spec_of(x))
+
+    def cast(self, gradient: Array) -> Array:
+        """A gradient as one of this kind."""
+        return place(gradient.astype(self.dtype), self.spec)
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return [_names(entry) for entry in one] == [_names(entry) for entry in other]
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
