@@ -121,7 +121,16 @@ def unplaced() -> str | None:
 
 def by_platform(*args: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
     """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`."""
-    return lax.platform_dependent(*args, cuda=local(cuda), default=local(default))
+    kernel, reference = local(cuda), local(default)
+    if any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(args)):
+        kinds = jax.eval_shape(kernel, *args)
+        # On Explicit axes types say how results lie, and both have to be of one type.
+        reference = lambda *args: jax.tree.map(_placed_like, local(default)(*args), kinds)  # noqa: E731
+    return lax.platform_dependent(*args, cuda=kernel, default=reference)
+
+
+def _placed_like(x: Array, kind: jax.ShapeDtypeStruct) -> Array:
+    return x if jax.typeof(x).sharding == kind.sharding else jax.sharding.reshard(x, kind.sharding)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -71,12 +71,19 @@ def matmul(
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
     choice, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
     tell("matmul", choice)
-    reference = functools.partial(_reference, fast, dtype)
-    kernel = functools.partial(matmul_hopper.run, how, exact, fast, dtype)
-    run: Callable[..., Any] = reference
-    if how is not None:
-        run = local(kernel) if impl == "mosaic" else functools.partial(by_platform, cuda=kernel, default=reference)
-    return sharding.multiply(run, a, b, spec)
+    spec = spec or sharding.product_sharding(a, b, _K_MAJOR)
+
+    def reference(a: Operand, b: Operand) -> Array:
+        return sharding.multiply(functools.partial(_reference, fast, dtype), a, b, spec)
+
+    def kernel(a: QTensor, b: QTensor) -> Array:
+        assert how is not None
+        product = matmul_hopper.run(how, exact, fast, dtype, a, b)
+        return product if spec is None else sharding.place(product, spec, a.codes, b.codes)
+
+    if how is None:
+        return reference(a, b)
+    return local(kernel)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=kernel, default=reference)
 
 
 def matmul_quantized(

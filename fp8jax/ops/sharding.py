@@ -121,12 +121,11 @@ def multiply(function: Callable[[Any, Any], Array], a: Any, b: Any, spec: Sequen
     Args:
         function: a function of global arrays.
         a, b: (M, K) and (N, K), quantized or not.
-        spec: the sharding of the product; None takes that of JAX's own rule.
+        spec: the sharding of the product; None without Explicit axes.
     """
     mesh = explicit_mesh(a, b)
-    if mesh is None:
+    if mesh is None or spec is None:
         return function(a, b)
-    spec = spec or product_sharding(a, b, (((1,), (1,)), ((), ())))
     a, b = _gathered(a, b, spec[1]), _gathered(b, a, spec[0])
     out = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.sharding.auto_axes(function, axes=tuple(mesh.explicit_axes), out_sharding=out)(a, b)
