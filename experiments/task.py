@@ -46,6 +46,7 @@ class Task:
         remat: what blocks compute again in the backward pass, as `Llama` takes it.
         seed: of the initial parameters.
         microbatches: parts that a batch is computed in, one after the other.
+        rows: how sequences lie on several devices, or None.
     """
 
     graphdef: nnx.GraphDef[Llama]
@@ -55,6 +56,7 @@ class Task:
     remat: bool | str
     seed: int
     microbatches: int = 1
+    rows: jax.sharding.NamedSharding | None = None
 
     @classmethod
     def build(
@@ -66,15 +68,16 @@ class Task:
         remat: bool | str,
         seed: int,
         microbatches: int = 1,
+        rows: jax.sharding.NamedSharding | None = None,
     ) -> "Task":
         """Traces the model's structure; no parameter is made."""
-        model = nnx.eval_shape(lambda: _make(llama, recipe, remat, nnx.Rngs(seed)))
-        return cls(nnx.split(model, nnx.Param, ...)[0], tx, llama, recipe, remat, seed, microbatches)
+        model = nnx.eval_shape(lambda: _make(llama, recipe, remat, rows, nnx.Rngs(seed)))
+        return cls(nnx.split(model, nnx.Param, ...)[0], tx, llama, recipe, remat, seed, microbatches, rows)
 
     def init(self) -> TrainState:
         """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`."""
         key = jax.random.key(self.seed)
-        model = _make(self.llama, self.recipe, self.remat, nnx.Rngs(key))
+        model = _make(self.llama, self.recipe, self.remat, self.rows, nnx.Rngs(key))
         params, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, ...))
         return TrainState(
             step=jnp.zeros([], jnp.int32),
@@ -163,9 +166,15 @@ def _cross_entropy(model: Llama, tokens_BxT: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:]).mean()
 
 
-def _make(llama: LlamaConfig, recipe: fp8jax.Recipe, remat: bool | str, rngs: nnx.Rngs) -> Llama:
+def _make(
+    llama: LlamaConfig,
+    recipe: fp8jax.Recipe,
+    remat: bool | str,
+    rows: jax.sharding.NamedSharding | None,
+    rngs: nnx.Rngs,
+) -> Llama:
     dtypes = {role: fp8jax.formats.get(getattr(recipe.weights, role)).dtype for role in ("compute", "master")}
-    model = Llama(llama, dtype=dtypes["compute"], param_dtype=dtypes["master"], remat=remat, rngs=rngs)
+    model = Llama(llama, dtype=dtypes["compute"], param_dtype=dtypes["master"], remat=remat, rows=rows, rngs=rngs)
     return fp8jax.nnx.quantize(model, recipe) if recipe.linear.quantized else model
 
 

@@ -44,10 +44,10 @@ class Arm:
         self.config, self.count, self.length = sizes.get(model, VOCAB), count, length
         part = fp8jax.recipes.get(recipe)
         optimizer = train.make_optimizer(config.Config(), part)
-        self.task = Task.build(self.config, optimizer, part, remat=remat, seed=0)
+        rows = mesh.batches(self.mesh)
+        self.task = Task.build(self.config, optimizer, part, remat=remat, seed=0, rows=rows if count > 1 else None)
         shapes = jax.eval_shape(self.task.init)
         placed = mesh.state(self.mesh, shapes)
-        rows = mesh.batches(self.mesh)
         self.tokens = jax.device_put(
             jax.random.randint(jax.random.key(1), (batch * count, length + 1), 0, VOCAB, jnp.int32), rows
         )

@@ -124,13 +124,24 @@ class Embed(nnx.Embed):
         return jax.nn.one_hot(inputs, self.num_embeddings, dtype=table_VxD.dtype) @ table_VxD
 
 
+def rows_on(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
+    """An array whose first axis, of sequences or tokens, lies so; XLA alone may cut channels where parameters are."""
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions; `kv_heads` keys and values serve `heads` queries."""
 
     def __init__(
-        self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, param_dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: jax.typing.DTypeLike,
+        param_dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        rows: jax.sharding.NamedSharding | None = None,
     ) -> None:
-        self.config, width = config, config.kv_heads * config.head_dim
+        self.config, self.rows, width = config, rows, config.kv_heads * config.head_dim
         out_std = 0.02 / (2 * config.layers) ** 0.5
         self.q = _linear(config.dim, config.dim, 0.02, dtype, param_dtype, rngs)
         self.k = _linear(config.dim, width, 0.02, dtype, param_dtype, rngs)
@@ -143,7 +154,8 @@ class Attention(nnx.Module):
         q_BxTxHxC = apply_rope(self.q(x_NxD).reshape(*split, self.config.heads, channels), cos_TxC, sin_TxC)
         k_BxTxKxC = apply_rope(self.k(x_NxD).reshape(*split, self.config.kv_heads, channels), cos_TxC, sin_TxC)
         v_BxTxKxC = self.v(x_NxD).reshape(*split, self.config.kv_heads, channels)
-        mixed_BxTxHxC = attend(q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=True)
+        qkv = (rows_on(x, self.rows) for x in (q_BxTxHxC, k_BxTxKxC, v_BxTxKxC))
+        mixed_BxTxHxC = attend(*qkv, is_causal=True)
         return self.out(mixed_BxTxHxC.reshape(x_NxD.shape))
 
 
@@ -166,15 +178,23 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
 
     def __init__(
-        self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, param_dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: jax.typing.DTypeLike,
+        param_dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        rows: jax.sharding.NamedSharding | None = None,
     ) -> None:
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.rows = rows
         self.attention_norm = _norm(config, **kinds)
-        self.attention = Attention(config, **kinds)
+        self.attention = Attention(config, rows=rows, **kinds)
         self.mlp_norm = _norm(config, **kinds)
         self.mlp = SwiGLU(config, **kinds)
 
     def __call__(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> jax.Array:
+        x_NxD = rows_on(x_NxD, self.rows)
         x_NxD = x_NxD + self.attention(self.attention_norm(x_NxD), cos_TxC, sin_TxC)
         return x_NxD + self.mlp(self.mlp_norm(x_NxD))
 
@@ -188,6 +208,7 @@ class Llama(nnx.Module):
         param_dtype: what parameters are stored in.
         remat: what a block computes again in the backward pass: nothing, everything but its input (True), or all but
             its products and attention ("products"), which is the fastest in bf16.
+        rows: how tokens and sequences lie on several devices; None leaves it to XLA.
         rngs: source of the initial parameters.
 
     Raises:
@@ -201,12 +222,13 @@ class Llama(nnx.Module):
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         remat: bool | str = False,
+        rows: jax.sharding.NamedSharding | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         config.validate()
         if remat not in (False, True, "products"):
             raise ValueError(f"remat must be False, True or 'products', got {remat!r}")
-        self.config, self.remat = config, remat
+        self.config, self.remat, self.rows = config, remat, rows
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         init = nnx.initializers.normal(0.02)
         self.embed = Embed(config.vocab, config.dim, embedding_init=init, rngs=rngs, **kinds)
@@ -214,7 +236,7 @@ class Llama(nnx.Module):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs, **kinds)
+            return Block(config, rows=rows, rngs=rngs, **kinds)
 
         self.layers = stack(rngs)
         self.norm = _norm(config, rngs=rngs, **kinds)
@@ -235,7 +257,8 @@ class Llama(nnx.Module):
 
         if self.remat:
             block = nnx.remat(block, policy=products_saveable if self.remat == "products" else None)
-        return self.norm(nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x_NxD))
+        x_NxD = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x_NxD)
+        return self.norm(rows_on(x_NxD, self.rows))
 
     def logits(self, x_NxD: jax.Array) -> jax.Array:
         """What `decode` returned to logits (N, V)."""

@@ -135,8 +135,10 @@ def run(
 
 
 def _multiply(how: Kernel | Literal["cublas"], fast: bool, dtype: DTypeLike, cut: Cut, a: QTensor, b: QTensor) -> Array:
-    product = _cublas(a, b, fast, dtype) if how == "cublas" else _kernels(how, fast, dtype, a, b)
-    return cut.total(product, "k")
+    # Sums over devices are of 16 bits, as those of a gradient in bf16: in fp32 they would travel twice as long.
+    out = jnp.bfloat16 if "k" in cut.axes else dtype
+    product = _cublas(a, b, fast, out) if how == "cublas" else _kernels(how, fast, out, a, b)
+    return cut.total(product, "k").astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
