@@ -95,23 +95,31 @@ class Notation(NamedTuple):
         ins = tuple(lead + d if b else d for d, b in zip(self.ins, operands, strict=True))
         return Notation(ins, tuple(lead + d for d in self.outs), self.units)
 
-    def rule(self, lengths: dict[str, int]) -> tuple[str, dict[str, int]]:
-        """The notation of XLA's partitioner (Shardy), in factors, and the sizes of those that it cannot infer."""
+    def rule(self, lengths: dict[str, int], devices: int) -> tuple[str, dict[str, int]]:
+        """The notation of XLA's partitioner (Shardy), in factors, and the sizes of those that it cannot infer.
+
+        Dimensions that so many devices do not divide are said to have nothing to do with each other: Shardy would cut
+        some of them over a part of a mesh axis, which JAX cannot express.
+        """
         sizes: dict[str, int] = {}
+        alone: set[str] = set()
         fresh = iter(range(10_000))
 
-        def factor(dimension: Dimension) -> str:
+        def factors(dimension: Dimension) -> str:
             name, unit = dimension.name, 1 if dimension.name is None else self.unit(dimension.name)
-            if name is None or lengths[name] % unit or lengths[name] == 0:
+            if name is None or lengths[name] % (unit * devices) or lengths[name] == 0:
                 return f"free{next(fresh)}"
+            outer = f"{name}_"
+            sizes[outer] = lengths[name] // unit
             if dimension.block == unit:
-                return f"{name}_"
-            inner = f"{name}_in" if dimension.block == 1 else f"{name}_in{dimension.block}"
+                alone.add(outer)
+                return outer
+            inner = f"{name}_in{dimension.block}"
             sizes[inner] = unit // dimension.block
-            return f"({name}_ {inner})"
+            return f"({outer} {inner})"
 
-        ins, outs = (", ".join(" ".join(map(factor, d)) for d in side) for side in (self.ins, self.outs))
-        return f"{ins} -> {outs}", sizes
+        ins, outs = (", ".join(" ".join(map(factors, d)) for d in side) for side in (self.ins, self.outs))
+        return f"{ins} -> {outs}", {factor: size for factor, size in sizes.items() if factor not in alone}
 
     def assign(self, lengths: dict[str, int], specs: Sequence[PartitionSpec], mesh: dict[str, int]) -> Cut:
         """Which mesh axes cut which dimension of operands that are sharded so. An axis cuts one dimension."""
@@ -246,8 +254,11 @@ def _automatic(function: Callable, notation: Notation, arrays: tuple[Array, ...]
         return mesh, lambda *own: tuple(function(cut, *own)), outs, ins
 
     call = custom_partitioning(lambda *own: tuple(function(WHOLE, *own)))
-    rule, sizes = notation.rule(lengths)
-    call.def_partition(partition, sharding_rule=rule, **sizes)
+
+    def rule(mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
+        return notation.rule(lengths, jax.device_count() if mesh.empty else mesh.size)
+
+    call.def_partition(partition, sharding_rule=rule)
     return call(*arrays)
 
 

@@ -1,0 +1,284 @@
+"""Kernels' calls on sharded arrays give what one device gives; references stand in for the kernels."""
+
+import contextlib
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fp8jax.core import scaling
+from fp8jax.core.qtensor import quantize_with_scale
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import choice, fused_reference, partition
+from fp8jax.ops import quantize as ops
+from fp8jax.ops.partition import Cut, notation, partitioned
+
+LAYOUTS = [("rows", "columns"), ("rows",), (None, "rows"), (("rows", "columns"),), ()]
+both = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(kind,) * 2)
+
+
+def place(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def same(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, tree) for tree in (found, wanted)))
+
+
+def statistics(x):
+    def local(cut: Cut, x):
+        first = cut.start("m", x.shape[0])
+        return (
+            x.T,
+            cut.maximum(jnp.max(x), "m n"),
+            cut.total(jnp.sum(x.astype(jnp.int32), 0), "m"),
+            jnp.max(x.reshape(x.shape[0], -1, 4), -1),
+            first + jnp.arange(x.shape[0]),
+        )
+
+    return partitioned("statistics", None, local, (x,), ("m n",), ("n m", "", "n", "m n/4", "m"))
+
+
+@both
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("within", [True, False], ids=["set_mesh", "no mesh set"])
+def test_parts_are_put_together(kind, layout, within):
+    x, mesh = jnp.round(100 * draw(0, 16, 32)), mesh_of(kind)
+    with jax.set_mesh(mesh) if within else contextlib.nullcontext():
+        found = jax.jit(statistics)(place(mesh, x, *layout))
+    rows = np.asarray(x)
+    same(found, (rows.T, rows.max(), rows.astype(np.int32).sum(0), rows.reshape(16, 8, 4).max(-1), np.arange(16)))
+
+
+def test_what_is_cut_stays_cut():
+    mesh = mesh_of(AxisType.Auto)
+    turned, _, sums, maxima, _ = jax.jit(statistics)(place(mesh, draw(0, 16, 32), "rows", "columns"))
+    specs = [tuple(x.sharding.spec) for x in (turned, sums, maxima)]
+    assert specs == [("columns", "rows"), ("columns",), ("rows", "columns")]
+
+
+@both
+def test_blocks_are_cut_between(kind):
+    """Of 8 columns in two blocks of 4 no device of eight has a whole block: they are gathered."""
+    mesh = mesh_of(kind)
+    for width, spec in ((64, (None, "columns")), (8, (None, ("rows", "columns")))):
+        x = draw(0, 16, width)
+        found = jax.jit(statistics)(place(mesh, x, *spec))[3]
+        same(found, np.asarray(x).reshape(16, -1, 4).max(-1))
+        assert found.sharding.is_fully_replicated == (width == 8)
+
+
+@both
+def test_under_vmap(kind):
+    mesh, x = mesh_of(kind), jnp.round(100 * draw(0, 3, 8, 16))
+    found = jax.jit(jax.vmap(statistics))(place(mesh, x, None, "rows", "columns"))
+    same(found, jax.vmap(lambda x: statistics(x))(x))
+    assert not found[0].sharding.is_fully_replicated
+
+
+@both
+def test_a_contraction_that_is_cut_is_summed_once(kind):
+    def product(a, b):
+        def local(cut: Cut, a, b):
+            return cut.total(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k")
+
+        return partitioned("product", None, local, (a, b), ("m k", "n k"), "m n")
+
+    mesh, a, b = mesh_of(kind), jnp.round(8 * draw(0, 16, 32)), jnp.round(8 * draw(1, 24, 32))
+    for left, right in (((None, "rows"), (None, "rows")), (("rows",), ("rows",)), (("rows", "columns"), ("columns",))):
+        found = jax.jit(product)(place(mesh, a, *left), place(mesh, b, *right))
+        same(found, np.asarray(a) @ np.asarray(b).T)
+
+
+def test_nan_is_a_maximum():
+    mesh, x = mesh_of(AxisType.Auto), draw(0, 16, 32).at[3, 5].set(jnp.nan)
+    assert jnp.isnan(jax.jit(statistics)(place(mesh, x, "rows", "columns"))[1])
+
+
+def test_inside_shard_map_arrays_are_a_devices_own():
+    mesh, x = mesh_of(AxisType.Auto), draw(0, 16, 32)
+    spec = PartitionSpec("rows", "columns")
+    found = jax.jit(jax.shard_map(lambda x: statistics(x)[1][None, None], mesh=mesh, in_specs=spec, out_specs=spec))(
+        place(mesh, x, "rows", "columns")
+    )
+    same(found, np.asarray(x).reshape(4, 4, 2, 16).max((1, 3)))
+
+
+def test_part_of_the_axes_manual_is_left_to_xla():
+    mesh = mesh_of(AxisType.Auto)
+    seen = []
+    jax.jit(
+        jax.shard_map(
+            lambda x: (seen.append(choice.unplaced()), x)[1],
+            mesh=mesh,
+            in_specs=PartitionSpec("rows"),
+            out_specs=PartitionSpec("rows"),
+            axis_names={"rows"},
+        )  # fmt: skip
+    )(place(mesh, draw(0, 16, 32), "rows"))
+    assert "map over all" in seen[0]
+    assert choice.unplaced() is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ("e4m3", ("m n", "- -")),
+        ("e4m3:token", ("m n", "m -")),
+        ("e4m3:group16", ("m n", "m n/16")),
+        ("int8:block32", ("m n", "m/32 n/32")),
+        ("e4m3:group128+expand", ("m n", "m n/128", "m n/128")),
+        ("e4m3:mx32", ("m n", "- -", "m n/32")),
+    ],
+)
+def test_notation_of_a_spec(spec, wanted):
+    assert notation(QuantSpec.parse(spec), (64, 256), "m n") == wanted
+
+
+def test_a_notation_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="do not describe"):
+        partitioned("wrong", None, lambda cut, x: x, (draw(0, 4, 4),), ("m",), "m")
+    with pytest.raises(ValueError, match="lengths 4 and 8"):
+        partitioned("wrong", None, lambda cut, x, y: x, (draw(0, 4, 4), draw(0, 8, 4)), ("m n", "m n"), "m n")
+
+
+# ---- the operations' own calls, with references for kernels
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """References in place of the kernels of norms, activations and quantization."""
+    pytest.importorskip("jax_triton")
+    from fp8jax.ops import fused_kernels
+    from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton, scaling_triton
+
+    class Reference(types.SimpleNamespace):
+        SAMPLE = 32
+
+        def __getattr__(self, name):
+            return lambda *args, compute_capability, **options: getattr(fused_reference, name)(*args, **options)
+
+    for name in ("norm_triton", "activation_triton"):
+        monkeypatch.setattr(fused_kernels, name, Reference())
+    real = fused_kernels.remake_triton
+    monkeypatch.setattr(fused_kernels, "remake_triton", Reference(Operands=real.Operands))
+
+    def maxima(x, *, tensor=False, rows=False, columns=False, integers=False, compute_capability):
+        y = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32)
+        found = (jnp.max(y), jnp.max(y, 1), jnp.max(y, 0))
+        return tuple(top if wanted else None for top, wanted in zip(found, (tensor, rows, columns), strict=True))
+
+    def quantize(x, rows, columns, *, row_scale, column_scale, words, place, compute_capability):
+        def one(y, coding, scale):
+            if coding is None:
+                return None
+            name = {jnp.dtype(f): n for n, f in (("e4m3", jnp.float8_e4m3fn), ("int8", jnp.int8))}[coding.dtype]
+            if words is not None:
+                i, j = (lax.broadcasted_iota(jnp.uint32, y.shape, axis) for axis in (0, 1))
+                number = (i // 4) * place[0] + j + place[1] + words[0]
+                codes = (number % 251).astype(jnp.uint8).view(jnp.int8)
+                return types.SimpleNamespace(codes=codes, scale=None, microscale=None)
+            sized = coding.kind in ("group", "block")
+            q = quantize_with_scale(y, QuantSpec(name, coding.kind, coding.size if sized else None), scale)
+            return types.SimpleNamespace(codes=q.codes, scale=q.scale, microscale=None)
+
+        assert scaling_triton.Coding
+        if columns == "same":
+            first = one(x, rows, row_scale)
+            turned = types.SimpleNamespace(codes=first.codes.T, scale=first.scale.T, microscale=None)
+            return first, turned
+        return one(x, rows, row_scale), one(x.T, columns, column_scale)
+
+    monkeypatch.setattr(maxima_triton, "maxima", maxima)
+    monkeypatch.setattr(quantize_triton, "quantize", quantize)
+    monkeypatch.setattr(quantize_rows_triton, "unsupported", lambda *_: "a reference stands in")
+    return fused_kernels
+
+
+@both
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [("e4m3", "same"), ("e4m3:token", "e4m3:token"), ("e4m3:group16", None), (None, "e4m3:group16"),
+     ("e4m3:block16", "same")],
+)  # fmt: skip
+def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, columns):
+    mesh, x = mesh_of(kind), draw(0, 128, 64)
+    how = ops._parse(rows, columns)
+    run = jax.jit(lambda x: ops._kernel(how, "current", x, None, None))
+    wanted = ops._reference(how, "current", x, None, None)
+    for layout in LAYOUTS[:3]:
+        same(jax.tree.leaves(run(place(mesh, x, *layout))), jax.tree.leaves(wanted))
+
+
+@both
+def test_noise_goes_by_the_place_in_the_whole_matrix(stand_ins, kind):
+    mesh, x, key = mesh_of(kind), draw(0, 64, 32), jax.random.key(0)
+    how = ops._parse("int8:token+stochastic", None)
+    found = [
+        jax.jit(lambda x: ops._kernel(how, "current", x, None, key)[0].codes)(place(mesh, x, *layout))
+        for layout in LAYOUTS
+    ]
+    for other in found[:-1]:
+        same(other, found[-1])
+    first = np.asarray(jax.random.bits(key, (2,), jnp.uint32))[0]
+    i, j = np.indices((64, 32)).astype(np.uint32)
+    same(found[0].view(jnp.uint8), ((i // 4 * np.uint32(32) + j + first) % 251).astype(np.uint8))
+
+
+@both
+def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
+    from fp8jax.ops import fused
+
+    mesh, x, up, dy = mesh_of(kind), *(draw(i, 1024, 64) for i in range(3))
+    weight = draw(3, 64)
+    spec = QuantSpec("e4m3", "group", 16)
+    norm = fused.operation.__globals__["_described"](
+        x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True}
+    )
+    gated = fused.operation.__globals__["_described"](
+        x, spec, jnp.float32, False, {"activation": 0, "gated": True, "activated": False}
+    )
+    coding = fused.coding(spec)
+    from pallas_kernels.remake_triton import GATE, RESULT, UP, Operands
+
+    def everything(on, x, up, dy, weight):
+        codes, scales, inverse, _, peak, made = on.forward(
+            norm, x, weight, weight, 1e-6, coding, result=(jnp.float32(0.01), jnp.float8_e4m3fn)
+        )
+        back = on.backward(norm, codes, scales, inverse, weight, dy, jnp.float32, x)
+        parts, top, _ = on.keep_activation(gated, x, up, coding)
+        exact, plain = gated._replace(exact=True), Operands(x, up=up)
+        sample = on.peaks(exact, (RESULT,), plain, every=scaling.EVERY)
+        (g, gs), (u, us) = parts[:2]
+        kept = Operands(g, gs, up=u, up_scale=us, gradient=dy)
+        ahead = on.ahead(gated, kept, jnp.float32(0.01), jnp.float8_e4m3fn)
+        cotangents = on.quantize(
+            gated, (GATE, UP), kept, (jnp.float32(0.01),) * 2, jnp.float8_e5m2, rows=True, columns=True
+        )
+        mended = on.mend(exact, x, up, made, jnp.float32(0.02), top > 0)
+        exact_parts = (codes, scales, inverse, peak, made, parts, top, sample, ahead, cotangents, mended, back[0])
+        return exact_parts, back[1:]
+
+    wanted, sums = jax.jit(lambda *a: everything(fused_reference, *a))(x, up, dy, weight)
+    for layout in LAYOUTS[:3]:
+        arrays = (place(mesh, a, *layout) for a in (x, up, dy))
+        found, totals = jax.jit(lambda *a: everything(stand_ins, *a))(*arrays, weight)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            # Rows of a norm that a device does not hold whole are gathered; elementary functions may differ in bits.
+            close = np.isclose(*(np.asarray(t, np.float32) for t in (a, b)), rtol=1e-5, atol=1e-5)
+            assert close.mean() > 0.999, (layout, a.shape)
+        for a, b in zip(totals, sums, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert partition.WHOLE == Cut({})
