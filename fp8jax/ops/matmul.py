@@ -65,7 +65,7 @@ def matmul(
     Raises:
         ValueError: shapes do not match, or an operand has a scale for each index of the contraction; `impl` is
             unknown, or it is "mosaic" and no kernel can run: the message says why.
-        jax.errors.ShardingTypeError: JAX's own rule needs a sharding of the result.
+        ShardingTypeError, JAX's own: JAX's own rule needs a sharding of the result.
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
