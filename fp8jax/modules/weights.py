@@ -1,6 +1,5 @@
 """Weights of NNX models quantized once for all microbatches of a step."""
 
-import math
 from typing import Any, TypeVar
 
 import jax
@@ -12,6 +11,7 @@ from fp8jax.modules.delayed import DelayedDotGeneral, kernel_axes
 from fp8jax.modules.dots import DotGeneral
 from fp8jax.ops.delayed import weight_scale
 from fp8jax.ops.product import QuantizedWeight, quantize_weight
+from fp8jax.ops.sharding import merge
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -78,7 +78,7 @@ def _hold(layer: Any) -> bool:
     inputs, outputs = kernel_axes(layer)
     kernel = layer.kernel[...]
     stacked = kernel.ndim - inputs - outputs
-    matrix = kernel.reshape(*kernel.shape[:stacked], math.prod(kernel.shape[stacked : stacked + inputs]), -1)
+    matrix = merge(kernel, *[1] * stacked, inputs, outputs)
     if isinstance(dot_general, DelayedDotGeneral):
         scale = _mapped(lambda w, state: weight_scale(w, state, recipe=linear), stacked)(matrix, dot_general.state())
         weight = _mapped(lambda w, s: quantize_weight(w, recipe=linear, scale=s), stacked)(matrix, scale)

@@ -79,7 +79,7 @@ def dot_general(
 
     Raises:
         ValueError: `precision` asks for what a quantized product cannot give, or `quantized` does not fit.
-        jax.errors.ShardingTypeError: as `jax.lax.dot_general`.
+        ShardingTypeError, JAX's own: as `jax.lax.dot_general`.
     """
     part = stateless(recipe)
     if not part.quantized and part.saved in (SAME, None):
@@ -98,18 +98,19 @@ def dot_general(
     first = [len(batch)] if batch else []
     x = merge(lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract), *first, len(tokens), len(lhs_contract))
     w = merge(rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free), *first, len(rhs_contract), len(outputs))
-    parts = merged(spec, (len(batch), len(tokens), len(outputs)))
     if batch:
         if quantized is not None:
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
         keys = None if key is None else place(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
-        y = jax.vmap(functools.partial(product, recipe=part, spec=parts and parts[1:]))(x, w, key=keys)
+        each = (merged(spec, (len(batch), len(tokens), len(outputs))) or (None,))[1:] or None
+        y = jax.vmap(functools.partial(product, recipe=part, spec=each))(x, w, key=keys)
     else:
         # Which axes are contracted is no part of what a shared input is known by; only the usual ones are shared.
         last = list(lhs_contract) == list(range(len(lhs_free), lhs.ndim))
-        whole = last and len(lhs_contract) == 1
-        lead = merged(spec, (*[1] * len(tokens), len(outputs))) if whole else parts and parts[1:]
-        y = product(x, w, part, key, source=lhs if last else None, quantized=quantized, spec=lead)
+        view = last and len(lhs_contract) == 1
+        seen = merged(spec, (*([1] * len(tokens) if view else [len(tokens)]), len(outputs)))
+        source = lhs if last else None
+        y = product(x, w, part, key, source, quantized=quantized, spec=seen, view=view)
     return split(y, (*batch, *tokens, *outputs), spec).astype(dtype)
 
 
@@ -139,7 +140,7 @@ def einsum(
     Raises:
         ValueError: the subscripts are of another form, repeat an index in an operand, or sum one operand alone; or as
             `dot_general`.
-        jax.errors.ShardingTypeError: as `jax.lax.dot_general`.
+        ShardingTypeError, JAX's own: as `jax.lax.dot_general`.
     """
     a, b, out = _terms(subscripts, lhs.ndim, rhs.ndim)
     batch = [i for i in a if i in b and i in out]

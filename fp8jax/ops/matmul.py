@@ -38,7 +38,8 @@ def matmul(
     Two quantized operands are multiplied as codes, with fp32 (for integers int32) accumulation, and their scales
     applied to the sum; scales that change along the contraction split it, and each part is promoted to fp32 under its
     own scales. Any other operand, and any whose codes matrix units do not take, is multiplied in bf16 (fp32 where the
-    other operand is an fp32 array).
+    other operand is an fp32 array). On a CUDA GPU, where no kernel takes FP8 codes, or int8 codes whose scales change
+    along the contraction, they are decoded to bf16 and multiplied there, with fp32 sums.
 
     On a Hopper GPU the tensor cores accumulate FP8 products with about 14 bits: over 128 to 512 of the contraction,
     after which sums are promoted to fp32, or with fast accumulation over all of it. That is 2e-3 to 4e-3 relative on
@@ -65,16 +66,19 @@ def matmul(
     Raises:
         ValueError: shapes do not match, or an operand has a scale for each index of the contraction; `impl` is
             unknown, or it is "mosaic" and no kernel can run: the message says why.
-        jax.errors.ShardingTypeError: JAX's own rule needs a sharding of the result.
+        ShardingTypeError, JAX's own: JAX's own rule needs a sharding of the result.
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
     choice, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
     tell("matmul", choice)
     spec = spec or sharding.product_sharding(a, b, _K_MAJOR)
+    plain = functools.partial(_reference, fast, dtype)
+    if how is None and on_cuda() and _widened(a, b):
+        plain = functools.partial(by_platform, cuda=functools.partial(_decoded, dtype), default=plain)
 
     def reference(a: Operand, b: Operand) -> Array:
-        return sharding.multiply(functools.partial(_reference, fast, dtype), a, b, spec)
+        return sharding.multiply(plain, a, b, spec)
 
     def kernel(a: QTensor, b: QTensor) -> Array:
         assert how is not None
@@ -147,6 +151,13 @@ def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, pla
 
 
 def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
+    choice, how = _kernel(a, b, impl, cuda)
+    if how is None and cuda and _widened(a, b):
+        choice = Choice("xla", f"{choice.reason}; codes are decoded and multiplied in bf16")
+    return choice, how
+
+
+def _kernel(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl == "xla":
@@ -165,6 +176,27 @@ def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]
     return Choice("xla", f"not a kernel: {reason}"), None
 
 
+def _widened(a: Operand, b: Operand) -> bool:
+    """Whether XLA on a GPU would widen the codes of two operands to fp32, at a fraction of the speed of 16 bits."""
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor) and multiplies(a) and multiplies(b)):
+        return False
+    integers = all(jnp.issubdtype(q.codes.dtype, jnp.integer) for q in (a, b))
+    return not integers or any(_split(q) for q in (a, b))
+
+
+def _decoded(dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+    """One product of what the codes stand for, rounded to bf16, with fp32 sums."""
+    if 0 in (*a.shape, *b.shape):
+        return jnp.zeros((a.shape[0], b.shape[0]), dtype)
+    return _plain(a.dequantize(jnp.bfloat16), b.dequantize(jnp.bfloat16), dtype)
+
+
+def _plain(a: Array, b: Array, dtype: DTypeLike) -> Array:
+    """A product that sums in fp32; of devices that share the sum, each sends 16 bits where the result has them."""
+    narrow = a.dtype == b.dtype == jnp.dtype(dtype) == jnp.bfloat16
+    return lax.dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if narrow else jnp.float32).astype(dtype)
+
+
 def _reference(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
     if 0 in (*a.shape, *b.shape):
         # Of blocks, which have the scales, an empty matrix has none.
@@ -172,7 +204,7 @@ def _reference(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
     if not (isinstance(a, QTensor) and isinstance(b, QTensor) and multiplies(a) and multiplies(b)):
         wide = _plain_dtype(a, b)
         a, b = (x.dequantize(wide) if isinstance(x, QTensor) else x.astype(wide) for x in (a, b))
-        return lax.dot_general(a, b, _K_MAJOR, preferred_element_type=jnp.float32).astype(dtype)
+        return _plain(a, b, dtype)
     size = math.gcd(*(_split(q) for q in (a, b)))
     if size == 0:
         sums = _codes_product(a.codes, b.codes, fast)

@@ -82,6 +82,7 @@ def product(
     scales: Scales | None = None,
     quantized: QuantizedWeight | None = None,
     spec: tuple[Any, ...] | None = None,
+    view: bool = True,
 ) -> Array:
     """x @ w with the products of a recipe.
 
@@ -90,10 +91,11 @@ def product(
         w: (inputs, outputs).
         recipe: what the products compute with.
         key: PRNG key for recipes that round stochastically.
-        source: the user's array that `x` is a view of, by which products that share an input are known.
+        source: the user's array that `x` is made of, by which products that share an input are known.
         scales: given scales; None takes them from the tensors.
         quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
         spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
+        view: whether `source` is (..., inputs); it may have other axes.
 
     Returns:
         (..., outputs), as `source` is (..., inputs), else (tokens, outputs), in the dtype of `x`.
@@ -101,7 +103,7 @@ def product(
     Raises:
         ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
     """
-    return threaded(x, w, recipe, key, source, scales, quantized, spec)[0]
+    return threaded(x, w, recipe, key, source, scales, quantized, spec, view)[0]
 
 
 def threaded(
@@ -113,6 +115,7 @@ def threaded(
     scales: Scales | None,
     quantized: QuantizedWeight | None,
     spec: tuple[Any, ...] | None = None,
+    view: bool = True,
     through: Array | None = None,
     passes: bool = False,
 ) -> tuple[Array, Array | None]:
@@ -129,7 +132,7 @@ def threaded(
     if quantized is not None:
         _check_weight(quantized, w, recipe)
     value = x
-    if source is not None and source.shape[-1] == x.shape[-1]:
+    if source is not None and view:
         x, value = fused.pass_on(source, x), source
     saved = None
     if kept is not None:
@@ -291,7 +294,7 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) 
         made_of, scale = kept
         rows = functools.partial(_row_bounds, dy_rows, weight, others)
         made = how.remade.again(made_of, Gradient(dx, gradient if scales is None else None, rows))
-        again = fused.pass_on(made, rows_of(made.astype(x.dtype), weight.shape[0]))
+        again = fused.pass_on(made, rows_of(made.astype(x.dtype), dy.shape[0], weight.shape[0]))
         columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)

@@ -75,10 +75,11 @@ def merge(x: Array, *counts: int) -> Array:
     return split(x, shape, merged(spec_of(x), counts))
 
 
-def rows_of(x: Array, inputs: int) -> Array:
-    """An array whose last axes have so many elements, as a matrix of rows of them."""
-    count = next(i for i in range(x.ndim + 1) if math.prod(x.shape[x.ndim - i :]) == inputs)
-    return merge(x, x.ndim - count, count)
+def rows_of(x: Array, rows: int, inputs: int) -> Array:
+    """An array whose first and last axes have so many elements, as a matrix."""
+    sizes = (math.prod(x.shape[:i]) == rows and math.prod(x.shape[i:]) == inputs for i in range(x.ndim + 1))
+    count = list(sizes).index(True)
+    return merge(x, count, x.ndim - count)
 
 
 def split(x: Array, shape: Sequence[int], spec: Sequence[Any] | None) -> Array:

@@ -121,8 +121,8 @@ def attention_output(
     lead, part = y.ndim - 2, stateless(recipe)
     rows, matrix = merge(y, lead, 2), merge(w, w.ndim - 1, 1)
     spec = output_spec(merge(y, *[1] * lead, 2), matrix, out_sharding)
-    two = merged(spec, (lead, 1))
-    out = product(rows, matrix, part, key, source=y, quantized=quantized, spec=two)
+    of_rows = merged(spec, (lead, 1))
+    out = product(rows, matrix, part, key, source=y, quantized=quantized, spec=of_rows, view=False)
     out = split(out, (*y.shape[:-2], w.shape[-1]), spec)
     return out if residual is None else residual + out
 

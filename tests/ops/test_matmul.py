@@ -1,6 +1,8 @@
 """Products of quantized matrices against products of what they decode to, in float64."""
 
+import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 import fp8jax
 from fp8jax.ops import matmul_hopper, matmul_reference
 from fp8jax.ops.fold import refold
+from fp8jax.ops.matmul import _decoded as matmul_of_16_bits
 from fp8jax.ops.matmul import chosen, matmul, matmul_quantized, transpose
 from tests.programs import dots
 
@@ -236,3 +239,30 @@ def test_equal_products_of_a_program_are_lowered_once(monkeypatch):
 def test_scales_of_the_kernels_own_groups_are_taken_as_they_are():
     q = fp8jax.quantize(jnp.ones((130, 300)), "e4m3:group128")
     assert not jax.make_jaxpr(lambda q: matmul_hopper.group_scales(q, 128))(q).eqns
+
+
+@pytest.mark.parametrize(
+    ("spec", "operands_of_the_product"),
+    [
+        *((spec, "bf16") for spec in ("e4m3", "e5m2:token", "e4m3:group32", "e4m3:mx32", "int8:block32")),
+        *((spec, "i8") for spec in ("int8", "int8:token")),
+    ],
+)
+def test_on_a_gpu_without_a_kernel_codes_are_multiplied_in_one_product_of_16_or_of_integer_bits(
+    spec, operands_of_the_product, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    a, b = operands()
+    qa, qb = fp8jax.quantize(a, spec), fp8jax.quantize(b, spec)
+    multiply = functools.partial(matmul, impl="xla", dtype=jnp.bfloat16)
+    text = jax.jit(multiply).trace(qa, qb).lower(lowering_platforms=("cuda",)).as_text()
+    products = re.findall(r"stablehlo\.dot_general.*: \(tensor<\d+x\d+x(\w+)>, tensor<\d+x\d+x(\w+)>\)", text)
+    assert products == [(operands_of_the_product,) * 2]
+    assert "stablehlo.while" not in text
+    reason = chosen(qa, qb, impl="xla", platform="cuda").reason
+    assert ("multiplied in bf16" in reason) == (operands_of_the_product == "bf16")
+    want = np.asarray(qa.dequantize(), np.float64) @ np.asarray(qb.dequantize(), np.float64).T
+    size = np.abs(np.asarray(qa.dequantize(), np.float64)) @ np.abs(np.asarray(qb.dequantize(), np.float64)).T
+    got = np.asarray(matmul_of_16_bits(jnp.bfloat16, qa, qb), np.float64)
+    # Both operands and the result are rounded to 8 bits, by half a step each; fp32 sums hardly add to it.
+    assert (np.abs(got - want) <= 3.1 * 2.0**-9 * size).all()
