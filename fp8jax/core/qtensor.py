@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,12 @@ from fp8jax.core import blocks, expansion, formats, packing, scaling
 from fp8jax.core.spec import QuantSpec
 
 
+# Version of what is stored: what the arrays of a QTensor mean. A state that was saved loads for ever (tests/data holds
+# one): to change a meaning, count this up, and go on to read the old one.
+VERSION = 1
+_KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("scale", "expansion", "microscale"))
+
+
 class _Parts(NamedTuple):
     """The arrays of a QTensor; None for those that its spec has no use for."""
 
@@ -23,11 +31,7 @@ class _Parts(NamedTuple):
     microscale: Array | None = None
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["codes", "scale", "expansion", "microscale"],
-    meta_fields=["spec", "length"],
-)
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class QTensor:
     """A quantized tensor: codes, the scales of their blocks, and what expansion or microscaling adds.
@@ -60,6 +64,13 @@ class QTensor:
         microscale: one E8M0 byte a group, or None.
         spec: the static `QuantSpec`.
         length: static logical length of the packed axis, or None.
+
+    Saved state says how it is stored: in paths of leaves the key of the codes is `storage_key`, such as
+    "codes:e4m3:group128+expand:v1". Whatever saves trees by their paths (Orbax, Flax's serialization, a flat dict)
+    then refuses, naming both keys, codes that were stored in another way than the template says. To convert a state,
+    restore it into a template of its own kind, and quantize again what it decodes to. An array leaf with the same record
+    would be read without being looked at, since values cannot be checked under `jax.jit`, and be one more argument of
+    each step for each moment; keys cost neither.
     """
 
     codes: Array
@@ -68,6 +79,29 @@ class QTensor:
     microscale: Array | None
     spec: QuantSpec
     length: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _known_to_flax and "flax.serialization" in sys.modules:
+            _tell_flax()
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[QuantSpec, int | None]]:
+        return (self.codes, self.scale, self.expansion, self.microscale), (self.spec, self.length)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[QuantSpec, int | None]]:
+        children, static = self.tree_flatten()
+        return tuple(zip((jax.tree_util.DictKey(self.storage_key), *_KEYS), children, strict=True)), static
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[QuantSpec, int | None], children: Iterable[Any]) -> "QTensor":
+        return cls(*children, *static)
+
+    @property
+    def storage_key(self) -> str:
+        """What decoding depends on: format, blocks, expansion, packed length, and the version of the storage.
+
+        How values are rounded, and what underflow becomes, are of no matter to who reads codes, and not part of it.
+        """
+        return _storage_key(self.spec, self.length)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -125,6 +159,44 @@ class QTensor:
             k = np.asarray(self.expansion, np.float32)
             if not ((k >= expansion.LOWEST) & (k <= expansion.HIGHEST)).all():
                 raise ValueError(f"expansion exponents must lie in [{expansion.LOWEST}, {expansion.HIGHEST}]")
+
+
+def _to_state_dict(q: QTensor) -> dict[str, Any]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(q, is_leaf=lambda x: x is not q)
+    return {jax.tree_util.keystr(path, simple=True): x for path, x in paths if x is not None}
+
+
+def _from_state_dict(q: QTensor, state: dict[str, Any]) -> QTensor:
+    names = list(_to_state_dict(q))
+    if set(names) != set(state):
+        raise ValueError(
+            f"this state holds {', '.join(state)}, but its template {', '.join(names)}: "
+            "it was stored in another way; restore it into a template of its own kind"
+        )
+    return jax.tree.unflatten(jax.tree.structure(q), [state[name] for name in names])
+
+
+_known_to_flax = False
+
+
+def _tell_flax() -> None:
+    """Flax's serialization looks types up in a table of its own; whoever uses it has imported it."""
+    global _known_to_flax
+    register = getattr(sys.modules["flax.serialization"], "register_serialization_state", None)
+    if register is not None:  # else it is just being imported
+        register(QTensor, _to_state_dict, _from_state_dict, override=True)
+        _known_to_flax = True
+
+
+@functools.cache
+def _storage_key(spec: QuantSpec, length: int | None) -> str:
+    details = {"axis": spec.axis, "stacked": spec.stacked, "length": length}
+    usual = {"axis": -1, "stacked": 0, "length": None}
+    options = [f"{name}{value}" for name, value in details.items() if value != usual[name]]
+    if spec.scale_format != "fp32":
+        options.append(f"{spec.scale_format}scales")
+    how = str(dataclasses.replace(spec, rounding="nearest", underflow="zero"))
+    return f"codes:{'+'.join([how, *options])}:v{VERSION}"
 
 
 def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QTensor:
