@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, expansion, formats, packing, scaling
 from fp8jax.core.spec import QuantSpec
-
 
 # Version of what is stored: what the arrays of a QTensor mean. A state that was saved loads for ever (tests/data holds
 # one): to change a meaning, count this up, and go on to read the old one.
@@ -65,12 +65,15 @@ class QTensor:
         spec: the static `QuantSpec`.
         length: static logical length of the packed axis, or None.
 
-    Saved state says how it is stored: in paths of leaves the key of the codes is `storage_key`, such as
-    "codes:e4m3:group128+expand:v1". Whatever saves trees by their paths (Orbax, Flax's serialization, a flat dict)
-    then refuses, naming both keys, codes that were stored in another way than the template says. To convert a state,
-    restore it into a template of its own kind, and quantize again what it decodes to. An array leaf with the same record
-    would be read without being looked at, since values cannot be checked under `jax.jit`, and be one more argument of
-    each step for each moment; keys cost neither.
+    Saved state says how it is stored: in the paths of leaves the key of the codes is `storage_key`, such as
+    "codes:e4m3:group128+expand:v1". Whatever saves trees by paths (Orbax, Flax's serialization, a flat dict) then
+    refuses codes that were stored in another way than its template says, and names both keys. To convert a state,
+    restore it into a template of its own kind, and quantize again what that decodes to. An array leaf with the same
+    record would be restored without being looked at, for values cannot be checked under `jax.jit`, and each step would
+    have one more argument for each moment; keys cost neither.
+
+    Maps over a state with a leaf for each parameter (`optax.tree.map_params` with a tree of shardings) take QTensors as
+    leaves: `is_leaf=lambda x: isinstance(x, QTensor)`; `shardings` gives those of the arrays.
     """
 
     codes: Array
@@ -93,7 +96,7 @@ class QTensor:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[QuantSpec, int | None], children: Iterable[Any]) -> "QTensor":
-        return cls(*children, *static)
+        return cls(*children, *static)  # type: ignore[call-arg]  # as many as there are fields
 
     @property
     def storage_key(self) -> str:
@@ -129,6 +132,15 @@ class QTensor:
         arrays = [getattr(self, name) for name in names]
         (values,) = blocks.on_logical_array(decode, *arrays, like=[self.shape])
         return values.astype(dtype)
+
+    def shardings(self, sharding: NamedSharding) -> "QTensor":
+        """The shardings of the arrays where the codes have `sharding`: replicated on axes that blocks do not divide."""
+        mesh = sharding.mesh
+
+        def of(array: Array) -> NamedSharding:
+            return NamedSharding(mesh, blocks.partition(sharding.spec, array.shape, dict(mesh.shape)))
+
+        return jax.tree.map(of, self)
 
     def validate(self) -> None:
         """Checks the invariants in the class docstring on concrete arrays.

@@ -1,8 +1,8 @@
 """Parameters in Flax NNX's Variables: state that `nnx.Optimizer` can update, and updates that look through them.
 
 A Variable is a pytree of one array with metadata. `nnx.Optimizer` makes one of each leaf of a state, and exchanges its
-array at each step: so Variables stand inside a `QTensor`, around its arrays, never around it. Flax is not imported here:
-where it was not, there are no Variables.
+array at each step: so Variables stand inside a `QTensor`, around its arrays, never around it. Flax is not imported
+here: where nobody did, there are no Variables.
 """
 
 import functools
@@ -72,7 +72,8 @@ def _variable_of(variable: Any, part: Any, codes: Any) -> Any:
     The names may be of axes that no mesh has yet. A dimension of blocks keeps its own where it is sharded already, or
     has as many entries as the codes: others may not divide where the codes do.
     """
-    made = jax.tree.structure(variable, is_leaf=lambda x: x is not variable).unflatten([part])
+    treedef: Any = jax.tree.structure(variable, is_leaf=lambda x: x is not variable)
+    made = treedef.unflatten([part])
     if part is codes:
         return made
     sharding = getattr(part, "sharding", None)
