@@ -155,19 +155,21 @@ def test_every_format_stores_within_its_error_and_keeps_zeros(make, mu, nu, expa
         units = stored.spec.format
         top = np.abs(exact).max(axis=-1, keepdims=True)
         error = np.abs(decoded - exact) / top * formats.get(units).max
-        assert (error <= half_step(formats.get(units), np.abs(exact) / top) * 1.001).all()
+        assert (error <= half_step(formats.get(units), exact / top) * 1.001).all()
 
 
 def half_step(fmt, share):
-    """Largest rounding error, in units of the format, of values that are a share of the largest magnitude."""
-    if fmt.codebook is not None:
-        book = np.asarray(fmt.codebook)
-        gaps = np.diff(book)
-        at = np.clip(np.searchsorted(book, share, side="right") - 1, 0, len(gaps) - 1)
-        return np.maximum(gaps[at], np.where(share < book[book > 0].min(), book[book > 0].min(), 0))
-    if not fmt.is_float:
-        return np.full_like(share, 1.0)
-    return np.maximum(share * fmt.max * 2.0 ** -(fmt.mantissa_bits + 1), fmt.smallest)
+    """Largest rounding error, in units of the format, of values that are a signed share of the largest magnitude."""
+    x = share * fmt.max
+    if fmt.is_float:
+        half = np.maximum(np.abs(x) * 2.0**-fmt.mantissa_bits, fmt.smallest) / 2
+    else:
+        values = np.asarray(fmt.codebook if fmt.codebook is not None else np.arange(-fmt.max, fmt.max + 1))
+        below = np.clip(np.searchsorted(values, x, side="right") - 1, 0, len(values) - 2)
+        # The signed code book has no -1.
+        half = np.maximum(np.diff(values)[below] / 2, values[0] - x)
+    # Second moments under half the smallest value take that.
+    return np.where(np.abs(x) < fmt.smallest / 2, fmt.smallest, half)
 
 
 def test_expansion_lowers_the_error_of_every_format():
@@ -250,6 +252,8 @@ def test_slow_weights_can_be_named_and_kept():
     _, after = jax.jit(tx.update)(p, state, p)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
     assert state.z["w"].dtype == jnp.float32
+    mean = optax.contrib.schedule_free_eval_params(after, p)
+    chex.assert_trees_all_close(mean, jax.tree.map(lambda y, z: (y - 0.1 * z) / 0.9, p, after.z), rtol=1e-5)
 
 
 MASK = {"w": True, "scalar": False, "empty": True}
