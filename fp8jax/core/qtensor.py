@@ -173,19 +173,26 @@ class QTensor:
                 raise ValueError(f"expansion exponents must lie in [{expansion.LOWEST}, {expansion.HIGHEST}]")
 
 
+def _by_key(q: QTensor) -> dict[str, Any]:
+    keys = (q.storage_key, *(key.name for key in _KEYS))
+    return dict(zip(keys, q.tree_flatten()[0], strict=True))
+
+
 def _to_state_dict(q: QTensor) -> dict[str, Any]:
-    paths, _ = jax.tree_util.tree_flatten_with_path(q, is_leaf=lambda x: x is not q)
-    return {jax.tree_util.keystr(path, simple=True): x for path, x in paths if x is not None}
+    convert = sys.modules["flax.serialization"].to_state_dict
+    return {key: convert(x) for key, x in _by_key(q).items() if x is not None}
 
 
 def _from_state_dict(q: QTensor, state: dict[str, Any]) -> QTensor:
-    names = list(_to_state_dict(q))
-    if set(names) != set(state):
+    convert = sys.modules["flax.serialization"].from_state_dict
+    parts = {key: x for key, x in _by_key(q).items() if x is not None}
+    if set(parts) != set(state):
         raise ValueError(
-            f"this state holds {', '.join(state)}, but its template {', '.join(names)}: "
+            f"this state holds {', '.join(state)}, but its template {', '.join(parts)}: "
             "it was stored in another way; restore it into a template of its own kind"
         )
-    return jax.tree.unflatten(jax.tree.structure(q), [state[name] for name in names])
+    restored = {key: convert(x, state[key], key) for key, x in parts.items()}
+    return q.tree_unflatten((q.spec, q.length), [restored.get(key) for key in _by_key(q)])
 
 
 _known_to_flax = False
