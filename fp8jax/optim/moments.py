@@ -65,21 +65,17 @@ def zeros(param: Any, stored: QuantSpec | formats.Format, min_size: int) -> Mome
 
 def _ones(param: Any, shape: tuple[int, ...], dtype: Any) -> Array:
     """Ones, a block of `param` each, in the sharding of `param`; where that is not committed to a device, neither."""
-    if axes := blocks.explicit_axes(param):
-        sharding = jax.typeof(param).sharding
+    if isinstance(param, jax.core.Tracer):
+        axes, sharding = blocks.explicit_axes(param), jax.typeof(param).sharding
         spec = blocks.partition(sharding.spec, shape, axes)
-        if isinstance(param, jax.core.Tracer):
-            return jnp.ones(shape, dtype, out_sharding=NamedSharding(sharding.mesh, spec))
-    sharding = None if isinstance(param, jax.core.Tracer) or not _is_placed(param) else param.sharding
+        return jnp.ones(shape, dtype, out_sharding=NamedSharding(sharding.mesh, spec) if axes else None)
+    # Programs move what is not committed to where their other arguments are.
+    placed = param.committed if isinstance(param, jax.Array) else getattr(param, "sharding", None) is not None
+    sharding = param.sharding if placed else None
     if isinstance(sharding, NamedSharding):
         spec = blocks.partition(sharding.spec, shape, dict(sharding.mesh.shape))
-        return jnp.ones(shape, dtype, device=NamedSharding(sharding.mesh, spec))
+        sharding = NamedSharding(sharding.mesh, spec)
     return jnp.ones(shape, dtype, device=sharding)
-
-
-def _is_placed(x: Any) -> bool:
-    """Whether an array, or an abstract one, says on which devices it is to be; programs may move others to theirs."""
-    return x.committed if isinstance(x, jax.Array) else getattr(x, "sharding", None) is not None
 
 
 def beside(params: optax.Params, state: optax.OptState) -> optax.OptState:
