@@ -79,7 +79,8 @@ def test_only_the_flax_names_need_flax():
     code = """
 import sys
 sys.modules["flax"] = None
-import fp8jax
+import fp8jax, jax
+fp8jax.compressed_adamw(1e-3).init(jax.numpy.ones((64, 128)))
 try:
     fp8jax.nnx
 except ModuleNotFoundError as error:

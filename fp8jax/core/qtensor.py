@@ -2,16 +2,24 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, expansion, formats, packing, scaling
 from fp8jax.core.spec import QuantSpec
+
+# Version of what is stored: what the arrays of a QTensor mean. A state that was saved loads for ever (tests/data holds
+# one): to change a meaning, count this up, and go on to read the old one.
+VERSION = 1
+_KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("scale", "expansion", "microscale"))
 
 
 class _Parts(NamedTuple):
@@ -23,11 +31,7 @@ class _Parts(NamedTuple):
     microscale: Array | None = None
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["codes", "scale", "expansion", "microscale"],
-    meta_fields=["spec", "length"],
-)
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class QTensor:
     """A quantized tensor: codes, the scales of their blocks, and what expansion or microscaling adds.
@@ -60,6 +64,16 @@ class QTensor:
         microscale: one E8M0 byte a group, or None.
         spec: the static `QuantSpec`.
         length: static logical length of the packed axis, or None.
+
+    Saved state says how it is stored: in the paths of leaves the key of the codes is `storage_key`, such as
+    "codes:e4m3:group128+expand:v1". Whatever saves trees by paths (Orbax, Flax's serialization, a flat dict) then
+    refuses codes that were stored in another way than its template says, and names both keys. To convert a state,
+    restore it into a template of its own kind, and quantize again what that decodes to. An array leaf with the same
+    record would be restored without being looked at, for values cannot be checked under `jax.jit`, and each step would
+    have one more argument for each moment; keys cost neither.
+
+    Maps over a state with a leaf for each parameter (`optax.tree.map_params` with a tree of shardings) take QTensors as
+    leaves: `is_leaf=lambda x: isinstance(x, QTensor)`; `shardings` gives those of the arrays.
     """
 
     codes: Array
@@ -68,6 +82,29 @@ class QTensor:
     microscale: Array | None
     spec: QuantSpec
     length: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _known_to_flax and "flax.serialization" in sys.modules:
+            _tell_flax()
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[QuantSpec, int | None]]:
+        return (self.codes, self.scale, self.expansion, self.microscale), (self.spec, self.length)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[QuantSpec, int | None]]:
+        children, static = self.tree_flatten()
+        return tuple(zip((jax.tree_util.DictKey(self.storage_key), *_KEYS), children, strict=True)), static
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[QuantSpec, int | None], children: Iterable[Any]) -> "QTensor":
+        return cls(*children, *static)  # type: ignore[call-arg]  # as many as there are fields
+
+    @property
+    def storage_key(self) -> str:
+        """What decoding depends on: format, blocks, expansion, packed length, and the version of the storage.
+
+        How values are rounded, and what underflow becomes, are of no matter to who reads codes, and not part of it.
+        """
+        return _storage_key(self.spec, self.length)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,6 +132,15 @@ class QTensor:
         arrays = [getattr(self, name) for name in names]
         (values,) = blocks.on_logical_array(decode, *arrays, like=[self.shape])
         return values.astype(dtype)
+
+    def shardings(self, sharding: NamedSharding) -> "QTensor":
+        """The shardings of the arrays where the codes have `sharding`: replicated on axes that blocks do not divide."""
+        mesh = sharding.mesh
+
+        def of(array: Array) -> NamedSharding:
+            return NamedSharding(mesh, blocks.partition(sharding.spec, array.shape, dict(mesh.shape)))
+
+        return jax.tree.map(of, self)
 
     def validate(self) -> None:
         """Checks the invariants in the class docstring on concrete arrays.
@@ -125,6 +171,51 @@ class QTensor:
             k = np.asarray(self.expansion, np.float32)
             if not ((k >= expansion.LOWEST) & (k <= expansion.HIGHEST)).all():
                 raise ValueError(f"expansion exponents must lie in [{expansion.LOWEST}, {expansion.HIGHEST}]")
+
+
+def _by_key(q: QTensor) -> dict[str, Any]:
+    keys = (q.storage_key, *(key.name for key in _KEYS))
+    return dict(zip(keys, q.tree_flatten()[0], strict=True))
+
+
+def _to_state_dict(q: QTensor) -> dict[str, Any]:
+    convert = sys.modules["flax.serialization"].to_state_dict
+    return {key: convert(x) for key, x in _by_key(q).items() if x is not None}
+
+
+def _from_state_dict(q: QTensor, state: dict[str, Any]) -> QTensor:
+    convert = sys.modules["flax.serialization"].from_state_dict
+    parts = {key: x for key, x in _by_key(q).items() if x is not None}
+    if set(parts) != set(state):
+        raise ValueError(
+            f"this state holds {', '.join(state)}, but its template {', '.join(parts)}: "
+            "it was stored in another way; restore it into a template of its own kind"
+        )
+    restored = {key: convert(x, state[key], key) for key, x in parts.items()}
+    return q.tree_unflatten((q.spec, q.length), [restored.get(key) for key in _by_key(q)])
+
+
+_known_to_flax = False
+
+
+def _tell_flax() -> None:
+    """Flax's serialization looks types up in a table of its own; whoever uses it has imported it."""
+    global _known_to_flax
+    register = getattr(sys.modules["flax.serialization"], "register_serialization_state", None)
+    if register is not None:  # else it is just being imported
+        register(QTensor, _to_state_dict, _from_state_dict, override=True)
+        _known_to_flax = True
+
+
+@functools.cache
+def _storage_key(spec: QuantSpec, length: int | None) -> str:
+    details = {"axis": spec.axis, "stacked": spec.stacked, "length": length}
+    usual = {"axis": -1, "stacked": 0, "length": None}
+    options = [f"{name}{value}" for name, value in details.items() if value != usual[name]]
+    if spec.scale_format != "fp32":
+        options.append(f"{spec.scale_format}scales")
+    how = str(dataclasses.replace(spec, rounding="nearest", underflow="zero"))
+    return f"codes:{'+'.join([how, *options])}:v{VERSION}"
 
 
 def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QTensor:

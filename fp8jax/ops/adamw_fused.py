@@ -193,7 +193,8 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
     )
     if _explicit(leaf):
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tuple(operands))
-        call = jax.shard_map(call, in_specs=specs, out_specs=(specs[0], specs[2], specs[3]), check_vma=False)
+        mesh = jax.typeof(leaf.grad).sharding.mesh  # known without jax.set_mesh, too
+        call = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[2], specs[3]), check_vma=False)
     result, mu, nu = call(*operands)
     return result, _restored(mu, leaf.mu), _restored(nu, leaf.nu)
 

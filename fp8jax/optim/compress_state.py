@@ -15,26 +15,13 @@ from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw
 from fp8jax.optim import moments as storage
+from fp8jax.optim import variables
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
 
-# What optax 0.2.8 calls the moments it keeps for each parameter. A name that is not here (slow weights, accumulated
-# gradients, distances travelled) may belong to a sum that 8 bits would stall, so the user has to say what it is.
-FIRST_MOMENTS = ("mu", "trace", "ema", "m", "m1", "m2", "exp_avg")
-SECOND_MOMENTS = ("nu", "nu_max", "v", "n", "exp_avg_sq", "sum_of_squares", "e_g", "e_x")
 DEFAULT = "e4m3"
 
 _Stored: TypeAlias = QuantSpec | formats.Format
 _Path: TypeAlias = tuple[Any, ...]
-
-
-class CompressedState(NamedTuple):
-    """State of `compress_state`.
-
-    Attributes:
-        inner_state: the state of the wrapped transformation, with a `QTensor` in the place of each quantized moment.
-    """
-
-    inner_state: optax.OptState
 
 
 def compress_state(
@@ -66,8 +53,8 @@ def compress_state(
         min_size: smallest parameter, in elements, whose moments are quantized.
 
     Returns:
-        A transformation with state `CompressedState`. Updates have the dtype of the parameters where `update` is given
-        them, else of the gradients.
+        A transformation with the state of `tx`, where each quantized moment is a `QTensor`. Updates have the dtype of
+        the parameters where `update` is given them, else of the gradients.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `init`, a key fits no moment, or a leaf shaped like
@@ -94,31 +81,31 @@ def compress_state(
         storage.static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
     )
     rules = {key: _stored(key, how, size, expand) for key, how in (moments or {}).items()}
-    known = {name: _stored(name, DEFAULT, size, expand) for name in (*FIRST_MOMENTS, *SECOND_MOMENTS)}
+    names = (*storage.FIRST_MOMENTS, *storage.SECOND_MOMENTS)
+    known = {name: _stored(name, DEFAULT, size, expand) for name in names}
     inner = optax.with_extra_args_support(tx)
 
-    def init(params: optax.Params) -> CompressedState:
+    def init(params: optax.Params) -> optax.OptState:
         if size is None or smallest is None:
             raise ValueError(
                 "group_size and min_size are static: name them in optax.inject_hyperparams, "
                 "static_args=('group_size', 'min_size')"
             )
         plan = _plan(inner.init(_widen(params)), params, rules, known)
-        return CompressedState(plan.store(smallest))
+        return storage.beside(params, plan.store(smallest))
 
     def update(
-        updates: optax.Updates, state: CompressedState, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, CompressedState]:
-        loaded = _plan(state.inner_state, updates, rules, known).load()
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        loaded = _plan(state, updates, rules, known).load()
         wide = None if params is None else _widen(params)
         changes, new = inner.update(_widen(updates), loaded, wide, **extra_args)
         like = updates if params is None else params
         changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
         # As it was stored: no step changes a type of the state.
-        new = jax.tree.map(_store_as, state.inner_state, new, is_leaf=_is_quantized)
-        return changes, CompressedState(new)
+        return changes, jax.tree.map(_store_as, state, new, is_leaf=_is_quantized)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(*variables.looking_through(init, update))
 
 
 class _Plan(NamedTuple):
@@ -200,11 +187,11 @@ def _stored(name: str, how: str | QuantSpec, group_size: int | None, expand: boo
     """
     if isinstance(how, str) and not formats.get(how).scaled:
         return formats.get(how)
-    underflow = "zero" if name in FIRST_MOMENTS else "smallest"
+    underflow = "zero" if name in storage.FIRST_MOMENTS else "smallest"
     spec = QuantSpec(how, "group", group_size or 1, expand=expand, underflow=underflow) if isinstance(how, str) else how
     if not isinstance(spec, QuantSpec):
         raise ValueError(f"moments[{name!r}] must be the name of a format or a QuantSpec, not {how!r}")
-    if name in FIRST_MOMENTS and not formats.get(spec.format).signed:
+    if name in storage.FIRST_MOMENTS and not formats.get(spec.format).signed:
         raise ValueError(f"moments[{name!r}]: {spec.format!r} has no signs, but first moments do")
     if spec.packed or spec.granularity == "mx" or spec.rounding != "nearest":
         raise ValueError(
@@ -220,7 +207,7 @@ def _encode(value: Array, param: Any, how: _Stored, min_size: int) -> QTensor | 
     if not storage.is_compressed(param.shape, how, min_size):
         return value
     encoded = quantize(value, how)
-    if isinstance(value, jax.core.Tracer) or isinstance(param, jax.ShapeDtypeStruct):
+    if isinstance(value, jax.core.Tracer) or isinstance(param, jax.ShapeDtypeStruct) or not value.committed:
         return encoded
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), encoded, storage.zeros(param, how, min_size))
 

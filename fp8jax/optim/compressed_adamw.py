@@ -12,7 +12,7 @@ from jax import Array
 from fp8jax.core import formats
 from fp8jax.core.recipe import Optimizer
 from fp8jax.ops import adamw
-from fp8jax.optim import moments
+from fp8jax.optim import moments, variables
 
 # NumPy integers, because optax.inject_hyperparams turns arguments that are Python integers into traced arrays.
 GROUP_SIZE = np.int32(128)
@@ -113,7 +113,7 @@ def scale_by_compressed_adam(
         del extra_args
         return advance(adamw.update, updates, state, params, decays=False)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(*variables.looking_through(init, update))
 
 
 def compressed_adamw(
@@ -203,7 +203,7 @@ def compressed_adamw(
     ) -> tuple[optax.Params, CompressedAdamState]:
         return descend(adamw.step, grads, state, params, key=key)
 
-    return FusedTransformation(init, update, step)
+    return FusedTransformation(*variables.looking_through(init, update, step))
 
 
 def _adam(
@@ -249,7 +249,7 @@ def _adam(
             stored = storage.spec(moment) or formats.get(getattr(storage, moment))
             return jax.tree.map(lambda p: moments.zeros(p, stored, smallest), params)
 
-        return CompressedAdamState(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu"))
+        return moments.beside(params, CompressedAdamState(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu")))
 
     def advance(
         form: Callable,

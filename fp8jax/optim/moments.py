@@ -6,13 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.core import blocks, expansion, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.adamw import Moment
+
+# What optax 0.2.8 calls the moments it keeps for each parameter. A name that is not here (slow weights, accumulated
+# gradients, distances travelled) may belong to a sum that 8 bits would stall, so the user has to say what it is.
+FIRST_MOMENTS = ("mu", "trace", "ema", "m", "m1", "m2", "exp_avg")
+SECOND_MOMENTS = ("nu", "nu_max", "v", "n", "exp_avg_sq", "sum_of_squares", "e_g", "e_x")
+_ROLES = dict.fromkeys(FIRST_MOMENTS, "mu") | dict.fromkeys((*SECOND_MOMENTS, "v_row", "v_col"), "nu")
 
 # Metadata that a parameter with short groups may add to its codes, relative to them.
 MAX_METADATA = 0.10
@@ -57,39 +64,62 @@ def zeros(param: Any, stored: QuantSpec | formats.Format, min_size: int) -> Mome
 
 
 def _ones(param: Any, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Ones, a block of `param` each, in the sharding of `param`."""
-    abstract = isinstance(param, jax.ShapeDtypeStruct)
-    sharding = None if isinstance(param, jax.core.Tracer) else param.sharding
-    if not abstract and (axes := blocks.explicit_axes(param)):
-        spec = blocks.partition(jax.typeof(param).sharding.spec, shape, axes)
-        return jnp.ones(shape, dtype, out_sharding=spec)
+    """Ones, a block of `param` each, in the sharding of `param`; where that is not committed to a device, neither."""
+    if isinstance(param, jax.core.Tracer):
+        axes, sharding = blocks.explicit_axes(param), jax.typeof(param).sharding
+        spec = blocks.partition(sharding.spec, shape, axes)
+        return jnp.ones(shape, dtype, out_sharding=NamedSharding(sharding.mesh, spec) if axes else None)
+    # Programs move what is not committed to where their other arguments are.
+    placed = param.committed if isinstance(param, jax.Array) else getattr(param, "sharding", None) is not None
+    sharding = param.sharding if placed else None
     if isinstance(sharding, NamedSharding):
         spec = blocks.partition(sharding.spec, shape, dict(sharding.mesh.shape))
-        return jnp.ones(shape, dtype, device=NamedSharding(sharding.mesh, spec))
+        sharding = NamedSharding(sharding.mesh, spec)
     return jnp.ones(shape, dtype, device=sharding)
 
 
-def state_bytes(state: Any) -> dict[str, int]:
+def beside(params: optax.Params, state: optax.OptState) -> optax.OptState:
+    """The state, with counts and the like on all devices of the mesh that the parameters are on.
+
+    The first step would put them there; and as its result, they would make `jax.jit` compile the second one anew.
+    """
+    leaves = jax.tree.leaves((params, state))
+    if any(not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) for x in leaves):
+        return state
+    meshes = {x.sharding.mesh for x in jax.tree.leaves(params) if x.committed and isinstance(x.sharding, NamedSharding)}
+    if len(meshes) != 1:
+        return state
+    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+    return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, everywhere), state)
+
+
+def state_bytes(state: optax.OptState) -> dict[str, int]:
     """Bytes of an optimizer state, by role.
 
+    Moments go by the names in which optax keeps them: Lion's `mu` and the `trace` of SGD are first moments, the `nu` of
+    RMSProp and Adafactor's `v`, `v_row` and `v_col` second ones.
+
     Args:
-        state: the state of any optax transformation, concrete or abstract.
+        state: the state of any optax transformation, concrete or abstract, or the `opt_state` of an `nnx.Optimizer`.
 
     Returns:
         {"mu": bytes of all first moments, "nu": of all second moments, "other": the rest}.
     """
+    found = {"mu": 0, "nu": 0, "other": 0}
 
-    def is_adam(node: Any) -> bool:
-        return isinstance(node, tuple) and {"mu", "nu"} <= set(getattr(node, "_fields", ()))
+    def is_named(node: Any) -> bool:
+        return isinstance(node, tuple) and hasattr(node, "_fields")
 
-    def nbytes(tree: Any) -> int:
-        return sum(
-            math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype")
-        )
+    def add(tree: Any, role: str | None) -> None:
+        for node in jax.tree.leaves(tree, is_leaf=is_named):
+            if is_named(node):
+                for name in node._fields:
+                    add(getattr(node, name), role or _ROLES.get(name))
+            elif hasattr(node, "dtype"):
+                found[role or "other"] += math.prod(node.shape) * jnp.dtype(node.dtype).itemsize
 
-    nodes = [node for node in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(node)]
-    moments = {name: sum(nbytes(getattr(node, name)) for node in nodes) for name in ("mu", "nu")}
-    return {**moments, "other": nbytes(state) - sum(moments.values())}
+    add(state, None)
+    return found
 
 
 def static_integer(name: str, value: int | np.integer | Array) -> int | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fp8jax
 from experiments.checkpoint import Checkpoints, digest, flatten
 from experiments.config import UserError
 
@@ -125,6 +126,24 @@ def test_other_dtype_shape_or_leaves_are_refused(tmp_path):
         for wanted, message in cases:
             with pytest.raises(UserError, match=message):
                 checkpoints.restore(3, wanted)
+
+
+def test_moments_that_are_stored_in_another_way_are_refused(tmp_path):
+    """Same shapes, same dtypes: the names of leaves say the format, the groups and the expansion."""
+    p = {"w": jnp.ones((4, 300))}
+    ways = {"group128+expand": {}, "group140+expand": {"group_size": 140}, "group128": {"expand": False}}
+    states = {
+        name: jax.eval_shape(fp8jax.compressed_adamw(1e-2, min_size=1, **settings).init, p)
+        for name, settings in ways.items()
+    }
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        saved = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), states["group128+expand"])
+        checkpoints.save(1, saved, loader={}, config={})
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        assert_same(checkpoints.restore(1, states["group128+expand"])[0], saved)
+        for name in ("group140+expand", "group128"):
+            with pytest.raises(UserError, match=r"(lacks|has an unknown leaf) mu\.w\.codes:e4m3:group1"):
+                checkpoints.restore(1, states[name])
 
 
 def test_digest_depends_on_bytes_dtype_and_shape():

@@ -79,6 +79,36 @@ def test_moments_take_at_most_2_10_bytes_a_parameter():
     assert fp8jax.state_bytes(optax.adamw(1e-3).init(p))["nu"] == 4 * size
 
 
+@pytest.mark.parametrize(
+    ("tx", "mu", "nu"),
+    [
+        (optax.lion(1e-3), 1, 0),
+        (optax.sgd(1e-3, momentum=0.9), 1, 0),
+        (optax.rmsprop(1e-3, momentum=0.9), 1, 1),
+        (optax.adafactor(1e-3, momentum=0.9, factored=False), 1, 1),
+        (optax.MultiSteps(optax.lion(1e-3), 2).gradient_transformation(), 1, 0),
+        (optax.inject_hyperparams(optax.adamw)(1e-3), 1, 1),
+    ],
+    ids=["lion", "sgd", "rmsprop", "adafactor", "MultiSteps", "injected"],
+)
+def test_bytes_are_counted_by_role_for_every_optimizer(tx, mu, nu):
+    p = {"v": jnp.zeros((64, 128))}
+    exact = fp8jax.state_bytes(jax.eval_shape(tx.init, p))
+    assert exact["mu"] == mu * 4 * 64 * 128
+    assert 0 <= exact["nu"] - nu * 4 * 64 * 128 <= 8
+    gradients = isinstance(jax.eval_shape(tx.init, p), optax.MultiStepsState) * 4 * 64 * 128
+    assert 0 <= exact["other"] - gradients <= 64
+    ours = fp8jax.compress_state(tx, {"acc_grads": "fp32"} if gradients else {})
+    ours = fp8jax.state_bytes(jax.eval_shape(ours.init, p))
+    assert ours["mu"] == mu * (1 + 6 / 128) * 64 * 128
+    assert ours["other"] == exact["other"]
+
+
+def test_factored_rows_and_columns_are_second_moments():
+    sizes = fp8jax.state_bytes(optax.adafactor(1e-3).init({"w": jnp.zeros((256, 512))}))
+    assert 4 * (256 + 512) <= sizes["nu"] <= 4 * (256 + 512) + 4
+
+
 N = 128
 GROUPS = {
     "all zero": lambda rng: np.zeros(N),
