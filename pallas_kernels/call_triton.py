@@ -48,8 +48,8 @@ def call(
     Returns:
         The results.
     """
-    # What jax-triton 0.3 and Triton 3.6 do. Newer ones round products before sums, and write PTX for their own assembler,
-    # which XLA's, that gets it, may not know.
+    # As jax-triton 0.3 and Triton 3.6 do. Triton 3.10 will round products before sums; 3.9 writes PTX for an assembler
+    # of its own, of CUDA 13.4, and XLA's, which gets it, may be older.
     options = {"enable_fp_fusion": True, "ptx_version": 87 if (compute_capability or 0) < 100 else 88}
     version: dict[str, Any] = {"out_type": results, "backend_options": options}
     # Since 0.4, a result that takes the place of an input is no parameter.

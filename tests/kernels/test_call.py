@@ -1,7 +1,6 @@
 """How calls of Triton kernels are written into programs."""
 
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +52,8 @@ def test_calls_are_compiled_as_xla_and_not_as_triton_likes_them():
     from pallas_kernels import call_triton, quantize_triton
 
     compiled, original = [], call_triton.triton_lib.compile_ttir_to_ptx_inplace
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # the default from Triton 3.10 on
         keep = lambda *args: compiled.append((args[2], original(*args))) or compiled[-1][1]  # noqa: E731
         patch.setattr(call_triton.triton_lib, "compile_ttir_to_ptx_inplace", keep)
         call_triton.check(89)
@@ -97,7 +96,7 @@ def test_packages_that_do_not_work_together_are_told_and_xla_takes_over(monkeypa
         )
         x = jnp.ones((128, 256))
         assert op.chosen(x, "e4m3", platform="cuda") == choice.Choice("xla", f"not the kernel: {reason}")
-        with pytest.raises(ValueError, match="impl 'triton' cannot run: jax-triton .* do not work together"):
+        with pytest.raises(ValueError, match=r"impl 'triton' cannot run: jax-triton .* do not work together"):
             op.chosen(x, "e4m3", platform="cuda", impl="triton")
     finally:
         choice._broken_triton.cache_clear()
