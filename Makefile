@@ -12,14 +12,15 @@ PYTHON ?= $(shell for p in python3.12 $(PYENV_ROOT)/versions/3.12*/bin/python py
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# The extra of `make test` that compiles for a GPU brings JAX's CUDA plugin, which complains where there is no GPU.
-export JAX_PLATFORMS ?= $(shell command -v nvidia-smi >/dev/null || echo cpu)
-
 .PHONY: help train test stacks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
+# What `make test` installs brings JAX's CUDA plugin, which complains where there is no GPU.
+ifeq ($(shell command -v nvidia-smi),)
+train: export JAX_PLATFORMS ?= cpu
+endif
 train: .venv/train.stamp ## train a small Llama on text found on this machine, with bf16, FP8 optimizer states, FP8 products
 	$(BIN)/python -m experiments.train --recipe bf16 coat_optimizer te_current $(ARGS)
 
