@@ -12,24 +12,31 @@ PYTHON ?= $(shell for p in python3.12 $(PYENV_ROOT)/versions/3.12*/bin/python py
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help train test check clean
+.PHONY: help train test stacks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
+# What `make test` installs brings JAX's CUDA plugin, which complains where there is no GPU.
+ifeq ($(shell command -v nvidia-smi),)
+train: export JAX_PLATFORMS ?= cpu
+endif
 train: .venv/train.stamp ## train a small Llama on text found on this machine, with bf16, FP8 optimizer states, FP8 products
 	$(BIN)/python -m experiments.train --recipe bf16 coat_optimizer te_current $(ARGS)
 
 test: .venv/test.stamp ## run the test suite; ARGS passes options to pytest
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	FP8JAX_TEST_COMPILE=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+stacks: ## test the oldest supported packages, the pinned and the newest, each in its own environment
+	tests/stacks.sh oldest pinned newest
 
 check: .venv/test.stamp ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-clean: ## remove the environment
-	rm -rf .venv
+clean: ## remove the environments
+	rm -rf .venv .venv-oldest .venv-newest
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 with venv found; name one: make PYTHON=/path/to/python" >&2; exit 1; }

@@ -71,7 +71,8 @@ def run(
     """
     recipes = {name: _find(recipe, name) for name in config.recipe}
     _prepare_folder(config, console)
-    jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
     stop.check()
 
     corpus = data.read_corpus(config.data.data, config.data.valid_fraction)

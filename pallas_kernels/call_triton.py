@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax_triton
-from jax import Array
-from jax.interpreters import mlir
+import triton
+import triton.language as tl
+from jax import Array, lax
+from jax.interpreters import mlir, partial_eval
 from jax_triton import triton_lib
 
 OLD = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
@@ -45,7 +48,10 @@ def call(
     Returns:
         The results.
     """
-    version: dict[str, Any] = {"out_type": results}
+    # As jax-triton 0.3 and Triton 3.6 do. Triton 3.10 will round products before sums; 3.9 writes PTX for an assembler
+    # of its own, of CUDA 13.4, and XLA's, which gets it, may be older.
+    options = {"enable_fp_fusion": True, "ptx_version": 87 if (compute_capability or 0) < 100 else 88}
+    version: dict[str, Any] = {"out_type": results, "backend_options": options}
     # Since 0.4, a result that takes the place of an input is no parameter.
     spare = [1] * len(aliases or {})
     if OLD:
@@ -65,6 +71,29 @@ def call(
     return found
 
 
+@triton.jit
+def _add(x_ptr: tl.tensor, same_ptr: tl.tensor, sum_ptr: tl.tensor, SIZE: tl.constexpr) -> None:
+    at = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + at) + 1
+    tl.store(x_ptr + at, x)
+    tl.store(sum_ptr + at, x)
+
+
+def check(compute_capability: int) -> None:
+    """Lowers a small program with a kernel for CUDA; raises what the installed packages raise, if they do."""
+    x = jax.ShapeDtypeStruct((32,), jnp.float32)
+
+    def step(x: Array, _: None) -> tuple[Array, Array]:
+        made = call(
+            x, kernel=_add, results=[jax.typeof(x)] * 2, programs=1, warps=1, compute_capability=compute_capability,
+            aliases={0: 0}, SIZE=x.size,
+        )  # fmt: skip
+        return made[0], made[1]
+
+    program = jax.jit(lambda x, unread: lax.scan(step, x, length=2)[0])
+    program.trace(x, x).lower(lowering_platforms=("cuda",))
+
+
 def _lower(context: Any, *operands: Any, **parameters: Any) -> Any:
     """jax-triton 0.3's own lowering, but of calls named `_TARGET`, whose convention it does not know, in that one."""
     from jax.extend.mlir import ir
@@ -76,6 +105,20 @@ def _lower(context: Any, *operands: Any, **parameters: Any) -> Any:
         attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4)
     return results
 
+
+def _without_unread(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Which operands an equation that calls a kernel needs, and the equation; None where nobody reads its results.
+
+    As every other equation of JAX. jax-triton 0.4 keeps all, by a rule of two arguments; since 0.12 JAX passes three.
+    """
+    equation = rest[-1]
+    kept = any(used) or bool(equation.effects) or bool(equation.params.get("has_side_effect"))
+    return [kept] * len(equation.invars), equation if kept else None
+
+
+_rule = partial_eval.dce_rules.get(triton_lib.triton_kernel_call_p)
+if _rule is not None and len(inspect.signature(_rule).parameters) == 2:
+    partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _without_unread
 
 # What answers to such calls is in jaxlib 0.11; 0.4 needs that, too.
 RECORDED = OLD and jax.__version_info__ >= (0, 11)

@@ -255,7 +255,7 @@ def product(
     one_warp = hasattr(plgpu, "warp_map") and not any(_varies(x) for x in operands)
     kinds = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
     if epilogue.group:
-        kinds.append(jax.ShapeDtypeStruct((rows, cols // epilogue.group), jnp.float32))
+        kinds.append(jax.ShapeDtypeStruct((cols // epilogue.group, rows), jnp.float32))
     out, *scale = plgpu.kernel(
         kernel,
         out_type=kinds,
@@ -269,7 +269,7 @@ def product(
         **clustered,
     )(*operands)
     out = out if out_shape == (m, n) else out[:m, :n]
-    return (out, scale[0][:m, : ceil_div(n, epilogue.group)]) if epilogue.group else out
+    return (out, scale[0][: ceil_div(n, epilogue.group), :m].T) if epilogue.group else out
 
 
 def _varies(x: jax.Array) -> bool:

@@ -183,7 +183,7 @@ class Writer:
             top = jnp.max(jnp.where((size >= TINY) & (size < jnp.inf), size, 0.0), axis=1)
             scale = jnp.where(top > 0, jnp.maximum(top * (1 / E4M3_MAX), TINY), 1.0)
             group = lax.div(self.share.col + j + first, self.group)
-            self.scale_ref[pl.ds(self.share.row + i, 64), group] = scale
+            self.scale_ref[group, pl.ds(self.share.row + i, 64)] = scale  # neighbours in memory, as Mosaic asks
             inverse = lax.broadcast_in_dim(1 / scale, x.shape, [0])
             codes.append((x * inverse + x * 0.0).astype(self.out_dtype))  # x * 0 makes NaN of Inf
         return codes[0] if len(codes) == 1 else lax.concatenate(codes, 1)

@@ -46,7 +46,7 @@ def start_product(a: Any, b: Any, parts: Sequence[int] = WHOLE, before: jax.Arra
     if shape[0] != 64:
         raise ValueError(f"a has {shape[0]} rows; a product has 64")
     stage, layout = plgpu.RefType(flat(K_STEP)), plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(stage, stage, *([layout] if before is not None else [])), return_type=result)
     def start(_: Any, a: Any, b: Any, *before: Any) -> Any:

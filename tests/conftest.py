@@ -28,6 +28,22 @@ if sys.dont_write_bytecode and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 import jax
 import pytest
 
+from tests.kernels import h200
+
+# The kernels for Hopper and their interpreter are of jax 0.11.
+collect_ignore = ["kernels/test_matmul.py"] if jax.__version_info__ < (0, 11) else []
+
+
+def pytest_configure() -> None:
+    """With FP8JAX_TEST_COMPILE=1, as `make test` sets it, no test of a kernel is skipped where its packages exist."""
+    if os.environ.get("FP8JAX_TEST_COMPILE") == "1" and h200.wheels() and (reason := h200.missing()):
+        raise pytest.UsageError(reason)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if reason := h200.missing():
+        terminalreporter.write_line(f"No kernel was compiled for a GPU or interpreted: {reason}", yellow=True)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(device.platform == "gpu" for device in jax.devices()):

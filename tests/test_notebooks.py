@@ -9,8 +9,10 @@ import sys
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from packaging.requirements import Requirement
 
-NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks():
@@ -38,23 +40,38 @@ def test_a_notebook_runs_and_draws(path, monkeypatch):
     assert not any("Warning" in text for text in warned), warned
 
 
+ADDRESS = "https://example.org/some/fp8jax.git"
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("source", "where"),
+    [(ADDRESS, f"git+{ADDRESS}"), (f"git+{ADDRESS}@v1", f"git+{ADDRESS}@v1"), ("..", ROOT.as_uri()), ("fp8jax", None)],
+)
 @pytest.mark.parametrize("gpu", [True, False], ids=["gpu", "cpu"])
-def test_the_install_cell_upgrades_colab_and_asks_for_a_restart(path, gpu, monkeypatch):
+def test_the_install_cell_upgrades_colab_and_asks_for_a_restart(path, source, where, gpu, monkeypatch):
     cell = next(cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
     calls = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: calls.append((command, check)))
     monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi" if gpu and name == "nvidia-smi" else None)
+    monkeypatch.chdir(path.parent)
     exec(cell.source, {})
-    assert calls == []
     monkeypatch.setitem(sys.modules, "google.colab", sys)
     exec(cell.source, {})
     assert calls == [], "fp8jax is there already"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for unknown, told in (("", "Write the address"), ("../nowhere", "SOURCE is '../nowhere'")):
+        monkeypatch.setenv("FP8JAX_SOURCE", unknown)
+        with pytest.raises(SystemExit, match=told):
+            exec(cell.source, {})
+    assert calls == []
+    monkeypatch.setenv("FP8JAX_SOURCE", source)
     with pytest.raises(SystemExit, match="restart"):
         exec(cell.source, {})
     ((command, check),) = calls
     assert check
     assert command[:4] == [sys.executable, "-m", "pip", "install"]
-    assert command[-1] == ("fp8jax[train,cuda12]" if gpu else "fp8jax[train]")
     assert "--upgrade" in command
+    package = Requirement(command[-1])
+    assert (package.name, package.extras) == ("fp8jax", {"train", "cuda12"} if gpu else {"train"})
+    assert package.url == where

@@ -1,11 +1,13 @@
 """What the choice between a kernel and XLA rests on: the device, and how arrays lie on it."""
 
 import collections
+import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -142,7 +144,23 @@ def missing_triton(kernel: str) -> str | None:
         return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
     if capability() < module.FP8_CAPABILITY:
         return f"the GPU has compute capability {capability()}, and fp8 conversions need {module.FP8_CAPABILITY}"
-    return None
+    return _broken_triton()
+
+
+@functools.cache
+def _broken_triton() -> str | None:
+    """Why the installed packages compile no Triton kernel, or None: seen from a small one, in a thread of its own.
+
+    There nothing is known of the trace, mesh and settings around, nor of who listens to the choices.
+    """
+    from pallas_kernels import call_triton
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        error = pool.submit(call_triton.check, capability()).exception()
+    if error is None:
+        return None
+    found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax-triton", "triton", "jax"))
+    return f"{found} do not work together ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
 
 
 def spread(*arrays: Array) -> str | None:

@@ -94,11 +94,11 @@ def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
         raise ValueError(f"refold takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}")
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
-    reason = missing_triton("fold_triton") or unplaced()
-    if 0 in q.shape:
-        reason = f"shape {q.shape} is empty"
+    reason = f"shape {q.shape} is empty" if 0 in q.shape else None
     if impl == "auto" and not on_cuda():
         reason = "it needs a CUDA GPU"
+    elif impl != "xla":
+        reason = reason or missing_triton("fold_triton") or unplaced()
     if reason and impl == "triton":
         raise ValueError(f"impl 'triton' cannot run: {reason}")
     assert q.microscale is not None

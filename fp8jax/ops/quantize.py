@@ -116,7 +116,7 @@ def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
     reason = None
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
-    if impl != "xla":
+    if impl == "triton" or (impl == "auto" and on_cuda()):
         reason = missing_triton("quantize_triton") or unplaced()
         if len(q.shape) != 2 or q.codes.dtype.itemsize != 1 or 0 in q.shape:
             reason = f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"

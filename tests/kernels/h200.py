@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import platform
 import re
 import subprocess
 import sys
@@ -22,11 +23,19 @@ PLUGIN = "jax_cuda13_plugin"
 MARK = "found: "
 
 
+def wheels() -> bool:
+    """Whether the packages of the extra `compile` exist for this machine; its markers say the same."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") and sys.version_info >= (3, 12)
+
+
 def missing() -> str | None:
-    """Why nothing can be compiled here, or None."""
-    if importlib.util.find_spec(PLUGIN) is None:
-        return "compiling for an H200 needs: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt (jax's version)"
-    return None
+    """Why nothing can be compiled for a GPU here, or None."""
+    if all(importlib.util.find_spec(name) for name in (PLUGIN, "jax_triton")):
+        return None
+    if wheels():
+        return "the extra 'compile' is not installed: pip install -c constraints.txt -e '.[compile]'"
+    here = f"{platform.system()} on {platform.machine()} with Python {platform.python_version()}"
+    return f"the packages of the extra 'compile' need Linux on x86_64 or aarch64 and Python 3.12, not {here}"
 
 
 def compile_for_h200(function: Callable[..., Any], *shapes: Any, gpus: int = 1) -> Any:

@@ -74,7 +74,7 @@ def prepare() -> None:
 
     jax.lax.platform_dependent = lambda *args, cuda, default=None: cuda(*args)
     interpreter._convert_float = tools.convert
-    call_triton.call = call
+    call_triton.call, call_triton.check = call, lambda _: None
     adamw_fused._over_leading_axes = lambda local: local
     codec.multiply_add, codec.fp32 = tools.multiply_add, tools.fp32
     codec.exp2, codec.log2_abs = (lambda x: tl.exp2(x)), (lambda x: tl.log2(tl.abs(x)))

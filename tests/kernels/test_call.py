@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from fp8jax.ops import choice
+from fp8jax.ops import quantize as op
+from tests.kernels import h200
+
 pytest.importorskip("jax_triton")
 
 
@@ -40,3 +44,60 @@ def test_calls_of_others_stay_as_jax_triton_makes_them():
     text = lowered(other, jax.ShapeDtypeStruct((128, 128), jnp.uint8))
     assert ("@triton_kernel_call(" in text) == call_triton.OLD
     assert text.count("custom_call") == 1
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_calls_are_compiled_as_xla_and_not_as_triton_likes_them():
+    """An assembler of CUDA 13.0 takes the program, products are fused with sums, and a program keeps no unread call."""
+    from pallas_kernels import call_triton, quantize_triton
+
+    compiled, original = [], call_triton.triton_lib.compile_ttir_to_ptx_inplace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # the default from Triton 3.10 on
+        keep = lambda *args: compiled.append((args[2], original(*args))) or compiled[-1][1]  # noqa: E731
+        patch.setattr(call_triton.triton_lib, "compile_ttir_to_ptx_inplace", keep)
+        call_triton.check(89)
+        call_triton.check(103)
+    (options, made), (_, newer) = compiled
+    assert options.enable_fp_fusion
+    major, minor = map(int, re.search(r"\.version (\d+)\.(\d+)", made.binary).groups())
+    assert (major, minor) < (9, 1)
+    assert call_triton.OLD or ".version 8.8" in newer.binary
+
+    def unread(x):
+        return quantize_triton.transpose(x, compute_capability=90), x + 1
+
+    jaxpr = jax.make_jaxpr(unread)(jnp.ones((128, 256), jnp.uint8))
+    pruned, used = call_triton.partial_eval.dce_jaxpr(jaxpr.jaxpr, [False, True])
+    assert "triton" in str(jaxpr)
+    assert "triton" not in str(pruned)
+    assert used == [True]
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_packages_that_do_not_work_together_are_told_and_xla_takes_over(monkeypatch):
+    import jax_triton
+
+    assert choice.missing_triton("quantize_triton") is None
+    assert choice._broken_triton() is None
+
+    def broken(*args, **kwargs):
+        raise TypeError("rule() takes 2 positional arguments but 3 were given\nand more")
+
+    monkeypatch.setattr(jax_triton, "triton_call", broken)
+    choice._broken_triton.cache_clear()
+    choice.missing_triton.cache_clear()
+    try:
+        reason = choice.missing_triton("quantize_triton")
+        assert re.fullmatch(
+            r"jax-triton [\d.]+, triton [\d.]+, jax [\d.]+ do not work together \(TypeError: rule\(\) takes 2 "
+            r"positional arguments but 3 were given\)",
+            reason,
+        )
+        x = jnp.ones((128, 256))
+        assert op.chosen(x, "e4m3", platform="cuda") == choice.Choice("xla", f"not the kernel: {reason}")
+        with pytest.raises(ValueError, match=r"impl 'triton' cannot run: jax-triton .* do not work together"):
+            op.chosen(x, "e4m3", platform="cuda", impl="triton")
+    finally:
+        choice._broken_triton.cache_clear()
+        choice.missing_triton.cache_clear()

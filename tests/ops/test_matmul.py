@@ -18,6 +18,7 @@ from tests.programs import dots
 
 FP8 = ["e4m3", "e5m2:token", "e4m3:group32", "e4m3:block32", "e4m3:mx32", "e4m3:mx32+token"]
 INT8 = ["int8", "int8:token", "int8:group16", "int8:block32"]
+mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic kernels need jax >= 0.11")
 OTHER = ["int10:group32", "de8:group32", "e4m3:group32+expand"]
 
 
@@ -106,6 +107,7 @@ CHOICES = [
 ]
 
 
+@mosaic
 @pytest.mark.parametrize(("left", "right", "impl", "reason"), CHOICES)
 def test_what_is_chosen_on_hopper(left, right, impl, reason, monkeypatch):
     monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
@@ -119,6 +121,7 @@ def test_what_is_chosen_on_hopper(left, right, impl, reason, monkeypatch):
             matmul(a, b, impl="mosaic")
 
 
+@mosaic
 def test_long_contractions_and_other_gpus(monkeypatch):
     a, b = (fp8jax.quantize(x, "e4m3") for x in operands(8, 8, 8192))
     short = [fp8jax.quantize(x, "e4m3") for x in operands(8, 8, 4096)]
@@ -142,6 +145,7 @@ MORE = [("e4m3", "e4m3:token"), ("e5m2:block128", "e4m3:group128"), ("e4m3:group
         ("e4m3:mx32+ocp", "e4m3:token"), ("e4m3", "e4m3:mx32+token")]  # fmt: skip
 
 
+@mosaic
 @pytest.mark.parametrize(("left", "right"), MORE)
 def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
     """The kernels' own references in their place."""
@@ -156,6 +160,7 @@ def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
     assert (np.abs(np.asarray(got) - want) <= 300 * 2.0**-24 * size).all()
 
 
+@mosaic
 @pytest.mark.parametrize(("left", "right"), [("e4m3:mx32", "e5m2"), ("e4m3:token", "e4m3:mx32+token")])
 @pytest.mark.parametrize("fast", [False, True])
 def test_unless_exact_the_kernel_for_rows_gets_folded_codes(left, right, fast, monkeypatch):
@@ -175,6 +180,7 @@ def test_unless_exact_the_kernel_for_rows_gets_folded_codes(left, right, fast, m
     assert called == [fast]
 
 
+@mosaic
 @pytest.mark.parametrize(("left", "right"), [("e4m3:mx32", "e4m3"), ("e4m3:token", "e4m3:mx32+token"),
                                              ("e4m3:mx32+ocp", "e5m2:mx32+ocp")])  # fmt: skip
 def test_the_native_microscaled_product(left, right):
@@ -188,6 +194,7 @@ def test_the_native_microscaled_product(left, right):
     assert "dot_general" not in lowered
 
 
+@mosaic
 @pytest.mark.parametrize(("left", "right"), [("e4m3", "e5m2"), ("e4m3:token", "e4m3"), ("e5m2:token", "e4m3:token")])
 @pytest.mark.parametrize("impl", ["auto", "mosaic"])
 def test_quantized_output(left, right, impl, monkeypatch):
@@ -209,6 +216,7 @@ def test_quantized_output(left, right, impl, monkeypatch):
     ).all()
 
 
+@mosaic
 def test_outputs_that_no_kernel_makes(monkeypatch):
     a, b = (fp8jax.quantize(x, "e4m3") for x in operands())
     for spec, capability, reason in (("e5m2:group16", 90, "e5m2:group16"), ("e4m3:group16", 100, "Hopper")):
@@ -224,6 +232,7 @@ def test_outputs_that_no_kernel_makes(monkeypatch):
     assert matmul_quantized(operands()[0], b, "int8:token").codes.dtype == jnp.int8
 
 
+@mosaic
 def test_equal_products_of_a_program_are_lowered_once(monkeypatch):
     """Lowering a Mosaic kernel takes most of a second, and a model has the same product in every layer."""
     monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
