@@ -58,13 +58,30 @@ def look_up(codes: tl.tensor, table_ptr: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _noise_of_groups(
+    group: tl.tensor, inside: tl.tensor, seed_ptr: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor,
+    SIZE: tl.constexpr, RUNS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Noise by the group's number in the whole array and the place in the group; see `codec.noise_of_pairs`."""
+    number = group.to(tl.uint32)
+    if RUNS:
+        run = group // inner
+        number = (run * stride + (group - run * inner)).to(tl.uint32)
+    eighths = codec.per_group(number) * (SIZE // 8) + (inside >> 3).to(tl.uint32)
+    word1 = tl.load(seed_ptr) + salt.to(tl.uint32)
+    word2 = tl.load(seed_ptr + 1) ^ (salt.to(tl.uint32) * 0x85EBCA6B)
+    return codec.noise_of_pairs(eighths, inside, word1, word2)
+
+
+@triton.jit
 def _store_moment(
     x: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor,
-    mask: tl.tensor, group: tl.tensor, there: tl.tensor, MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr,
+    mask: tl.tensor, group: tl.tensor, there: tl.tensor, noise: tl.tensor, inside: tl.tensor,
+    MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
 ) -> None:  # fmt: skip
     stored = x
     if HOW[0]:
-        stored, scale, exponent = codec.encode(x, pointer.dtype.element_ty, HOW, QUICK)
+        stored, scale, exponent = codec.encode(x, noise, inside, pointer.dtype.element_ty, HOW, QUICK, PAIRED)
         _store(scale_ptr, group, scale, there, MASKED)
         if HOW[1]:
             _store(exponent_ptr, group, exponent, there, MASKED)
@@ -75,11 +92,11 @@ def _store_moment(
 def careful(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
-    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, groups: tl.tensor, groups_of_row: tl.tensor,
-    vectors_of_row: tl.tensor, result_ptr: tl.tensor,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, nu_seed_ptr: tl.tensor, groups: tl.tensor, groups_of_row: tl.tensor,
+    vectors_of_row: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, MASKED: tl.constexpr,
-    ALIGNED: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, QUICK: tl.constexpr,
+    ALIGNED: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr, QUICK: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of any groups. Moments, and in a step the weight, are written where they were read."""
     group = tile * TILE + tl.arange(0, TILE)
@@ -135,17 +152,27 @@ def careful(
         result = codec.round_stochastically(result, noise, offsets, ALIGNED)
     _store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
 
-    _store_moment(v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, MASKED, NU, QUICK)
-    _store_moment(m, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there, MASKED, MU, QUICK)
+    noise = offsets
+    if NU[9] > 0:
+        noise = _noise_of_groups(group, inside, nu_seed_ptr, salt, inner, stride, SIZE, RUNS)
+    _store_moment(
+        v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, noise, inside,
+        MASKED, NU, QUICK, ALIGNED,
+    )  # fmt: skip
+    _store_moment(
+        m, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there, noise, inside,
+        MASKED, MU, QUICK, ALIGNED,
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_ordinary(
     x: tl.tensor, largest: tl.tensor, smallest: tl.tensor, unit: tl.tensor, per_unit: tl.tensor, pointer: tl.tensor,
-    scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor, group: tl.tensor, HOW: tl.constexpr,
+    scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor, group: tl.tensor, noise: tl.tensor,
+    HOW: tl.constexpr,
 ) -> None:  # fmt: skip
     code = pointer.dtype.element_ty
-    codes, scale, exponent = codec.encode_ordinary(x, largest, smallest, unit, per_unit, code, HOW)
+    codes, scale, exponent = codec.encode_ordinary(x, largest, smallest, unit, per_unit, noise, code, HOW)
     tl.store(scale_ptr + group, scale)
     tl.store(exponent_ptr + group, exponent)
     tl.store(pointer + offsets, codes)
@@ -172,9 +199,10 @@ def _store_result(
 def ordinary(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
-    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, table_ptr: tl.tensor, result_ptr: tl.tensor,
-    SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr,
-    WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, nu_seed_ptr: tl.tensor, table_ptr: tl.tensor, salt: tl.tensor,
+    inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
+    SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr,
+    STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A tile of whole groups; 0 where it was updated, 1 where it is left as it was.
 
@@ -227,11 +255,14 @@ def ordinary(
                 change, w, rate, decay, pointer, offsets, eighths, seed_ptr, STEP, WEIGHT, STOCHASTIC, not MARKED
             )
         _store_ordinary(
-            v, v_largest, v_smallest, b2_rest, b2_per_rest,
-            nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, NU,
-        )  # fmt: skip
-        _store_ordinary(
             m, m_largest, m_smallest, b1_rest, b1_per_rest,
-            mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, group, MU,
+            mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, group, offsets, MU,
+        )  # fmt: skip
+        noise = offsets
+        if NU[9] > 0:
+            noise = _noise_of_groups(group, chunk * LANES + lane, nu_seed_ptr, salt, inner, stride, SIZE, RUNS)
+        _store_ordinary(
+            v, v_largest, v_smallest, b2_rest, b2_per_rest,
+            nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, noise, NU,
         )  # fmt: skip
     return case // 2
