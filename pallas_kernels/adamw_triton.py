@@ -14,6 +14,7 @@ from jax import Array
 from pallas_kernels import adamw_tiles_triton as tiles
 from pallas_kernels import call_triton
 from pallas_kernels import codec_triton as codec
+from pallas_kernels.codec_triton import Noise as Noise
 from pallas_kernels.codec_triton import Storage as Storage
 
 MIN_GROUP, MAX_GROUP = 16, 1024
@@ -237,8 +238,8 @@ def adamw(
         raise ValueError(f"the fused AdamW kernel cannot run: {reason}")
     if seed is not None and (not step or dtype != jnp.bfloat16):
         raise ValueError("stochastic rounding is of the new bf16 weights: form 'step', dtype bfloat16")
-    if (nu_seed is not None) != (nu_storage is not None and nu_storage.mantissa is not None):
-        raise ValueError("nu_seed is for a second moment in codes whose storage names their mantissa bits")
+    if (nu_seed is not None) != (nu_storage is not None and nu_storage.noise is not None):
+        raise ValueError("nu_seed is for a second moment in codes whose storage has `noise`")
     launch = launch or Launch()
     length = grad.shape[-1]
     groups_of_row = -(-length // group_size)

@@ -11,7 +11,7 @@ LOWEST, HIGHEST = 1 / 16, 16.0
 DTYPE = BF16.dtype
 
 
-def exponents(largest: Array, smallest: Array, fmt: Format, rounding: str = "nearest") -> Array:
+def exponents(largest: Array, smallest: Array, fmt: Format, ratio: float | None = None) -> Array:
     """The exponent of each block: log(R) / log(largest / smallest), with R the range of the format.
 
     A block wider than the format gets an exponent under 1, which compresses it, so that its smallest value keeps a
@@ -21,16 +21,42 @@ def exponents(largest: Array, smallest: Array, fmt: Format, rounding: str = "nea
         largest: fp32, largest magnitude of each block; 0 for a block of zeros.
         smallest: fp32, smallest non-zero magnitude of each block; Inf for a block of zeros.
         fmt: the format of the codes.
-        rounding: of the codes; R is the format's `expansion_range`, or "stochastic" its `normal_range`.
+        ratio: R; None takes the format's `expansion_range`.
 
     Returns:
         bf16 exponents in [1/16, 16]; 1 where a block has fewer than two magnitudes.
     """
     spans = largest > smallest
     octaves = jnp.where(spans, jnp.log2(largest) - jnp.log2(smallest), 1.0)
-    ratio = fmt.normal_range if rounding == "stochastic" else fmt.expansion_range
-    exponent = jnp.clip(np.log2(ratio) / octaves, LOWEST, HIGHEST)
+    exponent = jnp.clip(np.log2(ratio or fmt.expansion_range) / octaves, LOWEST, HIGHEST)
     return round_to(jnp.where(spans, exponent, 1.0), BF16)
+
+
+# Shares of the octaves of a format's normal codes: those that a group takes which gets a new exponent, and the fewest
+# with which it keeps the one it has.
+NEW, FEWEST = 15 / 16, 7 / 8
+
+
+def steady_exponents(largest: Array, smallest: Array, fmt: Format, previous: Array | None) -> Array:
+    """The exponents of blocks that are rounded stochastically, step after step.
+
+    A new exponent moves all codes of a block, and every value that then lies between two is rounded at random: with one
+    at each step a second moment at b2 = 0.999 is 3 times as noisy. So a block keeps its exponent as long as its range
+    fills the normal codes, from `FEWEST` to all of them.
+
+    Args:
+        largest, smallest, fmt: as of `exponents`.
+        previous: the exponents until now, bf16; None makes new ones.
+
+    Returns:
+        bf16 exponents; with a new one the range fills `NEW` of the octaves, within the bounds of `exponents`.
+    """
+    new = exponents(largest, smallest, fmt, fmt.normal_range**NEW)
+    if previous is None:
+        return new
+    octaves = jnp.log2(largest) - jnp.log2(smallest)
+    taken, all_ = previous.astype(jnp.float32) * octaves, np.log2(fmt.normal_range)
+    return jnp.where((taken >= FEWEST * all_) & (taken <= all_), previous, new)
 
 
 def power(x: Array, unit: ArrayLike, exponent: Array) -> Array:

@@ -76,12 +76,11 @@ class Format:
 
     @property
     def normal_range(self) -> float:
-        """The ratio for stochastic rounding: all of a group in normal codes, which one rule rounds.
+        """Ratio of largest to smallest magnitude of codes with the full relative precision, which one rule rounds.
 
-        A little less than `max / smallest_normal` for a floating format, since exponents are rounded to bf16; for the
-        others `expansion_range`.
+        `max / smallest_normal`; the range that groups are kept within whose codes are rounded stochastically.
         """
-        return (self.max / self.smallest_normal) ** (1 - 2**-8) if self.is_float else self.expansion_range
+        return self.max / self.smallest_normal
 
     def encode(self, y: Array, key: Array | None = None, noise: Array | None = None) -> Array:
         """Rounds fp32 values to codes, saturating at `max`; NaN and Inf stay visible where the format can show them.

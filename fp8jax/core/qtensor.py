@@ -145,23 +145,31 @@ def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QT
     return quantize_with_scale(x, spec, None, key=key)
 
 
-def quantize_by_position(x: Array, spec: QuantSpec, words: Array) -> QTensor:
-    """`quantize`, but rounded stochastically with noise from two words and each element's position, without a key.
+def quantize_by_position(x: Array, like: QTensor, words: Array) -> QTensor:
+    """Quantizes as `like` is, but rounds stochastically: noise comes from two words and each element's position.
 
     Args:
-        x: array of a floating dtype.
-        spec: a `QuantSpec` that rounds to nearest. It says how codes are stored, and is the result's.
+        x: array of a floating dtype, of the shape of `like`.
+        like: what is replaced. Its blocks keep their exponents where they can (`expansion.steady_exponents`).
         words: two uint32 words, new at every call (`fp8jax.core.noise`).
 
     Returns:
-        A `QTensor` whose codes depend on no mesh. Non-zero values of a spec with underflow "smallest" stay non-zero.
+        A `QTensor` with the spec of `like`; no mesh changes its codes. Non-zero values of a spec with underflow
+        "smallest" stay non-zero.
     """
-    drawn = quantize_with_scale(x, dataclasses.replace(spec, rounding="stochastic"), None, words=words)
-    return dataclasses.replace(drawn, spec=spec)
+    spec = dataclasses.replace(like.spec, rounding="stochastic")
+    drawn = quantize_with_scale(x, spec, None, words=words, previous=like.expansion)
+    return dataclasses.replace(drawn, spec=like.spec)
 
 
 def quantize_with_scale(
-    x: Array, spec: QuantSpec | str, scale: Array | None, *, key: Array | None = None, words: Array | None = None
+    x: Array,
+    spec: QuantSpec | str,
+    scale: Array | None,
+    *,
+    key: Array | None = None,
+    words: Array | None = None,
+    previous: Array | None = None,
 ) -> QTensor:
     """`quantize` with given scales, as delayed and automatic scaling need; values beyond their range saturate.
 
@@ -172,6 +180,7 @@ def quantize_with_scale(
             Subnormal ones, and 0, count as the smallest normal one.
         key: PRNG key for stochastic rounding.
         words: in place of a key, as of `quantize_by_position`.
+        previous: exponents that blocks are to keep where they can.
 
     Returns:
         A `QTensor`.
@@ -194,7 +203,8 @@ def quantize_with_scale(
         like["expansion"] = count
     if spec.granularity == "mx":
         like["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
-    given = {name: value for name, value in (("scale", scale), ("key", key), ("words", words)) if value is not None}
+    optional = {"scale": scale, "key": key, "words": words, "previous": previous}
+    given = {name: value for name, value in optional.items() if value is not None}
 
     def encode(x: Array, *arrays: Array) -> tuple[Array, ...]:
         parts = _encode(x, spec, **dict(zip(given, arrays, strict=True)))
@@ -207,7 +217,13 @@ def quantize_with_scale(
 
 @functools.partial(jax.jit, static_argnames="spec", inline=True)  # traced once for all layers of a shape
 def _encode(
-    x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array | None = None, words: Array | None = None
+    x: Array,
+    spec: QuantSpec,
+    *,
+    scale: Array | None = None,
+    key: Array | None = None,
+    words: Array | None = None,
+    previous: Array | None = None,
 ) -> _Parts:
     fmt = formats.get(spec.format)
     block_shape = spec.block_shape(x.shape)
@@ -234,7 +250,11 @@ def _encode(
     exponent = microscale = None
     if spec.expand:
         smallest = blocks.reduce(jnp.where(counted > 0, counted, jnp.inf), block_shape, jnp.min, jnp.inf)
-        exponent = expansion.exponents(jnp.maximum(largest, formats.TINY * fmt.max), smallest, fmt, spec.rounding)
+        top = jnp.maximum(largest, formats.TINY * fmt.max)
+        if spec.rounding == "stochastic":
+            exponent = expansion.steady_exponents(top, smallest, fmt, previous)
+        else:
+            exponent = expansion.exponents(top, smallest, fmt)
         k, top = (blocks.spread(s, x.shape, block_shape) for s in (exponent.astype(jnp.float32), exact * fmt.max))
         y = fmt.max * expansion.power(magnitude, top, k)
     else:

@@ -161,7 +161,7 @@ def store(values: Array, like: Moment, words: Array | None = None) -> Moment:
     """Stores fp32 values in the way that `like` is stored; codes under noise from two words, or None to nearest."""
     if not isinstance(like, QTensor):
         return values.astype(like.dtype)
-    return quantize(values, like.spec) if words is None else quantize_by_position(values, like.spec, words)
+    return quantize(values, like.spec) if words is None else quantize_by_position(values, like, words)
 
 
 def _apply(

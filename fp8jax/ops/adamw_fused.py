@@ -306,8 +306,11 @@ def _storage(moment: Moment, signed: bool, stochastic: bool = False) -> Any:
     if not isinstance(moment, QTensor):
         return None
     spec, fmt = moment.spec, formats.get(moment.spec.format)
-    ratio = fmt.normal_range if stochastic else fmt.expansion_range
+    ratio = fmt.normal_range**expansion.NEW if stochastic else fmt.expansion_range
     expanded = (ratio, expansion.LOWEST, expansion.HIGHEST) if spec.expand else None
     smallest = fmt.smallest if spec.underflow == "smallest" else None
-    mantissa = fmt.mantissa_bits if stochastic else None
-    return adamw_triton.Storage(fmt.max, expanded, smallest, signed, mantissa, fmt.smallest_normal)
+    plain = adamw_triton.Storage(fmt.max, expanded, smallest, signed)
+    if not stochastic:
+        return plain
+    kept = (fmt.normal_range**expansion.FEWEST, fmt.normal_range)
+    return dataclasses.replace(plain, noise=adamw_triton.Noise(fmt.mantissa_bits, fmt.smallest_normal, kept))
