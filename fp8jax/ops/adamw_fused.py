@@ -253,9 +253,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
             compute_capability=capability(),
         )
 
-    # Noise goes by positions in the arrays of one parameter, which a mapped axis is not one of.
-    positions = leaf.noise is not None or leaf.nu_noise is not None
-    call = jax.custom_batching.sequential_vmap(local) if positions else _over_leading_axes(local)
+    call = _over_leading_axes(local)
     values = tuple(jnp.asarray(x, jnp.float32) for x in scalars)
     moments = _parts(leaf.mu), _parts(leaf.nu)
     operands = _Operands(leaf.grad, leaf.weight if reads else None, *moments, values, leaf.noise, leaf.nu_noise)
@@ -267,7 +265,10 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
 
 
 def _over_leading_axes(local: Any) -> Any:
-    """Under `jax.vmap` the mapped axis becomes one more leading axis of the arrays, which groups do not see."""
+    """Under `jax.vmap` the mapped axis becomes one more leading axis of the arrays, which groups do not see.
+
+    Noise does: with it, which goes by positions in one parameter, the kernel runs once for each.
+    """
 
     @jax.custom_batching.custom_vmap
     def mapped(*operands: Any) -> Any:
@@ -275,6 +276,13 @@ def _over_leading_axes(local: Any) -> Any:
 
     @mapped.def_vmap
     def rule(size: int, batched: Any, *operands: Any) -> Any:
+        if any(words is not None for words in operands[5:]):
+
+            def one(i: Array) -> Any:
+                return mapped(*jax.tree.map(lambda x, is_mapped: x[i] if is_mapped else x, operands, tuple(batched)))
+
+            results = jax.lax.map(one, jnp.arange(size))
+            return results, jax.tree.map(lambda _: True, results)
         if any(jax.tree.leaves(batched[4])):
             raise NotImplementedError("impl 'triton' cannot map over the scalars of the step; take impl='xla'")
 
