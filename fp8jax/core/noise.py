@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 # The noise of an array that begins at eighth n of another has n * STRIDE added to its first word.
 STRIDE = 0x9E3779B9
@@ -47,9 +48,9 @@ def uniform(words: Array, shape: Sequence[int], row: int | None = None) -> Array
     return (by_position(words, shape, row).astype(jnp.float32) + 0.5) * np.float32(2**-16)
 
 
-def of_step(count: Array) -> Array:
+def of_step(count: ArrayLike) -> Array:
     """Two words for a step of an optimizer, from its number."""
-    x = count.astype(jnp.uint32) * np.uint32(STRIDE) + np.asarray([0x243F6A88, 0x85A308D3], np.uint32)
+    x = jnp.asarray(count).astype(jnp.uint32) * np.uint32(STRIDE) + np.asarray([0x243F6A88, 0x85A308D3], np.uint32)
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -49,9 +49,9 @@ def test_what_is_no_recipe_is_refused():
         fp8jax.optimizer("adam", 1e-3)
     with pytest.raises(TypeError, match=r"takes a recipe or its name.*call it: coat\(\)"):
         fp8jax.optimizer(fp8jax.recipes.coat, 1e-3)
-    with pytest.raises(TypeError, match="takes a recipe or its name, not 1e-3|0.001"):
+    with pytest.raises(TypeError, match=r"takes a recipe or its name, not 0\.001; as"):
         fp8jax.optimizer(1e-3, "coat")
-    with pytest.raises(ValueError, match="group_size must be a positive integer, not 3.5"):
+    with pytest.raises(ValueError, match=r"group_size must be a positive integer, not 3\.5"):
         fp8jax.recipes.Optimizer(group_size=3.5)
     with pytest.raises(ValueError, match="'ude8' has no signs"):
         fp8jax.recipes.Optimizer(mu="ude8")

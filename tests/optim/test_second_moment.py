@@ -52,8 +52,11 @@ def test_a_value_goes_to_one_of_the_two_codes_around_it():
     assert (np.asarray(drawn.expansion) == np.asarray(like.expansion)).all()
     y = 448 * (np.asarray(values, np.float64) / np.asarray(like.scale) / 448) ** np.asarray(like.expansion, np.float64)
     book = np.arange(0x7F, dtype=np.uint8).view(formats.E4M3.dtype).astype(np.float64)
-    below = np.searchsorted(book, y * (1 + 1e-5), side="right") - 1
-    assert ((chosen - below >= -(y * (1 - 1e-5) < book[below])) & (chosen - below <= 1)).all()
+    # fp32 does not know on which side of a code a value lies that is close to it.
+    lowest = np.searchsorted(book, y * (1 - 1e-5), side="right") - 1
+    highest = np.minimum(np.searchsorted(book, y * (1 + 1e-5), side="right"), 0x7E)
+    assert ((lowest <= chosen) & (chosen <= highest)).all()
+    assert (chosen != lowest).any()
 
 
 def test_zeros_stay_what_is_not_zero_stays_and_what_is_not_finite_shows():
@@ -97,14 +100,14 @@ def follow(tx, steps=1500, drop=100.0):
         return (tx.update(x, state, g)[1], 0.999 * exact + 0.001 * x**2), None
 
     (state, exact), _ = jax.lax.scan(step, (tx.init(g), jnp.zeros_like(g)), jnp.arange(steps))
-    return np.asarray(state.nu.dequantize()), np.asarray(exact)
+    return state.nu.dequantize(), exact
 
 
 def test_second_moments_follow_what_rounding_to_nearest_does_not():
     error = {}
     for rounding in ("auto", "nearest"):
         stored, exact = jax.jit(functools.partial(follow, TX(nu_rounding=rounding)))()
-        error[rounding] = np.median(np.abs(np.log(stored / exact)))
+        error[rounding] = float(jnp.median(jnp.abs(jnp.log(stored / exact))))
     assert error["auto"] < 0.2 < 0.4 < error["nearest"], error
 
 
@@ -135,10 +138,10 @@ def test_auto_goes_by_b2(b2, rounding, stochastic):
     assert state.nu["w"].spec == SPEC()
 
 
-def nus(tx, p, steps, state=None):
+def nus(tx, p, steps, state=None, first=0):
     state = tx.init(p) if state is None else state
     update = jax.jit(tx.update)
-    for i in range(steps):
+    for i in range(first, first + steps):
         _, state = update(jax.tree.map(lambda x, i=i: jnp.sin((i + 1) * x), p), state, p)
     return state
 
@@ -162,14 +165,9 @@ def test_a_restart_goes_on_with_the_same_bits():
     whole = nus(TX(), p, 4)
     saved = jax.tree.map(np.asarray, nus(TX(), p, 2))
 
-    def go_on(state):
-        update = jax.jit(TX().update)
-        for i in (2, 3):
-            _, state = update(jax.tree.map(lambda x: jnp.sin((i + 1) * x), p), state, p)
-        return state
-
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(go_on(saved)), strict=True):
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    again = nus(TX(), p, 2, saved, first=2)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(*(np.atleast_1d(x).view(np.uint8) for x in (a, b)))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
@@ -212,9 +210,9 @@ def test_a_shard_knows_where_its_groups_lie():
                 assert "global positions" in reason
                 continue
             groups = (*shape[:-1], -(-shape[-1] // 128))
-            first = jax.shard_map(
-                lambda p=place: p.first().reshape((1,) * len(groups)), in_specs=(), out_specs=spec, check_vma=False
-            )()
+            one = (1,) * len(shape)
+            number = lambda p=place, one=one: p.first().reshape(one)  # noqa: E731
+            first = jax.shard_map(number, in_specs=(), out_specs=spec, check_vma=False)()
         numbers = np.arange(np.prod(groups)).reshape(groups)
         firsts = np.asarray(first)
         local = tuple(n // m for n, m in zip(groups, (*firsts.shape, *[1] * len(groups)), strict=False))
