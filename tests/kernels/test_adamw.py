@@ -203,13 +203,8 @@ CONFIGURATIONS = {
     "bf16 weights, stochastic": ({"shape": (512, 1024), "weight": "bfloat16", "stochastic": True}, 42, 8.5),
     "bf16 weights and second moment, stochastic": (
         {"shape": (512, 1024), "weight": "bfloat16", "stochastic": True, "nu_stochastic": True},
-        54,
+        56,
         8.5,
-    ),
-    "fp32 weights, stochastic second moment": (
-        {"shape": (512, 1024), "weight": "float32", "nu_stochastic": True},
-        70,
-        10,
     ),
     "update": ({"shape": (512, 1024), "weight": "float32", "form": "update"}, 56, 10),
     "no expansion": ({"shape": (512, 1024), "weight": "float32", "expand": False}, 48, 2),
@@ -221,6 +216,7 @@ CONFIGURATIONS = {
     "groups of 1024": ({"shape": (512, 2048), "weight": "float32", "size": 1024}, 51, 10),
     "bf16 weights": ({"shape": (512, 1024), "weight": "bfloat16"}, 39, 8.5),
     "bf16 update": ({"shape": (512, 1024), "weight": "bfloat16", "form": "update"}, 39, 8.5),
+    "stochastic second moment": ({"shape": (512, 1024), "weight": "float32", "nu_stochastic": True}, 73, 10),
 }
 
 
@@ -329,7 +325,7 @@ def in_own_process(call, tmp_path):
 
 @triton
 @pytest.mark.parametrize(
-    "name", [name if i < 4 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(CONFIGURATIONS)]
+    "name", [name if i < 5 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(CONFIGURATIONS)]
 )
 def test_lowers_for_hopper_within_an_instruction_budget(name, tmp_path):
     _, instructions, special_functions = CONFIGURATIONS[name]
