@@ -46,7 +46,7 @@ NOTES = [
     f"then {CALLS} timed; medians. Bytes only is the fastest of three launches. What a ratio compares with in another "
     "case was timed apart.",
     f'"speed, sustained": the same in {SUSTAINED_ROUNDS} rounds of {SUSTAINED_CALLS} steps untimed and as many timed.',
-    "The second moment is rounded stochastically, as b2 asks for, but where its arm says to nearest; so are bf16 weights.",
+    "The second moment is rounded stochastically, as b2 asks for, except in arms that say to nearest.",
     "PyTorch's optimizers run one after another, after all others.",
 ]
 Row = dict[str, Any]
@@ -165,15 +165,8 @@ class Bench:
     def add(
         self, case: str, impl: str, metric: str, value: float, unit: str, against: str | None, ratio: float | None
     ) -> None:
-        row = {
-            "case": case,
-            "impl": impl,
-            "metric": metric,
-            "value": value,
-            "unit": unit,
-            "baseline": against,
-            "ratio": ratio,
-        }
+        row = {"case": case, "impl": impl, "metric": metric, "value": value, "unit": unit}
+        row |= {"baseline": against, "ratio": ratio}
         self.rows.append(row)
         told = f", {ratio:.3f} of {against}" if against and ratio else ""
         print(f"{case:36s} {impl:28s} {metric:16s} {value:9.4g} {unit}{told}", flush=True)

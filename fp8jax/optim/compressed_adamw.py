@@ -172,7 +172,8 @@ def compressed_adamw(
 
     A second moment with b2 = 0.999 changes by 0.1 % a step, and the codes of e4m3 are 7 to 12 % apart, or some 3 to 5 %
     with expansion: to nearest it stalls at the first codes it meets. Rounded stochastically it is right on average at
-    every step (the probabilities are those of the decoded values), and some scatter around the moment in fp32 is left. In `experiments.tables.second_moment` (log-normal gradients whose sizes change places half way; figure in
+    every step (the probabilities are those of the decoded values), and scatters around the moment in fp32. In
+    `experiments.tables.second_moment` (log-normal gradients whose sizes change places half way; figure in
     results/second_moment.png), |log v / v32| is afterwards, median and 99th percentile:
 
     =====  ============  ============
