@@ -171,15 +171,14 @@ def count(params: Any) -> int:
 def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformationExtraArgs:
     """Clipping by global norm, then the recipe's AdamW with decay on matrices only."""
     optim = config.optim
-    storage = {name: value for name, value in dataclasses.asdict(recipe.optimizer).items() if value is not None}
-    adamw = fp8jax.compressed_adamw(
+    adamw = fp8jax.optimizer(
+        recipe,
         schedule(optim),
         b1=optim.b1,
         b2=optim.b2,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         mask=decay_mask,
-        **storage,
     )
     return optax.chain(optax.clip_by_global_norm(optim.clip), adamw)
 

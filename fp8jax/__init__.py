@@ -10,6 +10,7 @@ from fp8jax.core.qtensor import QTensor as QTensor
 from fp8jax.core.qtensor import quantize as quantize
 from fp8jax.core.recipe import Recipe as Recipe
 from fp8jax.core.spec import QuantSpec as QuantSpec
+from fp8jax.from_recipe import optimizer as optimizer
 from fp8jax.modules.rules import Rule as Rule
 from fp8jax.ops.activation import activation as activation
 from fp8jax.ops.activation import glu as glu

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import codec_triton as codec
+from pallas_kernels import encode_triton as encode
 
 _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 # So small a moment's ratio to its code may be subnormal.
@@ -58,13 +59,32 @@ def look_up(codes: tl.tensor, table_ptr: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _noise_of_groups(
+    group: tl.tensor, inside: tl.tensor, seed_ptr: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor,
+    SIZE: tl.constexpr, RUNS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Noise by the group's number in the whole array and the place in the group; see `codec.noise_of_pairs`."""
+    number = group.to(tl.uint32)
+    if RUNS:
+        run = group // inner
+        number = (run * stride + (group - run * inner)).to(tl.uint32)
+    eighths = codec.per_group(number) * (SIZE // 8) + (inside >> 3).to(tl.uint32)
+    word1 = tl.load(seed_ptr) + salt.to(tl.uint32)
+    word2 = tl.load(seed_ptr + 1) ^ (salt.to(tl.uint32) * 0x85EBCA6B)
+    return codec.noise_of_pairs(eighths, inside, word1, word2)
+
+
+@triton.jit
 def _store_moment(
     x: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor,
-    mask: tl.tensor, group: tl.tensor, there: tl.tensor, MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr,
+    mask: tl.tensor, group: tl.tensor, there: tl.tensor, previous: tl.tensor, noise: tl.tensor,
+    inside: tl.tensor,
+    MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
 ) -> None:  # fmt: skip
     stored = x
     if HOW[0]:
-        stored, scale, exponent = codec.encode(x, pointer.dtype.element_ty, HOW, QUICK)
+        code = pointer.dtype.element_ty
+        stored, scale, exponent = encode.encode(x, previous, noise, inside, code, HOW, QUICK, PAIRED)
         _store(scale_ptr, group, scale, there, MASKED)
         if HOW[1]:
             _store(exponent_ptr, group, exponent, there, MASKED)
@@ -75,11 +95,11 @@ def _store_moment(
 def careful(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
-    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, groups: tl.tensor, groups_of_row: tl.tensor,
-    vectors_of_row: tl.tensor, result_ptr: tl.tensor,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, nu_seed_ptr: tl.tensor, groups: tl.tensor, groups_of_row: tl.tensor,
+    vectors_of_row: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, MASKED: tl.constexpr,
-    ALIGNED: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, QUICK: tl.constexpr,
+    ALIGNED: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr, QUICK: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of any groups. Moments, and in a step the weight, are written where they were read."""
     group = tile * TILE + tl.arange(0, TILE)
@@ -135,17 +155,27 @@ def careful(
         result = codec.round_stochastically(result, noise, offsets, ALIGNED)
     _store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
 
-    _store_moment(v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, MASKED, NU, QUICK)
-    _store_moment(m, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there, MASKED, MU, QUICK)
+    noise = offsets
+    if NU[9] > 0:
+        noise = _noise_of_groups(group, inside, nu_seed_ptr, salt, inner, stride, SIZE, RUNS)
+    _store_moment(
+        v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, nu_exponent, noise, inside,
+        MASKED, NU, QUICK, ALIGNED,
+    )  # fmt: skip
+    _store_moment(
+        m, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there, mu_exponent, noise, inside,
+        MASKED, MU, QUICK, ALIGNED,
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_ordinary(
-    x: tl.tensor, largest: tl.tensor, smallest: tl.tensor, unit: tl.tensor, per_unit: tl.tensor, pointer: tl.tensor,
-    scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor, group: tl.tensor, HOW: tl.constexpr,
+    x: tl.tensor, largest: tl.tensor, k: tl.tensor, unit: tl.tensor, per_unit: tl.tensor, pointer: tl.tensor,
+    scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor, group: tl.tensor, noise: tl.tensor,
+    HOW: tl.constexpr,
 ) -> None:  # fmt: skip
     code = pointer.dtype.element_ty
-    codes, scale, exponent = codec.encode_ordinary(x, largest, smallest, unit, per_unit, code, HOW)
+    codes, scale, exponent = encode.encode_ordinary(x, largest, k, unit, per_unit, noise, code, HOW)
     tl.store(scale_ptr + group, scale)
     tl.store(exponent_ptr + group, exponent)
     tl.store(pointer + offsets, codes)
@@ -172,9 +202,10 @@ def _store_result(
 def ordinary(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
-    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, table_ptr: tl.tensor, result_ptr: tl.tensor,
-    SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr,
-    WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, nu_seed_ptr: tl.tensor, table_ptr: tl.tensor, salt: tl.tensor,
+    inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
+    SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr,
+    STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A tile of whole groups; 0 where it was updated, 1 where it is left as it was.
 
@@ -208,11 +239,12 @@ def ordinary(
     logarithms = look_up(nu, table_ptr)
     v = codec.multiply_add(g, g, codec.decode_logarithms(logarithms, nu_scale, nu_exponent, b2_ratio, NU))
     m = codec.add_decoded(g, mu, mu_scale, mu_exponent, b1_ratio, MU)
-    v_largest, v_smallest = codec.ordinary_extremes(v, False)
-    m_largest, m_smallest = codec.ordinary_extremes(m, True)
+    v_largest, v_smallest = encode.ordinary_extremes(v, False)
+    m_largest, m_smallest = encode.ordinary_extremes(m, True)
     v_least, m_least = codec.bits(b2_per_rest * (_TINY * NU[3])), codec.bits(b1_per_rest * (_SMALL * MU[3]))
     special = (v_smallest < v_least) | (m_smallest < m_least) | (tl.maximum(v_largest, m_largest) > _HUGE)
     case = tl.max(tl.where(special, 2, tl.where(v_smallest < codec.bits(eps_is_small_from), 1, 0)), axis=0)
+    v_k = encode.ordinary_exponents(v_largest, v_smallest, b2_rest, b2_per_rest, nu_exponent, NU)
     if case < 2:
         pointer = (weight_ptr if STEP else result_ptr) + base
         if case == 0:
@@ -226,12 +258,16 @@ def ordinary(
             _store_result(
                 change, w, rate, decay, pointer, offsets, eighths, seed_ptr, STEP, WEIGHT, STOCHASTIC, not MARKED
             )
+        m_k = encode.ordinary_exponents(m_largest, m_smallest, b1_rest, b1_per_rest, mu_exponent, MU)
         _store_ordinary(
-            v, v_largest, v_smallest, b2_rest, b2_per_rest,
-            nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, NU,
+            m, m_largest, m_k, b1_rest, b1_per_rest,
+            mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, group, offsets, MU,
         )  # fmt: skip
+        noise = offsets
+        if NU[9] > 0:
+            noise = _noise_of_groups(group, chunk * LANES + lane, nu_seed_ptr, salt, inner, stride, SIZE, RUNS)
         _store_ordinary(
-            m, m_largest, m_smallest, b1_rest, b1_per_rest,
-            mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, group, MU,
+            v, v_largest, v_k, b2_rest, b2_per_rest,
+            nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, noise, NU,
         )  # fmt: skip
     return case // 2

@@ -14,6 +14,7 @@ from jax import Array
 from pallas_kernels import adamw_tiles_triton as tiles
 from pallas_kernels import call_triton
 from pallas_kernels import codec_triton as codec
+from pallas_kernels.codec_triton import Noise as Noise
 from pallas_kernels.codec_triton import Storage as Storage
 
 MIN_GROUP, MAX_GROUP = 16, 1024
@@ -99,10 +100,14 @@ def _adamw(
     nu_exponent_ptr: tl.tensor,
     scalars_ptr: tl.tensor,
     seed_ptr: tl.tensor,
+    nu_seed_ptr: tl.tensor,
     table_ptr: tl.tensor,
     groups: tl.tensor,
     groups_of_row: tl.tensor,
     vectors_of_row: tl.tensor,
+    salt: tl.tensor,
+    inner: tl.tensor,
+    stride: tl.tensor,
     spare1: tl.tensor,
     spare2: tl.tensor,
     spare3: tl.tensor,
@@ -118,6 +123,7 @@ def _adamw(
     SHORT: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
+    RUNS: tl.constexpr,
     VECTOR: tl.constexpr,
     STEP: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -131,16 +137,16 @@ def _adamw(
     if ORDINARY and (not MASKED or (program + 1) * TILE <= groups):
         left = tiles.ordinary(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
-            nu_exponent_ptr, scalars_ptr, seed_ptr, table_ptr, result_ptr,
-            SIZE, LANES, TILE, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, nu_seed_ptr, table_ptr, salt, inner, stride, result_ptr,
+            SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU,
         )  # fmt: skip
     if not ORDINARY or left > 0:
         for part in range(PARTS):
             tiles.careful(
                 program * PARTS + part, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
-                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, groups, groups_of_row, vectors_of_row,
-                result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED, ALIGNED, VECTOR, STEP, WEIGHT,
-                STOCHASTIC, MU, NU, not SHORT and not ORDINARY,
+                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, nu_seed_ptr, groups, groups_of_row,
+                vectors_of_row, salt, inner, stride, result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED,
+                ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU, not SHORT and not ORDINARY,
             )  # fmt: skip
 
 
@@ -186,6 +192,9 @@ def adamw(
     form: Literal["update", "step"],
     dtype: Any = None,
     seed: Array | None = None,
+    nu_seed: Array | None = None,
+    salt: int = 0,
+    run: tuple[int, int] | None = None,
     launch: Launch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
@@ -204,6 +213,10 @@ def adamw(
         form: "update" returns the change of the weight, "step" the new weight.
         dtype: dtype of an update; None takes the weight's, or without one the gradient's. A step keeps the weight's.
         seed: two uint32 words: new bf16 weights are rounded stochastically; None rounds to nearest.
+        nu_seed: two uint32 words for the codes of the second moment, where its storage rounds stochastically.
+        salt: a number of the parameter's own that joins these words.
+        run: where the array is a shard, whose noise goes by groups of the whole: groups that follow each other there,
+            and how many further the next such run begins; None if all do. The first one's number is in `nu_seed`.
         launch: how the work is cut; None takes the measured best.
         compute_capability: of the GPU to compile for, as 90; None asks the GPU.
 
@@ -225,6 +238,8 @@ def adamw(
         raise ValueError(f"the fused AdamW kernel cannot run: {reason}")
     if seed is not None and (not step or dtype != jnp.bfloat16):
         raise ValueError("stochastic rounding is of the new bf16 weights: form 'step', dtype bfloat16")
+    if (nu_seed is not None) != (nu_storage is not None and nu_storage.noise is not None):
+        raise ValueError("nu_seed is for a second moment in codes whose storage has `noise`")
     launch = launch or Launch()
     length = grad.shape[-1]
     groups_of_row = -(-length // group_size)
@@ -243,7 +258,7 @@ def adamw(
     stand_in = scalars.vector
     inputs = [grad, stand_in if weight is None else weight]
     inputs += [part for moment in (mu, nu) for part in (*moment, *[stand_in] * (3 - len(moment)))]
-    inputs += [stand_in, stand_in if seed is None else seed]
+    inputs += [stand_in, *(stand_in if words is None else words for words in (seed, nu_seed))]
     inputs.append(jnp.asarray(logarithms(nu[0].dtype)) if ordinary else stand_in)
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*mu, *nu)]
     outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))
@@ -254,6 +269,8 @@ def adamw(
         groups,
         groups_of_row,
         length // vector if aligned else length,
+        salt,
+        *(run or (1, 1)),
         *unused,
         kernel=_adamw,
         results=outputs,
@@ -269,6 +286,7 @@ def adamw(
         SHORT=short,
         MASKED=short or groups % tile > 0,
         ALIGNED=aligned,
+        RUNS=run is not None,
         VECTOR=vector,
         STEP=step,
         WEIGHT=weight is not None,

@@ -1,4 +1,4 @@
-"""Device code of 8-bit codes in groups, in Triton: encoding, decoding and stochastic rounding of a tile in registers.
+"""Device code of 8-bit codes in groups, in Triton: decoding, and stochastic rounding, of a tile in registers.
 
 With M the largest value of a format, a code c of a group with scale s and exponent k stands for
 
@@ -13,18 +13,27 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import numpy as np
 import triton
 import triton.language as tl
 
-_TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 _SIGN = tl.constexpr(-0x80000000)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-# Added to the bits of a magnitude, takes Inf and NaN out of the positive integers, and leaves the order of the rest.
-_FINITE_TO_TOP = tl.constexpr(0x00800000)
-_LARGEST_FINITE = tl.constexpr(0x7F7FFFFF)
 # Less the bits of -x, those of 1 / x to a twentieth of it.
 _INVERSE = tl.constexpr(0x7EF311C7 - 0x80000000)
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """How codes are rounded stochastically; static.
+
+    Attributes:
+        mantissa: mantissa bits of the codes' format.
+        smallest_normal: of the format.
+        kept: ratios of largest to smallest code between which a group keeps its exponent.
+    """
+
+    mantissa: int
+    smallest_normal: float
+    kept: tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +47,25 @@ class Storage:
         smallest: the smallest code, which a non-zero value that would round to zero gets; None where it may. With
             range expansion no value rounds to zero.
         signed: whether values may be negative.
+        noise: for codes that are rounded stochastically; None rounds to nearest.
     """
 
     max: float
     expansion: tuple[float, float, float] | None = None
     smallest: float | None = None
     signed: bool = True
+    noise: Noise | None = None
 
     @property
     def static(self) -> "Static":
         ratio, lowest, highest = self.expansion or (2.0, 1.0, 1.0)
         expanded, smallest = self.expansion is not None, self.smallest or 0.0
-        return Static(
-            True, expanded, self.signed, self.max, math.log2(self.max), math.log2(ratio), lowest, highest, smallest
-        )
+        numbers = (self.max, math.log2(self.max), math.log2(ratio), lowest, highest, smallest)
+        if self.noise is None:
+            return Static(True, expanded, self.signed, *numbers)
+        fewest, most = (math.log2(bound) for bound in self.noise.kept)
+        dropped = 23 - self.noise.mantissa
+        return Static(True, expanded, self.signed, *numbers, dropped, self.noise.smallest_normal, fewest, most)
 
 
 class Static(NamedTuple):
@@ -66,6 +80,10 @@ class Static(NamedTuple):
     lowest: float
     highest: float
     smallest: float
+    dropped: int = 0
+    smallest_normal: float = 0.0
+    fewest: float = 0.0
+    most: float = 0.0
 
 
 PLAIN = Static(False, False, True, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0)
@@ -197,6 +215,22 @@ def add_noise_to_pairs(x: tl.tensor, noise: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def add_scaled_noise_to_pairs(x: tl.tensor, noise: tl.tensor, ONE: tl.constexpr) -> tl.tensor:
+    """Integers after the lower and upper half of their noise, times 16 or 32, were added to a pair of neighbours."""
+    if ONE == 16:
+        y = tl.inline_asm_elementwise(
+            "dp2a.lo.u32.u32 $0, $4, 0x10, $2; dp2a.lo.u32.u32 $1, $4, 0x1000, $3;",
+            "=r,=r,r,r,r,r", [x, noise], tl.int32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        y = tl.inline_asm_elementwise(
+            "dp2a.lo.u32.u32 $0, $4, 0x20, $2; dp2a.lo.u32.u32 $1, $4, 0x2000, $3;",
+            "=r,=r,r,r,r,r", [x, noise], tl.int32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit
 def per_group(x: tl.tensor) -> tl.tensor:
     return x[:, None, None]
 
@@ -237,121 +271,6 @@ def add_decoded(
     # Each value times what it is to be multiplied by: the sign comes with it.
     power = exp2(tl.fma(log2_abs(values), per_group(inverse - 1.0), per_group(offset)))
     return multiply_add(values, power, x)
-
-
-@triton.jit
-def extremes(x: tl.tensor, SIGNED: tl.constexpr, QUICK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of each group the bits of the largest finite magnitude, and those of the smallest non-zero one, less one; and x.
-
-    Less one, zero is the largest unsigned integer. A group of zeros gets 0 and that. The quick way counts zeros, Inf
-    and NaN as values, and a program that has some goes the other way as well; unsigned, its Inf are NaN from then on.
-    """
-    magnitude = bits(x) & _MAGNITUDE if SIGNED else bits(x)
-    if QUICK:
-        largest = tl.max(tl.max(magnitude, axis=1), axis=1)
-        smallest = (tl.min(tl.min(magnitude, axis=1), axis=1) - 1).to(tl.uint32, bitcast=True)
-        if tl.max(tl.maximum(largest.to(tl.uint32, bitcast=True), smallest), axis=0) > _LARGEST_FINITE:
-            largest, smallest = _careful_extremes(magnitude)
-            if not SIGNED:
-                x = tl.where(magnitude > _LARGEST_FINITE, float("nan"), x)
-    else:
-        largest, smallest = _careful_extremes(magnitude)
-    return largest, smallest, x
-
-
-@triton.jit
-def _careful_extremes(magnitude: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    largest = tl.max(tl.max(magnitude + _FINITE_TO_TOP, axis=1), axis=1)
-    smallest = (magnitude - 1).to(tl.uint32, bitcast=True)
-    smallest = tl.min(tl.min(smallest, axis=1), axis=1)
-    return tl.maximum(largest, _FINITE_TO_TOP) - _FINITE_TO_TOP, smallest
-
-
-@triton.jit
-def ordinary_extremes(x: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Of each group the bits of the largest and the smallest magnitude; the largest of a group with a NaN is NaN."""
-    if SIGNED:
-        # Magnitudes of two are compared without being made; of integers, three at a time.
-        magnitude = tl.reshape(tl.abs(x), (x.shape[0], 2, x.shape[1] // 2, x.shape[2]))
-        largest = bits(tl.reduce(magnitude, 1, _larger_or_nan))
-        smallest = bits(tl.min(magnitude, axis=1))
-    else:
-        largest, smallest = bits(x), bits(x)
-    return tl.max(tl.max(largest, axis=1), axis=1), tl.min(tl.min(smallest, axis=1), axis=1)
-
-
-@triton.jit
-def _larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def exponents(
-    log2_top: tl.tensor, smallest: tl.tensor, spans: tl.tensor, HOW: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Exponents of groups from log2 of the largest magnitude, the smallest one, and whether they differ.
-
-    Returned as stored and in fp32; and what log2 of a code has beside the exponent times log2 of the magnitude.
-    """
-    octaves = log2_top - log2_abs(smallest)
-    k = tl.minimum(tl.maximum(HOW[5] * reciprocal(octaves), HOW[6]), HOW[7])
-    pair = bf16_twice(tl.where(spans, k, 1.0))
-    k = from_bits(pair & -0x10000)
-    return (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), k, tl.fma(-k, log2_top, HOW[4])
-
-
-@triton.jit
-def encode_ordinary(
-    x: tl.tensor, largest: tl.tensor, smallest: tl.tensor, unit: tl.tensor, per_unit: tl.tensor,
-    CODE: tl.constexpr, HOW: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """As `encode`, with range expansion, of values in units of `unit`, of which there are `per_unit` in one.
-
-    Given `ordinary_extremes`. Without zeros, Inf and NaN, and no scale is subnormal.
-    """
-    scale = from_bits(largest) * (unit * (1 / HOW[3]))
-    log2_top = log2_abs(scale * (per_unit * HOW[3]))
-    exponent, k, offset = exponents(log2_top, from_bits(smallest), largest > smallest, HOW)
-    y = exp2(tl.fma(log2_abs(x), per_group(k), per_group(offset)))
-    codes = y.to(CODE)
-    if HOW[2]:
-        codes = with_signs(codes.to(tl.int8, bitcast=True), x.to(CODE).to(tl.int8, bitcast=True))
-        codes = codes.to(CODE, bitcast=True)
-    return codes, scale, exponent
-
-
-@triton.jit
-def encode(
-    x: tl.tensor, CODE: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter."""
-    largest_bits, smallest, marked = extremes(x, HOW[2], QUICK)
-    largest = from_bits(largest_bits)
-    scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / HOW[3]), _TINY), 1.0)
-    if HOW[1]:
-        top = tl.maximum(largest, _TINY * HOW[3])
-        spans = (bits(top) - 1).to(tl.uint32, bitcast=True) > smallest
-        smallest = from_bits((smallest + 1).to(tl.int32, bitcast=True))
-        exponent, k, offset = exponents(log2_abs(scale * HOW[3]), smallest, spans, HOW)
-        y = exp2(tl.fma(log2_abs(marked), per_group(k), per_group(offset)))
-    else:
-        exponent = scale.to(tl.bfloat16)
-        y = tl.abs(marked) * per_group(tl.div_rn(1.0, scale))
-        if HOW[8] > 0:
-            y = tl.where((x != 0) & (y < HOW[8]), HOW[8], y)
-    # The conversion saturates Inf to the largest value; the lowest bit makes it NaN, and is nothing to a finite value.
-    if HOW[2]:
-        # Of ~x, since the lowest bit of Inf is 0; the signs turn as codes, four at a time.
-        codes = from_bits(ends_of_inverted(bits(y), bits(x))).to(CODE)
-        codes = turned(codes.to(tl.int8, bitcast=True)).to(CODE, bitcast=True)
-    elif QUICK:
-        codes = y.to(CODE)
-    else:
-        codes = from_bits(bits(y) | 1).to(CODE)
-    if tl.float8e5 == CODE:
-        infinity = tl.where(x > 0, 0x7C, -4).to(tl.int8).to(CODE, bitcast=True)
-        codes = tl.where(tl.abs(x) == float("inf"), infinity, codes)
-    return codes, scale, exponent
 
 
 @triton.jit

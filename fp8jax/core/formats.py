@@ -74,30 +74,50 @@ class Format:
         """
         return self.max / (self.smallest_normal / 2 if self.is_float else self.smallest)
 
-    def encode(self, y: Array, key: Array | None = None) -> Array:
+    @property
+    def normal_range(self) -> float:
+        """Ratio of largest to smallest magnitude of codes with the full relative precision, which one rule rounds.
+
+        `max / smallest_normal`; the range that groups are kept within whose codes are rounded stochastically.
+        """
+        return self.max / self.smallest_normal
+
+    def encode(self, y: Array, key: Array | None = None, noise: Array | None = None) -> Array:
         """Rounds fp32 values to codes, saturating at `max`; NaN and Inf stay visible where the format can show them.
 
         Args:
             y: fp32 values in units of the format (already divided by their scale), any shape.
             key: a PRNG key for stochastic rounding, which is unbiased; None rounds to nearest, ties to even (in a code
                 book, to the smaller value).
+            noise: uniform in [0, 1), of the shape of `y`, for stochastic rounding without a key.
 
         Returns:
             Codes of dtype `dtype` in the shape of `y`. Magnitudes beyond `max` become `max`; NaN the format's NaN and
             Inf `inf`, or some finite code where `inf` is None.
         """
+        if key is not None:
+            noise = jax.random.uniform(key, y.shape, jnp.float32)
         finite = jnp.clip(y, -self.max if self.signed else 0.0, self.max)
         if self.name == "e8m0":
             return encode_e8m0(y, "nearest")
         if self.codebook is not None:
-            return _nearest_index(finite, self, key)
+            return _index(finite, self, noise)
         if not self.is_float:
-            rounded = jnp.round(finite) if key is None else jnp.floor(finite + jax.random.uniform(key, y.shape))
+            rounded = jnp.round(finite) if noise is None else jnp.floor(finite + noise)
             return jnp.where(jnp.isnan(y), 0, rounded).astype(self.dtype)
-        if key is not None:
-            finite = _round_stochastically(finite, self, key)
+        if noise is not None:
+            step = _step(finite, self)
+            finite = jnp.clip(jnp.floor(finite / step + noise) * step, -self.max, self.max)
         assert self.inf is not None
         return jnp.where(jnp.isinf(y), jnp.copysign(self.inf, y), finite).astype(self.dtype)
+
+    def neighbours(self, y: Array) -> tuple[Array, Array]:
+        """The values of the codes around fp32 magnitudes, below (or equal) and above."""
+        if self.codebook is not None:
+            return _between(y, np.asarray(self.codebook, np.float32))[1:]
+        step = _step(y, self) if self.is_float else 1.0
+        below = jnp.floor(y / step) * step
+        return below, below + step
 
     def decode(self, codes: Array) -> Array:
         """The fp32 values of codes, in units of the format."""
@@ -108,23 +128,28 @@ class Format:
         return codes.astype(jnp.float32)
 
 
-def _round_stochastically(y: Array, fmt: Format, key: Array) -> Array:
+def _step(y: Array, fmt: Format) -> Array:
+    """Distance of the codes around values of a floating format."""
     _, exponent = jnp.frexp(jnp.maximum(jnp.abs(y), fmt.smallest_normal))
-    step = jnp.ldexp(jnp.float32(1), exponent - 1 - fmt.mantissa_bits)
-    noise = jax.random.uniform(key, y.shape, jnp.float32)
-    return jnp.clip(jnp.floor(y / step + noise) * step, -fmt.max, fmt.max)
+    return jnp.ldexp(jnp.float32(1), exponent - 1 - fmt.mantissa_bits)
 
 
-def _nearest_index(y: Array, fmt: Format, key: Array | None) -> Array:
+def _index(y: Array, fmt: Format, noise: Array | None) -> Array:
+    """Index in a code book, of the nearest value or of one of the two around."""
     values = np.asarray(fmt.codebook, np.float32)
-    if key is None:
+    if noise is None:
         boundaries = (values[1:].astype(np.float64) + values[:-1]) / 2
         index = jnp.searchsorted(jnp.asarray(boundaries, jnp.float32), y, side="left")
     else:
-        below = jnp.clip(jnp.searchsorted(jnp.asarray(values), y, side="right") - 1, 0, len(values) - 2)
-        low, high = (jnp.take(jnp.asarray(values), i) for i in (below, below + 1))
-        index = below + (jax.random.uniform(key, y.shape) * (high - low) < y - low)
+        below, low, high = _between(y, values)
+        index = below + (noise * (high - low) < y - low)
     return jnp.where(jnp.isnan(y), 0, index).astype(fmt.dtype)
+
+
+def _between(y: Array, values: np.ndarray) -> tuple[Array, Array, Array]:
+    below = jnp.clip(jnp.searchsorted(jnp.asarray(values), y, side="right") - 1, 0, len(values) - 2)
+    low, high = (jnp.take(jnp.asarray(values), i) for i in (below, below + 1))
+    return below, low, high
 
 
 def round_to(x: Array, fmt: Format) -> Array:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from fp8jax.core import blocks, expansion, formats, packing, scaling
+from fp8jax.core import blocks, expansion, formats, noise, packing, scaling
 from fp8jax.core.spec import QuantSpec
 
 # Version of what is stored: what the arrays of a QTensor mean. A state that was saved loads for ever (tests/data holds
@@ -236,7 +236,32 @@ def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QT
     return quantize_with_scale(x, spec, None, key=key)
 
 
-def quantize_with_scale(x: Array, spec: QuantSpec | str, scale: Array | None, *, key: Array | None = None) -> QTensor:
+def quantize_by_position(x: Array, like: QTensor, words: Array) -> QTensor:
+    """Quantizes as `like` is, but rounds stochastically: noise comes from two words and each element's position.
+
+    Args:
+        x: array of a floating dtype, of the shape of `like`.
+        like: what is replaced. Its blocks keep their exponents where they can (`expansion.steady_exponents`).
+        words: two uint32 words, new at every call (`fp8jax.core.noise`).
+
+    Returns:
+        A `QTensor` with the spec of `like`; no mesh changes its codes. Non-zero values of a spec with underflow
+        "smallest" stay non-zero.
+    """
+    spec = dataclasses.replace(like.spec, rounding="stochastic")
+    drawn = quantize_with_scale(x, spec, None, words=words, previous=like.expansion)
+    return dataclasses.replace(drawn, spec=like.spec)
+
+
+def quantize_with_scale(
+    x: Array,
+    spec: QuantSpec | str,
+    scale: Array | None,
+    *,
+    key: Array | None = None,
+    words: Array | None = None,
+    previous: Array | None = None,
+) -> QTensor:
     """`quantize` with given scales, as delayed and automatic scaling need; values beyond their range saturate.
 
     Args:
@@ -245,6 +270,8 @@ def quantize_with_scale(x: Array, spec: QuantSpec | str, scale: Array | None, *,
         scale: positive fp32 scales, broadcastable against the block counts of `x`, or None to take them from `x`.
             Subnormal ones, and 0, count as the smallest normal one.
         key: PRNG key for stochastic rounding.
+        words: in place of a key, as of `quantize_by_position`.
+        previous: exponents that blocks are to keep where they can.
 
     Returns:
         A `QTensor`.
@@ -256,8 +283,8 @@ def quantize_with_scale(x: Array, spec: QuantSpec | str, scale: Array | None, *,
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"cannot quantize an array of dtype {x.dtype}; cast it to a floating dtype first")
-    if (key is not None) != (spec.rounding == "stochastic"):
-        need = "needs a key" if key is None else "takes no key"
+    if (key is not None or words is not None) != (spec.rounding == "stochastic"):
+        need = "needs a key" if spec.rounding == "stochastic" else "takes no key"
         raise ValueError(f"rounding {spec.rounding!r} {need}")
     if scale is not None and (spec.expand or spec.granularity == "mx"):
         raise ValueError(f"{spec} takes its scales from the tensor; given scales need another granularity")
@@ -267,7 +294,8 @@ def quantize_with_scale(x: Array, spec: QuantSpec | str, scale: Array | None, *,
         like["expansion"] = count
     if spec.granularity == "mx":
         like["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
-    given = {name: value for name, value in (("scale", scale), ("key", key)) if value is not None}
+    optional = {"scale": scale, "key": key, "words": words, "previous": previous}
+    given = {name: value for name, value in optional.items() if value is not None}
 
     def encode(x: Array, *arrays: Array) -> tuple[Array, ...]:
         parts = _encode(x, spec, **dict(zip(given, arrays, strict=True)))
@@ -279,7 +307,15 @@ def quantize_with_scale(x: Array, spec: QuantSpec | str, scale: Array | None, *,
 
 
 @functools.partial(jax.jit, static_argnames="spec", inline=True)  # traced once for all layers of a shape
-def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array | None = None) -> _Parts:
+def _encode(
+    x: Array,
+    spec: QuantSpec,
+    *,
+    scale: Array | None = None,
+    key: Array | None = None,
+    words: Array | None = None,
+    previous: Array | None = None,
+) -> _Parts:
     fmt = formats.get(spec.format)
     block_shape = spec.block_shape(x.shape)
     x = x.astype(jnp.float32)
@@ -305,7 +341,11 @@ def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array
     exponent = microscale = None
     if spec.expand:
         smallest = blocks.reduce(jnp.where(counted > 0, counted, jnp.inf), block_shape, jnp.min, jnp.inf)
-        exponent = expansion.exponents(jnp.maximum(largest, formats.TINY * fmt.max), smallest, fmt)
+        top = jnp.maximum(largest, formats.TINY * fmt.max)
+        if spec.rounding == "stochastic":
+            exponent = expansion.steady_exponents(top, smallest, fmt, previous)
+        else:
+            exponent = expansion.exponents(top, smallest, fmt)
         k, top = (blocks.spread(s, x.shape, block_shape) for s in (exponent.astype(jnp.float32), exact * fmt.max))
         y = fmt.max * expansion.power(magnitude, top, k)
     else:
@@ -323,7 +363,14 @@ def _encode(x: Array, spec: QuantSpec, *, scale: Array | None = None, key: Array
             y = y * blocks.spread(jnp.ldexp(jnp.float32(1), shift), x.shape, micro_shape)
     if spec.underflow == "smallest":
         y = jnp.where(magnitude > 0, jnp.maximum(y, fmt.smallest), y)
-    codes = fmt.encode(jnp.copysign(y, x), key)
+    if spec.expand and spec.rounding == "stochastic":
+        y = expansion.interpolated(y, k, fmt)
+    drawn = None
+    if words is not None:
+        # Short groups are counted as whole ones, so that kernels can go by group and place in the group.
+        row = None if spec.group_size is None else -(-x.shape[-1] // spec.group_size) * spec.group_size
+        drawn = noise.uniform(words, x.shape, row)
+    codes = fmt.encode(jnp.copysign(y, x), key, drawn)
     return _Parts(packing.pack(codes, spec.axis) if spec.packed else codes, scale, exponent, microscale)
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fp8jax.core.qtensor import QTensor, quantize
+from fp8jax.core import noise
+from fp8jax.core.qtensor import QTensor, quantize, quantize_by_position
 from fp8jax.ops import adamw_fused
 from fp8jax.ops.adamw_fused import IMPLS as IMPLS
 from fp8jax.ops.adamw_fused import Adam as Adam
@@ -25,7 +26,15 @@ from fp8jax.ops.rounding import round_stochastically
 
 
 def update(
-    grads: Any, mu: Any, nu: Any, params: Any, adam: Adam, *, decays: Any = True, impl: str = "auto"
+    grads: Any,
+    mu: Any,
+    nu: Any,
+    params: Any,
+    adam: Adam,
+    *,
+    decays: Any = True,
+    impl: str = "auto",
+    nu_stochastic: bool = False,
 ) -> tuple[Any, Any, Any]:
     """The changes of all parameters, to be added to them.
 
@@ -37,6 +46,8 @@ def update(
         adam: the scalars of the step.
         decays: booleans in a tree that is a prefix of `grads`: which parameters decay.
         impl: "auto", "xla" or "triton"; see `chosen`.
+        nu_stochastic: whether quantized second moments are rounded stochastically, with noise from `adam.count`, the
+            parameter's path in the tree, and each element's position.
 
     Returns:
         The changes, in the dtypes of the parameters, else of the gradients, and both trees of moments.
@@ -44,7 +55,7 @@ def update(
     Raises:
         ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter; the message says why.
     """
-    return _apply("update", grads, mu, nu, params, adam, decays, impl, None)
+    return _apply("update", grads, mu, nu, params, adam, decays, impl, None, nu_stochastic)
 
 
 def step(
@@ -56,12 +67,13 @@ def step(
     *,
     decays: Any = True,
     impl: str = "auto",
+    nu_stochastic: bool = False,
     key: Array | None = None,
 ) -> tuple[Any, Any, Any]:
     """The new parameters; otherwise as `update`.
 
     Args:
-        grads, mu, nu, params, adam, decays, impl: as of `update`.
+        grads, mu, nu, params, adam, decays, impl, nu_stochastic: as of `update`.
         key: PRNG key: bf16 parameters are rounded stochastically, so that changes under half a step of bf16 are not
             lost. None rounds to nearest.
 
@@ -71,7 +83,7 @@ def step(
     Raises:
         ValueError: as `update`; or a key is given, and no parameter is bf16.
     """
-    return _apply("step", grads, mu, nu, params, adam, decays, impl, key)
+    return _apply("step", grads, mu, nu, params, adam, decays, impl, key, nu_stochastic)
 
 
 def chosen(
@@ -82,6 +94,7 @@ def chosen(
     *,
     impl: str = "auto",
     stochastic: bool = False,
+    nu_stochastic: bool = False,
     platform: str | None = None,
 ) -> dict[str, Choice]:
     """What computes the step of each parameter.
@@ -95,6 +108,7 @@ def chosen(
         grads, mu, nu, params: as of `update`; abstract arrays will do.
         impl: as of `update`.
         stochastic: whether bf16 parameters are rounded stochastically.
+        nu_stochastic: whether quantized second moments are.
         platform: "cuda", "cpu", ...; None takes JAX's default backend.
 
     Returns:
@@ -103,13 +117,14 @@ def chosen(
     Raises:
         ValueError: as `update`.
     """
-    leaves, _ = _leaves(grads, mu, nu, params, True, jax.random.key(0) if stochastic else None)
+    words = noise.of_step(jnp.int32(1)) if nu_stochastic else None
+    leaves, _ = _leaves(grads, mu, nu, params, True, jax.random.key(0) if stochastic else None, words)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
     cuda = on_cuda(platform)
     return {path: adamw_fused.choose(leaf, impl, cuda) for path, leaf in zip(paths, leaves, strict=True)}
 
 
-def direction(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
+def direction(grads: Any, mu: Any, nu: Any, adam: Adam, words: Any = None) -> tuple[Any, Any, Any]:
     """Adam's bias-corrected direction (Kingma and Ba, Algorithm 1), from moments before they are stored again.
 
     Computed by optax's own functions over the whole tree, so moments kept in fp32 give the bits of
@@ -120,6 +135,8 @@ def direction(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
         mu: the tree with the first moment, as stored, in each leaf's place.
         nu: the tree with the second moments, likewise.
         adam: the scalars of the step.
+        words: in each leaf's place the two words that round its quantized second moment stochastically, or None; None
+            rounds all to nearest.
 
     Returns:
         The tree of directions m / (sqrt(v) + eps) in fp32, to be followed downhill, and both trees of moments, stored
@@ -131,7 +148,8 @@ def direction(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
     m_hat = optax.tree.bias_correction(m, adam.b1, adam.count)
     v_hat = optax.tree.bias_correction(v, adam.b2, adam.count)
     d = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + adam.eps_root) + adam.eps), m_hat, v_hat)
-    return d, jax.tree.map(store, m, mu), jax.tree.map(store, v, nu)
+    words = jax.tree.map(lambda _: None, v) if words is None else words
+    return d, jax.tree.map(store, m, mu), jax.tree.map(store, v, nu, words)
 
 
 def load(moment: Moment) -> Array:
@@ -139,15 +157,26 @@ def load(moment: Moment) -> Array:
     return moment.dequantize() if isinstance(moment, QTensor) else moment.astype(jnp.float32)
 
 
-def store(values: Array, like: Moment) -> Moment:
-    """Stores fp32 values in the way that `like` is stored."""
-    return quantize(values, like.spec) if isinstance(like, QTensor) else values.astype(like.dtype)
+def store(values: Array, like: Moment, words: Array | None = None) -> Moment:
+    """Stores fp32 values in the way that `like` is stored; codes under noise from two words, or None to nearest."""
+    if not isinstance(like, QTensor):
+        return values.astype(like.dtype)
+    return quantize(values, like.spec) if words is None else quantize_by_position(values, like, words)
 
 
 def _apply(
-    form: Form, grads: Any, mu: Any, nu: Any, params: Any, adam: Adam, decays: Any, impl: str, key: Array | None
+    form: Form,
+    grads: Any,
+    mu: Any,
+    nu: Any,
+    params: Any,
+    adam: Adam,
+    decays: Any,
+    impl: str,
+    key: Array | None,
+    nu_stochastic: bool,
 ) -> tuple[Any, Any, Any]:
-    leaves, treedef = _leaves(grads, mu, nu, params, decays, key)
+    leaves, treedef = _leaves(grads, mu, nu, params, decays, key, noise.of_step(adam.count) if nu_stochastic else None)
     if key is not None and all(leaf.noise is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
     impls = [adamw_fused.choose(leaf, impl, True).impl for leaf in leaves]
@@ -164,22 +193,29 @@ def _apply(
     return result, mus, nus
 
 
-def _leaves(grads: Any, mu: Any, nu: Any, params: Any, decays: Any, key: Array | None) -> tuple[list[Leaf], Any]:
+def _leaves(
+    grads: Any, mu: Any, nu: Any, params: Any, decays: Any, key: Array | None, nu_words: Array | None
+) -> tuple[list[Leaf], Any]:
     """The leaves of a tree of gradients, each with what belongs to it, and the tree's structure."""
     treedef: Any
-    gs, treedef = jax.tree.flatten(grads)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(grads)
+    gs = [g for _, g in paths]
     weights = [None] * len(gs) if params is None else treedef.flatten_up_to(params)
     words: Sequence[Array | None] = [None] * len(gs)
     if key is not None:
         random = jax.random.bits(key, (len(gs), 2), jnp.uint32)
         words = [random[i] if w.dtype == jnp.bfloat16 else None for i, w in enumerate(weights)]
-    columns = [treedef.flatten_up_to(tree) for tree in (mu, nu, jax.tree.broadcast(decays, grads))]
-    return [Leaf(*row) for row in zip(gs, weights, *columns, words, strict=True)], treedef
+    mus, nus, which = (treedef.flatten_up_to(tree) for tree in (mu, nu, jax.tree.broadcast(decays, grads)))
+    # By names alone: the same in a dict, a dataclass and an NNX state, and whatever else is in the tree.
+    salts = [noise.salt(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in paths]
+    nu_noise = [nu_words if _is_quantized(moment) else None for moment in nus]
+    return [Leaf(*row) for row in zip(gs, weights, mus, nus, which, words, nu_noise, salts, strict=True)], treedef
 
 
 def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
     columns = ([leaf.grad for leaf in leaves], [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves])
-    directions, mus, nus = direction(*columns, adam)
+    words = [None if leaf.nu_noise is None else noise.salted(leaf.nu_noise, leaf.salt) for leaf in leaves]
+    directions, mus, nus = direction(*columns, adam, words)
     results = []
     for leaf, d in zip(leaves, directions, strict=True):
         if leaf.decays and leaf.weight is not None:

@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from fp8jax.core import blocks, expansion, formats
+from fp8jax.core import blocks, expansion, formats, noise
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.choice import Choice, capability, missing_triton, spread
 
@@ -46,7 +46,9 @@ class Adam:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["grad", "weight", "mu", "nu", "noise"], meta_fields=["decays"]
+    jax.tree_util.register_dataclass,
+    data_fields=["grad", "weight", "mu", "nu", "noise", "nu_noise"],
+    meta_fields=["decays", "salt"],
 )
 @dataclasses.dataclass(frozen=True)
 class Leaf:
@@ -58,7 +60,10 @@ class Leaf:
         mu: first moment as stored.
         nu: second moment as stored.
         decays: whether the parameter decays; static.
-        noise: two random words for stochastic rounding, or None.
+        noise: two random words for stochastic rounding of the parameter, or None.
+        nu_noise: two words of the step for that of a quantized second moment, or None; the parameter's own are these
+            with its salt (`fp8jax.core.noise.salted`).
+        salt: a number of the parameter's own; static.
     """
 
     grad: Array
@@ -67,6 +72,8 @@ class Leaf:
     nu: Moment
     decays: bool
     noise: Array | None
+    nu_noise: Array | None = None
+    salt: int = 0
 
     @property
     def dtype(self) -> np.dtype:
@@ -91,6 +98,7 @@ class _Operands(NamedTuple):
     nu: tuple[Array, ...]
     scalars: tuple[Array, ...]
     noise: Array | None
+    nu_noise: Array | None
 
 
 def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
@@ -145,14 +153,64 @@ def _cut_explicitly(leaf: Leaf, arrays: list[Any], axes: dict[str, int]) -> str 
         return "gradient, parameter and moments are sharded differently"
     if leaf.noise is not None:
         return "the noise of stochastic rounding goes by global positions"
-    last = _entries(leaf.grad)[-1]
-    shards = math.prod(axes[a] for a in ((last,) if isinstance(last, str) else last or ()))
-    return "a shard cuts groups" if shards > 1 and leaf.grad.shape[-1] % (shards * leaf.group_size) else None
+    shards = math.prod(axes[a] for a in _entries(leaf.grad)[-1])
+    if shards > 1 and leaf.grad.shape[-1] % (shards * leaf.group_size):
+        return "a shard cuts groups"
+    if leaf.nu_noise is not None and _Place.of(leaf) is None:
+        return "the noise of the second moment goes by global positions, and more than two axes are cut"
+    return None
 
 
-def _entries(x: Array) -> list[Any]:
+def _entries(x: Array) -> list[tuple[str, ...]]:
+    """The mesh axes that each axis of an array is sharded over."""
     spec = jax.typeof(x).sharding.spec
-    return [*spec, *[None] * (x.ndim - len(spec))]
+    axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+    return [*axes, *[()] * (x.ndim - len(axes))]
+
+
+class _Place(NamedTuple):
+    """Where the groups of a shard lie among those of the global array.
+
+    Group n of the shard is group `first + n // inner * stride + n % inner`.
+
+    Attributes:
+        axes: for each axis of the array, the mesh axes it is sharded over.
+        steps: for each axis, how many groups further the next shard along it begins.
+        inner: groups of the shard that follow each other in the global array.
+        stride: how many groups further the next such run begins.
+    """
+
+    axes: list[tuple[str, ...]]
+    steps: list[int]
+    inner: int
+    stride: int
+
+    @classmethod
+    def of(cls, leaf: Leaf) -> "_Place | None":
+        """None where runs of groups have no constant stride."""
+        entries, mesh = _entries(leaf.grad), jax.typeof(leaf.grad).sharding.mesh
+        shape = [*leaf.grad.shape[:-1], -(-leaf.grad.shape[-1] // leaf.group_size)]
+        runs, stride = [[1, 1]], 1  # (groups, stride), innermost first
+        steps: list[int] = []
+        for n, axes in zip(reversed(shape), reversed(entries), strict=True):
+            local = n // math.prod(mesh.shape[a] for a in axes)
+            steps.insert(0, local * stride)
+            if stride == runs[-1][0] * runs[-1][1]:
+                runs[-1][0] *= local
+            elif local > 1:
+                runs.append([local, stride])
+            stride *= n
+        if len(runs) > 2:
+            return None
+        return cls(entries, steps, runs[0][0], runs[1][1] if len(runs) > 1 else 0)
+
+    def first(self) -> Array:
+        """Inside `jax.shard_map`, the number of the shard's first group, uint32."""
+        number = jnp.zeros((), jnp.uint32)
+        for axes, step in zip(self.axes, self.steps, strict=True):
+            if axes:
+                number = number + jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(step % 2**32)
+        return number
 
 
 def _explicit(leaf: Leaf) -> dict[str, int]:
@@ -170,27 +228,35 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         *(1 - adam.b1**adam.count, 1 - adam.b2**adam.count),
         *(adam.eps, adam.eps_root),
     )
+    place = _Place.of(leaf) if leaf.nu_noise is not None and _explicit(leaf) else None
     reads = form == "step" or (leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0))
 
     def local(*args: Any) -> Any:
         x = _Operands(*args)
+        words = x.nu_noise
+        if place is not None:
+            assert words is not None
+            eighths = place.first() * np.uint32(leaf.group_size // 8)
+            words = words.at[0].add(eighths * np.uint32(noise.STRIDE))
         return adamw_triton.adamw(
             *x[:4],
             adamw_triton.Scalars(*x.scalars),
             mu_storage=_storage(leaf.mu, signed=True),
-            nu_storage=_storage(leaf.nu, signed=False),
+            nu_storage=_storage(leaf.nu, signed=False, stochastic=words is not None),
             group_size=leaf.group_size,
             form=form,
             dtype=leaf.dtype,
             seed=x.noise,
+            nu_seed=words,
+            salt=leaf.salt,
+            run=None if place is None or not place.stride else (place.inner, place.stride),
             compute_capability=capability(),
         )
 
-    call = local if leaf.noise is not None else _over_leading_axes(local)
+    call = _over_leading_axes(local)
     values = tuple(jnp.asarray(x, jnp.float32) for x in scalars)
-    operands = _Operands(
-        leaf.grad, leaf.weight if reads else None, _parts(leaf.mu), _parts(leaf.nu), values, leaf.noise
-    )
+    moments = _parts(leaf.mu), _parts(leaf.nu)
+    operands = _Operands(leaf.grad, leaf.weight if reads else None, *moments, values, leaf.noise, leaf.nu_noise)
     if _explicit(leaf):
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tuple(operands))
         mesh = jax.typeof(leaf.grad).sharding.mesh  # known without jax.set_mesh, too
@@ -200,7 +266,10 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
 
 
 def _over_leading_axes(local: Any) -> Any:
-    """Under `jax.vmap` the mapped axis becomes one more leading axis of the arrays, which groups do not see."""
+    """Under `jax.vmap` the mapped axis becomes one more leading axis of the arrays, which groups do not see.
+
+    Noise does: with it, which goes by positions in one parameter, the kernel runs once for each.
+    """
 
     @jax.custom_batching.custom_vmap
     def mapped(*operands: Any) -> Any:
@@ -208,6 +277,13 @@ def _over_leading_axes(local: Any) -> Any:
 
     @mapped.def_vmap
     def rule(size: int, batched: Any, *operands: Any) -> Any:
+        if any(words is not None for words in operands[5:]):
+
+            def one(i: Array) -> Any:
+                return mapped(*jax.tree.map(lambda x, is_mapped: x[i] if is_mapped else x, operands, tuple(batched)))
+
+            results = jax.lax.map(one, jnp.arange(size))
+            return results, jax.tree.map(lambda _: True, results)
         if any(jax.tree.leaves(batched[4])):
             raise NotImplementedError("impl 'triton' cannot map over the scalars of the step; take impl='xla'")
 
@@ -233,11 +309,17 @@ def _restored(parts: tuple[Array, ...], like: Moment) -> Moment:
     return dataclasses.replace(like, codes=parts[0], scale=parts[1], expansion=exponents)
 
 
-def _storage(moment: Moment, signed: bool) -> Any:
+def _storage(moment: Moment, signed: bool, stochastic: bool = False) -> Any:
     from pallas_kernels import adamw_triton
 
     if not isinstance(moment, QTensor):
         return None
     spec, fmt = moment.spec, formats.get(moment.spec.format)
-    expanded = (fmt.expansion_range, expansion.LOWEST, expansion.HIGHEST) if spec.expand else None
-    return adamw_triton.Storage(fmt.max, expanded, fmt.smallest if spec.underflow == "smallest" else None, signed)
+    ratio = fmt.normal_range**expansion.NEW if stochastic else fmt.expansion_range
+    expanded = (ratio, expansion.LOWEST, expansion.HIGHEST) if spec.expand else None
+    smallest = fmt.smallest if spec.underflow == "smallest" else None
+    plain = adamw_triton.Storage(fmt.max, expanded, smallest, signed)
+    if not stochastic:
+        return plain
+    kept = (fmt.normal_range**expansion.FEWEST, fmt.normal_range)
+    return dataclasses.replace(plain, noise=adamw_triton.Noise(fmt.mantissa_bits, fmt.smallest_normal, kept))

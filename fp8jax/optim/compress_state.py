@@ -61,6 +61,9 @@ def compress_state(
             its parameter has a name that neither optax's list nor `moments` holds.
         TypeError: `tx` is no transformation.
 
+    Codes are rounded to nearest, for which a second moment with b2 from about 0.98 on is too slow: there take
+    `compressed_adamw`, which can round stochastically, or "fp32" (bf16 stalls, too).
+
     `init` makes the state of `tx` first. Where that does not fit beside the parameters, use `jax.jit(tx.init)`, which
     never holds it.
 
@@ -162,7 +165,9 @@ def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], know
                 f"compress_state does not know what {name!r} of the state is; say how to store it, such as "
                 f"moments={{'{last or '*'}': 'fp32'}}"
             )
-        plan.stored[-1] = known[last] if key is None else rules[key]
+        plan.stored[-1] = stored = known[last] if key is None else rules[key]
+        if last in FIRST_MOMENTS and isinstance(stored, QuantSpec) and not formats.get(stored.format).signed:
+            raise ValueError(f"moments[{key!r}]: {stored.format!r} has no signs, but the first moment {name!r} does")
         names.add(name)
         used.add(key)
     # A tree without leaves is one that optax probes with (tree.map_params), or a part of optax.partition.

@@ -126,6 +126,6 @@ def static_integer(name: str, value: int | np.integer | Array) -> int | None:
     """A static integer; None for one that `optax.inject_hyperparams` traced, which `update` has no need of."""
     if isinstance(value, jax.core.Tracer):
         return None
-    if int(value) != value or value < (1 if name == "group_size" else 0):
+    if not value >= (1 if name == "group_size" else 0) or value // 1 != value:
         raise ValueError(f"{name} must be a positive integer, not {value}")
     return int(value)

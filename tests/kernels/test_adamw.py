@@ -201,6 +201,11 @@ def test_the_table_has_log2_of_every_code(name):
 CONFIGURATIONS = {
     "fp32 weights": ({"shape": (512, 1024), "weight": "float32"}, 55, 10),
     "bf16 weights, stochastic": ({"shape": (512, 1024), "weight": "bfloat16", "stochastic": True}, 42, 8.5),
+    "bf16 weights and second moment, stochastic": (
+        {"shape": (512, 1024), "weight": "bfloat16", "stochastic": True, "nu_stochastic": True},
+        56,
+        8.5,
+    ),
     "update": ({"shape": (512, 1024), "weight": "float32", "form": "update"}, 56, 10),
     "no expansion": ({"shape": (512, 1024), "weight": "float32", "expand": False}, 48, 2),
     "e5m2": ({"shape": (512, 1024), "weight": "float32", "nu": "e5m2"}, 62, 10),
@@ -211,10 +216,13 @@ CONFIGURATIONS = {
     "groups of 1024": ({"shape": (512, 2048), "weight": "float32", "size": 1024}, 51, 10),
     "bf16 weights": ({"shape": (512, 1024), "weight": "bfloat16"}, 39, 8.5),
     "bf16 update": ({"shape": (512, 1024), "weight": "bfloat16", "form": "update"}, 39, 8.5),
+    "stochastic second moment": ({"shape": (512, 1024), "weight": "float32", "nu_stochastic": True}, 73, 10),
 }
 
 
-def lower(shape, weight, size=128, mu="e4m3", nu="e4m3", expand=True, form="step", stochastic=False):
+def lower(
+    shape, weight, size=128, mu="e4m3", nu="e4m3", expand=True, form="step", stochastic=False, nu_stochastic=False
+):
     """Lowers one step for a GPU of compute capability 9.0; run in a process of its own."""
 
     def moment(name, role):
@@ -230,7 +238,7 @@ def lower(shape, weight, size=128, mu="e4m3", nu="e4m3", expand=True, form="step
         jax.ShapeDtypeStruct(shape, jnp.dtype(weight)),
     )
     options = {"key": jax.random.key(0)} if stochastic else {}
-    run = functools.partial(getattr(adamw, form), adam=ADAM, impl="triton", **options)
+    run = functools.partial(getattr(adamw, form), adam=ADAM, impl="triton", nu_stochastic=nu_stochastic, **options)
     return jax.jit(run, donate_argnums=(1, 2, 3)).trace(*args).lower(lowering_platforms=("cuda",))
 
 
@@ -317,7 +325,7 @@ def in_own_process(call, tmp_path):
 
 @triton
 @pytest.mark.parametrize(
-    "name", [name if i < 4 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(CONFIGURATIONS)]
+    "name", [name if i < 5 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(CONFIGURATIONS)]
 )
 def test_lowers_for_hopper_within_an_instruction_budget(name, tmp_path):
     _, instructions, special_functions = CONFIGURATIONS[name]

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fp8jax.core import noise
 from fp8jax.ops import adamw, adamw_fused
 from tests.kernels.adamw_cases import ADAM, special, stored
 
@@ -30,6 +31,12 @@ CASES += [(shape, "e4m3", "e4m3", True, "stochastic", "bfloat16", "bfloat16") fo
 EPS = [(1e-8, 0.0), (1e-3, 0.0), (1e-12, 0.0), (1e-8, 1e-9)]
 CASES += [("whole", mu, "e4m3", True, "step", grad, "bfloat16", *eps) for mu in ("e4m3", "e5m2")
           for grad in ("bfloat16", "float32") for eps in EPS]  # fmt: skip
+# Second moments that are rounded stochastically: shape, format, range expansion, form, dtype of the weights.
+NOISY = [("whole", "e4m3", True, "update", "float32"), ("whole", "e4m3", True, "step", "bfloat16"),
+         ("whole", "e5m2", True, "step", "bfloat16"), ("whole", "e5m2", False, "update", "float32"),
+         ("whole", "e4m3", False, "update", "bfloat16"), ("short groups", "e4m3", True, "step", "float32"),
+         ("unaligned", "e4m3", True, "update", "float32"),
+         ("partial tile", "e5m2", True, "step", "float32")]  # fmt: skip
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
@@ -40,7 +47,7 @@ def test_interpreted_kernel_equals_the_reference_on_special_groups():
     command = [sys.executable, "-m", "tests.kernels.test_adamw_interpreted"]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"{len(CASES)} cases"
+    assert done.stdout.splitlines()[-1] == f"{len(CASES) + len(NOISY)} cases"
 
 
 def prepare() -> None:
@@ -72,6 +79,10 @@ def prepare() -> None:
         half = tl.where(odd, noise >> 16, noise & 0xFFFF).to(tl.int32, bitcast=True)
         return ((x + half) & -0x10000).to(tl.float32, bitcast=True).to(tl.bfloat16)
 
+    def add_scaled_noise_to_pairs(x: Any, noise: Any, one: Any) -> Any:
+        odd = (tl.arange(0, x.shape[2]) & 1)[None, None, :] == 1
+        return x + tl.where(odd, noise >> 16, noise & 0xFFFF).to(tl.int32, bitcast=True) * int(one)
+
     jax.lax.platform_dependent = lambda *args, cuda, default=None: cuda(*args)
     interpreter._convert_float = tools.convert
     call_triton.call, call_triton.check = call, lambda _: None
@@ -84,6 +95,7 @@ def prepare() -> None:
     codec.ends_of_inverted = lambda y, x: (y & 0x7FFFFFFE) | (~x & -0x7FFFFFFF)
     codec.turned = lambda codes: codes ^ -128
     codec.add_noise_to_pairs = add_noise_to_pairs
+    codec.add_scaled_noise_to_pairs = add_scaled_noise_to_pairs
     codec.with_signs = lambda codes, signs: codes | (signs & -128)
     codec.nan_where_not_finite = lambda x, other: (x.to(tl.float32) + other.to(tl.float32) * 0).to(tl.bfloat16)
     codec.load_four = lambda pointer: tuple(tl.load(pointer + i) for i in range(4))
@@ -125,6 +137,63 @@ def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, we
     assert np.mean((a != c)[finite]) > 0.1
 
 
+def compare_noise(shape: str, nu: str, expand: bool, form: str, weight: str) -> None:
+    """The second moment rounded stochastically: codes of the reference but for few, results as without."""
+    adam = dataclasses.replace(ADAM, b2=0.9)
+    values = [special(SHAPES[shape], seed) for seed in range(3)]
+    leaf = (
+        jnp.asarray(values[0] * 0.1),
+        stored(values[1], "e4m3"),
+        stored(values[2] ** 2, nu, 128, expand, "nu"),
+        jnp.asarray(np.nan_to_num(values[1] * 0.1)).astype(weight),
+    )
+    if expand and form == "update":
+        # Exponents of a run that goes on, which groups keep if their range still fits.
+        start = adamw.update(*leaf, adam, impl="xla", nu_stochastic=True)[2]
+        leaf = (*leaf[:2], start, leaf[3])
+    run = functools.partial(getattr(adamw, form), *leaf, adam)
+    want, got = run(impl="xla", nu_stochastic=True), run(impl="triton", nu_stochastic=True)
+    nearest = run(impl="triton")
+    for x, y in ((got[0], nearest[0]), (got[1].codes, nearest[1].codes)):
+        np.testing.assert_array_equal(*(np.asarray(a).view(np.uint8) for a in (x, y)))
+    got[2].validate()
+    a, b, c = (np.asarray(x[2].codes).astype(np.float32) for x in (want, got, nearest))
+    for kind in (np.isnan, np.isinf, lambda x: x == 0, np.signbit):
+        np.testing.assert_array_equal(kind(a), kind(b))
+    same = np.ones(want[2].scale.shape, bool)
+    if expand:
+        same = np.asarray(want[2].expansion == got[2].expansion)
+        assert np.sum(~same) <= 1 + 5e-3 * same.size
+    there = np.repeat(same, 128, -1)[..., : a.shape[-1]] & ~np.isnan(a)
+    assert np.mean((a != b)[there]) < 2e-3, np.mean((a != b)[there])
+    assert np.mean((b != c)[there]) > 0.1
+    ulps = np.abs(np.asarray(want[2].codes).view(np.int8).astype(int) - np.asarray(got[2].codes).view(np.int8))
+    assert ulps[there].max() <= 1
+
+
+def compare_shards() -> None:
+    """A shard of the columns of some rows gets the codes that it has in the whole array, told where it lies there."""
+    from pallas_kernels import adamw_triton
+
+    values = np.random.default_rng(0).standard_normal((2, 6, 512)).astype(np.float32)
+    leaf = (jnp.asarray(values), stored(values, "e4m3"), stored(values**2, "e4m3", moment="nu"), jnp.asarray(values))
+    whole = adamw.step(*leaf, ADAM, impl="triton", nu_stochastic=True)
+    cut, groups = np.s_[1:, 2:4, 256:], np.s_[1:, 2:4, 2:]
+    storages = [adamw_fused._storage(leaf[i], i == 1, i == 2) for i in (1, 2)]
+    words = np.asarray(noise.of_step(ADAM.count)).copy()
+    words[0] += np.uint32((1 * 6 * 4 + 2 * 4 + 2) * 16 * noise.STRIDE % 2**32)
+    moments = [
+        tuple(jnp.asarray(np.asarray(x)[at]) for x, at in ((q.codes, cut), (q.scale, groups), (q.expansion, groups)))
+        for q in leaf[1:3]
+    ]
+    scalars = adamw_triton.Scalars(1e-3, 0.1, 0.9, 0.1, 0.999, 0.001, 1 - 0.9**3, 1 - 0.999**3, 1e-8, 0.0)
+    _, _, nu = adamw_triton.adamw(
+        leaf[0][cut], leaf[3][cut], *moments, scalars, mu_storage=storages[0], nu_storage=storages[1], group_size=128,
+        form="step", nu_seed=words, salt=noise.salt(""), run=(2, 4),
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(nu[0]).view(np.uint8), np.asarray(whole[2].codes)[cut].view(np.uint8))
+
+
 def main() -> None:
     prepare()
     from tests.kernels.adamw_codes import BITS, check_every_code
@@ -136,7 +205,13 @@ def main() -> None:
             compare(*case)
         except Exception as error:
             raise AssertionError(f"case {case}") from error
-    print(f"{len(CASES)} cases")
+    for case in NOISY:
+        try:
+            compare_noise(*case)
+        except Exception as error:
+            raise AssertionError(f"case {case}") from error
+    compare_shards()
+    print(f"{len(CASES) + len(NOISY)} cases")
 
 
 if __name__ == "__main__":

@@ -222,6 +222,7 @@ def test_specs_go_by_name_by_pattern_and_in_order():
         (lambda: OURS(optax.adam(1e-3), {"mu": "fp8"}), "unknown number format 'fp8'"),
         (lambda: OURS(optax.adam(1e-3), {"mu": 8}), "unknown number format 8|must be the name of a format"),
         (lambda: OURS(optax.adam(1e-3), {"mu": "ude8"}), "'ude8' has no signs, but first moments do"),
+        (lambda: OURS(optax.adam(1e-3), {"*.mu": "ude8"}), "'ude8' has no signs, but the first moment '0.mu' does"),
         (lambda: OURS(optax.adam(1e-3), {"mu": "int10"}), "no storage of moments"),
         (lambda: OURS(optax.adam(1e-3), {"mu": QuantSpec.parse("e4m3:mx32")}), "no storage of moments"),
         (lambda: OURS(optax.adam(1e-3), {"mu": QuantSpec.parse("e4m3+stochastic")}), "no storage of moments"),

@@ -1,0 +1,66 @@
+"""Noise for stochastic rounding from random words and each element's position: the reference of the kernels' own.
+
+It depends on nothing but the words and the global shape, so no mesh changes it, and needs no array of random bits.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+# The noise of an array that begins at eighth n of another has n * STRIDE added to its first word.
+STRIDE = 0x9E3779B9
+SALT_STRIDE = 0x85EBCA6B
+
+
+def by_position(words: Array, shape: Sequence[int], row: int | None = None) -> Array:
+    """16 bits of noise for each element of an array, uint32.
+
+    They are half of a multiple of a hash of index // 8, one multiple for each of four pairs, and repeat after 2^35
+    elements. The index is the element's place in the flat array whose rows are `row` elements long.
+
+    Args:
+        words: two uint32 words.
+        shape: global shape.
+        row: length that rows of the last axis are padded to; None takes their own.
+    """
+    padded = tuple(shape) or (1,)
+    length = padded[-1] if row is None else row
+    index, column = jnp.zeros(padded, jnp.uint32), jax.lax.broadcasted_iota(jnp.uint32, padded, len(padded) - 1)
+    for axis, size in enumerate(padded[:-1]):
+        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, padded, axis)
+    # Eight rows have a multiple of eight elements: no product here needs more than 32 bits to be right modulo 2^32.
+    within = (index & 7) * np.uint32(length) + column
+    noise = ((index >> 3) * np.uint32(length) + (within >> 3)) * np.uint32(STRIDE) + words[0]
+    noise = (noise ^ (noise >> 16)) * np.uint32(0x7FEB352D)
+    noise = (noise ^ (noise >> 15) ^ words[1]) * np.uint32(0x846CA68B)
+    noise = noise ^ (noise >> 16)
+    noise += noise * np.uint32(0x9708B674) * ((within >> 1) & 3)
+    return jnp.where(within & 1 == 0, noise & 0xFFFF, noise >> 16).reshape(shape)
+
+
+def uniform(words: Array, shape: Sequence[int], row: int | None = None) -> Array:
+    """`by_position` as fp32 in (0, 1): odd multiples of 2^-17, whose mean is exactly a half."""
+    return (by_position(words, shape, row).astype(jnp.float32) + 0.5) * np.float32(2**-16)
+
+
+def of_step(count: ArrayLike) -> Array:
+    """Two words for a step of an optimizer, from its number."""
+    x = jnp.asarray(count).astype(jnp.uint32) * np.uint32(STRIDE) + np.asarray([0x243F6A88, 0x85A308D3], np.uint32)
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def salt(name: str) -> int:
+    """A number for a parameter, from its path alone: odd, from 2^30 on and under 2^31."""
+    return zlib.crc32(name.encode()) >> 2 | 0x40000001
+
+
+def salted(words: Array, number: int) -> Array:
+    """The words of a step for the parameter that has this salt."""
+    return jnp.stack([words[0] + np.uint32(number), words[1] ^ np.uint32(number * SALT_STRIDE & 0xFFFFFFFF)])

@@ -1,0 +1,56 @@
+"""What training needs of a recipe beside its layers: the optimizer."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optax
+
+from fp8jax import recipes
+from fp8jax.core.recipe import Recipe
+from fp8jax.optim.compressed_adamw import MIN_SIZE, FusedTransformation, ScalarOrSchedule, compressed_adamw
+
+
+def optimizer(
+    recipe: Recipe | str,
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    weight_decay: float = 1e-4,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
+    min_size: int | np.integer = MIN_SIZE,
+    impl: str = "auto",
+) -> FusedTransformation:
+    """AdamW whose moments are stored as a recipe says: `compressed_adamw` with the settings of `recipe.optimizer`.
+
+    A recipe that leaves moments in fp32, such as `bf16`, gets the bits of `optax.adamw`.
+
+    Args:
+        recipe: a recipe, or the name of one of `fp8jax.recipes`.
+        learning_rate, b1, b2, eps, eps_root, weight_decay, mask, min_size, impl: as of `compressed_adamw`; `impl` says
+            nothing about moments that are not quantized.
+
+    Returns:
+        As `compressed_adamw`.
+
+    Raises:
+        ValueError: no recipe has this name, or as `compressed_adamw`.
+        TypeError: `recipe` is neither.
+
+    Examples:
+        >>> import fp8jax, optax
+        >>> tx = optax.chain(optax.clip_by_global_norm(1.0), fp8jax.optimizer("coat", 3e-4, weight_decay=0.1))
+    """
+    if isinstance(recipe, str):
+        recipe = recipes.get(recipe)
+    if not isinstance(recipe, Recipe):
+        called = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
+        raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {called}")
+    storage = {name: value for name, value in dataclasses.asdict(recipe.optimizer).items() if value is not None}
+    return compressed_adamw(
+        learning_rate, b1, b2, eps, eps_root, weight_decay, mask, min_size=min_size, impl=impl, **storage
+    )

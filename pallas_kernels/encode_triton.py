@@ -1,0 +1,200 @@
+"""Device code that encodes groups in 8 bits, in Triton: statistics, exponents and rounding; see `codec_triton`."""
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from pallas_kernels import codec_triton as codec
+
+_TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+# Added to the bits of a magnitude, takes Inf and NaN out of the positive integers, and leaves the order of the rest.
+_FINITE_TO_TOP = tl.constexpr(0x00800000)
+_LARGEST_FINITE = tl.constexpr(0x7F7FFFFF)
+
+
+@triton.jit
+def extremes(x: tl.tensor, SIGNED: tl.constexpr, QUICK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of each group the bits of the largest finite magnitude, and those of the smallest non-zero one, less one; and x.
+
+    Less one, zero is the largest unsigned integer. A group of zeros gets 0 and that. The quick way counts zeros, Inf
+    and NaN as values, and a program that has some goes the other way as well; unsigned, its Inf are NaN from then on.
+    """
+    magnitude = codec.bits(x) & _MAGNITUDE if SIGNED else codec.bits(x)
+    if QUICK:
+        largest = tl.max(tl.max(magnitude, axis=1), axis=1)
+        smallest = (tl.min(tl.min(magnitude, axis=1), axis=1) - 1).to(tl.uint32, bitcast=True)
+        if tl.max(tl.maximum(largest.to(tl.uint32, bitcast=True), smallest), axis=0) > _LARGEST_FINITE:
+            largest, smallest = _careful_extremes(magnitude)
+            if not SIGNED:
+                x = tl.where(magnitude > _LARGEST_FINITE, float("nan"), x)
+    else:
+        largest, smallest = _careful_extremes(magnitude)
+    return largest, smallest, x
+
+
+@triton.jit
+def _careful_extremes(magnitude: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    largest = tl.max(tl.max(magnitude + _FINITE_TO_TOP, axis=1), axis=1)
+    smallest = (magnitude - 1).to(tl.uint32, bitcast=True)
+    smallest = tl.min(tl.min(smallest, axis=1), axis=1)
+    return tl.maximum(largest, _FINITE_TO_TOP) - _FINITE_TO_TOP, smallest
+
+
+@triton.jit
+def ordinary_extremes(x: tl.tensor, SIGNED: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Of each group the bits of the largest and the smallest magnitude; the largest of a group with a NaN is NaN."""
+    if SIGNED:
+        # Magnitudes of two are compared without being made; of integers, three at a time.
+        magnitude = tl.reshape(tl.abs(x), (x.shape[0], 2, x.shape[1] // 2, x.shape[2]))
+        largest = codec.bits(tl.reduce(magnitude, 1, _larger_or_nan))
+        smallest = codec.bits(tl.min(magnitude, axis=1))
+    else:
+        largest, smallest = codec.bits(x), codec.bits(x)
+    return tl.max(tl.max(largest, axis=1), axis=1), tl.min(tl.min(smallest, axis=1), axis=1)
+
+
+@triton.jit
+def _larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def exponents(
+    log2_top: tl.tensor, smallest: tl.tensor, spans: tl.tensor, previous: tl.tensor, HOW: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Exponents of groups from log2 of the largest magnitude, the smallest one, and whether they differ.
+
+    Codes that are rounded stochastically keep their `previous` one where it will do.
+    Returned as stored and in fp32; and what log2 of a code has beside the exponent times log2 of the magnitude.
+    """
+    octaves = log2_top - codec.log2_abs(smallest)
+    k = tl.minimum(tl.maximum(HOW[5] * codec.reciprocal(octaves), HOW[6]), HOW[7])
+    k = tl.where(spans, k, 1.0)
+    if HOW[9] > 0:
+        taken = previous.to(tl.float32) * octaves
+        k = tl.where((taken >= HOW[11]) & (taken <= HOW[12]), previous.to(tl.float32), k)
+    pair = codec.bf16_twice(k)
+    k = codec.from_bits(pair & -0x10000)
+    return (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), k, tl.fma(-k, log2_top, HOW[4])
+
+
+@triton.jit
+def interpolated(y: tl.tensor, k: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+    """Bits of normal y, moved between the codes around it, and a little: ready for noise, of which a half is missing.
+
+    The codes around y decode to what is no linear function of them. Linear noise takes the upper one with the right
+    probability p where y lies at p of the way. With t the way of y itself, s = 1 - 1 / k, and codes h apart around
+    their middle c, p = t + t * (1 - t) * s * h / (2 * c) up to terms in (h / c)^2. Here 1 / c is a straight line in the
+    significand of y, 6 % off at most, of a p that differs from t by 0.015 (e4m3) or 0.03 (e5m2) at most.
+    """
+    WIDTH: tl.constexpr = 2.0 ** (HOW[9] - 23)
+    x = codec.bits(y)
+    # Beyond 1 / k = 8, for groups of 2^120, p is not that far from t.
+    s = 0.5 * tl.maximum(1.0 - codec.reciprocal(k), -7.0)
+    # A floating-point number this large has its integer part in its lowest bits.
+    slope, start = codec.per_group(s * (-0.4706 * 8388608.0)), codec.per_group(s * (1.4118 * 8388608.0))
+    way = codec.from_bits((x & ((1 << HOW[9]) - 1)) | 0x3F800000) - (1.0 + WIDTH / 2)
+    significand = codec.from_bits((x & 0x007FFFFF) | 0x3F800000)
+    square = tl.fma(-way, way, WIDTH * WIDTH / 4)
+    moved = tl.fma(square, tl.fma(significand, slope, start), 12582912.0)
+    return x + codec.bits(moved) + ((1 << (HOW[9] - 17)) - 0x4B400000)
+
+
+@triton.jit
+def add_noise(
+    y: tl.tensor, k: tl.tensor, noise: tl.tensor, place: tl.tensor, PAIRED: tl.constexpr, HOW: tl.constexpr
+) -> tl.tensor:
+    """Values of codes, for fp32 magnitudes in units of the codes: one of the two around, unbiased; Inf and NaN stay."""
+    if HOW[1]:
+        x = interpolated(y, k, HOW)
+    else:
+        # Under the smallest normal number the codes are as far apart as above it.
+        shift = tl.where(y < HOW[10], HOW[10], 0.0)
+        x = codec.bits(y + shift) + (1 << (HOW[9] - 17))
+    if PAIRED:
+        x = codec.add_scaled_noise_to_pairs(x, noise, 1 << (HOW[9] - 16))
+    else:
+        half = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
+        x = x + half * (1 << (HOW[9] - 16))
+    rounded = codec.from_bits(x & -(1 << HOW[9]))
+    if not HOW[1]:
+        rounded = rounded - shift
+    return tl.where(y < float("inf"), rounded, y)
+
+
+@triton.jit
+def ordinary_exponents(
+    largest: tl.tensor, smallest: tl.tensor, unit: tl.tensor, per_unit: tl.tensor, previous: tl.tensor,
+    HOW: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Exponents, in fp32, of groups with these `ordinary_extremes` in units of `unit`."""
+    log2_top = codec.log2_abs(codec.from_bits(largest) * (unit * (1 / HOW[3])) * (per_unit * HOW[3]))
+    _, k, _ = exponents(log2_top, codec.from_bits(smallest), largest > smallest, previous, HOW)
+    return k
+
+
+@triton.jit
+def encode_ordinary(
+    x: tl.tensor, largest: tl.tensor, k: tl.tensor, unit: tl.tensor, per_unit: tl.tensor, noise: tl.tensor,
+    CODE: tl.constexpr, HOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """As `encode`, with range expansion, of values in units of `unit`, of which there are `per_unit` in one.
+
+    Given largest magnitudes and exponents. Without zeros, Inf and NaN, and no scale is subnormal. Neighbours are pairs
+    of `noise`.
+    """
+    scale = codec.from_bits(largest) * (unit * (1 / HOW[3]))
+    log2_top = codec.log2_abs(scale * (per_unit * HOW[3]))
+    offset = tl.fma(-k, log2_top, HOW[4])
+    y = codec.exp2(tl.fma(codec.log2_abs(x), codec.per_group(k), codec.per_group(offset)))
+    if HOW[9] > 0:
+        y = codec.from_bits(
+            codec.add_scaled_noise_to_pairs(interpolated(y, k, HOW) - (1 << (HOW[9] - 1)), noise, 1 << (HOW[9] - 16))
+        )
+    codes = y.to(CODE)
+    if HOW[2]:
+        codes = codec.with_signs(codes.to(tl.int8, bitcast=True), x.to(CODE).to(tl.int8, bitcast=True))
+        codes = codes.to(CODE, bitcast=True)
+    return codes, scale, (codec.bits(k) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def encode(
+    x: tl.tensor, previous: tl.tensor, noise: tl.tensor, place: tl.tensor,
+    CODE: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter.
+
+    Of codes that are rounded stochastically `previous` are the exponents until now, and `noise`, `place` and PAIRED are
+    as of `round_stochastically`.
+    """
+    largest_bits, smallest, marked = extremes(x, HOW[2], QUICK)
+    largest = codec.from_bits(largest_bits)
+    scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / HOW[3]), _TINY), 1.0)
+    if HOW[1]:
+        top = tl.maximum(largest, _TINY * HOW[3])
+        spans = (codec.bits(top) - 1).to(tl.uint32, bitcast=True) > smallest
+        smallest = codec.from_bits((smallest + 1).to(tl.int32, bitcast=True))
+        exponent, k, offset = exponents(codec.log2_abs(scale * HOW[3]), smallest, spans, previous, HOW)
+        y = codec.exp2(tl.fma(codec.log2_abs(marked), codec.per_group(k), codec.per_group(offset)))
+    else:
+        exponent, k = scale.to(tl.bfloat16), scale
+        y = tl.abs(marked) * codec.per_group(tl.div_rn(1.0, scale))
+        if HOW[8] > 0:
+            y = tl.where((x != 0) & (y < HOW[8]), HOW[8], y)
+    if HOW[9] > 0:
+        y = add_noise(y, k, noise, place, PAIRED, HOW)
+    # The conversion saturates Inf to the largest value; the lowest bit makes it NaN, and is nothing to a finite value.
+    if HOW[2]:
+        # Of ~x, since the lowest bit of Inf is 0; the signs turn as codes, four at a time.
+        codes = codec.from_bits(codec.ends_of_inverted(codec.bits(y), codec.bits(x))).to(CODE)
+        codes = codec.turned(codes.to(tl.int8, bitcast=True)).to(CODE, bitcast=True)
+    elif QUICK:
+        codes = y.to(CODE)
+    else:
+        codes = codec.from_bits(codec.bits(y) | 1).to(CODE)
+    if tl.float8e5 == CODE:
+        infinity = tl.where(x > 0, 0x7C, -4).to(tl.int8).to(CODE, bitcast=True)
+        codes = tl.where(tl.abs(x) == float("inf"), infinity, codes)
+    return codes, scale, exponent

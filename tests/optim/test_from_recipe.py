@@ -1,0 +1,57 @@
+"""From a recipe to its optimizer."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import fp8jax
+
+PARAMS = {"w": jnp.linspace(-1, 1, 64 * 128).reshape(64, 128), "b": jnp.ones(7)}
+
+
+@pytest.mark.parametrize("name", fp8jax.recipes.NAMES)
+def test_moments_are_stored_as_the_recipe_says(name):
+    recipe = fp8jax.recipes.get(name)
+    for given in (name, recipe):
+        state = jax.eval_shape(fp8jax.optimizer(given, 1e-3).init, PARAMS)
+        for moment in ("mu", "nu"):
+            stored = getattr(state, moment)["w"]
+            assert (stored.spec if isinstance(stored, fp8jax.QTensor) else None) == recipe.optimizer.spec(moment)
+
+
+def test_every_setting_arrives():
+    """What is passed on moves parameters as the same arguments of `compressed_adamw`; the plain recipe as optax's."""
+    settings = {"b1": 0.8, "b2": 0.9, "eps": 1e-3, "eps_root": 1e-4, "weight_decay": 0.3}
+    mask = {"w": True, "b": False}
+    custom = dataclasses.replace(
+        fp8jax.recipes.coat(), optimizer=fp8jax.recipes.Optimizer("e5m2", "ude8", 32, False, "stochastic")
+    )
+    ours = fp8jax.optimizer(custom, 1e-2, mask=mask, min_size=0, impl="xla", **settings)
+    same = fp8jax.compressed_adamw(
+        1e-2, mask=mask, min_size=0, impl="xla", mu="e5m2", nu="ude8", group_size=32, expand=False,
+        nu_rounding="stochastic", **settings,
+    )  # fmt: skip
+    plain, theirs = fp8jax.optimizer("bf16", 1e-2, mask=mask, **settings), optax.adamw(1e-2, mask=mask, **settings)
+    for a, b in ((ours, same), (plain, theirs)):
+        state, reference = a.init(PARAMS), b.init(PARAMS)
+        for _ in range(2):
+            u, state = jax.jit(a.update)(PARAMS, state, PARAMS)
+            v, reference = jax.jit(b.update)(PARAMS, reference, PARAMS)
+            chex.assert_trees_all_equal(u, v)
+
+
+def test_what_is_no_recipe_is_refused():
+    with pytest.raises(ValueError, match="unknown recipe 'adam'; recipes are bf16, coat"):
+        fp8jax.optimizer("adam", 1e-3)
+    with pytest.raises(TypeError, match=r"takes a recipe or its name.*call it: coat\(\)"):
+        fp8jax.optimizer(fp8jax.recipes.coat, 1e-3)
+    with pytest.raises(TypeError, match=r"takes a recipe or its name, not 0\.001; as"):
+        fp8jax.optimizer(1e-3, "coat")
+    with pytest.raises(ValueError, match=r"group_size must be a positive integer, not 3\.5"):
+        fp8jax.recipes.Optimizer(group_size=3.5)
+    with pytest.raises(ValueError, match="'ude8' has no signs"):
+        fp8jax.recipes.Optimizer(mu="ude8")
