@@ -27,6 +27,7 @@ from fp8jax.modules.blocks import Form, Watched
 from fp8jax.modules.delayed_linen import DelayedDotGeneral
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.rules import Ordered, Rule, Rules, ordered
+from fp8jax.recipes import linear_part
 
 Model = TypeVar("Model", bound=nn.Module)
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
@@ -80,16 +81,16 @@ def quantize(module: Model, rules: Rules) -> Model:
 
 
 @functools.lru_cache(maxsize=256)
-def make_dot_general_cls(recipe: Recipe | Linear) -> type[DotGeneral]:
+def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
     """The products of a recipe for one layer: `nn.Dense(64, dot_general_cls=make_dot_general_cls(recipe))`.
 
     Args:
-        recipe: a `Recipe` or its part `Linear`.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name.
 
     Returns:
         A class whose instances are called as `jax.lax.dot_general`; the same class for the same recipe.
     """
-    part = recipe.linear if isinstance(recipe, Recipe) else recipe
+    part = linear_part(recipe)
 
     @dataclasses.dataclass(frozen=True)
     class RecipeDotGeneral(DotGeneral):

@@ -11,7 +11,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import SAME, Linear, Recipe
-from fp8jax.ops.product import QuantizedWeight, linear_part, product, threaded
+from fp8jax.ops.product import QuantizedWeight, product, threaded
+from fp8jax.recipes import linear_part
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -20,7 +21,7 @@ def linear(
     x: Array,
     w: Array,
     *,
-    recipe: Recipe | Linear,
+    recipe: Recipe | Linear | str,
     bias: Array | None = None,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
@@ -30,7 +31,7 @@ def linear(
     Args:
         x: (..., inputs), any floating dtype.
         w: (inputs, outputs).
-        recipe: a `Recipe`, or its part `Linear`.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name.
         bias: (outputs,), added in the dtype of the result.
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
@@ -52,7 +53,7 @@ def dot_general(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    recipe: Recipe | Linear,
+    recipe: Recipe | Linear | str,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
@@ -65,7 +66,7 @@ def dot_general(
         dimension_numbers: as in `jax.lax.dot_general`. Batch axes have products, and scales, of their own.
         precision: must be None or default: quantized products have one precision.
         preferred_element_type: dtype of the result; that of `lhs` if None.
-        recipe: a `Recipe`, or its part `Linear`.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name.
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
         out_sharding: passed to `jax.lax.dot_general` where nothing is quantized; else it must be None.
@@ -105,14 +106,16 @@ def dot_general(
     return y.reshape(*batch, *tokens, *outputs).astype(dtype)
 
 
-def einsum(subscripts: str, lhs: Array, rhs: Array, *, recipe: Recipe | Linear, key: Array | None = None) -> Array:
+def einsum(
+    subscripts: str, lhs: Array, rhs: Array, *, recipe: Recipe | Linear | str, key: Array | None = None
+) -> Array:
     """`jnp.einsum` of two operands with the products of a recipe: `lhs` is the input, `rhs` the weight.
 
     Args:
         subscripts: as in `jnp.einsum`, such as "btd,dhc->bthc" or "...d,dh->...h", with an explicit output.
         lhs: input.
         rhs: weight.
-        recipe: a `Recipe`, or its part `Linear`.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name.
         key: PRNG key for recipes that round stochastically.
 
     Raises:
@@ -153,7 +156,7 @@ def linears(
     x: Array,
     weights: Sequence[Array],
     *,
-    recipe: Recipe | Linear,
+    recipe: Recipe | Linear | str,
     key: Array | None = None,
     quantized: Sequence[QuantizedWeight | None],
 ) -> tuple[Array, ...]:
@@ -187,7 +190,7 @@ def rows(x: Array, w: Array) -> Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def stateless(recipe: Recipe | Linear) -> Linear:
+def stateless(recipe: Recipe | Linear | str) -> Linear:
     """The part of a recipe that products follow, where these need no state; else ValueError."""
     part = linear_part(recipe)
     if part.scaling == "delayed":
