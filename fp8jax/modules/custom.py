@@ -6,7 +6,7 @@ takes a parameter of it, up to casts and layouts, and data. So it matters not ho
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -46,9 +46,7 @@ class _Rerun:
             elif name == "dot_general" and sum(are) == 1:
                 results = [self._product(*operands, weight_first=are[0], **eqn.params)]
             else:
-                functions, params = eqn.primitive.get_bind_params(eqn.params)
-                results = eqn.primitive.bind(*functions, *operands, **params)
-                results = results if eqn.primitive.multiple_results else [results]
+                results = _as_written(eqn, operands)
                 of_weight = [name in _LAYOUTS and any(are)] * len(results)
             known |= dict(zip(eqn.outvars, results, strict=True))
             weight |= dict(zip(eqn.outvars, of_weight, strict=True))
@@ -65,6 +63,14 @@ class _Rerun:
         n = len(batch[0])
         rows, columns = (d - len(c) - n for d, c in zip(free, contract, strict=True))
         return y.transpose(*range(n), *range(n + columns, n + columns + rows), *range(n, n + columns))
+
+
+def _as_written(eqn: Any, operands: Sequence[Any]) -> Any:
+    """The results of one operation of a program."""
+    taken = dict(zip(eqn.invars, operands, strict=True)) if eqn.invars else {}
+    inputs = {v: x for v, x in taken.items() if not isinstance(v, core.Literal)}
+    jaxpr = core.Jaxpr(constvars=(), invars=list(inputs), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*inputs.values())
 
 
 def _call(fn: Callable, params: Any, args: Any, linear: Linear, name: str) -> Any:
@@ -92,13 +98,18 @@ def _call(fn: Callable, params: Any, args: Any, linear: Linear, name: str) -> An
 def call_linen(module: nn.Module, linear: Linear, args: Any, kwargs: Any) -> Any:
     """What a bound Linen layer of a user's own class returns, with the products of a recipe."""
     assert module.scope is not None
-    variables = nn.meta.unbox(module.variables)
+    variables, name = nn.meta.unbox(module.variables), "/".join(module.path) or "the layer"
+    if any(isinstance(own, Mapping) for own in variables.get("params", {}).values()):
+        raise ValueError(
+            f"{name} holds other modules with parameters: layers= takes classes of Linen with matrices alone; call "
+            "fp8jax.einsum or fp8jax.linear in it"
+        )
     copy, rest = module.clone(parent=None), {k: v for k, v in variables.items() if k != "params"}
 
     def run(params: Any, args: Any, kwargs: Any) -> Any:
         return copy.apply({"params": params, **rest}, *args, **kwargs)
 
-    return _call(run, variables.get("params", {}), (args, kwargs), linear, "/".join(module.path) or "the layer")
+    return _call(run, variables.get("params", {}), (args, kwargs), linear, name)
 
 
 def replace_nnx(path: str, module: Any, linear: Linear, subclass: Callable[[type, Callable], type]) -> None:
@@ -112,13 +123,18 @@ def replace_nnx(path: str, module: Any, linear: Linear, subclass: Callable[[type
     """
     if linear.scaling == "delayed":
         raise ValueError(f"{path} is of a class of its own, which has no delayed scaling; leave it out with a rule")
-    object.__setattr__(module, "__class__", _layer_class(type(module), linear, subclass))
+    object.__setattr__(module, "__class__", _layer_class(type(module), linear, subclass))  # type: ignore[arg-type]
+
+
+def _own(path: Sequence[Any], value: Any) -> bool:
+    """Whether a variable is a parameter that the module holds itself; modules inside it are quantized by themselves."""
+    return len(path) == 1 and isinstance(value, nnx.Param)
 
 
 @functools.cache
 def _layer_class(cls: Any, linear: Linear, subclass: Callable[[type, Callable], type]) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graph, params, rest = nnx.split(self, nnx.Param, ...)
+        graph, params, rest = nnx.split(self, _own, ...)  # type: ignore[misc]
 
         def run(params: Any, args: Any, kwargs: Any) -> Any:
             module = nnx.merge(graph, params, rest, copy=True)

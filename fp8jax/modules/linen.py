@@ -24,10 +24,11 @@ from jax import Array
 
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.modules import blocks_linen, custom, heads_linen, norms
-from fp8jax.modules.blocks import Form, Watched
+from fp8jax.modules.blocks import Found, Watched
 from fp8jax.modules.delayed_linen import DelayedDotGeneral
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.matrices import Unknown, not_a_model
+from fp8jax.modules.reading import Reading
 from fp8jax.modules.rules import Ordered, Rule, Rules, ordered
 from fp8jax.recipes import linear_part
 
@@ -111,11 +112,11 @@ def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
     return RecipeDotGeneral
 
 
-def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, tuple[Form, ...]], Any]:
-    """The modules that run in an abstract evaluation of `fn(*args)`, by path, those of them that hold activations
-    between layers with the forms of these, and its abstract, unboxed result."""
+def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, Found], Any]:
+    """The modules that run in an abstract evaluation of `fn(*args)`, by path, what is known of what stands between the
+    layers of each, and its abstract, unboxed result."""
     found: dict[str, nn.Module] = {}
-    forms: dict[str, tuple[Form, ...]] = {}
+    forms: dict[str, Found] = {}
     turns, aside = _Turns(object()), _Root(ordered(Rule(".*", None)), (), next(_asides))
 
     def record(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
@@ -123,6 +124,8 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, tup
         if module.scope is None or aside in _running.roots:
             return call(*args, **kwargs)
         path = "/".join(module.path)
+        if not path and type(found.setdefault("", module)) is not type(module):
+            path = module.name or ""  # called through its own apply
         found.setdefault(path, module)
         with _with(module.scope, flags=module.scope.flags.copy({"fp8jax": turns})):
             y = call(*args, **kwargs)
@@ -133,7 +136,7 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, tup
 
     with nn.intercept_methods(record):
         result = nn.meta.unbox(jax.eval_shape(fn, *args))
-    return found, {path: of for path, of in forms.items() if of}, result
+    return found, {path: of for path, of in forms.items() if any(of)}, result
 
 
 @functools.lru_cache(maxsize=256)
@@ -172,7 +175,10 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
         names = ("kernel", "scale") if rules.contexts else ("kernel",)
         found = root.layers | (_owners(self, names) - root.others)
         rules.check_all_used(found, root.heads, root.unknown.message())
-        root.warn(self)
+        if _running.told is None:
+            root.warn(self)
+        else:
+            _running.told.append(root)
         return y
 
     return wrapper
@@ -189,9 +195,22 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.roots: list[_Root] = []
+        self.told: list[_Root] | None = None
 
 
 _running = _Running()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Any]]:
+    """Within it, a list of the quantized modules whose methods have run, with what became known of them."""
+    before, _running.told = _running.told, []
+    try:
+        yield _running.told
+    finally:
+        _running.told = before
+
+
 _asides = itertools.count(1)
 
 
@@ -222,12 +241,13 @@ class _Root:
     aside: int = 0
     layer: bool = False
     heads: dict[str, str] = dataclasses.field(default_factory=dict)
+    reading: Reading = dataclasses.field(default_factory=Reading)
     unknown: Unknown = dataclasses.field(default_factory=Unknown)
     layers: set[str] = dataclasses.field(default_factory=set)
     others: set[str] = dataclasses.field(default_factory=set)
     quantized: set[str] = dataclasses.field(default_factory=set)
     watched: dict[tuple[str, ...], Watched] = dataclasses.field(default_factory=dict)
-    known: dict[Any, tuple[Form, ...]] = dataclasses.field(default_factory=dict)
+    known: dict[Any, Found] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -249,7 +269,7 @@ class _Root:
             return path if chosen else None
 
         with aside.running():
-            self.heads, _ = heads_linen.find(method, module, args, kwargs, layer)
+            self.heads, self.reading = heads_linen.find(method, module, args, kwargs, layer)
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a module in the model; of a layer that is called through `apply` its name, if it has one."""
@@ -260,15 +280,16 @@ class _Root:
     def warn(self, module: nn.Module) -> None:
         """Warns of matrices in modules that are not known."""
         params = flatten_dict(nn.meta.unbox(module.variables).get("params", {}))
-        kernels = [(("/".join(path[:-1])), leaf) for path, leaf in params.items() if path[-1] == "kernel"]
-        self.unknown.warn(self.rules, [math.prod(leaf.shape) for path, leaf in kernels if path in self.quantized], 3)
+        owned = {path: leaf for path, leaf in params.items() if "/".join(path[:-1]) in self.quantized and leaf.ndim > 1}
+        self.unknown.warn(self.rules, sum(math.prod(leaf.shape) for leaf in owned.values()))
 
     def intercept(self, call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         """Calls a module's method, with the product of the recipe where the module is a layer that a rule matches."""
-        module = context.module
+        module: Any = context.module
         if module.scope is None or _running.roots[-1] is not self:
             return call(*args, **kwargs)
-        path, known = self.path_of(module), (*LAYERS, *self.rules.layers)
+        known: Any = (*LAYERS, *self.rules.layers)
+        path = self.path_of(module)
         if context.method_name == "__call__" and isinstance(module, norms.LINEN_LAYERS) and self.rules.contexts:
             self.layers.add(path)
             recipe = self.rules.choice(path).recipe
@@ -315,7 +336,7 @@ class _Root:
         if module.is_initializing():
             return call(*args, **kwargs)
         aside = _Root(self.rules, (), next(_asides))
-        forms = blocks_linen.recognise(module, args, kwargs, aside.running, self.known)
+        forms = blocks_linen.recognise(module, args, kwargs, aside.running, self.known).forms
         if not forms:
             return call(*args, **kwargs)
         before = self.watched.get(module.path)

@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.modules.rules import Ordered
@@ -45,26 +45,29 @@ class Unknown:
             f"to be quantized, such as layers=[{', '.join(classes)}]"
         )
 
-    def warn(self, rules: Ordered, layers: Iterable[float], stacklevel: int) -> None:
-        """Warns where the rules would have these quantized, and they hold a share worth it of all matrices.
+    def share(self, rules: Ordered, quantized: int) -> str | None:
+        """What is left in 16 bits because it is not known, where the rules would have it quantized; None if little is.
 
         Args:
             rules: the rules.
-            layers: sizes of the kernels that are quantized.
-            stacklevel: as `warnings.warn` takes it.
+            quantized: how many parameters the kernels have that are quantized.
         """
         left = self.chosen(rules)
         size = sum(math.prod(shape) for _, shapes in left.values() for shape in shapes.values())
-        whole = size + sum(layers)
-        if size <= _SHARE * whole:
-            return
+        if size <= _SHARE * (size + quantized):
+            return None
         classes = ", ".join(sorted({kind for kind, _ in left.values()}))
-        warnings.warn(
-            f"fp8jax leaves {100 * size / whole:.0f} % of the matrix parameters as they are, in modules of classes it "
-            f"does not know: {_listed(left)}. Give layers=[{classes}] to quantize their own products, or a rule with "
-            "None for their paths",
-            stacklevel=stacklevel + 1,
+        return (
+            f"fp8jax leaves {100 * size / (size + quantized):.0f} % of the matrix parameters as they are, in modules "
+            f"of classes it does not know: {_listed(left)}. Give layers=[{classes}] to quantize their own products, or "
+            "a rule with None for their paths"
         )
+
+    def warn(self, rules: Ordered, quantized: int) -> None:
+        """Warns of what `share` says, if anything; Python shows the same text once."""
+        text = self.share(rules, quantized)
+        if text is not None:
+            warnings.warn(text, stacklevel=1)
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:

@@ -11,7 +11,7 @@ from fp8jax.recipes import resolve
 # Embeddings and output heads are left alone unless a rule asks for them: their errors go straight into the loss. So are
 # routers, which send whole tokens to other experts when they err.
 LEFT_ALONE = r"(.*/)?(embed\w*|wte|wpe|head|\w+_head|unembed\w*|(\w+_)?logits?\w*|output_layer|classifier)(/.*)?"
-ROUTERS = r"(.*/)?(\w*[rR]outer\w*|gating\w*)(/.*)?"
+ROUTERS = r"(.*/)?(\w*[rR]outer\w*|gating|(gating|gate)_network)(/.*)?"
 _DEFAULT = (("an embedding or head", LEFT_ALONE), ("a router", ROUTERS))
 
 _NOTHING = Context()

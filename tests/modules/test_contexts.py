@@ -261,7 +261,7 @@ def test_explain_says_what_each_part_keeps():
     assert f"layers/mlp_norm RMSNorm norm {keeps}" in lines
     assert any(line.startswith("layers/attention Attention - no copy of what attention keeps") for line in lines)
     before_a_call = str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), COAT))
-    assert "activations between layers are known in a call: give explain sample inputs" in before_a_call
+    assert "activations and attention between layers are known in a call: give explain sample inputs" in before_a_call
     assert "norm, activation" not in str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), LINEAR_ONLY))
 
 
