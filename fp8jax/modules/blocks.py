@@ -216,9 +216,10 @@ def _find(run: Callable, arrays: list[Any]) -> Iterator[Form | Gap]:
                 break
         else:
             data = [i for i in arguments if i < len(arrays) and jnp.issubdtype(arrays[i].dtype, jnp.floating)]
-            between = sorted(names - _LAYOUTS)
-            if any(read) and between and not data and not names & _PRODUCTS:
-                yield Gap(down, tuple(filter(None, read)), tuple(between))
+            between, of = sorted(names - _LAYOUTS), tuple(filter(None, read))
+            # An activation has one input, or two; what has more, as attention, is none.
+            if len(of) in (1, 2) and between and not data and not names & _PRODUCTS:
+                yield Gap(down, of, tuple(between))
 
 
 def _candidates(down: str, read: list[str], made: dict[str, Any]) -> Iterator[Form]:

@@ -67,8 +67,7 @@ class _Rerun:
 
 def _as_written(eqn: Any, operands: Sequence[Any]) -> Any:
     """The results of one operation of a program."""
-    taken = dict(zip(eqn.invars, operands, strict=True)) if eqn.invars else {}
-    inputs = {v: x for v, x in taken.items() if not isinstance(v, core.Literal)}
+    inputs = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, core.Literal)}
     jaxpr = core.Jaxpr(constvars=(), invars=list(inputs), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*inputs.values())
 

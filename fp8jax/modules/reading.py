@@ -96,7 +96,8 @@ def heads(closed: Any, parameters: Sequence[str | None], wanted: Iterable[str]) 
     shapes = {v.aval.shape for v, name in zip(jaxpr.invars, parameters, strict=True) if name is None and _floats(v)}
     outputs = _run(jaxpr, [Value() for _ in jaxpr.constvars], known, reading)
     found = {path: f"a router, gate or head: {how} reads its result" for path, how in reading.gates.items()}
-    returned = frozenset[str]().union(*(value.results for value in outputs)) - reading.products - found.keys()
+    results = [value.results for value in outputs if value.how != "largest"]
+    returned = frozenset[str]().union(*results) - reading.products - found.keys()
     returned = frozenset(path for path in returned if reading.results[path] not in shapes)
     if set(wanted) - found.keys() - returned:
         found |= dict.fromkeys(sorted(returned), "an output head: the model returns its result")
