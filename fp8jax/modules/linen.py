@@ -174,7 +174,7 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
         # Layers in a trace that nn.jit had in its cache are not met again, and a method may need only some of them.
         names = ("kernel", "scale") if rules.contexts else ("kernel",)
         found = root.layers | (_owners(self, names) - root.others)
-        rules.check_all_used(found, root.heads, root.unknown.message())
+        rules.check_all_used(found, root.heads, root.unknown.found, root.unknown.message())
         if _running.told is None:
             root.warn(self)
         else:

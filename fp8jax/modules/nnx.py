@@ -69,7 +69,7 @@ def substitute(model: Model, rules: Ordered) -> tuple[Model, Unknown, int]:
     quantized = nnx.clone(model)
     found, heads, unknown = modules(quantized), *leave(modules(quantized), rules)
     linears = {path: module for path, module in found.items() if isinstance(module, (*LAYERS, *rules.layers))}
-    chosen = choose([*linears, *contexts.norm_paths(found, rules)], rules, heads, unknown.message())
+    chosen = choose([*linears, *contexts.norm_paths(found, rules)], rules, heads, unknown.found, unknown.message())
     contexts.plan(found, rules, heads=heads, replace=True)
     size = 0
     for path, layer in linears.items():

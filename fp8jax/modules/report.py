@@ -127,6 +127,8 @@ class Report:
                 f"scales that span tokens: the inputs of {len(self.leaks)} layers ({specs}). Later tokens change the"
                 " scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
             )
+        if any(part.context is not None and part.context.lean for part in self.parts):
+            parts.append("saved inputs: layers that read the result of a lean norm or activation (below) keep none.")
         if self.parts:
             lines = [(p.path or "-", p.kind, p.computes or "-", p.keeps, p.reason) for p in self.parts]
             parts.append(_table([("norm, activation or attention", "kind", "computes", "keeps", "chosen by"), *lines]))
@@ -226,7 +228,7 @@ def _layers(
 ) -> tuple[Layer, ...]:
     known = (*nnx_modules.LAYERS, *linen_modules.LAYERS, *rules.layers)
     paths = [path for path, module in found.items() if isinstance(module, known)]
-    chosen = choose([*paths, *contexts.norm_paths(found, rules)], rules, heads)
+    chosen = choose([*paths, *contexts.norm_paths(found, rules)], rules, heads, found)
     layers = []
     for path, module in found.items():
         matrix = kernel(path, module)

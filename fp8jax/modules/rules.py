@@ -120,18 +120,22 @@ class Ordered:
             return Choice(None, heads[path])
         return Choice(self.rules[i].linear, reasons[i], self.rules[i].context)
 
-    def check_all_used(self, paths: Iterable[str], heads: Mapping[str, str] = _NONE, unknown: str = "") -> None:
+    def check_all_used(
+        self, paths: Iterable[str], heads: Mapping[str, str] = _NONE, others: Iterable[str] = (), unknown: str = ""
+    ) -> None:
         """Raises ValueError where a rule is the first match of none of the paths, or there are none.
 
         Args:
             paths: of the layers that can be quantized, and of norms.
             heads: as `choice` takes them.
-            unknown: what else there is, for the message.
+            others: of modules that hold matrices and are not known; rules may leave them alone.
+            unknown: what to say of these.
         """
         paths = sorted(paths)
         if not paths:
             raise ValueError(f"the model has no linear layer that fp8jax knows how to quantize{unknown}")
         used = {self._first(path) for path in paths if self.choice(path, heads).reason != heads.get(path)}
+        used |= {self._first(path) for path in others if self.choice(path).linear is None}
         unused = [
             r.path for i, r in enumerate(self.rules) if i not in used and not (self.default and i < len(_DEFAULT))
         ]
@@ -176,7 +180,11 @@ def ordered(rules: Rules, layers: Iterable[type] = ()) -> Ordered:
 
 
 def choose(
-    paths: Iterable[str], rules: Rules, heads: Mapping[str, str] = _NONE, unknown: str = ""
+    paths: Iterable[str],
+    rules: Rules,
+    heads: Mapping[str, str] = _NONE,
+    others: Iterable[str] = (),
+    unknown: str = "",
 ) -> dict[str, Choice]:
     """Matches the paths of all layers that can be quantized against rules.
 
@@ -184,11 +192,12 @@ def choose(
         paths: of layers and norms.
         rules: as `ordered` takes them.
         heads: as `Ordered.choice` takes them.
-        unknown: what other modules hold matrices, for the message.
+        others: as `Ordered.check_all_used` takes them.
+        unknown: likewise.
 
     Raises:
         ValueError, TypeError: as `ordered`; or a rule is the first match of no layer, or there is no layer.
     """
     paths, each = list(paths), ordered(rules)
-    each.check_all_used(paths, heads, unknown)
+    each.check_all_used(paths, heads, others, unknown)
     return {path: each.choice(path, heads) for path in paths}

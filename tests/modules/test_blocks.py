@@ -138,7 +138,7 @@ class OwnNorm(nnx.Module):
         (Dropping(lambda m, x: m.down(m.dropout(nnx.gelu(m.up(x))))), ["down reads up through dropout, which is not"]),
         (
             OwnNorm(),
-            ["a norm of its own class: call fp8jax.rms_norm", "down reads up through add, integer_pow, mul, tanh"],
+            ["down reads up through add, integer_pow, mul, tanh", "a norm of its own class: call fp8jax.rms_norm"],
         ),
     ],
     ids=["GELU by hand", "dropout", "a norm and GELU by hand"],
