@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from fp8jax.core.recipe import Context as Context
 from fp8jax.core.recipe import Linear as Linear
@@ -108,3 +109,47 @@ def get(name: str) -> Recipe:
     if name not in _PRESETS:
         raise ValueError(f"unknown recipe {name!r}; recipes are {', '.join(NAMES)}")
     return _PRESETS[name]()
+
+
+def resolve(recipe: Any) -> Any:
+    """A recipe or one of its parts as it is, and the preset that a name stands for.
+
+    All that takes a recipe asks here: `recipe="te_current"` and `recipe=te_current()` are the same everywhere.
+
+    Raises:
+        ValueError: no preset has this name; the message lists those there are.
+        TypeError: it is neither, such as a preset that was not called.
+    """
+    if isinstance(recipe, str):
+        return get(recipe)
+    if isinstance(recipe, (Recipe, Linear, Context)):
+        return recipe
+    name = getattr(recipe, "__name__", None)
+    if name in _PRESETS and recipe is _PRESETS[name]:
+        call = f"fp8jax.recipes.{name}"
+        raise TypeError(f"{call} is a function that makes a recipe: call it, {call}(), or give its name, {name!r}")
+    raise TypeError(f"a recipe is a fp8jax.Recipe, its part Linear or Context, or a preset's name, not {recipe!r}")
+
+
+def linear_part(recipe: Recipe | Linear | str) -> Linear:
+    """The part of a recipe, or of the preset of this name, that products follow.
+
+    Raises:
+        ValueError, TypeError: as `resolve`; or it is a `Context`, which says nothing of products.
+    """
+    found = resolve(recipe)
+    if isinstance(found, Context):
+        raise TypeError(f"products follow a Recipe or its part Linear, not {found!r}")
+    return found.linear if isinstance(found, Recipe) else found
+
+
+def context_part(recipe: Recipe | Context | str) -> Context:
+    """The part of a recipe, or of the preset of this name, that non-linear operations follow.
+
+    Raises:
+        ValueError, TypeError: as `resolve`; or it is a `Linear`, which says nothing of them.
+    """
+    found = resolve(recipe)
+    if isinstance(found, Linear):
+        raise TypeError(f"norms and activations follow a Recipe or its part Context, not {found!r}")
+    return found.context if isinstance(found, Recipe) else found

@@ -18,6 +18,7 @@ from jax.extend import core
 from fp8jax.modules.dots import SharedPromotion
 from fp8jax.modules.program import split
 from fp8jax.ops import fused
+from fp8jax.ops.choice import listening
 from fp8jax.ops.saved import origins
 
 LAYOUTS = ("reshape", "transpose", "squeeze", "expand_dims")
@@ -34,7 +35,7 @@ def layers(module: Any) -> dict[str, Any]:
     return found
 
 
-def call(written: Callable, module: Any, args: Any, kwargs: Any) -> Any:
+def call(written: Callable, module: Any, args: Any, kwargs: Any, tell: Callable[[set[str]], None]) -> Any:
     """Calls a module, whose layers look for inputs that are kept anyway.
 
     Args:
@@ -42,9 +43,11 @@ def call(written: Callable, module: Any, args: Any, kwargs: Any) -> Any:
         module: the module; a copy of it may be called.
         args: of the call.
         kwargs: likewise.
+        tell: is told which layers read what is kept anyway.
     """
     arrays, rebuild = split((args, kwargs))
     kept = _kept_anyway(written, module, arrays, rebuild)
+    tell(kept)
     if not kept:
         return written(module, *args, **kwargs)
     found = [origins.find(x) for x in arrays]
@@ -82,7 +85,8 @@ def _kept_anyway(call: Callable, module: Any, arrays: list[Any], rebuild: Callab
         return seen, back
 
     try:
-        closed, (seen, _) = jax.make_jaxpr(residuals, return_shape=True)(state, arrays)
+        with listening():  # what is traced aside is no part of the program
+            closed, (seen, _) = jax.make_jaxpr(residuals, return_shape=True)(state, arrays)
     except Exception:
         # A module of which nothing is known may fail in any way; then nothing is known of its layers.
         return set()

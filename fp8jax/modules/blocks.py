@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,19 @@ from jax.extend.core import get_opaque_trace_state
 from fp8jax.core.recipe import Recipe
 from fp8jax.modules.expressions import outputs, reached
 from fp8jax.ops.activation import ACTIVATIONS, activation, glu
+from fp8jax.ops.choice import listening
 
+_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call"}
+_LAYOUTS = {
+    "convert_element_type",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "copy",
+    "name",
+}
 HOOK = "call fp8jax.glu(gate, up) or fp8jax.activation(x) there"
 
 
@@ -58,6 +70,31 @@ class Form:
         return glu(gate, up, recipe=recipe, activation=self.activation)
 
 
+class Gap(NamedTuple):
+    """A layer that reads nothing but other layers of its module, through what is no known activation.
+
+    Attributes:
+        down: the name of the layer.
+        read: those of the layers that it reads.
+        operations: what stands between, by the names of JAX's primitives.
+    """
+
+    down: str
+    read: tuple[str, ...]
+    operations: tuple[str, ...]
+
+    def __str__(self) -> str:
+        by = "dropout" if "random_bits" in self.operations else ", ".join(self.operations)
+        return f"{self.down} reads {' and '.join(self.read)} through {by}, which is not recognised"
+
+
+class Found(NamedTuple):
+    """What is known of a module: the activations between its layers, and where something else stands between them."""
+
+    forms: tuple[Form, ...] = ()
+    gaps: tuple[Gap, ...] = ()
+
+
 class Watched:
     """A module while it runs: its forms, and what its layers have returned in its own trace."""
 
@@ -88,7 +125,7 @@ def positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     return (kwargs["inputs"],), {name: value for name, value in kwargs.items() if name != "inputs"}
 
 
-def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, tuple[Form, ...]]) -> tuple[Form, ...]:
+def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, Found]) -> Found:
     """The activations between the layers of a module in one call of it: where what a layer reads is term by term a form
     of other layers' outputs, whatever else the module computes.
 
@@ -119,16 +156,18 @@ def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, t
         run(static, [next(rest) if array else x for x, array in zip(kinds, is_array, strict=True)], layer)
 
     try:
-        found = tuple(_find(run_with, [x for x, array in zip(kinds, is_array, strict=True) if array]))
+        with listening():  # what is traced aside is no part of the program
+            both = tuple(_find(run_with, [x for x, array in zip(kinds, is_array, strict=True) if array]))
     except Exception:
         # A module of which nothing is known may fail in any way.
-        return ()
+        return Found()
+    found = Found(tuple(x for x in both if isinstance(x, Form)), tuple(x for x in both if isinstance(x, Gap)))
     memory[call] = found
     return found
 
 
-def _find(run: Callable, arrays: list[Any]) -> Iterator[Form]:
-    """The forms of a module that `run(arrays, layer)` runs."""
+def _find(run: Callable, arrays: list[Any]) -> Iterator[Form | Gap]:
+    """The forms and gaps of a module that `run(arrays, layer)` runs."""
     made: dict[str, tuple[Any, Any]] = {}
     calls: collections.Counter[str] = collections.Counter()
 
@@ -165,7 +204,8 @@ def _find(run: Callable, arrays: list[Any]) -> Iterator[Form]:
     places = dict(enumerate(sorted(unknown), len(arrays)))
     listed = list(terms)
     for down, number in zip(sorted(unknown), numbers, strict=True):
-        read = [places.get(i, "") for i in sorted(reached(number, listed))]
+        arguments, names = reached(number, listed)
+        read = [places.get(i, "") for i in sorted(arguments)]
         known = len(read) in (1, 2) and all(read) and down not in read
         for form in _candidates(down, read, made) if known else ():
             _, made_of = outputs(
@@ -174,6 +214,12 @@ def _find(run: Callable, arrays: list[Any]) -> Iterator[Form]:
             if made_of == [number]:
                 yield form
                 break
+        else:
+            data = [i for i in arguments if i < len(arrays) and jnp.issubdtype(arrays[i].dtype, jnp.floating)]
+            between, of = sorted(names - _LAYOUTS), tuple(filter(None, read))
+            # An activation has one input, or two; what has more, as attention, is none.
+            if len(of) in (1, 2) and between and not data and not names & _PRODUCTS:
+                yield Gap(down, of, tuple(between))
 
 
 def _candidates(down: str, read: list[str], made: dict[str, Any]) -> Iterator[Form]:

@@ -11,14 +11,12 @@ from flax.traverse_util import flatten_dict
 from jax import Array
 
 from fp8jax.modules import blocks
-from fp8jax.modules.blocks import Form
+from fp8jax.modules.blocks import Found
 
 LAYERS = (nn.Dense, nn.DenseGeneral)
 
 
-def recognise(
-    module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any], memory: dict[Any, tuple[Form, ...]]
-) -> tuple[Form, ...]:
+def recognise(module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any], memory: dict[Any, Found]) -> Found:
     """The activations between the linear layers that a module holds itself, in a call with these arguments.
 
     A copy of the module is traced for their shapes and dtypes, with the outputs of its layers as unknowns: where the
@@ -34,7 +32,7 @@ def recognise(
     params = flatten_dict(module.variables.get("params", {}))
     kernels = [path for path in params if len(path) == 2 and path[1] == "kernel"]
     if len(kernels) < 2 or type(module).__module__.startswith("flax."):
-        return ()
+        return Found()
     assert module.scope is not None
     leaves, structure = jax.tree.flatten((nn.meta.unbox(module.variables), args, kwargs))
     copy, scope = module.clone(parent=None), module.scope

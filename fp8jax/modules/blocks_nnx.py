@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -18,7 +18,19 @@ from jax import Array
 from fp8jax.core.recipe import Recipe
 from fp8jax.modules import attention, blocks
 from fp8jax.modules.attention import layers
-from fp8jax.modules.blocks import Form, Watched
+from fp8jax.modules.blocks import Form, Found, Watched
+
+
+class Told(NamedTuple):
+    """What calls have told, by the paths of modules.
+
+    Attributes:
+        found: what stands between their layers.
+        kept: their layers that read what attention keeps anyway.
+    """
+
+    found: dict[str, Found]
+    kept: dict[str, set[str]]
 
 
 class _Running(threading.local):
@@ -27,8 +39,8 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.calls: dict[int, Callable] = {}
-        self.told: dict[str, tuple[Form, ...]] = {}
-        self.known: dict[Any, tuple[Form, ...]] | None = None
+        self.told: Told = Told({}, {})
+        self.known: dict[Any, Found] | None = None
 
 
 _running = _Running()
@@ -59,7 +71,7 @@ def _become(module: Any, subclass: Callable[[type], type]) -> None:
     object.__setattr__(module, "__class__", subclass(getattr(cls, "_fp8jax_written", cls)))
 
 
-def _with_call(cls: Any, call: Callable) -> type:
+def with_call(cls: Any, call: Callable) -> type:
     """A subclass that is called differently and is the same in all else, its name included."""
     names = ("__module__", "__qualname__", "__doc__")
     body = {"__call__": call, "_fp8jax_written": cls} | {name: getattr(cls, name) for name in names}
@@ -74,7 +86,7 @@ def _layer_class(cls: Any, recipe: Recipe) -> type:
         y: Array = watch(call, recipe, *args, **kwargs) if watch else call(*args, **kwargs)
         return y
 
-    return _with_call(cls, __call__)
+    return with_call(cls, __call__)
 
 
 @functools.cache
@@ -83,17 +95,17 @@ def _module_class(cls: Any) -> type:
         if _aside.value:
             return cls.__call__(self, *args, **kwargs)
         with _remembering() as known:
-            forms = recognise(cls.__call__, self, args, kwargs, known)
+            forms = recognise(cls.__call__, self, args, kwargs, known).forms
             call = functools.partial(_call, cls.__call__, forms) if forms else cls.__call__
             if layers(self).keys() <= {name for form in forms for name in form.layers}:
                 return call(self, *args, **kwargs)
-            return attention.call(call, self, args, kwargs)
+            return attention.call(call, self, args, kwargs, functools.partial(_tell_kept, self))
 
-    return _with_call(cls, __call__)
+    return with_call(cls, __call__)
 
 
 @contextlib.contextmanager
-def _remembering() -> Iterator[dict[Any, tuple[Form, ...]]]:
+def _remembering() -> Iterator[dict[Any, Found]]:
     """Keeps what is known until the outermost call ends: between calls, globals and other objects may change."""
     before = _running.known
     _running.known = {} if before is None else before
@@ -119,9 +131,7 @@ def _sent_to(module: Any, watch: Callable) -> Iterator[None]:
         _running.calls = before
 
 
-def recognise(
-    call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[Any, tuple[Form, ...]]
-) -> tuple[Form, ...]:
+def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[Any, Found]) -> Found:
     """The activations between the layers that a module holds itself, in a call with these arguments.
 
     Args:
@@ -132,22 +142,29 @@ def recognise(
         memory: as of `blocks.recognise`.
     """
     if type(module).__module__.startswith("flax.") and not isinstance(module, nnx.Sequential):
-        return ()
+        return Found()
     try:
         graph, state = nnx.split((module, args, kwargs))
     except Exception:
         # Arguments may be what NNX knows no way to copy.
-        return ()
+        return Found()
     leaves, structure = jax.tree.flatten(state)
     # 1 and True are equal, and have one hash.
     kinds = tuple(type(getattr(attribute, "value", None)) for _, attribute in graph.attributes)
     with _aside(True):
-        forms = blocks.recognise(_run, (call, graph, structure, kinds), leaves, memory)
+        found = blocks.recognise(_run, (call, graph, structure, kinds), leaves, memory)
     path = getattr(module, "_fp8jax_path", None)
     if path is not None:
-        told = _running.told.get(path, ())
-        _running.told[path] = told + tuple(form for form in forms if form not in told)
-    return forms
+        told = _running.told.found.get(path, Found())
+        forms, gaps = (*told.forms, *found.forms), (*told.gaps, *found.gaps)
+        _running.told.found[path] = Found(tuple(dict.fromkeys(forms)), tuple(dict.fromkeys(gaps)))
+    return found
+
+
+def _tell_kept(module: Any, names: set[str]) -> None:
+    path = getattr(module, "_fp8jax_path", None)
+    if path is not None:
+        _running.told.kept.setdefault(path, set()).update(names)
 
 
 def _run(static: Any, leaves: list[Any], layer: Callable[[str, Callable[[], Array], Array], Array]) -> None:
@@ -163,12 +180,12 @@ def _run(static: Any, leaves: list[Any], layer: Callable[[str, Callable[[], Arra
 
 
 @contextlib.contextmanager
-def listening(modules: dict[str, Any]) -> Iterator[dict[str, tuple[Form, ...]]]:
-    """The forms that are found meanwhile, by the paths of modules, which are marked with these."""
+def listening(modules: dict[str, Any]) -> Iterator[Told]:
+    """What is found meanwhile, by the paths of modules, which are marked with these."""
     for path, module in modules.items():
         if hasattr(type(module), "_fp8jax_written") and candidate(module):
             module._fp8jax_path = path
-    before, _running.told = _running.told, {}
+    before, _running.told = _running.told, Told({}, {})
     try:
         yield _running.told
     finally:

@@ -1,14 +1,20 @@
 """What becomes of the non-linear parts of a Flax model: its norms, activations and, in NNX, attentions."""
 
 import dataclasses
+import re
+import types
+from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
 
 from fp8jax.core.recipe import Context
 from fp8jax.modules import blocks, blocks_nnx, norms
-from fp8jax.modules.blocks import Form
+from fp8jax.modules.blocks import Found
+from fp8jax.modules.blocks_nnx import Told
 from fp8jax.modules.rules import Choice, Rules, ordered
+
+_OWN_NORM = re.compile(r"\w*[nN]orm\w*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +27,7 @@ class Part:
         computes: "norm", or the expression that it was recognised by; None where nothing is known of it.
         context: what it keeps; None where it is left alone.
         reason: the rule that matched, or why it is left alone.
+        attention: the layers that keep no copy of their input, because attention does.
     """
 
     path: str
@@ -28,14 +35,15 @@ class Part:
     computes: str | None
     context: Context | None
     reason: str
+    attention: tuple[str, ...] = ()
 
     @property
     def keeps(self) -> str:
         """What is kept for the backward pass, and what the layers keep that read the result."""
-        if self.context is None:
+        if self.attention:
+            return f"{', '.join(self.attention)}: no copy of what attention keeps"
+        if self.context is None or self.computes is None:
             return "as written"
-        if self.computes is None:
-            return "no copy of what attention keeps"
         lean = "; layers that read its result keep nothing of it" if self.context.lean else ""
         bound = "; scales from bounds" if self.context.scales == "bound" else ""
         return f"{self.context.spec}{lean}{bound}"
@@ -48,7 +56,12 @@ def norm_paths(modules: dict[str, Any], rules: Rules) -> list[str]:
 
 
 def plan(
-    modules: dict[str, Any], rules: Rules, forms: dict[str, tuple[Form, ...]] | None = None, *, replace: bool = False
+    modules: dict[str, Any],
+    rules: Rules,
+    told: Told | None = None,
+    *,
+    heads: Mapping[str, str] = types.MappingProxyType({}),
+    replace: bool = False,
 ) -> tuple[Part, ...]:
     """What the rules make of the non-linear parts of a model.
 
@@ -57,14 +70,16 @@ def plan(
     Args:
         modules: all modules of the model, by path.
         rules: as `fp8jax.nnx.quantize` takes them.
-        forms: of the modules that hold activations between layers, by path; None before the model has run.
+        told: what a call of the model has told; None before it has run.
+        heads: layers that a recipe leaves alone, as `Ordered.choice` takes them.
         replace: whether to do so, in place, before linear layers are replaced.
     """
     each, parts = ordered(rules), []
     paths = {id(module): path for path, module in modules.items()}
     for path, module in modules.items() if each.contexts else ():
         choices: dict[str, Choice] = {}
-        kind, of = type(module).__name__, (forms or {}).get(path, ())
+        kind, found = type(module).__name__, (told.found if told else {}).get(path, Found())
+        of = found.forms
         if isinstance(module, (*norms.LAYERS, *norms.LINEN_LAYERS)):
             choice, why = each.choice(path), norms.why_not(module)
             context = choice.context if choice.context.saved and why is None else None
@@ -72,17 +87,24 @@ def plan(
             if replace and context is not None:
                 norms.replace(module, choice.recipe)
         elif blocks_nnx.candidate(module):
-            choices = {name: each.choice(paths[id(layer)]) for name, layer in blocks_nnx.layers(module).items()}
+            choices = {name: each.choice(paths[id(layer)], heads) for name, layer in blocks_nnx.layers(module).items()}
             recipes = {name: choice.recipe for name, choice in choices.items()}
             if replace and any(recipe.context.saved for recipe in recipes.values()):
                 blocks_nnx.replace(module, recipes)
             rest = [choice for name, choice in choices.items() if not any(name in form.layers for form in of)]
             if rest:
                 choice = next(filter(_kept, rest), rest[0])
-                hint = "" if _kept(choice) is None or isinstance(module, nnx.MultiHeadAttention) else _hint(forms)
-                parts.append(Part(path, kind, None, _kept(choice), choice.reason + hint))
+                context, kept = _kept(choice), tuple(sorted(told.kept.get(path, ()))) if told else ()
+                quiet = kept or found.gaps or isinstance(module, nnx.MultiHeadAttention)
+                hint = "" if context is None or quiet else _hint(told)
+                if kept or not found.gaps:
+                    parts.append(Part(path, kind, None, context if kept else None, choice.reason + hint, kept))
+        elif _OWN_NORM.fullmatch(kind) and not type(module).__module__.startswith("flax."):
+            parts.append(Part(path, kind, None, None, norms.OWN_CLASS))
+        for gap in found.gaps:
+            parts.append(Part(path, kind, None, None, f"{gap}: {blocks.HOOK}"))
         for form in of:
-            choice = choices.get(form.down) or each.choice("/".join(filter(None, (path, form.down))))
+            choice = choices.get(form.down) or each.choice("/".join(filter(None, (path, form.down))), heads)
             parts.append(Part(path, kind, str(form), _kept(choice), choice.reason))
     return tuple(parts)
 
@@ -92,7 +114,7 @@ def _kept(choice: Choice) -> Context | None:
     return choice.context if choice.linear is not None and choice.context.saved else None
 
 
-def _hint(forms: Any) -> str:
-    if forms is None:
-        return "; activations between layers are known in a call: give explain sample inputs"
+def _hint(told: Any) -> str:
+    if told is None:
+        return "; activations and attention between layers are known in a call: give explain sample inputs"
     return f"; if there is an activation between these layers, {blocks.HOOK}"

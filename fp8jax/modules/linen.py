@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -22,18 +23,22 @@ from flax.traverse_util import flatten_dict
 from jax import Array
 
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.modules import blocks_linen, norms
-from fp8jax.modules.blocks import Form, Watched
+from fp8jax.modules import blocks_linen, custom, heads_linen, norms
+from fp8jax.modules.blocks import Found, Watched
 from fp8jax.modules.delayed_linen import DelayedDotGeneral
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
+from fp8jax.modules.matrices import Unknown, not_a_model
+from fp8jax.modules.reading import Reading
 from fp8jax.modules.rules import Ordered, Rule, Rules, ordered
+from fp8jax.recipes import linear_part
 
 Model = TypeVar("Model", bound=nn.Module)
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+_APPLIED = "called through its own apply, with parameters of something else: a tied head, say"
 _EINSUM = inspect.unwrap(nn.Einsum.__call__)
 
 
-def quantize(module: Model, rules: Rules) -> Model:
+def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Model:
     """A copy of a model whose linear layers compute with a recipe.
 
     `init` and `apply` are called as before and parameters keep their names, shapes and values, so checkpoints fit both
@@ -49,6 +54,12 @@ def quantize(module: Model, rules: Rules) -> Model:
 
     A recipe with delayed scaling adds collections of variables; `fp8jax.linen.advance_scaling` says how to train them.
 
+    A recipe, not a rule, leaves alone what is an embedding, head or router by its name, and by what reads it in each
+    call: a layer whose result (up to casts, layouts, a bias, scaling, a soft cap) softmax, top_k or argmax reads, or
+    the call returns and no later product is computed from. For this the model is traced once more, aside. Two
+    exceptions keep parts of models whole: a result with the shape of a floating input, and a module that has no other
+    layers. Left alone are also layers that are called through their own `apply`, with parameters of something else.
+
     Layers are known only while the model runs: a rule that matches neither a layer that ran, nor a kernel among the
     parameters that may belong to one, raises at the end of that `init` or `apply`. `fp8jax.explain(model, rules,
     *sample)` tells at once. Layers of a bound copy that are called from outside its methods, as in
@@ -56,8 +67,11 @@ def quantize(module: Model, rules: Rules) -> Model:
 
     Args:
         module: any Linen module that is not bound; it is not changed.
-        rules: a `Recipe`, used for all layers but embeddings and output heads (by their usual names), or a sequence
-            of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`.
+        rules: a `Recipe` or a preset's name, used for all layers but embeddings, output heads and routers; or a
+            sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`.
+        layers: classes of your own that are layers, too: where `__call__` multiplies data by a parameter of the module,
+            spelled with `@`, `jnp.dot`, `jnp.einsum` or `jax.lax.dot_general`, the recipe's product takes its place.
+            Without them `init` and `apply` warn where modules that are not known hold matrices, and name these.
 
     Returns:
         The copy, an instance of a subclass of the model's class.
@@ -68,28 +82,28 @@ def quantize(module: Model, rules: Rules) -> Model:
             rule matches no layer, the model has none, or a layer has a product or a precision of its own.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"fp8jax.linen.quantize takes a Linen module, not {type(module).__name__}")
+        raise TypeError(not_a_model("fp8jax.linen.quantize takes a Linen module", module))
     if module.scope is not None:
         raise ValueError("quantize the module before it is bound to variables")
     if hasattr(type(module), "_fp8jax_rules"):
         raise ValueError("the model is quantized already; give the rules to the model it was made from")
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
     cls: Any = type(module)
-    copy: Model = _subclass(cls, ordered(rules))(parent=None, **fields)
+    copy: Model = _subclass(cls, ordered(rules, layers))(parent=None, **fields)
     return copy
 
 
 @functools.lru_cache(maxsize=256)
-def make_dot_general_cls(recipe: Recipe | Linear) -> type[DotGeneral]:
+def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
     """The products of a recipe for one layer: `nn.Dense(64, dot_general_cls=make_dot_general_cls(recipe))`.
 
     Args:
-        recipe: a `Recipe` or its part `Linear`.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name.
 
     Returns:
         A class whose instances are called as `jax.lax.dot_general`; the same class for the same recipe.
     """
-    part = recipe.linear if isinstance(recipe, Recipe) else recipe
+    part = linear_part(recipe)
 
     @dataclasses.dataclass(frozen=True)
     class RecipeDotGeneral(DotGeneral):
@@ -98,11 +112,11 @@ def make_dot_general_cls(recipe: Recipe | Linear) -> type[DotGeneral]:
     return RecipeDotGeneral
 
 
-def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, tuple[Form, ...]], Any]:
-    """The modules that run in an abstract evaluation of `fn(*args)`, by path, those of them that hold activations
-    between layers with the forms of these, and its abstract, unboxed result."""
+def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, Found], Any]:
+    """The modules that run in an abstract evaluation of `fn(*args)`, by path, what is known of what stands between the
+    layers of each, and its abstract, unboxed result."""
     found: dict[str, nn.Module] = {}
-    forms: dict[str, tuple[Form, ...]] = {}
+    forms: dict[str, Found] = {}
     turns, aside = _Turns(object()), _Root(ordered(Rule(".*", None)), (), next(_asides))
 
     def record(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
@@ -110,6 +124,8 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, tup
         if module.scope is None or aside in _running.roots:
             return call(*args, **kwargs)
         path = "/".join(module.path)
+        if not path and type(found.setdefault("", module)) is not type(module):
+            path = module.name or ""  # called through its own apply
         found.setdefault(path, module)
         with _with(module.scope, flags=module.scope.flags.copy({"fp8jax": turns})):
             y = call(*args, **kwargs)
@@ -120,7 +136,7 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, tup
 
     with nn.intercept_methods(record):
         result = nn.meta.unbox(jax.eval_shape(fn, *args))
-    return found, {path: of for path, of in forms.items() if of}, result
+    return found, {path: of for path, of in forms.items() if any(of)}, result
 
 
 @functools.lru_cache(maxsize=256)
@@ -151,12 +167,18 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None or any((r.rules, r.path) == (rules, self.path) for r in _running.roots):
             return method(self, *args, **kwargs)
-        root = _Root(rules, self.path)
+        root = _Root(rules, self.path, layer=isinstance(self, (*LAYERS, *rules.layers)))
+        root.read(method, self, args, kwargs)
         with root.running(), nn.intercept_methods(root.intercept):
             y = method(self, *args, **kwargs)
         # Layers in a trace that nn.jit had in its cache are not met again, and a method may need only some of them.
         names = ("kernel", "scale") if rules.contexts else ("kernel",)
-        rules.check_all_used(root.layers | (_owners(self, names) - root.others))
+        found = root.layers | (_owners(self, names) - root.others)
+        rules.check_all_used(found, root.heads, root.unknown.found, root.unknown.message())
+        if _running.told is None:
+            root.warn(self)
+        else:
+            _running.told.append(root)
         return y
 
     return wrapper
@@ -173,9 +195,22 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.roots: list[_Root] = []
+        self.told: list[_Root] | None = None
 
 
 _running = _Running()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Any]]:
+    """Within it, a list of the quantized modules whose methods have run, with what became known of them."""
+    before, _running.told = _running.told, []
+    try:
+        yield _running.told
+    finally:
+        _running.told = before
+
+
 _asides = itertools.count(1)
 
 
@@ -204,10 +239,15 @@ class _Root:
     rules: Ordered
     path: tuple[str, ...]
     aside: int = 0
+    layer: bool = False
+    heads: dict[str, str] = dataclasses.field(default_factory=dict)
+    reading: Reading = dataclasses.field(default_factory=Reading)
+    unknown: Unknown = dataclasses.field(default_factory=Unknown)
     layers: set[str] = dataclasses.field(default_factory=set)
     others: set[str] = dataclasses.field(default_factory=set)
+    quantized: set[str] = dataclasses.field(default_factory=set)
     watched: dict[tuple[str, ...], Watched] = dataclasses.field(default_factory=dict)
-    known: dict[Any, tuple[Form, ...]] = dataclasses.field(default_factory=dict)
+    known: dict[Any, Found] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -217,30 +257,66 @@ class _Root:
         finally:
             _running.roots.pop()
 
-    def intercept(self, call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
-        """Calls a module's method, with the product of the recipe where the module is a layer that a rule matches."""
-        module = context.module
-        if module.scope is None or _running.roots[-1] is not self:
-            return call(*args, **kwargs)
+    def read(self, method: Callable, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Finds output heads and routers, where a recipe leaves them alone."""
+        if not self.rules.default or self.layer:
+            return
+        aside = _Root(self.rules, (), next(_asides))
+
+        def layer(inner: nn.Module) -> str | None:
+            path = aside.path_of(inner)
+            chosen = isinstance(inner, (*LAYERS, *self.rules.layers)) and self.rules.choice(path).linear is not None
+            return path if chosen else None
+
+        with aside.running():
+            self.heads, self.reading = heads_linen.find(method, module, args, kwargs, layer)
+
+    def path_of(self, module: nn.Module) -> str:
+        """The path of a module in the model; of a layer that is called through `apply` its name, if it has one."""
         inside = module.path[: len(self.path)] == self.path
         path = "/".join(module.path[len(self.path) :] if inside else module.path)
+        return path if path or self.layer else module.name or ""
+
+    def warn(self, module: nn.Module) -> None:
+        """Warns of matrices in modules that are not known."""
+        params = flatten_dict(nn.meta.unbox(module.variables).get("params", {}))
+        owned = {path: leaf for path, leaf in params.items() if "/".join(path[:-1]) in self.quantized and leaf.ndim > 1}
+        self.unknown.warn(self.rules, sum(math.prod(leaf.shape) for leaf in owned.values()))
+
+    def intercept(self, call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        """Calls a module's method, with the product of the recipe where the module is a layer that a rule matches."""
+        module: Any = context.module
+        if module.scope is None or _running.roots[-1] is not self:
+            return call(*args, **kwargs)
+        known: Any = (*LAYERS, *self.rules.layers)
+        path = self.path_of(module)
         if context.method_name == "__call__" and isinstance(module, norms.LINEN_LAYERS) and self.rules.contexts:
             self.layers.add(path)
             recipe = self.rules.choice(path).recipe
             if recipe.context.saved is None or len(args) != 1 or kwargs or norms.why_not(module) is not None:
                 return call(*args, **kwargs)
             return norms.linen_norm(module, recipe, *args)
-        if context.method_name != "__call__" or not isinstance(module, LAYERS):
+        if context.method_name != "__call__" or not isinstance(module, known):
             self.others.add(path)
             watch = context.method_name == "__call__" and self.rules.contexts
-            return self._watched(module, call, args, kwargs) if watch else call(*args, **kwargs)
+            y = self._watched(module, call, args, kwargs) if watch else call(*args, **kwargs)
+            self.unknown.add(path, module, nn.meta.unbox(module.variables).get("params", {}))
+            return y
         self.layers.add(path)
-        choice = self.rules.choice(path)
+        if not module.path and not self.layer:
+            self.heads.setdefault(path, _APPLIED)
+        choice = self.rules.choice(path, self.heads)
         linear, watched = choice.linear, self.watched.get(module.path[:-1])
         if watched is not None:
             call = functools.partial(watched.call, str(module.name), call, choice.recipe)
         if linear is None:
             return call(*args, **kwargs)
+        self.quantized.add(path)
+        if not isinstance(module, LAYERS):
+            if module.is_initializing():
+                return call(*args, **kwargs)
+            with _Root(self.rules, (), next(_asides)).running():
+                return custom.call_linen(module, linear, args, kwargs)
         check_replaceable(path, module)
         with contextlib.ExitStack() as stack:
             if module.promote_dtype is promote_dtype:
@@ -260,7 +336,7 @@ class _Root:
         if module.is_initializing():
             return call(*args, **kwargs)
         aside = _Root(self.rules, (), next(_asides))
-        forms = blocks_linen.recognise(module, args, kwargs, aside.running, self.known)
+        forms = blocks_linen.recognise(module, args, kwargs, aside.running, self.known).forms
         if not forms:
             return call(*args, **kwargs)
         before = self.watched.get(module.path)

@@ -1,21 +1,24 @@
 """Quantizes the linear layers of Flax NNX models that were not written for it."""
 
+import math
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from fp8jax.core.recipe import Linear
-from fp8jax.modules import contexts
+from fp8jax.modules import blocks_nnx, contexts, custom, heads_nnx
 from fp8jax.modules.delayed import DelayedDotGeneral, kernel_axes
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
-from fp8jax.modules.rules import Rules, choose
+from fp8jax.modules.matrices import Unknown, not_a_model
+from fp8jax.modules.rules import Ordered, Rules, choose, ordered
 
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
 
-def quantize(model: Model, rules: Rules) -> Model:
+def quantize(model: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Model:
     """A copy of a model whose linear layers compute with a recipe.
 
     Parameters keep their names, shapes and values, so checkpoints fit both ways. The layers are `nnx.Linear`,
@@ -34,30 +37,74 @@ def quantize(model: Model, rules: Rules) -> Model:
 
     A recipe with delayed scaling adds variables to its layers; `fp8jax.nnx.advance_scaling` says how to train them.
 
+    A recipe, not a rule, leaves alone what is an embedding, head or router: by its usual names, and by shapes, because
+    the model is not run here. A head is an `nnx.Linear` that the outermost module holds itself and whose outputs
+    nothing in the model takes; a router one with as many outputs as there are experts beside it, or a `gate` that is no
+    half of a gated activation. `fp8jax.explain(model, rules, *sample)` names those that only their readers give away.
+
     Args:
         model: any NNX module; it is not changed.
-        rules: a `Recipe`, used for all layers but embeddings and output heads (by their usual names), or a sequence
-            of `fp8jax.Rule` on paths such as `"layers/attention/q"`.
+        rules: a `Recipe` or a preset's name, used for all layers but embeddings, output heads and routers; or a
+            sequence of `fp8jax.Rule` on paths such as `"layers/attention/q"`.
+        layers: classes of your own that are layers, too: where `__call__` multiplies data by a parameter of the module,
+            spelled with `@`, `jnp.dot`, `jnp.einsum` or `jax.lax.dot_general`, the recipe's product takes its place.
+            Without them a warning names the modules that hold matrices and are not known.
 
     Returns:
         The copy. `fp8jax.explain(model, rules, *sample)` says what became of each layer.
 
     Raises:
+        TypeError: the model is no NNX module, or the rules are of another type.
         ValueError: a rule matches no layer, the model has none, or a layer has a product of its own already.
     """
-    quantized = nnx.clone(model)
-    found, layers = modules(quantized), find(quantized)
-    chosen = choose([*layers, *contexts.norm_paths(found, rules)], rules)
-    contexts.plan(found, rules, replace=True)
-    for path, layer in layers.items():
-        linear = chosen[path].linear
-        if linear is not None and linear.quantized:
-            _replace(path, layer, linear)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(not_a_model("fp8jax.nnx.quantize takes an NNX module", model))
+    quantized, unknown, size = substitute(model, ordered(rules, layers))
+    unknown.warn(ordered(rules, layers), size)
     return quantized
 
 
+def substitute(model: Model, rules: Ordered) -> tuple[Model, Unknown, int]:
+    """What `quantize` returns, the modules that are not known, and the size of the kernels that are quantized."""
+    quantized = nnx.clone(model)
+    found, heads, unknown = modules(quantized), *leave(modules(quantized), rules)
+    linears = {path: module for path, module in found.items() if isinstance(module, (*LAYERS, *rules.layers))}
+    chosen = choose([*linears, *contexts.norm_paths(found, rules)], rules, heads, unknown.found, unknown.message())
+    contexts.plan(found, rules, heads=heads, replace=True)
+    size = 0
+    for path, layer in linears.items():
+        linear = chosen[path].linear
+        if linear is None or not linear.quantized:
+            continue
+        size += sum(math.prod(p.shape) for p in params(layer).values() if len(p.shape) > 1)
+        if isinstance(layer, LAYERS):
+            _replace(path, layer, linear)
+        else:
+            custom.replace_nnx(path, layer, linear, blocks_nnx.with_call)
+    return quantized, unknown, size
+
+
+def leave(found: dict[str, Any], rules: Ordered) -> tuple[dict[str, str], Unknown]:
+    """The heads and routers of a model that a recipe leaves alone, with the reason, and modules that are not known.
+
+    Args:
+        found: all modules of the model, by path.
+        rules: as `ordered` gives them.
+    """
+    unknown = Unknown()
+    for path, module in found.items():
+        if not isinstance(module, (*LAYERS, *rules.layers)):
+            unknown.add(path, module, params(module))
+    return heads_nnx.by_shape(found) if rules.default else {}, unknown
+
+
+def params(module: Any) -> dict[str, Any]:
+    """The parameters that a module holds itself."""
+    return {name: v for name, v in vars(module).items() if isinstance(v, nnx.Param)}
+
+
 def find(model: nnx.Module) -> dict[str, Any]:
-    """The layers that can be quantized, by path."""
+    """The layers of Flax that can be quantized, by path."""
     return {path: module for path, module in modules(model).items() if isinstance(module, LAYERS)}
 
 

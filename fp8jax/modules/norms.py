@@ -12,6 +12,7 @@ from fp8jax.ops.norm import layer_norm, rms_norm
 
 LAYERS = (nnx.RMSNorm, nnx.LayerNorm)
 LINEN_LAYERS = (nn.RMSNorm, nn.LayerNorm)
+OWN_CLASS = "a norm of its own class: call fp8jax.rms_norm or fp8jax.layer_norm in it"
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -43,7 +44,7 @@ class LayerNorm(nnx.LayerNorm):
 def why_not(norm: Any) -> str | None:
     """Why a norm cannot keep codes; None where it can."""
     if type(norm) not in (*LAYERS, *LINEN_LAYERS):
-        return "a norm of its own class: call fp8jax.rms_norm or fp8jax.layer_norm in it"
+        return OWN_CLASS
     if any(axes not in (-1, (-1,), [-1]) for axes in (norm.reduction_axes, norm.feature_axes)):
         return f"it reduces axes {norm.reduction_axes}, not the last one alone"
     if norm.axis_name is not None:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -13,14 +14,18 @@ from flax.traverse_util import flatten_dict
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.modules import blocks_nnx, contexts
+from fp8jax.modules import blocks_nnx, contexts, heads_nnx
 from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
+from fp8jax.modules.blocks_nnx import Told
 from fp8jax.modules.contexts import Part
+from fp8jax.modules.matrices import Unknown, is_matrix, not_a_model
 from fp8jax.modules.program import Program, inspect, split
-from fp8jax.modules.rules import Rules, choose
+from fp8jax.modules.reading import Reading
+from fp8jax.modules.rules import Ordered, Rules, choose, ordered
 
 _EMBED = "the lookup of an embedding, and its use as a head (attend), are left alone"
+_TIED = "an embedding that a product takes, too: a tied output head; both are left alone"
 _ATTENTION = "the products of attention itself, QK and AV, are left alone; its projections are layers of their own"
 _CONVOLUTION = "convolutions are left alone"
 _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
@@ -28,7 +33,7 @@ _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((nnx.MultiHeadAttention, nn.MultiHeadDotProductAttention), _ATTENTION),
     ((nnx.Conv, nnx.ConvTranspose, nn.Conv, nn.ConvTranspose, nn.ConvLocal), _CONVOLUTION),
 )
-_UNKNOWN = "no layer of Flax: its own products are left as they are written"
+_UNKNOWN = "no layer of Flax: its own products are left as they are written, unless its class is in layers=[{}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +90,13 @@ class Report:
         layers: the linear layers, embeddings, convolutions and attentions of the model, and whatever else has matrices.
         program: the products of a forward and backward pass; None without sample inputs.
         parts: norms, activations and attentions, where the rules say what these keep.
+        notes: what should be looked at: output heads and routers that are quantized, and matrices that are not known.
     """
 
     layers: tuple[Layer, ...]
     program: Program | None = None
     parts: tuple[Part, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[Layer, ...]:
@@ -120,15 +127,18 @@ class Report:
                 f"scales that span tokens: the inputs of {len(self.leaks)} layers ({specs}). Later tokens change the"
                 " scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
             )
+        if any(part.context is not None and part.context.lean for part in self.parts):
+            parts.append("saved inputs: layers that read the result of a lean norm or activation (below) keep none.")
         if self.parts:
             lines = [(p.path or "-", p.kind, p.computes or "-", p.keeps, p.reason) for p in self.parts]
             parts.append(_table([("norm, activation or attention", "kind", "computes", "keeps", "chosen by"), *lines]))
         if len(skipped) > 1:
             parts.append(_table(skipped))
+        parts += [f"note: {note}" for note in self.notes]
         return "\n\n".join([*parts, *([str(self.program)] if self.program else [])])
 
 
-def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
+def explain(model: Any, rules: Rules, *sample: Any, layers: Iterable[type] = (), **keywords: Any) -> Report:
     """What the rules make of a model: what each layer computes in and saves, and what is left alone and why.
 
     With sample inputs also the products really in the program of a loss (the mean square of the outputs) and its
@@ -138,7 +148,9 @@ def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
         model: an NNX or Linen model, as `fp8jax.nnx.quantize` and `fp8jax.linen.quantize` take it.
         rules: as they take them.
         sample: arguments of a call of the model, arrays or `jax.ShapeDtypeStruct`. A Linen model needs them, because
-            its layers are known only while it runs, and so are activations between the layers of an NNX model.
+            its layers are known only while it runs; so are activations between the layers of an NNX model, and what
+            reads their results.
+        layers: classes of your own that are layers, too, as `quantize` takes them.
         keywords: keyword arguments of the call, such as `train=False`.
 
     Returns:
@@ -149,37 +161,74 @@ def explain(model: Any, rules: Rules, *sample: Any, **keywords: Any) -> Report:
         ValueError: as `quantize`.
     """
     if isinstance(model, nnx.Module):
-        modules = nnx_modules.modules(model)
-        layers, quantized = _layers(modules, rules, _nnx_kernel), nnx_modules.quantize(model, rules)
-        with blocks_nnx.listening(nnx_modules.modules(quantized)) as forms:
-            program = _nnx_program(quantized, sample, keywords) if sample or keywords else None
-        parts = contexts.plan(modules, rules, forms if program else None)
-    elif isinstance(model, nn.Module):
-        if not sample and not keywords:
-            raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")
-        copy = linen_modules.quantize(model, rules)
+        return _explain_nnx(model, ordered(rules, layers), sample, keywords)
+    if isinstance(model, nn.Module):
+        return _explain_linen(model, ordered(rules, layers), sample, keywords)
+    raise TypeError(not_a_model("explain takes an NNX or Linen module", model))
+
+
+def _explain_nnx(model: nnx.Module, rules: Ordered, sample: Any, keywords: Any) -> Report:
+    modules, (quantized, unknown, _) = nnx_modules.modules(model), nnx_modules.substitute(model, rules)
+    heads, _ = nnx_modules.leave(modules, rules)
+    reading, read = Reading(), dict[str, str]()
+    if sample or keywords:
         arrays, rebuild = _split((sample, keywords))
+        wanted = {p: m for p, m in modules.items() if isinstance(m, nnx_modules.LAYERS)}
 
-        def init(module: nn.Module, arrays: list[Any]) -> Any:
+        def call(model: Any, arrays: list[Any]) -> Any:
             args, kwargs = rebuild(arrays)
-            return module.init(jax.random.key(0), *args, **kwargs)
+            return model(*args, **kwargs)
 
-        found, forms, variables = linen_modules.trace(functools.partial(init, model), arrays)
-        params = flatten_dict(variables.get("params", {}))
-        layers = _layers(found, rules, functools.partial(_linen_kernel, params))
-        parts = contexts.plan(found, rules, forms)
+        read, reading = heads_nnx.by_reading(model, wanted, call, arrays)
+    layers = _layers(modules, rules, _nnx_kernel, heads, reading)
+    with blocks_nnx.listening(nnx_modules.modules(quantized)) as told:
+        program = _nnx_program(quantized, sample, keywords) if sample or keywords else None
+    parts = contexts.plan(modules, rules, told if program else None, heads=heads)
+    return Report(layers, program, parts, _notes(layers, rules, read, unknown))
+
+
+def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any) -> Report:
+    if not sample and not keywords:
+        raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")
+    copy = linen_modules.quantize(model, rules)
+    arrays, rebuild = _split((sample, keywords))
+
+    def init(module: nn.Module, arrays: list[Any]) -> Any:
+        args, kwargs = rebuild(arrays)
+        return module.init(jax.random.key(0), *args, **kwargs)
+
+    found, told, variables = linen_modules.trace(functools.partial(init, model), arrays)
+    params = flatten_dict(variables.get("params", {}))
+    with linen_modules.listening() as roots:
         # The copy's own variables: delayed scaling adds some.
         variables = nn.meta.unbox(jax.eval_shape(functools.partial(init, copy), arrays))
         program = _linen_program(copy, variables, sample, keywords)
-    else:
-        raise TypeError(f"explain takes an NNX or Linen module, not {type(model).__name__}")
-    return Report(layers, program, parts)
+    # Of the last call: it has parameters.
+    root = roots[-1]
+    layers = _layers(found, rules, functools.partial(_linen_kernel, params), root.heads, root.reading)
+    parts = contexts.plan(found, rules, Told(told, {}), heads=root.heads)
+    return Report(layers, program, parts, _notes(layers, rules, {}, root.unknown))
 
 
-def _layers(found: dict[str, Any], rules: Rules, kernel: Callable[[str, Any], Any]) -> tuple[Layer, ...]:
-    known = (*nnx_modules.LAYERS, *linen_modules.LAYERS)
+def _notes(layers: tuple[Layer, ...], rules: Ordered, read: dict[str, str], unknown: Unknown) -> tuple[str, ...]:
+    """What should be looked at: heads that are quantized, and modules that are not known."""
+    asked = [layer.path for layer in layers if layer.linear is not None and rules.default]
+    notes = [
+        f"{path} is {read[path]}; it is quantized, because nnx.quantize does not run the model: give rules, of which "
+        f"fp8jax.Rule({path!r}, None) is the first, to leave it alone"
+        for path in asked
+        if path in read
+    ]
+    left = unknown.share(rules, sum(math.prod(x.kernel) for x in layers if x.linear is not None and x.kernel))
+    return tuple([*notes, left] if left else notes)
+
+
+def _layers(
+    found: dict[str, Any], rules: Ordered, kernel: Callable[[str, Any], Any], heads: dict[str, str], reading: Reading
+) -> tuple[Layer, ...]:
+    known = (*nnx_modules.LAYERS, *linen_modules.LAYERS, *rules.layers)
     paths = [path for path, module in found.items() if isinstance(module, known)]
-    chosen = choose([*paths, *contexts.norm_paths(found, rules)], rules)
+    chosen = choose([*paths, *contexts.norm_paths(found, rules)], rules, heads, found)
     layers = []
     for path, module in found.items():
         matrix = kernel(path, module)
@@ -191,8 +240,10 @@ def _layers(found: dict[str, Any], rules: Rules, kernel: Callable[[str, Any], An
             layers.append(Layer(*described, choice.linear, choice.reason, str(jnp.dtype(dtype)) if dtype else None))
             continue
         reason = next((text for kinds, text in _REASONS if isinstance(module, kinds)), None)
+        if reason == _EMBED and f"{path}/embedding" in reading.multiplied:
+            reason = _TIED
         if reason is None and shape is not None and not type(module).__module__.startswith("flax."):
-            reason = _UNKNOWN
+            reason = _UNKNOWN.format(type(module).__name__)
         if reason is not None:
             layers.append(Layer(*described, None, reason))
     return tuple(layers)
@@ -209,7 +260,8 @@ def _linen_kernel(params: dict[tuple[str, ...], Any], path: str, module: Any) ->
 def _matrix(params: dict[str, Any]) -> Any:
     """The kernel or embedding among the parameters of a module, or else its first matrix; None if it has none."""
     named = [params[name] for name in ("kernel", "embedding") if name in params]
-    return next((leaf for leaf in [*named, *params.values()] if leaf.ndim >= 2), None)
+    own = [leaf for name, leaf in params.items() if is_matrix(name, leaf.shape)]
+    return next((leaf for leaf in [*named, *own] if leaf.ndim >= 2), None)
 
 
 def _nnx_program(model: nnx.Module, sample: Any, keywords: Any) -> Program:
@@ -258,7 +310,7 @@ def _spans_tokens(spec: QuantSpec) -> bool:
 
 
 def _name(layer: Layer) -> tuple[str, str, str]:
-    return layer.path, layer.kind, str(layer.kernel or "-").replace(" ", "")
+    return layer.path or "-", layer.kind, str(layer.kernel or "-").replace(" ", "")
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

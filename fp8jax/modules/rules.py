@@ -2,15 +2,20 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 
 from fp8jax.core.recipe import Context, Linear, Recipe
+from fp8jax.recipes import resolve
 
-# Embeddings and output heads are left alone unless a rule asks for them: their errors go straight into the loss.
-LEFT_ALONE = r"(.*/)?(embed\w*|wte|wpe|head|\w+_head|unembed\w*|logits\w*|output_layer|classifier)(/.*)?"
-
+# Embeddings and output heads are left alone unless a rule asks for them: their errors go straight into the loss. So are
+# routers, which send whole tokens to other experts when they err.
+LEFT_ALONE = r"(.*/)?(embed\w*|wte|wpe|head|\w+_head|unembed\w*|(\w+_)?logits?\w*|output_layer|classifier)(/.*)?"
+ROUTERS = r"(.*/)?(\w*[rR]outer\w*|gating|(gating|gate)_network)(/.*)?"
+_DEFAULT = (("an embedding or head", LEFT_ALONE), ("a router", ROUTERS))
 
 _NOTHING = Context()
+_NONE: Mapping[str, str] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,16 +24,21 @@ class Rule:
 
     Attributes:
         path: regular expression that must match a whole path, such as `"layers/.*/mlp/.*"`; steps are joined by "/".
-        recipe: a `Recipe` or its part `Linear`; None leaves the layers alone.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name; None leaves the layers alone.
 
     Raises:
-        ValueError: `path` is no regular expression.
+        ValueError: `path` is no regular expression, or no preset has this name.
+        TypeError: the recipe is of another type.
     """
 
     path: str
-    recipe: Recipe | Linear | None
+    recipe: Recipe | Linear | str | None
 
     def __post_init__(self) -> None:
+        if self.recipe is not None:
+            object.__setattr__(self, "recipe", resolve(self.recipe))
+            if isinstance(self.recipe, Context):
+                raise TypeError(f"a rule takes a Recipe or its part Linear, not {self.recipe!r}")
         try:
             re.compile(self.path)
         except re.error as error:
@@ -36,6 +46,7 @@ class Rule:
 
     @property
     def linear(self) -> Linear | None:
+        assert not isinstance(self.recipe, str)
         return self.recipe.linear if isinstance(self.recipe, Recipe) else self.recipe
 
     @property
@@ -64,12 +75,14 @@ class Choice:
         return Recipe("chosen", linear=self.linear, context=self.context)
 
 
-Rules = Recipe | Linear | Rule | Sequence[Rule]
-
-
 @dataclasses.dataclass(frozen=True)
 class Ordered:
-    """Rules in order, hashable; `default` says that the first one is ours, for embeddings and heads.
+    """Rules in order, hashable.
+
+    Attributes:
+        rules: the first that matches a path wins.
+        default: the rules are one recipe, after ours for embeddings, heads and routers.
+        layers: classes of a user's own, whose products of data with a parameter are quantized.
 
     Raises:
         ValueError: the recipe of a rule quantizes nothing, or there is no rule.
@@ -77,6 +90,7 @@ class Ordered:
 
     rules: tuple[Rule, ...]
     default: bool
+    layers: tuple[type, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.rules:
@@ -90,55 +104,100 @@ class Ordered:
         """Whether any rule says what non-linear operations keep."""
         return any(rule.context.saved is not None for rule in self.rules)
 
-    def choice(self, path: str) -> Choice:
-        """What the first rule that matches a path says."""
+    def choice(self, path: str, heads: Mapping[str, str] = _NONE) -> Choice:
+        """What the first rule that matches a path says.
+
+        Args:
+            path: of a layer.
+            heads: layers that are outputs or choose, with the reason; a recipe for all others leaves them alone.
+        """
         i = self._first(path)
         if i is None:
             return Choice(None, "no rule matches")
-        reasons = ("an embedding or head", "the recipe") if self.default else [f"rule {r.path!r}" for r in self.rules]
+        reasons = [name for name, _ in _DEFAULT] + ["the recipe"]
+        reasons = reasons if self.default else [f"rule {r.path!r}" for r in self.rules]
+        if self.default and path in heads and self.rules[i].linear is not None:
+            return Choice(None, heads[path])
         return Choice(self.rules[i].linear, reasons[i], self.rules[i].context)
 
-    def check_all_used(self, paths: Iterable[str]) -> None:
-        """Raises ValueError where a rule is the first match of none of the paths, or there are none."""
+    def check_all_used(
+        self, paths: Iterable[str], heads: Mapping[str, str] = _NONE, others: Iterable[str] = (), unknown: str = ""
+    ) -> None:
+        """Raises ValueError where a rule is the first match of none of the paths, or there are none.
+
+        Args:
+            paths: of the layers that can be quantized, and of norms.
+            heads: as `choice` takes them.
+            others: of modules that hold matrices and are not known; rules may leave them alone.
+            unknown: what to say of these.
+        """
         paths = sorted(paths)
         if not paths:
-            raise ValueError("the model has no linear layer that fp8jax knows how to quantize")
-        used = {self._first(path) for path in paths}
-        unused = [r.path for i, r in enumerate(self.rules) if i not in used and not (self.default and i == 0)]
+            raise ValueError(f"the model has no linear layer that fp8jax knows how to quantize{unknown}")
+        used = {self._first(path) for path in paths if self.choice(path, heads).reason != heads.get(path)}
+        used |= {self._first(path) for path in others if self.choice(path).linear is None}
+        unused = [
+            r.path for i, r in enumerate(self.rules) if i not in used and not (self.default and i < len(_DEFAULT))
+        ]
         if unused:
             names = ", ".join(map(repr, unused))
-            raise ValueError(f"no layer is left for {names} to match; the layers are {', '.join(paths)}")
+            why = " (embeddings, heads and routers are left alone unless a rule names them)" if self.default else ""
+            raise ValueError(f"no layer is left for {names} to match; the layers are {', '.join(paths)}{why}{unknown}")
 
     def _first(self, path: str) -> int | None:
         return next((i for i, rule in enumerate(self.rules) if re.fullmatch(rule.path, path)), None)
 
 
-def ordered(rules: Rules) -> Ordered:
+Rules = Recipe | Linear | str | Rule | Sequence[Rule] | Ordered
+
+
+def ordered(rules: Rules, layers: Iterable[type] = ()) -> Ordered:
     """Rules in their one form.
 
     Args:
-        rules: a recipe for all layers but embeddings and output heads, or rules in order, the first match wins; layers
-            that none matches are left alone.
+        rules: a recipe, or a preset's name, for all layers but embeddings, output heads and routers; or rules in order,
+            the first match wins; layers that none matches are left alone.
+        layers: classes of a user's own that are layers, too.
 
     Raises:
-        ValueError: the recipe of a rule quantizes nothing, or there is no rule.
-        TypeError: the rules are of another type.
+        ValueError: the recipe of a rule quantizes nothing, there is no rule, or no preset has this name.
+        TypeError: the rules, or what is to be a class, are of another type.
     """
-    if isinstance(rules, (Recipe, Linear)):
-        return Ordered((Rule(LEFT_ALONE, None), Rule(".*", rules)), default=True)
-    listed = (rules,) if isinstance(rules, Rule) else tuple(rules)
-    for rule in listed:
-        if not isinstance(rule, Rule):
-            raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, not {rule!r}")
-    return Ordered(listed, default=False)
+    if isinstance(rules, Ordered):
+        return rules
+    classes = (layers,) if isinstance(layers, type) else tuple(layers)
+    for cls in classes:
+        if not isinstance(cls, type):
+            raise TypeError(f"layers are classes of modules, such as layers=[MyDense], not {cls!r}")
+    if not isinstance(rules, (str, Recipe, Linear, Context)) and not callable(rules):
+        listed = tuple(rules) if isinstance(rules, Iterable) else (rules,)
+        for rule in listed:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, not {rule!r}")
+        return Ordered(listed, False, classes)
+    recipe = resolve(rules)
+    return Ordered((*(Rule(path, None) for _, path in _DEFAULT), Rule(".*", recipe)), True, classes)
 
 
-def choose(paths: Iterable[str], rules: Rules) -> dict[str, Choice]:
+def choose(
+    paths: Iterable[str],
+    rules: Rules,
+    heads: Mapping[str, str] = _NONE,
+    others: Iterable[str] = (),
+    unknown: str = "",
+) -> dict[str, Choice]:
     """Matches the paths of all layers that can be quantized against rules.
+
+    Args:
+        paths: of layers and norms.
+        rules: as `ordered` takes them.
+        heads: as `Ordered.choice` takes them.
+        others: as `Ordered.check_all_used` takes them.
+        unknown: likewise.
 
     Raises:
         ValueError, TypeError: as `ordered`; or a rule is the first match of no layer, or there is no layer.
     """
     paths, each = list(paths), ordered(rules)
-    each.check_all_used(paths)
-    return {path: each.choice(path) for path in paths}
+    each.check_all_used(paths, heads, others, unknown)
+    return {path: each.choice(path, heads) for path in paths}

@@ -15,10 +15,11 @@ from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.fused_reference import ACTIVATIONS, activation_cotangents
-from fp8jax.ops.saved import Gradient, context_part, decode, differentiable, keep
+from fp8jax.ops.saved import Gradient, decode, differentiable, keep
+from fp8jax.recipes import context_part
 
 
-def glu(gate: Array, up: Array, *, recipe: Recipe | Context, activation: str = "silu") -> Array:
+def glu(gate: Array, up: Array, *, recipe: Recipe | Context | str, activation: str = "silu") -> Array:
     """activation(gate) * up (Shazeer, 2020).
 
     Forward it is what JAX computes; the backward pass reads the codes of `gate` and `up`, in a faithful context also
@@ -27,7 +28,7 @@ def glu(gate: Array, up: Array, *, recipe: Recipe | Context, activation: str = "
     Args:
         gate: (..., channels), any floating dtype.
         up: the same shape and dtype.
-        recipe: a `Recipe`, or its part `Context`; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
 
     Returns:
@@ -44,12 +45,12 @@ def glu(gate: Array, up: Array, *, recipe: Recipe | Context, activation: str = "
     return _activation(activation, gate, up, context, fused.bounded(recipe))
 
 
-def activation(x: Array, *, recipe: Recipe | Context, activation: str) -> Array:
+def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> Array:
     """activation(x), of which the backward pass reads the codes of `x`.
 
     Args:
         x: (..., channels), any floating dtype.
-        recipe: a `Recipe`, or its part `Context`; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
 
     Returns:

@@ -8,7 +8,8 @@ from jax import Array, lax
 from fp8jax.core import formats, scaling
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.linear import output_spec, rows
-from fp8jax.ops.product import QuantizedWeight, Scales, linear_part, product
+from fp8jax.ops.product import QuantizedWeight, Scales, product
+from fp8jax.recipes import linear_part
 
 
 class ScalingState(NamedTuple):
@@ -27,7 +28,7 @@ class Observed(NamedTuple):
     dy: Array
 
 
-def init_scaling(recipe: Recipe | Linear) -> ScalingState:
+def init_scaling(recipe: Recipe | Linear | str) -> ScalingState:
     """Empty histories for one linear.
 
     Raises:
@@ -43,7 +44,7 @@ def delayed_linear(
     state: ScalingState,
     slot: Array,
     *,
-    recipe: Recipe | Linear,
+    recipe: Recipe | Linear | str,
     bias: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
@@ -79,7 +80,7 @@ def delayed_linear(
     return (y if bias is None else y + bias.astype(y.dtype)), observed
 
 
-def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear) -> Array:
+def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str) -> Array:
     """The scale, an fp32 scalar, that delayed scaling gives to a weight in this step.
 
     Raises:
@@ -88,7 +89,7 @@ def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear) -> A
     return _scale("w", lax.stop_gradient(w), state, linear_part(recipe))
 
 
-def update_scaling(state: ScalingState, observed: Observed, recipe: Recipe | Linear) -> ScalingState:
+def update_scaling(state: ScalingState, observed: Observed, recipe: Recipe | Linear | str) -> ScalingState:
     """The histories after a step, of one linear or, with leading axes on every array, of stacked ones.
 
     Args:
@@ -112,7 +113,7 @@ def _scale(name: str, value: Array, state: ScalingState, part: Linear) -> Array:
     return _delayed(part).scale(lax.stop_gradient(getattr(state, name)), value, formats.get(spec.format))
 
 
-def _delayed(recipe: Recipe | Linear) -> scaling.Delayed:
+def _delayed(recipe: Recipe | Linear | str) -> scaling.Delayed:
     part = linear_part(recipe)
     if part.scaling != "delayed":
         raise ValueError(f"the recipe's linear.scaling is {part.scaling!r}, not 'delayed'")

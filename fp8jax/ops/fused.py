@@ -24,6 +24,7 @@ from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell
 from fp8jax.ops.recent import Origins, Recent, Same
 from fp8jax.ops.saved import from_bytes, to_bytes
 from fp8jax.ops.sharding import merge
+from fp8jax.recipes import resolve
 
 
 @dataclasses.dataclass(eq=False)
@@ -126,8 +127,9 @@ def give_scale(array: Array, spec: QuantSpec, scale: Array, codes: Array | None 
         result.made[True, False, spec, Same(scale)] = [_pair(spec, codes, None, scale.reshape(1, 1))]
 
 
-def bounded(recipe: Recipe | Context) -> QuantSpec | None:
+def bounded(recipe: Recipe | Context | str) -> QuantSpec | None:
     """How linear layers quantize what an operation makes, if it is to give them the scale for that; else None."""
+    recipe = resolve(recipe)
     if not isinstance(recipe, Recipe) or recipe.context.scales != "bound" or recipe.linear.scaling == "delayed":
         return None
     spec = recipe.linear.spec("x")

@@ -10,8 +10,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import SAME, Linear, Recipe
-from fp8jax.ops.product import QuantizedWeight, linear_part, product, threaded
+from fp8jax.ops.product import QuantizedWeight, product, threaded
 from fp8jax.ops.sharding import merge, merged, place, product_sharding, spec_of, split, turn
+from fp8jax.recipes import linear_part
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -20,7 +21,7 @@ def linear(
     x: Array,
     w: Array,
     *,
-    recipe: Recipe | Linear,
+    recipe: Recipe | Linear | str,
     bias: Array | None = None,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
@@ -31,7 +32,7 @@ def linear(
     Args:
         x: (..., inputs), any floating dtype.
         w: (inputs, outputs).
-        recipe: a `Recipe`, or its part `Linear`.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name.
         bias: (outputs,), added in the dtype of the result.
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
@@ -56,7 +57,7 @@ def dot_general(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    recipe: Recipe | Linear,
+    recipe: Recipe | Linear | str,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
@@ -69,7 +70,7 @@ def dot_general(
         dimension_numbers: as in `jax.lax.dot_general`. Batch axes have products, and scales, of their own.
         precision: must be None or default: quantized products have one precision.
         preferred_element_type: dtype of the result; that of `lhs` if None.
-        recipe: a `Recipe`, or its part `Linear`.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name.
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
         out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it.
@@ -121,7 +122,7 @@ def einsum(
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    recipe: Recipe | Linear,
+    recipe: Recipe | Linear | str,
     key: Array | None = None,
     out_sharding: Any = None,
 ) -> Array:
@@ -133,7 +134,7 @@ def einsum(
         rhs: weight.
         precision: must be None or default: quantized products have one precision.
         preferred_element_type: dtype of the result; that of `lhs` if None.
-        recipe: a `Recipe`, or its part `Linear`.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name.
         key: PRNG key for recipes that round stochastically.
         out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jnp.einsum` takes it.
 
@@ -176,7 +177,7 @@ def linears(
     x: Array,
     weights: Sequence[Array],
     *,
-    recipe: Recipe | Linear,
+    recipe: Recipe | Linear | str,
     key: Array | None = None,
     quantized: Sequence[QuantizedWeight | None],
     out_sharding: Any = None,
@@ -223,7 +224,7 @@ def check_precision(precision: Any) -> None:
         raise ValueError(f"a quantized product takes no precision={precision!r}")
 
 
-def stateless(recipe: Recipe | Linear) -> Linear:
+def stateless(recipe: Recipe | Linear | str) -> Linear:
     """The part of a recipe that products follow, where these need no state; else ValueError."""
     part = linear_part(recipe)
     if part.scaling == "delayed":

@@ -15,11 +15,17 @@ from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
-from fp8jax.ops.saved import Gradient, context_part, decode, differentiable, keep
+from fp8jax.ops.saved import Gradient, decode, differentiable, keep
+from fp8jax.recipes import context_part
 
 
 def rms_norm(
-    x: Array, scale: Array | None = None, *, recipe: Recipe | Context, eps: float = 1e-6, dtype: DTypeLike | None = None
+    x: Array,
+    scale: Array | None = None,
+    *,
+    recipe: Recipe | Context | str,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
 ) -> Array:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich, 2019).
 
@@ -28,7 +34,7 @@ def rms_norm(
     Args:
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
-        recipe: a `Recipe`, or its part `Context`; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
         eps: added to the mean square.
         dtype: of the result; that of `x` if None.
 
@@ -46,7 +52,7 @@ def layer_norm(
     scale: Array | None = None,
     bias: Array | None = None,
     *,
-    recipe: Recipe | Context,
+    recipe: Recipe | Context | str,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
 ) -> Array:
@@ -59,7 +65,7 @@ def layer_norm(
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
         bias: (channels,), or None.
-        recipe: a `Recipe`, or its part `Context`; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
         eps: added to the variance.
         dtype: of the result; that of `x` if None.
 
@@ -121,7 +127,7 @@ def normalize(
     x: Array,
     scale: Array | None,
     bias: Array | None,
-    recipe: Recipe | Context,
+    recipe: Recipe | Context | str,
     eps: float,
     dtype: DTypeLike | None,
     *,

@@ -23,6 +23,7 @@ from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.recent import Recent, Same
 from fp8jax.ops.saved import ITSELF, Gradient, Remade, from_bytes, mapped_alike, origins, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, rows_of, split
+from fp8jax.recipes import linear_part
 
 
 class QuantizedWeight(NamedTuple):
@@ -159,7 +160,7 @@ def threaded(
     return _product(how, value, through, w, saved, noise, scales, quantized, made_of)
 
 
-def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = None) -> QuantizedWeight:
+def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
     """A weight as the products of a recipe read it, for `fp8jax.linear` to use in every call of a step.
 
     Under gradient accumulation the microbatches of a step then share its scales and codes, of the weight and of its
@@ -170,7 +171,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = 
 
     Args:
         w: (inputs, outputs), any floating dtype. Gradients flow to the `w` that `linear` is given, not to this one.
-        recipe: a `Recipe`, or its part `Linear`, that quantizes the weight in both products that read it.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name; it quantizes the weight in both products.
         scale: fp32 scalar, for granularity "tensor"; None takes it from `w`.
 
     Returns:
@@ -190,11 +191,6 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear, scale: Array | None = 
         return QuantizedWeight(to_bytes(turned), to_bytes(rows))
     save = functools.partial(_save, w, how=part.scaling, scale=scale)
     return QuantizedWeight(save(forward, turned=True), save(dgrad))
-
-
-def linear_part(recipe: Recipe | Linear) -> Linear:
-    """The part of a recipe that products follow."""
-    return recipe.linear if isinstance(recipe, Recipe) else recipe
 
 
 def _check_weight(quantized: QuantizedWeight, w: Array, recipe: Linear) -> None:

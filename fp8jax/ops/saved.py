@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize
-from fp8jax.core.recipe import Context, Recipe
+from fp8jax.core.recipe import Context
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.choice import vary_alike
 from fp8jax.ops.recent import Origins
@@ -160,8 +160,3 @@ def _backward(how: Remade, residual: bool, residuals: Any, cotangents: Any) -> t
 
 
 _differentiable.defvjp(_forward, _backward)
-
-
-def context_part(recipe: Recipe | Context) -> Context:
-    """The part of a recipe that non-linear operations follow."""
-    return recipe.context if isinstance(recipe, Recipe) else recipe

@@ -19,6 +19,7 @@ from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import QuantizedWeight, product
 from fp8jax.ops.saved import ITSELF, origins
 from fp8jax.ops.sharding import merge, merged, split
+from fp8jax.recipes import resolve
 
 
 def norm_linear(
@@ -26,7 +27,7 @@ def norm_linear(
     scale: Array | None,
     weights: Sequence[Array],
     *,
-    recipe: Recipe,
+    recipe: Recipe | str,
     norm: Literal["rms", "layer"] = "rms",
     norm_bias: Array | None = None,
     eps: float = 1e-6,
@@ -47,7 +48,7 @@ def norm_linear(
         x: (..., channels), any floating dtype.
         scale: (channels,), of the norm; or None.
         weights: (channels, outputs) each.
-        recipe: its parts `linear` and `context` apply.
+        recipe: a `Recipe` or a preset's name; its parts `linear` and `context` apply.
         norm: "rms" or "layer".
         norm_bias: (channels,), for "layer"; or None.
         eps: added to the mean square or variance.
@@ -65,7 +66,7 @@ def norm_linear(
             `rms_norm` and `linear`.
         TypeError: `recipe` is a part of one.
     """
-    _check_whole(recipe)
+    recipe = _whole(recipe)
     if norm not in ("rms", "layer") or (norm == "rms" and norm_bias is not None):
         raise ValueError(f"norm is 'rms', without norm_bias, or 'layer', not {norm!r} with norm_bias {norm_bias}")
     held = [None] * len(weights) if quantized is None else list(quantized)
@@ -85,7 +86,7 @@ def attention_output(
     w: Array,
     residual: Array | None = None,
     *,
-    recipe: Recipe,
+    recipe: Recipe | str,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
@@ -100,7 +101,7 @@ def attention_output(
             floating dtype.
         w: (heads * channels, outputs), or (heads, channels, outputs).
         residual: (..., outputs), or None.
-        recipe: its parts `linear` and `context` apply.
+        recipe: a `Recipe` or a preset's name; its parts `linear` and `context` apply.
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w` as (inputs, outputs); None quantizes it in this call.
         out_sharding: of the projection on a mesh with Explicit axes, as of `linear`.
@@ -112,7 +113,7 @@ def attention_output(
         ValueError: shapes do not match, or as `linear`.
         TypeError: `recipe` is a part of one.
     """
-    _check_whole(recipe)
+    recipe = _whole(recipe)
     shape, inputs = y.shape[-2:], math.prod(y.shape[-2:])
     if y.ndim < 2 or w.shape[:-1] not in (shape, (inputs,)):
         raise ValueError(f"w must be (heads, channels, outputs) or (inputs, outputs) for y {y.shape}, not {w.shape}")
@@ -133,7 +134,7 @@ def glu_linear(
     w: Array,
     residual: Array | None = None,
     *,
-    recipe: Recipe,
+    recipe: Recipe | str,
     activation: str = "silu",
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
@@ -149,7 +150,7 @@ def glu_linear(
         w: (inner, outputs).
         residual: (..., outputs), or None. With a context nothing but norms before should read it beside this layer,
             as what `norm_linear` returns of `residual=True`: the product then is added to it in place, else to a copy.
-        recipe: its parts `linear` and `context` apply.
+        recipe: a `Recipe` or a preset's name; its parts `linear` and `context` apply.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
@@ -162,7 +163,7 @@ def glu_linear(
         ValueError: as `glu` and `linear`.
         TypeError: `recipe` is a part of one.
     """
-    _check_whole(recipe)
+    recipe = _whole(recipe)
     if up is None:
         h = apply_activation(gate, recipe=recipe, activation=activation)
     else:
@@ -174,6 +175,8 @@ def glu_linear(
     return y if residual is None else residual + y
 
 
-def _check_whole(recipe: Recipe) -> None:
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"a norm or an activation with linear layers follows a whole fp8jax.Recipe, not {recipe!r}")
+def _whole(recipe: Recipe | str) -> Recipe:
+    found = resolve(recipe)
+    if not isinstance(found, Recipe):
+        raise TypeError(f"a norm or an activation with linear layers follows a whole fp8jax.Recipe, not {found!r}")
+    return found

@@ -152,3 +152,123 @@ def starve_gradients(quantize: Callable) -> Callable:
         return quantize(x, rows, columns, scale=scale, **settings)
 
     return broken
+
+
+class Lm1b(nn.Module):
+    """As Flax's example lm1b: a decoder, whose logits come from a layer called logitdense, or one of another name."""
+
+    head: str = "logitdense"
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = NanodoBlock(None)(nn.Embed(VOCAB, WIDTH)(tokens))
+        return nn.Dense(VOCAB, name=self.head)(nn.LayerNorm()(x)).astype(jnp.float32)
+
+
+class Experts(nn.Module):
+    """A mixture of experts: a router, whose probabilities or largest logits weigh the experts' results."""
+
+    router: str = "router"
+    experts: int = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        logits = nn.Dense(self.experts, use_bias=False, name=self.router)(x.astype(jnp.float32))
+        best, chosen = jax.lax.top_k(jax.nn.softmax(logits), 2)
+        weights = jnp.sum(jax.nn.one_hot(chosen, self.experts) * best[..., None], axis=-2)
+        results = [Mlp(None, name=f"expert_{i}")(x) for i in range(self.experts)]
+        return x + jnp.einsum("...e,...de->...d", weights, jnp.stack(results, -1))
+
+
+class ResNet(nn.Module):
+    """Convolutions, a projection, and a classifier that has no name of its own."""
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Conv(8, (3, 3))(images)).mean(axis=(1, 2))
+        x = nn.relu(nn.Dense(WIDTH, name="neck")(x))
+        return nn.Dense(10)(x).astype(jnp.float32)
+
+
+class Conv1D(nn.Module):
+    """A linear layer as transformers' FlaxConv1D: its kernel is (outputs, inputs)."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.normal(0.1), (self.features, x.shape[-1]))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        return jax.lax.dot_general(x, kernel.T, (((x.ndim - 1,), (0,)), ((), ()))) + bias
+
+
+class Gpt2(nn.Module):
+    """As Flax's GPT-2: all layers but the tied head, which is called through `apply`, are of a class of its own."""
+
+    def setup(self) -> None:
+        self.wte = nn.Embed(VOCAB, WIDTH)
+        self.up, self.down = Conv1D(FEEDFORWARD), Conv1D(WIDTH)
+        self.ln_f, self.lm_head = nn.LayerNorm(), nn.Dense(VOCAB, use_bias=False)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.wte(tokens)
+        x = self.ln_f(x + self.down(nn.gelu(self.up(x))))
+        shared = self.wte.variables["params"]["embedding"].T
+        return self.lm_head.apply({"params": {"kernel": shared}}, x)
+
+
+class Einsum(nn.Module):
+    """A product as in Gemma: the weight is called w, and the subscripts are an argument."""
+
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, subscripts: str, x: jax.Array) -> jax.Array:
+        return jnp.einsum(subscripts, x, self.param("w", nn.initializers.normal(0.1), self.shape))
+
+
+class Gemma(nn.Module):
+    """Products of a class of its own, a norm of its own, and a Dense beside them."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = OwnNorm(name="norm")(x)
+        gate, up = Einsum((2, WIDTH, FEEDFORWARD), name="gating_up")("btd,zdf->zbtf", h)
+        x = x + Einsum((FEEDFORWARD, WIDTH), name="linear")("btf,fd->btd", nn.gelu(gate) * up)
+        return x + nn.Dense(WIDTH, name="last")(x)
+
+
+class OwnNorm(nn.Module):
+    """RMSNorm written by hand."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.zeros, x.shape[-1:])
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * (1 + scale)
+
+
+class NnxExperts(nnx.Module):
+    """The mixture of experts in NNX: experts as arrays, and a router with a name that says nothing."""
+
+    def __init__(self, rngs: nnx.Rngs, name: str = "choose", experts: int = 4) -> None:
+        self.name = name
+        setattr(self, name, nnx.Linear(WIDTH, experts, use_bias=False, rngs=rngs))
+        self.norm, self.out = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (experts, WIDTH, WIDTH)) / 8)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = self.norm(x)
+        best, chosen = jax.lax.top_k(getattr(self, self.name)(h), 2)
+        weights = jnp.sum(jax.nn.one_hot(chosen, len(self.w[...])) * jax.nn.softmax(best)[..., None], axis=-2)
+        return x + self.out(jnp.einsum("...e,...d,edf->...f", weights, h, self.w[...]))
+
+
+class NnxCnn(nnx.Module):
+    """As NNX's tutorial on MNIST: two convolutions, then linear1 and linear2, which is the classifier."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(1, 8, (3, 3), rngs=rngs)
+        self.linear1, self.linear2 = nnx.Linear(8, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 10, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        return self.linear2(nnx.relu(self.linear1(nnx.relu(self.conv(images)).mean(axis=(1, 2)))))

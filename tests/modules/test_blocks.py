@@ -1,6 +1,7 @@
 """Activations between layers of NNX models: which are known, what they compute, and what they keep."""
 
 import dataclasses
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,52 @@ def test_what_computes_anything_else_is_left_as_it_is(name):
         return
     (part,) = fp8jax.explain(model, COAT, x).parts
     assert (part.computes, "call fp8jax.glu(gate, up)" in part.reason) == (None, True)
+    assert (part.keeps, part.attention) == ("as written", ())
     assert codes(quantized, x) == codes(written, x)
+
+
+def by_hand(m, x):
+    h = m.up(x)
+    return m.down(0.5 * h * (1 + jax.scipy.special.erf(h / 2**0.5)))
+
+
+def by_tanh(m, x):
+    h = m.up(x)
+    return m.down(0.5 * h * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (h + 0.044715 * h**3))))
+
+
+class Dropping(Short):
+    def __init__(self, compute) -> None:
+        super().__init__(compute)
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+
+class OwnNorm(nnx.Module):
+    def __init__(self) -> None:
+        self.scale, self.norm = nnx.Param(jnp.ones(WIDTH)), Short(by_tanh)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * self.scale[...])
+
+
+@pytest.mark.parametrize(
+    ("model", "reasons"),
+    [
+        (Short(by_hand), ["down reads up through add, div, erf, mul, which is not recognised: call fp8jax.glu"]),
+        (Dropping(lambda m, x: m.down(m.dropout(nnx.gelu(m.up(x))))), ["down reads up through dropout, which is not"]),
+        (
+            OwnNorm(),
+            ["down reads up through add, integer_pow, mul, tanh", "a norm of its own class: call fp8jax.rms_norm"],
+        ),
+    ],
+    ids=["GELU by hand", "dropout", "a norm and GELU by hand"],
+)
+def test_explain_names_what_is_not_recognised(model, reasons):
+    parts = fp8jax.explain(model, COAT, inputs()).parts
+    assert [part.computes for part in parts] == [None] * len(reasons)
+    for part, reason in zip(parts, reasons, strict=True):
+        assert part.reason.startswith(reason)
+        assert part.keeps == "as written"
 
 
 def test_a_block_that_is_not_known_keeps_codes_by_the_hook():
@@ -153,11 +199,17 @@ def test_a_perceptron_in_a_block_with_attention_masks_and_dropout_keeps_gate_and
     assert (
         relative(quantized(X, MASK, deterministic=deterministic), written(X, MASK, deterministic=deterministic)) < 0.01
     )
-    parts = fp8jax.explain(model, COAT, X, MASK, deterministic=deterministic).parts
+    report = fp8jax.explain(model, COAT, X, MASK, deterministic=deterministic)
+    # What is traced aside, to recognise them, is no part of the program.
+    counted = Counter(name for name, _ in report.program.choices)
+    assert (counted["norm"], counted["activation"]) == (2, 1)
+    parts = report.parts
     told = {(part.computes, part.context): part.reason for part in parts if part.computes != "norm"}
     assert told[MLP, COAT.context] == "the recipe"
-    assert "call fp8jax.glu" in told[None, COAT.context]
+    assert "call fp8jax.glu" in told[None, None]
     assert len(told) == 2
+    (attention,) = [p for p in fp8jax.explain(model, COAT, X).parts if p.attention]
+    assert attention.keeps == "o: no copy of what attention keeps"
 
 
 def test_no_state_is_changed_but_by_the_call_itself():

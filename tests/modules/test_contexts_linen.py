@@ -40,15 +40,20 @@ class LinenBlock(linen.Module):
         return linen.Dense(INNER, name="second")(linen.RMSNorm(use_scale=False, name="root", dtype=jnp.bfloat16)(x + h))
 
 
+def whole(recipe):
+    """The recipe for all layers: what the model returns is the result of one that is meant, too."""
+    return fp8jax.Rule(".*", recipe)
+
+
 @pytest.mark.parametrize("kinds", [{}, {"use_bias": False}, {"use_scale": False, "dtype": jnp.bfloat16}], ids=str)
 def test_norms_of_linen_compute_what_they_did_and_keep_codes(kinds):
     model, x = LinenBlock(kinds), 2 + X
     variables = model.init(jax.random.key(0), x)
-    quantized = fp8jax.linen.quantize(model, COAT)
+    quantized = fp8jax.linen.quantize(model, whole(COAT))
     assert jax.tree.structure(quantized.init(jax.random.key(0), x)) == jax.tree.structure(variables)
 
     def found(recipe, capture="norm"):
-        copy = model if recipe is None else fp8jax.linen.quantize(model, recipe)
+        copy = model if recipe is None else fp8jax.linen.quantize(model, whole(recipe))
         _, state = copy.apply(variables, x, capture_intermediates=True, mutable="intermediates")
         return state["intermediates"][capture]["__call__"][0]
 
@@ -56,7 +61,7 @@ def test_norms_of_linen_compute_what_they_did_and_keep_codes(kinds):
     assert found(COAT).dtype == found(None).dtype
     kept = {
         name: [s for d, s in residuals(lambda p, x, m=m: m.apply(p, x), variables, x) if d == "uint8"]
-        for name, m in (("linear", fp8jax.linen.quantize(model, LINEAR_ONLY)), ("lean", quantized))
+        for name, m in (("linear", fp8jax.linen.quantize(model, whole(LINEAR_ONLY))), ("lean", quantized))
     }
     # The inputs of two layers; the inputs of two norms instead.
     assert kept["linear"] == kept["lean"] == [(TOKENS, WIDTH)] * 2
@@ -154,7 +159,10 @@ def test_activations_between_layers_of_linen_keep_codes(model, text, stacked):
 def test_what_is_no_activation_between_layers_of_linen_is_left_alone():
     model = Plain(scale=0.5)
     variables = model.init(jax.random.key(0), HALF)
-    assert not fp8jax.explain(model, COAT, HALF).parts
+    (part,) = fp8jax.explain(model, COAT, HALF).parts
+    assert (part.computes, part.context, part.keeps) == (None, None, "as written")
+    assert part.reason.startswith("fc2 reads fc1 through ")
+    assert "which is not recognised: call fp8jax.glu" in part.reason
     codes = [s for d, s in residuals(fp8jax.linen.quantize(model, COAT).apply, variables, HALF) if d == "uint8"]
     assert codes == [(TOKENS, WIDTH), (TOKENS, INNER)]
     # Dropout between them: what is kept is what the layer reads.

@@ -164,7 +164,8 @@ class Parts(nn.Module):
 def test_shared_layers_vmap_and_methods():
     model, v = fp8jax.linen.quantize(Parts(), TE), Parts().init(KEY, X)
     jax.tree.map(np.testing.assert_array_equal, v, model.init(KEY, X))
-    assert eight_and_wide(model.apply, v, X) == (4, 0)
+    # What the model returns stays in 16 bits.
+    assert eight_and_wide(model.apply, v, X) == (3, 1)
     y = model.apply(v, X)
     np.testing.assert_array_equal(y, model.bind(v)(X))
     np.testing.assert_array_equal(y, model.apply(v, X, method=lambda m, x: m(x)))

@@ -1,0 +1,147 @@
+"""Layers of a user's own classes: the products of data with their parameters, found in what they compute.
+
+A call of such a layer is traced, and its program is run again with another product in place of each `dot_general` that
+takes a parameter of it, up to casts and layouts, and data. So it matters not how the product is spelled: `@`,
+`jnp.dot`, `jnp.einsum` and `jax.lax.dot_general` are one operation there. All else runs as it was written.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+from jax import Array
+from jax.extend import core
+
+from fp8jax.core.recipe import Linear
+from fp8jax.modules.dots import DotGeneral
+from fp8jax.modules.program import split
+
+_LAYOUTS = ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
+_CALLS = ("jit", "pjit", "closed_call")
+
+
+class _Rerun:
+    """A program while it runs again; counts the products it takes the place of."""
+
+    def __init__(self, product: Callable[..., Array]) -> None:
+        self.product, self.found = product, 0
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], weights: Sequence[bool]) -> Any:
+        """The results of a program, and which of them are weights, given which of its inputs are."""
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+        weight = dict(zip(jaxpr.invars, weights, strict=True))
+
+        def look(atom: Any) -> tuple[Any, bool]:
+            return (atom.val, False) if isinstance(atom, core.Literal) else (known[atom], weight.get(atom, False))
+
+        for eqn in jaxpr.eqns:
+            operands, are = zip(*map(look, eqn.invars), strict=True) if eqn.invars else ((), ())
+            name, of_weight = eqn.primitive.name, [False] * len(eqn.outvars)
+            if name in _CALLS:
+                inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+                results, of_weight = self.run(inner.jaxpr, inner.consts, operands, are)
+            elif name == "dot_general" and sum(are) == 1:
+                results = [self._product(*operands, weight_first=are[0], **eqn.params)]
+            else:
+                results = _as_written(eqn, operands)
+                of_weight = [name in _LAYOUTS and any(are)] * len(results)
+            known |= dict(zip(eqn.outvars, results, strict=True))
+            weight |= dict(zip(eqn.outvars, of_weight, strict=True))
+        found = [look(v) for v in jaxpr.outvars]
+        return [value for value, _ in found], [is_weight for _, is_weight in found]
+
+    def _product(self, lhs: Array, rhs: Array, *, weight_first: bool, dimension_numbers: Any, **params: Any) -> Array:
+        self.found += 1
+        (contract, batch), free = dimension_numbers, [x.ndim for x in (lhs, rhs)]
+        settings = {name: params.get(name) for name in ("precision", "preferred_element_type", "out_sharding")}
+        if not weight_first:
+            return self.product(lhs, rhs, dimension_numbers, **settings)
+        y = self.product(rhs, lhs, (contract[::-1], batch[::-1]), **settings)
+        n = len(batch[0])
+        rows, columns = (d - len(c) - n for d, c in zip(free, contract, strict=True))
+        return y.transpose(*range(n), *range(n + columns, n + columns + rows), *range(n, n + columns))
+
+
+def _as_written(eqn: Any, operands: Sequence[Any]) -> Any:
+    """The results of one operation of a program."""
+    inputs = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, core.Literal)}
+    jaxpr = core.Jaxpr(constvars=(), invars=list(inputs), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*inputs.values())
+
+
+def _call(fn: Callable, params: Any, args: Any, linear: Linear, name: str) -> Any:
+    """`fn(params, args, kwargs)` with the products of a recipe where it multiplies arrays by those of `params`."""
+    if linear.scaling == "delayed":
+        raise ValueError(f"{name} is of a class of its own, which has no delayed scaling; leave it out with a rule")
+    weights, rebuild_weights = split(params)
+    arrays, rebuild = split(args)
+
+    def flat(weights: list[Any], arrays: list[Any]) -> Any:
+        return fn(rebuild_weights(weights), *rebuild(arrays))
+
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(weights, arrays)
+    rerun = _Rerun(DotGeneral(linear))
+    are = [True] * len(weights) + [False] * len(arrays)
+    results, _ = rerun.run(closed.jaxpr, closed.consts, [*weights, *arrays], are)
+    if not rerun.found:
+        raise ValueError(
+            f"{name} is in layers=, but its call holds no product of data with one of its own parameters; "
+            "leave its class out"
+        )
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def call_linen(module: nn.Module, linear: Linear, args: Any, kwargs: Any) -> Any:
+    """What a bound Linen layer of a user's own class returns, with the products of a recipe."""
+    assert module.scope is not None
+    variables, name = nn.meta.unbox(module.variables), "/".join(module.path) or "the layer"
+    if any(isinstance(own, Mapping) for own in variables.get("params", {}).values()):
+        raise ValueError(
+            f"{name} holds other modules with parameters: layers= takes classes of Linen with matrices alone; call "
+            "fp8jax.einsum or fp8jax.linear in it"
+        )
+    copy, rest = module.clone(parent=None), {k: v for k, v in variables.items() if k != "params"}
+
+    def run(params: Any, args: Any, kwargs: Any) -> Any:
+        return copy.apply({"params": params, **rest}, *args, **kwargs)
+
+    return _call(run, variables.get("params", {}), (args, kwargs), linear, name)
+
+
+def replace_nnx(path: str, module: Any, linear: Linear, subclass: Callable[[type, Callable], type]) -> None:
+    """Makes an NNX layer of a user's own class compute with the products of a recipe, in place.
+
+    Args:
+        path: of the layer, for messages.
+        module: the layer.
+        linear: the recipe of its products.
+        subclass: makes a subclass with another `__call__`.
+    """
+    if linear.scaling == "delayed":
+        raise ValueError(f"{path} is of a class of its own, which has no delayed scaling; leave it out with a rule")
+    object.__setattr__(module, "__class__", _layer_class(type(module), linear, subclass))  # type: ignore[arg-type]
+
+
+def _own(path: Sequence[Any], value: Any) -> bool:
+    """Whether a variable is a parameter that the module holds itself; modules inside it are quantized by themselves."""
+    return len(path) == 1 and isinstance(value, nnx.Param)
+
+
+@functools.cache
+def _layer_class(cls: Any, linear: Linear, subclass: Callable[[type, Callable], type]) -> type:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graph, params, rest = nnx.split(self, _own, ...)  # type: ignore[misc]
+
+        def run(params: Any, args: Any, kwargs: Any) -> Any:
+            module = nnx.merge(graph, params, rest, copy=True)
+            y = cls.__call__(module, *args, **kwargs)
+            return y, nnx.state(module, nnx.Not(nnx.Param))
+
+        y, state = _call(run, params, (args, kwargs), linear, cls.__name__)
+        nnx.update(self, state)
+        return y
+
+    return subclass(cls, __call__)

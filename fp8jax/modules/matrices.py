@@ -1,0 +1,104 @@
+"""Matrices of a model that no known layer holds: they are named in messages and tables, and counted in warnings."""
+
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from fp8jax.modules.rules import Ordered
+
+# Tables that are looked up or added, and what only scales, are no matrices of products.
+_NO_FACTORS = re.compile(r"(.*/)?\w*(embed|pos_|position|token|scale|bias|gamma|beta|mask)\w*")
+_SHOWN = 6
+# Smaller shares are not worth a warning.
+_SHARE = 0.01
+_ELSEWHERE = (
+    "call fp8jax.linear(x, w, recipe=...), fp8jax.einsum or fp8jax.dot_general where the model multiplies; "
+    "fp8jax.compressed_adamw takes parameters of any kind"
+)
+
+
+class Unknown:
+    """Modules of classes that are not known, which hold matrices, by path: class and shapes."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {}
+
+    def add(self, path: str, module: Any, own: Mapping[str, Any]) -> None:
+        """Notes a module if it holds a matrix itself, by what its own parameters are."""
+        shapes = {name: tuple(p.shape) for name, p in own.items() if is_matrix(name, getattr(p, "shape", ()))}
+        if shapes and not type(module).__module__.startswith("flax."):
+            self.found[path] = type(module).__name__, shapes
+
+    def chosen(self, rules: Ordered) -> dict[str, tuple[str, dict[str, tuple[int, ...]]]]:
+        """Those that the rules would have quantized."""
+        return {path: of for path, of in self.found.items() if rules.choice(path).linear is not None}
+
+    def message(self) -> str:
+        """What to say of them in an error, if there are any."""
+        if not self.found:
+            return ""
+        classes = sorted({kind for kind, _ in self.found.values()})
+        return (
+            f". Modules of other classes hold matrices: {_listed(self.found)}. Give the classes whose own products are "
+            f"to be quantized, such as layers=[{', '.join(classes)}]"
+        )
+
+    def share(self, rules: Ordered, quantized: int) -> str | None:
+        """What is left in 16 bits because it is not known, where the rules would have it quantized; None if little is.
+
+        Args:
+            rules: the rules.
+            quantized: how many parameters the kernels have that are quantized.
+        """
+        left = self.chosen(rules)
+        size = sum(math.prod(shape) for _, shapes in left.values() for shape in shapes.values())
+        if size <= _SHARE * (size + quantized):
+            return None
+        classes = ", ".join(sorted({kind for kind, _ in left.values()}))
+        return (
+            f"fp8jax leaves {100 * size / (size + quantized):.0f} % of the matrix parameters as they are, in modules "
+            f"of classes it does not know: {_listed(left)}. Give layers=[{classes}] to quantize their own products, or "
+            "a rule with None for their paths"
+        )
+
+    def warn(self, rules: Ordered, quantized: int) -> None:
+        """Warns of what `share` says, if anything; Python shows the same text once."""
+        text = self.share(rules, quantized)
+        if text is not None:
+            warnings.warn(text, stacklevel=1)
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter may be a factor of a product, by its name and shape."""
+    return sum(n > 1 for n in shape) >= 2 and not _NO_FACTORS.fullmatch(name)
+
+
+def _listed(found: Mapping[str, tuple[str, dict[str, tuple[int, ...]]]]) -> str:
+    texts = [
+        f"{path or 'the model itself'} ({kind}: {', '.join(f'{n} {s}' for n, s in shapes.items())})"
+        for path, (kind, shapes) in found.items()
+    ]
+    more = len(texts) - _SHOWN
+    return ", ".join([*texts[:_SHOWN], *([f"and {more} more"] if more > 0 else [])])
+
+
+def not_a_model(takes: str, given: Any) -> str:
+    """What to say where something else than a model of Flax is given.
+
+    Args:
+        takes: what is taken, such as "fp8jax.nnx.quantize takes an NNX module".
+        given: the object.
+    """
+    kind = type(given)
+    bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if isinstance(given, type):
+        why = f"the class {given.__name__}; make an instance of it"
+    elif "equinox" in bases or "haiku" in bases:
+        why = f"{kind.__name__}, of {'Equinox' if 'equinox' in bases else 'Haiku'}; {_ELSEWHERE}"
+    elif isinstance(given, dict):
+        why = f"dict; give the model that has these parameters, not the parameters. Without Flax, {_ELSEWHERE}"
+    else:
+        why = f"{kind.__name__}. Without Flax, {_ELSEWHERE}"
+    return f"{takes}, not {why}"

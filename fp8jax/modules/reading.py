@@ -1,0 +1,208 @@
+"""What a model makes of the results of its layers, read from its program; knows nothing of Flax.
+
+A layer whose result is what the model returns is an output head; one whose result goes into softmax, top_k or argmax
+chooses: it is a head or a router. Their errors go straight into the loss, or send tokens elsewhere, and both are small.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+_TAG = "fp8jax layer "
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", "scaled_dot", "pallas_call")
+_CHOICES = {"top_k": "top_k", "approx_top_k": "top_k", "argmax": "argmax", "argmin": "argmin", "sort": "sort"}
+# What a result stays a result under: casts, layouts, parts of it, and functions of one value that soften or scale it.
+_SAME = (
+    *("convert_element_type", "reduce_precision", "copy", "name", "sharding_constraint", "layout_constraint"),
+    *("reshard", "mesh_cast", "pvary", "pcast", "stop_gradient", "reshape", "transpose", "squeeze", "expand_dims"),
+    *("broadcast_in_dim", "slice", "dynamic_slice", "gather", "rev", "pad", "concatenate", "split", "select_n"),
+    *("neg", "tanh", "logistic", "clamp", "mul", "div", "add", "sub", "max", "min"),
+)
+_SCALINGS = ("mul", "div", "add", "sub")
+_LAYOUTS = (
+    "convert_element_type",
+    "transpose",
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "copy",
+    "name",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """What is known of a value of a program.
+
+    Attributes:
+        results: the layers whose result it is, up to casts, layouts, a bias, scaling and the like.
+        above: the layers that it is computed from.
+        matrix: the parameter that it is, up to casts and layouts.
+        data: it depends on more than parameters and constants.
+        how: "largest", the largest of a result, or "less", a result less its largest, as in softmax.
+    """
+
+    results: frozenset[str] = frozenset()
+    above: frozenset[str] = frozenset()
+    matrix: str | None = None
+    data: bool = False
+    how: str | None = None
+
+
+@dataclasses.dataclass
+class Reading:
+    """What a program does with the results of layers and with matrices.
+
+    Attributes:
+        gates: layers whose result goes into a choice, with its name.
+        products: layers whose result some later product is computed from.
+        multiplied: parameters that products take, up to casts and layouts, with data; by their names.
+        results: the dtype and shape of what each layer returns.
+    """
+
+    gates: dict[str, str] = dataclasses.field(default_factory=dict)
+    products: set[str] = dataclasses.field(default_factory=set)
+    multiplied: set[str] = dataclasses.field(default_factory=set)
+    results: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+def tag(path: str, y: Array) -> Array:
+    """Marks the result of a layer, for `read`."""
+    marked: Array = checkpoint_name(y, _TAG + path)
+    return marked
+
+
+def heads(closed: Any, parameters: Sequence[str | None], wanted: Iterable[str]) -> tuple[dict[str, str], Reading]:
+    """The layers of a model whose results are outputs or choices, with the reason.
+
+    A result that has the shape of a floating input is no output: who quantizes a part of a model, such as a perceptron
+    whose last layer returns to the width of its input, wants that layer, too. And where only outputs would be left,
+    none is: the module is a part, such as projections that are returned, or one layer.
+
+    Args:
+        closed: the program of a call, in which `tag` has marked results.
+        parameters: for each input of it the name of the parameter that it is, None for data.
+        wanted: the layers that would be quantized otherwise.
+    """
+    jaxpr, reading = closed.jaxpr, Reading()
+    known = [Value(matrix=name, data=name is None) for name in parameters]
+    shapes = {v.aval.shape for v, name in zip(jaxpr.invars, parameters, strict=True) if name is None and _floats(v)}
+    outputs = _run(jaxpr, [Value() for _ in jaxpr.constvars], known, reading)
+    found = {path: f"a router, gate or head: {how} reads its result" for path, how in reading.gates.items()}
+    results = [value.results for value in outputs if value.how != "largest"]
+    returned = frozenset[str]().union(*results) - reading.products - found.keys()
+    returned = frozenset(path for path in returned if reading.results[path] not in shapes)
+    if set(wanted) - found.keys() - returned:
+        found |= dict.fromkeys(sorted(returned), "an output head: the model returns its result")
+    return found, reading
+
+
+def _floats(v: Any) -> bool:
+    return bool(jax.numpy.issubdtype(v.aval.dtype, jax.numpy.floating))
+
+
+def _run(jaxpr: Any, consts: Sequence[Value], inputs: Sequence[Value], reading: Reading) -> list[Value]:
+    """What is known of the outputs of a program."""
+    known: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+    def look(atom: Any) -> Value:
+        return Value() if isinstance(atom, core.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        results = _apply(eqn, [look(v) for v in eqn.invars], reading)
+        known |= dict(zip(eqn.outvars, results, strict=True))
+    return [look(v) for v in jaxpr.outvars]
+
+
+def _apply(eqn: Any, inputs: list[Value], reading: Reading) -> list[Value]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        if "ft_in" in params:  # JAX 0.11
+            consts, carry, _ = (len(part) for part in params["ft_in"].unpack())
+        else:
+            consts, carry = params["num_consts"], params["num_carry"]
+        return _loop(params["jaxpr"], inputs, consts, carry, reading)
+    if name == "while":
+        first = params["cond_nconsts"]
+        return _loop(params["body_jaxpr"], inputs[first:], params["body_nconsts"], len(eqn.outvars), reading)
+    if name == "cond":
+        each = [_inner(branch, inputs[1:], reading) for branch in params["branches"]]
+        return [functools.reduce(_join, values) for values in zip(*each, strict=True)]
+    inner = _program(params, len(inputs))
+    if inner is not None and name != "pallas_call":
+        return _inner(inner, inputs, reading)
+    above = frozenset[str]().union(*(v.above for v in inputs))
+    data = any(v.data for v in inputs)
+    if name == "name" and params["name"].startswith(_TAG):
+        path = params["name"].removeprefix(_TAG)
+        reading.results[path] = eqn.outvars[0].aval.shape
+        return [Value(frozenset([path]), above | {path}, data=True)]
+    if name in _PRODUCTS:
+        reading.products |= above
+        if data:
+            reading.multiplied |= {v.matrix for v in inputs if v.matrix is not None}
+    for path in inputs[0].results if inputs and inputs[0].how != "largest" else ():
+        if name in _CHOICES or (name == "exp" and inputs[0].how == "less"):
+            reading.gates.setdefault(path, _CHOICES.get(name, "softmax"))
+    value = dataclasses.replace(_value(name, inputs), above=above, data=data)
+    if name == "optimization_barrier":
+        return inputs
+    return [value for _ in eqn.outvars]
+
+
+def _value(name: str, inputs: list[Value]) -> Value:
+    """What an operation makes of a result or a matrix."""
+    if name in _LAYOUTS and inputs[0].matrix is not None:
+        return inputs[0]
+    if name == "reduce_max":
+        return Value(inputs[0].results, how="largest")
+    if name == "sub" and inputs[1].how == "largest" and inputs[0].results == inputs[1].results:
+        return Value(inputs[0].results, how="less")
+    if name not in _SAME:
+        return Value()
+    # The condition of a choice between values and the places of a part may be data.
+    operands = {"select_n": inputs[1:], "gather": inputs[:1], "dynamic_slice": inputs[:1]}.get(name, inputs)
+    joined = functools.reduce(_join, operands)
+    several = sum(bool(v.results) for v in operands) > 1
+    clipped = name in ("max", "min") and joined.how != "largest"
+    return Value() if clipped or (several and name in _SCALINGS) else joined
+
+
+def _join(a: Value, b: Value) -> Value:
+    """What is known of a value that may be either of two, or is computed from both."""
+    other = [v for v in (a, b) if v.data and not v.results]
+    results = frozenset[str]() if other else a.results | b.results
+    hows = {v.how for v in (a, b) if v.results}
+    how = hows.pop() if len(hows) == 1 and results else None
+    return Value(results, a.above | b.above, a.matrix if a.matrix == b.matrix else None, a.data or b.data, how)
+
+
+def _inner(program: Any, inputs: list[Value], reading: Reading) -> list[Value]:
+    jaxpr = getattr(program, "jaxpr", program)
+    return _run(jaxpr, [Value() for _ in jaxpr.constvars], inputs, reading)
+
+
+def _loop(program: Any, inputs: list[Value], consts: int, carries: int, reading: Reading) -> list[Value]:
+    fixed, carry, rest = inputs[:consts], inputs[consts : consts + carries], inputs[consts + carries :]
+    while True:
+        outputs = _inner(program, [*fixed, *carry, *rest], reading)
+        joined = [_join(a, b) for a, b in zip(carry, outputs[:carries], strict=True)]
+        if joined == carry:
+            return outputs
+        carry = joined
+
+
+def _program(params: Mapping[str, Any], inputs: int) -> Any:
+    """The program that an operation runs on its own operands, if it does."""
+    for value in params.values():
+        jaxpr = getattr(value, "jaxpr", value)
+        if hasattr(jaxpr, "eqns") and len(jaxpr.invars) == inputs:
+            return value
+    return None

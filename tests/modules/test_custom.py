@@ -1,0 +1,211 @@
+"""Models of a user's own classes: what is not known is named, and `layers=` makes layers of classes."""
+
+import re
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from tests.distance import relative
+from tests.modules.architectures import FEEDFORWARD, LENGTH, VOCAB, WIDTH, Conv1D, Einsum, Gemma, Gpt2, Nanodo
+from tests.programs import dots
+
+TE, DEEPSEEK = fp8jax.recipes.te_current(), fp8jax.recipes.deepseek()
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, 6, WIDTH))
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH)))
+
+
+def eight(fn, *args) -> int:
+    return sum("8" in a and "8" in b for a, b in dots(fn, *args))
+
+
+def eight_of(model, x) -> int:
+    """How many products of a call of an NNX model have 8 bits."""
+    graph, state = nnx.split(model)
+    return eight(lambda state, x: nnx.merge(graph, state, copy=True)(x), state, x)
+
+
+class Own(nnx.Module):
+    """A layer as in Gemma's NNX models or MaxText's DenseGeneral: a class of its own around one matrix."""
+
+    def __init__(self, inner: int, outer: int, how: str, rngs: nnx.Rngs) -> None:
+        self.kernel, self.how = nnx.Param(jax.random.normal(rngs.params(), (inner, outer)) / inner**0.5), how
+        self.bias, self.calls = nnx.Param(jnp.zeros(outer)), nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        w, x = self.kernel[...].astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+        if self.how == "@":
+            return x @ w + self.bias[...]
+        if self.how == "einsum":
+            return jnp.einsum("...d,df->...f", x, w)
+        if self.how == "weight first":
+            return jnp.moveaxis(jnp.tensordot(w, x, ((0,), (x.ndim - 1,))), 0, -1)
+        return jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+class Model(nnx.Module):
+    def __init__(self, how: str = "@") -> None:
+        rngs = nnx.Rngs(0)
+        self.known, self.own = nnx.Linear(WIDTH, WIDTH, rngs=rngs), Own(WIDTH, FEEDFORWARD, how, rngs)
+        self.down, self.table_embedding = Own(FEEDFORWARD, WIDTH, how, rngs), nnx.Param(jnp.ones((99, WIDTH)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(self.own(self.known(x))))
+
+
+LEAVES = r"fp8jax leaves 80 % of the matrix parameters as they are, .*: down \(Own: kernel \(128, 64\)\), own \(Own.*"
+
+
+def test_what_is_not_known_is_named_in_a_warning_with_its_share():
+    with pytest.warns(UserWarning, match=LEAVES + r"Give layers=\[Own\] to quantize"):
+        quantized = fp8jax.nnx.quantize(Model(), TE)
+    assert eight_of(quantized, X) == 1
+    with pytest.warns(
+        UserWarning, match=r"fp8jax leaves 86 % .*: gating_up \(Einsum: w \(2, 64, 128\)\), linear \(Ein"
+    ):
+        jax.eval_shape(fp8jax.linen.quantize(Gemma(), TE).init, KEY, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Rules that name what is to be quantized, or not, and models that are known whole.
+        fp8jax.nnx.quantize(Model(), fp8jax.Rule("known", TE))
+        fp8jax.nnx.quantize(Model(), [fp8jax.Rule("own|down", None), fp8jax.Rule(".*", TE)])
+        fp8jax.nnx.quantize(Model(), TE, layers=[Own])
+        jax.eval_shape(fp8jax.linen.quantize(Gemma(), TE, layers=[Einsum]).init, KEY, X)
+        jax.eval_shape(fp8jax.linen.quantize(Nanodo(), TE).init, KEY, TOKENS)
+        # `explain` lists it.
+        assert re.match(LEAVES, fp8jax.explain(Model(), TE).notes[0])
+
+
+def test_an_error_names_what_holds_matrices_where_nothing_is_known():
+    model = nnx.Sequential(Own(8, 8, "@", nnx.Rngs(0)), Own(8, 8, "@", nnx.Rngs(0)))
+    message = (
+        r"no linear layer that fp8jax knows .*matrices: layers/0 \(Own: kernel \(8, 8\)\), layers/1 .*layers=\[Own\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        fp8jax.nnx.quantize(model, TE)
+    with pytest.raises(
+        ValueError, match=r"no linear layer that fp8jax knows .* the model itself \(Conv1D: kernel \(4, 64"
+    ):
+        fp8jax.linen.quantize(Conv1D(4), TE).init(KEY, X)
+    assert eight_of(fp8jax.nnx.quantize(model, TE, layers=[Own]), jnp.ones((3, 8))) == 2
+
+
+@pytest.mark.parametrize("how", ["@", "einsum", "weight first", "dot_general"])
+def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(how):
+    model = Model(how)
+    quantized = fp8jax.nnx.quantize(model, DEEPSEEK, layers=[Own])
+    assert isinstance(quantized.own, Own)
+    got = quantized.own(X)
+    w, x = model.own.kernel[...].astype(jnp.bfloat16), X.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(fp8jax.linear(x, w, recipe=DEEPSEEK), got.dtype))
+    assert quantized.own.calls[...] == 1
+    jax.tree.map(
+        np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (quantized, model))
+    )
+
+    def loss(model):
+        return jnp.mean(model(X).astype(jnp.float32) ** 2)
+
+    got, want = (nnx.jit(nnx.grad(loss))(m) for m in (quantized, model))
+    assert 0 < relative(got["own"]["kernel"][...], want["own"]["kernel"][...]) < 0.15
+    report = fp8jax.explain(model, DEEPSEEK, X, layers=[Own])
+    assert [(layer.path, layer.kind) for layer in report.quantized] == [
+        ("down", "Own"),
+        ("known", "Linear"),
+        ("own", "Own"),
+    ]
+    assert sum(p.written for p in report.program.traced if p.eight_bit) == 9
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "classes", "products"),
+    [(Gemma(), X, [Einsum], 3), (Gpt2(), TOKENS, (Conv1D,), 2)],
+    ids=["gemma", "gpt2"],
+)
+def test_layers_of_a_users_class_in_linen(model, x, classes, products):
+    variables = jax.jit(model.init)(KEY, x)
+    quantized = fp8jax.linen.quantize(model, TE, layers=classes)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(quantized.init)(KEY, x), variables)
+
+    def loss(model, variables):
+        return jnp.mean(model.apply(variables, x).astype(jnp.float32) ** 2)
+
+    assert eight(jax.grad(lambda v: loss(quantized, v)), variables) == 3 * products
+    got, want = (jax.jit(jax.grad(lambda v, m=m: loss(m, v)))(variables) for m in (quantized, model))
+    for a, b in zip(*(jax.tree.leaves(jax.device_get(g)) for g in (got, want)), strict=True):
+        assert relative(a, b) < 0.25
+    assert relative(got, want) > 0
+    report = fp8jax.explain(model, TE, x, layers=classes)
+    assert len(report.quantized) == products
+    assert report.notes == ()
+
+
+def test_classes_that_are_no_layers_are_refused():
+    class Adds(nnx.Module):
+        def __init__(self) -> None:
+            self.w, self.inner = nnx.Param(jnp.ones((4, 4))), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.inner(x) + self.w[0]
+
+    with pytest.raises(
+        ValueError, match=r"Adds is in layers=, but its call holds no product of data with one of its own"
+    ):
+        fp8jax.nnx.quantize(Adds(), TE, layers=Adds)(jnp.ones((2, 4)))
+    with pytest.raises(TypeError, match=r"layers are classes of modules, such as layers=\[MyDense\], not 'Own'"):
+        fp8jax.nnx.quantize(Model(), TE, layers=["Own"])
+    for quantize, model in ((fp8jax.nnx.quantize, Model()),):
+        with pytest.raises(ValueError, match="of a class of its own, which has no delayed scaling"):
+            quantize(model, "te_delayed", layers=[Own])
+
+    class Holds(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(x @ self.param("w", nn.initializers.ones, (WIDTH, 8)))
+
+    model = fp8jax.linen.quantize(nn.Sequential([Holds(), nn.Dense(WIDTH)]), TE, layers=[Holds])
+    with pytest.raises(ValueError, match="layers_0 holds other modules with parameters"):
+        model.apply(model.init(KEY, X), X)
+
+
+def test_a_precision_that_a_class_asks_for_is_refused():
+    class Exact(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((4, 4)))
+
+        def __call__(self, x):
+            return jnp.dot(x, self.w[...], precision="highest")
+
+    with pytest.raises(ValueError, match="takes no precision"):
+        fp8jax.nnx.quantize(Exact(), fp8jax.Rule(".*", TE), layers=[Exact])(jnp.ones((2, 4)))
+
+
+EQUINOX = type("Linear", (), {"__module__": "equinox.nn._linear"})
+
+
+@pytest.mark.parametrize("take", ["fp8jax.nnx.quantize", "fp8jax.linen.quantize", "explain"])
+def test_what_is_no_model_of_flax_is_refused_with_what_to_do(take):
+    function = {"fp8jax.nnx.quantize": fp8jax.nnx.quantize, "fp8jax.linen.quantize": fp8jax.linen.quantize}
+    call = function.get(take, fp8jax.explain)
+    do = "call fp8jax.linear(x, w, recipe=...), fp8jax.einsum or fp8jax.dot_general where the model multiplies"
+    for given, message in (
+        (EQUINOX(), f"Linear, of Equinox; {do}"),
+        (lambda x: x, f"function. Without Flax, {do}"),
+        ({"w": 1}, f"dict; give the model that has these parameters, not the parameters. Without Flax, {do}"),
+        (nnx.Linear, "the class Linear; make an instance of it"),
+    ):
+        with pytest.raises(TypeError, match=f"{take} takes an?.* module, not {re.escape(message)}"):
+            call(given, TE)
+
+
+def test_an_equinox_model_is_told_what_to_do():
+    equinox = pytest.importorskip("equinox")
+    with pytest.raises(TypeError, match=r"not MLP, of Equinox; call fp8jax\.linear"):
+        fp8jax.nnx.quantize(equinox.nn.MLP(2, 2, 2, 1, key=KEY), TE)

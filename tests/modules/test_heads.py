@@ -1,0 +1,278 @@
+"""Output heads and routers are left alone: by names, by shapes, and by what reads the results of layers."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax.modules import heads_nnx, reading
+from fp8jax.modules import nnx as nnx_modules
+from tests.modules.architectures import LENGTH, VOCAB, WIDTH, Experts, Gpt2, Lm1b, MiniGPT, NnxCnn, NnxExperts, ResNet
+from tests.programs import dots
+
+TE = fp8jax.recipes.te_current()
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, 6, WIDTH))
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH)))
+IMAGES = jax.random.normal(KEY, (2, 8, 8, 1))
+WIDTHS = {"hidden": (8, 8), "a": (8, 4), "b": (8, 4), "same": (8, 8), "v": (8, 6), "out": (6, 4)}
+
+
+def found(function) -> dict[str, str]:
+    """What is read of `function(layer, x, bias)`, a model whose layers are `layer(name, x)`."""
+
+    def model(weights, bias, x, tokens):
+        layer = lambda name, x: reading.tag(name, x @ weights[name])  # noqa: E731
+        return function(layer, jnp.tanh(layer("hidden", x + tokens[:, None])), bias)
+
+    weights = {name: jnp.ones(shape) for name, shape in WIDTHS.items()}
+    closed = jax.make_jaxpr(model)(weights, jnp.ones(4), jnp.ones((3, 8)), jnp.arange(3))
+    heads, read = reading.heads(closed, [*sorted(weights), "bias", None, None], ["hidden", *WIDTHS])
+    assert "hidden" in read.multiplied
+    return {name: why.split(":")[0].split(",")[0] for name, why in heads.items()}
+
+
+def looped(layer, x, bias):
+    body = lambda y, _: (y + layer("same", y), layer("a", y))  # noqa: E731
+    return jax.lax.scan(body, x, length=2)
+
+
+def chosen_in_a_loop(layer, x, bias):
+    def body(y, _):
+        best, _ = jax.lax.top_k(layer("a", y), 2)
+        return y * best.sum(-1, keepdims=True), None
+
+    return jax.lax.scan(jax.checkpoint(body), x, length=2)[0]
+
+
+HEAD, ROUTER = "an output head", "a router"
+READ = {
+    "returned": (lambda f, x, b: f("a", x), {"a": HEAD}),
+    "bias, cast, layout": (lambda f, x, b: (f("a", x) + b).astype(jnp.bfloat16).T.reshape(-1), {"a": HEAD}),
+    "soft cap, scaled": (lambda f, x, b: 30 * jnp.tanh(f("a", x) / 30) * b, {"a": HEAD}),
+    "masked": (lambda f, x, b: jnp.where(x[:, :1] > 0, f("a", x), -1e9)[-1], {"a": HEAD}),
+    "two": (lambda f, x, b: {"value": f("a", x)[:, 0], "policy": f("b", x)}, {"a": HEAD, "b": HEAD}),
+    "side by side": (lambda f, x, b: jnp.concatenate([f("a", x), f("b", x)], -1), {"a": HEAD, "b": HEAD}),
+    "a probability": (lambda f, x, b: jax.nn.sigmoid(f("a", x)), {"a": HEAD}),
+    "jitted": (lambda f, x, b: jax.jit(lambda x: f("a", x))(x), {"a": HEAD}),
+    "one of two": (
+        lambda f, x, b: jax.lax.cond(x[0, 0] > 0, lambda: f("a", x), lambda: f("b", x)),
+        {"a": HEAD, "b": HEAD},
+    ),
+    "from a loop": (looped, {"a": HEAD}),
+    "softmax": (lambda f, x, b: jax.nn.softmax(f("a", x)) @ jnp.ones((4, 4)), {"a": ROUTER}),
+    "log_softmax": (lambda f, x, b: jax.nn.log_softmax(f("a", x) + b)[0].sum(), {"a": ROUTER}),
+    "logsumexp": (lambda f, x, b: jax.nn.logsumexp(f("a", x), axis=-1), {"a": ROUTER}),
+    "top_k of sigmoid": (lambda f, x, b: jax.lax.top_k(jax.nn.sigmoid(f("a", x)) + b, 2)[1], {"a": ROUTER}),
+    "argmax": (lambda f, x, b: jnp.argmax(f("a", x), -1), {"a": ROUTER}),
+    "argsort": (lambda f, x, b: jnp.argsort(f("a", x), -1), {"a": ROUTER}),
+    "a choice in a checkpoint in a loop": (chosen_in_a_loop, {"a": ROUTER}),
+    "an activation": (lambda f, x, b: jax.nn.silu(f("a", x)), {}),
+    "relu": (lambda f, x, b: jax.nn.relu(f("a", x)), {}),
+    "gelu": (lambda f, x, b: jax.nn.gelu(f("a", x)), {}),
+    "a gate": (lambda f, x, b: jax.nn.sigmoid(f("a", x)) * f("b", x), {}),
+    "a residual sum": (lambda f, x, b: x + f("same", x), {}),
+    "the shape of the input": (lambda f, x, b: f("same", x) * 2, {}),
+    "read on, and returned": (lambda f, x, b: (f("v", x), jnp.sin(f("out", jnp.sin(f("v", x))))), {}),
+    "attention": (lambda f, x, b: jax.nn.softmax(f("a", x) @ f("b", x).T) @ x, {}),
+    "the largest": (lambda f, x, b: jnp.max(f("a", x), axis=0), {}),
+    "normalized": (lambda f, x, b: (y := f("a", x)) / jnp.linalg.norm(y), {}),
+    "exp": (lambda f, x, b: jnp.exp(f("a", x)), {}),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_reads_a_result_says_what_it_is(name):
+    function, want = READ[name]
+    assert found(function) == want
+
+
+def test_a_module_of_outputs_alone_is_a_part_of_a_model_but_choices_stay_choices():
+    def model(w, x):
+        return reading.tag("a", x @ w), jax.lax.top_k(reading.tag("b", x @ w), 1)
+
+    closed = jax.make_jaxpr(model)(jnp.ones((8, 4)), jnp.ones((3, 8)))
+    assert set(reading.heads(closed, ["w", None], ["a", "b"])[0]) == {"b"}
+    assert set(reading.heads(closed, ["w", None], ["a", "b", "c"])[0]) == {"a", "b"}
+
+
+def eight(fn, *args) -> int:
+    return sum("8" in a and "8" in b for a, b in dots(fn, *args))
+
+
+LINEN = {
+    "lm1b's logitdense": (Lm1b(), TOKENS, 6, "logitdense", "an embedding or head"),
+    "logits of another name": (Lm1b("final"), TOKENS, 6, "final", "an output head: the model returns its result"),
+    "a router": (Experts(), X, 8, "router", "a router"),
+    "a router of another name": (Experts("choose"), X, 8, "choose", "a router, gate or head: softmax reads its result"),
+    "a classifier without a name": (ResNet(), IMAGES, 1, "Dense_0", "an output head: the model returns its result"),
+}
+
+
+@pytest.mark.parametrize("name", LINEN)
+def test_heads_and_routers_of_linen_stay_in_16_bits(name):
+    model, x, products, path, why = LINEN[name]
+    variables = jax.eval_shape(model.init, KEY, x)
+    quantized = fp8jax.linen.quantize(model, TE)
+    assert eight(quantized.apply, variables, x) == products
+    report = fp8jax.explain(model, TE, x)
+    assert {layer.path: layer.reason for layer in report.skipped}[path] == why
+    assert len(report.quantized) == products
+    # A rule asks for all.
+    assert eight(fp8jax.linen.quantize(model, fp8jax.Rule(".*", TE)).apply, variables, x) == products + 1
+    assert path in {layer.path for layer in fp8jax.explain(model, fp8jax.Rule(".*", TE), x).quantized}
+
+
+def test_a_head_without_a_name_has_no_state_under_delayed_scaling():
+    model = fp8jax.linen.quantize(ResNet(), "te_delayed")
+    variables = jax.eval_shape(model.init, KEY, IMAGES)
+    assert set(variables["fp8jax_scaling"]) == {"neck"}
+    assert eight(model.apply, variables, IMAGES) == 1
+
+
+class Tied(nn.Module):
+    """A tied head that is called through `apply`, without a name, and a layer."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embed = nn.Embed(VOCAB, WIDTH)
+        x = nn.gelu(nn.Dense(WIDTH, name="layer")(embed(tokens)))
+        return jnp.sin(nn.Dense(VOCAB, use_bias=False).apply({"params": {"kernel": embed.embedding.T}}, x))
+
+
+def test_a_tied_head_that_is_called_through_apply_stays_in_16_bits():
+    variables = jax.eval_shape(Tied().init, KEY, TOKENS)
+    assert eight(fp8jax.linen.quantize(Tied(), TE).apply, variables, TOKENS) == 1
+    report = fp8jax.explain(Tied(), TE, TOKENS)
+    reasons = {(layer.path, layer.kind): layer.reason for layer in report.skipped}
+    assert "a tied output head" in reasons["Embed_0", "Embed"]
+    assert [layer.path for layer in report.quantized] == ["layer"]
+    assert "called through its own apply" in str(report)
+    # Where nothing else is known, as in Flax's GPT-2, that is an error, which names what there is.
+    with pytest.raises(
+        ValueError, match=r"the layers are lm_head \(.*hold matrices: up \(Conv1D: kernel \(128, 64\)\)"
+    ):
+        fp8jax.linen.quantize(Gpt2(), TE).init(KEY, TOKENS)
+
+
+def test_a_model_that_fails_aside_is_known_by_its_names_alone():
+    class Looks(nn.Module):
+        """It looks at values, so that it cannot be traced."""
+
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(WIDTH)(x) if x.sum() != 0 else x
+            return nn.Dense(4)(x)
+
+    variables = Looks().init(KEY, X)
+    got, want = (m.apply(variables, X) for m in (fp8jax.linen.quantize(Looks(), TE), Looks()))
+    assert 0 < np.linalg.norm(got - want) < 0.2 * np.linalg.norm(want)
+
+
+class Stacked(nnx.Module):
+    """Modules for `by_shape`."""
+
+    def __init__(self, **held) -> None:
+        self.norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+        for name, value in held.items():
+            setattr(self, name, value)
+
+
+def line(inner, outer):
+    return nnx.Linear(inner, outer, rngs=nnx.Rngs(0))
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(8, 12, rngs=rngs), nnx.Linear(12, 8, rngs=rngs)
+
+
+def shapes(**held) -> set[str]:
+    return set(heads_nnx.by_shape(nnx_modules.modules(Stacked(**held))))
+
+
+def test_heads_of_nnx_are_the_layers_of_the_outermost_module_whose_outputs_nothing_takes():
+    assert shapes(body=line(8, 8), end=line(8, 10)) == {"end"}
+    assert shapes(body=line(8, 8), policy=line(8, 5), value=line(8, 1)) == {"policy", "value"}
+    assert shapes(list=nnx.List([line(8, 9), line(9, 10)])) == {"list/1"}
+    # It is the only layer; others take what it gives; q, k and v, or gate and up, come side by side.
+    assert shapes(end=line(8, 10)) == set()
+    assert shapes(up=line(8, 12), down=line(12, 8)) == set()
+    assert shapes(qkv=line(8, 24), out=line(8, 8)) == set()
+    # A module inside may be read by anything.
+    assert shapes(inner=Stacked(body=line(8, 8), end=line(8, 10)), body=line(8, 8)) == set()
+
+
+def test_routers_of_nnx_have_as_many_outputs_as_experts_or_are_gates_of_nothing():
+    experts = nnx.Param(jnp.ones((4, 8, 8)))
+    assert shapes(inner=Stacked(any=line(8, 4), w=experts), body=line(8, 8)) == {"inner/any"}
+    assert shapes(inner=Stacked(any=line(8, 5), w=experts), body=line(8, 8)) == set()
+    listed = nnx.List([Mlp(nnx.Rngs(0)) for _ in range(4)])
+    assert shapes(inner=Stacked(any=line(8, 4), list=listed)) == {"inner/any"}
+    mapped = nnx.vmap(Mlp)(nnx.Rngs(0).split(4))
+    assert shapes(inner=Stacked(any=line(8, 4), mapped=mapped)) == {"inner/any"}
+    assert shapes(inner=Stacked(gate=line(8, 3), body=line(8, 8))) == {"inner/gate"}
+    assert shapes(inner=Stacked(gate=line(8, 6), up=line(8, 6), down=line(6, 8))) == set()
+
+    @nnx.vmap
+    def stack(rngs):
+        return Stacked(any=nnx.Linear(8, 4, rngs=rngs), w=nnx.Param(jnp.ones((4, 8, 8))))
+
+    assert shapes(layers=stack(nnx.Rngs(0).split(3)), body=line(8, 8)) == {"layers/any"}
+
+
+@pytest.mark.filterwarnings("ignore:fp8jax leaves")
+@pytest.mark.parametrize(
+    ("model", "x", "products", "path", "why"),
+    [
+        (lambda: NnxExperts(nnx.Rngs(0), experts=5), X, 1, "choose", "a router: it has as many outputs as"),
+        (
+            lambda: NnxCnn(nnx.Rngs(0)),
+            IMAGES,
+            1,
+            "linear2",
+            "an output head: nothing in the model takes its 10 outputs",
+        ),
+    ],
+    ids=["a router", "a classifier"],
+)
+def test_heads_and_routers_of_nnx_stay_in_16_bits(model, x, products, path, why):
+    assert eight(fp8jax.nnx.quantize(model(), TE), x) == products
+    reasons = {layer.path: layer.reason for layer in fp8jax.explain(model(), TE).skipped}
+    assert reasons[path].startswith(why)
+
+
+def test_explain_names_the_heads_of_nnx_that_only_a_call_gives_away():
+    class Scorer(nnx.Module):
+        """A router whose shape and name say nothing."""
+
+        def __init__(self) -> None:
+            self.body, self.pick = line(8, 8), line(8, 8)
+
+        def __call__(self, x):
+            return self.body(x) * jax.nn.softmax(self.pick(x))
+
+    x = jnp.ones((3, 8))
+    report = fp8jax.explain(Scorer(), TE, x)
+    assert {layer.path for layer in report.quantized} == {"body", "pick"}
+    (note,) = report.notes
+    assert note.startswith("pick is a router, gate or head: softmax reads its result; it is quantized, because")
+    assert f"note: {note}" in str(report)
+    rules = [fp8jax.Rule("pick", None), fp8jax.Rule(".*", TE)]
+    assert fp8jax.explain(Scorer(), rules, x).notes == ()
+    assert eight(fp8jax.nnx.quantize(Scorer(), rules), x) == 1
+
+
+@functools.cache
+def mini_report():
+    return fp8jax.explain(MiniGPT(rngs=nnx.Rngs(0)), TE, TOKENS)
+
+
+def test_a_whole_model_of_nnx_needs_no_note():
+    assert mini_report().notes == ()
+    assert [layer.path for layer in mini_report().skipped if layer.kind == "Linear"] == ["output_layer"]

@@ -1,0 +1,83 @@
+"""A preset's name stands for it wherever a recipe is taken; what is none is refused with what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import fp8jax
+from fp8jax import recipes
+
+X, W = jax.random.normal(jax.random.key(0), (8, 16)), jax.random.normal(jax.random.key(1), (16, 16))
+ONE = jnp.ones(16)
+TAKE = {
+    "linear": ("deepseek", lambda r: fp8jax.linear(X, W, recipe=r)),
+    "dot_general": ("deepseek", lambda r: fp8jax.dot_general(X, W, (((1,), (0,)), ((), ())), recipe=r)),
+    "einsum": ("deepseek", lambda r: fp8jax.einsum("td,df->tf", X, W, recipe=r)),
+    "quantize_weight": ("te_current", lambda r: fp8jax.quantize_weight(W, recipe=r).forward.codes),
+    "init_scaling": ("te_delayed", lambda r: fp8jax.init_scaling(r).x),
+    "delayed_linear": (
+        "te_delayed",
+        lambda r: fp8jax.delayed_linear(X, W, fp8jax.init_scaling(r), jnp.zeros(()), recipe=r)[0],
+    ),
+    "rms_norm": ("coat", lambda r: jax.grad(lambda x: fp8jax.rms_norm(x, ONE, recipe=r).sum())(X)),
+    "layer_norm": ("coat_fast", lambda r: jax.grad(lambda x: fp8jax.layer_norm(x, ONE, ONE, recipe=r).sum())(X)),
+    "glu": ("coat", lambda r: jax.grad(lambda x: fp8jax.glu(x, x, recipe=r).sum())(X)),
+    "activation": ("coat", lambda r: jax.grad(lambda x: fp8jax.activation(x, recipe=r, activation="silu").sum())(X)),
+    "norm_linear": ("coat", lambda r: fp8jax.norm_linear(X, ONE, (W,), recipe=r)[0]),
+    "attention_output": ("coat", lambda r: fp8jax.attention_output(X.reshape(8, 2, 8), W, X, recipe=r)),
+    "glu_linear": ("coat", lambda r: fp8jax.glu_linear(X, X, W, recipe=r)),
+    "Rule": ("deepseek", lambda r: fp8jax.nnx.quantize(layer(), fp8jax.Rule(".*", r))(X)),
+    "nnx.quantize": ("deepseek", lambda r: fp8jax.nnx.quantize(layer(), r)(X)),
+    "linen.quantize": (
+        "deepseek",
+        lambda r: fp8jax.linen.quantize(nn.Dense(16), r).apply({"params": {"kernel": W, "bias": ONE}}, X),
+    ),
+    "make_dot_general_cls": (
+        "deepseek",
+        lambda r: nn.Dense(16, dot_general_cls=fp8jax.linen.make_dot_general_cls(r)).apply(
+            {"params": {"kernel": W, "bias": ONE}}, X
+        ),
+    ),
+}
+
+
+def layer():
+    return nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("take", TAKE)
+def test_a_name_is_the_preset_and_a_preset_that_was_not_called_is_told_so(take):
+    name, call = TAKE[take]
+    np.testing.assert_array_equal(np.asarray(call(name)), np.asarray(call(recipes.get(name))))
+    with pytest.raises(ValueError, match=r"unknown recipe 'te_curent'; recipes are bf16, coat"):
+        call("te_curent")
+    with pytest.raises(
+        TypeError, match=r"is a function that makes a recipe: call it, fp8jax.recipes.te_current\(\), or"
+    ):
+        call(recipes.te_current)
+    with pytest.raises(
+        TypeError, match=r"a recipe is a fp8jax.Recipe, its part Linear or Context, or a preset's name, not 8|rules are"
+    ):
+        call(8)
+
+
+def test_explain_takes_names():
+    report = fp8jax.explain(layer(), "te_current")
+    assert [layer.linear for layer in report.quantized] == [recipes.te_current().linear]
+    with pytest.raises(TypeError, match="call it"):
+        fp8jax.explain(layer(), recipes.coat)
+
+
+def test_a_part_that_says_nothing_of_an_operation_is_refused():
+    context, linear = recipes.coat().context, recipes.coat().linear
+    with pytest.raises(TypeError, match="products follow a Recipe or its part Linear, not Context"):
+        fp8jax.linear(X, W, recipe=context)
+    with pytest.raises(TypeError, match="norms and activations follow a Recipe or its part Context, not Linear"):
+        fp8jax.rms_norm(X, ONE, recipe=linear)
+    with pytest.raises(TypeError, match=r"follows a whole fp8jax\.Recipe, not Linear"):
+        fp8jax.glu_linear(X, X, W, recipe=linear)
+    with pytest.raises(TypeError, match="a rule takes a Recipe or its part Linear, not Context"):
+        fp8jax.nnx.quantize(layer(), context)
