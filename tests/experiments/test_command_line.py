@@ -122,23 +122,39 @@ def test_checkpoint_of_another_recipe_is_refused(argv, finished, out, capsys):
     assert "recipe.name was 'bf16', now 'coat_optimizer'" in capsys.readouterr().err
 
 
-def test_damaged_checkpoint_is_refused(argv, finished, out, capsys):
-    checkpoints = unfinished(finished, out, "damaged")
-    largest = max((p for p in (checkpoints / "8").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+def damage(checkpoint):
+    largest = max((p for p in checkpoint.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     raw = bytearray(largest.read_bytes())
     raw[len(raw) // 2] ^= 1
     largest.write_bytes(raw)
-    assert train.main([*argv, "--run", "damaged"]) == 2
+
+
+def without_times(path):
+    result = json.loads(path.read_text())["result"]
+    return {name: value for name, value in result.items() if name != "tokens_per_s"}
+
+
+def test_damaged_checkpoint_is_told_and_the_one_before_taken(argv, finished, out, capsys):
+    checkpoints = unfinished(finished, out, "damaged")
+    damage(checkpoints / "8")
+    assert train.main([*argv, "--run", "damaged"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"checkpoints/8 is damaged: .*; moved to \S*/coat_optimizer/damaged-8\nresuming from step 4", shown)
+    assert (checkpoints.parent / "damaged-8" / "state").is_dir()
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["4", "8"]
+    again, first = (without_times(f / "coat_optimizer" / "result.json") for f in (out / "damaged", finished))
+    assert again == first
+
+
+def test_checkpoints_that_are_all_damaged_are_refused_and_stay(argv, finished, out, capsys):
+    checkpoints = unfinished(finished, out, "ruined")
+    for step in ("4", "8"):
+        damage(checkpoints / step)
+    assert train.main([*argv, "--run", "ruined"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "checkpoints/8 is damaged" in error
-    assert "Delete that folder to resume from the one before" in error
-
-    shutil.rmtree(checkpoints / "8")
-    assert train.main([*argv, "--run", "damaged"]) == 0
-    assert "resuming from step 4" in capsys.readouterr().out
-    again, first = (json.loads((f / "coat_optimizer" / "result.json").read_text()) for f in (out / "damaged", finished))
-    assert again["result"]["valid_loss"] == first["result"]["valid_loss"]
+    assert re.search(r"checkpoints/8 is damaged: .*, and no older one is whole\. Start afresh with --resume never", error)
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["4", "8"]
 
 
 def test_damaged_config_file_is_an_error(argv, finished, out, capsys):

@@ -167,7 +167,8 @@ def test_byte_pair_run_keeps_its_tokenizer(argv, out, capsys, monkeypatch):
 
 
 def test_log_drops_what_comes_after_the_resumed_step(tmp_path):
-    rows = [{"step": s, "loss": 1.0, "tokens_per_s": 1.0} for s in (1, 2, 3)] + [{"step": 3, "valid_loss": 2.0}]
+    rest = {"grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 1.0}
+    rows = [{"step": s, "loss": 1.0, **rest} for s in (1, 2, 3)] + [{"step": 3, "valid_loss": 2.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
     console = report.make_console()
     with report.RunLog(tmp_path, console, recipe="r", resumed=2, steps=9, every=5) as log:
