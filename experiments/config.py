@@ -97,7 +97,7 @@ class Optim:
     lr: float = 1e-3
     """Peak learning rate."""
     final_lr: float = 0.1
-    """Learning rate of the last step, as a share of the peak."""
+    """Learning rate that the cosine ends at, after the last step, as a share of the peak."""
     warmup: int = 20
     """Steps of the warm-up."""
     b1: float = 0.9

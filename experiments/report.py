@@ -315,9 +315,11 @@ def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) 
     for i, (recipe, rows) in enumerate(metrics.items()):
         steps = np.array([row["step"] for row in rows if "loss" in row])
         losses = np.array([row["loss"] for row in rows if "loss" in row])
-        smooth = _smooth(losses, max(1, len(losses) // 25))
+        width = max(1, len(losses) // 25)
+        smooth = _smooth(losses, width)
+        label = f"{recipe}, training" + (f" (mean of {width} steps)" if width > 1 else "")
         top.plot(steps, losses, color=f"C{i}", alpha=0.2, linewidth=0.8)
-        top.plot(steps, smooth, color=f"C{i}", label=f"{recipe}, training", linestyle="-" if i == 0 else "--")
+        top.plot(steps, smooth, color=f"C{i}", label=label, linestyle="-" if i == 0 else "--")
         valid = [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
         if valid:
             marker = "os^vD"[i % 5]

@@ -138,7 +138,7 @@ def _train_recipe(
     stop: StopSignals,
 ) -> report.Result:
     """Trains one recipe from its newest checkpoint, or from the start; or returns its result where it is finished."""
-    console.rule(f"recipe {recipe.name}", align="left")
+    console.rule(f"recipe {recipe.name}, {config.recipe.index(folder.name) + 1} of {len(config.recipe)}", align="left")
     # Through JSON, as it comes back from a checkpoint.
     identity = json.loads(json.dumps(shared | flatten_fields("recipe", recipe), default=str))
     finished = folder / "result.json"
@@ -296,6 +296,8 @@ def _print_setup(console: Console, config: Config, corpus: data.Corpus, tokens: 
     for name, section in (("data", config.data), ("model", config.model), ("optim", config.optim), ("run", config.run)):
         values = {k: v for k, v in dataclasses.asdict(section).items() if v is not None}
         if name == "data":
+            if config.data.tokenizer == "bytes":
+                values["vocab"] = Bytes.vocab
             values["data"] = " ".join(config.data.data) or "the standard library's sources and docs"
         fields = "  ".join(f"{k}={v}" for k, v in values.items())
         console.print(f"{name:9}{fields}")
