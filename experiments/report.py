@@ -312,10 +312,10 @@ def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) 
     else:
         top, bottom = figure.subplots(), None
     baseline: dict[int, float] | None = None
+    width = max(1, *(sum("loss" in row for row in rows) // 25 for rows in metrics.values()))
     for i, (recipe, rows) in enumerate(metrics.items()):
         steps = np.array([row["step"] for row in rows if "loss" in row])
         losses = np.array([row["loss"] for row in rows if "loss" in row])
-        width = max(1, len(losses) // 25)
         smooth = _smooth(losses, width)
         label = f"{recipe}, training" + (f" (mean of {width} steps)" if width > 1 else "")
         top.plot(steps, losses, color=f"C{i}", alpha=0.2, linewidth=0.8)

@@ -97,7 +97,8 @@ def run(
 
 def _run(config: Config, recipes: dict[str, fp8jax.Recipe], console: Console, stop: StopSignals) -> list[report.Result]:
     _prepare_folder(config, console)
-    jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
     stop.check()
 
     corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
