@@ -148,7 +148,7 @@ def _train_recipe(
             saved = json.loads(finished.read_text())
             known, result = saved["config"], report.Result(**saved["result"])
         except (ValueError, KeyError, TypeError) as error:
-            console.print(f"{finished} is damaged ({error!r}): made again from the newest checkpoint")
+            console.print(f"{finished} is damaged ({error!r}): made again from the newest checkpoint, if any")
         else:
             check_same(known, identity, folder)
             console.print(f"already trained for {result.steps} steps: its result is used as it is")

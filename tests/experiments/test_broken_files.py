@@ -41,7 +41,7 @@ def test_torn_result_is_told_and_made_again(argv, finished, copy, capsys, torn):
     (copy / "bf16" / "result.json").write_text(torn)
     assert train.main([*argv, *BF16, "--run", copy.name]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"bf16/result\.json is damaged \(.*\): made again from the newest checkpoint", shown)
+    assert re.search(r"bf16/result\.json is damaged \(.*\): made again from the newest checkpoint, if any", shown)
     assert "step 8/8" not in shown
     assert content(copy) == content(finished)
 

@@ -72,6 +72,18 @@ def test_saved_state_may_be_donated_at_once(tmp_path):
         assert_same(checkpoints.restore(1, jax.eval_shape(make))[0], make(1))
 
 
+def test_saved_state_may_be_overwritten_at_once(tmp_path, monkeypatch):
+    given = []
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        monkeypatch.setattr(
+            checkpoints._orbax, "save_checkpointables_async", lambda _, x, **__: given.append(x["state"])
+        )
+        state = {"w": np.arange(4.0)}
+        checkpoints.save(1, state, loader={}, config={})
+        state["w"][:] = -1
+    np.testing.assert_array_equal(given[0]["w"], np.arange(4.0))
+
+
 def test_a_flipped_byte_in_any_file_is_found(tmp_path):
     save(tmp_path / "good", 3)
     files = [p.relative_to(tmp_path / "good") for p in sorted((tmp_path / "good" / "3").rglob("*")) if p.is_file()]
