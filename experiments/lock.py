@@ -10,6 +10,7 @@ from pathlib import Path
 
 import filelock
 
+from experiments import report
 from experiments.config import BusyError
 
 
@@ -36,7 +37,7 @@ def hold(folder: Path) -> Iterator[None]:
         ) from None
     try:
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        owner.write_text(json.dumps(me) + "\n")
+        report.write_json(owner, me)
         yield
     finally:
         owner.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Every setting of the command line arrives: a run against AdamW written out in NumPy, on batches cut here."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -200,6 +201,22 @@ def test_as_many_validation_batches_are_scored_as_asked_for_and_their_mean_is_lo
     assert list(rows) == [2, 4, STEPS]
     losses = [plain[0](loop.end.params, tokens)[0] for tokens in loop.valid]
     np.testing.assert_allclose(rows[STEPS], np.mean(losses), rtol=1e-5)
+
+
+def test_the_result_is_of_this_run(ran, plain):
+    loop, _, folder = ran
+    result = json.loads((folder / "result.json").read_text())["result"]
+    rows = report.read_metrics(folder / "metrics.jsonl")
+    train = [row for row in rows if "loss" in row]
+    count = sum(x.size for x in jax.tree.leaves(plain[1]))
+    assert (result["recipe"], result["steps"], result["parameters"]) == (EXACT.name, STEPS, count)
+    assert (result["train_loss"], result["valid_loss"]) == (train[-1]["loss"], rows[-1]["valid_loss"])
+    assert (result["state_bytes"]["mu"], result["state_bytes"]["nu"]) == (4 * count, 4 * count)
+    assert result["tokens_per_s"] == np.median([row["tokens_per_s"] for row in train])
+    # Twelve bytes, six of them the beginning of what was held back.
+    tokens = np.frombuffer(result["text"].encode(), np.uint8)
+    assert len(result["text"]) <= 12
+    np.testing.assert_array_equal(tokens[:5], loop.valid[0, 0, 1:6])
 
 
 def test_memory_is_saved_as_asked_for(ran):

@@ -45,7 +45,7 @@ def test_loss_is_the_mean_cross_entropy_of_next_tokens(task):
 def test_a_step_applies_the_optimizer_to_the_gradient(task, step):
     state = task.init()
     grads = jax.jit(jax.grad(task.loss))(state.params, {}, TOKENS)
-    updates, _ = task.tx.update(grads, state.opt_state, state.params)
+    updates, _ = jax.jit(task.tx.update)(grads, state.opt_state, state.params)
     after, metrics = step(state, TOKENS)
     for new, old, update in zip(*map(jax.tree.leaves, (after.params, state.params, updates)), strict=True):
         np.testing.assert_allclose(new - old, update, atol=2e-5)
@@ -136,6 +136,7 @@ def test_output_has_plan_estimate_progress_and_table(argv, finished, out, capsys
     assert train.main([*argv, "--run", "shown"]) == 0
     shown = capsys.readouterr().out
     for text in (
+        "; 64 tokens a step",
         "lr=0.002", "jax ", "already trained for 8 steps", "first moment", "bytes/param", "XLA: peak of a step",
         "step 4/8 loss ", "tokens/s ", "valid 8/8 loss ", "coat_optimizer writes:", "ratio", "loss.png",
     ):  # fmt: skip
@@ -160,6 +161,7 @@ def test_byte_pair_run_keeps_its_tokenizer(argv, out, capsys, monkeypatch):
     assert train.main([*argv, *flags]) == 0
     saved = (out / "bpe" / "tokenizer.json").read_bytes()
     (out / "bpe" / "bf16" / "result.json").unlink()
+    assert train.BytePair.load(out / "bpe" / "tokenizer.json").vocab == 300
     monkeypatch.delattr(train.BytePair, "train")
     assert train.main([*argv, *flags]) == 0
     assert "resuming from step 8" in capsys.readouterr().out
