@@ -1,5 +1,6 @@
 """Wrong input ends in exit code 2 and one line that names the value and the fix; nothing is left behind."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -128,6 +129,12 @@ def test_run_of_another_configuration_is_refused(argv, finished, capsys, flags, 
     error = capsys.readouterr().err
     assert re.search(f"another configuration: {message}. Give the old values .* a new --run", error), error
     assert (finished / "loss.png").exists()
+
+
+def test_result_of_a_recipe_that_changed_since_is_refused(argv, finished, capsys):
+    changed = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
+    assert train.main([*argv, "--run", "finished", "--recipe", "bf16"], recipe=lambda name: changed) == 2
+    assert "recipe.weights.compute was 'bf16', now 'fp32'" in capsys.readouterr().err
 
 
 def unfinished(finished, out, name):
