@@ -8,8 +8,12 @@ The state is stored as a flat dict from a leaf's path to its array: any pytree c
 the names on disk. One process; the whole state passes through its memory.
 """
 
+import errno
 import hashlib
 import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from experiments.config import UserError
+from experiments.config import DiskError, UserError, check_same
 
 _State = TypeVar("_State")
+
+
+class DamagedError(UserError):
+    """A checkpoint's bytes are not those that were saved."""
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -47,14 +55,20 @@ class Checkpoints:
     Args:
         folder: created where missing.
         keep: how many of the newest to keep.
+        clean: remove what a killed save left. Not while another process may be saving.
+
+    Raises:
+        UserError: the folder's name is taken by a file.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, *, clean: bool = True) -> None:
         self.folder = folder.absolute()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{folder} is a file, where the checkpoints' folder should be; move it away")
         self._orbax = ocp.training.Checkpointer(
             self.folder,
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=clean,
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -64,40 +78,62 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Waits for saves under way."""
-        self._orbax.close()
+        """Waits for saves under way.
+
+        Raises:
+            DiskError: one of them could not be written.
+        """
+        try:
+            self._orbax.close()
+        except Exception as error:  # Orbax and TensorStore raise ValueError, OSError and more
+            raise self._unwritten(error) from error
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
         newest = self._orbax.latest
         return None if newest is None else newest.step
 
-    def save(self, step: int, state: Any, *, loader: dict[str, Any], config: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        loader: dict[str, Any],
+        config: dict[str, Any],
+        log: Sequence[dict[str, Any]] = (),
+    ) -> None:
         """Starts a save and returns; the state may be donated or overwritten at once.
 
         Args:
             step: steps that the state has seen.
             state: any pytree of arrays.
             loader: the data iterator's state, as JSON.
-            config: what must not differ at `restore`, as JSON.
+            config: what must not differ at `resume`, as JSON.
+            log: the newest rows of the log, as JSON.
+
+        Raises:
+            DiskError: this save or the one before could not be written.
         """
         # A copy: a view of a buffer on CPU would change under the background save once the buffer is donated.
         arrays = {name: np.array(leaf, copy=True) for name, leaf in flatten(state).items()}
         leaves = {
             name: {"shape": list(x.shape), "dtype": str(x.dtype), "sha256": digest(x)} for name, x in arrays.items()
         }
-        meta = {"step": step, "loader": loader, "config": config, "leaves": leaves}
+        meta = {"step": step, "loader": loader, "config": config, "log": list(log), "leaves": leaves}
         # Orbax stores no empty arrays; nothing but their shape needs storing.
         stored = {name: x for name, x in arrays.items() if x.size}
-        self._orbax.save_checkpointables_async(
-            step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta}
-        )
+        try:
+            self._orbax.save_checkpointables_async(
+                step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta}
+            )
+        except Exception as error:  # as in close
+            raise self._unwritten(error) from error
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the state: step, loader, config; and leaves.
+        """What `save` was given beside the state: step, loader, config, log; and leaves.
 
         Raises:
-            UserError: the checkpoint's metadata is missing or damaged.
+            DamagedError: the checkpoint's metadata is missing or damaged.
         """
         try:
             meta = dict(self._orbax.metadata(step).custom_metadata)
@@ -116,7 +152,8 @@ class Checkpoints:
             abstract: the expected tree, of arrays or ShapeDtypeStructs.
 
         Raises:
-            UserError: the checkpoint is damaged, or holds other leaves, shapes or dtypes than expected.
+            DamagedError: the bytes are not those that were saved.
+            UserError: the checkpoint holds other leaves, shapes or dtypes than expected.
         """
         meta = self.read_meta(step)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -140,11 +177,57 @@ class Checkpoints:
                 raise self._damaged(step, f"the bytes of {name} do not match their digest")
         return jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values())), meta
 
-    def _damaged(self, step: int, what: str) -> UserError:
-        path = self.folder / str(step)
-        return UserError(
-            f"checkpoint {path} is damaged: {what}. Delete that folder to resume from the one before, "
-            "or start afresh with --resume never"
+    def resume(
+        self, abstract: _State, config: dict[str, Any], tell: Callable[[str], None]
+    ) -> tuple[_State, dict[str, Any]] | None:
+        """State and metadata of the newest checkpoint that is whole, as `restore`; None where there is none at all.
+
+        Damaged ones that are newer are told, and moved out of the way to `damaged-STEP` beside this folder.
+
+        Args:
+            abstract: as `restore`.
+            config: what `save` must have been given.
+            tell: called with one line for each damaged checkpoint.
+
+        Raises:
+            UserError: the checkpoint is of another configuration, or none is whole.
+        """
+        damaged: dict[int, DamagedError] = {}
+        for step in reversed([x.step for x in self._orbax.checkpoints]):
+            try:
+                check_same(self.read_meta(step)["config"], config, self.folder / str(step))
+                state, meta = self.restore(step, abstract)
+            except DamagedError as error:
+                damaged[step] = error
+                continue
+            for other, why in damaged.items():
+                tell(f"{why}; moved to {self._set_aside(other)}")
+            return state, meta
+        for why in damaged.values():
+            raise UserError(f"{why}, and no older one is whole. Start afresh with --resume never")
+        return None
+
+    def _set_aside(self, step: int) -> Path:
+        target = base = self.folder.with_name(f"damaged-{step}")
+        number = 1
+        while target.exists():
+            number += 1
+            target = base.with_name(f"{base.name}.{number}")
+        os.rename(self.folder / str(step), target)
+        self._orbax.reload()
+        return target
+
+    def _damaged(self, step: int, what: str) -> DamagedError:
+        return DamagedError(f"checkpoint {self.folder / str(step)} is damaged: {what}")
+
+    def _unwritten(self, error: Exception) -> DiskError:
+        steps = [int(path.name) for path in self.folder.glob("*") if path.name.isdigit()]
+        saved = f"the newest is of step {max(steps)}" if steps else "there is none yet"
+        why = os.strerror(errno.ENOSPC) if "No space left" in str(error) else _first_line(error)
+        free = shutil.disk_usage(self.folder.parent).free / 2**20
+        return DiskError(
+            f"a checkpoint could not be written to {self.folder} ({why}; {free:,.1f} MiB are free there); {saved}. "
+            "Put that right, and give the same command again"
         )
 
 

@@ -8,16 +8,31 @@ long the program reports: it may change between a start and its resumption.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
+import fp8jax
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 
 
 class UserError(Exception):
     """Something the user can put right. The message is one line that names the value and the fix."""
+
+    exit_code = 2
+
+
+class DiskError(UserError):
+    """A file could not be written."""
+
+    exit_code = 3
+
+
+class BusyError(UserError):
+    """Another process is at work on the run."""
+
+    exit_code = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +51,25 @@ class Data:
     """Sequences of one step."""
     valid_fraction: float = 0.05
     """Share of the text that is kept back for validation."""
+    eval_batches: int = 16
+    """Most validation batches of one evaluation; the same for all recipes of a run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
     """Which Llama. Numbers given here replace the size's own."""
 
-    model: str = "5m"
-    """A size of experiments/models/sizes.py."""
+    model: Annotated[str, tyro.conf.arg(help=f"A size: {', '.join(sizes.NAMES)}.")] = "5m"
     layers: int | None = None
+    """Blocks, one after the other."""
     dim: int | None = None
+    """Width of the residual stream."""
     heads: int | None = None
+    """Attention heads; they share the width."""
     kv_heads: int | None = None
+    """Heads of keys and values; they divide --heads."""
     mlp_dim: int | None = None
+    """Width of the MLP's hidden layer."""
     tied: bool = False
     """Use the embedding table as output head too."""
 
@@ -72,15 +93,19 @@ class Optim:
     """AdamW with a linear warm-up and a cosine decay. The recipe says how its state is stored."""
 
     steps: int = 200
+    """Updates of each recipe."""
     lr: float = 1e-3
     """Peak learning rate."""
     final_lr: float = 0.1
-    """Learning rate of the last step, as a share of the peak."""
+    """Learning rate that the cosine ends at, after the last step, as a share of the peak."""
     warmup: int = 20
     """Steps of the warm-up."""
     b1: float = 0.9
+    """Decay of the first moment."""
     b2: float = 0.95
+    """Decay of the second moment."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Applied to matrices, not to norms."""
     clip: float = 1.0
@@ -96,15 +121,17 @@ class Run:
     run: str = "train"
     """Name of the run: its files are OUT/RUN."""
     out: Path = Path("runs")
+    """Folder of all runs."""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest checkpoint, if any. never: move an old run of this name aside and start afresh."""
     log_every: int = 10
+    """Steps between lines of progress."""
     checkpoint_every: int = 50
+    """Steps between checkpoints; there is one after the last step, too."""
     keep: int = 2
     """Newest checkpoints that stay on disk."""
     eval_every: int = 50
-    eval_batches: int = 16
-    """Most validation batches of one evaluation."""
+    """Steps between validations; there is one after the last step, too."""
     sample_tokens: int = 160
     """Length of the text that the trained model writes at the end, its prompt included; 0 for none."""
     remat: bool = False
@@ -115,8 +142,13 @@ class Run:
 class Config:
     """Train a Llama on text, once per recipe, on the same batches in the same order, and compare."""
 
-    recipe: tuple[str, ...] = ("bf16", "coat_optimizer")
-    """Names of fp8jax.recipes, trained one after the other; the first is the baseline of the comparison."""
+    recipe: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            help="Trained one after the other; the first is the baseline of the comparison. "
+            f"Recipes: {', '.join(fp8jax.recipes.NAMES)}."
+        ),
+    ] = ("bf16", "coat_optimizer")
     seed: int = 0
     """Of the initial parameters, of the order of the batches and of the sampled text."""
     data: Data = dataclasses.field(default_factory=Data)
@@ -132,9 +164,9 @@ class Config:
     def validate(self) -> None:
         """Raises UserError that names the first impossible value and the fix."""
         sections: tuple[tuple[Any, tuple[str, ...], int], ...] = (
-            (self.data, ("seq_len", "batch"), 1),
+            (self.data, ("seq_len", "batch", "eval_batches"), 1),
             (self.optim, ("steps", "microbatches"), 1),
-            (self.run, ("log_every", "checkpoint_every", "keep", "eval_every", "eval_batches"), 1),
+            (self.run, ("log_every", "checkpoint_every", "keep", "eval_every"), 1),
             (self.optim, ("warmup",), 0),
             (self.run, ("sample_tokens",), 0),
             (self, ("seed",), 0),
@@ -212,13 +244,23 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
         )
 
 
-def parse(argv: Sequence[str] | None = None) -> Config:
+def parse(argv: Sequence[str] | None = None, description: str | None = None) -> Config:
     """Command line to configuration.
+
+    Args:
+        argv: the command line; None takes the process's own.
+        description: what `--help` says first.
 
     Raises:
         SystemExit: the command line does not parse (2), or help was asked for (0).
         UserError: a value is impossible.
     """
-    config = tyro.cli(Config, args=argv, prog="python -m experiments.train", config=(tyro.conf.OmitArgPrefixes,))
+    config = tyro.cli(
+        Config,
+        args=argv,
+        prog="python -m experiments.train",
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
     config.validate()
     return config

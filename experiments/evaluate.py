@@ -22,7 +22,7 @@ from rich.table import Table
 import fp8jax
 from experiments import config as configuration
 from experiments import data, report, scoring, train
-from experiments.checkpoint import Checkpoints
+from experiments.checkpoint import Checkpoints, DamagedError
 from experiments.config import Config, UserError, check_same, flatten_fields
 from experiments.task import Task
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
@@ -173,14 +173,17 @@ def load(folder: Path, name: str) -> Trained:
         remat=False,
         seed=config.seed,
     )
-    with Checkpoints(folder / name / "checkpoints", config.run.keep) as checkpoints:
+    with Checkpoints(folder / name / "checkpoints", config.run.keep, clean=False) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"--run {folder}: {name} has no complete checkpoint")
-        saved = checkpoints.read_meta(step)["config"]
         now = json.loads(json.dumps(flatten_fields("recipe", recipe), default=str))
-        check_same(saved, {k: v for k, v in now.items() if k in saved}, checkpoints.folder / str(step))
-        state, _ = checkpoints.restore(step, jax.eval_shape(task.init))
+        try:
+            saved = checkpoints.read_meta(step)["config"]
+            check_same(saved, {k: v for k, v in now.items() if k in saved}, checkpoints.folder / str(step))
+            state, _ = checkpoints.restore(step, jax.eval_shape(task.init))
+        except DamagedError as error:
+            raise UserError(f"{error}. Move that folder away to evaluate the checkpoint before it") from None
     return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer)
 
 

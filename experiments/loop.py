@@ -114,7 +114,8 @@ class Loop:
                 self._settle(behind, clock)
                 behind = None
                 if done != saved and (save_due or self.stop.signum is not None):
-                    self.checkpoints.save(done, state, loader=self.batches.get_state(), config=self.config)
+                    loader, recent = self.batches.get_state(), self.log.recent(done)
+                    self.checkpoints.save(done, state, loader=loader, config=self.config, log=recent)
                     saved = done
                 if eval_due:
                     loss = evaluate(self.loss, state, self.valid, self.stop)

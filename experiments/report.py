@@ -1,21 +1,31 @@
 """What the user sees and keeps: terminal output, metrics.jsonl, TensorBoard events, the table and the loss curves."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import tensorboardX
 from matplotlib.figure import Figure
 from rich import progress
 from rich.console import Console
 from rich.table import Table
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
+
+from experiments.config import DiskError
+
+# Newest rows of the log that a checkpoint holds; a result depends on no older ones.
+RECENT = 50
+_ROW = {"step", "loss", "grad_norm", "lr", "tokens_per_s"}
 
 
 def make_console() -> Console:
@@ -24,11 +34,32 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120)
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what goes wrong with a file, such as a full disk, into a DiskError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            f"{path} cannot be written ({error.strerror or error}). Put that right, and give the same command again: "
+            "it goes on from the newest checkpoint"
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in one step, so that a kill leaves the old one or the new one; DiskError where it cannot be."""
+    with writing(path):
+        partial = path.with_suffix(".partial")
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file in one step, so that a kill leaves the old one or the new one."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    os.replace(partial, path)
+    """As `write_text`."""
+    write_text(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def size(count: float) -> str:
@@ -48,10 +79,10 @@ class Result:
         recipe: its name.
         steps: updates applied.
         parameters: their number.
-        train_loss: mean of the last tenth of the steps (at most 50), nats per token.
+        train_loss: mean of the last tenth of the steps (at most `RECENT`), nats per token.
         valid_loss: after the last step, nats per token.
         state_bytes: of the optimizer, as `fp8jax.state_bytes`.
-        tokens_per_s: median over the steps; compilation, validation and checkpoints excluded.
+        tokens_per_s: median over the last `RECENT` steps; compilation, validation and checkpoints excluded.
         text: what the model wrote.
     """
 
@@ -74,27 +105,51 @@ class RunLog:
     """Metrics of one recipe: metrics.jsonl (a line a step, and one a validation), TensorBoard, and the terminal.
 
     Opening the log drops what an earlier process wrote after step `resumed`, so that no step stands in it twice. Lines
-    reach the file system at once: a kill loses none.
+    reach the file system at once: a kill loses none. The result depends on the rows of the checkpoint and on later
+    ones, not on what became of the file.
 
     Args:
         folder: of the recipe.
         resumed: step that training goes on from; 0 for a fresh start.
+        recent: the rows that the checkpoint holds, as `recent` gave them.
         steps: the last step.
         every: steps between progress lines where the output is no terminal.
+
+    Raises:
+        DiskError: a file cannot be written; so do all methods that write.
     """
 
-    def __init__(self, folder: Path, console: Console, *, recipe: str, resumed: int, steps: int, every: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        console: Console,
+        *,
+        recipe: str,
+        resumed: int,
+        steps: int,
+        every: int,
+        recent: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self._console, self._recipe, self._steps, self._every = console, recipe, steps, every
-        path = folder / "metrics.jsonl"
-        rows = [row for row in read_metrics(path) if row["step"] <= resumed]
-        self.train = {row["step"]: row for row in rows if "loss" in row}
+        self._path = folder / "metrics.jsonl"
+        rows = [row for row in read_metrics(self._path) if row["step"] <= resumed]
+        self.train = {row["step"]: row for row in [*rows, *recent] if "loss" in row}
         self._valid = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(partial, path)
-        self._file = path.open("a", buffering=1)
-        purge = {"purge_step": resumed + 1} if resumed else {}
-        self._board = tensorboardX.SummaryWriter(str(folder / "tensorboard"), **purge)
+        if gaps := missing(self.train, resumed):
+            console.print(f"{self._path} lacks steps {gaps}: loss.png has a gap there; training goes on exactly")
+        kept = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
+        kept.sort(key=lambda row: row["step"])
+        write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        with writing(self._path):
+            self._file = self._path.open("a", buffering=1)
+        board = folder / "tensorboard"
+        with writing(board):
+            board.mkdir(exist_ok=True)
+            # Its SummaryWriter hangs on a full disk; this one writes in the thread that asks it to.
+            self._board = EventsWriter(str(board / "events"), filename_suffix=f".{os.getpid()}")
+            if resumed:
+                start = SessionLog(status=SessionLog.START)
+                self._board.write_event(Event(wall_time=time.time(), step=resumed + 1, session_log=start))
         self._bar: progress.Progress | None = None
         if console.is_terminal:
             self._bar = progress.Progress(
@@ -117,17 +172,19 @@ class RunLog:
     ) -> None:
         if self._bar:
             self._bar.stop()
-        self._file.close()
-        self._board.close()
+        with writing(self._path):
+            self._file.close()
+        with writing(self._path.with_name("tensorboard")):
+            self._board.close()
 
     def step(self, step: int, loss: float, *, grad_norm: float, lr: float, tokens_per_s: float) -> None:
         """Records a finished step."""
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s}
         self.train[step] = row
         self._write(row)
-        recent = [self.train[s] for s in range(max(1, step - self._every + 1), step + 1) if s in self.train]
-        mean = statistics.fmean(r["loss"] for r in recent)
-        speed = statistics.median(r["tokens_per_s"] for r in recent)
+        shown = self._last(self._every, step)
+        mean = statistics.fmean(r["loss"] for r in shown)
+        speed = statistics.median(r["tokens_per_s"] for r in shown)
         if self._bar:
             self._bar.update(self._task, completed=step, loss=f"{mean:.3f}", speed=f"{speed:,.0f}")
         elif step % self._every == 0 or step == self._steps:
@@ -146,36 +203,59 @@ class RunLog:
         """Whether a validation after `step` is recorded."""
         return step in self._valid
 
+    def recent(self, step: int) -> list[dict[str, Any]]:
+        """The newest `RECENT` rows up to `step`, for the checkpoint."""
+        return self._last(RECENT, step)
+
     def result(self, parameters: int, state_bytes: Mapping[str, int], text: str) -> Result:
         """The recipe's row of the comparison; the last step and its validation must be recorded."""
-        tail = max(1, min(50, self._steps // 10))
+        tail = self._last(max(1, min(RECENT, self._steps // 10)), self._steps)
         return Result(
             recipe=self._recipe,
             steps=self._steps,
             parameters=parameters,
-            train_loss=statistics.fmean(row["loss"] for s, row in self.train.items() if s > self._steps - tail),
+            train_loss=statistics.fmean(row["loss"] for row in tail),
             valid_loss=self._valid[self._steps],
             state_bytes=dict(state_bytes),
-            tokens_per_s=statistics.median(row["tokens_per_s"] for row in self.train.values()),
+            tokens_per_s=statistics.median(row["tokens_per_s"] for row in self.recent(self._steps)),
             text=text,
         )
 
+    def _last(self, count: int, step: int) -> list[dict[str, Any]]:
+        return [self.train[s] for s in range(max(1, step - count + 1), step + 1) if s in self.train]
+
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        for name, value in row.items():
-            if name != "step":
-                self._board.add_scalar(name, value, row["step"])
+        step = row["step"]
+        with writing(self._path):
+            self._file.write(json.dumps(row) + "\n")
+        with writing(self._path.with_name("tensorboard")):
+            for name, value in row.items():
+                if name != "step":
+                    self._board.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            if step % self._every == 0:
+                self._board.flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is dropped, a missing file is empty."""
-    if not path.exists():
-        return []
+    """The rows of a metrics.jsonl that can be read, as `missing` tells; a missing file is empty."""
     rows = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and ("valid_loss" in row or set(row) >= _ROW):
+                rows.append(row)
     return rows
+
+
+def missing(steps: Iterable[int], last: int) -> str:
+    """The steps from 1 to `last` that are not there, such as "3 to 7, 9"; empty where all are."""
+    ranges: list[list[int]] = []
+    for step in sorted(set(range(1, last + 1)) - set(steps)):
+        if ranges and ranges[-1][1] == step - 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    return ", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in ranges)
 
 
 def memory_table(state: Mapping[str, int], parameters: int, xla: Any) -> Table:
@@ -231,22 +311,25 @@ def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) 
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     else:
         top, bottom = figure.subplots(), None
-    baseline: np.ndarray | None = None
+    baseline: dict[int, float] | None = None
+    width = max(1, *(sum("loss" in row for row in rows) // 25 for rows in metrics.values()))
     for i, (recipe, rows) in enumerate(metrics.items()):
         steps = np.array([row["step"] for row in rows if "loss" in row])
         losses = np.array([row["loss"] for row in rows if "loss" in row])
-        smooth = _smooth(losses, max(1, len(losses) // 25))
+        smooth = _smooth(losses, width)
+        label = f"{recipe}, training" + (f" (mean of {width} steps)" if width > 1 else "")
         top.plot(steps, losses, color=f"C{i}", alpha=0.2, linewidth=0.8)
-        top.plot(steps, smooth, color=f"C{i}", label=f"{recipe}, training", linestyle="-" if i == 0 else "--")
+        top.plot(steps, smooth, color=f"C{i}", label=label, linestyle="-" if i == 0 else "--")
         valid = [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
         if valid:
             marker = "os^vD"[i % 5]
             top.plot(*zip(*valid, strict=True), marker, color=f"C{i}", mfc="none", label=f"{recipe}, validation")
+        here = dict(zip(steps.tolist(), smooth.tolist(), strict=True))
         if baseline is None:
-            baseline = smooth
+            baseline = here
         elif bottom is not None:
-            shared = min(len(baseline), len(smooth))
-            bottom.plot(steps[:shared], 100 * (smooth[:shared] / baseline[:shared] - 1), color=f"C{i}", label=recipe)
+            shared = [step for step in here if step in baseline]
+            bottom.plot(shared, [100 * (here[s] / baseline[s] - 1) for s in shared], color=f"C{i}", label=recipe)
     top.set_ylabel("loss (nats per token)")
     top.grid(alpha=0.3)
     top.legend()
@@ -255,7 +338,8 @@ def plot_losses(path: Path, metrics: Mapping[str, Sequence[Mapping[str, Any]]]) 
         bottom.set_ylabel(f"% above {next(iter(metrics))}")
         bottom.grid(alpha=0.3)
     (top if bottom is None else bottom).set_xlabel("step")
-    figure.savefig(path)
+    with writing(path):
+        figure.savefig(path)
 
 
 def _smooth(values: np.ndarray, width: int) -> np.ndarray:

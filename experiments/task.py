@@ -179,7 +179,7 @@ def _make(
 
 
 def schedule(optim: Optim) -> optax.Schedule:
-    """Linear warm-up, then cosine decay that reaches `final_lr` of the peak at the last step."""
+    """Linear warm-up, then cosine decay that reaches `final_lr` of the peak after the last step."""
     return optax.warmup_cosine_decay_schedule(
         0.0 if optim.warmup else optim.lr, optim.lr, optim.warmup, optim.steps, optim.lr * optim.final_lr
     )

@@ -4,7 +4,6 @@ Id 0 separates documents in both. For bytes that costs no extra id, since a text
 refuses files that do).
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
+from experiments import report
 from experiments.config import UserError
 
 SEPARATOR = 0
@@ -81,10 +81,8 @@ class BytePair:
             raise UserError(f"tokenizer {path} cannot be read ({error}); --resume never trains a new one") from None
 
     def save(self, path: Path) -> None:
-        """Writes the file in one step, so that a kill leaves the old one or the new one."""
-        partial = path.with_suffix(".partial")
-        self._model.save(str(partial))
-        os.replace(partial, path)
+        """As `report.write_text`."""
+        report.write_text(path, self._model.to_str())
 
     @property
     def vocab(self) -> int:

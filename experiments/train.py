@@ -6,11 +6,14 @@ Everything of a run lies in OUT/NAME: config.json, tokenizer.json (byte-pair enc
 a folder with metrics.jsonl, tensorboard/, checkpoints/ and result.json. The same command goes on where the last one
 ended.
 
-Exit codes: 0 done; 1 loss or gradient not finite; 2 wrong input; 130 and 143 stopped by SIGINT or SIGTERM.
+Exit codes: 0 done; 1 loss or gradient not finite; 2 wrong input, or a file of the run that cannot be used; 3 a file
+cannot be written, or the device's memory is too small; 4 another process trains this run; 130 and 143 stopped by SIGINT
+or SIGTERM.
 """
 
 import dataclasses
 import json
+import logging
 import platform
 import shlex
 import signal
@@ -28,7 +31,7 @@ from rich.console import Console
 from rich.text import Text
 
 import fp8jax
-from experiments import data, generate, report
+from experiments import data, generate, lock, report
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config, UserError, check_same, flatten_fields, parse
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
@@ -43,12 +46,26 @@ def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recip
     """Parses the command line, trains, and returns the exit code; `recipe` looks the names of `--recipe` up."""
     console = report.make_console()
     command = shlex.join(["python", "-m", "experiments.train", *(sys.argv[1:] if argv is None else argv)])
+    # What Orbax logs with tracebacks it raises, too.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     with StopSignals() as stop:
         try:
-            run(parse(argv), console, stop, recipe)
+            run(parse(argv, __doc__), console, stop, recipe)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2
+            return error.exit_code
+        except OSError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 3
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            print(
+                f"error: the device's memory is too small ({str(error).splitlines()[0]}). Try a smaller --batch, "
+                "more --microbatches, --remat, or a smaller --model",
+                file=sys.stderr,
+            )
+            return 3
         except NotFinite as error:
             print(f"stopped: {error}", file=sys.stderr)
             return 1
@@ -70,6 +87,15 @@ def run(
         UserError, NotFinite, Stopped: as the names say; their messages are for the user.
     """
     recipes = {name: _find(recipe, name) for name in config.recipe}
+    try:
+        config.run.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {config.run.out}: cannot make it: {error.strerror}") from None
+    with lock.hold(config.folder):
+        return _run(config, recipes, console, stop)
+
+
+def _run(config: Config, recipes: dict[str, fp8jax.Recipe], console: Console, stop: StopSignals) -> list[report.Result]:
     _prepare_folder(config, console)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
@@ -90,7 +116,13 @@ def run(
         stop.check()
         results.append(_train_recipe(config, each, config.folder / name, shared, tokens, tokenizer, console, stop))
     console.print(report.comparison_table(results))
-    metrics = {name: report.read_metrics(config.folder / name / "metrics.jsonl") for name in recipes}
+    metrics = {}
+    for name in recipes:
+        path = config.folder / name / "metrics.jsonl"
+        metrics[name] = report.read_metrics(path)
+        gaps = report.missing((row["step"] for row in metrics[name] if "loss" in row), config.optim.steps)
+        if gaps:
+            console.print(f"{path} lacks steps {gaps}: loss.png has a gap there; the table above does not read it")
     report.plot_losses(config.folder / "loss.png", metrics)
     console.print(f"loss curves: {config.folder / 'loss.png'}   TensorBoard: tensorboard --logdir {config.folder}")
     return results
@@ -107,15 +139,20 @@ def _train_recipe(
     stop: StopSignals,
 ) -> report.Result:
     """Trains one recipe from its newest checkpoint, or from the start; or returns its result where it is finished."""
-    console.rule(f"recipe {recipe.name}", align="left")
+    console.rule(f"recipe {recipe.name}, {config.recipe.index(folder.name) + 1} of {len(config.recipe)}", align="left")
     # Through JSON, as it comes back from a checkpoint.
     identity = json.loads(json.dumps(shared | flatten_fields("recipe", recipe), default=str))
     finished = folder / "result.json"
     if finished.exists():
-        saved = json.loads(finished.read_text())
-        check_same(saved["config"], identity, folder)
-        console.print(f"already trained for {saved['result']['steps']} steps: its result is used as it is")
-        return report.Result(**saved["result"])
+        try:
+            saved = json.loads(finished.read_text())
+            known, result = saved["config"], report.Result(**saved["result"])
+        except (ValueError, KeyError, TypeError) as error:
+            console.print(f"{finished} is damaged ({error!r}): made again from the newest checkpoint, if any")
+        else:
+            check_same(known, identity, folder)
+            console.print(f"already trained for {result.steps} steps: its result is used as it is")
+            return result
     folder.mkdir(parents=True, exist_ok=True)
 
     sizes, optim = config.data, config.optim
@@ -130,27 +167,34 @@ def _train_recipe(
     )
     abstract = jax.eval_shape(task.init)
     batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32)
+    # Nothing of the state is in memory yet: what does not fit has been shown before it fails.
+    console.print(recipe.explain())
+    with listening() as told:
+        compiled = jax.jit(task.step, donate_argnums=0).lower(abstract, batch).compile()
+    _print_plan(console, task, abstract, compiled)
+    for line in summary(told):
+        console.print(line, style="dim")
 
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
-        newest = checkpoints.latest()
-        if newest is None:
-            state = jax.jit(task.init)()
+        saved = checkpoints.resume(abstract, identity, console.print)
+        if saved is None:
+            state, meta = jax.jit(task.init)(), dict[str, Any](step=0, log=())
         else:
-            check_same(checkpoints.read_meta(newest)["config"], identity, folder / "checkpoints" / str(newest))
-            state, meta = checkpoints.restore(newest, abstract)
+            state, meta = saved
             batches.set_state(meta["loader"])
-            console.print(f"resuming from step {newest}")
-        with listening() as told:
-            compiled = jax.jit(task.step, donate_argnums=0).lower(abstract, batch).compile()
-        _print_plan(console, recipe, task, abstract, compiled)
-        for line in summary(told):
-            console.print(line, style="dim")
+            console.print(f"resuming from step {meta['step']}")
         log = report.RunLog(
-            folder, console, recipe=recipe.name, resumed=newest or 0, steps=optim.steps, every=config.run.log_every
+            folder,
+            console,
+            recipe=recipe.name,
+            resumed=meta["step"],
+            recent=meta["log"],
+            steps=optim.steps,
+            every=config.run.log_every,
         )
         with log:
-            valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, config.run.eval_batches)
+            valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
             loss = jax.jit(task.loss)
             loop = Loop(compiled, loss, batches, valid, optim, config.run, checkpoints, identity, log, stop)
             state = loop.run(state)
@@ -197,7 +241,10 @@ def _has_progress(folder: Path) -> bool:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "config.json").read_text())
+        saved = json.loads((folder / "config.json").read_text())
+        if not isinstance(saved, dict):
+            raise ValueError("no JSON object")
+        return saved
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder / 'config.json'} cannot be read ({error}); start afresh with --resume never"
@@ -218,7 +265,7 @@ def _prepare_folder(config: Config, console: Console) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {config.run.out}: cannot make {folder}: {error.strerror}") from None
+        raise UserError(f"--run {config.run.run}: cannot make {folder}: {error.strerror}") from None
 
 
 def _get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
@@ -249,6 +296,8 @@ def _print_setup(console: Console, config: Config, corpus: data.Corpus, tokens: 
     for name, section in (("data", config.data), ("model", config.model), ("optim", config.optim), ("run", config.run)):
         values = {k: v for k, v in dataclasses.asdict(section).items() if v is not None}
         if name == "data":
+            if config.data.tokenizer == "bytes":
+                values["vocab"] = Bytes.vocab
             values["data"] = " ".join(config.data.data) or "the standard library's sources and docs"
         fields = "  ".join(f"{k}={v}" for k, v in values.items())
         console.print(f"{name:9}{fields}")
@@ -266,9 +315,8 @@ def _print_setup(console: Console, config: Config, corpus: data.Corpus, tokens: 
         console.print(f"{'':9}skipped: {', '.join(corpus.skipped[:3])}{' ...' if len(corpus.skipped) > 3 else ''}")
 
 
-def _print_plan(console: Console, recipe: fp8jax.Recipe, task: Task, abstract: TrainState, compiled: Any) -> None:
+def _print_plan(console: Console, task: Task, abstract: TrainState, compiled: Any) -> None:
     parameters = count(abstract.params)
-    console.print(recipe.explain())
     shape = "  ".join(f"{k}={v}" for k, v in dataclasses.asdict(task.llama).items())
     console.print(f"{parameters:,} parameters: {shape}")
     weights = sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(abstract.params))

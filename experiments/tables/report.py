@@ -115,10 +115,15 @@ def write(results: Path, target: Path) -> int:
     """Writes the report of all results; returns the number of sections.
 
     Raises:
-        ValueError: a file is no JSON or not of the schema; the message names it.
+        ValueError: there are no results, or a file is no JSON or not of the schema; the message names it.
     """
+    paths = sorted(results.glob("*.json"))
+    if not paths:
+        raise ValueError(
+            f"--results {results}: {'no results (*.json) in it' if results.is_dir() else 'no such folder'}"
+        )
     sections = []
-    for path in sorted(results.glob("*.json")):
+    for path in paths:
         picture = path.with_suffix(".png")
         try:
             shown = f"{results.name}/{picture.name}" if picture.exists() else None
@@ -130,7 +135,7 @@ def write(results: Path, target: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes RESULTS.md; exit code 2 and one line where a file is not of the schema."""
+    """Writes RESULTS.md; exit code 2 and one line where there are no results, or one is not of the schema."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of JSON files (default: results)")
     parser.add_argument("--target", type=Path, default=Path("RESULTS.md"), help="(default: RESULTS.md)")

@@ -166,7 +166,7 @@ def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], know
                 f"moments={{'{last or '*'}': 'fp32'}}"
             )
         plan.stored[-1] = stored = known[last] if key is None else rules[key]
-        if last in FIRST_MOMENTS and isinstance(stored, QuantSpec) and not formats.get(stored.format).signed:
+        if last in storage.FIRST_MOMENTS and isinstance(stored, QuantSpec) and not formats.get(stored.format).signed:
             raise ValueError(f"moments[{key!r}]: {stored.format!r} has no signs, but the first moment {name!r} does")
         names.add(name)
         used.add(key)

@@ -1,6 +1,9 @@
 """Checkpoints come back bit for bit, or not at all."""
 
+import json
+import re
 import shutil
+import time
 from typing import NamedTuple
 
 import jax
@@ -9,8 +12,8 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments.checkpoint import Checkpoints, digest, flatten
-from experiments.config import UserError
+from experiments.checkpoint import Checkpoints, DamagedError, digest, flatten
+from experiments.config import DiskError, UserError
 
 
 class State(NamedTuple):
@@ -40,7 +43,8 @@ def assert_same(a, b):
 def save(folder, *seeds, keep=2):
     with Checkpoints(folder, keep) as checkpoints:
         for seed in seeds:
-            checkpoints.save(seed, make(seed), loader={"next_index": seed}, config={"lr": 0.1})
+            rows = [{"step": seed, "loss": 0.1}]
+            checkpoints.save(seed, make(seed), loader={"next_index": seed}, config={"lr": 0.1}, log=rows)
 
 
 def test_round_trip_keeps_every_bit_and_the_metadata(tmp_path):
@@ -67,6 +71,18 @@ def test_saved_state_may_be_donated_at_once(tmp_path):
         jax.block_until_ready(overwrite(state))
     with Checkpoints(tmp_path, 1) as checkpoints:
         assert_same(checkpoints.restore(1, jax.eval_shape(make))[0], make(1))
+
+
+def test_saved_state_may_be_overwritten_at_once(tmp_path, monkeypatch):
+    given = []
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        monkeypatch.setattr(
+            checkpoints._orbax, "save_checkpointables_async", lambda _, x, **__: given.append(x["state"])
+        )
+        state = {"w": np.arange(4.0)}
+        checkpoints.save(1, state, loader={}, config={})
+        state["w"][:] = -1
+    np.testing.assert_array_equal(given[0]["w"], np.arange(4.0))
 
 
 def test_a_flipped_byte_in_any_file_is_found(tmp_path):
@@ -107,6 +123,118 @@ def test_a_byte_changed_where_orbax_does_not_look_is_found_by_the_digest(tmp_pat
         monkeypatch.setattr(checkpoints._orbax, "load_checkpointables", flipped)
         with pytest.raises(UserError, match=r"damaged: the bytes of params\.codes do not match their digest"):
             checkpoints.restore(3, jax.eval_shape(make))
+
+
+@pytest.mark.parametrize("field", ["step", "loader", "config", "log", "leaves"])
+def test_metadata_that_was_changed_breaks_its_seal(tmp_path, field):
+    save(tmp_path, 3)
+    path = tmp_path / "3" / "_CHECKPOINT_METADATA"
+    content = json.loads(path.read_text())
+    meta = content["custom_metadata"]
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        assert checkpoints.read_meta(3)["log"] == [{"step": 3, "loss": 0.1}]
+    changed = {
+        "step": 4,
+        "loader": {"next_index": 4},
+        "config": {"lr": 0.2},
+        "log": [{"step": 3, "loss": 0.2}],
+        "leaves": meta["leaves"] | {"step": meta["leaves"]["step"] | {"sha256": "0"}},
+    }
+    assert set(changed) | {"seal"} == set(meta)
+    meta[field] = changed[field]
+    path.write_text(json.dumps(content))
+    with (
+        Checkpoints(tmp_path, 2) as checkpoints,
+        pytest.raises(DamagedError, match="damaged: its metadata does not match its own digest"),
+    ):
+        checkpoints.restore(3, jax.eval_shape(make))
+
+
+def damage(checkpoint):
+    largest = max((p for p in checkpoint.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    raw = bytearray(largest.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    largest.write_bytes(raw)
+
+
+def test_resuming_steps_back_to_the_newest_that_is_whole(tmp_path):
+    folder = tmp_path / "checkpoints"
+    save(folder, 1, 2, 3, 4, keep=4)
+    damage(folder / "3")
+    (folder / "4" / "_CHECKPOINT_METADATA").write_text("{")
+    (tmp_path / "damaged-4").mkdir()
+    told = []
+    with Checkpoints(folder, 4) as checkpoints:
+        state, meta = checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, told.append)
+        assert_same(state, make(2))
+        assert meta["step"] == checkpoints.latest() == 2
+        # The steps that were damaged are free again.
+        checkpoints.save(3, make(3), loader={}, config={"lr": 0.1})
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "checkpoints",
+        "damaged-3",
+        "damaged-4",
+        "damaged-4.2",
+    ]
+    assert [re.search(r"checkpoints/(\d) is damaged: .*; moved to .*/(.*)", line).groups() for line in told] == [
+        ("4", "damaged-4.2"),
+        ("3", "damaged-3"),
+    ]
+    with Checkpoints(folder, 4) as checkpoints:
+        assert_same(checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, told.append)[0], make(3))
+    assert len(told) == 2
+
+
+def test_resuming_steps_back_from_damage_alone(tmp_path):
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder, 4) as checkpoints:
+        assert checkpoints.resume(jax.eval_shape(make), {"lr": 0.1}, pytest.fail) is None
+    save(folder, 1, 2)
+    with Checkpoints(folder, 4) as checkpoints:
+        with pytest.raises(UserError, match=r"checkpoints/2 was made with .*: lr was 0\.1, now 0\.3"):
+            checkpoints.resume(jax.eval_shape(make), {"lr": 0.3}, pytest.fail)
+        with pytest.raises(UserError, match="has an unknown leaf empty"):
+            checkpoints.resume({"params": {"new": jnp.zeros(3)}}, {"lr": 0.1}, pytest.fail)
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+def test_a_save_that_fails_names_the_newest_that_is_there(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2)
+    full = ValueError("RESOURCE_EXHAUSTED: Error writing x\nFailed to write: No space left on device")
+    message = r"No space left on device; [\d,.]+ MiB are free there\); the newest is of step 2\. Put that right"
+    checkpoints = Checkpoints(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._orbax, "save_checkpointables_async", raising(full))
+        with pytest.raises(DiskError, match=message):
+            checkpoints.save(3, make(3), loader={}, config={})
+        # A save in the background fails when it is waited for.
+        patch.setattr(checkpoints._orbax, "close", raising(full))
+        with pytest.raises(DiskError, match=message):
+            checkpoints.close()
+        patch.setattr(checkpoints._orbax, "close", raising(PermissionError(13, "Permission denied")))
+        with pytest.raises(DiskError, match=r"\(\[Errno 13\] Permission denied; "):
+            checkpoints.close()
+    checkpoints.close()
+
+
+def raising(error):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+def test_a_reader_leaves_what_another_process_is_saving(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "2.orbax-checkpoint-tmp").mkdir()
+    for clean in (False, True):
+        with Checkpoints(tmp_path, 2, clean=clean) as checkpoints:
+            assert checkpoints.latest() == 1
+            # Orbax cleans up in the background.
+            until = time.monotonic() + (5 if clean else 0.3)
+            while (tmp_path / "2.orbax-checkpoint-tmp").exists() and time.monotonic() < until:
+                time.sleep(0.01)
+        assert (tmp_path / "2.orbax-checkpoint-tmp").exists() != clean
 
 
 def test_other_dtype_shape_or_leaves_are_refused(tmp_path):

@@ -1,13 +1,17 @@
 """Wrong input ends in exit code 2 and one line that names the value and the fix; nothing is left behind."""
 
+import dataclasses
 import json
 import re
 import shutil
 
 import pytest
 
+import fp8jax
 from experiments import config, train
-from experiments.config import Config
+from experiments.config import BusyError, Config, DiskError, UserError
+from experiments.models import sizes
+from experiments.tables import report as tables_report
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,26 @@ def test_wrong_input_is_one_line_that_names_it(argv, out, capsys, flags, message
     assert error.count("\n") == 1
     assert re.search(message, error), error
     assert not (out / "wrong" / "config.json").exists()
+
+
+def test_help_lists_recipes_sizes_and_exit_codes(capsys):
+    with pytest.raises(SystemExit) as caught:
+        train.main(["--help"])
+    assert caught.value.code == 0
+    words = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert f"Recipes: {', '.join(fp8jax.recipes.NAMES)}." in words
+    assert f"A size: {', '.join(sizes.NAMES)}." in words
+    codes = words.split("Exit codes: ")[1].split(". ")[0]
+    assert re.findall(r"(\d+) (?!and)", codes + " ") == ["0", "1", "2", "3", "4", "143"]
+    for error in (UserError, DiskError, BusyError):
+        assert f" {error.exit_code} " in f" {codes}"
+
+
+def test_report_of_no_results_is_refused_and_writes_nothing(tmp_path, capsys):
+    for folder, message in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no results (*.json) in it")):
+        assert tables_report.main(["--results", str(folder), "--target", str(tmp_path / "page.md")]) == 2
+        assert capsys.readouterr().err == f"error: --results {folder}: {message}\n"
+    assert not (tmp_path / "page.md").exists()
 
 
 def test_unknown_flag_is_refused_by_the_parser(argv):
@@ -96,6 +120,7 @@ def test_where_and_how_often_is_no_mathematics():
         (["--lr", "0.5"], "lr was 0.002, now 0.5"),
         (["--steps", "9"], "steps was 8, now 9"),
         (["--seed", "1", "--tied"], "seed was 0, now 1; tied was False, now True"),
+        (["--eval-batches", "3"], "eval_batches was 2, now 3"),
         (["--data", __file__], "text was '[0-9a-f]{16}', now '[0-9a-f]{16}'"),
     ],
 )
@@ -104,6 +129,12 @@ def test_run_of_another_configuration_is_refused(argv, finished, capsys, flags, 
     error = capsys.readouterr().err
     assert re.search(f"another configuration: {message}. Give the old values .* a new --run", error), error
     assert (finished / "loss.png").exists()
+
+
+def test_result_of_a_recipe_that_changed_since_is_refused(argv, finished, capsys):
+    changed = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
+    assert train.main([*argv, "--run", "finished", "--recipe", "bf16"], recipe=lambda name: changed) == 2
+    assert "recipe.weights.compute was 'bf16', now 'fp32'" in capsys.readouterr().err
 
 
 def unfinished(finished, out, name):
@@ -122,27 +153,48 @@ def test_checkpoint_of_another_recipe_is_refused(argv, finished, out, capsys):
     assert "recipe.name was 'bf16', now 'coat_optimizer'" in capsys.readouterr().err
 
 
-def test_damaged_checkpoint_is_refused(argv, finished, out, capsys):
-    checkpoints = unfinished(finished, out, "damaged")
-    largest = max((p for p in (checkpoints / "8").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+def damage(checkpoint):
+    largest = max((p for p in checkpoint.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     raw = bytearray(largest.read_bytes())
     raw[len(raw) // 2] ^= 1
     largest.write_bytes(raw)
-    assert train.main([*argv, "--run", "damaged"]) == 2
+
+
+def without_times(path):
+    result = json.loads(path.read_text())["result"]
+    return {name: value for name, value in result.items() if name != "tokens_per_s"}
+
+
+def test_damaged_checkpoint_is_told_and_the_one_before_taken(argv, finished, out, capsys):
+    checkpoints = unfinished(finished, out, "damaged")
+    damage(checkpoints / "8")
+    assert train.main([*argv, "--run", "damaged"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"checkpoints/8 is damaged: .*; moved to \S*/coat_optimizer/damaged-8\nresuming from step 4", shown
+    )
+    assert (checkpoints.parent / "damaged-8" / "state").is_dir()
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["4", "8"]
+    again, first = (without_times(f / "coat_optimizer" / "result.json") for f in (out / "damaged", finished))
+    assert again == first
+
+
+def test_checkpoints_that_are_all_damaged_are_refused_and_stay(argv, finished, out, capsys):
+    checkpoints = unfinished(finished, out, "ruined")
+    for step in ("4", "8"):
+        damage(checkpoints / step)
+    assert train.main([*argv, "--run", "ruined"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "checkpoints/8 is damaged" in error
-    assert "Delete that folder to resume from the one before" in error
-
-    shutil.rmtree(checkpoints / "8")
-    assert train.main([*argv, "--run", "damaged"]) == 0
-    assert "resuming from step 4" in capsys.readouterr().out
-    again, first = (json.loads((f / "coat_optimizer" / "result.json").read_text()) for f in (out / "damaged", finished))
-    assert again["result"]["valid_loss"] == first["result"]["valid_loss"]
+    assert re.search(
+        r"checkpoints/8 is damaged: .*, and no older one is whole\. Start afresh with --resume never", error
+    )
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["4", "8"]
 
 
-def test_damaged_config_file_is_an_error(argv, finished, out, capsys):
-    unfinished(finished, out, "broken")
-    (out / "broken" / "config.json").write_text("{")
-    assert train.main([*argv, "--run", "broken"]) == 2
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_damaged_config_file_is_an_error(argv, finished, tmp_path, capsys, content):
+    unfinished(finished, tmp_path, "broken")
+    (tmp_path / "broken" / "config.json").write_text(content)
+    assert train.main([*argv, "--out", str(tmp_path), "--run", "broken"]) == 2
     assert "config.json cannot be read" in capsys.readouterr().err

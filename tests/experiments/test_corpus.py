@@ -105,6 +105,16 @@ def test_split_shorter_than_one_sequence_is_an_error(tmp_path, length, which):
         data.encode(corpus, Bytes(), 16)
 
 
+def test_one_sequence_and_the_token_after_it_is_enough():
+    # A document has one token more than characters.
+    for train, valid, which in ((16, 15, "validation"), (15, 16, "training")):
+        with pytest.raises(UserError, match=f"the {which} text has 16 tokens"):
+            data.encode(data.Corpus(("x" * train,), ("y" * valid,), 2, ()), Bytes(), 16)
+    tokens = data.encode(data.Corpus(("x" * 16,), ("y" * 16,), 2, ()), Bytes(), 16)
+    assert (len(tokens.train), len(tokens.valid)) == (17, 17)
+    assert (tokens.train[1], tokens.valid[1]) == (ord("x"), ord("y"))
+
+
 def test_bytes_round_trip_and_separator():
     ids = Bytes().encode(["añ\n", "b"])
     assert ids.tolist() == [0, 97, 195, 177, 10, 0, 98]

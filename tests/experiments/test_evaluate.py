@@ -1,14 +1,19 @@
 """Evaluation: windows and scores against direct computation, no leak token by token, and one line for wrong input."""
 
+import dataclasses
 import json
+import math
 import re
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import evaluate, report, scoring, train
+import fp8jax
+from experiments import data, evaluate, report, scoring, train
 from experiments.evaluate import Evaluation
 
 VOCAB = 11
@@ -116,6 +121,82 @@ def test_perplexity_of_a_file_is_that_of_the_model(trained, finished, tmp_path):
     score = found["text"][str(tmp_path / "a.txt")]
     assert score.tokens == len(text)
     np.testing.assert_allclose(score.loss, total / len(text), rtol=2e-3)
+
+
+def table_row(shown, name):
+    line = next(line for line in shown.splitlines() if re.match(rf"│ {name} +│", line))
+    return [cell.strip() for cell in line.split("│")[2:-1]]
+
+
+def test_without_data_the_text_is_what_training_held_back(trained, finished, corpus, capsys):
+    found = evaluate.evaluate(Evaluation(finished, "bf16"), report.make_console())["text"]["validation split"]
+    row = table_row(capsys.readouterr().out, "validation split")
+    texts = [path.read_text() for path in corpus.glob("*.txt")]
+    held = data.read_corpus([str(corpus)], 0.05).valid
+    size = len("".join(held))
+    assert size < 0.1 * sum(map(len, texts))
+    # One token a byte; the separator before the first document is not scored.
+    assert found.tokens == size + len(held) - 1
+    expected = [found.loss, math.exp(found.loss), found.nll / math.log(2) / found.tokens]
+    assert row == [f"{found.tokens:,}", f"{found.tokens:,}", *(f"{x:.4f}" for x in expected)]
+
+
+def test_a_limit_scores_the_first_tokens_alone(trained, finished, corpus, capsys):
+    paths = sorted(map(str, corpus.glob("*.txt")))[:2]
+    settings = Evaluation(finished, "bf16", data=tuple(paths), limit=20)
+    found = evaluate.evaluate(settings, report.make_console())["text"]
+    assert [found[path].tokens for path in (*paths, "together")] == [20, 20, 40]
+    assert found["together"].nll == pytest.approx(found[paths[0]].nll + found[paths[1]].nll)
+    row = table_row(capsys.readouterr().out, paths[0])
+    assert row[:2] == [f"{len(Path(paths[0]).read_text()):,}", "20"]
+    assert float(row[-1]) == pytest.approx(found[paths[0]].nll / math.log(2) / 20, abs=1e-4)
+
+
+def test_shares_and_their_errors(trained, capsys, monkeypatch):
+    questions = [evaluate.Question("x", ("a", "b", "c", "d"), right) for right in (0, 0, 1, 2)]
+    monkeypatch.setattr(evaluate, "answer", lambda *_: [(0, 1), (0, 1), (0, 1), (2, 1)])
+    shares = evaluate._print_choices(report.make_console(), trained, None, questions)
+    assert shares == {"accuracy": 0.75, "accuracy, per byte": 0.25, "chance": 0.25}
+    shown = capsys.readouterr().out
+    error = f"{math.sqrt(0.75 * 0.25 / 4):.4f}"
+    assert table_row(shown, "accuracy") == ["0.7500", error]
+    assert table_row(shown, "chance") == ["0.2500", ""]
+
+
+def test_leaks_are_told_as_ratios_of_perplexities(trained, corpus, capsys, monkeypatch):
+    nll = {"plain": 30.0, "quantized": 32.0, "prefixes": 35.0}
+    plain = evaluate.get_recipe("bf16", "--recipe").linear
+    linear = evaluate.get_recipe("te_current", "--recipe").linear
+    monkeypatch.setattr(evaluate.Trained, "model", lambda _, of: "plain" if of == plain else "quantized")
+    monkeypatch.setattr(scoring, "score_sequences", lambda model: model)
+    monkeypatch.setattr(scoring, "score_prefixes", lambda model: "prefixes" if model == "quantized" else model)
+    monkeypatch.setattr(scoring, "score_text", lambda arm, params, windows: scoring.Score(nll[arm], 20))
+    evaluate._print_leak(report.make_console(), trained, linear, {"a": ("some text of thirty letters",)}, 20)
+    shown = capsys.readouterr().out
+    assert "leak, 20 tokens" in shown
+    for name, loss in (("unquantized", 1.5), ("quantized", 1.6), ("quantized, token by token", 1.75)):
+        assert table_row(shown, name) == [f"{x:.4f}" for x in (loss, math.exp(loss), math.exp(loss - 1.5))]
+    assert "hide: +0.1500 nats" in shown
+
+
+def test_a_checkpoint_that_is_damaged_is_refused_and_stays(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    metadata = run / "bf16" / "checkpoints" / "8" / "_CHECKPOINT_METADATA"
+    metadata.write_text(metadata.read_text().replace('"step": 8', '"step": 9'))
+    (run / "bf16" / "checkpoints" / "12.orbax-checkpoint-tmp").mkdir()
+    assert evaluate.main(["--run", str(run), "--recipe", "bf16"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(r"checkpoints/8 is damaged: .*\. Move that folder away to evaluate the checkpoint before", error)
+    assert len(list(metadata.parents[1].iterdir())) == 3
+
+
+def test_a_recipe_that_changed_since_is_refused(finished, monkeypatch, capsys):
+    changed = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
+    monkeypatch.setattr(fp8jax.recipes, "get", lambda name: changed)
+    assert evaluate.main(["--run", str(finished), "--recipe", "bf16"]) == 2
+    assert "recipe.weights.compute was 'bf16', now 'fp32'" in capsys.readouterr().err
 
 
 def test_the_command_line_prints_all_three(finished, tmp_path, capsys):

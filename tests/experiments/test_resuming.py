@@ -26,7 +26,7 @@ def start(argv):
     command = [sys.executable, "-u", "-m", "experiments.train", *argv]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     pipe = subprocess.PIPE
-    env = os.environ | {"PYTHONPATH": path}
+    env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {"PYTHONPATH": path}
     return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
 
 

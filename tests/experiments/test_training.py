@@ -45,7 +45,7 @@ def test_loss_is_the_mean_cross_entropy_of_next_tokens(task):
 def test_a_step_applies_the_optimizer_to_the_gradient(task, step):
     state = task.init()
     grads = jax.jit(jax.grad(task.loss))(state.params, {}, TOKENS)
-    updates, _ = task.tx.update(grads, state.opt_state, state.params)
+    updates, _ = jax.jit(task.tx.update)(grads, state.opt_state, state.params)
     after, metrics = step(state, TOKENS)
     for new, old, update in zip(*map(jax.tree.leaves, (after.params, state.params, updates)), strict=True):
         np.testing.assert_allclose(new - old, update, atol=2e-5)
@@ -136,6 +136,7 @@ def test_output_has_plan_estimate_progress_and_table(argv, finished, out, capsys
     assert train.main([*argv, "--run", "shown"]) == 0
     shown = capsys.readouterr().out
     for text in (
+        "; 64 tokens a step",
         "lr=0.002", "jax ", "already trained for 8 steps", "first moment", "bytes/param", "XLA: peak of a step",
         "step 4/8 loss ", "tokens/s ", "valid 8/8 loss ", "coat_optimizer writes:", "ratio", "loss.png",
     ):  # fmt: skip
@@ -160,6 +161,7 @@ def test_byte_pair_run_keeps_its_tokenizer(argv, out, capsys, monkeypatch):
     assert train.main([*argv, *flags]) == 0
     saved = (out / "bpe" / "tokenizer.json").read_bytes()
     (out / "bpe" / "bf16" / "result.json").unlink()
+    assert train.BytePair.load(out / "bpe" / "tokenizer.json").vocab == 300
     monkeypatch.delattr(train.BytePair, "train")
     assert train.main([*argv, *flags]) == 0
     assert "resuming from step 8" in capsys.readouterr().out
@@ -167,7 +169,8 @@ def test_byte_pair_run_keeps_its_tokenizer(argv, out, capsys, monkeypatch):
 
 
 def test_log_drops_what_comes_after_the_resumed_step(tmp_path):
-    rows = [{"step": s, "loss": 1.0, "tokens_per_s": 1.0} for s in (1, 2, 3)] + [{"step": 3, "valid_loss": 2.0}]
+    rest = {"grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 1.0}
+    rows = [{"step": s, "loss": 1.0, **rest} for s in (1, 2, 3)] + [{"step": 3, "valid_loss": 2.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "lo')
     console = report.make_console()
     with report.RunLog(tmp_path, console, recipe="r", resumed=2, steps=9, every=5) as log:

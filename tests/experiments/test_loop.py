@@ -1,0 +1,226 @@
+"""The loop with a device of cardboard: a clock, steps that take two seconds, and what is logged and saved of them."""
+
+import math
+import signal
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments import config, loop, report
+from experiments.task import Task, TrainState
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Value:
+    """A number on the device: looking at it waits for the step that makes it."""
+
+    def __init__(self, value, clock=None):
+        self.value, self.clock = value, clock
+
+    def item(self):
+        if self.clock:
+            self.clock.now += 2.0
+            self.clock = None
+        return self.value
+
+
+class Fake:
+    """Everything around the loop; `happened` is what it did, in order."""
+
+    def __init__(self, *, bad_at=None, signal_at=None, valid_before=(), **settings):
+        self.clock, self.happened, self.taken = Clock(), [], 0
+        self.bad_at, self.signal_at = bad_at, signal_at
+        self.stop = SimpleNamespace(signum=None)
+        self.saved = []
+        self.validated = set(valid_before)
+        optim = config.Optim(steps=settings.pop("steps", 7), warmup=3, lr=0.5, final_lr=0.2)
+        self.loop = loop.Loop(
+            self.step, self.loss, self, np.zeros((2, 3, 6), np.int32), optim, config.Run(**settings), self, {}, self,
+            self.stop,
+        )  # fmt: skip
+
+    # The batches: three rows of five tokens and one more.
+    def __next__(self):
+        self.taken += 1
+        return np.zeros((3, 6), np.int32)
+
+    def get_state(self):
+        return {"taken": self.taken}
+
+    # The device.
+    def step(self, state, tokens):
+        number = int(state.step) + 1
+        if number == self.signal_at:
+            self.stop.signum = signal.SIGINT
+        metrics = {
+            "loss": Value(10.0 + number, self.clock),
+            "grad_norm": Value(20.0 + number),
+            "healthy": Value(number != self.bad_at),
+        }
+        return SimpleNamespace(step=number, params=number, model_state=None), metrics
+
+    def loss(self, params, model_state, tokens):
+        self.clock.now += 50.0
+        self.happened.append(("score", params))
+        return np.float32(params)
+
+    # The checkpoints.
+    def latest(self):
+        return self.saved[-1] if self.saved else None
+
+    def save(self, step, state, *, loader, config, log):
+        self.clock.now += 100.0
+        assert (int(state.step), loader, log) == (step, {"taken": step}, f"recent {step}")
+        self.saved.append(step)
+        self.happened.append(("save", step))
+
+    # The log.
+    def log_step(self, step, loss, **rest):
+        self.happened.append(("step", step, loss, rest))
+
+    def recent(self, step):
+        return f"recent {step}"
+
+    def valid(self, step, loss):
+        assert loss == step
+        self.happened.append(("valid", step))
+
+    def has_valid(self, step):
+        return step in self.validated
+
+    def run(self, monkeypatch, start=0):
+        monkeypatch.setattr(loop, "time", self.clock)
+        self.taken = start
+        # The log's `step` and the device's have the same name.
+        self.loop.log = SimpleNamespace(
+            step=self.log_step, recent=self.recent, valid=self.valid, has_valid=self.has_valid
+        )
+        return self.loop.run(SimpleNamespace(step=start, params=start, model_state=None))
+
+    def of(self, kind):
+        return [what[1] for what in self.happened if what[0] == kind]
+
+
+def test_every_step_is_logged_with_its_rate_and_the_time_that_it_alone_took(monkeypatch):
+    fake = Fake(checkpoint_every=3, eval_every=2)
+    assert fake.run(monkeypatch).step == 7
+    rows = [what for what in fake.happened if what[0] == "step"]
+    assert [row[1] for row in rows] == list(range(1, 8))
+    assert [row[2] for row in rows] == [11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0]
+    for _, step, _, rest in rows:
+        # Linear over 3 steps to 0.5, then a cosine over the other 4 to 0.1; the first update has count 0.
+        count = step - 1
+        cosine = 0.1 + 0.4 * (1 + math.cos(math.pi * (count - 3) / 4)) / 2
+        assert rest["lr"] == pytest.approx(0.5 * count / 3 if count < 3 else cosine, rel=1e-5)
+        assert rest["grad_norm"] == 20.0 + step
+        # Fifteen tokens in two seconds: no checkpoint, no validation counts.
+        assert rest["tokens_per_s"] == pytest.approx(7.5)
+
+
+def test_saves_and_validates_every_so_often_and_at_the_end(monkeypatch):
+    fake = Fake(checkpoint_every=3, eval_every=2)
+    fake.run(monkeypatch)
+    assert fake.of("save") == [3, 6, 7]
+    assert fake.of("valid") == [2, 4, 6, 7]
+    assert fake.of("score") == [2, 2, 4, 4, 6, 6, 7, 7]  # two batches each
+    # A checkpoint holds no step that is not in the log.
+    assert fake.happened.index(("save", 3)) > [what[:2] for what in fake.happened].index(("step", 3))
+
+
+def test_goes_on_after_a_resume_and_makes_up_for_a_validation_that_was_lost(monkeypatch):
+    fake = Fake(checkpoint_every=3, eval_every=2)
+    fake.run(monkeypatch, start=6)
+    assert (fake.of("step"), fake.of("save"), fake.of("valid")) == ([7], [7], [6, 7])
+    fake = Fake(checkpoint_every=3, eval_every=2, valid_before=[6, 7])
+    fake.run(monkeypatch, start=7)
+    assert fake.happened == []
+
+
+def test_stops_at_what_is_not_finite_and_names_the_newest_checkpoint(monkeypatch):
+    fake = Fake(checkpoint_every=3, eval_every=9, bad_at=5)
+    with pytest.raises(loop.NotFinite, match=r"step 5: loss 15.0, gradient norm 25.0; .*newest checkpoint: step 3"):
+        fake.run(monkeypatch)
+    assert (fake.of("step"), fake.of("save")) == ([1, 2, 3, 4], [3])
+    with pytest.raises(loop.NotFinite, match="no checkpoint yet"):
+        Fake(bad_at=1).run(monkeypatch)
+
+
+def test_a_signal_saves_the_step_that_is_done(monkeypatch):
+    fake = Fake(checkpoint_every=100, eval_every=100, signal_at=4)
+    with pytest.raises(loop.Stopped) as caught:
+        fake.run(monkeypatch)
+    assert (caught.value.signum, caught.value.step) == (signal.SIGINT, 4)
+    assert (fake.of("step"), fake.of("save"), fake.of("valid")) == ([1, 2, 3, 4], [4], [])
+
+
+def test_validation_is_the_mean_over_all_batches_with_the_models_state():
+    state = SimpleNamespace(params=2.0, model_state=1.0)
+    batches = np.arange(3).reshape(3, 1, 1)
+    stop = SimpleNamespace(signum=None)
+    assert loop.evaluate(lambda p, s, t: p * t[0, 0] ** 2 + s, state, batches, stop) == pytest.approx(2 * 5 / 3 + 1)
+    stop.signum = signal.SIGTERM
+    assert loop.evaluate(lambda p, s, t: 1.0, state, batches, stop) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "grad", "before", "healthy"),
+    [
+        (1.0, 1.0, True, True),
+        (np.nan, 1.0, True, False),
+        (1.0, np.inf, True, False),
+        (1.0, np.nan, True, False),
+        (1.0, 1.0, False, False),
+    ],
+)
+def test_a_step_is_healthy_if_loss_gradient_and_all_steps_before_are(monkeypatch, loss, grad, before, healthy):
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([[12.0 * grad]])}
+    monkeypatch.setattr(Task, "gradients", lambda *_: (jnp.float32(loss), grads, {"seen": jnp.array(1)}))
+    task = Task(None, optax.with_extra_args_support(optax.sgd(1.0)), None, None, False, 0)
+    params = jax.tree.map(jnp.zeros_like, grads)
+    opt_state = task.tx.init(params)
+    state = TrainState(jnp.int32(4), params, {"seen": jnp.array(0)}, opt_state, jnp.zeros(2), jnp.array(before))
+    after, metrics = task.step(state, None)
+    assert bool(metrics["healthy"]) == bool(after.healthy) == healthy
+    assert int(after.step) == 4 + healthy
+    assert int(after.model_state["seen"]) == healthy
+    for x, g in zip(*map(jax.tree.leaves, (after.params, grads)), strict=True):
+        np.testing.assert_array_equal(x, -g if healthy else 0 * x)
+    if np.isfinite(grad):
+        np.testing.assert_allclose(metrics["grad_norm"], 13.0, rtol=1e-6)
+
+
+def test_results_are_of_the_last_steps(tmp_path):
+    console = report.make_console()
+    with report.RunLog(tmp_path, console, recipe="r", resumed=0, steps=80, every=20) as log:
+        for step in range(1, 81):
+            speed = 1.0 if step <= 30 else 100.0 + step
+            log.step(step, float(step), grad_norm=1.0, lr=0.1, tokens_per_s=speed)
+        log.valid(80, 3.5)
+        result = log.result(7, {"mu": 1, "nu": 2, "other": 3}, "text")
+    assert (result.recipe, result.steps, result.parameters, result.text) == ("r", 80, 7, "text")
+    assert result.train_loss == np.mean(range(73, 81))  # a tenth of the steps
+    assert result.tokens_per_s == 100 + np.median(range(31, 81))
+    assert (result.valid_loss, result.state_bytes, result.moment_bytes) == (3.5, {"mu": 1, "nu": 2, "other": 3}, 3 / 7)
+
+
+def test_lines_of_progress_show_means_of_the_steps_since_the_last(tmp_path, capsys):
+    with report.RunLog(tmp_path, report.make_console(), recipe="r", resumed=0, steps=5, every=2) as log:
+        for step in range(1, 6):
+            log.step(step, 2.0**step, grad_norm=step / 4, lr=step / 8, tokens_per_s=10.0 * step)
+        log.valid(5, 1.25)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 2/5 loss 3.000 tokens/s 15 lr 2.50e-01 grad_norm 0.50 recipe r",
+        "step 4/5 loss 12.000 tokens/s 35 lr 5.00e-01 grad_norm 1.00 recipe r",
+        "step 5/5 loss 24.000 tokens/s 45 lr 6.25e-01 grad_norm 1.25 recipe r",
+        "valid 5/5 loss 1.2500 recipe r",
+    ]

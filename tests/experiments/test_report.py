@@ -1,0 +1,95 @@
+"""What tables and plots show, against figures computed by hand."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from experiments import report
+from experiments.report import Result
+
+
+def cells(table):
+    """Rows of a table as text, by their first cell."""
+    columns = [list(column.cells) for column in table.columns]
+    return {row[0]: list(row[1:]) for row in zip(*columns, strict=True)}
+
+
+def result(name, train, valid, mu, nu, speed):
+    return Result(name, 10, 1000, train, valid, {"mu": mu, "nu": nu, "other": 9}, speed, "")
+
+
+def test_recipes_are_compared_with_the_first():
+    shown = cells(
+        report.comparison_table([result("a", 2.5, 2.0, 4096, 4096, 1234.4), result("b", 2.25, 2.5, 1024, 2048, 99.6)])
+    )
+    assert shown["a"] == ["2.5000", "2.0000", "1.0000", f"{math.e**2:.3f}", "8.0 KiB", "8.192", "1,234"]
+    assert shown["b"] == ["2.2500", "2.5000", "1.2500", f"{math.e**2.5:.3f}", "3.0 KiB", "3.072", "100"]
+
+
+def test_memory_is_listed_by_part_and_as_xla_counts_it():
+    xla = SimpleNamespace(
+        argument_size_in_bytes=6000, temp_size_in_bytes=500, output_size_in_bytes=5000, alias_size_in_bytes=4900
+    )
+    shown = cells(report.memory_table({"parameters": 4000, "first moment": 1000}, 1000, xla))
+    assert shown["parameters"] == ["3.9 KiB", "4.000"]
+    assert shown["first moment"] == ["1,000 B", "1.000"]
+    assert shown["together"] == ["4.9 KiB", "5.000"]
+    assert shown["XLA: arguments (state and batch)"] == ["5.9 KiB", "6.000"]
+    assert shown["XLA: temporaries (activations, gradients, working copies)"] == ["500 B", "0.500"]
+    # What the step writes into its own arguments counts once.
+    assert shown["XLA: peak of a step"] == ["6.4 KiB", "6.600"]
+    assert len(cells(report.memory_table({"parameters": 4000}, 1000, None))) == 2
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    return figures
+
+
+def rows(losses, valid=()):
+    return [{"step": s, "loss": x} for s, x in losses.items()] + [{"step": s, "valid_loss": x} for s, x in valid]
+
+
+def test_curves_are_means_and_differences_are_of_the_same_step(tmp_path, drawn):
+    one = {step: 4.0 + step % 3 for step in range(1, 76)}
+    # The second lacks step 40, and is 10 % worse.
+    two = {step: 1.1 * loss for step, loss in one.items() if step <= 39}
+    report.plot_losses(tmp_path / "x.png", {"a": rows(one, [(75, 4.5)]), "b": rows(two)})
+    top, bottom = drawn[0].axes
+    _, smooth, valid, _, _ = top.get_lines()
+    assert smooth.get_label() == "a, training (mean of 3 steps)"
+    means = [np.mean([one[s] for s in range(max(1, step - 2), step + 1)]) for step in one]
+    np.testing.assert_allclose(smooth.get_ydata(), means)
+    assert (list(valid.get_xdata()), list(valid.get_ydata())) == ([75], [4.5])
+    difference = bottom.get_lines()[0]
+    assert list(difference.get_xdata()) == list(range(1, 40))
+    np.testing.assert_allclose(difference.get_ydata(), 10)
+
+    report.plot_losses(tmp_path / "x.png", {"a": rows({1: 4.0, 2: 2.0, 4: 8.0}), "b": rows({2: 3.0, 4: 10.0})})
+    difference = drawn[1].axes[1].get_lines()[0]
+    assert dict(zip(difference.get_xdata(), difference.get_ydata(), strict=True)) == {2: 50.0, 4: 25.0}
+
+
+def test_a_recipe_without_metrics_is_an_empty_curve(tmp_path, drawn):
+    report.plot_losses(tmp_path / "x.png", {"a": [], "b": rows({1: 2.0})})
+    report.plot_losses(tmp_path / "x.png", {"a": rows({1: 2.0})})
+    assert [len(figure.axes) for figure in drawn] == [2, 1]
+
+
+def test_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    report.write_json(path, {"a": 1})
+    assert path.read_text() == '{\n "a": 1\n}\n'
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report.os, "replace", fail)
+    with pytest.raises(report.DiskError, match=r"a\.json cannot be written \(No space left on device\)"):
+        report.write_json(path, {"a": 2})
+    assert path.read_text() == '{\n "a": 1\n}\n'
