@@ -16,7 +16,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import adamw, quantize
+from fp8jax.ops import adamw, product, quantize
 from fp8jax.ops.linear import content_key
 from tests.kernels.adamw_cases import ADAM
 
@@ -61,6 +61,13 @@ def test_the_input_and_the_gradient_of_the_output_are_rounded_by_noise_of_their_
     ):
         np.testing.assert_array_equal(first, again)
         assert independent(first, other)
+
+
+def test_a_key_is_used_neither_twice_nor_as_it_is():
+    spec = fp8jax.QuantSpec.parse(NOISY)
+    keys = [KEY, *(product._subkey(KEY, spec, use) for use in ("saved", "dy"))]
+    assert len({tuple(np.asarray(jax.random.key_data(key))) for key in keys}) == 3
+    assert product._subkey(KEY, fp8jax.QuantSpec.parse("int8"), "dy") is None
 
 
 def test_one_gradient_of_two_products_is_rounded_twice_unless_it_is_the_same():
