@@ -175,4 +175,6 @@ def test_the_bias_of_a_layer_with_delayed_scaling_is_added_and_has_its_gradient(
         (db,) = back(DY.astype(dtype))
         want = np.asarray(DY.astype(dtype), np.float64).sum(0)
         assert db.dtype == jnp.float32
-        np.testing.assert_allclose(np.asarray(db, np.float64), want, rtol=0, atol=2e-6 if dtype == jnp.float32 else 0.06)
+        np.testing.assert_allclose(
+            np.asarray(db, np.float64), want, rtol=0, atol=2e-6 if dtype == jnp.float32 else 0.06
+        )
