@@ -1,6 +1,7 @@
 """Delayed scaling over the microbatches of a step: histories get the largest magnitude of all, whichever has it."""
 
 import dataclasses
+import functools
 import itertools
 
 import flax.linen as nn
@@ -65,6 +66,8 @@ class Linen:
         self.model = fp8jax.linen.quantize(nn.Dense(5), PART)
         self.variables = self.model.init(jax.random.key(0), X)
         self.kernel = self.variables["params"]["kernel"]
+        # What initializing the parameters sees is no step.
+        assert not any(leaf.any() for leaf in jax.tree.leaves(self.variables["fp8jax_scaling"]))
         self.seen = []
 
     def microbatch(self, x, w, dy):
@@ -163,13 +166,11 @@ def _exact(w, factors):
 
 def test_the_bias_of_a_layer_with_delayed_scaling_is_added_and_has_its_gradient():
     w = jax.random.normal(jax.random.key(2), (8, 5))
+    layer = functools.partial(fp8jax.delayed_linear, recipe=PART)
     for dtype in (jnp.float32, jnp.bfloat16):
-        x, weight = X.astype(dtype), w.astype(dtype)
-        f = lambda b: fp8jax.delayed_linear(  # noqa: E731
-            x, weight, fp8jax.init_scaling(PART), jnp.zeros([]), recipe=PART, bias=b
-        )[0]
-        y, back = jax.vjp(f, BIAS)
-        plain = fp8jax.delayed_linear(x, weight, fp8jax.init_scaling(PART), jnp.zeros([]), recipe=PART)[0]
+        given = X.astype(dtype), w.astype(dtype), fp8jax.init_scaling(PART), jnp.zeros([])
+        y, back = jax.vjp(lambda b, given=given: layer(*given, bias=b)[0], BIAS)
+        plain = layer(*given)[0]
         assert y.dtype == dtype
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(plain + BIAS.astype(dtype), np.float32))
         (db,) = back(DY.astype(dtype))

@@ -18,6 +18,7 @@ import fp8jax
 from fp8jax.core.recipe import Linear
 from fp8jax.ops import adamw, product, quantize
 from fp8jax.ops.linear import content_key
+from fp8jax.ops.rounding import round_stochastically
 from tests.kernels.adamw_cases import ADAM
 
 KEY = jax.random.key(5)
@@ -63,11 +64,15 @@ def test_the_input_and_the_gradient_of_the_output_are_rounded_by_noise_of_their_
         assert independent(first, other)
 
 
-def test_a_key_is_used_neither_twice_nor_as_it_is():
+def test_a_key_is_used_neither_twice_nor_as_it_is(monkeypatch):
     spec = fp8jax.QuantSpec.parse(NOISY)
     keys = [KEY, *(product._subkey(KEY, spec, use) for use in ("saved", "dy"))]
     assert len({tuple(np.asarray(jax.random.key_data(key))) for key in keys}) == 3
     assert product._subkey(KEY, fp8jax.QuantSpec.parse("int8"), "dy") is None
+    uses, found = [], product._subkey
+    monkeypatch.setattr(product, "_subkey", lambda key, spec, use: uses.append(use) or found(key, spec, use))
+    fp8jax.linear(HALVES[None], jnp.eye(N), recipe=ALL, key=KEY)
+    assert sorted(uses) == ["dy", "saved"]
 
 
 def test_one_gradient_of_two_products_is_rounded_twice_unless_it_is_the_same():
@@ -170,6 +175,12 @@ def test_a_matrix_and_its_transposed_copy_are_rounded_by_noise_of_their_own(name
     assert 0.3 < np.mean(np.sign(a - x)[noisy] == np.sign(b - x)[noisy]) < 0.7
     other, _ = quantize.quantize(x, f"{name}+stochastic", scale=one, key=jax.random.key(6))
     assert 0.3 < np.mean(np.sign(a - x)[noisy] == np.sign(np.asarray(other.codes, np.float64) - x)[noisy]) < 0.7
+
+
+def test_noise_of_new_weights_depends_on_both_words():
+    x = jnp.full((4, 64), 1 + 2.0**-8)
+    draws = [round_stochastically(x, jnp.array(words, jnp.uint32)) for words in ((1, 2), (1, 3), (4, 2), (2, 1))]
+    assert independent(*(np.asarray(draw, np.float64) * 2.0**7 for draw in draws))
 
 
 def test_parameters_and_steps_are_rounded_by_noise_of_their_own():
