@@ -123,6 +123,13 @@ def test_the_largest_magnitude_of_all_microbatches_enters_the_history(make):
     assert float(jnp.linalg.norm(before - want) / jnp.linalg.norm(want)) < 0.06
 
 
+def test_a_linen_layer_asks_for_its_histories_in_evaluation():
+    model = fp8jax.linen.quantize(nn.Dense(5), PART)
+    params = {"params": model.init(jax.random.key(0), X)["params"]}
+    with pytest.raises(ValueError, match="give `apply` the collections 'fp8jax_scaling' and 'fp8jax_statistics'"):
+        model.apply(params, X)
+
+
 def test_scales_of_the_weight_follow_its_history_also_where_it_is_quantized_for_all_microbatches():
     layer = Nnx()
     layer.microbatch(1.0, 64.0, 1.0)

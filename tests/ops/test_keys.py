@@ -200,3 +200,23 @@ def test_parameters_and_steps_are_rounded_by_noise_of_their_own():
     for a, again, other in zip(first, step(KEY), step(jax.random.key(6)), strict=True):
         np.testing.assert_array_equal(a, again)
         assert independent(a, other)
+
+
+def test_layers_of_a_transformer_hand_their_key_on():
+    """Another key gives other noise, and the same key the same."""
+    recipe = dataclasses.replace(fp8jax.recipes.bf16(), linear=ALL)
+    x, w = HALVES[None], jnp.eye(N)
+    functions = {
+        "norm_linear": lambda x, key: fp8jax.norm_linear(x, None, [w], recipe=recipe, key=key)[0],
+        "attention_output": lambda x, key: fp8jax.attention_output(x.reshape(1, 2, -1), w, recipe=recipe, key=key),
+        "glu_linear": lambda x, key: fp8jax.glu_linear(x, None, w, recipe=recipe, key=key),
+        "linear": lambda x, key: fp8jax.linear(x, w, recipe=recipe, key=key),
+        "einsum": lambda x, key: fp8jax.einsum("td,dh->th", x, w, recipe=recipe, key=key),
+    }
+    for name, f in functions.items():
+        # Of what comes before the product only the linear map of its gradient is seen, which is the same each time.
+        keys = KEY, KEY, jax.random.key(6)
+        back = [jax.vjp(lambda x, f=f, key=key: f(x, key), x)[1] for key in keys]
+        first, again, other = (np.asarray(pull(HALVES[None])[0]) for pull in back)
+        np.testing.assert_array_equal(first, again)
+        assert (first != other).mean() > 0.3, name
