@@ -39,3 +39,9 @@ def _walk(jaxpr: Any, primitive: str) -> Iterator[Any]:
                 inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
                     yield from _walk(inner, primitive)
+
+
+def precisions(fn: Callable, *args: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Operand dtypes and precision of every product in the jaxpr of `fn`, loops and calls included, once each."""
+    products = _walk(jax.make_jaxpr(fn)(*args).jaxpr, "dot_general")
+    return [(tuple(str(v.aval.dtype) for v in eqn.invars), (eqn.params["precision"] or [None])[0]) for eqn in products]

@@ -203,7 +203,9 @@ def content_key(x: Array) -> Array:
     layers because their data do.
     """
     bits = lax.bitcast_convert_type(lax.stop_gradient(x).astype(jnp.float32), jnp.uint32)
-    return jax.random.key(jnp.sum(bits * (jnp.uint32(2654435761) | 1), dtype=jnp.uint32))
+    # Mixed before they are summed: of the bits themselves bf16 values would leave 2^16 keys, and -x that of x.
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+    return jax.random.key(jnp.sum(bits ^ (bits >> 15), dtype=jnp.uint32))
 
 
 def rows(x: Array, w: Array) -> Array:

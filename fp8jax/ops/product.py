@@ -154,7 +154,8 @@ def threaded(
     if through is not None and jax.typeof(through) != jax.typeof(value):  # it may vary over more mesh axes
         through = None
     value, through, w = vary_alike(value, through, w)  # type: ignore[assignment]
-    noise = gradient and _subkey(key, gradient, "dy")
+    noisy = [s for s in (gradient, recipe.spec("dy_wgrad")) if s is not None and s.rounding == "stochastic"]
+    noise = _subkey(key, noisy[0], "dy") if noisy else None
     spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
     how = How(recipe, remade, through is not None, passes, spec)
     return _product(how, value, through, w, saved, noise, scales, quantized, made_of)

@@ -281,4 +281,4 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             assert close.mean() > 0.999, (layout, a.shape)
         for a, b in zip(totals, sums, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-    assert partition.WHOLE == Cut({})
+    assert Cut({}) == partition.WHOLE

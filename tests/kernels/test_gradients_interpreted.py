@@ -1,0 +1,164 @@
+"""In Triton's interpreter, beside float64: gradients of norms with their residual, who decays, and noise of copies.
+
+A process of its own, `TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.test_gradients_interpreted`, which
+raises where a kernel is wrong.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+def test_kernels_are_right_in_the_interpreter():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "tests.kernels.test_gradients_interpreted"]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "done"
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, bool], residual: bool) -> None:
+    """The backward kernel on codes of any values; `given`: whether a norm has a scale, a bias and a mean."""
+    from pallas_kernels import norm_triton, quantize_triton
+    from pallas_kernels.operations_triton import Operation
+
+    scaled, biased, centered = given
+    scale_dtype = jnp.float32 if wide else jnp.bfloat16
+    index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
+    operation = Operation(scaled=scaled, biased=biased, centered=centered, dtype=index)
+    codes = jnp.asarray(normal(0, m, n) * 50, jnp.float8_e4m3fn)
+    scales = jnp.asarray(np.exp(normal(1, m, n // 16)) / 50, scale_dtype)
+    # Each row has a size of its own, and what is added is as large as the gradient itself.
+    inverse = jnp.asarray(np.exp(normal(2, m)))
+    weight = jnp.asarray(1 + normal(3, n), dtype) if scaled else None
+    dy, others = (
+        jnp.asarray(normal(4, m, n), dtype),
+        jnp.asarray(normal(5, m, n) * np.exp(normal(2, m))[:, None], dtype),
+    )
+    found = norm_triton.backward(
+        operation, codes, scales, inverse, weight, dy, dtype, others if residual else None, compute_capability=90
+    )
+
+    wide_ = lambda x: np.asarray(x).astype(np.float64)  # noqa: E731
+    normalized = wide_(codes) * np.repeat(wide_(scales), 16, 1) * wide_(inverse)[:, None]
+    t = wide_(dy) * (1 if weight is None else wide_(weight))
+    dx = t - normalized * (t * normalized).mean(1, keepdims=True) - (t.mean(1, keepdims=True) if centered else 0)
+    dx = wide_(inverse)[:, None] * dx + (wide_(others) if residual else 0)
+    want = (dx, (wide_(dy) * normalized).sum(0) if scaled else None, wide_(dy).sum(0) if biased else None)
+    # Sums of n or m terms in fp32, whose rounding errors add up; then one rounding to the gradient's dtype.
+    sizes = [np.abs(dx).max(1, keepdims=True), m * 4.0, m * 4.0]
+    for got, exact, size, last in zip(found, want, sizes, (float(jnp.finfo(dtype).eps), 0, 0), strict=True):
+        assert (got is None) == (exact is None)
+        if exact is not None:
+            assert got is not None
+            far = np.abs(wide_(got) - exact) - last / 2 * np.abs(exact)
+            assert (far <= 64 * 2.0**-24 * size * 4).all(), far.max()
+
+
+def check_norms() -> None:
+    """Whole and masked tiles, one row and two at a time, operands ahead of time or not, scales in pairs or alone."""
+    from pallas_kernels import norm_triton
+
+    ahead = norm_triton.AHEAD
+    shapes = [(35, 48, 11), (34, 64, 8), (40, 80, 40)]  # rows, channels, and sums at least
+    kinds = [(True, False, False), (True, True, True), (False, False, False)]
+    for (m, n, sums), given, residual, stages in itertools.product(shapes, kinds, (False, True), (False, True)):
+        if not residual and (stages or given[1]):
+            continue  # `tests.kernels.fused_interpreter` has these
+        norm_triton.SUMS, norm_triton.AHEAD = sums, ahead if stages else 0
+        for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
+            if (n == 80) <= wide:
+                check_norm(m, n, wide, dtype, given, residual)
+    norm_triton.AHEAD = ahead
+
+
+def check_decay(weight: Any, grad: Any) -> None:
+    """Parameters that decay and that do not in one tree, in both forms of the step, quantized or half so."""
+    from fp8jax.ops import adamw
+    from tests.kernels.adamw_cases import ADAM, decoded, stored
+
+    adam = dataclasses.replace(ADAM, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4, rate=0.25, weight_decay=0.5)
+    draws: dict[str, list[Any]] = {}
+    for i, name in enumerate(("decays", "stays")):
+        g, m, v, w = (normal(10 * i + k, 5, 256) for k in range(4))  # one tile of eight groups, and two groups
+        draws[name] = [
+            jnp.asarray(g, grad), stored(m, "e4m3"), stored(v**2, "e4m3", moment="nu"), jnp.asarray(w, weight)
+        ]  # fmt: skip
+    grads, mus, nus, params = ({name: leaf[k] for name, leaf in draws.items()} for k in range(4))
+    for mask, form in itertools.product(({"decays": True, "stays": False}, False, True), ("update", "step")):
+        run = getattr(adamw, form)
+        result, *_ = run(grads, mus, nus, params, adam, decays=mask, impl="triton")
+        for name in draws:
+            g, w = (np.asarray(x).astype(np.float64) for x in (grads[name], params[name]))
+            m, v = 0.8 * decoded(mus[name]) + 0.2 * g, 0.95 * decoded(nus[name]) + 0.05 * g * g
+            direction = m / (1 - 0.8**3) / (np.sqrt(v / (1 - 0.95**3) + 1e-4) + 1e-3)
+            decays = mask if isinstance(mask, bool) else mask[name]
+            change = -0.25 * (direction + 0.5 * w * decays)
+            want = w + change if form == "step" else change
+            got = np.asarray(result[name]).astype(np.float64)
+            # The kernel computes roots and powers to 1e-5 of themselves.
+            bound = 1e-4 * (np.abs(w) + np.abs(change) + 1) + float(jnp.finfo(weight).eps) * np.abs(want)
+            assert (np.abs(got - want) <= bound).all(), (mask, form, name, np.max(np.abs(got - want)))
+    result, *_ = adamw.update(grads, mus, nus, None, adam, decays=False, impl="triton")
+    plain, *_ = adamw.update(grads, mus, nus, params, adam, decays=False, impl="triton")
+    for name in draws:
+        a, b = (np.asarray(tree[name]).astype(np.float64) for tree in (result, plain))
+        np.testing.assert_allclose(a, b, rtol=2.0**-7)
+
+
+def check_noise() -> None:
+    """A symmetric matrix half way between codes: of its copy the codes were drawn anew, of another key all were."""
+    from fp8jax.ops import quantize
+
+    x = np.random.default_rng(0).integers(-100, 100, (64, 64)) + 0.5
+    x = jnp.asarray(np.minimum(x, x.T), jnp.float32).at[0, 0].set(127.0)
+
+    def up(key: int) -> list[np.ndarray]:
+        pair = quantize.quantize(x, "int8+stochastic", "int8+stochastic", key=jax.random.key(key), impl="triton")
+        found = []
+        for q in pair:
+            assert q is not None
+            values = np.asarray(q.codes).astype(np.float64) - np.asarray(x, np.float64)
+            assert (np.abs(values) <= 0.5).all()
+            found.append(values[1:, 1:] > 0)
+        return found
+
+    rows, columns = up(0)
+    for a, b in ((rows, columns), (rows, columns.T), (rows, up(1)[0]), (columns, up(1)[1])):
+        assert 0.45 < np.mean(a == b) < 0.55, np.mean(a == b)
+    assert 0.47 < rows.mean() < 0.53
+    for a, b in zip((rows, columns), up(0), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def main() -> None:
+    from tests.kernels import test_adamw_interpreted, triton_interpreter
+
+    triton_interpreter.prepare()
+    test_adamw_interpreted.prepare()
+    check_norms()
+    for weight, grad in ((jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.float32)):
+        check_decay(weight, grad)
+    check_noise()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What `explain` says of each layer, norm and activation: formats and bytes that no two of them share."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax.core.recipe import Context
+from fp8jax.modules import program
+from fp8jax.modules import report as report_module
+from tests.core.test_plan import LINEAR
+
+TE = fp8jax.recipes.te_current()
+X = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs, **dtypes):
+        self.norm = nnx.RMSNorm(16, rngs=rngs)
+        self.gate, self.up = (nnx.Linear(16, 24, rngs=rngs, **dtypes) for _ in range(2))
+        self.down = nnx.Linear(24, 16, rngs=rngs, **dtypes)
+
+    def __call__(self, x):
+        h = self.norm(x)
+        return x + self.down(nnx.silu(self.gate(h)) * self.up(h))
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.RMSNorm(name="norm")(x)
+        gate, up = (nn.Dense(24, name=name)(h) for name in ("gate", "up"))
+        return x + nn.Dense(16, name="down")(nn.silu(gate) * up)
+
+
+MODELS = {"nnx": lambda: Block(nnx.Rngs(0)), "linen": LinenBlock}
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Programs are traced, as models must run to be known, and not compiled."""
+
+    def trace(fn, *args):
+        jax.eval_shape(fn, *args)
+        return program.Program("none", (), ())
+
+    monkeypatch.setattr(report_module, "inspect", trace)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("model", MODELS)
+def test_each_layer_is_said_to_compute_and_save_what_its_rule_says(model):
+    report = fp8jax.explain(MODELS[model](), [fp8jax.Rule("gate", LINEAR), fp8jax.Rule("down", TE)], X)
+    found = {layer.path: layer for layer in report.quantized}
+    assert set(found) == {"gate", "down"}
+    assert found["gate"].products == {
+        "forward": "e4m3:token x e4m3:block32",
+        "dgrad": "e5m2:group64 x e5m2:block64",
+        "wgrad": "e4m3:mx32 x e5m2:group128",
+    }
+    assert found["gate"].saved == ("int10:group128", pytest.approx(1.25 + 4 / 128))
+    assert found["gate"].spans_tokens is None
+    assert (found["down"].saved, found["down"].spans_tokens) == (("e4m3:tensor", 1.0), "e4m3:tensor")
+    assert {layer.path: layer.kernel for layer in report.layers} == {"gate": (16, 24), "up": (16, 24), "down": (24, 16)}
+    (row,) = [line for line in str(report).splitlines() if line.startswith("gate")]
+    cells = [cell.strip() for cell in row.split("  ") if cell.strip()]
+    assert cells[2:] == ["(16,24)", *found["gate"].products.values(), "int10:group128", "1.281", "rule 'gate'"]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "want"),
+    [({"dtype": jnp.bfloat16}, ("bfloat16", 2.0)), ({"param_dtype": jnp.float16}, ("float16", 2.0)),
+     ({"dtype": jnp.bfloat16, "param_dtype": jnp.float32}, ("bfloat16", 2.0)), ({}, ("float32", 4.0))],
+)  # fmt: skip
+def test_what_is_kept_as_it_is_has_the_dtype_that_the_layer_computes_in(dtypes, want):
+    report = fp8jax.explain(Block(nnx.Rngs(0), **dtypes), fp8jax.Rule("down", fp8jax.recipes.switchback()))
+    (down,) = report.quantized
+    assert down.saved == want
+    assert down.products == {
+        "forward": "int8:token x int8:tensor",
+        "dgrad": "int8:token x int8:tensor",
+        "wgrad": want[0],
+    }
+
+
+CONTEXTS = {
+    "e5m2:group8": Context("e5m2:group8"),
+    "e4m3:group16; layers that read its result keep nothing of it": Context("e4m3:group16", "lean"),
+    "e4m3:group32; scales from bounds": Context("e4m3:group32", "faithful", "bound"),
+    "e4m3:token; layers that read its result keep nothing of it; scales from bounds": Context(
+        "e4m3:token", "lean", "bound"
+    ),
+}
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("model", MODELS)
+def test_each_norm_and_activation_is_said_to_keep_what_its_rule_says(model):
+    """An activation follows the rule of the layer that reads it, a norm its own."""
+    texts = [*CONTEXTS]
+    for keeps, other in ((texts[0], texts[1]), (texts[3], texts[2])):
+        one, two = (dataclasses.replace(TE, context=CONTEXTS[text]) for text in (keeps, other))
+        rules = [fp8jax.Rule("norm", one), fp8jax.Rule("down", two), fp8jax.Rule("gate|up", TE)]
+        report = fp8jax.explain(MODELS[model](), rules, X)
+        parts = {part.computes: (part.path, part.keeps, part.reason) for part in report.parts}
+        assert parts == {
+            "norm": ("norm", keeps, "rule 'norm'"),
+            "down(silu(gate(x)) * up(x))": ("", other, "rule 'down'"),
+        }
+        lines = str(report).splitlines()
+        assert sum(line.startswith("norm ") and keeps + "  " in line for line in lines) == 1
+
+
+def test_state_bytes_tell_the_moments_apart():
+    params = {"w": jnp.zeros((64, 128)), "b": jnp.zeros(8)}
+    state = fp8jax.compressed_adamw(1e-3, mu="bf16", nu="e4m3", group_size=32, min_size=1024).init(params)
+    groups = 64 * 128 // 32
+    want = {"mu": 2 * (64 * 128 + 8), "nu": 64 * 128 + 6 * groups + 4 * 8, "other": 4}
+    assert fp8jax.state_bytes(state) == want
+    state = fp8jax.compressed_adamw(1e-3, mu="e5m2", nu="fp32", expand=False, min_size=1024, group_size=64).init(params)
+    want = {"mu": 64 * 128 + 4 * 128 + 4 * 8, "nu": 4 * (64 * 128 + 8), "other": 4}
+    assert fp8jax.state_bytes(state) == want
+
+
+def test_how_often_products_run_counts_loops():
+    """Of three layers in a loop the products run three times as often as they are written."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(16)(x), None
+
+    model = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    report = fp8jax.explain(model, TE, X, None)
+    counts = {p.operands: (p.written, p.executed) for p in report.program.traced if p.eight_bit}
+    assert counts == dict.fromkeys(counts, (1, 3))
+    assert len(counts) == 3

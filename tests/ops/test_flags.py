@@ -1,0 +1,158 @@
+"""Fast accumulation: every product sums as its own flag says, and the flag reaches whatever multiplies."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.core.recipe import Context, Linear
+from fp8jax.ops import matmul, matmul_hopper, matmul_reference
+from tests.distance import relative
+from tests.programs import precisions
+
+PRODUCTS = ("forward", "dgrad", "wgrad")
+SUBSETS = [flags for n in range(4) for flags in itertools.combinations(PRODUCTS, n)]
+# Products are known by the formats of their operands.
+OPERANDS = {
+    ("float8_e4m3fn", "float8_e4m3fn"): "forward",
+    ("float8_e5m2", "float8_e4m3fn"): "dgrad",
+    ("float8_e4m3fn", "float8_e5m2"): "wgrad",
+}
+X, W = jax.random.normal(jax.random.key(0), (6, 32)), jax.random.normal(jax.random.key(1), (32, 8))
+
+
+def plain(part, x, w):
+    return fp8jax.linear(x, w, recipe=part)
+
+
+def held(part, x, w):
+    return fp8jax.linear(x, w, recipe=part, quantized=fp8jax.quantize_weight(w, recipe=part))
+
+
+def batched(part, x, w):
+    return fp8jax.einsum("btd,bdh->bth", x[None], w[None], recipe=part)
+
+
+def several(part, x, w):
+    context = Context("e4m3:group16", "lean")
+    recipe = dataclasses.replace(fp8jax.recipes.coat(), linear=part, context=context)
+    return sum(fp8jax.norm_linear(x, None, [w, 2 * w], recipe=recipe))
+
+
+def delayed(part, x, w):
+    part = dataclasses.replace(part, scaling="delayed", history=2)
+    return fp8jax.delayed_linear(x, w, fp8jax.init_scaling(part), jnp.zeros([]), recipe=part)[0]
+
+
+@pytest.mark.parametrize("flags", SUBSETS, ids=lambda f: "+".join(f) or "none")
+def test_each_product_sums_as_its_own_flag_says(flags):
+    part = Linear("e4m3", "e4m3", "e5m2", fast_accumulation=flags)
+    for layer in (plain, held, batched, several, delayed):
+        f = functools.partial(layer, part)
+        found = precisions(lambda x, w, f=f: jax.vjp(f, x, w)[1](jnp.ones_like(f(x, w))), X, W)
+        assert {OPERANDS[operands] for operands, _ in found} == set(PRODUCTS)
+        for operands, precision in found:
+            assert (precision == jax.lax.Precision.DEFAULT) == (OPERANDS[operands] in flags), layer.__name__
+
+
+def test_presets_sum_gradients_in_full_but_for_the_one_that_says_so():
+    flags = {name: fp8jax.recipes.get(name).linear.fast_accumulation for name in fp8jax.recipes.NAMES}
+    assert flags.pop("coat_fast") == PRODUCTS
+    assert set(flags.values()) == {("forward",)}
+
+
+def operands(left, right, rows=12):
+    """A matrix (rows, 64) and one (7, 64), and their product in float64."""
+    a, b = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(rows, 64), (7, 64)]))
+    # Rows of other magnitudes, so that a scale of another row or operand is seen.
+    a, b = a * 2.0 ** jnp.arange(rows)[:, None], b * 4.0 ** -jnp.arange(7)[:, None]
+    a, b = fp8jax.quantize(a, left), fp8jax.quantize(b, right)
+    return a, b, np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Lets products be those of Hopper's kernels, with their references in place of these; what they were given."""
+    mosaic = pytest.importorskip("pallas_kernels.matmul_mosaic")
+    from pallas_kernels import matmul_block_mosaic, matmul_mx_mosaic
+
+    given = []
+
+    def watched(name):
+        def call(*args, **named):
+            given.append((name, named))
+            return getattr(matmul_reference, name)(*args, **named)
+
+        return call
+
+    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    for module, name in ((mosaic, "matmul"), (matmul_block_mosaic, "matmul_block"), (matmul_mx_mosaic, "matmul_mx")):
+        monkeypatch.setattr(module, name, watched(name))
+    monkeypatch.setattr(matmul_hopper, "_kernels", matmul_hopper._kernels.__wrapped__)  # traced anew each time
+    return given
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(
+    ("left", "right"), list(itertools.product(["e4m3", "e4m3:token"], ["e5m2", "e4m3:token"])), ids=str
+)
+def test_the_kernel_of_rows_is_given_the_flag_and_the_scales(left, right, fast, kernels):
+    a, b, want = operands(left, right)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        y = matmul.matmul(a, b, dtype=dtype, impl="mosaic", fast=fast)
+        assert y.dtype == dtype
+        assert relative(y, want) < (1e-6 if dtype == jnp.float32 else 2.0**-8)
+        np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-7, atol=1e-5 * np.abs(want).min())
+    assert [(name, named["fast"]) for name, named in kernels] == [("matmul", fast)] * 2
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_kernel_of_microscaled_operands_is_taken_where_it_is_to_be_exact(exact, turned, kernels):
+    a, b, want = operands("e4m3:mx32+token", "e4m3:token")
+    if turned:
+        a, b, want = b, a, want.T
+    for fast in (False, True):
+        assert relative(matmul.matmul(a, b, impl="mosaic", fast=fast, exact=exact), want) < 1e-3
+    seen = [(name, named.get("fast")) for name, named in kernels]
+    assert seen == ([("matmul_mx", None)] * 2 if exact else [("matmul", False), ("matmul", True)])
+
+
+@pytest.mark.parametrize(("left", "right"), [("e4m3:group128", "e4m3:block128"), ("e4m3", "e4m3:group128")])
+def test_the_kernel_of_groups_is_given_the_scales(left, right, kernels):
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal((n, 300)) * 8.0 ** (np.arange(300) // 128) for n in (5, 140))
+    a, b = (fp8jax.quantize(jnp.asarray(x, jnp.float32), how) for x, how in ((a, left), (b, right)))
+    want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
+    assert relative(matmul.matmul(a, b, impl="mosaic"), want) < 1e-6
+    assert [name for name, _ in kernels] == ["matmul_block"]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_product_that_is_quantized_has_the_flag_too(fast, kernels):
+    a, b, product = operands("e4m3:token", "e4m3")
+    bias, residual = jnp.arange(7.0) * 100, 10 * jnp.ones((12, 7))
+    want = product + np.asarray(bias) + np.asarray(residual)
+    plain = lambda a, b: matmul.matmul_quantized(a, b, "e4m3:group16", bias=bias, residual=residual, fast=fast)  # noqa: E731
+    ((_, precision),) = precisions(plain, a, b)
+    assert (precision == jax.lax.Precision.DEFAULT) == fast
+    fused = matmul.matmul_quantized(a, b, "e4m3:group16", bias=bias, residual=residual, fast=fast, impl="mosaic")
+    assert kernels[-1][1]["fast"] == fast
+    for q in (plain(a, b), fused):
+        np.testing.assert_array_equal(
+            np.asarray(q.codes), np.asarray(fp8jax.quantize(jnp.asarray(want, jnp.float32), q.spec).codes)
+        )
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_product_of_cublas_has_the_flag_and_the_scales(fast):
+    a, b, want = operands("e4m3", "e5m2")
+    run = functools.partial(matmul_hopper.run, "cublas", False, fast, jnp.float32)
+    ((_, precision),) = precisions(run, a, b)
+    assert (precision == jax.lax.Precision.DEFAULT) == fast
+    assert relative(run(a, b), want) < 1e-6

@@ -1,0 +1,80 @@
+"""Each operand of each product has the scale that its recipe gives it: read off products of single numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.core.recipe import Context, Linear
+from tests.distance import relative
+
+PART = Linear("e4m3", "e4m3", "e5m2")
+# Numbers with more bits than bf16 has.
+M, N, K = (np.float32(v) for v in (1 + 2.0**-10, 3 + 2.0**-11, 5 + 2.0**-9))
+
+
+def products(recipe, quantized=False):
+    """y, dx and dw of 1x1 matrices; each number alone gives its scale, and so is the largest code."""
+    x, w, dy = (jnp.full((1, 1), v) for v in (M, N, K))
+    held = fp8jax.quantize_weight(w, recipe=recipe) if quantized else None
+    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=recipe, quantized=held), x, w)
+    return np.array([float(a[0, 0]) for a in (y, *back(dy))])
+
+
+def up(v):
+    """The next bf16 number."""
+    bits = np.float32(v).view(np.uint32)
+    return float(np.uint32((bits & 0xFFFF0000) + 0x10000).view(np.float32))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_every_operand_has_the_scale_of_its_strategy(quantized):
+    exact = np.array([float(a) * float(b) for a, b in ((M, N), (K, N), (M, K))])
+    np.testing.assert_allclose(products(PART, quantized), exact, rtol=1e-6)
+    coarse = np.array([up(M) * up(N), up(K) * up(N), up(M) * up(K)])
+    assert (coarse > exact * (1 + 1e-4)).all()
+    np.testing.assert_allclose(products(dataclasses.replace(PART, scaling="two_stage"), quantized), coarse, rtol=1e-6)
+    # Also where each product has operands of its own.
+    own = dataclasses.replace(PART, scaling="two_stage", w_dgrad="e5m2", dy_wgrad="e4m3", x_wgrad="e5m2")
+    np.testing.assert_allclose(products(own, quantized), coarse, rtol=1e-6)
+
+
+def test_every_operand_has_the_scale_of_its_own_history():
+    part = dataclasses.replace(PART, scaling="delayed", history=2)
+    state = fp8jax.init_scaling(part)
+    # Where a history's largest value is a quarter of a number, that saturates to the quarter.
+    for wide, clipped in (
+        ((0.25, 1, 1), (True, False, True)), ((1, 0.25, 1), (True, True, False)), ((1, 1, 0.25), (False, True, True))
+    ):  # fmt: skip
+        largest = dict(zip(("x", "w", "dy"), (f * v for f, v in zip(wide, (M, N, K), strict=True)), strict=True))
+        state = state._replace(**{name: jnp.array([v, 0], jnp.float32) for name, v in largest.items()})
+        x, w, dy = (jnp.full((1, 1), v) for v in (M, N, K))
+        y, back = jax.vjp(
+            lambda x, w, state=state: fp8jax.delayed_linear(x, w, state, jnp.zeros([]), recipe=part)[0], x, w
+        )
+        found = np.array([float(a[0, 0]) for a in (y, *back(dy))])
+        exact = np.array([float(a) * float(b) for a, b in ((M, N), (K, N), (M, K))])
+        np.testing.assert_allclose(found, exact * np.where(clipped, 0.25, 1), rtol=1e-6)
+
+
+def test_an_input_made_again_has_the_saved_scale_only_where_it_is_quantized_so():
+    """The largest code of e4m3 is 448, of int8 127: under the scale of the other, values saturate."""
+    part = Linear("e4m3", "e4m3", "e5m2", x_wgrad="int8", dy_wgrad="int8")
+    recipe = dataclasses.replace(fp8jax.recipes.coat(), linear=part, context=Context("e4m3:group16", "lean"))
+    x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(24, 32), (32, 16), (24, 16)]))
+    dw = jax.vjp(lambda w: fp8jax.linear(fp8jax.rms_norm(x, recipe=recipe), w, recipe=recipe), w)[1](dy)[0]
+    exact = fp8jax.rms_norm(x, recipe=fp8jax.recipes.bf16()).T @ dy
+    assert relative(dw, exact) < 0.05
+
+
+def test_rounding_of_an_input_that_is_saved_in_another_format_is_that_of_both():
+    """The weight's gradient reads what is saved, quantized again: of a number with 2 bits only e4m3 shows e5m2."""
+    x, w, dy = jnp.array([[448.0, 26.0]]), jnp.eye(2), jnp.array([[1.0, 0.0]])
+    for saved, want in (("same", 26.0), ("e5m2", 24.0), ("e4m3:group1", 26.0)):
+        part = dataclasses.replace(PART, saved=saved, x_wgrad="e4m3")
+        dw = jax.vjp(lambda w, part=part: fp8jax.linear(x, w, recipe=part), w)[1](dy)[0]
+        assert float(dw[1, 0]) == pytest.approx(want, rel=1e-6)
+        assert float(fp8jax.linear(x, w, recipe=part)[0, 1]) == pytest.approx(26.0, rel=1e-6)
