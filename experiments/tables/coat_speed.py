@@ -5,7 +5,6 @@ to find a tensor's scale take. Xi et al., COAT, ICLR 2025, sections 5.2 and 6.2,
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import fp8jax
+from experiments import flags
 from experiments.bench import layer, timing
 from experiments.models.llama import Block, LlamaConfig
 from experiments.tables import coat_memory, common
@@ -133,8 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     given = parser.parse_args(argv)
-    # As in experiments.bench: XLA's autotuner would try its own products for every shape.
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    flags.recommend()
     timing.need_gpu()
     rows = [row for n in PAPER_NORM for row in norms(n, given.rounds, given.burst / 2)]
     rows += [row for d in given.hidden for t in LENGTHS for row in layers(d, t, given.rounds, given.burst)]

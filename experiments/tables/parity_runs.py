@@ -21,6 +21,7 @@ import numpy as np
 
 import fp8jax
 from experiments import config, data, report, train
+from experiments.bench import record
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task, TrainState
 from experiments.tokenizer import Bytes
@@ -209,6 +210,7 @@ def train_arm(
         sizes = fp8jax.state_bytes(state.opt_state)
         content |= {"parameters": parameters, "moments": (sizes["mu"] + sizes["nu"]) / parameters,
                     "date": datetime.datetime.now(datetime.UTC).date().isoformat()}  # fmt: skip
+        content |= record.stamp("training_parity")
         content["runs"][str(seed)] = {"valid_loss": round(valid, 6), "losses": [round(x, 5) for x in curve.tolist()],
                                       "seconds": round(took, 2)}  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 import fp8jax
+from experiments import flags
 from experiments.config import UserError
 from experiments.tables import common, parity_runs
 from experiments.tables.common import Row
@@ -270,7 +271,11 @@ def write(results: Path) -> None:
         ]
     title = "COAT: training in 8 bits beside bf16 (section 6, Table 13)"
     arguments = "--data 'books/*.txt' --limit 540"
-    common.write("training_parity", title, found, notes, figure, results, arguments=arguments, device=device)
+    measured = files.get("coat") or kept["coat"]
+    stamp = {key: measured[key] for key in ("date", "flags", "commit", "kernels") if key in measured}
+    common.write(
+        "training_parity", title, found, notes, figure, results, arguments=arguments, device=device, stamp=stamp
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -289,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return time.perf_counter() - begin + 1.2 * took < given.limit
 
     if not given.judge:
+        flags.recommend()
         try:
             setting = Setting()
             text = parity_runs.read_text(given.data, setting)
