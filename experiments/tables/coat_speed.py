@@ -108,9 +108,8 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
     sets = [(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16),) for i in range(count)]
     functions = norm_arms()
     times = timing.seconds(timing.compiled(functions, sets), rounds, burst)
-    times = {name: 1e6 * t / len(sets) for name, t in times.items()}
-    found = []
-    for name, time in times.items():
+    found, microseconds = [], {name: 1e6 * t / len(sets) for name, t in times.items()}
+    for name, time in microseconds.items():
         first = name in (NORM, NORM_CODES)
         base = NORM if first else JUST_IN_TIME
         slow, fast = PAPER_NORM[columns]
@@ -118,8 +117,8 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
         table = "Table 12: time of a norm" if first else "Figure 4(b): norm and codes with one scale, time"
         pivot = (f"(4096, {columns})", name)
         found.append(Row(f"{name}, (4096, {columns})", "time", time, "µs", f"{base}, (4096, {columns})",
-                         time / times[base], None, theirs, table, pivot))  # fmt: skip
-        print(f"  (4096, {columns}) {name:30s} {time:8.1f} µs  {time / times[base]:.3f}", flush=True)
+                         time / microseconds[base], None, theirs, table, pivot))  # fmt: skip
+        print(f"  (4096, {columns}) {name:30s} {time:8.1f} µs  {time / microseconds[base]:.3f}", flush=True)
     return found
 
 

@@ -7,7 +7,6 @@ differ by in a seed is the recipe, and the chaos of training, but not the text.
 import contextlib
 import dataclasses
 import datetime
-import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,53 +57,58 @@ class Setting:
         return self.steps * self.batch * self.length
 
 
+# Formats of the operands of each product of `coat`, by which they are told apart.
+PRODUCTS = {("e4m3", "e4m3"): "forward", ("e5m2", "e4m3"): "dgrad", ("e4m3", "e5m2"): "wgrad"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Arm:
     """What is trained.
 
     Attributes:
         recipe: what it computes and stores in.
-        lost_bits: mantissa bits that codes lose before the product of the weight's gradient: damage done on purpose.
+        product: "forward", "dgrad" or "wgrad": one that is damaged on purpose, of a recipe with `coat`'s formats.
+        lost_bits: mantissa bits that the codes lose that this product reads.
     """
 
     recipe: fp8jax.Recipe
+    product: str | None = None
     lost_bits: int = 0
 
 
 @contextlib.contextmanager
-def damaged(lost_bits: int, tokens: int) -> Iterator[None]:
-    """While a program is traced in it, products that sum over `tokens` read codes of fewer mantissa bits.
-
-    Only the weight's gradient sums over tokens. Codes are rounded to nearest, and stay of their dtype.
+def damaged(arm: Arm) -> Iterator[None]:
+    """While a program is traced in it, the arm's product reads codes of fewer mantissa bits, rounded to nearest.
 
     Raises:
         RuntimeError: no such product was traced: the damage would have done nothing.
     """
-    if not lost_bits:
+    if arm.product is None:
         yield
         return
-    matmul, met = product.matmul, list[int]()
-
-    def coarse(q: Any) -> Any:
-        if not isinstance(q, fp8jax.QTensor):
-            raise TypeError(f"the weight's gradient is no product of codes, but of {q.dtype}")
-        bits = formats.get(q.spec.format).mantissa_bits - lost_bits
-        if bits < 0:
-            raise ValueError(f"{q.spec.format} has no {lost_bits} mantissa bits to lose")
-        largest = 2.0 ** np.floor(np.log2(formats.get(q.spec.format).max)) * (2 - 2.0**-bits)
-        values = jax.lax.reduce_precision(q.codes.astype(jnp.float32), 8, bits)
-        return dataclasses.replace(q, codes=jnp.clip(values, -largest, largest).astype(q.codes.dtype))
+    matmul, met = product.matmul, list[bool]()
 
     def replaced(a: Any, b: Any, **how: Any) -> jax.Array:
-        if a.shape[-1] == tokens:
-            met.append(tokens)
-            a, b = coarse(a), coarse(b)
+        if PRODUCTS.get((a.spec.format, b.spec.format)) == arm.product:
+            met.append(True)
+            a, b = coarse(a, arm.lost_bits), coarse(b, arm.lost_bits)
         return matmul(a, b, **how)
 
     with mock.patch.object(product, "matmul", replaced):
         yield
     if not met:
-        raise RuntimeError(f"no product sums over {tokens} tokens: nothing was damaged")
+        raise RuntimeError(f"the recipe {arm.recipe.name!r} has no {arm.product} product of codes: nothing was damaged")
+
+
+def coarse(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
+    """Codes rounded to fewer mantissa bits, in the same dtype."""
+    fmt = formats.get(q.spec.format)
+    bits = fmt.mantissa_bits - lost_bits
+    if bits < 0:
+        raise ValueError(f"{fmt.name} has no {lost_bits} mantissa bits to lose")
+    largest = 2.0 ** np.floor(np.log2(fmt.max)) * (2 - 2.0**-bits)
+    values = jax.lax.reduce_precision(q.codes.astype(jnp.float32), 8, bits)
+    return dataclasses.replace(q, codes=jnp.clip(values, -largest, largest).astype(q.codes.dtype))
 
 
 def programs(arm: Arm, setting: Setting) -> tuple[Callable[..., Any], Callable[..., Any], int]:
@@ -123,14 +127,19 @@ def programs(arm: Arm, setting: Setting) -> tuple[Callable[..., Any], Callable[.
     def run(seed: jax.Array, text: jax.Array, starts: jax.Array) -> tuple[TrainState, jax.Array]:
         def step(state: TrainState, starts: jax.Array) -> tuple[TrainState, jax.Array]:
             tokens = text[starts[:, None] + jnp.arange(setting.length + 1)].astype(jnp.int32)
-            with damaged(arm.lost_bits, setting.batch * setting.length):
+            with damaged(arm):
                 state, metrics = task.step(state, tokens)
             return state, jnp.where(metrics["healthy"], metrics["loss"], jnp.nan)
 
-        return jax.lax.scan(step, dataclasses.replace(task, seed=seed).init(), starts)
+        start = dataclasses.replace(task, seed=seed)  # type: ignore[arg-type]
+        return jax.lax.scan(step, start.init(), starts)
 
     def validate(state: TrainState, sequences: jax.Array) -> jax.Array:
-        return jax.lax.map(functools.partial(task.loss, state.params, state.model_state), sequences)
+        def loss(tokens: jax.Array) -> jax.Array:
+            with damaged(arm) if arm.product == "forward" else contextlib.nullcontext():
+                return task.loss(state.params, state.model_state, tokens)
+
+        return jax.lax.map(loss, sequences)
 
     return jax.jit(run), jax.jit(validate), train.count(jax.eval_shape(task.init).params)
 

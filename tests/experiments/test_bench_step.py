@@ -35,7 +35,7 @@ def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
     losses, needs = {}, {}
     for name in (step.BF16, step.BF16_AGAIN):
         task, compiled = step.build(name, LLAMA, 2, 32)
-        state, metrics = compiled(jax.jit(task.init)(), tokens)
+        _, metrics = compiled(jax.jit(task.init)(), tokens)
         losses[name] = (float(metrics["loss"]), float(metrics["grad_norm"]))
         needs[name] = step.memory(compiled)
     np.testing.assert_allclose(losses[step.BF16_AGAIN], losses[step.BF16], rtol=1e-3)
