@@ -38,7 +38,7 @@ BF16, BATCH = "bf16", 4
 ALONE = "products and attention alone"
 BOUND, ANY = "bound of {}", "any lean program"
 HELD, FAST, BOUNDED, FUNCTIONS = "weights held", "fast accumulation", "bounded scales", "as functions"
-BF16_FUNCTIONS, BF16_AGAIN = f"{BF16}, {FUNCTIONS}", f"{BF16}, recomputed"
+BF16_FUNCTIONS, BF16_AGAIN = f"{BF16}, {FUNCTIONS}", coat_memory.AGAIN
 WEIGHTS, MICROBATCHES = "codes of the weights", (1, 4, 16)
 PAPER, PAPER_BF16 = "the paper's bf16", coat_memory.PAPER["BF16"][-1]
 PRODUCTS = fp8jax.recipes.coat_fast().linear.fast_accumulation
@@ -100,11 +100,6 @@ def _kernels(params: Any) -> dict[str, jax.Array]:
     return {name: w["kernel"] for part in ("attention", "mlp") for name, w in params[part].items()}
 
 
-def kept_products(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint`: what products and attention give is kept; only element-wise work is done again."""
-    return primitive.name == "dot_general" or "attention" in primitive.name
-
-
 def recipes() -> dict[str, fp8jax.Recipe]:
     """What is compared with bf16."""
     found = {name: recipe for name, (recipe, _) in coat_memory.recipes().items() if recipe is not None}
@@ -138,7 +133,7 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
 
     found = {BF16: arm(plain)}
     layer, operands = found[BF16].layer, found[BF16].operands
-    found[BF16_AGAIN] = Arm(jax.checkpoint(layer, policy=kept_products), operands)
+    found[BF16_AGAIN] = Arm(jax.checkpoint(layer, policy=coat_memory.kept_products), operands)
     call = functools.partial(functions, tables=tables, eps=config.norm_eps)
     none = dict.fromkeys(_kernels(params))
     found[BF16_FUNCTIONS] = Arm(functools.partial(call, recipe=fp8jax.recipes.bf16()), (params, none, x_NxD, dy_NxD))

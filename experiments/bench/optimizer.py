@@ -345,6 +345,7 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
             packages[name] = getattr(sys.modules[name], "__version__", "unknown")
     report = {
         "bench": "optimizer",
+        "title": "AdamW's step of half a billion parameters",
         "device": jax.devices()[0].device_kind,
         "versions": packages,
         "command": " ".join(["python -m experiments.bench optimizer", *sizes]),

@@ -23,9 +23,10 @@ from flax import nnx
 import fp8jax
 from experiments import config, train
 from experiments.bench import timing
-from experiments.bench.layer import BF16, BF16_AGAIN, kept_products
+from experiments.bench.layer import BF16, BF16_AGAIN
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
+from experiments.tables import coat_memory
 from experiments.task import Task
 
 ARMS = (BF16, BF16_AGAIN, "te_current", "coat", "coat_fast")
@@ -35,7 +36,7 @@ VOCABULARY = 32_000
 @contextlib.contextmanager
 def checkpointed(name: str) -> Iterator[bool]:
     """Whether the layers of an arm are checkpointed; while traced in it, they keep what products and attention give."""
-    with mock.patch.object(nnx, "remat", functools.partial(nnx.remat, policy=kept_products)):
+    with mock.patch.object(nnx, "remat", functools.partial(nnx.remat, policy=coat_memory.kept_products)):
         yield name == BF16_AGAIN
 
 

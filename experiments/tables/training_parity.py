@@ -267,7 +267,7 @@ def write(results: Path) -> None:
             f"training and {widths[VALIDATION]:.1%} in validation loss are not seen: these runs show that no recipe "
             "diverges and that a broken one does, and not that recipes are within the limit. The control has int8 "
             "moments without expansion and int8 products. coat_fast ran a day later, with faster kernels: speeds of "
-            "two dates do not compare. Flags of the training program: " + kept[BASE]["flags"],
+            "two dates do not compare. Flags of the training program: " + kept[BASE]["command_flags"],
             *told(older, paired=False),
         ]
     title = "COAT: training in 8 bits beside bf16 (section 6, Table 13)"
