@@ -147,6 +147,7 @@ def rows() -> list[Row]:
     with mock.patch.object(jax.nn, "dot_product_attention", flash.dot_product_attention):
         again = layer(None, recompute=True)
         found.append(Row(AGAIN, "kept", float(again[0]), "U", table=table, pivot=(AGAIN, "Total")))
+        totals.append(Row(AGAIN, "total", float(again.sum()), "U", table="With scales"))
         for name, (recipe, paper) in recipes().items():
             measured = operators(recipe)
             for i, column in enumerate(OPERATORS):
@@ -176,8 +177,8 @@ def main() -> int:
         "JAX keeps nothing for RoPE: its factors are constants, for which the paper counts 2U. DeepSeek-V3's own norms "
         "and activations, which the paper's row counts, are no part of the recipe `deepseek`; the last row gives it "
         "COAT's.",
-        "bf16, recomputed, is the layer under `jax.checkpoint` with a policy that keeps what products and attention give: "
-        "what a good engineer would run. It computes norms, SiLU and rotations again, as COAT does from codes.",
+        "bf16, recomputed, is the layer under `jax.checkpoint` with a policy that keeps what products and attention "
+        "give: what a good engineer would run. It computes norms, SiLU and rotations again, as COAT does from codes.",
         "The paper's totals leave scales out: 12.5 % of codes in groups of 16. Ratios are over bf16, ours over ours, "
         "the paper's over the paper's.",
     ]

@@ -141,23 +141,23 @@ def front(results: Mapping[str, Mapping[str, Any]], pages: str) -> str:
         result = results.get(claim.bench)
         ours = result and claim.ours(result)
         if not result or not ours:
-            lines.append([claim.text, "not measured yet", claim.paper, "", f"bench or table `{claim.bench}`", ""])
+            lines.append([claim.text, "not measured yet", claim.paper, "", f"`{claim.bench}`", ""])
             continue
         older = record.changed(result)
-        when = result["date"] + (f", **older than {_few(older)}**" if older else "")
-        command = f"[`{' '.join(result['command'].split()[1:4])}`]({pages}/{claim.bench}.md)"
+        when = result["date"] + (f", **{_count(older)} changed since**" if older else "")
+        command = f"[`{claims.short(result['command'])}`]({pages}/{claim.bench}.md)"
         lines.append([claim.text, ours, claim.paper, claim.peer(result) or "", command, when])
-    header = ["what", "ours", "the paper's", "a peer's, same run", "command and page (`python ...`)", "measured"]
+    header = ["what", "ours", "the paper's", "a peer's, same run", "command, and its page", "measured"]
     listed = [
         f"- [{result.get('title', name)}]({pages}/{name}.md): {measured(result)}"
-        + ("; **older than its kernels**" if record.changed(result) else "")
+        + (f"; **{_count(older)} changed since**" if (older := record.changed(result)) else "")
         for name, result in results.items()
     ]
     return "\n\n".join([HEAD.strip(), table(header, lines), "## Pages", "\n".join(listed)]) + "\n"
 
 
-def _few(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more kernels"
+def _count(kernels: Sequence[str]) -> str:
+    return f"{len(kernels)} kernel{'s' if len(kernels) > 1 else ''}"
 
 
 def _check(result: Mapping[str, Any]) -> None:
