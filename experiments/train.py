@@ -31,6 +31,7 @@ import fp8jax
 from experiments import data, generate, report
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config, UserError, check_same, flatten_fields, parse
+from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
@@ -284,4 +285,5 @@ def _print_plan(console: Console, recipe: fp8jax.Recipe, task: Task, abstract: T
 
 
 if __name__ == "__main__":
+    recommend()
     sys.exit(main())
