@@ -201,8 +201,9 @@ def first_screen(results: Mapping[str, Result]) -> str:
         found = [value(name, metric, unit, digits, case)(result) if result else None for name in names]
         if result and all(found) and label not in rows:
             device = result["device"].partition(",")[0].partition(" (")[0]
-            base = " (bf16 as written)" if names[0] == "bf16" and bench == "layer" else ""
-            rows[label] = f"| {label}{base} | {' | '.join(map(str, found))} | `{short(result['command'])}`, {device} |"
+            base = {AGAIN: ", recomputed", "bf16": ", as written"}[names[0]] if bench != "training_parity" else ""
+            found[0] += base
+            rows[label] = f"| {label} | {' | '.join(found)} | `{short(result['command'])}`, {device} |"
     return "\n".join(["| | bf16 | `coat` | `coat_fast` | measured by |", "|---|---:|---:|---:|---|", *rows.values()])
 
 

@@ -272,7 +272,9 @@ def write(results: Path) -> None:
         ]
     title = "COAT: training in 8 bits beside bf16 (section 6, Table 13)"
     arguments = "--data 'books/*.txt' --limit 540"
-    measured = files.get("coat") or kept["coat"]
+    if not found:
+        return
+    measured = next(of for of in (files.get("coat"), files.get(BASE), kept.get("coat"), kept.get(BASE)) if of)
     stamp: dict[str, Any] = {key: measured[key] for key in ("date", "flags", "commit", "kernels") if key in measured}
     common.write(
         "training_parity", title, found, notes, figure, results, arguments=arguments, device=device, stamp=stamp

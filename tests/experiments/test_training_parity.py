@@ -37,6 +37,11 @@ def test_sound_arms_pass_a_damaged_one_fails_and_between_them_nothing_is_said():
     found = losses({"coat": 0.0005, "worse": 0.005, "better": -0.02, "control": 0.02})
     verdicts = training_parity.judge(found, paired=True)
     assert verdicts == {"coat": "within", "worse": "undecided", "better": "outside", "control": "outside"}
+    # What a damaged arm's seeds differ by says nothing of the others' noise.
+    wild = {s: {m: x * (1 + s / 10) for m, x in run.items()} for s, run in found["control"].items()}
+    of, beside = (training_parity.differences(f, TRAINING, paired=True) for f in (found, found | {"control": wild}))
+    assert beside["coat"].half == of["coat"].half
+    assert beside["control"].half > 20 * of["control"].half
     # Compared with the mean of all seeds less can be told: these differ by far more than the limit.
     unpaired = training_parity.judge(found, paired=False)
     assert (unpaired["coat"], unpaired["worse"]) == ("undecided", "undecided")
@@ -97,6 +102,16 @@ def test_a_control_that_passes_is_told(tmp_path):
         assert (tmp_path / "training_parity.png").exists()
         notes = json.loads((tmp_path / "training_parity.json").read_text())["notes"]
         assert any("The control is not told from a sound arm" in note for note in notes) == told
+
+
+def test_what_is_left_to_train_is_told(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(training_parity, "Setting", lambda: TINY)
+    argv = ["--data", str(corpus), "--arms", "bf16", "coat", "--results", str(tmp_path)]
+    assert training_parity.main([*argv, "--limit", "0"]) == 1
+    assert "not finished: bf16, coat; give the same command again" in capsys.readouterr().out
+    assert list(tmp_path.glob("*.json")) == []
+    assert training_parity.main([*argv, "--data", str(tmp_path / "missing")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
