@@ -34,6 +34,7 @@ import fp8jax
 from experiments import data, generate, lock, report
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config, UserError, check_same, flatten_fields, parse
+from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
@@ -332,4 +333,5 @@ def _print_plan(console: Console, task: Task, abstract: TrainState, compiled: An
 
 
 if __name__ == "__main__":
+    recommend()
     sys.exit(main())

@@ -1,22 +1,23 @@
 """Benchmarks of kernels, layers and steps on GPUs: `python -m experiments.bench NAME [options]`.
 
-NAME is gemm, quantize, linear, layer, step, optimizer or cold. Each prints its rows, writes results/NAME.json and a
-plot, and takes `--help`.
+NAME is gemm, quantize, linear, layer, step, optimizer or cold. Each prints its rows and the flags of XLA that it runs
+with, writes results/NAME.json and a plot, and takes `--help`.
 """
 
 import importlib
-import os
 import sys
+
+from experiments import flags
 
 BENCHES = ("gemm", "quantize", "linear", "layer", "step", "optimizer", "cold")
 
 
 def main() -> None:
-    """Runs one benchmark; all but "cold" without Triton's products, which XLA's autotuner tries for every shape."""
+    """Runs one benchmark; all but "cold", which measures XLA as it is, with the flags of `experiments.flags`."""
     if len(sys.argv) < 2 or sys.argv[1] not in BENCHES:
         sys.exit((__doc__ or "").strip())
     if sys.argv[1] != "cold":
-        os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+        flags.recommend()
     importlib.import_module(f"experiments.bench.{sys.argv[1]}").main(sys.argv[2:])
 
 

@@ -1,8 +1,13 @@
 """A Llama layer forward and backward by recipe, against bf16 with cuDNN's attention: time, and bytes kept between.
 
 The layer is `experiments.models.llama.Block` with bf16 parameters, as `fp8jax.nnx.quantize` leaves it: nothing in it
-was written for 8 bits. "As functions" it is `functions`, the same layer written with those of fp8jax. COAT (Xi et al.,
-ICLR 2025), Table 7, reports 1.57 times the speed and 1.65 times fewer bytes.
+was written for 8 bits. "As functions" it is `functions`, the same layer written with those of fp8jax, by a recipe or in
+bf16. "bf16, recomputed" keeps products and attention for its backward pass and computes norms, SiLU and rotations
+again. COAT (Xi et al., ICLR 2025), Table 7, reports 1.57 times the speed and 1.65 times fewer bytes.
+
+"Weights held" leaves out of the time what quantizes the weights, once for all microbatches of a step: "codes of the
+weights" is that time, and "time, N microbatches" has its share. Bytes kept are compared with bf16 as Flax's modules
+keep it (norms and SiLU in fp32), with bf16 recomputed, and with the 22.66 U that the paper counts for bf16.
 
 "products and attention alone" are its FP8 products with fast accumulation, of codes that are there, and its attention:
 what is left of the time when everything else costs nothing. "bound of" a recipe adds to these one copy that moves as
@@ -33,6 +38,9 @@ BF16, BATCH = "bf16", 4
 ALONE = "products and attention alone"
 BOUND, ANY = "bound of {}", "any lean program"
 HELD, FAST, BOUNDED, FUNCTIONS = "weights held", "fast accumulation", "bounded scales", "as functions"
+BF16_FUNCTIONS, BF16_AGAIN = f"{BF16}, {FUNCTIONS}", coat_memory.AGAIN
+WEIGHTS, MICROBATCHES = "codes of the weights", (1, 4, 16)
+PAPER, PAPER_BF16 = "the paper's bf16", coat_memory.PAPER["BF16"][-1]
 PRODUCTS = fp8jax.recipes.coat_fast().linear.fast_accumulation
 
 
@@ -106,7 +114,10 @@ def recipes() -> dict[str, fp8jax.Recipe]:
 
 
 def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None = None) -> dict[str, Arm]:
-    """Layers by recipe, all or those named; with `HELD`, their weights' codes are made before, as for microbatches."""
+    """Layers by recipe, all or those named; with `HELD`, their weights' codes are made before, as for microbatches.
+
+    Those in bf16 are always among them: of the model, recomputed, and as functions.
+    """
     plain = nnx.eval_shape(lambda: Block(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     keys = iter(jax.random.split(jax.random.key(0), 64))
     draw = lambda shape: jax.random.normal(next(keys), shape, jnp.bfloat16)  # noqa: E731
@@ -121,19 +132,30 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
         return Arm(layer, (params, nnx.to_pure_dict(codes), x_NxD, dy_NxD))
 
     found = {BF16: arm(plain)}
+    layer, operands = found[BF16].layer, found[BF16].operands
+    found[BF16_AGAIN] = Arm(jax.checkpoint(layer, policy=coat_memory.kept_products), operands)
+    call = functools.partial(functions, tables=tables, eps=config.norm_eps)
+    none = dict.fromkeys(_kernels(params))
+    found[BF16_FUNCTIONS] = Arm(functools.partial(call, recipe=fp8jax.recipes.bf16()), (params, none, x_NxD, dy_NxD))
     for name, recipe in recipes().items():
         if names is None or name in names:
             found[name] = arm(fp8jax.nnx.quantize(plain, recipe))
         if f"{name}, {HELD}, {FUNCTIONS}" in (names or ()):
             make = jax.jit(functools.partial(fp8jax.quantize_weight, recipe=recipe))
             codes = {n: make(w) for n, w in _kernels(params).items()}
-            call = functools.partial(functions, tables=tables, recipe=recipe, eps=config.norm_eps)
-            found[f"{name}, {HELD}, {FUNCTIONS}"] = Arm(call, (params, codes, x_NxD, dy_NxD))
+            with_recipe = functools.partial(call, recipe=recipe)
+            found[f"{name}, {HELD}, {FUNCTIONS}"] = Arm(with_recipe, (params, codes, x_NxD, dy_NxD))
         held = f"{name}, {HELD}"
         if held in names if names is not None else name.startswith("COAT"):
             graph, _ = nnx.split(fp8jax.nnx.quantize(plain, recipe), nnx.Param)
             found[held] = arm(fp8jax.nnx.quantize_weights(nnx.merge(graph, params)))
     return found
+
+
+def weights(arm: Arm) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What makes the codes of all weights of a layer once, and its operands. All recipes here quantize them alike."""
+    make = functools.partial(fp8jax.quantize_weight, recipe=fp8jax.recipes.coat())
+    return lambda kernels: [make(w) for w in kernels], (list(_kernels(arm.operands[0]).values()),)
 
 
 def main(argv: list[str]) -> None:
@@ -151,7 +173,7 @@ def main(argv: list[str]) -> None:
     timing.need_gpu()
     notes = [
         *(" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]),
-        "Ratios are bf16's time or bytes over the recipe's.",
+        "Ratios are the baseline's time or bytes over the recipe's.",
         "Clock and power are medians of the last third of 1.5 s of a layer: at the power limit the clock falls.",
     ]
     save = functools.partial(
@@ -159,29 +181,65 @@ def main(argv: list[str]) -> None:
     )
     rows: list[timing.Row] = []
     for length in options.lengths:
-        wanted, case = arms(length, names=options.only), f"batch {BATCH}, length {length}"
-        ready: dict[str, Callable[..., Any]] = {}
-        for name, arm in wanted.items():
-            ready |= timing.compiled({name: arm.three}, [arm.operands])
-        function, operands = layer_bounds.alone(BATCH * length, length, CONFIG)
-        ready |= timing.compiled({ALONE: function}, [operands])
-        moved: dict[str, float] = {
-            name: layer_bounds.others(wanted[name].three, *wanted[name].operands) for name in options.bounds
-        }
-        moved[ANY] = sum(layer_bounds.least(BATCH * length, CONFIG).values())
-        for name, size in moved.items():
-            rows.append(timing.row(case, BOUND.format(name), "other bytes", size / 1e9, "GB"))
-            both, array = layer_bounds.bound(function, size)
-            ready |= timing.compiled({BOUND.format(name): both}, [(*operands, array)])
-        times, unit = timing.seconds(ready, options.rounds, options.burst), wanted[BF16].operands[2].nbytes
-        for name, time in times.items():
-            rows.append(timing.row(case, name, "time", time * 1e3, "ms", BF16, times[BF16] / time))
-            if name in wanted:
-                kept, most = wanted[name].kept, wanted[BF16].kept
-                rows.append(timing.row(case, name, "kept", kept / unit, "U", BF16, most / kept))
-        for name, call in ready.items():
-            state = timing.clock_and_power(call)
-            for metric, value, what in zip(("clock", "power"), state or (), ("MHz", "W"), strict=False):
-                rows.append(timing.row(case, name, metric, value, what))
+        rows += measure(length, options)
         save(rows)
     save(rows + timing.means(rows, "time"))
+
+
+def measure(length: int, options: argparse.Namespace) -> list[timing.Row]:
+    """Rows of one length."""
+    rows: list[timing.Row] = []
+    wanted, case = arms(length, names=options.only), f"batch {BATCH}, length {length}"
+    ready: dict[str, Callable[..., Any]] = {}
+    for name, arm in wanted.items():
+        ready |= timing.compiled({name: arm.three}, [arm.operands])
+    make, kernels = weights(wanted[BF16])
+    ready |= timing.compiled({WEIGHTS: make}, [kernels])
+    function, operands = layer_bounds.alone(BATCH * length, length, CONFIG)
+    ready |= timing.compiled({ALONE: function}, [operands])
+    moved: dict[str, float] = {
+        name: layer_bounds.others(wanted[name].three, *wanted[name].operands) for name in options.bounds
+    }
+    moved[ANY] = sum(layer_bounds.least(BATCH * length, CONFIG).values())
+    for name, size in moved.items():
+        rows.append(timing.row(case, BOUND.format(name), "other bytes", size / 1e9, "GB"))
+        both, array = layer_bounds.bound(function, size)
+        ready |= timing.compiled({BOUND.format(name): both}, [(*operands, array)])
+    times = timing.seconds(ready, options.rounds, options.burst)
+    rows += time_rows(case, times) + kept_rows(case, wanted)
+    for name, call in ready.items():
+        state = timing.clock_and_power(call)
+        for metric, value, what in zip(("clock", "power"), state or (), ("MHz", "W"), strict=False):
+            rows.append(timing.row(case, name, metric, value, what))
+    return rows
+
+
+def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:
+    """Times in ms, against bf16 in its three forms, and with their share of quantizing the weights."""
+    rows = []
+    for name, time in times.items():
+        spread = time.quartiles(lambda t: 1e3 * t)
+        if name == WEIGHTS:
+            rows.append(timing.row(case, name, "time once a step", 1e3 * time, "ms", quartiles=spread))
+            continue
+        rows.append(timing.row(case, name, "time", 1e3 * time, "ms", BF16, times[BF16] / time, spread))
+        for what, base in ((FUNCTIONS, BF16_FUNCTIONS), ("", BF16_AGAIN)):
+            if what in name and name != base:
+                rows.append(timing.row(case, name, f"time, {base}", 1e3 * time, "ms", base, times[base] / time, spread))
+        for count in MICROBATCHES if HELD in name else ():
+            whole = time + times[WEIGHTS] / count
+            metric = f"time, {count} microbatch{'es' if count > 1 else ''}"
+            rows.append(timing.row(case, name, metric, 1e3 * whole, "ms", BF16, times[BF16] / whole))
+    return rows
+
+
+def kept_rows(case: str, wanted: dict[str, Arm]) -> list[timing.Row]:
+    """What layers keep, in U, against bf16 as Flax's modules keep it, recomputed, and as the paper counts it."""
+    rows, unit = [], wanted[BF16].operands[2].nbytes
+    most = {BF16: wanted[BF16].kept / unit, BF16_AGAIN: wanted[BF16_AGAIN].kept / unit, PAPER: PAPER_BF16}
+    for name, arm in wanted.items():
+        kept = arm.kept / unit
+        for base, of in most.items():
+            metric = "kept" if base == BF16 else f"kept, {base}"
+            rows.append(timing.row(case, name, metric, kept, "U", base, of / kept))
+    return rows

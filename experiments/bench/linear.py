@@ -86,7 +86,10 @@ def measure(
     results = {name: jax.tree.leaves(call()[0]) for name, call in ready.items()}
     rows = []
     for name, time in times.items():
-        rows.append(timing.row(case, name, f"rate{of}", flops / time / 1e12, "TFLOP/s", BF16, times[BF16] / time))
+        spread = time.quartiles(lambda t: flops / t / 1e12)
+        rows.append(
+            timing.row(case, name, f"rate{of}", flops / time / 1e12, "TFLOP/s", BF16, times[BF16] / time, spread)
+        )
         if name != BF16:
             error = max(float(_error(a, b)) for a, b in zip(results[name], results[BF16], strict=True))
             rows.append(timing.row(case, name, f"error{of}", error, f"of {BF16}"))

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 import fp8jax
-from experiments.bench import timing
+from experiments.bench import record, timing
 from fp8jax.core import expansion, formats
 from pallas_kernels import adamw_triton, call_triton
 
@@ -136,7 +136,7 @@ class Arm:
     memory: tuple[int, int] | None = None
 
 
-def in_turns(calls: dict[str, Callable], rounds: int, repeats: int) -> dict[str, float]:
+def in_turns(calls: dict[str, Callable], rounds: int, repeats: int) -> dict[str, timing.Seconds]:
     return timing.in_turns(calls, rounds, dict.fromkeys(calls, repeats))
 
 
@@ -159,17 +159,13 @@ class Bench:
         speed = self.params / time_ / 1e9
         self.speeds[case, impl] = speed
         ratio = speed / self.speeds[case, against] if against else None
-        self.add(case, impl, "speed", speed, "Gparam/s", against, ratio)
+        spread = time_.quartiles((self.params / 1e9).__truediv__) if isinstance(time_, timing.Seconds) else None
+        self.add(case, impl, "speed", speed, "Gparam/s", against, ratio, spread)
         self.add(case, impl, "bandwidth", traffic * speed / 1e3, "TB/s", None, None)
 
-    def add(
-        self, case: str, impl: str, metric: str, value: float, unit: str, against: str | None, ratio: float | None
-    ) -> None:
-        row = {"case": case, "impl": impl, "metric": metric, "value": value, "unit": unit}
-        row |= {"baseline": against, "ratio": ratio}
-        self.rows.append(row)
-        told = f", {ratio:.3f} of {against}" if against and ratio else ""
-        print(f"{case:36s} {impl:28s} {metric:16s} {value:9.4g} {unit}{told}", flush=True)
+    def add(self, case: str, impl: str, metric: str, value: float, unit: str, against: str | None,
+            ratio: float | None, quartiles: list[float] | None = None) -> None:  # fmt: skip
+        self.rows.append(timing.row(case, impl, metric, value, unit, against, ratio, quartiles))
 
     def add_ratio(self, case: str, impl: str, against: tuple[str, str]) -> None:
         """Adds the speed of an implementation once more, relative to that of another (case, implementation)."""
@@ -353,10 +349,12 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
             packages[name] = getattr(sys.modules[name], "__version__", "unknown")
     report = {
         "bench": "optimizer",
+        "title": "AdamW's step of half a billion parameters",
         "device": jax.devices()[0].device_kind,
         "versions": packages,
         "command": " ".join(["python -m experiments.bench optimizer", *sizes]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **record.stamp("optimizer"),
         "notes": NOTES,
         "rows": bench.rows,
     }

@@ -163,13 +163,13 @@ def main(argv: list[str]) -> None:
         ]  # fmt: skip
         wanted = arms(options.sweep)
         ready = timing.compiled({name: function for name, (function, _) in wanted.items()}, sets)
-        speed = {}
-        for name, time in timing.seconds(ready, options.rounds, options.burst).items():
-            out = jax.eval_shape(wanted[name][0], *sets[0])
-            speed[name] = wanted[name][1](sets[0][0], out) / (time / count) / 1e12
+        times = timing.seconds(ready, options.rounds, options.burst)
+        moved = {name: count * of(sets[0][0], jax.eval_shape(f, *sets[0])) for name, (f, of) in wanted.items()}
+        speed = {name: moved[name] / time / 1e12 for name, time in times.items()}
         case = "x".join(map(str, shape)) + " bf16"
         for name, value in speed.items():
-            rows.append(timing.row(case, name, "bandwidth", value, "TB/s", COPY, value / speed[COPY]))
+            spread = times[name].quartiles((moved[name] / 1e12).__truediv__)
+            rows.append(timing.row(case, name, "bandwidth", value, "TB/s", COPY, value / speed[COPY], spread))
         if not options.sweep:
             save(rows)
     if not options.sweep:

@@ -1,10 +1,9 @@
 """Whole training steps by recipe and mesh, against bf16 of the same mesh: time, memory, what the devices exchange.
 
-The bf16 baseline is what a good engineer would run: of a block it keeps the products and attention and computes the
-rest again, which is faster than keeping all. Recipes with a context keep what this says and compute nothing again.
-
-Run: python -m experiments.bench step --model 1b --batch 8 --recipe bf16 coat --mesh one data fsdp
-Writes results/step.json.
+The step is that of `experiments.train`: loss, gradients, clipping and AdamW, weights in fp32. "bf16" keeps for the
+backward pass what Flax's modules keep; the baseline is "bf16, recomputed", which keeps of a block what its products and
+attention give and computes the rest again, as a good engineer would have it, and so do recipes without a context.
+"temporaries" are what the compiled program needs beside its arguments, "memory" all of it, on each GPU.
 """
 
 import argparse
@@ -13,7 +12,8 @@ import functools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ import fp8jax
 from experiments import config, mesh, train
 from experiments.bench import timing
 from experiments.models import sizes
+from experiments.models.llama import LlamaConfig
+from experiments.tables.coat_memory import AGAIN
 from experiments.task import Task
 
 BF16, VOCAB = "bf16", 32_000
+ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast")
 # Dense bf16 products of an H100 or H200, NVIDIA's data sheet: what MFU is given against.
 PEAK_FLOPS = 989.5e12
-MESHES = ("one", "data", "fsdp")
+MESHES = {"one": "one GPU", "data": "data parallel over {}", "fsdp": "FSDP over {}"}
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
 
@@ -37,19 +40,20 @@ _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
 class Arm:
     """A recipe's step on a mesh, and the state that it updates."""
 
-    def __init__(self, recipe: str, model: str, batch: int, length: int, where: str, remat: bool | str) -> None:
+    def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, where: str) -> None:
         devices = jax.devices()[:1] if where == "one" else jax.devices()
         count = len(devices)
         self.mesh = mesh.make(1 if where == "fsdp" else count, count if where == "fsdp" else 1, devices)
-        self.config, self.count, self.length = sizes.get(model, VOCAB), count, length
-        part = fp8jax.recipes.get(recipe)
-        optimizer = train.make_optimizer(config.Config(), part)
+        self.config, self.count, self.length = model, count, length
+        recipe = fp8jax.recipes.get(name.partition(",")[0])
+        remat = False if recipe.context.saved or name == BF16 else "products"
+        optimizer = train.make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
-        self.task = Task.build(self.config, optimizer, part, remat=remat, seed=0, rows=rows if count > 1 else None)
+        self.task = Task.build(self.config, optimizer, recipe, remat=remat, seed=0, rows=rows if count > 1 else None)
         shapes = jax.eval_shape(self.task.init)
         placed = mesh.state(self.mesh, shapes)
         self.tokens = jax.device_put(
-            jax.random.randint(jax.random.key(1), (batch * count, length + 1), 0, VOCAB, jnp.int32), rows
+            jax.random.randint(jax.random.key(1), (batch * count, length + 1), 0, model.vocab, jnp.int32), rows
         )
         run = jax.jit(self.task.step, donate_argnums=0, in_shardings=(placed, rows), out_shardings=(placed, None))
         self.program = run.lower(shapes, self.tokens).compile()
@@ -69,7 +73,7 @@ class Arm:
         matrices = sum(
             math.prod(x.shape) for x in jax.tree.leaves(self.state.params) if x.ndim >= 2 and min(x.shape[-2:]) > 1
         )
-        matrices -= VOCAB * self.config.dim  # the embedding is looked up
+        matrices -= self.config.vocab * self.config.dim  # the embedding is looked up
         attention = 6 * self.config.layers * self.config.dim * self.length
         return float(self.tokens_per_step * (6 * matrices + attention))
 
@@ -117,51 +121,70 @@ def longest(call: Callable[[], Any], count: int = 10) -> list[tuple[str, float, 
     return [(name, ns / 1e6, calls[name]) for name, ns in times.most_common(count)]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Times the arms of each mesh in turns and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="step", description=__doc__)
     parser.add_argument("--model", default="1b", choices=sizes.NAMES)
     parser.add_argument("--batch", type=int, default=8, help="sequences for each GPU")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--recipe", nargs="+", default=[BF16, "te_current", "coat", "coat_fast"])
-    parser.add_argument("--mesh", nargs="+", default=list(MESHES), choices=MESHES)
+    parser.add_argument("--arm", nargs="+", default=list(ARMS), help="recipes; 'bf16, recomputed' is always there")
+    parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then timed")
+    parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
     parser.add_argument("--kernels", action="store_true", help="also list the longest kernels of each step")
     parser.add_argument("--out", type=Path, default=Path("results"))
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     timing.need_gpu()
-    rows: list[timing.Row] = []
-    for where in asked.mesh:
-        case = f"{asked.model}, {asked.batch} x {asked.length}, {where}"
+    measure(sizes.get(options.model, VOCAB), options)
+
+
+def measure(llama: LlamaConfig, options: argparse.Namespace) -> None:
+    """Times the arms of each mesh in turns and writes OUT/step.json."""
+    found: list[timing.Row] = []
+    for where in options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]:
+        place = MESHES[where].format(jax.device_count())
+        case = f"{options.model}, {place}, {options.batch} x {options.length} tokens"
         arms: dict[str, Arm] = {}
-        for recipe in asked.recipe:
-            part = fp8jax.recipes.get(recipe)
-            remat = False if part.context.saved else "products"
-            arms[recipe] = Arm(recipe, asked.model, asked.batch, asked.length, where, remat)
-            jax.block_until_ready(arms[recipe]())
-        times = timing.in_turns(dict(arms), asked.rounds, dict.fromkeys(arms, asked.steps))
-        for recipe, arm in arms.items():
-            row = functools.partial(timing.row, case, recipe)
-            rows.append(row("step", 1e3 * times[recipe], "ms", BF16, times[BF16] / times[recipe]))
-            rate = arm.tokens_per_step / times[recipe]
-            rows.append(row("tokens/s", rate, "", None, None))
-            rows.append(row("MFU", arm.flops / times[recipe] / (PEAK_FLOPS * arm.count), "", None, None))
-            told = arm.program.memory_analysis()
-            rows.append(row("state", told.argument_size_in_bytes / 1e9, "GB a GPU", None, None))
-            rows.append(row("temporaries", told.temp_size_in_bytes / 1e9, "GB a GPU", None, None))
-            rows += [row(f"exchange, {kind}", value, "MB", None, None) for kind, value in arm.exchanged().items()]
-            rows += [row(f"products, {kind}", count, "", None, None) for kind, count in arm.products().items()]
-            if asked.kernels:
-                for name, ms, count in longest(arm):
-                    rows.append(row(f"kernel, {name[:80]}", ms, f"ms in {count}", None, None))
+        for name in dict.fromkeys((AGAIN, *options.arm)):
+            start = time.perf_counter()
+            arms[name] = Arm(name, llama, options.batch, options.length, where)
+            jax.block_until_ready(arms[name]())
+            print(f"  {name}: compiled and ran once in {time.perf_counter() - start:.0f} s", flush=True)
+        times = timing.in_turns(dict(arms), options.rounds, dict.fromkeys(arms, options.steps))
+        for name, arm in arms.items():
+            found += rows(case, name, arm, times, {other: memory(a.program) for other, a in arms.items()})
+            if options.kernels:
+                found += [
+                    timing.row(case, name, f"kernel, {kernel[:80]}", ms, f"ms in {count}")
+                    for kernel, ms, count in longest(arm)
+                ]
         for arm in arms.values():
             jax.tree.map(lambda x: x.delete(), arm.state)
     notes = [
-        "bf16 keeps products and attention of each block and computes the rest again (remat='products'), as do recipes "
-        "without a context. Optimizer steps are `update` and `apply_updates`, with clipping. Flags: "
-        "--xla_gpu_enable_triton_gemm=false.",
-        "MFU counts products and causal attention, forward and backward, against 989.5 TFLOP/s of dense bf16.",
-        "State: what a step reads and writes, with its batch. Temporaries: XLA's own figure for the compiled step.",
+        " ".join((__doc__ or "").split("\n\n")[1].split()),
+        "Optimizer steps are `update` and `apply_updates`. Arms run in turns, in another order in each round; medians. "
+        "MFU counts products and causal attention, forward and backward, against 989.5 TFLOP/s of dense bf16. What is "
+        "exchanged is of the compiled program, each loop over layers once.",
     ]
-    timing.write("step", "Whole training steps", rows, notes, {"fp8jax": fp8jax.__version__}, asked.out)
+    timing.write("step", "Whole training steps", found, notes, {}, options.out)
+
+
+def memory(program: Any) -> tuple[float, float]:
+    """GB of temporaries, and of everything, while a compiled step runs, on each GPU."""
+    told = program.memory_analysis()
+    results = told.output_size_in_bytes - told.alias_size_in_bytes
+    return told.temp_size_in_bytes / 1e9, (told.argument_size_in_bytes + told.temp_size_in_bytes + results) / 1e9
+
+
+def rows(
+    case: str, name: str, arm: Arm, times: Mapping[str, timing.Seconds], sizes: Mapping[str, tuple[float, float]]
+) -> list[timing.Row]:
+    """What is said of an arm, against bf16 recomputed."""
+    row, median = functools.partial(timing.row, case, name), times[name]
+    spread = median.quartiles(lambda t: 1e3 * t)
+    found = [row("step", 1e3 * median, "ms", AGAIN, times[AGAIN] / median, spread)]
+    found.append(row("tokens/s", arm.tokens_per_step / median, ""))
+    found.append(row("MFU", arm.flops / median / (PEAK_FLOPS * arm.count), ""))
+    for i, metric in enumerate(("temporaries", "memory")):
+        found.append(row(metric, sizes[name][i], "GB a GPU", AGAIN, sizes[AGAIN][i] / sizes[name][i]))
+    found += [row(f"exchanged, {kind}", value, "MB") for kind, value in arm.exchanged().items()]
+    return found + [row(f"products, {kind}", count, "") for kind, count in arm.products().items()]

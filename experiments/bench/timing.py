@@ -1,8 +1,9 @@
-"""How everything here is timed and recorded: arms of a case in turns, in one process; medians, ratios to a baseline."""
+"""How everything here is timed and recorded: arms of a case in turns, in one process; medians, quartiles, ratios."""
 
 import concurrent.futures
 import datetime
 import json
+import os
 import platform
 import re
 import shlex
@@ -17,6 +18,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from experiments.bench import record
 
 Row = dict[str, Any]
 L2_BYTES = 50 << 20
@@ -53,13 +56,29 @@ def compiled(
     return ready
 
 
-def seconds(ready: dict[str, Callable], rounds: int, burst: float) -> dict[str, float]:
+class Seconds(float):
+    """A median time, with the times of all rounds that it is of."""
+
+    rounds: Sequence[float]
+
+    def __new__(cls, rounds: Sequence[float]) -> "Seconds":
+        self = super().__new__(cls, statistics.median(rounds))
+        self.rounds = tuple(rounds)
+        return self
+
+    def quartiles(self, convert: Callable[[float], float] = float) -> list[float]:
+        """The lower and the upper quartile of the rounds, each converted, such as to a rate."""
+        low, high = np.percentile([convert(t) for t in self.rounds], [25, 75])
+        return [float(low), float(high)]
+
+
+def seconds(ready: dict[str, Callable], rounds: int, burst: float) -> dict[str, Seconds]:
     """Median time of a call of each, `in_turns`, with as many calls in a round as take about `burst` seconds."""
     calls = {name: max(2, int(burst / max(_run(call, 2), 1e-6))) for name, call in ready.items()}
     return in_turns(ready, rounds, calls)
 
 
-def in_turns(ready: dict[str, Callable], rounds: int, calls: dict[str, int]) -> dict[str, float]:
+def in_turns(ready: dict[str, Callable], rounds: int, calls: dict[str, int]) -> dict[str, Seconds]:
     """Median time of a call of each, of several rounds of so many calls; a round first runs as many untimed.
 
     The order is another one in each round and each call: what ran before sets a clock that outlasts the untimed run.
@@ -70,7 +89,7 @@ def in_turns(ready: dict[str, Callable], rounds: int, calls: dict[str, int]) -> 
     for _ in range(rounds):
         for i in order.permutation(len(names)):
             times[names[i]].append(_run(ready[names[i]], calls[names[i]]))
-    return {name: statistics.median(t) for name, t in times.items()}
+    return {name: Seconds(t) for name, t in times.items()}
 
 
 def _run(call: Callable, calls: int) -> float:
@@ -105,13 +124,15 @@ def clock_and_power(call: Callable, duration: float = 1.5) -> tuple[float, float
 
 
 def row(case: str, impl: str, metric: str, value: float | None, unit: str, baseline: str | None = None,
-        ratio: float | None = None) -> Row:  # fmt: skip
-    """A row of a results file, which is also printed."""
+        ratio: float | None = None, quartiles: Sequence[float] | None = None) -> Row:  # fmt: skip
+    """A row of a results file, which is also printed; `quartiles` are those of the value."""
     told = f"   {ratio:.3f} of {baseline}" if ratio is not None else ""
     shown = "-" if value is None else f"{value:.4g}"
-    print(f"  {case:26s} {impl:38s} {metric:10s} {shown:>9s} {unit}{told}", flush=True)
-    return {"case": case, "impl": impl, "metric": metric, "value": value, "unit": unit, "baseline": baseline,
-            "ratio": ratio}  # fmt: skip
+    spread = f" ({quartiles[0]:.4g} to {quartiles[1]:.4g})" if quartiles else ""
+    print(f"  {case:26s} {impl:38s} {metric:10s} {shown:>9s} {unit}{spread}{told}", flush=True)
+    found = {"case": case, "impl": impl, "metric": metric, "value": value, "unit": unit, "baseline": baseline,
+             "ratio": ratio}  # fmt: skip
+    return found | ({"quartiles": list(quartiles)} if quartiles else {})
 
 
 MEAN = "geometric mean"
@@ -158,18 +179,19 @@ def write(
     last_resort: str | None = None,
 ) -> None:
     """Writes OUT/BENCH.json, and a plot of the ratios that are `compared` beside it."""
-    record = {
+    content = {
         "bench": bench,
         "title": title,
         "device": jax.devices()[0].device_kind,
         "versions": {"python": platform.python_version(), "jax": jax.__version__} | versions,
         "command": f"python -m experiments.bench {shlex.join(_asked(sys.argv[1:]))}",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **record.stamp(bench),
         "notes": list(notes),
         "rows": list(rows),
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{bench}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (out / f"{bench}.json").write_text(json.dumps(content, indent=1) + "\n")
     plot(rows, title, out / f"{bench}.png", last_resort)
 
 
@@ -215,7 +237,8 @@ def plot(rows: Sequence[Row], title: str, path: Path, last_resort: str | None = 
 
 
 def need_gpu() -> None:
-    """Exits where there is no GPU: benchmarks never fall back."""
+    """Exits where there is no GPU: benchmarks never fall back. Prints the device and XLA's flags."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         sys.exit(f"this benchmark needs a GPU, found {device.device_kind}; it never falls back")
+    print(f"{device.device_kind}, XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}", flush=True)

@@ -105,9 +105,10 @@ def attend(q_BxTxHxC: jax.Array, k_BxTxKxC: jax.Array, v_BxTxKxC: jax.Array, *, 
     )
 
 
-def products_saveable(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Policy of `jax.checkpoint` that keeps what products and cuDNN's attention return."""
-    return primitive.name == "dot_general" or primitive.name.startswith("dot_product_attention")
+def products_saveable(primitive: Any, *operands: Any, **_: Any) -> bool:
+    """Policy of `jax.checkpoint` that keeps what products of matrices and cuDNN's attention give."""
+    product = primitive.name == "dot_general" and all(x.ndim == 2 for x in operands)
+    return product or "attention" in primitive.name
 
 
 class Embed(nnx.Embed):

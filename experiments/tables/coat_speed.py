@@ -5,7 +5,6 @@ to find a tensor's scale take. Xi et al., COAT, ICLR 2025, sections 5.2 and 6.2,
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import fp8jax
+from experiments import flags
 from experiments.bench import layer, timing
 from experiments.models.llama import Block, LlamaConfig
 from experiments.tables import coat_memory, common
@@ -108,9 +108,8 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
     sets = [(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16),) for i in range(count)]
     functions = norm_arms()
     times = timing.seconds(timing.compiled(functions, sets), rounds, burst)
-    times = {name: 1e6 * t / len(sets) for name, t in times.items()}
-    found = []
-    for name, time in times.items():
+    found, microseconds = [], {name: 1e6 * t / len(sets) for name, t in times.items()}
+    for name, time in microseconds.items():
         first = name in (NORM, NORM_CODES)
         base = NORM if first else JUST_IN_TIME
         slow, fast = PAPER_NORM[columns]
@@ -118,8 +117,8 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
         table = "Table 12: time of a norm" if first else "Figure 4(b): norm and codes with one scale, time"
         pivot = (f"(4096, {columns})", name)
         found.append(Row(f"{name}, (4096, {columns})", "time", time, "µs", f"{base}, (4096, {columns})",
-                         time / times[base], None, theirs, table, pivot))  # fmt: skip
-        print(f"  (4096, {columns}) {name:30s} {time:8.1f} µs  {time / times[base]:.3f}", flush=True)
+                         time / microseconds[base], None, theirs, table, pivot))  # fmt: skip
+        print(f"  (4096, {columns}) {name:30s} {time:8.1f} µs  {time / microseconds[base]:.3f}", flush=True)
     return found
 
 
@@ -133,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     given = parser.parse_args(argv)
-    # As in experiments.bench: XLA's autotuner would try its own products for every shape.
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
+    flags.recommend()
     timing.need_gpu()
     rows = [row for n in PAPER_NORM for row in norms(n, given.rounds, given.burst / 2)]
     rows += [row for d in given.hidden for t in LENGTHS for row in layers(d, t, given.rounds, given.burst)]

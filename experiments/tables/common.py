@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import datetime
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import jax
 from matplotlib.figure import Figure
 
 from experiments import evaluate, report, train
+from experiments.bench import record
 from experiments.checkpoint import Checkpoints
 from experiments.config import UserError
 from experiments.task import TrainState
@@ -70,6 +71,7 @@ def write(
     *,
     arguments: str = "",
     device: str | None = None,
+    stamp: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes results/BENCH.json, and results/BENCH.png where there is a figure.
 
@@ -82,6 +84,7 @@ def write(
         results: folder, made where missing.
         arguments: of the command that regenerates it.
         device: what was measured on; None for this process's first device.
+        stamp: when and with which kernels, as `record.stamp` and "date" say it; None for now and today's.
     """
     results.mkdir(parents=True, exist_ok=True)
     if device is None:
@@ -93,6 +96,7 @@ def write(
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
         "command": f"python -m experiments.tables.{bench} {arguments}".strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **(record.stamp(bench) if stamp is None else stamp),
         "notes": list(notes),
         "rows": [dataclasses.asdict(row) for row in rows],
     }

@@ -8,6 +8,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+# What a policy of `jax.checkpoint` knows its result and roots by.
+NAME = "attention"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -27,6 +31,7 @@ def _forward(q: Array, k: Array, v: Array, is_causal: bool) -> tuple[Array, tupl
     root_BxHxT = jax.nn.logsumexp(s_BxHxTxS, axis=-1)
     p_BxHxTxS = jnp.exp(s_BxHxTxS - root_BxHxT[..., None]).astype(v.dtype)
     out_BxTxHxC = jnp.einsum("bhts,bshc->bthc", p_BxHxTxS, v)
+    out_BxTxHxC, root_BxHxT = (checkpoint_name(x, NAME) for x in (out_BxTxHxC, root_BxHxT))
     return out_BxTxHxC, (q, k, v, out_BxTxHxC, root_BxHxT)
 
 

@@ -1,17 +1,29 @@
-"""Writes RESULTS.md from results/*.json: `python -m experiments.tables.report`."""
+"""Writes RESULTS.md, a page for each topic, and README's first figures from results/*.json.
+
+    python -m experiments.tables.report
+
+RESULTS.md has one line a claim; results/pages/NAME.md has all rows of results/NAME.json. Figures that are older than
+the kernels that they time are marked, from what the file says of those kernels (`experiments.bench.record`).
+"""
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.bench import record
+from experiments.tables import claims
+
 HEAD = """# Results
 
-Generated from the files in `results/` by `python -m experiments.tables.report`; do not edit. Every section names the
-command that regenerates it. Where a paper's figure is missing, our copy of the paper does not hold it.
+Written from the files in `results/` by `python -m experiments.tables.report`; do not edit. Each line links to a page
+with all rows, notes and the whole command. A ratio of speed is the baseline's time over ours. Every benchmark runs its
+baseline in the same process, all but `cold` with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`
+(`experiments/flags.py`). Where a paper's figure is missing, our copy of the paper does not hold it.
 """
+START, END = "<!-- Written by python -m experiments.tables.report; do not edit. -->", "<!-- end -->"
 _REQUIRED = {"bench", "device", "versions", "command", "date", "rows"}
 _FIELDS = {"case", "impl", "metric", "value", "unit", "baseline", "ratio"}
 
@@ -40,6 +52,7 @@ def list_rows(rows: Sequence[dict[str, Any]]) -> str:
         "implementation": lambda r: r["impl"] if any(x["impl"] != "fp8jax" for x in rows) else None,
         "metric": lambda r: r["metric"],
         "value": lambda r: number(r["value"]),
+        "quartiles": lambda r: " to ".join(map(number, r["quartiles"])) if r.get("quartiles") else None,
         "unit": lambda r: None if r["unit"] == "1" else r["unit"],
         "baseline": lambda r: r["baseline"],
         "ratio": lambda r: None if r["ratio"] is None else number(r["ratio"]),
@@ -78,74 +91,150 @@ def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
     return f"{legend}:\n\n{table(['', *across], body)}"
 
 
-def section(result: dict[str, Any], picture: str | None) -> str:
-    """One results file as a section.
+def page(result: Mapping[str, Any], picture: str | None) -> str:
+    """One results file as a page.
 
     Args:
         result: content of the file.
-        picture: path of its figure, relative to RESULTS.md.
+        picture: path of its figure, relative to the page.
 
     Raises:
         ValueError: the content is not of the schema; the message names what is missing.
     """
-    missing = _REQUIRED - set(result)
-    for row in result.get("rows", []):
-        missing |= _FIELDS - set(row)
-    if missing:
-        raise ValueError(f"{', '.join(sorted(missing))} missing")
+    _check(result)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    flags = f" · XLA_FLAGS=`{result['flags']}`" if result.get("flags") else ""
     parts = [
-        f"## {result.get('title', result['bench'])}",
-        f"`{result['command']}` · {result['date']} · {result['device']} · {versions}",
+        f"# {result.get('title', result['bench'])}",
+        f"`{result['command']}` · {measured(result)} · {versions}{flags} · [all results](../../RESULTS.md)",
     ]
+    if older := record.changed(result):
+        parts.append(f"**Older than kernels that it times**: {', '.join(older)} changed after it was measured.")
     groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for row in result["rows"]:
         groups.setdefault((row.get("table") or "", row.get("pivot") is not None), []).append(row)
     for (name, pivoted), rows in groups.items():
         if name:
-            parts.append(f"### {name}")
+            parts.append(f"## {name}")
         parts.append(pivot_rows(rows) if pivoted else list_rows(rows))
     if picture:
         parts.append(f"![{result['bench']}]({picture})")
     parts += ["\n".join(f"- {note}" for note in result.get("notes", []))]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def write(results: Path, target: Path) -> int:
-    """Writes the report of all results; returns the number of sections.
+def measured(result: Mapping[str, Any]) -> str:
+    """When, with which commit, and on what."""
+    commit = f" (commit {result['commit']})" if result.get("commit") else ""
+    return f"{result['date']}{commit} · {result['device']}"
+
+
+def front(results: Mapping[str, Mapping[str, Any]], pages: str) -> str:
+    """RESULTS.md: a line a claim, then the pages.
+
+    Args:
+        results: content of the files, by name.
+        pages: folder of pages, relative to RESULTS.md.
+    """
+    lines = []
+    for claim in claims.CLAIMS:
+        result = results.get(claim.bench)
+        ours = result and claim.ours(result)
+        if not result or not ours:
+            lines.append([claim.text, "not measured yet", claim.paper, "", f"`{claim.bench}`", ""])
+            continue
+        older = record.changed(result)
+        when = result["date"] + (f", **{_count(older)} changed since**" if older else "")
+        command = f"[`{claims.short(result['command'])}`]({pages}/{claim.bench}.md)"
+        lines.append([claim.text, ours, claim.paper, claim.peer(result) or "", command, when])
+    header = ["what", "ours", "the paper's", "a peer's, same run", "command, and its page", "measured"]
+    listed = [
+        f"- [{result.get('title', name)}]({pages}/{name}.md): {measured(result)}"
+        + (f"; **{_count(older)} changed since**" if (older := record.changed(result)) else "")
+        for name, result in results.items()
+    ]
+    return "\n\n".join([HEAD.strip(), table(header, lines), "## Pages", "\n".join(listed)]) + "\n"
+
+
+def _count(kernels: Sequence[str]) -> str:
+    return f"{len(kernels)} kernel{'s' if len(kernels) > 1 else ''}"
+
+
+def _check(result: Mapping[str, Any]) -> None:
+    missing = _REQUIRED - set(result)
+    for row in result.get("rows", []):
+        missing |= _FIELDS - set(row)
+    if missing:
+        raise ValueError(f"{', '.join(sorted(missing))} missing")
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results files of a folder, by name.
 
     Raises:
-        ValueError: there are no results, or a file is no JSON or not of the schema; the message names it.
+        ValueError: the folder is missing or empty, or a file is no JSON or not of the schema; the message names it.
     """
-    paths = sorted(results.glob("*.json"))
-    if not paths:
-        raise ValueError(
-            f"--results {results}: {'no results (*.json) in it' if results.is_dir() else 'no such folder'}"
-        )
-    sections = []
-    for path in paths:
-        picture = path.with_suffix(".png")
+    if not folder.is_dir():
+        raise ValueError(f"--results {folder}: no such folder")
+    found = {}
+    for path in sorted(folder.glob("*.json")):
         try:
-            shown = f"{results.name}/{picture.name}" if picture.exists() else None
-            sections.append(section(json.loads(path.read_text()), shown))
+            found[path.stem] = json.loads(path.read_text())
+            _check(found[path.stem])
         except (ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from None
-    target.write_text("\n\n".join([HEAD.strip(), *sections]) + "\n")
-    return len(sections)
+    if not found:
+        raise ValueError(f"--results {folder}: no results there (NAME.json)")
+    return found
+
+
+def written(folder: Path) -> dict[str, str]:
+    """What the files of a folder give, by path relative to the folder's parent: RESULTS.md and all pages.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    results = read(folder)
+    files = {"RESULTS.md": front(results, f"{folder.name}/pages")}
+    for name, result in results.items():
+        picture = f"../{name}.png" if (folder / f"{name}.png").exists() else None
+        files[f"{folder.name}/pages/{name}.md"] = page(result, picture)
+    return files
+
+
+def with_figures(readme: str, folder: Path) -> str:
+    """A README with its first figures as the files of a folder give them, between two comments.
+
+    Raises:
+        ValueError: as `read`, or the comments are missing.
+    """
+    before, start, rest = readme.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"README.md lacks {START!r} or {END!r}")
+    return f"{before}{start}\n{claims.first_screen(read(folder))}\n{end}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes RESULTS.md; exit code 2 and one line where there are no results, or one is not of the schema."""
+    """Writes all pages; exit code 2 and one line where a folder or file is not what it should be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of JSON files (default: results)")
-    parser.add_argument("--target", type=Path, default=Path("RESULTS.md"), help="(default: RESULTS.md)")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its figures are written, if it exists")
+    given = parser.parse_args(argv)
     try:
-        count = write(arguments.results, arguments.target)
+        files = {given.results.parent / name: text for name, text in written(given.results).items()}
+        if given.readme.exists():
+            files[given.readme] = with_figures(given.readme.read_text(), given.results)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {arguments.target}: {count} sections")
+    (given.results / "pages").mkdir(exist_ok=True)
+    for path in (given.results / "pages").glob("*.md"):
+        if path not in files:
+            path.unlink()
+    for path, text in files.items():
+        path.write_text(text)
+    print(f"wrote {given.results.parent / 'RESULTS.md'} and {len(files) - 1} other files")
     return 0
 
 

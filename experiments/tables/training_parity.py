@@ -1,303 +1,319 @@
-"""COAT, section 6 and Table 13: training in 8 bits beside bf16, and what a broken recipe does.
+"""COAT, section 6 and Table 13: training in 8 bits beside bf16, over many seeds, and a recipe that is damaged a little.
 
-    python -m experiments.tables.training_parity --data 'books/*.txt' --devices 4
+    python -m experiments.tables.training_parity --data 'books/*.txt' --limit 540
+    python -m experiments.tables.training_parity --judge
 
-Trains every arm that results/training_parity/ lacks, one on each device at a time, then compares all. Stopped by SIGINT
-or SIGTERM, all arms save; the same command goes on. Each arm sees the same batches in the same order; three seeds of
-bf16 are the noise that a difference must exceed.
+The first trains every seed of every arm that results/parity/ lacks, one after another on one device, and writes a file
+after each; stopped, or out of time (--limit, in seconds), the same command goes on. Both compare what is there.
+
+An arm's difference is that of its mean loss from the mean of bf16's seeds. Its noise is that of the differences within
+a seed, which has one start and one order of text for all arms, and no other noise: training is chaotic. An arm passes
+if the 95 % interval of its difference, in training and in validation loss, lies within the limit on both sides; it
+fails if an interval lies outside; else the runs cannot tell. The control must fail.
 """
 
 import argparse
 import dataclasses
-import datetime
 import json
-import math
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import jax
 import numpy as np
 from matplotlib.figure import Figure
+from scipy import stats  # type: ignore[import-untyped]
 
 import fp8jax
-from experiments import report, train
-from experiments.tables import common
+from experiments import flags
+from experiments.config import UserError
+from experiments.tables import common, parity_runs
 from experiments.tables.common import Row
+from experiments.tables.parity_runs import Arm, Setting
 
-# Training perplexities of Table 13.
-PAPER = {"bf16": 2.995, "coat": 3.008, "coat_optimizer": 2.998, "coat_activations": 2.999}
-# A Llama of 64 M parameters and 300 M bytes; what a flag leaves out stands at its default.
-FLAGS = (
-    "--layers 5 --dim 1024 --heads 8 --kv-heads 8 --mlp-dim 2816 --seq-len 1024 --batch 64 --steps 4600 --warmup 200 "
-    "--lr 1e-3 --eval-every 460 --eval-batches 16 --checkpoint-every 2300 --keep 1 --log-every 100 --sample-tokens 0 "
-    "--valid-fraction 0.0275"
-)
-_INTEGERS = dataclasses.replace(
-    fp8jax.recipes.coat(),
-    name="control",
-    optimizer=fp8jax.recipes.Optimizer(mu="int8", nu="int8", expand=False),
-    linear=fp8jax.recipes.Linear("int8", "int8", "int8"),
-    context=fp8jax.recipes.Context(),
-)
-# The control is broken on purpose: evenly spaced integers for moments and gradients, which have a wide range.
-ARMS: dict[str, tuple[fp8jax.Recipe, int]] = {
-    "bf16": (fp8jax.recipes.bf16(), 0),
-    "coat": (fp8jax.recipes.coat(), 0),
-    "coat_fast": (fp8jax.recipes.coat_fast(), 0),
-    "coat_optimizer": (fp8jax.recipes.coat_optimizer(), 0),
-    "coat_activations": (fp8jax.recipes.coat_activations(), 0),
-    "control": (_INTEGERS, 0),
-    "coat, seed 1": (fp8jax.recipes.coat(), 1),
-    "bf16, seed 1": (fp8jax.recipes.bf16(), 1),
-    "bf16, seed 2": (fp8jax.recipes.bf16(), 2),
+# Decided before the runs. COAT's own training loss is 0.67 % above bf16's in pretraining OLMo-1B (Table 3).
+LIMIT, CONFIDENCE = 0.005, 0.95
+BASE, CONTROL = "bf16", "control"
+ARMS: dict[str, Arm] = {
+    BASE: Arm(fp8jax.recipes.bf16()),
+    "coat": Arm(fp8jax.recipes.coat()),
+    CONTROL: Arm(fp8jax.recipes.coat(), "forward", 3),
+    "coat_fast": Arm(fp8jax.recipes.coat_fast()),
+    "coat_optimizer": Arm(fp8jax.recipes.coat_optimizer()),
+    "coat_activations": Arm(fp8jax.recipes.coat_activations()),
+    f"{CONTROL}_wgrad": Arm(fp8jax.recipes.coat(), "wgrad", 2),
 }
-_LIMIT, _STRIDE = 0.005, 10
+SEEDS = 8
+# The share of the steps, the last ones, that a training loss is the mean of.
+TAIL = 0.1
+TRAINING, VALIDATION = "training loss", "validation loss"
+SEEDS_TABLE, LARGE_TABLE = "Many seeds of a small model", "64.8 M parameters, one to three seeds (2026-11-21 and 22)"
+
+Losses = Mapping[str, Mapping[int, Mapping[str, float]]]
+"""Arm, seed, metric."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
-    """A finished arm.
+class Difference:
+    """Of an arm's mean loss from that of bf16's seeds, as a share of it.
 
     Attributes:
-        flags: of experiments.train that it was trained with.
-        device: that it was trained on.
-        date: of its result file, in ISO 8601; only speeds of one day are compared.
-        result: as experiments.report.Result.
-        losses: training losses, each the mean of `_STRIDE` steps.
+        value: positive where the arm is worse.
+        half: half of the confidence interval's width; infinite where nothing tells the noise.
+        seeds: of the arm.
     """
 
-    flags: str
-    device: str
-    date: str
-    result: dict[str, Any]
-    losses: list[float]
+    value: float
+    half: float
+    seeds: int
 
     @property
-    def loss(self) -> float:
-        """Validation loss after the last step, nats per token."""
-        return float(self.result["valid_loss"])
+    def verdict(self) -> str:
+        """What the runs show of this difference."""
+        if self.seeds < 2:
+            return "not judged"
+        if abs(self.value) + self.half <= LIMIT:
+            return "within"
+        return "outside" if abs(self.value) - self.half > LIMIT else "undecided"
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:+.2f} ± {100 * self.half:.2f} %"
 
 
-def folder(out: Path, name: str) -> Path:
-    """Where the training program leaves an arm."""
-    recipe, seed = ARMS[name]
-    return out / f"parity_{recipe.name}_{seed}" / recipe.name
-
-
-def train_arm(name: str, data: Sequence[str], out: Path, flags: str) -> int:
-    """Trains one arm in this process, or goes on with it; the training program's exit code."""
-    recipe, seed = ARMS[name]
-    argv = ["--recipe", recipe.name, "--seed", str(seed), "--run", folder(out, name).parent.name, "--out", str(out)]
-    argv += ["--data", *data] if data else []
-    return train.main([*argv, *flags.split()], recipe=lambda _: recipe)
-
-
-def train_all(names: Sequence[str], devices: int, argv: Sequence[str], out: Path) -> dict[str, int]:
-    """Trains arms in processes of their own, one a device at a time; their exit codes.
+def differences(losses: Losses, metric: str, *, paired: bool) -> dict[str, Difference]:
+    """Of each arm but bf16, with noise that is pooled over all arms but the control.
 
     Args:
-        names: arms, in the order in which they start.
-        devices: how many GPUs; on CPU, how many at once.
-        argv: command line that a process gets besides `--arm NAME`.
-        out: where their output is written, to NAME.log.
+        losses: bf16's, and those of arms.
+        metric: which loss.
+        paired: whether seeds are compared with the same seeds of bf16, else arms with the mean of all of bf16's.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    waiting, codes = list(names), dict[str, int]()
-    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
-    stopping: list[int] = []
-
-    def stop(signum: int, _frame: FrameType | None) -> None:
-        stopping.append(signum)
-        for _, process in running.values():
-            process.send_signal(signal.SIGTERM)
-
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while running or (waiting and not stopping):
-            for device in range(devices):
-                if device not in running and waiting and not stopping:
-                    name = waiting.pop(0)
-                    log = (out / f"{name.replace(', ', '_').replace(' ', '_')}.log").open("a")
-                    command = [sys.executable, "-u", "-m", "experiments.tables.training_parity", *argv, "--arm", name]
-                    env = os.environ | {"CUDA_VISIBLE_DEVICES": str(device)}
-                    running[device] = (name, subprocess.Popen(command, stdout=log, stderr=log, env=env))
-                    print(f"{name}: started on device {device}, output in {log.name}", flush=True)
-            for device, (name, process) in list(running.items()):
-                if process.poll() is not None:
-                    codes[name] = process.returncode
-                    print(f"{name}: ended with code {process.returncode}", flush=True)
-                    del running[device]
-            time.sleep(0.2)
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
-    return codes
+    values = {name: {seed: of[metric] for seed, of in runs.items()} for name, runs in losses.items()}
+    base = values.pop(BASE)
+    found, spread = {}, {} if paired else {BASE: list(base.values())}
+    for name, runs in values.items():
+        against = {seed: base[seed] for seed in runs} if paired else base
+        found[name] = np.mean(list(runs.values())) / np.mean(list(against.values())) - 1
+        spread[name] = [x / base[seed] for seed, x in runs.items()] if paired else list(runs.values())
+    relative = {name: np.divide(x, np.mean(x)) for name, x in spread.items()}
+    sound = [x for name, x in relative.items() if not name.startswith(CONTROL)]
+    freedom = sum(len(x) - 1 for x in sound)
+    noise = np.sqrt(sum(np.var(x) * len(x) for x in sound) / freedom) if freedom else np.inf
+    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) if freedom else np.inf
+    result = {}
+    for name, value in found.items():
+        count = len(values[name])
+        own = float(np.std(relative[name], ddof=1)) if count > 1 else 0.0
+        error = max(noise, own) * np.sqrt(1 / count + (0 if paired else 1 / len(base)))
+        result[name] = Difference(float(value), float(quantile * error), count)
+    return result
 
 
-def collect(out: Path, results: Path, flags: str) -> None:
-    """Keeps what matters of the arms that are finished, in RESULTS/training_parity/."""
-    for name in ARMS:
-        finished = folder(out, name) / "result.json"
-        if finished.exists():
-            losses = [row["loss"] for row in report.read_metrics(finished.with_name("metrics.jsonl")) if "loss" in row]
-            means = [float(np.mean(losses[i : i + _STRIDE])) for i in range(0, len(losses), _STRIDE)]
-            result = json.loads(finished.read_text())["result"]
-            date = datetime.datetime.fromtimestamp(finished.stat().st_mtime, datetime.UTC).date().isoformat()
-            arm = Arm(flags, jax.devices()[0].device_kind, date, result, [round(x, 5) for x in means])
-            path = stored(results, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            report.write_json(path, dataclasses.asdict(arm))
+def judge(losses: Losses, *, paired: bool) -> dict[str, str]:
+    """What the runs show of each arm but bf16: "within", "outside", "undecided" or "not judged"."""
+    found = [differences(losses, metric, paired=paired) for metric in (TRAINING, VALIDATION)]
+    verdicts: dict[str, str] = {}
+    for name in found[0]:
+        of = {each[name].verdict for each in found}
+        verdicts[name] = next(x for x in ("not judged", "outside", "undecided", "within") if x in of)
+    return verdicts
 
 
-def stored(results: Path, name: str) -> Path:
-    """Where an arm is kept."""
-    recipe, seed = ARMS[name]
-    return results / "training_parity" / f"{recipe.name}_{seed}.json"
+def small(results: Path) -> tuple[Losses, dict[str, dict[str, Any]]]:
+    """Losses of the runs in results/parity/, of seeds that bf16 has, too, and the files."""
+    files = {name: json.loads(path.read_text()) for name in ARMS if (path := _file(results, name)).exists()}
+    base = files.get(BASE, {"runs": {}})["runs"]
+    losses = {
+        name: {int(seed): _run(content["runs"][seed]) for seed in base if seed in content["runs"]}
+        for name, content in files.items()
+    }
+    return {name: runs for name, runs in losses.items() if runs}, files
 
 
-def read(results: Path, flags: str) -> dict[str, Arm]:
-    """The arms that are kept and were trained with these flags."""
-    found = {}
-    for name in ARMS:
-        path = stored(results, name)
-        if path.exists():
-            arm = Arm(**json.loads(path.read_text()))
-            if arm.flags == flags:
-                found[name] = arm
-    return found
+def _file(results: Path, name: str) -> Path:
+    return results / "parity" / f"{name}.json"
 
 
-def noise(arms: Mapping[str, Arm]) -> float | None:
-    """Largest less smallest validation loss over three seeds of bf16, relative to the first; None without them."""
-    losses = [arm.loss for name, arm in arms.items() if name.startswith("bf16")]
-    return float(np.ptp(losses) / arms["bf16"].loss) if len(losses) == 3 else None
+def _run(run: Mapping[str, Any]) -> dict[str, float]:
+    return {TRAINING: _tail(run["losses"]), VALIDATION: run["valid_loss"]}
 
 
-def rows(arms: Mapping[str, Arm]) -> list[Row]:
-    """Validation loss, bytes of moments and speed of every arm, relative to bf16."""
+def large(results: Path) -> tuple[Losses, dict[str, dict[str, Any]]]:
+    """Losses of the older runs in results/training_parity/, NAME_SEED.json, and the first file of each arm."""
+    losses: dict[str, dict[int, dict[str, float]]] = {}
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted((results / "training_parity").glob("*.json")):
+        content = json.loads(path.read_text())
+        name, _, seed = path.stem.rpartition("_")
+        name = f"{CONTROL}, all integers" if name == CONTROL else name
+        run = {TRAINING: _tail(content["losses"]), VALIDATION: content["result"]["valid_loss"]}
+        losses.setdefault(name, {})[int(seed)] = run
+        files.setdefault(name, content)
+    return losses, files
+
+
+def _tail(losses: Sequence[float]) -> float:
+    return float(np.mean(losses[-max(1, round(TAIL * len(losses))) :]))
+
+
+def rows(losses: Losses, table: str, *, paired: bool) -> list[Row]:
+    """Means, differences from bf16 and half-widths of intervals, in percent, as a table of arms."""
     found = []
-    for metric, unit, get in (
-        ("validation loss", "nats/token", lambda arm: arm.loss),
-        ("moments", "bytes/parameter", _moments),
-        ("speed", "tokens/s", lambda arm: arm.result["tokens_per_s"]),
-    ):
-        base = get(arms["bf16"])
-        for name, arm in arms.items():
-            compared = name in PAPER and metric == "validation loss"
-            paper = math.log(PAPER[name]) / math.log(PAPER["bf16"]) if compared else None
-            alike = metric != "speed" or arm.date == arms["bf16"].date
-            against, ratio = ("bf16", get(arm) / base) if alike else (None, None)
-            row = Row(name, metric, get(arm), unit, against, ratio, paper_ratio=paper, table=metric)
-            found.append(row)
+    for name, runs in losses.items():
+        found.append(Row(name, "seeds", len(runs), table=table, pivot=(name, "seeds")))
+        for metric in (TRAINING, VALIDATION):
+            mean = float(np.mean([run[metric] for run in runs.values()]))
+            found.append(Row(name, metric, mean, "nats/byte", table=table, pivot=(name, metric)))
+            if name != BASE:
+                of = differences(losses, metric, paired=paired)[name]
+                half = 100 * of.half if np.isfinite(of.half) else None
+                for column, value in ((f"{metric}: % above bf16", 100 * of.value), ("±", half)):
+                    label = f"± ({metric})" if column == "±" else column
+                    found.append(Row(name, label, value, "%", table=table, pivot=(name, label)))
     return found
 
 
-def verdict(arms: Mapping[str, Arm]) -> list[str]:
-    """How far each arm is from bf16, beside the noise and the limit that a recipe must keep."""
-    floor = noise(arms)
-    if floor is None:
-        lines = ["Other seeds of bf16 are not trained yet: how much of a difference is noise is not known."]
-    else:
-        lines = [f"Three seeds of bf16 differ by {floor:.2%} of their validation loss."]
-    for name, arm in arms.items():
-        if name.startswith("bf16"):
-            continue
-        seed = ARMS[name][1]
-        base = f"bf16, seed {seed}" if seed else "bf16"
-        if base in arms:
-            above = arm.loss / arms[base].loss - 1
-            kept = "within" if above <= _LIMIT else "outside"
-            lines.append(f"{name}: {above:+.2%} of the validation loss of {base}, {kept} the limit of {_LIMIT:.1%}.")
-    missing = [name for name in ARMS if name not in arms]
-    return [*lines, f"Not trained yet: {'; '.join(missing)}."] if missing else lines
+def told(losses: Losses, *, paired: bool) -> list[str]:
+    """The verdict on each arm, in words."""
+    found = {metric: differences(losses, metric, paired=paired) for metric in (TRAINING, VALIDATION)}
+    lines = []
+    for name, verdict in judge(losses, paired=paired).items():
+        shown = "; ".join(f"{metric} {of[name]}" for metric, of in found.items())
+        what = {"within": f"passes: within ±{LIMIT:.1%}", "outside": f"fails: outside ±{LIMIT:.1%}",
+                "undecided": f"cannot be told from ±{LIMIT:.1%} by these runs",
+                "not judged": "one seed, not judged"}[verdict]  # fmt: skip
+        lines.append(f"{name}: {shown}; {what}.")
+    return lines
 
 
-def draw(arms: Mapping[str, Arm]) -> Figure:
-    """Training loss, smoothed, and its distance from bf16's."""
+def draw(losses: Losses, curves: Mapping[str, Mapping[int, np.ndarray]]) -> Figure:
+    """Differences of training losses by step, means over seeds; and differences of all seeds with intervals.
+
+    Args:
+        losses: at the end of the runs.
+        curves: of each arm and seed, (steps / 10,).
+    """
     figure = Figure(figsize=(13, 4.5), dpi=110, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    curves = {name: _smooth(arm.losses) for name, arm in arms.items()}
-    for name, losses in curves.items():
-        steps = _STRIDE * np.arange(len(losses))
-        style = {"color": "0.6", "lw": 0.8} if name.startswith("bf16,") else {"lw": 1.1}
-        left.plot(steps, losses, label=name, **style)  # type: ignore[arg-type]
-        shared = min(len(losses), len(curves["bf16"]))
-        difference = 100 * (losses[:shared] / curves["bf16"][:shared] - 1)
-        right.plot(steps[:shared], difference, label=name, **style)  # type: ignore[arg-type]
-    left.set(xlabel="step", ylabel="training loss, mean of 50 steps (nats per byte)", yscale="log")
-    right.set(xlabel="step", ylabel="% above bf16")
-    right.set_yscale("symlog", linthresh=1)
-    for axes in (left, right):
+    left, *right = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    for name in losses:
+        if name != BASE:
+            difference = 100 * np.mean([curves[name][s] / curves[BASE][s] - 1 for s in losses[name]], 0)
+            width = min(10, len(difference))
+            smooth = np.convolve(difference, np.ones(width) / width, "valid")
+            left.plot(parity_runs.STRIDE * np.arange(len(smooth)), smooth, label=name, lw=1.1)
+    left.set(xlabel="step", ylabel="training loss, % above bf16's with the same seed, mean of seeds")
+    left.set_yscale("symlog", linthresh=1)
+    left.legend(fontsize=8)
+    for axes, metric in zip(right, (TRAINING, VALIDATION), strict=True):
+        for y, (name, of) in enumerate(differences(losses, metric, paired=True).items()):
+            each = [100 * (run[metric] / losses[BASE][s][metric] - 1) for s, run in losses[name].items()]
+            axes.plot(each, [y] * len(each), "o", color="0.6", ms=4)
+            axes.errorbar(100 * of.value, y, xerr=100 * of.half, fmt="s", color="tab:red", capsize=4)
+        axes.set_yticks(range(len(losses) - 1), [name for name in losses if name != BASE], fontsize=8)
+        axes.axvspan(-100 * LIMIT, 100 * LIMIT, color="tab:green", alpha=0.15)
+        axes.set(xlabel=f"{metric}, % above bf16")
+    for axes in (left, *right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
     return figure
 
 
+def write(results: Path) -> None:
+    """Regenerates results/training_parity.json, and .png where there are runs of several seeds."""
+    losses, files = small(results)
+    older, kept = large(results)
+    found, notes, figure = [], [], None
+    device = next((of["device"] for of in files.values()), None)
+    notes += [
+        f"An arm passes if the {CONFIDENCE:.0%} interval of its difference from bf16, in training and in validation "
+        f"loss, lies within ±{LIMIT:.1%} of the loss, which was decided before the runs; it fails if one lies outside. "
+        f"Training loss is the mean of the last {TAIL:.0%} of the steps.",
+    ]
+    if BASE in losses and len(losses[BASE]) > 1:
+        setting = Setting(**files[BASE]["setting"])
+        found += rows(losses, SEEDS_TABLE, paired=True)
+        curves = {
+            name: {s: np.array(files[name]["runs"][str(s)]["losses"]) for s in runs} for name, runs in losses.items()
+        }
+        figure = draw(losses, curves)
+        dates = sorted({of["date"] for of in files.values()})
+        notes += [
+            f"Many seeds: a Llama of {files[BASE]['parameters']:,} parameters, {setting.tokens / 1e6:.1f} M bytes a "
+            f"run, {dates[0]} to {dates[-1]}. Every arm of a seed has the same start and the same text, so that "
+            f"differences are within seeds. {CONTROL} is coat whose forward products read codes without mantissa bits, "
+            f"powers of two; {CONTROL}_wgrad, whose weight gradients' products read codes of two mantissa bits less.",
+            *told(losses, paired=True),
+        ]
+        if CONTROL in losses and judge(losses, paired=True)[CONTROL] != "outside":
+            notes.append("The control is not told from a sound arm: what passes here has not been shown to train well.")
+    else:
+        notes.append("Not run yet with many seeds of a small model.")
+    if BASE in older:
+        device = device or kept[BASE]["device"]
+        found += rows(older, LARGE_TABLE, paired=False)
+        for name, content in kept.items():
+            speed, sizes = content["result"]["tokens_per_s"], content["result"]["state_bytes"]
+            moments = (sizes["mu"] + sizes["nu"]) / content["result"]["parameters"]
+            for column, value in (("bytes of moments a parameter", moments), ("tokens/s, seed 0", speed)):
+                found.append(Row(name, column, value, table=LARGE_TABLE, pivot=(name, column)))
+        spread = np.ptp([run[VALIDATION] for run in older[BASE].values()]) / older[BASE][0][VALIDATION]
+        widths = {
+            m: max(d.half for d in differences(older, m, paired=False).values() if d.seeds > 1)
+            for m in (TRAINING, VALIDATION)
+        }
+        notes += [
+            f"64.8 M parameters, 301 M bytes a run: judged again from the same runs by this rule. Seeds of bf16 differ "
+            f"by {spread:.1%} in validation loss, so with two seeds an arm differences under {widths[TRAINING]:.1%} in "
+            f"training and {widths[VALIDATION]:.1%} in validation loss are not seen: these runs show that no recipe "
+            "diverges and that a broken one does, and not that recipes are within the limit. The control has int8 "
+            "moments without expansion and int8 products. coat_fast ran a day later, with faster kernels: speeds of "
+            "two dates do not compare. Flags of the training program: " + kept[BASE]["command_flags"],
+            *told(older, paired=False),
+        ]
+    title = "COAT: training in 8 bits beside bf16 (section 6, Table 13)"
+    arguments = "--data 'books/*.txt' --limit 540"
+    if not found:
+        return
+    measured = next(of for of in (files.get("coat"), files.get(BASE), kept.get("coat"), kept.get(BASE)) if of)
+    stamp: dict[str, Any] = {key: measured[key] for key in ("date", "flags", "commit", "kernels") if key in measured}
+    common.write(
+        "training_parity", title, found, notes, figure, results, arguments=arguments, device=device, stamp=stamp
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains what is missing and regenerates results/training_parity.json and .png."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    """Trains what is missing and regenerates results/training_parity.json and .png; 1 where runs are missing still."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
-    parser.add_argument("--devices", type=int, default=1, help="GPUs to train on, an arm each (default: 1)")
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="which to train (default: all)")
-    parser.add_argument("--arm", choices=ARMS, help="train this arm alone, in this process, and write no results")
-    parser.add_argument("--flags", default=FLAGS, help="other flags of experiments.train")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of training runs (default: runs)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"runs of an arm (default: {SEEDS})")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no run would end")
+    parser.add_argument("--judge", action="store_true", help="train nothing")
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     given = parser.parse_args(argv)
-    if given.arm:
-        return train_arm(given.arm, given.data, given.out, given.flags)
-    missing = [name for name in given.arms if name not in read(given.results, given.flags)]
-    passed = ["--data", *given.data, "--flags", given.flags, "--out", str(given.out)]
-    codes = train_all(missing, given.devices, passed, given.out)
-    collect(given.out, given.results, given.flags)
-    arms = read(given.results, given.flags)
-    unfinished = [name for name in given.arms if name not in arms]
-    if unfinished:
-        print(f"not finished: {', '.join(unfinished)} (exit codes {codes}); give the same command again")
-    if "bf16" not in arms:
+    begin = time.perf_counter()
+
+    def room(took: float) -> bool:
+        return time.perf_counter() - begin + 1.2 * took < given.limit
+
+    if not given.judge:
+        flags.recommend()
+        try:
+            setting = Setting()
+            text = parity_runs.read_text(given.data, setting)
+            for name in given.arms:
+                path = _file(given.results, name)
+                parity_runs.train_arm(name, ARMS[name], range(given.seeds), text, setting, path, room)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    write(given.results)
+    _, files = small(given.results)
+    short = [name for name in given.arms if len(files.get(name, {"runs": ()})["runs"]) < given.seeds]
+    if short and not given.judge:
+        print(f"not finished: {', '.join(short)}; give the same command again")
         return 1
-    first = arms["bf16"]
-    notes = [
-        f"A Llama of {first.result['parameters']:,} parameters on text as bytes, on one {first.device} an arm; flags "
-        f"of experiments.train: {given.flags}. All arms keep fp32 master weights, bf16 fp32 moments too. "
-        "The control has int8 moments without expansion and int8 products with one scale a tensor.",
-        "The paper's ratios are those of the logarithms of Table 13's training perplexities; in pretraining OLMo-1B "
-        "its training loss is 0.67 % above bf16's (Table 3).",
-        *_later(arms),
-        *verdict(arms),
-    ]
-    title = "COAT: training in 8 bits beside bf16 (section 6, Table 13)"
-    arguments = "--data 'books/*.txt' --devices 4"
-    device = f"{first.device}, one an arm"
-    common.write(
-        "training_parity", title, rows(arms), notes, draw(arms), given.results, arguments=arguments, device=device
-    )
-    return 1 if unfinished else 0
-
-
-def _later(arms: Mapping[str, Arm]) -> list[str]:
-    names = [f"{name} on {arm.date}" for name, arm in arms.items() if arm.date != arms["bf16"].date]
-    told = (
-        f"Trained later than bf16, with other versions of the kernels: {', '.join(names)}; so its speed has no ratio."
-    )
-    return [told] if names else []
-
-
-def _moments(arm: Arm) -> float:
-    sizes = arm.result["state_bytes"]
-    return (sizes["mu"] + sizes["nu"]) / arm.result["parameters"]
-
-
-def _smooth(values: Sequence[float], width: int = 5) -> np.ndarray:
-    width = max(1, min(width, len(values)))
-    return np.convolve(values, np.ones(width) / width, "valid")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The tables: their arithmetic against direct computation, the papers' figures as transcribed, and the report."""
 
+import functools
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -12,8 +14,11 @@ import pytest
 from flax import nnx
 
 import fp8jax
+from experiments import flags
+from experiments.bench import record
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.tables import (
+    claims,
     coat_activations,
     coat_memory,
     coat_optimizer,
@@ -216,26 +221,39 @@ def test_operators_of_the_memory_table_add_up_and_coats_are_the_papers_less_rope
     statistics = (2 * 4 + 4 * coat_memory.HEADS) / (2 * coat_memory.WIDTH)
     assert scales[coat_memory.LEAN] == pytest.approx((2 + 16 / 3) / 16 + statistics, abs=1e-6)
     assert totals["bf16"] > 3.5 * totals[coat_memory.LEAN]
+    # What products and attention give: the input, q, k, v, attention and its projection, gate and up.
+    assert kept[coat_memory.AGAIN, "Total"] == pytest.approx(1 + 3 + 2 + 16 / 3, abs=1e-6)
+    (ratio,) = (r.ratio for r in rows if (r.case, r.metric) == (coat_memory.LEAN, "total, recomputed"))
+    assert ratio == pytest.approx(totals[coat_memory.AGAIN] / totals[coat_memory.LEAN])
 
 
 ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "ms", "baseline": None, "ratio": None}
 RESULT = {"bench": "x", "device": "d", "versions": {"jax": "1"}, "command": "c", "date": "2026-01-01", "rows": [ROW]}
 
 
-def test_a_results_file_becomes_a_section(tmp_path):
+def test_a_results_file_becomes_a_page(tmp_path):
+    results = tmp_path / "results"
     row = Row("big", "error", 2.0, "1", "small", 2.0, 7.5, 3.0, "Table 1", ("big", "column"))
     base = Row("small", "error", 1.0, "1", "small", 1.0, 2.5, 1.0, "Table 1", ("small", "column"))
-    common.write("mine", "Mine", [row, base], ["A note."], None, tmp_path)
-    (tmp_path / "x.json").write_text(json.dumps(RESULT))
-    (tmp_path / "x.png").write_bytes(b"")
-    assert report.main(["--results", str(tmp_path), "--target", str(tmp_path / "R.md")]) == 0
-    text = (tmp_path / "R.md").read_text()
-    assert "## Mine\n\n`python -m experiments.tables.mine` · 20" in text
-    assert "error, over that of small (1); in brackets the paper's ratio:" in text
-    assert "| big | 2 (3) |" in text
-    assert "- A note." in text
-    assert "| a \\| b | xla | time | 1.5 | ms |" in text
-    assert f"![x]({tmp_path.name}/x.png)" in text
+    common.write("mine", "Mine", [row, base], ["A note."], None, results)
+    spread = ROW | {"quartiles": [1.25, 1.75]}
+    (results / "x.json").write_text(json.dumps(RESULT | {"rows": [spread], "flags": "--on", "commit": "abc"}))
+    (results / "x.png").write_bytes(b"")
+    (results / "pages").mkdir()
+    (results / "pages" / "gone.md").write_text("of a file that is no longer there")
+    assert report.main(["--results", str(results), "--readme", str(tmp_path / "none")]) == 0
+    assert sorted(p.name for p in (results / "pages").iterdir()) == ["mine.md", "x.md"]
+    mine, x = ((results / "pages" / name).read_text() for name in ("mine.md", "x.md"))
+    assert mine.startswith("# Mine\n\n`python -m experiments.tables.mine` · 20")
+    assert "error, over that of small (1); in brackets the paper's ratio:" in mine
+    assert "| big | 2 (3) |" in mine
+    assert "- A note." in mine
+    assert "| a \\| b | xla | time | 1.5 | 1.25 to 1.75 | ms |" in x
+    assert "2026-01-01 (commit abc) · d · jax 1 · XLA_FLAGS=`--on`" in x
+    assert "![x](../x.png)" in x
+    front = (tmp_path / "RESULTS.md").read_text()
+    assert "- [Mine](results/pages/mine.md): " in front
+    assert front.count("not measured yet") == len(claims.CLAIMS)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +267,102 @@ def test_a_results_file_becomes_a_section(tmp_path):
 )
 def test_a_file_of_another_schema_is_named(tmp_path, capsys, content, message):
     (tmp_path / "x.json").write_text(content)
-    assert report.main(["--results", str(tmp_path), "--target", str(tmp_path / "R.md")]) == 2
+    assert report.main(["--results", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
 
 
-def test_results_md_is_what_the_files_give(tmp_path):
-    report.write(ROOT / "results", tmp_path / "RESULTS.md")
+def test_a_missing_or_empty_folder_is_named_and_nothing_is_written(tmp_path, capsys):
+    for folder, message in ((tmp_path / "missing", "no such folder"), (tmp_path, "no results there")):
+        assert report.main(["--results", str(folder), "--readme", str(tmp_path / "none")]) == 2
+        assert capsys.readouterr().err.startswith(f"error: --results {folder}: {message}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pages_and_figures_in_the_readme_are_what_the_files_give():
     message = "run python -m experiments.tables.report"
-    assert (tmp_path / "RESULTS.md").read_text() == (ROOT / "RESULTS.md").read_text(), message
+    files = report.written(ROOT / "results")
+    assert {p.name for p in (ROOT / "results" / "pages").glob("*")} == {Path(name).name for name in files} - {
+        "RESULTS.md"
+    }, message
+    for name, text in files.items():
+        assert (ROOT / name).read_text() == text, message
+    readme = (ROOT / "README.md").read_text()
+    assert report.with_figures(readme, ROOT / "results") == readme, message
+
+
+def test_claims_are_looked_up_in_the_rows_they_name():
+    rows = [
+        {**ROW, "case": case, "impl": impl, "metric": metric, "value": value, "baseline": base, "ratio": ratio}
+        for case, impl, metric, value, base, ratio in (
+            ("one", "ours", "time", 2.0, "bf16", 1.5),
+            ("two", "ours", "time", 4.0, "bf16", 1.75),
+            ("two", "ours", "time", 4.0, "peer", 0.5),
+            ("two", "theirs", "time", 8.0, "bf16", 0.875),
+            ("geometric mean", "ours", "time", None, "bf16", 1.62),
+        )
+    ]
+    result = RESULT | {"rows": rows}
+    assert claims.ratio("ours", "time", "bf16")(result) == "1.50 to 1.75 x"
+    assert claims.ratio("ours", "time", case=claims.MEANS)(result) == "1.62 x"
+    assert claims.value("ours", "time", "ms", case="one")(result) == "2.0 ms"
+    assert claims.ratio("ours", "rate")(result) is None
+    assert claims.several(claims.ratio("no", "time"), claims.beside("them", claims.ratio("theirs", "time")))(
+        result
+    ) == "them 0.88 x"  # fmt: skip
+    assert claims.short("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
+
+
+def test_every_claim_about_a_file_that_is_there_names_rows_of_it():
+    """Those that wait for a run name files or arms that are new."""
+    results = report.read(ROOT / "results")
+    waiting = [c.text for c in claims.CLAIMS if c.bench in results and not c.ours(results[c.bench])]
+    layer = {row["impl"] for row in results["layer"]["rows"]}
+    assert not waiting or (claims.AGAIN not in layer and len(waiting) <= 2), waiting
+    for claim in claims.CLAIMS:
+        assert claim.bench in results or claim.bench == "step"
+
+
+def test_results_older_than_their_kernels_are_marked(tmp_path, monkeypatch):
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    (kernels / "adamw_triton.py").write_text(
+        "# A comment.\nfrom pallas_kernels import adamw_tiles_triton as tiles\n\nx = 1\n"
+    )
+    (kernels / "adamw_tiles_triton.py").write_text("from pallas_kernels import call_triton\ny = 2\n")
+    (kernels / "call_triton.py").write_text("z = 3\n")
+    now = functools.partial(record.kernels, folder=kernels)
+    monkeypatch.setattr(record, "kernels", now)
+    result = RESULT | {"bench": "optimizer"} | record.stamp("optimizer")
+    assert list(result["kernels"]) == ["adamw_tiles_triton", "adamw_triton"]
+    assert record.changed(result) == []
+    (kernels / "adamw_triton.py").write_text(
+        "from pallas_kernels import adamw_tiles_triton as tiles\n# Another.\nx = 1\n"
+    )
+    assert record.changed(result) == []
+    (kernels / "adamw_tiles_triton.py").write_text("from pallas_kernels import call_triton\ny = 3\n")
+    assert record.changed(result) == ["adamw_tiles_triton"]
+    assert "**Older than kernels that it times**: adamw_tiles_triton changed" in report.page(result, None)
+    front = report.front({"optimizer": result}, "pages")
+    assert "**1 kernel changed since**" in front
+    assert record.changed(RESULT) == []
+    assert record.changed(RESULT | {"bench": "optimizer"}) is None
+
+
+def test_every_kernel_is_timed_by_a_results_file():
+    timed = set().union(*(record.kernels(name) for name in record.KERNELS))
+    there = {p.stem for p in (ROOT / "pallas_kernels").glob("*.py")} - {"__init__", record._CALL}
+    assert there == timed
+    assert set(record.KERNELS) - {"step"} <= set(report.read(ROOT / "results"))
+
+
+def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
+    for given, want in (
+        ("", flags.RECOMMENDED),
+        ("--xla_dump_to=d", f"--xla_dump_to=d {flags.RECOMMENDED}"),
+        ("--xla_gpu_enable_triton_gemm=true", "--xla_gpu_enable_triton_gemm=true"),
+    ):
+        monkeypatch.setenv("XLA_FLAGS", given)
+        assert flags.recommend() == want
+        assert flags.recommend() == os.environ["XLA_FLAGS"] == want

@@ -40,3 +40,21 @@ def test_metrics_and_means_are_plotted_apart(monkeypatch, tmp_path):
     }
     assert lines["rate"] == [[0.5], [pytest.approx(0.5)] * 2, [1, 1]]  # what is its own baseline is not drawn
     assert lines["kept"] == [[4, 9], [pytest.approx(6)] * 2, [1, 1]]
+
+
+def test_a_file_says_how_it_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", "--some=flag")
+    monkeypatch.setattr(timing, "plot", lambda *_: None)
+    timing.write("gemm", "Title", rows(), [], {}, tmp_path)
+    content = json.loads((tmp_path / "gemm.json").read_text())
+    assert content["flags"] == "--some=flag"
+    assert {"matmul_mosaic", "hopper"} < set(content["kernels"])
+    assert "adamw_triton" not in content["kernels"]
+    assert content["commit"] is None or len(content["commit"].rstrip("+")) >= 7
+
+
+def test_rows_have_quartiles_where_these_are_given(capsys):
+    found = timing.row("a", "b", "time", 2.0, "ms", quartiles=[1.5, 2.5])
+    assert found["quartiles"] == [1.5, 2.5]
+    assert "2 ms (1.5 to 2.5)" in capsys.readouterr().out
+    assert "quartiles" not in timing.row("a", "b", "time", 2.0, "ms")

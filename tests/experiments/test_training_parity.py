@@ -1,63 +1,207 @@
-"""The comparison of whole training runs: what it reads, and that it tells a broken recipe from a sound one."""
+"""The comparison of training runs: its statistics, what it says of sound and damaged recipes, and the runs."""
 
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
+from scipy import stats
 
-from experiments.tables import training_parity
-from experiments.tables.training_parity import Arm
+import fp8jax
+from experiments.config import UserError
+from experiments.tables import parity_runs, training_parity
+from experiments.tables.parity_runs import Arm, Setting
+from experiments.tables.training_parity import BASE, TRAINING, VALIDATION
+from fp8jax.ops.linear import linear
 
-TINY = (
-    "--layers 1 --dim 32 --heads 2 --kv-heads 2 --mlp-dim 48 --seq-len 16 --batch 4 --steps 4 --warmup 1 "
-    "--eval-every 4 --eval-batches 2 --checkpoint-every 4 --sample-tokens 0"
+TINY = Setting(
+    dim=32, layers=1, heads=2, mlp_dim=48, length=16, batch=4, steps=20, warmup=2, valid=8, valid_fraction=0.2
 )
 
 
-def arm(loss, moments=8, date="2026-11-21"):
-    result = {"valid_loss": loss, "parameters": 10, "state_bytes": {"mu": 5 * moments, "nu": 5 * moments, "other": 0}}
-    return Arm(TINY, "cpu", date, result | {"tokens_per_s": 1e3}, [loss + 1 / i for i in range(1, 101)])
+def losses(differences, seeds=8, noise=0.001, common=0.02):
+    """Runs whose arms differ from bf16 by shares of the loss, with noise of the arm and much more of the seed."""
+    rng = np.random.default_rng(0)
+    base = 1 + common * rng.normal(size=seeds)
+    runs = {}
+    for name, by in ({BASE: 0} | differences).items():
+        values = base * (1 + by + (0 if name == BASE else noise * rng.normal(size=seeds)))
+        runs[name] = {s: {TRAINING: float(v), VALIDATION: float(v) + 0.1} for s, v in enumerate(values)}
+    return runs
 
 
-ARMS = {
-    "bf16": arm(1.0),
-    "coat": arm(1.004, moments=2),
-    "control": arm(1.02),
-    "coat, seed 1": arm(1.003003, moments=2),
-    "bf16, seed 1": arm(1.001),
-    "bf16, seed 2": arm(0.998),
-}
+def test_sound_arms_pass_a_damaged_one_fails_and_between_them_nothing_is_said():
+    found = losses({"coat": 0.0005, "worse": 0.005, "better": -0.02, "control": 0.02})
+    verdicts = training_parity.judge(found, paired=True)
+    assert verdicts == {"coat": "within", "worse": "undecided", "better": "outside", "control": "outside"}
+    # What a damaged arm's seeds differ by says nothing of the others' noise.
+    wild = {s: {m: x * (1 + s / 10) for m, x in run.items()} for s, run in found["control"].items()}
+    of, beside = (training_parity.differences(f, TRAINING, paired=True) for f in (found, found | {"control": wild}))
+    assert beside["coat"].half == of["coat"].half
+    assert beside["control"].half > 20 * of["control"].half
+    # Compared with the mean of all seeds less can be told: these differ by far more than the limit.
+    unpaired = training_parity.judge(found, paired=False)
+    assert (unpaired["coat"], unpaired["worse"]) == ("undecided", "undecided")
+    one = {name: dict(list(runs.items())[: 8 if name == BASE else 1]) for name, runs in found.items()}
+    assert set(training_parity.judge(one, paired=False).values()) == {"not judged"}
 
 
-def test_arms_are_told_apart_by_the_limit():
-    assert training_parity.noise(ARMS) == pytest.approx(0.003)
-    noise, coat, control, seed, missing = training_parity.verdict(ARMS)
-    assert "0.30%" in noise
-    assert coat == "coat: +0.40% of the validation loss of bf16, within the limit of 0.5%."
-    assert missing == "Not trained yet: coat_fast; coat_optimizer; coat_activations."
-    assert training_parity.noise({"bf16": ARMS["bf16"]}) is None
-    assert control == "control: +2.00% of the validation loss of bf16, outside the limit of 0.5%."
-    assert seed == "coat, seed 1: +0.20% of the validation loss of bf16, seed 1, within the limit of 0.5%."
+def test_an_arm_must_hold_in_training_and_in_validation():
+    found = losses({"coat": 0.0})
+    for run in found["coat"].values():
+        run[VALIDATION] *= 1.03
+    assert training_parity.judge(found, paired=True) == {"coat": "outside"}
 
 
-def test_rows_are_relative_to_bf16():
-    found = {(row.metric, row.case): row for row in training_parity.rows(ARMS)}
-    assert found["validation loss", "coat"].ratio == pytest.approx(1.004)
-    assert found["validation loss", "coat"].paper_ratio == pytest.approx(1.004, abs=1e-3)
-    assert found["moments", "coat"].value == 2
-    assert found["moments", "coat"].ratio == 0.25
-    assert found["speed", "coat"].ratio == 1
-    later = ARMS | {"coat": arm(1.004, date="2026-11-22")}
-    (speed,) = (row for row in training_parity.rows(later) if (row.metric, row.case) == ("speed", "coat"))
-    assert (speed.value, speed.ratio) == (1e3, None)
-    assert len(training_parity.draw(ARMS).axes) == 2
+def test_differences_are_from_the_mean_of_seeds_with_students_interval():
+    found = {BASE: dict(enumerate([1.0, 1.02, 0.98])), "coat": dict(enumerate([1.01, 1.05]))}
+    found = {name: {s: {TRAINING: x} for s, x in runs.items()} for name, runs in found.items()}
+    of = training_parity.differences(found, TRAINING, paired=False)["coat"]
+    assert of.value == pytest.approx(0.03)
+    coat = np.array([1.01, 1.05]) / 1.03
+    noise = np.sqrt((np.var([1.0, 1.02, 0.98]) * 3 + np.var(coat) * 2) / 3)
+    noise = max(noise, np.std(coat, ddof=1))
+    assert of.half == pytest.approx(stats.t.ppf(0.975, 3) * noise * np.sqrt(1 / 2 + 1 / 3))
+    of = training_parity.differences(found, TRAINING, paired=True)["coat"]
+    assert of.value == pytest.approx(2.06 / 2.02 - 1)
+    inside = np.array([1.01 / 1.0, 1.05 / 1.02])
+    inside /= inside.mean()
+    assert of.half == pytest.approx(stats.t.ppf(0.975, 1) * np.std(inside, ddof=1) / np.sqrt(2))
+    del found["coat"][1]
+    of = training_parity.differences(found, TRAINING, paired=True)["coat"]
+    assert (of.seeds, of.half, of.verdict) == (1, np.inf, "not judged")
 
 
-def test_an_arm_is_trained_and_kept(corpus, tmp_path):
-    results = tmp_path / "results"
-    training_parity.collect(tmp_path, results, TINY)
-    assert training_parity.read(results, TINY) == {}
-    assert training_parity.train_arm("control", [str(corpus)], tmp_path, TINY) == 0
-    training_parity.collect(tmp_path, results, TINY)
-    found = training_parity.read(results, TINY)
-    assert list(found) == ["control"]
-    assert found["control"].result["recipe"] == "control"
-    assert len(found["control"].losses) == 1
-    assert training_parity.read(results, "--steps 5") == {}
+def test_the_interval_holds_the_true_difference_as_often_as_it_says():
+    rng, hits = np.random.default_rng(1), 0
+    for _ in range(400):
+        base = 1 + 0.02 * rng.normal(size=4)
+        runs = {BASE: base} | {str(i): base * (1.003 + 0.002 * rng.normal(size=4)) for i in range(2)}
+        found = {name: {s: {TRAINING: x} for s, x in enumerate(values)} for name, values in runs.items()}
+        of = training_parity.differences(found, TRAINING, paired=True)["0"]
+        hits += abs(of.value - 0.003) <= of.half
+    assert 0.92 <= hits / 400 <= 0.99
+
+
+def test_a_control_that_passes_is_told(tmp_path):
+    run = {"losses": [1.0] * 20, "valid_loss": 1.0, "seconds": 1.0}
+    setting = dataclasses.asdict(TINY)
+
+    def content(by):
+        runs = {str(s): run | {"valid_loss": 1 + s / 50 + by + s % 2 / 1e4} for s in range(4)}
+        return {"setting": setting, "device": "d", "date": "2026-01-01", "parameters": 1, "runs": runs}
+
+    (tmp_path / "parity").mkdir()
+    for by, told in ((0.0, True), (0.05, False)):
+        for name, shift in ((BASE, 0), ("coat", 0), ("control", by)):
+            (tmp_path / "parity" / f"{name}.json").write_text(json.dumps(content(shift)))
+        assert training_parity.main(["--judge", "--results", str(tmp_path)]) == 0
+        assert (tmp_path / "training_parity.png").exists()
+        notes = json.loads((tmp_path / "training_parity.json").read_text())["notes"]
+        assert any("The control is not told from a sound arm" in note for note in notes) == told
+
+
+def test_what_is_left_to_train_is_told(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(training_parity, "Setting", lambda: TINY)
+    argv = ["--data", str(corpus), "--arms", "bf16", "coat", "--results", str(tmp_path)]
+    assert training_parity.main([*argv, "--limit", "0"]) == 1
+    assert "not finished: bf16, coat; give the same command again" in capsys.readouterr().out
+    assert list(tmp_path.glob("*.json")) == []
+    assert training_parity.main([*argv, "--data", str(tmp_path / "missing")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def text(corpus):
+    return parity_runs.read_text([str(corpus)], TINY)
+
+
+def test_arms_of_a_seed_start_alike_and_read_the_same_text(text, tmp_path):
+    np.testing.assert_array_equal(text.starts(3, TINY), text.starts(3, TINY))
+    assert (text.starts(3, TINY) != text.starts(4, TINY)).any()
+    runs = {}
+    for name, recipe in ((BASE, fp8jax.recipes.bf16()), ("moments", fp8jax.recipes.coat_optimizer())):
+        parity_runs.train_arm(name, Arm(recipe), [0, 1], text, TINY, tmp_path / "file.json")
+        runs[name] = json.loads((tmp_path / "file.json").rename(tmp_path / name).read_text())["runs"]
+    first = {name: [of["losses"][0] for of in seeds.values()] for name, seeds in runs.items()}
+    # A step's loss is of the weights before it: moments stored otherwise change little of the first ten.
+    np.testing.assert_allclose(first["moments"], first[BASE], rtol=2e-3)
+    assert first["moments"] != first[BASE]
+    assert abs(first[BASE][0] - first[BASE][1]) > 1e-4
+    assert all(of["losses"][1] < of["losses"][0] for seeds in runs.values() for of in seeds.values())
+
+
+def test_a_damaged_forward_product_is_trained_and_validated_with(text, tmp_path, monkeypatch):
+    """Traced, not run: damage reaches every product of the step and of validation."""
+    bits = []
+    coarse = parity_runs.coarse
+    monkeypatch.setattr(parity_runs, "coarse", lambda q, lost: (bits.append(lost), coarse(q, lost))[1])
+    for product, validated in (("forward", True), ("wgrad", False)):
+        run, validate, _ = parity_runs.programs(Arm(fp8jax.recipes.te_current(), product, 2), TINY)
+        state, _ = jax.eval_shape(run, jnp.int32(0), text.train, text.starts(0, TINY))
+        assert set(bits) == {2}
+        bits.clear()
+        jax.eval_shape(validate, state, text.valid)
+        assert bool(bits) == validated
+        bits.clear()
+
+
+def test_runs_are_kept_one_by_one_and_only_with_their_like(text, tmp_path):
+    path, arm = tmp_path / "bf16.json", Arm(fp8jax.recipes.bf16())
+    train = lambda seeds, setting=TINY, **how: parity_runs.train_arm("bf16", arm, seeds, text, setting, path, **how)  # noqa: E731
+    train([0, 1], room=lambda took: took == 0)
+    kept = json.loads(path.read_text())
+    assert list(kept["runs"]) == ["0"]
+    assert kept["kernels"]
+    train([0, 1])
+    again = json.loads(path.read_text())
+    assert list(again["runs"]) == ["0", "1"]
+    assert again["runs"]["0"] == kept["runs"]["0"]
+    with pytest.raises(UserError, match="another setting: delete it"):
+        train([2], dataclasses.replace(TINY, lr=1e-4))
+
+
+@pytest.mark.parametrize(("product", "grad"), [("forward", False), ("dgrad", True), ("wgrad", True)])
+def test_damage_is_done_to_one_product_alone(product, grad):
+    x, w, dy = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(16, 32), (32, 48), (16, 48)]))
+
+    def three(arm):
+        with parity_runs.damaged(arm):
+            y, back = jax.vjp(lambda x, w: linear(x, w, recipe=recipe), x, w)
+            return dict(zip(("forward", "dgrad", "wgrad"), (y, *back(dy)), strict=True))
+
+    recipe = fp8jax.recipes.te_current()
+    plain, hurt = three(Arm(recipe)), three(Arm(recipe, product, 2))
+    for name, value in plain.items():
+        same = np.array_equal(value, hurt[name])
+        assert same == (name != product), name
+    error = np.linalg.norm(plain[product] - hurt[product]) / np.linalg.norm(plain[product])
+    assert 0.02 < error < 0.4
+
+
+def test_damage_that_meets_no_product_is_refused():
+    with (
+        pytest.raises(RuntimeError, match="no wgrad product of codes: nothing was damaged"),
+        parity_runs.damaged(Arm(fp8jax.recipes.bf16(), "wgrad", 2)),
+    ):
+        jnp.ones(3)
+
+
+@pytest.mark.parametrize(("name", "dtype", "lost"), [("e4m3", jnp.float8_e4m3fn, 2), ("e5m2", jnp.float8_e5m2, 2)])
+def test_coarse_codes_are_the_nearest_of_fewer_bits(name, dtype, lost):
+    codes = np.arange(256, dtype=np.uint8).view(dtype)
+    codes = codes[np.isfinite(codes.astype(np.float32))]
+    q = fp8jax.QTensor(jnp.asarray(codes)[None], jnp.ones((1, 1)), None, None, fp8jax.QuantSpec(name))
+    got = np.asarray(parity_runs.coarse(q, lost).codes, np.float64)[0]
+    bits = ml_dtypes.finfo(dtype).nmant - lost
+    x = codes.astype(np.float64)
+    step = 2.0 ** (np.floor(np.log2(np.abs(np.where(x == 0, 1, x)))) - bits)
+    top = 2.0 ** np.floor(np.log2(float(ml_dtypes.finfo(dtype).max))) * (2 - 2.0**-bits)
+    want = np.clip(np.round(x / step) * step, -top, top)
+    np.testing.assert_array_equal(np.abs(got - x), np.abs(want - x))  # of two that are as near either will do
+    np.testing.assert_array_equal(got, np.clip(np.round(got / step) * step, -top, top))
+    with pytest.raises(ValueError, match="mantissa bits to lose"):
+        parity_runs.coarse(q, 4)

@@ -1,0 +1,218 @@
+"""What RESULTS.md and README.md say in one line each, looked up in results/*.json. Nothing here is a figure of ours."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Result = Mapping[str, Any]
+OURS = "compressed_adamw"
+FP32 = "fp32 weights, bf16 gradients"
+MEANS = "geometric mean"
+BOUNDED = "COAT, lean, fast accumulation, bounded scales, weights held"
+
+
+class Claim(NamedTuple):
+    """A row of RESULTS.md.
+
+    Attributes:
+        text: what is measured, against what.
+        bench: name of the results file.
+        ours: our figure, from the file; None where the file lacks the rows.
+        paper: the paper's figure and where it stands.
+        peer: others' figure of the same run, from the file; "" where there is none.
+    """
+
+    text: str
+    bench: str
+    ours: Callable[[Result], str | None]
+    paper: str = ""
+    peer: Callable[[Result], str | None] = lambda _: ""
+
+
+def find(
+    result: Result, impl: str, metric: str, field: str, baseline: str | None = None, case: str = ""
+) -> list[float]:
+    """A field of all rows of an implementation (or, in tables of papers, a case) and metric, means apart.
+
+    Args:
+        result: content of a results file.
+        impl: implementation, or case where all rows are ours.
+        metric: which.
+        field: "value" or "ratio".
+        baseline: only rows that are compared with this.
+        case: only cases that begin so; without, all but means.
+    """
+    return [
+        row[field]
+        for row in result["rows"]
+        if impl in (row["impl"], row["case"]) and row["metric"] == metric and row[field] is not None
+        and (baseline is None or row["baseline"] == baseline)
+        and (row["case"].startswith(case) if case else not row["case"].startswith(MEANS))
+    ]  # fmt: skip
+
+
+def span(values: Sequence[float], unit: str = "", digits: int = 2) -> str | None:
+    """The smallest to the largest, or one figure where they read the same; None of none."""
+    if not values:
+        return None
+    ends = list(dict.fromkeys(f"{x:.{digits}f}" for x in (min(values), max(values))))
+    return " to ".join(ends) + (f" {unit}" if unit else "")
+
+
+def ratio(impl: str, metric: str, baseline: str | None = None, case: str = "", unit: str = "x") -> Any:
+    """Looks ratios up."""
+    return lambda result: span(find(result, impl, metric, "ratio", baseline, case), unit)
+
+
+def value(impl: str, metric: str, unit: str, digits: int = 1, case: str = "") -> Any:
+    """Looks values up."""
+    return lambda result: span(find(result, impl, metric, "value", None, case), unit, digits)
+
+
+def beside(label: str, look: Callable[[Result], str | None]) -> Callable[[Result], str | None]:
+    """A figure with the name of whose it is before it."""
+
+    def told(result: Result) -> str | None:
+        found = look(result)
+        return found and f"{label} {found}"
+
+    return told
+
+
+def several(*looks: Callable[[Result], str | None]) -> Callable[[Result], str | None]:
+    """Figures of several, those that there are."""
+    return lambda result: "; ".join(found for look in looks if (found := look(result))) or None
+
+
+def against_22(impl: str) -> Callable[[Result], str | None]:
+    """The paper's 22.66 U for bf16 over what a layer keeps here."""
+
+    def look(result: Result) -> str | None:
+        kept, theirs = find(result, impl, "total", "value"), find(result, "paper, BF16", "kept", "value")
+        return span([theirs[-1] / kept[0]], "x") if kept else None
+
+    return look
+
+
+def _difference(*names: str) -> Callable[[Result], str | None]:
+    """An arm's differences in training and validation loss, of the table of many seeds, else of the older runs.
+
+    Args:
+        names: of the arm in either.
+    """
+
+    def look(result: Result) -> str | None:
+        rows = {(r["table"], r["pivot"][0], r["pivot"][1]): r["value"] for r in result["rows"] if r.get("pivot")}
+        for table, name in itertools.product(dict.fromkeys(table for table, *_ in rows), names):
+            found = []
+            for loss in ("training loss", "validation loss"):
+                above, half = rows.get((table, name, f"{loss}: % above bf16")), rows.get((table, name, f"± ({loss})"))
+                if above is not None and half is not None:
+                    found.append(f"{above:+.2f} ± {half:.2f} %")
+            if found:
+                return f"{found[0]} (training), {found[1]} (validation)"
+        return None
+
+    return look
+
+
+AGAIN = "bf16, recomputed"
+ONE, DATA, FSDP = "1b, one GPU", "1b, data parallel over 2", "1b, FSDP over 2"
+CLAIMS: list[Claim] = [
+    Claim("A training step of a 1.1 B Llama, `coat_fast`: speed over bf16 that recomputes element-wise operations",
+          "step", ratio("coat_fast", "step", AGAIN, ONE), "1.36 to 1.45 (COAT, Table 8, Llama-2-7B)",
+          beside("te_current", ratio("te_current", "step", AGAIN, ONE))),
+    Claim("The same step, `coat`", "step", ratio("coat", "step", AGAIN, ONE), "1.36 to 1.45"),
+    Claim("Memory of that step, times fewer bytes, `coat`", "step", ratio("coat", "memory", AGAIN, ONE),
+          "1.52 to 1.54 (Table 8)",
+          beside("te_current", ratio("te_current", "memory", AGAIN, ONE))),
+    Claim("Temporaries of that step, times fewer bytes, `coat`", "step", ratio("coat", "temporaries", AGAIN, ONE)),
+    Claim("That step on two GPUs, data parallel and FSDP, `coat`", "step",
+          several(ratio("coat", "step", AGAIN, DATA), ratio("coat", "step", AGAIN, FSDP))),
+    Claim("A Llama-7B layer forward and backward, `coat`: speed over bf16 by XLA and cuDNN", "layer",
+          ratio("COAT, lean", "time", "bf16"), "1.54 to 1.58 (COAT, Table 7)",
+          beside("te_current", ratio("te_current", "time", "bf16"))),
+    Claim("The same with fast accumulation, bounded scales (`coat_fast`) and weights quantized before, once for all "
+          "microbatches of a step", "layer", ratio(BOUNDED, "time", "bf16")),
+    Claim("That with the time of quantizing weights counted: 1, 4 and 16 microbatches", "layer",
+          several(*(ratio(BOUNDED, f"time, {n}", "bf16")
+                    for n in ("1 microbatch", "4 microbatches", "16 microbatches")))),
+    Claim("That as fp8jax's functions, over bf16 of Flax modules", "layer",
+          ratio(f"{BOUNDED}, as functions", "time", "bf16")),
+    Claim("The same, over bf16 as functions", "layer",
+          ratio(f"{BOUNDED}, as functions", "time, bf16, as functions")),
+    Claim("Bytes that a layer keeps for its backward pass, times fewer than what Flax's modules keep in bf16 (35 U), "
+          "faithful and lean", "coat_memory", several(ratio("COAT, faithful", "total"), ratio("COAT, lean", "total"))),
+    Claim("The same against the 22.66 U that the paper counts for bf16", "coat_memory",
+          several(against_22("COAT, faithful"), against_22("COAT, lean")), "1.7 (Table 2)"),
+    Claim("The same against bf16 that keeps only what products and attention give", "coat_memory",
+          several(ratio("COAT, faithful", "total, recomputed"), ratio("COAT, lean", "total, recomputed"))),
+    Claim("Llama's linear layers forward and backward, one scale a tensor: speed over bf16 by XLA", "linear",
+          ratio("te_current", "rate", case=MEANS), "", beside("1x128 groups (deepseek)",
+          ratio("deepseek", "rate", case=MEANS))),
+    Claim("The same with fast accumulation in all products", "linear",
+          ratio("te_current, fast accumulation", "rate", case=MEANS)),
+    Claim("An FP8 product of 1x128 by 128x128 groups: speed over PyTorch's", "gemm",
+          ratio("ours block chosen", "rate", case=MEANS)),
+    Claim("An FP8 product with one scale a tensor: speed over the better of cuBLASLt and PyTorch", "gemm",
+          ratio("ours tensor chosen", "rate", case=MEANS)),
+    Claim("Quantization to e4m3 with one scale: share of a copy's bandwidth", "quantize",
+          ratio("e4m3 (triton)", "bandwidth", case=MEANS, unit=""), "",
+          beside("XLA", ratio("e4m3 (xla)", "bandwidth", case=MEANS, unit=""))),
+    Claim("AdamW with 8-bit moments, `tx.update` and `optax.apply_updates` as every optax user writes it: speed over "
+          "`optax.adamw`", "optimizer", ratio(f"{OURS} update + apply", "speed", "optax.adamw float32"), "",
+          several(beside("torchao 8-bit", ratio("torchao AdamW8bit", "speed")),
+                  beside("bitsandbytes 8-bit", ratio("bitsandbytes AdamW8bit", "speed")))),
+    Claim("The same by `tx.step`, which writes the new weights", "optimizer",
+          ratio(f"{OURS} step", "speed", "optax.adamw float32", FP32)),
+    Claim("`tx.step` with fp32 weights: share of the speed of moving its bytes", "optimizer",
+          ratio(f"{OURS} step", "speed", "bytes only", FP32, unit="")),
+    Claim("Error of m/sqrt(v) in e4m3: times lower with range expansion of both moments", "coat_optimizer",
+          lambda result: span([1 / find(result, "E4M3 + Expand | E4M3 + Expand", "MSE of m/sqrt(v)", "ratio")[0]], "x"),
+          "1.63 (COAT, Table 1)"),
+    Claim("Loss of `coat` from the mean of bf16's seeds, 95 % interval", "training_parity", _difference("coat"),
+          "+0.4 % of log perplexity (COAT, Table 13)"),
+    Claim("Loss of `coat_fast`, likewise", "training_parity", _difference("coat_fast")),
+    Claim("Loss of a recipe that was damaged on purpose, likewise", "training_parity",
+          _difference("control", "control, all integers")),
+    Claim("A training step's cold compilation, `coat`: seconds more than bf16", "cold",
+          value("coat", "added", "s")),
+]  # fmt: skip
+
+# What README's first screen shows: label, file, metric, unit, digits, and the rows of bf16, `coat` and `coat_fast`.
+# Of rows with one label the first that is measured is shown.
+_STEP, _LAYER = (
+    "A training step of a 1.1 B Llama, 16,384 tokens",
+    "A Llama-7B layer, forward and backward, 16,384 tokens",
+)
+FIRST: list[tuple[str, str, str, str, int, tuple[str, str, str]]] = [
+    (_STEP, "step", "step", "ms", 0, (AGAIN, "coat", "coat_fast")),
+    ("Memory of that step", "step", "memory", "GB", 1, (AGAIN, "coat", "coat_fast")),
+    (_LAYER, "layer", "time", "ms", 1, (AGAIN, "COAT, lean", BOUNDED)),
+    (_LAYER, "layer", "time", "ms", 1, ("bf16", "COAT, lean", BOUNDED)),
+    ("What a layer keeps for its backward pass", "coat_memory", "total", "U", 1, (AGAIN, "COAT, lean", "COAT, lean")),
+    ("Bytes of Adam's moments, a parameter", "training_parity", "bytes of moments a parameter", "", 2,
+     ("bf16", "coat", "coat_fast")),
+]  # fmt: skip
+
+
+def first_screen(results: Mapping[str, Result]) -> str:
+    """README's table of before and after, from results by name, without rows that are not measured."""
+    rows: dict[str, str] = {}
+    for label, bench, metric, unit, digits, names in FIRST:
+        result = results.get(bench)
+        case = {"layer": "batch 4, length 4096", "step": ONE}.get(bench, "")
+        found = [value(name, metric, unit, digits, case)(result) if result else None for name in names]
+        if result and all(found) and label not in rows:
+            device = result["device"].partition(",")[0].partition(" (")[0]
+            base = {AGAIN: ", recomputed", "bf16": ", as written"}[names[0]] if bench != "training_parity" else ""
+            found[0] += base
+            rows[label] = f"| {label} | {' | '.join(found)} | `{short(result['command'])}`, {device} |"
+    return "\n".join(["| | bf16 | `coat` | `coat_fast` | measured by |", "|---|---:|---:|---:|---|", *rows.values()])
+
+
+def short(command: str) -> str:
+    """A command without its options."""
+    words = command.split()
+    options = [i for i, word in enumerate(words) if word.startswith("-") and word != "-m"]
+    return " ".join(words[: options[0]] if options else words)

@@ -1,0 +1,76 @@
+"""The benchmark of a whole step, on a small model: its arms train alike, and bf16 recomputed keeps less."""
+
+import argparse
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.bench import step, timing
+from experiments.models.llama import LlamaConfig
+
+LLAMA = LlamaConfig(vocab=16, dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64)
+TOKENS = 32
+
+
+def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
+    clock = itertools.count()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    seen = {}
+    monkeypatch.setattr(step, "memory", lambda program: seen.setdefault(id(program), (len(seen) + 1, len(seen) + 2)))
+    options = argparse.Namespace(
+        model="tiny", arm=["coat"], mesh=["one"], batch=2, length=TOKENS, rounds=2, steps=4, kernels=False, out=tmp_path
+    )
+    step.measure(LLAMA, options)
+    content = json.loads((tmp_path / "step.json").read_text())
+    found = {(r["impl"], r["metric"]): r for r in content["rows"]}
+    # A clock that goes on by one second a look: four steps in one.
+    assert found["coat", "step"]["value"] == 250
+    assert found["coat", "step"]["quartiles"] == [250, 250]
+    assert found["coat", "tokens/s"]["value"] == 2 * TOKENS / 0.25
+    assert (found["coat", "memory"]["value"], found["coat", "memory"]["ratio"]) == (3, pytest.approx(2 / 3))
+    assert {r["baseline"] for r in content["rows"] if r["ratio"]} == {step.AGAIN}
+    assert {r["case"] for r in content["rows"]} == {f"tiny, one GPU, 2 x {TOKENS} tokens"}
+
+
+@pytest.mark.parametrize("where", ["data", "fsdp"])
+def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
+    """Two devices take the step of one with the whole batch; under FSDP each has half of the state."""
+    losses, states = [], []
+    for mesh, batch in (("one", 16), (where, 2)):
+        arm = step.Arm(step.BF16, LlamaConfig(256, 512, 1, 4, 4, 512), batch, TOKENS, mesh)
+        losses.append(float(arm()["loss"]))
+        states.append(sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(arm.state.params)))
+        exchanged = arm.exchanged()
+    np.testing.assert_allclose(*losses, rtol=2e-3)
+    assert states[1] == states[0] if where == "data" else states[1] < states[0] / 7
+    assert any(kind.startswith("all-reduce") for kind in exchanged)
+    assert any(kind.startswith("all-gather") for kind in exchanged) == (where == "fsdp")
+
+
+def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
+    results, needs = [], []
+    for name in (step.BF16, step.AGAIN):
+        arm = step.Arm(name, LLAMA, 2, TOKENS, "one")
+        metrics = arm()
+        results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        needs.append(step.memory(arm.program))
+    np.testing.assert_allclose(*results, rtol=1e-3)
+    assert needs[1][0] < needs[0][0]
+    assert needs[0][1] > needs[0][0]
+
+
+def test_flops_are_those_of_products_and_attention():
+    arm = step.Arm(step.BF16, LLAMA, 2, TOKENS, "one")
+    layer = 4 * 32 * 32 + 3 * 32 * 64
+    attention = 2 * 2 * TOKENS * 32 / 2  # QK and AV, of which half is masked
+    assert arm.flops == 3 * 2 * TOKENS * (2 * (2 * layer + attention) + 2 * 32 * 16)
+
+
+def test_seconds_remember_their_rounds():
+    found = timing.Seconds([4.0, 1.0, 2.0, 3.0, 5.0])
+    assert found == 3
+    assert found.quartiles() == [2, 4]
+    assert found.quartiles(lambda t: 12 / t) == [3, 6]
