@@ -70,16 +70,16 @@ class Arm:
     @property
     def flops(self) -> float:
         """Of the products and the causal attention of a step, forward and backward."""
-        matrices = sum(
-            math.prod(x.shape) for x in jax.tree.leaves(self.state.params) if x.ndim >= 2 and min(x.shape[-2:]) > 1
-        )
-        matrices -= self.config.vocab * self.config.dim  # the embedding is looked up
+        paths = jax.tree_util.tree_leaves_with_path(self.state.params)
+        named = [(jax.tree_util.keystr(path), x) for path, x in paths]
+        # The embedding is looked up; norms of all layers have two axes.
+        matrices = sum(x.size for name, x in named if x.ndim >= 2 and "norm" not in name and "embed" not in name)
         attention = 6 * self.config.layers * self.config.dim * self.length
         return float(self.tokens_per_step * (6 * matrices + attention))
 
     def exchanged(self) -> dict[str, float]:
         """MB that a device gives or gets in collectives of a step, by kind and dtype; loops count once."""
-        found: collections.Counter[str] = collections.Counter()
+        found: dict[str, float] = collections.defaultdict(float)
         for line in (self.program.as_text() or "").splitlines():
             if match := _COLLECTIVE.search(line):
                 # Of an asynchronous collective the result is the last part of a tuple.

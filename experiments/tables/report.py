@@ -20,8 +20,8 @@ HEAD = """# Results
 
 Written from the files in `results/` by `python -m experiments.tables.report`; do not edit. Each line links to a page
 with all rows, notes and the whole command. A ratio of speed is the baseline's time over ours. Every benchmark runs its
-baseline in the same process, all but `cold` with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`
-(`experiments/flags.py`). Where a paper's figure is missing, our copy of the paper does not hold it.
+baseline in the same process, all but `cold` with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/flags.py).
+Where a paper's figure is missing, our copy of the paper does not hold it.
 """
 START, END = "<!-- Written by python -m experiments.tables.report; do not edit. -->", "<!-- end -->"
 _REQUIRED = {"bench", "device", "versions", "command", "date", "rows"}

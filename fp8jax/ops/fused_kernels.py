@@ -145,9 +145,8 @@ def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> Any:
 
 def _operands(operation: Any) -> Any:
     scales = f"m n/{operation.group}"
-    return remake_triton.Operands(
-        _TILE, scales, _TILE, scales, _TILE, scales, gradient=_TILE, inverse="m", mean="m", weight="n", bias="n"
-    )  # type: ignore[arg-type]
+    parts: Any = (_TILE, scales, _TILE, scales, _TILE, scales, _TILE, "m", "m", "n", "n")
+    return remake_triton.Operands(*parts)
 
 
 def _whole(x: Any) -> str | None:

@@ -303,11 +303,15 @@ def _one(
         place=place,
         compute_capability=capability(),
     )
-    rows, columns = (
-        None if p is None or spec is None else QTensor(p.codes, p.scale if s is None else s, None, p.microscale, spec)
-        for p, s, spec in zip(found, scales, how.specs, strict=True)
-    )
-    return rows, columns
+    made: list[QTensor | None] = []
+    for part, own_scale, spec in zip(found, scales, how.specs, strict=True):
+        if part is None or spec is None:
+            made.append(None)
+            continue
+        used = part.scale if own_scale is None else own_scale
+        assert used is not None
+        made.append(QTensor(part.codes, used, None, part.microscale, spec))
+    return made[0], made[1]
 
 
 def _level(spec: QuantSpec) -> str:
