@@ -214,7 +214,7 @@ def _storage_key(spec: QuantSpec, length: int | None) -> str:
     options = [f"{name}{value}" for name, value in details.items() if value != usual[name]]
     if spec.scale_format != "fp32":
         options.append(f"{spec.scale_format}scales")
-    how = str(dataclasses.replace(spec, rounding="nearest", underflow="zero"))
+    how = str(dataclasses.replace(spec, rounding="nearest"))
     return f"codes:{'+'.join([how, *options])}:v{VERSION}"
 
 

@@ -1,6 +1,7 @@
 """The mathematics of the compressed optimizer: exact AdamW in fp32, bounded beside it in 8 bits, and its errors."""
 
 import functools
+from typing import NamedTuple
 
 import chex
 import jax
@@ -107,6 +108,16 @@ def test_bytes_are_counted_by_role_for_every_optimizer(tx, mu, nu):
 def test_factored_rows_and_columns_are_second_moments():
     sizes = fp8jax.state_bytes(optax.adafactor(1e-3).init({"w": jnp.zeros((256, 512))}))
     assert 4 * (256 + 512) <= sizes["nu"] <= 4 * (256 + 512) + 4
+
+
+class Named(NamedTuple):
+    w: jax.Array
+    v: jax.Array
+
+
+def test_names_of_parameters_do_not_count_as_those_of_moments():
+    sizes = fp8jax.state_bytes(optax.lion(1e-3).init(Named(jnp.zeros(100), jnp.zeros(50))))
+    assert sizes == {"mu": 600, "nu": 0, "other": 4}
 
 
 N = 128
