@@ -46,7 +46,7 @@ class _Rerun:
             elif name == "dot_general" and sum(are) == 1:
                 results = [self._product(*operands, weight_first=are[0], **eqn.params)]
             else:
-                results = _as_written(eqn, operands)
+                results = _as_written(eqn, operands, jaxpr.debug_info)
                 of_weight = [name in _LAYOUTS and any(are)] * len(results)
             known |= dict(zip(eqn.outvars, results, strict=True))
             weight |= dict(zip(eqn.outvars, of_weight, strict=True))
@@ -65,10 +65,11 @@ class _Rerun:
         return y.transpose(*range(n), *range(n + columns, n + columns + rows), *range(n, n + columns))
 
 
-def _as_written(eqn: Any, operands: Sequence[Any]) -> Any:
-    """The results of one operation of a program."""
+def _as_written(eqn: Any, operands: Sequence[Any], info: Any) -> Any:
+    """The results of one operation of a program with this `debug_info`."""
     inputs = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, core.Literal)}
-    jaxpr = core.Jaxpr(constvars=(), invars=list(inputs), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+    info = info._replace(arg_names=("",) * len(inputs), result_paths=("",) * len(eqn.outvars))
+    jaxpr = core.Jaxpr((), list(inputs), eqn.outvars, [eqn], eqn.effects, info)
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*inputs.values())
 
 

@@ -21,8 +21,8 @@ def by_shape(modules: dict[str, Any]) -> dict[str, str]:
 
     A head is an `nnx.Linear` that the outermost module holds itself, or in a list or dict of its own, and whose outputs
     no module takes, one, two, three or four times their number; unless the model has no other layer. A router is one
-    that has as many outputs as there are experts in its module: modules in a list, or the first axis of a parameter;
-    or that is called gate, has fewer outputs than inputs, and stands beside no layer of its shape.
+    of fewer outputs than inputs, that has as many as there are experts in its module: modules in a list, or the first
+    axis of matrices that take its inputs; or that is called gate and stands beside no layer of its shape.
 
     Args:
         modules: all modules of the model, by path, the outermost under "".
@@ -65,16 +65,20 @@ def _takes(module: Any) -> list[int]:
 def _experts(module: Any, router: Any) -> int:
     """How many experts stand beside a layer: the outputs that it would have if it chose among them; else 0."""
     stacked, outputs = router.kernel.ndim - 2, router.out_features
+    if outputs >= router.in_features:
+        return 0
     for value in vars(module).values():
         if isinstance(value, nnx.List) and len(value) == outputs and all(isinstance(m, nnx.Module) for m in value):
-            return len(value)
+            return outputs
         if isinstance(value, nnx.Param):
-            inside = [value]
+            weights = [value]
         elif isinstance(value, nnx.Module) and value is not router:
-            inside = [p for p in jax.tree.leaves(nnx.state(value, nnx.Param)) if p.ndim >= stacked + 3]
+            weights = [m.kernel for _, m in nnx.iter_modules(value) if type(m) is nnx.Linear]
         else:
             continue
-        if inside and all(p.ndim >= stacked + 3 and p.shape[stacked] == outputs for p in inside):
+        # Each (experts, inputs, outputs), with the router's inputs among them.
+        alike = all(w.ndim == stacked + 3 and w.shape[stacked] == outputs for w in weights)
+        if alike and any(router.in_features in w.shape[stacked + 1 :] for w in weights):
             return outputs
     return 0
 

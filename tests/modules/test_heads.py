@@ -216,6 +216,10 @@ def test_routers_of_nnx_have_as_many_outputs_as_experts_or_are_gates_of_nothing(
     assert shapes(inner=Stacked(any=line(8, 4), list=listed)) == {"inner/any"}
     mapped = nnx.vmap(Mlp)(nnx.Rngs(0).split(4))
     assert shapes(inner=Stacked(any=line(8, 4), mapped=mapped)) == {"inner/any"}
+    # Projections to heads have as many inputs as a layer has outputs.
+    general = nnx.LinearGeneral(8, (2, 4), use_bias=False, rngs=nnx.Rngs(0))
+    assert shapes(inner=Stacked(out=line(8, 8), q=general)) == set()
+    assert shapes(inner=Stacked(down=line(32, 8), q=nnx.Param(jnp.ones((8, 2, 4)))), body=line(8, 32)) == set()
     assert shapes(inner=Stacked(gate=line(8, 3), body=line(8, 8))) == {"inner/gate"}
     assert shapes(inner=Stacked(gate=line(8, 6), up=line(8, 6), down=line(6, 8))) == set()
 
