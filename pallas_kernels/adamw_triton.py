@@ -44,13 +44,13 @@ class Scalars(NamedTuple):
     eps: Any
     eps_root: Any
 
-    @property
-    def vector(self) -> Array:
+    def vector(self, words: Array | None = None) -> Array:
         """The scalars in the order and form that the kernel reads, both corrections taken out of its moments.
 
         With r = sqrt(v + eps_root * correction2), direction = m / (r + eps * c) * c / correction1, c the root of
         `correction2`. Under the root, zero counts as the smallest normal number. From the ninth on they are for
-        moments that are taken as m / b1_rest and v / b2_rest.
+        moments that are taken as m / b1_rest and v / b2_rest. Two words for noise come last, as they are: so all that a
+        step needs is made at once.
         """
         rate, weight_decay, b1, b1_rest, b2, b2_rest, correction1, correction2, eps, eps_root = (
             jnp.asarray(x, jnp.float32) for x in self
@@ -68,6 +68,8 @@ class Scalars(NamedTuple):
         small_from = jnp.where(eps_root == 0, jnp.square(128 * eps), jnp.inf)
         values += [rate, decay, -_SLOPE * eps, eps, b1_rest, b2_rest, b1 / b1_rest, b2 / b2_rest]
         values += [jnp.where(tame, 1 / b1_rest, jnp.inf), 1 / b2_rest, eps_root * correction2 / b2_rest, small_from]
+        if words is not None:
+            values += list(jax.lax.bitcast_convert_type(words, jnp.float32))
         return jnp.stack(values)
 
 
@@ -100,7 +102,6 @@ def _adamw(
     nu_exponent_ptr: tl.tensor,
     scalars_ptr: tl.tensor,
     seed_ptr: tl.tensor,
-    nu_seed_ptr: tl.tensor,
     table_ptr: tl.tensor,
     groups: tl.tensor,
     groups_of_row: tl.tensor,
@@ -137,14 +138,14 @@ def _adamw(
     if ORDINARY and (not MASKED or (program + 1) * TILE <= groups):
         left = tiles.ordinary(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
-            nu_exponent_ptr, scalars_ptr, seed_ptr, nu_seed_ptr, table_ptr, salt, inner, stride, result_ptr,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, table_ptr, salt, inner, stride, result_ptr,
             SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU,
         )  # fmt: skip
     if not ORDINARY or left > 0:
         for part in range(PARTS):
             tiles.careful(
                 program * PARTS + part, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
-                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, nu_seed_ptr, groups, groups_of_row,
+                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, groups, groups_of_row,
                 vectors_of_row, salt, inner, stride, result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED,
                 ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU, not SHORT and not ORDINARY,
             )  # fmt: skip
@@ -255,10 +256,10 @@ def adamw(
     tile = launch.warps * WARP // lanes
     parts = min(group_size // lanes // ELEMENTS, tile) if ordinary else 1
     # The scalars stand in for what is absent, and are not touched in its place.
-    stand_in = scalars.vector
+    stand_in = scalars.vector(nu_seed)
     inputs = [grad, stand_in if weight is None else weight]
     inputs += [part for moment in (mu, nu) for part in (*moment, *[stand_in] * (3 - len(moment)))]
-    inputs += [stand_in, *(stand_in if words is None else words for words in (seed, nu_seed))]
+    inputs += [stand_in, stand_in if seed is None else seed]
     inputs.append(jnp.asarray(logarithms(nu[0].dtype)) if ordinary else stand_in)
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*mu, *nu)]
     outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))

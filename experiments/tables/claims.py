@@ -202,8 +202,9 @@ def first_screen(results: Mapping[str, Result]) -> str:
     for label, bench, metric, unit, digits, names in FIRST:
         result = results.get(bench)
         case = {"layer": "batch 4, length 4096", "step": ONE}.get(bench, "")
-        found = [value(name, metric, unit, digits, case)(result) if result else None for name in names]
-        if result and all(found) and label not in rows:
+        looked = [value(name, metric, unit, digits, case)(result) if result else None for name in names]
+        found = [figure for figure in looked if figure]
+        if result and len(found) == len(names) and label not in rows:
             device = result["device"].partition(",")[0].partition(" (")[0]
             base = {AGAIN: ", recomputed", "bf16": ", as written"}[names[0]] if bench != "training_parity" else ""
             found[0] += base

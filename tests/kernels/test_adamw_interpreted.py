@@ -166,7 +166,8 @@ def compare_noise(shape: str, nu: str, expand: bool, form: str, weight: str) -> 
         assert np.sum(~same) <= 1 + 5e-3 * same.size
     there = np.repeat(same, 128, -1)[..., : a.shape[-1]] & ~np.isnan(a)
     assert np.mean((a != b)[there]) < 2e-3, np.mean((a != b)[there])
-    assert np.mean((b != c)[there]) > 0.1
+    # Where all of an unexpanded group decays alike, its codes stay.
+    assert np.mean((b != c)[there]) > (0.1 if expand else 0.005)
     ulps = np.abs(np.asarray(want[2].codes).view(np.int8).astype(int) - np.asarray(got[2].codes).view(np.int8))
     assert ulps[there].max() <= 1
 
