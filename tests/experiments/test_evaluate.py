@@ -228,6 +228,13 @@ def test_the_likeliest_choice_is_taken_per_byte_too(trained):
 
     assert evaluate.answer(trained, scorer, questions) == [(0, 1)]
 
+    def of_bytes(params, tokens_NxT):
+        return jnp.where(tokens_NxT[:, 1:] < 128, -1.5, -1.0)
+
+    # Two letters of two bytes: 1 nat a byte against 1.5, but 2 nats a letter.
+    questions = [evaluate.Question("x", ("\u00e9\u00e9", "abc"), 0)]
+    assert evaluate.answer(trained, of_bytes, questions) == [(0, 0)]
+
 
 QUESTION = {"context": "a", "choices": ["b", "c"], "answer": 0}
 
