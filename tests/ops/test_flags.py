@@ -109,6 +109,8 @@ def test_the_kernel_of_rows_is_given_the_flag_and_the_scales(left, right, fast, 
         assert relative(y, want) < (1e-6 if dtype == jnp.float32 else 2.0**-8)
         np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=2.0**-7, atol=1e-5 * np.abs(want).min())
     assert [(name, named["fast"]) for name, named in kernels] == [("matmul", fast)] * 2
+    # And without a kernel: nothing is summed in less than fp32.
+    assert relative(matmul.matmul(a, b, impl="xla", fast=fast), want) < 1e-6
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -123,13 +125,16 @@ def test_the_kernel_of_microscaled_operands_is_taken_where_it_is_to_be_exact(exa
     assert seen == ([("matmul_mx", None)] * 2 if exact else [("matmul", False), ("matmul", True)])
 
 
-@pytest.mark.parametrize(("left", "right"), [("e4m3:group128", "e4m3:block128"), ("e4m3", "e4m3:group128")])
-def test_the_kernel_of_groups_is_given_the_scales(left, right, kernels):
+@pytest.mark.parametrize(
+    ("left", "right", "length"), [("e4m3:group128", "e4m3:block128", 300), ("e4m3", "e4m3:group128", 129)]
+)
+def test_the_kernel_of_groups_is_given_the_scales(left, right, length, kernels):
     random = np.random.default_rng(0)
-    a, b = (random.standard_normal((n, 300)) * 8.0 ** (np.arange(300) // 128) for n in (5, 140))
+    a, b = (random.standard_normal((n, length)) * 8.0 ** (np.arange(length) // 128) for n in (5, 140))
     a, b = (fp8jax.quantize(jnp.asarray(x, jnp.float32), how) for x, how in ((a, left), (b, right)))
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
-    assert relative(matmul.matmul(a, b, impl="mosaic"), want) < 1e-6
+    for impl in ("mosaic", "xla"):
+        assert relative(matmul.matmul(a, b, impl=impl), want) < 1e-6
     assert [name for name, _ in kernels] == ["matmul_block"]
 
 

@@ -42,8 +42,9 @@ def test_every_operand_has_the_scale_of_its_strategy(quantized):
     np.testing.assert_allclose(products(own, quantized), coarse, rtol=1e-6)
 
 
-def test_every_operand_has_the_scale_of_its_own_history():
-    part = dataclasses.replace(PART, scaling="delayed", history=2)
+@pytest.mark.parametrize("saved", [{}, {"saved": "e4m3"}], ids=["the same codes", "saved apart"])
+def test_every_operand_has_the_scale_of_its_own_history(saved):
+    part = dataclasses.replace(PART, scaling="delayed", history=2, **saved)
     state = fp8jax.init_scaling(part)
     # Where a history's largest value is a quarter of a number, that saturates to the quarter.
     for wide, clipped in (
@@ -70,11 +71,23 @@ def test_an_input_made_again_has_the_saved_scale_only_where_it_is_quantized_so()
     assert relative(dw, exact) < 0.05
 
 
+def test_an_input_made_again_is_read_as_it_is_where_its_product_is_not_quantized():
+    """In fp32, from the codes that the norm keeps: nothing on the way is rounded to 16 bits."""
+    context = Context("e4m3:group16", "lean")
+    recipe = dataclasses.replace(fp8jax.recipes.coat(), linear=fp8jax.recipes.switchback().linear, context=context)
+    x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(24, 32), (32, 16), (24, 16)]))
+    dw = jax.vjp(lambda w: fp8jax.linear(fp8jax.rms_norm(x, recipe=recipe), w, recipe=recipe), w)[1](dy)[0]
+    kept = np.asarray(fp8jax.quantize(x, context.spec).dequantize(), np.float64)
+    again = kept / np.sqrt((np.asarray(x, np.float64) ** 2).mean(1, keepdims=True) + 1e-6)
+    assert relative(dw, again.T @ np.asarray(dy, np.float64)) < 1e-5
+
+
 def test_rounding_of_an_input_that_is_saved_in_another_format_is_that_of_both():
     """The weight's gradient reads what is saved, quantized again: of a number with 2 bits only e4m3 shows e5m2."""
     x, w, dy = jnp.array([[448.0, 26.0]]), jnp.eye(2), jnp.array([[1.0, 0.0]])
-    for saved, want in (("same", 26.0), ("e5m2", 24.0), ("e4m3:group1", 26.0)):
-        part = dataclasses.replace(PART, saved=saved, x_wgrad="e4m3")
-        dw = jax.vjp(lambda w, part=part: fp8jax.linear(x, w, recipe=part), w)[1](dy)[0]
-        assert float(dw[1, 0]) == pytest.approx(want, rel=1e-6)
-        assert float(fp8jax.linear(x, w, recipe=part)[0, 1]) == pytest.approx(26.0, rel=1e-6)
+    cases = [("same", "e4m3", 26.0), ("e5m2", "e4m3", 24.0), ("same", "e5m2", 24.0), ("e4m3:group1", "e4m3", 26.0)]
+    for saved, x_wgrad, want in cases:
+        part = dataclasses.replace(PART, saved=saved, x_wgrad=x_wgrad)
+        y, back = jax.vjp(lambda w, part=part: fp8jax.linear(x, w, recipe=part), w)
+        assert float(back(dy)[0][1, 0]) == pytest.approx(want, rel=1e-6)
+        assert float(y[0, 1]) == pytest.approx(26.0, rel=1e-6)
