@@ -21,7 +21,7 @@ from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
 from fp8jax.ops.choice import Choice as Choice
-from fp8jax.ops.choice import on_cuda, tell, vary_with
+from fp8jax.ops.choice import on_cuda, placed_like, tell, vary_with
 from fp8jax.ops.rounding import round_stochastically
 
 
@@ -100,9 +100,9 @@ def chosen(
     """What computes the step of each parameter.
 
     "xla" is the reference. "auto" is the kernel for quantized parameters on a CUDA GPU, if its packages are there, it
-    takes the shapes and dtypes, and no group is cut: each parameter lies on one device, or is sharded in its type
-    (Explicit mesh axes, or inside `shard_map`) in whole groups. "triton" is the same, but raises where "auto" would
-    fall back. Parameters without a quantized moment are always XLA's, which fuses them well.
+    takes the shapes and dtypes, on however many devices; each then updates its part, in whole groups. "triton" is the
+    same, but raises where "auto" would fall back. Parameters without a quantized moment are always XLA's, which fuses
+    them well; bf16 ones that are rounded stochastically are where several devices may hold parts of them.
 
     Args:
         grads, mu, nu, params: as of `update`; abstract arrays will do.
@@ -184,9 +184,9 @@ def _apply(
         tell("adamw", adamw_fused.choose(leaf, impl, impl == "triton" or on_cuda()))
     reference = functools.partial(_reference, form, adam)
     if "triton" in impls:
-        fused = functools.partial(_fused, form, adam, impls)
-        otherwise = None if impl == "triton" else _each_varying(adam, reference)
-        rows = jax.lax.platform_dependent(leaves, cuda=_each_varying(adam, fused), default=otherwise)
+        fused = _each_varying(adam, functools.partial(_fused, form, adam, impls))
+        otherwise = None if impl == "triton" else placed_like(fused, _each_varying(adam, reference), (leaves,))
+        rows = jax.lax.platform_dependent(leaves, cuda=fused, default=otherwise)
     else:
         rows = reference(leaves)
     result, mus, nus = (treedef.unflatten([row[i] for row in rows]) for i in range(3))

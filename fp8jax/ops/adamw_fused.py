@@ -3,18 +3,20 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from fp8jax.core import blocks, expansion, formats, noise
+from fp8jax.core import expansion, formats, noise
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.choice import Choice, capability, missing_triton, spread
+from fp8jax.ops.choice import Choice, capability, missing_triton, unplaced
+from fp8jax.ops.partition import Cut, partitioned
 
 Moment = QTensor | Array
 Form = Literal["update", "step"]
@@ -136,85 +138,57 @@ def _unsupported(leaf: Leaf) -> str | None:
 
 
 def _cut(leaf: Leaf) -> str | None:
-    """Why groups may not lie on one device each, as far as the arrays and their types tell, or None."""
-    arrays = [leaf.grad, *(_parts(moment)[0] for moment in (leaf.mu, leaf.nu))]
-    arrays += [] if leaf.weight is None else [leaf.weight]
-    if axes := _explicit(leaf):
-        return _cut_explicitly(leaf, arrays, axes)
-    return spread(*arrays)
-
-
-def _cut_explicitly(leaf: Leaf, arrays: list[Any], axes: dict[str, int]) -> str | None:
-    mesh = jax.typeof(leaf.grad).sharding.mesh
-    if any(size > 1 for name, size in mesh.shape.items() if name not in axes and name not in mesh.manual_axes):
-        return "the mesh has Auto axes, whose sharding is not known before compilation"
-    specs = {PartitionSpec(*_entries(x)) for x in arrays}
-    if len(specs) > 1:
-        return "gradient, parameter and moments are sharded differently"
-    if leaf.noise is not None:
-        return "the noise of stochastic rounding goes by global positions"
-    shards = math.prod(axes[a] for a in _entries(leaf.grad)[-1])
-    if shards > 1 and leaf.grad.shape[-1] % (shards * leaf.group_size):
-        return "a shard cuts groups"
-    if leaf.nu_noise is not None and _Place.of(leaf) is None:
-        return "the noise of the second moment goes by global positions, and more than two axes are cut"
+    """Why only XLA knows what it has to about how the parameter lies on several devices, or None."""
+    if (reason := unplaced()) is not None:
+        return reason
+    if leaf.noise is not None and _several(leaf):
+        return "the noise that rounds parameters goes by positions in them, and they may be cut"
     return None
 
 
-def _entries(x: Array) -> list[tuple[str, ...]]:
-    """The mesh axes that each axis of an array is sharded over."""
-    spec = jax.typeof(x).sharding.spec
-    axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
-    return [*axes, *[()] * (x.ndim - len(axes))]
+def _several(leaf: Leaf) -> bool:
+    """Whether the parameter may lie on several devices: inside `jax.shard_map` over all mesh axes a part does not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types):
+        return False
+    if isinstance(leaf.grad, jax.Array) and not isinstance(leaf.grad, jax.core.Tracer):
+        return len(leaf.grad.sharding.device_set) > 1
+    return (jax.default_backend() == "gpu" and jax.device_count() > 1) or mesh.size > 1
 
 
 class _Place(NamedTuple):
-    """Where the groups of a shard lie among those of the global array.
+    """Where the groups of a part lie among those of the whole array.
 
-    Group n of the shard is group `first + n // inner * stride + n % inner`.
+    Group n of the part is group `first + n // inner * stride + n % inner` of the whole.
 
     Attributes:
-        axes: for each axis of the array, the mesh axes it is sharded over.
-        steps: for each axis, how many groups further the next shard along it begins.
-        inner: groups of the shard that follow each other in the global array.
-        stride: how many groups further the next such run begins.
+        first: number of the part's first group, uint32.
+        inner: groups of the part that follow each other in the whole.
+        stride: how many groups further the next such run begins; 0 if all follow each other.
     """
 
-    axes: list[tuple[str, ...]]
-    steps: list[int]
+    first: Array
     inner: int
     stride: int
 
     @classmethod
-    def of(cls, leaf: Leaf) -> "_Place | None":
-        """None where runs of groups have no constant stride."""
-        entries, mesh = _entries(leaf.grad), jax.typeof(leaf.grad).sharding.mesh
-        shape = [*leaf.grad.shape[:-1], -(-leaf.grad.shape[-1] // leaf.group_size)]
+    def of(cls, cut: Cut, names: Sequence[str], whole: Sequence[int], part: Sequence[int]) -> "_Place | None":
+        """None where runs of groups have no constant stride.
+
+        Args:
+            names: of the axes.
+            whole, part: groups along each axis.
+        """
         runs, stride = [[1, 1]], 1  # (groups, stride), innermost first
-        steps: list[int] = []
-        for n, axes in zip(reversed(shape), reversed(entries), strict=True):
-            local = n // math.prod(mesh.shape[a] for a in axes)
-            steps.insert(0, local * stride)
+        first = jnp.zeros((), jnp.uint32)
+        for name, n, own in zip(reversed(names), reversed(whole), reversed(part), strict=True):
+            first = first + jnp.asarray(cut.start(name, own)).astype(jnp.uint32) * np.uint32(stride % 2**32)
             if stride == runs[-1][0] * runs[-1][1]:
-                runs[-1][0] *= local
-            elif local > 1:
-                runs.append([local, stride])
+                runs[-1][0] *= own
+            elif own > 1:
+                runs.append([own, stride])
             stride *= n
-        if len(runs) > 2:
-            return None
-        return cls(entries, steps, runs[0][0], runs[1][1] if len(runs) > 1 else 0)
-
-    def first(self) -> Array:
-        """Inside `jax.shard_map`, the number of the shard's first group, uint32."""
-        number = jnp.zeros((), jnp.uint32)
-        for axes, step in zip(self.axes, self.steps, strict=True):
-            if axes:
-                number = number + jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(step % 2**32)
-        return number
-
-
-def _explicit(leaf: Leaf) -> dict[str, int]:
-    return {} if isinstance(leaf.grad, jax.ShapeDtypeStruct) else blocks.explicit_axes(leaf.grad)
+        return None if len(runs) > 2 else cls(first, runs[0][0], runs[1][1] if len(runs) > 1 else 0)
 
 
 def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
@@ -228,41 +202,70 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         *(1 - adam.b1**adam.count, 1 - adam.b2**adam.count),
         *(adam.eps, adam.eps_root),
     )
-    place = _Place.of(leaf) if leaf.nu_noise is not None and _explicit(leaf) else None
     reads = form == "step" or (leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0))
+    size = leaf.group_size
+    storage = _storage(leaf.mu, signed=True), _storage(leaf.nu, signed=False, stochastic=leaf.nu_noise is not None)
 
-    def local(*args: Any) -> Any:
-        x = _Operands(*args)
-        words = x.nu_noise
-        if place is not None:
-            assert words is not None
-            eighths = place.first() * np.uint32(leaf.group_size // 8)
-            words = words.at[0].add(eighths * np.uint32(noise.STRIDE))
+    def groups(shape: Sequence[int]) -> list[int]:
+        return [*shape[:-1], -(-shape[-1] // size)]
+
+    def kernel(x: _Operands, run: tuple[int, int] | None) -> Any:
         return adamw_triton.adamw(
             *x[:4],
             adamw_triton.Scalars(*x.scalars),
-            mu_storage=_storage(leaf.mu, signed=True),
-            nu_storage=_storage(leaf.nu, signed=False, stochastic=words is not None),
-            group_size=leaf.group_size,
+            mu_storage=storage[0],
+            nu_storage=storage[1],
+            group_size=size,
             form=form,
             dtype=leaf.dtype,
             seed=x.noise,
-            nu_seed=words,
+            nu_seed=x.nu_noise,
             salt=leaf.salt,
-            run=None if place is None or not place.stride else (place.inner, place.stride),
+            run=run,
             compute_capability=capability(),
         )
 
-    call = _over_leading_axes(local)
+    def part(cut: Cut, names: Sequence[str], whole: Sequence[int], x: _Operands) -> Any:
+        """The step of a part of the parameter, whose noise goes by numbers of groups of the whole."""
+        if x.nu_noise is None or not cut.axes:
+            return kernel(x, None)
+        place = _Place.of(cut, names, whole, groups(x.grad.shape))
+        if place is not None:
+            return kernel(x._replace(nu_noise=_later(x.nu_noise, place.first, size)), (place.inner, place.stride or 1))
+
+        def row(i: Array) -> Any:
+            number = (cut.start(names[0], x.grad.shape[0]) + i).astype(jnp.uint32)
+            words = _later(x.nu_noise, number * np.uint32(math.prod(whole[1:]) % 2**32), size)
+            grad, weight, mu, nu = jax.tree.map(lambda array: array[i], tuple(x[:4]))
+            own = x._replace(grad=grad, weight=weight, mu=mu, nu=nu, nu_noise=words)
+            return part(cut, names[1:], whole[1:], own)
+
+        return jax.lax.map(row, jnp.arange(x.grad.shape[0]))
+
+    def call(*operands: Any) -> Any:
+        x = _Operands(*operands)
+        names = [f"axis{i}" for i in range(x.grad.ndim)]
+        array, whole = " ".join(names), groups(x.grad.shape)
+        moments = [
+            (array, *[f"{array}/{size}"] * (len(parts) - 1)) for parts in (x.mu, x.nu)
+        ]  # codes or values, then what there is for each group
+        ins = (array, array, *moments, ("",) * len(x.scalars), "-", "-")
+        return partitioned(
+            f"adamw_{form}", (storage, size, str(leaf.dtype), leaf.salt, x.grad.shape),
+            lambda cut, *own: part(cut, names, whole, _Operands(*own)), operands, ins, (array, *moments),
+        )  # fmt: skip
+
     values = tuple(jnp.asarray(x, jnp.float32) for x in scalars)
     moments = _parts(leaf.mu), _parts(leaf.nu)
     operands = _Operands(leaf.grad, leaf.weight if reads else None, *moments, values, leaf.noise, leaf.nu_noise)
-    if _explicit(leaf):
-        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tuple(operands))
-        mesh = jax.typeof(leaf.grad).sharding.mesh  # known without jax.set_mesh, too
-        call = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[2], specs[3]), check_vma=False)
-    result, mu, nu = call(*operands)
+    result, mu, nu = _over_leading_axes(call)(*operands)
     return result, _restored(mu, leaf.mu), _restored(nu, leaf.nu)
+
+
+def _later(words: Array | None, groups: Array, size: int) -> Array:
+    """The words of noise of a part that begins so many groups of a size after the whole."""
+    assert words is not None
+    return words.at[0].add(groups * np.uint32(size // 8) * np.uint32(noise.STRIDE))
 
 
 def _over_leading_axes(local: Any) -> Any:

@@ -15,8 +15,6 @@ import jax
 from jax import Array, lax
 from jax.sharding import AxisType
 
-from fp8jax.core import blocks
-
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -123,16 +121,20 @@ def unplaced() -> str | None:
 
 def by_platform(*args: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
     """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`."""
-    kernel, reference = local(cuda), local(default)
-    if any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(args)):
-        kinds = jax.eval_shape(kernel, *args)
-        # On Explicit axes types say how results lie, and both have to be of one type.
-        reference = lambda *args: jax.tree.map(_placed_like, local(default)(*args), kinds)  # noqa: E731
-    return lax.platform_dependent(*args, cuda=kernel, default=reference)
+    kernel = local(cuda)
+    return lax.platform_dependent(*args, cuda=kernel, default=placed_like(kernel, local(default), args))
 
 
-def _placed_like(x: Array, kind: jax.ShapeDtypeStruct) -> Array:
-    return x if jax.typeof(x).sharding == kind.sharding else jax.sharding.reshard(x, kind.sharding)
+def placed_like(kernel: Callable[..., Any], reference: Callable[..., Any], args: Any) -> Callable[..., Any]:
+    """The reference with results placed as the kernel's: on Explicit axes types say how results lie."""
+    if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(args)):
+        return reference
+    kinds = jax.eval_shape(kernel, *args)
+
+    def place(x: Array, kind: jax.ShapeDtypeStruct) -> Array:
+        return x if jax.typeof(x).sharding == kind.sharding else jax.sharding.reshard(x, kind.sharding)
+
+    return lambda *args: jax.tree.map(place, reference(*args), kinds)
 
 
 @functools.cache
@@ -161,23 +163,3 @@ def _broken_triton() -> str | None:
         return None
     found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax-triton", "triton", "jax"))
     return f"{found} do not work together ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
-
-
-def spread(*arrays: Array) -> str | None:
-    """Why arrays may not lie on one device each, as far as they and their types tell, or None.
-
-    A kernel sees local arrays alone: it runs on one device, and inside a `jax.shard_map` over all mesh axes. (Where
-    that checks how values vary, JAX has four warps fetch the operands of Hopper's products instead of one.)
-    """
-    if any(blocks.explicit_axes(x) for x in arrays):
-        return "arrays are sharded over Explicit mesh axes; call it inside jax.shard_map"
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types):
-        return None
-    placed: list[Any] = [getattr(x, "sharding", None) for x in arrays if not isinstance(x, jax.core.Tracer)]
-    if any(sharding is not None and len(sharding.device_set) > 1 for sharding in placed):
-        return "arrays lie on several devices; call it inside jax.shard_map"
-    several = jax.default_backend() == "gpu" and jax.device_count() > 1
-    if len(placed) < len(arrays) and (several or any(size > 1 for size in mesh.shape.values())):
-        return "with several devices, how jit shards its arguments is not known before compilation; use jax.shard_map"
-    return None

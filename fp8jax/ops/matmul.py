@@ -137,8 +137,8 @@ def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, pla
 
     "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the fastest there
     (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a Mosaic kernel on Hopper,
-    where the operands lie on one device or inside `jax.shard_map`; for other operands the reference. "mosaic" is the
-    kernel, and raises where there is none.
+    on however many devices (`fp8jax.ops.partition`); for other operands the reference. "mosaic" is the kernel, and
+    raises where there is none.
 
     Args:
         a, b, impl, fast: as of `matmul`.

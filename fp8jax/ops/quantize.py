@@ -86,8 +86,8 @@ def chosen(
 ) -> Choice:
     """What quantizes a matrix.
 
-    "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed, the matrix lies on one
-    device or inside `jax.shard_map`, and the kernel makes such codes: FP8 formats without expansion, groups and blocks
+    "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed and the kernel
+    makes such codes, on however many devices: FP8 formats without expansion, groups and blocks
     of 16 to 128. "triton" is the same, but raises where "auto" would fall back.
 
     Args:
