@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(argv, finished, copy, capsy
         patch.setattr(report.os, "fsync", fail)
         assert train.main([*argv, *BF16, "--run", copy.name]) == 3
     error = capsys.readouterr().err
-    assert re.fullmatch(r"error: \S*/config\.json cannot be written \(No space left on device\)\. Put .*\n", error)
+    assert re.fullmatch(r"error: \S*\.owner cannot be written \(No space left on device\)\. Put .*\n", error)
 
     assert train.main([*argv, *BF16, "--run", copy.name]) == 0
     assert "resuming from step 4" in capsys.readouterr().out
