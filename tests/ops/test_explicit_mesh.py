@@ -13,7 +13,9 @@ from jax import P, lax
 
 import fp8jax
 from fp8jax.ops import quantize as ops
+from fp8jax.ops import sharding
 from fp8jax.ops.linear import content_key
+from fp8jax.ops.matmul import _decoded
 from tests.distance import relative
 
 NAMES = fp8jax.recipes.NAMES
@@ -108,13 +110,17 @@ def test_data_parallelism_on_the_default_mesh_needs_nothing(name, context):
 
 
 def linear(x, w, recipe, out=None):
+    if recipe is PLAIN:
+        return lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), out_sharding=out)
     return fp8jax.linear(x, w, recipe=recipe, key=KEY, out_sharding=out)
 
 
 def contraction(subscripts):
-    return lambda x, w, recipe, out=None: fp8jax.einsum(
-        subscripts, x, w, None, jnp.bfloat16, recipe=recipe, key=KEY, out_sharding=out
-    )
+    def run(x, w, recipe, out=None):
+        einsum = jnp.einsum if recipe is PLAIN else functools.partial(fp8jax.einsum, recipe=recipe, key=KEY)
+        return einsum(subscripts, x, w, precision=None, preferred_element_type=jnp.bfloat16, out_sharding=out)
+
+    return run
 
 
 def rms_norm(x, w, recipe, out=None):
@@ -134,6 +140,8 @@ def activation(x, w, recipe, out=None):
 
 
 def projection(x, w, recipe, out=None):
+    if recipe is PLAIN:
+        return jnp.einsum("bthc,hcd->btd", x, w, out_sharding=out)
     return fp8jax.attention_output(x, w, recipe=recipe, key=KEY, out_sharding=out)
 
 
@@ -254,6 +262,20 @@ def test_codes_of_weights_travel_and_their_gradients_are_summed_once(spec):
     moved = sorted((kind, dtype) for dtype, shape, kind in calls if math.prod(map(int, shape.split(","))) >= 256 * 64)
     gathered = [] if spec == P() else [("all-gather", "s8")] * 2
     assert moved in (sorted([*gathered, ("all-reduce", "f32")]), sorted([*gathered, ("reduce-scatter", "f32")]))
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [("data", None), (None, "data")])
+def test_codes_travel_where_a_product_decodes_them(rows, inputs):
+    mesh = jax.make_mesh((8,), ("data",))
+    a, b = (
+        fp8jax.quantize(jax.device_put(normal(*shape), jax.NamedSharding(mesh, spec)), "int8:group32")
+        for shape, spec in (((64, 512), P("data")), ((128, 512), P(rows, inputs)))
+    )
+    multiply = functools.partial(sharding.multiply, functools.partial(_decoded, jnp.bfloat16), spec=("data", None))
+    with jax.set_mesh(mesh):
+        text = jax.jit(multiply).lower(a, b).compile().as_text()
+    gathered = re.findall(r"= \(?(\w+)\[([\d,]*)\].*? all-gather\(", text)
+    assert {dtype for dtype, shape in gathered if math.prod(map(int, shape.split(","))) == 128 * 512} == {"s8"}
 
 
 def test_an_einsum_refuses_another_precision():
