@@ -52,8 +52,8 @@ def chosen_in_a_loop(layer, x, bias):
 
 def swapped_in_a_loop(layer, x, bias):
     """What is returned is a result in one turn, and something else in the next."""
-    pair = layer("same", x)[:, :2], x[:, :2]
-    return jax.lax.scan(lambda pair, _: (pair[::-1], None), pair, length=2)[0][0]
+    pair = layer("a", x), x[:, :4]
+    return jax.lax.scan(lambda pair, _: (pair[::-1], None), pair, length=2)[0][1]
 
 
 HEAD, ROUTER = "an output head", "a router"
