@@ -50,12 +50,19 @@ def chosen_in_a_loop(layer, x, bias):
     return jax.lax.scan(jax.checkpoint(body), x, length=2)[0]
 
 
+def swapped_in_a_loop(layer, x, bias):
+    """What is returned is a result in one turn, and something else in the next."""
+    pair = layer("a", x), jnp.sin(x[:, :4])
+    return jax.lax.scan(lambda pair, _: (pair[::-1], None), pair, length=2)[0][1]
+
+
 HEAD, ROUTER = "an output head", "a router"
 READ = {
     "returned": (lambda f, x, b: f("a", x), {"a": HEAD}),
     "bias, cast, layout": (lambda f, x, b: (f("a", x) + b).astype(jnp.bfloat16).T.reshape(-1), {"a": HEAD}),
     "soft cap, scaled": (lambda f, x, b: 30 * jnp.tanh(f("a", x) / 30) * b, {"a": HEAD}),
     "masked": (lambda f, x, b: jnp.where(x[:, :1] > 0, f("a", x), -1e9)[-1], {"a": HEAD}),
+    "one token": (lambda f, x, b: f("a", x)[(x.sum(-1) > 0).astype(int)[:1]], {"a": HEAD}),
     "two": (lambda f, x, b: {"value": f("a", x)[:, 0], "policy": f("b", x)}, {"a": HEAD, "b": HEAD}),
     "side by side": (lambda f, x, b: jnp.concatenate([f("a", x), f("b", x)], -1), {"a": HEAD, "b": HEAD}),
     "a probability": (lambda f, x, b: jax.nn.sigmoid(f("a", x)), {"a": HEAD}),
@@ -81,6 +88,8 @@ READ = {
     "read on, and returned": (lambda f, x, b: (f("v", x), jnp.sin(f("out", jnp.sin(f("v", x))))), {}),
     "attention": (lambda f, x, b: jax.nn.softmax(f("a", x) @ f("b", x).T) @ x, {}),
     "the largest": (lambda f, x, b: jnp.max(f("a", x), axis=0), {}),
+    "a choice among largest": (lambda f, x, b: jnp.argmax(jnp.max(f("a", x), -1)), {}),
+    "swapped in a loop": (swapped_in_a_loop, {}),
     "normalized": (lambda f, x, b: (y := f("a", x)) / jnp.linalg.norm(y), {}),
     "exp": (lambda f, x, b: jnp.exp(f("a", x)), {}),
 }
