@@ -60,7 +60,7 @@ def look_up(codes: tl.tensor, table_ptr: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _noise_of_groups(
-    group: tl.tensor, inside: tl.tensor, scalars_ptr: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor,
+    group: tl.tensor, inside: tl.tensor, words_ptr: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor,
     SIZE: tl.constexpr, RUNS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Noise by the group's number in the whole array and the place in the group; see `codec.noise_of_pairs`."""
@@ -69,8 +69,8 @@ def _noise_of_groups(
         run = group // inner
         number = (run * stride + (group - run * inner)).to(tl.uint32)
     eighths = codec.per_group(number) * (SIZE // 8) + (inside >> 3).to(tl.uint32)
-    word1 = tl.load(scalars_ptr + 20).to(tl.uint32, bitcast=True) + salt.to(tl.uint32)
-    word2 = tl.load(scalars_ptr + 21).to(tl.uint32, bitcast=True) ^ (salt.to(tl.uint32) * 0x85EBCA6B)
+    word1 = tl.load(words_ptr + 20).to(tl.uint32, bitcast=True) + salt.to(tl.uint32)
+    word2 = tl.load(words_ptr + 21).to(tl.uint32, bitcast=True) ^ (salt.to(tl.uint32) * 0x85EBCA6B)
     return codec.noise_of_pairs(eighths, inside, word1, word2)
 
 
@@ -95,7 +95,7 @@ def _store_moment(
 def careful(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
-    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, groups: tl.tensor, groups_of_row: tl.tensor,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, groups: tl.tensor, groups_of_row: tl.tensor,
     vectors_of_row: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, MASKED: tl.constexpr,
     ALIGNED: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr,
@@ -157,7 +157,7 @@ def careful(
 
     noise = offsets
     if NU[9] > 0:
-        noise = _noise_of_groups(group, inside, scalars_ptr, salt, inner, stride, SIZE, RUNS)
+        noise = _noise_of_groups(group, inside, words_ptr, salt, inner, stride, SIZE, RUNS)
     _store_moment(
         v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, nu_exponent, noise, inside,
         MASKED, NU, QUICK, ALIGNED,
@@ -202,7 +202,7 @@ def _store_result(
 def ordinary(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
-    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, table_ptr: tl.tensor, salt: tl.tensor,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, table_ptr: tl.tensor, salt: tl.tensor,
     inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr,
     STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
@@ -265,7 +265,7 @@ def ordinary(
         )  # fmt: skip
         noise = offsets
         if NU[9] > 0:
-            noise = _noise_of_groups(group, chunk * LANES + lane, scalars_ptr, salt, inner, stride, SIZE, RUNS)
+            noise = _noise_of_groups(group, chunk * LANES + lane, words_ptr, salt, inner, stride, SIZE, RUNS)
         _store_ordinary(
             v, v_largest, v_k, b2_rest, b2_per_rest,
             nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, noise, NU,

@@ -102,6 +102,7 @@ def _adamw(
     nu_exponent_ptr: tl.tensor,
     scalars_ptr: tl.tensor,
     seed_ptr: tl.tensor,
+    words_ptr: tl.tensor,
     table_ptr: tl.tensor,
     groups: tl.tensor,
     groups_of_row: tl.tensor,
@@ -138,14 +139,14 @@ def _adamw(
     if ORDINARY and (not MASKED or (program + 1) * TILE <= groups):
         left = tiles.ordinary(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
-            nu_exponent_ptr, scalars_ptr, seed_ptr, table_ptr, salt, inner, stride, result_ptr,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, salt, inner, stride, result_ptr,
             SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU,
         )  # fmt: skip
     if not ORDINARY or left > 0:
         for part in range(PARTS):
             tiles.careful(
                 program * PARTS + part, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
-                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, groups, groups_of_row,
+                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, groups, groups_of_row,
                 vectors_of_row, salt, inner, stride, result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED,
                 ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU, not SHORT and not ORDINARY,
             )  # fmt: skip
@@ -259,7 +260,8 @@ def adamw(
     stand_in = scalars.vector(nu_seed)
     inputs = [grad, stand_in if weight is None else weight]
     inputs += [part for moment in (mu, nu) for part in (*moment, *[stand_in] * (3 - len(moment)))]
-    inputs += [stand_in, stand_in if seed is None else seed]
+    # The scalars once more: with a pointer of its own to their last two, the program has registers enough.
+    inputs += [stand_in, stand_in if seed is None else seed, stand_in]
     inputs.append(jnp.asarray(logarithms(nu[0].dtype)) if ordinary else stand_in)
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*mu, *nu)]
     outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))

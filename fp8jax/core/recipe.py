@@ -61,8 +61,8 @@ class Optimizer:
             raise ValueError(f"mu {self.mu!r} has no signs, but first moments do; take 'de8' or 'e4m3'")
         if self.nu_rounding not in NU_ROUNDINGS:
             raise ValueError(f"unknown nu_rounding {self.nu_rounding!r}; it is one of {', '.join(NU_ROUNDINGS)}")
-        if self.nu_rounding != "auto" and not formats.get(self.nu).scaled:
-            raise ValueError(f"nu_rounding {self.nu_rounding!r} is for codes, but nu is {self.nu!r}; leave it 'auto'")
+        if self.nu_rounding == "stochastic" and not formats.get(self.nu).scaled:
+            raise ValueError(f"nu_rounding 'stochastic' is for codes, but nu is {self.nu!r}; leave it 'auto'")
         compressed = [m for m in (self.mu, self.nu) if formats.get(m).scaled]
         for moment in compressed:
             if formats.get(moment).bits % 8:

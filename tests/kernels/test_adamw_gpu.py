@@ -13,6 +13,7 @@ import fp8jax
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import adamw
 from tests.kernels.adamw_cases import ADAM, decoded, special, stored, tree
+from tests.kernels.test_adamw_interpreted import NOISY, compare_noise
 
 # XLA on GPU otherwise keeps the exponents that codes are computed with in fp32, and stores them in bf16.
 EXACT = {"xla_allow_excess_precision": False}
@@ -137,6 +138,12 @@ def test_stochastic_rounding_has_the_bits_of_the_reference(shape):
         assert np.mean(a != b) < 1e-3
         assert np.mean(a != c) > 0.1
         np.testing.assert_array_equal(*(np.isfinite(np.asarray(r[0]).astype(np.float32)) for r in (want, got)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NOISY, ids=str)
+def test_second_moments_are_rounded_stochastically_as_in_the_reference(case):
+    compare_noise(*case)
 
 
 @pytest.mark.gpu

@@ -100,7 +100,8 @@ def test_around_adamw_it_is_compressed_adamw(moments, expand, dtype):
     mu, nu = moments
     storage = {"expand": expand, "min_size": 300}
     ours = fp8jax.compress_state(optax.adamw(1e-2, weight_decay=0.1), {"mu": mu, "nu": nu}, **storage)
-    theirs = fp8jax.compressed_adamw(1e-2, weight_decay=0.1, mu=mu, nu=nu, impl="xla", **storage)
+    settings = {"mu": mu, "nu": nu, "nu_rounding": "nearest", "impl": "xla", **storage}
+    theirs = fp8jax.compressed_adamw(1e-2, weight_decay=0.1, **settings)
     p = params(dtype)
     a, b = ours.init(p), theirs.init(p)
     chex.assert_trees_all_equal((a[0].mu, a[0].nu), (b.mu, b.nu))
