@@ -181,6 +181,8 @@ def partitioned(
     Returns:
         What `function` returns for whole arrays.
     """
+    if _on_one_device():
+        return jax.custom_batching.sequential_vmap(local_to_shards(functools.partial(function, WHOLE)))(*operands)
     leaves, structure = jax.tree.flatten(tuple(operands))
 
     def own(cut: Cut, *arrays: Array) -> Any:
@@ -192,6 +194,14 @@ def partitioned(
     told = hashlib.sha256(repr((static, notation)).encode()).hexdigest()[:16]
     call = _partitioned(f"{name}_{told}", lambda cut, *x: jax.tree.leaves(own(cut, *x)), notation, 0)
     return jax.tree.unflatten(jax.tree.structure(results), call(*leaves))
+
+
+def _on_one_device() -> bool:
+    """Whether arrays are a device's own: there is no other, or `jax.shard_map` has cut them over all mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    return all(kind == AxisType.Manual for kind in mesh.axis_types)
 
 
 def _match(notation: Any, tree: Any) -> list[Dimensions]:
@@ -206,15 +216,8 @@ def _match(notation: Any, tree: Any) -> list[Dimensions]:
 
 def _partitioned(name: str, function: Callable[..., Sequence[Array]], notation: Notation, depth: int) -> Callable:
     def call(*arrays: Array) -> tuple[Array, ...]:
-        mesh = jax.sharding.get_abstract_mesh()
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)) if mesh.shape else {}
-        manual = [a for a, t in types.items() if t == AxisType.Manual]
-        explicit = [a for x in arrays for a in jax.typeof(x).sharding.mesh.explicit_axes]
-        run = local_to_shards(lambda *own: tuple(function(WHOLE, *own)))
-        if explicit:
+        if any(jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
             return _explicit(function, notation, arrays)
-        if manual or (jax.device_count() == 1 and not mesh.shape):
-            return run(*arrays)
         return _automatic(function, notation, arrays)
 
     call.__name__ = name
@@ -242,24 +245,28 @@ def _partitioned(name: str, function: Callable[..., Sequence[Array]], notation: 
 
 
 def _automatic(function: Callable, notation: Notation, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    lengths = notation.lengths([x.shape for x in arrays])
+    lengths, count = notation.lengths([x.shape for x in arrays]), len(arrays)
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    whole = jax.make_jaxpr(lambda *own: tuple(function(WHOLE, *own)))(*abstract)
+    # What is partitioned takes its constants, such as tables, as operands.
+    parsed = notation._replace(ins=(*notation.ins, *((Dimension(None),) * jnp.ndim(x) for x in whole.consts)))
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         """XLA's partitioner calls it once for each call of a compiled program."""
         if mesh.empty:  # the shardings then are XLA's own, and replicating is always right
             mesh = jax.sharding.Mesh(np.array(arguments[0].sharding._device_assignment), ("all",))
-        placed = [getattr(x.sharding, "spec", PartitionSpec()) for x in arguments]
+        placed = [getattr(x.sharding, "spec", PartitionSpec()) for x in arguments[:count]]
         cut = notation.assign(lengths, placed, dict(mesh.shape))
-        ins, outs = (tuple(NamedSharding(mesh, spec) for spec in side) for side in notation.specs(cut))
-        return mesh, lambda *own: tuple(function(cut, *own)), outs, ins
-
-    call = custom_partitioning(lambda *own: tuple(function(WHOLE, *own)))
+        ins, outs = (tuple(NamedSharding(mesh, spec) for spec in side) for side in parsed.specs(cut))
+        return mesh, lambda *own: tuple(function(cut, *own[:count])), outs, ins
 
     def rule(mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
-        return notation.rule(lengths, jax.device_count() if mesh.empty else mesh.size)
+        return parsed.rule(lengths, jax.device_count() if mesh.empty else mesh.size)
 
+    call = custom_partitioning(lambda *own: tuple(jax.core.eval_jaxpr(whole.jaxpr, own[count:], *own[:count])))
     call.def_partition(partition, sharding_rule=rule)
-    return call(*arrays)
+    found: tuple[Array, ...] = call(*arrays, *whole.consts)
+    return found
 
 
 def _explicit(function: Callable, notation: Notation, arrays: tuple[Array, ...]) -> tuple[Array, ...]:

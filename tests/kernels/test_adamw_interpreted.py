@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from fp8jax.core import noise
-from fp8jax.ops import adamw, adamw_fused
+from fp8jax.ops import adamw, adamw_fused, partition
 from tests.kernels.adamw_cases import ADAM, special, stored
 
 SHAPES = {"whole": (20, 256), "short groups": (12, 200), "unaligned": (13, 131), "partial tile": (21, 128)}
@@ -87,6 +87,7 @@ def prepare() -> None:
     interpreter._convert_float = tools.convert
     call_triton.call, call_triton.check = call, lambda _: None
     adamw_fused._over_leading_axes = lambda local: local
+    jax.custom_batching.sequential_vmap, partition._on_one_device = (lambda function: function), lambda: True
     codec.multiply_add, codec.fp32 = tools.multiply_add, tools.fp32
     codec.exp2, codec.log2_abs = (lambda x: tl.exp2(x)), (lambda x: tl.log2(tl.abs(x)))
     codec.reciprocal, codec.inverse_root = (lambda x: 1.0 / x), (lambda x: 1.0 / tl.sqrt(x))
@@ -165,7 +166,9 @@ def compare_noise(shape: str, nu: str, expand: bool, form: str, weight: str) -> 
         same = np.asarray(want[2].expansion == got[2].expansion)
         assert np.sum(~same) <= 1 + 5e-3 * same.size
     there = np.repeat(same, 128, -1)[..., : a.shape[-1]] & ~np.isnan(a)
-    assert np.mean((a != b)[there]) < 2e-3, np.mean((a != b)[there])
+    # Probabilities are within about 0.001 of each other: so many codes may differ, and three deviations of their number.
+    differ, expected = np.sum((a != b)[there]), 1.5e-3 * np.sum(there)
+    assert differ <= expected + 3 * np.sqrt(expected), (differ, expected)
     # Where all of an unexpanded group decays alike, its codes stay.
     assert np.mean((b != c)[there]) > (0.1 if expand else 0.005)
     ulps = np.abs(np.asarray(want[2].codes).view(np.int8).astype(int) - np.asarray(got[2].codes).view(np.int8))

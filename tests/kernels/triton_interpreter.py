@@ -17,6 +17,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from fp8jax.ops import partition
 from pallas_kernels import call_triton, codec_triton, operations_triton, quantize_triton, scaling_triton
 from tests.kernels import quantize_cases as cases
 
@@ -128,6 +129,7 @@ def prepare() -> None:
     """Lets this process, which is to do nothing else, run kernels in the interpreter."""
     patch_once()
     jax.custom_batching.sequential_vmap = lambda function: function
+    partition._on_one_device = lambda: True
     jax.lax.platform_dependent = lambda *args, cuda, default: cuda(*args)
     interpreter._convert_float = convert
     codec_triton.multiply_add, scaling_triton.inverse, codec_triton.fp32 = multiply_add, inverse, fp32
