@@ -1,6 +1,7 @@
 """Noise for stochastic rounding from random words and each element's position: the reference of the kernels' own.
 
-It depends on nothing but the words and the global shape, so no mesh changes it, and needs no array of random bits.
+It depends on nothing but the words and the place in the whole array: no mesh changes it. It needs no array of random
+bits.
 """
 
 import zlib
@@ -17,7 +18,14 @@ STRIDE = 0x9E3779B9
 SALT_STRIDE = 0x85EBCA6B
 
 
-def by_position(words: Array, shape: Sequence[int], row: int | None = None) -> Array:
+def by_position(
+    words: Array,
+    shape: Sequence[int],
+    row: int | None = None,
+    *,
+    whole: Sequence[int] | None = None,
+    begin: Sequence[ArrayLike] = (),
+) -> Array:
     """16 bits of noise for each element of an array, uint32.
 
     They are half of a multiple of a hash of index // 8, one multiple for each of four pairs, and repeat after 2^35
@@ -25,14 +33,19 @@ def by_position(words: Array, shape: Sequence[int], row: int | None = None) -> A
 
     Args:
         words: two uint32 words.
-        shape: global shape.
+        shape: of the array.
         row: length that rows of the last axis are padded to; None takes their own.
+        whole: shape of what the array is a part of; None if of nothing larger.
+        begin: where the part begins along each axis.
     """
     padded = tuple(shape) or (1,)
-    length = padded[-1] if row is None else row
-    index, column = jnp.zeros(padded, jnp.uint32), jax.lax.broadcasted_iota(jnp.uint32, padded, len(padded) - 1)
-    for axis, size in enumerate(padded[:-1]):
-        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, padded, axis)
+    sizes = padded if whole is None else tuple(whole)
+    starts = [jnp.asarray(start).astype(jnp.uint32) for start in begin or (0,) * len(padded)]
+    places = [jax.lax.broadcasted_iota(jnp.uint32, padded, axis) + start for axis, start in enumerate(starts)]
+    length = sizes[-1] if row is None else row
+    index, column = jnp.zeros(padded, jnp.uint32), places[-1]
+    for size, place in zip(sizes[:-1], places[:-1], strict=True):
+        index = index * np.uint32(size) + place
     # Eight rows have a multiple of eight elements: no product here needs more than 32 bits to be right modulo 2^32.
     within = (index & 7) * np.uint32(length) + column
     noise = ((index >> 3) * np.uint32(length) + (within >> 3)) * np.uint32(STRIDE) + words[0]

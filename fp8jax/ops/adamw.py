@@ -102,7 +102,7 @@ def chosen(
     "xla" is the reference. "auto" is the kernel for quantized parameters on a CUDA GPU, if its packages are there, it
     takes the shapes and dtypes, on however many devices; each then updates its part, in whole groups. "triton" is the
     same, but raises where "auto" would fall back. Parameters without a quantized moment are always XLA's, which fuses
-    them well; bf16 ones that are rounded stochastically are where several devices may hold parts of them.
+    them well.
 
     Args:
         grads, mu, nu, params: as of `update`; abstract arrays will do.

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from fp8jax.core import expansion, formats, noise
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.choice import Choice, capability, missing_triton, unplaced
 from fp8jax.ops.partition import Cut, partitioned
+from fp8jax.ops.rounding import round_stochastically
 
 Moment = QTensor | Array
 Form = Literal["update", "step"]
@@ -116,7 +116,7 @@ def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
     if impl == "xla":
         return Choice("xla", "asked for")
     reason = (
-        (None if cuda else "it needs a CUDA GPU") or missing_triton("adamw_triton") or _unsupported(leaf) or _cut(leaf)
+        (None if cuda else "it needs a CUDA GPU") or missing_triton("adamw_triton") or _unsupported(leaf) or unplaced()
     )
     if reason is None:
         return Choice("triton", "the fused kernel takes it")
@@ -135,25 +135,6 @@ def _unsupported(leaf: Leaf) -> str | None:
         return f"moments are stored as {stored}, not in the same groups along the last axis, to nearest"
     mu, nu = (tuple(x.dtype for x in _parts(moment)) for moment in (leaf.mu, leaf.nu))
     return adamw_triton.unsupported(leaf.grad.shape, leaf.grad.dtype, leaf.dtype, mu, nu, leaf.group_size)
-
-
-def _cut(leaf: Leaf) -> str | None:
-    """Why only XLA knows what it has to about how the parameter lies on several devices, or None."""
-    if (reason := unplaced()) is not None:
-        return reason
-    if leaf.noise is not None and _several(leaf):
-        return "the noise that rounds parameters goes by positions in them, and they may be cut"
-    return None
-
-
-def _several(leaf: Leaf) -> bool:
-    """Whether the parameter may lie on several devices: inside `jax.shard_map` over all mesh axes a part does not."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types):
-        return False
-    if isinstance(leaf.grad, jax.Array) and not isinstance(leaf.grad, jax.core.Tracer):
-        return len(leaf.grad.sharding.device_set) > 1
-    return (jax.default_backend() == "gpu" and jax.device_count() > 1) or mesh.size > 1
 
 
 class _Place(NamedTuple):
@@ -209,7 +190,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
     def groups(shape: Sequence[int]) -> list[int]:
         return [*shape[:-1], -(-shape[-1] // size)]
 
-    def kernel(x: _Operands, run: tuple[int, int] | None) -> Any:
+    def kernel(x: _Operands, run: tuple[int, int] | None, form: Form, dtype: Any) -> Any:
         return adamw_triton.adamw(
             *x[:4],
             adamw_triton.Scalars(*x.scalars),
@@ -217,7 +198,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
             nu_storage=storage[1],
             group_size=size,
             form=form,
-            dtype=leaf.dtype,
+            dtype=dtype,
             seed=x.noise,
             nu_seed=x.nu_noise,
             salt=leaf.salt,
@@ -225,34 +206,45 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
             compute_capability=capability(),
         )
 
-    def part(cut: Cut, names: Sequence[str], whole: Sequence[int], x: _Operands) -> Any:
-        """The step of a part of the parameter, whose noise goes by numbers of groups of the whole."""
+    def part(cut: Cut, names: Sequence[str], whole: Sequence[int], x: _Operands, *how: Any) -> Any:
+        """The step of a part of the parameter; noise of its second moment goes by numbers of groups of the whole."""
         if x.nu_noise is None or not cut.axes:
-            return kernel(x, None)
+            return kernel(x, None, *how)
         place = _Place.of(cut, names, whole, groups(x.grad.shape))
         if place is not None:
-            return kernel(x._replace(nu_noise=_later(x.nu_noise, place.first, size)), (place.inner, place.stride or 1))
+            run = place.inner, place.stride or 1
+            return kernel(x._replace(nu_noise=_later(x.nu_noise, place.first, size)), run, *how)
 
         def row(i: Array) -> Any:
             number = (cut.start(names[0], x.grad.shape[0]) + i).astype(jnp.uint32)
             words = _later(x.nu_noise, number * np.uint32(math.prod(whole[1:]) % 2**32), size)
             grad, weight, mu, nu = jax.tree.map(lambda array: array[i], tuple(x[:4]))
             own = x._replace(grad=grad, weight=weight, mu=mu, nu=nu, nu_noise=words)
-            return part(cut, names[1:], whole[1:], own)
+            return part(cut, names[1:], whole[1:], own, *how)
 
         return jax.lax.map(row, jnp.arange(x.grad.shape[0]))
+
+    def local(cut: Cut, names: Sequence[str], shape: Sequence[int], x: _Operands) -> Any:
+        if x.noise is None or not cut.axes:
+            return part(cut, names, groups(shape), x, form, leaf.dtype)
+        # The kernel numbers weights in its own part; their noise goes by their places in the whole.
+        assert x.weight is not None
+        change, mu, nu = part(cut, names, groups(shape), x._replace(noise=None), "update", jnp.float32)
+        begin = [cut.start(name, n) for name, n in zip(names, x.grad.shape, strict=True)]
+        weight = x.weight.astype(jnp.float32) + change
+        return round_stochastically(weight, x.noise, whole=shape, begin=begin), mu, nu
 
     def call(*operands: Any) -> Any:
         x = _Operands(*operands)
         names = [f"axis{i}" for i in range(x.grad.ndim)]
-        array, whole = " ".join(names), groups(x.grad.shape)
+        array, shape = " ".join(names), x.grad.shape
         moments = [
             (array, *[f"{array}/{size}"] * (len(parts) - 1)) for parts in (x.mu, x.nu)
         ]  # codes or values, then what there is for each group
         ins = (array, array, *moments, ("",) * len(x.scalars), "-", "-")
         return partitioned(
             f"adamw_{form}", (storage, size, str(leaf.dtype), leaf.salt, x.grad.shape),
-            lambda cut, *own: part(cut, names, whole, _Operands(*own)), operands, ins, (array, *moments),
+            lambda cut, *own: local(cut, names, shape, _Operands(*own)), operands, ins, (array, *moments),
         )  # fmt: skip
 
     values = tuple(jnp.asarray(x, jnp.float32) for x in scalars)

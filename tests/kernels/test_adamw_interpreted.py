@@ -166,7 +166,7 @@ def compare_noise(shape: str, nu: str, expand: bool, form: str, weight: str) -> 
         same = np.asarray(want[2].expansion == got[2].expansion)
         assert np.sum(~same) <= 1 + 5e-3 * same.size
     there = np.repeat(same, 128, -1)[..., : a.shape[-1]] & ~np.isnan(a)
-    # Probabilities are within about 0.001 of each other: so many codes may differ, and three deviations of their number.
+    # Probabilities are within about 0.001 of each other: so many codes differ, and three deviations of their number.
     differ, expected = np.sum((a != b)[there]), 1.5e-3 * np.sum(there)
     assert differ <= expected + 3 * np.sqrt(expected), (differ, expected)
     # Where all of an unexpanded group decays alike, its codes stay.

@@ -280,3 +280,52 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             assert close.mean() > 0.999, (layout, a.shape)
         for a, b in zip(totals, sums, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@both
+@pytest.mark.parametrize("stochastic", [False, True], ids=["fp32", "bf16 stochastic"])
+def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monkeypatch):
+    """A stand-in for AdamW's kernel returns where it believes its groups to be, and zero changes of weights."""
+    pytest.importorskip("jax_triton")
+    from fp8jax.core import noise
+    from fp8jax.ops import adamw_fused
+    from fp8jax.ops.rounding import round_stochastically
+    from pallas_kernels import adamw_triton
+
+    def stand_in(grad, weight, mu, nu, scalars, *, nu_seed, run, form, dtype, seed, group_size, **_):
+        assert (seed is None) == (form == "update" or not stochastic)
+        codes, scale, exponent = nu
+        inner, stride = run or (codes.size, 1)
+        n = jnp.arange(scale.size, dtype=jnp.uint32).reshape(scale.shape)
+        number = n // inner * stride + n % inner
+        words = nu_seed[0] + number * np.uint32(group_size // 8) * np.uint32(noise.STRIDE)
+        change = jnp.zeros(grad.shape, dtype) if form == "update" else weight + grad.astype(dtype)
+        if seed is not None:  # of all, as one device's kernel does
+            change = round_stochastically(weight.astype(jnp.float32), seed)
+        return change, mu, (codes, lax.bitcast_convert_type(words, jnp.float32), exponent)
+
+    monkeypatch.setattr(adamw_triton, "adamw", stand_in)
+    shape, size = (4, 8, 256), 32
+    spec = QuantSpec("e4m3", "group", size, expand=True)
+    dtype = jnp.bfloat16 if stochastic else jnp.float32
+    words = noise.of_step(jnp.int32(3))
+    weight = draw(1, *shape).astype(dtype)
+    leaf = adamw_fused.Leaf(
+        draw(0, *shape), weight, quantize_with_scale(draw(2, *shape), spec, None),
+        quantize_with_scale(jnp.abs(draw(3, *shape)), spec, None), True, words if stochastic else None, words, 7,
+    )  # fmt: skip
+    adam = adamw_fused.Adam(0.9, 0.999, 1e-8, 0.0, jnp.int32(3), 1e-3, 0.1)
+
+    def run(leaf):
+        new, mu, nu = adamw_fused.run("step", leaf, adam)
+        return new, mu.codes, lax.bitcast_convert_type(nu.scale, jnp.uint32)
+
+    mesh = mesh_of(kind)
+    numbers = np.arange(4 * 8 * 8, dtype=np.uint32).reshape(4, 8, 8) * np.uint32(size // 8 * noise.STRIDE % 2**32)
+    layouts = [(), ("rows",), (None, "columns"), (None, "columns", "rows"), ("rows", "columns"), (None, None, "rows")]
+    for layout in layouts:
+        placed = jax.tree.map(lambda x: place(mesh, x, *(layout if x.ndim == 3 else ())), leaf)  # noqa: B023
+        new, codes, found = jax.jit(run)(placed)
+        same(found, np.asarray(words)[0] + numbers)
+        same(codes, leaf.mu.codes)
+        same(new, round_stochastically(weight.astype(jnp.float32), words) if stochastic else weight + leaf.grad)
