@@ -250,8 +250,16 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
     values = tuple(jnp.asarray(x, jnp.float32) for x in scalars)
     moments = _parts(leaf.mu), _parts(leaf.nu)
     operands = _Operands(leaf.grad, leaf.weight if reads else None, *moments, values, leaf.noise, leaf.nu_noise)
-    result, mu, nu = _over_leading_axes(call)(*operands)
+    found = _over_leading_axes(call)(*operands)
+    # The kernel's parts are of whole groups; what had others on Explicit axes gets these back.
+    result, mu, nu = jax.tree.map(_placed, found, (leaf.grad if leaf.weight is None else leaf.weight, *moments))
     return result, _restored(mu, leaf.mu), _restored(nu, leaf.nu)
+
+
+def _placed(x: Array, like: Array) -> Array:
+    sharding = jax.typeof(like).sharding
+    same = not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding
+    return x if same else jax.sharding.reshard(x, sharding)
 
 
 def _later(words: Array | None, groups: Array, size: int) -> Array:

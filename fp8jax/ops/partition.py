@@ -22,7 +22,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import local as local_to_shards
 
 
 class Dimension(NamedTuple):
@@ -182,7 +181,7 @@ def partitioned(
         What `function` returns for whole arrays.
     """
     if _on_one_device():
-        return jax.custom_batching.sequential_vmap(local_to_shards(functools.partial(function, WHOLE)))(*operands)
+        return jax.custom_batching.sequential_vmap(functools.partial(function, WHOLE))(*operands)
     leaves, structure = jax.tree.flatten(tuple(operands))
 
     def own(cut: Cut, *arrays: Array) -> Any:

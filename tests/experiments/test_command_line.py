@@ -67,10 +67,11 @@ def test_help_lists_recipes_sizes_and_exit_codes(capsys):
 
 
 def test_report_of_no_results_is_refused_and_writes_nothing(tmp_path, capsys):
-    for folder, message in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no results (*.json) in it")):
-        assert tables_report.main(["--results", str(folder), "--target", str(tmp_path / "page.md")]) == 2
-        assert capsys.readouterr().err == f"error: --results {folder}: {message}\n"
-    assert not (tmp_path / "page.md").exists()
+    (tmp_path / "results").mkdir()
+    for folder, message in (("nowhere", "no such folder"), ("results", "no results there (NAME.json)")):
+        assert tables_report.main(["--results", str(tmp_path / folder), "--readme", str(tmp_path / "page.md")]) == 2
+        assert capsys.readouterr().err == f"error: --results {tmp_path / folder}: {message}\n"
+    assert [path.name for path in tmp_path.rglob("*")] == ["results"]
 
 
 def test_unknown_flag_is_refused_by_the_parser(argv):

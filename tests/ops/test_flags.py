@@ -11,7 +11,7 @@ import pytest
 
 import fp8jax
 from fp8jax.core.recipe import Context, Linear
-from fp8jax.ops import matmul, matmul_hopper, matmul_reference
+from fp8jax.ops import matmul, matmul_hopper, matmul_reference, partition
 from tests.distance import relative
 from tests.programs import precisions
 
@@ -91,6 +91,7 @@ def kernels(monkeypatch):
         return call
 
     monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+    monkeypatch.setattr(partition, "_on_one_device", lambda: True)  # else kernels are traced more than once
     for module, name in ((mosaic, "matmul"), (matmul_block_mosaic, "matmul_block"), (matmul_mx_mosaic, "matmul_mx")):
         monkeypatch.setattr(module, name, watched(name))
     monkeypatch.setattr(matmul_hopper, "_kernels", matmul_hopper._kernels.__wrapped__)  # traced anew each time

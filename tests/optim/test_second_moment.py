@@ -184,45 +184,6 @@ def test_a_mesh_changes_no_code(kind, spec):
         assert np.mean(np.asarray(q.codes) != np.asarray(got[name].codes)) < 1e-3
 
 
-def test_a_shard_knows_where_its_groups_lie():
-    """Numbers of the groups of every shard, against those of the whole array cut by NumPy."""
-    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Explicit,) * 3)
-    for shape, spec, known in (
-        ((4, 256), P("x"), True),
-        ((4, 200), P("x"), True),
-        ((4, 1024), P(None, "y"), True),
-        ((4, 1024), P("x", ("y", "z")), True),
-        ((4, 6, 512), P("x", "y"), True),
-        ((4, 6, 512), P(None, "y", "x"), False),
-        ((4, 6, 512), P("x", None, "z"), True),
-        ((4, 2, 512), P(None, "y", "x"), True),
-        ((8, 4, 6, 512), P("x", None, "y"), True),
-    ):
-        with jax.set_mesh(mesh):
-            g = jnp.zeros(shape, out_sharding=spec)
-            state = fp8jax.scale_by_compressed_adam(min_size=0).init(g)
-            leaf = adamw_fused.Leaf(g, None, state.mu, state.nu, False, None, noise.of_step(jnp.int32(1)))
-            place = adamw_fused._Place.of(leaf)
-            assert (place is not None) == known, (shape, spec)
-            reason = adamw_fused._cut(leaf)
-            assert (reason is None) == known, reason
-            if place is None:
-                assert "global positions" in reason
-                continue
-            groups = (*shape[:-1], -(-shape[-1] // 128))
-            one = (1,) * len(shape)
-            number = lambda p=place, one=one: p.first().reshape(one)  # noqa: E731
-            first = jax.shard_map(number, in_specs=(), out_specs=spec, check_vma=False)()
-        numbers = np.arange(np.prod(groups)).reshape(groups)
-        firsts = np.asarray(first)
-        local = tuple(n // m for n, m in zip(groups, (*firsts.shape, *[1] * len(groups)), strict=False))
-        for at in np.ndindex(*firsts.shape):
-            cut = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, local, strict=True))
-            n = np.arange(np.prod(local))
-            mine = firsts[at] + n // place.inner * place.stride + n % place.inner
-            np.testing.assert_array_equal(mine, numbers[cut].ravel())
-
-
 @pytest.mark.skipif(adamw_fused.missing_triton("adamw_triton") is not None, reason="jax-triton is not installed")
 def test_the_kernel_is_traced_on_a_mesh_and_under_vmap():
     g = jax.random.normal(jax.random.key(0), (8, 512))

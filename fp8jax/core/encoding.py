@@ -1,0 +1,122 @@
+"""Codes, scales, exponents and powers of two of an array, and its values from these."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fp8jax.core import blocks, expansion, formats, noise, packing, scaling
+from fp8jax.core.spec import QuantSpec
+
+
+class Parts(NamedTuple):
+    """The arrays of a QTensor; None for those that its spec has no use for."""
+
+    codes: Array
+    scale: Array
+    expansion: Array | None = None
+    microscale: Array | None = None
+
+
+@functools.partial(jax.jit, static_argnames="spec", inline=True)  # traced once for all layers of a shape
+def encode(
+    x: Array,
+    spec: QuantSpec,
+    *,
+    scale: Array | None = None,
+    key: Array | None = None,
+    words: Array | None = None,
+    previous: Array | None = None,
+) -> Parts:
+    fmt = formats.get(spec.format)
+    block_shape = spec.block_shape(x.shape)
+    x = x.astype(jnp.float32)
+    magnitude = jnp.abs(x)
+    magnitude = jnp.where(magnitude < formats.TINY, 0, magnitude)
+    counted = jnp.where(jnp.isfinite(magnitude), magnitude, 0)
+    given = scale is not None
+    if scale is None:
+        largest = blocks.reduce(counted, block_shape, jnp.max, 0.0)
+        scale = scaling.to_scale(largest, fmt)
+        if spec.granularity == "mx" and spec.level1 == "none":
+            scale = jnp.ones_like(scale)
+    else:
+        scale = scaling.usable(scale)
+    scale = jnp.broadcast_to(scale, blocks.counts(x.shape, block_shape))
+    if fmt.inf is None:
+        bad = ~jnp.isfinite(x) | ((x < 0) & (not fmt.signed))
+        scale = jnp.where(blocks.reduce(bad.astype(jnp.float32), block_shape, jnp.max, 0.0) > 0, jnp.nan, scale)
+    scale = formats.round_to(scale, formats.get(spec.scale_format))
+    # Products with reciprocals throughout: XLA makes them of quotients by constants and scalars in some programs and
+    # not in others, and the codes must not depend on that.
+    exact = scale.astype(jnp.float32)
+    exponent = microscale = None
+    if spec.expand:
+        smallest = blocks.reduce(jnp.where(counted > 0, counted, jnp.inf), block_shape, jnp.min, jnp.inf)
+        top = jnp.maximum(largest, formats.TINY * fmt.max)
+        if spec.rounding == "stochastic":
+            exponent = expansion.steady_exponents(top, smallest, fmt, previous)
+        else:
+            exponent = expansion.exponents(top, smallest, fmt)
+        k, top = (blocks.spread(s, x.shape, block_shape) for s in (exponent.astype(jnp.float32), exact * fmt.max))
+        y = fmt.max * expansion.power(magnitude, top, k)
+    else:
+        y = magnitude * blocks.spread(1 / exact, x.shape, block_shape)
+        if given and fmt.inf is not None:
+            # In units of a given scale a finite value may lie beyond fp32; it is none of the infinite ones.
+            y = jnp.where(jnp.isfinite(magnitude), jnp.minimum(y, fmt.max), y)
+    if spec.granularity == "mx":
+        micro_shape = spec.micro_shape(x.shape)
+        finite = jnp.where(jnp.isfinite(y), y, 0)
+        microscale = _microscale(blocks.reduce(finite, micro_shape, jnp.max, 0.0), spec, fmt)
+        # 2^(127 - e) in two factors, each in fp32's range.
+        half = (127 - microscale.astype(jnp.int32)) // 2
+        for shift in (half, 127 - microscale.astype(jnp.int32) - half):
+            y = y * blocks.spread(jnp.ldexp(jnp.float32(1), shift), x.shape, micro_shape)
+    if spec.underflow == "smallest":
+        y = jnp.where(magnitude > 0, jnp.maximum(y, fmt.smallest), y)
+    if spec.expand and spec.rounding == "stochastic":
+        y = expansion.interpolated(y, k, fmt)
+    drawn = None
+    if words is not None:
+        # Short groups are counted as whole ones, so that kernels can go by group and place in the group.
+        row = None if spec.group_size is None else -(-x.shape[-1] // spec.group_size) * spec.group_size
+        drawn = noise.uniform(words, x.shape, row)
+    codes = fmt.encode(jnp.copysign(y, x), key, drawn)
+    return Parts(packing.pack(codes, spec.axis) if spec.packed else codes, scale, exponent, microscale)
+
+
+def _microscale(largest: Array, spec: QuantSpec, fmt: formats.Format) -> Array:
+    """E8M0 bytes of groups whose largest magnitudes, in units of the level 1 scale, are given."""
+    if spec.level1 == "none":
+        # OCP Microscaling Formats 1.0, section 6.3: the exponent of the largest element less that of the format.
+        exponent = formats.encode_e8m0(largest, "down").astype(jnp.int32) - int(np.log2(fmt.max))
+        return jnp.where(largest > 0, jnp.maximum(exponent, 0), 127).astype(jnp.uint8)
+    # MOSS, equation 3: the group's own scale over that of level 1, rounded up, so that no code saturates. Zeros have
+    # the smallest, so that they leave the largest power of a row to others.
+    return formats.encode_e8m0(jnp.maximum(largest * np.float32(1 / fmt.max), formats.TINY), "up")
+
+
+def decode(parts: Parts, shape: tuple[int, ...], spec: QuantSpec) -> Array:
+    fmt = formats.get(spec.format)
+    block_shape = spec.block_shape(shape)
+    codes = packing.unpack(parts.codes, spec.axis, shape[spec.axis]) if spec.packed else parts.codes
+    values = fmt.decode(codes)
+    scale = blocks.spread(parts.scale.astype(jnp.float32), shape, block_shape)
+    if parts.microscale is not None:
+        values = values * blocks.spread(formats.decode_e8m0(parts.microscale), shape, spec.micro_shape(shape))
+    if parts.expansion is None:
+        decoded = values * scale
+    else:
+        root = blocks.spread(1 / parts.expansion.astype(jnp.float32), shape, block_shape)
+        # Half the power on each side of the scale: a compressed group spans more octaves than fp32 has below 1.
+        half = expansion.power(jnp.abs(values) * np.float32(1 / fmt.max), 1.0, root / 2)
+        decoded = jnp.copysign(half * (scale * fmt.max) * half, values)
+    if spec.expand or spec.underflow == "smallest":
+        # The rounding of a value close to the smallest normal must not take it where XLA flushes to zero.
+        nonzero = jnp.copysign(jnp.maximum(jnp.abs(decoded), formats.TINY), values)
+        decoded = jnp.where(values == 0, decoded, nonzero)
+    return decoded
