@@ -60,9 +60,11 @@ def test_arms_run_in_turns_and_leave_nothing_behind(monkeypatch, tmp_path):
     assert sustained == [
         (FP32, "bytes only", None),
         (FP32, "compressed_adamw step", 0.5),
+        (FP32, "compressed_adamw step, second moment to nearest", pytest.approx(1 / 3)),
         (BF16, "bytes only", None),
         (BF16, "compressed_adamw step", 0.5),
         (BF16, "compressed_adamw step, to nearest", pytest.approx(1 / 3)),
+        (BF16, "compressed_adamw step, second moment to nearest", pytest.approx(1 / 4)),
     ]
     assert found[BF16, "compressed_adamw step", "speed", "optax.adamw float32"]["ratio"] == pytest.approx(4 / 5)
 
