@@ -242,8 +242,8 @@ def write(results: Path) -> None:
             f"Many seeds: a Llama of {files[BASE]['parameters']:,} parameters, {setting.tokens / 1e6:.1f} M bytes a "
             f"run, {dates[0]} to {dates[-1]}. Every arm of a seed has the same start and the same text, so that "
             f"differences are within seeds. {CONTROL} is coat whose forward products read codes without mantissa bits, "
-            f"powers of two; {CONTROL}_one_bit, whose forward products read codes of one; {CONTROL}_wgrad, whose weight "
-            "gradients' products read codes of two mantissa bits less.",
+            f"powers of two; {CONTROL}_one_bit, whose forward products read codes of one; and {CONTROL}_wgrad, whose "
+            "weight gradients' products read codes of two mantissa bits less.",
             *told(losses, paired=True),
         ]
         if CONTROL in losses and judge(losses, paired=True)[CONTROL] != "outside":
