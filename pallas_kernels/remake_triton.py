@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import triton
 import triton.language as tl
 from jax import Array
@@ -345,5 +346,6 @@ def ahead(
 
 def _pointers(operands: Operands) -> list[Array]:
     """All operands, codes as bytes; one element where there is none."""
-    found = [jnp.ones((1, 1), jnp.float32) if x is None else x for x in operands]
+    one = np.ones((1, 1), np.float32)  # a constant: XLA would launch a kernel for each of JAX's
+    found = [jnp.asarray(one) if x is None else x for x in operands]
     return [jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in found]
