@@ -38,8 +38,8 @@ def coat_fast() -> Recipe:
     """COAT with fewer passes over memory than scales of the tensors' own largest magnitudes need.
 
     Scales of what norms and activations make come from bounds, which nothing finite exceeds (`Context.scales`), and all
-    products sum as fast as FP8 tensor cores of Hopper do. A model of 13 M parameters trains within 0.5 % of bf16's loss,
-    over eight seeds; one run of 64 M parameters ended 0.9 % above `coat` with the same seed (RESULTS.md).
+    products sum as fast as FP8 tensor cores of Hopper do. A model of 13 M parameters trains within 0.5 % of bf16's
+    loss, over eight seeds; one run of 64 M parameters ended 0.9 % above `coat` with the same seed (RESULTS.md).
     """
     linear = dataclasses.replace(_COAT_LINEAR, fast_accumulation=("forward", "dgrad", "wgrad"))
     return Recipe(
