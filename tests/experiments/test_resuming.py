@@ -37,7 +37,7 @@ def final_state(folder, steps):
 
 
 def test_killed_and_stopped_and_resumed_equals_left_alone(argv, out):
-    steps = 400
+    steps = 240
     flags = ["--recipe", "coat_optimizer", "--steps", str(steps), "--checkpoint-every", "40", "--eval-every", "100"]
     alone, broken = ([*argv, *flags, "--run", name] for name in ("alone", "broken_off"))
     folder = out / "broken_off" / "coat_optimizer"
