@@ -285,7 +285,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
 @both
 @pytest.mark.parametrize("stochastic", [False, True], ids=["fp32", "bf16 stochastic"])
 def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monkeypatch):
-    """A stand-in for AdamW's kernel returns where it believes its groups to be, and zero changes of weights."""
+    """A stand-in for AdamW's kernel returns where it believes its groups to be, and small changes of weights."""
     pytest.importorskip("jax_triton")
     from fp8jax.core import noise
     from fp8jax.ops import adamw_fused
@@ -299,9 +299,11 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
         n = jnp.arange(scale.size, dtype=jnp.uint32).reshape(scale.shape)
         number = n // inner * stride + n % inner
         words = nu_seed[0] + number * np.uint32(group_size // 8) * np.uint32(noise.STRIDE)
-        change = jnp.zeros(grad.shape, dtype) if form == "update" else weight + grad.astype(dtype)
+        change = grad / 1024
+        if form == "step":
+            change = weight.astype(jnp.float32) + change
         if seed is not None:  # of all, as one device's kernel does
-            change = round_stochastically(weight.astype(jnp.float32), seed)
+            change = round_stochastically(change, seed)
         return change, mu, (codes, lax.bitcast_convert_type(words, jnp.float32), exponent)
 
     monkeypatch.setattr(adamw_triton, "adamw", stand_in)
@@ -328,4 +330,5 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
         new, codes, found = jax.jit(run)(placed)
         same(found, np.asarray(words)[0] + numbers)
         same(codes, leaf.mu.codes)
-        same(new, round_stochastically(weight.astype(jnp.float32), words) if stochastic else weight + leaf.grad)
+        moved = weight.astype(jnp.float32) + leaf.grad / 1024
+        same(new, round_stochastically(moved, words) if stochastic else moved)
