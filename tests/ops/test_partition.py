@@ -161,7 +161,7 @@ def stand_ins(monkeypatch):
     """References in place of the kernels of norms, activations and quantization."""
     pytest.importorskip("jax_triton")
     from fp8jax.ops import fused_kernels
-    from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton, scaling_triton
+    from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
 
     class Reference(types.SimpleNamespace):
         SAMPLE = 32
@@ -193,7 +193,6 @@ def stand_ins(monkeypatch):
             q = quantize_with_scale(y, QuantSpec(name, coding.kind, coding.size if sized else None), scale)
             return types.SimpleNamespace(codes=q.codes, scale=q.scale, microscale=None)
 
-        assert scaling_triton.Coding
         if columns == "same":
             first = one(x, rows, row_scale)
             turned = types.SimpleNamespace(codes=first.codes.T, scale=first.scale.T, microscale=None)
@@ -243,12 +242,8 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
     mesh, x, up, dy = mesh_of(kind), *(draw(i, 1024, 64) for i in range(3))
     weight = draw(3, 64)
     spec = QuantSpec("e4m3", "group", 16)
-    norm = fused.operation.__globals__["_described"](
-        x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True}
-    )
-    gated = fused.operation.__globals__["_described"](
-        x, spec, jnp.float32, False, {"activation": 0, "gated": True, "activated": False}
-    )
+    norm = fused._described(x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True})
+    gated = fused._described(x, spec, jnp.float32, False, {"activation": 0, "gated": True, "activated": False})
     coding = fused.coding(spec)
     from pallas_kernels.remake_triton import GATE, RESULT, UP, Operands
 
