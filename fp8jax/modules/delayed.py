@@ -8,7 +8,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops.delayed import Observed, ScalingState, delayed_linear, init_scaling, update_scaling
+from fp8jax.modules.functions import delayed_linear
+from fp8jax.ops.delayed import Observed, ScalingState, init_scaling, update_scaling
 from fp8jax.ops.linear import DimensionNumbers, check_precision
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.sharding import merge, merged, named, product_sharding, split

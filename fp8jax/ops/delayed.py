@@ -9,6 +9,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.linear import output_spec, rows
 from fp8jax.ops.product import QuantizedWeight, Scales, product
+from fp8jax.ops.saved import BLANK, Provenance
 from fp8jax.recipes import linear_part
 
 
@@ -48,6 +49,7 @@ def delayed_linear(
     bias: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> tuple[Array, Observed]:
     """`linear` with delayed scaling.
 
@@ -61,6 +63,7 @@ def delayed_linear(
         bias: (outputs,).
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
         out_sharding: on a mesh with Explicit axes, as of `linear`.
+        known: as of `linear`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
@@ -74,7 +77,7 @@ def delayed_linear(
     past = lax.stop_gradient(jnp.max(state.dy)) * 2.0**strategy.margin
     scales = Scales(_scale("x", values[0], state, part), _scale("w", values[1], state, part), past, slot)
     spec = output_spec(x, w, out_sharding)
-    y = product(matrix, w, part, None, source=x, scales=scales, quantized=quantized, spec=spec)
+    y = product(matrix, w, part, None, source=x, scales=scales, quantized=quantized, spec=spec, known=known)
     seen_x, seen_w = map(scaling.largest_magnitude, values)
     observed = Observed(seen_x, seen_w, jnp.zeros([]))
     return (y if bias is None else y + bias.astype(y.dtype)), observed
