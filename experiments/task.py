@@ -16,6 +16,7 @@ from flax import nnx
 import fp8jax
 from experiments.config import Optim
 from experiments.models.llama import Llama, LlamaConfig
+from fp8jax.optim.compressed_adamw import FusedTransformation
 
 
 class TrainState(NamedTuple):
@@ -132,14 +133,17 @@ class Task:
         grad_norm = optax.tree.norm(grads)
         healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-        def update() -> tuple[Any, Any, optax.OptState]:
+        def keep_or(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), new, old)
+
+        # No branch: its two ends would be copied to one place.
+        if isinstance(self.tx, FusedTransformation):
+            params, opt_state = self.tx.step(grads, state.opt_state, state.params, applied=healthy)
+        else:
             updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-            return optax.apply_updates(state.params, updates), model_state, opt_state
-
-        def keep() -> tuple[Any, Any, optax.OptState]:
-            return state.params, state.model_state, state.opt_state
-
-        params, model_state, opt_state = jax.lax.cond(healthy, update, keep)
+            params = keep_or(optax.apply_updates(state.params, updates), state.params)
+            opt_state = keep_or(opt_state, state.opt_state)
+        model_state = keep_or(model_state, state.model_state)
         step = state.step + healthy.astype(jnp.int32)
         metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
         return TrainState(step, params, model_state, opt_state, state.rng, healthy), metrics

@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from rich.console import Console
 from rich.text import Text
 
@@ -39,6 +38,7 @@ from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 from fp8jax.ops.choice import listening, summary
+from fp8jax.optim.compressed_adamw import FusedTransformation
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -213,7 +213,7 @@ def count(params: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(params))
 
 
-def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> FusedTransformation:
     """Clipping by global norm, then the recipe's AdamW with decay on matrices only."""
     optim = config.optim
     adamw = fp8jax.optimizer(
@@ -225,7 +225,7 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTrans
         weight_decay=optim.weight_decay,
         mask=decay_mask,
     )
-    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw)
+    return fp8jax.clipped(optim.clip, adamw)
 
 
 def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:
