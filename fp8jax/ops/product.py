@@ -15,6 +15,7 @@ from jax import Array, lax
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
+from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.choice import vary_alike, varying
@@ -41,19 +42,19 @@ class QuantizedWeight(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What delayed scaling gives to a product: fp32 scalars.
+    """Scales that a product is given: fp32 scalars, each None where the tensor itself has the scale.
 
     Attributes:
         x: scale of the input.
         w: scale of the weight.
         dy: largest magnitude expected of the output's gradient; 0 takes that of the gradient itself.
-        slot: its cotangent becomes the largest magnitude of the output's gradient.
+        slot: its cotangent becomes the largest magnitude of the output's gradient; given with `dy`.
     """
 
-    x: Array
-    w: Array
-    dy: Array
-    slot: Array
+    x: Array | None = None
+    w: Array | None = None
+    dy: Array | None = None
+    slot: Array | None = None
 
 
 class How(NamedTuple):
@@ -138,14 +139,15 @@ def threaded(
     saved = None
     if kept is not None:
         subkey = _subkey(key, kept, "saved")
-        if scales is None:
+        if scales is None or scales.x is None:
             named = x if source is None else source
             given = fused.given_scale(named, kept)
-            make = functools.partial(_save, x, kept, recipe.scaling, subkey, given)
-            use = (kept, recipe.scaling, x.shape, None if subkey is None else Same(key))
+            how_x = recipe.own_strategy("x")
+            make = functools.partial(_save, x, kept, how_x, subkey, given)
+            use = (kept, how_x, x.shape, None if subkey is None else Same(key))
             saved = _inputs.get(named, use, make)
         else:
-            saved = _save(x, kept, recipe.scaling, subkey, None if scales is None else scales.x)
+            saved = _save(x, kept, recipe.own_strategy("x"), subkey, scales.x)
     # Codes rounded stochastically can be made again only with their key.
     origin = None if source is None or (kept and kept.rounding == "stochastic") else origins.find(source)
     remade, made_of = (None, None) if origin is None else origin
@@ -186,11 +188,11 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     if forward is None or dgrad is None:
         raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
     if forward == dgrad and forward.granularity in TRANSPOSABLE:
-        rows, turned = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=_strategy(part.scaling))
+        rows, turned = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=part.own_strategy("w"))
         assert rows is not None
         assert turned is not None
         return QuantizedWeight(to_bytes(turned), to_bytes(rows))
-    save = functools.partial(_save, w, how=part.scaling, scale=scale)
+    save = functools.partial(_save, w, how=part.own_strategy("w"), scale=scale)
     return QuantizedWeight(save(forward, turned=True), save(dgrad))
 
 
@@ -219,13 +221,13 @@ def _forward(
 ) -> tuple[tuple[Array, Array | None], Any]:
     recipe = how.recipe
     x = fused.pass_on(value, fused.matrix(value))
-    quantizer = functools.partial(_operand, how=recipe.scaling)
     if saved is not None and recipe.saved == SAME:
         rows: Operand = from_bytes(saved)
     else:
-        rows = quantizer(x, recipe.spec("x"), scale=scales and scales.x)
+        rows = _operand(x, recipe.spec("x"), how=recipe.own_strategy("x"), scale=scales and scales.x)
     if quantized is None:
-        columns: Operand = quantizer(w, recipe.spec("w"), scale=scales and scales.w, turned=True)
+        how_w = recipe.own_strategy("w")
+        columns: Operand = _operand(w, recipe.spec("w"), how=how_w, scale=scales and scales.w, turned=True)
     else:
         columns = from_bytes(quantized.forward)
     if how.remade is None:
@@ -256,46 +258,52 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) 
     dy, others = cotangents
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
-    dy_scale = fused.given_scale(dy, gradient, recipe.spec("dy_wgrad")) if scales is None else None
+    observed = scales is not None and scales.dy is not None
+    dy_scale = None if observed else fused.given_scale(dy, gradient, recipe.spec("dy_wgrad"))
     dy = fused.pass_on(dy, fused.matrix(dy))
-    if scales is not None and (axes := varying(dy) - varying(scales.slot)):
+    if observed and (axes := varying(dy) - varying(scales.slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
-    quantizer = functools.partial(_operand, how=recipe.scaling)
+    how_x, how_w, how_dy = (recipe.own_strategy(operand) for operand in ("x", "w", "dy"))
     keys = (None, None) if key is None else jax.random.split(key)
     seen = None
-    if scales is not None:
+    if observed:
         seen = scaling.largest_magnitude(dy)
         assert gradient is not None
-        dy_scale = scaling.to_scale(jnp.where(scales.dy > 0, scales.dy, seen), formats.get(gradient.format))
+        expected = jnp.where(scales.dy > 0, scales.dy, recipe.strategy("dy").settle(seen))
+        dy_scale = scaling.to_scale(expected, formats.get(gradient.format))
     rows_spec, columns_spec = recipe.spec("dy"), recipe.spec("dy_wgrad")
     if rows_spec is None or columns_spec is None:
-        dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale)
-        dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True)
+        dy_rows = _operand(dy, rows_spec, how=how_dy, key=keys[0], scale=dy_scale)
+        dy_columns = _operand(dy, columns_spec, how=how_dy, key=keys[1], turned=True)
     else:
         same = recipe.dy_wgrad == SAME
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
-        pair = quantize(dy, *specs, scale=dy_scale, strategy=_strategy(recipe.scaling), key=subkey)
+        pair = quantize(dy, *specs, scale=dy_scale, strategy=how_dy, key=subkey)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
-    weight = quantizer(weight, recipe.spec("w_dgrad"), scale=w_scale) if turned is None else from_bytes(turned)
+    if turned is None:
+        weight = _operand(weight, recipe.spec("w_dgrad"), how=how_w, scale=w_scale)
+    else:
+        weight = from_bytes(turned)
     rows_and_inputs = merged(x.spec, (len(lead), 1))
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, spec=rows_and_inputs)
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
     spec = recipe.spec("x_wgrad")
     if how.remade is None:
-        columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, recipe.scaling)
+        columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, how_x)
     else:
         made_of, scale = kept
         rows = functools.partial(_row_bounds, dy_rows, weight, others)
-        made = how.remade.again(made_of, Gradient(dx, gradient if scales is None else None, rows))
+        made = how.remade.again(made_of, Gradient(dx, None if observed else gradient, rows))
         again = fused.pass_on(made, rows_of(made.astype(x.dtype), dy.shape[0], weight.shape[0]))
-        columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
+        scale = scale if spec == recipe.spec("saved") else None
+        columns = _operand(again, spec, how=how_x, scale=scale, turned=True)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
-    return *inputs, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]
+    return *inputs, dw, None, None, scales and Scales(slot=seen), None, None  # type: ignore[arg-type]
 
 
 _product.defvjp(_forward, _backward)
@@ -322,7 +330,7 @@ def _shares_scale(recipe: Linear) -> bool:
     return spec is not None and spec == recipe.spec("w_dgrad") and spec.granularity == "tensor"
 
 
-def _turned(kept: Operand, spec: QuantSpec | None, how: str) -> Operand:
+def _turned(kept: Operand, spec: QuantSpec | None, how: Scaling) -> Operand:
     """What was kept of the input (tokens, inputs), as the operand (inputs, tokens) of the weight's gradient."""
     if not isinstance(kept, QTensor):
         return _operand(kept, spec, how=how, turned=True)
@@ -336,7 +344,7 @@ def _operand(
     x: Array,
     spec: QuantSpec | None,
     *,
-    how: str,
+    how: Scaling,
     key: Array | None = None,
     scale: Array | None = None,
     turned: bool = False,
@@ -346,13 +354,9 @@ def _operand(
         return x.T if turned else x
     specs = (None, spec) if turned else (spec, None)
     key = key if spec.rounding == "stochastic" else None
-    q = quantize(x, *specs, scale=scale, strategy=_strategy(how), key=key)[int(turned)]
+    q = quantize(x, *specs, scale=scale, strategy=how, key=key)[int(turned)]
     assert q is not None
     return q
-
-
-def _strategy(how: str) -> str:
-    return how if how == "two_stage" else "current"
 
 
 def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
@@ -367,7 +371,7 @@ _inputs: Recent[QTensor] = Recent()
 
 
 def _save(
-    x: Array, spec: QuantSpec, how: str, key: Array | None = None, scale: Array | None = None, turned: bool = False
+    x: Array, spec: QuantSpec, how: Scaling, key: Array | None = None, scale: Array | None = None, turned: bool = False
 ) -> QTensor:
     q = _operand(fused.pass_on(x, lax.stop_gradient(x)), spec, how=how, key=key, scale=scale, turned=turned)
     assert isinstance(q, QTensor)
