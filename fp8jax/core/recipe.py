@@ -111,9 +111,11 @@ class Linear:
         scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
             maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `history`
             steps, for which `fp8jax.scaled_linear` takes the state. Any name of `fp8jax.core.scaling.NAMES`.
-        w_scaling: the same for the weight alone; None as `scaling`.
+        w_scaling: the same for the weight alone; None as `scaling`. "automatic" takes a bound on the weight, which
+            `fp8jax.track_weights` follows; where a layer has none, the weight itself.
         history: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
+        interval: steps after which automatic scaling measures a weight again.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
             tensor cores of Hopper keep; the others promote partial sums to fp32, as Transformer Engine does in its
             backward pass.
@@ -133,6 +135,7 @@ class Linear:
     w_scaling: str | None = None
     history: int = 1024
     margin: int = 0
+    interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
 
     def __post_init__(self) -> None:
@@ -174,6 +177,8 @@ class Linear:
             )
         if self.history < 1:
             raise ValueError(f"linear.history must be positive, not {self.history}")
+        if self.interval < 1:
+            raise ValueError(f"linear.interval must be positive, not {self.interval}")
 
     def _check_states(self) -> None:
         """Raises ValueError for operands that their scaling has no scales for."""
@@ -201,6 +206,11 @@ class Linear:
         """Where the scale of an operand comes from that none is given for."""
         found = self.strategy(operand)
         return Current() if isinstance(found, Stateful) else found
+
+    @property
+    def tracked(self) -> bool:
+        """Whether the scale of the weight comes from what the optimizer does: see `fp8jax.track_weights`."""
+        return not all(part.observes for part in self.states.values())
 
     @property
     def states(self) -> dict[str, Stateful]:
