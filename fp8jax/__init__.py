@@ -21,6 +21,8 @@ from fp8jax.ops.norm import layer_norm as layer_norm
 from fp8jax.ops.norm import rms_norm as rms_norm
 from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.product import quantize_weight as quantize_weight
+from fp8jax.ops.saveable import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from fp8jax.ops.saveable import saveable as saveable
 from fp8jax.ops.scaled import delayed_linear as delayed_linear
 from fp8jax.ops.scaled import init_scaling as init_scaling
 from fp8jax.ops.scaled import scaled_linear as scaled_linear

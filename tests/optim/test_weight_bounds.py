@@ -39,11 +39,8 @@ def run(tx, params, grads):
 
     def step(carry, grads):
         params, state = carry
-        updates, state = tx.update(
-            jax.tree.map(lambda g: g.astype(params["w"].dtype), grads) | {"b": jnp.ones_like(params["b"])},
-            state,
-            params,
-        )
+        grads = {name: grads.get(name, jnp.ones_like(p)).astype(p.dtype) for name, p in params.items()}
+        updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         bounds = {path[0]: bound for path, bound in fp8jax.weight_bounds(state).items()}
         largest = [{k: jnp.max(jnp.abs(tree[k]), (-2, -1)) for k in ("w", "v")} for tree in (params, updates)]
