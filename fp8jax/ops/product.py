@@ -16,7 +16,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fused, microscaled
 from fp8jax.ops.choice import vary_alike, varying
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.quantize import quantize, transpose
@@ -232,7 +232,7 @@ def _forward(
         kept: Any = x if saved is None else saved
     else:
         # One scale is cheaper to keep than to find again (COAT, section D).
-        kept = made_of, saved.scale if saved is not None and saved.spec.granularity == "tensor" else None
+        kept = made_of, saved.scale if saved is not None and saved.spec.granularity in ("tensor", "token") else None
     # Of a weight that is given as codes no more is needed, as of the input.
     kinds = Kind.of(value), Kind.of(w)
     weight = w if quantized is None else None
@@ -271,7 +271,11 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) 
         assert gradient is not None
         dy_scale = scaling.to_scale(jnp.where(scales.dy > 0, scales.dy, seen), formats.get(gradient.format))
     rows_spec, columns_spec = recipe.spec("dy"), recipe.spec("dy_wgrad")
-    if rows_spec is None or columns_spec is None:
+    shares = microscaled.shares_tokens(recipe)
+    if shares and rows_spec is not None and rows_spec.folds:
+        dy_rows = microscaled.gradient_rows(dy, rows_spec, from_bytes(kept) if how.remade is None else None)
+        dy_columns = microscaled.one_scale(dy_rows)
+    elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
         dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale)
         dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True)
     else:
@@ -285,14 +289,20 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) 
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
     spec = recipe.spec("x_wgrad")
-    if how.remade is None:
+    if how.remade is None and shares:
+        columns = microscaled.shifted(from_bytes(kept), dy_rows)
+    elif how.remade is None:
         columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, recipe.scaling)
     else:
         made_of, scale = kept
         rows = functools.partial(_row_bounds, dy_rows, weight, others)
         made = how.remade.again(made_of, Gradient(dx, gradient if scales is None else None, rows))
         again = fused.pass_on(made, rows_of(made.astype(x.dtype), dy.shape[0], weight.shape[0]))
-        columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
+        if shares:
+            columns = microscaled.remade(again, scale, dy_rows, spec)
+        else:
+            scale = scale if spec == recipe.spec("saved") and spec.granularity == "tensor" else None
+            columns = quantizer(again, spec, scale=scale, turned=True)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
     return *inputs, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]
@@ -344,6 +354,8 @@ def _operand(
     """A matrix as an operand; `turned`, its transposed copy."""
     if spec is None:
         return x.T if turned else x
+    if spec.folds:
+        return microscaled.fold_rows(x.T if turned else x, spec)
     specs = (None, spec) if turned else (spec, None)
     key = key if spec.rounding == "stochastic" else None
     q = quantize(x, *specs, scale=scale, strategy=_strategy(how), key=key)[int(turned)]
