@@ -60,19 +60,19 @@ def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None) -> QTensor:
     return quantize_with_scale(x, rows, jnp.maximum(level * power, formats.TINY))
 
 
-def gradient_rows(dy: Array, spec: QuantSpec, kept: QTensor | None) -> QTensor:
+def gradient_rows(dy: Array, spec: QuantSpec, scale: Array | None) -> QTensor:
     """The output's gradient (tokens, outputs), microscaled and folded.
 
     Args:
         dy: (tokens, outputs).
         spec: of granularity "mx" with a level 1.
-        kept: codes of the layer's input, one scale or one a token, which the scales of `dy` divide; None if it is made
-            again. Under a level 1 of the tensor the scales are what they are: powers of two times one.
+        scale: of the input's codes, one or one a token, which the scales of `dy` divide; None if it is made again.
+            Under a level 1 of the tensor the scales are what they are: powers of two times one.
     """
     if spec.level1 == "tensor":
         return fold_rows(dy, spec)
     level = jnp.ones((dy.shape[0], 1), jnp.float32)
-    return fold_rows(dy, spec, level if kept is None else level / kept.scale.astype(jnp.float32))
+    return fold_rows(dy, spec, level if scale is None else level / scale.astype(jnp.float32))
 
 
 def one_scale(q: QTensor) -> QTensor:
@@ -101,7 +101,7 @@ def shifted(kept: QTensor, dy: QTensor) -> QTensor:
     return transpose(QTensor(codes, top, None, None, QuantSpec(kept.spec.format)))
 
 
-def remade(x: Array, scale: Array, dy: QTensor, spec: QuantSpec) -> QTensor:
+def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec) -> QTensor:
     """An input that was made again (tokens, inputs), as the operand (inputs, tokens) with the scales of tokens of dy.
 
     Args:
