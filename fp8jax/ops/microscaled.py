@@ -12,18 +12,26 @@ A shifted code stays exact while it is normal. In e4m3 those lie within 2^-14.8 
 codes lose a bit each octave, and are zero under 2^-18.8: what such a token adds to the sum is as much smaller.
 """
 
+import dataclasses
+import functools
+
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.quantize import quantize, transpose
+from fp8jax.ops import fused, fused_rows
+from fp8jax.ops.choice import by_platform, capability, tell
+from fp8jax.ops.fused_reference import row_peaks
+from fp8jax.ops.partition import Cut, partitioned
+from fp8jax.ops.quantize import chosen, quantize, transpose
 
 # How far an input that is made again may lie above what it was: the rounding of what it is made from.
 ABOVE = 1.13
+# The largest scale whose reciprocal is a normal number.
+LARGEST = 2.0**125
 
 
 def shares_tokens(recipe: Linear) -> bool:
@@ -44,35 +52,67 @@ def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None) -> QTensor:
     Returns:
         (M, N), of granularity "token".
     """
-    rows, fmt = QuantSpec(spec.format, "token"), formats.get(spec.format)
+    rows = QuantSpec(spec.format, "token")
+    if level is None and (found := fused_rows.given(x, spec)) is not None:
+        return found
     if level is None and spec.level1 == "token":
         # The largest power of two of a row is that of its largest group: 1. It is folded into codes of the row's own.
         q, _ = quantize(x, rows)
         assert q is not None
         return q
-    magnitude = jnp.abs(x.astype(jnp.float32))
-    magnitude = jnp.where((magnitude >= formats.TINY) & jnp.isfinite(magnitude), magnitude, 0.0)
-    largest = jnp.max(magnitude, axis=-1, keepdims=True, initial=0.0)
+    choice = chosen(x, rows)
+    tell("fold", choice)
+    reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
+    return reference(x, level) if choice.impl == "xla" else by_platform(x, level, cuda=kernel, default=reference)
+
+
+def _reference(spec: QuantSpec, x: Array, level: Array | None) -> QTensor:
+    fmt, largest = formats.get(spec.format), row_peaks(x)[:, None]
     if level is None:
         level = scaling.to_scale(jnp.max(largest, initial=0.0), fmt)
-    units = largest * (1 / level) * np.float32(1 / fmt.max)
-    power = formats.decode_e8m0(formats.encode_e8m0(jnp.maximum(units, formats.TINY), "up"))
-    return quantize_with_scale(x, rows, jnp.maximum(level * power, formats.TINY))
+    return quantize_with_scale(x, QuantSpec(spec.format, "token"), scaling.power_above(largest, level, fmt))
 
 
-def gradient_rows(dy: Array, spec: QuantSpec, scale: Array | None) -> QTensor:
-    """The output's gradient (tokens, outputs), microscaled and folded.
+def _kernel(spec: QuantSpec, x: Array, level: Array | None) -> QTensor:
+    from pallas_kernels import maxima_triton, quantize_rows_triton
+
+    fmt, rows = formats.get(spec.format), QuantSpec(spec.format, "token")
+
+    def fold(cut: Cut, x: Array, level: Array | None) -> tuple[Array, Array]:
+        if level is None:
+            largest = maxima_triton.maxima(x, tensor=True, compute_capability=capability())[0]
+            assert largest is not None
+            level = scaling.to_scale(cut.maximum(largest, "m"), fmt)
+        coding = fused.coding(rows)
+        return quantize_rows_triton.quantize_rows(x, coding, level=level, compute_capability=capability())[:2]
+
+    codes, scale = partitioned(
+        "fold_rows", spec, fold, (x, level), ("m -", None if level is None else "m -"), ("m -", "m -")
+    )
+    return QTensor(codes, scale, None, None, rows)
+
+
+def gradient_operands(dy: Array, spec: QuantSpec, scale: Array | None) -> tuple[QTensor, QTensor]:
+    """The output's gradient (tokens, outputs), microscaled and folded, and its codes transposed.
 
     Args:
         dy: (tokens, outputs).
         spec: of granularity "mx" with a level 1.
         scale: of the input's codes, one or one a token, which the scales of `dy` divide; None if it is made again.
             Under a level 1 of the tensor the scales are what they are: powers of two times one.
+
+    Returns:
+        Of granularity "token"; and (outputs, tokens) of "tensor" with scale 1: another operand takes the scales.
     """
     if spec.level1 == "tensor":
-        return fold_rows(dy, spec)
-    level = jnp.ones((dy.shape[0], 1), jnp.float32)
-    return fold_rows(dy, spec, level if scale is None else level / scale.astype(jnp.float32))
+        rows = fold_rows(dy, spec)
+        return rows, one_scale(rows)
+    ones = jnp.ones((dy.shape[0], 1), jnp.float32)
+    level = None if scale is None else ones / scale.astype(jnp.float32)
+    if (found := fused_rows.cotangent(dy, spec, level)) is not None:
+        return found
+    rows = fold_rows(dy, spec, ones if level is None else level)
+    return rows, one_scale(rows)
 
 
 def one_scale(q: QTensor) -> QTensor:
@@ -115,6 +155,10 @@ def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec) -> QTensor:
     """
     factor = tokens(dy)
     top = jnp.max(ABOVE * scale.astype(jnp.float32) * factor, initial=formats.TINY)
+    # Scales beyond fp32, of tokens without a gradient, are as good as the largest: their codes are 0.
+    rows = jnp.minimum(top / jnp.broadcast_to(factor, (x.shape[0], 1)), LARGEST)
+    if (found := fused_rows.columns(x, spec, rows)) is not None:
+        return dataclasses.replace(found, scale=top.reshape(1, 1))
     values = x.astype(jnp.float32) * factor
     _, columns = quantize(values, None, QuantSpec(spec.format), scale=top)
     assert columns is not None

@@ -257,8 +257,7 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
         dy_scale = scaling.to_scale(jnp.where(scales.dy > 0, scales.dy, seen), formats.get(gradient.format))
     rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
     if side.shared and rows_spec is not None and rows_spec.folds:
-        dy_rows = microscaled.gradient_rows(dy, rows_spec, saved.x.token_scale)
-        dy_columns: Operand = microscaled.one_scale(dy_rows)
+        dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale)
     elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
         dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale)
         dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True)

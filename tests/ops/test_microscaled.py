@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 from fp8jax.core.recipe import Linear
 from fp8jax.ops import microscaled
-from fp8jax.ops.microscaled import fold_rows, gradient_rows, one_scale, shifted
+from fp8jax.ops.microscaled import fold_rows, gradient_operands, one_scale, shifted
 from tests.distance import relative
 
 ROW, TENSOR = (fp8jax.QuantSpec.parse(s) for s in ("e4m3:mx32+token", "e4m3:mx32"))
@@ -39,7 +39,7 @@ def test_codes_of_both_operands_are_those_of_the_other_products_shifted(specs):
         for a, s in zip((x, dy), specs, strict=True)
     )
     if specs[1] == ROW:
-        rows = gradient_rows(dy, ROW, kept.scale)
+        rows, _ = gradient_operands(dy, ROW, kept.scale)
     columns, dy_columns = shifted(kept, rows), one_scale(rows)
     assert columns.spec.granularity == dy_columns.spec.granularity == "tensor"
     np.testing.assert_array_equal(np.asarray(dy_columns.codes.T).view(np.uint8), np.asarray(rows.codes).view(np.uint8))
