@@ -10,8 +10,8 @@ from typing import Any, TypeVar, cast
 
 from fp8jax.modules.provenance import REGISTRY
 from fp8jax.ops import activation as activations
-from fp8jax.ops import delayed, norm, transformer
 from fp8jax.ops import linear as products
+from fp8jax.ops import norm, scaled, transformer
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,7 +30,8 @@ rms_norm = _knowing(norm.rms_norm)
 layer_norm = _knowing(norm.layer_norm)
 dot_general = _knowing(products.dot_general)
 einsum = _knowing(products.einsum)
-delayed_linear = _knowing(delayed.delayed_linear)
+scaled_linear = _knowing(scaled.scaled_linear)
+delayed_linear = scaled_linear
 norm_linear = _knowing(transformer.norm_linear)
 attention_output = _knowing(transformer.attention_output)
 glu_linear = _knowing(transformer.glu_linear)

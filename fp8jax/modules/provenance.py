@@ -27,8 +27,8 @@ from fp8jax.ops.saved import NOTHING, Origin
 Shared = TypeVar("Shared")
 # What changes no value, but for the rounding of casts.
 _SAME = frozenset((
-    *("convert_element_type", "reshape", "squeeze", "expand_dims", "copy", "name", "optimization_barrier"),
-    *("sharding_constraint", "layout_constraint", "reshard", "mesh_cast"),
+    *("convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "name"),
+    *("optimization_barrier", "sharding_constraint", "layout_constraint", "reshard", "mesh_cast"),
 ))  # fmt: skip
 _JITS = ("jit", "pjit", "closed_call")
 
@@ -206,7 +206,9 @@ def _operand(x: Any) -> Any:
     variable, outputs = getattr(x, "val", None), getattr(parent, "outvars", ())
     place = next((i for i, v in enumerate(outputs) if v is variable), None)
     source = None if place is None else _source(parent.primitive.name, parent.params, place)
-    return None if source is None else parent.in_tracers[source]
+    before = None if source is None else parent.in_tracers[source]
+    # Of what is broadcast, only axes of one element are another layout.
+    return before if before is not None and before.size == x.size else None
 
 
 def _source(name: str, params: Any, place: int) -> int | None:
@@ -221,7 +223,7 @@ def _source(name: str, params: Any, place: int) -> int | None:
     while not isinstance(value, core.Literal) and value in makers:
         eqn, i = makers[value]
         found = _source(eqn.primitive.name, eqn.params, i)
-        if found is None:
+        if found is None or eqn.invars[found].aval.size != value.aval.size:
             return None
         dtypes.append(value.aval.dtype)
         value = eqn.invars[found]

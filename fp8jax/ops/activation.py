@@ -13,7 +13,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fused, fused_rows
 from fp8jax.ops.fused_reference import ACTIVATIONS, activation_cotangents
 from fp8jax.ops.saveable import ACTIVATION, named
 from fp8jax.ops.saved import (
@@ -189,6 +189,7 @@ def activate(
     spare = context.lean or u is None
     operation = _fused(name, gate, up, context.spec, not spare, forward=True)
     part, scale, made, spec = None, None, None, None if to is None else to.spec("x")
+    by_rows = fused_rows.of_layers(recipe)
     # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
     plain = lax.optimization_barrier(g)
     activated = function(plain)
@@ -203,12 +204,14 @@ def activate(
             matrix = fused.matrix(y)
             scale = _bound(spec, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
     else:
-        saved, result, scale, made = _keep(operation, g, u, context.spec, spec)
+        saved, result, scale, made = _keep(operation, g, u, context.spec, spec, by_rows)
         (part,) = result.parts
     inputs = (gate,) if up is None else (gate, up)
     saved, how = named(saved, ACTIVATION), Activation(name, gate.dtype, context.lean and context.scales == "bound")
     y, _ = differentiable(how, inputs, saved, y, known=known)
-    if part is not None and spec is not None and scale is not None:
+    if part is not None and by_rows is not None and scale is not None and made is not None:
+        fused_rows.hold(part, by_rows, made, scale)
+    elif part is not None and spec is not None and scale is not None:
         part.hold(spec, scale, made)
     given = None if to is None or scale is None else (to, scale)
     origin = Origin((how, saved) if context.lean else None, part, given)
@@ -227,15 +230,18 @@ def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool, *,
 
 
 def _keep(
-    operation: Any, gate: Array, up: Array | None, spec: QuantSpec, to: QuantSpec | None
+    operation: Any, gate: Array, up: Array | None, spec: QuantSpec, to: QuantSpec | None, by_rows: QuantSpec | None
 ) -> tuple[ActivationSaved, fused.Result, Array | None, Array | None]:
-    """What is kept, what the result is computed from, and if `to` says how to quantize it, its scale and codes."""
+    """What is kept, what the result is computed from, and if it is known how to quantize it, its scale and codes."""
     from pallas_kernels import remake_triton
 
     coding, g, u = fused.coding(spec), fused.matrix(gate), None if up is None else fused.matrix(up)
     exact, kinds = operation._replace(exact=True), (remake_triton.RESULT,)
 
     def both(on: Any, *arrays: Any) -> Any:
+        if by_rows is not None:
+            parts, codes, scale = on.keep_activation_rows(operation, *arrays, coding, formats.get(by_rows.format).dtype)
+            return parts, None, scale, codes
         if to is None:
             parts, peak, _ = on.keep_activation(operation, *arrays, coding)
             return parts, peak, None, None
@@ -250,7 +256,7 @@ def _keep(
 
     parts, peak, scale, made = fused.run(both, g, u)
     codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
-    result = fused.Result(exact, kinds, remake_triton.Operands(g, up=u), (peak,))
+    result = fused.Result(exact, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,))
     return ActivationSaved(*codes), result, scale, made
 
 

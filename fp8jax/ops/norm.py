@@ -13,7 +13,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fused, fused_rows
 from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
 from fp8jax.ops.saveable import NORM, named
 from fp8jax.ops.saved import (
@@ -102,6 +102,10 @@ class NormSaved(NamedTuple):
     bias: Array | None
 
 
+# How a norm's result is quantized at once, and its scale; None for those of its rows.
+Bound = tuple[QuantSpec, Array | None] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """How a norm goes back: `fp8jax.ops.saved.Remade`."""
@@ -164,8 +168,9 @@ def normalize(
         return normalized(z, inverse, scale, bias).astype(dtype), x if residual else None, NOTHING
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
-    spec = None if to is None else to.spec("x")
-    bound = None if spec is None else (spec, _bound(values[1], values[2], x.shape[-1], spec))
+    by_rows, spec = fused_rows.of_layers(recipe), None if to is None else to.spec("x")
+    bound: Bound = None if spec is None else (spec, _bound(values[1], values[2], x.shape[-1], spec))
+    bound = bound if by_rows is None else (by_rows, None)
     given = {"scaled": scale is not None, "biased": bias is not None}
     operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **given)
     if operation is None:
@@ -184,9 +189,11 @@ def normalize(
     how = Norm(centered, dtype)
     y, again = differentiable(how, (x, scale, bias), kept, y, residual=residual, known=known)
     (part,) = (None,) if result is None else result.parts
-    if part is not None and bound is not None:
-        part.hold(*bound, made)
-    under = None if to is None or bound is None else (to, bound[1])
+    if part is not None and by_rows is not None and made is not None:
+        fused_rows.hold(part, by_rows, *made)
+    elif part is not None and bound is not None and bound[1] is not None:
+        part.hold(bound[0], bound[1], made)
+    under = None if to is None or bound is None or bound[1] is None else (to, bound[1])
     origin = Origin((how, kept) if context.lean else None, part, under)
     known.note(y, origin)
     return y, again, origin
@@ -208,11 +215,11 @@ def _keep(
     bias: Array | None,
     spec: QuantSpec,
     eps: float,
-    bound: tuple[QuantSpec, Array] | None,
-) -> tuple[NormSaved, Array | None, Array, Array | None]:
+    bound: Bound,
+) -> tuple[NormSaved, Array | None, Array, Any]:
     """What is kept, the mean of rows where the norm is centered, the largest magnitude of the result, and its codes.
 
-    The last where it is known how it will be quantized, and under which scale.
+    The last, with scales of rows if there is no other, where it is known how it will be quantized.
     """
     coding, dtype = fused.coding(spec), None if bound is None else formats.get(bound[0].format).dtype
     codes, scales, inverse, mean, peak, made = fused.run(

@@ -17,7 +17,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fused, microscaled
 from fp8jax.ops.choice import vary_alike, varying
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
@@ -29,7 +29,6 @@ from fp8jax.ops.operand import (
     make_codes,
     of_input,
     of_weight,
-    strategy,
     weight_side,
 )
 from fp8jax.ops.quantize import quantize
@@ -39,19 +38,19 @@ from fp8jax.recipes import linear_part
 
 
 class Scales(NamedTuple):
-    """What delayed scaling gives to a product: fp32 scalars.
+    """Scales that a product is given: fp32 scalars, each None where the tensor itself has the scale.
 
     Attributes:
         x: scale of the input.
         w: scale of the weight.
         dy: largest magnitude expected of the output's gradient; 0 takes that of the gradient itself.
-        slot: its cotangent becomes the largest magnitude of the output's gradient.
+        slot: its cotangent becomes the largest magnitude of the output's gradient; given with `dy`.
     """
 
-    x: Array
-    w: Array
-    dy: Array
-    slot: Array
+    x: Array | None = None
+    w: Array | None = None
+    dy: Array | None = None
+    slot: Array | None = None
 
 
 class How(NamedTuple):
@@ -149,7 +148,7 @@ def input_source(
     subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
 
     def share(make: Callable[[], Any]) -> Any:
-        return known.share(named, (side.saved, recipe.scaling, x.shape), make, scale, None if subkey is None else key)
+        return known.share(named, (side.saved, side.strategy, x.shape), make, scale, None if subkey is None else key)
 
     return value, of_input(x, side, key=subkey, scale=scale, origin=origin, share=share)
 
@@ -213,11 +212,11 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     if forward is None or dgrad is None:
         raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
     if forward == dgrad and forward.granularity in TRANSPOSABLE:
-        rows, turned = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=strategy(part))
+        rows, turned = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=part.own_strategy("w"))
         assert rows is not None
         assert turned is not None
         return QuantizedWeight(to_bytes(turned), to_bytes(rows))
-    make = functools.partial(make_codes, w, strategy=strategy(part), scale=scale)
+    make = functools.partial(make_codes, w, strategy=part.own_strategy("w"), scale=scale)
     return QuantizedWeight(make(forward, turned=True), make(dgrad))
 
 
@@ -263,28 +262,34 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
     origin = how.known.find(dy)
-    dy_scale = origin.scale_for(gradient, recipe.spec("dy_wgrad")) if scales is None else None
+    expected, slot = (None, None) if scales is None else (scales.dy, scales.slot)
+    dy_scale = None if expected is not None else origin.scale_for(gradient, recipe.spec("dy_wgrad"))
     dy = fused.matrix(dy)
-    if scales is not None and (axes := varying(dy) - varying(scales.slot)):
+    if slot is not None and (axes := varying(dy) - varying(slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
-    quantizer = functools.partial(encode, strategy=strategy(recipe))
+    quantizer = functools.partial(encode, strategy=recipe.own_strategy("dy"))
     keys = (None, None) if key is None else jax.random.split(key)
     seen = None
-    if scales is not None:
+    if expected is not None:
         seen = scaling.largest_magnitude(dy)
         assert gradient is not None
-        dy_scale = scaling.to_scale(jnp.where(scales.dy > 0, scales.dy, seen), formats.get(gradient.format))
-    rows_spec, columns_spec = recipe.spec("dy"), recipe.spec("dy_wgrad")
-    if rows_spec is None or columns_spec is None:
+        largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
+        dy_scale = scaling.to_scale(largest, formats.get(gradient.format))
+    dy_rows: Operand
+    dy_columns: Operand
+    rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
+    if side.shared and rows_spec is not None and rows_spec.folds:
+        dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale, origin.part)
+    elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
         dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale, part=origin.part)
         dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True, part=origin.part)
     else:
         same = recipe.dy_wgrad == SAME
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
-        pair = quantize(dy, *specs, scale=dy_scale, strategy=strategy(recipe), key=subkey, part=origin.part)
+        pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=subkey, part=origin.part)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
     weight = saved.w.operand(weight_side(recipe), None)
     rows_and_inputs = merged(x.spec, (len(lead), 1))
@@ -292,13 +297,18 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
     bounds = functools.partial(_row_bounds, dy_rows, weight, others)
-    of_dx = Gradient(dx, gradient if scales is None else None, bounds)
-    columns = saved.x.operand(input_side(recipe), of_dx)
+    of_dx = Gradient(
+        dx,
+        gradient if expected is None else None,
+        bounds,
+        dy_rows if side.shared and isinstance(dy_rows, QTensor) else None,
+    )
+    columns = saved.x.operand(side, of_dx)
     if of_dx.foreseen is not None:
         how.known.note(dx, Origin(foreseen=of_dx.foreseen))
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
-    return *inputs, dw, None, None, None, scales and Scales(None, None, None, seen)  # type: ignore[arg-type]
+    return *inputs, dw, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
 
 
 _product.defvjp(_forward, _backward)

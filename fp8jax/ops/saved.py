@@ -71,12 +71,14 @@ class Gradient:
         spec: how that layer quantizes its own gradient.
         rows: computes an upper bound of the magnitudes in each row, fp32 (rows,): by the inequality of Cauchy and
             Schwarz, from the norms of that layer's own gradient and of its weight.
+        codes: those of that layer's own gradient, where its input is to take their scales of tokens; else None.
         foreseen: what the operation says then of the cotangents that follow from it; `fp8jax.ops.fused.Foreseen`.
     """
 
     array: Array
     spec: QuantSpec | None
     rows: Callable[[], Array]
+    codes: QTensor | None = None
     foreseen: Any = None
 
 
@@ -217,6 +219,20 @@ def differentiable(
     return found
 
 
+@jax.custom_jvp
+def _once(y: Array, inputs: list[Array]) -> Array:
+    """A result; where its inputs are differentiated once more, of which what is saved knows nothing, this raises."""
+    return y
+
+
+@_once.defjvp
+def _once_jvp(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "an operation whose inputs are saved in 8 bits was differentiated twice: the gradient of its gradient would be "
+        "0. Give this part of the model a recipe without a context, or differentiate it once"
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array) -> tuple[Array, Array | None]:
     return _forward(static, inputs, saved, y)[0]
@@ -225,7 +241,7 @@ def _differentiable(static: Any, inputs: tuple[Array | None, ...], saved: Any, y
 def _forward(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array) -> tuple[Any, Any]:
     _, residual, _ = static
     kinds = tuple(None if x is None else Kind.of(x) for x in inputs)
-    x = inputs[0]
+    y, x = _once(y, [x for x in inputs if x is not None]), inputs[0]
     if residual and x is not None:
         return (mapped_alike(y, x), mapped_alike(x, y)), (saved, kinds)
     return (y, None), (saved, kinds)
