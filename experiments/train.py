@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from rich.console import Console
 from rich.text import Text
 
@@ -38,7 +39,6 @@ from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 from fp8jax.ops.choice import listening, summary
-from fp8jax.optim.compressed_adamw import FusedTransformation
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -244,8 +244,8 @@ def count(params: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(params))
 
 
-def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> FusedTransformation:
-    """Clipping by global norm, then the recipe's AdamW with decay on matrices only."""
+def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformationExtraArgs:
+    """Clipping by global norm, the recipe's AdamW with decay on matrices only, and what follows bounds of weights."""
     optim = config.optim
     adamw = fp8jax.optimizer(
         recipe,
@@ -256,7 +256,12 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> FusedTransformation
         weight_decay=optim.weight_decay,
         mask=decay_mask,
     )
-    return fp8jax.clipped(optim.clip, adamw)
+    if not recipe.linear.tracked:
+        return fp8jax.clipped(optim.clip, adamw)
+    settings = schedule(optim), optim.b1, optim.b2, optim.weight_decay
+    limit = fp8jax.adam_limit(*settings) if optim.b1**2 < optim.b2 else None
+    tracker = fp8jax.track_weights(recipe.linear.interval, limit)
+    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw, tracker)
 
 
 def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:

@@ -29,7 +29,7 @@ from experiments.tables.coat_memory import AGAIN
 from experiments.task import Task
 
 BF16, VOCAB = "bf16", 32_000
-ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast")
+ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
 # Dense bf16 products of an H100 or H200, NVIDIA's data sheet: what MFU is given against.
 PEAK_FLOPS = 989.5e12
 MESHES = {"one": "one GPU", "data": "data parallel over {}", "fsdp": "FSDP over {}"}
