@@ -104,6 +104,21 @@ def aimed() -> Target:
     return found
 
 
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def named(a: Any, b: Any) -> Any:
+    """A context in which a product is named by what it multiplies, for `fp8jax.modules.compiled` to read.
+
+    Args:
+        a, b: arrays, or tensors with a `spec`; where neither has one the product has no name.
+    """
+    if not (hasattr(a, "spec") or hasattr(b, "spec")):
+        return contextlib.nullcontext()
+    left, right = (x.spec.format if hasattr(x, "spec") else _SHORT.get(str(x.dtype), str(x.dtype)) for x in (a, b))
+    return jax.named_scope(f"fp8jax:{left}*{right}")
+
+
 def on_cuda(platform: str | None = None) -> bool:
     """Whether programs run on CUDA GPUs: on `platform`, or where None is given as `target` says, or JAX's backend."""
     if platform is None and aimed().capability is not None:
@@ -162,7 +177,7 @@ def local(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unplaced() -> str | None:
-    """Why kernels cannot run in this place of a program: switched off, or only XLA will know how arrays lie; or None."""
+    """Why kernels cannot run here: they are switched off, or only XLA will know how the arrays lie; else None."""
     if not aimed().kernels:
         return "kernels are switched off"
     mesh = jax.sharding.get_abstract_mesh()

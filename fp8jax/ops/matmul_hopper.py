@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, aimed, capability, unplaced
+from fp8jax.ops.choice import Choice, aimed, capability, named, unplaced
 from fp8jax.ops.fold import foldable, refold
 from fp8jax.ops.partition import Cut, notation, partitioned
 
@@ -142,7 +142,8 @@ def run(
 def _multiply(how: Kernel | Literal["cublas"], fast: bool, dtype: DTypeLike, cut: Cut, a: QTensor, b: QTensor) -> Array:
     # Sums over devices are of 16 bits, as those of a gradient in bf16: in fp32 they would travel twice as long.
     out = jnp.bfloat16 if "k" in cut.axes else dtype
-    product = _cublas(a, b, fast, out) if how == "cublas" else _kernels(how, fast, out, a, b)
+    with named(a, b):  # XLA's partitioner traces it anew
+        product = _cublas(a, b, fast, out) if how == "cublas" else _kernels(how, fast, out, a, b)
     return cut.total(product, "k").astype(dtype)
 
 
