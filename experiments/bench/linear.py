@@ -40,6 +40,8 @@ RECIPES = {
     "deepseek, rows in wgrad": dataclasses.replace(
         recipes.deepseek().linear, x_wgrad="e4m3:token", dy_wgrad="e4m3:token"
     ),
+    "moss": recipes.moss().linear,
+    "fast": recipes.fast().linear,
 }  # fmt: skip
 
 

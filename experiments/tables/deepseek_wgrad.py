@@ -1,8 +1,8 @@
 """Scales for the product of `deepseek` that makes the weight's gradient: `python -m experiments.tables.deepseek_wgrad`.
 
-DeepSeek-V3 quantizes both of its operands in groups of 1x128 along the tokens, which a kernel multiplies at 0.78 of the
-speed that it has with blocks of 128x128 for one operand. The errors of that and of scales of whole rows, against the
-product in fp64. Half a minute on two CPU cores.
+DeepSeek-V3 quantizes both of its operands in groups of 1x128 along the tokens, which a kernel multiplies at 0.78 of
+the speed that it has with blocks of 128x128 for one operand. The errors of that and of scales of whole rows, against
+the product in fp64. Half a minute on two CPU cores.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ NOTES = [
     f"Weight gradients of a linear, {INPUTS} to {OUTPUTS}, from {TOKENS:,} tokens; errors are relative to the product "
     "in fp64 (Frobenius norm). What the operands are in the forward and the other backward product, groups of 1x128, "
     "does not change; the input is quantized a second time from its saved codes, as in training.",
-    '"channels": one of 100 inputs is 30 times as large. "tokens": gradients of tokens have log-normal sizes (sigma 2). '
-    '"both": both; outputs have log-normal sizes (sigma 1), too.',
+    '"channels": one of 100 inputs is 30 times as large. "tokens": gradients of tokens have log-normal sizes (sigma '
+    '2). "both": both; outputs have log-normal sizes (sigma 1), too.',
 ]
 
 

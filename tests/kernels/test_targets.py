@@ -1,10 +1,16 @@
 """What XLA makes of quantized products for GPUs of several kinds, and what of them is reported."""
 
+import re
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import fp8jax
 from fp8jax.modules.compiled import Product
+from fp8jax.ops import choice
+from fp8jax.ops.matmul import matmul
 from tests.kernels import h200, targets
 
 pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
@@ -60,6 +66,29 @@ def test_weights_in_shards_are_gathered_as_codes() -> None:
         gathered = [(dtype, shape) for dtype, shape in program["gathers"] if 512 in shape and 256 in shape]
         assert gathered, (name, program["gathers"])
         assert all(dtype in ("u8", "s8", "f8e4m3fn") for dtype, _ in gathered), (name, gathered)
+
+
+def test_products_leave_multiprocessors_to_others() -> None:
+    a, b = (
+        jax.eval_shape(lambda x: fp8jax.quantize(x, "e4m3:token"), jax.ShapeDtypeStruct((rows, 1024), jnp.float32))
+        for rows in (4096, 2048)
+    )
+    product = jax.jit(lambda a, b: matmul(a, b, impl="mosaic"))
+    grids = {}
+    for free in (0, 8, 7, 0):
+        with choice.target(capability=90, free_multiprocessors=free):
+            grids[free] = re.findall(r"grid=\((\d+),\)", str(product.trace(a, b).jaxpr))
+    assert grids == {0: ["66"], 8: ["62"], 7: ["62"]}  # clusters of two on 132, 124 and 125
+    with (
+        pytest.raises(ValueError, match=r"free_multiprocessors lies in \[0, 64\], not 100"),
+        choice.target(free_multiprocessors=100),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"capability is 80 for an A100 and 90 for an H200, not 8"),
+        choice.target(capability=8),
+    ):
+        pass
 
 
 @pytest.mark.slow
