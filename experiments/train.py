@@ -38,6 +38,7 @@ from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
+from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, summary
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
@@ -196,8 +197,8 @@ def _train_recipe(
         step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, None))
         compiled = step.lower(abstract, batch).compile()
     _print_plan(console, task, abstract, compiled)
-    for line in summary(told):
-        console.print(line, style="dim")
+    for line in [*summary(told), *describe(compiled, told, jax.default_backend())]:
+        console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
 
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
