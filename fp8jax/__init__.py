@@ -5,6 +5,7 @@ from importlib import metadata as _metadata
 from typing import Any as _Any
 
 from fp8jax import recipes as recipes
+from fp8jax.core import flax_state as _flax_state
 from fp8jax.core import formats as formats
 from fp8jax.core.qtensor import QTensor as QTensor
 from fp8jax.core.qtensor import quantize as quantize
@@ -34,6 +35,7 @@ from fp8jax.optim.compressed_adamw import scale_by_compressed_adam as scale_by_c
 from fp8jax.optim.moments import state_bytes as state_bytes
 
 __version__ = _metadata.version("fp8jax")
+_flax_state.install()
 
 
 _NEED_FLAX = {"nnx": "fp8jax.nnx", "linen": "fp8jax.linen", "explain": "fp8jax.modules.report"}
