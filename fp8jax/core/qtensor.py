@@ -66,8 +66,8 @@ class QTensor:
 
     Maps over a state beside a tree with a leaf for each parameter (`optax.tree.map_params` with a tree of shardings)
     have to be told that QTensors are leaves: `is_leaf=lambda x: isinstance(x, QTensor)`; `shardings` gives those of the
-    arrays. No QTensor can do that itself: `jax.tree.map` takes apart every node of the first tree that it is not told to
-    leave whole, and refuses a leaf of the second tree where the first has a node.
+    arrays. No QTensor can say so itself: `jax.tree.map` takes apart every node of the first tree that it is not told
+    to leave whole, and refuses a leaf of another tree where the first has a node.
     """
 
     codes: Array
