@@ -140,6 +140,8 @@ def main(argv: list[str]) -> None:
     del every
     params, moved, bounds = weights(8), weights(8, RATE), [jnp.full(8, 0.1)] * 7
     counts = {ALONE: 1} | {name: at for name, (_, at) in TRACKERS.items()}
-    arms = {name: lambda p, m, b, count, f=f, at=counts[name]: f(p, m, b, count + at) for name, f in updates().items()}
-    measure("weights of 8 layers of Llama-7B", "update", arms, [(params, moved, bounds, jnp.int32(0))], ALONE)
+    each: dict[str, Any] = {
+        name: lambda p, m, b, count, f=f, at=counts[name]: f(p, m, b, count + at) for name, f in updates().items()
+    }
+    measure("weights of 8 layers of Llama-7B", "update", each, [(params, moved, bounds, jnp.int32(0))], ALONE)
     timing.write("scaling", "Scales of weights", rows, notes, versions, options.out)
