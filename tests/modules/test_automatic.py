@@ -193,11 +193,13 @@ def test_shards_of_a_weight_have_one_bound():
             for _ in range(2):
                 updates, state = tx.update(grads, state, params)
                 params = optax.apply_updates(params, updates)
-            return state[-1].bounds["w"]
+            return state[-1].bounds["w"][None]
 
         if axis is not None:
-            two_steps = jax.shard_map(two_steps, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+            two_steps = jax.shard_map(two_steps, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
         given = (w, grads) if place is None else jax.device_put((w, grads), NamedSharding(mesh, place))
-        results.append(float(jax.jit(two_steps)(*given)))
-    np.testing.assert_allclose(results[1:], results[0], rtol=1e-6)
+        results.append(np.asarray(jax.jit(two_steps)(*given)))
+    assert results[2].shape == (4,)
+    for found in results[1:]:
+        np.testing.assert_allclose(found, np.broadcast_to(results[0], found.shape), rtol=1e-6)
     assert results[0] > float(Automatic().measure(w))
