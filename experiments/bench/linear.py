@@ -34,6 +34,8 @@ RECIPES = {
     "e4m3 rows": recipes.Linear("e4m3:token", "e4m3:token", "e5m2:token", w_dgrad="e4m3:token", x_wgrad="e4m3:token",
                                 dy_wgrad="e5m2:token", saved="e4m3:token"),
     "deepseek": recipes.deepseek().linear,
+    "moss": recipes.moss().linear,
+    "fast": recipes.fast().linear,
 }  # fmt: skip
 
 

@@ -97,7 +97,9 @@ class Linear:
 
     Every operand is given as the string form of a `QuantSpec`, or None for bf16, of the matrix with the contraction
     along its last axis: groups and tokens run along the contraction. "same" takes the codes of the forward operand,
-    transposed, which needs scales that a transposed matrix keeps ("tensor", "block").
+    transposed, which needs scales that a transposed matrix keeps ("tensor", "block"). Microscaled operands under a
+    level 1 ("mx") have their powers of two folded into their codes, which leaves a scale a row. For the weight's
+    gradient both "same" may be microscaled, or one beside "tensor": `fp8jax.ops.microscaled` says how.
 
     Attributes:
         x: input in the forward product, (tokens, inputs).
@@ -160,7 +162,10 @@ class Linear:
             if a and b and formats.get(a.format).is_float != formats.get(b.format).is_float:
                 raise ValueError(f"linear: the {product} product mixes integers and floating point, {a} and {b}")
         sources = {"w_dgrad": self.w, "dy_wgrad": self.dy, "x_wgrad": self.x if self.saved == SAME else self.saved}
+        shared = self._check_shared(sources["x_wgrad"])
         for field, source in sources.items():
+            if field != "w_dgrad" and shared:
+                continue
             if getattr(self, field) == SAME and source and QuantSpec.parse(source).granularity not in TRANSPOSABLE:
                 raise ValueError(
                     f"linear.{field} cannot be the same as {source!r}, whose scales do not transpose; name a spec"
@@ -217,6 +222,22 @@ class Linear:
         """The strategies that keep a state, by operand."""
         found = {operand: self.strategy(operand) for operand in OPERANDS}
         return {operand: part for operand, part in found.items() if isinstance(part, Stateful)}
+
+    def _check_shared(self, kept: str | None) -> bool:
+        """Whether the weight's gradient reads microscaled codes again, whose scales of tokens its operands share."""
+        if not self.x_wgrad == self.dy_wgrad == SAME or kept is None or self.dy is None:
+            return False
+        specs = QuantSpec.parse(kept), QuantSpec.parse(self.dy)
+        if not any(s.folds for s in specs) or not all(s.folds or s.granularity == "tensor" for s in specs):
+            return False
+        if any(not formats.get(s.format).is_float or s.rounding != "nearest" for s in specs):
+            return False
+        if specs[0].folds and specs[0].level1 == "token" and not (specs[1].folds and specs[1].level1 == "token"):
+            raise ValueError(
+                f"linear.x_wgrad cannot be the same as {kept!r} beside dy {self.dy!r}: an fp32 scale for each token "
+                f"shifts no exponents; give dy a level 1 of tokens, such as 'e4m3:mx32+token', or name a spec"
+            )
+        return True
 
     @property
     def quantized(self) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fp8jax.core.formats import BF16, TINY, Format, round_to
+from fp8jax.core.formats import BF16, TINY, Format, decode_e8m0, encode_e8m0, round_to
 
 
 def largest_magnitude(x: Array) -> Array:
@@ -24,6 +24,16 @@ def largest_magnitude(x: Array) -> Array:
 def to_scale(largest: Array, fmt: Format) -> Array:
     """The scale that takes a largest magnitude to the largest code; 1 where it is zero."""
     return jnp.where(largest > 0, jnp.maximum(largest * np.float32(1 / fmt.max), TINY), 1.0)
+
+
+def power_above(largest: Array, level: Array, fmt: Format) -> Array:
+    """The smallest power of two times a level, fp32, that takes a largest magnitude to no more than the largest code.
+
+    MOSS, equation 3. Of 0, and where it would be subnormal, the smallest normal number.
+    """
+    units = largest * (1 / level) * np.float32(1 / fmt.max)
+    power = decode_e8m0(encode_e8m0(jnp.maximum(units, TINY), "up"))
+    return jnp.maximum(level * power, TINY)
 
 
 def usable(scale: Array) -> Array:

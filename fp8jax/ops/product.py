@@ -16,7 +16,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fused, microscaled
 from fp8jax.ops.choice import vary_alike, varying
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
@@ -257,8 +257,10 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
         assert gradient is not None
         largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
         dy_scale = scaling.to_scale(largest, formats.get(gradient.format))
-    rows_spec, columns_spec = recipe.spec("dy"), recipe.spec("dy_wgrad")
-    if rows_spec is None or columns_spec is None:
+    rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
+    if side.shared and rows_spec is not None and rows_spec.folds:
+        dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale)
+    elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
         dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale)
         dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True)
     else:
@@ -272,8 +274,8 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
     bounds = functools.partial(_row_bounds, dy_rows, weight, others)
-    known = Gradient(dx, gradient if expected is None else None, bounds)
-    columns = saved.x.operand(input_side(recipe), known)
+    known = Gradient(dx, gradient if expected is None else None, bounds, dy_rows if side.shared else None)
+    columns = saved.x.operand(side, known)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
     return *inputs, dw, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
