@@ -37,11 +37,11 @@ NOTES = [
     "to the just-in-time one, over all matrices and steps: 2 costs e4m3 one of 18 binades.",
     '"limit of Adam" is the bound that the training program follows, without a reduction; "updates measured" the sum '
     'of the largest updates; "equation 10" the paper\'s rule with the peak learning rate in each step.',
-    "Below 1 a weight saturates; above it e4m3 loses binades. The bounds never are below 1. With this learning rate they "
+    "Below 1 a weight saturates; above it e4m3 loses binades. The bounds never are below 1. At this learning rate they "
     "do not stay close to the scale just in time, as the paper's figure is said to: a weight of 0.1 that may move by "
     "0.001 a step is bounded by 0.6 after 500. An interval of 100 costs a third of a binade.",
-    "In this run equation 10 does not fail: the peak rate covers warm-up and decay, and few weights move by more than a "
-    "learning rate. The lower table has gradients for which it does: they grow as (b2 / b1)^i after silence, and the "
+    "In this run equation 10 does not fail: the peak rate covers warm-up and decay, and few weights move by more than "
+    "a learning rate. The lower table has gradients for which it does: they grow as (b2 / b1)^i after silence, and the "
     "figure is the largest update over the learning rate (equation 8: 1).",
     "The interval of figures other than 500 is computed from the same run: its weights and updates do not depend on it "
     "but through rounding.",
