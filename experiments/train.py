@@ -38,6 +38,7 @@ from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
+from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, summary
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
@@ -110,6 +111,7 @@ def _run(
     _prepare_folder(config, console)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
+    keep_programs()
     stop.check()
 
     corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
@@ -195,8 +197,8 @@ def _train_recipe(
         step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, None))
         compiled = step.lower(abstract, batch).compile()
     _print_plan(console, task, abstract, compiled)
-    for line in summary(told):
-        console.print(line, style="dim")
+    for line in [*summary(told), *describe(compiled, told, jax.default_backend())]:
+        console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
 
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
@@ -228,6 +230,14 @@ def _train_recipe(
         console.print(f"{recipe.name} writes:")
         console.print(Text(text, style="dim"))
     return result
+
+
+def keep_programs() -> None:
+    """Lets JAX's persistent cache find programs for several devices, too.
+
+    All their calls that XLA partitions are fp8jax's own, whose names say what they are.
+    """
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 
 
 def count(params: Any) -> int:

@@ -5,6 +5,7 @@ from importlib import metadata as _metadata
 from typing import Any as _Any
 
 from fp8jax import recipes as recipes
+from fp8jax.core import flax_state as _flax_state
 from fp8jax.core import formats as formats
 from fp8jax.core.qtensor import QTensor as QTensor
 from fp8jax.core.qtensor import quantize as quantize
@@ -42,6 +43,7 @@ from fp8jax.optim.weight_bounds import track_weights as track_weights
 from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
 
 __version__ = _metadata.version("fp8jax")
+_flax_state.install()
 
 
 _NEED_FLAX = {"nnx": "fp8jax.nnx", "linen": "fp8jax.linen", "explain": "fp8jax.modules.report"}
