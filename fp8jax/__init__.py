@@ -4,6 +4,7 @@ import importlib as _importlib
 from importlib import metadata as _metadata
 from typing import Any as _Any
 
+from fp8jax import dist as dist
 from fp8jax import recipes as recipes
 from fp8jax.core import formats as formats
 from fp8jax.core.qtensor import QTensor as QTensor

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from fp8jax.core.recipe import Comm as Comm
 from fp8jax.core.recipe import Context as Context
 from fp8jax.core.recipe import Linear as Linear
 from fp8jax.core.recipe import Optimizer as Optimizer

@@ -3,6 +3,7 @@
 import dataclasses
 
 from fp8jax.core import formats
+from fp8jax.core.comm import Comm as Comm
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 
 _PLAIN = ("bf16", "fp32")
@@ -283,6 +284,7 @@ class Recipe:
         optimizer: storage of the optimizer's moments.
         linear: operands of the products of linear layers.
         context: what non-linear operations keep for the backward pass.
+        comm: what gradients are when they travel between devices.
     """
 
     name: str
@@ -290,6 +292,7 @@ class Recipe:
     optimizer: Optimizer = Optimizer()
     linear: Linear = Linear()
     context: Context = Context()
+    comm: Comm = Comm()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
