@@ -7,6 +7,7 @@ from fp8jax.core.comm import Comm as Comm
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 
 _PLAIN = ("bf16", "fp32")
+_XLA = Comm()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +293,7 @@ class Recipe:
     optimizer: Optimizer = Optimizer()
     linear: Linear = Linear()
     context: Context = Context()
-    comm: Comm = Comm()
+    comm: Comm = _XLA
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:

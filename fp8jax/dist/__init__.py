@@ -1,0 +1,7 @@
+"""Training on several devices: collectives in 8 bits, partitions and plans of memory."""
+
+from fp8jax.dist.factor import Factors as Factors
+from fp8jax.dist.factor import init_factors as init_factors
+from fp8jax.dist.reduce import all_reduce_gradients as all_reduce_gradients
+from fp8jax.dist.reduce import clip_by_global_norm as clip_by_global_norm
+from fp8jax.dist.reduce import reduce_scatter_gradients as reduce_scatter_gradients
