@@ -21,7 +21,7 @@ from experiments.models.llama import Llama, LlamaConfig
 class TrainState(NamedTuple):
     """Everything that a step reads and writes, and a checkpoint holds.
 
-    step: int32, updates applied. params: nested dict in the master format. model_state: nested dict of what the model
+    step: int32, updates applied. params: nested dict in the format that the optimizer's caller holds. model_state: nested dict of what the model
     has besides, such as histories of delayed scaling. opt_state: the optimizer's. rng: uint32 data of a key, from which
     text is sampled. healthy: bool, False once a loss or gradient was not finite.
     """
@@ -79,9 +79,10 @@ class Task:
         key = jax.random.key(self.seed)
         model = _make(self.llama, self.recipe, self.remat, self.rows, nnx.Rngs(key))
         params, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, ...))
+        held = fp8jax.formats.get(self.recipe.weights.held).dtype
         return TrainState(
             step=jnp.zeros([], jnp.int32),
-            params=params,
+            params=jax.tree.map(lambda p: p.astype(held), params),
             model_state=model_state,
             opt_state=self.tx.init(params),
             rng=jax.random.key_data(jax.random.fold_in(key, 1)),
@@ -173,8 +174,10 @@ def _make(
     rows: jax.sharding.NamedSharding | None,
     rngs: nnx.Rngs,
 ) -> Llama:
-    dtypes = {role: fp8jax.formats.get(getattr(recipe.weights, role)).dtype for role in ("compute", "master")}
-    model = Llama(llama, dtype=dtypes["compute"], param_dtype=dtypes["master"], remat=remat, rows=rows, rngs=rngs)
+    # Scaled master weights, which the optimizer keeps, are made of fp32.
+    master = "fp32" if recipe.weights.master == "fp16" else recipe.weights.master
+    dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (recipe.weights.compute, master))
+    model = Llama(llama, dtype=dtype, param_dtype=param_dtype, remat=remat, rows=rows, rngs=rngs)
     return fp8jax.nnx.quantize(model, recipe) if recipe.linear.quantized else model
 
 

@@ -15,7 +15,8 @@ class Weights:
     """Storage of the parameters.
 
     Attributes:
-        master: format that the optimizer updates, "fp32" or "bf16".
+        master: format that the optimizer updates: "fp32", "bf16", or "fp16" with a scale for each tensor, which the
+            optimizer keeps in its state (`fp8jax.fp8lm_adamw`); the parameters then are working copies.
         compute: format of the working copy that layers compute with, "fp32" or "bf16".
 
     Raises:
@@ -26,11 +27,16 @@ class Weights:
     compute: str = "bf16"
 
     def __post_init__(self) -> None:
-        for field in ("master", "compute"):
-            if getattr(self, field) not in _PLAIN:
-                raise ValueError(f"weights.{field} {getattr(self, field)!r} is not one of {', '.join(_PLAIN)}")
+        for field, allowed in (("master", (*_PLAIN, "fp16")), ("compute", _PLAIN)):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"weights.{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
         if formats.get(self.compute).dtype.itemsize > formats.get(self.master).dtype.itemsize:
             raise ValueError(f"weights.compute {self.compute!r} is wider than the master weights, {self.master!r}")
+
+    @property
+    def held(self) -> str:
+        """Format of the parameters that the caller of the optimizer holds."""
+        return self.compute if self.master == "fp16" else self.master
 
 
 NU_ROUNDINGS = ("auto", "nearest", "stochastic")
@@ -42,8 +48,9 @@ class Optimizer:
 
     Attributes:
         mu: format of the first moment, an 8-bit float format or "bf16" or "fp32".
-        nu: format of the second moment, likewise.
-        group_size: elements along the last axis that share a scale; None where no moment has 8 bits.
+        nu: format of the second moment, likewise; or "fp16" with a scale.
+        group_size: elements along the last axis that share a scale; None for one scale a tensor (as with master weights
+            in fp16), and where no moment has one.
         expand: dynamic range expansion of the 8-bit moments.
         nu_rounding: of an 8-bit second moment, "nearest", "stochastic", or "auto", which goes by b2.
 
@@ -70,7 +77,9 @@ class Optimizer:
             if formats.get(moment).bits % 8:
                 raise ValueError(f"{moment!r} codes are packed, which suits activations; give moments 8 or 16 bits")
         size = self.group_size
-        if compressed and (size is None or not size >= 1 or size // 1 != size):
+        if compressed and size is None and self.expand:
+            raise ValueError("optimizer.expand raises groups to powers; give a group_size, or expand=False")
+        if compressed and size is not None and (not size >= 1 or size // 1 != size):
             raise ValueError(f"optimizer.group_size must be a positive integer, not {size!r}")
         if not compressed and (self.expand or self.group_size is not None):
             raise ValueError(
@@ -83,9 +92,9 @@ class Optimizer:
         name = getattr(self, moment)
         if not formats.get(name).scaled:
             return None
-        return QuantSpec(
-            name, "group", self.group_size, expand=self.expand, underflow="smallest" if moment == "nu" else "zero"
-        )
+        granularity = "tensor" if self.group_size is None else "group"
+        underflow = "smallest" if moment == "nu" else "zero"
+        return QuantSpec(name, granularity, self.group_size, expand=self.expand, underflow=underflow)
 
 
 SAME = "same"
@@ -300,6 +309,17 @@ class Recipe:
             if not isinstance(getattr(self, field.name), field.type):  # type: ignore[arg-type]
                 name = field.type.__name__  # type: ignore[union-attr]
                 raise TypeError(f"{field.name} must be of type {name}, not {getattr(self, field.name)!r}")
+        scaled = [m for m in ("mu", "nu") if self.optimizer.spec(m) is not None and self.optimizer.group_size is None]
+        if scaled and (self.weights.master, self.optimizer.nu) != ("fp16", "fp16"):
+            raise ValueError(
+                f"optimizer.group_size=None stores {' and '.join(scaled)} with one scale a tensor, which goes with "
+                "weights.master='fp16' and nu='fp16' (FP8-LM); give a group_size"
+            )
+        if self.weights.master == "fp16" and (len(scaled) < 2 or self.optimizer.mu not in ("e4m3", "e5m2")):
+            raise ValueError(
+                "weights.master 'fp16' goes with Optimizer(mu='e4m3', nu='fp16', group_size=None, expand=False), "
+                f"not {self.optimizer}"
+            )
 
     def plan(self) -> list[tuple[str, str, str, float]]:
         """The storage plan: (role, stored in, computed in, bytes an element), metadata of full groups included."""
@@ -307,7 +327,7 @@ class Recipe:
         stored: list[tuple[str, str | QuantSpec, str]] = [
             ("master weight", weights.master, "fp32"),
             ("working weight", weights.compute, weights.compute),
-            ("gradient", weights.master, weights.compute),
+            ("gradient", weights.held, weights.compute),
             ("first moment", self.optimizer.spec("mu") or self.optimizer.mu, "fp32"),
             ("second moment", self.optimizer.spec("nu") or self.optimizer.nu, "fp32"),
         ]
@@ -317,6 +337,8 @@ class Recipe:
                 stored.append((f"{product} {name}", spec or weights.compute, spec.format if spec else weights.compute))
         stored.append(("saved linear input", self.linear.spec("saved") or weights.compute, "-"))
         stored.append(("saved non-linear input", self.context.spec or weights.compute, weights.compute))
+        if self.comm.gradients is not None:
+            stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.lean:
             stored.append(("input that a norm or activation made", AGAIN, weights.compute))
         return [(role, str(how), computed, _bytes(how)) for role, how, computed in stored]

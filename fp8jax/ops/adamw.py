@@ -142,14 +142,20 @@ def direction(grads: Any, mu: Any, nu: Any, adam: Adam, words: Any = None) -> tu
         The tree of directions m / (sqrt(v) + eps) in fp32, to be followed downhill, and both trees of moments, stored
         as they were given.
     """
+    d, m, v = advanced(grads, mu, nu, adam)
+    words = jax.tree.map(lambda _: None, v) if words is None else words
+    return d, jax.tree.map(store, m, mu), jax.tree.map(store, v, nu, words)
+
+
+def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
+    """The tree of directions of `direction`, and both trees of moments after the step, in fp32 and not yet stored."""
     g = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
     m = optax.tree.update_moment(g, jax.tree.map(load, mu, is_leaf=_is_quantized), adam.b1, 1)
     v = optax.tree.update_moment_per_elem_norm(g, jax.tree.map(load, nu, is_leaf=_is_quantized), adam.b2, 2)
     m_hat = optax.tree.bias_correction(m, adam.b1, adam.count)
     v_hat = optax.tree.bias_correction(v, adam.b2, adam.count)
     d = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + adam.eps_root) + adam.eps), m_hat, v_hat)
-    words = jax.tree.map(lambda _: None, v) if words is None else words
-    return d, jax.tree.map(store, m, mu), jax.tree.map(store, v, nu, words)
+    return d, m, v
 
 
 def load(moment: Moment) -> Array:
