@@ -21,9 +21,9 @@ from experiments.models.llama import Llama, LlamaConfig
 class TrainState(NamedTuple):
     """Everything that a step reads and writes, and a checkpoint holds.
 
-    step: int32, updates applied. params: nested dict in the format that the optimizer's caller holds. model_state: nested dict of what the model
-    has besides, such as histories of delayed scaling. opt_state: the optimizer's. rng: uint32 data of a key, from which
-    text is sampled. healthy: bool, False once a loss or gradient was not finite.
+    step: int32, updates applied. params: nested dict in the format that is held beside the optimizer. model_state:
+    nested dict of what the model has besides, such as histories of delayed scaling. opt_state: the optimizer's. rng: uint32
+    data of a key, from which text is sampled. healthy: bool, False once a loss or gradient was not finite.
     """
 
     step: jax.Array

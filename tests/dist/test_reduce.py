@@ -193,14 +193,14 @@ def test_factors_follow_saturation_and_come_back_slowly(mesh):
     start = np.float32(DEVICES**-0.5)
     assert factors.mu["alike"] == start and factors.saturated["alike"] == 0
     means, factors = run(grads, factors)
-    # Eight times the same: the sum is 8 / sqrt(8) times the range, and what is beyond it is not silent.
+    # The same on all: the sum is sqrt(devices) times the range. What is beyond it XLA on CPUs makes NaN, NCCL clips.
     assert factors.saturated["alike"] > 1e-3 and factors.mu["alike"] == start / 2
-    assert not np.isfinite(means["alike"]).all()
+    assert np.isfinite(means["alike"]).all() == (jax.default_backend() == "gpu")
     assert factors.saturated["apart"] == 0
     np.testing.assert_allclose(factors.mu["apart"], start * 2 ** (1 / 1000), rtol=1e-6)
     for _ in range(3):
         means, factors = run(grads, factors)
-    assert factors.mu["alike"] == pytest.approx(1 / 8, rel=2e-3) and factors.mu["alike"] >= 1 / 8
+    assert 1 <= factors.mu["alike"] * DEVICES <= 1.01
     error = np.abs(means["alike"] - alike[0])
     assert (error <= bound(alike, "e4m3", DEVICES * scale_of(alike, "e4m3"))).all()
     before = factors.mu["apart"]
@@ -212,7 +212,7 @@ def test_factors_follow_saturation_and_come_back_slowly(mesh):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_on_one_device_is_nan_on_all(bad, mesh):
     g = np.ones((DEVICES, 4, 32), np.float32)
-    g[5, 2, 17] = bad
+    g[-1, 2, 17] = bad
     for comm in ("e4m3", "int8:group16", Comm("e5m2", "one_phase")):
         mean = np.asarray(jax.jit(on_each(mesh, functools.partial(
             all_reduce_gradients, axes=AXES, comm=comm, min_size=0), P(AXES)))(g)).reshape(DEVICES, 4, 32)  # fmt: skip
@@ -273,10 +273,10 @@ def test_elsewhere_it_raises_and_says_what_to_do(mesh):
             jax.eval_shape(on_each(mesh, lambda g, c=comm: all_reduce_gradients(g, AXES, c)), eight)
     with pytest.raises(TypeError, match="int32"):
         jax.eval_shape(on_each(mesh, lambda g: all_reduce_gradients(g, AXES)), {"w": jnp.ones((8, 4), jnp.int32)})
-    for spec, fix in ((P(None, AXES), "do not divide dimension 1"), (P("data"), "over these alone first")):
+    for spec, fix in ((P(None, None, AXES), "do not divide dimension 2"), (P("data"), "over these alone first")):
         with pytest.raises(ValueError, match=fix):
             jax.eval_shape(on_each(mesh, functools.partial(reduce_scatter_gradients, axes=AXES, specs=spec)),
-                           {"w": jnp.ones((8, 64, 12))})  # fmt: skip
+                           {"w": jnp.ones((8, 4, 64, 13))})  # fmt: skip
     with pytest.raises(ValueError, match="wrap around"):
         Comm("int8", "one_phase")
     with pytest.raises(ValueError, match="two phases never do"):
