@@ -161,9 +161,9 @@ def measure(llama: LlamaConfig, options: argparse.Namespace) -> None:
             jax.tree.map(lambda x: x.delete(), arm.state)
     notes = [
         " ".join((__doc__ or "").split("\n\n")[1].split()),
-        "Optimizer steps are `update` and `apply_updates`. Arms run in turns, in another order in each round; medians. "
-        "MFU counts products and causal attention, forward and backward, against 989.5 TFLOP/s of dense bf16. What is "
-        "exchanged is of the compiled program, each loop over layers once.",
+        "The optimizer is `step` of `fp8jax.clipped`: one pass, none for the clipped gradients. Arms run in turns, in "
+        "another order in each round; medians. MFU counts products and causal attention, forward and backward, against "
+        "989.5 TFLOP/s of dense bf16. What is exchanged is of the compiled program, each loop over layers once.",
     ]
     timing.write("step", "Whole training steps", found, notes, {}, options.out)
 
