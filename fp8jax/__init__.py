@@ -29,6 +29,7 @@ from fp8jax.ops.product import quantize_weight as quantize_weight
 from fp8jax.ops.transformer import attention_output as attention_output
 from fp8jax.ops.transformer import glu_linear as glu_linear
 from fp8jax.ops.transformer import norm_linear as norm_linear
+from fp8jax.optim.clipped import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.clipped import clipped as clipped
 from fp8jax.optim.compress_state import compress_state as compress_state
 from fp8jax.optim.compressed_adamw import compressed_adamw as compressed_adamw

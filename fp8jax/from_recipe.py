@@ -10,7 +10,7 @@ import optax
 from fp8jax import recipes
 from fp8jax.core.recipe import Recipe
 from fp8jax.optim.compressed_adamw import MIN_SIZE, FusedTransformation, ScalarOrSchedule, compressed_adamw
-from fp8jax.optim.fp8lm_adamw import fp8lm_adamw
+from fp8jax.optim.fp8lm_adamw import NONE_STACKED, fp8lm_adamw
 
 
 def optimizer(
@@ -25,6 +25,7 @@ def optimizer(
     *,
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
+    stacked: Any = NONE_STACKED,
 ) -> FusedTransformation:
     """AdamW whose moments are stored as a recipe says: `compressed_adamw` with the settings of `recipe.optimizer`.
 
@@ -35,6 +36,7 @@ def optimizer(
         recipe: a recipe, or the name of one of `fp8jax.recipes`.
         learning_rate, b1, b2, eps, eps_root, weight_decay, mask, min_size, impl: as of `compressed_adamw`; `impl` says
             nothing about moments that are not quantized.
+        stacked: as of `fp8lm_adamw`, for recipes with one scale a tensor; others have no use for it.
 
     Returns:
         As `compressed_adamw`.
@@ -56,7 +58,16 @@ def optimizer(
         if impl not in ("auto", "xla"):
             raise ValueError(f"impl {impl!r}: fp8lm_adamw, which recipe {recipe.name!r} asks for, has no kernel")
         return fp8lm_adamw(
-            learning_rate, b1, b2, eps, eps_root, weight_decay, mask, mu=recipe.optimizer.mu, min_size=min_size
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            eps_root,
+            weight_decay,
+            mask,
+            mu=recipe.optimizer.mu,
+            stacked=stacked,
+            min_size=min_size,
         )
     storage = {name: value for name, value in dataclasses.asdict(recipe.optimizer).items() if value is not None}
     return compressed_adamw(

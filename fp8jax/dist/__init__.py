@@ -7,5 +7,4 @@ from fp8jax.dist.partition import Partition as Partition
 from fp8jax.dist.partition import partition as partition
 from fp8jax.dist.partition import slices as slices
 from fp8jax.dist.reduce import all_reduce_gradients as all_reduce_gradients
-from fp8jax.dist.reduce import clip_by_global_norm as clip_by_global_norm
 from fp8jax.dist.reduce import reduce_scatter_gradients as reduce_scatter_gradients

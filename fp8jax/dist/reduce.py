@@ -57,7 +57,7 @@ def all_reduce_gradients(
             tree of them that is a prefix of `grads`.
         min_size: gradients of fewer elements are summed in fp32.
         decode: return arrays of the dtypes given; or else a `QTensor` for each gradient that was sent in 8 bits: a byte
-            an element, which `fp8lm_adamw` takes. Optax's clipping does not; `fp8jax.dist.clip_by_global_norm` does.
+            an element, which `fp8lm_adamw` takes. Optax's clipping does not; `fp8jax.clip_by_global_norm` and `clipped` do.
 
     Returns:
         The tree of means, the same on all devices; with `factors`, a pair of it and the new factors.
@@ -113,29 +113,6 @@ def reduce_scatter_gradients(
     cuts = jax.tree.leaves(jax.tree.broadcast(specs, grads, is_leaf=_is_spec), is_leaf=_is_spec)
     dims = [_scattered(job, i, spec) for i, spec in enumerate(cuts)]
     return job.run(dims, True)
-
-
-def clip_by_global_norm(max_norm: float) -> Any:
-    """`optax.clip_by_global_norm` that also takes gradients left as codes: the norm is of what they stand for.
-
-    Clipping such a gradient multiplies its scales; no code changes.
-    """
-    import optax
-
-    def update(updates: Any, state: optax.EmptyState, params: Any = None, **extra: Any) -> tuple[Any, optax.EmptyState]:
-        del params, extra
-        decoded = jax.tree.map(lambda x: x.dequantize() if _is_quantized(x) else x, updates, is_leaf=_is_quantized)
-        norm = optax.tree.norm(decoded)
-        factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
-
-        def clip(x: Any) -> Any:
-            if _is_quantized(x):
-                return dataclasses.replace(x, scale=x.scale * factor)
-            return (x * factor).astype(x.dtype)
-
-        return jax.tree.map(clip, updates, is_leaf=_is_quantized), state
-
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
 def resolve(comm: Comm | Recipe | str) -> Comm:
@@ -342,7 +319,3 @@ def _scattered(job: _Job, i: int, spec: PartitionSpec) -> int | None:
 
 def _is_spec(node: Any) -> bool:
     return isinstance(node, PartitionSpec)
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QTensor)

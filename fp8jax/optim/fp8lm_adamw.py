@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from fp8jax.core import blocks, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
@@ -27,7 +27,7 @@ from fp8jax.optim.compressed_adamw import (
 
 ROUNDINGS = ("nearest", "stochastic")
 # An argument that is a Python integer, optax.inject_hyperparams would turn into a traced array.
-_NONE_STACKED = np.int32(0)
+NONE_STACKED = np.int32(0)
 # Of sums of a few fp32 terms.
 _ROUNDED_UP = np.float32(1 + 2**-20)
 
@@ -59,7 +59,7 @@ def fp8lm_adamw(
     *,
     mu: str = "e4m3",
     master_rounding: str = "nearest",
-    stacked: Any = _NONE_STACKED,
+    stacked: Any = NONE_STACKED,
     min_size: int | np.integer = MIN_SIZE,
 ) -> FusedTransformation:
     r"""AdamW with its master weights in the state: 5 bytes a parameter, and 6 with a gradient in FP8.
@@ -81,7 +81,8 @@ def fp8lm_adamw(
     copy; accumulated over microbatches, in fp32.
 
     Gradients may be arrays, or a `QTensor` each, as `fp8jax.dist.all_reduce_gradients(..., decode=False)` leaves them.
-    `optax.clip_by_global_norm` would take such codes for gradients: chain `fp8jax.dist.clip_by_global_norm`.
+    `optax.clip_by_global_norm` would take such codes for gradients: take `fp8jax.clipped` or
+    `fp8jax.clip_by_global_norm`.
 
     A second moment that is not zero never becomes zero. One fp16 step of a weight is 0.05 to 0.1 %: to nearest, changes
     under half of that are lost, which the paper accepts; stochastically they are kept on average.
@@ -174,7 +175,7 @@ def fp8lm_adamw(
         )
         return moments.beside(params, state)
 
-    def advance(grads: Any, state: FP8LMState, params: Any) -> tuple[Any, FP8LMState]:
+    def advance(grads: Any, state: FP8LMState, params: Any, factor: ArrayLike | None = None) -> tuple[Any, FP8LMState]:
         """New parameters in fp32, of the stored master weights, and the state."""
         if params is None:
             raise ValueError("fp8lm_adamw needs the parameters: call update(grads, state, params)")
@@ -188,7 +189,7 @@ def fp8lm_adamw(
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         decays = mask(params) if callable(mask) else mask
         decays = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
-        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay)
+        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, factor)
         g = structure.unflatten([adamw.load(x) for x in columns[0]])
         moved = adamw.advanced(g, state.mu, state.nu, adam)
         words = noise.of_step(count) if master_rounding == "stochastic" else None
@@ -214,12 +215,21 @@ def fp8lm_adamw(
         return jax.tree.map(lambda x, p: (x - p.astype(jnp.float32)).astype(p.dtype), new, params), state
 
     def step(
-        grads: optax.Updates, state: FP8LMState, params: optax.Params, *, key: None = None
+        grads: optax.Updates,
+        state: FP8LMState,
+        params: optax.Params,
+        *,
+        key: None = None,
+        factor: ArrayLike | None = None,
+        applied: ArrayLike | None = None,
     ) -> tuple[optax.Params, FP8LMState]:
         if key is not None:
             raise ValueError("fp8lm_adamw keeps master weights and takes no key; give master_rounding='stochastic'")
-        new, state = advance(grads, state, params)
-        return jax.tree.map(lambda x, p: x.astype(p.dtype), new, params), state
+        new, found = advance(grads, state, params, factor)
+        result = jax.tree.map(lambda x, p: x.astype(p.dtype), new, params), found
+        if applied is None:
+            return result
+        return jax.tree.map(lambda new, old: jnp.where(applied, new, old), result, (params, state))
 
     return FusedTransformation(*variables.looking_through(init, update, step))
 
@@ -242,6 +252,8 @@ def _bounds(grad: Any, stored: Sequence[QTensor], adam: adamw.Adam) -> tuple[Arr
         of_grad = jnp.abs(grad.scale) * formats.get(grad.spec.format).max
     else:
         of_grad = _largest(grad, block)
+    if adam.factor is not None:
+        of_grad = of_grad * jnp.abs(adam.factor)
     of_weight, of_mu, of_nu = (_largest(x, block) for x in (weight, mu, nu))
     rate = jnp.abs(jnp.asarray(adam.rate, jnp.float32))
     moved = rate * (_LARGEST_DIRECTION + adam.weight_decay * of_weight)

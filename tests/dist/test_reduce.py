@@ -295,10 +295,10 @@ def test_gradients_left_as_codes_are_clipped_by_what_they_stand_for():
     rng = np.random.default_rng(5)
     x = {"w": jnp.asarray(rng.standard_normal((8, 64)), jnp.float32), "b": jnp.asarray([3.0, 4.0])}
     q = dict(x, w=fp8jax.quantize(x["w"], "e4m3"))
-    tx = fp8jax.dist.clip_by_global_norm(1.0)
+    tx = fp8jax.clip_by_global_norm(1.0)
     clipped, _ = tx.update(q, tx.init(q))
     flat = np.concatenate([np.asarray(clipped["w"].dequantize()).ravel(), np.asarray(clipped["b"])])
     assert np.linalg.norm(flat) == pytest.approx(1, rel=1e-6)
     np.testing.assert_array_equal(clipped["w"].codes, q["w"].codes)
-    tx = fp8jax.dist.clip_by_global_norm(1e3)
+    tx = fp8jax.clip_by_global_norm(1e3)
     jax.tree.map(np.testing.assert_array_equal, tx.update(q, tx.init(q))[0], q)
