@@ -8,3 +8,5 @@ from fp8jax.dist.partition import partition as partition
 from fp8jax.dist.partition import slices as slices
 from fp8jax.dist.reduce import all_reduce_gradients as all_reduce_gradients
 from fp8jax.dist.reduce import reduce_scatter_gradients as reduce_scatter_gradients
+from fp8jax.dist.plan import Plan as Plan
+from fp8jax.dist.plan import plan as plan

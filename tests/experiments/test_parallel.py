@@ -13,7 +13,7 @@ from experiments.task import Task
 from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm
 
-LLAMA = LlamaConfig(vocab=64, dim=64, layers=1, heads=2, kv_heads=1, mlp_dim=128)
+LLAMA = LlamaConfig(vocab=64, dim=64, layers=1, heads=2, kv_heads=2, mlp_dim=128)
 TOKENS = jax.random.randint(jax.random.key(1), (16, 33), 0, 64)
 FP32 = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
 
