@@ -117,6 +117,9 @@ def measure(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
         " ".join((__doc__ or "").split("\n\n")[1].split()),
         "A ratio of time is the time of bf16 over that of the form, of bytes the form's over those of bf16. Forms run "
         "in turns, each a program of its own, started again and again without waiting; medians.",
+        "With bf16 gradients the form bf16 copies its operand first, because the benchmark keeps it, and so takes "
+        "longer than its sum alone; with fp32 gradients no form does. Small sizes measure how fast programs of several "
+        "GPUs start.",
     ]
     timing.write("reduce", "Means of gradients over GPUs", rows, notes, {}, options.out)
 

@@ -204,12 +204,14 @@ def main() -> int:
         f"Gradients of the matrices of the {LLAMA.layers} blocks of a Llama (width {LLAMA.dim}) after {STEPS} steps on "
         f"the standard library's sources, one of each of {max(REPLICAS):,} sequences of {SEQ} bytes; figures are means "
         "over the matrices. Codes are e4m3 with one scale a matrix, the largest magnitude of any replica's, or of 128 "
-        "elements. One-phase sums are rounded to e4m3 and saturated at each addition, in a chain, as NCCL's were seen to "
-        "be on H200s. Overflow is the part of a sum that ends at the largest code; underflow the part of the means that "
-        "are zero and should not be.",
-        "Our copy of the paper is a summary without Figure 7; it says that auto-scaling has the highest ratio of signal "
-        "to noise of the three, and less underflow than pre-scaling and less overflow than post-scaling. Auto-scaling "
-        "here takes the factor that its rule comes to, and not the 1,000 steps to it.",
+        "elements. One-phase sums are rounded to e4m3 and saturated at each addition, in a chain, as NCCL's were seen "
+        "to be on H200s. Overflow is the part of a sum that ends at the largest code; underflow the part of the means "
+        "that are zero and should not be.",
+        "Our copy of the paper is a summary without Figure 7; it says that auto-scaling has the highest ratio of "
+        "signal to noise of the three, and less underflow than pre-scaling and less overflow than post-scaling, which "
+        "is so here. Auto-scaling takes the factor that its rule comes to, and not the 1,000 steps to it.",
+        "Of many replicas it is the rounding of every addition that costs most, whatever the scaling: a sum that is "
+        "far above a summand loses it. Sums in fp32 between two roundings do not depend on the number of replicas.",
     ]
     title = "FP8-LM: sums of gradients in 8 bits over 2 to 1,024 replicas (Figure 7)"
     common.write("fp8_lm_gradients", title, rows(found), notes, draw(found), arguments.results)

@@ -18,7 +18,7 @@ from fp8jax.dist.collectives import Collective
 from fp8jax.dist.reduce import MIN_SIZE
 from fp8jax.recipes import resolve
 
-# What the allocator and the runtime take beside arrays (CUDA context, NCCL's buffers, workspaces of cuBLASLt): bytes a
+# Estimates, which no figure of ours is fitted to: what the allocator and the runtime take beside arrays (CUDA context, NCCL's buffers, workspaces of cuBLASLt): bytes a
 # device. Of it NCCL's share is with several devices only.
 RUNTIME, NCCL = 0.6e9, 0.9e9
 _NAMES = {"e4m3": "f8e4m3fn", "e5m2": "f8e5m2", "int8": "s8", "bf16": "bf16", "fp16": "f16", "fp32": "f32"}
@@ -29,10 +29,12 @@ class Plan(NamedTuple):
 
     Attributes:
         memory: bytes on each device, by what they are of, at the peak of the step.
+        peak: where that is: "loss", "backward pass" or "reduction".
         collectives: what devices exchange in a step, in no order.
     """
 
     memory: dict[str, float]
+    peak: str
     collectives: tuple[Collective, ...]
 
     @property
@@ -49,6 +51,7 @@ class Plan(NamedTuple):
         """Both as text: GB on each device, and what travels."""
         width = max(map(len, [*self.memory, "all"]))
         lines = [f"{name:{width}}  {size / 1e9:9.2f} GB" for name, size in [*self.memory.items(), ("all", self.total)]]
+        lines.append(f"the peak is in the {self.peak}")
         if self.collectives:
             lines += ["", "between devices, a step"]
         for one in self.collectives:
@@ -65,14 +68,17 @@ def plan(
     stacked: Any = 0,
     microbatches: int = 1,
     activations: float = 0.0,
+    logits: float = 0.0,
     unsharded: float = 0.0,
     weights: str = "held",
 ) -> Plan:
     """Memory and communication of a training step of a recipe on a mesh.
 
     Counted are the parameters, what is stored for each as `Recipe.plan` says it (groups as full ones, and no parameter
-    too small for codes), gradients of all parameters at once, as they are after the backward pass, and, with several
-    microbatches, the fp32 sum of them; the caller says what a model keeps of activations.
+    too small for codes), and what is there at the largest of three moments: at the loss activations and logits; at the
+    end of the backward pass activations, of layers that run in a loop, and gradients of all parameters; as gradients
+    travel, these and their codes. With several microbatches the fp32 sum of gradients is there all the time. The caller
+    says what a model keeps of activations.
 
     Over "fsdp" all of these are cut, each matrix is gathered before it is used forward and backward, and gradients are
     scattered to their owners; over "data" they are summed. Gradients travel as `recipe.comm` says, and otherwise in the
@@ -85,6 +91,7 @@ def plan(
         stacked: how many leading axes of a parameter stack layers; a tree of integers or one for all.
         microbatches: parts that a batch is computed in.
         activations: bytes that one device keeps for the backward pass, from its own model and microbatch.
+        logits: bytes of logits and what the loss makes of them.
         unsharded: bytes of parameters that are gathered at a time, in bf16: a layer's.
         weights: what gathered weights travel in: "held", the dtype of the parameters; or "codes", of the recipe's
             weights, for those of two axes and more.
@@ -109,19 +116,23 @@ def plan(
         memory["master weights"] = cut * stored["master weight"]
     memory["first moments"] = cut * stored["first moment"]
     memory["second moments"] = cut * stored["second moment"]
-    memory["gradients"] = cut * held.bytes_per_element
     if microbatches > 1:
         memory["sums of gradients"] = cut * 4
-    if recipe.comm.spec is not None and data * fsdp > 1:
-        # Codes on their way, and those that are received.
-        memory["codes of gradients"] = 2 * count / fsdp
+    gradients = {"gradients": cut * held.bytes_per_element}
+    sent = 2 * cut if recipe.comm.spec is not None and data * fsdp > 1 else 0.0  # codes, and those that are received
+    moments = {
+        "loss": {"activations": activations, "logits": logits},
+        "backward pass": {"activations": activations, **gradients},
+        "reduction": {**gradients, "codes of gradients": sent},
+    }
+    peak = max(moments, key=lambda name: sum(moments[name].values()))
+    memory |= {name: size for name, size in moments[peak].items() if size}
     if fsdp > 1:
         memory["gathered weights"] = unsharded
-    memory["activations"] = activations
     memory["runtime"] = RUNTIME + (NCCL if data * fsdp > 1 else 0)
     depths = jax.tree.leaves(jax.tree.broadcast(stacked, params))
     sizes = [tuple(x.shape) for x in leaves]
-    return Plan(memory, tuple(_exchanged(sizes, depths, recipe, data, fsdp, weights)))
+    return Plan(memory, peak, tuple(_exchanged(sizes, depths, recipe, data, fsdp, weights)))
 
 
 def _exchanged(
