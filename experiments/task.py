@@ -142,6 +142,14 @@ class Task:
         spec = jax.sharding.PartitionSpec(None, *self.rows.spec)
         return jax.lax.with_sharding_constraint(parts, jax.sharding.NamedSharding(self.rows.mesh, spec))
 
+    def _bounded(self, params: Any, model_state: Any, opt_state: optax.OptState) -> Any:
+        """The model state with the bounds of automatic weight scaling after an update, where the recipe has it."""
+        if not self.recipe.linear.tracked:
+            return model_state
+        model = nnx.merge(self.graphdef, params, model_state)
+        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(opt_state))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
     def step(self, state: TrainState, tokens_BxT: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update, or none from the first loss or gradient on that is not finite."""
         inputs, factors = (state.params, state.model_state, tokens_BxT), state.factors
@@ -163,7 +171,7 @@ class Task:
             updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
             params = keep_or(optax.apply_updates(state.params, updates), state.params)
             opt_state = keep_or(opt_state, state.opt_state)
-        model_state = keep_or(model_state, state.model_state)
+        model_state = keep_or(self._bounded(params, model_state, opt_state), state.model_state)
         step = state.step + healthy.astype(jnp.int32)
         metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
         return TrainState(step, params, model_state, opt_state, state.rng, healthy, factors), metrics

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from rich.console import Console
 from rich.text import Text
 
@@ -37,8 +38,8 @@ from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
+from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, summary
-from fp8jax.optim.compressed_adamw import FusedTransformation
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -110,6 +111,7 @@ def _run(
     _prepare_folder(config, console)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
+    keep_programs()
     stop.check()
 
     corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
@@ -195,8 +197,8 @@ def _train_recipe(
         step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, None))
         compiled = step.lower(abstract, batch).compile()
     _print_plan(console, task, abstract, compiled)
-    for line in summary(told):
-        console.print(line, style="dim")
+    for line in [*summary(told), *describe(compiled, told, jax.default_backend())]:
+        console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
 
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
@@ -230,13 +232,21 @@ def _train_recipe(
     return result
 
 
+def keep_programs() -> None:
+    """Lets JAX's persistent cache find programs for several devices, too.
+
+    All their calls that XLA partitions are fp8jax's own, whose names say what they are.
+    """
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+
+
 def count(params: Any) -> int:
     """Number of parameters."""
     return sum(x.size for x in jax.tree.leaves(params))
 
 
-def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> FusedTransformation:
-    """Clipping by global norm, then the recipe's AdamW with decay on matrices only."""
+def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformationExtraArgs:
+    """Clipping by global norm, the recipe's AdamW with decay on matrices only, and what follows bounds of weights."""
     optim = config.optim
     adamw = fp8jax.optimizer(
         recipe,
@@ -248,7 +258,12 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> FusedTransformation
         mask=decay_mask,
         stacked=parallel.stacked,
     )
-    return fp8jax.clipped(optim.clip, adamw)
+    if not recipe.linear.tracked:
+        return fp8jax.clipped(optim.clip, adamw)
+    settings = schedule(optim), optim.b1, optim.b2, optim.weight_decay
+    limit = fp8jax.adam_limit(*settings) if optim.b1**2 < optim.b2 else None
+    tracker = fp8jax.track_weights(recipe.linear.interval, limit)
+    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw, tracker)
 
 
 def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:

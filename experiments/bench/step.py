@@ -27,9 +27,10 @@ from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.tables.coat_memory import AGAIN
 from experiments.task import Task
+from fp8jax.ops import choice
 
 BF16, VOCAB = "bf16", 32_000
-ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast")
+ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
 # Dense bf16 products of an H100 or H200, NVIDIA's data sheet: what MFU is given against.
 PEAK_FLOPS = 989.5e12
 MESHES = {"one": "one GPU", "data": "data parallel over {}", "fsdp": "FSDP over {}"}
@@ -128,13 +129,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--arm", nargs="+", default=list(ARMS), help="recipes; 'bf16, recomputed' is always there")
     parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
+    parser.add_argument("--impl", default="auto", choices=("auto", "xla"), help="xla: none of fp8jax's kernels")
+    parser.add_argument("--free", type=int, nargs="+", default=[0], help="multiprocessors that products leave to NCCL")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
     parser.add_argument("--kernels", action="store_true", help="also list the longest kernels of each step")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
-    measure(sizes.get(options.model, VOCAB), options)
+    with choice.target(kernels=options.impl == "auto"):
+        measure(sizes.get(options.model, VOCAB), options)
 
 
 def measure(llama: LlamaConfig, options: argparse.Namespace) -> None:
@@ -144,9 +148,11 @@ def measure(llama: LlamaConfig, options: argparse.Namespace) -> None:
         place = MESHES[where].format(jax.device_count())
         case = f"{options.model}, {place}, {options.batch} x {options.length} tokens"
         arms: dict[str, Arm] = {}
-        for name in dict.fromkeys((AGAIN, *options.arm)):
+        freed = {f"{name}, {n} free" if n else name: n for name in options.arm for n in options.free}
+        for name, free in ({AGAIN: 0} | freed).items():
             start = time.perf_counter()
-            arms[name] = Arm(name, llama, options.batch, options.length, where)
+            with choice.target(free_multiprocessors=free):
+                arms[name] = Arm(name, llama, options.batch, options.length, where)
             jax.block_until_ready(arms[name]())
             print(f"  {name}: compiled and ran once in {time.perf_counter() - start:.0f} s", flush=True)
         times = timing.in_turns(dict(arms), options.rounds, dict.fromkeys(arms, options.steps))

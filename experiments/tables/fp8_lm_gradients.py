@@ -38,9 +38,10 @@ class Reduced(NamedTuple):
     overflow: float
 
 
-def encode(x: np.ndarray) -> np.ndarray:
+def encode(x: Any) -> np.ndarray:
     """Values in units of e4m3, rounded and saturated, as float32."""
-    return np.clip(x, -MAX, MAX).astype(E4M3).astype(np.float32)
+    codes: np.ndarray = np.clip(x, -MAX, MAX).astype(E4M3).astype(np.float32)
+    return codes
 
 
 def summed(g: np.ndarray, mu: float) -> Reduced:

@@ -4,39 +4,11 @@ import dataclasses
 
 from fp8jax.core import formats
 from fp8jax.core.comm import Comm as Comm
+from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.core.weights import Weights as Weights
 
-_PLAIN = ("bf16", "fp32")
 _XLA = Comm()
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Storage of the parameters.
-
-    Attributes:
-        master: format that the optimizer updates: "fp32", "bf16", or "fp16" with a scale for each tensor, which the
-            optimizer keeps in its state (`fp8jax.fp8lm_adamw`); the parameters then are working copies.
-        compute: format of the working copy that layers compute with, "fp32" or "bf16".
-
-    Raises:
-        ValueError: unknown format, or a working copy wider than its master.
-    """
-
-    master: str = "fp32"
-    compute: str = "bf16"
-
-    def __post_init__(self) -> None:
-        for field, allowed in (("master", (*_PLAIN, "fp16")), ("compute", _PLAIN)):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"weights.{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
-        if formats.get(self.compute).dtype.itemsize > formats.get(self.master).dtype.itemsize:
-            raise ValueError(f"weights.compute {self.compute!r} is wider than the master weights, {self.master!r}")
-
-    @property
-    def held(self) -> str:
-        """Format of the parameters that the caller of the optimizer holds."""
-        return self.compute if self.master == "fp16" else self.master
 
 
 NU_ROUNDINGS = ("auto", "nearest", "stochastic")
@@ -98,7 +70,7 @@ class Optimizer:
 
 
 SAME = "same"
-SCALINGS = ("current", "two_stage", "delayed")
+OPERANDS = ("x", "w", "dy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +79,9 @@ class Linear:
 
     Every operand is given as the string form of a `QuantSpec`, or None for bf16, of the matrix with the contraction
     along its last axis: groups and tokens run along the contraction. "same" takes the codes of the forward operand,
-    transposed, which needs scales that a transposed matrix keeps ("tensor", "block").
+    transposed, which needs scales that a transposed matrix keeps ("tensor", "block"). Microscaled operands under a
+    level 1 ("mx") have their powers of two folded into their codes, which leaves a scale a row. For the weight's
+    gradient both "same" may be microscaled, or one beside "tensor": `fp8jax.ops.microscaled` says how.
 
     Attributes:
         x: input in the forward product, (tokens, inputs).
@@ -120,9 +94,12 @@ class Linear:
             itself, or a spec of its own.
         scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
             maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `history`
-            steps, for which `fp8jax.delayed_linear` takes the state.
+            steps, for which `fp8jax.scaled_linear` takes the state. Any name of `fp8jax.core.scaling.NAMES`.
+        w_scaling: the same for the weight alone; None as `scaling`. "automatic" takes a bound on the weight, which
+            `fp8jax.track_weights` follows; where a layer has none, the weight itself.
         history: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
+        interval: steps after which automatic scaling measures a weight again.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
             tensor cores of Hopper keep; the others promote partial sums to fp32, as Transformer Engine does in its
             backward pass.
@@ -139,8 +116,10 @@ class Linear:
     dy_wgrad: str | None = SAME
     saved: str | None = SAME
     scaling: str = "current"
+    w_scaling: str | None = None
     history: int = 1024
     margin: int = 0
+    interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
 
     def __post_init__(self) -> None:
@@ -165,19 +144,19 @@ class Linear:
             if a and b and formats.get(a.format).is_float != formats.get(b.format).is_float:
                 raise ValueError(f"linear: the {product} product mixes integers and floating point, {a} and {b}")
         sources = {"w_dgrad": self.w, "dy_wgrad": self.dy, "x_wgrad": self.x if self.saved == SAME else self.saved}
+        shared = self._check_shared(sources["x_wgrad"])
         for field, source in sources.items():
+            if field != "w_dgrad" and shared:
+                continue
             if getattr(self, field) == SAME and source and QuantSpec.parse(source).granularity not in TRANSPOSABLE:
                 raise ValueError(
                     f"linear.{field} cannot be the same as {source!r}, whose scales do not transpose; name a spec"
                 )
-        if self.scaling not in SCALINGS:
-            raise ValueError(f"unknown linear.scaling {self.scaling!r}; it is one of {', '.join(SCALINGS)}")
-        if self.scaling == "delayed" and any(
-            QuantSpec.parse(t).granularity != "tensor" for t in (self.x, self.w, self.dy) if t
-        ):
-            raise ValueError("delayed scaling is per tensor; give x, w and dy specs of granularity 'tensor'")
-        if self.scaling == "delayed" and None in (self.x, self.w, self.dy):
-            raise ValueError("delayed scaling needs x, w and dy quantized")
+        for field in ("scaling", "w_scaling"):
+            if getattr(self, field) not in (*NAMES, *([None] if field == "w_scaling" else [])):
+                names = ", ".join(NAMES)
+                raise ValueError(f"unknown linear.{field} {getattr(self, field)!r}; it is one of {names}")
+        self._check_states()
         unknown = set(self.fast_accumulation) - set(self.products())
         if unknown:
             raise ValueError(
@@ -185,6 +164,62 @@ class Linear:
             )
         if self.history < 1:
             raise ValueError(f"linear.history must be positive, not {self.history}")
+        if self.interval < 1:
+            raise ValueError(f"linear.interval must be positive, not {self.interval}")
+
+    def _check_states(self) -> None:
+        """Raises ValueError for operands that their scaling has no scales for."""
+        served: dict[str, list[str]] = {}
+        for operand in self.states:
+            served.setdefault(self.scaling_name(operand), []).append(operand)
+        for name, operands in served.items():
+            listed = " and ".join([", ".join(operands[:-1]), operands[-1]] if len(operands) > 1 else operands)
+            specs, kinds = [self.spec(operand) for operand in operands], self.states[operands[0]].granularities
+            if any(spec is not None and spec.granularity not in kinds for spec in specs):
+                per = " or ".join(map(repr, kinds))
+                raise ValueError(f"{name} scaling is per {kinds[0]}; give {listed} specs of granularity {per}")
+            if None in specs:
+                raise ValueError(f"{name} scaling needs {listed} quantized")
+
+    def scaling_name(self, operand: str) -> str:
+        """What the scaling of "x", "w" or "dy" is called."""
+        return self.w_scaling if operand == "w" and self.w_scaling is not None else self.scaling
+
+    def strategy(self, operand: str) -> Scaling:
+        """Where the scale of "x", "w" or "dy" comes from."""
+        return find(self.scaling_name(operand), self, operand)
+
+    def own_strategy(self, operand: str) -> Scaling:
+        """Where the scale of an operand comes from that none is given for."""
+        found = self.strategy(operand)
+        return Current() if isinstance(found, Stateful) else found
+
+    @property
+    def tracked(self) -> bool:
+        """Whether the scale of the weight comes from what the optimizer does: see `fp8jax.track_weights`."""
+        return not all(part.observes for part in self.states.values())
+
+    @property
+    def states(self) -> dict[str, Stateful]:
+        """The strategies that keep a state, by operand."""
+        found = {operand: self.strategy(operand) for operand in OPERANDS}
+        return {operand: part for operand, part in found.items() if isinstance(part, Stateful)}
+
+    def _check_shared(self, kept: str | None) -> bool:
+        """Whether the weight's gradient reads microscaled codes again, whose scales of tokens its operands share."""
+        if not self.x_wgrad == self.dy_wgrad == SAME or kept is None or self.dy is None:
+            return False
+        specs = QuantSpec.parse(kept), QuantSpec.parse(self.dy)
+        if not any(s.folds for s in specs) or not all(s.folds or s.granularity == "tensor" for s in specs):
+            return False
+        if any(not formats.get(s.format).is_float or s.rounding != "nearest" for s in specs):
+            return False
+        if specs[0].folds and specs[0].level1 == "token" and not (specs[1].folds and specs[1].level1 == "token"):
+            raise ValueError(
+                f"linear.x_wgrad cannot be the same as {kept!r} beside dy {self.dy!r}: an fp32 scale for each token "
+                f"shifts no exponents; give dy a level 1 of tokens, such as 'e4m3:mx32+token', or name a spec"
+            )
+        return True
 
     @property
     def quantized(self) -> bool:
@@ -349,8 +384,11 @@ class Recipe:
         rows.insert(0, ("role", "stored in", "computed in", "bytes/element"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        scaling = f", {self.linear.scaling} scaling" if self.linear.quantized else ""
-        return "\n".join([f"recipe {self.name}{scaling}", *lines])
+        how = ""
+        if self.linear.quantized:
+            how = f", {self.linear.scaling} scaling"
+            how += f", weights {self.linear.w_scaling}" if self.linear.w_scaling else ""
+        return "\n".join([f"recipe {self.name}{how}", *lines])
 
 
 def _bytes(stored: str | QuantSpec) -> float:

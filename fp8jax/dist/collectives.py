@@ -39,7 +39,9 @@ class Collective(NamedTuple):
         all-to-all, (n - 1) S of an all-gather.
         """
         n = self.devices
-        share = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}.get(self.kind, (n - 1) / n)
+        share = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}.get(
+            self.kind, (n - 1) / n
+        )
         return self.times * share * self.nbytes
 
 

@@ -139,5 +139,3 @@ def _spec(how: QuantSpec | Recipe | Linear | str, ndim: int) -> QuantSpec:
     if spec is None:
         raise ValueError("gather_weights: the recipe does not quantize weights; name a spec, as 'e4m3'")
     return dataclasses.replace(spec, axis=-2, stacked=ndim - 2)
-
-

@@ -101,8 +101,11 @@ def plan(
 
     Raises:
         ValueError: an axis of no devices, or gathers of codes for a recipe that does not quantize weights.
+        TypeError: a part of a recipe is given for one.
     """
     recipe = resolve(recipe)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"a plan is of a whole Recipe, not of {recipe!r}")
     data, fsdp = mesh.get("data", 1), mesh.get("fsdp", 1)
     if data < 1 or fsdp < 1:
         raise ValueError(f"a mesh has at least one device along each axis, not data={data}, fsdp={fsdp}")

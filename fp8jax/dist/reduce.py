@@ -126,7 +126,9 @@ def resolve(comm: Comm | Recipe | str) -> Comm:
     if not isinstance(found, Comm):
         raise TypeError(f"comm is a fp8jax.recipes.Comm, a recipe, or a string as 'e4m3', not {comm!r}")
     if found.gradients is None:
-        raise ValueError("comm.gradients is None, which leaves the reduction to XLA; name a format, as 'e4m3' or 'bf16'")
+        raise ValueError(
+            "comm.gradients is None, which leaves the reduction to XLA; name a format, as 'e4m3' or 'bf16'"
+        )
     return found
 
 
@@ -304,7 +306,9 @@ def _scattered(job: _Job, i: int, spec: PartitionSpec) -> int | None:
         if not common:
             continue
         if tuple(common) != job.axes:
-            raise ValueError(f"{job.caller}: {path} is sharded over {common} of {job.axes}; reduce over these alone first")
+            raise ValueError(
+                f"{job.caller}: {path} is sharded over {common} of {job.axes}; reduce over these alone first"
+            )
         quantized = job.specs[i]
         unit = (quantized.group_size or 1) if quantized is not None and dim == len(shape) - 1 else 1
         if shape[dim] % (job.replicas * unit):
