@@ -126,6 +126,14 @@ class Task:
             fp8jax.nnx.advance_scaling(model, seen)
         return loss, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
+    def _bounded(self, params: Any, model_state: Any, opt_state: optax.OptState) -> Any:
+        """The model state with the bounds of automatic weight scaling after an update, where the recipe has it."""
+        if not self.recipe.linear.tracked:
+            return model_state
+        model = nnx.merge(self.graphdef, params, model_state)
+        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(opt_state))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
     def step(self, state: TrainState, tokens_BxT: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update, or none from the first loss or gradient on that is not finite."""
         loss, grads, model_state = self.gradients(state.params, state.model_state, tokens_BxT)
@@ -134,7 +142,8 @@ class Task:
 
         def update() -> tuple[Any, Any, optax.OptState]:
             updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-            return optax.apply_updates(state.params, updates), model_state, opt_state
+            params = optax.apply_updates(state.params, updates)
+            return params, self._bounded(params, model_state, opt_state), opt_state
 
         def keep() -> tuple[Any, Any, optax.OptState]:
             return state.params, state.model_state, state.opt_state

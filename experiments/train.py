@@ -225,7 +225,12 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTrans
         weight_decay=optim.weight_decay,
         mask=decay_mask,
     )
-    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw)
+    tracker = []
+    if recipe.linear.tracked:
+        settings = schedule(optim), optim.b1, optim.b2, optim.weight_decay
+        limit = fp8jax.adam_limit(*settings) if optim.b1**2 < optim.b2 else None
+        tracker = [fp8jax.track_weights(recipe.linear.interval, limit)]
+    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw, *tracker)
 
 
 def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:

@@ -14,10 +14,6 @@ from fp8jax.from_recipe import optimizer as optimizer
 from fp8jax.modules.rules import Rule as Rule
 from fp8jax.ops.activation import activation as activation
 from fp8jax.ops.activation import glu as glu
-from fp8jax.ops.delayed import delayed_linear as delayed_linear
-from fp8jax.ops.delayed import init_scaling as init_scaling
-from fp8jax.ops.delayed import update_scaling as update_scaling
-from fp8jax.ops.delayed import weight_scale as weight_scale
 from fp8jax.ops.linear import dot_general as dot_general
 from fp8jax.ops.linear import einsum as einsum
 from fp8jax.ops.linear import linear as linear
@@ -27,6 +23,11 @@ from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.product import quantize_weight as quantize_weight
 from fp8jax.ops.saveable import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from fp8jax.ops.saveable import saveable as saveable
+from fp8jax.ops.scaled import delayed_linear as delayed_linear
+from fp8jax.ops.scaled import init_scaling as init_scaling
+from fp8jax.ops.scaled import scaled_linear as scaled_linear
+from fp8jax.ops.scaled import update_scaling as update_scaling
+from fp8jax.ops.scaled import weight_scale as weight_scale
 from fp8jax.ops.transformer import attention_output as attention_output
 from fp8jax.ops.transformer import glu_linear as glu_linear
 from fp8jax.ops.transformer import norm_linear as norm_linear
@@ -34,6 +35,10 @@ from fp8jax.optim.compress_state import compress_state as compress_state
 from fp8jax.optim.compressed_adamw import compressed_adamw as compressed_adamw
 from fp8jax.optim.compressed_adamw import scale_by_compressed_adam as scale_by_compressed_adam
 from fp8jax.optim.moments import state_bytes as state_bytes
+from fp8jax.optim.weight_bounds import adam_limit as adam_limit
+from fp8jax.optim.weight_bounds import measure_weights as measure_weights
+from fp8jax.optim.weight_bounds import track_weights as track_weights
+from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
 
 __version__ = _metadata.version("fp8jax")
 
