@@ -214,9 +214,7 @@ def _keep(
 
     def both(on: Any, *arrays: Any) -> Any:
         if by_rows is not None:
-            parts, codes, scale = on.keep_activation_rows(
-                operation, *arrays, coding, formats.get(by_rows.format).dtype
-            )
+            parts, codes, scale = on.keep_activation_rows(operation, *arrays, coding, formats.get(by_rows.format).dtype)
             return parts, None, scale, codes
         if to is None:
             parts, peak, _ = on.keep_activation(operation, *arrays, coding)

@@ -55,7 +55,7 @@ def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None) -> QTensor:
     rows = QuantSpec(spec.format, "token")
     if level is None and (found := fused_rows.given(x, spec)) is not None:
         return found
-    if level is None and spec.level1 == "token":
+    if (level is None and spec.level1 == "token") or 0 in x.shape:
         # The largest power of two of a row is that of its largest group: 1. It is folded into codes of the row's own.
         q, _ = quantize(x, rows)
         assert q is not None

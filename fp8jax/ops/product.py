@@ -258,6 +258,9 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
         largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
         dy_scale = scaling.to_scale(largest, formats.get(gradient.format))
     rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
+    weight = saved.w.operand(weight_side(recipe), None)
+    if 0 in (*dy.shape, *weight.shape):
+        side = side._replace(shared=False)  # there are no scales to share
     if side.shared and rows_spec is not None and rows_spec.folds:
         dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale)
     elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
@@ -268,7 +271,6 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
         pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=subkey)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
-    weight = saved.w.operand(weight_side(recipe), None)
     rows_and_inputs = merged(x.spec, (len(lead), 1))
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, spec=rows_and_inputs)
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)

@@ -120,7 +120,9 @@ def odd() -> None:
                 [
                     unsigned(a)
                     for a in jax.tree.leaves(
-                        on.quantize(*cotangents[:3], (by_row[: len(rows)],) * 2, jnp.float8_e4m3fn, rows=True, columns=True)
+                        on.quantize(
+                            *cotangents[:3], (by_row[: len(rows)],) * 2, jnp.float8_e4m3fn, rows=True, columns=True
+                        )
                     )
                 ],
             )
