@@ -245,15 +245,15 @@ def notes(found: Mapping[str, Any], operands: Mapping[str, Any]) -> list[str]:
         "What lifts scales of rows and of groups over rounding alone is that the largest value of each, which an fp32 "
         "scale takes to 448, is exact: it counts where few values carry the energy, as in the FFN. Powers of two do "
         "not do that, and OCP's, which are rounded down, saturate the largest values.",
-        "Theorem 1 takes the noise to be uniform with the scale as its step. For int8, where it is, scales of groups do "
-        "beat one scale everywhere, but two-level scales beat those only where values of a group of 128 lie far apart: "
-        "elsewhere rounding powers of two up, which equation 7 leaves out, costs more than smaller groups gain. For "
-        "e4m3 the order does not hold on any of these data: what a scale of the tensor takes to subnormal codes carries "
-        "no energy, so two-level scales under the tensor's are the scale of the tensor, to 0.01 dB, and scales of groups "
-        "are ahead of both where a few values, which they keep exact, carry the energy.",
+        "Theorem 1 takes the noise to be uniform with the scale as its step. For int8, where it is, scales of groups "
+        "do beat one scale everywhere, but two-level scales beat those only where single values stand out: "
+        "elsewhere rounding powers of two up, which equation 7 leaves out, costs more than smaller groups gain. "
+        "For e4m3 the order does not hold on any of these data: what a scale of the tensor takes to subnormal codes "
+        "carries no energy, so two-level scales under the tensor's are the scale of the tensor, to 0.01 dB, and scales "
+        "of groups are ahead of both where a few values, which they keep exact, carry the energy.",
         f"Of the operands, microscaled e4m3 gradients beat e5m2 by {e5m2[1] - best[1]:.1f} dB in dx and "
         f"{e5m2[2] - best[2]:.1f} dB in dw late in the run: three mantissa bits against two. For the weight's gradient "
-        "codes that are only shifted beat a second quantization, per tensor or along tokens, for they are rounded once.",
+        "codes that are only shifted beat a second quantization, per tensor or along tokens: they are rounded once.",
         "Bytes kept are of a layer of width 768, counted as in coat_memory. `moss` keeps what Flax's norms and "
         "activations keep; `fast` keeps codes of COAT's contexts, and no input of a linear layer that can be made "
         "again. The paper's ratios are of peak memory of a 7B model and say nothing of what is kept.",

@@ -24,9 +24,9 @@ _FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which 
 
 def of_layers(recipe: Recipe | Context | str) -> QuantSpec | None:
     """How linear layers microscale what an operation makes, if that needs nothing but its rows; else None."""
-    recipe = resolve(recipe)
-    spec = recipe.linear.spec("x") if isinstance(recipe, Recipe) else None
-    if spec is None or not spec.folds or spec.level1 != "token" or recipe.linear.saved != SAME:
+    whole = resolve(recipe)
+    spec = whole.linear.spec("x") if isinstance(whole, Recipe) and whole.linear.saved == SAME else None
+    if spec is None or not spec.folds or spec.level1 != "token":
         return None
     return spec if formats.get(spec.format).bits == 8 else None
 

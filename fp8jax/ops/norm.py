@@ -198,7 +198,7 @@ def _keep(
 ) -> tuple[Kept, Array | None, Array, Any]:
     """What is kept, the mean of rows where the norm is centered, the largest magnitude of the result, and its codes.
 
-    The last, with scales of rows if there is no other, where it is known how it will be quantized, and under which scale.
+    The last where it is known how it will be quantized and under which scale, with scales of rows if no other.
     """
     coding, dtype = fused.coding(spec), None if known is None else formats.get(known[0].format).dtype
     codes, scales, inverse, mean, peak, made = fused.run(

@@ -88,7 +88,8 @@ class Residual(Protocol):
         token_scale: scale of the codes, one or one a token, where the gradient's scales may be chosen to go with it.
     """
 
-    token_scale: Array | None
+    @property
+    def token_scale(self) -> Array | None: ...
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         """The operand of the backward product; `gradient` is what is known of that of an input."""

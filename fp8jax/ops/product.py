@@ -261,6 +261,8 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     weight = saved.w.operand(weight_side(recipe), None)
     if 0 in (*dy.shape, *weight.shape):
         side = side._replace(shared=False)  # there are no scales to share
+    dy_rows: Operand
+    dy_columns: Operand
     if side.shared and rows_spec is not None and rows_spec.folds:
         dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale)
     elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
@@ -276,7 +278,8 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
     bounds = functools.partial(_row_bounds, dy_rows, weight, others)
-    known = Gradient(dx, gradient if expected is None else None, bounds, dy_rows if side.shared else None)
+    codes = dy_rows if side.shared and isinstance(dy_rows, QTensor) else None
+    known = Gradient(dx, gradient if expected is None else None, bounds, codes)
     columns = saved.x.operand(side, known)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
