@@ -13,7 +13,9 @@ from fp8jax.core.recipe import Weights as Weights
 _PLAIN = Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
 _COAT_LINEAR = Linear("e4m3", "e4m3", "e5m2", scaling="two_stage")
 _COAT_CONTEXT = Context("e4m3:group16", "lean")
-_MOSS_LINEAR = Linear("e4m3:mx32+token", "e4m3", "e4m3:mx32+token")
+_MOSS_LINEAR = Linear(
+    "e4m3:mx32+token", "e4m3", "e4m3:mx32+token", fast_accumulation=("forward", "dgrad")
+)  # fmt: skip
 
 
 def bf16() -> Recipe:
@@ -63,11 +65,10 @@ def moss() -> Recipe:
 def fast() -> Recipe:
     """The preset we recommend: MOSS's linear layers with COAT's contexts and optimizer states.
 
-    Only the weight's gradient, whose sums are over all tokens, is summed with all bits. Weights have their own scales,
+    As in `moss`, only the weight's gradient, whose sums are over all tokens, is summed with all bits. Weights have their own scales,
     so that layers keep no state and any optimizer will do; `linear.w_scaling="automatic"` makes them as in `moss`.
     """
-    linear = dataclasses.replace(_MOSS_LINEAR, fast_accumulation=("forward", "dgrad"))
-    return Recipe("fast", optimizer=Optimizer(), linear=linear, context=_COAT_CONTEXT)
+    return Recipe("fast", optimizer=Optimizer(), linear=_MOSS_LINEAR, context=_COAT_CONTEXT)
 
 
 def coat_activations() -> Recipe:

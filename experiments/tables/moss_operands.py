@@ -69,7 +69,7 @@ def rows(losses: dict[str, dict[int, dict[str, float]]]) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains the arms that DIR/moss_operands lacks, and writes DIR/moss_operands.json when all are there."""
+    """Trains the arms that DIR/moss_operands lacks, and writes DIR/moss_operands.json of those that are there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
     parser.add_argument("--arms", nargs="*", choices=list(arms()), default=list(arms()), help="(default: all)")
@@ -87,16 +87,23 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    losses = read(folder)
-    if missing := set(arms()) - set(losses):
+    losses, missing = read(folder), set(arms())
+    missing -= set(losses)
+    if BASE in missing or len(losses) < 2:
         print(f"{', '.join(sorted(missing))} are missing: nothing to compare yet")
         return 0
     notes = [
         f"{SETTING.layers} layers of width {SETTING.dim}, {SETTING.batch} x {SETTING.length} bytes a step, "
-        f"{SETTING.steps} steps, {options.seeds} seeds that all arms share; AdamW in fp32, fp32 weights.",
+        f"{SETTING.steps} steps, {options.seeds} seeds that all arms share; AdamW in fp32, fp32 weights. Differences of "
+        "the same seeds' losses; the noise is pooled over all arms.",
+        "An interval that holds 0 shows no cost. Where all do, an early loss that one seed of a recipe shows is that "
+        "seed's, or of what these arms leave out: 8-bit moments and contexts.",
+        *([f"Not run: {', '.join(sorted(missing))}."] if missing else []),
     ]
     title = "Which operand costs FP8 training its early accuracy"
-    common.write("moss_operands", title, rows(losses), notes, None, options.results)
+    run = json.loads((folder / f"{BASE}.json").read_text())
+    stamp = {key: run[key] for key in ("date", "flags", "commit", "kernels")}
+    common.write("moss_operands", title, rows(losses), notes, None, options.results, device=run["device"], stamp=stamp)
     return 0
 
 

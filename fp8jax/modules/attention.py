@@ -65,7 +65,7 @@ def call(written: Callable, module: Any, args: Any, kwargs: Any, tell: Callable[
             return written(module, *args, **kwargs)
 
     checkpointed = nnx.remat(run, prevent_cse=False, policy=lambda prim, *_, **__: prim.name not in LAYOUTS)
-    operands = [result and (result.operands, result.peaks) for result in results]
+    operands = [result and (result.operands, result.peaks, list(result.rows.values())) for result in results]
     return checkpointed(module, arrays, [origin and origin[1] for origin in found], operands)
 
 

@@ -48,9 +48,14 @@ class Result:
     ahead: "tuple[Array, Foreseen] | None" = None
     made: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def of(self, operands: Any, peaks: tuple[Array, ...]) -> "Result":
-        """The same, computed from the same operands in another trace."""
-        return Result(self.operation, self.kinds, operands, peaks)
+    @property
+    def rows(self) -> dict[Any, Any]:
+        """Codes in bytes with scales of rows, by how they were made (`fp8jax.ops.fused_rows`)."""
+        return {how: codes for how, codes in self.made.items() if how[0] == "rows"}
+
+    def of(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "Result":
+        """The same, computed from the same operands in another trace, where `rows` has the values of its own."""
+        return Result(self.operation, self.kinds, operands, peaks, made=dict(zip(self.rows, rows, strict=True)))
 
     def cast(self, dtype: DTypeLike) -> "Result | None":
         """The only array, if it is fp32, rounded to bf16; None for other casts."""

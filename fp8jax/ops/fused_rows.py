@@ -17,6 +17,7 @@ from fp8jax.core.recipe import SAME, Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.choice import Choice, tell
+from fp8jax.ops.saved import from_bytes, to_bytes
 from fp8jax.recipes import resolve
 
 _FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which is not written")
@@ -35,14 +36,15 @@ def give(array: Array, spec: QuantSpec, codes: Array, scale: Array) -> None:
     """Says what microscaling an array as `spec` says makes of it: codes (M, N), scales (M, 1)."""
     result = fused.find(array)
     if result is not None:
-        result.made["rows", spec] = QTensor(codes, scale, None, None, QuantSpec(spec.format, "token"))
+        q = QTensor(codes, scale, None, None, QuantSpec(spec.format, "token"))
+        result.made["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
 
 
 def given(x: Array, spec: QuantSpec) -> QTensor | None:
     """What `give` said of an array."""
     result = fused.find(x)
-    found: QTensor | None = None if result is None else result.made.get(("rows", spec))
-    return found
+    found = None if result is None else result.made.get(("rows", spec))
+    return None if found is None else from_bytes(found)
 
 
 def columns(x: Array, spec: QuantSpec, scale: Array) -> QTensor | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
@@ -32,6 +33,7 @@ from fp8jax.ops.operand import (
 )
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.recent import Recent, Same
+from fp8jax.ops.saveable import PRODUCT
 from fp8jax.ops.saved import ITSELF, Gradient, mapped_alike, origins, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
@@ -227,7 +229,7 @@ def _forward(
     )
     spec = merged(how.spec, (value.ndim - 1, 1))
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
-    y = split(y, (*value.shape[:-1], y.shape[-1]), how.spec)
+    y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
     given, passed = value if through is None else through, None
     if how.passes:
         passed = mapped_alike(given, y)
