@@ -65,8 +65,9 @@ def moss() -> Recipe:
 def fast() -> Recipe:
     """The preset we recommend: MOSS's linear layers with COAT's contexts and optimizer states.
 
-    As in `moss`, only the weight's gradient, whose sums are over all tokens, is summed with all bits. Weights have their own scales,
-    so that layers keep no state and any optimizer will do; `linear.w_scaling="automatic"` makes them as in `moss`.
+    As in `moss`, only the weight's gradient, whose sums are over all tokens, is summed with all bits. Weights have
+    their own scales, so that layers keep no state and any optimizer will do; `linear.w_scaling="automatic"` makes
+    them as in `moss`.
     """
     return Recipe("fast", optimizer=Optimizer(), linear=_MOSS_LINEAR, context=_COAT_CONTEXT)
 

@@ -94,8 +94,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     notes = [
         f"{SETTING.layers} layers of width {SETTING.dim}, {SETTING.batch} x {SETTING.length} bytes a step, "
-        f"{SETTING.steps} steps, {options.seeds} seeds that all arms share; AdamW in fp32, fp32 weights. Differences of "
-        "the same seeds' losses; the noise is pooled over all arms.",
+        f"{SETTING.steps} steps, {options.seeds} seeds that all arms share; AdamW in fp32, fp32 weights. Differences "
+        "of the same seeds' losses; the noise is pooled over all arms.",
         "An interval that holds 0 shows no cost. Where all do, an early loss that one seed of a recipe shows is that "
         "seed's, or of what these arms leave out: 8-bit moments and contexts.",
         *([f"Not run: {', '.join(sorted(missing))}."] if missing else []),
