@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fp8jax.core.formats import BF16, TINY, Format, decode_e8m0, encode_e8m0, round_to
+from fp8jax.core.formats import BF16, TINY, Format, decode_e8m0, encode_e8m0, round_to, where
 
 
 def largest_magnitude(x: Array) -> Array:
     """Largest finite |x| of a tensor, fp32 scalar; 0 for an empty one or one without finite values."""
     magnitude = jnp.abs(x.astype(jnp.float32))
-    return jnp.max(jnp.where(jnp.isfinite(magnitude), magnitude, 0.0), initial=0.0)
+    return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), initial=0.0)
 
 
 def to_scale(largest: Array, fmt: Format) -> Array:
@@ -49,7 +49,7 @@ def largest_of_sample(x: Array, start: Array | int = 0) -> Array:
     """`largest_magnitude` of the rows that count as a sample; `start` is the first one's place in a larger matrix."""
     # Computed, for a constant would be kept for the backward pass under jax.checkpoint.
     sampled = (start + jnp.arange(x.shape[0])) // SAMPLE % EVERY == 0
-    return largest_magnitude(jnp.where(sampled[:, None], x, 0))
+    return largest_magnitude(where(sampled[:, None], x.astype(jnp.float32), 0.0))
 
 
 def beyond_sample(sample: Array) -> Array:
@@ -243,7 +243,7 @@ class Automatic(Stateful):
     def measure(self, x: Array) -> Array:
         """The largest finite magnitudes of matrices (..., M, N): fp32 (...)."""
         magnitude = jnp.abs(x.astype(jnp.float32))
-        return jnp.max(jnp.where(jnp.isfinite(magnitude), magnitude, 0.0), axis=(-2, -1), initial=0.0)
+        return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), axis=(-2, -1), initial=0.0)
 
     def grow(self, bound: Array, moved: Array, dtype: Any) -> Array:
         """The bound after `moved` at most was added to each element of a weight of this dtype, and rounded to nearest.
