@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,8 @@ class Share:
 
     Attributes:
         row, col: where the part starts in the product. group: the warpgroup's index.
-        first: slices of K that passed through the ring before this tile. k_steps: slices of this tile.
+        first: slices that passed through the ring before this tile. k_steps: slices of this tile, known to the compiler
+            but where a walk says how many there are.
         fenced: whether reads of scales need a fence before the stage's release. Elsewhere every thread releases the
             stage itself, after its reads. In a cluster one thread for each block speaks for a warpgroup; and the
             interpreter knows only fences between a read and a write by TMA.
@@ -82,7 +83,7 @@ class Share:
     first: jax.Array
     stage_row: jax.Array | int
     stage_col: jax.Array | int
-    k_steps: int
+    k_steps: int | jax.Array
     tile: Tile
     a_ring: Any
     b_ring: Any
@@ -115,7 +116,10 @@ class Share:
         them, or None after the last. They are carried from slice to slice: a stage derived from `i` makes the compiler
         keep every stage's addresses in registers, which an unrolled body does not have.
         """
-        whole, rest = divmod(self.k_steps - following, unroll)
+        count = self.k_steps - following
+        whole, rest = divmod(count, unroll) if isinstance(count, int) else (count, 0)
+        if not isinstance(count, int) and unroll > 1:
+            raise ValueError(f"unroll is {unroll}: a walk has any number of slices, unroll none of them")
 
         def several(count: int, i: jax.Array, slot: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
             slots = [slot]
@@ -124,12 +128,12 @@ class Share:
             return slots[count], body(i, slots[: count + following], carry)
 
         state = self.stage, init
-        if whole:
+        if not isinstance(whole, int) or whole:
             state = lax.fori_loop(0, whole, lambda j, state: several(unroll, j * unroll, *state), state)
         if rest:
             state = several(rest, jnp.int32(whole * unroll), *state)
         slot, carry = state
-        return body(jnp.int32(self.k_steps - 1), [slot, None], carry) if following else carry
+        return body(jnp.asarray(self.k_steps - 1, jnp.int32), [slot, None], carry) if following else carry
 
     def wait(self, slot: Any) -> None:
         """Blocks until the slice of this stage has arrived."""
@@ -173,12 +177,14 @@ class Stream:
 
     `start(i, row, col)` is where the window begins, for slice `i` of the tile at this row and column of the product.
     The window's last side is a multiple of 32, no longer than the array's, and starts at a multiple of 4: starts off
-    the 16-byte grid ended in an illegal instruction on an H200.
+    the 16-byte grid ended in an illegal instruction on an H200. Where a walk orders the slices, `i` is the slice's place
+    along K, or, with `walks`, its place in the walk.
     """
 
     array: jax.Array
     window: tuple[int, int]
     start: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
+    walks: bool = False
 
     def at(self, i: jax.Array, row: jax.Array, col: jax.Array) -> tuple[Any, ...]:
         return tuple(map(pl.ds, self.start(i, row, col), self.window))
@@ -190,10 +196,32 @@ class Stream:
         return Stream(array, (1, size), lambda i, row, col: (i, start(row, col)))
 
     @staticmethod
-    def of_rows(scales: jax.Array, rows: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
+    def of_rows(
+        scales: jax.Array, rows: int, start: Callable[[jax.Array, jax.Array], jax.Array], walks: bool = False
+    ) -> "Stream":
         """Of `rows` rows of scales (rows, steps of K): the slice's are at `i % 4`, then come those of slices after."""
         array = pad_axis(pad_axis(scales, 1, max(round_up(scales.shape[1], 4), 32)), 0, rows)
-        return Stream(array, (rows, 32), lambda i, row, col: (start(row, col), lax.div(i, 4) * 4))
+        return Stream(array, (rows, 32), lambda i, row, col: (start(row, col), lax.div(i, 4) * 4), walks)
+
+
+class Walk(NamedTuple):
+    """The slices that each row of tiles multiplies, where these are not all of K, each once, of one left operand.
+
+    Rows of tiles are as high as a tile. Their slices differ in number, so that rows are dealt out by `order`, the
+    longest first, and every other turn of the thread blocks takes them backwards.
+
+    Attributes:
+        entries: int32 (rows, most slices + 1): twice a slice's place along K, and one more where it is of `second`. The
+            one after the last is read ahead and not used.
+        counts: int32 (rows,): how many slices there are, at least one.
+        order: int32 (rows,): the rows in the order in which they are computed.
+        second: another left operand, of the shape of the first.
+    """
+
+    entries: jax.Array
+    counts: jax.Array
+    order: jax.Array
+    second: jax.Array
 
 
 def ceil_div(a: int, b: int) -> int:
