@@ -29,6 +29,7 @@ from pallas_kernels.hopper_epilogue import check_array as check_array
 from pallas_kernels.hopper_epilogue import check_epilogue as check_epilogue
 from pallas_kernels.hopper_share import K_STEP as K_STEP
 from pallas_kernels.hopper_share import WARPGROUPS, Share, ceil_div, pad_axis, round_up
+from pallas_kernels.hopper_share import Step as Step
 from pallas_kernels.hopper_share import Stream as Stream
 from pallas_kernels.hopper_share import Tile as Tile
 from pallas_kernels.hopper_share import Walk as Walk
@@ -107,7 +108,7 @@ def product(
         streams: scales that travel with the operands; `Share.scales` reads them.
         own_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two dimensions.
             Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.
-        walk: the slices of each row of tiles; None takes all of K, once each.
+        walk: a second left operand, some slices of which are multiplied as well.
     """
     if walk is not None and (tile.split is None or tile.cluster or tile.lead):
         raise ValueError(f"{tile}: a walk takes tiles that both warpgroups share, without clusters or a lead")
@@ -132,7 +133,7 @@ def product(
     walks: list[jax.Array] = []
     if walk is not None:
         second = pad_axis(pad_axis(walk.second, 1, deep), 0, a.shape[0])
-        walks = [second, walk.entries, walk.counts, walk.order]
+        walks = [second, walk.again, walk.counts, walk.order]
     vectors: dict[str, jax.Array] = {}
     if epilogue.scale is not None:
         vectors["scale"] = epilogue.scale.reshape(1)
@@ -168,7 +169,7 @@ def product(
 
     def kernel(*refs: Any, **scratch_refs: Any) -> None:
         out_refs = refs[len(operands) :]
-        second_ref, entries_ref, counts_ref, order_ref = refs[len(operands) - len(walks) : len(operands)] or [None] * 4
+        second_ref, again_ref, counts_ref, order_ref = refs[len(operands) - len(walks) : len(operands)] or [None] * 4
         a_ref, b_ref, *rest = refs[: len(operands) - len(walks)]
         stream_refs, rest = rest[: len(streams)], rest[len(streams) :]
         epilogue_refs = dict(zip(vectors, rest, strict=False))
@@ -201,8 +202,9 @@ def product(
         def length(row: jax.Array) -> Any:
             return k_steps if walk is None else counts_ref[lax.div(row, tile.block_rows)]
 
-        def entry(row: jax.Array, i: jax.Array) -> jax.Array:
-            return i if walk is None else entries_ref[lax.div(row, tile.block_rows), i]
+        def again(row: jax.Array, part: jax.Array) -> jax.Array:
+            place = jnp.minimum(part, k_steps - 1)
+            return jnp.float32(0) if walk is None else again_ref[lax.div(row, tile.block_rows), place]
 
         def load() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
@@ -211,12 +213,13 @@ def product(
                 row, col = place(turn)
                 ring = 0 if turns == 1 else lax.rem(turn, turns) * tile.stages
 
-                def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                    slot, found = state
-                    following = entry(row, i + 1)  # read one slice ahead, so that its latency passes in the wait below
-                    part = i if walk is None else lax.shift_right_logical(found, jnp.int32(1))
+                def fetch_slice(_: jax.Array, state: Any) -> Any:
+                    slot, step, repeated = state
+                    following = step.following(repeated)
+                    # Read one slice ahead, so that its latency passes in the wait below.
+                    repeated = again(row, following.part)
                     arrived = full.at[ring + slot]
-                    depth = pl.ds(part * K_STEP, K_STEP)
+                    depth = pl.ds(step.part * K_STEP, K_STEP)
                     plgpu.barrier_wait(empty.at[slot])
 
                     def copy(ref: Any, target: Any, start: jax.Array, size: int, shared_along: str) -> None:
@@ -231,15 +234,15 @@ def product(
                     if walk is None:
                         copy_left(a_ref)
                     else:
-                        of_second = (found & 1) == 1
-                        lax.cond(of_second, lambda: copy_left(second_ref), lambda: copy_left(a_ref))
+                        lax.cond(step.of_second == 1, lambda: copy_left(second_ref), lambda: copy_left(a_ref))
                     copy(b_ref, b_ring, col, tile.block_cols, "M")
                     for stream, ref, target in zip(streams, stream_refs, stream_rings, strict=True):
-                        at = stream.at(i if stream.walks else part, row, col)
-                        plgpu.copy_gmem_to_smem(ref.at[at], target.at[slot], arrived)
-                    return lax.select(slot == tile.stages - 1, jnp.int32(0), slot + 1), following
+                        plgpu.copy_gmem_to_smem(ref.at[stream.at(step.part, row, col)], target.at[slot], arrived)
+                    slot = lax.select(slot == tile.stages - 1, jnp.int32(0), slot + 1)
+                    return slot, following, repeated
 
-                return lax.fori_loop(0, length(row), step, (slot, entry(row, jnp.int32(0))))[0]
+                start = Step(jnp.int32(0), jnp.int32(0))
+                return lax.fori_loop(0, length(row), fetch_slice, (slot, start, again(row, start.part)))[0]
 
             def fetch_all() -> None:
                 lax.fori_loop(0, own, fetch, jnp.int32(0))

@@ -175,16 +175,14 @@ class Share:
 class Stream:
     """Scales loaded with each stage: a window of an array of 4-byte values.
 
-    `start(i, row, col)` is where the window begins, for slice `i` of the tile at this row and column of the product.
+    `start(i, row, col)` is where the window begins, for slice `i` of K of the tile at this row and column of the product.
     The window's last side is a multiple of 32, no longer than the array's, and starts at a multiple of 4: starts off
-    the 16-byte grid ended in an illegal instruction on an H200. Where a walk orders the slices, `i` is the slice's place
-    along K, or, with `walks`, its place in the walk.
+    the 16-byte grid ended in an illegal instruction on an H200.
     """
 
     array: jax.Array
     window: tuple[int, int]
     start: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
-    walks: bool = False
 
     def at(self, i: jax.Array, row: jax.Array, col: jax.Array) -> tuple[Any, ...]:
         return tuple(map(pl.ds, self.start(i, row, col), self.window))
@@ -196,32 +194,41 @@ class Stream:
         return Stream(array, (1, size), lambda i, row, col: (i, start(row, col)))
 
     @staticmethod
-    def of_rows(
-        scales: jax.Array, rows: int, start: Callable[[jax.Array, jax.Array], jax.Array], walks: bool = False
-    ) -> "Stream":
+    def of_rows(scales: jax.Array, rows: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
         """Of `rows` rows of scales (rows, steps of K): the slice's are at `i % 4`, then come those of slices after."""
         array = pad_axis(pad_axis(scales, 1, max(round_up(scales.shape[1], 4), 32)), 0, rows)
-        return Stream(array, (rows, 32), lambda i, row, col: (start(row, col), lax.div(i, 4) * 4), walks)
+        return Stream(array, (rows, 32), lambda i, row, col: (start(row, col), lax.div(i, 4) * 4))
 
 
 class Walk(NamedTuple):
-    """The slices that each row of tiles multiplies, where these are not all of K, each once, of one left operand.
+    """A second left operand, some of whose slices are multiplied as well, each after that of the first.
 
     Rows of tiles are as high as a tile. Their slices differ in number, so that rows are dealt out by `order`, the
     longest first, and every other turn of the thread blocks takes them backwards.
 
     Attributes:
-        entries: int32 (rows, most slices + 1): twice a slice's place along K, and one more where it is of `second`. The
-            one after the last is read ahead and not used.
-        counts: int32 (rows,): how many slices there are, at least one.
-        order: int32 (rows,): the rows in the order in which they are computed.
-        second: another left operand, of the shape of the first.
+        second: the operand, of the shape of the first.
+        again: fp32 (rows of tiles, slices of K): not zero where the slice of the second is multiplied.
+        counts: int32 (rows of tiles,): how many slices of both there are.
+        order: int32 (rows of tiles,): the rows in the order in which they are computed.
     """
 
-    entries: jax.Array
+    second: jax.Array
+    again: jax.Array
     counts: jax.Array
     order: jax.Array
-    second: jax.Array
+
+
+class Step(NamedTuple):
+    """Where a walk is: a slice's place along K, and 1 where it is of the second operand, else 0; int32."""
+
+    part: jax.Array
+    of_second: jax.Array
+
+    def following(self, again: jax.Array) -> "Step":
+        """The step after, where `again` is this part's."""
+        second = ((again != 0) & (self.of_second == 0)).astype(jnp.int32)
+        return Step(self.part + 1 - second, second)
 
 
 def ceil_div(a: int, b: int) -> int:

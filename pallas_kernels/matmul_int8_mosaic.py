@@ -73,35 +73,22 @@ def matmul_int8_block(
     b_rows = hopper.ceil_div(tile.block_cols, BLOCK) + (tile.block_cols % BLOCK > 0)
     right = hopper.Stream.of_rows(b_scale, b_rows, lambda _, col: lax.div(col, BLOCK))
 
-    def of_a(values: jax.Array, walks: bool) -> hopper.Stream:
-        return hopper.Stream.of_rows(values, 1, lambda row, _: lax.div(row, BLOCK), walks)
+    def of_a(scales: jax.Array) -> hopper.Stream:
+        return hopper.Stream.of_rows(scales, 1, lambda row, _: lax.div(row, BLOCK))
 
-    walk, streams = None, [of_a(a_scale, False), right]
+    walk, streams = None, [of_a(a_scale), right]
     if residual is not None:
         hopper.check_array("residual.codes", residual.codes, a.shape, (jnp.int8,))
         hopper.check_array("residual.scale", residual.scale, blocks, (jnp.float32,))
         hopper.check_array("residual.used", residual.used, blocks, (jnp.bool_,))
-        walk, scales = walked(a_scale, residual)
-        streams = [of_a(scales, True), right, of_a(walk.entries, True)]
+        again = jnp.where(residual.used, residual.scale, 0)
+        counts = blocks[1] + jnp.sum(again != 0, 1, dtype=jnp.int32)
+        walk = hopper.Walk(residual.codes, again, counts, jnp.argsort(-counts).astype(jnp.int32))
+        streams.append(of_a(again))
     return hopper.product(
         _compute(tile, walk is not None, interpret), a, b, streams, name="int8_matmul_block", tile=tile,
         epilogue=hopper.Epilogue(), out_dtype=out_dtype, own_wgmma=True, walk=walk, interpret=interpret,
     )  # fmt: skip
-
-
-def walked(scale: jax.Array, residual: Residual) -> tuple[hopper.Walk, jax.Array]:
-    """For each row of blocks its slices, each block and after it its residual where it falls back; and their scales."""
-    rows, steps = scale.shape
-    there = jnp.stack([jnp.ones_like(residual.used), residual.used], 2).reshape(rows, 2 * steps)
-    place = jnp.cumsum(there, 1, dtype=jnp.int32) - 1
-    place = jnp.where(there, place, 2 * steps)  # none: dropped below
-    row = jnp.arange(rows)[:, None]
-    entries = jnp.zeros((rows, 2 * steps + 1), jnp.int32).at[row, place].set(jnp.arange(2 * steps), mode="drop")
-    both = jnp.stack([scale, residual.scale], 2).reshape(rows, 2 * steps)
-    scales = jnp.zeros((rows, 2 * steps + 1), jnp.float32).at[row, place].set(both, mode="drop")
-    counts = place.shape[1] // 2 + jnp.sum(residual.used, 1, dtype=jnp.int32)
-    order = jnp.argsort(-counts).astype(jnp.int32)
-    return hopper.Walk(entries, counts, order, residual.codes), scales
 
 
 def _compute(tile: Tile, walks: bool, interpret: hopper.Interpret) -> Any:
@@ -130,31 +117,36 @@ def _compute(tile: Tile, walks: bool, interpret: hopper.Interpret) -> Any:
         within = lax.div(share.col, BLOCK) - lax.div(share.col - share.stage_col, BLOCK)
 
         def add_slice(i: jax.Array, slots: list[Any], carry: Any) -> Any:
-            (slot, following), (totals, sums) = slots, carry
+            (slot, following), (totals, sums, step) = slots, carry
             added = []
             for top, total in zip(tops, totals, strict=True):
                 last = top == tops[-1]
 
-                def beside(last: bool = last) -> jax.Array:
-                    part = lax.shift_right_logical(share.scale(2, slot, 0, i), jnp.int32(1)) if walks else i
-                    scale = share.scale(0, slot, 0, i) * share.scale(1, slot, within, part)
+                def beside(last: bool = last) -> tuple[jax.Array, hopper.Step]:
+                    part = step.part if walks else i
+                    scale, next_step = share.scale(0, slot, 0, part), step
+                    if walks:
+                        again = share.scale(2, slot, 0, part)
+                        scale, next_step = lax.select(step.of_second == 1, again, scale), step.following(again)
+                    scale = scale * share.scale(1, slot, within, part)
                     if last:
                         share.scales_read()
                         if following is not None:
                             share.wait(following)
-                    return scale
+                    return scale, next_step
 
-                sums, scale = multiply(share, slot, top, sums, beside)
+                sums, (scale, next_step) = multiply(share, slot, top, sums, beside)
                 if last:
                     share.release(slot, i + 1)
                 added.append(total + sums.astype(jnp.float32) * scale)
-            return tuple(added), sums
+            return tuple(added), sums, next_step
 
         def zeros(dtype: Any) -> jax.Array:
             return plgpu.layout_cast(jnp.zeros((64, tile.cols), dtype), plgpu.Layout.WGMMA)
 
         share.wait(share.stage)
-        totals, _ = share.loop(add_slice, (tuple(zeros(jnp.float32) for _ in tops), zeros(jnp.int32)), following=True)
+        init = tuple(zeros(jnp.float32) for _ in tops), zeros(jnp.int32), hopper.Step(jnp.int32(0), jnp.int32(0))
+        totals, *_ = share.loop(add_slice, init, following=True)
         finish([(top, 0, x) for top, x in zip(tops, totals, strict=True)])
 
     return compute

@@ -12,12 +12,14 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import matmul_hopper
 from pallas_kernels.matmul_block_mosaic import matmul_block
+from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
 from pallas_kernels.matmul_mosaic import matmul
 from pallas_kernels.matmul_mx_mosaic import matmul_mx
 
 Program = tuple[Callable[..., jax.Array], tuple[Any, ...]]
 M, N, K = 4096, 11008, 4096
 E4M3, E5M2, F32, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.bfloat16
+I8 = jnp.int8
 CODES = (Shape((M, K), E4M3), Shape((N, K), E4M3))
 
 
@@ -160,3 +162,17 @@ ALL = [
     wgrad_of_few_rows,
     exact,
 ]
+
+
+def int8(fallback: bool, m: int = 4096, n: int = 4096) -> Program:
+    def program(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> jax.Array:
+        return matmul_int8_block(a, b, sa, sb, residual=Residual(*residual) if fallback else None)
+
+    blocks = (m // 128, K // 128)
+    shapes = (Shape((m, K), I8), Shape((n, K), I8), Shape(blocks, F32), Shape((n // 128, K // 128), F32))
+    residual = (Shape((m, K), I8), Shape(blocks, F32), Shape(blocks, jnp.bool_))
+    return program, (*shapes, *residual[: 3 * fallback])
+
+
+# Of two passes, and of one.
+INT8 = [functools.partial(int8, fallback, m) for fallback in (False, True) for m in (4096, 512)]
