@@ -175,7 +175,7 @@ class Share:
 class Stream:
     """Scales loaded with each stage: a window of an array of 4-byte values.
 
-    `start(i, row, col)` is where the window begins, for slice `i` of K of the tile at this row and column of the product.
+    `start(i, row, col)` is where the window begins, for slice `i` of the tile at this row and column of the product.
     The window's last side is a multiple of 32, no longer than the array's, and starts at a multiple of 4: starts off
     the 16-byte grid ended in an illegal instruction on an H200.
     """

@@ -21,6 +21,7 @@ _ALL = (*_LAYER, "adamw_triton")
 KERNELS = {
     "gemm": (*_PRODUCTS, "fold_triton", "quantize_triton"),
     "gemm_block": ("matmul_block_mosaic",),
+    "gemm_int8": ("matmul_int8_mosaic",),
     "quantize": _QUANTIZE,
     "linear": (*_PRODUCTS, *_QUANTIZE),
     "layer": _LAYER,
