@@ -169,7 +169,8 @@ def product(
 
     def kernel(*refs: Any, **scratch_refs: Any) -> None:
         out_refs = refs[len(operands) :]
-        second_ref, again_ref, counts_ref, order_ref = refs[len(operands) - len(walks) : len(operands)] or [None] * 4
+        walk_refs: Any = refs[len(operands) - len(walks) : len(operands)] or [None] * 4
+        second_ref, again_ref, counts_ref, order_ref = walk_refs
         a_ref, b_ref, *rest = refs[: len(operands) - len(walks)]
         stream_refs, rest = rest[: len(streams)], rest[len(streams) :]
         epilogue_refs = dict(zip(vectors, rest, strict=False))
