@@ -148,6 +148,10 @@ def main() -> None:
         differ = [int(np.sum((a != b) & ((a == a) | (b == b)))) for a, b in zip(want, got, strict=True)]
         if any(differ):
             wrong[str(case)] = differ
+    for case in cases.FALLBACKS:
+        for name, differ in cases.wrong_fallback(case).items():
+            if differ:
+                wrong[f"{case}: {name}"] = [differ]
     given = [(str(case), cases.wrong_under_given_scales(case, "triton")) for case in cases.GIVEN]
     given += [(f"{name} computed", cases.wrong_where_computed(name)) for name in ("e4m3", "e5m2")]
     for name, differ in given:
