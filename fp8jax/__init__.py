@@ -25,6 +25,8 @@ from fp8jax.ops.norm import layer_norm as layer_norm
 from fp8jax.ops.norm import rms_norm as rms_norm
 from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.product import quantize_weight as quantize_weight
+from fp8jax.ops.saveable import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from fp8jax.ops.saveable import saveable as saveable
 from fp8jax.ops.transformer import attention_output as attention_output
 from fp8jax.ops.transformer import glu_linear as glu_linear
 from fp8jax.ops.transformer import norm_linear as norm_linear

@@ -15,6 +15,7 @@ from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.fused_reference import ACTIVATIONS, activation_cotangents
+from fp8jax.ops.saveable import ACTIVATION, named
 from fp8jax.ops.saved import Gradient, decode, differentiable, keep
 from fp8jax.recipes import context_part
 
@@ -177,6 +178,7 @@ def _activation(name: str, gate: Array, up: Array | None, context: Context, to: 
         kept, result, scale, made = _keep(operation, g, u, context.spec, to)
     inputs = (gate,) if up is None else (gate, up)
     bounded = context.lean and context.scales == "bound"
+    kept = named(kept, ACTIVATION)
     y, _ = differentiable(Activation(name, gate.dtype, bounded), inputs, kept, y, context)
     if result is not None:
         fused.note(result, y)

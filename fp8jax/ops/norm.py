@@ -15,6 +15,7 @@ from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
+from fp8jax.ops.saveable import NORM, named
 from fp8jax.ops.saved import Gradient, decode, differentiable, keep
 from fp8jax.recipes import context_part
 
@@ -160,6 +161,7 @@ def normalize(
         kept, parts = codes, (fused.matrix(values[0]), None)
         result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
     y = normalized(z, inverse, *values[1:]).astype(dtype)
+    kept = kept._replace(codes=named(kept.codes, NORM), inverse=named(kept.inverse, NORM))
     y, again = differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context, residual=residual)
     if result is not None:
         fused.note(result, y)

@@ -1,8 +1,8 @@
-"""The differentiable product under every linear: three products of a recipe, and what is saved between them.
+"""The differentiable product under every linear: the three products of a recipe over two operand sources.
 
 The input is quantized outside of the differentiated function, from its value alone: its codes then are an argument of
-that function, several products that read one input share them, and the input itself is not saved. Where the input is
-the result of an operation that can make it again from what that keeps, the codes are not saved either.
+that function, several products that read one input share them, and the input itself is not saved. What is saved of each
+matrix its source says (`fp8jax.ops.operand`); `_forward` puts that together with what else the backward pass needs.
 """
 
 import functools
@@ -19,25 +19,23 @@ from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.choice import vary_alike, varying
 from fp8jax.ops.matmul import Operand, matmul
-from fp8jax.ops.quantize import quantize, transpose
+from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
+from fp8jax.ops.operand import (
+    Residual,
+    Source,
+    encode,
+    input_side,
+    make_codes,
+    of_input,
+    of_weight,
+    strategy,
+    weight_side,
+)
+from fp8jax.ops.quantize import quantize
 from fp8jax.ops.recent import Recent, Same
-from fp8jax.ops.saved import ITSELF, Gradient, Remade, from_bytes, mapped_alike, origins, to_bytes
-from fp8jax.ops.sharding import Kind, merged, product_sharding, rows_of, split
+from fp8jax.ops.saved import ITSELF, Gradient, mapped_alike, origins, to_bytes
+from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
-
-
-class QuantizedWeight(NamedTuple):
-    """A weight as the products read it, made once for all calls of a step by `quantize_weight`.
-
-    Codes are kept as bytes, which unlike FP8 arrays may enter a differentiated function.
-
-    Attributes:
-        forward: (outputs, inputs).
-        dgrad: (inputs, outputs).
-    """
-
-    forward: QTensor
-    dgrad: QTensor
 
 
 class Scales(NamedTuple):
@@ -61,17 +59,32 @@ class How(NamedTuple):
 
     Attributes:
         recipe: what it computes with.
-        remade: how to make its input again, or None.
         through: whether its input came through another product.
         passes: whether it passes its input on.
         spec: the sharding of its result on a mesh with Explicit axes, else None.
     """
 
     recipe: Linear
-    remade: Remade | None
     through: bool
     passes: bool
     spec: tuple[Any, ...] | None
+
+
+class Saved(NamedTuple):
+    """What a product saves for its backward pass.
+
+    Attributes:
+        x, w: of its input and its weight, what their sources say.
+        kinds: dtype and sharding of both.
+        key: for gradients rounded stochastically.
+        scales: given ones.
+    """
+
+    x: Residual
+    w: Residual
+    kinds: tuple[Kind, Kind]
+    key: Array | None
+    scales: Scales | None
 
 
 def product(
@@ -129,36 +142,29 @@ def threaded(
     Returns:
         The product, and the input for the next one; or None.
     """
-    kept, gradient = recipe.spec("saved"), recipe.spec("dy")
-    if quantized is not None:
-        _check_weight(quantized, w, recipe)
-    value = x
+    value, side = x, input_side(recipe)
     if source is not None and view:
         x, value = fused.pass_on(source, x), source
-    saved = None
-    if kept is not None:
-        subkey = _subkey(key, kept, "saved")
-        if scales is None:
-            named = x if source is None else source
-            given = fused.given_scale(named, kept)
-            make = functools.partial(_save, x, kept, recipe.scaling, subkey, given)
-            use = (kept, recipe.scaling, x.shape, None if subkey is None else Same(key))
-            saved = _inputs.get(named, use, make)
-        else:
-            saved = _save(x, kept, recipe.scaling, subkey, None if scales is None else scales.x)
-    # Codes rounded stochastically can be made again only with their key.
-    origin = None if source is None or (kept and kept.rounding == "stochastic") else origins.find(source)
-    remade, made_of = (None, None) if origin is None else origin
-    if remade == ITSELF:
-        made_of = source
+    named, again, scale = x if source is None else source, None, None
+    if scales is not None:
+        scale = scales.x
+    elif side.saved is not None:
+        scale = fused.given_scale(named, side.saved)
+    subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
+    use = (side.saved, recipe.scaling, x.shape, None if subkey is None else Same(key))
+    share: Any = (lambda make: make()) if scales else functools.partial(_inputs.get, named, use)
+    if source is not None and (origin := origins.find(source)) is not None:
+        again = (origin[0], source if origin[0] == ITSELF else origin[1])
+    of_x = of_input(x, side, key=subkey, scale=scale, again=again, share=share)
+    of_w = of_weight(w, recipe, scale=scales and scales.w, quantized=quantized)
     if through is not None and jax.typeof(through) != jax.typeof(value):  # it may vary over more mesh axes
         through = None
     value, through, w = vary_alike(value, through, w)  # type: ignore[assignment]
-    noisy = [s for s in (gradient, recipe.spec("dy_wgrad")) if s is not None and s.rounding == "stochastic"]
+    noisy = [s for s in (recipe.spec("dy"), recipe.spec("dy_wgrad")) if s is not None and s.rounding == "stochastic"]
     noise = _subkey(key, noisy[0], "dy") if noisy else None
     spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
-    how = How(recipe, remade, through is not None, passes, spec)
-    return _product(how, value, through, w, saved, noise, scales, quantized, made_of)
+    how = How(recipe, through is not None, passes, spec)
+    return _product(how, value, through, w, of_x, of_w, noise, scales)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
@@ -186,19 +192,12 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     if forward is None or dgrad is None:
         raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
     if forward == dgrad and forward.granularity in TRANSPOSABLE:
-        rows, turned = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=_strategy(part.scaling))
+        rows, turned = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=strategy(part))
         assert rows is not None
         assert turned is not None
         return QuantizedWeight(to_bytes(turned), to_bytes(rows))
-    save = functools.partial(_save, w, how=part.scaling, scale=scale)
-    return QuantizedWeight(save(forward, turned=True), save(dgrad))
-
-
-def _check_weight(quantized: QuantizedWeight, w: Array, recipe: Linear) -> None:
-    found = (quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec)
-    if found != (w.shape, recipe.spec("w"), recipe.spec("w_dgrad")):
-        specs = f"specs {recipe.w} and {recipe.w_dgrad}"
-        raise ValueError(f"a weight {w.shape} of {specs} was given quantized as {found[0]}, {found[1]} and {found[2]}")
+    make = functools.partial(make_codes, w, strategy=strategy(part), scale=scale)
+    return QuantizedWeight(make(forward, turned=True), make(dgrad))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -211,48 +210,34 @@ def _forward(
     value: Array,
     through: Array | None,
     w: Array,
-    saved: QTensor | None,
+    of_x: Source,
+    of_w: Source,
     key: Array | None,
     scales: Scales | None,
-    quantized: QuantizedWeight | None,
-    made_of: Any,
-) -> tuple[tuple[Array, Array | None], Any]:
-    recipe = how.recipe
-    x = fused.pass_on(value, fused.matrix(value))
-    quantizer = functools.partial(_operand, how=recipe.scaling)
-    if saved is not None and recipe.saved == SAME:
-        rows: Operand = from_bytes(saved)
-    else:
-        rows = quantizer(x, recipe.spec("x"), scale=scales and scales.x)
-    if quantized is None:
-        columns: Operand = quantizer(w, recipe.spec("w"), scale=scales and scales.w, turned=True)
-    else:
-        columns = from_bytes(quantized.forward)
-    if how.remade is None:
-        kept: Any = x if saved is None else saved
-    else:
-        # One scale is cheaper to keep than to find again (COAT, section D).
-        kept = made_of, saved.scale if saved is not None and saved.spec.granularity == "tensor" else None
-    # Of a weight that is given as codes no more is needed, as of the input.
-    kinds = Kind.of(value), Kind.of(w)
-    weight = w if quantized is None else None
-    w_scale = scales and scales.w
-    if quantized is None and isinstance(columns, QTensor) and _shares_scale(recipe):
-        w_scale = columns.scale
+) -> tuple[tuple[Array, Array | None], Saved]:
+    recipe, x = how.recipe, fused.pass_on(value, fused.matrix(value))
+    sides = input_side(recipe), weight_side(recipe)
+    rows, columns = of_x.forward(x, sides[0]), of_w.forward(w, sides[1])
+    saved = Saved(
+        of_x.residual(x, rows, sides[0]),
+        of_w.residual(w, columns, sides[1]),
+        (Kind.of(value), Kind.of(w)),
+        key,
+        scales,
+    )
     spec = merged(how.spec, (value.ndim - 1, 1))
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
-    turned = quantized and quantized.dgrad
     y = split(y, (*value.shape[:-1], y.shape[-1]), how.spec)
     given, passed = value if through is None else through, None
     if how.passes:
         passed = mapped_alike(given, y)
     if how.through or how.passes:
         y = mapped_alike(y, given)
-    return (y, passed), (kept, kinds, weight, w_scale, key, scales, turned)
+    return (y, passed), saved
 
 
-def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
-    recipe, (kept, (x, w), weight, w_scale, key, scales, turned) = how.recipe, residuals
+def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
+    recipe, (x, w), key, scales = how.recipe, saved.kinds, saved.key, saved.scales
     dy, others = cotangents
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
@@ -263,7 +248,7 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) 
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
-    quantizer = functools.partial(_operand, how=recipe.scaling)
+    quantizer = functools.partial(encode, strategy=strategy(recipe))
     keys = (None, None) if key is None else jax.random.split(key)
     seen = None
     if scales is not None:
@@ -277,25 +262,19 @@ def _backward(how: How, residuals: Any, cotangents: tuple[Array, Array | None]) 
     else:
         same = recipe.dy_wgrad == SAME
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
-        pair = quantize(dy, *specs, scale=dy_scale, strategy=_strategy(recipe.scaling), key=subkey)
+        pair = quantize(dy, *specs, scale=dy_scale, strategy=strategy(recipe), key=subkey)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
-    weight = quantizer(weight, recipe.spec("w_dgrad"), scale=w_scale) if turned is None else from_bytes(turned)
+    weight = saved.w.operand(weight_side(recipe), None)
     rows_and_inputs = merged(x.spec, (len(lead), 1))
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, spec=rows_and_inputs)
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
-    spec = recipe.spec("x_wgrad")
-    if how.remade is None:
-        columns = _turned(from_bytes(kept) if isinstance(kept, QTensor) else kept, spec, recipe.scaling)
-    else:
-        made_of, scale = kept
-        rows = functools.partial(_row_bounds, dy_rows, weight, others)
-        made = how.remade.again(made_of, Gradient(dx, gradient if scales is None else None, rows))
-        again = fused.pass_on(made, rows_of(made.astype(x.dtype), dy.shape[0], weight.shape[0]))
-        columns = quantizer(again, spec, scale=scale if spec == recipe.spec("saved") else None, turned=True)
+    bounds = functools.partial(_row_bounds, dy_rows, weight, others)
+    known = Gradient(dx, gradient if scales is None else None, bounds)
+    columns = saved.x.operand(input_side(recipe), known)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
-    return *inputs, dw, None, None, scales and Scales(None, None, None, seen), None, None  # type: ignore[arg-type]
+    return *inputs, dw, None, None, None, scales and Scales(None, None, None, seen)  # type: ignore[arg-type]
 
 
 _product.defvjp(_forward, _backward)
@@ -316,45 +295,6 @@ def _row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:
     return 1.01 * bound
 
 
-def _shares_scale(recipe: Linear) -> bool:
-    """Whether both products that read the weight have one scale for all of it: cheaper to keep than to find again."""
-    spec = recipe.spec("w")
-    return spec is not None and spec == recipe.spec("w_dgrad") and spec.granularity == "tensor"
-
-
-def _turned(kept: Operand, spec: QuantSpec | None, how: str) -> Operand:
-    """What was kept of the input (tokens, inputs), as the operand (inputs, tokens) of the weight's gradient."""
-    if not isinstance(kept, QTensor):
-        return _operand(kept, spec, how=how, turned=True)
-    if spec is None:
-        return kept.dequantize(jnp.bfloat16).T
-    reuse = kept.spec.granularity in TRANSPOSABLE and kept.spec == spec
-    return transpose(kept) if reuse else _operand(kept.dequantize(), spec, how=how, turned=True)
-
-
-def _operand(
-    x: Array,
-    spec: QuantSpec | None,
-    *,
-    how: str,
-    key: Array | None = None,
-    scale: Array | None = None,
-    turned: bool = False,
-) -> Operand:
-    """A matrix as an operand; `turned`, its transposed copy."""
-    if spec is None:
-        return x.T if turned else x
-    specs = (None, spec) if turned else (spec, None)
-    key = key if spec.rounding == "stochastic" else None
-    q = quantize(x, *specs, scale=scale, strategy=_strategy(how), key=key)[int(turned)]
-    assert q is not None
-    return q
-
-
-def _strategy(how: str) -> str:
-    return how if how == "two_stage" else "current"
-
-
 def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     if spec.rounding != "stochastic":
         return None
@@ -364,11 +304,3 @@ def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
 
 
 _inputs: Recent[QTensor] = Recent()
-
-
-def _save(
-    x: Array, spec: QuantSpec, how: str, key: Array | None = None, scale: Array | None = None, turned: bool = False
-) -> QTensor:
-    q = _operand(fused.pass_on(x, lax.stop_gradient(x)), spec, how=how, key=key, scale=scale, turned=turned)
-    assert isinstance(q, QTensor)
-    return to_bytes(q)
