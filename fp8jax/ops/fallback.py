@@ -100,7 +100,7 @@ def quantize(
 
 
 def chosen(x: Array, spec: QuantSpec | str, *, criterion: str = "absmax", impl: str = "auto") -> Choice:
-    """What `quantize` runs. "auto" is the kernel on a CUDA GPU where it makes such blocks: of 32 or 128, by "absmax"."""
+    """What `quantize` runs: "auto" is the kernel on CUDA GPUs for what it makes, blocks of 32 or 128, by "absmax"."""
     return _choose(x, _check(spec), criterion, impl, on_cuda())
 
 

@@ -119,7 +119,7 @@ def test_a_product_of_pairs_equals_float64():
     exact = x.astype(np.float64) @ w.astype(np.float64).T
     plain = np.asarray(pair.base.dequantize(), np.float64) @ w.astype(np.float64).T
     assert np.linalg.norm(y - exact) < 0.6 * np.linalg.norm(plain - exact)
-    with pytest.raises(ValueError, match="cannot run: it needs a|takes int8 in blocks of 128"):
+    with pytest.raises(ValueError, match=r"cannot run: it needs a|takes int8 in blocks of 128"):
         matmul_int8.matmul_pair(pair, right, impl="mosaic")
     other, _ = op.quantize(jnp.asarray(w), "int8:block128")
     with pytest.raises(ValueError, match="of one spec"):
