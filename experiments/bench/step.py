@@ -27,6 +27,7 @@ from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.tables.coat_memory import AGAIN
 from experiments.task import Task
+from fp8jax.ops import choice
 
 BF16, VOCAB = "bf16", 32_000
 ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast")
@@ -128,13 +129,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--arm", nargs="+", default=list(ARMS), help="recipes; 'bf16, recomputed' is always there")
     parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
+    parser.add_argument("--impl", default="auto", choices=("auto", "xla"), help="xla: none of fp8jax's kernels")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
     parser.add_argument("--kernels", action="store_true", help="also list the longest kernels of each step")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
-    measure(sizes.get(options.model, VOCAB), options)
+    with choice.target(kernels=options.impl == "auto"):
+        measure(sizes.get(options.model, VOCAB), options)
 
 
 def measure(llama: LlamaConfig, options: argparse.Namespace) -> None:

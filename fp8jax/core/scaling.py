@@ -11,13 +11,13 @@ import numpy as np
 from jax import Array
 
 from fp8jax.core import blocks
-from fp8jax.core.formats import BF16, TINY, Format, round_to
+from fp8jax.core.formats import BF16, TINY, Format, round_to, where
 
 
 def largest_magnitude(x: Array) -> Array:
     """Largest finite |x| of a tensor, fp32 scalar; 0 for an empty one or one without finite values."""
     magnitude = jnp.abs(x.astype(jnp.float32))
-    return jnp.max(jnp.where(jnp.isfinite(magnitude), magnitude, 0.0), initial=0.0)
+    return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), initial=0.0)
 
 
 def to_scale(largest: Array, fmt: Format) -> Array:
@@ -38,7 +38,7 @@ def largest_of_sample(x: Array, start: Array | int = 0) -> Array:
     """`largest_magnitude` of the rows that count as a sample; `start` is the first one's place in a larger matrix."""
     # Computed, for a constant would be kept for the backward pass under jax.checkpoint.
     sampled = (start + jnp.arange(x.shape[0])) // SAMPLE % EVERY == 0
-    return largest_magnitude(jnp.where(sampled[:, None], x, 0))
+    return largest_magnitude(where(sampled[:, None], x.astype(jnp.float32), 0.0))
 
 
 def beyond_sample(sample: Array) -> Array:
@@ -70,7 +70,7 @@ class TwoStage:
         """Maxima of the groups, bf16, shape (..., groups)."""
         magnitude = jnp.abs(x.astype(jnp.float32))
         shape = (*[1] * (x.ndim - 1), self.group_size)
-        maxima = blocks.reduce(jnp.where(jnp.isfinite(magnitude), magnitude, 0.0), shape, jnp.max, 0.0)
+        maxima = blocks.reduce(where(jnp.isfinite(magnitude), magnitude, 0.0), shape, jnp.max, 0.0)
         rounded = round_to(maxima, BF16)
         return jnp.where(rounded.astype(jnp.float32) < maxima, _next_up(rounded), rounded)
 

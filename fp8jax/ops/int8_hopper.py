@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.choice import capability, unplaced
+from fp8jax.ops.choice import aimed, capability, unplaced
 from fp8jax.ops.fallback import Pair
 from fp8jax.ops.partition import Cut, notation, partitioned
 
@@ -29,6 +29,8 @@ def unfit(a: QTensor, b: QTensor) -> str | None:
         return f"it takes int8 in blocks of {BLOCK}, not {a.spec} with {b.spec}"
     if 0 in (*a.shape, *b.shape):
         return f"shapes {a.shape} and {b.shape} are empty"
+    if not aimed().kernels:
+        return "kernels are switched off"
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs a Hopper GPU and jax >= 0.11"
     return unplaced()

@@ -13,12 +13,13 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import int8_hopper
-from fp8jax.ops.choice import Choice, capability, unplaced
+from fp8jax.ops.choice import Choice, aimed, capability, unplaced
 from fp8jax.ops.fold import foldable, refold
 from fp8jax.ops.partition import Cut, notation, partitioned
 
 HOPPER, MICROSCALING = 90, 100
 OUTPUT_GROUPS = (16, 32, 64, 128)
+_NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
 _K_MAJOR = (((1,), (1,)), ((), ()))
 Kernel = Literal["row", "block", "mx", "mx right", "int8"]
 
@@ -31,8 +32,9 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     10 %; for the others the sign changed from run to run, or ours took up to 16 % longer. XLA also lets cuBLASLt add
     what a result is added to, which saves a pass worth more: so it is cuBLASLt for every shape. But XLA calls it with
     8-bit operands only where its own Triton products are switched off (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false):
-    otherwise it may widen the operands to 16 bits, so that on Hopper the kernel is taken. Scales of rows, which
-    cuBLASLt leaves to a second kernel of XLA, and of groups are ours.
+    otherwise it may widen the operands to 16 bits, so that on Hopper the kernel is taken, and elsewhere the reference,
+    which rounds what codes stand for once. Scales of rows, which cuBLASLt leaves to a second kernel of XLA, and of
+    groups are ours.
     """
     if int8_hopper.fits(a, b) and int8_hopper.unfit(a, b) is None:
         return Choice("mosaic", f"the kernel for {_NAMES['int8']}"), "int8"
@@ -43,19 +45,20 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
     cublas = per_tensor and not e5m2 and capability() >= 89
     reason = _unfit(a, b)
-    if cublas and (reason is not None or _triton_gemm_off()):
+    if cublas and _triton_gemm_off():
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if capability() >= MICROSCALING and _native(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"
     if reason is not None:
-        return Choice("xla", f"not the kernel: {reason}"), None
+        remedy = f"; with XLA_FLAGS={_NO_TRITON_GEMM} cuBLASLt multiplies these codes" if cublas else ""
+        return Choice("xla", f"not the kernel: {reason}{remedy}"), None
     kernel = _kernel(a, b)
     assert kernel is not None
     return Choice("mosaic", f"the kernel for scales of {_NAMES[kernel]}"), kernel
 
 
 def _triton_gemm_off() -> bool:
-    return "--xla_gpu_enable_triton_gemm=false" in os.environ.get("XLA_FLAGS", "").split()
+    return _NO_TRITON_GEMM in os.environ.get("XLA_FLAGS", "").split()
 
 
 _NAMES = {
@@ -81,6 +84,8 @@ def unsupported(a: QTensor, b: QTensor) -> str | None:
 
 
 def _unfit(a: QTensor, b: QTensor) -> str | None:
+    if not aimed().kernels:
+        return unplaced()
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs a Hopper GPU and jax >= 0.11"
     if _kernel(a, b) is None:
@@ -204,11 +209,12 @@ def _cublas(a: QTensor, b: QTensor, fast: bool, dtype: DTypeLike) -> Array:
 
     Behind barriers, because XLA would first merge products that share an operand (q, k, v; gate, up) into one of 16
     bits, and because it leaves a cast of a scale that it can move away from the product where it is, rounding it.
+    Written with operands of bf16 whatever the result: where XLA leaves the product as written it is not one of fp32.
     """
-    wide = jnp.float32 if jnp.dtype(dtype) == jnp.float32 else jnp.bfloat16
+    wide, out = jnp.bfloat16, jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     codes, scales = lax.optimization_barrier(([a.codes, b.codes], [q.scale.reshape(()) for q in (a, b)]))
     left, right = (c.astype(wide) * s.astype(wide) for c, s in zip(codes, scales, strict=True))
-    y = lax.dot_general(left, right, _K_MAJOR, precision=precision(fast), preferred_element_type=wide)
+    y = lax.dot_general(left, right, _K_MAJOR, precision=precision(fast), preferred_element_type=out)
     return y.astype(dtype)
 
 
