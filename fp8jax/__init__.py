@@ -14,10 +14,6 @@ from fp8jax.from_recipe import optimizer as optimizer
 from fp8jax.modules.rules import Rule as Rule
 from fp8jax.ops.activation import activation as activation
 from fp8jax.ops.activation import glu as glu
-from fp8jax.ops.delayed import delayed_linear as delayed_linear
-from fp8jax.ops.delayed import init_scaling as init_scaling
-from fp8jax.ops.delayed import update_scaling as update_scaling
-from fp8jax.ops.delayed import weight_scale as weight_scale
 from fp8jax.ops.linear import dot_general as dot_general
 from fp8jax.ops.linear import einsum as einsum
 from fp8jax.ops.linear import linear as linear
@@ -27,6 +23,11 @@ from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.product import quantize_weight as quantize_weight
 from fp8jax.ops.saveable import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from fp8jax.ops.saveable import saveable as saveable
+from fp8jax.ops.scaled import delayed_linear as delayed_linear
+from fp8jax.ops.scaled import init_scaling as init_scaling
+from fp8jax.ops.scaled import scaled_linear as scaled_linear
+from fp8jax.ops.scaled import update_scaling as update_scaling
+from fp8jax.ops.scaled import weight_scale as weight_scale
 from fp8jax.ops.transformer import attention_output as attention_output
 from fp8jax.ops.transformer import glu_linear as glu_linear
 from fp8jax.ops.transformer import norm_linear as norm_linear

@@ -3,6 +3,7 @@
 import dataclasses
 
 from fp8jax.core import formats
+from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 
 _PLAIN = ("bf16", "fp32")
@@ -87,7 +88,7 @@ class Optimizer:
 
 
 SAME = "same"
-SCALINGS = ("current", "two_stage", "delayed")
+OPERANDS = ("x", "w", "dy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Linear:
             itself, or a spec of its own.
         scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
             maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `history`
-            steps, for which `fp8jax.delayed_linear` takes the state.
+            steps, for which `fp8jax.scaled_linear` takes the state. Any name of `fp8jax.core.scaling.NAMES`.
+        w_scaling: the same for the weight alone; None as `scaling`.
         history: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
@@ -128,6 +130,7 @@ class Linear:
     dy_wgrad: str | None = SAME
     saved: str | None = SAME
     scaling: str = "current"
+    w_scaling: str | None = None
     history: int = 1024
     margin: int = 0
     fast_accumulation: tuple[str, ...] = ("forward",)
@@ -159,14 +162,11 @@ class Linear:
                 raise ValueError(
                     f"linear.{field} cannot be the same as {source!r}, whose scales do not transpose; name a spec"
                 )
-        if self.scaling not in SCALINGS:
-            raise ValueError(f"unknown linear.scaling {self.scaling!r}; it is one of {', '.join(SCALINGS)}")
-        if self.scaling == "delayed" and any(
-            QuantSpec.parse(t).granularity != "tensor" for t in (self.x, self.w, self.dy) if t
-        ):
-            raise ValueError("delayed scaling is per tensor; give x, w and dy specs of granularity 'tensor'")
-        if self.scaling == "delayed" and None in (self.x, self.w, self.dy):
-            raise ValueError("delayed scaling needs x, w and dy quantized")
+        for field in ("scaling", "w_scaling"):
+            if getattr(self, field) not in (*NAMES, *([None] if field == "w_scaling" else [])):
+                names = ", ".join(NAMES)
+                raise ValueError(f"unknown linear.{field} {getattr(self, field)!r}; it is one of {names}")
+        self._check_states()
         unknown = set(self.fast_accumulation) - set(self.products())
         if unknown:
             raise ValueError(
@@ -174,6 +174,39 @@ class Linear:
             )
         if self.history < 1:
             raise ValueError(f"linear.history must be positive, not {self.history}")
+
+    def _check_states(self) -> None:
+        """Raises ValueError for operands that their scaling has no scales for."""
+        served: dict[str, list[str]] = {}
+        for operand in self.states:
+            served.setdefault(self.scaling_name(operand), []).append(operand)
+        for name, operands in served.items():
+            listed = " and ".join([", ".join(operands[:-1]), operands[-1]] if len(operands) > 1 else operands)
+            specs, kinds = [self.spec(operand) for operand in operands], self.states[operands[0]].granularities
+            if any(spec is not None and spec.granularity not in kinds for spec in specs):
+                per = " or ".join(map(repr, kinds))
+                raise ValueError(f"{name} scaling is per {kinds[0]}; give {listed} specs of granularity {per}")
+            if None in specs:
+                raise ValueError(f"{name} scaling needs {listed} quantized")
+
+    def scaling_name(self, operand: str) -> str:
+        """What the scaling of "x", "w" or "dy" is called."""
+        return self.w_scaling if operand == "w" and self.w_scaling is not None else self.scaling
+
+    def strategy(self, operand: str) -> Scaling:
+        """Where the scale of "x", "w" or "dy" comes from."""
+        return find(self.scaling_name(operand), self, operand)
+
+    def own_strategy(self, operand: str) -> Scaling:
+        """Where the scale of an operand comes from that none is given for."""
+        found = self.strategy(operand)
+        return Current() if isinstance(found, Stateful) else found
+
+    @property
+    def states(self) -> dict[str, Stateful]:
+        """The strategies that keep a state, by operand."""
+        found = {operand: self.strategy(operand) for operand in OPERANDS}
+        return {operand: part for operand, part in found.items() if isinstance(part, Stateful)}
 
     @property
     def quantized(self) -> bool:
@@ -323,8 +356,11 @@ class Recipe:
         rows.insert(0, ("role", "stored in", "computed in", "bytes/element"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        scaling = f", {self.linear.scaling} scaling" if self.linear.quantized else ""
-        return "\n".join([f"recipe {self.name}{scaling}", *lines])
+        how = ""
+        if self.linear.quantized:
+            how = f", {self.linear.scaling} scaling"
+            how += f", weights {self.linear.w_scaling}" if self.linear.w_scaling else ""
+        return "\n".join([f"recipe {self.name}{how}", *lines])
 
 
 def _bytes(stored: str | QuantSpec) -> float:

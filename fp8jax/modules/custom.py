@@ -75,8 +75,7 @@ def _as_written(eqn: Any, operands: Sequence[Any], info: Any) -> Any:
 
 def _call(fn: Callable, params: Any, args: Any, linear: Linear, name: str) -> Any:
     """`fn(params, args, kwargs)` with the products of a recipe where it multiplies arrays by those of `params`."""
-    if linear.scaling == "delayed":
-        raise ValueError(f"{name} is of a class of its own, which has no delayed scaling; leave it out with a rule")
+    _check_states(name, linear)
     weights, rebuild_weights = split(params)
     arrays, rebuild = split(args)
 
@@ -93,6 +92,12 @@ def _call(fn: Callable, params: Any, args: Any, linear: Linear, name: str) -> An
             "leave its class out"
         )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _check_states(name: str, linear: Linear) -> None:
+    if linear.states:
+        kind = linear.scaling
+        raise ValueError(f"{name} is of a class of its own, which has no {kind} scaling; leave it out with a rule")
 
 
 def call_linen(module: nn.Module, linear: Linear, args: Any, kwargs: Any) -> Any:
@@ -121,8 +126,7 @@ def replace_nnx(path: str, module: Any, linear: Linear, subclass: Callable[[type
         linear: the recipe of its products.
         subclass: makes a subclass with another `__call__`.
     """
-    if linear.scaling == "delayed":
-        raise ValueError(f"{path} is of a class of its own, which has no delayed scaling; leave it out with a rule")
+    _check_states(path, linear)
     object.__setattr__(module, "__class__", _layer_class(type(module), linear, subclass))  # type: ignore[arg-type]
 
 

@@ -25,11 +25,11 @@ from jax import Array
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.modules import blocks_linen, custom, heads_linen, norms
 from fp8jax.modules.blocks import Found, Watched
-from fp8jax.modules.delayed_linen import DelayedDotGeneral
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.reading import Reading
 from fp8jax.modules.rules import Ordered, Rule, Rules, ordered
+from fp8jax.modules.scaled_linen import LinenScaling
 from fp8jax.recipes import linear_part
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -321,10 +321,11 @@ class _Root:
         with contextlib.ExitStack() as stack:
             if module.promote_dtype is promote_dtype:
                 stack.enter_context(_with(module, promote_dtype=SharedPromotion(promote_dtype, linear)))
-            if linear.scaling == "delayed":
+            if linear.states:
                 if isinstance(module, nn.Einsum):
-                    raise ValueError(f"{path} is an nn.Einsum, which has no delayed scaling; leave it out with a rule")
-                stack.enter_context(_with(module, dot_general=DelayedDotGeneral(linear, module)))
+                    kind = linear.scaling
+                    raise ValueError(f"{path} is an nn.Einsum, which has no {kind} scaling; leave it out with a rule")
+                stack.enter_context(_with(module, dot_general=LinenScaling(linear, module)))
             elif not isinstance(module, nn.Einsum):
                 stack.enter_context(_with(module, dot_general=DotGeneral(linear)))
             elif context.orig_method.func is _EINSUM:

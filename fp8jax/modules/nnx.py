@@ -9,10 +9,10 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from fp8jax.core.recipe import Linear
 from fp8jax.modules import blocks_nnx, contexts, custom, heads_nnx
-from fp8jax.modules.delayed import DelayedDotGeneral, kernel_axes
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.rules import Ordered, Rules, choose, ordered
+from fp8jax.modules.scaled import LayerScaling, kernel_axes
 
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
@@ -117,11 +117,11 @@ def _replace(path: str, layer: Any, linear: Linear) -> None:
     check_replaceable(path, layer)
     if layer.promote_dtype is promote_dtype:
         layer.promote_dtype = SharedPromotion(promote_dtype, linear)
-    if linear.scaling == "delayed":
+    if linear.states:
         if isinstance(layer, nnx.Einsum):
-            raise ValueError(f"{path} is an nnx.Einsum, which has no delayed scaling; leave it out with a rule")
-        stacked = layer.kernel.shape[: layer.kernel.ndim - sum(kernel_axes(layer))]
-        layer.dot_general = nnx.data(DelayedDotGeneral(linear, stacked))
+            kind = linear.scaling
+            raise ValueError(f"{path} is an nnx.Einsum, which has no {kind} scaling; leave it out with a rule")
+        layer.dot_general = nnx.data(LayerScaling(linear, layer.kernel[...], *kernel_axes(layer)))
         return
     if isinstance(layer, nnx.Einsum):
         layer.einsum_op = Einsum(linear)

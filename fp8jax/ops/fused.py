@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Context, Recipe
+from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell, unplaced
@@ -130,7 +131,7 @@ def give_scale(array: Array, spec: QuantSpec, scale: Array, codes: Array | None 
 def bounded(recipe: Recipe | Context | str) -> QuantSpec | None:
     """How linear layers quantize what an operation makes, if it is to give them the scale for that; else None."""
     recipe = resolve(recipe)
-    if not isinstance(recipe, Recipe) or recipe.context.scales != "bound" or recipe.linear.scaling == "delayed":
+    if not isinstance(recipe, Recipe) or recipe.context.scales != "bound" or "x" in recipe.linear.states:
         return None
     spec = recipe.linear.spec("x")
     return spec if spec is not None and recipe.linear.saved == SAME and takes(spec) else None
@@ -163,7 +164,7 @@ def pass_on(source: Array, copy: Array) -> Array:
 
 
 def codes(
-    x: Array, rows: QuantSpec | None, columns: QuantSpec | None, *, same: bool, scale: Array | None, strategy: str
+    x: Array, rows: QuantSpec | None, columns: QuantSpec | None, *, same: bool, scale: Array | None, strategy: Scaling
 ) -> tuple[QTensor | None, QTensor | None] | None:
     """Codes of a matrix and of its transposed copy from what it is computed from; None where that is no kernel's.
 
@@ -205,9 +206,7 @@ def _make(result: Result, how: Any, scale: Array | None) -> list[tuple[QTensor |
     def make(on: Any, operands: Any, scale: Array | None, peaks: tuple[Array, ...]) -> Any:
         if scale is None:
             tops = peaks or on.peaks(operation, kinds, operands)
-            if strategy == "two_stage":
-                tops = [scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32) for top in tops]
-            scales = tuple(scaling.to_scale(top, fmt) for top in tops)
+            scales = tuple(scaling.to_scale(strategy.settle(top), fmt) for top in tops)
         else:
             scales = (scaling.usable(scale.reshape(())),)
         found = on.quantize(operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns)

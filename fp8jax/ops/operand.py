@@ -31,6 +31,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear
+from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.matmul import Operand
@@ -56,7 +57,7 @@ class Side(NamedTuple):
     backward: QuantSpec | None
     saved: QuantSpec | None
     turned: bool
-    strategy: str
+    strategy: Scaling
 
     @property
     def one_scale(self) -> bool:
@@ -65,20 +66,15 @@ class Side(NamedTuple):
         return spec is not None and spec == self.backward and spec.granularity == "tensor"
 
 
-def strategy(recipe: Linear) -> str:
-    """Where per-tensor scales come from that nobody gives, as of `fp8jax.ops.quantize.quantize`."""
-    return recipe.scaling if recipe.scaling == "two_stage" else "current"
-
-
 def input_side(recipe: Linear) -> Side:
     """The input x (tokens, inputs): forward as it is, transposed in the weight's gradient."""
     specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("saved")
-    return Side(*specs, turned=False, strategy=strategy(recipe))
+    return Side(*specs, turned=False, strategy=recipe.own_strategy("x"))
 
 
 def weight_side(recipe: Linear) -> Side:
     """The weight w (inputs, outputs): forward transposed, as it is in the input's gradient."""
-    return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, turned=True, strategy=strategy(recipe))
+    return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, turned=True, strategy=recipe.own_strategy("w"))
 
 
 class Residual(Protocol):
@@ -293,7 +289,7 @@ def of_weight(
 def make_codes(
     x: Array,
     spec: QuantSpec,
-    strategy: str,
+    strategy: Scaling,
     *,
     key: Array | None = None,
     scale: Array | None = None,
@@ -308,7 +304,7 @@ def make_codes(
 def encode(
     x: Array,
     spec: QuantSpec | None,
-    strategy: str,
+    strategy: Scaling,
     *,
     key: Array | None = None,
     scale: Array | None = None,

@@ -28,7 +28,6 @@ from fp8jax.ops.operand import (
     make_codes,
     of_input,
     of_weight,
-    strategy,
     weight_side,
 )
 from fp8jax.ops.quantize import quantize
@@ -39,19 +38,19 @@ from fp8jax.recipes import linear_part
 
 
 class Scales(NamedTuple):
-    """What delayed scaling gives to a product: fp32 scalars.
+    """Scales that a product is given: fp32 scalars, each None where the tensor itself has the scale.
 
     Attributes:
         x: scale of the input.
         w: scale of the weight.
         dy: largest magnitude expected of the output's gradient; 0 takes that of the gradient itself.
-        slot: its cotangent becomes the largest magnitude of the output's gradient.
+        slot: its cotangent becomes the largest magnitude of the output's gradient; given with `dy`.
     """
 
-    x: Array
-    w: Array
-    dy: Array
-    slot: Array
+    x: Array | None = None
+    w: Array | None = None
+    dy: Array | None = None
+    slot: Array | None = None
 
 
 class How(NamedTuple):
@@ -146,13 +145,14 @@ def threaded(
     if source is not None and view:
         x, value = fused.pass_on(source, x), source
     named, again, scale = x if source is None else source, None, None
-    if scales is not None:
-        scale = scales.x
+    given = scales is not None and scales.x is not None
+    if given:
+        scale = scales.x  # type: ignore[union-attr]
     elif side.saved is not None:
         scale = fused.given_scale(named, side.saved)
     subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
-    use = (side.saved, recipe.scaling, x.shape, None if subkey is None else Same(key))
-    share: Any = (lambda make: make()) if scales else functools.partial(_inputs.get, named, use)
+    use = (side.saved, side.strategy, x.shape, None if subkey is None else Same(key))
+    share: Any = (lambda make: make()) if given else functools.partial(_inputs.get, named, use)
     if source is not None and (origin := origins.find(source)) is not None:
         again = (origin[0], source if origin[0] == ITSELF else origin[1])
     of_x = of_input(x, side, key=subkey, scale=scale, again=again, share=share)
@@ -192,11 +192,11 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     if forward is None or dgrad is None:
         raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
     if forward == dgrad and forward.granularity in TRANSPOSABLE:
-        rows, turned = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=strategy(part))
+        rows, turned = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=part.own_strategy("w"))
         assert rows is not None
         assert turned is not None
         return QuantizedWeight(to_bytes(turned), to_bytes(rows))
-    make = functools.partial(make_codes, w, strategy=strategy(part), scale=scale)
+    make = functools.partial(make_codes, w, strategy=part.own_strategy("w"), scale=scale)
     return QuantizedWeight(make(forward, turned=True), make(dgrad))
 
 
@@ -237,24 +237,28 @@ def _forward(
 
 
 def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
-    recipe, (x, w), key, scales = how.recipe, saved.kinds, saved.key, saved.scales
+    recipe, (x, w), key = how.recipe, saved.kinds, saved.key
+    scales: Any = saved.scales
     dy, others = cotangents
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
-    dy_scale = fused.given_scale(dy, gradient, recipe.spec("dy_wgrad")) if scales is None else None
+    observed = scales is not None and scales.dy is not None
+    dy_scale = None if observed else fused.given_scale(dy, gradient, recipe.spec("dy_wgrad"))
     dy = fused.pass_on(dy, fused.matrix(dy))
-    if scales is not None and (axes := varying(dy) - varying(scales.slot)):
+    if observed and (axes := varying(dy) - varying(scales.slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
-    quantizer = functools.partial(encode, strategy=strategy(recipe))
+    own = recipe.own_strategy("dy")
+    quantizer = functools.partial(encode, strategy=own)
     keys = (None, None) if key is None else jax.random.split(key)
     seen = None
-    if scales is not None:
+    if observed:
         seen = scaling.largest_magnitude(dy)
         assert gradient is not None
-        dy_scale = scaling.to_scale(jnp.where(scales.dy > 0, scales.dy, seen), formats.get(gradient.format))
+        expected = jnp.where(scales.dy > 0, scales.dy, recipe.strategy("dy").settle(seen))
+        dy_scale = scaling.to_scale(expected, formats.get(gradient.format))
     rows_spec, columns_spec = recipe.spec("dy"), recipe.spec("dy_wgrad")
     if rows_spec is None or columns_spec is None:
         dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale)
@@ -262,7 +266,7 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     else:
         same = recipe.dy_wgrad == SAME
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
-        pair = quantize(dy, *specs, scale=dy_scale, strategy=strategy(recipe), key=subkey)
+        pair = quantize(dy, *specs, scale=dy_scale, strategy=own, key=subkey)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
     weight = saved.w.operand(weight_side(recipe), None)
     rows_and_inputs = merged(x.spec, (len(lead), 1))
@@ -270,11 +274,11 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
     bounds = functools.partial(_row_bounds, dy_rows, weight, others)
-    known = Gradient(dx, gradient if scales is None else None, bounds)
+    known = Gradient(dx, None if observed else gradient, bounds)
     columns = saved.x.operand(input_side(recipe), known)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
-    return *inputs, dw, None, None, None, scales and Scales(None, None, None, seen)  # type: ignore[arg-type]
+    return *inputs, dw, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
 
 
 _product.defvjp(_forward, _backward)

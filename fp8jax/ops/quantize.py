@@ -10,6 +10,7 @@ from jax import Array
 
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, tell, unplaced
@@ -27,7 +28,7 @@ def quantize(
     columns: QuantSpec | str | None = None,
     *,
     scale: Array | None = None,
-    strategy: str = "current",
+    strategy: Scaling | str = "current",
     key: Array | None = None,
     impl: str = "auto",
 ) -> Pair:
@@ -43,8 +44,8 @@ def quantize(
             granularity "tensor" or "block", or None.
         scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
             block counts; None takes them from `x`. Finite values beyond their range saturate.
-        strategy: where scales of granularity "tensor" come from otherwise: "current", the tensor, or "two_stage", the
-            tensor through bf16 maxima of its groups (COAT, section 5.2).
+        strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find` takes it:
+            "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
         impl: "auto", "xla" or "triton"; see `chosen`.
 
@@ -55,7 +56,7 @@ def quantize(
         ValueError: a spec is malformed or does not suit a matrix; a key is missing or not needed; `impl` is unknown,
             or it is "triton" and the kernel cannot run: the message says why.
     """
-    how = _parse(rows, columns)
+    how, strategy = _parse(rows, columns), scaling.find(strategy)
     if (key is not None) != how.stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")
@@ -209,15 +210,15 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
     return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(fused.coding, how.specs)))
 
 
-def _reference(how: _How, strategy: str, x: Array, scale: Array | None, key: Array | None) -> Pair:
+def _reference(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
     keys = (key, None) if key is None or how.columns is None or how.same else jax.random.split(key)
 
     def one(y: Array, spec: QuantSpec | None, key: Array | None) -> QTensor | None:
         if spec is None:
             return None
         s = scale if spec.granularity in ("tensor", "token") else None
-        if strategy == "two_stage" and s is None and spec.granularity == "tensor":
-            find = functools.partial(scaling.TwoStage().scale, fmt=formats.get(spec.format))
+        if s is None and spec.granularity == "tensor" and not strategy.own:
+            find = functools.partial(strategy.scale, fmt=formats.get(spec.format))
             (s,) = blocks.on_logical_array(lambda y: (find((), y),), y, like=[()])
         return quantize_with_scale(y, spec, s, key=key if spec.rounding == "stochastic" else None)
 
@@ -228,7 +229,7 @@ def _reference(how: _How, strategy: str, x: Array, scale: Array | None, key: Arr
     return rows, None if how.columns is None else one(x.T, how.turned, keys[1])
 
 
-def _kernel(how: _How, strategy: str, x: Array, scale: Array | None, key: Array | None) -> Pair:
+def _kernel(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
     words = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
     sides = ("m n", "n m")
     given = None
@@ -245,7 +246,7 @@ def _kernel(how: _How, strategy: str, x: Array, scale: Array | None, key: Array 
 
 
 def _one(
-    how: _How, strategy: str, whole: tuple[int, ...], cut: Cut, x: Array, scale: Array | None, words: Array | None
+    how: _How, strategy: Scaling, whole: tuple[int, ...], cut: Cut, x: Array, scale: Array | None, words: Array | None
 ) -> Pair:
     """The QTensors of a device's own part of a matrix, whose whole shape is given."""
     from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
@@ -284,8 +285,8 @@ def _one(
         else:
             top = largest[0] if _level(spec) == "tensor" else largest[1 + i]
             assert top is not None
-            if strategy == "two_stage" and spec.granularity == "tensor":
-                top = scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32)
+            if spec.granularity == "tensor":
+                top = strategy.settle(top)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
         scales.append(formats.round_to(value, formats.get(spec.scale_format)))
     place = None
