@@ -122,7 +122,7 @@ class Task:
             noted, (loss, grads, seen) = _accumulate(one, noted, tokens_BxT, self.microbatches)
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
         nnx.update(model, noted)
-        if jax.tree.leaves(seen):
+        if any(part.observes for part in self.recipe.linear.states.values()):
             fp8jax.nnx.advance_scaling(model, seen)
         return loss, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 

@@ -90,11 +90,22 @@ def int8_block() -> Recipe:
     return Recipe("int8_block", optimizer=_PLAIN, linear=linear)
 
 
+def int8_fallback() -> Recipe:
+    """INT8 training with dynamic block-level fallback (arXiv 2503.08040), section 5.
+
+    Blocks of an input with outliers have 16 bits in the forward product, 10 to 30 % of all; the threshold that decides
+    which is a state of each layer: see `fp8jax.nnx.advance_scaling` and `fp8jax.linen.advance_scaling`. Norms and
+    activations keep 10 bits.
+    """
+    part = dataclasses.replace(int8_block().linear, scaling="threshold")
+    return Recipe("int8_fallback", optimizer=_PLAIN, linear=part, context=Context("int10:group128"))
+
+
 _PRESETS: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
         *(bf16, coat, coat_fast, coat_optimizer, coat_activations),
-        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block),
+        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block, int8_fallback),
     )
 }
 NAMES: tuple[str, ...] = tuple(_PRESETS)

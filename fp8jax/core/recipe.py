@@ -114,6 +114,9 @@ class Linear:
         w_scaling: the same for the weight alone; None as `scaling`.
         history: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
+        fallback_rates, fallback_factor: of the scaling "threshold", under which blocks of the input fall back to 16
+            bits in the forward product: the range in which the share of blocks is kept, and by how much a threshold
+            changes to that end, once a step.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
             tensor cores of Hopper keep; the others promote partial sums to fp32, as Transformer Engine does in its
             backward pass.
@@ -133,6 +136,8 @@ class Linear:
     w_scaling: str | None = None
     history: int = 1024
     margin: int = 0
+    fallback_rates: tuple[float, float] = (0.1, 0.3)
+    fallback_factor: float = 1.3
     fast_accumulation: tuple[str, ...] = ("forward",)
 
     def __post_init__(self) -> None:
@@ -188,6 +193,13 @@ class Linear:
                 raise ValueError(f"{name} scaling is per {kinds[0]}; give {listed} specs of granularity {per}")
             if None in specs:
                 raise ValueError(f"{name} scaling needs {listed} quantized")
+            if self.states[operands[0]].decides and any(spec is not None and spec.format != "int8" for spec in specs):
+                raise ValueError(f"{name} scaling is of int8 blocks, not of linear.{listed} {getattr(self, listed)!r}")
+            if self.states[operands[0]].decides and (self.spec("w") != self.spec("x") or self.saved is None):
+                raise ValueError(
+                    f"{name} scaling needs x and w in the same blocks and codes to save, not x={self.x!r}, "
+                    f"w={self.w!r}, saved={self.saved!r}"
+                )
 
     def scaling_name(self, operand: str) -> str:
         """What the scaling of "x", "w" or "dy" is called."""

@@ -40,7 +40,7 @@ class DotGeneral:
             precision,
             preferred_element_type,
             recipe=self.linear,
-            key=_key(lhs, self.linear),
+            key=key_of(lhs, self.linear),
             quantized=quantized,
             out_sharding=out_sharding,
         )
@@ -69,7 +69,7 @@ class Einsum:
             precision,
             preferred_element_type,
             recipe=self.linear,
-            key=_key(lhs, self.linear),
+            key=key_of(lhs, self.linear),
             out_sharding=out_sharding,
         )
 
@@ -112,7 +112,7 @@ _casts: Recent[Array] = Recent()
 _keys: Recent[Array] = Recent()
 
 
-def _key(lhs: Array, linear: Linear) -> Array | None:
+def key_of(lhs: Array, linear: Linear) -> Array | None:
     """One key for all layers that read an input, so that they share its codes."""
     return _keys.get(lhs, None, lambda: content_key(lhs)) if linear.stochastic else None
 

@@ -16,12 +16,15 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fallback, fused
 from fp8jax.ops.choice import vary_alike, varying
+from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand, matmul
-from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
+from fp8jax.ops.matmul_int8 import matmul_pair
 from fp8jax.ops.operand import (
+    Blocks,
     Residual,
+    Side,
     Source,
     encode,
     input_side,
@@ -30,8 +33,10 @@ from fp8jax.ops.operand import (
     of_weight,
     weight_side,
 )
+from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.recent import Recent, Same
+from fp8jax.ops.saveable import INPUT, named
 from fp8jax.ops.saved import ITSELF, Gradient, mapped_alike, origins, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
@@ -96,6 +101,7 @@ def product(
     quantized: QuantizedWeight | None = None,
     spec: tuple[Any, ...] | None = None,
     view: bool = True,
+    of_x: Source | None = None,
 ) -> Array:
     """x @ w with the products of a recipe.
 
@@ -109,6 +115,7 @@ def product(
         quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
         spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
         view: whether `source` is (..., inputs); it may have other axes.
+        of_x: where the codes of `x` come from; None decides by the recipe.
 
     Returns:
         (..., outputs), as `source` is (..., inputs), else (tokens, outputs), in the dtype of `x`.
@@ -116,7 +123,7 @@ def product(
     Raises:
         ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
     """
-    return threaded(x, w, recipe, key, source, scales, quantized, spec, view)[0]
+    return threaded(x, w, recipe, key, source, scales, quantized, spec, view, of_x=of_x)[0]
 
 
 def threaded(
@@ -131,31 +138,23 @@ def threaded(
     view: bool = True,
     through: Array | None = None,
     passes: bool = False,
+    of_x: Source | None = None,
 ) -> tuple[Array, Array | None]:
     """`product` as one of several of one input, whose gradients are summed in their backward passes.
 
     Args:
         through: the input as the product before passed it on; gradients flow to it.
         passes: whether to pass it on.
+        of_x: as of `product`.
 
     Returns:
         The product, and the input for the next one; or None.
     """
-    value, side = x, input_side(recipe)
+    value = x
     if source is not None and view:
         x, value = fused.pass_on(source, x), source
-    named, again, scale = x if source is None else source, None, None
-    given = scales is not None and scales.x is not None
-    if given:
-        scale = scales.x  # type: ignore[union-attr]
-    elif side.saved is not None:
-        scale = fused.given_scale(named, side.saved)
-    subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
-    use = (side.saved, side.strategy, x.shape, None if subkey is None else Same(key))
-    share: Any = (lambda make: make()) if given else functools.partial(_inputs.get, named, use)
-    if source is not None and (origin := origins.find(source)) is not None:
-        again = (origin[0], source if origin[0] == ITSELF else origin[1])
-    of_x = of_input(x, side, key=subkey, scale=scale, again=again, share=share)
+    if of_x is None:
+        of_x = _source(x, recipe, key, source, None if scales is None else scales.x)
     of_w = of_weight(w, recipe, scale=scales and scales.w, quantized=quantized)
     if through is not None and jax.typeof(through) != jax.typeof(value):  # it may vary over more mesh axes
         through = None
@@ -165,6 +164,53 @@ def threaded(
     spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
     how = How(recipe, through is not None, passes, spec)
     return _product(how, value, through, w, of_x, of_w, noise, scales)
+
+
+def _source(x: Array, recipe: Linear, key: Array | None, source: Array | None, scale: Array | None) -> Source:
+    """Where the codes of an input come from, as the recipe says; under a given scale it shares them with no other."""
+    side, again = input_side(recipe), None
+    subkey, share = _shared(x, side, key, source)
+    if scale is not None:
+        share = lambda make: make()  # noqa: E731
+    elif side.saved is not None:
+        scale = fused.given_scale(x if source is None else source, side.saved)
+    if source is not None and (origin := origins.find(source)) is not None:
+        again = (origin[0], source if origin[0] == ITSELF else origin[1])
+    return of_input(x, side, key=subkey, scale=scale, again=again, share=share)
+
+
+def fall_back(x: Array, recipe: Linear, key: Array | None, source: Array | None, threshold: Array) -> Blocks:
+    """An input in blocks, of which those fall back that exceed a threshold, and what is saved of it.
+
+    Args:
+        x: (tokens, inputs). recipe, key, source: as of `product`.
+        threshold: fp32 scalar.
+
+    Raises:
+        ValueError: the recipe rounds what it saves stochastically, and there is no key.
+    """
+    side = input_side(recipe)
+    spec, saved = side.forward, side.saved
+    assert spec is not None
+    assert saved is not None
+    subkey, share = _shared(x, side, key, source)
+    values = fused.pass_on(x, lax.stop_gradient(x))
+    drawn = subkey if saved == fallback.stochastic(spec) else None
+    pair, codes = fallback.quantize(values, spec, lax.stop_gradient(threshold), key=drawn)
+
+    def make() -> QTensor:
+        if saved == spec:
+            return to_bytes(pair.base)
+        return make_codes(x, saved, side.strategy, key=subkey) if codes is None else to_bytes(codes)
+
+    return Blocks(pair, share(lambda: named(make(), INPUT)))
+
+
+def _shared(x: Array, side: Side, key: Array | None, source: Array | None) -> tuple[Array | None, Any]:
+    """The key for codes that are saved, and what finds those that another product of the same input has made."""
+    subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
+    use = (side.saved, side.strategy, x.shape, None if subkey is None else Same(key))
+    return subkey, functools.partial(_inputs.get, x if source is None else source, use)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
@@ -226,7 +272,12 @@ def _forward(
         scales,
     )
     spec = merged(how.spec, (value.ndim - 1, 1))
-    y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
+    assert not isinstance(columns, Pair)
+    if isinstance(rows, Pair):
+        assert isinstance(columns, QTensor)
+        y = matmul_pair(rows, columns, dtype=x.dtype, spec=spec)
+    else:
+        y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
     y = split(y, (*value.shape[:-1], y.shape[-1]), how.spec)
     given, passed = value if through is None else through, None
     if how.passes:
