@@ -23,7 +23,7 @@ KERNELS = {
     "gemm_block": ("matmul_block_mosaic",),
     "gemm_int8": ("matmul_int8_mosaic",),
     "quantize": _QUANTIZE,
-    "linear": (*_PRODUCTS, *_QUANTIZE),
+    "linear": (*_PRODUCTS, "matmul_int8_mosaic", *_QUANTIZE, "fallback_triton"),
     "layer": _LAYER,
     "coat_speed": _LAYER,
     "optimizer": ("adamw_triton",),

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 
+from fp8jax import recipes
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import matmul_hopper
+from fp8jax.ops.choice import target
+from fp8jax.ops.scaled import ScalingState, scaled_linear
 from pallas_kernels.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
 from pallas_kernels.matmul_mosaic import matmul
@@ -176,3 +179,16 @@ def int8(fallback: bool, m: int = 4096, n: int = 4096) -> Program:
 
 # Of two passes, and of one.
 INT8 = [functools.partial(int8, fallback, m) for fallback in (False, True) for m in (4096, 512)]
+
+
+def fallback_linear() -> Program:
+    """Forward and backward pass of a linear under INT8 fallback."""
+    recipe = recipes.int8_fallback().linear
+
+    def program(x: Any, w: Any, dy: Any, threshold: Any) -> Any:
+        state, key = ScalingState(x=threshold), jax.random.key(0)
+        with target(capability=90):
+            y, back = jax.vjp(lambda x, w: scaled_linear(x, w, state, recipe=recipe, key=key)[0], x, w)
+            return y, *back(dy)
+
+    return program, (Shape((M, K), BF16), Shape((K, N), BF16), Shape((M, N), BF16), Shape((), F32))

@@ -11,6 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
+from tests.kernels import h200
+from tests.kernels import h200_programs as programs
 
 interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
 RACES = plgpu.InterpretGPUParams(detect_races=True)
@@ -47,3 +49,47 @@ def test_int8_blocks_with_residuals_equal_float64(shape: Any, rate: float, tile:
     out = np.asarray(jax.block_until_ready(out), np.float64)
     assert not interpreter.get_races().races_found
     assert np.linalg.norm(out - wanted) < 3e-7 * np.linalg.norm(wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "rate"), [((4096, 4096, 4096), 0.3), ((1000, 3203, 1160), 0.5), ((257, 513, 2049), 0.0)]
+)
+def test_int8_blocks_with_residuals_equal_float64_on_a_gpu(shape: Any, rate: float) -> None:
+    (*args, residual), wanted = operands(*shape, rate)
+    out = np.asarray(matmul_int8_block(*args, residual=residual, out_dtype=jnp.float32), np.float64)
+    assert np.linalg.norm(out - wanted) < 3e-7 * np.linalg.norm(wanted)
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_compiles_for_an_h200_without_spills() -> None:
+    report = h200.report("tests.kernels.h200_programs:INT8")
+    kernels = report["kernels"]
+    assert len([name for name in kernels if "int8" in name]) == len(programs.INT8)
+    for name, resources in kernels.items():
+        assert resources["stores"] == resources["loads"] == resources["waits"] == 0, f"{name}: {resources}"
+    assert report["copies"] == 0
+
+
+def makespan(counts: np.ndarray, columns: int, raster: int, blocks: int = 132) -> int:
+    """The most slices that a thread block multiplies, of rows of tiles with these counts, dealt as the kernel does."""
+    order, load = np.argsort(-counts), np.zeros(blocks, int)
+    for tile in range(len(counts) * columns):
+        turn, seat = divmod(tile, blocks)
+        band, within = divmod(tile, raster * len(counts))
+        width = min(raster, columns - band * raster)
+        row = within // width
+        row = row if band % 2 == 0 else len(counts) - 1 - row
+        load[seat if turn % 2 == 0 else blocks - 1 - seat] += counts[order[row]]
+    return int(load.max())
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.5])
+def test_tiles_of_unequal_length_are_dealt_evenly(rate: float) -> None:
+    rows, steps, columns = 64, 64, 32
+    used = np.random.default_rng(0).uniform(size=(rows, steps)) < rate
+    whole = (np.arange(rows * steps) < rate * rows * steps).reshape(rows, steps)
+    even = makespan(np.full(rows, steps), columns, 16)
+    for blocks, least in ((used, 0.98), (whole, 0.94)):
+        ideal = even * (1 + blocks.mean())
+        assert ideal / makespan(steps + blocks.sum(1), columns, 16) > least

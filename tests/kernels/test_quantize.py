@@ -103,6 +103,14 @@ def test_codes_equal_the_quantizers_on_a_gpu(case):
         check(got, want, 1e-3 if "int8" in f"{case.rows}" else 3e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.FALLBACKS, ids=lambda c: f"{c.rows} {c.shape}")
+def test_blocks_and_their_residuals_equal_the_references_on_a_gpu(case):
+    found = cases.wrong_fallback(case)
+    assert found.pop("base") <= 1e-3 * case.shape[0] * case.shape[1]
+    assert not any(found.values()), found
+
+
 @pytest.mark.parametrize("case", cases.GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_under_given_scales_finite_values_saturate_and_others_stay_visible(case):
     assert not any(cases.wrong_under_given_scales(case, "xla"))
