@@ -169,6 +169,8 @@ def _train_recipe(
     abstract = jax.eval_shape(task.init)
     batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32)
     # Nothing of the state is in memory yet: what does not fit has been shown before it fails.
+    if folder.name == fp8jax.recipes.AUTO:
+        console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().computed}")
     console.print(recipe.explain())
     with listening() as told:
         compiled = jax.jit(task.step, donate_argnums=0).lower(abstract, batch).compile()

@@ -360,7 +360,15 @@ class Recipe:
         stored.append(("saved non-linear input", self.context.spec or weights.compute, weights.compute))
         if self.context.lean:
             stored.append(("input that a norm or activation made", AGAIN, weights.compute))
-        return [(role, str(how), computed, _bytes(how)) for role, how, computed in stored]
+        return [self._with_residuals(role, str(how), computed, _bytes(how)) for role, how, computed in stored]
+
+    def _with_residuals(self, role: str, how: str, computed: str, size: float) -> tuple[str, str, str, float]:
+        """A row of the plan; of an input whose blocks fall back, with the residuals of as many as there may be."""
+        strategy = self.linear.states.get("x")
+        if role != "forward x" or strategy is None or not strategy.decides:
+            return role, how, computed, size
+        lowest, highest = self.linear.fallback_rates
+        return role, f"{how}, {100 * lowest:g} to {100 * highest:g} % twice", computed, size * (1 + highest)
 
     def explain(self) -> str:
         """The storage plan as a table in text."""
