@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import int8_hopper
+from fp8jax.ops import int8_kernels
 from fp8jax.ops.choice import Choice, aimed, capability, unplaced
 from fp8jax.ops.fold import foldable, refold
 from fp8jax.ops.partition import Cut, notation, partitioned
@@ -36,8 +36,8 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     which rounds what codes stand for once. Scales of rows, which cuBLASLt leaves to a second kernel of XLA, and of
     groups are ours.
     """
-    if int8_hopper.fits(a, b) and int8_hopper.unfit(a, b) is None:
-        return Choice("mosaic", f"the kernel for {_NAMES['int8']}"), "int8"
+    if int8_kernels.fits(a, b) and int8_kernels.unfit(a, b) is None:
+        return Choice(int8_kernels.language(), f"the kernel for {_NAMES['int8']}"), "int8"
     fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
     if not fp8 or 0 in (*a.shape, *b.shape):
         return Choice("xla", "the kernels take FP8 operands that are not empty"), None
@@ -72,8 +72,9 @@ _NAMES = {
 
 def unsupported(a: QTensor, b: QTensor) -> str | None:
     """Why no Mosaic kernel can multiply them, or None."""
-    if int8_hopper.fits(a, b):
-        return int8_hopper.unfit(a, b)
+    if int8_kernels.fits(a, b):
+        other = None if int8_kernels.language() == "mosaic" else "it needs a Hopper GPU"
+        return int8_kernels.unfit(a, b) or other
     if not all(formats.get(q.spec.format).is_float for q in (a, b)):
         return f"codes of {a.spec.format} and {b.spec.format} are not FP8"
     if 0 in (*a.shape, *b.shape):
@@ -114,7 +115,7 @@ def _kernel(a: QTensor, b: QTensor) -> Kernel | None:
 
 def mosaic_kernel(a: QTensor, b: QTensor) -> Kernel:
     """The Mosaic kernel for operands that `unsupported` has nothing against."""
-    kernel: Kernel | None = "int8" if int8_hopper.fits(a, b) else _kernel(a, b)
+    kernel: Kernel | None = "int8" if int8_kernels.fits(a, b) else _kernel(a, b)
     assert kernel is not None
     return kernel
 
@@ -132,7 +133,7 @@ def run(
     if how == "native":
         return _scaled_matmul(a, b).astype(dtype)
     if how == "int8":
-        return int8_hopper.run(dtype, a, b)
+        return int8_kernels.run(dtype, a, b)
     if how in ("mx", "mx right"):
         micro = a if how == "mx" else b
         if not exact and foldable(micro):

@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops import int8_hopper, sharding
+from fp8jax.ops import int8_kernels, sharding
 from fp8jax.ops import matmul as op
 from fp8jax.ops.choice import Choice, by_platform, local, on_cuda, tell
 from fp8jax.ops.fallback import Pair
@@ -27,7 +27,7 @@ def matmul_pair(
     Args:
         a: (M, K). b: (N, K), int8 in blocks of the same side.
         dtype: of the result.
-        impl: "auto", "xla" or "mosaic": "auto" is the kernel on Hopper GPUs.
+        impl: "auto", "xla" or "mosaic": "auto" is a kernel on Ampere, Ada and Hopper.
         spec: as of `fp8jax.ops.matmul.matmul`.
 
     Returns:
@@ -46,7 +46,7 @@ def matmul_pair(
         reference = functools.partial(_decoded, dtype, spec)
 
     def kernel(a: Pair, b: QTensor) -> Array:
-        product = int8_hopper.run(dtype, a, b)
+        product = int8_kernels.run(dtype, a, b)
         return product if spec is None else sharding.place(product, spec, a.base.codes, b.codes)
 
     if choice.impl == "xla":
@@ -59,9 +59,10 @@ def _choose(a: QTensor, b: QTensor, impl: str, cuda: bool) -> Choice:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl == "xla":
         return Choice("xla", "asked for")
-    reason = int8_hopper.unfit(a, b) if cuda else "it needs a CUDA GPU"
-    if reason is None:
-        return Choice("mosaic", "the kernel for int8 blocks of 128")
+    reason = int8_kernels.unfit(a, b) if cuda else "it needs a CUDA GPU"
+    if reason is None and not (impl == "mosaic" and int8_kernels.language() != "mosaic"):
+        return Choice(int8_kernels.language(), "the kernel for int8 blocks of 128")
+    reason = reason or "it needs a Hopper GPU"
     if impl == "mosaic":
         raise ValueError(f"impl 'mosaic' cannot run: {reason}")
     decoded = "; codes are decoded and multiplied in bf16" if cuda else ""

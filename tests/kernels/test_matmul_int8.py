@@ -1,5 +1,6 @@
 """INT8 block products: kernels and references against float64 NumPy, races, spills, and how evenly tiles are dealt."""
 
+import functools
 import importlib
 from typing import Any
 
@@ -9,33 +10,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fp8jax.ops import choice, fallback, matmul, matmul_int8
+from fp8jax.ops import quantize as op
 from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs
+from tests.kernels.int8_cases import error, operands
 
 interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
 RACES = plgpu.InterpretGPUParams(detect_races=True)
 WIDE, NARROW = Tile(128, 128, "N", stages=3, slots=4, raster=16), Tile(64, 64, "M", stages=2)
-
-
-def operands(m: int, n: int, k: int, rate: float) -> tuple[Any, np.ndarray]:
-    """Arguments of a product, and its result in float64. Residual blocks that are not used hold garbage."""
-    rng = np.random.default_rng(m + n + k)
-    a, b, r = (rng.integers(-127, 128, shape).astype(np.int8) for shape in ((m, k), (n, k), (m, k)))
-    counts = -(-m // 128), -(-n // 128), -(-k // 128)
-    a_scale, b_scale = (rng.uniform(0.5, 2, (rows, counts[2])).astype(np.float32) for rows in counts[:2])
-    r_scale = rng.uniform(0.005, 0.02, a_scale.shape).astype(np.float32)
-    used = rng.uniform(size=a_scale.shape) < rate
-    r_scale[~used] = np.nan
-
-    def spread(blocks: np.ndarray, rows: int) -> np.ndarray:
-        return np.kron(blocks.astype(np.float64), np.ones((128, 128)))[:rows, :k]
-
-    left = a * spread(a_scale, m) + r * spread(np.where(used, r_scale, 0), m)
-    wanted = left @ (b * spread(b_scale, n)).T
-    residual = Residual(jnp.asarray(r), jnp.asarray(r_scale), jnp.asarray(used)) if rate else None
-    return (*map(jnp.asarray, (a, b, a_scale, b_scale)), residual), wanted
 
 
 @pytest.mark.parametrize(
@@ -56,9 +41,8 @@ def test_int8_blocks_with_residuals_equal_float64(shape: Any, rate: float, tile:
     ("shape", "rate"), [((4096, 4096, 4096), 0.3), ((1000, 3203, 1160), 0.5), ((257, 513, 2049), 0.0)]
 )
 def test_int8_blocks_with_residuals_equal_float64_on_a_gpu(shape: Any, rate: float) -> None:
-    (*args, residual), wanted = operands(*shape, rate)
-    out = np.asarray(matmul_int8_block(*args, residual=residual, out_dtype=jnp.float32), np.float64)
-    assert np.linalg.norm(out - wanted) < 3e-7 * np.linalg.norm(wanted)
+    assert error(matmul_int8_block, shape, rate) < 3e-7
+    assert error(pytest.importorskip("pallas_kernels.matmul_int8_triton").matmul_int8_block, shape, rate) < 3e-7
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
@@ -93,3 +77,36 @@ def test_tiles_of_unequal_length_are_dealt_evenly(rate: float) -> None:
     for blocks, least in ((used, 0.98), (whole, 0.94)):
         ideal = even * (1 + blocks.mean())
         assert ideal / makespan(steps + blocks.sum(1), columns, 16) > least
+
+
+@pytest.mark.parametrize(("capability", "impl", "calls"), [(80, "triton", 3), (75, "xla", 1)])
+def test_other_gpus_get_the_kernel_in_triton_or_16_bits(capability: int, impl: str, calls: int) -> None:
+    pytest.importorskip("jax_triton")
+    codes, blocks = jax.ShapeDtypeStruct((256, 384), jnp.bfloat16), functools.partial(op.quantize, rows="int8:block128")
+
+    def program(x: Any, w: Any) -> Any:
+        pair, _ = fallback.quantize(x, "int8:block128", 3.0)
+        right, left = blocks(w, impl="xla")[0], blocks(x, impl="xla")[0]
+        return matmul_int8.matmul_pair(pair, right), matmul.matmul(left, right)
+
+    with choice.target(capability=capability), choice.listening() as told:
+        text = jax.jit(program).trace(codes, codes).lower(lowering_platforms=("cuda",)).as_text()
+    assert [c.impl for name, c in told if name == "fallback matmul"] == [impl]
+    assert [c.impl for name, c in told if name == "matmul"][-1] == impl
+    assert text.count("@triton_kernel_call_ffi") == calls
+    assert "mosaic" not in text
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_the_kernel_in_triton_compiles_for_an_a100_without_spills() -> None:
+    from pallas_kernels import matmul_int8_triton
+
+    def program(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> Any:
+        kernel = functools.partial(matmul_int8_triton.matmul_int8_block, compute_capability=80)
+        return kernel(a, b, sa, sb, residual=Residual(*residual))
+
+    _, shapes = programs.int8(fallback=True)
+    registers, spilled, shared = h200.assembled(program, *shapes, arch="sm_80")
+    assert spilled == 0
+    assert registers <= 255
+    assert shared <= 160 * 1024

@@ -1,6 +1,7 @@
-"""The Hopper kernel for int8 in blocks of 128, of which the left operand's may have residuals: when, and its call."""
+"""The kernels for int8 in blocks of 128, of which the left operand's may have residuals: which, and their call."""
 
 import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.choice import aimed, capability, unplaced
+from fp8jax.ops.choice import aimed, capability, missing_triton, unplaced
 from fp8jax.ops.fallback import Pair
 from fp8jax.ops.partition import Cut, notation, partitioned
 
 HOPPER, BLOCK = 90, 128
+# GPUs of the kernel in Triton: those with int8 matrix units before Hopper that have bf16.
+TRITON = range(80, 90)
 
 
 def fits(a: QTensor, b: QTensor) -> bool:
@@ -31,9 +34,16 @@ def unfit(a: QTensor, b: QTensor) -> str | None:
         return f"shapes {a.shape} and {b.shape} are empty"
     if not aimed().kernels:
         return "kernels are switched off"
+    if capability() in TRITON:
+        return missing_triton("matmul_int8_triton") or unplaced()
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
-        return "it needs a Hopper GPU and jax >= 0.11"
+        return "it needs an Ampere, Ada or Hopper GPU, and on Hopper jax >= 0.11"
     return unplaced()
+
+
+def language() -> Literal["mosaic", "triton"]:
+    """What the kernel for the GPU is written in."""
+    return "triton" if capability() in TRITON else "mosaic"
 
 
 def run(dtype: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
@@ -41,7 +51,7 @@ def run(dtype: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
     base = a.base if isinstance(a, Pair) else a
     parts = notation(base.spec, base.shape, "m k")
     ins = (parts, parts, parts[1]) if isinstance(a, Pair) else parts
-    static = (isinstance(a, Pair), str(jnp.dtype(dtype)), base.spec, b.spec)
+    static = (language(), isinstance(a, Pair), str(jnp.dtype(dtype)), base.spec, b.spec)
     multiply = functools.partial(_multiply, jnp.dtype(dtype))
     product: Array = partitioned(
         "int8_product", static, multiply, (a, b), (ins, notation(b.spec, b.shape, "n k")), "m n"
@@ -52,16 +62,22 @@ def run(dtype: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
 def _multiply(dtype: DTypeLike, cut: Cut, a: Pair | QTensor, b: QTensor) -> Array:
     # Sums over devices are of 16 bits, as those of a gradient in bf16.
     out = jnp.bfloat16 if "k" in cut.axes or dtype == jnp.bfloat16 else jnp.float32
-    return cut.total(_kernel(out, a, b), "k").astype(dtype)
+    return cut.total(_kernel(language(), out, a, b), "k").astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _kernel(out: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _kernel(written_in: str, out: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
     """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
     from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
 
+    multiply: Any = matmul_int8_block
+    if written_in == "triton":
+        from pallas_kernels import matmul_int8_triton
+
+        multiply = functools.partial(matmul_int8_triton.matmul_int8_block, compute_capability=capability())
     base, residual = a, None
     if isinstance(a, Pair):
         base, residual = a.base, Residual(a.residual.codes, a.residual.scale, a.used)
     assert isinstance(base, QTensor)
-    return matmul_int8_block(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=out)
+    product: Array = multiply(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=out)
+    return product
