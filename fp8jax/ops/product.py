@@ -196,14 +196,19 @@ def fall_back(x: Array, recipe: Linear, key: Array | None, source: Array | None,
     subkey, share = _shared(x, side, key, source)
     values = fused.pass_on(x, lax.stop_gradient(x))
     drawn = subkey if saved == fallback.stochastic(spec) else None
-    pair, codes = fallback.quantize(values, spec, lax.stop_gradient(threshold), key=drawn)
+    pairs: list[Pair] = []
 
     def make() -> QTensor:
+        pair, codes = fallback.quantize(values, spec, lax.stop_gradient(threshold), key=drawn)
+        pairs.append(pair)
         if saved == spec:
             return to_bytes(pair.base)
         return make_codes(x, saved, side.strategy, key=subkey) if codes is None else to_bytes(codes)
 
-    return Blocks(pair, share(lambda: named(make(), INPUT)))
+    codes = share(lambda: named(make(), INPUT))
+    # Another product of this input has made what is saved; thresholds are each layer's own.
+    pair = pairs[0] if pairs else fallback.quantize(values, spec, lax.stop_gradient(threshold))[0]
+    return Blocks(pair, codes)
 
 
 def _shared(x: Array, side: Side, key: Array | None, source: Array | None) -> tuple[Array | None, Any]:
