@@ -94,6 +94,13 @@ class Task:
         model.eval()
         return model
 
+    def observed(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> Any:
+        """The model state after a forward pass of tokens (B, T + 1), for scalings that observe no gradients."""
+        model = nnx.merge(self.graphdef, params, model_state)
+        model(tokens_BxT[:, :-1])
+        fp8jax.nnx.advance_scaling(model, nnx.State({}))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
     def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
         """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1)."""
         return _cross_entropy(self.model(params, model_state), tokens_BxT)
