@@ -89,7 +89,15 @@ class Trained:
             settle = jax.jit(task.observed)
             for _ in range(SETTLING):
                 fresh = settle(self.params, fresh, batch)
-        return lambda params, tokens_BxT: task.model(params, fresh)(tokens_BxT)
+
+        def run(params: Any, tokens_BxT: Any) -> jax.Array:
+            model = task.model(params, fresh)
+            if linear.tracked:
+                fp8jax.nnx.measure_weights(model)
+            logits: jax.Array = model(tokens_BxT)
+            return logits
+
+        return run
 
 
 # Passes in which thresholds come to where they would be in training, by a factor 1.3 a pass, and their sequences.

@@ -16,6 +16,7 @@ from flax import nnx
 import fp8jax
 from experiments.config import Optim
 from experiments.models.llama import Llama, LlamaConfig
+from fp8jax.optim.compressed_adamw import FusedTransformation
 
 
 class TrainState(NamedTuple):
@@ -126,12 +127,28 @@ class Task:
         if self.microbatches == 1:
             noted, (loss, grads, seen) = one(noted, tokens_BxT)
         else:
-            noted, (loss, grads, seen) = _accumulate(one, noted, tokens_BxT, self.microbatches)
+            noted, (loss, grads, seen) = _accumulate(one, noted, self._parts(tokens_BxT))
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
         nnx.update(model, noted)
         if any(part.observes for part in self.recipe.linear.states.values()):
             fp8jax.nnx.advance_scaling(model, seen)
         return loss, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+    def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
+        """The microbatches of a batch, (count, B / count, T), each spread over all devices."""
+        parts = tokens_BxT.reshape(self.microbatches, -1, tokens_BxT.shape[1])
+        if self.rows is None:
+            return parts
+        spec = jax.sharding.PartitionSpec(None, *self.rows.spec)
+        return jax.lax.with_sharding_constraint(parts, jax.sharding.NamedSharding(self.rows.mesh, spec))
+
+    def _bounded(self, params: Any, model_state: Any, opt_state: optax.OptState) -> Any:
+        """The model state with the bounds of automatic weight scaling after an update, where the recipe has it."""
+        if not self.recipe.linear.tracked:
+            return model_state
+        model = nnx.merge(self.graphdef, params, model_state)
+        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(opt_state))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
     def step(self, state: TrainState, tokens_BxT: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update, or none from the first loss or gradient on that is not finite."""
@@ -139,21 +156,25 @@ class Task:
         grad_norm = optax.tree.norm(grads)
         healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-        def update() -> tuple[Any, Any, optax.OptState]:
+        def keep_or(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), new, old)
+
+        # No branch: its two ends would be copied to one place.
+        if isinstance(self.tx, FusedTransformation):
+            params, opt_state = self.tx.step(grads, state.opt_state, state.params, applied=healthy)
+        else:
             updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-            return optax.apply_updates(state.params, updates), model_state, opt_state
-
-        def keep() -> tuple[Any, Any, optax.OptState]:
-            return state.params, state.model_state, state.opt_state
-
-        params, model_state, opt_state = jax.lax.cond(healthy, update, keep)
+            params = keep_or(optax.apply_updates(state.params, updates), state.params)
+            opt_state = keep_or(opt_state, state.opt_state)
+        model_state = keep_or(self._bounded(params, model_state, opt_state), state.model_state)
         step = state.step + healthy.astype(jnp.int32)
         metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
         return TrainState(step, params, model_state, opt_state, state.rng, healthy), metrics
 
 
-def _accumulate(one: Callable, noted: nnx.State, tokens_BxT: jax.Array, count: int) -> Any:
+def _accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
     """`one` on equal parts of a batch: means of losses and gradients in fp32, maxima of the gradients' statistics."""
+    count = len(parts)
 
     def add(carry: Any, tokens_BxT: jax.Array) -> tuple[Any, None]:
         noted, (loss, grads, seen) = carry
@@ -161,7 +182,6 @@ def _accumulate(one: Callable, noted: nnx.State, tokens_BxT: jax.Array, count: i
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32) / count, grads, one_grads)
         return (noted, (loss + one_loss / count, grads, jax.tree.map(jnp.maximum, seen, one_seen))), None
 
-    parts = tokens_BxT.reshape(count, -1, tokens_BxT.shape[1])
     loss, grads, seen = jax.eval_shape(one, noted, parts[0])[1]
     zeros = loss, jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape, jnp.float32), grads), seen
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)

@@ -31,10 +31,15 @@ from fp8jax.ops.scaled import weight_scale as weight_scale
 from fp8jax.ops.transformer import attention_output as attention_output
 from fp8jax.ops.transformer import glu_linear as glu_linear
 from fp8jax.ops.transformer import norm_linear as norm_linear
+from fp8jax.optim.clipped import clipped as clipped
 from fp8jax.optim.compress_state import compress_state as compress_state
 from fp8jax.optim.compressed_adamw import compressed_adamw as compressed_adamw
 from fp8jax.optim.compressed_adamw import scale_by_compressed_adam as scale_by_compressed_adam
 from fp8jax.optim.moments import state_bytes as state_bytes
+from fp8jax.optim.weight_bounds import adam_limit as adam_limit
+from fp8jax.optim.weight_bounds import measure_weights as measure_weights
+from fp8jax.optim.weight_bounds import track_weights as track_weights
+from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
 
 __version__ = _metadata.version("fp8jax")
 

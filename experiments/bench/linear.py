@@ -36,6 +36,8 @@ RECIPES = {
     "deepseek": recipes.deepseek().linear,
     "int8_block": recipes.int8_block().linear,
     "int8_fallback, 20 %": recipes.int8_fallback().linear,
+    "moss": recipes.moss().linear,
+    "fast": recipes.fast().linear,
 }  # fmt: skip
 
 

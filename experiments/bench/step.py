@@ -30,7 +30,7 @@ from experiments.task import Task
 from fp8jax.ops import choice
 
 BF16, VOCAB = "bf16", 32_000
-ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast")
+ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
 # Dense bf16 products of an H100 or H200, NVIDIA's data sheet: what MFU is given against.
 PEAK_FLOPS = 989.5e12
 MESHES = {"one": "one GPU", "data": "data parallel over {}", "fsdp": "FSDP over {}"}
@@ -164,9 +164,9 @@ def measure(llama: LlamaConfig, options: argparse.Namespace) -> None:
             jax.tree.map(lambda x: x.delete(), arm.state)
     notes = [
         " ".join((__doc__ or "").split("\n\n")[1].split()),
-        "Optimizer steps are `update` and `apply_updates`. Arms run in turns, in another order in each round; medians. "
-        "MFU counts products and causal attention, forward and backward, against 989.5 TFLOP/s of dense bf16. What is "
-        "exchanged is of the compiled program, each loop over layers once.",
+        "The optimizer is `step` of `fp8jax.clipped`: one pass, none for the clipped gradients. Arms run in turns, in "
+        "another order in each round; medians. MFU counts products and causal attention, forward and backward, against "
+        "989.5 TFLOP/s of dense bf16. What is exchanged is of the compiled program, each loop over layers once.",
     ]
     timing.write("step", "Whole training steps", found, notes, {}, options.out)
 

@@ -97,7 +97,9 @@ class Linear:
 
     Every operand is given as the string form of a `QuantSpec`, or None for bf16, of the matrix with the contraction
     along its last axis: groups and tokens run along the contraction. "same" takes the codes of the forward operand,
-    transposed, which needs scales that a transposed matrix keeps ("tensor", "block").
+    transposed, which needs scales that a transposed matrix keeps ("tensor", "block"). Microscaled operands under a
+    level 1 ("mx") have their powers of two folded into their codes, which leaves a scale a row. For the weight's
+    gradient both "same" may be microscaled, or one beside "tensor": `fp8jax.ops.microscaled` says how.
 
     Attributes:
         x: input in the forward product, (tokens, inputs).
@@ -111,12 +113,14 @@ class Linear:
         scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
             maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `history`
             steps, for which `fp8jax.scaled_linear` takes the state. Any name of `fp8jax.core.scaling.NAMES`.
-        w_scaling: the same for the weight alone; None as `scaling`.
+        w_scaling: the same for the weight alone; None as `scaling`. "automatic" takes a bound on the weight, which
+            `fp8jax.track_weights` follows; where a layer has none, the weight itself.
         history: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
         fallback_rates, fallback_factor: of the scaling "threshold", under which blocks of the input fall back to 16
             bits in the forward product: the range in which the share of blocks is kept, and by how much a threshold
             changes to that end, once a step.
+        interval: steps after which automatic scaling measures a weight again.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
             tensor cores of Hopper keep; the others promote partial sums to fp32, as Transformer Engine does in its
             backward pass.
@@ -138,6 +142,7 @@ class Linear:
     margin: int = 0
     fallback_rates: tuple[float, float] = (0.1, 0.3)
     fallback_factor: float = 1.3
+    interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
 
     def __post_init__(self) -> None:
@@ -162,7 +167,10 @@ class Linear:
             if a and b and formats.get(a.format).is_float != formats.get(b.format).is_float:
                 raise ValueError(f"linear: the {product} product mixes integers and floating point, {a} and {b}")
         sources = {"w_dgrad": self.w, "dy_wgrad": self.dy, "x_wgrad": self.x if self.saved == SAME else self.saved}
+        shared = self._check_shared(sources["x_wgrad"])
         for field, source in sources.items():
+            if field != "w_dgrad" and shared:
+                continue
             if getattr(self, field) == SAME and source and QuantSpec.parse(source).granularity not in TRANSPOSABLE:
                 raise ValueError(
                     f"linear.{field} cannot be the same as {source!r}, whose scales do not transpose; name a spec"
@@ -179,6 +187,8 @@ class Linear:
             )
         if self.history < 1:
             raise ValueError(f"linear.history must be positive, not {self.history}")
+        if self.interval < 1:
+            raise ValueError(f"linear.interval must be positive, not {self.interval}")
 
     def _check_states(self) -> None:
         """Raises ValueError for operands that their scaling has no scales for."""
@@ -215,10 +225,31 @@ class Linear:
         return Current() if isinstance(found, Stateful) else found
 
     @property
+    def tracked(self) -> bool:
+        """Whether the scale of the weight comes from what the optimizer does: see `fp8jax.track_weights`."""
+        return not all(part.observes for part in self.states.values())
+
+    @property
     def states(self) -> dict[str, Stateful]:
         """The strategies that keep a state, by operand."""
         found = {operand: self.strategy(operand) for operand in OPERANDS}
         return {operand: part for operand, part in found.items() if isinstance(part, Stateful)}
+
+    def _check_shared(self, kept: str | None) -> bool:
+        """Whether the weight's gradient reads microscaled codes again, whose scales of tokens its operands share."""
+        if not self.x_wgrad == self.dy_wgrad == SAME or kept is None or self.dy is None:
+            return False
+        specs = QuantSpec.parse(kept), QuantSpec.parse(self.dy)
+        if not any(s.folds for s in specs) or not all(s.folds or s.granularity == "tensor" for s in specs):
+            return False
+        if any(not formats.get(s.format).is_float or s.rounding != "nearest" for s in specs):
+            return False
+        if specs[0].folds and specs[0].level1 == "token" and not (specs[1].folds and specs[1].level1 == "token"):
+            raise ValueError(
+                f"linear.x_wgrad cannot be the same as {kept!r} beside dy {self.dy!r}: an fp32 scale for each token "
+                f"shifts no exponents; give dy a level 1 of tokens, such as 'e4m3:mx32+token', or name a spec"
+            )
+        return True
 
     @property
     def quantized(self) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fp8jax.core.formats import BF16, TINY, Format, round_to, where
+from fp8jax.core.formats import BF16, TINY, Format, decode_e8m0, encode_e8m0, round_to, where
 
 
 def largest_magnitude(x: Array) -> Array:
@@ -24,6 +24,16 @@ def largest_magnitude(x: Array) -> Array:
 def to_scale(largest: Array, fmt: Format) -> Array:
     """The scale that takes a largest magnitude to the largest code; 1 where it is zero."""
     return jnp.where(largest > 0, jnp.maximum(largest * np.float32(1 / fmt.max), TINY), 1.0)
+
+
+def power_above(largest: Array, level: Array, fmt: Format) -> Array:
+    """The smallest power of two times a level, fp32, that takes a largest magnitude to no more than the largest code.
+
+    MOSS, equation 3. Of 0, and where it would be subnormal, the smallest normal number.
+    """
+    units = largest * (1 / level) * np.float32(1 / fmt.max)
+    power = decode_e8m0(encode_e8m0(jnp.maximum(units, TINY), "up"))
+    return jnp.maximum(level * power, TINY)
 
 
 def usable(scale: Array) -> Array:
@@ -110,7 +120,8 @@ class Stateful(Scaling):
     Class attributes:
         granularities: those of operands' specs that its scales are for.
         merge: how observations merge, "max" or "sum".
-        observes: whether calls observe the operand; else the state comes from outside the layer (`Automatic`).
+        observes: whether calls observe the operand; else the state comes from outside (`Automatic`), and functions
+            without one take the operand's own scale.
         statistic: shape of an observation; zeros are that of nothing.
         decides: whether the state is no scale, but the threshold above which blocks of the operand fall back.
     """
@@ -252,11 +263,60 @@ class Threshold(Stateful):
         return jnp.where(blocks > 0, jnp.clip(state * factor, TINY, 1 / TINY), state)
 
 
+@dataclasses.dataclass(frozen=True)
+class Automatic(Stateful):
+    """Automatic weight scaling (MOSS, section 3.2, equation 10): of a bound on the weight, which nothing reads for it.
+
+    The state is the bound, an fp32 scalar, measured at the start. Afterwards it is the optimizer's: `track_weights`,
+    last in its chain, lets the bound grow with what is applied, and measures again every `interval` steps; the layer
+    is given it after each update. No weight is beyond its bound, so none saturates.
+
+    Attributes:
+        interval: steps between measurements.
+    """
+
+    operands: ClassVar[tuple[str, ...]] = ("w",)
+    observes: ClassVar[bool] = False
+
+    interval: int = 500
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ValueError(f"Automatic.interval must be positive, not {self.interval}")
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        return cls(settings.interval)
+
+    def init(self, x: Array | None = None) -> Array:
+        if x is None:
+            raise ValueError("automatic scaling measures the weight at the start: give init_scaling the weight")
+        return self.measure(x)
+
+    def scale(self, state: Array, x: Array, fmt: Format) -> Array:
+        return to_scale(state, fmt)
+
+    def measure(self, x: Array) -> Array:
+        """The largest finite magnitudes of matrices (..., M, N): fp32 (...)."""
+        magnitude = jnp.abs(x.astype(jnp.float32))
+        return jnp.max(jnp.where(jnp.isfinite(magnitude), magnitude, 0.0), axis=(-2, -1), initial=0.0)
+
+    def grow(self, bound: Array, moved: Array, dtype: Any) -> Array:
+        """The bound after `moved` at most was added to each element of a weight of this dtype, and rounded to nearest.
+
+        Rounding is monotonic: what is within the bound stays within the rounded one. The factor covers the rounding of
+        a sum in fp32, and that of an update which XLA did not round before it was added.
+        """
+        total, kind = (bound + moved) * np.float32(1 + 2.0**-22), jnp.finfo(dtype)
+        return total if kind.nmant >= 23 else lax.reduce_precision(total, kind.nexp, kind.nmant)
+
+
 NAMES: dict[str, type[Scaling]] = {
     "current": Current,
     "two_stage": TwoStage,
     "delayed": Delayed,
     "threshold": Threshold,
+    "automatic": Automatic,
 }
 
 

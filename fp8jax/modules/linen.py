@@ -29,6 +29,7 @@ from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_repla
 from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.reading import Reading
 from fp8jax.modules.rules import Ordered, Rule, Rules, ordered
+from fp8jax.modules.scaled import check_stateless
 from fp8jax.modules.scaled_linen import LinenScaling
 from fp8jax.recipes import linear_part
 
@@ -321,10 +322,9 @@ class _Root:
         with contextlib.ExitStack() as stack:
             if module.promote_dtype is promote_dtype:
                 stack.enter_context(_with(module, promote_dtype=SharedPromotion(promote_dtype, linear)))
-            if linear.states:
-                if isinstance(module, nn.Einsum):
-                    kind = linear.scaling
-                    raise ValueError(f"{path} is an nn.Einsum, which has no {kind} scaling; leave it out with a rule")
+            if isinstance(module, nn.Einsum):
+                check_stateless(f"{path} is an nn.Einsum", linear)
+            if linear.states and not isinstance(module, nn.Einsum):
                 stack.enter_context(_with(module, dot_general=LinenScaling(linear, module)))
             elif not isinstance(module, nn.Einsum):
                 stack.enter_context(_with(module, dot_general=DotGeneral(linear)))

@@ -12,7 +12,7 @@ from fp8jax.modules import blocks_nnx, contexts, custom, heads_nnx
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.rules import Ordered, Rules, choose, ordered
-from fp8jax.modules.scaled import LayerScaling, kernel_axes
+from fp8jax.modules.scaled import LayerScaling, check_stateless, kernel_axes
 
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
@@ -117,10 +117,9 @@ def _replace(path: str, layer: Any, linear: Linear) -> None:
     check_replaceable(path, layer)
     if layer.promote_dtype is promote_dtype:
         layer.promote_dtype = SharedPromotion(promote_dtype, linear)
-    if linear.states:
-        if isinstance(layer, nnx.Einsum):
-            kind = linear.scaling
-            raise ValueError(f"{path} is an nnx.Einsum, which has no {kind} scaling; leave it out with a rule")
+    if isinstance(layer, nnx.Einsum):
+        check_stateless(f"{path} is an nnx.Einsum", linear)
+    elif linear.states:
         layer.dot_general = nnx.data(LayerScaling(linear, layer.kernel[...], *kernel_axes(layer)))
         return
     if isinstance(layer, nnx.Einsum):

@@ -1,5 +1,6 @@
 """Layers whose scaling keeps a state: one product for NNX and Linen, and the state's variables in NNX models."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import OPERANDS, Linear
+from fp8jax.core.scaling import Automatic
 from fp8jax.modules.dots import key_of
 from fp8jax.ops.linear import DimensionNumbers, check_precision
 from fp8jax.ops.product import QuantizedWeight
@@ -63,6 +65,14 @@ class ScaledDotGeneral:
         self.note(observed)
         y = split(y, (*lhs.shape[:lead], *rhs.shape[n:]), spec)
         return y.astype(preferred_element_type or lhs.dtype)
+
+
+def check_stateless(layer: str, linear: Linear) -> None:
+    """Raises ValueError where a layer that keeps no state, which `layer` names, would have to observe its operands."""
+    for operand in linear.states:
+        if observes(linear, operand):
+            kind = linear.scaling_name(operand)
+            raise ValueError(f"{layer}, which has no {kind} scaling; leave it out with a rule")
 
 
 def nothing_seen(linear: Linear, operand: str, stacked: tuple[int, ...] = ()) -> Array:
@@ -121,6 +131,11 @@ class LayerScaling(ScaledDotGeneral, nnx.Module):
     def state(self) -> ScalingState:
         return ScalingState(**{o: getattr(self, p.variable(o))[...] for o, p in self.linear.states.items()})
 
+    def tracked(self) -> nnx.Variable:
+        """The variable of the weight's state that comes from the optimizer."""
+        found: nnx.Variable = getattr(self, self.linear.states["w"].variable("w"))
+        return found
+
     def advance(self, dy: Array | None, axis_name: Any = None) -> None:
         """Ends a step: what was seen enters the states, and nothing is seen of the next one yet."""
         seen = {o: getattr(self, f"seen_{o}")[...] for o in ("x", "w") if observes(self.linear, o)}
@@ -174,6 +189,58 @@ def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: Any = Non
         leaf = seen[(*path, "slot")]
         module.advance(leaf[...] if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf), axis_name)
     return rest
+
+
+def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
+    """Gives the layers of a model with automatic weight scaling their bounds, in place: call it after each update.
+
+        optimizer = nnx.Optimizer(model, optax.chain(optax.adamw(lr), fp8jax.track_weights()), wrt=nnx.Param)
+        optimizer.update(model, grads)
+        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
+
+    Evaluation reads the bounds, which are part of the model's state and of its checkpoints.
+
+    Args:
+        model: a model that `fp8jax.nnx.quantize` gave a recipe with automatic weight scaling.
+        bounds: what `fp8jax.weight_bounds` reads from the state of an optimizer of the model's parameters.
+
+    Raises:
+        ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
+    """
+    for path, layer in _tracked(model):
+        variable = layer.tracked()
+        variable[...] = of_stacked(bounds, (*map(str, path[:-1]), "kernel"), variable[...].shape)
+
+
+def measure_weights(model: nnx.Module) -> None:
+    """Measures the weights of a model with automatic weight scaling, in place: for parameters that were loaded.
+
+    Where training goes on with them, `fp8jax.measure_weights` measures them for the optimizer, too.
+
+    Raises:
+        ValueError: the model has no layer with automatic weight scaling.
+    """
+    modules = {path: module for path, module in nnx.iter_modules(model)}
+    for path, layer in _tracked(model):
+        variable, kernel = layer.tracked(), modules[path[:-1]].kernel[...]  # type: ignore[attr-defined]
+        variable[...] = of_stacked({(): Automatic().measure(kernel)}, (), variable[...].shape)
+
+
+def of_stacked(found: Mapping[tuple[str, ...], Array], path: tuple[str, ...], stacked: tuple[int, ...]) -> Array:
+    """The bounds of stacked layers from those of all matrices in the last two axes of the kernel at a path."""
+    if path not in found:
+        raise ValueError(f"the optimizer follows no parameter {'/'.join(path)}: its state is another model's")
+    bounds = found[path]
+    if bounds.shape[: len(stacked)] != stacked:
+        raise ValueError(f"automatic scaling takes kernels stacked along their first axes, {stacked}: {bounds.shape}")
+    return jnp.max(bounds, axis=tuple(range(len(stacked), bounds.ndim)))
+
+
+def _tracked(model: nnx.Module) -> list[tuple[Any, LayerScaling]]:
+    layers = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling) and m.linear.tracked]
+    if not layers:
+        raise ValueError("the model has no layer with automatic weight scaling")
+    return layers
 
 
 def kernel_axes(layer: Any) -> tuple[int, int]:

@@ -11,8 +11,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from fp8jax.core.recipe import OPERANDS, Linear
+from fp8jax.core.scaling import Automatic
 from fp8jax.modules.rules import Rules, ordered
-from fp8jax.modules.scaled import ScaledDotGeneral, nothing_seen
+from fp8jax.modules.scaled import ScaledDotGeneral, nothing_seen, of_stacked
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.ops.sharding import merge
@@ -57,7 +58,7 @@ class LinenScaling(ScaledDotGeneral):
             return
         for operand in ("x", "w"):
             if (value := getattr(observed, operand)) is not None:
-                seen = self.layer.get_variable(SCALING, f"seen_{operand}")
+                seen: Any = self.layer.get_variable(SCALING, f"seen_{operand}")
                 merged = self.linear.states[operand].merged(seen, value)
                 self.layer.put_variable(SCALING, f"seen_{operand}", merged)
 
@@ -119,6 +120,44 @@ def advance_scaling(
         for operand in set(observing) & {"x", "w"}:
             flat[*layer, f"seen_{operand}"] = jnp.zeros_like(own[f"seen_{operand}"])
     return unflatten_dict(flat)
+
+
+def set_weight_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
+    """Gives the layers of a model with automatic weight scaling their bounds: call it after each update.
+
+        updates, opt_state = tx.update(grads, opt_state, params)  # of a chain that ends with fp8jax.track_weights()
+        scaling = fp8jax.linen.set_weight_bounds(scaling, fp8jax.weight_bounds(opt_state))
+
+    Args:
+        scaling: the collection "fp8jax_scaling".
+        bounds: what `fp8jax.weight_bounds` reads from the state of an optimizer of the collection "params".
+
+    Returns:
+        The collection for the next step, and for evaluation.
+
+    Raises:
+        ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
+    """
+    flat, name = flatten_dict(scaling), Automatic().variable("w")
+    if not any(path[-1] == name for path in flat):
+        raise ValueError("the model has no layer with automatic weight scaling")
+    for path, old in flat.items():
+        if path[-1] == name:
+            flat[path] = of_stacked(bounds, (*path[:-1], "kernel"), old.shape)
+    return unflatten_dict(flat)
+
+
+def measure_weights(scaling: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """The collection "fp8jax_scaling" of a model with automatic weight scaling, for parameters that were loaded.
+
+    Where training goes on with them, `fp8jax.measure_weights` measures them for the optimizer, too.
+
+    Raises:
+        ValueError: the model has no layer with automatic weight scaling.
+    """
+    kernels = flatten_dict(nn.meta.unbox(params))
+    bounds = {path: Automatic().measure(kernel) for path, kernel in kernels.items() if jnp.ndim(kernel) >= 2}
+    return set_weight_bounds(scaling, bounds)
 
 
 def _linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: Rules | None) -> Linear:

@@ -13,7 +13,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fused, fused_rows
 from fp8jax.ops.fused_reference import ACTIVATIONS, activation_cotangents
 from fp8jax.ops.saveable import ACTIVATION, named
 from fp8jax.ops.saved import Gradient, decode, differentiable, keep
@@ -43,7 +43,7 @@ def glu(gate: Array, up: Array, *, recipe: Recipe | Context | str, activation: s
     context, f = context_part(recipe), _function(activation)
     if context.spec is None:
         return f(gate) * up
-    return _activation(activation, gate, up, context, fused.bounded(recipe))
+    return _activation(activation, gate, up, context, fused.bounded(recipe), fused_rows.of_layers(recipe))
 
 
 def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> Array:
@@ -61,7 +61,9 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> 
         ValueError: unknown activation.
     """
     context, f = context_part(recipe), _function(activation)
-    return f(x) if context.spec is None else _activation(activation, x, None, context, fused.bounded(recipe))
+    if context.spec is None:
+        return f(x)
+    return _activation(activation, x, None, context, fused.bounded(recipe), fused_rows.of_layers(recipe))
 
 
 # The derivative of GELU is at most 1.129, that of SiLU 1.100; neither is larger than its argument.
@@ -154,8 +156,10 @@ def _largest(kept: QTensor) -> Array:
     return jnp.max(scale, -1, initial=0.0) * formats.get(kept.spec.format).max
 
 
-def _activation(name: str, gate: Array, up: Array | None, context: Context, to: QuantSpec | None) -> Array:
-    """`to` is how the result will be quantized, if this is to give the scale."""
+def _activation(
+    name: str, gate: Array, up: Array | None, context: Context, to: QuantSpec | None, by_rows: QuantSpec | None
+) -> Array:
+    """`to` is how the result will be quantized, if this is to give the scale; `by_rows`, if its rows give theirs."""
     assert context.spec is not None
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
     spare = context.lean or u is None
@@ -175,14 +179,16 @@ def _activation(name: str, gate: Array, up: Array | None, context: Context, to: 
             matrix = fused.matrix(y)
             scale = _bound(to, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
     else:
-        kept, result, scale, made = _keep(operation, g, u, context.spec, to)
+        kept, result, scale, made = _keep(operation, g, u, context.spec, to, by_rows)
     inputs = (gate,) if up is None else (gate, up)
     bounded = context.lean and context.scales == "bound"
     kept = named(kept, ACTIVATION)
     y, _ = differentiable(Activation(name, gate.dtype, bounded), inputs, kept, y, context)
     if result is not None:
         fused.note(result, y)
-    if to is not None and scale is not None:
+    if by_rows is not None and scale is not None and made is not None:
+        fused_rows.give(y, by_rows, made, scale)
+    elif to is not None and scale is not None:
         fused.give_scale(y, to, scale, made)
     return y
 
@@ -198,15 +204,18 @@ def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool, *,
 
 
 def _keep(
-    operation: Any, gate: Array, up: Array | None, spec: QuantSpec, to: QuantSpec | None
+    operation: Any, gate: Array, up: Array | None, spec: QuantSpec, to: QuantSpec | None, by_rows: QuantSpec | None
 ) -> tuple[Kept, fused.Result, Array | None, Array | None]:
-    """What is kept, what the result is computed from, and if `to` says how to quantize it, its scale and codes."""
+    """What is kept, what the result is computed from, and if it is known how to quantize it, its scale and codes."""
     from pallas_kernels import remake_triton
 
     coding, g, u = fused.coding(spec), fused.matrix(gate), None if up is None else fused.matrix(up)
     exact, kinds = operation._replace(exact=True), (remake_triton.RESULT,)
 
     def both(on: Any, *arrays: Any) -> Any:
+        if by_rows is not None:
+            parts, codes, scale = on.keep_activation_rows(operation, *arrays, coding, formats.get(by_rows.format).dtype)
+            return parts, None, scale, codes
         if to is None:
             parts, peak, _ = on.keep_activation(operation, *arrays, coding)
             return parts, peak, None, None
@@ -221,7 +230,7 @@ def _keep(
 
     parts, peak, scale, made = fused.run(both, g, u)
     codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
-    result = fused.Result(exact, kinds, remake_triton.Operands(g, up=u), (peak,))
+    result = fused.Result(exact, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,))
     return Kept(*codes), result, scale, made
 
 

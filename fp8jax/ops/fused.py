@@ -110,6 +110,11 @@ def find(array: Array) -> Result | None:
     return part.result if part is not None and len(part.result.kinds) == 1 else None
 
 
+def part(array: Array) -> Part | None:
+    """A matrix as one of the arrays that are computed from the same operands; None where that is not known."""
+    return _parts.find(array) if array.ndim == 2 else None
+
+
 def foresee(gradient: Array, known: Foreseen) -> None:
     """Says what is known of the cotangents that follow from the gradient of an activation's result."""
     _foreseen.put(gradient, known)

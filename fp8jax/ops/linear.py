@@ -229,7 +229,8 @@ def check_precision(precision: Any) -> None:
 def stateless(recipe: Recipe | Linear | str) -> Linear:
     """The part of a recipe that products follow, where these need no state; else ValueError."""
     part = linear_part(recipe)
-    for operand in part.states:
-        kind = part.scaling_name(operand)
-        raise ValueError(f"{kind} scaling has a state: call fp8jax.scaled_linear, or take scaling='current'")
+    for operand, strategy in part.states.items():
+        if strategy.observes:
+            kind = part.scaling_name(operand)
+            raise ValueError(f"{kind} scaling has a state: call fp8jax.scaled_linear, or take scaling='current'")
     return part

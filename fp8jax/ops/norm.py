@@ -13,7 +13,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fused, fused_rows
 from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
 from fp8jax.ops.saveable import NORM, named
 from fp8jax.ops.saved import Gradient, decode, differentiable, keep
@@ -88,6 +88,10 @@ class Kept(NamedTuple):
     bias: Array | None
 
 
+# How a norm's result is quantized at once, and its scale; None for those of its rows.
+Known = tuple[QuantSpec, Array | None] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """How a norm goes back: `fp8jax.ops.saved.Remade`."""
@@ -141,12 +145,14 @@ def normalize(
             shape = None if parameter is None else parameter.shape
             raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
     dtype, context, to = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe), fused.bounded(recipe)
+    by_rows = fused_rows.of_layers(recipe)
     if context.spec is None:
         z, inverse = statistics(x, eps, centered=centered)
         return normalized(z, inverse, scale, bias).astype(dtype), x if residual else None
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
-    known = None if to is None else (to, _bound(values[1], values[2], x.shape[-1], to))
+    known: Known = None if to is None else (to, _bound(values[1], values[2], x.shape[-1], to))
+    known = known if by_rows is None else (by_rows, None)
     given = {"scaled": scale is not None, "biased": bias is not None}
     operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **given)
     if operation is None:
@@ -165,8 +171,10 @@ def normalize(
     y, again = differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context, residual=residual)
     if result is not None:
         fused.note(result, y)
-    if known is not None:
-        fused.give_scale(y, *known, made)
+    if by_rows is not None and made is not None:
+        fused_rows.give(y, by_rows, *made)
+    elif known is not None and known[1] is not None:
+        fused.give_scale(y, known[0], known[1], made)
     return y, again
 
 
@@ -186,11 +194,11 @@ def _keep(
     bias: Array | None,
     spec: QuantSpec,
     eps: float,
-    known: tuple[QuantSpec, Array] | None,
-) -> tuple[Kept, Array | None, Array, Array | None]:
+    known: Known,
+) -> tuple[Kept, Array | None, Array, Any]:
     """What is kept, the mean of rows where the norm is centered, the largest magnitude of the result, and its codes.
 
-    The last where it is known how it will be quantized, and under which scale.
+    The last, with scales of rows if there is no other, where it is known how it will be quantized, and under which scale.
     """
     coding, dtype = fused.coding(spec), None if known is None else formats.get(known[0].format).dtype
     codes, scales, inverse, mean, peak, made = fused.run(

@@ -34,7 +34,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fused, microscaled
 from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand
 from fp8jax.ops.quantize import quantize, transpose
@@ -56,6 +56,8 @@ class Side(NamedTuple):
         turned: whether the forward product reads the transposed matrix, and the backward product the matrix itself;
             else it is the other way round.
         strategy: where per-tensor scales come from, as of `fp8jax.ops.quantize.quantize`.
+        shared: whether the operand of the backward product takes the scales of tokens of both operands
+            (`fp8jax.ops.microscaled`).
     """
 
     forward: QuantSpec | None
@@ -63,6 +65,7 @@ class Side(NamedTuple):
     saved: QuantSpec | None
     turned: bool
     strategy: Scaling
+    shared: bool = False
 
     @property
     def one_scale(self) -> bool:
@@ -74,7 +77,7 @@ class Side(NamedTuple):
 def input_side(recipe: Linear) -> Side:
     """The input x (tokens, inputs): forward as it is, transposed in the weight's gradient."""
     specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("saved")
-    return Side(*specs, turned=False, strategy=recipe.own_strategy("x"))
+    return Side(*specs, turned=False, strategy=recipe.own_strategy("x"), shared=microscaled.shares_tokens(recipe))
 
 
 def weight_side(recipe: Linear) -> Side:
@@ -83,7 +86,13 @@ def weight_side(recipe: Linear) -> Side:
 
 
 class Residual(Protocol):
-    """What a product saves of a matrix."""
+    """What a product saves of a matrix.
+
+    Attributes:
+        token_scale: scale of the codes, one or one a token, where the gradient's scales may be chosen to go with it.
+    """
+
+    token_scale: Array | None
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         """The operand of the backward product; `gradient` is what is known of that of an input."""
@@ -109,6 +118,7 @@ class Matrix:
 
     values: Array
     scale: Array | None
+    token_scale = None
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         return encode(self.values, side.backward, side.strategy, scale=self.scale, turned=not side.turned)
@@ -121,8 +131,16 @@ class Saved:
 
     codes: QTensor
 
+    @property
+    def token_scale(self) -> Array:
+        return self.codes.scale
+
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         codes, spec = from_bytes(self.codes), side.backward
+        if side.shared:
+            assert gradient is not None
+            assert gradient.codes is not None
+            return microscaled.shifted(codes, gradient.codes)
         if spec is None:
             return codes.dequantize(jax.numpy.bfloat16).T
         if spec == codes.spec and spec.granularity in TRANSPOSABLE:
@@ -135,18 +153,24 @@ class Saved:
 )
 @dataclasses.dataclass(frozen=True)
 class MadeAgain:
-    """What the operation has saved that made the input, and the scale of the input's codes if it is one number."""
+    """What the operation has saved that made the input, and the scale of the input's codes: one, or one a token."""
 
     operation: Remade
     saved: Any
     scale: Array | None
     shape: tuple[int, int]
     dtype: DTypeLike
+    token_scale = None
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         assert gradient is not None
         made = self.operation.again(self.saved, gradient)
         matrix = fused.pass_on(made, rows_of(made.astype(self.dtype), *self.shape))
+        if side.shared:
+            assert self.scale is not None
+            assert side.backward is not None
+            assert gradient.codes is not None
+            return microscaled.made_again(matrix, self.scale, gradient.codes, side.backward)
         scale = self.scale if side.backward == side.saved else None
         return encode(matrix, side.backward, side.strategy, scale=scale, turned=True)
 
@@ -157,6 +181,7 @@ class Ready:
     """The operand of the backward product, its codes as bytes."""
 
     codes: QTensor
+    token_scale = None
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         return from_bytes(self.codes)
@@ -212,7 +237,7 @@ class Again:
     def residual(self, matrix: Array, operand: Forward, side: Side) -> MadeAgain:
         codes, scale = getattr(self.first, "codes", None), None
         # One scale is cheaper to save than to find again (COAT, section D).
-        if codes is not None and codes.spec.granularity == "tensor":
+        if codes is not None and (codes.spec.granularity == "tensor" or side.shared):
             scale = codes.scale
         return MadeAgain(self.operation, self.saved, scale, matrix.shape, matrix.dtype)  # type: ignore[arg-type]
 
@@ -333,6 +358,8 @@ def encode(
     """A matrix as an operand, as it is where `spec` is None; `turned`, its transposed copy."""
     if spec is None:
         return x.T if turned else x
+    if spec.folds:
+        return microscaled.fold_rows(x.T if turned else x, spec)
     specs = (None, spec) if turned else (spec, None)
     key = key if spec.rounding == "stochastic" else None
     q = quantize(x, *specs, scale=scale, strategy=strategy, key=key)[int(turned)]

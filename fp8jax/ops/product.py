@@ -16,7 +16,7 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fallback, fused
+from fp8jax.ops import fallback, fused, microscaled
 from fp8jax.ops.choice import vary_alike, varying
 from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand, matmul
@@ -298,31 +298,32 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     dy, others = cotangents
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
-    observed = scales is not None and scales.dy is not None
-    dy_scale = None if observed else fused.given_scale(dy, gradient, recipe.spec("dy_wgrad"))
+    expected, slot = (None, None) if scales is None else (scales.dy, scales.slot)
+    dy_scale = None if expected is not None else fused.given_scale(dy, gradient, recipe.spec("dy_wgrad"))
     dy = fused.pass_on(dy, fused.matrix(dy))
-    if observed and (axes := varying(dy) - varying(scales.slot)):
+    if slot is not None and (axes := varying(dy) - varying(slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
-    own = recipe.own_strategy("dy")
-    quantizer = functools.partial(encode, strategy=own)
+    quantizer = functools.partial(encode, strategy=recipe.own_strategy("dy"))
     keys = (None, None) if key is None else jax.random.split(key)
     seen = None
-    if observed:
+    if expected is not None:
         seen = scaling.largest_magnitude(dy)
         assert gradient is not None
-        expected = jnp.where(scales.dy > 0, scales.dy, recipe.strategy("dy").settle(seen))
-        dy_scale = scaling.to_scale(expected, formats.get(gradient.format))
-    rows_spec, columns_spec = recipe.spec("dy"), recipe.spec("dy_wgrad")
-    if rows_spec is None or columns_spec is None:
+        largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
+        dy_scale = scaling.to_scale(largest, formats.get(gradient.format))
+    rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
+    if side.shared and rows_spec is not None and rows_spec.folds:
+        dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale)
+    elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
         dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale)
         dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True)
     else:
         same = recipe.dy_wgrad == SAME
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
-        pair = quantize(dy, *specs, scale=dy_scale, strategy=own, key=subkey)
+        pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=subkey)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
     weight = saved.w.operand(weight_side(recipe), None)
     rows_and_inputs = merged(x.spec, (len(lead), 1))
@@ -330,8 +331,8 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
     bounds = functools.partial(_row_bounds, dy_rows, weight, others)
-    known = Gradient(dx, None if observed else gradient, bounds)
-    columns = saved.x.operand(input_side(recipe), known)
+    known = Gradient(dx, gradient if expected is None else None, bounds, dy_rows if side.shared else None)
+    columns = saved.x.operand(side, known)
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
     return *inputs, dw, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]

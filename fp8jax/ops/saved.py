@@ -101,11 +101,13 @@ class Gradient(NamedTuple):
         spec: how that layer quantizes its own gradient.
         rows: computes an upper bound of the magnitudes in each row, fp32 (rows,): by the inequality of Cauchy and
             Schwarz, from the norms of that layer's own gradient and of its weight.
+        codes: those of that layer's own gradient, where its input is to take their scales of tokens; else None.
     """
 
     array: Array
     spec: QuantSpec | None
     rows: Callable[[], Array]
+    codes: QTensor | None = None
 
 
 class Remade(Protocol):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.typing import ArrayLike
 
 from fp8jax.core import formats
 from fp8jax.core.recipe import Optimizer
@@ -41,9 +42,12 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation that can also apply its update itself.
 
     `step(grads, state, params) -> (params, state)` equals `update` followed by `optax.apply_updates`, without a tree
-    of updates in between: each parameter is read and written once. `step(grads, state, params, key=key)` rounds new
-    bf16 parameters stochastically, so that training needs no fp32 copy of them: rounded to nearest, changes under half
-    a step of bf16 are lost.
+    of updates in between: each parameter is read and written once. It takes further arguments by name:
+
+    key: new bf16 parameters are rounded stochastically, so that training needs no fp32 copy of them: rounded to
+        nearest, changes under half a step of bf16 are lost.
+    factor: a scalar that gradients are multiplied by in fp32, in the same pass.
+    applied: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
     """
 
     step: Callable[..., tuple[optax.Params, optax.OptState]]
@@ -230,9 +234,15 @@ def compressed_adamw(
         return descend(adamw.update, updates, state, params)
 
     def step(
-        grads: optax.Updates, state: CompressedAdamState, params: optax.Params, *, key: Array | None = None
+        grads: optax.Updates,
+        state: CompressedAdamState,
+        params: optax.Params,
+        *,
+        key: Array | None = None,
+        factor: ArrayLike | None = None,
+        applied: ArrayLike | None = None,
     ) -> tuple[optax.Params, CompressedAdamState]:
-        return descend(adamw.step, grads, state, params, key=key)
+        return descend(adamw.step, grads, state, params, key=key, factor=factor, applied=applied)
 
     return FusedTransformation(*variables.looking_through(init, update, step))
 
@@ -292,12 +302,16 @@ def _adam(
         params: optax.Params | None,
         rate: ScalarOrSchedule = -1.0,
         weight_decay: float | Array = 0.0,
+        factor: ArrayLike | None = None,
+        applied: ArrayLike | None = None,
         **options: Any,
     ) -> tuple[Any, CompressedAdamState]:
         jax.tree_util.tree_map_with_path(_check_shape, grads, state.mu)
         count = optax.safe_increment(state.count)
-        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay)
+        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, factor, applied)
         result, mus, nus = form(grads, state.mu, state.nu, params, adam, impl=impl, nu_stochastic=stochastic, **options)
+        if applied is not None:
+            count = jnp.where(applied, count, state.count)
         return result, CompressedAdamState(count, mus, nus)
 
     return init, advance

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8jax
-from fp8jax.ops import fused, quantize
+from fp8jax.ops import fused, fused_rows, quantize
 from pallas_kernels import activation_triton, norm_triton
 from tests.kernels.triton_interpreter import prepare
 
@@ -68,6 +68,7 @@ def activation_case(
     return f, (x, w, u, d)
 
 
+MICRO = {"x": "e4m3:mx32+token", "dy": "e4m3:mx32+token"}
 _NORMS = ("rms 0 faithful", "rms 1 lean", "layer 0 lean", "layer 2 faithful", "rms 1 bound", "layer 2 bound")
 _ACTIVATIONS = ("silu True faithful", "silu True lean", "silu False lean", "gelu True lean", "gelu False faithful",
                 "gelu_tanh True faithful", "gelu_tanh False lean", "silu True bound", "gelu False bound")  # fmt: skip
@@ -83,6 +84,10 @@ CASES = {
         case: _ACTIVATION(name, gated == "True", recipe(mode), jnp.float32, (ROWS,))
         for case, (name, gated, mode) in ((case, case.split()) for case in _ACTIVATIONS)
     },
+    "norm, rows": _NORM("layer", 2, recipe("lean", **MICRO), jnp.bfloat16, (3, 11)),
+    "norm, rows, faithful": _NORM("rms", 1, recipe("faithful", **MICRO), jnp.bfloat16, (ROWS,)),
+    "silu, rows": _ACTIVATION("silu", True, recipe("lean", **MICRO), jnp.float32, (ROWS,)),
+    "gelu False rows": _ACTIVATION("gelu", False, recipe("lean", **MICRO), jnp.float32, (3, 11)),
     "norm, faithful, bound": _NORM("rms", 0, recipe("faithful", scales="bound"), jnp.bfloat16, (3, 11)),
     "silu, faithful, bound": _ACTIVATION("silu", True, recipe("faithful", scales="bound"), jnp.float32, (ROWS,)),
     # The sample is of two runs of rows. The last is not in it, and so large that its largest magnitude gives the scale.
@@ -126,6 +131,19 @@ def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, fl
             seen.append(apart(made, x, rows, "same" if same else columns, scale, strategy))
         return made
 
+    def counted(make: Any) -> Any:
+        def watched(*args: Any) -> Any:
+            result = make(*args)
+            if result is not None:
+                seen.append((jnp.float32(0), jnp.int32(0)))
+            return result
+
+        return watched
+
+    by_rows = {name: getattr(fused_rows, name) for name in ("given", "columns", "cotangent")}
+    for name, make in by_rows.items():
+        setattr(fused_rows, name, counted(make))
+
     def both(*args: Any) -> Any:
         fused.on_cuda = lambda: False
         want = run(f, args)
@@ -137,6 +155,8 @@ def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, fl
         found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
         fused.codes, fused.on_cuda = codes, on_cuda
+        for name, make in by_rows.items():
+            setattr(fused_rows, name, make)
     got, want = ([np.asarray(a, np.float64) for a in arrays] for arrays in found[:2])
     far = [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, want, strict=True)]
     shares, most = zip(*found[2], strict=True) if seen else ((0.0,), (0,))

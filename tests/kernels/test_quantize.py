@@ -50,8 +50,14 @@ REGISTERS = {
 
 def registers() -> None:
     """Prints registers and bytes spilled of each kernel for Llama-7B's activations, compiled for an H200."""
-    from pallas_kernels import fallback_triton, fold_triton, maxima_triton, pack_triton
-    from pallas_kernels import quantize_rows_triton, quantize_triton
+    from pallas_kernels import (
+        fallback_triton,
+        fold_triton,
+        maxima_triton,
+        pack_triton,
+        quantize_rows_triton,
+        quantize_triton,
+    )
 
     coding, e5m2, options = quantize_triton.Coding, jnp.float8_e5m2, {"compute_capability": 90}
     one, words = jnp.float32(1), jnp.zeros(2, jnp.uint32)
