@@ -6,6 +6,7 @@ matrix its source says (`fp8jax.ops.operand`); `_forward` puts that together wit
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,6 @@ from fp8jax.ops.matmul_int8 import matmul_pair
 from fp8jax.ops.operand import (
     Blocks,
     Residual,
-    Side,
     Source,
     encode,
     input_side,
@@ -35,9 +35,8 @@ from fp8jax.ops.operand import (
 )
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
-from fp8jax.ops.recent import Recent, Same
 from fp8jax.ops.saveable import INPUT, named
-from fp8jax.ops.saved import ITSELF, Gradient, mapped_alike, origins, to_bytes
+from fp8jax.ops.saved import BLANK, ITSELF, Gradient, Origin, Provenance, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
 
@@ -66,12 +65,14 @@ class How(NamedTuple):
         through: whether its input came through another product.
         passes: whether it passes its input on.
         spec: the sharding of its result on a mesh with Explicit axes, else None.
+        known: what the caller knows of gradients.
     """
 
     recipe: Linear
     through: bool
     passes: bool
     spec: tuple[Any, ...] | None
+    known: Provenance
 
 
 class Saved(NamedTuple):
@@ -101,7 +102,8 @@ def product(
     quantized: QuantizedWeight | None = None,
     spec: tuple[Any, ...] | None = None,
     view: bool = True,
-    of_x: Source | None = None,
+    origin: Origin | None = None,
+    known: Provenance = BLANK,
 ) -> Array:
     """x @ w with the products of a recipe.
 
@@ -115,7 +117,8 @@ def product(
         quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
         spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
         view: whether `source` is (..., inputs); it may have other axes.
-        of_x: where the codes of `x` come from; None decides by the recipe.
+        origin: what `source` is made from; None asks `known`.
+        known: what the caller knows of arrays, such as inputs that several products share.
 
     Returns:
         (..., outputs), as `source` is (..., inputs), else (tokens, outputs), in the dtype of `x`.
@@ -123,38 +126,60 @@ def product(
     Raises:
         ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
     """
-    return threaded(x, w, recipe, key, source, scales, quantized, spec, view, of_x=of_x)[0]
+    value, of_x = input_source(x, recipe, key, source, scales and scales.x, view, origin, known)
+    return multiply(value, of_x, w, recipe, key, scales, quantized, spec, known)[0]
 
 
-def threaded(
+def input_source(
     x: Array,
-    w: Array,
     recipe: Linear,
     key: Array | None,
     source: Array | None,
+    scale: Array | None = None,
+    view: bool = True,
+    origin: Origin | None = None,
+    known: Provenance = BLANK,
+) -> tuple[Array, Source]:
+    """The array that gradients flow to, and where its codes come from, for `multiply`; arguments as of `product`."""
+    side = input_side(recipe)
+    value, named = (x if source is None or not view else source), (x if source is None else source)
+    origin = known.find(named) if origin is None else origin
+    if origin.again is not None and origin.again[0] == ITSELF:
+        origin = origin._replace(again=(ITSELF, named))
+    part = origin.part if view and named.shape[-1] == x.shape[-1] else None
+    origin = origin._replace(part=part and part.cast(x.dtype))
+    scale = origin.scale_for(recipe) if scale is None else scale
+    subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
+
+    def share(make: Callable[[], Any]) -> Any:
+        return known.share(named, (side.saved, side.strategy, x.shape), make, scale, None if subkey is None else key)
+
+    return value, of_input(x, side, key=subkey, scale=scale, origin=origin, share=share)
+
+
+def multiply(
+    value: Array,
+    of_x: Source,
+    w: Array,
+    recipe: Linear,
+    key: Array | None,
     scales: Scales | None,
     quantized: QuantizedWeight | None,
     spec: tuple[Any, ...] | None = None,
-    view: bool = True,
+    known: Provenance = BLANK,
     through: Array | None = None,
     passes: bool = False,
-    of_x: Source | None = None,
 ) -> tuple[Array, Array | None]:
-    """`product` as one of several of one input, whose gradients are summed in their backward passes.
+    """`product` of a source, as one of several of one input, whose gradients are summed in their backward passes.
 
     Args:
+        value, of_x: as `input_source` gives them.
         through: the input as the product before passed it on; gradients flow to it.
         passes: whether to pass it on.
-        of_x: as of `product`.
 
     Returns:
         The product, and the input for the next one; or None.
     """
-    value = x
-    if source is not None and view:
-        x, value = fused.pass_on(source, x), source
-    if of_x is None:
-        of_x = _source(x, recipe, key, source, None if scales is None else scales.x)
     of_w = of_weight(w, recipe, scale=scales and scales.w, quantized=quantized)
     if through is not None and jax.typeof(through) != jax.typeof(value):  # it may vary over more mesh axes
         through = None
@@ -162,29 +187,14 @@ def threaded(
     noisy = [s for s in (recipe.spec("dy"), recipe.spec("dy_wgrad")) if s is not None and s.rounding == "stochastic"]
     noise = _subkey(key, noisy[0], "dy") if noisy else None
     spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
-    how = How(recipe, through is not None, passes, spec)
+    how = How(recipe, through is not None, passes, spec, known)
     return _product(how, value, through, w, of_x, of_w, noise, scales)
 
 
-def _source(x: Array, recipe: Linear, key: Array | None, source: Array | None, scale: Array | None) -> Source:
-    """Where the codes of an input come from, as the recipe says; under a given scale it shares them with no other."""
-    side, again = input_side(recipe), None
-    subkey, share = _shared(x, side, key, source)
-    if scale is not None:
-        share = lambda make: make()  # noqa: E731
-    elif side.saved is not None:
-        scale = fused.given_scale(x if source is None else source, side.saved)
-    if source is not None and (origin := origins.find(source)) is not None:
-        again = (origin[0], source if origin[0] == ITSELF else origin[1])
-    return of_input(x, side, key=subkey, scale=scale, again=again, share=share)
-
-
-def fall_back(x: Array, recipe: Linear, key: Array | None, source: Array | None, threshold: Array) -> Blocks:
-    """An input in blocks, of which those fall back that exceed a threshold, and what is saved of it.
-
-    Args:
-        x: (tokens, inputs). recipe, key, source: as of `product`.
-        threshold: fp32 scalar.
+def fall_back(
+    x: Array, recipe: Linear, key: Array | None, source: Array, threshold: Array, known: Provenance = BLANK
+) -> tuple[Array, Blocks]:
+    """As `input_source`, of an input in blocks, of which those fall back that exceed a threshold, fp32 scalar.
 
     Raises:
         ValueError: the recipe rounds what it saves stochastically, and there is no key.
@@ -193,29 +203,21 @@ def fall_back(x: Array, recipe: Linear, key: Array | None, source: Array | None,
     spec, saved = side.forward, side.saved
     assert spec is not None
     assert saved is not None
-    subkey, share = _shared(x, side, key, source)
-    values = fused.pass_on(x, lax.stop_gradient(x))
-    drawn = subkey if saved == fallback.stochastic(spec) else None
+    subkey = _subkey(key, saved, "saved")
+    quantizer = functools.partial(fallback.quantize, *lax.stop_gradient((x,)), spec, lax.stop_gradient(threshold))
     pairs: list[Pair] = []
 
     def make() -> QTensor:
-        pair, codes = fallback.quantize(values, spec, lax.stop_gradient(threshold), key=drawn)
+        pair, codes = quantizer(key=subkey if saved == fallback.stochastic(spec) else None)
         pairs.append(pair)
         if saved == spec:
             return to_bytes(pair.base)
         return make_codes(x, saved, side.strategy, key=subkey) if codes is None else to_bytes(codes)
 
-    codes = share(lambda: named(make(), INPUT))
-    # Another product of this input has made what is saved; thresholds are each layer's own.
-    pair = pairs[0] if pairs else fallback.quantize(values, spec, lax.stop_gradient(threshold))[0]
-    return Blocks(pair, codes)
-
-
-def _shared(x: Array, side: Side, key: Array | None, source: Array | None) -> tuple[Array | None, Any]:
-    """The key for codes that are saved, and what finds those that another product of the same input has made."""
-    subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
-    use = (side.saved, side.strategy, x.shape, None if subkey is None else Same(key))
-    return subkey, functools.partial(_inputs.get, x if source is None else source, use)
+    use = side.saved, side.strategy, x.shape
+    codes = known.share(source, use, lambda: named(make(), INPUT), None, None if subkey is None else key)
+    # Another product of this input may have made what is saved; thresholds are each layer's own.
+    return source, Blocks(pairs[0] if pairs else quantizer()[0], codes)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
@@ -266,7 +268,7 @@ def _forward(
     key: Array | None,
     scales: Scales | None,
 ) -> tuple[tuple[Array, Array | None], Saved]:
-    recipe, x = how.recipe, fused.pass_on(value, fused.matrix(value))
+    recipe, x = how.recipe, fused.matrix(value)
     sides = input_side(recipe), weight_side(recipe)
     rows, columns = of_x.forward(x, sides[0]), of_w.forward(w, sides[1])
     saved = Saved(
@@ -298,9 +300,10 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     dy, others = cotangents
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
+    origin = how.known.find(dy)
     expected, slot = (None, None) if scales is None else (scales.dy, scales.slot)
-    dy_scale = None if expected is not None else fused.given_scale(dy, gradient, recipe.spec("dy_wgrad"))
-    dy = fused.pass_on(dy, fused.matrix(dy))
+    dy_scale = None if expected is not None else origin.scale_for(gradient, recipe.spec("dy_wgrad"))
+    dy = fused.matrix(dy)
     if slot is not None and (axes := varying(dy) - varying(slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
@@ -314,16 +317,18 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
         assert gradient is not None
         largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
         dy_scale = scaling.to_scale(largest, formats.get(gradient.format))
+    dy_rows: Operand
+    dy_columns: Operand
     rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
     if side.shared and rows_spec is not None and rows_spec.folds:
-        dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale)
+        dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale, origin.part)
     elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
-        dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale)
-        dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True)
+        dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale, part=origin.part)
+        dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True, part=origin.part)
     else:
         same = recipe.dy_wgrad == SAME
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
-        pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=subkey)
+        pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=subkey, part=origin.part)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
     weight = saved.w.operand(weight_side(recipe), None)
     rows_and_inputs = merged(x.spec, (len(lead), 1))
@@ -331,8 +336,15 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
     bounds = functools.partial(_row_bounds, dy_rows, weight, others)
-    known = Gradient(dx, gradient if expected is None else None, bounds, dy_rows if side.shared else None)
-    columns = saved.x.operand(side, known)
+    of_dx = Gradient(
+        dx,
+        gradient if expected is None else None,
+        bounds,
+        dy_rows if side.shared and isinstance(dy_rows, QTensor) else None,
+    )
+    columns = saved.x.operand(side, of_dx)
+    if of_dx.foreseen is not None:
+        how.known.note(dx, Origin(foreseen=of_dx.foreseen))
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
     return *inputs, dw, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
@@ -362,6 +374,3 @@ def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     if key is None:
         raise ValueError(f"the recipe rounds {use} stochastically ({spec}): pass key=jax.random.key(...)")
     return jax.random.fold_in(key, {"saved": 0, "dy": 1}[use])
-
-
-_inputs: Recent[QTensor] = Recent()

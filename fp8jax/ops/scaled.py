@@ -10,7 +10,8 @@ from fp8jax.core import formats
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Stateful, Threshold
 from fp8jax.ops.linear import output_spec, rows
-from fp8jax.ops.product import QuantizedWeight, Scales, fall_back, product
+from fp8jax.ops.product import QuantizedWeight, Scales, fall_back, multiply, product
+from fp8jax.ops.saved import BLANK, Provenance
 from fp8jax.recipes import linear_part
 
 
@@ -61,6 +62,7 @@ def scaled_linear(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> tuple[Array, Observed]:
     """`linear` with a scaling that keeps a state. `fp8jax.delayed_linear` is its first name.
 
@@ -76,6 +78,7 @@ def scaled_linear(
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
         out_sharding: on a mesh with Explicit axes, as of `linear`.
+        known: as of `linear`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
@@ -94,13 +97,14 @@ def scaled_linear(
             raise ValueError(f"{part.scaling} scaling observes gradients: give scaled_linear a slot, jnp.zeros([])")
         scales |= {"dy": parts["dy"].expected(_of(state, "dy")), "slot": slot}
     spec = output_spec(x, w, out_sharding)
-    made, found = None, {}
+    given, found = Scales(**scales) if scales else None, {}
     threshold = parts.get("x")
     if isinstance(threshold, Threshold):
-        made = fall_back(matrix, part, key, x, _of(state, "x"))
-        found["x"] = threshold.count(made.pair.used)
-    given = Scales(**scales) if scales else None
-    y = product(matrix, w, part, key, source=x, scales=given, quantized=quantized, spec=spec, of_x=made)
+        value, blocks = fall_back(matrix, part, key, x, _of(state, "x"), known)
+        y, _ = multiply(value, blocks, w, part, key, given, quantized, spec, known)
+        found["x"] = threshold.count(blocks.pair.used)
+    else:
+        y = product(matrix, w, part, key, source=x, scales=given, quantized=quantized, spec=spec, known=known)
     found |= {n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in found}
     if observes(part, "dy"):
         found["dy"] = jnp.zeros([])
