@@ -284,8 +284,8 @@ class Recipe:
     """
 
     name: str
-    weights: Weights = Weights()
-    optimizer: Optimizer = Optimizer()
+    weights: Weights = Weights()  # noqa: RUF009  # frozen
+    optimizer: Optimizer = Optimizer()  # noqa: RUF009
     linear: Linear = Linear()
     context: Context = Context()
 
