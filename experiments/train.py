@@ -31,14 +31,15 @@ from rich.console import Console
 from rich.text import Text
 
 import fp8jax
-from experiments import data, generate, lock, mesh, report
+from experiments import data, generate, lock, mesh, parallel, report
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config, UserError, check_same, flatten_fields, parse
 from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
-from fp8jax.ops.choice import listening, summary
+from fp8jax.modules.compiled import describe
+from fp8jax.ops.choice import listening, saving, summary
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -110,6 +111,7 @@ def _run(
     _prepare_folder(config, console)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
+    keep_programs()
     stop.check()
 
     corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
@@ -192,13 +194,14 @@ def _train_recipe(
     if folder.name == fp8jax.recipes.AUTO:
         console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().computed}")
     console.print(recipe.explain())
-    with listening() as told:
+    with listening() as told, saving() as saved:
         # A state comes out as it went in: the next step is the same program.
         step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, None))
         compiled = step.lower(abstract, batch).compile()
     _print_plan(console, task, abstract, compiled)
-    for line in summary(told):
-        console.print(line, style="dim")
+    kept = [f"saved {line}" for line in saved]
+    for line in [*summary(told), *kept, *describe(compiled, told, jax.default_backend())]:
+        console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
 
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
@@ -232,6 +235,14 @@ def _train_recipe(
     return result
 
 
+def keep_programs() -> None:
+    """Lets JAX's persistent cache find programs for several devices, too.
+
+    All their calls that XLA partitions are fp8jax's own, whose names say what they are.
+    """
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+
+
 def count(params: Any) -> int:
     """Number of parameters."""
     return sum(x.size for x in jax.tree.leaves(params))
@@ -248,6 +259,7 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTrans
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         mask=decay_mask,
+        stacked=parallel.stacked,
     )
     if not recipe.linear.tracked:
         return fp8jax.clipped(optim.clip, adamw)

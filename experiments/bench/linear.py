@@ -8,6 +8,7 @@ rows and folded; later, before its first run, 1.5 with microscaled codes that ar
 """
 
 import argparse
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ RECIPES = {
     "deepseek": recipes.deepseek().linear,
     "int8_block": recipes.int8_block().linear,
     "int8_fallback, 20 %": recipes.int8_fallback().linear,
+    # As DeepSeek-V3, but for the gradient in the weight's gradient (experiments.tables.deepseek_wgrad).
+    "deepseek, blocks in wgrad": dataclasses.replace(recipes.deepseek().linear, dy_wgrad="e4m3:block128"),
+    "deepseek, rows in wgrad": dataclasses.replace(
+        recipes.deepseek().linear, x_wgrad="e4m3:token", dy_wgrad="e4m3:token"
+    ),
     "moss": recipes.moss().linear,
     "fast": recipes.fast().linear,
 }  # fmt: skip

@@ -3,11 +3,14 @@
 import dataclasses
 
 from fp8jax.core import formats
+from fp8jax.core.comm import Comm as Comm
 from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.core.storage import NU_ROUNDINGS as NU_ROUNDINGS
 from fp8jax.core.storage import Optimizer as Optimizer
-from fp8jax.core.storage import Weights as Weights
+from fp8jax.core.weights import Weights as Weights
+
+_XLA, _FP32, _ADAM = Comm(), Weights(), Optimizer()
 
 SAME = "same"
 OPERANDS = ("x", "w", "dy")
@@ -281,19 +284,32 @@ class Recipe:
         optimizer: storage of the optimizer's moments.
         linear: operands of the products of linear layers.
         context: what non-linear operations keep for the backward pass.
+        comm: what gradients are when they travel between devices.
     """
 
     name: str
-    weights: Weights = Weights()  # noqa: RUF009  # frozen
-    optimizer: Optimizer = Optimizer()  # noqa: RUF009
+    weights: Weights = _FP32
+    optimizer: Optimizer = _ADAM
     linear: Linear = Linear()
     context: Context = Context()
+    comm: Comm = _XLA
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
             if not isinstance(getattr(self, field.name), field.type):  # type: ignore[arg-type]
                 name = field.type.__name__  # type: ignore[union-attr]
                 raise TypeError(f"{field.name} must be of type {name}, not {getattr(self, field.name)!r}")
+        scaled = [m for m in ("mu", "nu") if self.optimizer.spec(m) is not None and self.optimizer.group_size is None]
+        if scaled and (self.weights.master, self.optimizer.nu) != ("fp16", "fp16"):
+            raise ValueError(
+                f"optimizer.group_size=None stores {' and '.join(scaled)} with one scale a tensor, which goes with "
+                "weights.master='fp16' and nu='fp16' (FP8-LM); give a group_size"
+            )
+        if self.weights.master == "fp16" and (len(scaled) < 2 or self.optimizer.mu not in ("e4m3", "e5m2")):
+            raise ValueError(
+                "weights.master 'fp16' goes with Optimizer(mu='e4m3', nu='fp16', group_size=None, expand=False), "
+                f"not {self.optimizer}"
+            )
 
     def plan(self) -> list[tuple[str, str, str, float]]:
         """The storage plan: (role, stored in, computed in, bytes an element), metadata of full groups included."""
@@ -301,7 +317,7 @@ class Recipe:
         stored: list[tuple[str, str | QuantSpec, str]] = [
             ("master weight", weights.master, "fp32"),
             ("working weight", weights.compute, weights.compute),
-            ("gradient", weights.master, weights.compute),
+            ("gradient", weights.held, weights.compute),
             ("first moment", self.optimizer.spec("mu") or self.optimizer.mu, "fp32"),
             ("second moment", self.optimizer.spec("nu") or self.optimizer.nu, "fp32"),
         ]
@@ -311,6 +327,8 @@ class Recipe:
                 stored.append((f"{product} {name}", spec or weights.compute, spec.format if spec else weights.compute))
         stored.append(("saved linear input", self.linear.spec("saved") or weights.compute, "-"))
         stored.append(("saved non-linear input", self.context.spec or weights.compute, weights.compute))
+        if self.comm.gradients is not None:
+            stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.lean:
             stored.append(("input that a norm or activation made", AGAIN, weights.compute))
         return [self._with_residuals(role, str(how), computed, _bytes(how)) for role, how, computed in stored]

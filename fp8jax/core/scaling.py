@@ -299,7 +299,7 @@ class Automatic(Stateful):
     def measure(self, x: Array) -> Array:
         """The largest finite magnitudes of matrices (..., M, N): fp32 (...)."""
         magnitude = jnp.abs(x.astype(jnp.float32))
-        return jnp.max(jnp.where(jnp.isfinite(magnitude), magnitude, 0.0), axis=(-2, -1), initial=0.0)
+        return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), axis=(-2, -1), initial=0.0)
 
     def grow(self, bound: Array, moved: Array, dtype: Any) -> Array:
         """The bound after `moved` at most was added to each element of a weight of this dtype, and rounded to nearest.

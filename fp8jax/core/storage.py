@@ -1,35 +1,9 @@
-"""The parts of a `Recipe` that say how parameters and optimizer states are stored."""
+"""The part of a `Recipe` that says how the optimizer's moments are stored."""
 
 import dataclasses
 
 from fp8jax.core import formats
 from fp8jax.core.spec import QuantSpec
-
-_PLAIN = ("bf16", "fp32")
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Storage of the parameters.
-
-    Attributes:
-        master: format that the optimizer updates, "fp32" or "bf16".
-        compute: format of the working copy that layers compute with, "fp32" or "bf16".
-
-    Raises:
-        ValueError: unknown format, or a working copy wider than its master.
-    """
-
-    master: str = "fp32"
-    compute: str = "bf16"
-
-    def __post_init__(self) -> None:
-        for field in ("master", "compute"):
-            if getattr(self, field) not in _PLAIN:
-                raise ValueError(f"weights.{field} {getattr(self, field)!r} is not one of {', '.join(_PLAIN)}")
-        if formats.get(self.compute).dtype.itemsize > formats.get(self.master).dtype.itemsize:
-            raise ValueError(f"weights.compute {self.compute!r} is wider than the master weights, {self.master!r}")
-
 
 NU_ROUNDINGS = ("auto", "nearest", "stochastic")
 
@@ -40,8 +14,9 @@ class Optimizer:
 
     Attributes:
         mu: format of the first moment, an 8-bit float format or "bf16" or "fp32".
-        nu: format of the second moment, likewise.
-        group_size: elements along the last axis that share a scale; None where no moment has 8 bits.
+        nu: format of the second moment, likewise; or "fp16" with a scale.
+        group_size: elements along the last axis that share a scale; None for one scale a tensor (as with master weights
+            in fp16), and where no moment has one.
         expand: dynamic range expansion of the 8-bit moments.
         nu_rounding: of an 8-bit second moment, "nearest", "stochastic", or "auto", which goes by b2.
 
@@ -68,7 +43,9 @@ class Optimizer:
             if formats.get(moment).bits % 8:
                 raise ValueError(f"{moment!r} codes are packed, which suits activations; give moments 8 or 16 bits")
         size = self.group_size
-        if compressed and (size is None or not size >= 1 or size // 1 != size):
+        if compressed and size is None and self.expand:
+            raise ValueError("optimizer.expand raises groups to powers; give a group_size, or expand=False")
+        if compressed and size is not None and (not size >= 1 or size // 1 != size):
             raise ValueError(f"optimizer.group_size must be a positive integer, not {size!r}")
         if not compressed and (self.expand or self.group_size is not None):
             raise ValueError(
@@ -81,6 +58,6 @@ class Optimizer:
         name = getattr(self, moment)
         if not formats.get(name).scaled:
             return None
-        return QuantSpec(
-            name, "group", self.group_size, expand=self.expand, underflow="smallest" if moment == "nu" else "zero"
-        )
+        granularity = "tensor" if self.group_size is None else "group"
+        underflow = "smallest" if moment == "nu" else "zero"
+        return QuantSpec(name, granularity, self.group_size, expand=self.expand, underflow=underflow)

@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.choice import aimed, capability, missing_triton, unplaced
+from fp8jax.ops.choice import aimed, capability, missing_triton, named, unplaced
 from fp8jax.ops.fallback import Pair
 from fp8jax.ops.partition import Cut, notation, partitioned
 
@@ -62,7 +62,9 @@ def run(dtype: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
 def _multiply(dtype: DTypeLike, cut: Cut, a: Pair | QTensor, b: QTensor) -> Array:
     # Sums over devices are of 16 bits, as those of a gradient in bf16.
     out = jnp.bfloat16 if "k" in cut.axes or dtype == jnp.bfloat16 else jnp.float32
-    return cut.total(_kernel(language(), out, a, b), "k").astype(dtype)
+    with named(a.base if isinstance(a, Pair) else a, b):  # XLA's partitioner traces it anew
+        product = _kernel(language(), out, a, b)
+    return cut.total(product, "k").astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -13,7 +13,7 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import matmul_hopper, sharding
-from fp8jax.ops.choice import Choice, by_platform, capability, local, on_cuda, tell
+from fp8jax.ops.choice import Choice, by_platform, capability, local, named, on_cuda, tell
 from fp8jax.ops.matmul_hopper import row_scales
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.quantize import transpose as transpose
@@ -88,9 +88,10 @@ def matmul(
         product = matmul_hopper.run(how, exact, fast, dtype, a, b)
         return product if spec is None else sharding.place(product, spec, a.codes, b.codes)
 
-    if how is None:
-        return reference(a, b)
-    return local(kernel)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=kernel, default=reference)
+    with named(a, b):
+        if how is None:
+            return reference(a, b)
+        return local(kernel)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=kernel, default=reference)
 
 
 def matmul_quantized(
@@ -207,7 +208,7 @@ def _halved(dtype: DTypeLike, a: Operand, b: Operand) -> Array:
 
 
 def _half(x: Operand) -> tuple[Array, Array]:
-    """A matrix in fp16, which holds FP8 and int8 codes exactly, and the unit of each row or of all, fp32 (rows or 1, 1).
+    """A matrix in fp16, which holds 8-bit codes exactly, and the unit of each row or of all, fp32 (rows or 1, 1).
 
     Under scales that change along a row its unit is the largest: smaller values keep 2^-24 of that or their own 11
     bits. Of what is no code, the largest magnitude is the unit.

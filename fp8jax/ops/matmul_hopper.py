@@ -13,7 +13,7 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import int8_kernels
-from fp8jax.ops.choice import Choice, aimed, capability, unplaced
+from fp8jax.ops.choice import Choice, aimed, capability, named, unplaced
 from fp8jax.ops.fold import foldable, refold
 from fp8jax.ops.partition import Cut, notation, partitioned
 
@@ -139,25 +139,36 @@ def run(
         if not exact and foldable(micro):
             a, b = (refold(q) if q is micro else q for q in (a, b))
             how = "row"
-    multiply = functools.partial(_multiply, how, fast, jnp.dtype(dtype))
+    free = aimed().free_multiprocessors
+    multiply = functools.partial(_multiply, how, fast, free, jnp.dtype(dtype))
     ins, static = (
         (notation(a.spec, a.shape, "m k"), notation(b.spec, b.shape, "n k")),
-        (how, fast, str(jnp.dtype(dtype)), a.spec, b.spec),
+        (how, fast, free, str(jnp.dtype(dtype)), a.spec, b.spec),
     )
     product: Array = partitioned("product", static, multiply, (a, b), ins, "m n")
     return product
 
 
-def _multiply(how: Kernel | Literal["cublas"], fast: bool, dtype: DTypeLike, cut: Cut, a: QTensor, b: QTensor) -> Array:
+def _multiply(
+    how: Kernel | Literal["cublas"], fast: bool, free: int, dtype: DTypeLike, cut: Cut, a: QTensor, b: QTensor
+) -> Array:
     # Sums over devices are of 16 bits, as those of a gradient in bf16: in fp32 they would travel twice as long.
     out = jnp.bfloat16 if "k" in cut.axes else dtype
-    product = _cublas(a, b, fast, out) if how == "cublas" else _kernels(how, fast, out, a, b)
+    with named(a, b):  # XLA's partitioner traces it anew
+        product = _cublas(a, b, fast, out) if how == "cublas" else _kernels(how, fast, free, out, a, b)
     return cut.total(product, "k").astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _kernels(how: Kernel, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _kernels(how: Kernel, fast: bool, free: int, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
     """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
+    from pallas_kernels import hopper
+
+    with hopper.left(free):
+        return _run_kernel(how, fast, dtype, a, b)
+
+
+def _run_kernel(how: Kernel, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
     out_dtype = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
     if how == "row":
         return _row(a, b, fast, out_dtype).astype(dtype)
@@ -182,20 +193,29 @@ def run_quantized(
     fast: bool, spec: QuantSpec, a: QTensor, b: QTensor, bias: Array | None, residual: Array | None
 ) -> QTensor:
     """a @ b.T + bias + residual, quantized in the kernel that multiplies."""
+    from pallas_kernels import hopper
     from pallas_kernels.matmul_mosaic import matmul
+
+    free = aimed().free_multiprocessors
 
     def multiply(cut: Cut, a: QTensor, b: QTensor, bias: Array | None, residual: Array | None) -> QTensor:
         terms: Any = _terms(a, b)
         for name, term in (("bias", bias), ("residual", residual)):
             terms[name] = term if term is None or term.dtype == jnp.bfloat16 else term.astype(jnp.float32)
-        codes, scale = matmul(a.codes, b.codes, **terms, fast=fast, group=spec.group_size)
+        with hopper.left(free):
+            codes, scale = matmul(a.codes, b.codes, **terms, fast=fast, group=spec.group_size)
         return QTensor(codes, scale, None, None, spec)
 
     # Quantized from sums that are whole: a contraction is not cut.
     ins = [notation(q.spec, q.shape, f"{name} -") for q, name in ((a, "m"), (b, "n"))]
     outs = ("m n", f"m n/{spec.group_size}")
     found: QTensor = partitioned(
-        "product_quantized", (fast, spec, a.spec, b.spec), multiply, (a, b, bias, residual), (*ins, "n", "m n"), outs
+        "product_quantized",
+        (fast, free, spec, a.spec, b.spec),
+        multiply,
+        (a, b, bias, residual),
+        (*ins, "n", "m n"),
+        outs,
     )
     return found
 

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import int8_kernels, sharding
 from fp8jax.ops import matmul as op
-from fp8jax.ops.choice import Choice, by_platform, local, on_cuda, tell
+from fp8jax.ops.choice import Choice, by_platform, local, named, on_cuda, tell
 from fp8jax.ops.fallback import Pair
 
 IMPLS = ("auto", "xla", "mosaic")
@@ -49,9 +49,10 @@ def matmul_pair(
         product = int8_kernels.run(dtype, a, b)
         return product if spec is None else sharding.place(product, spec, a.base.codes, b.codes)
 
-    if choice.impl == "xla":
-        return reference(a, b)
-    return local(kernel)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=kernel, default=reference)
+    with named(a.base, b):
+        if choice.impl == "xla":
+            return reference(a, b)
+        return local(kernel)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=kernel, default=reference)
 
 
 def _choose(a: QTensor, b: QTensor, impl: str, cuda: bool) -> Choice:

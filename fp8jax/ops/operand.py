@@ -119,6 +119,9 @@ class Matrix:
     scale: Array | None
     token_scale = None
 
+    def __str__(self) -> str:
+        return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
+
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         return encode(self.values, side.backward, side.strategy, scale=self.scale, turned=not side.turned)
 
@@ -129,6 +132,9 @@ class Saved:
     """Codes of the input as bytes, (tokens, inputs)."""
 
     codes: QTensor
+
+    def __str__(self) -> str:
+        return f"codes, {self.codes.spec}"
 
     @property
     def token_scale(self) -> Array:
@@ -160,6 +166,9 @@ class MadeAgain:
     shape: tuple[int, int]
     dtype: DTypeLike
     token_scale = None
+
+    def __str__(self) -> str:
+        return "nothing; the operation before makes it again"
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         assert gradient is not None

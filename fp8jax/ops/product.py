@@ -18,7 +18,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fallback, fused, microscaled
-from fp8jax.ops.choice import vary_alike, varying
+from fp8jax.ops.choice import tell_saved, vary_alike, varying
 from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.matmul_int8 import matmul_pair
@@ -350,7 +350,15 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     return *inputs, dw, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
 
 
-_product.defvjp(_forward, _backward)
+def _differentiated(how: How, *operands: Any) -> tuple[tuple[Array, Array | None], Saved]:
+    """`_forward`, where its backward pass follows."""
+    results, saved = _forward(how, *operands)
+    value, _, w, *_ = operands
+    tell_saved(f"of the input of a linear {value.shape} x {w.shape}: {saved.x}")
+    return results, saved
+
+
+_product.defvjp(_differentiated, _backward)
 
 
 def _row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:

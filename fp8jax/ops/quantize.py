@@ -120,7 +120,7 @@ def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl == "triton" or (impl == "auto" and on_cuda()):
-        reason = missing_triton("quantize_triton") or unplaced()
+        reason = missing_triton("quantize_triton", fp8=False) or unplaced()
         if len(q.shape) != 2 or q.codes.dtype.itemsize != 1 or 0 in q.shape:
             reason = f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
         if reason and impl == "triton":
@@ -181,7 +181,7 @@ def _choose(x: Any, how: _How, scale: Array | None, impl: str, cuda: bool) -> Ch
         return Choice("xla", "asked for")
     reason = (
         (None if cuda else "it needs a CUDA GPU")
-        or missing_triton("quantize_triton")
+        or missing_triton("quantize_triton", fp8=any(spec and formats.get(spec.format).is_float for spec in how.specs))
         or _unsupported(x, how, scale)
         or unplaced()
     )

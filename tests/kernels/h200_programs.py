@@ -192,3 +192,18 @@ def fallback_linear() -> Program:
             return y, *back(dy)
 
     return program, (Shape((M, K), BF16), Shape((K, N), BF16), Shape((M, N), BF16), Shape((), F32))
+
+
+# Those whose epilogue has all that the others' have.
+LARGEST = [
+    everything,
+    everything_in_a_shared_tile,
+    promoted_everything,
+    quantized_output,
+    vocabulary,
+    block_everything,
+    block_everything_of_few_rows,
+    wgrad_everything,
+    wgrad_of_few_rows,
+    exact,
+]
