@@ -23,8 +23,9 @@ _ALL = (*_LAYER, "adamw_triton")
 KERNELS = {
     "gemm": (*_PRODUCTS, "fold_triton", "quantize_triton"),
     "gemm_block": ("matmul_block_mosaic",),
+    "gemm_int8": ("matmul_int8_mosaic",),
     "quantize": _QUANTIZE,
-    "linear": (*_PRODUCTS, *_QUANTIZE),
+    "linear": (*_PRODUCTS, "matmul_int8_mosaic", *_QUANTIZE, "fallback_triton"),
     "layer": _LAYER,
     "coat_speed": _LAYER,
     "optimizer": ("adamw_triton",),
