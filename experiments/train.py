@@ -111,6 +111,7 @@ def _run(
     _prepare_folder(config, console)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
+    keep_programs()
     stop.check()
 
     corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
@@ -230,6 +231,14 @@ def _train_recipe(
         console.print(f"{recipe.name} writes:")
         console.print(Text(text, style="dim"))
     return result
+
+
+def keep_programs() -> None:
+    """Lets JAX's persistent cache find programs for several devices, too.
+
+    All their calls that XLA partitions are fp8jax's own, whose names say what they are.
+    """
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 
 
 def count(params: Any) -> int:

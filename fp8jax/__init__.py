@@ -5,32 +5,33 @@ from importlib import metadata as _metadata
 from typing import Any as _Any
 
 from fp8jax import recipes as recipes
+from fp8jax.core import flax_state as _flax_state
 from fp8jax.core import formats as formats
 from fp8jax.core.qtensor import QTensor as QTensor
 from fp8jax.core.qtensor import quantize as quantize
 from fp8jax.core.recipe import Recipe as Recipe
 from fp8jax.core.spec import QuantSpec as QuantSpec
 from fp8jax.from_recipe import optimizer as optimizer
+from fp8jax.modules.functions import activation as activation
+from fp8jax.modules.functions import attention_output as attention_output
+from fp8jax.modules.functions import delayed_linear as delayed_linear
+from fp8jax.modules.functions import dot_general as dot_general
+from fp8jax.modules.functions import einsum as einsum
+from fp8jax.modules.functions import glu as glu
+from fp8jax.modules.functions import glu_linear as glu_linear
+from fp8jax.modules.functions import layer_norm as layer_norm
+from fp8jax.modules.functions import linear as linear
+from fp8jax.modules.functions import norm_linear as norm_linear
+from fp8jax.modules.functions import rms_norm as rms_norm
+from fp8jax.modules.functions import scaled_linear as scaled_linear
 from fp8jax.modules.rules import Rule as Rule
-from fp8jax.ops.activation import activation as activation
-from fp8jax.ops.activation import glu as glu
-from fp8jax.ops.linear import dot_general as dot_general
-from fp8jax.ops.linear import einsum as einsum
-from fp8jax.ops.linear import linear as linear
-from fp8jax.ops.norm import layer_norm as layer_norm
-from fp8jax.ops.norm import rms_norm as rms_norm
 from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.product import quantize_weight as quantize_weight
 from fp8jax.ops.saveable import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from fp8jax.ops.saveable import saveable as saveable
-from fp8jax.ops.scaled import delayed_linear as delayed_linear
 from fp8jax.ops.scaled import init_scaling as init_scaling
-from fp8jax.ops.scaled import scaled_linear as scaled_linear
 from fp8jax.ops.scaled import update_scaling as update_scaling
 from fp8jax.ops.scaled import weight_scale as weight_scale
-from fp8jax.ops.transformer import attention_output as attention_output
-from fp8jax.ops.transformer import glu_linear as glu_linear
-from fp8jax.ops.transformer import norm_linear as norm_linear
 from fp8jax.optim.clipped import clipped as clipped
 from fp8jax.optim.compress_state import compress_state as compress_state
 from fp8jax.optim.compressed_adamw import compressed_adamw as compressed_adamw
@@ -42,6 +43,7 @@ from fp8jax.optim.weight_bounds import track_weights as track_weights
 from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
 
 __version__ = _metadata.version("fp8jax")
+_flax_state.install()
 
 
 _NEED_FLAX = {"nnx": "fp8jax.nnx", "linen": "fp8jax.linen", "explain": "fp8jax.modules.report"}

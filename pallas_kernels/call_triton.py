@@ -19,6 +19,9 @@ from jax import Array, lax
 from jax.interpreters import mlir, partial_eval
 from jax_triton import triton_lib
 
+from pallas_kernels import stored_triton
+
+stored_triton.install()
 OLD = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
 _TARGET = "triton_kernel_call_ffi"
 

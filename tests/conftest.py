@@ -1,11 +1,13 @@
 """Eight CPU devices for the sharding tests, and tests marked `gpu` only where a GPU is.
 
-Most of the time here goes into compiling small programs that run once. So LLVM optimizes nothing (what XLA does to a
-program stays the same), and compiled programs are kept in .cache for the other worker and the next run, all of them:
-to keep the cache below a size, JAX would look through it at each program. Where JAX_COMPILATION_CACHE_DIR is empty,
-none are. Where Python is told to write no bytecode, the processes that tests start write theirs in .cache too.
+Most of the time here goes into compiling small programs that run once. So LLVM optimizes nothing, gets each program in
+one piece, and gets loops at once, not through MLIR (what XLA's passes do to a program stays the same); Python looks for
+garbage less often; and compiled programs are kept in .cache for the other worker and the next run, all of them: to keep
+the cache below a size, JAX would look through it at each program. Where JAX_COMPILATION_CACHE_DIR is empty, none are.
+Where Python is told to write no bytecode, the processes that tests start write theirs in .cache too.
 """
 
+import gc
 import os
 import pathlib
 import shutil
@@ -14,7 +16,12 @@ import sys
 GPU = os.environ.get("FP8JAX_TEST_GPU") == "1"
 if not GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    for flag in ("xla_force_host_platform_device_count=8", "xla_backend_optimization_level=0"):
+    for flag in (
+        "xla_force_host_platform_device_count=8",
+        "xla_backend_optimization_level=0",
+        "xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+        "xla_cpu_parallel_codegen_split_count=1",
+    ):
         if flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}"
     programs = pathlib.Path(__file__).parents[1] / ".cache" / "xla"
@@ -22,8 +29,12 @@ if not GPU:
         shutil.rmtree(programs)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
+# Kernels are compiled where a test looks at what they become, not taken from the user's folder.
+os.environ.setdefault("FP8JAX_KERNEL_CACHE", "")
 if sys.dont_write_bytecode and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(pathlib.Path(__file__).parents[1] / ".cache" / "bytecode"))
+
+gc.set_threshold(50_000, 20, 50)
 
 import jax
 import pytest

@@ -7,6 +7,7 @@
     python -m experiments.tables.fp8_lm_precision   FP8-LM: Table 6, Figure 8
     python -m experiments.tables.deepseek_wgrad     errors of deepseek's weight gradient by the scales of its operands
     python -m experiments.tables.second_moment      second moments in 8 bits, to nearest and stochastically, by b2
+    python -m experiments.tables.moss_scaling       MOSS: Figure 4, equations 8 and 10
     python -m experiments.tables.report             RESULTS.md
 
 The first to need it trains a small model (`common.FLAGS`), which stays under runs/ for the others.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +19,8 @@ from fp8jax.core.spec import QuantSpec
 # Version of what is stored: what the arrays of a QTensor mean. A state that was saved loads for ever (tests/data holds
 # one): to change a meaning, count this up, and go on to read the old one.
 VERSION = 1
-_KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("scale", "expansion", "microscale"))
+# Of the arrays beside the codes, in the order of the fields.
+KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("scale", "expansion", "microscale"))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -64,8 +64,10 @@ class QTensor:
     record would be restored without being looked at, for values cannot be checked under `jax.jit`, and each step would
     have one more argument for each moment; keys cost neither.
 
-    Maps over a state with a leaf for each parameter (`optax.tree.map_params` with a tree of shardings) take QTensors as
-    leaves: `is_leaf=lambda x: isinstance(x, QTensor)`; `shardings` gives those of the arrays.
+    Maps over a state beside a tree with a leaf for each parameter (`optax.tree.map_params` with a tree of shardings)
+    have to be told that QTensors are leaves: `is_leaf=lambda x: isinstance(x, QTensor)`; `shardings` gives those of the
+    arrays. No QTensor can say so itself: `jax.tree.map` takes apart every node of the first tree that it is not told
+    to leave whole, and refuses a leaf of another tree where the first has a node.
     """
 
     codes: Array
@@ -75,16 +77,12 @@ class QTensor:
     spec: QuantSpec
     length: int | None = None
 
-    def __post_init__(self) -> None:
-        if not _known_to_flax and "flax.serialization" in sys.modules:
-            _tell_flax()
-
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[QuantSpec, int | None]]:
         return (self.codes, self.scale, self.expansion, self.microscale), (self.spec, self.length)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[QuantSpec, int | None]]:
         children, static = self.tree_flatten()
-        return tuple(zip((jax.tree_util.DictKey(self.storage_key), *_KEYS), children, strict=True)), static
+        return tuple(zip((jax.tree_util.DictKey(self.storage_key), *KEYS), children, strict=True)), static
 
     @classmethod
     def tree_unflatten(cls, static: tuple[QuantSpec, int | None], children: Iterable[Any]) -> "QTensor":
@@ -163,40 +161,6 @@ class QTensor:
             k = np.asarray(self.expansion, np.float32)
             if not ((k >= expansion.LOWEST) & (k <= expansion.HIGHEST)).all():
                 raise ValueError(f"expansion exponents must lie in [{expansion.LOWEST}, {expansion.HIGHEST}]")
-
-
-def _by_key(q: QTensor) -> dict[str, Any]:
-    keys = (q.storage_key, *(key.name for key in _KEYS))
-    return dict(zip(keys, q.tree_flatten()[0], strict=True))
-
-
-def _to_state_dict(q: QTensor) -> dict[str, Any]:
-    convert = sys.modules["flax.serialization"].to_state_dict
-    return {key: convert(x) for key, x in _by_key(q).items() if x is not None}
-
-
-def _from_state_dict(q: QTensor, state: dict[str, Any]) -> QTensor:
-    convert = sys.modules["flax.serialization"].from_state_dict
-    parts = {key: x for key, x in _by_key(q).items() if x is not None}
-    if set(parts) != set(state):
-        raise ValueError(
-            f"this state holds {', '.join(state)}, but its template {', '.join(parts)}: "
-            "it was stored in another way; restore it into a template of its own kind"
-        )
-    restored = {key: convert(x, state[key], key) for key, x in parts.items()}
-    return q.tree_unflatten((q.spec, q.length), [restored.get(key) for key in _by_key(q)])
-
-
-_known_to_flax = False
-
-
-def _tell_flax() -> None:
-    """Flax's serialization looks types up in a table of its own; whoever uses it has imported it."""
-    global _known_to_flax
-    register = getattr(sys.modules["flax.serialization"], "register_serialization_state", None)
-    if register is not None:  # else it is just being imported
-        register(QTensor, _to_state_dict, _from_state_dict, override=True)
-        _known_to_flax = True
 
 
 @functools.cache

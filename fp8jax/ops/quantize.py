@@ -31,6 +31,7 @@ def quantize(
     strategy: Scaling | str = "current",
     key: Array | None = None,
     impl: str = "auto",
+    part: fused.Part | None = None,
 ) -> Pair:
     """Codes of a matrix and of its transposed copy.
 
@@ -48,6 +49,7 @@ def quantize(
             "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
         impl: "auto", "xla" or "triton"; see `chosen`.
+        part: what `x` is computed from, where that is known: kernels read this then, under "auto".
 
     Returns:
         What was asked for, `x` and `x.T`; None for the others.
@@ -62,8 +64,8 @@ def quantize(
         raise ValueError(f"rows {rows} and columns {columns} {need}")
     if 0 in x.shape:
         scale = None  # there is nothing to have one
-    if impl == "auto":
-        made = fused.codes(x, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
+    if impl == "auto" and part is not None:
+        made = fused.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
         if made is not None:
             return made
     choice = tell("quantize", _choose(x, how, scale, impl, impl == "triton" or on_cuda()))

@@ -94,6 +94,7 @@ def compress_state(
                 "group_size and min_size are static: name them in optax.inject_hyperparams, "
                 "static_args=('group_size', 'min_size')"
             )
+        jax.tree_util.tree_map_with_path(storage.check_array, params)
         plan = _plan(inner.init(_widen(params)), params, rules, known)
         return storage.beside(params, plan.store(smallest))
 

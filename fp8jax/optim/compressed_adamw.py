@@ -337,6 +337,7 @@ def _check_range(name: str, value: Any, low: float, high: float) -> None:
 
 
 def _check_floating(path: Any, param: Any) -> None:
+    moments.check_array(path, param)
     if not jnp.issubdtype(param.dtype, jnp.floating):
         where = jax.tree_util.keystr(path) or "the parameter"
         raise TypeError(f"{where} has dtype {param.dtype}; leave it out with optax.masked or optax.partition")

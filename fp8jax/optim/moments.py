@@ -93,6 +93,15 @@ def beside(params: optax.Params, state: optax.OptState) -> optax.OptState:
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, everywhere), state)
 
 
+def check_array(path: Any, param: Any) -> None:
+    """Refuses a parameter that is a plain number: it has neither a dtype nor a shape that moments could have."""
+    if not hasattr(param, "dtype"):
+        where = jax.tree_util.keystr(path) or "the parameter"
+        raise TypeError(
+            f"{where} is {param!r}, of type {type(param).__name__}, and no array; make it one with jnp.asarray"
+        )
+
+
 def state_bytes(state: optax.OptState) -> dict[str, int]:
     """Bytes of an optimizer state, by role.
 

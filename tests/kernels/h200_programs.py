@@ -160,3 +160,16 @@ ALL = [
     wgrad_of_few_rows,
     exact,
 ]
+# Those whose epilogue has all that the others' have.
+LARGEST = [
+    everything,
+    everything_in_a_shared_tile,
+    promoted_everything,
+    quantized_output,
+    vocabulary,
+    block_everything,
+    block_everything_of_few_rows,
+    wgrad_everything,
+    wgrad_of_few_rows,
+    exact,
+]

@@ -9,9 +9,9 @@ import pytest
 import scipy.special
 
 import fp8jax
+from fp8jax import activation, glu, layer_norm, rms_norm
 from fp8jax.core.recipe import Context
-from fp8jax.ops.activation import ACTIVATIONS, activation, glu
-from fp8jax.ops.norm import layer_norm, rms_norm
+from fp8jax.ops.activation import ACTIVATIONS
 from tests.distance import relative
 from tests.programs import residuals
 
@@ -110,14 +110,15 @@ def test_activations_have_the_gradient_of_the_stored_input(name, context):
     x, u, dy = (3 * normal(i, TOKENS, CHANNELS) for i in range(3))
     keep = (lambda a: stored(a, context)) if context.saved else np.asarray
     y, back = jax.vjp(lambda x: activation(x, recipe=context, activation=name), x)
-    near(y, reference_activation(name, x)[0])
-    near(back(dy)[0], np.asarray(dy) * reference_activation(name, keep(x))[1])
+    steps = 256 if name == "gelu_tanh" else 64  # XLA's tanh is a ratio of polynomials, off by 2^-17 near its ends
+    near(y, reference_activation(name, x)[0], steps)
+    near(back(dy)[0], np.asarray(dy) * reference_activation(name, keep(x))[1], steps)
 
     y, back = jax.vjp(lambda x, u: glu(x, u, recipe=context, activation=name), x, u)
     value, slope = reference_activation(name, keep(x))
     exact = reference_activation(name, x)[0]
     activated = keep(exact) if context.mode == "faithful" else value
-    near(y, exact * np.asarray(u))
+    near(y, exact * np.asarray(u), steps)
     for got, want in zip(back(dy), (dy * keep(u) * slope, dy * activated), strict=True):
         # An activation in fp32 may lie on the other side of a rounding boundary than one in float64.
         assert relative(got, want) < 1e-3

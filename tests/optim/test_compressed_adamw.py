@@ -137,9 +137,9 @@ GROUPS = {
 
 @functools.cache
 def updates_of(tx) -> np.ndarray:
-    """Updates of 1,000 steps on every group: (steps, groups, N)."""
+    """Updates of 250 steps on every group: (steps, groups, N)."""
     rngs = {name: np.random.default_rng(i) for i, name in enumerate(GROUPS)}
-    gradients = np.stack([[make(rngs[name]) for name, make in GROUPS.items()] for _ in range(1000)]).astype(np.float32)
+    gradients = np.stack([[make(rngs[name]) for name, make in GROUPS.items()] for _ in range(250)]).astype(np.float32)
 
     @jax.jit
     def run(gradients):
@@ -269,6 +269,10 @@ def test_wrong_trees_are_refused_with_the_place():
     tx = fp8jax.compressed_adamw(1e-3, min_size=0)
     with pytest.raises(TypeError, match=r"\['ids'\] has dtype int32; leave it out with optax.masked"):
         tx.init({"ids": jnp.arange(3)})
+    with pytest.raises(
+        TypeError, match=r"\['temperature'\] is 0.07, of type float, and no array; make it one with jnp.asarray"
+    ):
+        tx.init({"temperature": 0.07})
     p = {"w": jnp.ones((4, 128))}
     state = tx.init(p)
     with pytest.raises(ValueError, match=r"\['w'\] has shape \(128, 4\), but its moments have \(4, 128\)"):

@@ -1,6 +1,10 @@
 """Flax's own optimizer and serialization with 8-bit state: nothing to do but to name the transformation."""
 
+import importlib
+import sys
+
 import chex
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax import QTensor
-from fp8jax.core import qtensor
+from fp8jax.core import flax_state
 
 SMALL = {"group_size": 32, "min_size": 1}
 EXACT = {
@@ -189,11 +193,13 @@ def test_flax_serialization_keeps_every_bit():
         serialization.from_state_dict(optax.chain(optax.clip(1.0), other).init(p), as_dict)
 
 
-def test_flax_may_be_imported_after_the_state_is_made(monkeypatch):
-    """Whatever makes a QTensor then, if only `jax.device_get`, tells Flax's serialization."""
+def test_flax_may_be_imported_after_the_last_state_is_made(monkeypatch):
     state = fp8jax.compressed_adamw(1e-2, min_size=0).init({"w": jnp.ones((4, 128))})
-    monkeypatch.setattr(qtensor, "_known_to_flax", False)
-    monkeypatch.delitem(serialization._STATE_DICT_REGISTRY, QTensor)
-    assert not serialization.is_serializable(QTensor)
-    jax.device_get(state)
-    assert serialization.is_serializable(QTensor)
+    monkeypatch.setattr(flax, "serialization", serialization)
+    monkeypatch.setattr(sys, "meta_path", [x for x in sys.meta_path if x is not flax_state._WhenImported])
+    monkeypatch.delitem(sys.modules, "flax.serialization")
+    flax_state.install()
+    later = importlib.import_module("flax.serialization")
+    assert later is not serialization
+    assert later.to_bytes(state) == serialization.to_bytes(state)
+    chex.assert_trees_all_equal(later.from_bytes(state, later.to_bytes(state)), state)

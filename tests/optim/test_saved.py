@@ -156,12 +156,13 @@ def test_the_golden_state_loads_and_goes_on(name):
         codes = formats.get(q.spec.format).decode(q.codes)
         np.testing.assert_array_equal(np.asarray(codes) == 0, values == 0)
     updates, new = jax.jit(tx.update)(g, state, p)
-    chex.assert_trees_all_close(updates, saved["updates"], rtol=1e-5)
+    chex.assert_trees_all_close(updates, saved["updates"], rtol=1e-5, atol=1e-9)
     chex.assert_trees_all_equal_shapes_and_dtypes(new, expected)
-    # Bit for bit; another processor's logarithm may move one exponent or code of 128 across a tie.
+    # Bit for bit, but for the last bits of fp32 scales, which another compiler may compute in another order; its
+    # logarithm may move one exponent or code of 128 across a tie.
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
-        differ = np.sum(np.asarray(a) != np.asarray(b))
-        assert differ <= (np.size(a) >= 128), name
+        same = np.isclose(a, b, rtol=2.0**-21, atol=0) if np.asarray(a).dtype == np.float32 else np.asarray(a) == b
+        assert np.sum(~same) <= (np.size(a) >= 128), name
 
 
 def test_to_go_on_with_other_storage_a_state_is_quantized_again():

@@ -1,0 +1,65 @@
+"""QTensors in Flax's serialization, which looks types up in a table of its own, whenever Flax is imported."""
+
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from fp8jax.core.qtensor import KEYS, QTensor
+
+MODULE = "flax.serialization"
+
+
+def _by_key(q: QTensor) -> dict[str, Any]:
+    keys = (q.storage_key, *(key.name for key in KEYS))
+    return dict(zip(keys, q.tree_flatten()[0], strict=True))
+
+
+def _to_state_dict(q: QTensor) -> dict[str, Any]:
+    convert = sys.modules[MODULE].to_state_dict
+    return {key: convert(x) for key, x in _by_key(q).items() if x is not None}
+
+
+def _from_state_dict(q: QTensor, state: dict[str, Any]) -> QTensor:
+    convert = sys.modules[MODULE].from_state_dict
+    parts = {key: x for key, x in _by_key(q).items() if x is not None}
+    if set(parts) != set(state):
+        raise ValueError(
+            f"this state holds {', '.join(state)}, but its template {', '.join(parts)}: "
+            "it was stored in another way; restore it into a template of its own kind"
+        )
+    restored = {key: convert(x, state[key], key) for key, x in parts.items()}
+    return q.tree_unflatten((q.spec, q.length), [restored.get(key) for key in _by_key(q)])
+
+
+def _register(module: ModuleType) -> None:
+    module.register_serialization_state(QTensor, _to_state_dict, _from_state_dict, override=True)
+
+
+class _WhenImported:
+    """Finds Flax's serialization where Python does, and registers QTensors there once it is loaded."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        if name != MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def install() -> None:
+    """Registers QTensors where Flax is imported already, or when it will be."""
+    if hasattr(sys.modules.get(MODULE), "register_serialization_state"):
+        _register(sys.modules[MODULE])
+    elif _WhenImported not in sys.meta_path:
+        sys.meta_path.insert(0, _WhenImported)
