@@ -36,7 +36,7 @@ def encode(
     x = x.astype(jnp.float32)
     given, raw = scale is not None, jnp.abs(x)
     magnitude = formats.where(~(raw < formats.TINY), raw, 0)
-    # The largest magnitudes are rid of subnormals themselves: XLA on a GPU writes a mask that two passes have in common.
+    # The largest magnitudes are rid of subnormals after: XLA on a GPU writes a mask that two passes have in common.
     measured = magnitude if spec.expand else raw
     counted = formats.where(jnp.isfinite(measured), measured, 0)
     if scale is None:
