@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.text import Text
 
 import fp8jax
-from experiments import data, generate, lock, mesh, report
+from experiments import data, generate, lock, mesh, parallel, report
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config, UserError, check_same, flatten_fields, parse
 from experiments.flags import recommend
@@ -257,6 +257,7 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTrans
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         mask=decay_mask,
+        stacked=parallel.stacked,
     )
     if not recipe.linear.tracked:
         return fp8jax.clipped(optim.clip, adamw)

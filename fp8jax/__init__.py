@@ -4,6 +4,7 @@ import importlib as _importlib
 from importlib import metadata as _metadata
 from typing import Any as _Any
 
+from fp8jax import dist as dist
 from fp8jax import recipes as recipes
 from fp8jax.core import flax_state as _flax_state
 from fp8jax.core import formats as formats
@@ -32,10 +33,13 @@ from fp8jax.ops.saveable import saveable as saveable
 from fp8jax.ops.scaled import init_scaling as init_scaling
 from fp8jax.ops.scaled import update_scaling as update_scaling
 from fp8jax.ops.scaled import weight_scale as weight_scale
+from fp8jax.optim.clipped import clip_by_global_norm as clip_by_global_norm
 from fp8jax.optim.clipped import clipped as clipped
 from fp8jax.optim.compress_state import compress_state as compress_state
 from fp8jax.optim.compressed_adamw import compressed_adamw as compressed_adamw
 from fp8jax.optim.compressed_adamw import scale_by_compressed_adam as scale_by_compressed_adam
+from fp8jax.optim.fp8lm_adamw import fp8lm_adamw as fp8lm_adamw
+from fp8jax.optim.fp8lm_adamw import working_copy as working_copy
 from fp8jax.optim.moments import state_bytes as state_bytes
 from fp8jax.optim.weight_bounds import adam_limit as adam_limit
 from fp8jax.optim.weight_bounds import measure_weights as measure_weights
