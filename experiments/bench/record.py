@@ -26,6 +26,7 @@ KERNELS = {
     "layer": _LAYER,
     "coat_speed": _LAYER,
     "optimizer": ("adamw_triton",),
+    "scaling": _QUANTIZE,
     "cold": _ALL,
     "step": _ALL,
     "training_parity": _ALL,
