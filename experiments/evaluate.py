@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
@@ -80,7 +81,7 @@ class Trained:
         task = Task.build(self.task.llama, self.task.tx, recipe, remat=False, seed=self.config.seed)
         # Of another recipe there are no histories: its first step needs none.
         shapes = jax.eval_shape(task.init).model_state
-        fresh = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        fresh = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
         def run(params: Any, tokens_BxT: Any) -> jax.Array:
             model = task.model(params, fresh)
