@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from fp8jax.core.recipe import Comm as Comm
 from fp8jax.core.recipe import Context as Context
 from fp8jax.core.recipe import Linear as Linear
 from fp8jax.core.recipe import Optimizer as Optimizer
@@ -115,11 +116,25 @@ def int8_block() -> Recipe:
     return Recipe("int8_block", optimizer=_PLAIN, linear=linear)
 
 
+def fp8_lm() -> Recipe:
+    """FP8-LM (Peng et al., 2023): 6 bytes of optimizer a parameter, products and gradients between devices in FP8.
+
+    Per-tensor scales everywhere: e4m3 forward and for weight gradients that travel, e5m2 backward, fp16 master weights.
+    """
+    return Recipe(
+        "fp8_lm",
+        weights=Weights("fp16"),
+        optimizer=Optimizer("e4m3", "fp16", None, expand=False),
+        linear=Linear("e4m3", "e4m3", "e5m2"),
+        comm=Comm("e4m3"),
+    )
+
+
 _PRESETS: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
         *(bf16, fast, moss, coat, coat_fast, coat_optimizer, coat_activations),
-        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block),
+        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block, fp8_lm),
     )
 }
 NAMES: tuple[str, ...] = tuple(_PRESETS)

@@ -233,7 +233,7 @@ def notes(found: Mapping[str, Any], operands: Mapping[str, Any]) -> list[str]:
         "scales where each group has one dominant value.",
         f"Of the operands, microscaled e4m3 gradients beat e5m2 by {e5m2[1] - best[1]:.1f} dB in dx and "
         f"{e5m2[2] - best[2]:.1f} dB in dw late in the run: three mantissa bits against two. For the weight's gradient "
-        "codes that are only shifted beat a second quantization, per tensor or along tokens, for they are rounded once.",
+        "codes that are only shifted beat a second quantization, per tensor or along tokens: they are rounded once.",
         "Bytes kept are of a layer of width 768, counted as in coat_memory. `moss` keeps what Flax's norms and "
         "activations keep; `fast` keeps codes of COAT's contexts, and no input of a linear layer that can be made "
         "again. The paper's ratios are of peak memory of a 7B model and say nothing of what is kept.",

@@ -3,33 +3,12 @@
 import dataclasses
 
 from fp8jax.core import formats
+from fp8jax.core.comm import Comm as Comm
 from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.core.weights import Weights as Weights
 
-_PLAIN = ("bf16", "fp32")
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Storage of the parameters.
-
-    Attributes:
-        master: format that the optimizer updates, "fp32" or "bf16".
-        compute: format of the working copy that layers compute with, "fp32" or "bf16".
-
-    Raises:
-        ValueError: unknown format, or a working copy wider than its master.
-    """
-
-    master: str = "fp32"
-    compute: str = "bf16"
-
-    def __post_init__(self) -> None:
-        for field in ("master", "compute"):
-            if getattr(self, field) not in _PLAIN:
-                raise ValueError(f"weights.{field} {getattr(self, field)!r} is not one of {', '.join(_PLAIN)}")
-        if formats.get(self.compute).dtype.itemsize > formats.get(self.master).dtype.itemsize:
-            raise ValueError(f"weights.compute {self.compute!r} is wider than the master weights, {self.master!r}")
+_XLA, _FP32 = Comm(), Weights()
 
 
 NU_ROUNDINGS = ("auto", "nearest", "stochastic")
@@ -41,8 +20,9 @@ class Optimizer:
 
     Attributes:
         mu: format of the first moment, an 8-bit float format or "bf16" or "fp32".
-        nu: format of the second moment, likewise.
-        group_size: elements along the last axis that share a scale; None where no moment has 8 bits.
+        nu: format of the second moment, likewise; or "fp16" with a scale.
+        group_size: elements along the last axis that share a scale; None for one scale a tensor (as with master weights
+            in fp16), and where no moment has one.
         expand: dynamic range expansion of the 8-bit moments.
         nu_rounding: of an 8-bit second moment, "nearest", "stochastic", or "auto", which goes by b2.
 
@@ -69,7 +49,9 @@ class Optimizer:
             if formats.get(moment).bits % 8:
                 raise ValueError(f"{moment!r} codes are packed, which suits activations; give moments 8 or 16 bits")
         size = self.group_size
-        if compressed and (size is None or not size >= 1 or size // 1 != size):
+        if compressed and size is None and self.expand:
+            raise ValueError("optimizer.expand raises groups to powers; give a group_size, or expand=False")
+        if compressed and size is not None and (not size >= 1 or size // 1 != size):
             raise ValueError(f"optimizer.group_size must be a positive integer, not {size!r}")
         if not compressed and (self.expand or self.group_size is not None):
             raise ValueError(
@@ -82,9 +64,9 @@ class Optimizer:
         name = getattr(self, moment)
         if not formats.get(name).scaled:
             return None
-        return QuantSpec(
-            name, "group", self.group_size, expand=self.expand, underflow="smallest" if moment == "nu" else "zero"
-        )
+        granularity = "tensor" if self.group_size is None else "group"
+        underflow = "smallest" if moment == "nu" else "zero"
+        return QuantSpec(name, granularity, self.group_size, expand=self.expand, underflow=underflow)
 
 
 SAME = "same"
@@ -347,19 +329,32 @@ class Recipe:
         optimizer: storage of the optimizer's moments.
         linear: operands of the products of linear layers.
         context: what non-linear operations keep for the backward pass.
+        comm: what gradients are when they travel between devices.
     """
 
     name: str
-    weights: Weights = Weights()
+    weights: Weights = _FP32
     optimizer: Optimizer = Optimizer()
     linear: Linear = Linear()
     context: Context = Context()
+    comm: Comm = _XLA
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
             if not isinstance(getattr(self, field.name), field.type):  # type: ignore[arg-type]
                 name = field.type.__name__  # type: ignore[union-attr]
                 raise TypeError(f"{field.name} must be of type {name}, not {getattr(self, field.name)!r}")
+        scaled = [m for m in ("mu", "nu") if self.optimizer.spec(m) is not None and self.optimizer.group_size is None]
+        if scaled and (self.weights.master, self.optimizer.nu) != ("fp16", "fp16"):
+            raise ValueError(
+                f"optimizer.group_size=None stores {' and '.join(scaled)} with one scale a tensor, which goes with "
+                "weights.master='fp16' and nu='fp16' (FP8-LM); give a group_size"
+            )
+        if self.weights.master == "fp16" and (len(scaled) < 2 or self.optimizer.mu not in ("e4m3", "e5m2")):
+            raise ValueError(
+                "weights.master 'fp16' goes with Optimizer(mu='e4m3', nu='fp16', group_size=None, expand=False), "
+                f"not {self.optimizer}"
+            )
 
     def plan(self) -> list[tuple[str, str, str, float]]:
         """The storage plan: (role, stored in, computed in, bytes an element), metadata of full groups included."""
@@ -367,7 +362,7 @@ class Recipe:
         stored: list[tuple[str, str | QuantSpec, str]] = [
             ("master weight", weights.master, "fp32"),
             ("working weight", weights.compute, weights.compute),
-            ("gradient", weights.master, weights.compute),
+            ("gradient", weights.held, weights.compute),
             ("first moment", self.optimizer.spec("mu") or self.optimizer.mu, "fp32"),
             ("second moment", self.optimizer.spec("nu") or self.optimizer.nu, "fp32"),
         ]
@@ -377,6 +372,8 @@ class Recipe:
                 stored.append((f"{product} {name}", spec or weights.compute, spec.format if spec else weights.compute))
         stored.append(("saved linear input", self.linear.spec("saved") or weights.compute, "-"))
         stored.append(("saved non-linear input", self.context.spec or weights.compute, weights.compute))
+        if self.comm.gradients is not None:
+            stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.lean:
             stored.append(("input that a norm or activation made", AGAIN, weights.compute))
         return [(role, str(how), computed, _bytes(how)) for role, how, computed in stored]

@@ -11,9 +11,10 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic
+from fp8jax.modules.functions import scaled_linear
 from fp8jax.ops.linear import DimensionNumbers, check_precision
 from fp8jax.ops.product import QuantizedWeight
-from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, scaled_linear, update_scaling
+from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
 
 

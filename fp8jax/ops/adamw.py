@@ -145,6 +145,13 @@ def direction(grads: Any, mu: Any, nu: Any, adam: Adam, words: Any = None) -> tu
         The tree of directions m / (sqrt(v) + eps) in fp32, to be followed downhill, and both trees of moments, stored
         as they were given.
     """
+    d, m, v = advanced(grads, mu, nu, adam)
+    words = jax.tree.map(lambda _: None, v) if words is None else words
+    return d, jax.tree.map(store, m, mu), jax.tree.map(store, v, nu, words)
+
+
+def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
+    """The tree of directions of `direction`, and both trees of moments after the step, in fp32 and not yet stored."""
     g = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
     if adam.factor is not None:
         g = jax.tree.map(lambda x: x * adam.factor, g)
@@ -153,8 +160,7 @@ def direction(grads: Any, mu: Any, nu: Any, adam: Adam, words: Any = None) -> tu
     m_hat = optax.tree.bias_correction(m, adam.b1, adam.count)
     v_hat = optax.tree.bias_correction(v, adam.b2, adam.count)
     d = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + adam.eps_root) + adam.eps), m_hat, v_hat)
-    words = jax.tree.map(lambda _: None, v) if words is None else words
-    return d, jax.tree.map(store, m, mu), jax.tree.map(store, v, nu, words)
+    return d, m, v
 
 
 def load(moment: Moment) -> Array:

@@ -37,7 +37,7 @@ from fp8jax.ops import fused, microscaled
 from fp8jax.ops.matmul import Operand
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.saveable import INPUT, named
-from fp8jax.ops.saved import Gradient, Remade, from_bytes, to_bytes
+from fp8jax.ops.saved import NOTHING, Gradient, Origin, Remade, from_bytes, to_bytes
 from fp8jax.ops.sharding import rows_of
 
 
@@ -81,13 +81,12 @@ def weight_side(recipe: Linear) -> Side:
 
 
 class Residual(Protocol):
-    """What a product saves of a matrix.
+    """What a product saves of a matrix."""
 
-    Attributes:
-        token_scale: scale of the codes, one or one a token, where the gradient's scales may be chosen to go with it.
-    """
-
-    token_scale: Array | None
+    @property
+    def token_scale(self) -> Array | None:
+        """Scale of the codes, one or one a token, where the gradient's scales may be chosen to go with it."""
+        ...
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         """The operand of the backward product; `gradient` is what is known of that of an input."""
@@ -115,6 +114,9 @@ class Matrix:
     scale: Array | None
     token_scale = None
 
+    def __str__(self) -> str:
+        return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
+
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         return encode(self.values, side.backward, side.strategy, scale=self.scale, turned=not side.turned)
 
@@ -125,6 +127,9 @@ class Saved:
     """Codes of the input as bytes, (tokens, inputs)."""
 
     codes: QTensor
+
+    def __str__(self) -> str:
+        return f"codes, {self.codes.spec}"
 
     @property
     def token_scale(self) -> Array:
@@ -157,17 +162,26 @@ class MadeAgain:
     dtype: DTypeLike
     token_scale = None
 
+    def __str__(self) -> str:
+        return "nothing; the operation before makes it again"
+
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         assert gradient is not None
-        made = self.operation.again(self.saved, gradient)
-        matrix = fused.pass_on(made, rows_of(made.astype(self.dtype), *self.shape))
+        made, part, gradient.foreseen = self.operation.again(self.saved, gradient)
+        matrix = rows_of(made.astype(self.dtype), *self.shape)
+        scale = self.scale if side.backward == side.saved else None
+        part = None if part is None or made.shape[-1] != matrix.shape[-1] else part.cast(self.dtype)
+        operand: Operand
         if side.shared:
             assert self.scale is not None
             assert side.backward is not None
             assert gradient.codes is not None
-            return microscaled.made_again(matrix, self.scale, gradient.codes, side.backward)
-        scale = self.scale if side.backward == side.saved else None
-        return encode(matrix, side.backward, side.strategy, scale=scale, turned=True)
+            operand = microscaled.made_again(matrix, self.scale, gradient.codes, side.backward, part)
+        else:
+            operand = encode(matrix, side.backward, side.strategy, scale=scale, turned=True, part=part)
+        if part is not None and part.result.ahead is not None:
+            gradient.foreseen = part.result.ahead
+        return operand
 
 
 @jax.tree_util.register_dataclass
@@ -185,16 +199,21 @@ class Ready:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is."""
+    """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
+
+    Products of one input save the same array of its values.
+    """
 
     scale: Array | None = None
+    values: Array | None = None
 
     def forward(self, matrix: Array, side: Side) -> Operand:
         return encode(matrix, side.forward, side.strategy, scale=self.scale, turned=side.turned)
 
     def residual(self, matrix: Array, operand: Operand, side: Side) -> Matrix:
         shared = side.one_scale and isinstance(operand, QTensor)
-        return Matrix(matrix, operand.scale if shared else self.scale)  # type: ignore[union-attr]
+        values = matrix if self.values is None else self.values
+        return Matrix(values, operand.scale if shared else self.scale)  # type: ignore[union-attr]
 
 
 @jax.tree_util.register_dataclass
@@ -271,8 +290,8 @@ def of_input(
     *,
     key: Array | None = None,
     scale: Array | None = None,
-    again: tuple[Remade, Any] | None = None,
-    share: Callable[[Callable[[], QTensor]], QTensor] = lambda make: make(),
+    origin: Origin = NOTHING,
+    share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
 ) -> Source:
     """The source of an input, and with it what the product saves of it.
 
@@ -281,17 +300,19 @@ def of_input(
         side: how the recipe quantizes it.
         key: for codes that are saved rounded stochastically.
         scale: fp32, given for its codes; None takes it from `x`.
-        again: the operation that can make `x` again, and what it has saved.
-        share: gives the codes of `x` that another product has made so, or makes them.
+        origin: what is known of `x`.
+        share: gives what another product has made so of `x` to save it, or makes it.
     """
-    source: Plain | Codes = Plain(scale)
-    if side.saved is not None:
-        make = functools.partial(make_codes, x, side.saved, side.strategy, key=key, scale=scale)
+    source: Plain | Codes
+    if side.saved is None:
+        source = Plain(scale, share(lambda: lax.stop_gradient(x)))
+    else:
+        make = functools.partial(make_codes, x, side.saved, side.strategy, key=key, scale=scale, part=origin.part)
         source = Codes(share(lambda: named(make(), INPUT)), scale)
     # Codes rounded stochastically can be made again only with their key.
-    if again is None or (side.saved is not None and side.saved.rounding == "stochastic"):
+    if origin.again is None or (side.saved is not None and side.saved.rounding == "stochastic"):
         return source
-    return Again(*again, source)
+    return Again(*origin.again, source)
 
 
 def of_weight(
@@ -319,9 +340,10 @@ def make_codes(
     key: Array | None = None,
     scale: Array | None = None,
     turned: bool = False,
+    part: fused.Part | None = None,
 ) -> QTensor:
     """Codes of a matrix, or of its transposed copy, from its values alone, as bytes."""
-    q = encode(fused.pass_on(x, lax.stop_gradient(x)), spec, strategy, key=key, scale=scale, turned=turned)
+    q = encode(lax.stop_gradient(x), spec, strategy, key=key, scale=scale, turned=turned, part=part)
     assert isinstance(q, QTensor)
     return to_bytes(q)
 
@@ -334,14 +356,15 @@ def encode(
     key: Array | None = None,
     scale: Array | None = None,
     turned: bool = False,
+    part: fused.Part | None = None,
 ) -> Operand:
     """A matrix as an operand, as it is where `spec` is None; `turned`, its transposed copy."""
     if spec is None:
         return x.T if turned else x
     if spec.folds:
-        return microscaled.fold_rows(x.T if turned else x, spec)
+        return microscaled.fold_rows(x.T if turned else x, spec, part=None if turned else part)
     specs = (None, spec) if turned else (spec, None)
     key = key if spec.rounding == "stochastic" else None
-    q = quantize(x, *specs, scale=scale, strategy=strategy, key=key)[int(turned)]
+    q = quantize(x, *specs, scale=scale, strategy=strategy, key=key, part=part)[int(turned)]
     assert q is not None
     return q

@@ -11,6 +11,7 @@ from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Stateful
 from fp8jax.ops.linear import output_spec, rows
 from fp8jax.ops.product import QuantizedWeight, Scales, product
+from fp8jax.ops.saved import BLANK, Provenance
 from fp8jax.recipes import linear_part
 
 
@@ -60,6 +61,7 @@ def scaled_linear(
     bias: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> tuple[Array, Observed]:
     """`linear` with a scaling that keeps a state. `fp8jax.delayed_linear` is its first name.
 
@@ -74,6 +76,7 @@ def scaled_linear(
         bias: (outputs,).
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
         out_sharding: on a mesh with Explicit axes, as of `linear`.
+        known: as of `linear`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
@@ -91,7 +94,7 @@ def scaled_linear(
             raise ValueError(f"{part.scaling} scaling observes gradients: give scaled_linear a slot, jnp.zeros([])")
         scales |= {"dy": parts["dy"].expected(_of(state, "dy")), "slot": slot}
     spec = output_spec(x, w, out_sharding)
-    y = product(matrix, w, part, None, source=x, scales=Scales(**scales), quantized=quantized, spec=spec)
+    y = product(matrix, w, part, None, source=x, scales=Scales(**scales), quantized=quantized, spec=spec, known=known)
     found = {name: parts[name].observe(_of(state, name), values[name]) for name in values if observes(part, name)}
     if observes(part, "dy"):
         found["dy"] = jnp.zeros([])

@@ -1,5 +1,8 @@
 """Clipping by the global norm, fused with the update that follows."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,43 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
+from fp8jax.core.qtensor import QTensor
+from fp8jax.ops.adamw import load
 from fp8jax.optim.compressed_adamw import FusedTransformation
+
+
+def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` that also takes gradients in codes, whose norm is of what these stand for.
+
+    Optax would take the codes and scales of a `QTensor` for gradients. Here clipping one multiplies its scales.
+    """
+    plain = optax.clip_by_global_norm(max_norm)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if not any(map(_is_quantized, jax.tree.leaves(updates, is_leaf=_is_quantized))):
+            return plain.update(updates, state, params)
+        norm = _norm(updates)
+        factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
+
+        def clip(x: Any) -> Any:
+            quantized = isinstance(x, QTensor)
+            return dataclasses.replace(x, scale=x.scale * factor) if quantized else (x * factor).astype(x.dtype)
+
+        return jax.tree.map(clip, updates, is_leaf=_is_quantized), state
+
+    return optax.GradientTransformation(plain.init, update)
+
+
+def _norm(grads: optax.Updates) -> Array:
+    """The global norm of gradients, fp32."""
+    norm: Array = optax.tree.norm(jax.tree.map(load, grads, is_leaf=_is_quantized))
+    return norm
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QTensor)
 
 
 def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransformation:
@@ -39,7 +78,7 @@ def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransforma
         raise TypeError(f"clipped takes a transformation with `step`, not {tx!r}; put others behind optax.chain")
     if not isinstance(max_norm, jax.core.Tracer) and not np.asarray(max_norm) > 0:
         raise ValueError(f"max_norm must be positive, not {max_norm}")
-    chain = optax.chain(optax.clip_by_global_norm(max_norm), tx)
+    chain = optax.chain(clip_by_global_norm(max_norm), tx)
 
     def step(
         grads: optax.Updates,
@@ -50,7 +89,7 @@ def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransforma
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
     ) -> tuple[optax.Params, tuple[optax.OptState, optax.OptState]]:
-        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        norm = _norm(grads)
         factor = jnp.float32(1.0) if factor is None else jnp.asarray(factor, jnp.float32)
         norm = norm * jnp.abs(factor)
         clip = jnp.where(norm < max_norm, factor, factor * (max_norm / norm))

@@ -25,7 +25,8 @@ def problem(tokens=96, inputs=128, outputs=64, octaves=3.0):
     with jax.ensure_compile_time_eval():
         keys = jax.random.split(jax.random.key(0), 5)
         x, w, dy = (
-            jax.random.normal(k, s) for k, s in zip(keys, [(tokens, inputs), (inputs, outputs), (tokens, outputs)])
+            jax.random.normal(k, s)
+            for k, s in zip(keys, [(tokens, inputs), (inputs, outputs), (tokens, outputs)], strict=False)
         )
         spread = [jnp.exp2(octaves * jax.random.normal(k, (tokens, 1))) for k in keys[3:]]
         return x * spread[0], 0.05 * w, 1e-4 * dy * spread[1]
