@@ -149,15 +149,18 @@ class Checkpoints:
 
         Args:
             step: an existing checkpoint.
-            abstract: the expected tree, of arrays or ShapeDtypeStructs.
+            abstract: the expected tree, of arrays or ShapeDtypeStructs; with a sharding where a leaf shall lie so.
 
         Raises:
             DamagedError: the bytes are not those that were saved.
             UserError: the checkpoint holds other leaves, shapes or dtypes than expected.
         """
         meta = self.read_meta(step)
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        wanted = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device) for k, x in flatten(abstract).items()}
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        wanted = {
+            k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or device)
+            for k, x in flatten(abstract).items()
+        }
         leaves = meta["leaves"]
         for name in sorted(set(wanted) ^ set(leaves)):
             which = "lacks" if name in wanted else "has an unknown leaf"
@@ -171,7 +174,10 @@ class Checkpoints:
             stored = self._orbax.load_checkpointables(step, {"state": {k: x for k, x in wanted.items() if x.size}})
         except Exception as error:  # TensorStore raises ValueError, RuntimeError and more
             raise self._damaged(step, f"Orbax cannot read it ({_first_line(error)})") from error
-        arrays = {k: stored["state"][k] if x.size else jnp.zeros(x.shape, x.dtype) for k, x in wanted.items()}
+        arrays = {
+            k: stored["state"][k] if x.size else jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
+            for k, x in wanted.items()
+        }
         for name, array in arrays.items():
             if digest(np.asarray(array)) != leaves[name]["sha256"]:
                 raise self._damaged(step, f"the bytes of {name} do not match their digest")

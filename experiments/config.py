@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import fp8jax
+from experiments import mesh
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 
@@ -134,6 +135,9 @@ class Run:
     """Steps between validations; there is one after the last step, too."""
     sample_tokens: int = 160
     """Length of the text that the trained model writes at the end, its prompt included; 0 for none."""
+    mesh: str = ""
+    """Devices of this host by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Empty:
+    data parallel over all of them, or over as many as divide a microbatch."""
     remat: bool = False
     """Compute each block's activations again in the backward pass instead of keeping them."""
 
@@ -203,6 +207,11 @@ class Config:
                 f"--run is a name without a leading dot, not a path, got {name!r}; --out is the runs' folder"
             )
         self.model.shape(vocab=256)
+        if self.run.mesh:
+            try:
+                mesh.parse(self.run.mesh)
+            except ValueError as error:
+                raise UserError(f"--mesh {error}") from None
 
     def mathematics(self) -> dict[str, Any]:
         """Every field that changes the numbers, by its name on the command line; the text itself is not among them."""

@@ -81,7 +81,15 @@ class Trained:
         # Of another recipe there are no histories: its first step needs none.
         shapes = jax.eval_shape(task.init).model_state
         fresh = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        return lambda params, tokens_BxT: task.model(params, fresh)(tokens_BxT)
+
+        def run(params: Any, tokens_BxT: Any) -> jax.Array:
+            model = task.model(params, fresh)
+            if linear.tracked:
+                fp8jax.nnx.measure_weights(model)
+            logits: jax.Array = model(tokens_BxT)
+            return logits
+
+        return run
 
 
 @dataclasses.dataclass(frozen=True)

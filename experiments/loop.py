@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from experiments import mesh
 from experiments.checkpoint import Checkpoints
 from experiments.config import Optim, Run
 from experiments.report import RunLog
@@ -54,14 +55,18 @@ class StopSignals:
 
 
 def evaluate(
-    loss: Callable[[Any, Any, jax.Array], jax.Array], state: TrainState, batches: np.ndarray, stop: StopSignals
+    loss: Callable[[Any, Any, jax.Array], jax.Array],
+    state: TrainState,
+    batches: np.ndarray,
+    stop: StopSignals,
+    rows: jax.sharding.NamedSharding | None = None,
 ) -> float | None:
-    """Mean loss over fixed batches (count, rows, T + 1) of equal size; None where a signal came before the end."""
+    """Mean loss over fixed batches (count, B, T + 1) of equal size; None where a signal came before the end."""
     losses = []
     for tokens_BxT in batches:
         if stop.signum is not None:
             return None
-        losses.append(float(loss(state.params, state.model_state, tokens_BxT)))
+        losses.append(float(loss(state.params, state.model_state, mesh.place(tokens_BxT, rows))))
     return float(np.mean(losses))
 
 
@@ -82,6 +87,7 @@ class Loop:
         batches: iterator of int32 (B, T + 1) with a `get_state()` that is JSON.
         valid: validation batches (count, rows, T + 1).
         config: what a checkpoint records and compares.
+        rows: how batches lie on several devices, or None.
     """
 
     step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
@@ -94,6 +100,7 @@ class Loop:
     config: dict[str, Any]
     log: RunLog
     stop: StopSignals
+    rows: jax.sharding.NamedSharding | None = None
 
     def run(self, state: TrainState) -> TrainState:
         """Trains from `state.step` to `optim.steps`, logging, validating and saving on the way.
@@ -118,7 +125,7 @@ class Loop:
                     self.checkpoints.save(done, state, loader=loader, config=self.config, log=recent)
                     saved = done
                 if eval_due:
-                    loss = evaluate(self.loss, state, self.valid, self.stop)
+                    loss = evaluate(self.loss, state, self.valid, self.stop, self.rows)
                     if loss is not None:
                         self.log.valid(done, loss)
                 if self.stop.signum is None:
@@ -130,7 +137,7 @@ class Loop:
             if last:
                 return state
             tokens_BxT = next(self.batches)
-            state, metrics = self.step(state, tokens_BxT)
+            state, metrics = self.step(state, mesh.place(tokens_BxT, self.rows))
             done += 1
             # Only now is the step before this one waited for, so that the device always has work.
             clock = self._settle(behind, clock)

@@ -7,8 +7,56 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import fp8jax
+
+AXES = ("data", "fsdp")
 # Arrays with fewer elements are kept whole: gathering them takes longer than their memory is worth.
 SMALLEST = 1 << 16
+
+
+def parse(text: str) -> dict[str, int]:
+    """The sizes in "data=2,fsdp=4", by axis; an axis that is not named has size 1.
+
+    Raises:
+        ValueError: the text is something else; the message names what, and the fix.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if name not in AXES:
+            raise ValueError(f"unknown axis {name!r}; an axis is {' or '.join(AXES)}, as in data=2,fsdp=1")
+        if name in sizes:
+            raise ValueError(f"names {name} twice; give each axis once, as in data=2,fsdp=1")
+        if not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"{name}={size!r} is no number of devices; give one from 1 on, as in {name}=2")
+        sizes[name] = int(size)
+    return dict.fromkeys(AXES, 1) | sizes
+
+
+def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The mesh that a command line asks for; of an empty one, data parallel over as many devices as the batch allows.
+
+    Args:
+        text: as `parse` takes it, or "".
+        batch: sequences of a step.
+        microbatches: parts that a batch is computed in; each is spread over the devices.
+        devices: those there are; None takes this host's.
+
+    Raises:
+        ValueError: there are not so many devices, or they do not divide a microbatch.
+    """
+    devices = jax.local_devices() if devices is None else devices
+    rows = batch // microbatches
+    if not text:
+        return make(max(n for n in range(1, len(devices) + 1) if rows % n == 0), 1, devices)
+    found = make(**parse(text), devices=devices)
+    if rows % found.size:
+        part = f"{rows} sequences of a microbatch (--batch {batch}, --microbatches {microbatches})"
+        raise ValueError(
+            f"{text}: {found.size} devices do not divide the {part if microbatches > 1 else f'{batch} of --batch'}; "
+            f"give --batch {microbatches * found.size * math.ceil(rows / found.size)}, or a mesh whose sizes divide it"
+        )
+    return found
 
 
 def make(data: int, fsdp: int, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -19,22 +67,53 @@ def make(data: int, fsdp: int, devices: Sequence[jax.Device] | None = None) -> j
     """
     devices = jax.devices() if devices is None else devices
     if data < 1 or fsdp < 1 or data * fsdp > len(devices):
-        raise ValueError(f"a mesh of data={data} x fsdp={fsdp} needs as many devices, found {len(devices)}")
+        raise ValueError(
+            f"data={data},fsdp={fsdp} needs {data * fsdp} devices, and there are {len(devices)}; "
+            f"give sizes whose product is {len(devices)}"
+        )
     kinds = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, fsdp), ("data", "fsdp"), axis_types=kinds, devices=devices[: data * fsdp])
+    return jax.make_mesh((data, fsdp), AXES, axis_types=kinds, devices=devices[: data * fsdp])
 
 
 def batches(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Each device has some of the rows of a batch."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    return NamedSharding(mesh, PartitionSpec(AXES))
+
+
+def place(array: Any, rows: NamedSharding | None) -> Any:
+    """A batch on the devices that share it: its rows split where they divide, else whole on each."""
+    if rows is None:
+        return array
+    whole = NamedSharding(rows.mesh, PartitionSpec())
+    return jax.device_put(array, whole if len(array) % rows.mesh.size else rows)
 
 
 def state(mesh: jax.sharding.Mesh, tree: Any) -> Any:
-    """The shardings of a state, by the shapes of its arrays: matrices are cut along the last axis but one."""
+    """The shardings of a state, by the shapes of its arrays: matrices are cut along the last axis but one.
 
-    def place(x: Any) -> NamedSharding:
-        cut = x.ndim >= 2 and math.prod(x.shape) >= SMALLEST and x.shape[-2] % mesh.shape["fsdp"] == 0
-        spec = PartitionSpec(*[None] * (x.ndim - 2), "fsdp") if cut and mesh.shape["fsdp"] > 1 else PartitionSpec()
-        return NamedSharding(mesh, spec)
+    Scales are cut as their codes are, where their number divides.
+    """
+    devices = mesh.shape["fsdp"]
 
-    return jax.tree.map(place, tree)
+    def divides(x: Any) -> bool:
+        return devices > 1 and x.ndim >= 2 and x.shape[-2] % devices == 0
+
+    def spec(x: Any, cut: bool) -> NamedSharding:
+        axes = [None] * (x.ndim - 2) + ["fsdp"] if cut and divides(x) else []
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    def of(x: Any) -> Any:
+        codes = x.codes if isinstance(x, fp8jax.QTensor) else x
+        cut = math.prod(codes.shape) >= SMALLEST and divides(codes)
+        return jax.tree.map(lambda part: spec(part, cut), x)
+
+    return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, fp8jax.QTensor))
+
+
+def told(mesh: jax.sharding.Mesh) -> str:
+    """What a mesh means, in words."""
+    data, fsdp = (mesh.shape[name] for name in AXES)
+    shared = f"data={data},fsdp={fsdp}: each device takes 1 of {mesh.size} parts of a batch"
+    if fsdp == 1:
+        return f"{shared}, and has all parameters and their moments"
+    return f"{shared}, and has 1 of {fsdp} parts of each large matrix and its moments"

@@ -258,15 +258,17 @@ def missing(steps: Iterable[int], last: int) -> str:
     return ", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in ranges)
 
 
-def memory_table(state: Mapping[str, int], parameters: int, xla: Any) -> Table:
+def memory_table(state: Mapping[str, int], parameters: int, xla: Any, devices: int = 1) -> Table:
     """Bytes before the first step: the state by part, and XLA's account of the compiled step.
 
     Args:
         state: part to bytes, from the abstract state.
         parameters: their number.
         xla: `compiled.memory_analysis()`, or None where the backend has none.
+        devices: that the program runs on; XLA's account is of each.
     """
-    table = Table(title="memory estimate", title_justify="left")
+    each = f", XLA's account of each of {devices} devices" if devices > 1 else ""
+    table = Table(title=f"memory estimate{each}", title_justify="left")
     for name, justify in (("part", "left"), ("bytes", "right"), ("bytes/param", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name, count in [*state.items(), ("together", sum(state.values()))]:

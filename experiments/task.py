@@ -14,16 +14,19 @@ import optax
 from flax import nnx
 
 import fp8jax
+from experiments import parallel
 from experiments.config import Optim
 from experiments.models.llama import Llama, LlamaConfig
+from fp8jax.optim.compressed_adamw import FusedTransformation
 
 
 class TrainState(NamedTuple):
     """Everything that a step reads and writes, and a checkpoint holds.
 
-    step: int32, updates applied. params: nested dict in the master format. model_state: nested dict of what the model
-    has besides, such as histories of delayed scaling. opt_state: the optimizer's. rng: uint32 data of a key, from which
-    text is sampled. healthy: bool, False once a loss or gradient was not finite.
+    step: int32, updates applied. params: nested dict in the format that is held beside the optimizer. model_state:
+    nested dict of what the model has besides, such as histories of delayed scaling. opt_state: the optimizer's. rng:
+    uint32 data of a key, from which text is sampled. healthy: bool, False once a loss or gradient was not finite.
+    factors: state of auto-scaled sums of gradients, or empty.
     """
 
     step: jax.Array
@@ -32,6 +35,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     rng: jax.Array
     healthy: jax.Array
+    factors: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +75,9 @@ class Task:
         rows: jax.sharding.NamedSharding | None = None,
     ) -> "Task":
         """Traces the model's structure; no parameter is made."""
-        model = nnx.eval_shape(lambda: _make(llama, recipe, remat, rows, nnx.Rngs(seed)))
+        # In shard_map arrays are a device's own, and nothing says how they lie.
+        inner = rows if recipe.comm.gradients is None else None
+        model = nnx.eval_shape(lambda: _make(llama, recipe, remat, inner, nnx.Rngs(seed)))
         return cls(nnx.split(model, nnx.Param, ...)[0], tx, llama, recipe, remat, seed, microbatches, rows)
 
     def init(self) -> TrainState:
@@ -79,13 +85,15 @@ class Task:
         key = jax.random.key(self.seed)
         model = _make(self.llama, self.recipe, self.remat, self.rows, nnx.Rngs(key))
         params, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, ...))
+        held = fp8jax.formats.get(self.recipe.weights.held).dtype
         return TrainState(
             step=jnp.zeros([], jnp.int32),
-            params=params,
+            params=jax.tree.map(lambda p: p.astype(held), params),
             model_state=model_state,
             opt_state=self.tx.init(params),
             rng=jax.random.key_data(jax.random.fold_in(key, 1)),
             healthy=jnp.array(True),
+            factors=parallel.factors(self.recipe.comm, params, self.rows and self.rows.mesh),
         )
 
     def model(self, params: Any, model_state: Any) -> Llama:
@@ -119,34 +127,59 @@ class Task:
         if self.microbatches == 1:
             noted, (loss, grads, seen) = one(noted, tokens_BxT)
         else:
-            noted, (loss, grads, seen) = _accumulate(one, noted, tokens_BxT, self.microbatches)
+            noted, (loss, grads, seen) = _accumulate(one, noted, self._parts(tokens_BxT))
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
         nnx.update(model, noted)
         if jax.tree.leaves(seen):
             fp8jax.nnx.advance_scaling(model, seen)
         return loss, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
+    def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
+        """The microbatches of a batch, (count, B / count, T), each spread over all devices."""
+        parts = tokens_BxT.reshape(self.microbatches, -1, tokens_BxT.shape[1])
+        if self.rows is None or self.recipe.comm.gradients is not None:
+            return parts
+        spec = jax.sharding.PartitionSpec(None, *self.rows.spec)
+        return jax.lax.with_sharding_constraint(parts, jax.sharding.NamedSharding(self.rows.mesh, spec))
+
+    def _bounded(self, params: Any, model_state: Any, opt_state: optax.OptState) -> Any:
+        """The model state with the bounds of automatic weight scaling after an update, where the recipe has it."""
+        if not self.recipe.linear.tracked:
+            return model_state
+        model = nnx.merge(self.graphdef, params, model_state)
+        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(opt_state))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
     def step(self, state: TrainState, tokens_BxT: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update, or none from the first loss or gradient on that is not finite."""
-        loss, grads, model_state = self.gradients(state.params, state.model_state, tokens_BxT)
+        inputs, factors = (state.params, state.model_state, tokens_BxT), state.factors
+        if self.rows is None or self.recipe.comm.gradients is None:
+            loss, grads, model_state = self.gradients(*inputs)
+        else:
+            how = self.gradients, self.recipe.comm, self.rows.mesh
+            loss, grads, model_state, factors = parallel.gradients(*how, *inputs, factors)
         grad_norm = optax.tree.norm(grads)
         healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-        def update() -> tuple[Any, Any, optax.OptState]:
+        def keep_or(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), new, old)
+
+        # No branch: its two ends would be copied to one place.
+        if isinstance(self.tx, FusedTransformation):
+            params, opt_state = self.tx.step(grads, state.opt_state, state.params, applied=healthy)
+        else:
             updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-            return optax.apply_updates(state.params, updates), model_state, opt_state
-
-        def keep() -> tuple[Any, Any, optax.OptState]:
-            return state.params, state.model_state, state.opt_state
-
-        params, model_state, opt_state = jax.lax.cond(healthy, update, keep)
+            params = keep_or(optax.apply_updates(state.params, updates), state.params)
+            opt_state = keep_or(opt_state, state.opt_state)
+        model_state = keep_or(self._bounded(params, model_state, opt_state), state.model_state)
         step = state.step + healthy.astype(jnp.int32)
         metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
-        return TrainState(step, params, model_state, opt_state, state.rng, healthy), metrics
+        return TrainState(step, params, model_state, opt_state, state.rng, healthy, factors), metrics
 
 
-def _accumulate(one: Callable, noted: nnx.State, tokens_BxT: jax.Array, count: int) -> Any:
+def _accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
     """`one` on equal parts of a batch: means of losses and gradients in fp32, maxima of the gradients' statistics."""
+    count = len(parts)
 
     def add(carry: Any, tokens_BxT: jax.Array) -> tuple[Any, None]:
         noted, (loss, grads, seen) = carry
@@ -154,7 +187,6 @@ def _accumulate(one: Callable, noted: nnx.State, tokens_BxT: jax.Array, count: i
         grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32) / count, grads, one_grads)
         return (noted, (loss + one_loss / count, grads, jax.tree.map(jnp.maximum, seen, one_seen))), None
 
-    parts = tokens_BxT.reshape(count, -1, tokens_BxT.shape[1])
     loss, grads, seen = jax.eval_shape(one, noted, parts[0])[1]
     zeros = loss, jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape, jnp.float32), grads), seen
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
@@ -173,8 +205,10 @@ def _make(
     rows: jax.sharding.NamedSharding | None,
     rngs: nnx.Rngs,
 ) -> Llama:
-    dtypes = {role: fp8jax.formats.get(getattr(recipe.weights, role)).dtype for role in ("compute", "master")}
-    model = Llama(llama, dtype=dtypes["compute"], param_dtype=dtypes["master"], remat=remat, rows=rows, rngs=rngs)
+    # Scaled master weights, which the optimizer keeps, are made of fp32.
+    master = "fp32" if recipe.weights.master == "fp16" else recipe.weights.master
+    dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (recipe.weights.compute, master))
+    model = Llama(llama, dtype=dtype, param_dtype=param_dtype, remat=remat, rows=rows, rngs=rngs)
     return fp8jax.nnx.quantize(model, recipe) if recipe.linear.quantized else model
 
 

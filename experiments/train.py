@@ -31,14 +31,15 @@ from rich.console import Console
 from rich.text import Text
 
 import fp8jax
-from experiments import data, generate, lock, report
+from experiments import data, generate, lock, mesh, parallel, report
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config, UserError, check_same, flatten_fields, parse
 from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
-from fp8jax.ops.choice import listening, summary
+from fp8jax.modules.compiled import describe
+from fp8jax.ops.choice import listening, saving, summary
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -89,17 +90,28 @@ def run(
     """
     recipes = {name: _find(recipe, name) for name in config.recipe}
     try:
+        devices = mesh.choose(config.run.mesh, config.data.batch, config.optim.microbatches)
+    except ValueError as error:
+        raise UserError(f"--mesh {error}") from None
+    try:
         config.run.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {config.run.out}: cannot make it: {error.strerror}") from None
     with lock.hold(config.folder):
-        return _run(config, recipes, console, stop)
+        return _run(config, recipes, devices, console, stop)
 
 
-def _run(config: Config, recipes: dict[str, fp8jax.Recipe], console: Console, stop: StopSignals) -> list[report.Result]:
+def _run(
+    config: Config,
+    recipes: dict[str, fp8jax.Recipe],
+    devices: jax.sharding.Mesh,
+    console: Console,
+    stop: StopSignals,
+) -> list[report.Result]:
     _prepare_folder(config, console)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
+    keep_programs()
     stop.check()
 
     corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
@@ -110,12 +122,13 @@ def _run(config: Config, recipes: dict[str, fp8jax.Recipe], console: Console, st
     if _has_progress(config.folder):
         check_same(_read_config(config.folder), shared, config.folder)
     report.write_json(config.folder / "config.json", shared | {"all": dataclasses.asdict(config)})
-    _print_setup(console, config, corpus, tokens)
+    _print_setup(console, config, corpus, tokens, devices)
 
     results = []
     for name, each in recipes.items():
         stop.check()
-        results.append(_train_recipe(config, each, config.folder / name, shared, tokens, tokenizer, console, stop))
+        folder = config.folder / name
+        results.append(_train_recipe(config, each, devices, folder, shared, tokens, tokenizer, console, stop))
     console.print(report.comparison_table(results))
     metrics = {}
     for name in recipes:
@@ -132,6 +145,7 @@ def _run(config: Config, recipes: dict[str, fp8jax.Recipe], console: Console, st
 def _train_recipe(
     config: Config,
     recipe: fp8jax.Recipe,
+    devices: jax.sharding.Mesh,
     folder: Path,
     shared: dict[str, Any],
     tokens: data.Tokens,
@@ -158,6 +172,7 @@ def _train_recipe(
 
     sizes, optim = config.data, config.optim
     llama = config.model.shape(tokenizer.vocab)
+    rows = mesh.batches(devices) if devices.size > 1 else None
     task = Task.build(
         llama,
         make_optimizer(config, recipe),
@@ -165,22 +180,32 @@ def _train_recipe(
         remat=config.run.remat,
         seed=config.seed,
         microbatches=optim.microbatches,
+        rows=rows,
     )
     abstract = jax.eval_shape(task.init)
-    batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32)
+    batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32, sharding=rows)
+    placed = None
+    if rows is not None:
+        placed = mesh.state(devices, abstract)
+        abstract = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, placed
+        )
     # Nothing of the state is in memory yet: what does not fit has been shown before it fails.
     console.print(recipe.explain())
-    with listening() as told:
-        compiled = jax.jit(task.step, donate_argnums=0).lower(abstract, batch).compile()
+    with listening() as told, saving() as saved:
+        # A state comes out as it went in: the next step is the same program.
+        step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, None))
+        compiled = step.lower(abstract, batch).compile()
     _print_plan(console, task, abstract, compiled)
-    for line in summary(told):
-        console.print(line, style="dim")
+    kept = [f"saved {line}" for line in saved]
+    for line in [*summary(told), *kept, *describe(compiled, told, jax.default_backend())]:
+        console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
 
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
         saved = checkpoints.resume(abstract, identity, console.print)
         if saved is None:
-            state, meta = jax.jit(task.init)(), dict[str, Any](step=0, log=())
+            state, meta = jax.jit(task.init, out_shardings=placed)(), dict[str, Any](step=0, log=())
         else:
             state, meta = saved
             batches.set_state(meta["loader"])
@@ -197,7 +222,7 @@ def _train_recipe(
         with log:
             valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
             loss = jax.jit(task.loss)
-            loop = Loop(compiled, loss, batches, valid, optim, config.run, checkpoints, identity, log, stop)
+            loop = Loop(compiled, loss, batches, valid, optim, config.run, checkpoints, identity, log, stop, rows)
             state = loop.run(state)
     text = _write_text(config, task, state, tokens, tokenizer)
     result = log.result(count(abstract.params), fp8jax.state_bytes(state.opt_state), text)
@@ -208,13 +233,21 @@ def _train_recipe(
     return result
 
 
+def keep_programs() -> None:
+    """Lets JAX's persistent cache find programs for several devices, too.
+
+    All their calls that XLA partitions are fp8jax's own, whose names say what they are.
+    """
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+
+
 def count(params: Any) -> int:
     """Number of parameters."""
     return sum(x.size for x in jax.tree.leaves(params))
 
 
 def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformationExtraArgs:
-    """Clipping by global norm, then the recipe's AdamW with decay on matrices only."""
+    """Clipping by global norm, the recipe's AdamW with decay on matrices only, and what follows bounds of weights."""
     optim = config.optim
     adamw = fp8jax.optimizer(
         recipe,
@@ -224,8 +257,14 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTrans
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         mask=decay_mask,
+        stacked=parallel.stacked,
     )
-    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw)
+    if not recipe.linear.tracked:
+        return fp8jax.clipped(optim.clip, adamw)
+    settings = schedule(optim), optim.b1, optim.b2, optim.weight_decay
+    limit = fp8jax.adam_limit(*settings) if optim.b1**2 < optim.b2 else None
+    tracker = fp8jax.track_weights(recipe.linear.interval, limit)
+    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw, tracker)
 
 
 def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:
@@ -293,9 +332,11 @@ def _write_text(config: Config, task: Task, state: TrainState, tokens: data.Toke
     return tokenizer.decode(ids).strip()
 
 
-def _print_setup(console: Console, config: Config, corpus: data.Corpus, tokens: data.Tokens) -> None:
+def _print_setup(
+    console: Console, config: Config, corpus: data.Corpus, tokens: data.Tokens, mesh_of: jax.sharding.Mesh
+) -> None:
     for name, section in (("data", config.data), ("model", config.model), ("optim", config.optim), ("run", config.run)):
-        values = {k: v for k, v in dataclasses.asdict(section).items() if v is not None}
+        values = {k: v for k, v in dataclasses.asdict(section).items() if v not in (None, "")}
         if name == "data":
             if config.data.tokenizer == "bytes":
                 values["vocab"] = Bytes.vocab
@@ -305,8 +346,11 @@ def _print_setup(console: Console, config: Config, corpus: data.Corpus, tokens: 
     console.print(f"{'recipes':9}{' '.join(config.recipe)}  seed={config.seed}")
     versions = "  ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     console.print(f"{'versions':9}python {platform.python_version()}  {versions}")
-    devices = jax.devices()
-    console.print(f"{'device':9}{devices[0].device_kind} ({devices[0].platform}), 1 of {len(devices)} used")
+    devices = jax.local_devices()
+    shared = f"; {mesh.told(mesh_of)}" if mesh_of.size > 1 else ""
+    console.print(
+        f"{'device':9}{devices[0].device_kind} ({devices[0].platform}), {mesh_of.size} of {len(devices)} used{shared}"
+    )
     skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
     console.print(
         f"{'text':9}{corpus.files} files{skipped}; {len(tokens.train):,} tokens to train on, "
@@ -329,7 +373,8 @@ def _print_plan(console: Console, task: Task, abstract: TrainState, compiled: An
         "second moment": moments["nu"],
         "other optimizer state": moments["other"],
     }
-    console.print(report.memory_table(state, parameters, compiled.memory_analysis()))
+    devices = 1 if task.rows is None else task.rows.mesh.size
+    console.print(report.memory_table(state, parameters, compiled.memory_analysis(), devices))
 
 
 if __name__ == "__main__":

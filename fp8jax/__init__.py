@@ -4,6 +4,7 @@ import importlib as _importlib
 from importlib import metadata as _metadata
 from typing import Any as _Any
 
+from fp8jax import dist as dist
 from fp8jax import recipes as recipes
 from fp8jax.core import flax_state as _flax_state
 from fp8jax.core import formats as formats
@@ -12,27 +13,38 @@ from fp8jax.core.qtensor import quantize as quantize
 from fp8jax.core.recipe import Recipe as Recipe
 from fp8jax.core.spec import QuantSpec as QuantSpec
 from fp8jax.from_recipe import optimizer as optimizer
+from fp8jax.modules.functions import activation as activation
+from fp8jax.modules.functions import attention_output as attention_output
+from fp8jax.modules.functions import delayed_linear as delayed_linear
+from fp8jax.modules.functions import dot_general as dot_general
+from fp8jax.modules.functions import einsum as einsum
+from fp8jax.modules.functions import glu as glu
+from fp8jax.modules.functions import glu_linear as glu_linear
+from fp8jax.modules.functions import layer_norm as layer_norm
+from fp8jax.modules.functions import linear as linear
+from fp8jax.modules.functions import norm_linear as norm_linear
+from fp8jax.modules.functions import rms_norm as rms_norm
+from fp8jax.modules.functions import scaled_linear as scaled_linear
 from fp8jax.modules.rules import Rule as Rule
-from fp8jax.ops.activation import activation as activation
-from fp8jax.ops.activation import glu as glu
-from fp8jax.ops.delayed import delayed_linear as delayed_linear
-from fp8jax.ops.delayed import init_scaling as init_scaling
-from fp8jax.ops.delayed import update_scaling as update_scaling
-from fp8jax.ops.delayed import weight_scale as weight_scale
-from fp8jax.ops.linear import dot_general as dot_general
-from fp8jax.ops.linear import einsum as einsum
-from fp8jax.ops.linear import linear as linear
-from fp8jax.ops.norm import layer_norm as layer_norm
-from fp8jax.ops.norm import rms_norm as rms_norm
 from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.product import quantize_weight as quantize_weight
-from fp8jax.ops.transformer import attention_output as attention_output
-from fp8jax.ops.transformer import glu_linear as glu_linear
-from fp8jax.ops.transformer import norm_linear as norm_linear
+from fp8jax.ops.saveable import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from fp8jax.ops.saveable import saveable as saveable
+from fp8jax.ops.scaled import init_scaling as init_scaling
+from fp8jax.ops.scaled import update_scaling as update_scaling
+from fp8jax.ops.scaled import weight_scale as weight_scale
+from fp8jax.optim.clipped import clip_by_global_norm as clip_by_global_norm
+from fp8jax.optim.clipped import clipped as clipped
 from fp8jax.optim.compress_state import compress_state as compress_state
 from fp8jax.optim.compressed_adamw import compressed_adamw as compressed_adamw
 from fp8jax.optim.compressed_adamw import scale_by_compressed_adam as scale_by_compressed_adam
+from fp8jax.optim.fp8lm_adamw import fp8lm_adamw as fp8lm_adamw
+from fp8jax.optim.fp8lm_adamw import working_copy as working_copy
 from fp8jax.optim.moments import state_bytes as state_bytes
+from fp8jax.optim.weight_bounds import adam_limit as adam_limit
+from fp8jax.optim.weight_bounds import measure_weights as measure_weights
+from fp8jax.optim.weight_bounds import track_weights as track_weights
+from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
 
 __version__ = _metadata.version("fp8jax")
 _flax_state.install()

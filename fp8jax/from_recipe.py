@@ -10,6 +10,7 @@ import optax
 from fp8jax import recipes
 from fp8jax.core.recipe import Recipe
 from fp8jax.optim.compressed_adamw import MIN_SIZE, FusedTransformation, ScalarOrSchedule, compressed_adamw
+from fp8jax.optim.fp8lm_adamw import NONE_STACKED, fp8lm_adamw
 
 
 def optimizer(
@@ -24,15 +25,18 @@ def optimizer(
     *,
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
+    stacked: Any = NONE_STACKED,
 ) -> FusedTransformation:
     """AdamW whose moments are stored as a recipe says: `compressed_adamw` with the settings of `recipe.optimizer`.
 
-    A recipe that leaves moments in fp32, such as `bf16`, gets the bits of `optax.adamw`.
+    A recipe that leaves moments in fp32, such as `bf16`, gets the bits of `optax.adamw`; one with master weights in
+    fp16, such as `fp8_lm`, gets `fp8lm_adamw`.
 
     Args:
         recipe: a recipe, or the name of one of `fp8jax.recipes`.
         learning_rate, b1, b2, eps, eps_root, weight_decay, mask, min_size, impl: as of `compressed_adamw`; `impl` says
             nothing about moments that are not quantized.
+        stacked: as of `fp8lm_adamw`, for recipes with one scale a tensor; others have no use for it.
 
     Returns:
         As `compressed_adamw`.
@@ -50,6 +54,21 @@ def optimizer(
     if not isinstance(recipe, Recipe):
         called = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
         raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {called}")
+    if recipe.weights.master == "fp16":
+        if impl not in ("auto", "xla"):
+            raise ValueError(f"impl {impl!r}: fp8lm_adamw, which recipe {recipe.name!r} asks for, has no kernel")
+        return fp8lm_adamw(
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            eps_root,
+            weight_decay,
+            mask,
+            mu=recipe.optimizer.mu,
+            stacked=stacked,
+            min_size=min_size,
+        )
     storage = {name: value for name, value in dataclasses.asdict(recipe.optimizer).items() if value is not None}
     return compressed_adamw(
         learning_rate, b1, b2, eps, eps_root, weight_decay, mask, min_size=min_size, impl=impl, **storage

@@ -1,8 +1,10 @@
 """Flax NNX: `quantize` for models that were not written for it, and what their training steps may need."""
 
-from fp8jax.modules.delayed import GradientStatistic as GradientStatistic
-from fp8jax.modules.delayed import ScalingVariable as ScalingVariable
-from fp8jax.modules.delayed import advance_scaling as advance_scaling
 from fp8jax.modules.nnx import quantize as quantize
+from fp8jax.modules.scaled import GradientStatistic as GradientStatistic
+from fp8jax.modules.scaled import ScalingVariable as ScalingVariable
+from fp8jax.modules.scaled import advance_scaling as advance_scaling
+from fp8jax.modules.scaled import measure_weights as measure_weights
+from fp8jax.modules.scaled import set_weight_bounds as set_weight_bounds
 from fp8jax.modules.weights import QuantizedWeightVariable as QuantizedWeightVariable
 from fp8jax.modules.weights import quantize_weights as quantize_weights

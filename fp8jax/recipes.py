@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from fp8jax.core.recipe import Comm as Comm
 from fp8jax.core.recipe import Context as Context
 from fp8jax.core.recipe import Linear as Linear
 from fp8jax.core.recipe import Optimizer as Optimizer
@@ -13,6 +14,7 @@ from fp8jax.core.recipe import Weights as Weights
 _PLAIN = Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
 _COAT_LINEAR = Linear("e4m3", "e4m3", "e5m2", scaling="two_stage")
 _COAT_CONTEXT = Context("e4m3:group16", "lean")
+_MOSS_LINEAR = Linear("e4m3:mx32+token", "e4m3", "e4m3:mx32+token")
 
 
 def bf16() -> Recipe:
@@ -47,6 +49,24 @@ def coat_fast() -> Recipe:
     )
 
 
+def moss() -> Recipe:
+    """MOSS (Zhang et al., 2025): two-level microscaled inputs and gradients, weights per tensor.
+
+    Level 1 is a row's (k1 in section 3.1), which needs no pass over the tensor and no scale that spans tokens. Of
+    gradients the paper says nothing; they are microscaled, too, which halves the error of e5m2 per tensor.
+    """
+    return Recipe("moss", optimizer=_PLAIN, linear=_MOSS_LINEAR)
+
+
+def fast() -> Recipe:
+    """The preset we recommend: MOSS's linear layers with COAT's contexts and optimizer states.
+
+    Only the weight's gradient, whose sums are over all tokens, is summed with all bits.
+    """
+    linear = dataclasses.replace(_MOSS_LINEAR, fast_accumulation=("forward", "dgrad"))
+    return Recipe("fast", optimizer=Optimizer(), linear=linear, context=_COAT_CONTEXT)
+
+
 def coat_activations() -> Recipe:
     """COAT's activations alone (its Table 13): group scaling per tensor in linear layers, 1x16 groups elsewhere."""
     return Recipe("coat_activations", optimizer=_PLAIN, linear=_COAT_LINEAR, context=_COAT_CONTEXT)
@@ -66,7 +86,13 @@ def te_delayed() -> Recipe:
 
 
 def deepseek() -> Recipe:
-    """DeepSeek-V3, section 3.3: e4m3 in groups of 1x128 for inputs and gradients, blocks of 128x128 for weights."""
+    """DeepSeek-V3, section 3.3: e4m3 in groups of 1x128 for inputs and gradients, blocks of 128x128 for weights.
+
+    The weight's gradient multiplies groups by groups, the slowest of the products. Faster are blocks for the gradient,
+    `dataclasses.replace(linear, dy_wgrad="e4m3:block128")`, and rows for both, `x_wgrad` and `dy_wgrad="e4m3:token"`;
+    but where tokens have gradients of different sizes the error of the weight's gradient grows by 1.2 and 1.14 (with
+    outlying channels, too, by 1.2 and 1.33; `experiments.tables.deepseek_wgrad`), so groups it is.
+    """
     group = "e4m3:group128"
     linear = Linear(group, "e4m3:block128", group, x_wgrad=group, dy_wgrad=group)
     return Recipe("deepseek", optimizer=_PLAIN, linear=linear)
@@ -90,11 +116,25 @@ def int8_block() -> Recipe:
     return Recipe("int8_block", optimizer=_PLAIN, linear=linear)
 
 
+def fp8_lm() -> Recipe:
+    """FP8-LM (Peng et al., 2023): 6 bytes of optimizer a parameter, products and gradients between devices in FP8.
+
+    Per-tensor scales everywhere: e4m3 forward and for weight gradients that travel, e5m2 backward, fp16 master weights.
+    """
+    return Recipe(
+        "fp8_lm",
+        weights=Weights("fp16"),
+        optimizer=Optimizer("e4m3", "fp16", None, expand=False),
+        linear=Linear("e4m3", "e4m3", "e5m2"),
+        comm=Comm("e4m3"),
+    )
+
+
 _PRESETS: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
-        *(bf16, coat, coat_fast, coat_optimizer, coat_activations),
-        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block),
+        *(bf16, fast, moss, coat, coat_fast, coat_optimizer, coat_activations),
+        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block, fp8_lm),
     )
 }
 NAMES: tuple[str, ...] = tuple(_PRESETS)

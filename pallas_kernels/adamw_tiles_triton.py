@@ -61,7 +61,7 @@ def look_up(codes: tl.tensor, table_ptr: tl.tensor) -> tl.tensor:
 @triton.jit
 def _noise_of_groups(
     group: tl.tensor, inside: tl.tensor, words_ptr: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor,
-    SIZE: tl.constexpr, RUNS: tl.constexpr,
+    SIZE: tl.constexpr, RUNS: tl.constexpr, GATED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Noise by the group's number in the whole array and the place in the group; see `codec.noise_of_pairs`."""
     number = group.to(tl.uint32)
@@ -69,8 +69,9 @@ def _noise_of_groups(
         run = group // inner
         number = (run * stride + (group - run * inner)).to(tl.uint32)
     eighths = codec.per_group(number) * (SIZE // 8) + (inside >> 3).to(tl.uint32)
-    word1 = tl.load(words_ptr + 20).to(tl.uint32, bitcast=True) + salt.to(tl.uint32)
-    word2 = tl.load(words_ptr + 21).to(tl.uint32, bitcast=True) ^ (salt.to(tl.uint32) * 0x85EBCA6B)
+    at = words_ptr + (22 if GATED else 20)
+    word1 = tl.load(at).to(tl.uint32, bitcast=True) + salt.to(tl.uint32)
+    word2 = tl.load(at + 1).to(tl.uint32, bitcast=True) ^ (salt.to(tl.uint32) * 0x85EBCA6B)
     return codec.noise_of_pairs(eighths, inside, word1, word2)
 
 
@@ -99,7 +100,7 @@ def careful(
     vectors_of_row: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, MASKED: tl.constexpr,
     ALIGNED: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr, QUICK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, GATED: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr, QUICK: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of any groups. Moments, and in a step the weight, are written where they were read."""
     group = tile * TILE + tl.arange(0, TILE)
@@ -141,6 +142,8 @@ def careful(
 
     # The second moment comes first, here and below: the assembler then needs fewest registers.
     g = codec.fp32(g)
+    if GATED:
+        g = g * tl.load(scalars_ptr + 20)
     w = codec.fp32(w) if WEIGHT else 0.0
     v = codec.multiply_add(g * g, b2_rest, codec.decode(nu, nu_scale, nu_exponent, b2, NU))
     m = codec.multiply_add(g, b1_rest, codec.decode(mu, mu_scale, mu_exponent, b1, MU))
@@ -157,7 +160,7 @@ def careful(
 
     noise = offsets
     if NU[9] > 0:
-        noise = _noise_of_groups(group, inside, words_ptr, salt, inner, stride, SIZE, RUNS)
+        noise = _noise_of_groups(group, inside, words_ptr, salt, inner, stride, SIZE, RUNS, GATED)
     _store_moment(
         v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, nu_exponent, noise, inside,
         MASKED, NU, QUICK, ALIGNED,
@@ -205,7 +208,8 @@ def ordinary(
     scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, table_ptr: tl.tensor, salt: tl.tensor,
     inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr,
-    STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
+    STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, GATED: tl.constexpr, MU: tl.constexpr,
+    NU: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A tile of whole groups; 0 where it was updated, 1 where it is left as it was.
 
@@ -265,7 +269,7 @@ def ordinary(
         )  # fmt: skip
         noise = offsets
         if NU[9] > 0:
-            noise = _noise_of_groups(group, chunk * LANES + lane, words_ptr, salt, inner, stride, SIZE, RUNS)
+            noise = _noise_of_groups(group, chunk * LANES + lane, words_ptr, salt, inner, stride, SIZE, RUNS, GATED)
         _store_ordinary(
             v, v_largest, v_k, b2_rest, b2_per_rest,
             nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, noise, NU,

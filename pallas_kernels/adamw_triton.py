@@ -24,13 +24,16 @@ FP8_CAPABILITY = 89
 WARP, ELEMENTS = 32, 16
 # Up to x = 1 / 128, 1 / (1 + x) is 1 - _SLOPE * x, to 1.1e-5 of itself.
 _SLOPE = 0.9935
+# Below it, what is taken over it may be too large for fp32.
+_SMALLEST_REST = 2.0**-60
 
 
 class Scalars(NamedTuple):
     """The runtime scalars of a step, each a number or a traced scalar; `correction` is 1 - b^t.
 
     change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps), where m and
-    v are the moments over `correction1` and `correction2`.
+    v are the moments over `correction1` and `correction2`. Gradients count times `factor`. Where `applied` is False
+    nothing is written. A step that has neither leaves both None.
     """
 
     rate: Any
@@ -43,31 +46,45 @@ class Scalars(NamedTuple):
     correction2: Any
     eps: Any
     eps_root: Any
+    factor: Any = None
+    applied: Any = None
+
+    @property
+    def gated(self) -> bool:
+        """Whether the step has a factor or may be left out."""
+        return self.factor is not None or self.applied is not None
 
     def vector(self, words: Array | None = None) -> Array:
         """The scalars in the order and form that the kernel reads, both corrections taken out of its moments.
 
         With r = sqrt(v + eps_root * correction2), direction = m / (r + eps * c) * c / correction1, c the root of
         `correction2`. Under the root, zero counts as the smallest normal number. From the ninth on they are for
-        moments that are taken as m / b1_rest and v / b2_rest. Two words for noise come last, as they are: so all that a
-        step needs is made at once.
+        moments that are taken as m / b1_rest and v / b2_rest, both rests times the factor. Two words for noise come
+        last, as they are, or the factor and whether the step is applied, and then the words: so all that a step needs
+        is made at once.
         """
         rate, weight_decay, b1, b1_rest, b2, b2_rest, correction1, correction2, eps, eps_root = (
-            jnp.asarray(x, jnp.float32) for x in self
+            jnp.asarray(x, jnp.float32) for x in self[:10]
         )
         correction = jnp.sqrt(correction2)
         least = jnp.maximum(eps_root * correction2, np.finfo(np.float32).tiny)
         scale = correction / correction1
         values = [-rate * scale, weight_decay / scale, b1, b1_rest, b2, b2_rest, least, -eps * correction]
 
+        if self.factor is not None:
+            b1_rest, b2_rest = b1_rest * self.factor, b2_rest * jnp.square(self.factor)
         scale = scale * b1_rest / jnp.sqrt(b2_rest)
         eps = eps * correction / jnp.sqrt(b2_rest)
         rate, decay = -rate * scale, weight_decay / scale
         # Where these may make NaN of finite numbers, every tile is a special one.
         tame = (jnp.abs(rate) < 16) & (jnp.abs(decay) < 1) & jnp.isfinite(eps + eps_root)
+        tame &= (b2_rest > _SMALLEST_REST) & jnp.isfinite(b2_rest)
         small_from = jnp.where(eps_root == 0, jnp.square(128 * eps), jnp.inf)
         values += [rate, decay, -_SLOPE * eps, eps, b1_rest, b2_rest, b1 / b1_rest, b2 / b2_rest]
         values += [jnp.where(tame, 1 / b1_rest, jnp.inf), 1 / b2_rest, eps_root * correction2 / b2_rest, small_from]
+        if self.gated:
+            gate = (1.0 if x is None else x for x in (self.factor, self.applied))
+            values += [jnp.asarray(x).astype(jnp.float32) for x in gate]
         if words is not None:
             values += list(jax.lax.bitcast_convert_type(words, jnp.float32))
         return jnp.stack(values)
@@ -130,17 +147,21 @@ def _adamw(
     STEP: tl.constexpr,
     WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    GATED: tl.constexpr,
     MU: tl.constexpr,
     NU: tl.constexpr,
 ) -> None:
     """A tile of groups: as an ordinary one where it is, else carefully, in parts of fewer elements a thread."""
+    if GATED:  # noqa: SIM102 (one is known at compile time)
+        if tl.load(scalars_ptr + 21) == 0:
+            return
     program = tl.program_id(0)
     left = tl.full((), 1, tl.int32)
     if ORDINARY and (not MASKED or (program + 1) * TILE <= groups):
         left = tiles.ordinary(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
             nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, salt, inner, stride, result_ptr,
-            SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU,
+            SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, MU, NU,
         )  # fmt: skip
     if not ORDINARY or left > 0:
         for part in range(PARTS):
@@ -148,7 +169,7 @@ def _adamw(
                 program * PARTS + part, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
                 nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, groups, groups_of_row,
                 vectors_of_row, salt, inner, stride, result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED,
-                ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, MU, NU, not SHORT and not ORDINARY,
+                ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, MU, NU, not SHORT and not ORDINARY,
             )  # fmt: skip
 
 
@@ -208,7 +229,8 @@ def adamw(
         mu: first moment: fp8 codes (..., n), fp32 scales (..., ceil(n / group_size)) and, with range expansion, bf16
             exponents of the scales' shape; or the values in a plain dtype alone.
         nu: second moment, likewise.
-        scalars: the scalars of the step.
+        scalars: the scalars of the step. Where it is not applied, moments and the weight of a step are as before, and
+            an update is undefined.
         mu_storage: how the codes of the first moment are made; None for plain values.
         nu_storage: likewise of the second moment.
         group_size: elements along the last axis that share a scale, a power of two from 16 to 1024.
@@ -294,6 +316,7 @@ def adamw(
         STEP=step,
         WEIGHT=weight is not None,
         STOCHASTIC=seed is not None,
+        GATED=scalars.gated,
         MU=tuple(mu_storage.static if mu_storage else codec.PLAIN),
         NU=tuple(nu_storage.static if nu_storage else codec.PLAIN),
     )

@@ -19,6 +19,9 @@ from jax import Array, lax
 from jax.interpreters import mlir, partial_eval
 from jax_triton import triton_lib
 
+from pallas_kernels import stored_triton
+
+stored_triton.install()
 OLD = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
 _TARGET = "triton_kernel_call_ffi"
 
@@ -56,18 +59,19 @@ def call(
     spare = [1] * len(aliases or {})
     if OLD:
         version, spare = {"out_shape": results} | ({"custom_call_target_name": _TARGET} if RECORDED else {}), []
-    found: Sequence[Array] = jax_triton.triton_call(
-        *inputs,
-        *spare,
-        kernel=kernel,
-        grid=(programs,),
-        num_warps=warps,
-        num_stages=1,
-        compute_capability=compute_capability,
-        input_output_aliases=aliases or {},
-        **static,
-        **version,
-    )
+    with jax.named_scope(kernel.__name__.strip("_")):
+        found: Sequence[Array] = jax_triton.triton_call(
+            *inputs,
+            *spare,
+            kernel=kernel,
+            grid=(programs,),
+            num_warps=warps,
+            num_stages=1,
+            compute_capability=compute_capability,
+            input_output_aliases=aliases or {},
+            **static,
+            **version,
+        )
     return found
 
 

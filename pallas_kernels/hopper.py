@@ -41,12 +41,18 @@ FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 Interpret = plgpu.InterpretGPUParams | None
 
 
+# How many multiprocessors kernels leave to others, within `with left(count):`; JAX traces anew where it is another.
+left: Any = jax.make_user_context(0)
+
+
 def multiprocessors() -> int:
-    """Multiprocessors of the device that is compiled for: the mesh's, the default GPU's, or an H200's 132."""
+    """Multiprocessors of the device compiled for, the mesh's, the default GPU's, or an H200's 132; less `left`."""
     if abstract := jax.sharding.get_abstract_mesh().abstract_device:
-        return int(abstract.num_cores or 132)
-    device = jax.devices()[0]
-    return int(device.core_count) if device.platform == "gpu" else 132
+        count = int(abstract.num_cores or 132)
+    else:
+        device = jax.devices()[0]
+        count = int(device.core_count) if device.platform == "gpu" else 132
+    return max(count - int(left.value), 2)
 
 
 def tiles_each(m: int, n: int, tile: Tile) -> float:

@@ -26,8 +26,8 @@ AHEAD = 96 << 10
 def _forward(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, to_scale: tl.tensor, codes_ptr: tl.tensor,
     scales_ptr: tl.tensor, inverse_ptr: tl.tensor, mean_ptr: tl.tensor, peaks_ptr: tl.tensor, result_ptr: tl.tensor,
-    M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, EPS: tl.constexpr,
-    OPERATION: tl.constexpr, HOW: tl.constexpr, TO: tl.constexpr,
+    row_scale_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    EPS: tl.constexpr, OPERATION: tl.constexpr, HOW: tl.constexpr, TO: tl.constexpr, BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
     program = tl.program_id(0)
@@ -47,6 +47,9 @@ def _forward(
     y = on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION)
     if TO[0]:
         y = on.narrowed(y, OPERATION[5])
+    if BY_ROW:
+        on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, True)
+    elif TO[0]:
         on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, True)
     top = on.peak_of_finite(y, OPERATION[5])
     if top < float("inf"):
@@ -57,7 +60,9 @@ def _forward(
             z = tl.where(here, z - mean[:, None], 0.0)
         on.keep(z, codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, HOW, False)
         y = on.narrowed(on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION), OPERATION[5])
-        if TO[0]:
+        if BY_ROW:
+            on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, False)
+        elif TO[0]:
             on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
         tl.store(peaks_ptr + program, on.peak(y, m, n, M, N, MASKED, HOW))
 
@@ -135,22 +140,22 @@ def forward(
     eps: float,
     kept: device.Coding,
     *,
-    result: tuple[Array, Any] | None = None,
+    result: tuple[Array | None, Any] | None = None,
     compute_capability: int | None = None,
-) -> tuple[Array, Array, Array, Array | None, Array, Array | None]:
+) -> tuple[Array, Array, Array, Array | None, Array, Array | tuple[Array, Array] | None]:
     """What a norm keeps of (M, N), in one pass.
 
     Args:
-        result: scale, an fp32 scalar, and dtype of codes of the result, or None.
+        result: scale, an fp32 scalar, and dtype of codes of the result, or None. A scale of None is each row's own.
 
     Returns:
         Codes (M, N) and scales (M, N / group) of `x`, less its mean where the norm is centered; 1 / root of each row,
         fp32 (M,); the mean, likewise, or None; the largest finite magnitude of the result, an fp32 scalar; and codes
-        of the result (M, N), or None.
+        of the result (M, N), with scales (M, 1) if they are the rows' own, or None.
     """
     m, n = x.shape
     launch = _launch(n)
-    programs = -(-m // launch.rows)
+    programs, by_row = -(-m // launch.rows), result is not None and result[0] is None
     shapes = [
         jax.ShapeDtypeStruct((m, n), jnp.uint8),
         jax.ShapeDtypeStruct((m, n // kept.size), kept.scale_dtype),
@@ -158,15 +163,18 @@ def forward(
         jax.ShapeDtypeStruct((m if operation.centered else 1,), jnp.float32),
         jax.ShapeDtypeStruct((programs,), jnp.float32),
         jax.ShapeDtypeStruct((m, n) if result else (1, 1), jnp.uint8),
+        jax.ShapeDtypeStruct((m if by_row else 1, 1), jnp.float32),
     ]
-    given = (weight, bias, result and result[0].reshape(1, 1))
-    inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in given)]
-    codes, scales, inverse, mean, peaks, made = quantize_triton.call(
+    to_scale = None if result is None or result[0] is None else result[0].reshape(1, 1)
+    inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias, to_scale))]
+    codes, scales, inverse, mean, peaks, made, row_scale = quantize_triton.call(
         _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=tuple(operation),
         HOW=tuple(kept.static), TO=tuple(device.Coding("tensor", result[1]).static if result else device.NONE),
+        BY_ROW=by_row,
     )  # fmt: skip
     codes = jax.lax.bitcast_convert_type(codes, kept.dtype)
-    found = jax.lax.bitcast_convert_type(made, result[1]) if result else None
+    found: Any = jax.lax.bitcast_convert_type(made, result[1]) if result else None
+    found = (found, row_scale) if by_row else found
     return codes, scales, inverse, mean if operation.centered else None, jnp.max(peaks), found
 
 

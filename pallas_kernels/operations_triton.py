@@ -224,11 +224,23 @@ def larger_or_nan(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 @triton.jit
 def peak_of_finite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """The largest magnitude of a tile, rounded to a dtype as all of them are; Inf or NaN where one is not finite."""
-    top = tl.reduce(tl.reduce(tl.abs(y), 1, larger_or_nan), 0, larger_or_nan)
+    top = narrowed_peak(tl.reduce(tl.reduce(tl.abs(y), 1, larger_or_nan), 0, larger_or_nan), DTYPE)
+    return tl.where(top < device.TINY, 0.0, top)
+
+
+@triton.jit
+def narrowed_peak(top: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     if DTYPE == 1:
         top = top.to(tl.bfloat16).to(tl.float32)
     elif DTYPE == 2:
         top = top.to(tl.float16).to(tl.float32)
+    return top
+
+
+@triton.jit
+def row_peaks_of_finite(y: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """`peak_of_finite` of each row."""
+    top = narrowed_peak(tl.reduce(tl.abs(y), 1, larger_or_nan), DTYPE)
     return tl.where(top < device.TINY, 0.0, top)
 
 
@@ -240,6 +252,32 @@ def put(
     """Writes codes under a given scale; of FINITE values in fewer instructions."""
     codes = device.encode(y, device.scaled(y, device.inverse(tl.load(scale_ptr)), HOW, FINITE), 0, HOW, FINITE)
     device.store(codes_ptr, at, codes, here, MASKED)
+
+
+@triton.jit
+def row_factors(scale_ptr: tl.tensor, m: tl.tensor, M: tl.constexpr, BY_ROW: tl.constexpr) -> tl.tensor:
+    """What rows are multiplied by under given scales, one a row or one for all."""
+    if BY_ROW:
+        factor = device.inverse(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None]
+    else:
+        factor = device.inverse(tl.load(scale_ptr))
+    return factor
+
+
+@triton.jit
+def put_rows(
+    y: tl.tensor, scale_ptr: tl.tensor, codes_ptr: tl.tensor, at: tl.tensor, m: tl.tensor, n: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, HOW: tl.constexpr, FINITE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Writes codes of whole rows, each under its own scale, and these; of FINITE values in fewer instructions."""
+    if FINITE:
+        top = tl.max(tl.abs(y), 1)
+        scale = tl.where(top >= device.TINY, tl.maximum(top * HOW[2], device.TINY), 1.0)
+    else:
+        scale = device.to_scale(tl.max(ordered(y, m, n, M, N, MASKED, HOW), 1), HOW, tl.float32)
+    tl.store(scale_ptr + m, scale, mask=m < M)
+    codes = device.encode(y, device.scaled(y, device.inverse(scale)[:, None], HOW, FINITE), 0, HOW, FINITE)
+    device.store(codes_ptr, at, codes, device.inside(m, n, M, N), MASKED)
 
 
 @triton.jit

@@ -57,6 +57,7 @@ def _rows(
     REST: tl.constexpr,
     SIZE: tl.constexpr,
     LEVEL: tl.constexpr,
+    BY_ROW: tl.constexpr,
     LIMIT: tl.constexpr,
     HOW: tl.constexpr,
 ) -> None:
@@ -73,8 +74,9 @@ def _rows(
         x2 = device.load_plain(x_ptr + first, at2, here2, True)
         peaks2 = _peaks(x2, SIZE, HOW)
         largest = tl.maximum(largest, tl.max(peaks2, 1))
+    m = program * HIGH + tl.arange(0, HIGH)
     if LEVEL:
-        level = tl.load(level_ptr)
+        level = tl.load(level_ptr + m, mask=m < M, other=1.0) if BY_ROW else tl.load(level_ptr)
         scale = level * device.from_bits(device.power(largest, device.inverse(level), HOW) << 23)
         scale = tl.maximum(scale, device.TINY)
     else:
@@ -83,7 +85,6 @@ def _rows(
     device.store(codes_ptr + first, at, _codes(x, factor, HOW), here, MASKED)
     if REST > 0:
         device.store(codes_ptr + first, at2, _codes(x2, factor, HOW), here2, True)
-    m = program * HIGH + tl.arange(0, HIGH)
     tl.store(scales_ptr + m, scale, mask=m < M)
     if LIMIT > 0:
         lost = _lost(peaks, factor, LIMIT, HOW)
@@ -115,7 +116,8 @@ def quantize_rows(
     Args:
         x: (M, N), fp32, bf16 or fp16, N at most 32768.
         coding: of kind "token", to nearest.
-        level: positive fp32 scalar: scales are powers of two times it, rounded up; None for the rows' own.
+        level: positive fp32 scalar, or one a row (M, 1): scales are powers of two times it, rounded up; None for the
+            rows' own.
         limit: groups of 32 along a row count as lost whose largest magnitude is not zero and, in units of a code, at
             most this; None counts nothing.
         warps: tuning only; None takes the measured best. compute_capability: as of `quantize_triton.quantize`.
@@ -138,11 +140,16 @@ def quantize_rows(
         jax.ShapeDtypeStruct((m, 1), jnp.float32),
         jax.ShapeDtypeStruct((programs,), jnp.int32),
     ]
-    one = jnp.ones((1, 1), jnp.float32) if level is None else level.reshape(1, 1).astype(jnp.float32)
+    one = jnp.ones((1, 1), jnp.float32) if level is None else level.reshape(-1, 1).astype(jnp.float32)
     launch = quantize_triton.Launch(high, wide, warps or (8 if high == 1 else 4))
     run = functools.partial(quantize_triton.call, _rows, [x, one], shapes, programs, launch, compute_capability)
     codes, scales, lost = run(
-        REST=rest, SIZE=GROUP, LEVEL=level is not None, LIMIT=limit or 0.0, HOW=tuple(coding.static)
+        REST=rest,
+        SIZE=GROUP,
+        LEVEL=level is not None,
+        BY_ROW=one.size > 1,
+        LIMIT=limit or 0.0,
+        HOW=tuple(coding.static),
     )
     return jax.lax.bitcast_convert_type(codes, coding.dtype), scales, jnp.sum(lost) if limit else jnp.int32(0)
 

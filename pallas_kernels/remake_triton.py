@@ -108,7 +108,7 @@ def _codes(
     bias: tl.tensor, scale0: tl.tensor, scale1: tl.tensor, scale2: tl.tensor, rows0: tl.tensor, columns0: tl.tensor,
     rows1: tl.tensor, columns1: tl.tensor, columns2: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr,
     WIDE: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, AGAIN: tl.constexpr,
+    COLUMNS: tl.constexpr, AGAIN: tl.constexpr, BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
     """Codes of a tile, in four slices of every fourth row, as `quantize_triton` makes them.
 
@@ -122,16 +122,19 @@ def _codes(
     top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
     first = top.to(tl.int64) * N + left
     i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
-    factor0, factor1 = device.inverse(tl.load(scale0)), device.inverse(tl.load(scale1))
     words0 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     words1 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     words2 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     factor2 = device.inverse(tl.load(scale2)) if AGAIN[0] else 1.0
+    if not BY_ROW:
+        factor0, factor1 = device.inverse(tl.load(scale0)), device.inverse(tl.load(scale1))
     if KINDS[0] < 2:
         for j in tl.range(4):
             at, m = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + j
             y0 = on.result(p, first, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
             here = device.inside(m, n, M, N)
+            if BY_ROW:
+                factor0 = on.row_factors(scale0, m, M, True)
             words0 = _put(y0, factor0, words0, j, rows0 + first, at, here, N, MASKED, HOW, ROWS, COLUMNS)
     else:
         # As if all were finite, and again if not: then what is added up here is not 0.
@@ -142,6 +145,9 @@ def _codes(
             nothing = tl.fma(y1, 0.0, tl.fma(y0, 0.0, nothing))
             if AGAIN[0]:
                 nothing = tl.fma(y2, 0.0, nothing)
+            if BY_ROW:
+                factor0 = on.row_factors(scale0, top + 4 * i + j, M, True)
+                factor1 = on.row_factors(scale1, top + 4 * i + j, M, True) if BOTH else factor0
             words0, words1, words2 = _put_all(
                 y0, y1, y2, factor0, factor1, factor2, words0, words1, words2, j, rows0 + first, rows1 + first,
                 columns2, i, top, n, M, N, MASKED, KINDS, HOW, ROWS, COLUMNS, AGAIN, True,
@@ -153,6 +159,9 @@ def _codes(
             for k in tl.range(4):
                 x = _slice(p, k, first, i, top, left, n, M, N, MASKED, OPERATION)
                 y0, y1, y2 = on.cotangents(x, OPERATION, OPERATION[5])
+                if BY_ROW:
+                    factor0 = on.row_factors(scale0, top + 4 * i + k, M, True)
+                    factor1 = on.row_factors(scale1, top + 4 * i + k, M, True) if BOTH else factor0
                 words0, words1, words2 = _put_all(
                     y0, y1, y2, factor0, factor1, factor2, words0, words1, words2, k, rows0 + first, rows1 + first,
                     columns2, i, top, n, M, N, MASKED, KINDS, HOW, ROWS, COLUMNS, AGAIN, False,
@@ -196,8 +205,12 @@ def _ahead(
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
     bias: tl.tensor, scale: tl.tensor, columns: tl.tensor, peaks0: tl.tensor, peaks1: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, HOW: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The transposed codes of an activation's result, as `_codes` makes them, and the peaks of its cotangents."""
+    """The transposed codes of an activation's result, as `_codes` makes them, and the peaks of its cotangents.
+
+    BY_ROW, under a scale for each row, and peaks of each row's part.
+    """
     p = (first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
@@ -205,7 +218,9 @@ def _ahead(
     top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
     first = top.to(tl.int64) * N + left
     i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
-    factor = device.inverse(tl.load(scale))
+    if not BY_ROW:
+        factor = device.inverse(tl.load(scale))
+    place = program % ACROSS * M + top
     words = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     top0 = tl.zeros((HIGH // 4, WIDE), tl.float32)
     top1 = tl.zeros((HIGH // 4, WIDE), tl.float32)
@@ -213,6 +228,12 @@ def _ahead(
     for j in tl.static_range(4):
         y0, y1, y = on.cotangents(slices[j], OPERATION, 0)
         top0, top1 = on.larger_or_nan(top0, tl.abs(y0)), on.larger_or_nan(top1, tl.abs(y1))
+        if BY_ROW:
+            r = 4 * i + j
+            factor = on.row_factors(scale, top + r, M, True)
+            tl.store(peaks0 + place + r, on.row_peaks_of_finite(y0, OPERATION[5]), mask=top + r < M)
+            if OPERATION[1]:
+                tl.store(peaks1 + place + r, on.row_peaks_of_finite(y1, OPERATION[5]), mask=top + r < M)
         words = _put(y, factor, words, j, columns, 0, 0, N, MASKED, HOW, False, True)
     device.store_words(columns, top, left, i, n, words, M, N, MASKED)
     peak0, peak1 = on.peak_of_finite(top0, OPERATION[5]), on.peak_of_finite(top1, OPERATION[5])
@@ -222,13 +243,18 @@ def _ahead(
         for k in tl.range(4):
             x, m = _slice(p, k, first, i, top, left, n, M, N, MASKED, OPERATION), top + 4 * i + k
             y0, y1, _ = on.cotangents(x, OPERATION, OPERATION[5])
-            ordered0 = tl.maximum(ordered0, on.ordered(y0, m, n, M, N, MASKED, HOW))
-            ordered1 = tl.maximum(ordered1, on.ordered(y1, m, n, M, N, MASKED, HOW))
+            own0, own1 = on.ordered(y0, m, n, M, N, MASKED, HOW), on.ordered(y1, m, n, M, N, MASKED, HOW)
+            if BY_ROW:
+                tl.store(peaks0 + place + 4 * i + k, device.largest(tl.max(own0, 1), HOW), mask=m < M)
+                if OPERATION[1]:
+                    tl.store(peaks1 + place + 4 * i + k, device.largest(tl.max(own1, 1), HOW), mask=m < M)
+            ordered0, ordered1 = tl.maximum(ordered0, own0), tl.maximum(ordered1, own1)
         peak0 = device.largest(tl.max(tl.max(ordered0, 1), 0), HOW)
         peak1 = device.largest(tl.max(tl.max(ordered1, 1), 0), HOW)
-    tl.store(peaks0 + program, peak0)
-    if OPERATION[1]:
-        tl.store(peaks1 + program, peak1)
+    if not BY_ROW:
+        tl.store(peaks0 + program, peak0)
+        if OPERATION[1]:
+            tl.store(peaks1 + program, peak1)
 
 
 def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, kept: device.Coding) -> str | None:
@@ -258,7 +284,8 @@ def quantize(
 
     Args:
         operation: what is computed. kinds: which results, one or two of NORM, RESULT, GATE and UP.
-        operands: what from. scales: an fp32 scalar for each result. dtype: float8_e4m3fn or float8_e5m2.
+        operands: what from. dtype: float8_e4m3fn or float8_e5m2.
+        scales: for each result an fp32 scalar, or for each one a row, (M,).
         rows, columns: whether codes (M, N) and transposed ones (N, M) are wanted.
         again: scale and dtype of transposed codes of the activation's result, where cotangents are quantized.
         launch, compute_capability: as of `quantize_triton.quantize`.
@@ -274,10 +301,10 @@ def quantize(
     tiles = -(-m // launch.rows) * -(-n // launch.columns)
     given = [scales[0], scales[-1], again[0] if again else scales[0]]
     found = quantize_triton.call(
-        _codes, [*_pointers(operands), *(s.reshape(1, 1) for s in given)],
+        _codes, [*_pointers(operands), *(s.reshape(-1, 1) for s in given)],
         [jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes], tiles, launch, compute_capability,
         OPERATION=tuple(operation), KINDS=(*kinds, NOTHING)[:2], HOW=tuple(device.Coding("tensor", dtype).static),
-        ROWS=rows, COLUMNS=columns,
+        ROWS=rows, COLUMNS=columns, BY_ROW=scales[0].ndim > 0,
         AGAIN=tuple(device.Coding("tensor", again[1]).static if again else device.NONE),
     )  # fmt: skip
     types = (dtype, dtype, dtype, dtype, again and again[1])
@@ -330,18 +357,22 @@ def ahead(
 ) -> tuple[Array, list[Array]]:
     """Codes (N, M) of an activation's result under a given scale, and the `peaks` of its cotangents, in one pass.
 
-    Arguments as of `quantize`; `operands.gradient` is that of the result.
+    Arguments as of `quantize`; `operands.gradient` is that of the result. Under a scale for each row, (M,), the peaks
+    are of each row, (M,), too.
     """
     m, n = operands.first.shape
-    launch = launch or Launch(32, 128, 4)
-    tiles, pair = -(-m // launch.rows) * -(-n // launch.columns), operation.gated
+    launch, by_row = launch or Launch(32, 128, 4), scale.ndim > 0
+    across, pair = -(-n // launch.columns), operation.gated
+    tiles = -(-m // launch.rows) * across
+    shape = (across, m) if by_row else (tiles,)
     shapes = [jax.ShapeDtypeStruct((n, m), jnp.uint8)]
-    shapes += [jax.ShapeDtypeStruct((tiles if present else 1,), jnp.float32) for present in (True, pair)]
+    shapes += [jax.ShapeDtypeStruct(shape if present else (1,), jnp.float32) for present in (True, pair)]
     codes, *found = quantize_triton.call(
-        _ahead, [*_pointers(operands), scale.reshape(1, 1)], shapes, tiles, launch, compute_capability,
-        OPERATION=tuple(operation), HOW=tuple(device.Coding("tensor", dtype).static),
+        _ahead, [*_pointers(operands), scale.reshape(-1, 1)], shapes, tiles, launch, compute_capability,
+        OPERATION=tuple(operation), HOW=tuple(device.Coding("tensor", dtype).static), BY_ROW=by_row,
     )  # fmt: skip
-    return jax.lax.bitcast_convert_type(codes, dtype), [jnp.max(x) for x in found[: 1 + pair]]
+    axis = 0 if by_row else None
+    return jax.lax.bitcast_convert_type(codes, dtype), [jnp.max(x, axis) for x in found[: 1 + pair]]
 
 
 def _pointers(operands: Operands) -> list[Array]:

@@ -29,6 +29,8 @@ if not GPU:
         shutil.rmtree(programs)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
+# Kernels are compiled where a test looks at what they become, not taken from the user's folder.
+os.environ.setdefault("FP8JAX_KERNEL_CACHE", "")
 if sys.dont_write_bytecode and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(pathlib.Path(__file__).parents[1] / ".cache" / "bytecode"))
 

@@ -1,9 +1,9 @@
 """Compilation of a Llama-7B training step by recipe, cold and from the persistent cache, each in its own process.
 
 The step is that of experiments.train, with XLA's own flags; its layers are scanned, so that two stand for 32. "cold" is
-tracing, lowering and compilation with an empty cache, "cached" the same again in that process with JAX's own caches
-emptied, as a training program that starts anew finds it. Predicted before the first run: bf16 25 s, te_current 15 s
-more, deepseek 20 s more, coat 40 s more; cached 8 s.
+tracing, lowering and compilation with empty caches, "cached" the same in a second process, as a training program that
+starts anew finds it: XLA's programs in JAX's persistent cache, Triton's kernels in fp8jax's. Predicted before the first
+run: bf16 25 s, te_current 15 s more, deepseek 20 s more, coat 40 s more; cached 8 s.
 """
 
 import argparse
@@ -30,24 +30,42 @@ from experiments.task import Task
 BF16, RECIPES = "bf16", ("bf16", "te_current", "deepseek", "coat")
 LLAMA = LlamaConfig(vocab=32000, dim=4096, layers=2, heads=32, kv_heads=32, mlp_dim=11008)
 BATCH, LENGTH = 4, 2048
+PARTS = ("tracing", "lowering", "compilation")
+COMMAND = [sys.executable, "-m", "experiments.bench", "cold"]
 # Seconds that 8-bit products may add.
 LIMIT = 60.0
 
 
-def seconds(name: str, llama: LlamaConfig = LLAMA, batch: int = BATCH, length: int = LENGTH) -> dict[str, float]:
-    """What compiling the training step of a recipe takes in this process, "cold" and "cached"."""
+def seconds(
+    name: str, cache: str, llama: LlamaConfig = LLAMA, batch: int = BATCH, length: int = LENGTH
+) -> dict[str, float]:
+    """What the training step of a recipe takes in this process to be traced, lowered and compiled."""
     recipe = fp8jax.recipes.get(name)
     task = Task.build(llama, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0)
     abstract, tokens = jax.eval_shape(task.init), jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
+    jax.config.update("jax_compilation_cache_dir", cache)
+    train.keep_programs()
+    times = [time.perf_counter()]
+    traced = jax.jit(task.step, donate_argnums=0).trace(abstract, tokens)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    lowered.compile()
+    times.append(time.perf_counter())
+    return {what: times[i + 1] - times[i] for i, what in enumerate(PARTS)}
+
+
+def both(name: str) -> dict[str, float]:
+    """Seconds of a recipe, cold in one process and cached in the next."""
     found = {}
     with tempfile.TemporaryDirectory() as cache:
-        jax.config.update("jax_compilation_cache_dir", cache)
         for what in ("cold", "cached"):
-            jax.clear_caches()
-            start = time.perf_counter()
-            jax.jit(task.step, donate_argnums=0).lower(abstract, tokens).compile()
-            found[what] = time.perf_counter() - start
-        jax.config.update("jax_compilation_cache_dir", None)
+            command = [*COMMAND, "--one", name, "--cache", cache]
+            done = subprocess.run(command, env=os.environ | {"FP8JAX_KERNEL_CACHE": f"{cache}/kernels"},
+                                  stdout=subprocess.PIPE, text=True, check=True)  # fmt: skip
+            parts = json.loads(done.stdout.splitlines()[-1])
+            found[what] = sum(parts.values())
+            found |= {f"{what}, {part}": value for part, value in parts.items()}
     return found
 
 
@@ -66,12 +84,13 @@ def rows(times: dict[str, dict[str, float]]) -> list[timing.Row]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="cold", description=__doc__)
     parser.add_argument("--one", choices=RECIPES, help="this recipe alone, in this process; prints, writes nothing")
+    parser.add_argument("--cache", help="with --one: measure in this process, with the caches in this folder")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time; several share cores and the GPU")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
     if options.one:
-        print(json.dumps(seconds(options.one)))
+        print(json.dumps(seconds(options.one, options.cache) if options.cache else both(options.one)))
         return
     running: dict[str, Any] = {}
     waiting, times = list(RECIPES), {}
@@ -89,5 +108,4 @@ def main(argv: list[str]) -> None:
 
 
 def _start(name: str) -> Any:
-    command = [sys.executable, "-m", "experiments.bench", "cold", "--one", name]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([*COMMAND, "--one", name], stdout=subprocess.PIPE, text=True)

@@ -110,7 +110,7 @@ def recipes() -> dict[str, fp8jax.Recipe]:
     for coat in (coat_memory.LEAN, coat_memory.FAITHFUL):
         context = dataclasses.replace(found[coat].context, scales="bound")
         found[f"{coat}, {FAST}, {BOUNDED}"] = dataclasses.replace(fp8jax.recipes.coat_fast(), context=context)
-    return found
+    return found | {name: fp8jax.recipes.get(name) for name in ("moss", "fast")}
 
 
 def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None = None) -> dict[str, Arm]:

@@ -8,6 +8,7 @@ rows and folded; later, before its first run, 1.5 with microscaled codes that ar
 """
 
 import argparse
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ RECIPES = {
     "e4m3 rows": recipes.Linear("e4m3:token", "e4m3:token", "e5m2:token", w_dgrad="e4m3:token", x_wgrad="e4m3:token",
                                 dy_wgrad="e5m2:token", saved="e4m3:token"),
     "deepseek": recipes.deepseek().linear,
+    # As DeepSeek-V3, but for the gradient in the weight's gradient (experiments.tables.deepseek_wgrad).
+    "deepseek, blocks in wgrad": dataclasses.replace(recipes.deepseek().linear, dy_wgrad="e4m3:block128"),
+    "deepseek, rows in wgrad": dataclasses.replace(
+        recipes.deepseek().linear, x_wgrad="e4m3:token", dy_wgrad="e4m3:token"
+    ),
+    "moss": recipes.moss().linear,
+    "fast": recipes.fast().linear,
 }  # fmt: skip
 
 

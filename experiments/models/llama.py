@@ -126,8 +126,13 @@ class Embed(nnx.Embed):
 
 
 def rows_on(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-    """An array whose first axis, of sequences or tokens, lies so; XLA alone may cut channels where parameters are."""
-    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+    """An array whose first axis, of sequences or tokens, lies so; XLA alone may cut channels where parameters are.
+
+    What the devices do not divide, such as one sequence that is sampled, is left to XLA.
+    """
+    if sharding is None or x.shape[0] % sharding.mesh.size:
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 class Attention(nnx.Module):

@@ -5,7 +5,11 @@
     python -m experiments.tables.coat_memory        COAT: Tables 2 and 14, what a layer keeps for its backward pass
     python -m experiments.tables.coat_speed         COAT: Tables 7 and 12, Figure 4(b), on a GPU
     python -m experiments.tables.fp8_lm_precision   FP8-LM: Table 6, Figure 8
+    python -m experiments.tables.fp8_lm_gradients   FP8-LM: Figure 7, sums of gradients in 8 bits
+    python -m experiments.tables.plans              FP8-LM: Tables 5 and 8; COAT: Table 11; MOSS: Table 5, on paper
+    python -m experiments.tables.deepseek_wgrad     errors of deepseek's weight gradient by the scales of its operands
     python -m experiments.tables.second_moment      second moments in 8 bits, to nearest and stochastically, by b2
+    python -m experiments.tables.moss_scaling       MOSS: Figure 4, equations 8 and 10
     python -m experiments.tables.report             RESULTS.md
 
 The first to need it trains a small model (`common.FLAGS`), which stays under runs/ for the others.

@@ -130,8 +130,10 @@ class Dump:
         return adam.mu, adam.nu
 
 
-def dump(out: Path, flags: str = FLAGS) -> Dump:
+def dump(out: Path, flags: str = FLAGS, step: int | None = None) -> Dump:
     """The training run with fp32 moments; trained now, or taken from OUT where it was before.
+
+    `step` is that of a checkpoint that the run keeps; None takes the last.
 
     Raises:
         UserError: the training program's own.
@@ -140,9 +142,10 @@ def dump(out: Path, flags: str = FLAGS) -> Dump:
     code = train.main([*arguments, "--out", str(out)])
     if code:
         raise UserError(f"the training run ended with code {code}")
-    trained = evaluate.load(out / arguments[arguments.index("--run") + 1], "bf16")
-    with Checkpoints(out / RUN / "bf16" / "checkpoints", trained.config.run.keep) as checkpoints:
-        state, _ = checkpoints.restore(trained.step, jax.eval_shape(trained.task.init))
+    run = out / arguments[arguments.index("--run") + 1]
+    trained = evaluate.load(run, "bf16")
+    with Checkpoints(run / "bf16" / "checkpoints", trained.config.run.keep) as checkpoints:
+        state, _ = checkpoints.restore(step or trained.step, jax.eval_shape(trained.task.init))
     return Dump(trained, state)
 
 

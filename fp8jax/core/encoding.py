@@ -35,8 +35,8 @@ def encode(
     block_shape = spec.block_shape(x.shape)
     x = x.astype(jnp.float32)
     magnitude = jnp.abs(x)
-    magnitude = jnp.where(magnitude < formats.TINY, 0, magnitude)
-    counted = jnp.where(jnp.isfinite(magnitude), magnitude, 0)
+    magnitude = formats.where(~(magnitude < formats.TINY), magnitude, 0)
+    counted = formats.where(jnp.isfinite(magnitude), magnitude, 0)
     given = scale is not None
     if scale is None:
         largest = blocks.reduce(counted, block_shape, jnp.max, 0.0)
@@ -48,14 +48,14 @@ def encode(
     scale = jnp.broadcast_to(scale, blocks.counts(x.shape, block_shape))
     if fmt.inf is None:
         bad = ~jnp.isfinite(x) | ((x < 0) & (not fmt.signed))
-        scale = jnp.where(blocks.reduce(bad.astype(jnp.float32), block_shape, jnp.max, 0.0) > 0, jnp.nan, scale)
+        scale = formats.where(blocks.reduce(bad.astype(jnp.float32), block_shape, jnp.max, 0.0) <= 0, scale, jnp.nan)
     scale = formats.round_to(scale, formats.get(spec.scale_format))
     # Products with reciprocals throughout: XLA makes them of quotients by constants and scalars in some programs and
     # not in others, and the codes must not depend on that.
     exact = scale.astype(jnp.float32)
     exponent = microscale = None
     if spec.expand:
-        smallest = blocks.reduce(jnp.where(counted > 0, counted, jnp.inf), block_shape, jnp.min, jnp.inf)
+        smallest = blocks.reduce(formats.where(counted > 0, counted, jnp.inf), block_shape, jnp.min, jnp.inf)
         top = jnp.maximum(largest, formats.TINY * fmt.max)
         if spec.rounding == "stochastic":
             exponent = expansion.steady_exponents(top, smallest, fmt, previous)
@@ -70,7 +70,7 @@ def encode(
             y = jnp.where(jnp.isfinite(magnitude), jnp.minimum(y, fmt.max), y)
     if spec.granularity == "mx":
         micro_shape = spec.micro_shape(x.shape)
-        finite = jnp.where(jnp.isfinite(y), y, 0)
+        finite = formats.where(jnp.isfinite(y), y, 0)
         microscale = _microscale(blocks.reduce(finite, micro_shape, jnp.max, 0.0), spec, fmt)
         # 2^(127 - e) in two factors, each in fp32's range.
         half = (127 - microscale.astype(jnp.int32)) // 2

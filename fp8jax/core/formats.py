@@ -17,6 +17,19 @@ from jax import Array
 TINY = float(np.finfo(np.float32).tiny)
 
 
+def where(condition: Array, x: Array, other: float) -> Array:
+    """`jnp.where(condition, x, other)` of fp32 values and a number, made of bits.
+
+    `jnp.where` makes an array of the number. Of a scan that is differentiated JAX computes such a constant array once,
+    outside of the loop, and every pass over a matrix in it then reads one from memory.
+    """
+    bits, mask = jax.lax.bitcast_convert_type(x, jnp.int32), -condition.astype(jnp.int32)
+    kept = bits & mask
+    if other != 0:
+        kept = kept | (~mask & np.float32(other).view(np.int32))
+    return jax.lax.bitcast_convert_type(kept, jnp.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Format:
     """A storage format of real numbers.
@@ -104,12 +117,16 @@ class Format:
             return _index(finite, self, noise)
         if not self.is_float:
             rounded = jnp.round(finite) if noise is None else jnp.floor(finite + noise)
-            return jnp.where(jnp.isnan(y), 0, rounded).astype(self.dtype)
+            return where(~jnp.isnan(y), rounded, 0).astype(self.dtype)
         if noise is not None:
             step = _step(finite, self)
             finite = jnp.clip(jnp.floor(finite / step + noise) * step, -self.max, self.max)
         assert self.inf is not None
-        return jnp.where(jnp.isinf(y), jnp.copysign(self.inf, y), finite).astype(self.dtype)
+        infinite = y
+        if np.isnan(self.inf):
+            quiet = jax.lax.bitcast_convert_type(y, jnp.int32) | np.int32(1 << 22)  # with its sign
+            infinite = jax.lax.bitcast_convert_type(quiet, jnp.float32)
+        return jnp.where(jnp.isinf(y), infinite, finite).astype(self.dtype)
 
     def neighbours(self, y: Array) -> tuple[Array, Array]:
         """The values of the codes around fp32 magnitudes, below (or equal) and above."""

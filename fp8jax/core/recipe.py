@@ -3,32 +3,12 @@
 import dataclasses
 
 from fp8jax.core import formats
+from fp8jax.core.comm import Comm as Comm
+from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.core.weights import Weights as Weights
 
-_PLAIN = ("bf16", "fp32")
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Storage of the parameters.
-
-    Attributes:
-        master: format that the optimizer updates, "fp32" or "bf16".
-        compute: format of the working copy that layers compute with, "fp32" or "bf16".
-
-    Raises:
-        ValueError: unknown format, or a working copy wider than its master.
-    """
-
-    master: str = "fp32"
-    compute: str = "bf16"
-
-    def __post_init__(self) -> None:
-        for field in ("master", "compute"):
-            if getattr(self, field) not in _PLAIN:
-                raise ValueError(f"weights.{field} {getattr(self, field)!r} is not one of {', '.join(_PLAIN)}")
-        if formats.get(self.compute).dtype.itemsize > formats.get(self.master).dtype.itemsize:
-            raise ValueError(f"weights.compute {self.compute!r} is wider than the master weights, {self.master!r}")
+_XLA, _FP32 = Comm(), Weights()
 
 
 NU_ROUNDINGS = ("auto", "nearest", "stochastic")
@@ -40,8 +20,9 @@ class Optimizer:
 
     Attributes:
         mu: format of the first moment, an 8-bit float format or "bf16" or "fp32".
-        nu: format of the second moment, likewise.
-        group_size: elements along the last axis that share a scale; None where no moment has 8 bits.
+        nu: format of the second moment, likewise; or "fp16" with a scale.
+        group_size: elements along the last axis that share a scale; None for one scale a tensor (as with master weights
+            in fp16), and where no moment has one.
         expand: dynamic range expansion of the 8-bit moments.
         nu_rounding: of an 8-bit second moment, "nearest", "stochastic", or "auto", which goes by b2.
 
@@ -68,7 +49,9 @@ class Optimizer:
             if formats.get(moment).bits % 8:
                 raise ValueError(f"{moment!r} codes are packed, which suits activations; give moments 8 or 16 bits")
         size = self.group_size
-        if compressed and (size is None or not size >= 1 or size // 1 != size):
+        if compressed and size is None and self.expand:
+            raise ValueError("optimizer.expand raises groups to powers; give a group_size, or expand=False")
+        if compressed and size is not None and (not size >= 1 or size // 1 != size):
             raise ValueError(f"optimizer.group_size must be a positive integer, not {size!r}")
         if not compressed and (self.expand or self.group_size is not None):
             raise ValueError(
@@ -81,13 +64,13 @@ class Optimizer:
         name = getattr(self, moment)
         if not formats.get(name).scaled:
             return None
-        return QuantSpec(
-            name, "group", self.group_size, expand=self.expand, underflow="smallest" if moment == "nu" else "zero"
-        )
+        granularity = "tensor" if self.group_size is None else "group"
+        underflow = "smallest" if moment == "nu" else "zero"
+        return QuantSpec(name, granularity, self.group_size, expand=self.expand, underflow=underflow)
 
 
 SAME = "same"
-SCALINGS = ("current", "two_stage", "delayed")
+OPERANDS = ("x", "w", "dy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +79,9 @@ class Linear:
 
     Every operand is given as the string form of a `QuantSpec`, or None for bf16, of the matrix with the contraction
     along its last axis: groups and tokens run along the contraction. "same" takes the codes of the forward operand,
-    transposed, which needs scales that a transposed matrix keeps ("tensor", "block").
+    transposed, which needs scales that a transposed matrix keeps ("tensor", "block"). Microscaled operands under a
+    level 1 ("mx") have their powers of two folded into their codes, which leaves a scale a row. For the weight's
+    gradient both "same" may be microscaled, or one beside "tensor": `fp8jax.ops.microscaled` says how.
 
     Attributes:
         x: input in the forward product, (tokens, inputs).
@@ -109,9 +94,12 @@ class Linear:
             itself, or a spec of its own.
         scaling: where per-tensor scales come from: "current", the tensor itself; "two_stage", the tensor through bf16
             maxima of its groups (COAT's group scaling); or "delayed", the largest magnitudes of the last `history`
-            steps, for which `fp8jax.delayed_linear` takes the state.
+            steps, for which `fp8jax.scaled_linear` takes the state. Any name of `fp8jax.core.scaling.NAMES`.
+        w_scaling: the same for the weight alone; None as `scaling`. "automatic" takes a bound on the weight, which
+            `fp8jax.track_weights` follows; where a layer has none, the weight itself.
         history: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
+        interval: steps after which automatic scaling measures a weight again.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
             tensor cores of Hopper keep; the others promote partial sums to fp32, as Transformer Engine does in its
             backward pass.
@@ -128,8 +116,10 @@ class Linear:
     dy_wgrad: str | None = SAME
     saved: str | None = SAME
     scaling: str = "current"
+    w_scaling: str | None = None
     history: int = 1024
     margin: int = 0
+    interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
 
     def __post_init__(self) -> None:
@@ -154,19 +144,19 @@ class Linear:
             if a and b and formats.get(a.format).is_float != formats.get(b.format).is_float:
                 raise ValueError(f"linear: the {product} product mixes integers and floating point, {a} and {b}")
         sources = {"w_dgrad": self.w, "dy_wgrad": self.dy, "x_wgrad": self.x if self.saved == SAME else self.saved}
+        shared = self._check_shared(sources["x_wgrad"])
         for field, source in sources.items():
+            if field != "w_dgrad" and shared:
+                continue
             if getattr(self, field) == SAME and source and QuantSpec.parse(source).granularity not in TRANSPOSABLE:
                 raise ValueError(
                     f"linear.{field} cannot be the same as {source!r}, whose scales do not transpose; name a spec"
                 )
-        if self.scaling not in SCALINGS:
-            raise ValueError(f"unknown linear.scaling {self.scaling!r}; it is one of {', '.join(SCALINGS)}")
-        if self.scaling == "delayed" and any(
-            QuantSpec.parse(t).granularity != "tensor" for t in (self.x, self.w, self.dy) if t
-        ):
-            raise ValueError("delayed scaling is per tensor; give x, w and dy specs of granularity 'tensor'")
-        if self.scaling == "delayed" and None in (self.x, self.w, self.dy):
-            raise ValueError("delayed scaling needs x, w and dy quantized")
+        for field in ("scaling", "w_scaling"):
+            if getattr(self, field) not in (*NAMES, *([None] if field == "w_scaling" else [])):
+                names = ", ".join(NAMES)
+                raise ValueError(f"unknown linear.{field} {getattr(self, field)!r}; it is one of {names}")
+        self._check_states()
         unknown = set(self.fast_accumulation) - set(self.products())
         if unknown:
             raise ValueError(
@@ -174,6 +164,62 @@ class Linear:
             )
         if self.history < 1:
             raise ValueError(f"linear.history must be positive, not {self.history}")
+        if self.interval < 1:
+            raise ValueError(f"linear.interval must be positive, not {self.interval}")
+
+    def _check_states(self) -> None:
+        """Raises ValueError for operands that their scaling has no scales for."""
+        served: dict[str, list[str]] = {}
+        for operand in self.states:
+            served.setdefault(self.scaling_name(operand), []).append(operand)
+        for name, operands in served.items():
+            listed = " and ".join([", ".join(operands[:-1]), operands[-1]] if len(operands) > 1 else operands)
+            specs, kinds = [self.spec(operand) for operand in operands], self.states[operands[0]].granularities
+            if any(spec is not None and spec.granularity not in kinds for spec in specs):
+                per = " or ".join(map(repr, kinds))
+                raise ValueError(f"{name} scaling is per {kinds[0]}; give {listed} specs of granularity {per}")
+            if None in specs:
+                raise ValueError(f"{name} scaling needs {listed} quantized")
+
+    def scaling_name(self, operand: str) -> str:
+        """What the scaling of "x", "w" or "dy" is called."""
+        return self.w_scaling if operand == "w" and self.w_scaling is not None else self.scaling
+
+    def strategy(self, operand: str) -> Scaling:
+        """Where the scale of "x", "w" or "dy" comes from."""
+        return find(self.scaling_name(operand), self, operand)
+
+    def own_strategy(self, operand: str) -> Scaling:
+        """Where the scale of an operand comes from that none is given for."""
+        found = self.strategy(operand)
+        return Current() if isinstance(found, Stateful) else found
+
+    @property
+    def tracked(self) -> bool:
+        """Whether the scale of the weight comes from what the optimizer does: see `fp8jax.track_weights`."""
+        return not all(part.observes for part in self.states.values())
+
+    @property
+    def states(self) -> dict[str, Stateful]:
+        """The strategies that keep a state, by operand."""
+        found = {operand: self.strategy(operand) for operand in OPERANDS}
+        return {operand: part for operand, part in found.items() if isinstance(part, Stateful)}
+
+    def _check_shared(self, kept: str | None) -> bool:
+        """Whether the weight's gradient reads microscaled codes again, whose scales of tokens its operands share."""
+        if not self.x_wgrad == self.dy_wgrad == SAME or kept is None or self.dy is None:
+            return False
+        specs = QuantSpec.parse(kept), QuantSpec.parse(self.dy)
+        if not any(s.folds for s in specs) or not all(s.folds or s.granularity == "tensor" for s in specs):
+            return False
+        if any(not formats.get(s.format).is_float or s.rounding != "nearest" for s in specs):
+            return False
+        if specs[0].folds and specs[0].level1 == "token" and not (specs[1].folds and specs[1].level1 == "token"):
+            raise ValueError(
+                f"linear.x_wgrad cannot be the same as {kept!r} beside dy {self.dy!r}: an fp32 scale for each token "
+                f"shifts no exponents; give dy a level 1 of tokens, such as 'e4m3:mx32+token', or name a spec"
+            )
+        return True
 
     @property
     def quantized(self) -> bool:
@@ -283,19 +329,32 @@ class Recipe:
         optimizer: storage of the optimizer's moments.
         linear: operands of the products of linear layers.
         context: what non-linear operations keep for the backward pass.
+        comm: what gradients are when they travel between devices.
     """
 
     name: str
-    weights: Weights = Weights()
+    weights: Weights = _FP32
     optimizer: Optimizer = Optimizer()
     linear: Linear = Linear()
     context: Context = Context()
+    comm: Comm = _XLA
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
             if not isinstance(getattr(self, field.name), field.type):  # type: ignore[arg-type]
                 name = field.type.__name__  # type: ignore[union-attr]
                 raise TypeError(f"{field.name} must be of type {name}, not {getattr(self, field.name)!r}")
+        scaled = [m for m in ("mu", "nu") if self.optimizer.spec(m) is not None and self.optimizer.group_size is None]
+        if scaled and (self.weights.master, self.optimizer.nu) != ("fp16", "fp16"):
+            raise ValueError(
+                f"optimizer.group_size=None stores {' and '.join(scaled)} with one scale a tensor, which goes with "
+                "weights.master='fp16' and nu='fp16' (FP8-LM); give a group_size"
+            )
+        if self.weights.master == "fp16" and (len(scaled) < 2 or self.optimizer.mu not in ("e4m3", "e5m2")):
+            raise ValueError(
+                "weights.master 'fp16' goes with Optimizer(mu='e4m3', nu='fp16', group_size=None, expand=False), "
+                f"not {self.optimizer}"
+            )
 
     def plan(self) -> list[tuple[str, str, str, float]]:
         """The storage plan: (role, stored in, computed in, bytes an element), metadata of full groups included."""
@@ -303,7 +362,7 @@ class Recipe:
         stored: list[tuple[str, str | QuantSpec, str]] = [
             ("master weight", weights.master, "fp32"),
             ("working weight", weights.compute, weights.compute),
-            ("gradient", weights.master, weights.compute),
+            ("gradient", weights.held, weights.compute),
             ("first moment", self.optimizer.spec("mu") or self.optimizer.mu, "fp32"),
             ("second moment", self.optimizer.spec("nu") or self.optimizer.nu, "fp32"),
         ]
@@ -313,6 +372,8 @@ class Recipe:
                 stored.append((f"{product} {name}", spec or weights.compute, spec.format if spec else weights.compute))
         stored.append(("saved linear input", self.linear.spec("saved") or weights.compute, "-"))
         stored.append(("saved non-linear input", self.context.spec or weights.compute, weights.compute))
+        if self.comm.gradients is not None:
+            stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.lean:
             stored.append(("input that a norm or activation made", AGAIN, weights.compute))
         return [(role, str(how), computed, _bytes(how)) for role, how, computed in stored]
@@ -323,8 +384,11 @@ class Recipe:
         rows.insert(0, ("role", "stored in", "computed in", "bytes/element"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        scaling = f", {self.linear.scaling} scaling" if self.linear.quantized else ""
-        return "\n".join([f"recipe {self.name}{scaling}", *lines])
+        how = ""
+        if self.linear.quantized:
+            how = f", {self.linear.scaling} scaling"
+            how += f", weights {self.linear.w_scaling}" if self.linear.w_scaling else ""
+        return "\n".join([f"recipe {self.name}{how}", *lines])
 
 
 def _bytes(stored: str | QuantSpec) -> float:

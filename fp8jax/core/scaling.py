@@ -1,28 +1,39 @@
-"""Scaling strategies: where the scale of a per-tensor quantized operand comes from.
+"""Scaling strategies: where the scale of a quantized operand comes from. To add one, add a class here and its name.
 
-A strategy is a part with explicit state: `init() -> state`, `scale(state, x, fmt)`, `update(state, largest) -> state`.
-"Current" scaling is the quantizer's own: the largest magnitude of the tensor itself.
+A `Scaling` without a state takes the scale from the tensor. A `Stateful` one keeps an fp32 array for each operand that
+it serves, beside the parameters; layers hold it, read it in each call, and advance it once a step. Recipes name
+strategies (`Linear.scaling`, `Linear.w_scaling`); `find` is the only place that looks a name up.
 """
 
 import dataclasses
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from fp8jax.core import blocks
-from fp8jax.core.formats import BF16, TINY, Format, round_to
+from fp8jax.core.formats import BF16, TINY, Format, decode_e8m0, encode_e8m0, round_to, where
 
 
 def largest_magnitude(x: Array) -> Array:
     """Largest finite |x| of a tensor, fp32 scalar; 0 for an empty one or one without finite values."""
     magnitude = jnp.abs(x.astype(jnp.float32))
-    return jnp.max(jnp.where(jnp.isfinite(magnitude), magnitude, 0.0), initial=0.0)
+    return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), initial=0.0)
 
 
 def to_scale(largest: Array, fmt: Format) -> Array:
     """The scale that takes a largest magnitude to the largest code; 1 where it is zero."""
     return jnp.where(largest > 0, jnp.maximum(largest * np.float32(1 / fmt.max), TINY), 1.0)
+
+
+def power_above(largest: Array, level: Array, fmt: Format) -> Array:
+    """The smallest power of two times a level, fp32, that takes a largest magnitude to no more than the largest code.
+
+    MOSS, equation 3. Of 0, and where it would be subnormal, the smallest normal number.
+    """
+    units = largest * (1 / level) * np.float32(1 / fmt.max)
+    power = decode_e8m0(encode_e8m0(jnp.maximum(units, TINY), "up"))
+    return jnp.maximum(level * power, TINY)
 
 
 def usable(scale: Array) -> Array:
@@ -38,7 +49,7 @@ def largest_of_sample(x: Array, start: Array | int = 0) -> Array:
     """`largest_magnitude` of the rows that count as a sample; `start` is the first one's place in a larger matrix."""
     # Computed, for a constant would be kept for the backward pass under jax.checkpoint.
     sampled = (start + jnp.arange(x.shape[0])) // SAMPLE % EVERY == 0
-    return largest_magnitude(jnp.where(sampled[:, None], x, 0))
+    return largest_magnitude(where(sampled[:, None], x.astype(jnp.float32), 0.0))
 
 
 def beyond_sample(sample: Array) -> Array:
@@ -47,43 +58,114 @@ def beyond_sample(sample: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoStage:
-    """Group scaling (COAT, section 5.2 and figure 4): the maximum of a tensor from the maxima of its groups.
+class Scaling:
+    """A strategy without a state: the scale of a tensor comes from the tensor.
 
-    The first stage belongs to the operation before, which writes one maximum a group along the last axis in bf16; the
-    second reads only those. Rounding to bf16 is upwards here, so that no value saturates.
-
-    Attributes:
-        group_size: elements along the last axis that a first-stage maximum covers.
+    Class attributes:
+        operands: the operands "x", "w" and "dy" of a linear layer that it serves; the others have `Current` scales.
+        own: the scale is the one that the quantizer finds by itself.
     """
 
-    group_size: int = 16
+    operands: ClassVar[tuple[str, ...]] = ("x", "w", "dy")
+    own: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ValueError(f"TwoStage.group_size must be positive, not {self.group_size}")
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """The strategy with the settings of a recipe's `Linear`."""
+        del settings
+        return cls()
 
-    def init(self) -> tuple[()]:
-        return ()
+    def settle(self, largest: Array) -> Array:
+        """The magnitude that the scale is for, of the largest one of the tensor; fp32 arrays of one shape."""
+        return largest
 
-    def first(self, x: Array) -> Array:
-        """Maxima of the groups, bf16, shape (..., groups)."""
-        magnitude = jnp.abs(x.astype(jnp.float32))
-        shape = (*[1] * (x.ndim - 1), self.group_size)
-        maxima = blocks.reduce(jnp.where(jnp.isfinite(magnitude), magnitude, 0.0), shape, jnp.max, 0.0)
-        rounded = round_to(maxima, BF16)
-        return jnp.where(rounded.astype(jnp.float32) < maxima, _next_up(rounded), rounded)
-
-    def scale(self, state: tuple[()], x: Array, fmt: Format) -> Array:
-        """The scale of a tensor of at least one axis, fp32 scalar."""
-        return to_scale(jnp.max(self.first(x), initial=0).astype(jnp.float32), fmt)
-
-    def update(self, state: tuple[()], largest: Array) -> tuple[()]:
-        return state
+    def scale(self, state: Any, x: Array, fmt: Format) -> Array:
+        """The scale of a tensor, fp32 scalar; `state` is read by strategies that have one."""
+        del state
+        return to_scale(self.settle(largest_magnitude(x)), fmt)
 
 
 @dataclasses.dataclass(frozen=True)
-class Delayed:
+class Current(Scaling):
+    """Current, or just-in-time, scaling: of the largest magnitude of the tensor."""
+
+    own: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStage(Scaling):
+    """Group scaling (COAT, section 5.2 and figure 4): the maximum of a tensor from the maxima of its groups.
+
+    The first stage belongs to the operation before, which writes one maximum a group along the last axis in bf16; the
+    second reads only those. Rounding to bf16 is upwards here, so that no value saturates; the largest of the rounded
+    maxima then is the largest magnitude, rounded, whatever the groups are.
+    """
+
+    def settle(self, largest: Array) -> Array:
+        exact = jnp.where(jnp.isfinite(largest), largest, 0.0)
+        rounded = round_to(exact, BF16)
+        up = jnp.asarray(rounded.view(jnp.uint16) + 1, jnp.uint16).view(jnp.bfloat16)
+        return jnp.where(rounded.astype(jnp.float32) < exact, up, rounded).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stateful(Scaling):
+    """A strategy whose scale comes from a state: one fp32 array for each operand, the same shape throughout training.
+
+    `init` makes it, `expected` reads it, and `update` advances it once a step with what was observed in the step.
+    Observations of calls, microbatches and replicas merge first. A layer keeps the state of each operand and what it
+    has seen of it since the last update. That of "dy" leaves the backward pass as a cotangent and is always its largest
+    magnitude. In evaluation layers read the state and write nothing.
+
+    Class attributes:
+        granularities: those of operands' specs that its scales are for.
+        merge: how observations merge, "max" or "sum".
+        observes: whether calls observe the operand; else the state comes from outside (`Automatic`), and functions
+            without one take the operand's own scale.
+        statistic: shape of an observation; zeros are that of nothing.
+    """
+
+    granularities: ClassVar[tuple[str, ...]] = ("tensor",)
+    merge: ClassVar[str] = "max"
+    observes: ClassVar[bool] = True
+    statistic: ClassVar[tuple[int, ...]] = ()
+
+    def variable(self, operand: str) -> str:
+        """The name of a layer's variable that holds the state, so that no strategy reads another's checkpoint."""
+        return f"{type(self).__name__.lower()}_{operand}"
+
+    def init(self, x: Array | None = None) -> Array:
+        """The state before the first step; `x` is the operand, where it is known then: a weight is."""
+        raise NotImplementedError
+
+    def expected(self, state: Array) -> Array:
+        """The largest magnitude that the operand is expected to have, fp32 scalar; 0 takes the operand's own."""
+        raise NotImplementedError
+
+    def scale(self, state: Array, x: Array, fmt: Format) -> Array:
+        expected = self.expected(state)
+        return to_scale(jnp.where(expected > 0, expected, self.settle(largest_magnitude(x))), fmt)
+
+    def observe(self, state: Array, x: Array) -> Array:
+        """What one call notes of the operand, of shape `statistic`."""
+        del state
+        return largest_magnitude(x)
+
+    def merged(self, a: Array, b: Array) -> Array:
+        """Two observations of one step as one; either may be of stacked layers."""
+        return jnp.maximum(a, b) if self.merge == "max" else a + b
+
+    def over_replicas(self, observed: Array, axis_name: Any) -> Array:
+        """The observations of all replicas along mesh axes as one, inside `jax.shard_map`."""
+        return lax.pmax(observed, axis_name) if self.merge == "max" else lax.psum(observed, axis_name)
+
+    def update(self, state: Array, observed: Array) -> Array:
+        """The state after a step in which `observed` was, over all its calls, microbatches and replicas."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed(Stateful):
     """Delayed scaling (Micikevicius et al., FP8 Formats for Deep Learning; Transformer Engine's default).
 
     The scale is that of the largest magnitude of the last steps, so that a tensor is quantized in one pass; a tensor
@@ -102,23 +184,96 @@ class Delayed:
         if self.history < 1:
             raise ValueError(f"Delayed.history must be positive, not {self.history}")
 
-    def init(self) -> Array:
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        return cls(settings.history, settings.margin)
+
+    def variable(self, operand: str) -> str:
+        return operand
+
+    def init(self, x: Array | None = None) -> Array:
+        del x
         return jnp.zeros((self.history,), jnp.float32)
 
-    def scale(self, state: Array, x: Array, fmt: Format) -> Array:
-        """The scale for a tensor, fp32 scalar."""
-        past = jnp.max(state)
-        return to_scale(jnp.where(past > 0, past, largest_magnitude(x)) * 2.0**self.margin, fmt)
+    def settle(self, largest: Array) -> Array:
+        return largest * 2.0**self.margin
 
-    def update(self, state: Array, largest: Array) -> Array:
-        """The history after a step in which the largest magnitude was `largest`; one that is not finite counts as 0.
+    def expected(self, state: Array) -> Array:
+        return self.settle(jnp.max(state))
 
-        A maximum over microbatches and replicas is taken before: `largest` is the largest of the whole step.
-        """
-        largest = jnp.where(jnp.isfinite(largest), largest, 0.0).astype(jnp.float32)
+    def update(self, state: Array, observed: Array) -> Array:
+        """The history after a step; a largest magnitude that is not finite counts as 0."""
+        largest = jnp.where(jnp.isfinite(observed), observed, 0.0).astype(jnp.float32)
         return jnp.concatenate([largest[None], state[:-1]])
 
 
-def _next_up(x: Array) -> Array:
-    bits = jnp.asarray(x.view(jnp.uint16) + 1, jnp.uint16)
-    return bits.view(jnp.bfloat16)
+@dataclasses.dataclass(frozen=True)
+class Automatic(Stateful):
+    """Automatic weight scaling (MOSS, section 3.2, equation 10): of a bound on the weight, which nothing reads for it.
+
+    The state is the bound, an fp32 scalar, measured at the start. Afterwards it is the optimizer's: `track_weights`,
+    last in its chain, lets the bound grow with what is applied, and measures again every `interval` steps; the layer
+    is given it after each update. No weight is beyond its bound, so none saturates.
+
+    Attributes:
+        interval: steps between measurements.
+    """
+
+    operands: ClassVar[tuple[str, ...]] = ("w",)
+    observes: ClassVar[bool] = False
+
+    interval: int = 500
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ValueError(f"Automatic.interval must be positive, not {self.interval}")
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        return cls(settings.interval)
+
+    def init(self, x: Array | None = None) -> Array:
+        if x is None:
+            raise ValueError("automatic scaling measures the weight at the start: give init_scaling the weight")
+        return self.measure(x)
+
+    def scale(self, state: Array, x: Array, fmt: Format) -> Array:
+        return to_scale(state, fmt)
+
+    def measure(self, x: Array) -> Array:
+        """The largest finite magnitudes of matrices (..., M, N): fp32 (...)."""
+        magnitude = jnp.abs(x.astype(jnp.float32))
+        return jnp.max(where(jnp.isfinite(magnitude), magnitude, 0.0), axis=(-2, -1), initial=0.0)
+
+    def grow(self, bound: Array, moved: Array, dtype: Any) -> Array:
+        """The bound after `moved` at most was added to each element of a weight of this dtype, and rounded to nearest.
+
+        Rounding is monotonic: what is within the bound stays within the rounded one. The factor covers the rounding of
+        a sum in fp32, and that of an update which XLA did not round before it was added.
+        """
+        total, kind = (bound + moved) * np.float32(1 + 2.0**-22), jnp.finfo(dtype)
+        return total if kind.nmant >= 23 else lax.reduce_precision(total, kind.nexp, kind.nmant)
+
+
+NAMES: dict[str, type[Scaling]] = {
+    "current": Current,
+    "two_stage": TwoStage,
+    "delayed": Delayed,
+    "automatic": Automatic,
+}
+
+
+def find(name: str | Scaling, settings: Any = None, operand: str | None = None) -> Scaling:
+    """The strategy that a recipe names, with its settings; `Current` for an operand that it does not serve.
+
+    Raises:
+        ValueError: no strategy has this name; the message lists those there are.
+    """
+    if isinstance(name, Scaling):
+        return name
+    if name not in NAMES:
+        raise ValueError(f"{name!r} is one of no known scalings: {', '.join(NAMES)}")
+    kind = NAMES[name]
+    if operand is not None and operand not in kind.operands:
+        return Current()
+    return kind() if settings is None else kind.of(settings)

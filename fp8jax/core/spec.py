@@ -135,6 +135,11 @@ class QuantSpec:
         return codes + scales * (scale_bytes + expansion.DTYPE.itemsize * self.expand) + micro
 
     @property
+    def folds(self) -> bool:
+        """Whether products take codes with the powers of two of groups folded into them (`fp8jax.ops.fold`)."""
+        return self.granularity == "mx" and self.level1 != "none" and self.rounding == "nearest"
+
+    @property
     def packed(self) -> bool:
         """Whether codes are packed along `axis`, as those of int10 are."""
         return formats.get(self.format).bits % 8 != 0

@@ -18,6 +18,7 @@ from jax.extend import core
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.dots import DotGeneral
 from fp8jax.modules.program import split
+from fp8jax.modules.scaled import check_stateless
 
 _LAYOUTS = ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
 _CALLS = ("jit", "pjit", "closed_call")
@@ -75,8 +76,7 @@ def _as_written(eqn: Any, operands: Sequence[Any], info: Any) -> Any:
 
 def _call(fn: Callable, params: Any, args: Any, linear: Linear, name: str) -> Any:
     """`fn(params, args, kwargs)` with the products of a recipe where it multiplies arrays by those of `params`."""
-    if linear.scaling == "delayed":
-        raise ValueError(f"{name} is of a class of its own, which has no delayed scaling; leave it out with a rule")
+    check_stateless(f"{name} is of a class of its own", linear)
     weights, rebuild_weights = split(params)
     arrays, rebuild = split(args)
 
@@ -121,8 +121,7 @@ def replace_nnx(path: str, module: Any, linear: Linear, subclass: Callable[[type
         linear: the recipe of its products.
         subclass: makes a subclass with another `__call__`.
     """
-    if linear.scaling == "delayed":
-        raise ValueError(f"{path} is of a class of its own, which has no delayed scaling; leave it out with a rule")
+    check_stateless(f"{path} is of a class of its own", linear)
     object.__setattr__(module, "__class__", _layer_class(type(module), linear, subclass))  # type: ignore[arg-type]
 
 

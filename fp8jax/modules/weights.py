@@ -7,10 +7,10 @@ from flax import nnx
 from jax import Array
 
 from fp8jax.core.recipe import Linear
-from fp8jax.modules.delayed import DelayedDotGeneral, kernel_axes
 from fp8jax.modules.dots import DotGeneral
-from fp8jax.ops.delayed import weight_scale
+from fp8jax.modules.scaled import LayerScaling, kernel_axes
 from fp8jax.ops.product import QuantizedWeight, quantize_weight
+from fp8jax.ops.scaled import weight_scale
 from fp8jax.ops.sharding import merge
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -71,7 +71,7 @@ def quantize_weights(model: Model) -> Model:
 def _hold(layer: Any) -> bool:
     dot_general = layer.dot_general
     linear: Linear | None = getattr(dot_general, "linear", None)
-    if not isinstance(dot_general, (DotGeneral, DelayedDotGeneral)) or linear is None:
+    if not isinstance(dot_general, (DotGeneral, LayerScaling)) or linear is None:
         return False
     if linear.spec("w") is None or linear.spec("w_dgrad") is None or getattr(layer, "batch_axis", None):
         return False
@@ -79,7 +79,7 @@ def _hold(layer: Any) -> bool:
     kernel = layer.kernel[...]
     stacked = kernel.ndim - inputs - outputs
     matrix = merge(kernel, *[1] * stacked, inputs, outputs)
-    if isinstance(dot_general, DelayedDotGeneral):
+    if isinstance(dot_general, LayerScaling):
         scale = _mapped(lambda w, state: weight_scale(w, state, recipe=linear), stacked)(matrix, dot_general.state())
         weight = _mapped(lambda w, s: quantize_weight(w, recipe=linear, scale=s), stacked)(matrix, scale)
         dot_general.held = nnx.data(Held(weight))

@@ -53,8 +53,11 @@ def update(
         The changes, in the dtypes of the parameters, else of the gradients, and both trees of moments.
 
     Raises:
-        ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter; the message says why.
+        ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter; the message says why. Or
+            `adam.applied` is given, which is for `step`.
     """
+    if adam.applied is not None:
+        raise ValueError("adam.applied is for `step`; an update that is not taken is one that nobody adds")
     return _apply("update", grads, mu, nu, params, adam, decays, impl, None, nu_stochastic)
 
 
@@ -142,14 +145,22 @@ def direction(grads: Any, mu: Any, nu: Any, adam: Adam, words: Any = None) -> tu
         The tree of directions m / (sqrt(v) + eps) in fp32, to be followed downhill, and both trees of moments, stored
         as they were given.
     """
+    d, m, v = advanced(grads, mu, nu, adam)
+    words = jax.tree.map(lambda _: None, v) if words is None else words
+    return d, jax.tree.map(store, m, mu), jax.tree.map(store, v, nu, words)
+
+
+def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
+    """The tree of directions of `direction`, and both trees of moments after the step, in fp32 and not yet stored."""
     g = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+    if adam.factor is not None:
+        g = jax.tree.map(lambda x: x * adam.factor, g)
     m = optax.tree.update_moment(g, jax.tree.map(load, mu, is_leaf=_is_quantized), adam.b1, 1)
     v = optax.tree.update_moment_per_elem_norm(g, jax.tree.map(load, nu, is_leaf=_is_quantized), adam.b2, 2)
     m_hat = optax.tree.bias_correction(m, adam.b1, adam.count)
     v_hat = optax.tree.bias_correction(v, adam.b2, adam.count)
     d = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + adam.eps_root) + adam.eps), m_hat, v_hat)
-    words = jax.tree.map(lambda _: None, v) if words is None else words
-    return d, jax.tree.map(store, m, mu), jax.tree.map(store, v, nu, words)
+    return d, m, v
 
 
 def load(moment: Moment) -> Array:
@@ -225,7 +236,11 @@ def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Arr
             assert leaf.weight is not None
             result = leaf.weight.astype(jnp.float32) + result
         results.append(result.astype(leaf.dtype) if leaf.noise is None else round_stochastically(result, leaf.noise))
-    return list(zip(results, mus, nus, strict=True))
+    new = list(zip(results, mus, nus, strict=True))
+    if adam.applied is None:
+        return new
+    old = [(leaf.weight, leaf.mu, leaf.nu) for leaf in leaves]
+    return jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), new, old)
 
 
 def _fused(form: Form, adam: Adam, impls: Sequence[str], leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:

@@ -36,6 +36,8 @@ class Adam:
         count: number of this step, from 1, int32.
         rate: the change of a weight is -rate * (direction + weight_decay * weight).
         weight_decay: strength of the decoupled weight decay.
+        factor: what gradients are multiplied by, or None.
+        applied: of a step in place, whether it is taken: where not, parameters and moments stay. None takes it.
     """
 
     b1: ArrayLike
@@ -45,6 +47,8 @@ class Adam:
     count: Array
     rate: Any = -1.0
     weight_decay: Any = 0.0
+    factor: Any = None
+    applied: Any = None
 
 
 @functools.partial(
@@ -98,7 +102,7 @@ class _Operands(NamedTuple):
     weight: Array | None
     mu: tuple[Array, ...]
     nu: tuple[Array, ...]
-    scalars: tuple[Array, ...]
+    scalars: tuple[Array | None, ...]
     noise: Array | None
     nu_noise: Array | None
 
@@ -182,6 +186,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
         *(1 - adam.b1**adam.count, 1 - adam.b2**adam.count),
         *(adam.eps, adam.eps_root),
+        *(adam.factor, adam.applied),
     )
     reads = form == "step" or (leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0))
     size = leaf.group_size
@@ -232,7 +237,9 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         change, mu, nu = part(cut, names, groups(shape), x._replace(noise=None), "update", jnp.float32)
         begin = [cut.start(name, n) for name, n in zip(names, x.grad.shape, strict=True)]
         weight = x.weight.astype(jnp.float32) + change
-        return round_stochastically(weight, x.noise, whole=shape, begin=begin), mu, nu
+        weight = round_stochastically(weight, x.noise, whole=shape, begin=begin)
+        applied = adamw_triton.Scalars(*x.scalars).applied
+        return weight if applied is None else jnp.where(applied > 0, weight, x.weight), mu, nu
 
     def call(*operands: Any) -> Any:
         x = _Operands(*operands)
@@ -243,11 +250,11 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         ]  # codes or values, then what there is for each group
         ins = (array, array, *moments, ("",) * len(x.scalars), "-", "-")
         return partitioned(
-            f"adamw_{form}", (storage, size, str(leaf.dtype), leaf.salt, x.grad.shape),
+            f"adamw_{form}", (storage, size, str(leaf.dtype), leaf.salt, x.grad.shape, [s is None for s in x.scalars]),
             lambda cut, *own: local(cut, names, shape, _Operands(*own)), operands, ins, (array, *moments),
         )  # fmt: skip
 
-    values = tuple(jnp.asarray(x, jnp.float32) for x in scalars)
+    values = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
     moments = _parts(leaf.mu), _parts(leaf.nu)
     operands = _Operands(leaf.grad, leaf.weight if reads else None, *moments, values, leaf.noise, leaf.nu_noise)
     found = _over_leading_axes(call)(*operands)

@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import Array, lax
@@ -54,19 +54,106 @@ def listening() -> Iterator[list[tuple[str, Choice]]]:
         _listener.reset(token)
 
 
+_keeper: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("keeper", default=None)
+
+
+def tell_saved(what: str) -> None:
+    """Says what a layer of the program that is being traced saves for its backward pass, to whoever listens."""
+    found = _keeper.get()
+    if found is not None and what not in found:
+        found.append(what)
+
+
+@contextlib.contextmanager
+def saving() -> Iterator[list[str]]:
+    """Within it, a list of what the layers that are traced save for their backward passes, each kind once."""
+    found: list[str] = []
+    token = _keeper.set(found)
+    try:
+        yield found
+    finally:
+        _keeper.reset(token)
+
+
 def summary(told: Iterable[tuple[str, Choice]]) -> list[str]:
     """A line for each operation, what computes it and why, and how often that was said."""
     return [f"{name} by {c.impl}, {n} times: {c.reason}" for (name, c), n in collections.Counter(told).items()]
 
 
+class Target(NamedTuple):
+    """What programs are traced for; see `target`."""
+
+    capability: int | None = None
+    kernels: bool = True
+    free_multiprocessors: int = 0
+
+
+# JAX traces a function anew where it has another value.
+_target: Any = jax.make_user_context(Target())
+
+
+@contextlib.contextmanager
+def target(
+    *, capability: int | None = None, kernels: bool | None = None, free_multiprocessors: int | None = None
+) -> Iterator[Target]:
+    """Within it programs are traced for another GPU than the one that JAX finds here, or in another way.
+
+    What is not given stays as it is around it.
+
+    Args:
+        capability: compute capability of the CUDA GPU that a program is compiled for ahead of time, as 80 for an A100.
+        kernels: False traces programs for XLA alone, as if neither jax-triton nor Pallas were there.
+        free_multiprocessors: how many of the GPU's multiprocessors Mosaic kernels leave to others, such as collectives
+            that run at the same time. Those are persistent: else they take all, and NCCL waits for their end.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if capability is not None and not 50 <= capability < 1000:
+        raise ValueError(f"capability is 80 for an A100 and 90 for an H200, not {capability!r}")
+    if free_multiprocessors is not None and not 0 <= free_multiprocessors <= 64:
+        raise ValueError(f"free_multiprocessors lies in [0, 64], not {free_multiprocessors!r}")
+    given = {"capability": capability, "kernels": kernels, "free_multiprocessors": free_multiprocessors}
+    found = _target.value._replace(**{name: value for name, value in given.items() if value is not None})
+    with _target(found):
+        yield found
+
+
+def aimed() -> Target:
+    """What programs are traced for here."""
+    found: Target = _target.value
+    return found
+
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def named(a: Any, b: Any) -> Any:
+    """A context in which a product is named by what it multiplies, for `fp8jax.modules.compiled` to read.
+
+    Args:
+        a, b: arrays, or tensors with a `spec`; where neither has one the product has no name.
+    """
+    if not (hasattr(a, "spec") or hasattr(b, "spec")):
+        return contextlib.nullcontext()
+    left, right = (x.spec.format if hasattr(x, "spec") else _SHORT.get(str(x.dtype), str(x.dtype)) for x in (a, b))
+    return jax.named_scope(f"fp8jax:{left}*{right}")
+
+
 def on_cuda(platform: str | None = None) -> bool:
-    """Whether programs run on CUDA GPUs: on `platform`, or where None is given on JAX's default backend."""
+    """Whether programs run on CUDA GPUs: on `platform`, or where None is given as `target` says, or JAX's backend."""
+    if platform is None and aimed().capability is not None:
+        return True
     return (platform or jax.default_backend()) in ("cuda", "gpu")
 
 
-@functools.cache
 def capability() -> int:
-    """Compute capability of the GPU, as 90; without one, as in ahead-of-time compilation, that of Hopper."""
+    """Compute capability of the GPU, as 90, or what `target` says; without either that of Hopper."""
+    return aimed().capability or _found_capability()
+
+
+@functools.cache
+def _found_capability() -> int:
     device = jax.devices()[0]
     version = str(getattr(device, "compute_capability", "9.0")) if device.platform == "gpu" else "9.0"
     digits = version.replace(".", "")
@@ -111,7 +198,9 @@ def local(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unplaced() -> str | None:
-    """Why kernels cannot run in this place of a program: only XLA will know how the arrays lie; else None."""
+    """Why kernels cannot run here: they are switched off, or only XLA will know how the arrays lie; else None."""
+    if not aimed().kernels:
+        return "kernels are switched off"
     mesh = jax.sharding.get_abstract_mesh()
     kinds = {kind for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1}
     if {AxisType.Manual, AxisType.Auto} <= kinds:
@@ -137,20 +226,34 @@ def placed_like(kernel: Callable[..., Any], reference: Callable[..., Any], args:
     return lambda *args: jax.tree.map(place, reference(*args), kinds)
 
 
+_TRITON_CAPABILITY = 75  # of kernels that convert no FP8
+
+
+def missing_triton(kernel: str, *, fp8: bool = True) -> str | None:
+    """Why a Triton kernel, a module of pallas_kernels, cannot run with the installed packages and GPU, or None.
+
+    Args:
+        kernel: its name.
+        fp8: whether it makes or reads FP8 codes, which GPUs convert from Ada (8.9) on. Kernels of int8 codes and of
+            bytes run on Turing and Ampere (7.5 and 8.x), too.
+    """
+    return _missing_triton(kernel, capability(), fp8) if aimed().kernels else "kernels are switched off"
+
+
 @functools.cache
-def missing_triton(kernel: str) -> str | None:
-    """Why a Triton kernel, a module of pallas_kernels, cannot run with the installed packages and GPU, or None."""
+def _missing_triton(kernel: str, capability: int, fp8: bool) -> str | None:
     try:
         module = importlib.import_module(f"pallas_kernels.{kernel}")
     except Exception as error:  # A broken installation fails to import in ways of its own.
         return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
-    if capability() < module.FP8_CAPABILITY:
-        return f"the GPU has compute capability {capability()}, and fp8 conversions need {module.FP8_CAPABILITY}"
-    return _broken_triton()
+    if capability < (needed := module.FP8_CAPABILITY if fp8 else _TRITON_CAPABILITY):
+        what = "fp8 conversions" if fp8 else "Triton's kernels"
+        return f"the GPU has compute capability {capability}, and {what} need {needed}"
+    return _broken_triton(capability)
 
 
 @functools.cache
-def _broken_triton() -> str | None:
+def _broken_triton(capability: int) -> str | None:
     """Why the installed packages compile no Triton kernel, or None: seen from a small one, in a thread of its own.
 
     There nothing is known of the trace, mesh and settings around, nor of who listens to the choices.
@@ -158,7 +261,7 @@ def _broken_triton() -> str | None:
     from pallas_kernels import call_triton
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        error = pool.submit(call_triton.check, capability()).exception()
+        error = pool.submit(call_triton.check, capability).exception()
     if error is None:
         return None
     found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax-triton", "triton", "jax"))

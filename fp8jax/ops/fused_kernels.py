@@ -14,7 +14,7 @@ from fp8jax.core import scaling
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import capability
 from fp8jax.ops.partition import Cut, partitioned
-from pallas_kernels import activation_triton, norm_triton, remake_triton
+from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, remake_triton
 
 _ROWS, _TILE, _TURNED = "m -", "m n", "n m"
 
@@ -27,12 +27,13 @@ def forward(
     eps: float,
     kept: Any,
     *,
-    result: tuple[Array, Any] | None = None,
+    result: tuple[Array | None, Any] | None = None,
 ) -> Any:
     scale, dtype = result or (None, None)
+    by_row = result is not None and scale is None
 
     def run(cut: Cut, x: Array, weight: Array | None, bias: Array | None, scale: Array | None) -> Any:
-        given = None if scale is None else (scale, dtype)
+        given = None if dtype is None else (scale, dtype)
         *found, peak, codes = norm_triton.forward(
             operation, x, weight, bias, eps, kept, result=given, compute_capability=capability()
         )
@@ -41,7 +42,7 @@ def forward(
     return partitioned(
         "norm_forward", (operation, eps, kept, str(dtype)), run, (x, weight, bias, scale),
         (_ROWS, "-", "-", _whole(scale)),
-        (_ROWS, _ROWS, "m", "m", "", _ROWS),
+        (_ROWS, _ROWS, "m", "m", "", (_ROWS, _ROWS) if by_row else _ROWS),
     )  # fmt: skip
 
 
@@ -86,6 +87,17 @@ def keep_activation(
     )  # fmt: skip
 
 
+def keep_activation_rows(operation: Any, gate: Array, up: Array | None, kept: Any, dtype: Any) -> Any:
+    def run(cut: Cut, gate: Array, up: Array | None) -> Any:
+        return activation_rows_triton.keep_activation(operation, gate, up, kept, dtype, compute_capability=capability())
+
+    # Whole rows: where channels are cut they are gathered.
+    pair = (_ROWS, _ROWS)
+    return partitioned(
+        "keep_activation_rows", (operation, kept, str(dtype)), run, (gate, up), pair, ((pair, pair, pair), _ROWS, _ROWS)
+    )
+
+
 def mend(operation: Any, gate: Array, up: Array | None, codes: Array, scale: Array, wrong: Array) -> Any:
     def run(cut: Cut, *arrays: Any) -> Array:
         return activation_triton.mend(operation, *arrays, compute_capability=capability())
@@ -114,7 +126,7 @@ def quantize(
             compute_capability=capability(),
         )  # fmt: skip
 
-    ins = (_operands(operation), tuple(map(_whole, scales)), _whole(scale))
+    ins = (_operands(operation), tuple(map(_by_row, scales)), _whole(scale))
     outs = [(_TILE, _TURNED)] * (len(kinds) + (again is not None))
     static = (operation, kinds, str(dtype), rows, columns, str(to))
     return partitioned("remake", static, run, (operands, scales, scale), ins, outs)
@@ -137,9 +149,10 @@ def peaks(operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int =
 def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> Any:
     def run(cut: Cut, operands: Any, scale: Array) -> Any:
         codes, found = remake_triton.ahead(operation, operands, scale, dtype, compute_capability=capability())
-        return codes, [cut.maximum(peak, "m n") for peak in found]
+        return codes, [cut.maximum(peak, "n" if peak.ndim else "m n") for peak in found]
 
-    ins, outs = (_operands(operation), _whole(scale)), (_TURNED, [""] * (1 + operation.gated))
+    each = "m" if scale.ndim else ""
+    ins, outs = (_operands(operation), _by_row(scale)), (_TURNED, [each] * (1 + operation.gated))
     return partitioned("ahead", (operation, str(dtype)), run, (operands, scale), ins, outs)
 
 
@@ -147,6 +160,11 @@ def _operands(operation: Any) -> Any:
     scales = f"m n/{operation.group}"
     parts: Any = (_TILE, scales, _TILE, scales, _TILE, scales, _TILE, "m", "m", "n", "n")
     return remake_triton.Operands(*parts)
+
+
+def _by_row(x: Array) -> str | None:
+    """Scales (rows,), or one."""
+    return "m" if x.ndim else ""
 
 
 def _whole(x: Any) -> str | None:

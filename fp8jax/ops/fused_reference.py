@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fp8jax.core import scaling
+from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 
@@ -112,7 +112,18 @@ def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Arra
 
     result, cotangents = (remake_triton.RESULT,), (remake_triton.GATE, remake_triton.UP)[: 1 + operation.gated]
     ((_, codes),) = quantize(operation, result, operands, (scale,), dtype, rows=False, columns=True)
-    return codes, peaks(operation, cotangents, operands)  # type: ignore[return-value]
+    if scale.ndim > 0:
+        found = [row_peaks(x) for x in results(operation, cotangents, operands)]
+    else:
+        found = peaks(operation, cotangents, operands)
+    return codes, found  # type: ignore[return-value]
+
+
+def row_peaks(x: Array) -> Array:
+    """The largest finite magnitude of each row, fp32 (rows,)."""
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    counts = jnp.isfinite(magnitude) & (magnitude >= formats.TINY)
+    return jnp.max(jnp.where(counts, magnitude, 0.0), -1, initial=0.0)
 
 
 def keep_activation(
@@ -122,6 +133,15 @@ def keep_activation(
     y = activated if up is None else activated * up
     parts = (gate, up, activated if operation.activated else None)
     return [None if x is None else _keep(x, kept) for x in parts], scaling.largest_magnitude(y), _codes(y, result)
+
+
+def keep_activation_rows(
+    operation: Any, gate: Array, up: Array | None, kept: Any, dtype: Any
+) -> tuple[list[Any], Array, Array]:
+    parts, _, _ = keep_activation(operation, gate, up, kept)
+    activated = list(ACTIVATIONS.values())[operation.activation](gate)
+    codes, scale = _row_codes(activated if up is None else activated * up, dtype)
+    return parts, codes, scale
 
 
 def mend(operation: Any, gate: Array, up: Array | None, codes: Array, scale: Array, wrong: Array) -> Array:
@@ -143,15 +163,16 @@ def forward(
     eps: float,
     kept: Any,
     *,
-    result: tuple[Array, Any] | None = None,
-) -> tuple[Array, Array, Array, Array | None, Array, Array | None]:
+    result: tuple[Array | None, Any] | None = None,
+) -> tuple[Array, Array, Array, Array | None, Array, Any]:
     from pallas_kernels import quantize_triton
 
     z, inverse = statistics(x, eps, centered=operation.centered)
     mean = jnp.mean(x.astype(jnp.float32), -1) if operation.centered else None
     y = normalized(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
     codes, scales = _keep(z if operation.centered else x, kept)
-    return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), _codes(y, result)
+    made: Any = _row_codes(y, result[1]) if result and result[0] is None else _codes(y, result)
+    return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), made
 
 
 def backward(
@@ -177,10 +198,18 @@ def _read(operation: Any, x: Array, scale: Array | None) -> Array:
     return x if scale is None else x * jnp.repeat(scale.astype(jnp.float32), operation.group, 1)
 
 
-def _codes(y: Array, how: tuple[Array, Any] | None) -> Array | None:
-    """Of a scale and a dtype."""
-    if how is None:
+def _row_codes(y: Array, dtype: Any) -> tuple[Array, Array]:
+    """Codes and each row's own scale, (rows, 1)."""
+    q = quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(dtype)], "token"), None)
+    return q.codes, q.scale
+
+
+def _codes(y: Array, how: tuple[Array | None, Any] | None) -> Array | None:
+    """Of a scale, one or one a row, and a dtype."""
+    if how is None or how[0] is None:
         return None
+    if how[0].ndim > 0:
+        return quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(how[1])], "token"), how[0].reshape(-1, 1)).codes
     return quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(how[1])]), how[0].reshape(1, 1)).codes
 
 

@@ -13,7 +13,7 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import matmul_hopper, sharding
-from fp8jax.ops.choice import Choice, by_platform, local, on_cuda, tell
+from fp8jax.ops.choice import Choice, by_platform, capability, local, named, on_cuda, tell
 from fp8jax.ops.matmul_hopper import row_scales
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.quantize import transpose as transpose
@@ -21,6 +21,7 @@ from fp8jax.ops.quantize import transpose as transpose
 Operand = QTensor | Array
 IMPLS = ("auto", "xla", "mosaic")
 _K_MAJOR = (((1,), (1,)), ((), ()))
+_BF16_CAPABILITY = 80  # Ampere
 
 
 def matmul(
@@ -39,7 +40,8 @@ def matmul(
     applied to the sum; scales that change along the contraction split it, and each part is promoted to fp32 under its
     own scales. Any other operand, and any whose codes matrix units do not take, is multiplied in bf16 (fp32 where the
     other operand is an fp32 array). On a CUDA GPU, where no kernel takes FP8 codes, or int8 codes whose scales change
-    along the contraction, they are decoded to bf16 and multiplied there, with fp32 sums.
+    along the contraction, both operands are rounded to bf16 and multiplied there, with fp32 sums: never in fp32, which
+    GPUs multiply at a fraction of the speed. GPUs without bf16, such as a T4, get fp16, and scales outside of it.
 
     On a Hopper GPU the tensor cores accumulate FP8 products with about 14 bits: over 128 to 512 of the contraction,
     after which sums are promoted to fp32, or with fast accumulation over all of it. That is 2e-3 to 4e-3 relative on
@@ -75,7 +77,8 @@ def matmul(
     spec = spec or sharding.product_sharding(a, b, _K_MAJOR)
     plain = functools.partial(_reference, fast, dtype)
     if how is None and on_cuda() and _widened(a, b):
-        plain = functools.partial(by_platform, cuda=functools.partial(_decoded, dtype), default=plain)
+        decoded = _decoded if capability() >= _BF16_CAPABILITY else _halved
+        plain = functools.partial(by_platform, cuda=functools.partial(decoded, dtype), default=plain)
 
     def reference(a: Operand, b: Operand) -> Array:
         return sharding.multiply(plain, a, b, spec)
@@ -85,9 +88,10 @@ def matmul(
         product = matmul_hopper.run(how, exact, fast, dtype, a, b)
         return product if spec is None else sharding.place(product, spec, a.codes, b.codes)
 
-    if how is None:
-        return reference(a, b)
-    return local(kernel)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=kernel, default=reference)
+    with named(a, b):
+        if how is None:
+            return reference(a, b)
+        return local(kernel)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=kernel, default=reference)
 
 
 def matmul_quantized(
@@ -153,7 +157,8 @@ def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, pla
 def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
     choice, how = _kernel(a, b, impl, cuda)
     if how is None and cuda and _widened(a, b):
-        choice = Choice("xla", f"{choice.reason}; codes are decoded and multiplied in bf16")
+        half = "bf16" if capability() >= _BF16_CAPABILITY else "fp16"
+        choice = Choice("xla", f"{choice.reason}; codes are decoded and multiplied in {half}")
     return choice, how
 
 
@@ -177,18 +182,51 @@ def _kernel(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]
 
 
 def _widened(a: Operand, b: Operand) -> bool:
-    """Whether XLA on a GPU would widen the codes of two operands to fp32, at a fraction of the speed of 16 bits."""
-    if not (isinstance(a, QTensor) and isinstance(b, QTensor) and multiplies(a) and multiplies(b)):
-        return False
-    integers = all(jnp.issubdtype(q.codes.dtype, jnp.integer) for q in (a, b))
+    """Whether XLA on a GPU would widen codes to fp32 for a product, at a fraction of the speed of 16 bits."""
+    if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
+        # Without bf16 XLA widens that, too.
+        plain = not (isinstance(a, QTensor) or isinstance(b, QTensor))
+        return not plain or (capability() < _BF16_CAPABILITY and _plain_dtype(a, b) == jnp.bfloat16)
+    integers = all(multiplies(q) and jnp.issubdtype(q.codes.dtype, jnp.integer) for q in (a, b))
     return not integers or any(_split(q) for q in (a, b))
 
 
-def _decoded(dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+def _decoded(dtype: DTypeLike, a: Operand, b: Operand) -> Array:
     """One product of what the codes stand for, rounded to bf16, with fp32 sums."""
     if 0 in (*a.shape, *b.shape):
         return jnp.zeros((a.shape[0], b.shape[0]), dtype)
-    return _plain(a.dequantize(jnp.bfloat16), b.dequantize(jnp.bfloat16), dtype)
+    left, right = (x.dequantize(jnp.bfloat16) if isinstance(x, QTensor) else x.astype(jnp.bfloat16) for x in (a, b))
+    return _plain(left, right, dtype)
+
+
+def _halved(dtype: DTypeLike, a: Operand, b: Operand) -> Array:
+    """One product of what the codes stand for, rounded to fp16 in units of each row, with fp32 sums."""
+    if 0 in (*a.shape, *b.shape):
+        return jnp.zeros((a.shape[0], b.shape[0]), dtype)
+    (left, rows), (right, columns) = map(_half, (a, b))
+    return (_plain(left, right, jnp.float32) * rows * columns.T).astype(dtype)
+
+
+def _half(x: Operand) -> tuple[Array, Array]:
+    """A matrix in fp16, which holds 8-bit codes exactly, and the unit of each row or of all, fp32 (rows or 1, 1).
+
+    Under scales that change along a row its unit is the largest: smaller values keep 2^-24 of that or their own 11
+    bits. Of what is no code, the largest magnitude is the unit.
+    """
+    if isinstance(x, QTensor) and multiplies(x):
+        size = _split(x)
+        if size == 0:
+            return x.codes.astype(jnp.float16), row_scales(x)
+        scales = _scales(x, size, -(-x.shape[1] // size))
+        unit = jnp.max(scales, axis=1, keepdims=True)
+        relative = blocks.spread(scales / unit, x.shape, (1, size))
+        return (x.codes.astype(jnp.float32) * relative).astype(jnp.float16), unit
+    if not isinstance(x, QTensor) and x.dtype == jnp.float16:
+        return x, jnp.ones((1, 1), jnp.float32)
+    wide = x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
+    unit = jnp.where(largest > 0, largest, 1)
+    return (wide / unit).astype(jnp.float16), unit
 
 
 def _plain(a: Array, b: Array, dtype: DTypeLike) -> Array:

@@ -12,12 +12,13 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, capability, unplaced
+from fp8jax.ops.choice import Choice, aimed, capability, named, unplaced
 from fp8jax.ops.fold import foldable, refold
 from fp8jax.ops.partition import Cut, notation, partitioned
 
 HOPPER, MICROSCALING = 90, 100
 OUTPUT_GROUPS = (16, 32, 64, 128)
+_NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
 _K_MAJOR = (((1,), (1,)), ((), ()))
 Kernel = Literal["row", "block", "mx", "mx right"]
 
@@ -30,8 +31,9 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     10 %; for the others the sign changed from run to run, or ours took up to 16 % longer. XLA also lets cuBLASLt add
     what a result is added to, which saves a pass worth more: so it is cuBLASLt for every shape. But XLA calls it with
     8-bit operands only where its own Triton products are switched off (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false):
-    otherwise it may widen the operands to 16 bits, so that on Hopper the kernel is taken. Scales of rows, which
-    cuBLASLt leaves to a second kernel of XLA, and of groups are ours.
+    otherwise it may widen the operands to 16 bits, so that on Hopper the kernel is taken, and elsewhere the reference,
+    which rounds what codes stand for once. Scales of rows, which cuBLASLt leaves to a second kernel of XLA, and of
+    groups are ours.
     """
     fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
     if not fp8 or 0 in (*a.shape, *b.shape):
@@ -40,19 +42,20 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
     cublas = per_tensor and not e5m2 and capability() >= 89
     reason = _unfit(a, b)
-    if cublas and (reason is not None or _triton_gemm_off()):
+    if cublas and _triton_gemm_off():
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if capability() >= MICROSCALING and _native(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"
     if reason is not None:
-        return Choice("xla", f"not the kernel: {reason}"), None
+        remedy = f"; with XLA_FLAGS={_NO_TRITON_GEMM} cuBLASLt multiplies these codes" if cublas else ""
+        return Choice("xla", f"not the kernel: {reason}{remedy}"), None
     kernel = _kernel(a, b)
     assert kernel is not None
     return Choice("mosaic", f"the kernel for scales of {_NAMES[kernel]}"), kernel
 
 
 def _triton_gemm_off() -> bool:
-    return "--xla_gpu_enable_triton_gemm=false" in os.environ.get("XLA_FLAGS", "").split()
+    return _NO_TRITON_GEMM in os.environ.get("XLA_FLAGS", "").split()
 
 
 _NAMES = {
@@ -75,6 +78,8 @@ def unsupported(a: QTensor, b: QTensor) -> str | None:
 
 
 def _unfit(a: QTensor, b: QTensor) -> str | None:
+    if not aimed().kernels:
+        return unplaced()
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs a Hopper GPU and jax >= 0.11"
     if _kernel(a, b) is None:
@@ -125,25 +130,36 @@ def run(
         if not exact and foldable(micro):
             a, b = (refold(q) if q is micro else q for q in (a, b))
             how = "row"
-    multiply = functools.partial(_multiply, how, fast, jnp.dtype(dtype))
+    free = aimed().free_multiprocessors
+    multiply = functools.partial(_multiply, how, fast, free, jnp.dtype(dtype))
     ins, static = (
         (notation(a.spec, a.shape, "m k"), notation(b.spec, b.shape, "n k")),
-        (how, fast, str(jnp.dtype(dtype)), a.spec, b.spec),
+        (how, fast, free, str(jnp.dtype(dtype)), a.spec, b.spec),
     )
     product: Array = partitioned("product", static, multiply, (a, b), ins, "m n")
     return product
 
 
-def _multiply(how: Kernel | Literal["cublas"], fast: bool, dtype: DTypeLike, cut: Cut, a: QTensor, b: QTensor) -> Array:
+def _multiply(
+    how: Kernel | Literal["cublas"], fast: bool, free: int, dtype: DTypeLike, cut: Cut, a: QTensor, b: QTensor
+) -> Array:
     # Sums over devices are of 16 bits, as those of a gradient in bf16: in fp32 they would travel twice as long.
     out = jnp.bfloat16 if "k" in cut.axes else dtype
-    product = _cublas(a, b, fast, out) if how == "cublas" else _kernels(how, fast, out, a, b)
+    with named(a, b):  # XLA's partitioner traces it anew
+        product = _cublas(a, b, fast, out) if how == "cublas" else _kernels(how, fast, free, out, a, b)
     return cut.total(product, "k").astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _kernels(how: Kernel, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _kernels(how: Kernel, fast: bool, free: int, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
     """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
+    from pallas_kernels import hopper
+
+    with hopper.left(free):
+        return _run_kernel(how, fast, dtype, a, b)
+
+
+def _run_kernel(how: Kernel, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
     out_dtype = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
     if how == "row":
         return _row(a, b, fast, out_dtype).astype(dtype)
@@ -168,20 +184,29 @@ def run_quantized(
     fast: bool, spec: QuantSpec, a: QTensor, b: QTensor, bias: Array | None, residual: Array | None
 ) -> QTensor:
     """a @ b.T + bias + residual, quantized in the kernel that multiplies."""
+    from pallas_kernels import hopper
     from pallas_kernels.matmul_mosaic import matmul
+
+    free = aimed().free_multiprocessors
 
     def multiply(cut: Cut, a: QTensor, b: QTensor, bias: Array | None, residual: Array | None) -> QTensor:
         terms: Any = _terms(a, b)
         for name, term in (("bias", bias), ("residual", residual)):
             terms[name] = term if term is None or term.dtype == jnp.bfloat16 else term.astype(jnp.float32)
-        codes, scale = matmul(a.codes, b.codes, **terms, fast=fast, group=spec.group_size)
+        with hopper.left(free):
+            codes, scale = matmul(a.codes, b.codes, **terms, fast=fast, group=spec.group_size)
         return QTensor(codes, scale, None, None, spec)
 
     # Quantized from sums that are whole: a contraction is not cut.
     ins = [notation(q.spec, q.shape, f"{name} -") for q, name in ((a, "m"), (b, "n"))]
     outs = ("m n", f"m n/{spec.group_size}")
     found: QTensor = partitioned(
-        "product_quantized", (fast, spec, a.spec, b.spec), multiply, (a, b, bias, residual), (*ins, "n", "m n"), outs
+        "product_quantized",
+        (fast, free, spec, a.spec, b.spec),
+        multiply,
+        (a, b, bias, residual),
+        (*ins, "n", "m n"),
+        outs,
     )
     return found
 
@@ -196,11 +221,12 @@ def _cublas(a: QTensor, b: QTensor, fast: bool, dtype: DTypeLike) -> Array:
 
     Behind barriers, because XLA would first merge products that share an operand (q, k, v; gate, up) into one of 16
     bits, and because it leaves a cast of a scale that it can move away from the product where it is, rounding it.
+    Written with operands of bf16 whatever the result: where XLA leaves the product as written it is not one of fp32.
     """
-    wide = jnp.float32 if jnp.dtype(dtype) == jnp.float32 else jnp.bfloat16
+    wide, out = jnp.bfloat16, jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     codes, scales = lax.optimization_barrier(([a.codes, b.codes], [q.scale.reshape(()) for q in (a, b)]))
     left, right = (c.astype(wide) * s.astype(wide) for c, s in zip(codes, scales, strict=True))
-    y = lax.dot_general(left, right, _K_MAJOR, precision=precision(fast), preferred_element_type=wide)
+    y = lax.dot_general(left, right, _K_MAJOR, precision=precision(fast), preferred_element_type=out)
     return y.astype(dtype)
 
 

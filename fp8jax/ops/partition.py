@@ -8,9 +8,13 @@ cut, and `""` is a scalar. Names that stand first are cut first where one mesh a
 What cannot be cut as it lies, such as a matrix in shards that do not end with a block, is gathered.
 """
 
+import contextlib
 import functools
 import hashlib
+import importlib.metadata
+import importlib.util
 import math
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -169,8 +173,8 @@ def partitioned(
 
     Args:
         name: of the program.
-        static: all else that `function` is compiled for; with the name it tells kernels apart in JAX's persistent
-            cache, so its `repr` must say it all.
+        static: all else that `function` is compiled for; with the name and the code it tells kernels apart in JAX's
+            persistent cache, so its `repr` must say it all.
         function: `function(cut, *operands)`, which closes over no array; `cut` sums and compares over devices.
         operands: arrays, trees of them, or None.
         ins: for each operand how it may be cut, in the notation of this file; of a tree, for each of its parts.
@@ -190,9 +194,29 @@ def partitioned(
     whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     results = jax.eval_shape(functools.partial(own, WHOLE), *whole)
     notation = Notation(tuple(_match(ins, tuple(operands))), tuple(_match(outs, results)), tuple((units or {}).items()))
-    told = hashlib.sha256(repr((static, notation)).encode()).hexdigest()[:16]
+    told = hashlib.sha256(repr((static, notation, _sources())).encode()).hexdigest()[:16]
     call = _partitioned(f"{name}_{told}", lambda cut, *x: jax.tree.leaves(own(cut, *x)), notation, 0)
     return jax.tree.unflatten(jax.tree.structure(results), call(*leaves))
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the code that kernels are made and called by, and of the packages that compile them.
+
+    XLA sees nothing of a kernel in a program that it partitions. So the name of the call says all that there is to tell
+    programs apart in JAX's persistent cache, which hits only where `jax_remove_custom_partitioning_ptr_from_cache_key`
+    is set: keys otherwise hold the address of a function.
+    """
+    found = hashlib.sha256()
+    for package in ("pallas_kernels", "fp8jax.core", "fp8jax.ops"):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(pathlib.Path(folder).glob("*.py")):
+                found.update(path.name.encode() + path.read_bytes())
+    for package in ("jax-triton", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.update(f"{package} {importlib.metadata.version(package)}".encode())
+    return found.hexdigest()
 
 
 def _on_one_device() -> bool:

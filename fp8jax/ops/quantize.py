@@ -10,6 +10,7 @@ from jax import Array
 
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, tell, unplaced
@@ -27,9 +28,10 @@ def quantize(
     columns: QuantSpec | str | None = None,
     *,
     scale: Array | None = None,
-    strategy: str = "current",
+    strategy: Scaling | str = "current",
     key: Array | None = None,
     impl: str = "auto",
+    part: fused.Part | None = None,
 ) -> Pair:
     """Codes of a matrix and of its transposed copy.
 
@@ -43,10 +45,11 @@ def quantize(
             granularity "tensor" or "block", or None.
         scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
             block counts; None takes them from `x`. Finite values beyond their range saturate.
-        strategy: where scales of granularity "tensor" come from otherwise: "current", the tensor, or "two_stage", the
-            tensor through bf16 maxima of its groups (COAT, section 5.2).
+        strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find` takes it:
+            "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
         impl: "auto", "xla" or "triton"; see `chosen`.
+        part: what `x` is computed from, where that is known: kernels read this then, under "auto".
 
     Returns:
         What was asked for, `x` and `x.T`; None for the others.
@@ -55,14 +58,14 @@ def quantize(
         ValueError: a spec is malformed or does not suit a matrix; a key is missing or not needed; `impl` is unknown,
             or it is "triton" and the kernel cannot run: the message says why.
     """
-    how = _parse(rows, columns)
+    how, strategy = _parse(rows, columns), scaling.find(strategy)
     if (key is not None) != how.stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")
     if 0 in x.shape:
         scale = None  # there is nothing to have one
-    if impl == "auto":
-        made = fused.codes(x, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
+    if impl == "auto" and part is not None:
+        made = fused.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
         if made is not None:
             return made
     choice = tell("quantize", _choose(x, how, scale, impl, impl == "triton" or on_cuda()))
@@ -117,7 +120,7 @@ def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl == "triton" or (impl == "auto" and on_cuda()):
-        reason = missing_triton("quantize_triton") or unplaced()
+        reason = missing_triton("quantize_triton", fp8=False) or unplaced()
         if len(q.shape) != 2 or q.codes.dtype.itemsize != 1 or 0 in q.shape:
             reason = f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
         if reason and impl == "triton":
@@ -178,7 +181,7 @@ def _choose(x: Any, how: _How, scale: Array | None, impl: str, cuda: bool) -> Ch
         return Choice("xla", "asked for")
     reason = (
         (None if cuda else "it needs a CUDA GPU")
-        or missing_triton("quantize_triton")
+        or missing_triton("quantize_triton", fp8=any(spec and formats.get(spec.format).is_float for spec in how.specs))
         or _unsupported(x, how, scale)
         or unplaced()
     )
@@ -209,15 +212,15 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
     return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(fused.coding, how.specs)))
 
 
-def _reference(how: _How, strategy: str, x: Array, scale: Array | None, key: Array | None) -> Pair:
+def _reference(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
     keys = (key, None) if key is None or how.columns is None or how.same else jax.random.split(key)
 
     def one(y: Array, spec: QuantSpec | None, key: Array | None) -> QTensor | None:
         if spec is None:
             return None
         s = scale if spec.granularity in ("tensor", "token") else None
-        if strategy == "two_stage" and s is None and spec.granularity == "tensor":
-            find = functools.partial(scaling.TwoStage().scale, fmt=formats.get(spec.format))
+        if s is None and spec.granularity == "tensor" and not strategy.own:
+            find = functools.partial(strategy.scale, fmt=formats.get(spec.format))
             (s,) = blocks.on_logical_array(lambda y: (find((), y),), y, like=[()])
         return quantize_with_scale(y, spec, s, key=key if spec.rounding == "stochastic" else None)
 
@@ -228,7 +231,7 @@ def _reference(how: _How, strategy: str, x: Array, scale: Array | None, key: Arr
     return rows, None if how.columns is None else one(x.T, how.turned, keys[1])
 
 
-def _kernel(how: _How, strategy: str, x: Array, scale: Array | None, key: Array | None) -> Pair:
+def _kernel(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
     words = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
     sides = ("m n", "n m")
     given = None
@@ -245,7 +248,7 @@ def _kernel(how: _How, strategy: str, x: Array, scale: Array | None, key: Array 
 
 
 def _one(
-    how: _How, strategy: str, whole: tuple[int, ...], cut: Cut, x: Array, scale: Array | None, words: Array | None
+    how: _How, strategy: Scaling, whole: tuple[int, ...], cut: Cut, x: Array, scale: Array | None, words: Array | None
 ) -> Pair:
     """The QTensors of a device's own part of a matrix, whose whole shape is given."""
     from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
@@ -284,8 +287,8 @@ def _one(
         else:
             top = largest[0] if _level(spec) == "tensor" else largest[1 + i]
             assert top is not None
-            if strategy == "two_stage" and spec.granularity == "tensor":
-                top = scaling.TwoStage(1).first(top[None])[0].astype(jnp.float32)
+            if spec.granularity == "tensor":
+                top = strategy.settle(top)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
         scales.append(formats.round_to(value, formats.get(spec.scale_format)))
     place = None

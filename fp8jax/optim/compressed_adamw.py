@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.typing import ArrayLike
 
 from fp8jax.core import formats
 from fp8jax.core.recipe import Optimizer
@@ -41,9 +42,12 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation that can also apply its update itself.
 
     `step(grads, state, params) -> (params, state)` equals `update` followed by `optax.apply_updates`, without a tree
-    of updates in between: each parameter is read and written once. `step(grads, state, params, key=key)` rounds new
-    bf16 parameters stochastically, so that training needs no fp32 copy of them: rounded to nearest, changes under half
-    a step of bf16 are lost.
+    of updates in between: each parameter is read and written once. It takes further arguments by name:
+
+    key: new bf16 parameters are rounded stochastically, so that training needs no fp32 copy of them: rounded to
+        nearest, changes under half a step of bf16 are lost.
+    factor: a scalar that gradients are multiplied by in fp32, in the same pass.
+    applied: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
     """
 
     step: Callable[..., tuple[optax.Params, optax.OptState]]
@@ -210,8 +214,8 @@ def compressed_adamw(
     init, advance = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, nu_rounding, min_size, impl)
 
     if not callable(learning_rate):
-        _check_range("learning_rate", learning_rate, -np.inf, np.inf)
-    _check_range("weight_decay", weight_decay, 0, np.inf)
+        check_range("learning_rate", learning_rate, -np.inf, np.inf)
+    check_range("weight_decay", weight_decay, 0, np.inf)
 
     def descend(
         form: Callable, grads: optax.Updates, state: CompressedAdamState, params: optax.Params | None, **options: Any
@@ -230,9 +234,15 @@ def compressed_adamw(
         return descend(adamw.update, updates, state, params)
 
     def step(
-        grads: optax.Updates, state: CompressedAdamState, params: optax.Params, *, key: Array | None = None
+        grads: optax.Updates,
+        state: CompressedAdamState,
+        params: optax.Params,
+        *,
+        key: Array | None = None,
+        factor: ArrayLike | None = None,
+        applied: ArrayLike | None = None,
     ) -> tuple[optax.Params, CompressedAdamState]:
-        return descend(adamw.step, grads, state, params, key=key)
+        return descend(adamw.step, grads, state, params, key=key, factor=factor, applied=applied)
 
     return FusedTransformation(*variables.looking_through(init, update, step))
 
@@ -257,7 +267,7 @@ def _adam(
         ("eps", eps, 0, np.inf),
         ("eps_root", eps_root, 0, np.inf),
     ):
-        _check_range(name, value, low, high)
+        check_range(name, value, low, high)
     size, smallest = (
         moments.static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
     )
@@ -277,7 +287,7 @@ def _adam(
                 "group_size and min_size are static: name them in optax.inject_hyperparams, "
                 "static_args=('group_size', 'min_size')"
             )
-        jax.tree_util.tree_map_with_path(_check_floating, params)
+        jax.tree_util.tree_map_with_path(check_floating, params)
 
         def zeros(moment: str) -> optax.Updates:
             stored = specs[moment] or formats.get(getattr(storage, moment))
@@ -292,12 +302,16 @@ def _adam(
         params: optax.Params | None,
         rate: ScalarOrSchedule = -1.0,
         weight_decay: float | Array = 0.0,
+        factor: ArrayLike | None = None,
+        applied: ArrayLike | None = None,
         **options: Any,
     ) -> tuple[Any, CompressedAdamState]:
-        jax.tree_util.tree_map_with_path(_check_shape, grads, state.mu)
+        jax.tree_util.tree_map_with_path(check_shape, grads, state.mu)
         count = optax.safe_increment(state.count)
-        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay)
+        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, factor, applied)
         result, mus, nus = form(grads, state.mu, state.nu, params, adam, impl=impl, nu_stochastic=stochastic, **options)
+        if applied is not None:
+            count = jnp.where(applied, count, state.count)
         return result, CompressedAdamState(count, mus, nus)
 
     return init, advance
@@ -313,7 +327,7 @@ def rounds_stochastically(nu_rounding: str, b2: Any) -> bool:
     return nu_rounding == "stochastic"
 
 
-def _check_range(name: str, value: Any, low: float, high: float) -> None:
+def check_range(name: str, value: Any, low: float, high: float) -> None:
     """Refuses a number outside [low, high), NaN and infinities too; what is traced has no value yet."""
     if isinstance(value, jax.core.Tracer):
         return
@@ -322,14 +336,16 @@ def _check_range(name: str, value: Any, low: float, high: float) -> None:
         raise ValueError(f"{name} must {'be finite' if low == -high else f'lie in [{low}, {high})'}, not {value}")
 
 
-def _check_floating(path: Any, param: Any) -> None:
+def check_floating(path: Any, param: Any) -> None:
+    """Refuses a parameter that is not of a floating dtype."""
     moments.check_array(path, param)
     if not jnp.issubdtype(param.dtype, jnp.floating):
         where = jax.tree_util.keystr(path) or "the parameter"
         raise TypeError(f"{where} has dtype {param.dtype}; leave it out with optax.masked or optax.partition")
 
 
-def _check_shape(path: Any, grad: Any, moment: Any) -> None:
+def check_shape(path: Any, grad: Any, moment: Any) -> None:
+    """Refuses a gradient of another shape than what is stored of its parameter."""
     if grad.shape != moment.shape:
         where = jax.tree_util.keystr(path) or "the parameter"
         raise ValueError(f"the gradient of {where} has shape {grad.shape}, but its moments have {moment.shape}")

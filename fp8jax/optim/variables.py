@@ -40,9 +40,9 @@ def looking_through(init: Callable, *updates: Callable) -> tuple[Callable, ...]:
         @functools.wraps(update)
         def through(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
             given = (grads, state, params, extra)
-            if not any(map(_is_box, jax.tree.leaves(given, is_leaf=_is_box))):
+            if not any(map(is_box, jax.tree.leaves(given, is_leaf=is_box))):
                 return update(grads, state, params, **extra)
-            *arrays, options = jax.tree.map(_unbox, given, is_leaf=_is_box)
+            *arrays, options = jax.tree.map(_unbox, given, is_leaf=is_box)
             result, new = update(*arrays, **options)
             return _structured(result, grads if params is None else params), _structured(new, state)
 
@@ -61,11 +61,11 @@ def _inside_out(state: Any) -> Any:
 
     def turn(node: Any) -> Any:
         value = _unbox(node)
-        if not (_is_box(node) and isinstance(value, QTensor)):
+        if not (is_box(node) and isinstance(value, QTensor)):
             return node
         return jax.tree.map(lambda part: _boxed(part, value.codes, node), value)
 
-    return jax.tree.map(turn, state, is_leaf=_is_box)
+    return jax.tree.map(turn, state, is_leaf=is_box)
 
 
 def _boxed(part: Any, codes: Any, box: Any) -> Any:
@@ -98,11 +98,17 @@ def _boxed(part: Any, codes: Any, box: Any) -> Any:
     return made
 
 
-def _is_box(node: Any) -> bool:
+def bare(tree: Any) -> Any:
+    """A tree with what its boxes hold in place of them."""
+    return jax.tree.map(_unbox, tree, is_leaf=is_box)
+
+
+def is_box(node: Any) -> bool:
+    """Whether a node is an array in a box."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in _BOXES)
     return isinstance(node, tuple(kind for kind in found if kind is not None))
 
 
 def _unbox(node: Any) -> Any:
     """What a box holds; anything else as it is."""
-    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if _is_box(node) else node
+    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0] if is_box(node) else node

@@ -12,6 +12,7 @@ import pytest
 
 from experiments import config, loop, report
 from experiments.task import Task, TrainState
+from fp8jax.optim.compressed_adamw import FusedTransformation
 
 
 class Clock:
@@ -182,10 +183,18 @@ def test_validation_is_the_mean_over_all_batches_with_the_models_state():
         (1.0, 1.0, False, False),
     ],
 )
-def test_a_step_is_healthy_if_loss_gradient_and_all_steps_before_are(monkeypatch, loss, grad, before, healthy):
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_is_healthy_if_loss_gradient_and_all_steps_before_are(monkeypatch, loss, grad, before, healthy, fused):
     grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([[12.0 * grad]])}
     monkeypatch.setattr(Task, "gradients", lambda *_: (jnp.float32(loss), grads, {"seen": jnp.array(1)}))
-    task = Task(None, optax.with_extra_args_support(optax.sgd(1.0)), None, None, False, 0)
+    sgd = optax.with_extra_args_support(optax.sgd(1.0))
+    if fused:
+
+        def step(grads, state, params, applied):
+            return jax.tree.map(lambda p, g: jnp.where(applied, p - g, p), params, grads), state
+
+        sgd = FusedTransformation(sgd.init, None, step)
+    task = Task(None, sgd, None, None, False, 0)
     params = jax.tree.map(jnp.zeros_like, grads)
     opt_state = task.tx.init(params)
     state = TrainState(jnp.int32(4), params, {"seen": jnp.array(0)}, opt_state, jnp.zeros(2), jnp.array(before))

@@ -44,6 +44,7 @@ def check_equal(want, got, leaf, adam=ADAM):
     np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
     with np.errstate(all="ignore"):
         g, b1, b2, t = np.asarray(grad).astype(np.float64), float(adam.b1), float(adam.b2), int(adam.count)
+        g = g * (1.0 if adam.factor is None else float(adam.factor))
         m = b1 * np.abs(decoded(mu)) + (1 - b1) * np.abs(g)
         v = b2 * decoded(nu) + (1 - b2) * g**2
         root = np.sqrt(v / (1 - b2**t) + float(adam.eps_root)) + float(adam.eps)
@@ -247,3 +248,16 @@ def test_ordinary_tiles_between_special_ones(eps, size):
         run = [functools.partial(getattr(adamw, form), adam=adam, impl=impl) for impl in ("xla", "triton")]
         want, got = jax.jit(run[0], compiler_options=EXACT)(*leaf), jax.jit(run[1])(*leaf)
         check_equal(want, got, leaf, adam)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight", [jnp.float32, jnp.bfloat16], ids=str)
+def test_a_step_takes_a_factor_or_is_not_taken(weight):
+    leaf = tree((64, 512), weight=weight)
+    run = jax.jit(lambda leaf, ok: adamw.step(*leaf, dataclasses.replace(ADAM, factor=0.25, applied=ok), impl="triton"))
+    scaled = dataclasses.replace(ADAM, factor=0.25)
+    want = jax.jit(functools.partial(adamw.step, adam=scaled, impl="xla"), compiler_options=EXACT)(*leaf)
+    check_equal(want, run(leaf, True), leaf, scaled)
+    left = run(leaf, False)
+    for x, y in zip(jax.tree.leaves((leaf[3], *leaf[1:3])), jax.tree.leaves(left), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()

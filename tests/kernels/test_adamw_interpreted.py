@@ -31,6 +31,9 @@ CASES += [(shape, "e4m3", "e4m3", True, "stochastic", "bfloat16", "bfloat16") fo
 EPS = [(1e-8, 0.0), (1e-3, 0.0), (1e-12, 0.0), (1e-8, 1e-9)]
 CASES += [("whole", mu, "e4m3", True, "step", grad, "bfloat16", *eps) for mu in ("e4m3", "e5m2")
           for grad in ("bfloat16", "float32") for eps in EPS]  # fmt: skip
+# With a factor, of ordinary tiles and of others; the last one is so small that no tile is ordinary.
+CASES += [("whole", "e4m3", "e4m3", True, "step", "float32", weight, 1e-8, 0.0, factor)
+          for weight, factor in (("bfloat16", 0.25), ("float32", 0.25), ("bfloat16", 2.0**-40))]  # fmt: skip
 # Second moments that are rounded stochastically: shape, format, range expansion, form, dtype of the weights.
 NOISY = [("whole", "e4m3", True, "update", "float32"), ("whole", "e4m3", True, "step", "bfloat16"),
          ("whole", "e5m2", True, "step", "bfloat16"), ("whole", "e5m2", False, "update", "float32"),
@@ -122,7 +125,7 @@ def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, we
     )
     options = {"key": jax.random.key(7)} if stochastic else {}
     form = "step" if stochastic else form
-    adam = dataclasses.replace(ADAM, **dict(zip(("eps", "eps_root"), eps, strict=False)))
+    adam = dataclasses.replace(ADAM, **dict(zip(("eps", "eps_root", "factor"), eps, strict=False)))
     run = functools.partial(getattr(adamw, form), adam=adam, **options)
     want = jax.jit(functools.partial(run, impl="xla"), compiler_options=EXACT)(*leaf)
     got = run(*leaf, impl="triton")
@@ -198,6 +201,22 @@ def compare_shards() -> None:
     np.testing.assert_array_equal(np.asarray(nu[0]).view(np.uint8), np.asarray(whole[2].codes)[cut].view(np.uint8))
 
 
+def compare_gated(weight: str) -> None:
+    """A step that is not taken writes nothing; one that is has the noise of one without a gate."""
+    values = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
+    leaf = (jnp.asarray(values), stored(values, "e4m3"), stored(values**2, "e4m3", moment="nu"),
+            jnp.asarray(values).astype(weight))  # fmt: skip
+    run = functools.partial(adamw.step, *leaf, impl="triton", nu_stochastic=True)
+    plain, taken, left = (
+        jax.tree.leaves(run(dataclasses.replace(ADAM, applied=applied))) for applied in (None, True, False)
+    )
+    before = jax.tree.leaves((leaf[3], *leaf[1:3]))
+    plain, taken, left, before = ([np.asarray(x).tobytes() for x in leaves] for leaves in (plain, taken, left, before))
+    assert plain == taken
+    assert left == before
+    assert all(plain[i] != before[i] for i in (0, 1))  # the weight, codes of the first moment
+
+
 def main() -> None:
     prepare()
     from tests.kernels.adamw_codes import BITS, check_every_code
@@ -215,6 +234,8 @@ def main() -> None:
         except Exception as error:
             raise AssertionError(f"case {case}") from error
     compare_shards()
+    for weight in ("bfloat16", "float32"):
+        compare_gated(weight)
     print(f"{len(CASES) + len(NOISY)} cases")
 
 

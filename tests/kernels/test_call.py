@@ -79,14 +79,14 @@ def test_packages_that_do_not_work_together_are_told_and_xla_takes_over(monkeypa
     import jax_triton
 
     assert choice.missing_triton("quantize_triton") is None
-    assert choice._broken_triton() is None
+    assert choice._broken_triton(90) is None
 
     def broken(*args, **kwargs):
         raise TypeError("rule() takes 2 positional arguments but 3 were given\nand more")
 
     monkeypatch.setattr(jax_triton, "triton_call", broken)
     choice._broken_triton.cache_clear()
-    choice.missing_triton.cache_clear()
+    choice._missing_triton.cache_clear()
     try:
         reason = choice.missing_triton("quantize_triton")
         assert re.fullmatch(
@@ -100,4 +100,4 @@ def test_packages_that_do_not_work_together_are_told_and_xla_takes_over(monkeypa
             op.chosen(x, "e4m3", platform="cuda", impl="triton")
     finally:
         choice._broken_triton.cache_clear()
-        choice.missing_triton.cache_clear()
+        choice._missing_triton.cache_clear()

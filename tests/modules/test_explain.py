@@ -1,6 +1,8 @@
 """What `explain` says of models, against what is known of them."""
 
 import collections
+import dataclasses
+import re
 
 import flax.linen as nn
 import jax
@@ -10,8 +12,9 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax.modules import program
+from fp8jax.modules import compiled
 from fp8jax.ops import quantize
+from fp8jax.ops.choice import Choice
 from tests.modules.architectures import LAYERS, LENGTH, WIDTH, MiniGPT, Nanodo
 
 TE, DEEPSEEK = fp8jax.recipes.te_current(), fp8jax.recipes.deepseek()
@@ -60,6 +63,10 @@ def test_the_program_of_a_linen_model(recipe, products):
     assert rest == 6 * LAYERS + 3 + (6 * LAYERS if recipe.name == "switchback" else 0)
     assert report.program.backend == jax.default_backend()
     assert sum(p.written for p in report.program.compiled) >= products
+    kept = f"{recipe.linear.spec('saved')}" if recipe.linear.saved else "the input itself"
+    assert len(report.program.saved) >= 4  # a line for each shape
+    assert all(kept in line for line in report.program.saved)
+    assert f"  saved {report.program.saved[0]}" in str(report)
     assert len(report.quantized) == 6 * LAYERS
     assert {layer.kernel for layer in report.quantized} >= {(WIDTH, 2, WIDTH // 2), (2, WIDTH // 2, WIDTH)}
 
@@ -67,14 +74,15 @@ def test_the_program_of_a_linen_model(recipe, products):
 def test_what_cpu_makes_of_the_products():
     for recipe, names in ((TE, {"f8e4m3fn", "f8e5m2"}), (fp8jax.recipes.jetfire(), {"s8"})):
         report = fp8jax.explain(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), recipe, jnp.ones((8, 64)))
-        compiled = {name for p in report.program.compiled for name in p.operands}
+        made = {name for p in report.program.compiled for name in p.operands}
         if jax.default_backend() == "cpu" and recipe is TE:
-            # Nothing on a CPU multiplies fp8: the report must say so.
-            assert not compiled & names
-            assert "XLA widens the operands of all 8-bit products on cpu" in str(report)
+            # Nothing on a CPU multiplies fp8: the report must say so. (The input's gradient is not asked for.)
+            assert not made & names
+            assert "fp8jax asked for 2 products, 0 of them run on 8-bit operands" in str(report)
+            assert "WARNING: 1 products of e4m3 x e5m2 run in fp32: XLA has no such product for cpu" in str(report)
         else:
-            assert compiled & names
-            assert "stand in the compiled program" in str(report)
+            assert made & names
+            assert re.search(r"fp8jax asked for \d+ products, [1-9]\d* of them run on 8-bit", str(report))
 
 
 def test_the_program_says_what_computes_each_operation(monkeypatch):
@@ -87,7 +95,7 @@ def test_the_program_says_what_computes_each_operation(monkeypatch):
     assert sum(name == "matmul" for name, _ in report.program.choices) == 3
     assert "  quantize by xla, 4 times: not the kernel: it needs a CUDA GPU" in str(report).splitlines()
     monkeypatch.setattr(quantize, "on_cuda", lambda platform=None: True)
-    monkeypatch.setattr(quantize, "missing_triton", lambda kernel: "there is none")
+    monkeypatch.setattr(quantize, "missing_triton", lambda kernel, fp8=True: "there is none")
     report = fp8jax.explain(model, TE, x)
     assert {c.reason for name, c in report.program.choices if name == "quantize"} == {"not the kernel: there is none"}
 
@@ -107,8 +115,53 @@ def test_products_are_read_from_programs_of_xla(line, want):
     text = (
         f"ENTRY %main {{\n  %x = f8e4m3fn[8,4]{{1,0}} parameter(0)\n  %y = f8e5m2[8,4]{{1,0}} parameter(1)\n{line}\n}}"
     )
-    assert list(program._compiled(text)) == [want]
-    assert program.Product(*want, 1, 1).eight_bit
+    (found,) = compiled.read(text)
+    assert found == compiled.Product(*want, 1, 1)
+    assert found.eight_bit
+
+
+PROGRAM = """HloModule jit_step
+%multiply (p: bf16[8,4], q: f8e4m3fn[8,4]) -> f32[8,8] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %q = f8e4m3fn[8,4]{1,0} parameter(1)
+  %r = bf16[8,4]{1,0} convert(%q)
+  ROOT %d = f32[8,8]{1,0} dot(%p, %r), metadata={op_name="jit(step)/jvp(fp8jax:e4m3*e5m2)/dot_general"}
+}
+
+%body (t: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %t = (s32[], bf16[8,4]{1,0}) parameter(0)
+  %x = bf16[8,4]{1,0} get-tuple-element(%t), index=1
+  %f = f32[8,8]{1,0} fusion(%x, %y), kind=kCustom, calls=%multiply
+  %a = f8e4m3fn[8,4]{1,0} copy(%y)
+  %m = f32[8,8] custom-call(%a, %a), custom_call_target="mosaic_gpu", metadata={op_name="fp8jax:e4m3*e4m3/fp8_matmul/c"}
+}
+
+ENTRY %main (x: bf16[8,4]) -> f32[8,8] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %w = (s32[], bf16[8,4]{1,0}) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+  ROOT %d = f32[8,8]{1,0} dot(%x, %x), metadata={op_name="jit(step)/fp8jax:bf16*e4m3/dot_general"}
+}
+"""
+
+
+def test_what_became_of_products_is_told_with_its_reason_and_a_remedy():
+    found = {p.asked: p for p in compiled.read(PROGRAM)}
+    assert {(p.operation, p.kernel, p.written, p.executed, p.widened) for p in found.values()} == {
+        ("dot", "", 1, 7, "bf16"),
+        ("mosaic_gpu", "fp8_matmul", 1, 7, None),
+        ("dot", "", 1, 1, None),  # one operand was not to be quantized
+    }
+    lost = [found["e4m3 x e5m2"]]
+    (line,) = compiled.widened(lost, [("matmul", Choice("xla", "cuBLASLt's product, scales applied in it"))])
+    assert line == (
+        "7 products of e4m3 x e5m2 run in bf16: XLA did not make cuBLASLt's FP8 product of what was written for it; "
+        "set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false before JAX starts"
+    )
+    (line,) = compiled.widened(lost, [("matmul", Choice("xla", "no kernel for scales; codes are decoded"))])
+    assert "no kernel for scales" in line
+    assert "blocks of 128x128 have kernels" in line
+    wide = dataclasses.replace(lost[0], operands=("f32", "f32"))
+    assert "run in fp32, slower than bf16" in compiled.widened([wide])[0]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import fp8jax
 from experiments.models.llama import Block, Llama, LlamaConfig, rope_tables
 from fp8jax.modules import dots as replacements
 from fp8jax.modules.nnx import find
+from fp8jax.modules.provenance import REGISTRY
 from fp8jax.ops import product
 from tests.modules import architectures
 from tests.modules.architectures import MiniGPT, train, within_noise
@@ -141,7 +142,7 @@ def test_layers_that_cast_one_input_share_the_cast_and_its_codes(monkeypatch):
         return [shape for dtype, shape in kept if dtype == "uint8"]
 
     assert codes() == [(10, 32)]
-    monkeypatch.setattr(replacements._casts, "get", lambda source, how, make: make())
+    monkeypatch.setattr(REGISTRY, "share", lambda source, how, make, *others: make())
     assert codes() == [(10, 32)] * 3
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops import matmul_hopper, matmul_reference
+from fp8jax.ops import choice, matmul_hopper, matmul_reference
 from fp8jax.ops.fold import refold
 from fp8jax.ops.matmul import _decoded as matmul_of_16_bits
+from fp8jax.ops.matmul import _halved as matmul_of_fp16
 from fp8jax.ops.matmul import chosen, matmul, matmul_quantized, transpose
 from tests.programs import dots
 
@@ -275,3 +276,29 @@ def test_on_a_gpu_without_a_kernel_codes_are_multiplied_in_one_product_of_16_or_
     got = np.asarray(matmul_of_16_bits(jnp.bfloat16, qa, qb), np.float64)
     # Both operands and the result are rounded to 8 bits, by half a step each; fp32 sums hardly add to it.
     assert (np.abs(got - want) <= 3.1 * 2.0**-9 * size).all()
+
+
+@pytest.mark.parametrize(
+    "spec", ["e4m3", "e5m2:token", "e4m3:group32", "int8:block32", "e4m3:mx32+token", "int10:group32"]
+)
+def test_on_a_gpu_without_bf16_products_have_operands_of_fp16_which_do_not_overflow(spec):
+    """Codes of rows 1e12 apart; magnitudes of 1e9 and 1e-9 are none of fp16."""
+    a, b = operands()
+    a = a * jnp.float32(10) ** jnp.linspace(-9, 9, len(a))[:, None]
+    qa, qb = fp8jax.quantize(a, spec), fp8jax.quantize(b, spec)
+    with choice.target(capability=75):
+        text = jax.jit(matmul).trace(qa, qb).lower(lowering_platforms=("cuda",)).as_text()
+        mixed = jax.jit(matmul).trace(qa, b).lower(lowering_platforms=("cuda",)).as_text()
+        assert "multiplied in fp16" in chosen(qa, qb).reason
+    for found in (text, mixed):
+        products = re.findall(r"stablehlo\.dot_general.*: \(tensor<\d+x\d+x(\w+)>, tensor<\d+x\d+x(\w+)>\)", found)
+        assert products == [("f16", "f16")]
+    for right in (qb, b):
+        left, other = (
+            np.asarray(x.dequantize() if isinstance(x, fp8jax.QTensor) else x, np.float64) for x in (qa, right)
+        )
+        want, size = left @ other.T, np.abs(left) @ np.abs(other).T
+        # 11 bits of each operand; beside that 2^-24 of the largest in a row.
+        unit = 100 * 2.0**-24 * np.abs(left).max(1)[:, None] * np.abs(other).max(1)
+        got = np.asarray(matmul_of_fp16(jnp.float32, qa, right), np.float64)
+        assert (np.abs(got - want) <= 2.1 * 2.0**-11 * size + 2 * unit).all()

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import lax, monitoring
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8jax.core import scaling
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import choice, fused_reference
+from fp8jax.ops import choice, fused_reference, partition
 from fp8jax.ops import quantize as ops
 from fp8jax.ops.partition import Cut, notation, partitioned
 
@@ -327,3 +328,38 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
         same(codes, leaf.mu.codes)
         moved = weight.astype(jnp.float32) + leaf.grad / 1024
         same(new, round_stochastically(moved, words) if stochastic else moved)
+
+
+def test_a_program_is_found_in_the_persistent_cache_and_no_other_in_its_place(monkeypatch, tmp_path):
+    """With the address of the partitioner's callback out of the key, names alone tell kernels apart."""
+    hits = []
+    note = lambda event, **_: hits.append(event) if event == "/jax/compilation_cache/cache_hits" else None  # noqa: E731
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = place(mesh, jnp.arange(16.0), "x")
+
+    def run(factor):
+        hits.clear()
+        jax.clear_caches()
+        program = jax.jit(lambda x: partition.partitioned("times", factor, lambda _, x: x * factor, [x], ["m"], "m"))
+        np.testing.assert_array_equal(program(x), np.arange(16.0) * factor)
+        return bool(hits)
+
+    settings = {
+        "jax_remove_custom_partitioning_ptr_from_cache_key": True,
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    monitoring.register_event_listener(note)
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        assert [run(2.0), run(2.0), run(3.0), run(3.0)] == [False, True, False, True]
+        monkeypatch.setattr(partition, "_sources", lambda: "other code")
+        assert [run(2.0), run(2.0)] == [False, True]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        monitoring.unregister_event_listener(note)

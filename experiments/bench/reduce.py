@@ -1,0 +1,134 @@
+"""Means of gradients over all GPUs of a host in every form of `fp8jax.dist.all_reduce_gradients`, against bf16 sums.
+
+A gradient of one parameter in fp32 or bf16 becomes its mean, in the same dtype or left as codes; local passes count.
+The size is that of the gradient in bf16. "collectives" runs what a form sends alone, without quantizing and summing.
+"sent" is what a GPU sends, from the compiled program. Predicted before the first run, for 256 MiB on two H200s: codes
+summed by NCCL 1.3 times as fast as bf16 from bf16 gradients to codes and 1.2 from fp32 to fp32; two phases 1.0 and 1.0,
+because two collectives have two latencies and the largest magnitude is a pass of its own.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments.bench import timing
+from fp8jax.dist import all_reduce_gradients
+from fp8jax.dist.collectives import collectives
+from fp8jax.recipes import Comm
+
+BASE, AXIS = "bf16", "data"
+FORMS: dict[str, Comm] = {
+    "fp32": Comm("fp32"),
+    BASE: Comm("bf16"),
+    "e4m3, two phases": Comm("e4m3"),
+    "e4m3:group128, two phases": Comm("e4m3:group128"),
+    "int8, two phases": Comm("int8"),
+    "e4m3, one phase": Comm("e4m3", "one_phase"),
+    "e5m2, one phase": Comm("e5m2", "one_phase"),
+}
+DTYPES: dict[str, Any] = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+def reduction(comm: Comm, decode: bool) -> Callable[..., Any]:
+    """From every GPU's gradient to the mean."""
+    return functools.partial(all_reduce_gradients, axes=AXIS, comm=comm, decode=decode, min_size=0)
+
+
+def exchange(name: str) -> Callable[..., Any]:
+    """The collectives of a form alone, on codes or values that are there; checks nothing, rounds nothing."""
+
+    def two(x: jax.Array) -> jax.Array:
+        parts = lax.all_to_all(x.reshape(lax.axis_size(AXIS), -1), AXIS, 0, 0, tiled=True)
+        return lax.all_gather(parts[0], AXIS, axis=0, to="invarying").reshape(-1)
+
+    return two if "two phases" in name else lambda x: lax.psum(x, AXIS)
+
+
+def programs(mesh: jax.sharding.Mesh, elements: int, kind: str) -> dict[str, tuple[Any, tuple[int, ...], Any]]:
+    """Compiled programs, and the shape and dtype of every GPU's gradients, that they take."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, comm in FORMS.items():
+        found[name] = reduction(comm, True), DTYPES[kind]
+        if comm.spec is not None:
+            found[f"{name}, left as codes"] = reduction(comm, False), DTYPES[kind]
+    if kind == BASE:
+        wires = {"fp32": jnp.float32, BASE: jnp.bfloat16, "e4m3, two phases": jnp.uint8,
+                 "e4m3, one phase": jnp.float8_e4m3fn, "e5m2, one phase": jnp.float8_e5m2}  # fmt: skip
+        for name, dtype in wires.items():
+            found[f"{name}, collectives"] = exchange(name), dtype
+    placed = NamedSharding(mesh, P(AXIS))
+
+    def build(function: Any, dtype: Any) -> tuple[Any, Any]:
+        mapped = jax.shard_map(lambda x: function(x[0]), mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False)
+        shape = (mesh.size, elements // 4096, 4096)
+        program = jax.jit(mapped).lower(jax.ShapeDtypeStruct(shape, dtype, sharding=placed)).compile()
+        return program, shape
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        built = {name: pool.submit(build, *how) for name, how in found.items()}
+    return {name: (*future.result(), found[name][1]) for name, future in built.items()}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="reduce", description=__doc__)
+    parser.add_argument("--mib", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024], help="MiB of a bf16 gradient")
+    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="of the gradient")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--burst", type=float, default=0.01, help="seconds of one round of one form")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args(argv)
+    timing.need_gpu()
+    if jax.device_count() < 2:
+        raise SystemExit("a reduction needs two GPUs or more, found one")
+    measure(options, jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,)))
+
+
+def measure(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
+    """Times every form in turns and writes OUT/reduce.json."""
+    rows: list[timing.Row] = []
+    for mib in options.mib:
+        for kind in options.dtype:
+            elements = mib * 2**19
+            case = f"{mib} MiB, {kind} gradients, {mesh.size} GPUs"
+            ready: dict[str, Callable] = {}
+            sent: dict[str, float] = {}
+            for name, (program, shape, dtype) in programs(mesh, elements, kind).items():
+                made = jax.jit(functools.partial(_values, shape, dtype), out_shardings=NamedSharding(mesh, P(AXIS)))()
+                sent[name] = sum(one.sent for one in collectives(program.as_text()))
+                ready[name] = functools.partial(program, made)
+                jax.block_until_ready(ready[name]())
+            times = timing.seconds(ready, options.rounds, options.burst)
+            for name, median in times.items():
+                base = f"{BASE}, collectives" if name.endswith("collectives") else BASE
+                spread = median.quartiles(lambda t: 1e3 * t)
+                rows.append(timing.row(case, name, "time", 1e3 * median, "ms", base, times[base] / median, spread))
+                rows.append(timing.row(case, name, "sent", sent[name] / 1e6, "MB", base, sent[name] / sent[base]))
+    notes = [
+        " ".join((__doc__ or "").split("\n\n")[1].split()),
+        "A ratio of time is the time of bf16 over that of the form, of bytes the form's over those of bf16. Forms run "
+        "in turns, each a program of its own, started again and again without waiting; medians.",
+        "With bf16 gradients the form bf16 copies its operand first, because the benchmark keeps it, and so takes "
+        "longer than its sum alone; with fp32 gradients no form does. Small sizes measure how fast programs of several "
+        "GPUs start.",
+    ]
+    timing.write("reduce", "Means of gradients over GPUs", rows, notes, {}, options.out)
+
+
+def _values(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Numbers of all sizes, another on each GPU."""
+    n = np.prod(shape[1:])
+    wave = jnp.sin(jnp.arange(n, dtype=jnp.float32) * 0.7) * jnp.exp(3 * jnp.sin(jnp.arange(n, dtype=jnp.float32)))
+    made = wave[None] * (1 + jnp.arange(shape[0], dtype=jnp.float32)[:, None])
+    if dtype == jnp.uint8:
+        return (jnp.abs(made) * 10).astype(jnp.uint8).reshape(shape)
+    return made.astype(dtype).reshape(shape)

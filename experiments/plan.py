@@ -1,0 +1,152 @@
+"""Memory and communication of a training step before any run: `python -m experiments.plan --model 13b --recipe coat`.
+
+Parameters are those of the model, without an array being made; what a layer keeps for its backward pass is counted from
+the program that JAX differentiates, with an attention that keeps what flash attention does. No GPU is needed.
+"""
+
+import argparse
+import sys
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import fp8jax
+from experiments import mesh, parallel
+from experiments.models import sizes
+from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
+from experiments.tables import flash
+from fp8jax.dist import Plan, plan
+
+# Bytes for each entry of the logits at the peak: bf16, fp32, and the gradient of either.
+LOGITS = 2 + 4 + 4
+
+
+@jax.custom_vjp
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Stands for an attention where only bytes are counted; it never runs."""
+    return jnp.zeros_like(q)
+
+
+def _kept_of_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    out, root = jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32)
+    out, root = (jax.ad_checkpoint.checkpoint_name(x, flash.NAME) for x in (out, root))
+    return out, (q, k, v, out, root)
+
+
+_attention.defvjp(_kept_of_attention, lambda kept, dy: (jnp.zeros_like(kept[0]), kept[1], kept[2]))
+
+
+def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
+    """What the model's own policy keeps on a GPU, where products of codes are no products to it."""
+    if primitive.name == "name":
+        return bool(how["name"] == flash.NAME)
+    return products_saveable(primitive, *operands) and all(x.dtype == jnp.bfloat16 for x in operands)
+
+
+def kept_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool) -> float:
+    """Bytes that one layer keeps of a token for its backward pass.
+
+    Args:
+        llama: the shape.
+        recipe: what the layer computes with and keeps.
+        recompute: whether only results of products and attention are kept, and the rest is computed again.
+    """
+
+    def attend(query: Any, key: Any, value: Any, **how: Any) -> jax.Array:
+        return _attention(query, key, value)
+
+    def count(length: int) -> int:
+        def make() -> Any:
+            model: Any = Llama(llama, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+            return (fp8jax.nnx.quantize(model, recipe) if recipe.linear.quantized else model).layers
+
+        graph, block = nnx.split(nnx.eval_shape(make))
+        block = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), block)
+        tables = rope_tables(length, llama.head_dim, llama.rope_theta)
+        run = lambda p, x: nnx.merge(graph, p)(x, *tables)  # noqa: E731
+        run = jax.checkpoint(run, policy=_policy) if recompute else run
+        x = jax.ShapeDtypeStruct((length, llama.dim), jnp.bfloat16)
+        found = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(run, *args)[1], block, x))
+        # All layers share the rotary tables.
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in found if leaf.size != length * llama.head_dim // 2)
+
+    with mock.patch.object(jax.nn, "dot_product_attention", attend):
+        return (count(512) - count(256)) / 256
+
+
+def of(
+    llama: LlamaConfig,
+    recipe: fp8jax.Recipe,
+    where: dict[str, int],
+    tokens: int,
+    *,
+    microbatches: int = 1,
+    recompute: bool = False,
+    weights: str = "held",
+) -> Plan:
+    """The plan of a model's step.
+
+    Args:
+        llama: the shape.
+        recipe: what everything is stored and computed in.
+        where: sizes of the mesh axes.
+        tokens: of one microbatch on one device.
+        microbatches: parts that a batch is computed in.
+        recompute: as of `kept_per_token`.
+        weights: as of `fp8jax.dist.plan`.
+    """
+    params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
+    layer = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(params) if _stacked(path)) / llama.layers
+    activations = tokens * llama.layers * kept_per_token(llama, recipe, recompute)
+    return plan(
+        params,
+        recipe,
+        where,
+        stacked=parallel.stacked(params),
+        microbatches=microbatches,
+        activations=activations,
+        logits=float(tokens * LOGITS * llama.vocab),
+        unsharded=2 * layer,
+        weights=weights,
+    )
+
+
+def _stacked(path: Any) -> bool:
+    return "layers" in jax.tree_util.keystr(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the plan."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.plan", description=__doc__)
+    parser.add_argument("--model", default="7b", help=f"{', '.join(sizes.NAMES)}; also as llama-7b")
+    parser.add_argument("--recipe", default="coat", help=", ".join(fp8jax.recipes.NAMES))
+    parser.add_argument("--mesh", default="data=1", help="as data=2,fsdp=4")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a microbatch on each device")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--vocab", type=int, default=32_000)
+    parser.add_argument("--recompute", action="store_true", help="keep results of products and attention alone")
+    parser.add_argument("--weights", choices=("held", "codes"), default="held", help="what gathered weights travel in")
+    options = parser.parse_args(argv)
+    try:
+        llama = sizes.get(options.model.removeprefix("llama-"), options.vocab)
+        where, recipe = mesh.parse(options.mesh), fp8jax.recipes.get(options.recipe)
+        found = of(
+            llama, recipe, where, options.batch * options.length,
+            microbatches=options.microbatches, recompute=options.recompute, weights=options.weights,
+        )  # fmt: skip
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    devices = where["data"] * where["fsdp"]
+    print(f"{options.model}, recipe {recipe.name}, {options.mesh}: each of {devices} devices, "
+          f"{options.batch} x {options.length} tokens in {options.microbatches} microbatches")  # fmt: skip
+    print(found.table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

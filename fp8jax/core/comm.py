@@ -1,0 +1,63 @@
+"""`Comm`: the part of a `Recipe` that says what gradients are when they travel between devices."""
+
+import dataclasses
+
+from fp8jax.core import formats
+from fp8jax.core.spec import QuantSpec
+
+FORMS = ("two_phase", "one_phase")
+_PLAIN = ("bf16", "fp32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comm:
+    """How the gradients of data-parallel replicas are reduced.
+
+    Attributes:
+        gradients: what travels: a `QuantSpec` in its string form, of granularity "tensor" or "group" ("e4m3",
+            "e4m3:group128", "int8"); or "bf16" or "fp32", which are sums of that dtype. None leaves the reduction to
+            XLA, which sums gradients in their own dtype wherever sharded batches make that necessary.
+        form: of an 8-bit reduction. "two_phase" sends codes to the device that sums them in fp32, quantizes the means
+            anew, and gathers those codes. "one_phase" lets NCCL add the codes themselves (FP8-LM, section 2.1): one
+            rounding to 8 bits at each addition, saturating; it needs GPUs of compute capability 9.0.
+        auto_scale: FP8-LM's factor mu, which keeps sums of one phase in range (equation 3); it has a state.
+
+    Raises:
+        ValueError: a format or granularity that does not travel, an unknown form, or settings that contradict each
+            other.
+    """
+
+    gradients: str | None = None
+    form: str = "two_phase"
+    auto_scale: bool = False
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"unknown comm.form {self.form!r}; it is one of {', '.join(FORMS)}")
+        one_phase = self.form == "one_phase"
+        spec = self.spec
+        if spec is None:
+            if one_phase or self.auto_scale:
+                raise ValueError(
+                    f"comm.form {self.form!r} and auto_scale={self.auto_scale} are of 8-bit gradients, but "
+                    f"comm.gradients is {self.gradients!r}; give 'e4m3', or leave both out"
+                )
+            return
+        if not formats.get(spec.format).multiplies:
+            raise ValueError(f"comm.gradients {self.gradients!r}: codes that travel are of 'e4m3', 'e5m2' or 'int8'")
+        if spec.granularity not in ("tensor", "group") or spec.axis != -1 or spec.expand:
+            raise ValueError(
+                f"comm.gradients {self.gradients!r}: scales are shared by a tensor or by groups of its last axis, "
+                "without expansion, as 'e4m3' or 'e4m3:group128'"
+            )
+        if spec.rounding != "nearest" or spec.scale_format != "fp32":
+            raise ValueError(f"comm.gradients {self.gradients!r} must round to nearest and have fp32 scales")
+        if one_phase and not formats.get(spec.format).is_float:
+            raise ValueError(f"comm.form 'one_phase' adds codes, and sums of {spec.format} wrap around; take 'e4m3'")
+        if self.auto_scale and not one_phase:
+            raise ValueError("comm.auto_scale is for sums that may saturate, of form 'one_phase'; two phases never do")
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """How gradients are quantized; None where they are not."""
+        return None if self.gradients is None or self.gradients in _PLAIN else QuantSpec.parse(self.gradients)

@@ -1,0 +1,107 @@
+"""What devices send each other, read from the text of a compiled program."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_OPERATION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\((.*)")
+_ARRAY = re.compile(r"\b([a-z]+(\d*)[a-z0-9]*)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_TRIPS = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
+
+
+class Collective(NamedTuple):
+    """A collective of a program.
+
+    Attributes:
+        kind: "all-gather", "all-reduce", "reduce-scatter", "all-to-all" or "collective-permute".
+        dtype: of what travels, as XLA spells it: "u8", "f8e4m3fn", "bf16", "f32".
+        nbytes: bytes of the operands on a device.
+        devices: how many exchange with each other.
+        times: how often it runs, loops counted.
+    """
+
+    kind: str
+    dtype: str
+    nbytes: int
+    devices: int
+    times: int = 1
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends in all runs, where they go around a ring or straight to whom they are for.
+
+        With n devices and S bytes of operands: 2 (n - 1) / n S of an all-reduce, (n - 1) / n S of a reduce-scatter or
+        all-to-all, (n - 1) S of an all-gather.
+        """
+        n = self.devices
+        share = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}.get(
+            self.kind, (n - 1) / n
+        )
+        return self.times * share * self.nbytes
+
+
+def collectives(program: str) -> list[Collective]:
+    """The collectives of a compiled program, in the order of its text; one for each dtype that one operation combines.
+
+    Args:
+        program: text of `jax.stages.Compiled.as_text`. A loop whose number of rounds XLA does not know counts once.
+    """
+    found: list[tuple[str, Collective]] = []
+    calls: dict[str, list[tuple[str, int]]] = {}
+    entry, here = "", ""
+    for line in program.splitlines():
+        if match := _COMPUTATION.match(line):
+            here = match[2]
+            entry = here if match[1] else entry
+            calls.setdefault(here, [])
+            continue
+        inner = _CALLED.findall(line)
+        for names in _BRANCHES.findall(line):
+            inner += [name.strip().lstrip("%") for name in names.split(",")]
+        trips = _TRIPS.search(line) if " while(" in line else None
+        calls.setdefault(here, []).extend((name, int(trips[1]) if trips else 1) for name in inner)
+        found += [(here, one) for one in _read(line)]
+    runs = dict.fromkeys(calls, 0)
+
+    def visit(name: str, times: int) -> None:
+        runs[name] = runs.get(name, 0) + times
+        for inner, n in calls.get(name, []):
+            visit(inner, n * times)
+
+    visit(entry, 1)
+    return [one._replace(times=runs[where]) for where, one in found if runs[where]]
+
+
+def _read(line: str) -> Iterator[Collective]:
+    match = _OPERATION.search(line)
+    if match is None:
+        return
+    result, kind, start, rest = match.groups()
+    devices = _devices(rest)
+    arrays = [(dtype, int(bits or 8) // 8 * math.prod(int(d) for d in shape.split(",") if d))
+              for dtype, bits, shape in _ARRAY.findall(result)]  # fmt: skip
+    if start and kind in ("all-gather", "collective-permute"):  # (operands, results) and, of the latter, contexts
+        arrays = arrays[: len(arrays) // 2] if kind == "all-gather" else arrays[:1]
+        kind_scale = 1.0
+    else:
+        kind_scale = {"all-gather": 1 / devices, "reduce-scatter": devices}.get(kind, 1.0)
+    for dtype in dict.fromkeys(name for name, _ in arrays):
+        total = sum(size for name, size in arrays if name == dtype)
+        yield Collective(kind, dtype, round(total * kind_scale), devices)
+
+
+def _devices(rest: str) -> int:
+    """How many devices a group of a collective has, in any of the forms that XLA writes groups in."""
+    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return match[1].count(",") + 1
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):
+        return int(match[2])
+    if match := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", rest):
+        sizes = dict(re.findall(r"'?([\w]+)'?=(\d+)", match[1]))
+        return math.prod(int(sizes[name]) for name in re.findall(r"[\w]+", match[2]))
+    return 1

@@ -1,0 +1,141 @@
+"""Weights that lie in shards, gathered as codes where a layer needs them whole (FSDP with 8-bit gathers)."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from fp8jax.core import blocks, encoding, formats
+from fp8jax.core.comm import Comm
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.dist import manual, shared
+from fp8jax.dist.reduce import reduce_scatter_gradients, resolve
+
+
+def gather_weights(
+    weights: Any,
+    axes: manual.Axes,
+    how: QuantSpec | Recipe | Linear | str = "e4m3",
+    *,
+    specs: Any,
+    gradients: Comm | Recipe | str = "bf16",
+    dtype: DTypeLike | None = None,
+) -> Any:
+    """Whole weights of each device's shards, which travel as codes; to be called inside `jax.shard_map`.
+
+    Every device quantizes its shard under scales that the whole weight has, and all gather the codes: a byte an element.
+    What they decode to has been rounded once, and products of the recipe that `how` comes from round it to the same
+    codes again. Backward, gradients of the whole weight are summed over the devices and scattered, as those of
+    `jax.lax.all_gather`, in what `gradients` says.
+
+    Where the backward pass needs the weight, the whole one is kept for it as any other operand, unless the layer is
+    under `jax.checkpoint` with a policy that does not save it: `jax.checkpoint_policies.dots_saveable`, for one, keeps
+    results of products and gathers the codes again.
+
+    Args:
+        weights: tree of shards of floating dtypes.
+        axes: the mesh axes that the shards are cut over.
+        how: the `QuantSpec` of each whole weight, or its string form; or a recipe, for that of its weights (inputs,
+            outputs), leading axes stacked.
+        specs: tree, or a prefix of `weights`, of `PartitionSpec`s: which dimension is cut over all of `axes`. A weight
+            that is not, and one of fewer than two axes, comes back as it is.
+        gradients: what gradients are when they travel: as of `reduce_scatter_gradients`.
+        dtype: of the whole weights; None keeps that of the shards.
+
+    Returns:
+        The tree of whole weights.
+
+    Raises:
+        ValueError: outside of `jax.shard_map`; the recipe does not quantize weights; or a shard ends within a block.
+    """
+    replicas, names = manual.replicas("gather_weights", axes, ()), manual.names(axes)
+    comm = resolve(gradients)
+    is_spec = functools.partial(_is, PartitionSpec)
+    places = jax.tree.leaves(jax.tree.broadcast(specs, weights, is_leaf=is_spec), is_leaf=is_spec)
+    found: Any = jax.tree_util.tree_flatten_with_path(weights)
+    whole = []
+    for (path, w), place in zip(found[0], places, strict=True):
+        dim = _cut(place, names)
+        if dim is None or w.ndim < 2:
+            whole.append(w)
+            continue
+        spec = _spec(how, w.ndim)
+        shape = tuple(n * replicas if i == dim else n for i, n in enumerate(w.shape))
+        block = spec.block_shape(shape)[dim], (spec.micro_shape(shape)[dim] if spec.granularity == "mx" else 1)
+        if any(b < shape[dim] and w.shape[dim] % b for b in block):
+            raise ValueError(
+                f"gather_weights: shards of {jax.tree_util.keystr(path) or 'the weight'} are {w.shape[dim]} long along "
+                f"dimension {dim}, which ends within a block of {spec}; shard another dimension"
+            )
+        whole.append(_gather(spec, names, dim, shape, comm, jnp.dtype(dtype or w.dtype), w))
+    return found[1].unflatten(whole)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
+def _gather(
+    spec: QuantSpec, axes: tuple[str, ...], dim: int, shape: tuple[int, ...], comm: Comm, dtype: Any, w: Array
+) -> Array:
+    fmt, scale = formats.get(spec.format), None
+    spans = spec.block_shape(shape)[dim] >= shape[dim]
+    if spans:  # the scales of a shard are those of the whole
+        largest = blocks.reduce(shared.magnitude(w), spec.block_shape(w.shape), jnp.max, 0.0)
+        scale = shared.to_scale(shared.maxima([largest], axes)[0], fmt)
+        if spec.granularity == "mx" and spec.level1 == "none":
+            scale = jnp.ones_like(scale)
+    parts = encoding.encode(w, spec, scale=scale)
+
+    def whole(x: Array) -> Array:
+        raw = lax.bitcast_convert_type(x, jnp.uint8)
+        found = lax.all_gather(raw, axes, axis=dim, tiled=True)
+        return lax.bitcast_convert_type(found, x.dtype)
+
+    codes = whole(parts.codes)
+    scale = parts.scale if spans else whole(parts.scale)
+    micro = None if parts.microscale is None else whole(parts.microscale)
+    return QTensor(codes, scale, None, micro, spec).dequantize(dtype)
+
+
+def _forward(spec: Any, axes: Any, dim: Any, shape: Any, comm: Any, dtype: Any, w: Array) -> tuple[Array, Any]:
+    return _gather(spec, axes, dim, shape, comm, dtype, w), jnp.zeros((0,), w.dtype)
+
+
+def _backward(spec: Any, axes: Any, dim: int, shape: Any, comm: Comm, dtype: Any, like: Array, dy: Array) -> Any:
+    place = PartitionSpec(*[None] * dim, axes)
+    mean = reduce_scatter_gradients(dy, axes, comm, specs=place, min_size=0)
+    return ((mean * lax.axis_size(axes)).astype(like.dtype),)
+
+
+_gather.defvjp(_forward, _backward)
+
+
+def _is(kind: type, node: Any) -> bool:
+    return isinstance(node, kind)
+
+
+def _cut(place: PartitionSpec, axes: tuple[str, ...]) -> int | None:
+    for dim, entry in enumerate(place):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        if tuple(name for name in names if name in axes) == axes:
+            return dim
+    return None
+
+
+def _spec(how: QuantSpec | Recipe | Linear | str, ndim: int) -> QuantSpec:
+    """How a weight of so many axes is quantized; a recipe says it of (outputs, inputs)."""
+    from fp8jax import recipes
+
+    if isinstance(how, str) and how in recipes.NAMES:
+        how = recipes.get(how)
+    if not isinstance(how, (Recipe, Linear)):
+        return QuantSpec.parse(how)
+    spec = recipes.linear_part(how).spec("w")
+    if spec is None:
+        raise ValueError("gather_weights: the recipe does not quantize weights; name a spec, as 'e4m3'")
+    return dataclasses.replace(spec, axis=-2, stacked=ndim - 2)

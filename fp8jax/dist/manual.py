@@ -1,0 +1,45 @@
+"""Where in a program a collective of ours may stand: inside `jax.shard_map`, manual over the axes that it reduces."""
+
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType
+
+from fp8jax.ops.choice import varying
+
+Axes = str | tuple[str, ...]
+
+
+def names(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def replicas(caller: str, axes: Axes, tree: Any) -> int:
+    """The number of devices along mesh axes over which the program is manual, and each array a device's own.
+
+    Raises:
+        ValueError: it is not manual over them; or an array is the same on all devices already, as far as
+            `jax.shard_map` knows.
+    """
+    mesh, wanted = jax.sharding.get_abstract_mesh(), names(axes)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    missing = [name for name in wanted if kinds.get(name) != AxisType.Manual]
+    if missing or not wanted:
+        raise ValueError(
+            f"{caller} over {wanted} must be called inside jax.shard_map, manual over these mesh axes; here "
+            f"{', '.join(map(repr, missing)) or 'no axis'} is not. Under jit alone XLA has summed gradients already, in "
+            "their own dtype. Take the loss and its gradient inside: jax.shard_map(step, mesh=mesh, "
+            f"axis_names={set(wanted)}, in_specs=(P(), P({wanted})), out_specs=P())"
+        )
+    if set(wanted) <= varying(lax.axis_index(wanted)):
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            same = [name for name in wanted if name not in varying(x)]
+            if same:
+                raise ValueError(
+                    f"{caller}: {jax.tree_util.keystr(path) or 'the gradient'} does not vary over {same}: "
+                    "jax.shard_map has summed it already, in its own dtype. Differentiate by parameters that vary, "
+                    f"jax.lax.pcast(params, {wanted}, to='varying'), or give jax.shard_map check_vma=False"
+                )
+    return math.prod(mesh.shape[name] for name in wanted)

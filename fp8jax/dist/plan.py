@@ -1,0 +1,213 @@
+"""What a training step holds on each device and sends between them, worked out before anything runs."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from fp8jax.core import formats
+from fp8jax.core.comm import Comm
+from fp8jax.core.recipe import Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.dist import chunks
+from fp8jax.dist.chunks import Chunks
+from fp8jax.dist.collectives import Collective
+from fp8jax.dist.reduce import MIN_SIZE
+from fp8jax.recipes import resolve
+
+# Estimates, which no figure of ours is fitted to: what the allocator and the runtime take beside arrays (CUDA context, NCCL's buffers, workspaces of cuBLASLt): bytes a
+# device. Of it NCCL's share is with several devices only.
+RUNTIME, NCCL = 0.6e9, 0.9e9
+_NAMES = {"e4m3": "f8e4m3fn", "e5m2": "f8e5m2", "int8": "s8", "bf16": "bf16", "fp16": "f16", "fp32": "f32"}
+
+
+class Plan(NamedTuple):
+    """A step on paper.
+
+    Attributes:
+        memory: bytes on each device, by what they are of, at the peak of the step.
+        peak: where that is: "loss", "backward pass" or "reduction".
+        collectives: what devices exchange in a step, in no order.
+    """
+
+    memory: dict[str, float]
+    peak: str
+    collectives: tuple[Collective, ...]
+
+    @property
+    def total(self) -> float:
+        """Bytes on each device."""
+        return sum(self.memory.values())
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends in a step."""
+        return sum(one.sent for one in self.collectives)
+
+    def table(self) -> str:
+        """Both as text: GB on each device, and what travels."""
+        width = max(map(len, [*self.memory, "all"]))
+        lines = [f"{name:{width}}  {size / 1e9:9.2f} GB" for name, size in [*self.memory.items(), ("all", self.total)]]
+        lines.append(f"the peak is in the {self.peak}")
+        if self.collectives:
+            lines += ["", "between devices, a step"]
+        for one in self.collectives:
+            size = one.times * one.nbytes / 1e9
+            lines.append(f"{one.kind:18} {one.dtype:9} {size:9.3f} GB of {one.devices}, sends {one.sent / 1e9:9.3f} GB")
+        return "\n".join([*lines, *([f"{'all':56}{self.sent / 1e9:9.3f} GB"] if self.collectives else [])])
+
+
+def plan(
+    params: Any,
+    recipe: Recipe | str,
+    mesh: Mapping[str, int],
+    *,
+    stacked: Any = 0,
+    microbatches: int = 1,
+    activations: float = 0.0,
+    logits: float = 0.0,
+    unsharded: float = 0.0,
+    weights: str = "held",
+) -> Plan:
+    """Memory and communication of a training step of a recipe on a mesh.
+
+    Counted are the parameters, what is stored for each as `Recipe.plan` says it (groups as full ones, and no parameter
+    too small for codes), and what is there at the largest of three moments: at the loss activations and logits; at the
+    end of the backward pass activations, of layers that run in a loop, and gradients of all parameters; as gradients
+    travel, these and their codes. With several microbatches the fp32 sum of gradients is there all the time. The caller
+    says what a model keeps of activations.
+
+    Over "fsdp" all of these are cut, each matrix is gathered before it is used forward and backward, and gradients are
+    scattered to their owners; over "data" they are summed. Gradients travel as `recipe.comm` says, and otherwise in the
+    dtype of the parameters.
+
+    Args:
+        params: tree of arrays or `jax.ShapeDtypeStruct`s: the whole parameters.
+        recipe: a recipe or its name.
+        mesh: sizes of the axes "data" and "fsdp"; others count as neither.
+        stacked: how many leading axes of a parameter stack layers; a tree of integers or one for all.
+        microbatches: parts that a batch is computed in.
+        activations: bytes that one device keeps for the backward pass, from its own model and microbatch.
+        logits: bytes of logits and what the loss makes of them.
+        unsharded: bytes of parameters that are gathered at a time, in bf16: a layer's.
+        weights: what gathered weights travel in: "held", the dtype of the parameters; or "codes", of the recipe's
+            weights, for those of two axes and more.
+
+    Returns:
+        A `Plan`.
+
+    Raises:
+        ValueError: an axis of no devices, or gathers of codes for a recipe that does not quantize weights.
+        TypeError: a part of a recipe is given for one.
+    """
+    recipe = resolve(recipe)
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"a plan is of a whole Recipe, not of {recipe!r}")
+    data, fsdp = mesh.get("data", 1), mesh.get("fsdp", 1)
+    if data < 1 or fsdp < 1:
+        raise ValueError(f"a mesh has at least one device along each axis, not data={data}, fsdp={fsdp}")
+    leaves = jax.tree.leaves(params)
+    count = sum(math.prod(x.shape) for x in leaves)
+    cut = count / fsdp
+    stored = {role: size for role, _, _, size in recipe.plan()}
+    held = formats.get(recipe.weights.held)
+    memory = {"parameters": cut * held.bytes_per_element}
+    if recipe.weights.master != recipe.weights.held:
+        memory["master weights"] = cut * stored["master weight"]
+    memory["first moments"] = cut * stored["first moment"]
+    memory["second moments"] = cut * stored["second moment"]
+    if microbatches > 1:
+        memory["sums of gradients"] = cut * 4
+    gradients = {"gradients": cut * held.bytes_per_element}
+    sent = 2 * cut if recipe.comm.spec is not None and data * fsdp > 1 else 0.0  # codes, and those that are received
+    moments = {
+        "loss": {"activations": activations, "logits": logits},
+        "backward pass": {"activations": activations, **gradients},
+        "reduction": {**gradients, "codes of gradients": sent},
+    }
+    peak = max(moments, key=lambda name: sum(moments[name].values()))
+    memory |= {name: size for name, size in moments[peak].items() if size}
+    if fsdp > 1:
+        memory["gathered weights"] = unsharded
+    memory["runtime"] = RUNTIME + (NCCL if data * fsdp > 1 else 0)
+    depths = jax.tree.leaves(jax.tree.broadcast(stacked, params))
+    sizes = [tuple(x.shape) for x in leaves]
+    return Plan(memory, peak, tuple(_exchanged(sizes, depths, recipe, data, fsdp, weights)))
+
+
+def _exchanged(
+    shapes: Sequence[tuple[int, ...]], depths: Sequence[int], recipe: Recipe, data: int, fsdp: int, weights: str
+) -> list[Collective]:
+    held = recipe.weights.held
+    comm = recipe.comm if recipe.comm.gradients is not None else Comm(held)
+    found: list[Collective] = []
+    matrices = [shape for shape in shapes if len(shape) >= 2]
+    if fsdp > 1:
+        spec = recipe.linear.spec("w") if weights == "codes" else None
+        if weights == "codes" and spec is None:
+            raise ValueError(f"weights 'codes': recipe {recipe.name!r} does not quantize weights; give 'held'")
+        total = sum(spec.nbytes(s) if spec else math.prod(s) * formats.get(held).bytes_per_element for s in matrices)
+        dtype = "u8" if spec else _NAMES[held]
+        found.append(Collective("all-gather", dtype, round(total / fsdp), fsdp, times=2))
+        whole = [PartitionSpec(*[None] * (len(s) - 1), "fsdp") if len(s) >= 2 else PartitionSpec() for s in shapes]
+        dims = [len(s) - 1 if len(place) else None for s, place in zip(shapes, whole, strict=True)]
+        found += reductions(shapes, comm, fsdp, depths=depths, dims=dims)
+        shapes = [(*s[:-1], max(s[-1] // fsdp, 1)) if len(s) >= 2 else s for s in shapes]
+    if data > 1:
+        found += reductions(shapes, comm, data, depths=depths, min_size=MIN_SIZE // fsdp)
+    return found
+
+
+def reductions(
+    shapes: Sequence[tuple[int, ...]],
+    comm: Comm,
+    replicas: int,
+    *,
+    depths: Sequence[int] | None = None,
+    dims: Sequence[int | None] | None = None,
+    min_size: int = MIN_SIZE,
+) -> list[Collective]:
+    """The collectives of `all_reduce_gradients` and `reduce_scatter_gradients`, one a kind and dtype.
+
+    Args:
+        shapes: of the gradients on a device.
+        comm: what travels and how.
+        replicas: devices.
+        depths: leading axes that stack layers.
+        dims: for each gradient the dimension that is scattered, or None.
+        min_size: gradients of fewer elements are summed in fp32.
+    """
+    depths = [0] * len(shapes) if depths is None else depths
+    dims = [None] * len(shapes) if dims is None else dims
+    sent: dict[tuple[str, str], int] = {}
+
+    def add(kind: str, dtype: str, nbytes: int) -> None:
+        sent[kind, dtype] = sent.get((kind, dtype), 0) + nbytes
+
+    coded: list[tuple[tuple[int, ...], QuantSpec, int | None]] = []
+    for shape, depth, dim in zip(shapes, depths, dims, strict=True):
+        size = math.prod(shape)
+        if comm.spec is None or size < max(min_size, 1) or not shape:
+            plain = comm.gradients if comm.gradients in ("bf16", "fp32") else "fp32"
+            assert plain is not None
+            kind = "all-reduce" if dim is None else "reduce-scatter"
+            add(kind, _NAMES[plain], size * int(formats.get(plain).bytes_per_element))
+        else:
+            coded.append((shape, dataclasses.replace(comm.spec, stacked=depth), dim))
+    for bucket in chunks.buckets([math.prod(shape) for shape, _, _ in coded]):
+        for shape, spec, dim in (coded[i] for i in bucket):
+            cut = Chunks(shape, spec, replicas)
+            add("all-reduce", "f32", 4 * math.prod(cut.counts))
+            if comm.form == "one_phase":
+                add("all-reduce" if dim is None else "reduce-scatter", _NAMES[spec.format], math.prod(shape))
+            elif dim is not None:
+                add("all-to-all", "u8", math.prod(shape))
+            else:
+                add("all-to-all", "u8", replicas * cut.size)
+                if not cut.whole_groups:
+                    add("all-reduce", "f32", 4 * math.prod(cut.counts))
+                add("all-gather", "u8", cut.size + (4 * cut.one[0] if cut.whole_groups else 0))
+    return [Collective(kind, dtype, size, replicas) for (kind, dtype), size in sent.items() if size]

@@ -1,0 +1,325 @@
+"""Means of gradients over data-parallel devices that travel in 8 bits (FP8-LM, section 2.1)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from fp8jax.core import blocks, formats
+from fp8jax.core.comm import Comm
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.dist import chunks, manual, shared
+from fp8jax.dist.chunks import Chunks
+from fp8jax.dist.factor import Factors, next_factor
+from fp8jax.ops import choice
+
+MIN_SIZE = 4096
+SUM_CAPABILITY = 90
+
+
+def all_reduce_gradients(
+    grads: Any,
+    axes: manual.Axes,
+    comm: Comm | Recipe | str = "e4m3",
+    *,
+    factors: Factors | None = None,
+    stacked: Any = 0,
+    min_size: int = MIN_SIZE,
+    decode: bool = True,
+) -> Any:
+    """The mean over data-parallel devices of each gradient, which travels in 8 bits.
+
+    To be called inside `jax.shard_map`, on the gradient of each device's own part of the batch, after microbatches
+    have been accumulated. What clips or counts norms comes after it, and so acts on what was decoded.
+
+    All devices quantize with one scale, of the largest magnitude that any has. In two phases each device is sent its
+    part of everybody's codes, sums these exactly, and quantizes the mean with a scale of its own largest magnitude; all
+    gather those codes. No step saturates. For e4m3 and int8 the result has the same bits in whatever order devices
+    come. In one phase NCCL adds the codes: at each addition it rounds to 8 bits, and what is too large becomes the
+    largest code (XLA on CPUs adds in fp16, rounds once, and makes NaN of sums of e4m3 that are too large). How many did
+    is told by `Factors.saturated`, and keeps `Factors.mu` in check.
+
+    Where any device has a NaN or Inf, all that shares its scale becomes NaN on every device: the tensor or the group.
+
+    Args:
+        grads: tree of gradients of floating dtypes and any shapes; zeros for parameters that are not used. Each
+            differs from device to device.
+        axes: name or names of the mesh axes that the batch is cut over.
+        comm: what travels and how: a `Comm`, a recipe for its own, or the string for `Comm.gradients`.
+        factors: the state of auto-scaling, from `init_factors`, for form "one_phase"; None lets sums take a
+            `1 / replicas` part of the range, in which they never saturate.
+        stacked: how many leading axes of a gradient stack layers, each of which has a scale of its own; an integer, or a
+            tree of them that is a prefix of `grads`.
+        min_size: gradients of fewer elements are summed in fp32.
+        decode: return arrays of the dtypes given; or else a `QTensor` for each gradient that was sent in 8 bits: a byte
+            an element, which `fp8lm_adamw` takes. Optax's clipping does not; `fp8jax.clip_by_global_norm` and `clipped` do.
+
+    Returns:
+        The tree of means, the same on all devices; with `factors`, a pair of it and the new factors.
+
+    Raises:
+        ValueError: outside of `jax.shard_map`, for gradients that are summed already, or for a `comm` that names no
+            format; or form "one_phase" on a GPU below compute capability 9.0.
+        TypeError: a gradient is not of a floating dtype.
+
+    Examples:
+        >>> import fp8jax, jax, jax.numpy as jnp
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> def step(w, x):
+        ...     grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        ...     return fp8jax.dist.all_reduce_gradients(grad, "data")
+        >>> whole, rows = jax.P(), jax.P("data")
+        >>> step = jax.shard_map(step, mesh=mesh, in_specs=(whole, rows), out_specs=whole, check_vma=False)
+        >>> jax.jit(step)(jnp.ones((64, 64)), jnp.ones((8, 64))).shape
+        (64, 64)
+    """
+    job = _Job.of("all_reduce_gradients", grads, axes, comm, factors, stacked, min_size)
+    return job.run([None] * len(job.leaves), decode)
+
+
+def reduce_scatter_gradients(
+    grads: Any,
+    axes: manual.Axes,
+    comm: Comm | Recipe | str = "e4m3",
+    *,
+    specs: Any,
+    factors: Factors | None = None,
+    stacked: Any = 0,
+    min_size: int = MIN_SIZE,
+) -> Any:
+    """As `all_reduce_gradients`, but each device is left with its part of those gradients whose parameters are sharded.
+
+    Two phases then are one: codes are sent once, and the means stay in fp32 precision. A gradient whose parameter is
+    not sharded over `axes` is reduced as `all_reduce_gradients` does it.
+
+    Args:
+        grads, axes, comm, factors, stacked, min_size: as of `all_reduce_gradients`. Gradients have the whole shapes.
+        specs: tree, or a prefix of `grads`, of the parameters' `PartitionSpec`s: the dimension that they cut over all
+            of `axes` is scattered. Other mesh axes in them say nothing here.
+
+    Returns:
+        The tree of means, in the shapes of each device's own parts; with `factors`, a pair of it and the new factors.
+
+    Raises:
+        ValueError, TypeError: as `all_reduce_gradients`; or a spec cuts over some of `axes` only, or where the devices
+            do not divide a dimension or its groups.
+    """
+    job = _Job.of("reduce_scatter_gradients", grads, axes, comm, factors, stacked, min_size)
+    cuts = jax.tree.leaves(jax.tree.broadcast(specs, grads, is_leaf=_is_spec), is_leaf=_is_spec)
+    dims = [_scattered(job, i, spec) for i, spec in enumerate(cuts)]
+    return job.run(dims, True)
+
+
+def resolve(comm: Comm | Recipe | str) -> Comm:
+    """The `Comm` of what a reduction is asked for by.
+
+    Raises:
+        ValueError: it leaves gradients to XLA.
+        TypeError: it is none of these.
+    """
+    found = Comm(comm) if isinstance(comm, str) else comm.comm if isinstance(comm, Recipe) else comm
+    if not isinstance(found, Comm):
+        raise TypeError(f"comm is a fp8jax.recipes.Comm, a recipe, or a string as 'e4m3', not {comm!r}")
+    if found.gradients is None:
+        raise ValueError(
+            "comm.gradients is None, which leaves the reduction to XLA; name a format, as 'e4m3' or 'bf16'"
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A reduction of a tree: what is asked for, checked."""
+
+    caller: str
+    paths: list[str]
+    leaves: list[Array]
+    treedef: Any
+    axes: tuple[str, ...]
+    replicas: int
+    comm: Comm
+    factors: Factors | None
+    specs: list[QuantSpec | None]
+
+    @classmethod
+    def of(
+        cls, caller: str, grads: Any, axes: manual.Axes, comm: Any, factors: Factors | None, stacked: Any, min_size: int
+    ) -> "_Job":
+        comm = resolve(comm)
+        replicas = manual.replicas(caller, axes, grads)
+        if factors is not None and comm.form != "one_phase":
+            raise ValueError(f"factors are of sums that may saturate, in form 'one_phase'; {comm.form!r} has none")
+        if comm.form == "one_phase" and choice.on_cuda() and choice.capability() < SUM_CAPABILITY:
+            raise ValueError(
+                f"comm.form 'one_phase': NCCL sums FP8 from compute capability 9.0 on, and this GPU has "
+                f"{choice.capability() / 10}; take 'two_phase'"
+            )
+        found: Any = jax.tree_util.tree_flatten_with_path(grads)
+        paths, leaves = [jax.tree_util.keystr(p) or "the gradient" for p, _ in found[0]], [x for _, x in found[0]]
+        depths = jax.tree.leaves(jax.tree.broadcast(stacked, grads))
+        specs: list[QuantSpec | None] = []
+        for path, x, depth in zip(paths, leaves, depths, strict=True):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise TypeError(f"{caller}: {path} has dtype {x.dtype}, which is no gradient's")
+            small = comm.spec is None or x.size < max(min_size, 1) or x.ndim == 0
+            specs.append(None if small else dataclasses.replace(comm.spec, stacked=depth))  # type: ignore[type-var]
+        return cls(caller, paths, leaves, found[1], manual.names(axes), replicas, comm, factors, specs)
+
+    def run(self, dims: list[int | None], decode: bool) -> Any:
+        """Reduces every gradient, scattered along its dimension where one is given."""
+        mus: list[Any] = [None] * len(self.leaves)
+        if self.factors is not None:
+            mus = self.treedef.flatten_up_to(self.factors.mu)
+        results: list[Any] = [None] * len(self.leaves)
+        stats: dict[int, tuple[Array, Array]] = {}
+        coded = [i for i, spec in enumerate(self.specs) if spec is not None]
+        for i in set(range(len(self.leaves))) - set(coded):
+            results[i] = self._plain(self.leaves[i], dims[i])
+        for bucket in chunks.buckets([self.leaves[i].size for i in coded]):
+            members = [coded[k] for k in bucket]
+            arrays, specs = [self.leaves[i] for i in members], [self.specs[i] for i in members]
+            scales = shared.shared_scales(arrays, specs, self.axes)  # type: ignore[arg-type]
+            whole = []
+            for i, x, spec, scale in zip(members, arrays, specs, scales, strict=True):
+                assert spec is not None
+                if self.comm.form == "one_phase":
+                    results[i], saturated = self._one_phase(x, spec, scale, mus[i], dims[i])
+                    stats[i] = saturated, jnp.all(jnp.isfinite(scale))
+                elif dims[i] is not None:
+                    results[i] = self._scatter(x, spec, scale, dims[i])  # type: ignore[arg-type]
+                else:
+                    whole.append((i, QTensor(shared.encode(x, spec, scale), scale, None, None, spec)))
+            for (i, _), mean in zip(whole, self._two_phases([q for _, q in whole]), strict=True):
+                results[i] = mean
+        if decode:
+            results = [
+                q.dequantize(x.dtype) if isinstance(q, QTensor) else q
+                for q, x in zip(results, self.leaves, strict=True)
+            ]
+        tree = self.treedef.unflatten(results)
+        if self.factors is None:
+            return tree
+        zero, yes = jnp.zeros((), jnp.float32), jnp.array(True)
+        found = [stats.get(i, (zero, yes)) for i in range(len(results))]
+        new = [next_factor(mu, *found, self.replicas) for mu, found in zip(mus, found, strict=True)]
+        return tree, Factors(self.treedef.unflatten(new), self.treedef.unflatten([s for s, _ in found]))
+
+    def _plain(self, x: Array, dim: int | None) -> Array:
+        """The mean, summed in the plain dtype asked for; of a small gradient in fp32."""
+        if not x.size:  # XLA on CPUs (jaxlib 0.11) crashes where it joins a sum of nothing to another
+            return jnp.zeros([n // self.replicas if i == dim else n for i, n in enumerate(x.shape)], x.dtype)
+        dtype = jnp.bfloat16 if self.comm.gradients == "bf16" else jnp.float32
+        sent = x.astype(dtype)
+        if dim is None:
+            total = lax.psum(sent, self.axes)
+        else:
+            total = lax.psum_scatter(sent, self.axes, scatter_dimension=dim, tiled=True)
+        return (total.astype(jnp.float32) * (1 / self.replicas)).astype(x.dtype)
+
+    def _two_phases(self, quantized: list[QTensor]) -> list[QTensor]:
+        """Means of codes under shared scales, quantized anew: all to all, exact sums, all-gather."""
+        if not quantized:
+            return []
+        fmt = formats.get(quantized[0].spec.format)
+        cuts = [Chunks(q.shape, q.spec, self.replicas) for q in quantized]
+        sizes = [cut.size for cut in cuts]
+        sent = jnp.concatenate([chunks.to_bytes(cut.cut(q.codes)) for cut, q in zip(cuts, quantized, strict=True)], 1)
+        received = lax.all_to_all(sent, self.axes, 0, 0, tiled=True)
+        index = lax.axis_index(self.axes)
+        means = []
+        for q, cut, raw in zip(quantized, cuts, chunks.split(received, sizes), strict=True):
+            codes = chunks.to_codes(raw, fmt).reshape(self.replicas, *cut.one)
+            scale = cut.own_scales(q.scale, index)
+            means.append(shared.sum_of_codes(codes, fmt) * (scale * (1 / self.replicas)))
+        largest = [jnp.max(shared.magnitude(mean), axis=1) for mean in means]
+        if not cuts[0].whole_groups:
+            largest = shared.maxima(largest, self.axes)
+        scales = [shared.to_scale(x, fmt) for x in largest]
+        anew = [fmt.encode(mean * (1 / scale)[:, None]) for mean, scale in zip(means, scales, strict=True)]
+        own = [chunks.to_bytes(codes.reshape(-1)) for codes in anew]
+        if cuts[0].whole_groups:
+            own += [chunks.to_bytes(scale) for scale in scales]
+        everyone = _gather(jnp.concatenate(own), self.axes)
+        parts = chunks.split(everyone, [x.size for x in own])
+        if cuts[0].whole_groups:
+            scales = [chunks.to_numbers(raw) for raw in parts[len(cuts) :]]
+        return [
+            QTensor(cut.join(chunks.to_codes(raw, fmt)), cut.join_scales(scale), None, None, cut.spec)
+            for cut, raw, scale in zip(cuts, parts, scales, strict=False)
+        ]
+
+    def _scatter(self, x: Array, spec: QuantSpec, scale: Array, dim: int) -> Array:
+        """A device's part of the mean: codes are sent to whom they concern, and summed there."""
+        fmt = formats.get(spec.format)
+        codes = shared.encode(x, spec, scale)
+        shape = (*x.shape[:dim], self.replicas, x.shape[dim] // self.replicas, *x.shape[dim + 1 :])
+        sent = jnp.moveaxis(chunks.to_bytes(codes).reshape(shape), dim, 0)
+        received = chunks.to_codes(lax.all_to_all(sent, self.axes, 0, 0, tiled=True), fmt)
+        total = shared.sum_of_codes(received, fmt)
+        scale = blocks.spread(self._own(scale, dim), total.shape, spec.block_shape(total.shape))
+        return (total * (scale * (1 / self.replicas))).astype(x.dtype)
+
+    def _one_phase(
+        self, x: Array, spec: QuantSpec, scale: Array, mu: Array | None, dim: int | None
+    ) -> tuple[Any, Array]:
+        """The mean by a sum of codes, and the part of it at the end of the range."""
+        fmt = formats.get(spec.format)
+        used = jnp.float32(1 / self.replicas) if mu is None else mu
+        scale = scale * (1 / used)
+        codes = shared.encode(x, spec, scale)
+        if dim is None:
+            total = lax.psum(codes, self.axes)
+        else:
+            total = lax.psum_scatter(codes, self.axes, scatter_dimension=dim, tiled=True)
+            scale = self._own(scale, dim)
+        values = total.astype(jnp.float32)
+        at_end = jnp.mean((jnp.abs(values) >= fmt.max) | jnp.isnan(values), dtype=jnp.float32)
+        if dim is not None:
+            at_end = lax.pmean(at_end, self.axes)
+        mean = QTensor(total, scale * (1 / self.replicas), None, None, spec)
+        return mean if dim is None else mean.dequantize(x.dtype), at_end
+
+    def _own(self, scale: Array, dim: int) -> Array:
+        """The scales of a device's part along a dimension."""
+        if scale.shape[dim] == 1:
+            return scale
+        length = scale.shape[dim] // self.replicas
+        return lax.dynamic_slice_in_dim(scale, lax.axis_index(self.axes) * length, length, dim)
+
+
+def _gather(x: Array, axes: tuple[str, ...]) -> Array:
+    """(devices, n) of the (n,) of each, the same on all."""
+    return lax.all_gather(x, axes, axis=0, to="invarying")
+
+
+def _scattered(job: _Job, i: int, spec: PartitionSpec) -> int | None:
+    """The dimension of a gradient that its parameter's spec cuts over all axes of the reduction."""
+    shape, path = job.leaves[i].shape, job.paths[i]
+    for dim, entry in enumerate(spec):
+        entries = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        common = [name for name in entries if name in job.axes]
+        if not common:
+            continue
+        if tuple(common) != job.axes:
+            raise ValueError(
+                f"{job.caller}: {path} is sharded over {common} of {job.axes}; reduce over these alone first"
+            )
+        quantized = job.specs[i]
+        unit = (quantized.group_size or 1) if quantized is not None and dim == len(shape) - 1 else 1
+        if shape[dim] % (job.replicas * unit):
+            groups = f" in groups of {unit}" if unit > 1 else ""
+            raise ValueError(
+                f"{job.caller}: {job.replicas} devices do not divide dimension {dim} of {path}, {shape}{groups}; "
+                "shard another dimension, or none"
+            )
+        return dim
+    return None
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)

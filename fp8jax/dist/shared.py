@@ -1,0 +1,62 @@
+"""Scales that all devices share, and sums of codes under them."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fp8jax.core import blocks, formats, scaling
+from fp8jax.core.spec import QuantSpec
+from fp8jax.dist.chunks import split
+
+
+def shared_scales(arrays: Sequence[Array], specs: Sequence[QuantSpec], axes: tuple[str, ...]) -> list[Array]:
+    """The scales of arrays of one shape on each device that fit all of them (FP8-LM, equation 4).
+
+    Ours divide, so that its minimum is a maximum here. The scale of a block where any device has a NaN or Inf is NaN.
+    """
+    largest = [
+        blocks.reduce(magnitude(x), spec.block_shape(x.shape), jnp.max, 0.0)
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+    together = maxima(largest, axes)
+    return [to_scale(x, formats.get(spec.format)) for x, spec in zip(together, specs, strict=True)]
+
+
+def magnitude(x: Array) -> Array:
+    """|x| in fp32, with infinity for NaN, which NCCL leaves out of maxima."""
+    absolute = jnp.abs(x.astype(jnp.float32))
+    return jnp.where(jnp.isnan(absolute), jnp.inf, absolute)
+
+
+def maxima(arrays: Sequence[Array], axes: tuple[str, ...]) -> list[Array]:
+    """The largest over devices of each array, in one collective."""
+    flat = jnp.concatenate([x.reshape(-1) for x in arrays])
+    parts = split(lax.pmax(flat, axes), [x.size for x in arrays])
+    return [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
+
+
+def to_scale(largest: Array, fmt: formats.Format) -> Array:
+    """The scales that take largest magnitudes to the largest code; NaN where one is infinite."""
+    return jnp.where(jnp.isinf(largest), jnp.nan, scaling.to_scale(largest, fmt))
+
+
+def encode(x: Array, spec: QuantSpec, scale: Array) -> Array:
+    """The codes of an array under scales of its blocks; NaN, or 0 in a format without, where a scale is NaN."""
+    reciprocal = blocks.spread(1 / scaling.usable(scale), x.shape, spec.block_shape(x.shape))
+    return formats.get(spec.format).encode(x.astype(jnp.float32) * reciprocal)
+
+
+def sum_of_codes(codes: Array, fmt: formats.Format) -> Array:
+    """The sum of codes along the first axis in units of the format, fp32.
+
+    It is exact until it is rounded to fp32 at the end, and so the same in any order; but that of e5m2, and of e4m3 of
+    more than 9,000 codes, is rounded at each addition.
+    """
+    if not fmt.is_float:
+        return jnp.sum(codes.astype(jnp.int32), axis=0).astype(jnp.float32)
+    values, steps = codes.astype(jnp.float32), codes.shape[0] * fmt.max / fmt.smallest
+    if not 2**24 < steps < 2**31:
+        return jnp.sum(values, axis=0)
+    whole = jnp.sum((values * (1 / fmt.smallest)).astype(jnp.int32), axis=0).astype(jnp.float32)
+    return jnp.where(jnp.any(jnp.isnan(values), axis=0), jnp.nan, whole * fmt.smallest)

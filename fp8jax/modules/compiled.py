@@ -1,0 +1,217 @@
+"""What XLA compiled: the products and kernels of a program, read from its text, and which of them lost their 8 bits.
+
+`fp8jax.ops` names its products in the program: `fp8jax:e4m3*e5m2` is one of codes of these formats. XLA keeps such
+names through its passes, so that what was asked for can be compared with what became of it.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fp8jax.ops.choice import Choice
+
+_EIGHT_BITS = re.compile(r"float8\w*|u?int8|f8\w+|[su]8")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.$-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w-]+)\((?P<args>.*)$")
+_OPERAND = re.compile(r"(?:(?P<type>\w+)\[[^\]]*\]\S* )?%(?P<name>[\w.$-]+)")
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.$-]+) ")
+_CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.$-]+)")
+_BRANCHES = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_NAME, _TARGET = re.compile(r'op_name="([^"]*)"'), re.compile(r'custom_call_target="([^"]*)"')
+_ASKED = re.compile(r"fp8jax:(\w+)\*(\w+)")
+_PRODUCTS = ("dot", "convolution", "scaled-dot", "ragged-dot", "custom-call")
+# XLA's names of dtypes of more than 8 bits.
+_WIDE = {"f64": "fp64", "f32": "fp32", "f16": "fp16", "bf16": "bf16", "s32": "int32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """Products of one kind in a program.
+
+    Attributes:
+        operation: primitive of JAX; or "dot", "convolution" or the target of a custom call of XLA.
+        operands: dtypes of the two operands, in JAX's names or XLA's.
+        written: how often it stands in the program.
+        executed: how often it runs, where loops have a known length.
+        asked: in compiled programs the formats that fp8jax asked to have multiplied, such as "e4m3 x e5m2"; "" where it
+            is no product of fp8jax.
+        kernel: name of a Mosaic or Triton kernel, or "".
+    """
+
+    operation: str
+    operands: tuple[str, ...]
+    written: int
+    executed: int
+    asked: str = ""
+    kernel: str = ""
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether both operands have 8 bits."""
+        return len(self.operands) == 2 and all(_EIGHT_BITS.fullmatch(name) for name in self.operands)
+
+    @property
+    def widened(self) -> str | None:
+        """What a product of two 8-bit operands runs in where it does not run on 8 bits, such as "bf16"; else None."""
+        formats = self.asked.split(" x ")
+        if not self.asked or self.eight_bit or any(name in ("bf16", "fp16", "fp32") for name in formats):
+            return None
+        return max((_WIDE.get(name, name) for name in self.operands), key=lambda name: name[-2:])
+
+    def __str__(self) -> str:
+        times = f"{self.written}" if self.written == self.executed else f"{self.written}, run {self.executed} times"
+        asked = f" for {self.asked}" if self.asked else ""
+        kernel = f" {self.kernel}" if self.kernel else ""
+        return f"{self.operation}{kernel} of {' x '.join(self.operands)}{asked}: {times}"
+
+
+class _Line(NamedTuple):
+    """An instruction of a computation: its parts, and the text it was read from."""
+
+    name: str
+    type: str
+    op: str
+    args: str
+    text: str
+
+
+def read(text: str) -> tuple[Product, ...]:
+    """The products, kernels and other custom calls of a program.
+
+    Args:
+        text: of an executable, `jax.jit(f).lower(...).compile().as_text()`.
+    """
+    computations, entry = _computations(text)
+    written: collections.Counter[tuple[str, tuple[str, ...], str, str]] = collections.Counter()
+    executed: collections.Counter[tuple[str, tuple[str, ...], str, str]] = collections.Counter()
+    runs = _runs(computations, entry)
+    for name, lines in computations.items():
+        for key in _products(lines):
+            written[key] += 1
+            executed[key] += runs.get(name, 1)
+    return tuple(
+        Product(operation, operands, n, executed[operation, operands, asked, kernel], asked, kernel)
+        for (operation, operands, asked, kernel), n in written.items()
+    )
+
+
+def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:
+    """The instructions of each computation, and the name of the one that the program begins with."""
+    found: dict[str, list[_Line]] = {}
+    entry, lines = "", list[_Line]()
+    for line in text.splitlines():
+        if line.endswith("{") and (head := _COMPUTATION.match(line)):
+            lines = found.setdefault(head["name"], [])
+            entry = head["name"] if head["entry"] else entry
+        elif match := _INSTRUCTION.match(line):
+            lines.append(_Line(match["name"], match["type"], match["op"], match["args"], line))
+    return found, entry
+
+
+def _runs(computations: Mapping[str, list[_Line]], entry: str) -> collections.Counter[str]:
+    """How often each computation runs; loops without a known length count once."""
+    calls: dict[str, collections.Counter[str]] = {}
+    for name, lines in computations.items():
+        calls[name] = collections.Counter()
+        for line in lines:
+            if "=" not in line.args:
+                continue
+            trips = _TRIPS.search(line.text) if line.op == "while" else None
+            listed = [name.strip().lstrip("%") for names in _BRANCHES.findall(line.args) for name in names.split(",")]
+            for called in {*_CALLED.findall(line.args), *listed} & computations.keys():
+                calls[name][called] += int(trips[1]) if trips else 1
+    runs: collections.Counter[str] = collections.Counter()
+
+    def visit(name: str, times: int) -> None:
+        runs[name] += times
+        for called, count in calls.get(name, {}).items():
+            visit(called, times * count)
+
+    visit(entry, 1)
+    return runs
+
+
+def _products(lines: Iterable[_Line]) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """Operation, operand dtypes, what was asked for, and kernel of each product and custom call."""
+    types: dict[str, str] = {}
+    for line in lines:
+        types[line.name] = line.type.lstrip("(").partition("[")[0]
+        if line.op not in _PRODUCTS:
+            continue
+        operands = list(_OPERAND.finditer(line.args.partition(")")[0]))[:2]
+        dtypes = tuple(found["type"] or types.get(found["name"], "?") for found in operands)
+        target, named = _TARGET.search(line.text), _NAME.search(line.text)
+        asked = _ASKED.search(named[1]) if named else None
+        formats = f"{asked[1]} x {asked[2]}" if asked else ""
+        operation = target[1] if target else line.op
+        kernel = _kernel(operation, named[1].split("/") if named else [])
+        # XLA merges what reads other operands than these two, such as scales, into the call.
+        product = "matmul" in operation or "gemm" in operation or "mosaic" in operation or not target
+        yield operation, dtypes, formats if product else "", kernel
+
+
+def _kernel(operation: str, names: list[str]) -> str:
+    """The name of a Mosaic or Triton kernel, from the names of the places that its call stands in."""
+    if not ("mosaic" in operation or "triton" in operation) or len(names) < 2:
+        return ""
+    return names[-2]
+
+
+def widened(
+    products: Iterable[Product], told: Iterable[tuple[str, Choice]] = (), backend: str = "cuda"
+) -> tuple[str, ...]:
+    """A line for each kind of product that was asked for in 8 bits and runs in more: in what, why, and what helps.
+
+    Args:
+        products: what `read` found.
+        told: what was said of the choices while the program was traced (`fp8jax.ops.choice.listening`).
+        backend: what it was compiled for.
+    """
+    reasons = list(dict.fromkeys(c.reason for name, c in told if name == "matmul" and c.impl == "xla"))
+    counts: dict[tuple[str, str], int] = collections.defaultdict(int)
+    for product in products:
+        if (wide := product.widened) is not None:
+            counts[product.asked, wide] += product.executed
+    found = []
+    for (asked, wide), n in counts.items():
+        reason, remedy = _explained(reasons, backend)
+        slow = ", slower than bf16" if wide in ("fp32", "fp64") and backend in ("cuda", "gpu") else ""
+        found.append(f"{n} products of {asked} run in {wide}{slow}: {reason}; {remedy}")
+    return tuple(found)
+
+
+_REMEDIES = (
+    ("switched off", "trace it without fp8jax.ops.choice.target(kernels=False)"),
+    ("asked for", "leave impl='xla' out"),
+    ("XLA_FLAGS=", "set that before JAX starts"),
+    ("shard_map", "map over all mesh axes, or make the others Explicit"),
+    ("no kernel for scales", "scales of tensors, rows, groups of 128 or blocks of 128x128 have kernels"),
+    ("take FP8 operands", "int8 codes with scales of tensors or rows are multiplied as they are; kernels take FP8"),
+    ("jax >= 0.11", "on this GPU codes save memory, no time"),
+)
+
+
+def _explained(reasons: list[str], backend: str) -> tuple[str, str]:
+    """Why products are not of 8 bits, and what helps."""
+    if backend not in ("cuda", "gpu"):
+        return f"XLA has no such product for {backend}", "the codes save memory there, no time"
+    lost = [reason for reason in reasons if "decoded" in reason]
+    if not lost:
+        reason = "XLA did not make cuBLASLt's FP8 product of what was written for it"
+        return reason, "set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false before JAX starts"
+    text = " and ".join(lost)
+    return text, next((remedy for sign, remedy in _REMEDIES if sign in text), "see fp8jax.ops.matmul.chosen")
+
+
+def describe(compiled: Any, told: Iterable[tuple[str, Choice]] = (), backend: str = "cuda") -> list[str]:
+    """Lines on an executable, for a log: its products and kernels, and those that lost their 8 bits, with the remedy.
+
+    Args:
+        compiled: what `jax.jit(f).lower(...).compile()` gives.
+        told, backend: as of `widened`.
+    """
+    products = read(compiled.as_text() or "")
+    lines = [f"compiled: {product}" for product in sorted(products, key=lambda p: -p.executed)]
+    return [*lines, *(f"WARNING: {line}" for line in widened(products, told, backend))]

@@ -1,0 +1,253 @@
+"""Layers whose scaling keeps a state: one product for NNX and Linen, and the state's variables in NNX models."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from fp8jax.core.recipe import OPERANDS, Linear
+from fp8jax.core.scaling import Automatic
+from fp8jax.modules.functions import scaled_linear
+from fp8jax.ops.linear import DimensionNumbers, check_precision
+from fp8jax.ops.product import QuantizedWeight
+from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
+from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
+
+
+class ScaledDotGeneral:
+    """`dot_general` of one layer whose scaling keeps a state; a subclass says where that is kept.
+
+    Its variables, each where the recipe's scaling needs it: states, by the names that `Stateful.variable` gives, which
+    are `x`, `w` and `dy` under delayed scaling; `seen_x` and `seen_w`, what calls observed since the last update; and
+    `slot`, whose cotangent is the largest magnitude of the output's gradient.
+    """
+
+    linear: Linear
+
+    def read(self, rhs: Array, contracted: int) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
+        """The layer's state, its slot, and its quantized weight if that is held; `rhs` is the weight."""
+        raise NotImplementedError
+
+    def note(self, observed: Observed) -> None:
+        """Merges what a call observed into what was seen, except in evaluation."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Array:
+        """`scaled_linear` called as layers call `jax.lax.dot_general`: last axes of an input by a kernel's first."""
+        (lhs_contract, rhs_contract), batch = dimension_numbers
+        n = len(lhs_contract)
+        ends = tuple(range(lhs.ndim - n, lhs.ndim)), tuple(range(n))
+        if (tuple(lhs_contract), tuple(rhs_contract)) != ends or any(batch):
+            raise ValueError(
+                f"{self.linear.scaling} scaling takes an input's last axes by a kernel's first, not {dimension_numbers}"
+            )
+        check_precision(precision)
+        lead, outputs = lhs.ndim - n, rhs.ndim - n
+        spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
+        x, w = merge(lhs, *[1] * lead, n), merge(rhs, n, outputs)
+        state, slot, held = self.read(rhs, n)
+        sharding = named(merged(spec, (*[1] * lead, outputs)), lhs, rhs)
+        y, observed = scaled_linear(x, w, state, slot, recipe=self.linear, quantized=held, out_sharding=sharding)
+        self.note(observed)
+        y = split(y, (*lhs.shape[:lead], *rhs.shape[n:]), spec)
+        return y.astype(preferred_element_type or lhs.dtype)
+
+
+def check_stateless(layer: str, linear: Linear) -> None:
+    """Raises ValueError where a layer that keeps no state, which `layer` names, would have to observe its operands."""
+    for operand in linear.states:
+        if observes(linear, operand):
+            kind = linear.scaling_name(operand)
+            raise ValueError(f"{layer}, which has no {kind} scaling; leave it out with a rule")
+
+
+def nothing_seen(linear: Linear, operand: str, stacked: tuple[int, ...] = ()) -> Array:
+    """What has been observed of an operand before the first call."""
+    return jnp.zeros((*stacked, *linear.states[operand].statistic), jnp.float32)
+
+
+class ScalingVariable(nnx.Variable):
+    """State of a scaling, and what calls of the current step have seen: module state, never differentiated."""
+
+
+class GradientStatistic(nnx.Variable):
+    """A slot whose cotangent is the largest magnitude of a gradient; never an argument of an optimizer."""
+
+
+class LayerScaling(ScaledDotGeneral, nnx.Module):
+    """The product of one NNX layer, with its state.
+
+    Attributes:
+        x, w, dy, or as `Stateful.variable` names them: states, fp32, with the leading axes of stacked layers.
+        seen_x, seen_w: what the calls since the last update observed, fp32.
+        slot: fp32 (...), zeros.
+        held: the weight quantized for all microbatches of a step, or None; `fp8jax.nnx.quantize_weights` sets it.
+        use_running_average: read the states and note nothing, as `model.eval()` sets it.
+    """
+
+    def __init__(self, linear: Linear, kernel: Array, inputs: int, outputs: int) -> None:
+        self.linear = linear
+        self.use_running_average = False
+        init = lambda w: init_scaling(linear, merge(w, inputs, outputs))  # noqa: E731
+        stacked = kernel.shape[: kernel.ndim - inputs - outputs]
+        for _ in stacked:
+            init = jax.vmap(init)
+        for operand, state in init(kernel)._asdict().items():
+            if state is not None:
+                setattr(self, linear.states[operand].variable(operand), ScalingVariable(state))
+        for operand in ("x", "w"):
+            if observes(linear, operand):
+                setattr(self, f"seen_{operand}", ScalingVariable(nothing_seen(linear, operand, stacked)))
+        if observes(linear, "dy"):
+            self.slot = GradientStatistic(jnp.zeros(stacked))
+        self.held: Any = nnx.data(None)
+
+    def read(self, rhs: Array, contracted: int) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
+        slot = self.slot[...] if hasattr(self, "slot") else None
+        return self.state(), slot, None if self.held is None else self.held.weight()
+
+    def note(self, observed: Observed) -> None:
+        if self.use_running_average:
+            return
+        for operand in ("x", "w"):
+            if (value := getattr(observed, operand)) is not None:
+                seen = getattr(self, f"seen_{operand}")
+                seen[...] = self.linear.states[operand].merged(seen[...], value)
+
+    def state(self) -> ScalingState:
+        return ScalingState(**{o: getattr(self, p.variable(o))[...] for o, p in self.linear.states.items()})
+
+    def tracked(self) -> nnx.Variable:
+        """The variable of the weight's state that comes from the optimizer."""
+        found: nnx.Variable = getattr(self, self.linear.states["w"].variable("w"))
+        return found
+
+    def advance(self, dy: Array | None, axis_name: Any = None) -> None:
+        """Ends a step: what was seen enters the states, and nothing is seen of the next one yet."""
+        seen = {o: getattr(self, f"seen_{o}")[...] for o in ("x", "w") if observes(self.linear, o)}
+        observed = seen | ({} if dy is None else {"dy": dy})
+        if axis_name is not None:
+            observed = {o: self.linear.states[o].over_replicas(value, axis_name) for o, value in observed.items()}
+        new = update_scaling(self.state(), Observed(**observed), self.linear)
+        for operand, state in new._asdict().items():
+            if state is not None:
+                getattr(self, self.linear.states[operand].variable(operand))[...] = state
+        for operand, value in seen.items():
+            getattr(self, f"seen_{operand}")[...] = jnp.zeros_like(value)
+
+
+def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: Any = None) -> nnx.State:
+    """Ends a step of a model whose scaling observes its operands, such as delayed scaling: updates its states in place.
+
+    Differentiate with respect to parameters and statistics, and give the optimizer what this returns:
+
+        wrt = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
+        loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt))(model, batch)
+        optimizer.update(model, fp8jax.nnx.advance_scaling(model, grads))
+
+    Under gradient accumulation call it once a step, with the statistics of the microbatches merged by maximum
+    (gradients are summed); under data parallelism in `jax.shard_map`, with `axis_name`.
+
+    Args:
+        model: a model that `fp8jax.nnx.quantize` gave a recipe with delayed scaling.
+        grads: gradients of `nnx.Any(nnx.Param, GradientStatistic)`.
+        axis_name: mesh axes of replicas inside `jax.shard_map`, whose observations are merged: largest magnitudes by
+            maximum, counts by sum.
+
+    Returns:
+        The gradients without the statistics.
+
+    Raises:
+        ValueError: the model has no such scaling, or `grads` lacks its statistics.
+    """
+    found = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)]
+    found = [(path, m) for path, m in found if any(observes(m.linear, operand) for operand in OPERANDS)]
+    if not found:
+        raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
+    statistics, rest = nnx.split_state(grads, GradientStatistic, ...)
+    seen = dict(nnx.to_flat_state(statistics))
+    for path, module in found:
+        if not hasattr(module, "slot"):
+            module.advance(None, axis_name)
+            continue
+        if (*path, "slot") not in seen:
+            raise ValueError("differentiate with respect to nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)")
+        leaf = seen[(*path, "slot")]
+        module.advance(leaf[...] if isinstance(leaf, nnx.Variable) else jnp.asarray(leaf), axis_name)
+    return rest
+
+
+def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]) -> None:
+    """Gives the layers of a model with automatic weight scaling their bounds, in place: call it after each update.
+
+        optimizer = nnx.Optimizer(model, optax.chain(optax.adamw(lr), fp8jax.track_weights()), wrt=nnx.Param)
+        optimizer.update(model, grads)
+        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
+
+    Evaluation reads the bounds, which are part of the model's state and of its checkpoints.
+
+    Args:
+        model: a model that `fp8jax.nnx.quantize` gave a recipe with automatic weight scaling.
+        bounds: what `fp8jax.weight_bounds` reads from the state of an optimizer of the model's parameters.
+
+    Raises:
+        ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
+    """
+    for path, layer in _tracked(model):
+        variable = layer.tracked()
+        variable[...] = of_stacked(bounds, (*map(str, path[:-1]), "kernel"), variable[...].shape)
+
+
+def measure_weights(model: nnx.Module) -> None:
+    """Measures the weights of a model with automatic weight scaling, in place: for parameters that were loaded.
+
+    Where training goes on with them, `fp8jax.measure_weights` measures them for the optimizer, too.
+
+    Raises:
+        ValueError: the model has no layer with automatic weight scaling.
+    """
+    modules = {path: module for path, module in nnx.iter_modules(model)}
+    for path, layer in _tracked(model):
+        variable, kernel = layer.tracked(), modules[path[:-1]].kernel[...]  # type: ignore[attr-defined]
+        variable[...] = of_stacked({(): Automatic().measure(kernel)}, (), variable[...].shape)
+
+
+def of_stacked(found: Mapping[tuple[str, ...], Array], path: tuple[str, ...], stacked: tuple[int, ...]) -> Array:
+    """The bounds of stacked layers from those of all matrices in the last two axes of the kernel at a path."""
+    if path not in found:
+        raise ValueError(f"the optimizer follows no parameter {'/'.join(path)}: its state is another model's")
+    bounds = found[path]
+    if bounds.shape[: len(stacked)] != stacked:
+        raise ValueError(f"automatic scaling takes kernels stacked along their first axes, {stacked}: {bounds.shape}")
+    return jnp.max(bounds, axis=tuple(range(len(stacked), bounds.ndim)))
+
+
+def _tracked(model: nnx.Module) -> list[tuple[Any, LayerScaling]]:
+    layers = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling) and m.linear.tracked]
+    if not layers:
+        raise ValueError("the model has no layer with automatic weight scaling")
+    return layers
+
+
+def kernel_axes(layer: Any) -> tuple[int, int]:
+    """How many of the last axes of a layer's kernel are inputs and outputs; `nnx.vmap` puts others before them."""
+    if isinstance(layer, nnx.Linear):
+        return 1, 1
+    return len(_tuple(layer.in_features)), len(_tuple(layer.out_features))
+
+
+def _tuple(features: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (features,) if isinstance(features, int) else tuple(features)

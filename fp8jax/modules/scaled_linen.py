@@ -1,0 +1,172 @@
+"""Scaling with a state in Linen models: states and statistics of gradients in collections of their own."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound, ScopeVariableNotFoundError
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array
+
+from fp8jax.core.recipe import OPERANDS, Linear
+from fp8jax.core.scaling import Automatic
+from fp8jax.modules.rules import Rules, ordered
+from fp8jax.modules.scaled import ScaledDotGeneral, nothing_seen, of_stacked
+from fp8jax.ops.product import QuantizedWeight
+from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
+from fp8jax.ops.sharding import merge
+
+SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
+
+
+@dataclasses.dataclass(frozen=True)
+class LinenScaling(ScaledDotGeneral):
+    """The product of one Linen layer while it runs; its variables are the layer's.
+
+    States and what was seen are in the collection "fp8jax_scaling", the slot in "fp8jax_statistics".
+    """
+
+    linear: Linear
+    layer: nn.Module
+
+    def read(self, rhs: Array, contracted: int) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
+        weight, slot = merge(rhs, contracted, rhs.ndim - contracted), None
+        try:
+            states = {
+                operand: self.layer.variable(SCALING, part.variable(operand), self._init, operand, weight).value
+                for operand, part in self.linear.states.items()
+            }
+            for operand in ("x", "w"):
+                if observes(self.linear, operand):
+                    self.layer.variable(SCALING, f"seen_{operand}", nothing_seen, self.linear, operand)
+            if observes(self.linear, "dy"):
+                slot = self.layer.variable(STATISTICS, "slot", jnp.zeros, ()).value
+        except (ModifyScopeVariableError, ScopeCollectionNotFound, ScopeVariableNotFoundError) as error:
+            name = "/".join(self.layer.path) or "the layer"
+            statistics = f" and {STATISTICS!r}" if observes(self.linear, "dy") else ""
+            kinds = " and ".join(sorted({self.linear.scaling_name(operand) for operand in self.linear.states}))
+            raise ValueError(
+                f"{name} has {kinds} scaling: give `apply` the collections {SCALING!r}{statistics} that `init` makes, "
+                "and name them in variable_axes of `nn.scan` and `nn.vmap`; or take a recipe with current scaling"
+            ) from error
+        return ScalingState(**states), slot, None
+
+    def note(self, observed: Observed) -> None:
+        if not self.layer.is_mutable_collection(SCALING) or self.layer.is_initializing():
+            return
+        for operand in ("x", "w"):
+            if (value := getattr(observed, operand)) is not None:
+                seen: Any = self.layer.get_variable(SCALING, f"seen_{operand}")
+                merged = self.linear.states[operand].merged(seen, value)
+                self.layer.put_variable(SCALING, f"seen_{operand}", merged)
+
+    def _init(self, operand: str, weight: Array) -> Array:
+        state: Array = getattr(init_scaling(self.linear, weight), operand)
+        return state
+
+
+def advance_scaling(
+    scaling: Mapping[str, Any], statistics: Mapping[str, Any], rules: Rules | None = None, *, axis_name: Any = None
+) -> dict[str, Any]:
+    """Ends a step of a model whose scaling observes its operands, such as delayed scaling: its states for the next one.
+
+        variables = model.init(key, x)                  # params, fp8jax_scaling, fp8jax_statistics
+
+        def loss_fn(params, statistics, scaling, x):
+            variables = {"params": params, "fp8jax_statistics": statistics, "fp8jax_scaling": scaling}
+            y, new = model.apply(variables, x, mutable=["fp8jax_scaling"])
+            return loss(y), new["fp8jax_scaling"]
+
+        (value, scaling), (grads, seen) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(...)
+        scaling = fp8jax.linen.advance_scaling(scaling, seen)
+
+    Under gradient accumulation call it once a step: hand the scaling from one microbatch to the next, and merge the
+    statistics by maximum (gradients are summed); under data parallelism in `jax.shard_map`, give `axis_name`. A layer
+    that is called twice in one step sees the sum of its calls' gradients' maxima.
+
+    Args:
+        scaling: the collection "fp8jax_scaling" after the step's last `apply`.
+        statistics: cotangents of the collection "fp8jax_statistics".
+        rules: what `fp8jax.linen.quantize` was given; delayed scaling needs none.
+        axis_name: mesh axes of replicas inside `jax.shard_map`, whose observations are merged.
+
+    Returns:
+        The collection "fp8jax_scaling" for the next step. In evaluation nothing is advanced: do not make the collection
+        mutable.
+
+    Raises:
+        ValueError: the two collections are not of the same layers, or the rules are missing.
+    """
+    flat, slots = flatten_dict(scaling), flatten_dict(statistics)
+    layers = {path[:-1] for path in flat}
+    others = {path[:-1] for path in slots}
+    if not layers or not others <= layers:
+        raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
+    for layer in layers:
+        own = {path[-1]: leaf for path, leaf in flat.items() if path[:-1] == layer}
+        linear = _linear(layer, own, rules)
+        observing = {operand: part for operand, part in linear.states.items() if observes(linear, operand)}
+        if ("dy" in observing) != (layer in others):
+            raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
+        states = {operand: own[part.variable(operand)] for operand, part in linear.states.items()}
+        seen = {o: slots[*layer, "slot"] if o == "dy" else own[f"seen_{o}"] for o in observing}
+        if axis_name is not None:
+            seen = {operand: observing[operand].over_replicas(value, axis_name) for operand, value in seen.items()}
+        new = update_scaling(ScalingState(**states), Observed(**seen), linear)
+        for operand, part in linear.states.items():
+            flat[*layer, part.variable(operand)] = getattr(new, operand)
+        for operand in set(observing) & {"x", "w"}:
+            flat[*layer, f"seen_{operand}"] = jnp.zeros_like(own[f"seen_{operand}"])
+    return unflatten_dict(flat)
+
+
+def set_weight_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...], Array]) -> dict[str, Any]:
+    """Gives the layers of a model with automatic weight scaling their bounds: call it after each update.
+
+        updates, opt_state = tx.update(grads, opt_state, params)  # of a chain that ends with fp8jax.track_weights()
+        scaling = fp8jax.linen.set_weight_bounds(scaling, fp8jax.weight_bounds(opt_state))
+
+    Args:
+        scaling: the collection "fp8jax_scaling".
+        bounds: what `fp8jax.weight_bounds` reads from the state of an optimizer of the collection "params".
+
+    Returns:
+        The collection for the next step, and for evaluation.
+
+    Raises:
+        ValueError: the model has no such layer, or the optimizer follows none of a layer's weights.
+    """
+    flat, name = flatten_dict(scaling), Automatic().variable("w")
+    if not any(path[-1] == name for path in flat):
+        raise ValueError("the model has no layer with automatic weight scaling")
+    for path, old in flat.items():
+        if path[-1] == name:
+            flat[path] = of_stacked(bounds, (*path[:-1], "kernel"), old.shape)
+    return unflatten_dict(flat)
+
+
+def measure_weights(scaling: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """The collection "fp8jax_scaling" of a model with automatic weight scaling, for parameters that were loaded.
+
+    Where training goes on with them, `fp8jax.measure_weights` measures them for the optimizer, too.
+
+    Raises:
+        ValueError: the model has no layer with automatic weight scaling.
+    """
+    kernels = flatten_dict(nn.meta.unbox(params))
+    bounds = {path: Automatic().measure(kernel) for path, kernel in kernels.items() if jnp.ndim(kernel) >= 2}
+    return set_weight_bounds(scaling, bounds)
+
+
+def _linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: Rules | None) -> Linear:
+    """The recipe of a layer with these variables in the collection of states."""
+    if rules is not None:
+        found = ordered(rules).choice("/".join(layer)).linear
+        if found is None or not {part.variable(o) for o, part in found.states.items()} <= set(variables):
+            raise ValueError(f"{'/'.join(layer)} has other variables of scaling than the rules give it")
+        return found
+    if not set(OPERANDS) <= set(variables):
+        raise ValueError(f"{'/'.join(layer)} has no delayed scaling: give advance_scaling the rules of `quantize`, too")
+    return Linear("e4m3", "e4m3", "e5m2", scaling="delayed", history=variables["x"].shape[-1])

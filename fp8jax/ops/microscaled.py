@@ -1,0 +1,175 @@
+"""Microscaled operands of the three products of a linear layer (MOSS, section 3.1), each rounded once.
+
+Forward and for the input's gradient a row of an operand is contracted, so its powers of two go into its codes (`fold`)
+and its scale comes after the sum. The weight's gradient sums over tokens, where each row of both operands has a scale
+of its own. Neither is quantized a second time for it: the gradient's codes are transposed as they are, and its scales,
+together with the input's, go into the input's operand. Where the input is kept as codes these are shifted: a row's
+scale of the gradient is chosen as a power of two over the input's, so that the product of both is a power of two, and
+a code changes by its exponent alone. Where the input is made again its values take the gradient's scales before they
+are rounded. Either way the operands of the weight's gradient have one scale each, which no sum needs inside.
+
+A shifted code stays exact while it is normal. In e4m3 those lie within 2^-14.8 of the largest that any token adds;
+below, codes lose a bit each octave, and are zero under 2^-18.8: what such a token adds to the sum is as much smaller.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fp8jax.core import formats, scaling
+from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.recipe import SAME, Linear
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import fused, fused_rows
+from fp8jax.ops.choice import by_platform, capability, tell
+from fp8jax.ops.fused_reference import row_peaks
+from fp8jax.ops.partition import Cut, partitioned
+from fp8jax.ops.quantize import chosen, quantize, transpose
+
+# How far an input that is made again may lie above what it was: the rounding of what it is made from.
+ABOVE = 1.13
+# The largest scale whose reciprocal is a normal number.
+LARGEST = 2.0**125
+
+
+def shares_tokens(recipe: Linear) -> bool:
+    """Whether the weight's gradient has scales of tokens to share out among its operands, as above."""
+    spec = recipe.spec("x_wgrad"), recipe.spec("dy_wgrad")
+    return recipe.x_wgrad == recipe.dy_wgrad == SAME and any(s is not None and s.folds for s in spec)
+
+
+def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None, *, part: fused.Part | None = None) -> QTensor:
+    """A matrix (M, N), or its transposed copy, microscaled and folded: codes with one scale a row.
+
+    Args:
+        x: (M, N), floating.
+        spec: of granularity "mx" with a level 1.
+        level: fp32 (M, 1): scales of level 1; the scale of a row is the smallest power of two times its own that holds
+            it, the smallest normal number for a row of zeros. None takes them from `x`, as the spec says.
+        part: what the matrix is computed from, where that is known.
+
+    Returns:
+        (M, N), of granularity "token".
+    """
+    rows = QuantSpec(spec.format, "token")
+    if level is None and (found := fused_rows.held(part, spec)) is not None:
+        return found
+    if level is None and spec.level1 == "token":
+        # The largest power of two of a row is that of its largest group: 1. It is folded into codes of the row's own.
+        q, _ = quantize(x, rows)
+        assert q is not None
+        return q
+    choice = chosen(x, rows)
+    tell("fold", choice)
+    reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
+    return reference(x, level) if choice.impl == "xla" else by_platform(x, level, cuda=kernel, default=reference)
+
+
+def _reference(spec: QuantSpec, x: Array, level: Array | None) -> QTensor:
+    fmt, largest = formats.get(spec.format), row_peaks(x)[:, None]
+    if level is None:
+        level = scaling.to_scale(jnp.max(largest, initial=0.0), fmt)
+    return quantize_with_scale(x, QuantSpec(spec.format, "token"), scaling.power_above(largest, level, fmt))
+
+
+def _kernel(spec: QuantSpec, x: Array, level: Array | None) -> QTensor:
+    from pallas_kernels import maxima_triton, quantize_rows_triton
+
+    fmt, rows = formats.get(spec.format), QuantSpec(spec.format, "token")
+
+    def fold(cut: Cut, x: Array, level: Array | None) -> tuple[Array, Array]:
+        if level is None:
+            largest = maxima_triton.maxima(x, tensor=True, compute_capability=capability())[0]
+            assert largest is not None
+            level = scaling.to_scale(cut.maximum(largest, "m"), fmt)
+        coding = fused.coding(rows)
+        return quantize_rows_triton.quantize_rows(x, coding, level=level, compute_capability=capability())[:2]
+
+    codes, scale = partitioned(
+        "fold_rows", spec, fold, (x, level), ("m -", None if level is None else "m -"), ("m -", "m -")
+    )
+    return QTensor(codes, scale, None, None, rows)
+
+
+def gradient_operands(
+    dy: Array, spec: QuantSpec, scale: Array | None, part: fused.Part | None = None
+) -> tuple[QTensor, QTensor]:
+    """The output's gradient (tokens, outputs), microscaled and folded, and its codes transposed.
+
+    Args:
+        dy: (tokens, outputs).
+        spec: of granularity "mx" with a level 1.
+        scale: of the input's codes, one or one a token, which the scales of `dy` divide; None if it is made again.
+            Under a level 1 of the tensor the scales are what they are: powers of two times one.
+        part: what `dy` is computed from, where that is known.
+
+    Returns:
+        Of granularity "token"; and (outputs, tokens) of "tensor" with scale 1: another operand takes the scales.
+    """
+    if spec.level1 == "tensor":
+        rows = fold_rows(dy, spec)
+        return rows, one_scale(rows)
+    ones = jnp.ones((dy.shape[0], 1), jnp.float32)
+    level = None if scale is None else ones / scale.astype(jnp.float32)
+    if (found := fused_rows.cotangent(part, spec, level)) is not None:
+        return found
+    rows = fold_rows(dy, spec, ones if level is None else level)
+    return rows, one_scale(rows)
+
+
+def one_scale(q: QTensor) -> QTensor:
+    """Codes of rows transposed as they are, (N, M), whose scales another operand has taken; others with their own."""
+    if q.spec.granularity == "tensor":
+        return transpose(q)
+    return transpose(QTensor(q.codes, jnp.ones((1, 1), jnp.float32), None, None, QuantSpec(q.spec.format)))
+
+
+def shifted(kept: QTensor, dy: QTensor) -> QTensor:
+    """Codes of the input (tokens, inputs) as the operand (inputs, tokens) with the scales of tokens, its own and dy's.
+
+    Args:
+        kept: of one scale or one a token.
+        dy: likewise; products of both scales are powers of two times one number.
+
+    Returns:
+        Of granularity "tensor".
+    """
+    scale = kept.scale.astype(jnp.float32) * tokens(dy)
+    top = jnp.max(scale, initial=formats.TINY).reshape(1, 1)
+    # A power of two but for the last bits of the scales' product, which rounding to the nearest one takes away.
+    power = formats.decode_e8m0(formats.encode_e8m0(jnp.maximum(scale * (1 / top), formats.TINY), "nearest"))
+    power = jnp.where(jnp.isnan(scale), jnp.nan, power)
+    codes = (kept.codes.astype(jnp.float32) * power).astype(kept.codes.dtype)
+    return transpose(QTensor(codes, top, None, None, QuantSpec(kept.spec.format)))
+
+
+def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused.Part | None = None) -> QTensor:
+    """An input that was made again (tokens, inputs), as the operand (inputs, tokens) with the scales of tokens of dy.
+
+    Args:
+        x: (tokens, inputs).
+        scale: that of the input's codes forward, one or one a token: it tells how large `x` is.
+        dy: of one scale or one a token.
+        spec: gives the format.
+        part: what `x` is computed from, where that is known.
+
+    Returns:
+        Of granularity "tensor".
+    """
+    factor = tokens(dy)
+    top = jnp.max(ABOVE * scale.astype(jnp.float32) * factor, initial=formats.TINY)
+    # Scales beyond fp32, of tokens without a gradient, are as good as the largest: their codes are 0.
+    rows = jnp.minimum(top / jnp.broadcast_to(factor, (x.shape[0], 1)), LARGEST)
+    if (found := fused_rows.columns(part, spec, rows)) is not None:
+        return dataclasses.replace(found, scale=top.reshape(1, 1))
+    values = x.astype(jnp.float32) * factor
+    _, columns = quantize(values, None, QuantSpec(spec.format), scale=top)
+    assert columns is not None
+    return columns
+
+
+def tokens(dy: QTensor) -> Array:
+    """The scales of tokens of a gradient, fp32 (tokens, 1); 1 where it has one scale for all, which stays its own."""
+    return jnp.ones((), jnp.float32) if dy.spec.granularity == "tensor" else lax.stop_gradient(dy.scale)

@@ -1,0 +1,370 @@
+"""Operand sources: what a product is given for its input and for its weight, and what it saves of each.
+
+A product y = x @ w reads both matrices twice: forward, and in the gradient of the other one. A source says where the
+codes come from. All sources have one contract:
+
+    operand = source.forward(matrix, side)              # codes for the forward product, or the matrix itself
+    residual = source.residual(matrix, operand, side)   # what is saved for the backward pass
+    operand = residual.operand(side, gradient)          # codes for the backward product, from the residual alone
+
+| source | its codes | its residual |
+|---|---|---|
+| `Plain` | made in the product, under a given scale or the matrix's own | `Matrix`: the matrix |
+| `Codes` | made before, shared by all products of one input | `Saved`: these codes |
+| `Again` | likewise | `MadeAgain`: what the operation before has saved, and one scale |
+| `Held` | a weight's, made once a step, for both of its products | `Ready`: those of the second one |
+
+A new one (a pair of blocks, shards that are gathered and gathered again) is a class with `forward` and `residual`, and
+one for its residual with `operand`. Both are pytrees without gradients: FP8 codes are in them as bytes, because an FP8
+array may not enter a differentiated function. `of_input` and `of_weight` choose the source: what a product saves is
+decided there and nowhere else.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Linear
+from fp8jax.core.scaling import Scaling
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.ops import fused, microscaled
+from fp8jax.ops.matmul import Operand
+from fp8jax.ops.quantize import quantize, transpose
+from fp8jax.ops.saveable import INPUT, named
+from fp8jax.ops.saved import NOTHING, Gradient, Origin, Remade, from_bytes, to_bytes
+from fp8jax.ops.sharding import rows_of
+
+
+class Side(NamedTuple):
+    """How a recipe quantizes one of the two matrices of a product.
+
+    Attributes:
+        forward: in the forward product; None for as it is.
+        backward: in the backward product.
+        saved: what is saved of it, if codes are.
+        turned: whether the forward product reads the transposed matrix, and the backward product the matrix itself;
+            else it is the other way round.
+        strategy: where per-tensor scales come from, as of `fp8jax.ops.quantize.quantize`.
+        shared: whether the operand of the backward product takes the scales of tokens of both operands
+            (`fp8jax.ops.microscaled`).
+    """
+
+    forward: QuantSpec | None
+    backward: QuantSpec | None
+    saved: QuantSpec | None
+    turned: bool
+    strategy: Scaling
+    shared: bool = False
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether both products read the matrix under one scale for all of it: cheaper to save than to find again."""
+        spec = self.forward
+        return spec is not None and spec == self.backward and spec.granularity == "tensor"
+
+
+def input_side(recipe: Linear) -> Side:
+    """The input x (tokens, inputs): forward as it is, transposed in the weight's gradient."""
+    specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("saved")
+    return Side(*specs, turned=False, strategy=recipe.own_strategy("x"), shared=microscaled.shares_tokens(recipe))
+
+
+def weight_side(recipe: Linear) -> Side:
+    """The weight w (inputs, outputs): forward transposed, as it is in the input's gradient."""
+    return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, turned=True, strategy=recipe.own_strategy("w"))
+
+
+class Residual(Protocol):
+    """What a product saves of a matrix."""
+
+    @property
+    def token_scale(self) -> Array | None:
+        """Scale of the codes, one or one a token, where the gradient's scales may be chosen to go with it."""
+        ...
+
+    def operand(self, side: Side, gradient: Gradient | None) -> Operand:
+        """The operand of the backward product; `gradient` is what is known of that of an input."""
+        ...
+
+
+class Source(Protocol):
+    """Where the codes of a matrix come from."""
+
+    def forward(self, matrix: Array, side: Side) -> Operand:
+        """The operand of the forward product."""
+        ...
+
+    def residual(self, matrix: Array, operand: Operand, side: Side) -> Residual:
+        """What is saved, given the operand of the forward product."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """The matrix itself, and the scale of its codes where both products have one."""
+
+    values: Array
+    scale: Array | None
+    token_scale = None
+
+    def __str__(self) -> str:
+        return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
+
+    def operand(self, side: Side, gradient: Gradient | None) -> Operand:
+        return encode(self.values, side.backward, side.strategy, scale=self.scale, turned=not side.turned)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Codes of the input as bytes, (tokens, inputs)."""
+
+    codes: QTensor
+
+    def __str__(self) -> str:
+        return f"codes, {self.codes.spec}"
+
+    @property
+    def token_scale(self) -> Array:
+        return self.codes.scale
+
+    def operand(self, side: Side, gradient: Gradient | None) -> Operand:
+        codes, spec = from_bytes(self.codes), side.backward
+        if side.shared:
+            assert gradient is not None
+            assert gradient.codes is not None
+            return microscaled.shifted(codes, gradient.codes)
+        if spec is None:
+            return codes.dequantize(jax.numpy.bfloat16).T
+        if spec == codes.spec and spec.granularity in TRANSPOSABLE:
+            return transpose(codes)
+        return encode(codes.dequantize(), spec, side.strategy, turned=True)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["saved", "scale"], meta_fields=["operation", "shape", "dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class MadeAgain:
+    """What the operation has saved that made the input, and the scale of the input's codes: one, or one a token."""
+
+    operation: Remade
+    saved: Any
+    scale: Array | None
+    shape: tuple[int, int]
+    dtype: DTypeLike
+    token_scale = None
+
+    def __str__(self) -> str:
+        return "nothing; the operation before makes it again"
+
+    def operand(self, side: Side, gradient: Gradient | None) -> Operand:
+        assert gradient is not None
+        made, part, gradient.foreseen = self.operation.again(self.saved, gradient)
+        matrix = rows_of(made.astype(self.dtype), *self.shape)
+        scale = self.scale if side.backward == side.saved else None
+        part = None if part is None or made.shape[-1] != matrix.shape[-1] else part.cast(self.dtype)
+        operand: Operand
+        if side.shared:
+            assert self.scale is not None
+            assert side.backward is not None
+            assert gradient.codes is not None
+            operand = microscaled.made_again(matrix, self.scale, gradient.codes, side.backward, part)
+        else:
+            operand = encode(matrix, side.backward, side.strategy, scale=scale, turned=True, part=part)
+        if part is not None and part.result.ahead is not None:
+            gradient.foreseen = part.result.ahead
+        return operand
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """The operand of the backward product, its codes as bytes."""
+
+    codes: QTensor
+    token_scale = None
+
+    def operand(self, side: Side, gradient: Gradient | None) -> Operand:
+        return from_bytes(self.codes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
+
+    Products of one input save the same array of its values.
+    """
+
+    scale: Array | None = None
+    values: Array | None = None
+
+    def forward(self, matrix: Array, side: Side) -> Operand:
+        return encode(matrix, side.forward, side.strategy, scale=self.scale, turned=side.turned)
+
+    def residual(self, matrix: Array, operand: Operand, side: Side) -> Matrix:
+        shared = side.one_scale and isinstance(operand, QTensor)
+        values = matrix if self.values is None else self.values
+        return Matrix(values, operand.scale if shared else self.scale)  # type: ignore[union-attr]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """Codes of an input that were made before, as bytes, (tokens, inputs), as the recipe saves them.
+
+    The forward product reads them, too, unless the recipe saves others than it multiplies.
+    """
+
+    codes: QTensor
+    scale: Array | None = None
+
+    def forward(self, matrix: Array, side: Side) -> Operand:
+        if side.saved == side.forward:
+            return from_bytes(self.codes)
+        return encode(matrix, side.forward, side.strategy, scale=self.scale)
+
+    def residual(self, matrix: Array, operand: Operand, side: Side) -> Saved:
+        return Saved(self.codes)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["saved", "first"], meta_fields=["operation"])
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """An input that the operation before makes again from what it has saved; `first` is its source forward."""
+
+    operation: Remade
+    saved: Any
+    first: "Plain | Codes"
+
+    def forward(self, matrix: Array, side: Side) -> Operand:
+        return self.first.forward(matrix, side)
+
+    def residual(self, matrix: Array, operand: Operand, side: Side) -> MadeAgain:
+        codes, scale = getattr(self.first, "codes", None), None
+        # One scale is cheaper to save than to find again (COAT, section D).
+        if codes is not None and (codes.spec.granularity == "tensor" or side.shared):
+            scale = codes.scale
+        return MadeAgain(self.operation, self.saved, scale, matrix.shape, matrix.dtype)  # type: ignore[arg-type]
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight as the products read it, made once for all calls of a step by `quantize_weight`.
+
+    Codes are kept as bytes, which unlike FP8 arrays may enter a differentiated function.
+
+    Attributes:
+        forward: (outputs, inputs).
+        dgrad: (inputs, outputs).
+    """
+
+    forward: QTensor
+    dgrad: QTensor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A weight whose codes for both products were made before; the weight itself is not saved."""
+
+    weight: QuantizedWeight
+
+    def forward(self, matrix: Array, side: Side) -> Operand:
+        return from_bytes(self.weight.forward)
+
+    def residual(self, matrix: Array, operand: Operand, side: Side) -> Ready:
+        return Ready(self.weight.dgrad)
+
+
+def of_input(
+    x: Array,
+    side: Side,
+    *,
+    key: Array | None = None,
+    scale: Array | None = None,
+    origin: Origin = NOTHING,
+    share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
+) -> Source:
+    """The source of an input, and with it what the product saves of it.
+
+    Args:
+        x: (tokens, inputs).
+        side: how the recipe quantizes it.
+        key: for codes that are saved rounded stochastically.
+        scale: fp32, given for its codes; None takes it from `x`.
+        origin: what is known of `x`.
+        share: gives what another product has made so of `x` to save it, or makes it.
+    """
+    source: Plain | Codes
+    if side.saved is None:
+        source = Plain(scale, share(lambda: lax.stop_gradient(x)))
+    else:
+        make = functools.partial(make_codes, x, side.saved, side.strategy, key=key, scale=scale, part=origin.part)
+        source = Codes(share(lambda: named(make(), INPUT)), scale)
+    # Codes rounded stochastically can be made again only with their key.
+    if origin.again is None or (side.saved is not None and side.saved.rounding == "stochastic"):
+        return source
+    return Again(*origin.again, source)
+
+
+def of_weight(
+    w: Array, recipe: Linear, *, scale: Array | None = None, quantized: QuantizedWeight | None = None
+) -> Source:
+    """The source of a weight (inputs, outputs), and with it what the product saves of it.
+
+    Raises:
+        ValueError: `quantized` is of a weight of another shape or recipe.
+    """
+    if quantized is None:
+        return Plain(scale)
+    found = (quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec)
+    if found != (w.shape, recipe.spec("w"), recipe.spec("w_dgrad")):
+        specs = f"specs {recipe.w} and {recipe.w_dgrad}"
+        raise ValueError(f"a weight {w.shape} of {specs} was given quantized as {found[0]}, {found[1]} and {found[2]}")
+    return Held(quantized)
+
+
+def make_codes(
+    x: Array,
+    spec: QuantSpec,
+    strategy: Scaling,
+    *,
+    key: Array | None = None,
+    scale: Array | None = None,
+    turned: bool = False,
+    part: fused.Part | None = None,
+) -> QTensor:
+    """Codes of a matrix, or of its transposed copy, from its values alone, as bytes."""
+    q = encode(lax.stop_gradient(x), spec, strategy, key=key, scale=scale, turned=turned, part=part)
+    assert isinstance(q, QTensor)
+    return to_bytes(q)
+
+
+def encode(
+    x: Array,
+    spec: QuantSpec | None,
+    strategy: Scaling,
+    *,
+    key: Array | None = None,
+    scale: Array | None = None,
+    turned: bool = False,
+    part: fused.Part | None = None,
+) -> Operand:
+    """A matrix as an operand, as it is where `spec` is None; `turned`, its transposed copy."""
+    if spec is None:
+        return x.T if turned else x
+    if spec.folds:
+        return microscaled.fold_rows(x.T if turned else x, spec, part=None if turned else part)
+    specs = (None, spec) if turned else (spec, None)
+    key = key if spec.rounding == "stochastic" else None
+    q = quantize(x, *specs, scale=scale, strategy=strategy, key=key, part=part)[int(turned)]
+    assert q is not None
+    return q

@@ -1,0 +1,80 @@
+"""Codes at the boundaries of `jax.checkpoint`: values of any model that are saved in 8 bits.
+
+What fp8jax's own operations save carries names, too, so that a policy can choose among them:
+
+| name | what |
+|---|---|
+| `fp8jax_norm` | codes of a norm's input, and 1 / root of each row |
+| `fp8jax_activation` | codes of the gate or only input and of the factor; faithful, of the activated gate |
+| `fp8jax_input` | codes of a linear layer's input, one copy for all layers that read it |
+
+    policy = jax.checkpoint_policies.save_only_these_names(*fp8jax.CHECKPOINT_NAMES)
+"""
+
+import dataclasses
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from fp8jax.core.qtensor import quantize
+from fp8jax.core.spec import QuantSpec
+from fp8jax.ops.saved import from_bytes, to_bytes
+
+NORM, ACTIVATION, INPUT = CHECKPOINT_NAMES = ("fp8jax_norm", "fp8jax_activation", "fp8jax_input")
+Tree = TypeVar("Tree")
+
+
+def saveable(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") -> Array:
+    """The values of `x` rounded to codes, for a `jax.checkpoint` that saves the codes.
+
+    The codes and their scales carry a name. Under a policy that saves this name a block keeps them and no 16-bit copy,
+    and what reads the value is computed again from them:
+
+        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("hidden"))
+        def block(x, w1, w2):
+            h = fp8jax.saveable(x @ w1, "hidden")
+            return jax.nn.gelu(h) @ w2
+
+    Forward and backward pass see the same rounded values. Gradients of all orders pass to `x` unchanged, as if nothing
+    were rounded. Without a policy that saves the name nothing is saved in 8 bits, and values are rounded all the same.
+
+    Args:
+        x: (..., channels), any floating dtype.
+        name: as of `jax.ad_checkpoint.checkpoint_name`; several values may share one.
+        spec: a `QuantSpec` or its string form. Of a string scales are stored in bf16 where they are by default in fp32,
+            as those of `Context.saved`: 1.125 bytes an element for "e4m3:group16".
+
+    Returns:
+        (..., channels) in the dtype of `x`. NaN and Inf stay visible.
+
+    Raises:
+        ValueError: the spec is malformed or rounds stochastically; or `x` is of no floating dtype, or has no axis.
+    """
+    how = QuantSpec.parse(spec)
+    if isinstance(spec, str) and how.scale_format == "fp32":
+        how = dataclasses.replace(how, scale_format="bf16")
+    if how.rounding != "nearest":
+        raise ValueError(f"saveable takes no key and rounds to nearest, not {spec!r}; leave out '+stochastic'")
+    if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"saveable takes (..., channels) of a floating dtype, not {x.dtype}{list(x.shape)}")
+    codes = named(to_bytes(quantize(lax.stop_gradient(x), how)), name)
+    return _rounded(x, from_bytes(codes).dequantize(x.dtype))
+
+
+def named(tree: Tree, name: str) -> Tree:
+    """A tree whose arrays carry a name for policies of `jax.checkpoint`."""
+    return jax.tree.map(lambda x: checkpoint_name(x, name), tree)  # type: ignore[no-any-return]
+
+
+@jax.custom_jvp
+def _rounded(x: Array, rounded: Array) -> Array:
+    """`rounded`, whose derivative by `x` is 1. Nothing of `x` is read, so that no checkpoint computes it again."""
+    return rounded
+
+
+@_rounded.defjvp
+def _rounded_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _rounded(*primals), tangents[0]

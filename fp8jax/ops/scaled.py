@@ -1,0 +1,169 @@
+"""Linear layers with a scaling that keeps a state, which the caller holds."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fp8jax.core import formats
+from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.core.scaling import Stateful
+from fp8jax.ops.linear import output_spec, rows
+from fp8jax.ops.product import QuantizedWeight, Scales, product
+from fp8jax.ops.saved import BLANK, Provenance
+from fp8jax.recipes import linear_part
+
+
+class ScalingState(NamedTuple):
+    """States of one linear's scaling, fp32; None for operands whose scaling keeps none. May be stacked.
+
+    Under delayed scaling each is a history of largest magnitudes, (history,), newest first.
+    """
+
+    x: Array | None = None
+    w: Array | None = None
+    dy: Array | None = None
+
+
+class Observed(NamedTuple):
+    """What one call of a linear observed of its operands, fp32; None where nothing is.
+
+    Largest magnitudes under delayed scaling. Merge calls of one step by `merge_observed`.
+    """
+
+    x: Array | None = None
+    w: Array | None = None
+    dy: Array | None = None
+
+
+def init_scaling(recipe: Recipe | Linear | str, w: Array | None = None) -> ScalingState:
+    """The state before the first step, for one linear.
+
+    Args:
+        recipe: a recipe with a scaling that keeps a state.
+        w: the weight, (inputs, outputs), for scalings that measure it at the start.
+
+    Raises:
+        ValueError: the recipe's scaling keeps no state.
+    """
+    given = {"w": w}
+    return ScalingState(**{operand: part.init(given.get(operand)) for operand, part in _states(recipe).items()})
+
+
+def scaled_linear(
+    x: Array,
+    w: Array,
+    state: ScalingState,
+    slot: Array | None = None,
+    *,
+    recipe: Recipe | Linear | str,
+    bias: Array | None = None,
+    quantized: QuantizedWeight | None = None,
+    out_sharding: Any = None,
+    known: Provenance = BLANK,
+) -> tuple[Array, Observed]:
+    """`linear` with a scaling that keeps a state. `fp8jax.delayed_linear` is its first name.
+
+    Args:
+        x: (..., inputs).
+        w: (inputs, outputs).
+        state: read only; no gradient flows to it.
+        slot: fp32 scalar of any value, no two calls the same one. Its cotangent is the largest magnitude of the
+            output's gradient; cotangents sum, so a slot that two calls share would get the sum of both. None where the
+            gradient's scaling keeps no state.
+        recipe: a recipe whose scaling keeps a state, such as "delayed".
+        bias: (outputs,).
+        quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
+        out_sharding: on a mesh with Explicit axes, as of `linear`.
+        known: as of `linear`.
+
+    Returns:
+        The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
+        the merged observations of a step to `update_scaling`.
+
+    Raises:
+        ValueError: shapes do not match, the recipe's scaling keeps no state, or a slot is missing.
+    """
+    parts, part, matrix = _states(recipe), linear_part(recipe), rows(x, w)
+    values = dict(zip(("x", "w"), lax.stop_gradient((matrix, w)), strict=True))
+    state = lax.stop_gradient(state)
+    scales = {name: _scale(name, value, state, part) for name, value in values.items() if name in parts}
+    if "dy" in parts:
+        if slot is None:
+            raise ValueError(f"{part.scaling} scaling observes gradients: give scaled_linear a slot, jnp.zeros([])")
+        scales |= {"dy": parts["dy"].expected(_of(state, "dy")), "slot": slot}
+    spec = output_spec(x, w, out_sharding)
+    y = product(matrix, w, part, None, source=x, scales=Scales(**scales), quantized=quantized, spec=spec, known=known)
+    found = {name: parts[name].observe(_of(state, name), values[name]) for name in values if observes(part, name)}
+    if observes(part, "dy"):
+        found["dy"] = jnp.zeros([])
+    return (y if bias is None else y + bias.astype(y.dtype)), Observed(**found)
+
+
+delayed_linear = scaled_linear
+
+
+def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str) -> Array | None:
+    """The scale, an fp32 scalar, that the recipe's scaling gives to a weight in this step; None for the weight's own.
+
+    Raises:
+        ValueError: the recipe's scaling keeps no state.
+    """
+    part = linear_part(recipe)
+    return _scale("w", lax.stop_gradient(w), lax.stop_gradient(state), part) if "w" in _states(recipe) else None
+
+
+def update_scaling(state: ScalingState, observed: Observed, recipe: Recipe | Linear | str) -> ScalingState:
+    """The states after a step, of one linear or, with leading axes on every array, of stacked ones.
+
+    Args:
+        state: before the step.
+        observed: of the whole step, merged over its microbatches and replicas.
+        recipe: a recipe whose scaling keeps a state.
+    """
+    new = {}
+    for operand, part in _states(recipe).items():
+        old, seen = _of(state, operand), getattr(observed, operand)
+        if part.observes:
+            update = part.update
+            for _ in range(jnp.ndim(seen) - len(part.statistic)):
+                update = jax.vmap(update)
+            old = update(old, seen)
+        new[operand] = old
+    return ScalingState(**new)
+
+
+def merge_observed(a: Observed, b: Observed, recipe: Recipe | Linear | str) -> Observed:
+    """Observations of two calls, microbatches or replicas of a step as one."""
+    merged = {}
+    for name in Observed._fields:
+        one, other = getattr(a, name), getattr(b, name)
+        merged[name] = None if one is None else _states(recipe)[name].merged(one, other)
+    return Observed(**merged)
+
+
+def observes(part: Linear, operand: str) -> bool:
+    """Whether calls of a linear observe this operand."""
+    strategy = part.states.get(operand)
+    return strategy is not None and strategy.observes
+
+
+def _scale(name: str, value: Array, state: ScalingState, part: Linear) -> Array:
+    spec = part.spec(name)
+    assert spec is not None
+    return part.states[name].scale(_of(state, name), value, formats.get(spec.format))
+
+
+def _of(state: ScalingState, operand: str) -> Array:
+    found = getattr(state, operand)
+    if found is None:
+        raise ValueError(f"the scaling of {operand} keeps a state, and none is given: take that of init_scaling")
+    return found
+
+
+def _states(recipe: Recipe | Linear | str) -> dict[str, Stateful]:
+    part = linear_part(recipe)
+    if not part.states:
+        raise ValueError(f"the recipe's linear.scaling is {part.scaling!r}, which keeps no state, not 'delayed'")
+    return part.states

@@ -1,0 +1,99 @@
+"""Clipping by the global norm, fused with the update that follows."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.typing import ArrayLike
+
+from fp8jax.core.qtensor import QTensor
+from fp8jax.ops.adamw import load
+from fp8jax.optim.compressed_adamw import FusedTransformation
+
+
+def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm` that also takes gradients in codes, whose norm is of what these stand for.
+
+    Optax would take the codes and scales of a `QTensor` for gradients. Here clipping one multiplies its scales.
+    """
+    plain = optax.clip_by_global_norm(max_norm)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if not any(map(_is_quantized, jax.tree.leaves(updates, is_leaf=_is_quantized))):
+            return plain.update(updates, state, params)
+        norm = _norm(updates)
+        factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
+
+        def clip(x: Any) -> Any:
+            quantized = isinstance(x, QTensor)
+            return dataclasses.replace(x, scale=x.scale * factor) if quantized else (x * factor).astype(x.dtype)
+
+        return jax.tree.map(clip, updates, is_leaf=_is_quantized), state
+
+    return optax.GradientTransformation(plain.init, update)
+
+
+def _norm(grads: optax.Updates) -> Array:
+    """The global norm of gradients, fp32."""
+    norm: Array = optax.tree.norm(jax.tree.map(load, grads, is_leaf=_is_quantized))
+    return norm
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QTensor)
+
+
+def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransformation:
+    """A fused transformation of gradients whose global norm is clipped.
+
+    `init`, `update` and the state are those of `optax.chain(optax.clip_by_global_norm(max_norm), tx)`, which has lost
+    the `step` of `tx`. Here `step` clips in the pass that updates parameters and moments, so that no clipped gradients
+    are written: gradients are read once for their norm, in fp32, and once more.
+
+    Args:
+        max_norm: largest global norm, positive.
+        tx: a transformation with `step`, as `compressed_adamw` or `fp8jax.optimizer` return.
+
+    Returns:
+        The transformation. Its `step` takes `key`, `factor` and `applied` as that of `tx`; a `factor` comes before
+        clipping.
+
+    Raises:
+        ValueError: `max_norm` is not positive.
+        TypeError: `tx` has no `step`.
+
+    Examples:
+        >>> import fp8jax, jax.numpy as jnp
+        >>> tx = fp8jax.clipped(1.0, fp8jax.optimizer("coat", 3e-4))
+        >>> params = {"w": jnp.ones((64, 128))}
+        >>> params, state = tx.step(params, tx.init(params), params)
+    """
+    if not isinstance(tx, FusedTransformation):
+        raise TypeError(f"clipped takes a transformation with `step`, not {tx!r}; put others behind optax.chain")
+    if not isinstance(max_norm, jax.core.Tracer) and not np.asarray(max_norm) > 0:
+        raise ValueError(f"max_norm must be positive, not {max_norm}")
+    chain = optax.chain(clip_by_global_norm(max_norm), tx)
+
+    def step(
+        grads: optax.Updates,
+        state: tuple[optax.OptState, optax.OptState],
+        params: optax.Params,
+        *,
+        key: Array | None = None,
+        factor: ArrayLike | None = None,
+        applied: ArrayLike | None = None,
+    ) -> tuple[optax.Params, tuple[optax.OptState, optax.OptState]]:
+        norm = _norm(grads)
+        factor = jnp.float32(1.0) if factor is None else jnp.asarray(factor, jnp.float32)
+        norm = norm * jnp.abs(factor)
+        clip = jnp.where(norm < max_norm, factor, factor * (max_norm / norm))
+        params, inner = tx.step(grads, state[1], params, key=key, factor=clip, applied=applied)
+        return params, (state[0], inner)
+
+    return FusedTransformation(chain.init, chain.update, step)

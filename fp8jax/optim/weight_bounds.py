@@ -1,0 +1,220 @@
+"""Bounds on weights from what an optimizer applies, for automatic scaling (MOSS, section 3.2, equation 10)."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+
+from fp8jax.core.scaling import Automatic
+from fp8jax.optim import moments, variables
+
+ScalarOrSchedule: TypeAlias = float | Array | optax.Schedule
+Limit: TypeAlias = Callable[[Array, Array], Array]
+
+# What fp32 bias correction adds to an update of Adam: 1 - 0.999 is off by 3e-5.
+_ADAM_ROUNDED = 1.001
+
+
+class WeightBounds(NamedTuple):
+    """State of `track_weights`.
+
+    Attributes:
+        count: steps taken, int32 scalar.
+        bounds: the tree of the parameters with an fp32 array for each of two or more axes: largest magnitude that its
+            elements can have, one for each index of all axes but the last two. `optax.MaskedNode()` for the others.
+    """
+
+    count: Array  # type: ignore[assignment]  # optax calls it so; tuple.count is shadowed
+    bounds: Any
+
+
+def track_weights(
+    interval: int | np.integer = Automatic.interval, limit: Limit | None = None, *, axis_name: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Follows how large weights can have become, for recipes with automatic weight scaling. Put it last in a chain.
+
+        limit = fp8jax.adam_limit(lr, b2=0.95, weight_decay=0.1)
+        tx = optax.chain(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), fp8jax.track_weights(limit=limit))
+        fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))  # after each update
+
+    A weight of magnitude at most B, to which at most M is added, has at most B + M; every `interval` steps B is
+    measured. The measuring is a branch of one `jax.lax.cond`: the only reduction over weights. Sums are rounded as
+    `optax.apply_updates` rounds them, or up, so the bound holds exactly, whatever the gradients are.
+
+    M is, without a limit, the largest magnitude of the updates: right for any optimizer, schedule, mask or clipping, at
+    the cost of a reduction over the updates, 2 or 4 bytes a parameter unless XLA fuses it with what makes or adds them.
+    With a limit, M comes from that, and updates beyond it are cut to it, element by element, in the pass that adds
+    them: no reduction. `adam_limit` is never exceeded by Adam with fp32 moments, so nothing is cut there; of moments in
+    8 bits, rounding may exceed it. Inside `optax.multi_transform` each group may have a tracker, with its own limit.
+
+    Parameters must only change by these updates. Where others are loaded, call `measure_weights`; where the parameters
+    come back as they were (a checkpoint of both), nothing. Not for `compressed_adamw(...).step`, which applies itself.
+
+    Args:
+        interval: steps between measurements.
+        limit: `limit(count, bounds) -> magnitudes` of the updates after `count` steps, of weights within `bounds`; both
+            fp32 arrays of one shape. None measures updates.
+        axis_name: mesh axes inside `jax.shard_map` over which parameters are sharded; the largest of all shards counts.
+
+    Returns:
+        A transformation with state `WeightBounds`.
+
+    Raises:
+        ValueError: the interval is not positive, or at `update`, no parameters are given.
+    """
+    if not interval >= 1 or interval // 1 != interval:
+        raise ValueError(f"interval must be a positive number of steps, not {interval}")
+    part = Automatic(int(interval))
+
+    def measure(x: Array) -> Array:
+        return over_shards(part.measure(x))
+
+    def over_shards(x: Array) -> Array:
+        return x if axis_name is None else lax.pmax(x, axis_name)
+
+    def init(params: optax.Params) -> WeightBounds:
+        params = variables.bare(params)
+        found = jax.tree.map(lambda p: measure(p) if _counts(p) else optax.MaskedNode(), params)
+        return moments.beside(params, WeightBounds(jnp.zeros([], jnp.int32), found))
+
+    def update(
+        updates: optax.Updates, state: WeightBounds, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, WeightBounds]:
+        del extra_args
+        if params is None:
+            raise ValueError("track_weights needs the parameters: call update(grads, state, params)")
+        tree: Any = jax.tree.structure(updates)
+        flat = jax.tree.leaves(updates)
+        weights, known = tree.flatten_up_to(params), tree.flatten_up_to(state.bounds)
+        tracked = [i for i, p in enumerate(weights) if _counts(p)]
+        bounds = [known[i] for i in tracked]
+        due = (state.count > 0) & (state.count % part.interval == 0)
+        bounds = lax.cond(due, lambda: [measure(weights[i]) for i in tracked], lambda: bounds)
+        for i, bound in zip(tracked, bounds, strict=True):
+            if limit is None:
+                moved = over_shards(part.measure(flat[i]))
+            else:
+                most = limit(state.count, bound).astype(flat[i].dtype)
+                flat[i], moved = _cut(flat[i], most), most.astype(jnp.float32)
+            known[i] = part.grow(bound, moved, weights[i].dtype)
+        count = optax.safe_increment(state.count)
+        return jax.tree.unflatten(tree, flat), WeightBounds(count, jax.tree.unflatten(tree, known))
+
+    return optax.GradientTransformationExtraArgs(init, variables.looking_through(init, update)[1])
+
+
+def adam_limit(
+    learning_rate: ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, weight_decay: float | Array = 0.0
+) -> Limit:
+    r"""What one step of Adam or AdamW can move a weight by, whatever the gradients were: a limit for `track_weights`.
+
+    With m_t = (1 - b1) sum b1^i g_{t-i}, v_t = (1 - b2) sum b2^i g_{t-i}^2, and r = b1^2 / b2, the inequality of
+    Cauchy and Schwarz gives m_t^2 <= v_t (1 - b1)^2 / (1 - b2) (1 - r^t) / (1 - r). So a step is at most lr times
+
+        C_t = (1 - b1) / sqrt(1 - b2) sqrt((1 - r^t) / (1 - r)) sqrt(1 - b2^t) / (1 - b1^t),
+
+    which gradients that grow as (b2 / b1)^i reach: 1 in the first step, and in the limit 1.17 with b2 = 0.95, 7.27 with
+    0.999 (6.57 at step 1,700). MOSS takes |m / sqrt(v)| <= 1 (theorem 2), which holds for b1 = b2 only. A positive
+    `eps`, and clipping gradients before, make steps smaller. Weight decay adds lr * weight_decay * |w|.
+
+    Args:
+        learning_rate: step size, or the schedule that the optimizer has.
+        b1, b2, weight_decay: the optimizer's. A mask that leaves parameters without decay needs no mention.
+
+    Raises:
+        ValueError: b1^2 >= b2, where no such limit exists and one step can be of any size; or a decay outside [0, 1).
+    """
+    if not (0 <= b1 < 1 and 0 <= b2 < 1):
+        raise ValueError(f"b1 and b2 must lie in [0, 1), not {b1} and {b2}")
+    if b1 > 0 and b1 * b1 >= b2:
+        raise ValueError(
+            f"with b1={b1} and b2={b2} one step of Adam can be of any size, for b1^2 >= b2: leave out the limit, and "
+            "track_weights measures updates"
+        )
+    shrinks = [0.0 if b1 == 0 else b1 * b1 / b2, b2, b1]
+    logs = [np.float32(np.log(x)) if x > 0 else -np.float32(np.inf) for x in shrinks]
+    steady = _ADAM_ROUNDED * (1 - b1) / np.sqrt((1 - b2) * (1 - shrinks[0]))
+
+    def limit(count: Array, bounds: Array) -> Array:
+        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        r, v, m = (-jnp.expm1((count + 1).astype(jnp.float32) * log) for log in logs)
+        return jnp.abs(rate) * (np.float32(steady) * jnp.sqrt(r * v) / m + _ADAM_ROUNDED * weight_decay * bounds)
+
+    return limit
+
+
+def weight_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array]:
+    """The bounds that a state of an optimizer holds, by the paths of the parameters; see `WeightBounds.bounds`.
+
+    Raises:
+        ValueError: there is no `track_weights` in the optimizer, or two that follow the same parameter.
+    """
+    found: dict[tuple[str, ...], Array] = {}
+    for state in _trackers(opt_state):
+        own = _by_path(state.bounds)
+        if both := set(found) & set(own):
+            raise ValueError(f"two trackers follow {'/'.join(both.pop())}: put track_weights into the chain once")
+        found |= own
+    if not found:
+        raise ValueError("the optimizer follows no weights: put fp8jax.track_weights() last in its chain")
+    return found
+
+
+def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_name: Any = None) -> optax.OptState:
+    """The state of an optimizer with the bounds of parameters that it did not come to by updates, such as loaded ones.
+
+    Args:
+        opt_state: of an optimizer with `track_weights`.
+        params: what it is to go on with.
+        axis_name: as of `track_weights`.
+
+    Raises:
+        ValueError: as `weight_bounds`, or a parameter that is followed is missing.
+    """
+    weight_bounds(opt_state)
+    weights = _by_path(params)
+
+    def measure(path: Any, bound: Any) -> Any:
+        name = _names(path)
+        if name not in weights:
+            raise ValueError(f"{'/'.join(name)} is followed by track_weights and missing in the parameters")
+        found = Automatic().measure(weights[name])
+        found = found if axis_name is None else lax.pmax(found, axis_name)
+        return jax.tree.map(lambda _: found, bound)
+
+    def renew(node: Any) -> Any:
+        if not isinstance(node, WeightBounds):
+            return node
+        return node._replace(bounds=jax.tree.map_with_path(measure, node.bounds, is_leaf=variables.is_box))
+
+    return jax.tree.map(renew, opt_state, is_leaf=lambda node: isinstance(node, WeightBounds))
+
+
+def _counts(x: Any) -> bool:
+    """Whether a parameter is one that linear layers may quantize."""
+    return jnp.ndim(x) >= 2 and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _cut(update: Array, most: Array) -> Array:
+    """Finite updates within the limits; others as they are, for all to see."""
+    most = most[..., None, None]
+    return jnp.where((jnp.abs(update) > most) & jnp.isfinite(update), jnp.sign(update) * most, update)
+
+
+def _trackers(opt_state: Any) -> list[WeightBounds]:
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, WeightBounds))
+    return [node for node in nodes if isinstance(node, WeightBounds)]
+
+
+def _by_path(tree: Any) -> dict[tuple[str, ...], Array]:
+    """The arrays of a tree by the names on their paths; boxes are looked through."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=variables.is_box)
+    return {_names(path): variables.bare(leaf) for path, leaf in leaves}
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

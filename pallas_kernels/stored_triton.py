@@ -1,0 +1,165 @@
+"""Compiled Triton kernels on disk: a program that starts anew compiles none that was compiled before.
+
+jax-triton compiles a kernel for each process that lowers it. Here what it made is kept in a file, named by a hash of
+all that it depends on: the kernel's source with that of the functions and constants it uses, the types of its arguments
+and what they are specialized for, compile-time constants, options, the GPU's architecture, and the versions of Triton,
+jax-triton and jaxlib. Files are written in one step; one that is damaged is made again.
+
+The folder is the environment variable FP8JAX_KERNEL_CACHE (where that is empty, nothing is kept), else `fp8jax-triton`
+in JAX's compilation cache if that has a folder, else `fp8jax/triton` in XDG_CACHE_HOME or ~/.cache.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import tempfile
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax_triton
+import jaxlib.version
+import triton
+from jax_triton import triton_lib
+
+VARIABLE = "FP8JAX_KERNEL_CACHE"
+_LOGGER = logging.getLogger("fp8jax")
+
+
+def folder() -> pathlib.Path | None:
+    """Where compiled kernels are kept, or None."""
+    given = os.environ.get(VARIABLE)
+    if given is not None:
+        return pathlib.Path(given).expanduser() if given else None
+    of_jax = jax.config.jax_compilation_cache_dir
+    if of_jax and "://" not in of_jax:
+        return pathlib.Path(of_jax).expanduser() / "fp8jax-triton"
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fp8jax" / "triton"
+
+
+def kept(parts: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` returns, from the file for these parts, or made now and written there.
+
+    Args:
+        parts: all that the result depends on, by their `repr`.
+        make: returns what JSON can hold.
+    """
+    where = folder()
+    if where is None:
+        return make()
+    versions = (triton.__version__, jax_triton.__version__, jaxlib.version.__version__)
+    path = where / f"{hashlib.sha256(repr((versions, parts)).encode()).hexdigest()}.json"
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _LOGGER.warning("%s is damaged (%s): the kernel is compiled again", path, error)
+    made = make()
+    try:
+        _write(path, made)
+    except OSError as error:
+        _LOGGER.warning("compiled kernels cannot be kept in %s (%s); %s names another folder", where, error, VARIABLE)
+    return made
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
+    made: dict[str, Any] = content["made"]
+    if content["digest"] != _digest(made):
+        raise ValueError("its bytes are not those that were written")
+    return made
+
+
+def _write(path: pathlib.Path, made: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
+        json.dump({"digest": _digest(made), "made": made}, file)
+    try:
+        os.replace(file.name, path)
+    except OSError:
+        os.unlink(file.name)
+        raise
+
+
+def _digest(made: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
+
+
+_KERNEL = triton_lib.triton_kernel_call_lib.TritonKernel
+# Compiled kernels of this process by their identity, each with what it was made of.
+_made_of: dict[int, tuple[Any, list[Any]]] = {}
+
+
+def _note(*given: Any) -> Any:
+    """Makes a compiled kernel, as jax-triton does, and notes of what."""
+    kernel = _KERNEL(*given)
+    _made_of[id(kernel)] = kernel, list(given)
+    return kernel
+
+
+def install() -> None:
+    """Makes jax-triton keep what it compiles."""
+    # The class lies in a module of jaxlib, which others use: ours stands in jax-triton's view of that alone.
+    seen = vars(triton_lib.triton_kernel_call_lib) | {"TritonKernel": _note}
+    triton_lib.triton_kernel_call_lib = types.SimpleNamespace(**seen)
+    if hasattr(triton_lib, "TritonFunction"):
+        triton_lib.TritonFunction._compile_kernel = _since_04(triton_lib.TritonFunction._compile_kernel)
+    else:
+        triton_lib.get_or_create_triton_kernel = _before_04(triton_lib.get_or_create_triton_kernel)
+
+
+def _since_04(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, spec: Any, gpu_target: Any, backend: Any, options: Any) -> Any:
+        made: list[Any] = []
+
+        def make() -> dict[str, Any]:
+            made.extend(compile_kernel(self, spec, gpu_target, backend, options))
+            result = made[3]
+            return {"kernel": _made_of[id(made[0])][1], "tensors": list(result.tensordesc_meta or ())}
+
+        parts = (
+            self.fn.cache_key, sorted(spec.signature.items()), spec.specialization, sorted(spec.constants.items()),
+            gpu_target, sorted(options.items()),
+        )  # fmt: skip
+        found = kept(parts, make)
+        if made:
+            return tuple(made)
+        name, _, _, shared, binary, ttir, *_ = found["kernel"]
+        result = triton_lib.CompilationResult(binary, name, shared, "", "", tensordesc_meta=found["tensors"])
+        return _KERNEL(*found["kernel"]), ttir, backend.parse_options(options), result
+
+    return call
+
+
+def _before_04(get_or_create: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[str, Any] = {}
+
+    def call(
+        backend: Any, platform: str, fn: Any, kinds: Any, scalars: Any, *, compute_capability: Any, **options: Any
+    ) -> Any:
+        if compute_capability is None:
+            compute_capability = triton_lib.triton_kernel_call_lib.get_compute_capability(0)
+        made: list[Any] = []
+
+        def make() -> dict[str, Any]:
+            compiled = get_or_create(
+                backend, platform, fn, kinds, scalars, compute_capability=compute_capability, **options
+            )
+            made.extend(compiled)
+            return {"kernel": _made_of[id(compiled[0])][1], "attributes": [[*at, of] for at, of in compiled[1].items()]}
+
+        options["metaparams"] = dict(sorted(options["metaparams"].items()))
+        # A scalar is in the program, not in the kernel, but for None and 1, which it is compiled for.
+        compiled_for = [(i, kind, value if value is None or value == 1 else ...) for i, kind, value in scalars]
+        parts = (fn.cache_key, platform, kinds, compiled_for, compute_capability, sorted(options.items()))
+        if (key := repr(parts)) not in known:
+            found = kept(parts, make)
+            attributes = {(i,): of for i, of in found["attributes"]}
+            known[key] = tuple(made) if made else (_KERNEL(*found["kernel"]), attributes)
+        return known[key]
+
+    return call

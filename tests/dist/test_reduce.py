@@ -1,0 +1,304 @@
+"""8-bit reductions of gradients on eight devices, or the GPUs there are, against means in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+from fp8jax.dist import all_reduce_gradients, init_factors, reduce_scatter_gradients
+from fp8jax.recipes import Comm
+from tests.dist import programs
+
+AXES, DEVICES = ("data", "fsdp"), min(8, jax.device_count())
+SHAPES = {"matrix": (40, 96), "odd": (7, 13, 5), "layers": (3, 16, 33), "one": (1,), "scalar": (), "none": (0, 4)}
+HALF_STEP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
+TENSOR = ("e4m3", "e5m2", "int8")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((DEVICES // 2, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:DEVICES])
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """Of eight devices, along the first axis: sizes differ from element to element by decades, as gradients' do."""
+    rng = np.random.default_rng(0)
+
+    def one(shape):
+        sizes = np.exp(2 * rng.standard_normal((1, *shape)))
+        return (1e-3 * sizes * rng.standard_normal((DEVICES, *shape))).astype(np.float32)
+
+    return {name: one(shape) for name, shape in SHAPES.items()}
+
+
+def on_each(mesh, function, out=P(), check=False):
+    """The function of a device's own gradients, of arrays with all devices' along the first axis."""
+
+    def body(grads, *rest):
+        return function(jax.tree.map(lambda g: g[0], grads), *rest)
+
+    return jax.shard_map(body, mesh=mesh, in_specs=(P(AXES),), out_specs=out, check_vma=check)
+
+
+def exact(gradients):
+    return {name: g.astype(np.float64).mean(0) for name, g in gradients.items()}
+
+
+def bound(g, comm, scales):
+    """Largest error of the mean of codes, quantized twice: half a step of each, of values up to their scale's range."""
+    if comm.startswith("int8"):
+        return 2 * scales * 127 / 254 * 1.001
+    fmt = fp8jax.formats.get(comm.partition(":")[0])
+    step = HALF_STEP[fmt.name]
+    first = np.maximum(np.abs(g) * step, scales * fmt.smallest / 2).mean(0)
+    return 1.001 * (first + np.maximum((np.abs(g.mean(0)) + first) * step, scales * fmt.smallest / 2))
+
+
+def scale_of(g, comm):
+    """The shared scale of every element, in float64."""
+    fmt = fp8jax.formats.get(comm.partition(":")[0])
+    largest = np.abs(g.astype(np.float64)).max(0)
+    if "group" not in comm or not largest.ndim:
+        return np.full(largest.shape, largest.max(initial=0) / fmt.max)
+    size, out = int(comm.partition("group")[2]), np.empty_like(largest)
+    for start in range(0, largest.shape[-1], size):
+        part = largest[..., start : start + size]
+        out[..., start : start + size] = part.max(-1, keepdims=True, initial=0) / fmt.max
+    return out
+
+
+@pytest.mark.parametrize("comm", [*TENSOR, "e4m3:group16"])
+def test_two_phases_err_by_two_roundings_whatever_the_shape(comm, mesh, gradients):
+    run = jax.jit(on_each(mesh, functools.partial(all_reduce_gradients, axes=AXES, comm=comm, min_size=0)))
+    means = run(gradients)
+    for name, mean in exact(gradients).items():
+        assert means[name].shape == SHAPES[name] and means[name].dtype == jnp.float32
+        error = np.abs(np.asarray(means[name], np.float64) - mean)
+        assert (error <= bound(gradients[name], comm, scale_of(gradients[name], comm))).all(), name
+    error = np.asarray(means["matrix"], np.float64) - exact(gradients)["matrix"]
+    assert np.abs(error).max() > 0
+    order = np.random.default_rng(1).permutation(DEVICES)
+    turned = run({name: g[order] for name, g in gradients.items()})
+    if not comm.startswith("e5m2"):
+        jax.tree.map(np.testing.assert_array_equal, turned, means)
+
+
+def test_codes_are_the_means_of_the_devices_codes(mesh, gradients):
+    """Bit for bit what the definition gives in NumPy, and a byte an element is left."""
+    run = jax.jit(on_each(mesh, functools.partial(all_reduce_gradients, axes=AXES, decode=False, min_size=0)))
+    for name in ("matrix", "odd"):
+        q = run({name: gradients[name]})[name]
+        g = gradients[name]
+        scale = np.abs(g).max() * np.float32(1 / 448)
+        codes = (g * (np.float32(1) / scale)).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        mean = (codes.sum(0).astype(np.float32)) * (scale * np.float32(1 / DEVICES))
+        second = np.abs(mean).max() * np.float32(1 / 448)
+        expected = (mean * (np.float32(1) / second)).astype(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(np.asarray(q.codes), expected)
+        np.testing.assert_allclose(np.asarray(q.scale).item(), second, rtol=3e-7)
+        q.validate()
+
+
+def test_layers_that_are_stacked_have_scales_of_their_own(mesh, gradients):
+    g = gradients["layers"] * np.float32([1, 1e-6, 1e6])[:, None, None]
+    reduce = functools.partial(all_reduce_gradients, axes=AXES, stacked=1, min_size=0, decode=False)
+    q = jax.jit(on_each(mesh, reduce))(g)
+    q.validate()
+    assert q.scale.shape == (3, 1, 1)
+    for layer in range(3):
+        scales = scale_of(g[:, layer], "e4m3")
+        error = np.abs(np.asarray(q.dequantize())[layer] - g[:, layer].astype(np.float64).mean(0))
+        assert (error <= bound(g[:, layer], "e4m3", scales)).all()
+
+
+@pytest.mark.parametrize("comm", [Comm("e4m3", "one_phase"), Comm("e4m3:group16", "one_phase"), "bf16", "fp32"])
+def test_one_phase_and_plain_sums(comm, mesh, gradients):
+    """On CPUs XLA adds codes in fp16 and rounds once; without factors nothing leaves the range."""
+    means = jax.jit(on_each(mesh, functools.partial(all_reduce_gradients, axes=AXES, comm=comm, min_size=0)))(gradients)
+    for name, mean in exact(gradients).items():
+        g = gradients[name]
+        tolerance = {"bf16": 2.0**-7, "fp32": 1e-6}.get(comm if isinstance(comm, str) else "", 0) * np.abs(g).mean(0)
+        if isinstance(comm, Comm):
+            tolerance = bound(g, comm.gradients, DEVICES * scale_of(g, comm.gradients))
+        assert (np.abs(np.asarray(means[name], np.float64) - mean) <= tolerance).all(), name
+
+
+@pytest.mark.parametrize("comm", ["e4m3", "e4m3:group8", Comm("e4m3", "one_phase"), "bf16"])
+def test_a_scattered_gradient_is_each_devices_part_of_the_mean(comm, mesh):
+    rng = np.random.default_rng(2)
+    grads = {"w": rng.standard_normal((DEVICES, 16, 128)), "b": rng.standard_normal((DEVICES, 5))}
+    grads = jax.tree.map(lambda g: g.astype(np.float32), grads)
+    text = comm.gradients if isinstance(comm, Comm) else comm
+    for spec in (P(AXES), P(None, AXES)):
+        reduce = functools.partial(
+            reduce_scatter_gradients, axes=AXES, comm=comm, specs={"w": spec, "b": P()}, min_size=0)  # fmt: skip
+        means = jax.jit(on_each(mesh, reduce, {"w": spec, "b": P()}))(grads)
+        for name, mean in exact(grads).items():
+            g = grads[name]
+            scales = scale_of(g, text) * (DEVICES if isinstance(comm, Comm) else 1) if text != "bf16" else None
+            tolerance = 2.0**-7 * np.abs(g).mean(0) if text == "bf16" else bound(g, text, scales)
+            assert (np.abs(np.asarray(means[name], np.float64) - mean) <= tolerance).all(), (name, spec)
+
+
+def test_what_travels_is_eight_bits(mesh, gradients):
+    """Dtype and bytes of every collective: codes alone are as large as gradients, scales are a few bytes."""
+    g = {"w": np.zeros((DEVICES, 64, 128), np.float32), "v": np.zeros((DEVICES, 100, 128), np.float32)}
+    n = 64 * 128 + 100 * 128
+
+    def found(comm, function=all_reduce_gradients, out=P(), **rest):
+        return on_each(mesh, functools.partial(function, axes=AXES, comm=comm, **rest), out)
+
+    tensor = [("all_reduce", "f32", 8), ("all_to_all", "ui8", n), ("all_reduce", "f32", 8), ("all_gather", "ui8", n // 8)]
+    assert programs.asked_for(found("e4m3"), g) == tensor
+    groups = n // 128
+    padded = 2 * 8 * 13 // 16 * 8  # 64 and 100 groups, of which 8 devices have 8 and 13 each
+    assert padded == 104
+    sent = (64 + 104) * 128
+    assert programs.asked_for(found("int8:group128"), g) == [
+        ("all_reduce", "f32", 4 * groups), ("all_to_all", "ui8", sent), ("all_gather", "ui8", (sent + 4 * 168) // 8)]  # fmt: skip
+    one = programs.asked_for(found(Comm("e5m2", "one_phase")), g)
+    assert one == [("all_reduce", "f32", 8), ("all_reduce", "f8E5M2", 100 * 128), ("all_reduce", "f8E5M2", 64 * 128)]
+    assert [x[:2] for x in programs.asked_for(found("bf16"), g)] == [("all_reduce", "bf16")] * 2
+    scattered = found("e4m3", reduce_scatter_gradients, {"w": P(AXES), "v": P(None, AXES)},
+                      specs={"w": P(AXES), "v": P(None, AXES)})  # fmt: skip
+    assert programs.asked_for(scattered, g) == [
+        ("all_reduce", "f32", 8), ("all_to_all", "ui8", 100 * 128), ("all_to_all", "ui8", 64 * 128)]  # fmt: skip
+    assert {x[:2] for x in programs.compiled(found("e4m3"), g)} == {
+        ("f32", "all-reduce"), ("u8", "all-to-all"), ("u8", "all-gather")}  # fmt: skip
+
+
+def test_factors_follow_saturation_and_come_back_slowly(mesh):
+    """FP8-LM, equation 3: halved by a step that saturates, and 2^(1/1000) larger after one that does not."""
+    comm = Comm("e4m3", "one_phase", auto_scale=True)
+
+    def step(grads, factors):
+        return all_reduce_gradients(grads, AXES, comm, factors=factors, min_size=0)
+
+    def body(grads, factors):
+        return step(jax.tree.map(lambda g: g[0], grads), factors)
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(AXES), P()), out_specs=P(), check_vma=False))
+    rng = np.random.default_rng(3)
+    alike = np.broadcast_to(rng.standard_normal((1, 64, 64)), (DEVICES, 64, 64)).astype(np.float32)
+    apart = rng.standard_normal((DEVICES, 64, 64)).astype(np.float32)
+    grads = {"alike": alike, "apart": apart}
+    factors = init_factors(jax.tree.map(lambda g: g[0], grads), DEVICES)
+    start = np.float32(DEVICES**-0.5)
+    assert factors.mu["alike"] == start and factors.saturated["alike"] == 0
+    means, factors = run(grads, factors)
+    # The same on all: the sum is sqrt(devices) times the range. What is beyond it XLA on CPUs makes NaN, NCCL clips.
+    assert factors.saturated["alike"] > 1e-3 and factors.mu["alike"] == start / 2
+    assert np.isfinite(means["alike"]).all() == (jax.default_backend() == "gpu")
+    assert factors.saturated["apart"] == 0
+    np.testing.assert_allclose(factors.mu["apart"], start * 2 ** (1 / 1000), rtol=1e-6)
+    for _ in range(3):
+        means, factors = run(grads, factors)
+    assert 1 <= factors.mu["alike"] * DEVICES <= 1.01
+    error = np.abs(means["alike"] - alike[0])
+    assert (error <= bound(alike, "e4m3", DEVICES * scale_of(alike, "e4m3"))).all()
+    before = factors.mu["apart"]
+    means, factors = run({"alike": alike, "apart": np.where(np.arange(64) == 5, np.nan, apart)}, factors)
+    assert np.isnan(means["apart"]).all() and np.isfinite(means["alike"]).all()
+    assert factors.mu["apart"] == before  # a gradient that is no number says nothing of the factor
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_on_one_device_is_nan_on_all(bad, mesh):
+    g = np.ones((DEVICES, 4, 32), np.float32)
+    g[-1, 2, 17] = bad
+    for comm in ("e4m3", "int8:group16", Comm("e5m2", "one_phase")):
+        mean = np.asarray(jax.jit(on_each(mesh, functools.partial(
+            all_reduce_gradients, axes=AXES, comm=comm, min_size=0), P(AXES)))(g)).reshape(DEVICES, 4, 32)  # fmt: skip
+        group = np.zeros((4, 32), bool)
+        group[2, 16:] = True
+        nan = group if comm == "int8:group16" else np.ones_like(group)
+        for device in range(DEVICES):
+            np.testing.assert_array_equal(np.isnan(mean[device]), nan)
+
+
+def test_accumulated_gradients_unused_parameters_and_a_checked_shard_map(mesh):
+    """The step that users write: microbatches first, one reduction after them, zeros for what no loss depends on."""
+    rng = np.random.default_rng(4)
+    params = {"w": jnp.asarray(rng.standard_normal((24, 48)), jnp.float32), "unused": jnp.ones((16, 16))}
+    x = jnp.asarray(rng.standard_normal((32, 24)), jnp.float32)
+
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+
+    def step(check, params, x):
+        own = jax.lax.pcast(params, AXES, to="varying") if check else params
+
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(own, x)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, own)
+        total, _ = jax.lax.scan(add, zeros, x.reshape(2, -1, 24))
+        return all_reduce_gradients(jax.tree.map(lambda g: g / 2, total), AXES, min_size=0)
+
+    def reduced(check):
+        specs = {"in_specs": (P(), P(AXES)), "out_specs": P()}
+        return jax.jit(jax.shard_map(functools.partial(step, check), mesh=mesh, check_vma=check, **specs))(params, x)
+
+    want, unchecked, checked = jax.grad(loss)(params, x), reduced(False), reduced(True)
+    assert not np.asarray(checked["unused"]).any()
+    np.testing.assert_array_equal(checked["w"], unchecked["w"])
+    error = np.linalg.norm(checked["w"] - want["w"]) / np.linalg.norm(want["w"])
+    assert 1e-4 < error < 2**-4
+
+
+def test_elsewhere_it_raises_and_says_what_to_do(mesh):
+    g = jnp.ones((64, 64))
+    with pytest.raises(ValueError, match=r"must be called inside jax.shard_map.*'data'.*axis_names=\{'data'\}"):
+        all_reduce_gradients(g, "data")
+    with pytest.raises(ValueError, match="'model' is not"):
+        jax.eval_shape(on_each(mesh, functools.partial(all_reduce_gradients, axes="model")), {"w": jnp.ones((8, 4))})
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="must be called inside"):
+        jax.jit(lambda g: all_reduce_gradients(g, "data"))(g)
+
+    def summed(w, x):
+        return all_reduce_gradients(jax.grad(lambda w: jnp.sum(x @ w))(w), AXES)
+
+    with pytest.raises(ValueError, match=r"has summed it already.*pcast\(params, \('data', 'fsdp'\)"):
+        jax.eval_shape(jax.shard_map(summed, mesh=mesh, in_specs=(P(), P(AXES)), out_specs=P()), g, jnp.ones((8, 64)))
+    eight = {"w": jnp.ones((8, 64, 64))}
+    for comm, fix in ((Comm(), "leaves the reduction to XLA"), ("e4m3:block128", "as 'e4m3' or"), ("de8", "'int8'")):
+        with pytest.raises(ValueError, match=fix):
+            jax.eval_shape(on_each(mesh, lambda g, c=comm: all_reduce_gradients(g, AXES, c)), eight)
+    with pytest.raises(TypeError, match="int32"):
+        jax.eval_shape(on_each(mesh, lambda g: all_reduce_gradients(g, AXES)), {"w": jnp.ones((8, 4), jnp.int32)})
+    for spec, fix in ((P(None, None, AXES), "do not divide dimension 2"), (P("data"), "over these alone first")):
+        with pytest.raises(ValueError, match=fix):
+            jax.eval_shape(on_each(mesh, functools.partial(reduce_scatter_gradients, axes=AXES, specs=spec)),
+                           {"w": jnp.ones((8, 4, 64, 13))})  # fmt: skip
+    with pytest.raises(ValueError, match="wrap around"):
+        Comm("int8", "one_phase")
+    with pytest.raises(ValueError, match="two phases never do"):
+        Comm("e4m3", auto_scale=True)
+
+
+def test_one_phase_is_refused_where_nccl_cannot_sum(mesh, monkeypatch):
+    monkeypatch.setattr("fp8jax.ops.choice.on_cuda", lambda: True)
+    monkeypatch.setattr("fp8jax.ops.choice.capability", lambda: 89)
+    with pytest.raises(ValueError, match="this GPU has 8.9; take 'two_phase'"):
+        jax.eval_shape(on_each(mesh, functools.partial(
+            all_reduce_gradients, axes=AXES, comm=Comm("e4m3", "one_phase"))), {"w": jnp.ones((8, 64))})  # fmt: skip
+
+
+def test_gradients_left_as_codes_are_clipped_by_what_they_stand_for():
+    rng = np.random.default_rng(5)
+    x = {"w": jnp.asarray(rng.standard_normal((8, 64)), jnp.float32), "b": jnp.asarray([3.0, 4.0])}
+    q = dict(x, w=fp8jax.quantize(x["w"], "e4m3"))
+    tx = fp8jax.clip_by_global_norm(1.0)
+    clipped, _ = tx.update(q, tx.init(q))
+    flat = np.concatenate([np.asarray(clipped["w"].dequantize()).ravel(), np.asarray(clipped["b"])])
+    assert np.linalg.norm(flat) == pytest.approx(1, rel=1e-6)
+    np.testing.assert_array_equal(clipped["w"].codes, q["w"].codes)
+    tx = fp8jax.clip_by_global_norm(1e3)
+    jax.tree.map(np.testing.assert_array_equal, tx.update(q, tx.init(q))[0], q)

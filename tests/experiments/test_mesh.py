@@ -1,0 +1,153 @@
+"""The training program on several devices: where its arrays lie, what it computes, and checkpoints of another mesh."""
+
+import dataclasses
+import json
+import re
+import shutil
+from typing import ClassVar
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+from experiments import loop as loops
+from experiments import mesh, train
+from experiments.checkpoint import Checkpoints, flatten
+
+# Histories of scales, moments in codes, and gradients that are added up.
+FLAGS = (  # noqa: SIM905 (a command line reads best as one)
+    "--recipe mixed --microbatches 2 --batch 16 --checkpoint-every 2 --eval-every 3 --keep 9 --steps 6 "
+    "--layers 1 --mlp-dim 128 --run"
+).split()
+ROWS = P(("data", "fsdp"))
+
+
+def mixed(_):
+    coat = fp8jax.recipes.coat()
+    return dataclasses.replace(fp8jax.recipes.te_delayed(), name="mixed", optimizer=coat.optimizer)
+
+
+class Seen(loops.Loop):
+    """A loop that notes the shardings of its state and of the batches it steps on, and may end early."""
+
+    notes: ClassVar = None
+    last: ClassVar = None
+
+    def run(self, state):
+        step, self.seen = self.step, []
+
+        def noted(state, tokens):
+            self.seen.append(
+                (jax.tree.map(lambda x: x.sharding, state), getattr(tokens, "sharding", None), tokens.shape)
+            )
+            if len(self.seen) == Seen.last:
+                self.stop.signum = 15
+            return step(state, tokens)
+
+        self.step = noted
+        Seen.notes = self
+        return super().run(state)
+
+
+@pytest.fixture(scope="module")
+def runs(argv, out):
+    """The same training on one device, and on 8, then 2, then 8 of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "SMALLEST", 1024)
+        patch.setattr(train, "Loop", Seen)
+        seen, codes = [], []
+        for run, where, last in (
+            ("one", "data=1", None),
+            ("many", "data=4,fsdp=2", 2),
+            ("many", "fsdp=2", 2),
+            ("many", "data=4,fsdp=2", None),
+        ):
+            Seen.last = last
+            codes.append(train.main([*argv, *FLAGS, run, "--mesh", where], recipe=mixed))
+            seen.append(Seen.notes)
+            if (out / "many").exists():
+                shutil.copytree(out / "many", out / f"many{len(seen)}")
+    return codes, seen, out
+
+
+def rows(folder):
+    found = [json.loads(line) for line in (folder / "mixed" / "metrics.jsonl").read_text().splitlines()]
+    return {kind: {r["step"]: r[kind] for r in found if kind in r} for kind in ("loss", "valid_loss")}
+
+
+def test_training_goes_on_from_mesh_to_mesh_as_on_one_device(runs):
+    codes, _, out = runs
+    assert codes == [0, 143, 143, 0]
+    one, many = rows(out / "one"), rows(out / "many")
+    assert sorted(many["loss"]) == [1, 2, 3, 4, 5, 6]
+    for kind, values in one.items():
+        assert values.keys() == many[kind].keys()
+        for step, value in values.items():
+            # Sums in bf16 of other orders; a code at a tie moves.
+            np.testing.assert_allclose(many[kind][step], value, rtol=2e-3)
+
+
+def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
+    _, seen, _ = runs
+    assert seen[0].seen[0][1] is None
+    for loop, shape in ((seen[1], (4, 2)), (seen[2], (1, 2)), (seen[3], (4, 2))):
+        # The first and the last step: what comes out lies as what went in.
+        for state, batch, size in (loop.seen[0], loop.seen[-1]):
+            assert (batch.spec, size) == (ROWS, (16, 17))
+            assert batch.mesh.devices.shape == shape
+            specs = {name.partition(":")[0]: x.spec for name, x in flatten(state).items()}
+            up = "layers.mlp.up.kernel"
+            assert specs[f"params.{up}"] == P(None, "fsdp")
+            for moment in ("mu", "nu"):
+                for part in ("codes", "scale", "expansion"):
+                    assert specs[f"opt_state.1.{moment}.{up}.{part}"] == P(None, "fsdp"), part
+            assert specs["step"] == specs["params.norm.scale"] == P()
+            histories = [name for name in specs if name.startswith("model_state")]
+            assert histories
+            assert all(specs[name] == P() for name in histories)
+
+
+def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
+    """The state after two steps on 8 devices, restored whole, on 2 and on 8: each shard has its part of the bytes."""
+    _, seen, out = runs
+    abstract = jax.eval_shape(lambda: None)
+    with Checkpoints(out / "many2" / "mixed" / "checkpoints", 9, clean=False) as checkpoints:
+        leaves = checkpoints.read_meta(2)["leaves"]
+        shapes = {k: jax.ShapeDtypeStruct(v["shape"], v["dtype"]) for k, v in leaves.items()}
+        whole, _ = checkpoints.restore(2, shapes)
+        for loop in seen[2:]:
+            where = flatten(loop.seen[0][0])
+            abstract = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where[k]) for k, x in shapes.items()}
+            placed, _ = checkpoints.restore(2, abstract)
+            for name, x in placed.items():
+                assert x.sharding == where[name]
+                for shard in x.addressable_shards:
+                    want = np.asarray(whole[name])[shard.index]
+                    assert np.asarray(shard.data).tobytes() == want.tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mesh model=2", "--mesh unknown axis 'model'; an axis is data or fsdp"),
+        ("--mesh data=2,data=4", "--mesh names data twice"),
+        ("--mesh data=0", "--mesh data='0' is no number of devices"),
+        ("--mesh data", "--mesh data='' is no number of devices"),
+        ("--mesh data=4,fsdp=4", "data=4,fsdp=4 needs 16 devices, and there are 8; .* product is 8"),
+        ("--mesh data=3", "--mesh data=3: 3 devices do not divide the 4 of --batch; give --batch 6"),
+        ("--mesh data=4 --microbatches 2", "the 2 sequences of a microbatch .* give --batch 8"),
+    ],
+)
+def test_a_wrong_mesh_is_one_line_that_names_it_and_the_fix(argv, capsys, flags, message):
+    assert train.main([*argv, "--run", "wrong", *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(message, error), error
+
+
+@pytest.mark.parametrize(("batch", "microbatches", "count"), [(8, 1, 8), (8, 2, 4), (12, 1, 6), (7, 1, 7), (3, 3, 1)])
+def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, microbatches, count):
+    found = mesh.choose("", batch, microbatches)
+    assert dict(found.shape) == {"data": count, "fsdp": 1}

@@ -1,0 +1,76 @@
+"""The training step whose gradients travel in 8 bits: what it computes, what it sends, and the state of its factors."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import fp8jax
+from experiments import config, mesh, train
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
+from fp8jax.dist.collectives import collectives
+from fp8jax.recipes import Comm
+
+LLAMA = LlamaConfig(vocab=64, dim=64, layers=1, heads=2, kv_heads=2, mlp_dim=128)
+TOKENS = jax.random.randint(jax.random.key(1), (16, 33), 0, 64)
+FP32 = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
+
+
+def steps(recipe, where, count=1, microbatches=1):
+    """Metrics of some steps, the state after them, and the collectives of the compiled step that carry gradients."""
+    devices = mesh.make(**where)
+    rows = mesh.batches(devices) if devices.size > 1 else None
+    optimizer = train.make_optimizer(config.Config(), recipe)
+    task = Task.build(LLAMA, optimizer, recipe, remat=False, seed=0, rows=rows, microbatches=microbatches)
+    state, placed = jax.jit(task.init)(), None
+    if rows is not None:
+        placed = mesh.state(devices, jax.eval_shape(task.init))
+        state = jax.device_put(state, placed)
+    tokens = mesh.place(TOKENS, rows)
+    step = jax.jit(task.step, out_shardings=(placed, None)).lower(state, tokens).compile()
+    found = []
+    for _ in range(count):
+        state, metrics = step(state, tokens)
+        found.append({name: float(x) for name, x in metrics.items()})
+    return found, state, [x for x in collectives(step.as_text()) if x.nbytes >= 4096]
+
+
+@pytest.fixture(scope="module")
+def one():
+    return {name: steps(recipe, {"data": 1, "fsdp": 1}, 1) for name, recipe in {"fp32": FP32}.items()}
+
+
+@pytest.mark.parametrize(
+    "where", [{"data": 8, "fsdp": 1}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_a_step_on_many_devices_is_one_devices_up_to_8_bits(where, one, monkeypatch):
+    monkeypatch.setattr(mesh, "SMALLEST", 4096)
+    recipe = dataclasses.replace(FP32, comm=Comm("e4m3"))
+    (metrics,), state, sent = steps(recipe, where, microbatches=2 if where["fsdp"] == 1 else 1)
+    (want,), after, _ = one["fp32"]
+    assert metrics["healthy"]
+    assert metrics["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(want["grad_norm"], rel=0.02)
+    assert metrics["grad_norm"] != pytest.approx(want["grad_norm"], rel=1e-6)
+    old, new = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(s.opt_state[1].mu)]) for s in (after, state))
+    assert np.linalg.norm(new - old) < 0.06 * np.linalg.norm(old)
+    gradients = [x for x in sent if x.kind != "all-gather" or x.dtype == "u8"]
+    assert {(x.kind, x.dtype) for x in gradients} == {("all-to-all", "u8"), ("all-gather", "u8")}
+    matrices = sum(x.size for x in jax.tree.leaves(state.params) if x.size >= 4096)
+    over_all = sum(x.nbytes for x in gradients if x.kind == "all-to-all" and x.devices == max(where.values()))
+    assert over_all >= matrices * (1 if where["fsdp"] == 1 else 0.5)
+
+
+@pytest.mark.slow
+def test_fp8_lm_trains_on_many_devices_and_factors_are_kept_in_its_state():
+    recipe = dataclasses.replace(fp8jax.recipes.fp8_lm(), comm=Comm("e4m3", "one_phase", auto_scale=True))
+    metrics, state, _ = steps(recipe, {"data": 4, "fsdp": 1}, 4)
+    assert all(m["healthy"] for m in metrics)
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    mu = np.array(jax.tree.leaves(state.factors.mu))
+    assert ((mu >= 0.25) & (mu <= 1)).all()
+    assert jax.tree.structure(state.factors.mu) == jax.tree.structure(state.params)
+    with pytest.raises(ValueError, match="give --mesh one axis"):
+        steps(recipe, {"data": 2, "fsdp": 2})

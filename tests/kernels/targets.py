@@ -1,0 +1,171 @@
+"""Programs compiled for GPUs of several kinds, in one process that has none: `python targets.py FUNCTION KIND...`.
+
+Each function of this file gives programs by name, each with the shapes of its arguments; what became of their products
+and collectives is printed.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+# Compute capability by kind; each kind has a description for XLA beside this file.
+CAPABILITIES = {"t4": 75, "a100": 80, "l4": 89, "h200": 90, "rtx_pro_6000": 120}
+MARK = "found: "
+_ARRAY = re.compile(r"(\w+)\[([\d,]+)\]")
+FP8 = "--xla_gpu_enable_triton_gemm=false"
+Programs = dict[str, tuple[Any, ...]]  # by name a function, its arguments' shapes and, if sharded, how these lie
+
+
+def report(function: str, kinds: list[str], flags: str = "") -> dict[str, Any]:
+    """By kind and program: `fp8jax.modules.compiled.Product`s as lists, warnings, and collectives.
+
+    Args:
+        function: of this file.
+        kinds: of GPUs.
+        flags: XLA_FLAGS.
+    """
+    env = os.environ | {
+        "JAX_PLATFORMS": "cuda,cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-m", "tests.kernels.targets", function, *kinds]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=HERE.parents[1])
+    if done.returncode:
+        raise RuntimeError(f"{function} does not compile for {kinds}:\n{done.stderr[-3000:]}")
+    (told,) = (line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK))
+    found: dict[str, Any] = json.loads(told)
+    return found
+
+
+def linears() -> Programs:
+    """Forward and backward of a linear for each way of quantizing it, in fp32, in which products are widest.
+
+    Odd sizes, for which XLA pads operands of 8 bits.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import fp8jax
+
+    found: Programs = {}
+    parts = {name: fp8jax.recipes.get(name).linear for name in fp8jax.recipes.NAMES}
+    plain = parts["bf16"]
+    parts = {name: part for name, part in parts.items() if part != plain}
+    for name, recipe in {part: name for name, part in parts.items()}.items():
+        found[recipe] = (
+            _linear(name),
+            tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((132, 260), (260, 388), (132, 388))),
+        )
+    return found
+
+
+def _linear(part: Any) -> Callable[..., Any]:
+    import jax
+
+    import fp8jax
+
+    specs = [part.spec(role) for role in ("x", "w", "saved", "dy", "dy_wgrad")]
+    stochastic = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
+    scaling = dataclasses.replace(part, scaling="current") if part.scaling == "delayed" else part
+
+    def program(x: Any, w: Any, dy: Any) -> Any:
+        key = jax.random.key(0) if stochastic else None
+        y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=scaling, key=key), x, w)
+        return y, back(dy)
+
+    return program
+
+
+def few() -> Programs:
+    """One of each way to multiply, with none of our kernels, and XLA_FLAGS that are set after XLA has read them."""
+    from fp8jax.ops import choice
+
+    os.environ["XLA_FLAGS"] = FP8
+
+    def plain(program: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with choice.target(kernels=False):
+                return program(*args)
+
+        return run
+
+    all_ = linears()
+    return {name: (plain(all_[name][0]), all_[name][1]) for name in ("te_current", "switchback", "int8_block")}
+
+
+def sharded() -> Programs:
+    """A linear whose weight and input two GPUs share (FSDP), with one scale a tensor, and in blocks of 128x128."""
+    import jax
+    import jax.numpy as jnp
+
+    import fp8jax
+
+    shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (512, 256), (1024, 256)))
+    rows = jax.P("fsdp", None)
+    return {
+        name: (_linear(fp8jax.recipes.get(name).linear), shapes, (rows, rows, rows))
+        for name in ("te_current", "deepseek")
+    }
+
+
+def _gathers(text: str) -> list[tuple[str, list[int]]]:
+    """Dtype and shape of what is gathered; of several arrays at once the whole ones, which come last."""
+    found = []
+    for results, start in re.findall(r"= (.*?) all-gather(-start)?\(", text):
+        arrays = _ARRAY.findall(results)
+        arrays = arrays[len(arrays) // 2 :] if start else arrays
+        found += [(dtype, [int(n) for n in shape.split(",")]) for dtype, shape in arrays]
+    return found
+
+
+def main() -> None:
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    from fp8jax.modules import compiled
+    from fp8jax.ops import choice
+
+    found: dict[str, Any] = {}
+    function, *kinds = sys.argv[1:]
+    for kind in kinds:
+        config = (HERE / f"{kind}.txtpb").read_text()
+        gpus = 2 if function == "sharded" else 1
+        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{gpus}")
+        mesh = jax.sharding.Mesh(np.array(topology.devices), ("fsdp",))
+        found[kind] = {}
+        # With a first program XLA reads its flags.
+        one = jax.ShapeDtypeStruct((), float, sharding=jax.sharding.NamedSharding(mesh, jax.P()))
+        jax.jit(lambda x: x).lower(one).compile()
+        with choice.target(capability=CAPABILITIES[kind]), jax.set_mesh(mesh) if gpus > 1 else contextlib.nullcontext():
+            for name, (program, shapes, *specs) in globals()[function]().items():
+                where = specs[0] if specs else [jax.P()] * len(shapes)
+                placed = [
+                    jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+                    for s, spec in zip(shapes, where, strict=True)
+                ]
+                with choice.listening() as told:
+                    text = jax.jit(program).lower(*placed).compile().as_text()
+                products = compiled.read(text)
+                found[kind][name] = {
+                    "products": [dataclasses.astuple(p) for p in products],
+                    "warnings": compiled.widened(products, told),
+                    "loops": len(re.findall(r" while\(", text)),
+                    "gathers": _gathers(text),
+                }
+    print(MARK + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

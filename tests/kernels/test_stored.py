@@ -1,0 +1,104 @@
+"""Compiled Triton kernels on disk: a second process compiles none; what is damaged is made again."""
+
+import importlib.util
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def lower():
+    """Prints the lowered programs of two kernels for CUDA, and how often Triton compiled; in a process of its own."""
+    from jax_triton import triton_lib
+
+    from pallas_kernels import call_triton, quantize_triton
+
+    compiled, original = [], triton_lib.compile_ttir_to_ptx_inplace
+    triton_lib.compile_ttir_to_ptx_inplace = lambda *a, **k: compiled.append(0) or original(*a, **k)
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float8_e4m3fn)
+    program = jax.jit(lambda x: quantize_triton.transpose(x, compute_capability=90))
+    text = program.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    alone = len(compiled)
+    call_triton.check(90)
+    print(json.dumps([alone, len(compiled), text]))
+
+
+def in_process(folder):
+    env = os.environ | {"FP8JAX_KERNEL_CACHE": str(folder), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "from tests.kernels import test_stored; test_stored.lower()"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return *json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_a_second_process_compiles_only_what_is_damaged(tmp_path):
+    alone, together, text, _ = in_process(tmp_path)
+    assert (alone, together) == (1, 2)
+    files = {path: path.read_text() for path in tmp_path.iterdir()}
+    assert len(files) == 2
+    (damaged,) = (path for path, content in files.items() if "_add" in json.loads(content)["made"]["kernel"][0])
+    damaged.write_text(files[damaged].replace("add", "sub", 1))
+    alone, together, again, told = in_process(tmp_path)
+    assert (alone, together) == (0, 1)
+    assert again == text, "the stored kernel is another one"
+    assert f"{damaged} is damaged" in told
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+def test_what_a_kernel_depends_on_is_in_its_key(monkeypatch, tmp_path, caplog):
+    from pallas_kernels import stored_triton
+
+    monkeypatch.setenv("FP8JAX_KERNEL_CACHE", str(tmp_path))
+    made = []
+
+    def make():
+        made.append({"number": len(made)})
+        return made[-1]
+
+    for parts in (("source", 90), ("source", 80), ("other", 90), ("source", 90)):
+        stored_triton.kept(parts, make)
+    assert stored_triton.kept(("source", 90), make) == {"number": 0}
+    assert len(made) == 3
+    monkeypatch.setattr(stored_triton.triton, "__version__", "0")
+    assert stored_triton.kept(("source", 90), make) == {"number": 3}
+    for content in ("", "[]", '{"made": 1}', "\0"):
+        caplog.clear()
+        for path in tmp_path.iterdir():
+            path.write_text(content)
+        with caplog.at_level(logging.WARNING, "fp8jax"):
+            number = len(made)
+            assert stored_triton.kept(("source", 90), make) == {"number": number}
+        assert "is damaged" in caplog.text
+        assert stored_triton.kept(("source", 90), make) == {"number": number}
+
+
+def test_the_folder_is_that_of_the_variable_or_of_jax_or_the_users(monkeypatch, tmp_path, caplog):
+    from pallas_kernels import stored_triton
+
+    monkeypatch.setenv("FP8JAX_KERNEL_CACHE", "")
+    assert stored_triton.folder() is None
+    assert stored_triton.kept((), lambda: {"x": 1}) == {"x": 1}
+    monkeypatch.setenv("FP8JAX_KERNEL_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("no folder")
+    with caplog.at_level(logging.WARNING, "fp8jax"):
+        assert stored_triton.kept((), lambda: {"x": 2}) == {"x": 2}
+    assert "cannot be kept" in caplog.text
+    monkeypatch.delenv("FP8JAX_KERNEL_CACHE")
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        assert stored_triton.folder() == tmp_path / "fp8jax-triton"
+        jax.config.update("jax_compilation_cache_dir", None)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+        assert stored_triton.folder() == tmp_path / "home" / "fp8jax" / "triton"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

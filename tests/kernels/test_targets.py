@@ -1,0 +1,118 @@
+"""What XLA makes of quantized products for GPUs of several kinds, and what of them is reported."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fp8jax
+from fp8jax.modules.compiled import Product
+from fp8jax.ops import choice
+from fp8jax.ops.matmul import matmul
+from fp8jax.ops.quantize import chosen, quantize
+from tests.kernels import h200, targets
+
+pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+HALF = {"t4": ("f16", "f16")}
+
+
+def products(found: dict[str, Any]) -> list[Product]:
+    """The products of quantized operands."""
+    listed = [Product(p[0], tuple(p[1]), *p[2:]) for p in found["products"]]
+    return [p for p in listed if p.asked]
+
+
+def check(found: dict[str, Any]) -> None:
+    """Every product of codes is one of 8 or 16 bits, and none a loop."""
+    for kind, programs in found.items():
+        for name, program in programs.items():
+            listed = products(program)
+            assert sum(p.executed for p in listed) == (2 if name == "switchback" else 3), (kind, name, listed)
+            assert not program["loops"], (kind, name)
+            for p in listed:
+                half = HALF.get(kind, ("bf16", "bf16"))
+                assert p.eight_bit or p.operands == half, (kind, name, p)
+                assert p.eight_bit or program["warnings"], (kind, name)
+            if name == "switchback":
+                assert all(p.operands == ("s8", "s8") for p in listed), (kind, listed)
+
+
+@pytest.fixture(scope="module")
+def few() -> dict[str, Any]:
+    return targets.report("few", ["t4", "a100", "h200"])
+
+
+def test_codes_are_decoded_to_16_bits_where_nothing_multiplies_them(few: dict[str, Any]) -> None:
+    check(few)
+    for kind in few:
+        assert {p.operands for p in products(few[kind]["int8_block"])} == {HALF.get(kind, ("bf16", "bf16"))}
+
+
+def test_an_fp8_path_that_is_broken_is_reported(few: dict[str, Any]) -> None:
+    """Of a program that was written for cuBLASLt, since XLA_FLAGS were changed too late."""
+    report = few["h200"]["te_current"]
+    assert len(report["warnings"]) == 3
+    for line in report["warnings"]:
+        assert "run in bf16: XLA did not make cuBLASLt's FP8 product of what was written for it" in line
+        assert "before JAX starts" in line
+    assert all("kernels are switched off" in line for line in few["a100"]["te_current"]["warnings"])
+
+
+def test_weights_in_shards_are_gathered_as_codes() -> None:
+    found = targets.report("sharded", ["h200"], targets.FP8)["h200"]
+    for name, program in found.items():
+        assert not program["warnings"], name
+        gathered = [(dtype, shape) for dtype, shape in program["gathers"] if 512 in shape and 256 in shape]
+        assert gathered, (name, program["gathers"])
+        assert all(dtype in ("u8", "s8", "f8e4m3fn") for dtype, _ in gathered), (name, gathered)
+
+
+def test_kernels_of_int8_codes_run_where_gpus_convert_no_fp8() -> None:
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    for kind, capability in targets.CAPABILITIES.items():
+        with choice.target(capability=capability):
+            assert chosen(x, "int8:block128+stochastic", "int8:token").impl == "triton", kind
+            for spec in ("e4m3", "e5m2"):
+                found = chosen(x, spec)
+                assert (found.impl == "triton") == (capability >= 89), kind
+                assert found.impl == "triton" or f"capability {capability}, and fp8 conversions need 89" in found.reason
+    text = ""
+    with choice.target(capability=80):
+        text = jax.jit(lambda x: quantize(x, "int8:block128", "same")).trace(x).lower(
+            lowering_platforms=("cuda",)).as_text()  # fmt: skip
+    assert "triton_kernel_call" in text
+
+
+def test_products_leave_multiprocessors_to_others() -> None:
+    a, b = (
+        jax.eval_shape(lambda x: fp8jax.quantize(x, "e4m3:token"), jax.ShapeDtypeStruct((rows, 1024), jnp.float32))
+        for rows in (4096, 2048)
+    )
+    product = jax.jit(lambda a, b: matmul(a, b, impl="mosaic"))
+    grids = {}
+    for free in (0, 8, 7, 0):
+        with choice.target(capability=90, free_multiprocessors=free):
+            grids[free] = re.findall(r"grid=\((\d+),\)", str(product.trace(a, b).jaxpr))
+    assert grids == {0: ["66"], 8: ["62"], 7: ["62"]}  # clusters of two on 132, 124 and 125
+    with (
+        pytest.raises(ValueError, match=r"free_multiprocessors lies in \[0, 64\], not 100"),
+        choice.target(free_multiprocessors=100),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"capability is 80 for an A100 and 90 for an H200, not 8"),
+        choice.target(capability=8),
+    ):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", targets.FP8])
+def test_every_recipe_on_every_gpu(flags: str) -> None:
+    found = targets.report("linears", list(targets.CAPABILITIES), flags)
+    check(found)
+    for kind, capability in targets.CAPABILITIES.items():
+        ran = {p.operation for p in products(found[kind]["te_current"])}
+        assert (ran == {"__cublas$lt$matmul$f8"}) == (bool(flags) and capability >= 89), (kind, ran)

@@ -1,0 +1,104 @@
+"""Values whose codes a checkpoint saves, in models that know nothing of 8 bits and in those that do."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from tests.programs import residuals
+
+save_names = jax.checkpoint_policies.save_only_these_names
+
+
+def draw(seed, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+X, W, V = draw(0, 24, 32), draw(1, 32, 48), draw(2, 48, 32)
+
+
+def hidden(x):
+    return fp8jax.saveable(x, "hidden")
+
+
+def block(x, w, v, save=hidden):
+    return jnp.tanh(save(x @ w)) @ v
+
+
+def checkpointed(f, *names):
+    return jax.checkpoint(f, policy=save_names(*names))
+
+
+def activations(f, *args):
+    """What is saved but the arguments themselves."""
+    return sorted(set(residuals(f, *args)) - {(str(a.dtype), a.shape) for a in args})
+
+
+@pytest.mark.parametrize(
+    ("spec", "kept"),
+    [
+        ("e4m3:group16", [("bfloat16", (24, 3)), ("uint8", (24, 48))]),
+        ("int10:group16", [("bfloat16", (24, 3)), ("uint8", (24, 60))]),
+        (fp8jax.QuantSpec("e5m2", "token"), [("float32", (24, 1)), ("uint8", (24, 48))]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("loop", [False, True])
+def test_codes_and_scales_are_saved_and_no_16_bit_copy(spec, kept, loop):
+    save = functools.partial(fp8jax.saveable, name="hidden", spec=spec)
+    one = checkpointed(functools.partial(block, save=save), "hidden")
+    if not loop:
+        assert activations(one, X, W, V) == kept
+        return
+    f = lambda x, w, v: jax.lax.scan(lambda x, _: (one(x, w, v), None), x, None, length=3)[0]  # noqa: E731
+    assert activations(f, X, W, V) == sorted([(d, (3, *s)) for d, s in kept] + [("bfloat16", (3, 24, 32))])
+
+
+def test_values_are_those_of_the_codes_and_gradients_pass_unchanged():
+    h, dy = draw(3, 24, 48, dtype=jnp.float32), draw(4, 24, 48, dtype=jnp.float32)
+    y, back = jax.vjp(lambda h: fp8jax.saveable(h, "h"), h)
+    spec = dataclasses.replace(fp8jax.QuantSpec.parse("e4m3:group16"), scale_format="bf16")
+    np.testing.assert_array_equal(y, fp8jax.quantize(h, spec).dequantize())
+    np.testing.assert_array_equal(back(dy)[0], dy)
+    # Any order, forward and reverse, as of the value itself.
+    cube = lambda h: jnp.sum(fp8jax.saveable(h, "h") ** 3)  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(lambda h: jnp.sum(jax.grad(cube)(h)))(h), 6 * y)
+    np.testing.assert_array_equal(jax.jvp(lambda h: fp8jax.saveable(h, "h"), (h,), (dy,))[1], dy)
+    assert np.isnan(np.asarray(fp8jax.saveable(h.at[3, 5].set(jnp.inf), "h"))[3]).any()
+
+
+def test_a_checkpoint_changes_no_gradient():
+    loss = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(f(*a).astype(jnp.float32) ** 2), (0, 1, 2)))  # noqa: E731
+    for a, b in zip(loss(block)(X, W, V), loss(checkpointed(block, "hidden"))(X, W, V), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_what_our_operations_save_has_names():
+    recipe = fp8jax.recipes.coat()
+    faithful = dataclasses.replace(recipe, context=dataclasses.replace(recipe.context, mode="faithful"))
+
+    def layer(recipe, x, w, v):
+        g, u = fp8jax.norm_linear(x, None, (w, w), recipe=recipe)
+        return fp8jax.glu_linear(g, u, v, recipe=recipe)
+
+    def widths(recipe, *names):
+        kept = residuals(checkpointed(functools.partial(layer, recipe), *names), X, W, V)
+        return sorted(shape[-1] for dtype, shape in kept if dtype == "uint8")
+
+    norm, activation, inputs = fp8jax.CHECKPOINT_NAMES
+    assert widths(recipe, norm) == [32]
+    assert widths(recipe, activation) == [48, 48]
+    assert widths(recipe, inputs) == [32]  # the last layer makes its input again
+    assert widths(faithful, *fp8jax.CHECKPOINT_NAMES) == [32, 32, 48, 48, 48, 48]
+    assert widths(recipe) == []
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="rounds to nearest, not 'int8:block32\\+stochastic'"):
+        fp8jax.saveable(X, "h", "int8:block32+stochastic")
+    with pytest.raises(ValueError, match="floating dtype, not int32"):
+        fp8jax.saveable(jnp.arange(4), "h")

@@ -1,0 +1,177 @@
+"""FP8-LM's AdamW: bytes at rest, one step in float64, the bounds of its scales, and what optax and Flax ask of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax import QTensor
+from tests.optim import test_contract as contract
+
+RATE, B1, B2, EPS, DECAY = 0.01, 0.9, 0.95, 1e-8, 0.1
+TX = functools.partial(fp8jax.fp8lm_adamw, RATE, B1, B2, EPS, weight_decay=DECAY, min_size=0)
+
+
+def values(q):
+    """What codes stand for, in float64."""
+    return np.asarray(q.codes).astype(np.float64) * np.asarray(q.scale, np.float64)
+
+
+def problem(dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"layers": jax.random.normal(keys[0], (3, 24, 40)).astype(dtype), "w": jnp.ones((40, 16), dtype)}
+    grads = [
+        {name: 10.0**-i * jax.random.normal(jax.random.fold_in(key, i), p.shape) for name, p in params.items()}
+        for i, key in enumerate(jax.random.split(keys[1], 6))
+    ]
+    return params, grads
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Six steps, whose gradients become smaller by decades, in FP8 and with scales for each layer: all states."""
+    tx = TX(stacked={"layers": 1, "w": 0})
+    params, grads = problem()
+    specs = {"layers": fp8jax.QuantSpec("e4m3", stacked=1), "w": fp8jax.QuantSpec("e4m3")}
+    grads = [{name: fp8jax.quantize(g, specs[name]) for name, g in each.items()} for each in grads]
+    states, step = [(params, tx.init(params))], jax.jit(tx.step)
+    for g in grads:
+        states.append(step(g, states[-1][1], states[-1][0]))
+    return grads, states
+
+
+def test_six_bytes_a_parameter_at_rest(run):
+    grads, states = run
+    params, state = states[-1]
+    elements = sum(p.size for p in params.values())
+    scales = 4 * 4  # an fp32 scale for each of four tensors
+    at_rest = fp8jax.state_bytes((state.master, state.mu, state.nu, grads[0]))
+    assert sum(at_rest.values()) == 6 * elements + 4 * scales
+    assert {x.codes.dtype for x in state.master.values()} == {jnp.dtype("float16")}
+    for name, p in params.items():
+        for part, dtype in ((state.master, "float16"), (state.mu, "float8_e4m3fn"), (state.nu, "float16")):
+            part[name].validate()
+            assert part[name].codes.dtype == jnp.dtype(dtype)
+            assert part[name].scale.size == (3 if p.ndim == 3 else 1)
+
+
+def test_a_step_is_adamws_up_to_the_rounding_of_what_it_stores(run):
+    grads, states = run
+    for i, (g, (_, old), (params, new)) in enumerate(zip(grads, states, states[1:], strict=False), start=1):
+        for name in params:
+            m = B1 * values(old.mu[name]) + (1 - B1) * values(g[name])
+            v = B2 * values(old.nu[name]) + (1 - B2) * values(g[name]) ** 2
+            w = values(old.master[name])
+            d = m / (1 - B1**i) / (np.sqrt(v / (1 - B2**i)) + EPS)
+            w = w - RATE * (d + DECAY * w)
+            for part, want, half in ((new.mu, m, 2.0**-4), (new.nu, v, 2.0**-11), (new.master, w, 2.0**-11)):
+                q = part[name]
+                fmt = fp8jax.formats.get(q.spec.format)
+                least = np.asarray(q.scale, np.float64) * fmt.smallest
+                allowed = np.maximum(1.001 * half * np.abs(want), least) + 1e-6 * np.abs(want)
+                assert (np.abs(values(q) - want) <= allowed).all(), (name, i)
+                # Of the range of codes the bound leaves not more than three binades empty.
+                largest = np.abs(values(q) / np.asarray(q.scale, np.float64)).reshape(q.scale.size, -1).max(1)
+                assert part is new.master or (largest > fmt.max / 8).all()
+            assert ((values(new.nu[name]) > 0) == (v > 0)).all()
+            np.testing.assert_array_equal(params[name], new.master[name].dequantize(jnp.bfloat16))
+
+
+def test_update_goes_where_step_does_and_puts_right_what_rounding_did():
+    tx = TX()
+    params, grads = problem()
+    state = tx.init(params)
+    stepped, after = tx.step(grads[0], state, params)
+    for start in (params, jax.tree.map(lambda p: p + jnp.bfloat16(0.01), params)):
+        updates, found = tx.update(grads[0], state, start)
+        assert {u.dtype for u in updates.values()} == {jnp.dtype("bfloat16")}
+        moved = optax.apply_updates(start, updates)
+        for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(stepped), strict=True):
+            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2.0**-7, atol=2.0**-8 * 2 * RATE)
+    jax.tree.map(np.testing.assert_array_equal, found, after)
+    jax.tree.map(np.testing.assert_array_equal, fp8jax.working_copy(after), stepped)
+
+
+def test_master_weights_keep_small_changes_on_average_when_they_are_rounded_stochastically():
+    """A hundredth of a step of fp16 each time: to nearest they are lost, as the paper accepts."""
+    moved = {}
+    params = {"w": jnp.ones((64, 64))}
+    for rounding in ("nearest", "stochastic"):
+        tx = fp8jax.fp8lm_adamw(1e-5, B1, B2, weight_decay=0.0, master_rounding=rounding)
+        state, step = tx.init(params), jax.jit(tx.step)
+        for _ in range(40):
+            state = step({"w": jnp.ones((64, 64))}, state, params)[1]
+        moved[rounding] = float(jnp.mean(1 - fp8jax.working_copy(state, jnp.float32)["w"]))
+    assert moved["nearest"] == 0
+    assert moved["stochastic"] == pytest.approx(40e-5, rel=0.15)  # e4m3 keeps the first moment of ones at 15/16
+
+
+@pytest.mark.parametrize("wrapper", ["chain", "masked", "MultiSteps", "apply_if_finite"])
+def test_works_in_the_wrappers_of_optax(wrapper):
+    wrap = contract.WRAPPERS[wrapper]
+    p, state = contract.train(wrap(fp8jax.fp8lm_adamw(0.05, b2=0.95, min_size=0)), steps=2)
+    exact, _ = contract.train(wrap(optax.adamw(0.05, b2=0.95)), steps=2)
+    for a, b, s in zip(*map(jax.tree.leaves, (p, exact, contract.params())), strict=True):
+        moved = np.abs(np.asarray(b - s)).max(initial=0)
+        assert np.abs(np.asarray(a - b)).max(initial=0) <= 0.15 * moved + 2e-3
+    assert any(x.dtype == jnp.float8_e4m3fn for x in jax.tree.leaves(state))
+
+
+def test_hyperparameters_schedules_masks_and_small_parameters():
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones((64,))}
+    grads = jax.tree.map(jnp.zeros_like, params)
+    tx = optax.inject_hyperparams(fp8jax.fp8lm_adamw)(
+        learning_rate=optax.linear_schedule(0.1, 0.2, 1), weight_decay=0.5, mask={"w": True, "b": False})  # fmt: skip
+    state = tx.init(params)
+    assert state.inner_state.master["b"].dtype == jnp.float32
+    for rate in (0.1, 0.2):
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert state.hyperparams["learning_rate"] == pytest.approx(rate)
+    np.testing.assert_allclose(params["w"], (1 - 0.05) * (1 - 0.1), rtol=1e-3)
+    np.testing.assert_array_equal(params["b"], 1)
+
+
+def test_it_works_in_nnx_optimizer():
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    start = np.asarray(model.kernel[...])
+    optimizer = nnx.Optimizer(model, fp8jax.fp8lm_adamw(1e-2, min_size=64), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda m: jnp.mean((m(jnp.ones((4, 64))) - 1) ** 2))(model))
+
+    for _ in range(3):
+        step(model, optimizer)
+    moved = np.abs(np.asarray(model.kernel[...]) - start)
+    assert 0.02 < moved.mean() < 0.04
+    assert any(x.dtype == jnp.float16 for x in jax.tree.leaves(nnx.state(optimizer)))
+
+
+def test_what_is_not_finite_is_visible_and_bad_arguments_are_named():
+    tx = TX()
+    params, grads = problem()
+    bad = dict(grads[0], w=grads[0]["w"].at[3, 4].set(jnp.nan))
+    new, state = tx.step(bad, tx.init(params), params)
+    nan = np.isnan(np.asarray(new["w"], np.float32))
+    assert (nan[3, 4], nan.sum()) == (True, 1)
+    assert np.isfinite(np.asarray(new["layers"], np.float32)).all()
+    whole = dict(bad, w=QTensor(jnp.zeros((40, 16), jnp.float8_e4m3fn), jnp.full((1, 1), jnp.nan), None, None,
+                                fp8jax.QuantSpec()))  # fmt: skip
+    assert np.isnan(np.asarray(tx.step(whole, tx.init(params), params)[0]["w"], np.float32)).all()
+    for make, message in (
+        (lambda: fp8jax.fp8lm_adamw(1e-3, mu="fp32"), "mu 'fp32' is not"),
+        (lambda: fp8jax.fp8lm_adamw(1e-3, b2=1.0), "b2 must lie in"),
+        (lambda: fp8jax.fp8lm_adamw(1e-3, master_rounding="up"), "master_rounding 'up'"),
+        (lambda: tx.update(grads[0], state), "needs the parameters"),
+        (lambda: tx.update({"layers": grads[0]["layers"], "w": jnp.ones(3)}, state, params), r"\['w'\] has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    with pytest.raises(TypeError, match="int32"):
+        tx.init({"w": jnp.ones(4, jnp.int32)})

@@ -1,0 +1,137 @@
+"""Bounds on weights: no weight exceeds them, whatever gradients, optimizers, schedules and groups do."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from fp8jax.core.scaling import Automatic
+
+STEPS, INTERVAL = 1700, 500
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.03, 20, STEPS, 0.003)
+PARAMS = {
+    "w": 0.3 * jax.random.normal(jax.random.key(0), (2, 4, 6)),
+    "v": 0.3 * jax.random.normal(jax.random.key(1), (4, 6)),
+    "b": jnp.zeros(6),
+}
+
+
+def gradients(b1, b2, steps=STEPS):
+    """Per step and column, gradients that try Adam: growing ones, one after silence, steady, noise, large and tiny."""
+    t, rng = np.arange(steps)[:, None, None], np.random.default_rng(0)
+    worst = np.where(t > steps - 300, (b2 / max(b1, 0.5)) ** np.minimum(t - steps, 0.0), 0.0)
+    spike = np.where(t == steps - 1, 1e6, 1e-6)
+    noise = rng.standard_normal((steps, 4, 1)) * np.exp(3 * rng.standard_normal((steps, 1, 1)))
+    turns = np.where(t // 400 % 2 == 0, 1.0, -1e-3)
+    columns = [worst, spike, np.ones((steps, 1, 1)), noise, turns, 1e-12 * noise]
+    signs = np.sign(rng.standard_normal((1, 4, 6)))
+    g = np.concatenate([np.broadcast_to(c, (steps, 4, 1)) for c in columns], -1) * signs
+    return {"w": jnp.asarray(np.stack([g, -g], 1), jnp.float32), "v": jnp.asarray(g, jnp.float32)}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(tx, params, grads):
+    """Per step of a run: largest weights, their bounds, and largest updates, of each matrix."""
+
+    def step(carry, grads):
+        params, state = carry
+        grads = {name: grads.get(name, jnp.ones_like(p)).astype(p.dtype) for name, p in params.items()}
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        bounds = {path[0]: bound for path, bound in fp8jax.weight_bounds(state).items()}
+        largest = [{k: jnp.max(jnp.abs(tree[k]), (-2, -1)) for k in ("w", "v")} for tree in (params, updates)]
+        return (params, state), (largest[0], bounds, largest[1])
+
+    return jax.lax.scan(step, (params, tx.init(params)), grads)[1]
+
+
+def groups():
+    """Two learning rates, one of them with a limit and one measured, one without decay."""
+    limit = fp8jax.adam_limit(SCHEDULE, 0.9, 0.95)
+    return optax.multi_transform(
+        {
+            "a": optax.chain(optax.adamw(SCHEDULE, 0.9, 0.95, weight_decay=0.0), fp8jax.track_weights(INTERVAL, limit)),
+            "b": optax.chain(optax.lion(1e-3, weight_decay=0.1), fp8jax.track_weights(INTERVAL)),
+        },
+        {"w": "a", "v": "b", "b": "b"},
+    )
+
+
+def adamw(b2, make=optax.adamw, rate=SCHEDULE, decay=0.1, **how):
+    limit = fp8jax.adam_limit(rate, 0.9, b2, decay)
+    clip = optax.clip_by_global_norm(1e3)
+    return optax.chain(clip, make(rate, 0.9, b2, weight_decay=decay, **how), fp8jax.track_weights(INTERVAL, limit))
+
+
+CASES = {
+    "adamw": (adamw(0.999), 0.999, jnp.float32),
+    "quantized moments": (adamw(0.95, fp8jax.compressed_adamw, min_size=0), 0.95, jnp.float32),
+    "sgd, measured": (optax.chain(optax.sgd(1e-3, 0.9), fp8jax.track_weights(INTERVAL)), 0.95, jnp.float32),
+    "bf16": (adamw(0.95), 0.95, jnp.bfloat16),
+    "groups": (groups(), 0.95, jnp.float32),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_weight_exceeds_its_bound(case):
+    tx, b2, dtype = CASES[case]
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    largest, bounds, _ = jax.tree.map(np.asarray, run(tx, params, gradients(0.9, b2)))
+    for name in ("w", "v"):
+        assert bounds[name].shape == (STEPS, *PARAMS[name].shape[:-2])
+        assert (largest[name].astype(np.float32) <= bounds[name]).all(), name
+        # Measured again, it is within a step of the truth; in between it is not, or there would be nothing to show.
+        again = bounds[name][INTERVAL] / largest[name][INTERVAL].astype(np.float32)
+        assert (again < 1.3).all()
+        assert (bounds[name][INTERVAL - 1] > bounds[name][INTERVAL]).all() or case == "sgd, measured"
+
+
+def test_the_limit_is_reached_and_more_than_a_learning_rate():
+    # Of bare Adam: gradients that grow as (b2 / b1)^i after silence; the learning rate is 1.
+    for b2, least in ((0.999, 6.5), (0.95, 1.16)):
+        limit = fp8jax.adam_limit(1.0, 0.9, b2)
+        at = np.asarray(limit(jnp.arange(STEPS), jnp.zeros(STEPS)))
+        tx = optax.chain(optax.adam(1.0, 0.9, b2), fp8jax.track_weights(INTERVAL))
+        _, _, updates = jax.tree.map(np.asarray, run(tx, PARAMS, gradients(0.9, b2)))
+        found = updates["w"].max(-1)
+        assert (found <= at).all()
+        assert found[-1] > 0.998 * at[-1]
+        assert found[-1] > least
+        np.testing.assert_allclose(at[0], 1, rtol=2e-3)  # the first step is of one learning rate
+
+
+def test_limits_that_do_not_exist_are_refused_and_updates_beyond_a_limit_are_cut():
+    with pytest.raises(ValueError, match=r"b1=0.99 and b2=0.95 one step of Adam can be of any size"):
+        fp8jax.adam_limit(1e-3, 0.99, 0.95)
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\)"):
+        fp8jax.adam_limit(1e-3, 1.0)
+    with pytest.raises(ValueError, match="interval must be a positive number of steps, not 0"):
+        fp8jax.track_weights(0)
+    tx = fp8jax.track_weights(limit=lambda count, bounds: 0.5 + 0 * bounds)
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    updates = {"w": jnp.array([[0.1, 0.7, -9], [jnp.nan, jnp.inf, 0.5]]), "b": jnp.full(3, 9.0)}
+    cut, state = tx.update(updates, tx.init(params), params)
+    np.testing.assert_array_equal(cut["w"], [[updates["w"][0, 0], 0.5, -0.5], [np.nan, np.inf, 0.5]])
+    np.testing.assert_array_equal(cut["b"], updates["b"])
+    np.testing.assert_allclose(state.bounds["w"], 1.5, rtol=1e-6)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx.update(updates, state)
+
+
+def test_parameters_that_are_loaded_are_measured_again():
+    tx = optax.chain(optax.adam(1e-3), fp8jax.track_weights())
+    state = tx.init(PARAMS)
+    loaded = jax.tree.map(lambda p: 7 * p, PARAMS)
+    state = fp8jax.measure_weights(state, loaded)
+    for path, bound in fp8jax.weight_bounds(state).items():
+        np.testing.assert_array_equal(bound, Automatic().measure(loaded[path[0]]))
+    with pytest.raises(ValueError, match="v is followed by track_weights and missing"):
+        fp8jax.measure_weights(state, {"w": loaded["w"]})
+    with pytest.raises(ValueError, match="put fp8jax"):
+        fp8jax.weight_bounds(optax.adam(1e-3).init(PARAMS))
+    with pytest.raises(ValueError, match="two trackers follow"):
+        fp8jax.weight_bounds((state, state))
