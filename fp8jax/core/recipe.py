@@ -8,9 +8,7 @@ from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.core.weights import Weights as Weights
 
-_XLA = Comm()
-
-
+_FP32, _XLA = Weights(), Comm()
 NU_ROUNDINGS = ("auto", "nearest", "stochastic")
 
 
@@ -333,7 +331,7 @@ class Recipe:
     """
 
     name: str
-    weights: Weights = Weights()
+    weights: Weights = _FP32
     optimizer: Optimizer = Optimizer()
     linear: Linear = Linear()
     context: Context = Context()
