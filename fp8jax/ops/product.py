@@ -12,16 +12,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused, microscaled
+from fp8jax.ops import fallback, fused, microscaled
 from fp8jax.ops.choice import tell_saved, vary_alike, varying
+from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand, matmul
-from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
+from fp8jax.ops.matmul_int8 import matmul_pair
 from fp8jax.ops.operand import (
+    Blocks,
     Residual,
     Source,
     encode,
@@ -31,7 +34,9 @@ from fp8jax.ops.operand import (
     of_weight,
     weight_side,
 )
+from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
+from fp8jax.ops.saveable import INPUT, PRODUCT, named
 from fp8jax.ops.saved import BLANK, ITSELF, Gradient, Origin, Provenance, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
@@ -187,6 +192,35 @@ def multiply(
     return _product(how, value, through, w, of_x, of_w, noise, scales)
 
 
+def fall_back(
+    x: Array, recipe: Linear, key: Array | None, source: Array, threshold: Array, known: Provenance = BLANK
+) -> tuple[Array, Blocks]:
+    """As `input_source`, of an input in blocks, of which those fall back that exceed a threshold, fp32 scalar.
+
+    Raises:
+        ValueError: the recipe rounds what it saves stochastically, and there is no key.
+    """
+    side = input_side(recipe)
+    spec, saved = side.forward, side.saved
+    assert spec is not None
+    assert saved is not None
+    subkey = _subkey(key, saved, "saved")
+    quantizer = functools.partial(fallback.quantize, *lax.stop_gradient((x,)), spec, lax.stop_gradient(threshold))
+    pairs: list[Pair] = []
+
+    def make() -> QTensor:
+        pair, codes = quantizer(key=subkey if saved == fallback.stochastic(spec) else None)
+        pairs.append(pair)
+        if saved == spec:
+            return to_bytes(pair.base)
+        return make_codes(x, saved, side.strategy, key=subkey) if codes is None else to_bytes(codes)
+
+    use = side.saved, side.strategy, x.shape
+    codes = known.share(source, use, lambda: named(make(), INPUT), None, None if subkey is None else key)
+    # Another product of this input may have made what is saved; thresholds are each layer's own.
+    return source, Blocks(pairs[0] if pairs else quantizer()[0], codes)
+
+
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
     """A weight as the products of a recipe read it, for `fp8jax.linear` to use in every call of a step.
 
@@ -246,8 +280,13 @@ def _forward(
         scales,
     )
     spec = merged(how.spec, (value.ndim - 1, 1))
-    y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
-    y = split(y, (*value.shape[:-1], y.shape[-1]), how.spec)
+    assert not isinstance(columns, Pair)
+    if isinstance(rows, Pair):
+        assert isinstance(columns, QTensor)
+        y = matmul_pair(rows, columns, dtype=x.dtype, spec=spec)
+    else:
+        y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
+    y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
     given, passed = value if through is None else through, None
     if how.passes:
         passed = mapped_alike(given, y)
@@ -257,7 +296,8 @@ def _forward(
 
 
 def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
-    recipe, (x, w), key, scales = how.recipe, saved.kinds, saved.key, saved.scales
+    recipe, (x, w), key = how.recipe, saved.kinds, saved.key
+    scales: Any = saved.scales
     dy, others = cotangents
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
@@ -278,9 +318,12 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
         assert gradient is not None
         largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
         dy_scale = scaling.to_scale(largest, formats.get(gradient.format))
+    rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
+    weight = saved.w.operand(weight_side(recipe), None)
+    if 0 in (*dy.shape, *weight.shape):
+        side = side._replace(shared=False)  # there are no scales to share
     dy_rows: Operand
     dy_columns: Operand
-    rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
     if side.shared and rows_spec is not None and rows_spec.folds:
         dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale, origin.part)
     elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
@@ -291,7 +334,6 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
         pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=subkey, part=origin.part)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
-    weight = saved.w.operand(weight_side(recipe), None)
     rows_and_inputs = merged(x.spec, (len(lead), 1))
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, spec=rows_and_inputs)
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
