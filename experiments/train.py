@@ -191,6 +191,8 @@ def _train_recipe(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, placed
         )
     # Nothing of the state is in memory yet: what does not fit has been shown before it fails.
+    if folder.name == fp8jax.recipes.AUTO:
+        console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().computed}")
     console.print(recipe.explain())
     with listening() as told, saving() as saved:
         # A state comes out as it went in: the next step is the same program.

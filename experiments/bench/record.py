@@ -15,16 +15,15 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 _PRODUCTS = ("matmul_mosaic", "matmul_block_mosaic", "matmul_mx_mosaic")
 _QUANTIZE = ("quantize_triton", "quantize_rows_triton", "maxima_triton", "fold_triton", "scaling_triton")
-_LAYER = (
-    *_PRODUCTS, *_QUANTIZE, "norm_triton", "activation_triton", "activation_rows_triton", "remake_triton",
-)  # fmt: skip
+_LAYER = (*_PRODUCTS, *_QUANTIZE, "norm_triton", "activation_triton", "activation_rows_triton", "remake_triton")
 _ALL = (*_LAYER, "adamw_triton")
 # What each results file times, in pallas_kernels/, besides what these import. Others time no kernel.
 KERNELS = {
     "gemm": (*_PRODUCTS, "fold_triton", "quantize_triton"),
     "gemm_block": ("matmul_block_mosaic",),
+    "gemm_int8": ("matmul_int8_mosaic",),
     "quantize": _QUANTIZE,
-    "linear": (*_PRODUCTS, *_QUANTIZE),
+    "linear": (*_PRODUCTS, "matmul_int8_mosaic", *_QUANTIZE, "fallback_triton"),
     "layer": _LAYER,
     "coat_speed": _LAYER,
     "optimizer": ("adamw_triton",),

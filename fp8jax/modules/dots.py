@@ -40,7 +40,7 @@ class DotGeneral:
             precision,
             preferred_element_type,
             recipe=self.linear,
-            key=_key(lhs, self.linear),
+            key=key_of(lhs, self.linear),
             quantized=quantized,
             out_sharding=out_sharding,
         )
@@ -69,7 +69,7 @@ class Einsum:
             precision,
             preferred_element_type,
             recipe=self.linear,
-            key=_key(lhs, self.linear),
+            key=key_of(lhs, self.linear),
             out_sharding=out_sharding,
         )
 
@@ -105,7 +105,7 @@ class SharedPromotion:
         return (promoted, *rest)
 
 
-def _key(lhs: Array, linear: Linear) -> Array | None:
+def key_of(lhs: Array, linear: Linear) -> Array | None:
     """One key for all layers that read an input, so that they share its codes."""
     return REGISTRY.share(lhs, "key", lambda: content_key(lhs)) if linear.stochastic else None
 

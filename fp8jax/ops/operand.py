@@ -13,6 +13,7 @@ codes come from. All sources have one contract:
 | `Codes` | made before, shared by all products of one input | `Saved`: these codes |
 | `Again` | likewise | `MadeAgain`: what the operation before has saved, and one scale |
 | `Held` | a weight's, made once a step, for both of its products | `Ready`: those of the second one |
+| `Blocks` | of an input's blocks, some with a residual, made before | `Saved`: the codes given for that |
 
 A new one (a pair of blocks, shards that are gathered and gathered again) is a class with `forward` and `residual`, and
 one for its residual with `operand`. Both are pytrees without gradients: FP8 codes are in them as bytes, because an FP8
@@ -34,11 +35,15 @@ from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused, microscaled
+from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.saveable import INPUT, named
 from fp8jax.ops.saved import NOTHING, Gradient, Origin, Remade, from_bytes, to_bytes
 from fp8jax.ops.sharding import rows_of
+
+# What a forward product reads.
+Forward = Operand | Pair
 
 
 class Side(NamedTuple):
@@ -96,11 +101,11 @@ class Residual(Protocol):
 class Source(Protocol):
     """Where the codes of a matrix come from."""
 
-    def forward(self, matrix: Array, side: Side) -> Operand:
+    def forward(self, matrix: Array, side: Side) -> Forward:
         """The operand of the forward product."""
         ...
 
-    def residual(self, matrix: Array, operand: Operand, side: Side) -> Residual:
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> Residual:
         """What is saved, given the operand of the forward product."""
         ...
 
@@ -207,10 +212,10 @@ class Plain:
     scale: Array | None = None
     values: Array | None = None
 
-    def forward(self, matrix: Array, side: Side) -> Operand:
+    def forward(self, matrix: Array, side: Side) -> Forward:
         return encode(matrix, side.forward, side.strategy, scale=self.scale, turned=side.turned)
 
-    def residual(self, matrix: Array, operand: Operand, side: Side) -> Matrix:
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> Matrix:
         shared = side.one_scale and isinstance(operand, QTensor)
         values = matrix if self.values is None else self.values
         return Matrix(values, operand.scale if shared else self.scale)  # type: ignore[union-attr]
@@ -227,12 +232,12 @@ class Codes:
     codes: QTensor
     scale: Array | None = None
 
-    def forward(self, matrix: Array, side: Side) -> Operand:
+    def forward(self, matrix: Array, side: Side) -> Forward:
         if side.saved == side.forward:
             return from_bytes(self.codes)
         return encode(matrix, side.forward, side.strategy, scale=self.scale)
 
-    def residual(self, matrix: Array, operand: Operand, side: Side) -> Saved:
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> Saved:
         return Saved(self.codes)
 
 
@@ -245,10 +250,10 @@ class Again:
     saved: Any
     first: "Plain | Codes"
 
-    def forward(self, matrix: Array, side: Side) -> Operand:
+    def forward(self, matrix: Array, side: Side) -> Forward:
         return self.first.forward(matrix, side)
 
-    def residual(self, matrix: Array, operand: Operand, side: Side) -> MadeAgain:
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> MadeAgain:
         codes, scale = getattr(self.first, "codes", None), None
         # One scale is cheaper to save than to find again (COAT, section D).
         if codes is not None and (codes.spec.granularity == "tensor" or side.shared):
@@ -277,11 +282,26 @@ class Held:
 
     weight: QuantizedWeight
 
-    def forward(self, matrix: Array, side: Side) -> Operand:
+    def forward(self, matrix: Array, side: Side) -> Forward:
         return from_bytes(self.weight.forward)
 
-    def residual(self, matrix: Array, operand: Operand, side: Side) -> Ready:
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> Ready:
         return Ready(self.weight.dgrad)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """An input in int8 blocks, some of which have fallen back, and the codes that are saved of it, as bytes."""
+
+    pair: Pair
+    codes: QTensor
+
+    def forward(self, matrix: Array, side: Side) -> Pair:
+        return self.pair
+
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> Saved:
+        return Saved(self.codes)
 
 
 def of_input(

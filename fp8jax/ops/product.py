@@ -18,11 +18,13 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused, microscaled
+from fp8jax.ops import fallback, fused, microscaled
 from fp8jax.ops.choice import tell_saved, vary_alike, varying
+from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand, matmul
-from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
+from fp8jax.ops.matmul_int8 import matmul_pair
 from fp8jax.ops.operand import (
+    Blocks,
     Residual,
     Source,
     encode,
@@ -32,8 +34,9 @@ from fp8jax.ops.operand import (
     of_weight,
     weight_side,
 )
+from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
-from fp8jax.ops.saveable import PRODUCT
+from fp8jax.ops.saveable import INPUT, PRODUCT, named
 from fp8jax.ops.saved import BLANK, ITSELF, Gradient, Origin, Provenance, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
@@ -189,6 +192,35 @@ def multiply(
     return _product(how, value, through, w, of_x, of_w, noise, scales)
 
 
+def fall_back(
+    x: Array, recipe: Linear, key: Array | None, source: Array, threshold: Array, known: Provenance = BLANK
+) -> tuple[Array, Blocks]:
+    """As `input_source`, of an input in blocks, of which those fall back that exceed a threshold, fp32 scalar.
+
+    Raises:
+        ValueError: the recipe rounds what it saves stochastically, and there is no key.
+    """
+    side = input_side(recipe)
+    spec, saved = side.forward, side.saved
+    assert spec is not None
+    assert saved is not None
+    subkey = _subkey(key, saved, "saved")
+    quantizer = functools.partial(fallback.quantize, *lax.stop_gradient((x,)), spec, lax.stop_gradient(threshold))
+    pairs: list[Pair] = []
+
+    def make() -> QTensor:
+        pair, codes = quantizer(key=subkey if saved == fallback.stochastic(spec) else None)
+        pairs.append(pair)
+        if saved == spec:
+            return to_bytes(pair.base)
+        return make_codes(x, saved, side.strategy, key=subkey) if codes is None else to_bytes(codes)
+
+    use = side.saved, side.strategy, x.shape
+    codes = known.share(source, use, lambda: named(make(), INPUT), None, None if subkey is None else key)
+    # Another product of this input may have made what is saved; thresholds are each layer's own.
+    return source, Blocks(pairs[0] if pairs else quantizer()[0], codes)
+
+
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
     """A weight as the products of a recipe read it, for `fp8jax.linear` to use in every call of a step.
 
@@ -248,7 +280,12 @@ def _forward(
         scales,
     )
     spec = merged(how.spec, (value.ndim - 1, 1))
-    y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
+    assert not isinstance(columns, Pair)
+    if isinstance(rows, Pair):
+        assert isinstance(columns, QTensor)
+        y = matmul_pair(rows, columns, dtype=x.dtype, spec=spec)
+    else:
+        y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
     y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
     given, passed = value if through is None else through, None
     if how.passes:
@@ -259,7 +296,8 @@ def _forward(
 
 
 def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
-    recipe, (x, w), key, scales = how.recipe, saved.kinds, saved.key, saved.scales
+    recipe, (x, w), key = how.recipe, saved.kinds, saved.key
+    scales: Any = saved.scales
     dy, others = cotangents
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
