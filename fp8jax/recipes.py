@@ -16,7 +16,9 @@ from fp8jax.core.recipe import Weights as Weights
 _PLAIN = Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
 _COAT_LINEAR = Linear("e4m3", "e4m3", "e5m2", scaling="two_stage")
 _COAT_CONTEXT = Context("e4m3:group16", "lean")
-_MOSS_LINEAR = Linear("e4m3:mx32+token", "e4m3", "e4m3:mx32+token")
+_MOSS_LINEAR = Linear(
+    "e4m3:mx32+token", "e4m3", "e4m3:mx32+token", fast_accumulation=("forward", "dgrad")
+)  # fmt: skip
 
 
 def bf16() -> Recipe:
@@ -52,21 +54,25 @@ def coat_fast() -> Recipe:
 
 
 def moss() -> Recipe:
-    """MOSS (Zhang et al., 2025): two-level microscaled inputs and gradients, weights per tensor.
+    """MOSS (Zhang et al., 2025): two-level microscaled inputs and gradients, weights per tensor by automatic scaling.
 
     Level 1 is a row's (k1 in section 3.1), which needs no pass over the tensor and no scale that spans tokens. Of
-    gradients the paper says nothing; they are microscaled, too, which halves the error of e5m2 per tensor.
+    gradients the paper says nothing; they are microscaled, too, with 4 dB less noise than in e5m2 per tensor
+    (results/pages/moss_snr.md). Automatic scaling needs `fp8jax.track_weights` last in the optimizer's chain, and its
+    bounds in the model after each update (`fp8jax.nnx.set_weight_bounds`, and `fp8jax.linen`'s), as the training
+    program does: a model that never gets them quantizes by the bound of its first weights.
     """
-    return Recipe("moss", optimizer=_PLAIN, linear=_MOSS_LINEAR)
+    return Recipe("moss", optimizer=_PLAIN, linear=dataclasses.replace(_MOSS_LINEAR, w_scaling="automatic"))
 
 
 def fast() -> Recipe:
     """The preset we recommend: MOSS's linear layers with COAT's contexts and optimizer states.
 
-    Only the weight's gradient, whose sums are over all tokens, is summed with all bits.
+    As in `moss`, only the weight's gradient, whose sums are over all tokens, is summed with all bits. Weights have
+    their own scales, so that layers keep no state and any optimizer will do; `linear.w_scaling="automatic"` makes
+    them as in `moss`.
     """
-    linear = dataclasses.replace(_MOSS_LINEAR, fast_accumulation=("forward", "dgrad"))
-    return Recipe("fast", optimizer=Optimizer(), linear=linear, context=_COAT_CONTEXT)
+    return Recipe("fast", optimizer=Optimizer(), linear=_MOSS_LINEAR, context=_COAT_CONTEXT)
 
 
 def coat_activations() -> Recipe:
@@ -90,10 +96,11 @@ def te_delayed() -> Recipe:
 def deepseek() -> Recipe:
     """DeepSeek-V3, section 3.3: e4m3 in groups of 1x128 for inputs and gradients, blocks of 128x128 for weights.
 
-    The weight's gradient multiplies groups by groups, the slowest of the products. Faster are blocks for the gradient,
-    `dataclasses.replace(linear, dy_wgrad="e4m3:block128")`, and rows for both, `x_wgrad` and `dy_wgrad="e4m3:token"`;
-    but where tokens have gradients of different sizes the error of the weight's gradient grows by 1.2 and 1.14 (with
-    outlying channels, too, by 1.2 and 1.33; `experiments.tables.deepseek_wgrad`), so groups it is.
+    The weight's gradient multiplies groups by groups, the slowest of the products. Blocks for the gradient of the
+    output, `dataclasses.replace(linear, dy_wgrad="e4m3:block128")`, take the three products of a layer 1.10 times as
+    fast on an H200; rows for both operands, `x_wgrad` and `dy_wgrad="e4m3:token"`, 1.07 times. But where tokens have
+    gradients of different sizes the error of the weight's gradient grows by 1.17 and 1.14, with outlying channels, too,
+    by 1.20 and 1.33 (`experiments.tables.deepseek_wgrad`), so the published groups are what this takes.
     """
     group = "e4m3:group128"
     linear = Linear(group, "e4m3:block128", group, x_wgrad=group, dy_wgrad=group)

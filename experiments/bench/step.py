@@ -9,6 +9,7 @@ torchao are importable, the same model by torch.compile stands beside it (`exper
 
 import argparse
 import collections
+import dataclasses
 import functools
 import json
 import math
@@ -35,11 +36,14 @@ from experiments.models.llama import LlamaConfig
 from experiments.tables.coat_memory import AGAIN
 from experiments.task import Task
 from fp8jax.ops import choice
+from fp8jax.recipes import Comm
 
 BF16, VOCAB = "bf16", 32_000
 ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
 # Dense bf16 products of an H100 or H200, NVIDIA's data sheet: what MFU is given against.
 PEAK_FLOPS = 989.5e12
+# Arms such as "coat, 8-bit gradients" are recipes whose gradients travel so over several GPUs.
+GRADIENTS = {"8-bit gradients": Comm("e4m3"), "8-bit gradients, one phase": Comm("e4m3", "one_phase")}
 MESHES = {"one": "one GPU", "data": "data parallel over {}", "fsdp": "FSDP over {}"}
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
@@ -53,7 +57,10 @@ class Arm:
         count = len(devices)
         self.mesh = mesh.make(1 if where == "fsdp" else count, count if where == "fsdp" else 1, devices)
         self.config, self.count, self.length = model, count, length
-        recipe = fp8jax.recipes.get(name.partition(",")[0])
+        preset, _, gradients = name.partition(", ")
+        recipe = fp8jax.recipes.get(preset)
+        if gradients in GRADIENTS:
+            recipe = dataclasses.replace(recipe, comm=GRADIENTS[gradients])
         remat = False if recipe.context.saved or name == BF16 else "products"
         optimizer = train.make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
@@ -146,7 +153,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--model", default="1b", choices=sizes.NAMES)
     parser.add_argument("--batch", type=int, default=8, help="sequences for each GPU")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--arm", nargs="+", default=list(ARMS), help="recipes; 'bf16, recomputed' is always there")
+    parser.add_argument(
+        "--arm",
+        nargs="+",
+        default=list(ARMS),
+        help="recipes; 'bf16, recomputed' is always there; with ', 8-bit gradients' or ', 8-bit gradients, one phase' "
+        "gradients travel so",
+    )
     parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
     parser.add_argument("--impl", default="auto", choices=("auto", "xla"), help="xla: none of fp8jax's kernels")
     parser.add_argument("--free", type=int, nargs="+", default=[0], help="multiprocessors that products leave to NCCL")

@@ -117,7 +117,21 @@ def _difference(*names: str) -> Callable[[Result], str | None]:
 
 
 AGAIN = "bf16, recomputed"
+
+
+def _signal(scheme: str) -> Callable[[Result], str | None]:
+    """SNR of the activations of MOSS's Table 7, late in training."""
+    names = ("attention output", "FFN intermediate", "LayerNorm input")
+    return lambda result: span(
+        [row["value"] for row in result["rows"] if row["case"] in {f"{name}, late, {scheme}" for name in names}],
+        "dB",
+        1,
+    )
+
+
 ONE, DATA, FSDP = "1b, one GPU", "1b, data parallel over 2", "1b, FSDP over 2"
+
+
 def _of_ideal(order: str) -> Callable[[Result], str | None]:
     """How near the fallback product comes to the block product, over all shares of blocks and shapes."""
 
@@ -132,6 +146,10 @@ CLAIMS: list[Claim] = [
     Claim("A training step of a 1.1 B Llama, `coat_fast`: speed over bf16 that recomputes element-wise operations",
           "step", ratio("coat_fast", "step", AGAIN, ONE), "1.36 to 1.85, at largest batches (COAT, Table 8, 7B)",
           beside("te_current", ratio("te_current", "step", AGAIN, ONE))),
+    Claim("The same step, `moss`: two-level microscaling, automatic weight scaling, bf16 contexts", "step",
+          ratio("moss", "step", AGAIN, ONE), "1.34, over its own bf16 (MOSS, Table 2, 7B)"),
+    Claim("The same step, `fast`: microscaling with COAT's contexts and optimizer", "step",
+          ratio("fast", "step", AGAIN, ONE)),
     Claim("The same step, `coat`", "step", ratio("coat", "step", AGAIN, ONE), "1.36 to 1.85"),
     Claim("Memory of that step, times fewer bytes, `coat`", "step", ratio("coat", "memory", AGAIN, ONE),
           "1.52 to 1.54 (Table 8)",
@@ -193,6 +211,14 @@ CLAIMS: list[Claim] = [
     Claim("Loss of `coat` from the mean of bf16's seeds, 95 % interval", "training_parity", _difference("coat"),
           "+0.4 % of log perplexity (COAT, Table 13)"),
     Claim("Loss of `coat_fast`, likewise", "training_parity", _difference("coat_fast")),
+    Claim("Loss of `moss`, likewise", "training_parity", _difference("moss")),
+    Claim("Loss of `fast`, likewise", "training_parity", _difference("fast")),
+    Claim("SNR of three activations late in training: two-level microscaling by rows, over one scale a tensor",
+          "moss_snr", several(beside("two-level", _signal("two-level, row")), beside("tensor", _signal("per tensor"))),
+          "35.3 to 38.0 and 24.1 to 29.5 dB (MOSS, Table 7)", beside("rounding alone", _signal("rounding alone"))),
+    Claim("SNR of a weight's gradient late in training: both operands microscaled, shifted, not quantized again",
+          "moss_snr", value("both two-level, x shifted (moss)", "dw, late", "dB"), "",
+          beside("e5m2 gradients", value("all per tensor, gradients e5m2 (te_current)", "dw, late", "dB"))),
     Claim("Loss of `coat` with one mantissa bit in its forward products, which must fail, likewise", "training_parity",
           _difference("control_one_bit", "control", "control, all integers")),
     Claim("Means of gradients over two GPUs in 8 bits, fp32 gradients left as codes, 64 MiB and 1 GiB in bf16: speed "

@@ -6,7 +6,7 @@ from fp8jax.dist.gather import gather_weights as gather_weights
 from fp8jax.dist.partition import Partition as Partition
 from fp8jax.dist.partition import partition as partition
 from fp8jax.dist.partition import slices as slices
-from fp8jax.dist.reduce import all_reduce_gradients as all_reduce_gradients
-from fp8jax.dist.reduce import reduce_scatter_gradients as reduce_scatter_gradients
 from fp8jax.dist.plan import Plan as Plan
 from fp8jax.dist.plan import plan as plan
+from fp8jax.dist.reduce import all_reduce_gradients as all_reduce_gradients
+from fp8jax.dist.reduce import reduce_scatter_gradients as reduce_scatter_gradients

@@ -1,4 +1,4 @@
-"""How codes are cut into equal chunks for devices, in which order they are sent, and how they are put together again."""
+"""How codes are cut into equal chunks for devices, in which order they are sent, and how they are joined again."""
 
 import dataclasses
 import functools

@@ -83,16 +83,17 @@ def _read(line: str) -> Iterator[Collective]:
         return
     result, kind, start, rest = match.groups()
     devices = _devices(rest)
-    arrays = [(dtype, int(bits or 8) // 8 * math.prod(int(d) for d in shape.split(",") if d))
-              for dtype, bits, shape in _ARRAY.findall(result)]  # fmt: skip
-    if start and kind in ("all-gather", "collective-permute"):  # (operands, results) and, of the latter, contexts
-        arrays = arrays[: len(arrays) // 2] if kind == "all-gather" else arrays[:1]
-        kind_scale = 1.0
-    else:
-        kind_scale = {"all-gather": 1 / devices, "reduce-scatter": devices}.get(kind, 1.0)
+    scale = {"all-gather": 1 / devices, "reduce-scatter": devices}.get(kind, 1.0)
+    nested = result.startswith("((")  # of one that is started: ((operands), results)
+    found = _ARRAY.findall(result[: result.index(")")] if nested else result)
+    if nested or (start and kind in ("all-gather", "collective-permute")):
+        found, scale = (found if nested else found[:1]), 1.0  # else (operand, result)
+    arrays = [
+        (dtype, int(bits or 8) // 8 * math.prod(int(d) for d in shape.split(",") if d)) for dtype, bits, shape in found
+    ]
     for dtype in dict.fromkeys(name for name, _ in arrays):
         total = sum(size for name, size in arrays if name == dtype)
-        yield Collective(kind, dtype, round(total * kind_scale), devices)
+        yield Collective(kind, dtype, round(total * scale), devices)
 
 
 def _devices(rest: str) -> int:

@@ -30,9 +30,9 @@ def gather_weights(
 ) -> Any:
     """Whole weights of each device's shards, which travel as codes; to be called inside `jax.shard_map`.
 
-    Every device quantizes its shard under scales that the whole weight has, and all gather the codes: a byte an element.
-    What they decode to has been rounded once, and products of the recipe that `how` comes from round it to the same
-    codes again. Backward, gradients of the whole weight are summed over the devices and scattered, as those of
+    Every device quantizes its shard under scales that the whole weight has, and all gather the codes, a byte an
+    element. What they decode to has been rounded once, and products of the recipe that `how` comes from round it to
+    the same codes again. Backward, gradients of the whole weight are summed over the devices and scattered, as those of
     `jax.lax.all_gather`, in what `gradients` says.
 
     Where the backward pass needs the weight, the whole one is kept for it as any other operand, unless the layer is

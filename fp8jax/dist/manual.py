@@ -29,8 +29,8 @@ def replicas(caller: str, axes: Axes, tree: Any) -> int:
     if missing or not wanted:
         raise ValueError(
             f"{caller} over {wanted} must be called inside jax.shard_map, manual over these mesh axes; here "
-            f"{', '.join(map(repr, missing)) or 'no axis'} is not. Under jit alone XLA has summed gradients already, in "
-            "their own dtype. Take the loss and its gradient inside: jax.shard_map(step, mesh=mesh, "
+            f"{', '.join(map(repr, missing)) or 'no axis'} is not. Under jit alone XLA has summed gradients already, "
+            "in their own dtype. Take the loss and its gradient inside: jax.shard_map(step, mesh=mesh, "
             f"axis_names={set(wanted)}, in_specs=(P(), P({wanted})), out_specs=P())"
         )
     if set(wanted) <= varying(lax.axis_index(wanted)):

@@ -18,8 +18,8 @@ from fp8jax.dist.collectives import Collective
 from fp8jax.dist.reduce import MIN_SIZE
 from fp8jax.recipes import resolve
 
-# Estimates, which no figure of ours is fitted to: what the allocator and the runtime take beside arrays (CUDA context, NCCL's buffers, workspaces of cuBLASLt): bytes a
-# device. Of it NCCL's share is with several devices only.
+# Estimates, which no figure of ours is fitted to: what the allocator and the runtime take beside arrays (CUDA context,
+# NCCL's buffers, workspaces of cuBLASLt), bytes a device. NCCL's share is with several devices only.
 RUNTIME, NCCL = 0.6e9, 0.9e9
 _NAMES = {"e4m3": "f8e4m3fn", "e5m2": "f8e5m2", "int8": "s8", "bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 

@@ -53,11 +53,12 @@ def all_reduce_gradients(
         comm: what travels and how: a `Comm`, a recipe for its own, or the string for `Comm.gradients`.
         factors: the state of auto-scaling, from `init_factors`, for form "one_phase"; None lets sums take a
             `1 / replicas` part of the range, in which they never saturate.
-        stacked: how many leading axes of a gradient stack layers, each of which has a scale of its own; an integer, or a
-            tree of them that is a prefix of `grads`.
+        stacked: how many leading axes of a gradient stack layers, each of which has a scale of its own; an integer, or
+            a tree of them that is a prefix of `grads`.
         min_size: gradients of fewer elements are summed in fp32.
         decode: return arrays of the dtypes given; or else a `QTensor` for each gradient that was sent in 8 bits: a byte
-            an element, which `fp8lm_adamw` takes. Optax's clipping does not; `fp8jax.clip_by_global_norm` and `clipped` do.
+            an element, which `fp8lm_adamw` takes. Optax's clipping does not; `fp8jax.clip_by_global_norm` and
+            `clipped` do.
 
     Returns:
         The tree of means, the same on all devices; with `factors`, a pair of it and the new factors.

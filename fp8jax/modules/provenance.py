@@ -142,7 +142,7 @@ REGISTRY = Registry()
 def carried(origin: Origin) -> tuple[Any, Callable[[Any], Origin]]:
     """The arrays of what is known, and what makes it of the same arrays in another trace."""
     again, part, scale, _ = origin
-    arrays = again and again[1], part and (part.result.operands, part.result.peaks), scale and scale[1]
+    arrays = again and again[1], part and part.arrays, scale and scale[1]
 
     def rebuild(arrays: Any) -> Origin:
         saved, operands, number = arrays

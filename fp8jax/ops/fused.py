@@ -72,9 +72,19 @@ class Part(NamedTuple):
     result: Result
     place: int
 
-    def of(self, operands: Any, peaks: tuple[Array, ...]) -> "Part":
+    @property
+    def arrays(self) -> tuple[Any, tuple[Array, ...], list[Any]]:
+        """What `of` takes: operands, peaks, and codes with scales of rows, in bytes."""
+        return self.result.operands, self.result.peaks, list(self._rows.values())
+
+    def of(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "Part":
         """The same, computed from the same operands in another trace."""
-        return self._replace(result=Result(self.result.operation, self.result.kinds, operands, peaks))
+        made = dict(zip(self._rows, rows, strict=True))
+        return self._replace(result=Result(self.result.operation, self.result.kinds, operands, peaks, made=made))
+
+    @property
+    def _rows(self) -> dict[Any, Any]:
+        return {how: codes for how, codes in self.result.made.items() if how[0] == "rows"}
 
     def cast(self, dtype: DTypeLike) -> "Part | None":
         """The array in a dtype: as it is, or rounded to bf16 if it is fp32 and alone; None for other casts."""

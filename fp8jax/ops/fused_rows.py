@@ -17,6 +17,7 @@ from fp8jax.core.recipe import SAME, Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.choice import Choice, tell
+from fp8jax.ops.saved import from_bytes, to_bytes
 from fp8jax.recipes import resolve
 
 _FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which is not written")
@@ -24,22 +25,23 @@ _FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which 
 
 def of_layers(recipe: Recipe | Context | str) -> QuantSpec | None:
     """How linear layers microscale what an operation makes, if that needs nothing but its rows; else None."""
-    found = resolve(recipe)
-    spec = found.linear.spec("x") if isinstance(found, Recipe) else None
-    if spec is None or not spec.folds or spec.level1 != "token" or found.linear.saved != SAME:
+    whole = resolve(recipe)
+    spec = whole.linear.spec("x") if isinstance(whole, Recipe) and whole.linear.saved == SAME else None
+    if spec is None or not spec.folds or spec.level1 != "token":
         return None
     return spec if formats.get(spec.format).bits == 8 else None
 
 
 def hold(part: fused.Part, spec: QuantSpec, codes: Array, scale: Array) -> None:
     """Holds what microscaling an array as `spec` says makes of it: codes (M, N), scales (M, 1)."""
-    part.result.made["rows", spec] = QTensor(codes, scale, None, None, QuantSpec(spec.format, "token"))
+    q = QTensor(codes, scale, None, None, QuantSpec(spec.format, "token"))
+    part.result.made["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
 
 
 def held(part: fused.Part | None, spec: QuantSpec) -> QTensor | None:
     """What `hold` was given."""
-    found: QTensor | None = None if part is None else part.result.made.get(("rows", spec))
-    return found
+    found = None if part is None else part.result.made.get(("rows", spec))
+    return None if found is None else from_bytes(found)
 
 
 def columns(part: fused.Part | None, spec: QuantSpec, scale: Array) -> QTensor | None:

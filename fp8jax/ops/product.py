@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
@@ -35,7 +36,7 @@ from fp8jax.ops.operand import (
 )
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
-from fp8jax.ops.saveable import INPUT, named
+from fp8jax.ops.saveable import INPUT, PRODUCT, named
 from fp8jax.ops.saved import BLANK, ITSELF, Gradient, Origin, Provenance, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
@@ -285,7 +286,7 @@ def _forward(
         y = matmul_pair(rows, columns, dtype=x.dtype, spec=spec)
     else:
         y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
-    y = split(y, (*value.shape[:-1], y.shape[-1]), how.spec)
+    y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
     given, passed = value if through is None else through, None
     if how.passes:
         passed = mapped_alike(given, y)
@@ -317,9 +318,12 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
         assert gradient is not None
         largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
         dy_scale = scaling.to_scale(largest, formats.get(gradient.format))
+    rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
+    weight = saved.w.operand(weight_side(recipe), None)
+    if 0 in (*dy.shape, *weight.shape):
+        side = side._replace(shared=False)  # there are no scales to share
     dy_rows: Operand
     dy_columns: Operand
-    rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
     if side.shared and rows_spec is not None and rows_spec.folds:
         dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale, origin.part)
     elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
@@ -330,7 +334,6 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
         pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=subkey, part=origin.part)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
-    weight = saved.w.operand(weight_side(recipe), None)
     rows_and_inputs = merged(x.spec, (len(lead), 1))
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, spec=rows_and_inputs)
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)

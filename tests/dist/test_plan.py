@@ -76,12 +76,15 @@ def test_collectives_are_read_from_programs_with_loops_and_every_form_of_groups(
 ENTRY %main (p: f32[8]) -> f32[8] {
   %a = ((u8[64]{0}), u8[512]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}
   %b = (f32[8]{0}, bf16[4]{0}) all-reduce(%p, %q), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  %d = ((u8[2,32]{1,0}), u8[2,32]{1,0}) all-to-all-start(%p), replica_groups=mesh['data'=2] {'data'}, dimensions={0}
+  %e = ((f8e4m3fn[32]{0}), f8e4m3fn[32]{0}) all-reduce-start(%p), replica_groups=mesh['data'=2] {'data'}, to_apply=%add
   ROOT %c = bf16[16]{0} reduce-scatter(%p), replica_groups=[2,4]<=[8], dimensions={0}
 }
 """
     assert collectives(text) == [
         Collective("all-gather", "u8", 64, 8), Collective("all-reduce", "f32", 32, 4),
-        Collective("all-reduce", "bf16", 8, 4), Collective("reduce-scatter", "bf16", 128, 4)]  # fmt: skip
+        Collective("all-reduce", "bf16", 8, 4), Collective("all-to-all", "u8", 64, 2),
+        Collective("all-reduce", "f8e4m3fn", 32, 2), Collective("reduce-scatter", "bf16", 128, 4)]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["bf16", "coat", "fp8_lm"])
@@ -92,7 +95,8 @@ def test_planned_states_are_as_large_as_the_arrays(name):
     state = fp8jax.state_bytes(jax.eval_shape(fp8jax.optimizer(recipe, 1e-3).init, params))
     for role, part in (("mu", "first moments"), ("nu", "second moments")):
         assert found.memory[part] == pytest.approx(state[role] / 4, rel=1e-5)
-    assert found.memory.get("master weights", 0) == pytest.approx(state["other"] / 4 if name == "fp8_lm" else 0, rel=1e-5)
+    master = state["other"] / 4 if name == "fp8_lm" else 0
+    assert found.memory.get("master weights", 0) == pytest.approx(master, rel=1e-5)
     assert found.memory["parameters"] == 1024**2 * (2 if name == "fp8_lm" else 4)
     assert found.total == sum(found.memory.values())
     assert f"{found.total / 1e9:.2f} GB" in found.table()
@@ -100,7 +104,8 @@ def test_planned_states_are_as_large_as_the_arrays(name):
 
 def test_weight_related_volume_falls_as_fp8_lm_says():
     """Its Table 5: 63 to 65 % less than a baseline that gathers bf16 weights and sums fp32 gradients."""
-    params = {"w": jax.ShapeDtypeStruct((32, 4096, 4096), jnp.float32), "embed": jax.ShapeDtypeStruct((32000, 4096), jnp.float32)}  # noqa: E501
+    shapes = {"w": (32, 4096, 4096), "embed": (32000, 4096)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     base = fp8jax.Recipe("base", fp8jax.recipes.Weights("bf16", "bf16"), fp8jax.recipes.bf16().optimizer,
                          comm=Comm("fp32"))  # fmt: skip
     sent = [fp8jax.dist.plan(params, recipe, {"fsdp": 8}, weights=how).sent

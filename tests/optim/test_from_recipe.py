@@ -45,7 +45,7 @@ def test_every_setting_arrives():
 
 
 def test_what_is_no_recipe_is_refused():
-    with pytest.raises(ValueError, match="unknown recipe 'adam'; recipes are bf16, coat"):
+    with pytest.raises(ValueError, match=r"unknown recipe 'adam'; recipes are bf16, .*coat"):
         fp8jax.optimizer("adam", 1e-3)
     with pytest.raises(TypeError, match=r"takes a recipe or its name.*call it: coat\(\)"):
         fp8jax.optimizer(fp8jax.recipes.coat, 1e-3)
