@@ -187,7 +187,7 @@ CLAIMS: list[Claim] = [
     Claim("An INT8 product of 128x128 blocks: speed over XLA's bf16", "gemm_int8",
           ratio("ours int8 block", "rate", case=MEANS), "2.58x (RTX 4090, section 1)",
           beside("XLA's int8 without scales", ratio("xla int8 to int32", "rate", case=MEANS))),
-    Claim("The same with 10 to 50 % of blocks in 16 bits: share of 1 / (1 + r), at random and sequentially", "gemm_int8",
+    Claim("The same with 10 to 50 % of blocks in 16 bits: share of 1 / (1 + r), at random; sequentially", "gemm_int8",
           several(_of_ideal("random"), _of_ideal("sequential"))),
     Claim("Quantization to e4m3 with one scale: share of a copy's bandwidth", "quantize",
           ratio("e4m3 (triton)", "bandwidth", case=MEANS, unit=""), "",
