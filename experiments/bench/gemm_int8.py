@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from experiments.bench import cases, timing
+from pallas_kernels import matmul_int8_triton
 from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_int8_mosaic import BLOCK, Residual, matmul_int8_block
 
@@ -85,6 +86,9 @@ def functions(sweep: bool) -> dict[str, tuple[Callable[..., Any], Callable[[Any]
     def ours(a: Any, b: Any, sa: Any, sb: Any, *residual: Any, tile: Tile | None = None) -> Any:
         return matmul_int8_block(a, b, sa, sb, residual=Residual(*residual) if residual else None, tile=tile)
 
+    def in_triton(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> Any:
+        return matmul_int8_triton.matmul_int8_block(a, b, sa, sb, residual=Residual(*residual) if residual else None)
+
     def blocks(x: Any) -> tuple[Any, ...]:
         return x["a"], x["b"], x["a_scale"], x["b_scale"]
 
@@ -99,6 +103,9 @@ def functions(sweep: bool) -> dict[str, tuple[Callable[..., Any], Callable[[Any]
         FALLBACK: (ours, pair("random", 0.0)),
     }
     found |= {f"{FALLBACK} {rate} {order}": (ours, pair(order, rate)) for order in ORDERS for rate in RATES}
+    # The kernel for GPUs before Hopper, on this one.
+    found["in Triton, block"] = in_triton, blocks
+    found["in Triton, fallback 0.3 random"] = in_triton, pair("random", 0.3)
     for name, tile in TILES.items() if sweep else ():
         function = functools.partial(ours, tile=tile)
         found[f"{OURS} {name}"] = function, blocks

@@ -21,7 +21,7 @@ _ALL = (*_LAYER, "adamw_triton")
 KERNELS = {
     "gemm": (*_PRODUCTS, "fold_triton", "quantize_triton"),
     "gemm_block": ("matmul_block_mosaic",),
-    "gemm_int8": ("matmul_int8_mosaic",),
+    "gemm_int8": ("matmul_int8_mosaic", "matmul_int8_triton"),
     "quantize": _QUANTIZE,
     "linear": (*_PRODUCTS, "matmul_int8_mosaic", *_QUANTIZE, "fallback_triton"),
     "layer": _LAYER,
@@ -29,7 +29,7 @@ KERNELS = {
     "optimizer": ("adamw_triton",),
     "scaling": _QUANTIZE,
     "cold": _ALL,
-    "step": _ALL,
+    "step": (*_ALL, "matmul_int8_mosaic", "fallback_triton", "pack_triton"),
     "training_parity": _ALL,
 }
 # How kernels are called, not what they do.

@@ -51,25 +51,27 @@ def run(dtype: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
     base = a.base if isinstance(a, Pair) else a
     parts = notation(base.spec, base.shape, "m k")
     ins = (parts, parts, parts[1]) if isinstance(a, Pair) else parts
-    static = (language(), isinstance(a, Pair), str(jnp.dtype(dtype)), base.spec, b.spec)
-    multiply = functools.partial(_multiply, jnp.dtype(dtype))
+    free = aimed().free_multiprocessors
+    static = (language(), free, isinstance(a, Pair), str(jnp.dtype(dtype)), base.spec, b.spec)
+    multiply = functools.partial(_multiply, free, jnp.dtype(dtype))
     product: Array = partitioned(
         "int8_product", static, multiply, (a, b), (ins, notation(b.spec, b.shape, "n k")), "m n"
     )
     return product
 
 
-def _multiply(dtype: DTypeLike, cut: Cut, a: Pair | QTensor, b: QTensor) -> Array:
+def _multiply(free: int, dtype: DTypeLike, cut: Cut, a: Pair | QTensor, b: QTensor) -> Array:
     # Sums over devices are of 16 bits, as those of a gradient in bf16.
     out = jnp.bfloat16 if "k" in cut.axes or dtype == jnp.bfloat16 else jnp.float32
     with named(a.base if isinstance(a, Pair) else a, b):  # XLA's partitioner traces it anew
-        product = _kernel(language(), out, a, b)
+        product = _kernel(language(), free, out, a, b)
     return cut.total(product, "k").astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _kernel(written_in: str, out: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _kernel(written_in: str, free: int, out: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
     """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
+    from pallas_kernels import hopper
     from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
 
     multiply: Any = matmul_int8_block
@@ -81,5 +83,6 @@ def _kernel(written_in: str, out: DTypeLike, a: Pair | QTensor, b: QTensor) -> A
     if isinstance(a, Pair):
         base, residual = a.base, Residual(a.residual.codes, a.residual.scale, a.used)
     assert isinstance(base, QTensor)
-    product: Array = multiply(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=out)
+    with hopper.left(free):
+        product: Array = multiply(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=out)
     return product
