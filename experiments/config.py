@@ -150,7 +150,7 @@ class Config:
         tuple[str, ...],
         tyro.conf.arg(
             help="Trained one after the other; the first is the baseline of the comparison. "
-            f"Recipes: {', '.join(fp8jax.recipes.NAMES)}."
+            f"Recipes: {', '.join(fp8jax.recipes.NAMES)}. auto is one of them, by the device."
         ),
     ] = ("bf16", "coat_optimizer")
     seed: int = 0

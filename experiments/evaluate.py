@@ -72,15 +72,23 @@ class Trained:
     step: int
     tokenizer: Tokenizer
 
-    def model(self, linear: fp8jax.recipes.Linear) -> scoring.Model:
-        """The model with linear layers computed as told: parameters and tokens to logits."""
+    def model(self, linear: fp8jax.recipes.Linear, tokens: np.ndarray | None = None) -> scoring.Model:
+        """The model with linear layers computed as told: parameters and tokens to logits.
+
+        Thresholds of a recipe that it was not trained with first follow passes of the beginning of these tokens.
+        """
         if linear == self.recipe.linear:
             return lambda params, tokens_BxT: self.task.model(params, self.model_state)(tokens_BxT)
         recipe = dataclasses.replace(self.recipe, linear=linear)
         task = Task.build(self.task.llama, self.task.tx, recipe, remat=False, seed=self.config.seed)
         # Of another recipe there are no histories: its first step needs none.
-        shapes = jax.eval_shape(task.init).model_state
-        fresh = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        fresh = jax.jit(lambda: task.init().model_state)()
+        if tokens is not None and any(part.decides for part in linear.states.values()):
+            length = self.config.data.seq_len + 1
+            batch = np.resize(tokens, (min(SETTLING_ROWS, -(-len(tokens) // length)), length)).astype(np.int32)
+            settle = jax.jit(task.observed)
+            for _ in range(SETTLING):
+                fresh = settle(self.params, fresh, batch)
 
         def run(params: Any, tokens_BxT: Any) -> jax.Array:
             model = task.model(params, fresh)
@@ -90,6 +98,10 @@ class Trained:
             return logits
 
         return run
+
+
+# Passes in which thresholds come to where they would be in training, by a factor 1.3 a pass, and their sequences.
+SETTLING, SETTLING_ROWS = 40, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,15 +152,18 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, Any]:
         f"{settings.run} {settings.recipe}, step {trained.step}; linear layers "
         f"{f'as {settings.quantize or settings.recipe}' if linear.quantized else 'unquantized'}; contexts of {length}"
     )
-    scorer = scoring.score_sequences(trained.model(linear))
     found: dict[str, Any] = {}
     texts = {} if settings.choices and not settings.data and not settings.leak else read_texts(settings, trained)
+    words = texts or {"questions": tuple(question.context for question in questions or ())}
+    tokens = trained.tokenizer.encode([text for documents in words.values() for text in documents])
+    model = trained.model(linear, tokens)
+    scorer = scoring.score_sequences(model)
     if texts and (settings.data or not settings.leak):
         found["text"] = _print_texts(console, trained, scorer, texts, settings.limit)
     if questions is not None:
         found["choices"] = _print_choices(console, trained, scorer, questions)
     if settings.leak:
-        found["leak"] = _print_leak(console, trained, linear, texts, settings.leak_tokens)
+        found["leak"] = _print_leak(console, trained, model, tokens[: settings.leak_tokens + 1])
     return found
 
 
@@ -341,12 +356,10 @@ def _print_choices(
 
 
 def _print_leak(
-    console: Console, trained: Trained, linear: fp8jax.recipes.Linear, texts: dict[str, tuple[str, ...]], count: int
+    console: Console, trained: Trained, quantized: scoring.Model, tokens: np.ndarray
 ) -> dict[str, scoring.Score]:
-    length = trained.config.data.seq_len
-    tokens = trained.tokenizer.encode([text for documents in texts.values() for text in documents])[: count + 1]
-    windows = scoring.cut(tokens, length)
-    plain, quantized = trained.model(fp8jax.recipes.Linear()), trained.model(linear)
+    windows = scoring.cut(tokens, trained.config.data.seq_len)
+    plain = trained.model(fp8jax.recipes.Linear(), tokens)
     arms = {
         "unquantized": scoring.score_sequences(plain),
         "quantized": scoring.score_sequences(quantized),

@@ -102,6 +102,13 @@ class Task:
         model.eval()
         return model
 
+    def observed(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> Any:
+        """The model state after a forward pass of tokens (B, T + 1), for scalings that observe no gradients."""
+        model = nnx.merge(self.graphdef, params, model_state)
+        model(tokens_BxT[:, :-1])
+        fp8jax.nnx.advance_scaling(model, nnx.State({}))
+        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
     def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
         """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1)."""
         return _cross_entropy(self.model(params, model_state), tokens_BxT)
@@ -130,7 +137,7 @@ class Task:
             noted, (loss, grads, seen) = _accumulate(one, noted, self._parts(tokens_BxT))
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
         nnx.update(model, noted)
-        if jax.tree.leaves(seen):
+        if any(part.observes for part in self.recipe.linear.states.values()):
             fp8jax.nnx.advance_scaling(model, seen)
         return loss, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 

@@ -39,7 +39,7 @@ from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 from fp8jax.modules.compiled import describe
-from fp8jax.ops.choice import listening, summary
+from fp8jax.ops.choice import listening, saving, summary
 
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -191,13 +191,16 @@ def _train_recipe(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, placed
         )
     # Nothing of the state is in memory yet: what does not fit has been shown before it fails.
+    if folder.name == fp8jax.recipes.AUTO:
+        console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().computed}")
     console.print(recipe.explain())
-    with listening() as told:
+    with listening() as told, saving() as saved:
         # A state comes out as it went in: the next step is the same program.
         step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, None))
         compiled = step.lower(abstract, batch).compile()
     _print_plan(console, task, abstract, compiled)
-    for line in [*summary(told), *describe(compiled, told, jax.default_backend())]:
+    kept = [f"saved {line}" for line in saved]
+    for line in [*summary(told), *kept, *describe(compiled, told, jax.default_backend())]:
         console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
 
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:

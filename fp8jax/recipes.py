@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
 
 from fp8jax.core.recipe import Comm as Comm
 from fp8jax.core.recipe import Context as Context
@@ -14,7 +16,9 @@ from fp8jax.core.recipe import Weights as Weights
 _PLAIN = Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
 _COAT_LINEAR = Linear("e4m3", "e4m3", "e5m2", scaling="two_stage")
 _COAT_CONTEXT = Context("e4m3:group16", "lean")
-_MOSS_LINEAR = Linear("e4m3:mx32+token", "e4m3", "e4m3:mx32+token")
+_MOSS_LINEAR = Linear(
+    "e4m3:mx32+token", "e4m3", "e4m3:mx32+token", fast_accumulation=("forward", "dgrad")
+)  # fmt: skip
 
 
 def bf16() -> Recipe:
@@ -50,21 +54,25 @@ def coat_fast() -> Recipe:
 
 
 def moss() -> Recipe:
-    """MOSS (Zhang et al., 2025): two-level microscaled inputs and gradients, weights per tensor.
+    """MOSS (Zhang et al., 2025): two-level microscaled inputs and gradients, weights per tensor by automatic scaling.
 
     Level 1 is a row's (k1 in section 3.1), which needs no pass over the tensor and no scale that spans tokens. Of
-    gradients the paper says nothing; they are microscaled, too, which halves the error of e5m2 per tensor.
+    gradients the paper says nothing; they are microscaled, too, with 4 dB less noise than in e5m2 per tensor
+    (results/pages/moss_snr.md). Automatic scaling needs `fp8jax.track_weights` last in the optimizer's chain, and its
+    bounds in the model after each update (`fp8jax.nnx.set_weight_bounds`, and `fp8jax.linen`'s), as the training
+    program does: a model that never gets them quantizes by the bound of its first weights.
     """
-    return Recipe("moss", optimizer=_PLAIN, linear=_MOSS_LINEAR)
+    return Recipe("moss", optimizer=_PLAIN, linear=dataclasses.replace(_MOSS_LINEAR, w_scaling="automatic"))
 
 
 def fast() -> Recipe:
     """The preset we recommend: MOSS's linear layers with COAT's contexts and optimizer states.
 
-    Only the weight's gradient, whose sums are over all tokens, is summed with all bits.
+    As in `moss`, only the weight's gradient, whose sums are over all tokens, is summed with all bits. Weights have
+    their own scales, so that layers keep no state and any optimizer will do; `linear.w_scaling="automatic"` makes
+    them as in `moss`.
     """
-    linear = dataclasses.replace(_MOSS_LINEAR, fast_accumulation=("forward", "dgrad"))
-    return Recipe("fast", optimizer=Optimizer(), linear=linear, context=_COAT_CONTEXT)
+    return Recipe("fast", optimizer=Optimizer(), linear=_MOSS_LINEAR, context=_COAT_CONTEXT)
 
 
 def coat_activations() -> Recipe:
@@ -88,10 +96,11 @@ def te_delayed() -> Recipe:
 def deepseek() -> Recipe:
     """DeepSeek-V3, section 3.3: e4m3 in groups of 1x128 for inputs and gradients, blocks of 128x128 for weights.
 
-    The weight's gradient multiplies groups by groups, the slowest of the products. Faster are blocks for the gradient,
-    `dataclasses.replace(linear, dy_wgrad="e4m3:block128")`, and rows for both, `x_wgrad` and `dy_wgrad="e4m3:token"`;
-    but where tokens have gradients of different sizes the error of the weight's gradient grows by 1.2 and 1.14 (with
-    outlying channels, too, by 1.2 and 1.33; `experiments.tables.deepseek_wgrad`), so groups it is.
+    The weight's gradient multiplies groups by groups, the slowest of the products. Blocks for the gradient of the
+    output, `dataclasses.replace(linear, dy_wgrad="e4m3:block128")`, take the three products of a layer 1.10 times as
+    fast on an H200; rows for both operands, `x_wgrad` and `dy_wgrad="e4m3:token"`, 1.07 times. But where tokens have
+    gradients of different sizes the error of the weight's gradient grows by 1.17 and 1.14, with outlying channels, too,
+    by 1.20 and 1.33 (`experiments.tables.deepseek_wgrad`), so the published groups are what this takes.
     """
     group = "e4m3:group128"
     linear = Linear(group, "e4m3:block128", group, x_wgrad=group, dy_wgrad=group)
@@ -116,6 +125,17 @@ def int8_block() -> Recipe:
     return Recipe("int8_block", optimizer=_PLAIN, linear=linear)
 
 
+def int8_fallback() -> Recipe:
+    """INT8 training with dynamic block-level fallback (arXiv 2503.08040), section 5.
+
+    Blocks of an input with outliers have 16 bits in the forward product, 10 to 30 % of all; the threshold that decides
+    which is a state of each layer: see `fp8jax.nnx.advance_scaling` and `fp8jax.linen.advance_scaling`. Norms and
+    activations keep 10 bits.
+    """
+    part = dataclasses.replace(int8_block().linear, scaling="threshold")
+    return Recipe("int8_fallback", optimizer=_PLAIN, linear=part, context=Context("int10:group128"))
+
+
 def fp8_lm() -> Recipe:
     """FP8-LM (Peng et al., 2023): 6 bytes of optimizer a parameter, products and gradients between devices in FP8.
 
@@ -134,20 +154,92 @@ _PRESETS: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
         *(bf16, fast, moss, coat, coat_fast, coat_optimizer, coat_activations),
-        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block, fp8_lm),
+        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block, int8_fallback, fp8_lm),
     )
 }
 NAMES: tuple[str, ...] = tuple(_PRESETS)
 
 
+class Device(NamedTuple):
+    """What `for_device` takes for GPUs from a compute capability on.
+
+    Attributes:
+        least: the capability, as 90 for an H200; 0 for whatever is no CUDA GPU.
+        recipe: a preset's name.
+        computed: what runs in 8 bits there, and what does not, and why.
+    """
+
+    least: int
+    recipe: str
+    computed: str
+
+
+DEVICES = (
+    Device(
+        90,
+        "fast",
+        "products of linear layers in FP8, contexts of norms and activations and optimizer states in 8 bits; attention,"
+        " embedding and head in bf16",
+    ),
+    Device(
+        89,
+        "coat",
+        "products of linear layers in FP8 with one scale a tensor, by cuBLASLt (with XLA_FLAGS="
+        "--xla_gpu_enable_triton_gemm=false; not measured by us), contexts and optimizer states in 8 bits; attention, "
+        " embedding and head in bf16",
+    ),
+    Device(
+        86,
+        "int8_fallback",
+        "no FP8 products: those of linear layers in INT8 blocks, outliers in 16 bits (arXiv 2503.08040 has 2.47 of "
+        "bf16 for the product on an RTX 3090; not measured by us); contexts in 10 bits, optimizer states in fp32",
+    ),
+    Device(
+        80,
+        "coat_optimizer",
+        "optimizer states in 8 bits alone: no FP8 products, and INT8 blocks gain little on an A100, whose cores are "
+        "too slow for their scales (arXiv 2503.08040, appendix B); everything else in bf16",
+    ),
+    Device(0, "coat_optimizer", "optimizer states in 8 bits alone: there are no kernels for 8-bit products here"),
+)
+
+
+def for_device(capability: int | None = None) -> Recipe:
+    """The preset for a GPU: what `recipe="auto"` stands for. `device(capability).computed` says what runs in 8 bits.
+
+    Args:
+        capability: compute capability, as 80 for an A100; None asks JAX's default device, 0 is none of CUDA.
+
+    Raises:
+        ValueError: the capability is negative.
+    """
+    return get(device(capability).recipe)
+
+
+def device(capability: int | None = None) -> Device:
+    """What `for_device` takes, and what runs in 8 bits with it."""
+    if capability is None:
+        found = jax.devices()[0]
+        digits = str(getattr(found, "compute_capability", "0")).replace(".", "")
+        capability = int(digits) if found.platform == "gpu" and digits.isdigit() else 0
+    if capability < 0:
+        raise ValueError(f"a compute capability is 80 for an A100 and 90 for an H200, not {capability}")
+    return next(known for known in DEVICES if capability >= known.least)
+
+
+AUTO = "auto"
+
+
 def get(name: str) -> Recipe:
-    """The preset called `name`.
+    """The preset called `name`; of "auto", that for the default device (`for_device`).
 
     Raises:
         ValueError: no preset has this name; the message lists those there are.
     """
+    if name == AUTO:
+        return for_device()
     if name not in _PRESETS:
-        raise ValueError(f"unknown recipe {name!r}; recipes are {', '.join(NAMES)}")
+        raise ValueError(f"unknown recipe {name!r}; recipes are {', '.join(NAMES)}, and {AUTO}")
     return _PRESETS[name]()
 
 

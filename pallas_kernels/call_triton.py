@@ -34,6 +34,7 @@ def call(
     warps: int,
     compute_capability: int | None,
     aliases: dict[int, int] | None = None,
+    stages: int = 1,
     **static: Any,
 ) -> Sequence[Array]:
     """Runs a kernel.
@@ -46,6 +47,7 @@ def call(
         warps: of a program.
         compute_capability: of the GPU, as 90; None asks the one there is.
         aliases: by input the result that takes its place in memory; these are the first results.
+        stages: of the pipelines that loops of loads and products become.
         static: what the kernel is compiled for.
 
     Returns:
@@ -66,7 +68,7 @@ def call(
             kernel=kernel,
             grid=(programs,),
             num_warps=warps,
-            num_stages=1,
+            num_stages=stages,
             compute_capability=compute_capability,
             input_output_aliases=aliases or {},
             **static,

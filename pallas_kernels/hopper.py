@@ -29,8 +29,10 @@ from pallas_kernels.hopper_epilogue import check_array as check_array
 from pallas_kernels.hopper_epilogue import check_epilogue as check_epilogue
 from pallas_kernels.hopper_share import K_STEP as K_STEP
 from pallas_kernels.hopper_share import WARPGROUPS, Share, ceil_div, pad_axis, round_up
+from pallas_kernels.hopper_share import Step as Step
 from pallas_kernels.hopper_share import Stream as Stream
 from pallas_kernels.hopper_share import Tile as Tile
+from pallas_kernels.hopper_share import Walk as Walk
 from pallas_kernels.hopper_share import covered as covered
 from pallas_kernels.hopper_share import pairing as pairing
 
@@ -65,13 +67,14 @@ def waves(m: int, n: int, tile: Tile) -> int:
     return math.ceil(tiles_each(m, n, tile))
 
 
-def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any) -> None:
+def check_operands(a: jax.Array, b: jax.Array, out_dtype: Any, dtypes: Sequence[Any] = FP8_DTYPES) -> None:
     """Raises TypeError or ValueError, naming the value and the fix, unless a (M, K) and b (N, K) can be multiplied."""
     if jax.__version_info__ < (0, 11):
         raise NotImplementedError(f"Mosaic GPU kernels need jax >= 0.11, found {jax.__version__}; use impl='xla'")
     for name, x in (("a", a), ("b", b)):
-        if x.dtype not in FP8_DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}; quantize it to float8_e4m3fn or float8_e5m2")
+        if x.dtype not in dtypes:
+            wanted = " or ".join(str(jnp.dtype(d)) for d in dtypes)
+            raise TypeError(f"{name} has dtype {x.dtype}; quantize it to {wanted}")
         if x.ndim != 2:
             raise ValueError(f"{name} has shape {x.shape}; expected two dimensions, use vmap for batches")
         if 0 in x.shape:
@@ -96,6 +99,7 @@ def product(
     epilogue: Epilogue,
     out_dtype: Any,
     own_wgmma: bool = False,
+    walk: Walk | None = None,
     interpret: Interpret = None,
 ) -> Any:
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
@@ -110,7 +114,10 @@ def product(
         streams: scales that travel with the operands; `Share.scales` reads them.
         own_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two dimensions.
             Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.
+        walk: a second left operand, some slices of which are multiplied as well.
     """
+    if walk is not None and (tile.split is None or tile.cluster or tile.lead):
+        raise ValueError(f"{tile}: a walk takes tiles that both warpgroups share, without clusters or a lead")
     if own_wgmma and max(tile.block_rows, tile.block_cols) > 256:
         raise ValueError(f"{tile}: TMA fetches at most 256 rows of an operand at once; take a smaller tile or split")
     (m, k), n = a.shape, b.shape[0]
@@ -129,6 +136,10 @@ def product(
     deep = k_steps * K_STEP
     a = pad_axis(pad_axis(a, 1, deep), 0, max(round_up(m, 8), tile.block_rows))
     b = pad_axis(pad_axis(b, 1, deep), 0, max(round_up(n, 8), tile.block_cols))
+    walks: list[jax.Array] = []
+    if walk is not None:
+        second = pad_axis(pad_axis(walk.second, 1, deep), 0, a.shape[0])
+        walks = [second, walk.again, walk.counts, walk.order]
     vectors: dict[str, jax.Array] = {}
     if epilogue.scale is not None:
         vectors["scale"] = epilogue.scale.reshape(1)
@@ -164,7 +175,9 @@ def product(
 
     def kernel(*refs: Any, **scratch_refs: Any) -> None:
         out_refs = refs[len(operands) :]
-        a_ref, b_ref, *rest = refs[: len(operands)]
+        walk_refs: Any = refs[len(operands) - len(walks) : len(operands)] or [None] * 4
+        second_ref, again_ref, counts_ref, order_ref = walk_refs
+        a_ref, b_ref, *rest = refs[: len(operands) - len(walks)]
         stream_refs, rest = rest[: len(streams)], rest[len(streams) :]
         epilogue_refs = dict(zip(vectors, rest, strict=False))
         residual_ref = rest[-1] if residual is not None else None
@@ -174,16 +187,31 @@ def product(
         a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(name) for name in shared if name in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
         turns = WARPGROUPS // tile.groups
-        own = lax.div(tiles_m * tiles_n - block + blocks - 1, blocks)
+        last, rest_of_last = divmod(tiles_m * tiles_n, blocks)
+
+        def seat(turn: Any) -> jax.Array:
+            """Which tile of a turn a block takes: every other turn of a walk goes backwards, from the longest tiles."""
+            return block if walk is None else lax.select(lax.rem(turn, 2) == 0, block, blocks - 1 - block)
+
+        own = last + (seat(jnp.int32(last)) < rest_of_last).astype(jnp.int32)
 
         def place(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
             minor = 0 if tile.raster_axis == "M" else 1
-            tile_m, tile_n = plgpu.planar_snake(turn * blocks + block, (tiles_m, tiles_n), minor, tile.raster)
+            tile_m, tile_n = plgpu.planar_snake(turn * blocks + seat(turn), (tiles_m, tiles_n), minor, tile.raster)
+            if walk is not None:
+                tile_m = order_ref[tile_m]
             if tile.cluster == "M":
                 tile_m = tile_m * 2 + lax.axis_index("cluster")
             if tile.cluster == "N":
                 tile_n = tile_n * 2 + lax.axis_index("cluster")
             return tile_m * tile.block_rows, tile_n * tile.block_cols
+
+        def length(row: jax.Array) -> Any:
+            return k_steps if walk is None else counts_ref[lax.div(row, tile.block_rows)]
+
+        def again(row: jax.Array, part: jax.Array) -> jax.Array:
+            place = jnp.minimum(part, k_steps - 1)
+            return jnp.float32(0) if walk is None else again_ref[lax.div(row, tile.block_rows), place]
 
         def load() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
@@ -192,23 +220,36 @@ def product(
                 row, col = place(turn)
                 ring = 0 if turns == 1 else lax.rem(turn, turns) * tile.stages
 
-                def step(i: jax.Array, slot: jax.Array) -> jax.Array:
+                def fetch_slice(_: jax.Array, state: Any) -> Any:
+                    slot, step, repeated = state
+                    following = step.following(repeated)
+                    # Read one slice ahead, so that its latency passes in the wait below.
+                    repeated = again(row, following.part)
                     arrived = full.at[ring + slot]
-                    depth = pl.ds(i * K_STEP, K_STEP)
+                    depth = pl.ds(step.part * K_STEP, K_STEP)
                     plgpu.barrier_wait(empty.at[slot])
-                    for ref, target, start, size, shared_along in (
-                        (a_ref, a_ring, row, tile.block_rows, "N"),
-                        (b_ref, b_ring, col, tile.block_cols, "M"),
-                    ):
+
+                    def copy(ref: Any, target: Any, start: jax.Array, size: int, shared_along: str) -> None:
                         multicast = "cluster" if tile.cluster == shared_along else None
                         plgpu.copy_gmem_to_smem(
                             ref.at[pl.ds(start, size), depth], target.at[slot], arrived, collective_axes=multicast
                         )
-                    for stream, ref, target in zip(streams, stream_refs, stream_rings, strict=True):
-                        plgpu.copy_gmem_to_smem(ref.at[stream.at(i, row, col)], target.at[slot], arrived)
-                    return lax.select(slot == tile.stages - 1, jnp.int32(0), slot + 1)
 
-                return lax.fori_loop(0, k_steps, step, slot)
+                    def copy_left(ref: Any) -> None:
+                        copy(ref, a_ring, row, tile.block_rows, "N")
+
+                    if walk is None:
+                        copy_left(a_ref)
+                    else:
+                        lax.cond(step.of_second == 1, lambda: copy_left(second_ref), lambda: copy_left(a_ref))
+                    copy(b_ref, b_ring, col, tile.block_cols, "M")
+                    for stream, ref, target in zip(streams, stream_refs, stream_rings, strict=True):
+                        plgpu.copy_gmem_to_smem(ref.at[stream.at(step.part, row, col)], target.at[slot], arrived)
+                    slot = lax.select(slot == tile.stages - 1, jnp.int32(0), slot + 1)
+                    return slot, following, repeated
+
+                start = Step(jnp.int32(0), jnp.int32(0))
+                return lax.fori_loop(0, length(row), fetch_slice, (slot, start, again(row, start.part)))[0]
 
             def fetch_all() -> None:
                 lax.fori_loop(0, own, fetch, jnp.int32(0))
@@ -230,14 +271,15 @@ def product(
                 for slot in range(tile.stages):
                     plgpu.barrier_arrive(empty.at[slot])
 
-            def work(number: jax.Array, _: None) -> None:
+            def work(number: jax.Array, before: jax.Array) -> jax.Array:
                 turn = number if turns == 1 else number * turns + group
                 block_row, block_col = place(turn)
                 stage_row = group * tile.rows if tile.split == "M" else 0
                 stage_col = group * tile.cols if tile.split == "N" else 0
+                first = turn * k_steps if walk is None else before
                 share = Share(
-                    block_row + stage_row, block_col + stage_col, group, turn * k_steps, stage_row, stage_col,
-                    k_steps, tile, a_ring, b_ring, full, empty, stream_rings, fenced, ahead,
+                    block_row + stage_row, block_col + stage_col, group, first, stage_row, stage_col,
+                    length(block_row), tile, a_ring, b_ring, full, empty, stream_rings, fenced, ahead,
                 )  # fmt: skip
                 arrived = None if residual_barrier is None else (lambda slot: residual_barrier.at[group * slots + slot])
                 writer = Writer(
@@ -247,8 +289,10 @@ def product(
                 factors = writer.begin()
                 share.follow()
                 compute(share, functools.partial(writer.finish, factors))
+                return before + share.k_steps
 
-            lax.fori_loop(0, own if turns == 1 else lax.div(own - group + turns - 1, turns), work, None)
+            each = own if turns == 1 else lax.div(own - group + turns - 1, turns)
+            lax.fori_loop(0, each, work, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         lax.cond(group == WARPGROUPS, load, multiply)
@@ -257,6 +301,7 @@ def product(
     clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
     operands = [a, b, *(stream.array for stream in streams), *vectors.values()]
     operands += [] if residual is None else [residual]
+    operands += walks
     # Not offered in a shard_map that checks what varies, nor by every jax 0.11.
     one_warp = hasattr(plgpu, "warp_map") and not any(_varies(x) for x in operands)
     kinds = [jax.ShapeDtypeStruct(out_shape, out_dtype)]

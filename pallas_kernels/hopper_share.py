@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,8 @@ class Share:
 
     Attributes:
         row, col: where the part starts in the product. group: the warpgroup's index.
-        first: slices of K that passed through the ring before this tile. k_steps: slices of this tile.
+        first: slices that passed through the ring before this tile. k_steps: slices of this tile, known to the compiler
+            but where a walk says how many there are.
         fenced: whether reads of scales need a fence before the stage's release. Elsewhere every thread releases the
             stage itself, after its reads. In a cluster one thread for each block speaks for a warpgroup; and the
             interpreter knows only fences between a read and a write by TMA.
@@ -82,7 +83,7 @@ class Share:
     first: jax.Array
     stage_row: jax.Array | int
     stage_col: jax.Array | int
-    k_steps: int
+    k_steps: int | jax.Array
     tile: Tile
     a_ring: Any
     b_ring: Any
@@ -115,7 +116,10 @@ class Share:
         them, or None after the last. They are carried from slice to slice: a stage derived from `i` makes the compiler
         keep every stage's addresses in registers, which an unrolled body does not have.
         """
-        whole, rest = divmod(self.k_steps - following, unroll)
+        count = self.k_steps - following
+        whole, rest = divmod(count, unroll) if isinstance(count, int) else (count, 0)
+        if not isinstance(count, int) and unroll > 1:
+            raise ValueError(f"unroll is {unroll}: a walk has any number of slices, unroll none of them")
 
         def several(count: int, i: jax.Array, slot: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
             slots = [slot]
@@ -124,12 +128,12 @@ class Share:
             return slots[count], body(i, slots[: count + following], carry)
 
         state = self.stage, init
-        if whole:
+        if not isinstance(whole, int) or whole:
             state = lax.fori_loop(0, whole, lambda j, state: several(unroll, j * unroll, *state), state)
         if rest:
             state = several(rest, jnp.int32(whole * unroll), *state)
         slot, carry = state
-        return body(jnp.int32(self.k_steps - 1), [slot, None], carry) if following else carry
+        return body(jnp.asarray(self.k_steps - 1, jnp.int32), [slot, None], carry) if following else carry
 
     def wait(self, slot: Any) -> None:
         """Blocks until the slice of this stage has arrived."""
@@ -194,6 +198,37 @@ class Stream:
         """Of `rows` rows of scales (rows, steps of K): the slice's are at `i % 4`, then come those of slices after."""
         array = pad_axis(pad_axis(scales, 1, max(round_up(scales.shape[1], 4), 32)), 0, rows)
         return Stream(array, (rows, 32), lambda i, row, col: (start(row, col), lax.div(i, 4) * 4))
+
+
+class Walk(NamedTuple):
+    """A second left operand, some of whose slices are multiplied as well, each after that of the first.
+
+    Rows of tiles are as high as a tile. Their slices differ in number, so that rows are dealt out by `order`, the
+    longest first, and every other turn of the thread blocks takes them backwards.
+
+    Attributes:
+        second: the operand, of the shape of the first.
+        again: fp32 (rows of tiles, slices of K): not zero where the slice of the second is multiplied.
+        counts: int32 (rows of tiles,): how many slices of both there are.
+        order: int32 (rows of tiles,): the rows in the order in which they are computed.
+    """
+
+    second: jax.Array
+    again: jax.Array
+    counts: jax.Array
+    order: jax.Array
+
+
+class Step(NamedTuple):
+    """Where a walk is: a slice's place along K, and 1 where it is of the second operand, else 0; int32."""
+
+    part: jax.Array
+    of_second: jax.Array
+
+    def following(self, again: jax.Array) -> "Step":
+        """The step after, where `again` is this part's."""
+        second = ((again != 0) & (self.of_second == 0)).astype(jnp.int32)
+        return Step(self.part + 1 - second, second)
 
 
 def ceil_div(a: int, b: int) -> int:

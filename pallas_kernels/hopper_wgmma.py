@@ -26,7 +26,7 @@ DEPTH = 32
 WHOLE = tuple(range(K_STEP // DEPTH))
 # The upper half of a descriptor: groups of 8 rows lie 1024 bytes apart, in swizzles of 128 bytes.
 DESCRIPTOR = 64 | 1 << 30
-KINDS = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2"}
+KINDS = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2", "i8": "s8"}
 internal: Any = importlib.import_module("jax.experimental.mosaic.gpu.fragmented_array")
 
 
@@ -34,19 +34,20 @@ def start_product(a: Any, b: Any, parts: Sequence[int] = WHOLE, before: jax.Arra
     """Starts `a[:, at] @ b[:, at].T` over `parts` of 32 of K, and returns the sums before they are there.
 
     Args:
-        a: (64, 128) 8-bit reference in shared memory, of a ring for `own_wgmma`.
-        b: (cols, 128), likewise; cols a multiple of 8 up to 256.
+        a: (64, 128) 8-bit reference in shared memory, of a ring for `own_wgmma`: FP8 or int8.
+        b: (cols, 128), likewise; cols a multiple of 8 up to 256; int8 where a is.
         parts: which of the four parts of K to add.
-        before: (64, cols) float32 in the wgmma layout, of any values, not needed any more: gives its registers.
+        before: (64, cols) as returned, of any values, not needed any more: gives its registers.
 
     Returns:
-        (64, cols) float32 in the wgmma layout: only `finish_product` may read it.
+        (64, cols) float32, of int8 int32, in the wgmma layout: only `finish_product` may read it.
     """
     shape = (a.shape[0], b.shape[0])
     if shape[0] != 64:
         raise ValueError(f"a has {shape[0]} rows; a product has 64")
     stage, layout = plgpu.RefType(flat(K_STEP)), plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=layout)
+    integers = a.dtype == jnp.int8
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32 if integers else jnp.float32), layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(stage, stage, *([layout] if before is not None else [])), return_type=result)
     def start(_: Any, a: Any, b: Any, *before: Any) -> Any:
@@ -54,7 +55,9 @@ def start_product(a: Any, b: Any, parts: Sequence[int] = WHOLE, before: jax.Arra
         single = internal.WGMMA_LAYOUT_ACC_32BIT  # LLVM keeps the registers of the other layout in pairs
         given = [r for x in before for r in x.to_layout(single).registers.flat]
         grid = single.registers_shape(shape)
-        count, register = int(np.prod(grid)), ir.VectorType.get((1,), ir.F32Type.get())
+        kind = ir.IntegerType.get_signless(32) if integers else ir.F32Type.get()
+        count, register = int(np.prod(grid)), ir.VectorType.get((1,), kind)
+        form, signs, letter = ("s32", "", "r") if integers else ("f32", ", 1, 1", "f")
         sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
         addresses = [f"${count + len(given) + i}" for i in range(2)]
         lines = ["{ .reg .pred more; .reg .b32 low; .reg .b64 da, db;", "wgmma.fence.sync.aligned;"]
@@ -64,15 +67,16 @@ def start_product(a: Any, b: Any, parts: Sequence[int] = WHOLE, before: jax.Arra
                     f"add.u32 low, {address}, {part * DEPTH >> 4}; mov.b64 {descriptor}, {{low, {DESCRIPTOR}}};"
                 )
             lines.append(f"setp.ne.u32 more, {min(i, 1)}, 0;")  # the first adds to nothing
-            lines.append(f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{DEPTH}.f32.{kinds} {sums}, da, db, more, 1, 1;")
+            product = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{DEPTH}.{form}.{kinds}"
+            lines.append(f"{product} {sums}, da, db, more{signs};")
         lines.append("wgmma.commit_group.sync.aligned; }")
-        constraints = ["=f"] * count + [str(i) for i in range(len(given))] + ["r", "r"]
+        constraints = [f"={letter}"] * count + [str(i) for i in range(len(given))] + ["r", "r"]
         out = llvm.inline_asm(
             llvm.StructType.get_literal([register] * count), [*given, _address(a), _address(b)],
             "\n".join(lines), ",".join(constraints), asm_dialect=0, has_side_effects=True,
         )  # fmt: skip
         registers = np.array([llvm.extractvalue(register, out, [i]) for i in range(count)], object).reshape(grid)
-        started = mgpu.FragmentedArray(_registers=registers, _layout=single, _is_signed=None)
+        started = mgpu.FragmentedArray(_registers=registers, _layout=single, _is_signed=True if integers else None)
         return started.to_layout(mgpu.WGMMA_LAYOUT)
 
     return start(a, b, *([before] if before is not None else []))

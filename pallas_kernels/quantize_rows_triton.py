@@ -144,7 +144,12 @@ def quantize_rows(
     launch = quantize_triton.Launch(high, wide, warps or (8 if high == 1 else 4))
     run = functools.partial(quantize_triton.call, _rows, [x, one], shapes, programs, launch, compute_capability)
     codes, scales, lost = run(
-        REST=rest, SIZE=GROUP, LEVEL=level is not None, BY_ROW=one.size > 1, LIMIT=limit or 0.0, HOW=tuple(coding.static)
+        REST=rest,
+        SIZE=GROUP,
+        LEVEL=level is not None,
+        BY_ROW=one.size > 1,
+        LIMIT=limit or 0.0,
+        HOW=tuple(coding.static),
     )
     return jax.lax.bitcast_convert_type(codes, coding.dtype), scales, jnp.sum(lost) if limit else jnp.int32(0)
 

@@ -180,6 +180,7 @@ class Launch:
     rows: int = 128
     columns: int = 128
     warps: int = 8
+    stages: int = 1
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, codings: tuple[Coding | None, ...]) -> str | None:
@@ -354,6 +355,7 @@ def call(
         results=shapes,
         programs=grid,
         warps=launch.warps,
+        stages=launch.stages,
         compute_capability=capability,
         aliases=aliases,
         **tile,

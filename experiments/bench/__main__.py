@@ -1,7 +1,7 @@
 """Benchmarks of kernels, layers and steps on GPUs: `python -m experiments.bench NAME [options]`.
 
-NAME is gemm, quantize, linear, layer, step, reduce, optimizer or cold. Each prints its rows and the flags of XLA that
-it runs with, writes results/NAME.json and a plot, and takes `--help`.
+NAME is gemm, gemm_int8, quantize, linear, layer, step, reduce, optimizer, scaling or cold. Each prints its rows and the
+flags of XLA that it runs with, writes results/NAME.json and a plot, and takes `--help`.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import sys
 
 from experiments import flags
 
-BENCHES = ("gemm", "quantize", "linear", "layer", "step", "reduce", "optimizer", "cold")
+BENCHES = ("gemm", "gemm_int8", "quantize", "linear", "layer", "step", "reduce", "optimizer", "scaling", "cold")
 
 
 def main() -> None:

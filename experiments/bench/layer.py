@@ -110,7 +110,11 @@ def recipes() -> dict[str, fp8jax.Recipe]:
     for coat in (coat_memory.LEAN, coat_memory.FAITHFUL):
         context = dataclasses.replace(found[coat].context, scales="bound")
         found[f"{coat}, {FAST}, {BOUNDED}"] = dataclasses.replace(fp8jax.recipes.coat_fast(), context=context)
-    return found | {name: fp8jax.recipes.get(name) for name in ("moss", "fast")}
+    for name in ("moss", "fast"):
+        recipe = fp8jax.recipes.get(name)
+        # A layer alone has no optimizer that would follow its weights.
+        found[name] = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, w_scaling=None))
+    return found
 
 
 def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None = None) -> dict[str, Arm]:

@@ -35,6 +35,8 @@ RECIPES = {
     "e4m3 rows": recipes.Linear("e4m3:token", "e4m3:token", "e5m2:token", w_dgrad="e4m3:token", x_wgrad="e4m3:token",
                                 dy_wgrad="e5m2:token", saved="e4m3:token"),
     "deepseek": recipes.deepseek().linear,
+    "int8_block": recipes.int8_block().linear,
+    "int8_fallback, 20 %": recipes.int8_fallback().linear,
     # As DeepSeek-V3, but for the gradient in the weight's gradient (experiments.tables.deepseek_wgrad).
     "deepseek, blocks in wgrad": dataclasses.replace(recipes.deepseek().linear, dy_wgrad="e4m3:block128"),
     "deepseek, rows in wgrad": dataclasses.replace(
@@ -43,6 +45,19 @@ RECIPES = {
     "moss": recipes.moss().linear,
     "fast": recipes.fast().linear,
 }  # fmt: skip
+
+
+# One in five blocks of 128x128 standard normal values has a larger one.
+THRESHOLD = 4.35
+
+
+def layer(recipe: recipes.Linear) -> Any:
+    """A function of (x, w); rounding is by a given key, and a threshold is one that a fifth of all blocks exceeds."""
+    key = jax.random.key(0) if recipe.stochastic else None
+    if not recipe.states:
+        return functools.partial(fp8jax.linear, recipe=recipe, key=key)
+    state = fp8jax.init_scaling(recipe)._replace(x=jnp.float32(THRESHOLD))
+    return lambda x, w: fp8jax.scaled_linear(x, w, state, recipe=recipe, key=key)[0]
 
 
 def arms() -> dict[str, Any]:
@@ -57,7 +72,7 @@ def arms() -> dict[str, Any]:
 
     found = {BF16: functools.partial(three, plain)}
     for name, recipe in RECIPES.items():
-        found[name] = functools.partial(three, functools.partial(fp8jax.linear, recipe=recipe))
+        found[name] = functools.partial(three, layer(recipe))
     return found
 
 

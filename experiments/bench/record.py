@@ -15,23 +15,25 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 _PRODUCTS = ("matmul_mosaic", "matmul_block_mosaic", "matmul_mx_mosaic")
 _QUANTIZE = ("quantize_triton", "quantize_rows_triton", "maxima_triton", "fold_triton", "scaling_triton")
-_LAYER = (*_PRODUCTS, *_QUANTIZE, "norm_triton", "activation_triton", "remake_triton")
+_LAYER = (*_PRODUCTS, *_QUANTIZE, "norm_triton", "activation_triton", "activation_rows_triton", "remake_triton")
 _ALL = (*_LAYER, "adamw_triton")
 # What each results file times, in pallas_kernels/, besides what these import. Others time no kernel.
 KERNELS = {
     "gemm": (*_PRODUCTS, "fold_triton", "quantize_triton"),
     "gemm_block": ("matmul_block_mosaic",),
+    "gemm_int8": ("matmul_int8_mosaic",),
     "quantize": _QUANTIZE,
-    "linear": (*_PRODUCTS, *_QUANTIZE),
+    "linear": (*_PRODUCTS, "matmul_int8_mosaic", *_QUANTIZE, "fallback_triton"),
     "layer": _LAYER,
     "coat_speed": _LAYER,
     "optimizer": ("adamw_triton",),
+    "scaling": _QUANTIZE,
     "cold": _ALL,
     "step": _ALL,
     "training_parity": _ALL,
 }
 # How kernels are called, not what they do.
-_CALL = "call_triton"
+_CALL = ("call_triton", "stored_triton")
 
 
 def stamp(bench: str) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def kernels(bench: str, folder: Path = ROOT / "pallas_kernels") -> dict[str, str
     while waiting:
         name = waiting.pop()
         path = folder / f"{name}.py"
-        if name not in found and name != _CALL and path.exists():
+        if name not in found and name not in _CALL and path.exists():
             text = path.read_text()
             found[name] = digest(text)
             imported = re.findall(r"^from pallas_kernels(?:\.(\w+))? import (.+)$", text, re.MULTILINE)

@@ -3,27 +3,34 @@
 The step is that of `experiments.train`: loss, gradients, clipping and AdamW, weights in fp32. "bf16" keeps for the
 backward pass what Flax's modules keep; the baseline is "bf16, recomputed", which keeps of a block what its products and
 attention give and computes the rest again, as a good engineer would have it, and so do recipes without a context.
-"temporaries" are what the compiled program needs beside its arguments, "memory" all of it, on each GPU.
+"temporaries" are what the compiled program needs beside its arguments, "memory" all of it, on each GPU. Where torch and
+torchao are importable, the same model by torch.compile stands beside it (`experiments.bench.step_torch`).
 """
 
 import argparse
 import collections
 import dataclasses
 import functools
+import json
 import math
+import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's arms need room beside JAX.
 
 import jax
 import jax.numpy as jnp
 
 import fp8jax
 from experiments import config, mesh, train
-from experiments.bench import timing
+from experiments.bench import step_torch, timing
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.tables.coat_memory import AGAIN
@@ -65,9 +72,21 @@ class Arm:
         )
         run = jax.jit(self.task.step, donate_argnums=0, in_shardings=(placed, rows), out_shardings=(placed, None))
         self.program = run.lower(shapes, self.tokens).compile()
-        self.state = jax.jit(self.task.init, out_shardings=placed)()
+        self.placed, self.shapes = placed, shapes
+        self.state: Any = None
+
+    def start(self) -> None:
+        """Makes the state."""
+        self.state = jax.jit(self.task.init, out_shardings=self.placed)()
+
+    def stop(self) -> None:
+        """Frees the state."""
+        jax.tree.map(lambda x: x.delete(), self.state)
+        self.state = None
 
     def __call__(self) -> Any:
+        if self.state is None:
+            self.start()
         self.state, metrics = self.program(self.state, self.tokens)
         return metrics
 
@@ -78,7 +97,7 @@ class Arm:
     @property
     def flops(self) -> float:
         """Of the products and the causal attention of a step, forward and backward."""
-        paths = jax.tree_util.tree_leaves_with_path(self.state.params)
+        paths = jax.tree_util.tree_leaves_with_path(self.shapes.params)
         named = [(jax.tree_util.keystr(path), x) for path, x in paths]
         # The embedding is looked up; norms of all layers have two axes.
         matrices = sum(x.size for name, x in named if x.ndim >= 2 and "norm" not in name and "embed" not in name)
@@ -144,45 +163,83 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
     parser.add_argument("--impl", default="auto", choices=("auto", "xla"), help="xla: none of fp8jax's kernels")
     parser.add_argument("--free", type=int, nargs="+", default=[0], help="multiprocessors that products leave to NCCL")
+    parser.add_argument("--apart", action="store_true", help="one arm after another: states that do not fit together")
+    parser.add_argument("--visible", action="store_true", help="first one GPU in a process that sees no other")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
     parser.add_argument("--kernels", action="store_true", help="also list the longest kernels of each step")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
+    # The process that sees one GPU runs before this one takes memory there; so do torch's arms.
+    found = alone(argv) if options.visible else []
     timing.need_gpu()
+    llama = sizes.get(options.model, VOCAB)
     with choice.target(kernels=options.impl == "auto"):
-        measure(sizes.get(options.model, VOCAB), options)
+        measure(llama, options, found)
 
 
-def measure(llama: LlamaConfig, options: argparse.Namespace) -> None:
-    """Times the arms of each mesh in turns and writes OUT/step.json."""
-    found: list[timing.Row] = []
+def alone(argv: Sequence[str]) -> list[timing.Row]:
+    """What this program measures on the first GPU where it sees no other."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [flag for flag in argv if flag != "--visible"]
+        command = [sys.executable, "-m", "experiments.bench", "step", *flags, "--mesh", "one", "--out", folder]
+        subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": first}, check=True)
+        rows = json.loads((Path(folder) / "step.json").read_text())["rows"]
+    return [row | {"case": f"{row['case']}, no other GPU visible"} for row in rows]
+
+
+def torch_rows(llama: LlamaConfig, options: argparse.Namespace) -> list[tuple[str, timing.Seconds, Any]]:
+    """Name, times and memory of the arms of torch that can run here, one after the other."""
+    found = []
+    for name in step_torch.available():
+        arm = step_torch.TorchArm(name, llama, options.batch, options.length)
+        times = timing.in_turns({name: arm}, options.rounds, {name: options.steps})
+        found.append((name, times[name], arm.memory))
+        arm.close()
+    return found
+
+
+def measure(llama: LlamaConfig, options: argparse.Namespace, found: Sequence[timing.Row] = ()) -> None:
+    """Times the arms of each mesh in turns and writes OUT/step.json, with the rows that were found before."""
+    found = list(found)
     for where in options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]:
         place = MESHES[where].format(jax.device_count())
         case = f"{options.model}, {place}, {options.batch} x {options.length} tokens"
         arms: dict[str, Arm] = {}
+        torch = torch_rows(llama, options) if where == "one" else []
         freed = {f"{name}, {n} free" if n else name: n for name in options.arm for n in options.free}
         for name, free in ({AGAIN: 0} | freed).items():
             start = time.perf_counter()
             with choice.target(free_multiprocessors=free):
                 arms[name] = Arm(name, llama, options.batch, options.length, where)
-            jax.block_until_ready(arms[name]())
-            print(f"  {name}: compiled and ran once in {time.perf_counter() - start:.0f} s", flush=True)
-        times = timing.in_turns(dict(arms), options.rounds, dict.fromkeys(arms, options.steps))
+            if not options.apart:
+                jax.block_until_ready(arms[name]())
+            print(f"  {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
+        times: dict[str, timing.Seconds] = {}
+        kernels: dict[str, list[tuple[str, float, int]]] = {}
+        for group in [[name] for name in arms] if options.apart else [list(arms)]:
+            together = {name: arms[name] for name in group}
+            times |= timing.in_turns(dict(together), options.rounds, dict.fromkeys(group, options.steps))
+            kernels |= {name: longest(arm) if options.kernels else [] for name, arm in together.items()}
+            for arm in together.values():
+                arm.stop()
         for name, arm in arms.items():
             found += rows(case, name, arm, times, {other: memory(a.program) for other, a in arms.items()})
-            if options.kernels:
-                found += [
-                    timing.row(case, name, f"kernel, {kernel[:80]}", ms, f"ms in {count}")
-                    for kernel, ms, count in longest(arm)
-                ]
-        for arm in arms.values():
-            jax.tree.map(lambda x: x.delete(), arm.state)
+            found += [
+                timing.row(case, name, f"kernel, {kernel[:80]}", ms, f"ms in {count}")
+                for kernel, ms, count in kernels[name]
+            ]
+        again = arms[AGAIN]
+        for name, seconds, needs in torch:
+            found += common(case, name, seconds, times[AGAIN], again, needs, memory(again.program))
+    how = "one after another" if options.apart else "in turns, in another order in each round"
     notes = [
         " ".join((__doc__ or "").split("\n\n")[1].split()),
-        "The optimizer is `step` of `fp8jax.clipped`: one pass, none for the clipped gradients. Arms run in turns, in "
-        "another order in each round; medians. MFU counts products and causal attention, forward and backward, against "
+        "The optimizer is `step` of `fp8jax.clipped`: one pass, none for the clipped gradients. "
+        f"Arms run {how}; medians. MFU counts products and causal attention, forward and backward, against "
         "989.5 TFLOP/s of dense bf16. What is exchanged is of the compiled program, each loop over layers once.",
+        "torch's arms, where there are any, come first and alone; their memory is what torch's allocator counted.",
     ]
     timing.write("step", "Whole training steps", found, notes, {}, options.out)
 
@@ -198,12 +255,27 @@ def rows(
     case: str, name: str, arm: Arm, times: Mapping[str, timing.Seconds], sizes: Mapping[str, tuple[float, float]]
 ) -> list[timing.Row]:
     """What is said of an arm, against bf16 recomputed."""
-    row, median = functools.partial(timing.row, case, name), times[name]
+    row = functools.partial(timing.row, case, name)
+    found = common(case, name, times[name], times[AGAIN], arm, sizes[name], sizes[AGAIN])
+    found += [row(f"exchanged, {kind}", value, "MB") for kind, value in arm.exchanged().items()]
+    return found + [row(f"products, {kind}", count, "") for kind, count in arm.products().items()]
+
+
+def common(
+    case: str,
+    name: str,
+    median: timing.Seconds,
+    base: timing.Seconds,
+    arm: Arm,
+    needs: tuple[float, float],
+    base_needs: tuple[float, float],
+) -> list[timing.Row]:
+    """Time, speed and memory of an arm that computes what `arm` does, against bf16 recomputed."""
+    row = functools.partial(timing.row, case, name)
     spread = median.quartiles(lambda t: 1e3 * t)
-    found = [row("step", 1e3 * median, "ms", AGAIN, times[AGAIN] / median, spread)]
+    found = [row("step", 1e3 * median, "ms", AGAIN, base / median, spread)]
     found.append(row("tokens/s", arm.tokens_per_step / median, ""))
     found.append(row("MFU", arm.flops / median / (PEAK_FLOPS * arm.count), ""))
     for i, metric in enumerate(("temporaries", "memory")):
-        found.append(row(metric, sizes[name][i], "GB a GPU", AGAIN, sizes[AGAIN][i] / sizes[name][i]))
-    found += [row(f"exchanged, {kind}", value, "MB") for kind, value in arm.exchanged().items()]
-    return found + [row(f"products, {kind}", count, "") for kind, count in arm.products().items()]
+        found.append(row(metric, needs[i], "GB a GPU", AGAIN, base_needs[i] / needs[i]))
+    return found

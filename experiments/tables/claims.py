@@ -117,11 +117,27 @@ def _difference(*names: str) -> Callable[[Result], str | None]:
 
 
 AGAIN = "bf16, recomputed"
+
+
+def _signal(scheme: str) -> Callable[[Result], str | None]:
+    """SNR of the activations of MOSS's Table 7, late in training."""
+    names = ("attention output", "FFN intermediate", "LayerNorm input")
+    return lambda result: span(
+        [row["value"] for row in result["rows"] if row["case"] in {f"{name}, late, {scheme}" for name in names}],
+        "dB",
+        1,
+    )
+
+
 ONE, DATA, FSDP = "1b, one GPU", "1b, data parallel over 2", "1b, FSDP over 2"
 CLAIMS: list[Claim] = [
     Claim("A training step of a 1.1 B Llama, `coat_fast`: speed over bf16 that recomputes element-wise operations",
           "step", ratio("coat_fast", "step", AGAIN, ONE), "1.36 to 1.85, at largest batches (COAT, Table 8, 7B)",
           beside("te_current", ratio("te_current", "step", AGAIN, ONE))),
+    Claim("The same step, `moss`: two-level microscaling, automatic weight scaling, bf16 contexts", "step",
+          ratio("moss", "step", AGAIN, ONE), "1.34, over its own bf16 (MOSS, Table 2, 7B)"),
+    Claim("The same step, `fast`: microscaling with COAT's contexts and optimizer", "step",
+          ratio("fast", "step", AGAIN, ONE)),
     Claim("The same step, `coat`", "step", ratio("coat", "step", AGAIN, ONE), "1.36 to 1.85"),
     Claim("Memory of that step, times fewer bytes, `coat`", "step", ratio("coat", "memory", AGAIN, ONE),
           "1.52 to 1.54 (Table 8)",
@@ -129,7 +145,7 @@ CLAIMS: list[Claim] = [
     Claim("Temporaries of that step, times fewer bytes, `coat`", "step", ratio("coat", "temporaries", AGAIN, ONE)),
     Claim("That step on two GPUs, data parallel and FSDP, `coat`", "step",
           several(ratio("coat", "step", AGAIN, DATA), ratio("coat", "step", AGAIN, FSDP))),
-    Claim("A Llama-7B layer forward and backward, `coat`: speed over bf16 by XLA and cuDNN", "layer",
+    Claim("A Llama-7B layer forward and backward, `coat`: speed over bf16 as written, nothing recomputed", "layer",
           ratio("COAT, lean", "time", "bf16"), "1.54 to 1.58 (COAT, Table 7)",
           beside("te_current", ratio("te_current", "time", "bf16"))),
     Claim("The same with fast accumulation, bounded scales (`coat_fast`) and weights quantized before, once for all "
@@ -137,9 +153,9 @@ CLAIMS: list[Claim] = [
     Claim("That with the time of quantizing weights counted: 1, 4 and 16 microbatches", "layer_counted",
           several(*(ratio(BOUNDED, f"time, {n}", "bf16")
                     for n in ("1 microbatch", "4 microbatches", "16 microbatches")))),
-    Claim("That as fp8jax's functions, over bf16 of Flax modules", "layer",
+    Claim("That as fp8jax's functions, over bf16 of Flax modules, as written", "layer",
           ratio(f"{BOUNDED}, as functions", "time", "bf16")),
-    Claim("The same, over bf16 as functions", "layer_counted",
+    Claim("The same, over bf16 as functions, nothing recomputed", "layer_counted",
           ratio(f"{BOUNDED}, as functions", "time, bf16, as functions")),
     Claim("Bytes that a layer keeps for its backward pass, times fewer than what Flax's modules keep in bf16 (35 U), "
           "faithful and lean", "coat_memory", several(ratio("COAT, faithful", "total"), ratio("COAT, lean", "total"))),
@@ -170,9 +186,22 @@ CLAIMS: list[Claim] = [
     Claim("Error of m/sqrt(v) in e4m3: times lower with range expansion of both moments", "coat_optimizer",
           lambda result: span([1 / find(result, "E4M3 + Expand | E4M3 + Expand", "MSE of m/sqrt(v)", "ratio")[0]], "x"),
           "1.63 (COAT, Table 1)"),
+    Claim("Scales and codes of all weights of Llama-7B, automatic scaling: share of the time just in time", "scaling",
+          ratio("automatic", "codes", case="all weights", unit=""), "scales alone: 0.05 (MOSS, Table 10)"),
+    Claim("Automatic weight scale over the just-in-time one, smallest and mean, interval 500", "moss_scaling",
+          several(value("limit of Adam, interval 500", "smallest ratio", "", 3),
+                  value("limit of Adam, interval 500", "mean ratio", "", 3))),
     Claim("Loss of `coat` from the mean of bf16's seeds, 95 % interval", "training_parity", _difference("coat"),
           "+0.4 % of log perplexity (COAT, Table 13)"),
     Claim("Loss of `coat_fast`, likewise", "training_parity", _difference("coat_fast")),
+    Claim("Loss of `moss`, likewise", "training_parity", _difference("moss")),
+    Claim("Loss of `fast`, likewise", "training_parity", _difference("fast")),
+    Claim("SNR of three activations late in training: two-level microscaling by rows, over one scale a tensor",
+          "moss_snr", several(beside("two-level", _signal("two-level, row")), beside("tensor", _signal("per tensor"))),
+          "35.3 to 38.0 and 24.1 to 29.5 dB (MOSS, Table 7)", beside("rounding alone", _signal("rounding alone"))),
+    Claim("SNR of a weight's gradient late in training: both operands microscaled, shifted, not quantized again",
+          "moss_snr", value("both two-level, x shifted (moss)", "dw, late", "dB"), "",
+          beside("e5m2 gradients", value("all per tensor, gradients e5m2 (te_current)", "dw, late", "dB"))),
     Claim("Loss of `coat` with one mantissa bit in its forward products, which must fail, likewise", "training_parity",
           _difference("control_one_bit", "control", "control, all integers")),
     Claim("Means of gradients over two GPUs in 8 bits, fp32 gradients left as codes, 64 MiB and 1 GiB in bf16: speed "

@@ -40,6 +40,8 @@ ARMS: dict[str, Arm] = {
     "coat": Arm(fp8jax.recipes.coat()),
     CONTROL: Arm(fp8jax.recipes.coat(), "forward", 3),
     "coat_fast": Arm(fp8jax.recipes.coat_fast()),
+    "moss": Arm(fp8jax.recipes.moss()),
+    "fast": Arm(fp8jax.recipes.fast()),
     "coat_optimizer": Arm(fp8jax.recipes.coat_optimizer()),
     "coat_activations": Arm(fp8jax.recipes.coat_activations()),
     f"{CONTROL}_one_bit": Arm(fp8jax.recipes.coat(), "forward", 2),

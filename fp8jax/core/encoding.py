@@ -34,12 +34,14 @@ def encode(
     fmt = formats.get(spec.format)
     block_shape = spec.block_shape(x.shape)
     x = x.astype(jnp.float32)
-    magnitude = jnp.abs(x)
-    magnitude = formats.where(~(magnitude < formats.TINY), magnitude, 0)
-    counted = formats.where(jnp.isfinite(magnitude), magnitude, 0)
-    given = scale is not None
+    given, raw = scale is not None, jnp.abs(x)
+    magnitude = formats.where(~(raw < formats.TINY), raw, 0)
+    # The largest magnitudes are rid of subnormals after: XLA on a GPU writes a mask that two passes have in common.
+    measured = magnitude if spec.expand else raw
+    counted = formats.where(jnp.isfinite(measured), measured, 0)
     if scale is None:
         largest = blocks.reduce(counted, block_shape, jnp.max, 0.0)
+        largest = formats.where(largest >= formats.TINY, largest, 0)
         scale = scaling.to_scale(largest, fmt)
         if spec.granularity == "mx" and spec.level1 == "none":
             scale = jnp.ones_like(scale)

@@ -6,66 +6,11 @@ from fp8jax.core import formats
 from fp8jax.core.comm import Comm as Comm
 from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.core.storage import NU_ROUNDINGS as NU_ROUNDINGS
+from fp8jax.core.storage import Optimizer as Optimizer
 from fp8jax.core.weights import Weights as Weights
 
-_FP32, _XLA = Weights(), Comm()
-NU_ROUNDINGS = ("auto", "nearest", "stochastic")
-
-
-@dataclasses.dataclass(frozen=True)
-class Optimizer:
-    """Storage of Adam's moments: the arguments of the same names of `fp8jax.compressed_adamw`.
-
-    Attributes:
-        mu: format of the first moment, an 8-bit float format or "bf16" or "fp32".
-        nu: format of the second moment, likewise; or "fp16" with a scale.
-        group_size: elements along the last axis that share a scale; None for one scale a tensor (as with master weights
-            in fp16), and where no moment has one.
-        expand: dynamic range expansion of the 8-bit moments.
-        nu_rounding: of an 8-bit second moment, "nearest", "stochastic", or "auto", which goes by b2.
-
-    Raises:
-        ValueError: unknown format or one without the signs of a first moment, a group size that is no positive integer,
-            or settings that contradict each other.
-    """
-
-    mu: str = "e4m3"
-    nu: str = "e4m3"
-    group_size: int | None = 128
-    expand: bool = True
-    nu_rounding: str = "auto"
-
-    def __post_init__(self) -> None:
-        if not formats.get(self.mu).signed:
-            raise ValueError(f"mu {self.mu!r} has no signs, but first moments do; take 'de8' or 'e4m3'")
-        if self.nu_rounding not in NU_ROUNDINGS:
-            raise ValueError(f"unknown nu_rounding {self.nu_rounding!r}; it is one of {', '.join(NU_ROUNDINGS)}")
-        if self.nu_rounding == "stochastic" and not formats.get(self.nu).scaled:
-            raise ValueError(f"nu_rounding 'stochastic' is for codes, but nu is {self.nu!r}; leave it 'auto'")
-        compressed = [m for m in (self.mu, self.nu) if formats.get(m).scaled]
-        for moment in compressed:
-            if formats.get(moment).bits % 8:
-                raise ValueError(f"{moment!r} codes are packed, which suits activations; give moments 8 or 16 bits")
-        size = self.group_size
-        if compressed and size is None and self.expand:
-            raise ValueError("optimizer.expand raises groups to powers; give a group_size, or expand=False")
-        if compressed and size is not None and (not size >= 1 or size // 1 != size):
-            raise ValueError(f"optimizer.group_size must be a positive integer, not {size!r}")
-        if not compressed and (self.expand or self.group_size is not None):
-            raise ValueError(
-                f"group_size={self.group_size}, expand={self.expand} apply to 8-bit moments, but mu is {self.mu!r} and "
-                f"nu is {self.nu!r}; give group_size=None, expand=False"
-            )
-
-    def spec(self, moment: str) -> QuantSpec | None:
-        """How "mu" or "nu" is quantized; None for a moment that is stored by a cast."""
-        name = getattr(self, moment)
-        if not formats.get(name).scaled:
-            return None
-        granularity = "tensor" if self.group_size is None else "group"
-        underflow = "smallest" if moment == "nu" else "zero"
-        return QuantSpec(name, granularity, self.group_size, expand=self.expand, underflow=underflow)
-
+_XLA, _FP32, _ADAM = Comm(), Weights(), Optimizer()
 
 SAME = "same"
 OPERANDS = ("x", "w", "dy")
@@ -97,6 +42,9 @@ class Linear:
             `fp8jax.track_weights` follows; where a layer has none, the weight itself.
         history: steps that a delayed scale looks back on.
         margin: powers of two that a delayed scale leaves above them.
+        fallback_rates, fallback_factor: of the scaling "threshold", under which blocks of the input fall back to 16
+            bits in the forward product: the range in which the share of blocks is kept, and by how much a threshold
+            changes to that end, once a step.
         interval: steps after which automatic scaling measures a weight again.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
             tensor cores of Hopper keep; the others promote partial sums to fp32, as Transformer Engine does in its
@@ -117,6 +65,8 @@ class Linear:
     w_scaling: str | None = None
     history: int = 1024
     margin: int = 0
+    fallback_rates: tuple[float, float] = (0.1, 0.3)
+    fallback_factor: float = 1.3
     interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
 
@@ -178,6 +128,13 @@ class Linear:
                 raise ValueError(f"{name} scaling is per {kinds[0]}; give {listed} specs of granularity {per}")
             if None in specs:
                 raise ValueError(f"{name} scaling needs {listed} quantized")
+            if self.states[operands[0]].decides and any(spec is not None and spec.format != "int8" for spec in specs):
+                raise ValueError(f"{name} scaling is of int8 blocks, not of linear.{listed} {getattr(self, listed)!r}")
+            if self.states[operands[0]].decides and (self.spec("w") != self.spec("x") or self.saved is None):
+                raise ValueError(
+                    f"{name} scaling needs x and w in the same blocks and codes to save, not x={self.x!r}, "
+                    f"w={self.w!r}, saved={self.saved!r}"
+                )
 
     def scaling_name(self, operand: str) -> str:
         """What the scaling of "x", "w" or "dy" is called."""
@@ -332,7 +289,7 @@ class Recipe:
 
     name: str
     weights: Weights = _FP32
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = _ADAM
     linear: Linear = Linear()
     context: Context = Context()
     comm: Comm = _XLA
@@ -374,7 +331,15 @@ class Recipe:
             stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.lean:
             stored.append(("input that a norm or activation made", AGAIN, weights.compute))
-        return [(role, str(how), computed, _bytes(how)) for role, how, computed in stored]
+        return [self._with_residuals(role, str(how), computed, _bytes(how)) for role, how, computed in stored]
+
+    def _with_residuals(self, role: str, how: str, computed: str, size: float) -> tuple[str, str, str, float]:
+        """A row of the plan; of an input whose blocks fall back, with the residuals of as many as there may be."""
+        strategy = self.linear.states.get("x")
+        if role != "forward x" or strategy is None or not strategy.decides:
+            return role, how, computed, size
+        lowest, highest = self.linear.fallback_rates
+        return role, f"{how}, {100 * lowest:g} to {100 * highest:g} % twice", computed, size * (1 + highest)
 
     def explain(self) -> str:
         """The storage plan as a table in text."""

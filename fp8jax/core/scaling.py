@@ -123,8 +123,10 @@ class Stateful(Scaling):
         observes: whether calls observe the operand; else the state comes from outside (`Automatic`), and functions
             without one take the operand's own scale.
         statistic: shape of an observation; zeros are that of nothing.
+        decides: whether the state is no scale, but the threshold above which blocks of the operand fall back.
     """
 
+    decides: ClassVar[bool] = False
     granularities: ClassVar[tuple[str, ...]] = ("tensor",)
     merge: ClassVar[str] = "max"
     observes: ClassVar[bool] = True
@@ -208,6 +210,60 @@ class Delayed(Stateful):
 
 
 @dataclasses.dataclass(frozen=True)
+class Threshold(Stateful):
+    """The delay threshold of INT8 fallback (arXiv 2503.08040, appendix D and algorithm 2).
+
+    Blocks of the input have their own scales; one whose largest magnitude exceeds the threshold gets a residual besides
+    (`fp8jax.ops.fallback`). The threshold starts at 1. After a step in which less than the lowest share of all blocks
+    fell back, over all microbatches and replicas, it is divided by a factor, after more than the highest share
+    multiplied. State: fp32 scalar. An observation is two counts, of blocks that fell back and of all.
+
+    Attributes:
+        lowest, highest: the range in which the share of blocks is kept.
+        factor: of one adjustment.
+
+    Raises:
+        ValueError: the range is not within [0, 1], or the factor not above 1.
+    """
+
+    lowest: float = 0.1
+    highest: float = 0.3
+    factor: float = 1.3
+
+    operands: ClassVar[tuple[str, ...]] = ("x",)
+    granularities: ClassVar[tuple[str, ...]] = ("block",)
+    merge: ClassVar[str] = "sum"
+    statistic: ClassVar[tuple[int, ...]] = (2,)
+    decides: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lowest <= self.highest <= 1:
+            raise ValueError(f"a share of blocks lies in [0, 1], and no range is from {self.lowest} to {self.highest}")
+        if not self.factor > 1:
+            raise ValueError(f"the factor of a threshold must be above 1, not {self.factor}")
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        lowest, highest = settings.fallback_rates
+        return cls(lowest, highest, settings.fallback_factor)
+
+    def init(self, x: Array | None = None) -> Array:
+        del x
+        return jnp.ones((), jnp.float32)
+
+    def count(self, used: Array) -> Array:
+        """The observation of a call in which these blocks, bool, fell back."""
+        return jnp.stack([jnp.sum(used, dtype=jnp.float32), jnp.float32(used.size)])
+
+    def update(self, state: Array, observed: Array) -> Array:
+        """The threshold after a step; the same after one without blocks. It stays a normal number."""
+        used, blocks = observed[0], observed[1]
+        share = used / jnp.maximum(blocks, 1)
+        factor = jnp.where(share > self.highest, self.factor, jnp.where(share < self.lowest, 1 / self.factor, 1.0))
+        return jnp.where(blocks > 0, jnp.clip(state * factor, TINY, 1 / TINY), state)
+
+
+@dataclasses.dataclass(frozen=True)
 class Automatic(Stateful):
     """Automatic weight scaling (MOSS, section 3.2, equation 10): of a bound on the weight, which nothing reads for it.
 
@@ -259,6 +315,7 @@ NAMES: dict[str, type[Scaling]] = {
     "current": Current,
     "two_stage": TwoStage,
     "delayed": Delayed,
+    "threshold": Threshold,
     "automatic": Automatic,
 }
 

@@ -17,9 +17,8 @@ from jax.extend import core
 
 from fp8jax.modules.dots import SharedPromotion
 from fp8jax.modules.program import split
-from fp8jax.ops import fused
+from fp8jax.modules.provenance import REGISTRY, carried
 from fp8jax.ops.choice import listening
-from fp8jax.ops.saved import origins
 
 LAYOUTS = ("reshape", "transpose", "squeeze", "expand_dims")
 
@@ -50,23 +49,17 @@ def call(written: Callable, module: Any, args: Any, kwargs: Any, tell: Callable[
     tell(kept)
     if not kept:
         return written(module, *args, **kwargs)
-    found = [origins.find(x) for x in arrays]
-    results = [fused.find(x) for x in arrays]
+    origins = [carried(REGISTRY.find(x)) for x in arrays]
 
-    def run(module: Any, arrays: list[Any], made_of: list[Any], operands: list[Any]) -> Any:
-        for i, x in enumerate(arrays):
-            origin, result = found[i], results[i]
-            if origin is not None:
-                origins.note(x, (origin[0], made_of[i]))
-            if result is not None:
-                fused.note(result.of(*operands[i]), x)
+    def run(module: Any, arrays: list[Any], known: list[Any]) -> Any:
+        for x, of, (_, rebuild_origin) in zip(arrays, known, origins, strict=True):
+            REGISTRY.note(x, rebuild_origin(of))
         args, kwargs = rebuild(arrays)
         with _promotions(module, lambda name, cast: dataclasses.replace(cast, kept=name in kept)):
             return written(module, *args, **kwargs)
 
     checkpointed = nnx.remat(run, prevent_cse=False, policy=lambda prim, *_, **__: prim.name not in LAYOUTS)
-    operands = [result and (result.operands, result.peaks) for result in results]
-    return checkpointed(module, arrays, [origin and origin[1] for origin in found], operands)
+    return checkpointed(module, arrays, [of for of, _ in origins])
 
 
 def _kept_anyway(call: Callable, module: Any, arrays: list[Any], rebuild: Callable) -> set[str]:

@@ -13,7 +13,8 @@ from jax.extend.core import get_opaque_trace_state
 
 from fp8jax.core.recipe import Recipe
 from fp8jax.modules.expressions import outputs, reached
-from fp8jax.ops.activation import ACTIVATIONS, activation, glu
+from fp8jax.modules.functions import activation, glu
+from fp8jax.ops.activation import ACTIVATIONS
 from fp8jax.ops.choice import listening
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call"}

@@ -9,11 +9,11 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import fused
-from fp8jax.ops.linear import DimensionNumbers, content_key, dot_general, einsum
+from fp8jax.modules.functions import dot_general, einsum
+from fp8jax.modules.provenance import REGISTRY
+from fp8jax.ops.linear import DimensionNumbers, content_key
 from fp8jax.ops.product import QuantizedWeight
-from fp8jax.ops.recent import Recent
-from fp8jax.ops.saved import ITSELF, origins
+from fp8jax.ops.saved import ITSELF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DotGeneral:
             precision,
             preferred_element_type,
             recipe=self.linear,
-            key=_key(lhs, self.linear),
+            key=key_of(lhs, self.linear),
             quantized=quantized,
             out_sharding=out_sharding,
         )
@@ -69,7 +69,7 @@ class Einsum:
             precision,
             preferred_element_type,
             recipe=self.linear,
-            key=_key(lhs, self.linear),
+            key=key_of(lhs, self.linear),
             out_sharding=out_sharding,
         )
 
@@ -99,22 +99,15 @@ class SharedPromotion:
         promoted, cast, *rest = self.promote(*args, **kwargs)
         rest = [cast if None in (self.linear.spec("w"), self.linear.spec("w_dgrad")) else weight, *rest]
         if promoted is not source:
-            promoted = origins.pass_on(source, _casts.get(source, promoted.dtype, lambda: promoted))
-            fused.pass_on(source, promoted)
+            REGISTRY.follow(source, promoted)
         if self.kept:
-            origins.note(promoted, (ITSELF, None))
+            REGISTRY.note(promoted, REGISTRY.find(promoted)._replace(again=(ITSELF, None)))
         return (promoted, *rest)
 
 
-_casts: Recent[Array] = Recent()
-
-
-_keys: Recent[Array] = Recent()
-
-
-def _key(lhs: Array, linear: Linear) -> Array | None:
+def key_of(lhs: Array, linear: Linear) -> Array | None:
     """One key for all layers that read an input, so that they share its codes."""
-    return _keys.get(lhs, None, lambda: content_key(lhs)) if linear.stochastic else None
+    return REGISTRY.share(lhs, "key", lambda: content_key(lhs)) if linear.stochastic else None
 
 
 def check_replaceable(path: str, layer: Any) -> None:

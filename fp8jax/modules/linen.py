@@ -118,7 +118,7 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, Fou
     layers of each, and its abstract, unboxed result."""
     found: dict[str, nn.Module] = {}
     forms: dict[str, Found] = {}
-    turns, aside = _Turns(object()), _Root(ordered(Rule(".*", None)), (), next(_asides))
+    mark, aside = _Mark(object()), _Root(ordered(Rule(".*", None)), (), next(_asides))
 
     def record(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
@@ -128,7 +128,7 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, Fou
         if not path and type(found.setdefault("", module)) is not type(module):
             path = module.name or ""  # called through its own apply
         found.setdefault(path, module)
-        with _with(module.scope, flags=module.scope.flags.copy({"fp8jax": turns})):
+        with _with(module.scope, flags=module.scope.flags.copy({"fp8jax": mark})):
             y = call(*args, **kwargs)
         if context.method_name == "__call__" and path not in forms:
             # Now that it has run, it has parameters also where it is initialized.
@@ -156,7 +156,7 @@ def _subclass(cls: Any, rules: Ordered) -> Any:
     def __post_init__(self: nn.Module) -> None:
         cls.__post_init__(self)
         if self.scope is not None:
-            self.scope.flags = self.scope.flags.copy({"fp8jax": _Turns(rules)})
+            _mark(self.scope, rules, *self.path)
 
     body |= {"_fp8jax_rules": rules, "__post_init__": __post_init__}
     return type(cls)(cls.__name__, (cls,), body)
@@ -215,19 +215,33 @@ def listening() -> Iterator[list[Any]]:
 _asides = itertools.count(1)
 
 
-class _Turns:
-    """A flag of scopes that has another hash each time, and the same hashes in each call of a model.
+class _Mark:
+    """A flag of a module's scope, whose hash says under which rules it runs, and where it stands in the model.
 
     `nn.jit` looks traces up by a module's fields and the flags of its scope, not by its path: without this a plain
-    model would run the trace of its quantized copy, and a layer that of another one which a rule treats differently.
-    What was traced aside has hashes of its own.
+    model would run the trace of its quantized copy, and a layer that of another one which a rule treats differently, or
+    of itself in a call that reads its result otherwise. What was traced aside has hashes of its own. Scopes that Flax
+    makes inside its loops share a mark: it has another hash each time, the same ones in each call of the model.
     """
 
-    def __init__(self, key: object) -> None:
+    def __init__(self, *key: Any) -> None:
         self.key, self.turns = key, itertools.count()
 
     def __hash__(self) -> int:
-        return hash((self.key, tuple(root.aside for root in _running.roots), next(self.turns)))
+        roots = tuple((root.aside, *sorted(root.heads)) for root in _running.roots)
+        return hash((self.key, roots, next(self.turns)))
+
+
+def _mark(scope: Any, rules: Ordered, *path: str) -> None:
+    """Marks a scope, and those that will be made in it, each with its own path."""
+    push = type(scope).push
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        child = push(scope, *args, **kwargs)
+        _mark(child, rules, *path, child.name)
+        return child
+
+    scope.flags, scope.push = scope.flags.copy({"fp8jax": _Mark(rules, *path)}), marked
 
 
 @dataclasses.dataclass(eq=False)
@@ -291,6 +305,8 @@ class _Root:
             return call(*args, **kwargs)
         known: Any = (*LAYERS, *self.rules.layers)
         path = self.path_of(module)
+        if "push" not in vars(module.scope):  # inside a loop of Flax
+            _mark(module.scope, self.rules, *module.path)
         if context.method_name == "__call__" and isinstance(module, norms.LINEN_LAYERS) and self.rules.contexts:
             self.layers.add(path)
             recipe = self.rules.choice(path).recipe
@@ -298,7 +314,8 @@ class _Root:
                 return call(*args, **kwargs)
             return norms.linen_norm(module, recipe, *args)
         if context.method_name != "__call__" or not isinstance(module, known):
-            self.others.add(path)
+            if not isinstance(module, known):
+                self.others.add(path)
             watch = context.method_name == "__call__" and self.rules.contexts
             y = self._watched(module, call, args, kwargs) if watch else call(*args, **kwargs)
             self.unknown.add(path, module, nn.meta.unbox(module.variables).get("params", {}))

@@ -8,7 +8,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from fp8jax.core.recipe import Linear
-from fp8jax.modules import blocks_nnx, contexts, custom, heads_nnx
+from fp8jax.modules import blocks_nnx, contexts, custom, heads_nnx, norms
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.rules import Ordered, Rules, choose, ordered
@@ -66,6 +66,9 @@ def quantize(model: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mode
 
 def substitute(model: Model, rules: Ordered) -> tuple[Model, Unknown, int]:
     """What `quantize` returns, the modules that are not known, and the size of the kernels that are quantized."""
+    changed = [path for path, module in modules(model).items() if _is_quantized(module)]
+    if changed:
+        raise ValueError(f"{changed[0]} is quantized already; give the rules to the model it was made from")
     quantized = nnx.clone(model)
     found, heads, unknown = modules(quantized), *leave(modules(quantized), rules)
     linears = {path: module for path, module in found.items() if isinstance(module, (*LAYERS, *rules.layers))}
@@ -82,6 +85,13 @@ def substitute(model: Model, rules: Ordered) -> tuple[Model, Unknown, int]:
         else:
             custom.replace_nnx(path, layer, linear, blocks_nnx.with_call)
     return quantized, unknown, size
+
+
+def _is_quantized(module: Any) -> bool:
+    """Whether a module computes with a recipe, or keeps what one says, because of `quantize`."""
+    ours = (DotGeneral, Einsum, LayerScaling, SharedPromotion, norms.RMSNorm, norms.LayerNorm)
+    parts = (getattr(module, name, None) for name in ("dot_general", "einsum_op", "promote_dtype"))
+    return hasattr(type(module), "_fp8jax_written") or any(isinstance(x, ours) for x in (module, *parts))
 
 
 def leave(found: dict[str, Any], rules: Ordered) -> tuple[dict[str, str], Unknown]:

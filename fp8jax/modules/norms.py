@@ -8,7 +8,7 @@ from flax.linen.dtypes import canonicalize_dtype
 from jax import Array
 
 from fp8jax.core.recipe import Recipe
-from fp8jax.ops.norm import layer_norm, rms_norm
+from fp8jax.modules.functions import layer_norm, rms_norm
 
 LAYERS = (nnx.RMSNorm, nnx.LayerNorm)
 LINEN_LAYERS = (nn.RMSNorm, nn.LayerNorm)

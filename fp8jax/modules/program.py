@@ -9,7 +9,7 @@ import jax
 
 from fp8jax.modules.compiled import Product as Product
 from fp8jax.modules.compiled import read, widened
-from fp8jax.ops.choice import Choice, listening, summary
+from fp8jax.ops.choice import Choice, listening, saving, summary
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "pallas_call")
 
@@ -23,12 +23,14 @@ class Program:
         traced: in the jaxpr.
         compiled: in the optimized program of XLA, its custom calls included.
         choices: the operations of fp8jax that were traced, and what computes each.
+        saved: what linears save for the backward pass, each kind once.
     """
 
     backend: str
     traced: tuple[Product, ...]
     compiled: tuple[Product, ...]
     choices: tuple[tuple[str, Choice], ...] = ()
+    saved: tuple[str, ...] = ()
 
     @property
     def widened(self) -> tuple[str, ...]:
@@ -43,6 +45,7 @@ class Program:
         done = sum(p.executed for p in self.compiled if p.asked and p.eight_bit)
         lines.append(f"  fp8jax asked for {asked} products, {done} of them run on 8-bit operands")
         lines += [f"  WARNING: {line}" for line in self.widened]
+        lines += [f"  saved {line}" for line in self.saved]
         return "\n".join([*lines, *(f"  {line}" for line in summary(self.choices))])
 
 
@@ -66,7 +69,7 @@ def inspect(fn: Callable, *args: Any) -> Program:
         fn: a function of arrays, to be compiled for the default device.
         args: arrays or `jax.ShapeDtypeStruct`, in any structure.
     """
-    with listening() as told:
+    with listening() as told, saving() as saved:
         traced = jax.jit(fn).trace(*args)
     written: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
     executed: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
@@ -76,7 +79,7 @@ def inspect(fn: Callable, *args: Any) -> Program:
         executed[key] += times
     products = tuple(Product(*key, n, executed[key]) for key, n in written.items())
     made = read(traced.lower().compile().as_text() or "")
-    return Program(jax.default_backend(), products, made, tuple(told))
+    return Program(jax.default_backend(), products, made, tuple(told), tuple(saved))
 
 
 def _walk(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:

@@ -11,9 +11,11 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic
+from fp8jax.modules.dots import key_of
+from fp8jax.modules.functions import scaled_linear
 from fp8jax.ops.linear import DimensionNumbers, check_precision
 from fp8jax.ops.product import QuantizedWeight
-from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, scaled_linear, update_scaling
+from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
 
 
@@ -59,7 +61,8 @@ class ScaledDotGeneral:
         x, w = merge(lhs, *[1] * lead, n), merge(rhs, n, outputs)
         state, slot, held = self.read(rhs, n)
         sharding = named(merged(spec, (*[1] * lead, outputs)), lhs, rhs)
-        y, observed = scaled_linear(x, w, state, slot, recipe=self.linear, quantized=held, out_sharding=sharding)
+        given: Any = {"key": key_of(lhs, self.linear), "quantized": held, "out_sharding": sharding}
+        y, observed = scaled_linear(x, w, state, slot, recipe=self.linear, **given)
         self.note(observed)
         y = split(y, (*lhs.shape[:lead], *rhs.shape[n:]), spec)
         return y.astype(preferred_element_type or lhs.dtype)

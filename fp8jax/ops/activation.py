@@ -16,11 +16,28 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused, fused_rows
 from fp8jax.ops.fused_reference import ACTIVATIONS, activation_cotangents
 from fp8jax.ops.saveable import ACTIVATION, named
-from fp8jax.ops.saved import Gradient, decode, differentiable, keep
+from fp8jax.ops.saved import (
+    BLANK,
+    NOTHING,
+    Gradient,
+    Made,
+    Origin,
+    Provenance,
+    decode,
+    differentiable,
+    keep,
+)
 from fp8jax.recipes import context_part
 
 
-def glu(gate: Array, up: Array, *, recipe: Recipe | Context | str, activation: str = "silu") -> Array:
+def glu(
+    gate: Array,
+    up: Array,
+    *,
+    recipe: Recipe | Context | str,
+    activation: str = "silu",
+    known: Provenance = BLANK,
+) -> Array:
     """activation(gate) * up (Shazeer, 2020).
 
     Forward it is what JAX computes; the backward pass reads the codes of `gate` and `up`, in a faithful context also
@@ -31,6 +48,7 @@ def glu(gate: Array, up: Array, *, recipe: Recipe | Context | str, activation: s
         up: the same shape and dtype.
         recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
+        known: is told what the result and the inputs' gradients are made from.
 
     Returns:
         (..., channels) in the dtype of `gate`.
@@ -38,21 +56,18 @@ def glu(gate: Array, up: Array, *, recipe: Recipe | Context | str, activation: s
     Raises:
         ValueError: unknown activation, or the shapes or dtypes differ.
     """
-    if (gate.shape, gate.dtype) != (up.shape, up.dtype):
-        raise ValueError(f"glu takes arrays alike, not {gate.dtype}{gate.shape} and {up.dtype}{up.shape}")
-    context, f = context_part(recipe), _function(activation)
-    if context.spec is None:
-        return f(gate) * up
-    return _activation(activation, gate, up, context, fused.bounded(recipe), fused_rows.of_layers(recipe))
+    check_alike(gate, up)
+    return activate(activation, gate, up, recipe, known)[0]
 
 
-def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> Array:
+def activation(x: Array, *, recipe: Recipe | Context | str, activation: str, known: Provenance = BLANK) -> Array:
     """activation(x), of which the backward pass reads the codes of `x`.
 
     Args:
         x: (..., channels), any floating dtype.
         recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
+        known: is told what the result and the inputs' gradients are made from.
 
     Returns:
         (..., channels) in the dtype of `x`.
@@ -60,18 +75,21 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> 
     Raises:
         ValueError: unknown activation.
     """
-    context, f = context_part(recipe), _function(activation)
-    if context.spec is None:
-        return f(x)
-    return _activation(activation, x, None, context, fused.bounded(recipe), fused_rows.of_layers(recipe))
+    return activate(activation, x, None, recipe, known)[0]
+
+
+def check_alike(gate: Array, up: Array) -> None:
+    """Raises ValueError for what are no two inputs of a gated activation."""
+    if (gate.shape, gate.dtype) != (up.shape, up.dtype):
+        raise ValueError(f"glu takes arrays alike, not {gate.dtype}{gate.shape} and {up.dtype}{up.shape}")
 
 
 # The derivative of GELU is at most 1.129, that of SiLU 1.100; neither is larger than its argument.
 SLOPE = 1.13
 
 
-class Kept(NamedTuple):
-    """What an activation keeps: the codes of its gate or only input, of `up`, and of the activated gate."""
+class ActivationSaved(NamedTuple):
+    """What an activation saves: the codes of its gate or only input, of `up`, and of the activated gate."""
 
     gate: QTensor
     up: QTensor | None
@@ -86,66 +104,70 @@ class Activation:
     dtype: DTypeLike
     bounded: bool = False
 
-    def again(self, kept: Kept, gradient: Gradient) -> Array:
-        activated = ACTIVATIONS[self.activation](decode(kept.gate))
-        y = (activated if kept.up is None else activated * decode(kept.up)).astype(self.dtype)
-        known = self._foreseen(kept, gradient)
-        fused.foresee(gradient.array, known)
+    def again(self, saved: ActivationSaved, gradient: Gradient) -> Made:
+        activated = ACTIVATIONS[self.activation](decode(saved.gate))
+        y = (activated if saved.up is None else activated * decode(saved.up)).astype(self.dtype)
+        foreseen, part = self._foreseen(saved, gradient), None
         dy = gradient.array if (gradient.array.shape, gradient.array.dtype) == (y.shape, y.dtype) else None
-        found = self._operands(kept, y, dy)
+        found = self._operands(saved, y, dy)
         if found is not None:
             from pallas_kernels.remake_triton import RESULT
 
             operation, operands = found
-            ahead = None if dy is None else (dy, known)
-            fused.note(fused.Result(operation, (RESULT,), operands, ahead=ahead), y)
-        return y
+            ahead = None if dy is None else foreseen
+            (part,) = fused.Result(operation, (RESULT,), operands, ahead=ahead).parts
+        return Made(y, part, foreseen)
 
     def backward(
-        self, kept: Kept, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None
-    ) -> tuple[Array, ...]:
-        up, activated = (None if q is None else decode(q) for q in kept[1:])
-        cotangents = activation_cotangents(ACTIVATIONS[self.activation], decode(kept.gate), up, activated, dy)
+        self,
+        saved: ActivationSaved,
+        dy: Array,
+        dtypes: tuple[DTypeLike | None, ...],
+        others: Array | None,
+        foreseen: fused.Foreseen | None,
+    ) -> tuple[tuple[Array, ...], tuple[Origin, ...]]:
+        up, activated = (None if q is None else decode(q) for q in saved[1:])
+        cotangents = activation_cotangents(ACTIVATIONS[self.activation], decode(saved.gate), up, activated, dy)
         cast = tuple(ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
-        if all(dtype == self.dtype for dtype in dtypes):
-            known, found = fused.foreseen(dy), self._operands(kept, cast[0], dy)
-            for cotangent, scale in zip(cast, known.scales, strict=False):
-                assert known.spec is not None
-                fused.give_scale(cotangent, known.spec, scale)
-            if found is not None:
-                from pallas_kernels.remake_triton import GATE, UP
+        if any(dtype != self.dtype for dtype in dtypes):
+            return cast, ()
+        foreseen, found = foreseen or fused.Foreseen(), self._operands(saved, cast[0], dy)
+        parts: tuple[fused.Part | None, ...] = (None,) * len(cast)
+        if found is not None:
+            from pallas_kernels.remake_triton import GATE, UP
 
-                operation, operands = found
-                kinds = (GATE, UP)[: len(cast)]
-                fused.note(fused.Result(operation, kinds, operands, known.peaks, made=known.made), *cast)
-        return cast
+            kinds = (GATE, UP)[: len(cast)]
+            parts = fused.Result(found[0], kinds, found[1], foreseen.peaks, made=foreseen.made).parts
+        spec, scales = foreseen.spec, foreseen.scales or (None,) * len(cast)
+        given = (None if spec is None or scale is None else (spec, scale) for scale in scales)
+        return cast, tuple(Origin(None, part, scale) for part, scale in zip(parts, given, strict=True))
 
-    def _foreseen(self, kept: Kept, gradient: Gradient) -> fused.Foreseen:
+    def _foreseen(self, saved: ActivationSaved, gradient: Gradient) -> fused.Foreseen:
         """Scales of the cotangents of gate and up from bounds on them, if these are wanted."""
-        spec, plain = gradient.spec, kept.gate.spec.granularity in ("tensor", "token", "group")
+        spec, plain = gradient.spec, saved.gate.spec.granularity in ("tensor", "token", "group")
         if not self.bounded or spec is None or spec.format != "e5m2" or not fused.takes(spec):
             return fused.Foreseen()
-        if not plain or gradient.array.shape != kept.gate.shape:
+        if not plain or gradient.array.shape != saved.gate.shape:
             return fused.Foreseen()
         slopes = [jnp.asarray(SLOPE)]
-        if kept.up is not None:
-            slopes = [SLOPE * _largest(kept.up), _largest(kept.gate)]
+        if saved.up is not None:
+            slopes = [SLOPE * _largest(saved.up), _largest(saved.gate)]
         rows, fmt = gradient.rows(), formats.get(spec.format)
         largest = (scaling.largest_magnitude(rows * slope) for slope in slopes)
         return fused.Foreseen(spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in largest))
 
-    def _operands(self, kept: Kept, like: Array, dy: Array | None) -> tuple[Any, Any] | None:
+    def _operands(self, saved: ActivationSaved, like: Array, dy: Array | None) -> tuple[Any, Any] | None:
         """How the kernels compute the result, or with its gradient those of the inputs, alike to an array.
 
         None for XLA.
         """
-        operation = _fused(self.activation, like, kept.up, kept.gate.spec, kept.activated is not None)
+        operation = _fused(self.activation, like, saved.up, saved.gate.spec, saved.activated is not None)
         if operation is None:
             return None
         from pallas_kernels import remake_triton
 
         names = [name for name in ("first", "up", "activated") for name in (name, f"{name}_scale")]
-        parts = [part for q in kept for part in ((None, None) if q is None else fused.stored(q))]
+        parts = [part for q in saved for part in ((None, None) if q is None else fused.stored(q))]
         given: Any = dict(zip(names, parts, strict=True))
         return operation, remake_triton.Operands(**given, gradient=None if dy is None else fused.matrix(dy))
 
@@ -156,41 +178,45 @@ def _largest(kept: QTensor) -> Array:
     return jnp.max(scale, -1, initial=0.0) * formats.get(kept.spec.format).max
 
 
-def _activation(
-    name: str, gate: Array, up: Array | None, context: Context, to: QuantSpec | None, by_rows: QuantSpec | None
-) -> Array:
-    """`to` is how the result will be quantized, if this is to give the scale; `by_rows`, if its rows give theirs."""
-    assert context.spec is not None
+def activate(
+    name: str, gate: Array, up: Array | None, recipe: Recipe | Context | str, known: Provenance = BLANK
+) -> tuple[Array, Origin]:
+    """The result of an activation, `glu` where there is an `up`, and what it is made from."""
+    context, function, to = context_part(recipe), _function(name), fused.bounded(recipe)
+    if context.spec is None:
+        return (function(gate) if up is None else function(gate) * up), NOTHING
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
     spare = context.lean or u is None
     operation = _fused(name, gate, up, context.spec, not spare, forward=True)
-    result, scale, made = None, None, None
+    part, scale, made, spec = None, None, None, None if to is None else to.spec("x")
+    by_rows = fused_rows.of_layers(recipe)
     # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
     plain = lax.optimization_barrier(g)
-    activated = ACTIVATIONS[name](plain)
+    activated = function(plain)
     y = activated if u is None else activated * u
     if operation is None:
-        kept = Kept(
+        saved = ActivationSaved(
             keep(plain, context.spec),
             None if u is None else keep(u, context.spec),
             None if spare else keep(activated, context.spec),
         )
-        if to is not None:
+        if spec is not None:
             matrix = fused.matrix(y)
-            scale = _bound(to, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
+            scale = _bound(spec, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
     else:
-        kept, result, scale, made = _keep(operation, g, u, context.spec, to, by_rows)
+        saved, result, scale, made = _keep(operation, g, u, context.spec, spec, by_rows)
+        (part,) = result.parts
     inputs = (gate,) if up is None else (gate, up)
-    bounded = context.lean and context.scales == "bound"
-    kept = named(kept, ACTIVATION)
-    y, _ = differentiable(Activation(name, gate.dtype, bounded), inputs, kept, y, context)
-    if result is not None:
-        fused.note(result, y)
-    if by_rows is not None and scale is not None and made is not None:
-        fused_rows.give(y, by_rows, made, scale)
-    elif to is not None and scale is not None:
-        fused.give_scale(y, to, scale, made)
-    return y
+    saved, how = named(saved, ACTIVATION), Activation(name, gate.dtype, context.lean and context.scales == "bound")
+    y, _ = differentiable(how, inputs, saved, y, known=known)
+    if part is not None and by_rows is not None and scale is not None and made is not None:
+        fused_rows.hold(part, by_rows, made, scale)
+    elif part is not None and spec is not None and scale is not None:
+        part.hold(spec, scale, made)
+    given = None if to is None or scale is None else (to, scale)
+    origin = Origin((how, saved) if context.lean else None, part, given)
+    known.note(y, origin)
+    return y, origin
 
 
 def _bound(to: QuantSpec, sample: Array, largest: Array | float = 0.0) -> Array:
@@ -205,7 +231,7 @@ def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool, *,
 
 def _keep(
     operation: Any, gate: Array, up: Array | None, spec: QuantSpec, to: QuantSpec | None, by_rows: QuantSpec | None
-) -> tuple[Kept, fused.Result, Array | None, Array | None]:
+) -> tuple[ActivationSaved, fused.Result, Array | None, Array | None]:
     """What is kept, what the result is computed from, and if it is known how to quantize it, its scale and codes."""
     from pallas_kernels import remake_triton
 
@@ -214,9 +240,7 @@ def _keep(
 
     def both(on: Any, *arrays: Any) -> Any:
         if by_rows is not None:
-            parts, codes, scale = on.keep_activation_rows(
-                operation, *arrays, coding, formats.get(by_rows.format).dtype
-            )
+            parts, codes, scale = on.keep_activation_rows(operation, *arrays, coding, formats.get(by_rows.format).dtype)
             return parts, None, scale, codes
         if to is None:
             parts, peak, _ = on.keep_activation(operation, *arrays, coding)
@@ -233,7 +257,7 @@ def _keep(
     parts, peak, scale, made = fused.run(both, g, u)
     codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
     result = fused.Result(exact, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,))
-    return Kept(*codes), result, scale, made
+    return ActivationSaved(*codes), result, scale, made
 
 
 def _function(name: str) -> Callable[[Array], Array]:

@@ -54,6 +54,27 @@ def listening() -> Iterator[list[tuple[str, Choice]]]:
         _listener.reset(token)
 
 
+_keeper: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("keeper", default=None)
+
+
+def tell_saved(what: str) -> None:
+    """Says what a layer of the program that is being traced saves for its backward pass, to whoever listens."""
+    found = _keeper.get()
+    if found is not None and what not in found:
+        found.append(what)
+
+
+@contextlib.contextmanager
+def saving() -> Iterator[list[str]]:
+    """Within it, a list of what the layers that are traced save for their backward passes, each kind once."""
+    found: list[str] = []
+    token = _keeper.set(found)
+    try:
+        yield found
+    finally:
+        _keeper.reset(token)
+
+
 def summary(told: Iterable[tuple[str, Choice]]) -> list[str]:
     """A line for each operation, what computes it and why, and how often that was said."""
     return [f"{name} by {c.impl}, {n} times: {c.reason}" for (name, c), n in collections.Counter(told).items()]
@@ -205,19 +226,29 @@ def placed_like(kernel: Callable[..., Any], reference: Callable[..., Any], args:
     return lambda *args: jax.tree.map(place, reference(*args), kinds)
 
 
-def missing_triton(kernel: str) -> str | None:
-    """Why a Triton kernel, a module of pallas_kernels, cannot run with the installed packages and GPU, or None."""
-    return _missing_triton(kernel, capability()) if aimed().kernels else "kernels are switched off"
+_TRITON_CAPABILITY = 75  # of kernels that convert no FP8
+
+
+def missing_triton(kernel: str, *, fp8: bool = True) -> str | None:
+    """Why a Triton kernel, a module of pallas_kernels, cannot run with the installed packages and GPU, or None.
+
+    Args:
+        kernel: its name.
+        fp8: whether it makes or reads FP8 codes, which GPUs convert from Ada (8.9) on. Kernels of int8 codes and of
+            bytes run on Turing and Ampere (7.5 and 8.x), too.
+    """
+    return _missing_triton(kernel, capability(), fp8) if aimed().kernels else "kernels are switched off"
 
 
 @functools.cache
-def _missing_triton(kernel: str, capability: int) -> str | None:
+def _missing_triton(kernel: str, capability: int, fp8: bool) -> str | None:
     try:
         module = importlib.import_module(f"pallas_kernels.{kernel}")
     except Exception as error:  # A broken installation fails to import in ways of its own.
         return f"jax-triton cannot be imported ({type(error).__name__}: {error})"
-    if capability < module.FP8_CAPABILITY:
-        return f"the GPU has compute capability {capability}, and fp8 conversions need {module.FP8_CAPABILITY}"
+    if capability < (needed := module.FP8_CAPABILITY if fp8 else _TRITON_CAPABILITY):
+        what = "fp8 conversions" if fp8 else "Triton's kernels"
+        return f"the GPU has compute capability {capability}, and {what} need {needed}"
     return _broken_triton(capability)
 
 

@@ -1,8 +1,8 @@
 """Arrays that a kernel computes where it quantizes them, so that on a GPU they are never written.
 
-A norm or an activation notes for its result what the result is computed from; an activation also for the cotangents of
-its inputs. Where such an array is quantized, the kernel reads those operands. The array itself stays an ordinary one:
-whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it out.
+A norm or an activation says what its result is computed from (`Part`); an activation also of the cotangents of its
+inputs. Who quantizes such an array and is given its part makes the kernel read those operands. The array itself stays
+an ordinary one: whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it out.
 """
 
 import dataclasses
@@ -17,15 +17,27 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
-from fp8jax.core.recipe import SAME, Context, Recipe
+from fp8jax.core.recipe import SAME, Context, Linear, Recipe
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell, unplaced
-from fp8jax.ops.recent import Origins, Recent, Same
 from fp8jax.ops.saved import from_bytes, to_bytes
 from fp8jax.ops.sharding import merge
 from fp8jax.recipes import resolve
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Same:
+    """Stands for an object where objects are compared: equal if they are the same, and alive as long as this is."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,7 +49,7 @@ class Result:
         kinds: what each of the arrays is.
         operands: `pallas_kernels.remake_triton.Operands`.
         peaks: the largest finite magnitude of each array; none where they are not known.
-        ahead: the gradient of an activation's result, where it is known already, and what is known of its cotangents.
+        ahead: of an activation's result whose gradient is known already, what is known of its cotangents.
         made: codes of all arrays by how they were made.
     """
 
@@ -45,23 +57,53 @@ class Result:
     kinds: tuple[int, ...]
     operands: Any
     peaks: tuple[Array, ...] = ()
-    ahead: "tuple[Array, Foreseen] | None" = None
+    ahead: "Foreseen | None" = None
     made: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def of(self, operands: Any, peaks: tuple[Array, ...]) -> "Result":
-        """The same, computed from the same operands in another trace."""
-        return Result(self.operation, self.kinds, operands, peaks)
+    @property
+    def parts(self) -> "tuple[Part, ...]":
+        """Each of the arrays."""
+        return tuple(Part(self, place) for place in range(len(self.kinds)))
 
-    def cast(self, dtype: DTypeLike) -> "Result | None":
-        """The only array, if it is fp32, rounded to bf16; None for other casts."""
+
+class Part(NamedTuple):
+    """An array as one of those of a `Result`."""
+
+    result: Result
+    place: int
+
+    @property
+    def arrays(self) -> tuple[Any, tuple[Array, ...], list[Any]]:
+        """What `of` takes: operands, peaks, and codes with scales of rows, in bytes."""
+        return self.result.operands, self.result.peaks, list(self._rows.values())
+
+    def of(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "Part":
+        """The same, computed from the same operands in another trace."""
+        made = dict(zip(self._rows, rows, strict=True))
+        return self._replace(result=Result(self.result.operation, self.result.kinds, operands, peaks, made=made))
+
+    @property
+    def _rows(self) -> dict[Any, Any]:
+        return {how: codes for how, codes in self.result.made.items() if how[0] == "rows"}
+
+    def cast(self, dtype: DTypeLike) -> "Part | None":
+        """The array in a dtype: as it is, or rounded to bf16 if it is fp32 and alone; None for other casts."""
         from pallas_kernels.quantize_triton import PLAIN_DTYPES
 
-        known = (PLAIN_DTYPES[self.operation.dtype], jnp.dtype(dtype)) == (jnp.float32, jnp.bfloat16)
-        if not known or len(self.kinds) > 1:
+        result = self.result
+        known = PLAIN_DTYPES[result.operation.dtype], jnp.dtype(dtype)
+        if known[0] == known[1]:
+            return self
+        if known != (jnp.float32, jnp.bfloat16) or len(result.kinds) > 1:
             return None
-        operation = self.operation._replace(dtype=PLAIN_DTYPES.index(jnp.bfloat16))
-        peaks = tuple(formats.round_to(peak, formats.get("bf16")) for peak in self.peaks)
-        return Result(operation, self.kinds, self.operands, peaks)
+        operation = result.operation._replace(dtype=PLAIN_DTYPES.index(jnp.bfloat16))
+        peaks = tuple(formats.round_to(peak, formats.get("bf16")) for peak in result.peaks)
+        return Part(Result(operation, result.kinds, result.operands, peaks), 0)
+
+    def hold(self, spec: QuantSpec, scale: Array, codes: Array | None) -> None:
+        """Codes (M, N) of the array under a scale, if they are made already."""
+        if codes is not None:
+            self.result.made[True, False, spec, Same(scale)] = [_pair(spec, codes, None, scale.reshape(1, 1))]
 
 
 class Foreseen(NamedTuple):
@@ -84,104 +126,28 @@ class Foreseen(NamedTuple):
         return {(True, True, self.spec, Same(scale)): self.codes for scale in self.scales if self.codes}
 
 
-class Part(NamedTuple):
-    """An array as one of those of a `Result`."""
-
-    result: Result
-    place: int
-
-
-_parts: Origins[Part] = Origins()
-# What follows from the gradient of an activation's result, which was computed last.
-_foreseen: Recent[Foreseen] = Recent()
-# How arrays are to be quantized, and under which scales.
-_given: Origins[tuple[QuantSpec, Array]] = Origins()
-
-
-def note(result: Result, *arrays: Array) -> None:
-    """Says what arrays are computed from, in the order of the result's kinds."""
-    for place, array in enumerate(arrays):
-        _parts.note(array, Part(result, place))
-
-
-def find(array: Array) -> Result | None:
-    """What alone an array is computed from; None where that is not known, or others are made with it."""
-    part = _parts.find(array)
-    return part.result if part is not None and len(part.result.kinds) == 1 else None
-
-
-def part(array: Array) -> Part | None:
-    """A matrix as one of the arrays that are computed from the same operands; None where that is not known."""
-    return _parts.find(array) if array.ndim == 2 else None
-
-
-def foresee(gradient: Array, known: Foreseen) -> None:
-    """Says what is known of the cotangents that follow from the gradient of an activation's result."""
-    _foreseen.put(gradient, known)
-
-
-def foreseen(gradient: Array) -> Foreseen:
-    """What `foresee` said of a gradient, if of no other after it; asked once."""
-    return _foreseen.take(gradient) or Foreseen()
-
-
-def give_scale(array: Array, spec: QuantSpec, scale: Array, codes: Array | None = None) -> None:
-    """Says under which scale an array is to be quantized; codes (M, N), if given, are those."""
-    _given.note(array, (spec, scale))
-    result = find(array)
-    if result is not None and codes is not None:
-        result.made[True, False, spec, Same(scale)] = [_pair(spec, codes, None, scale.reshape(1, 1))]
-
-
-def bounded(recipe: Recipe | Context | str) -> QuantSpec | None:
-    """How linear layers quantize what an operation makes, if it is to give them the scale for that; else None."""
+def bounded(recipe: Recipe | Context | str) -> Linear | None:
+    """The linear layers for which an operation makes the scale of its result, and codes under it, if it does."""
     recipe = resolve(recipe)
     if not isinstance(recipe, Recipe) or recipe.context.scales != "bound" or "x" in recipe.linear.states:
         return None
     spec = recipe.linear.spec("x")
-    return spec if spec is not None and recipe.linear.saved == SAME and takes(spec) else None
-
-
-def given_scale(array: Array, *specs: QuantSpec | None) -> Array | None:
-    """The scale under which an array is to be quantized in these ways, or None."""
-    spec, scale = _given.find(array) or (None, None)
-    return scale if all(s == spec for s in specs) else None
-
-
-def pass_on(source: Array, copy: Array) -> Array:
-    """The same array, as a matrix, without gradients, or fp32 as bf16, is computed from the same; returns the copy.
-
-    It is quantized under the same given scale.
-    """
-    if copy is source or source.ndim == 0 or source.shape[-1] != copy.shape[-1]:
-        return copy
-    if copy.dtype in (source.dtype, jnp.bfloat16):
-        _given.pass_on(source, copy)
-    part = _parts.find(source)
-    if part is None:
-        return copy
-    if source.dtype == copy.dtype:
-        return _parts.pass_on(source, copy)
-    result = part.result.cast(copy.dtype) if _parts.find(copy) is None else None
-    if result is not None:
-        note(result, copy)
-    return copy
+    return recipe.linear if spec is not None and recipe.linear.saved == SAME and takes(spec) else None
 
 
 def codes(
-    x: Array, rows: QuantSpec | None, columns: QuantSpec | None, *, same: bool, scale: Array | None, strategy: Scaling
+    part: Part, rows: QuantSpec | None, columns: QuantSpec | None, *, same: bool, scale: Array | None, strategy: Scaling
 ) -> tuple[QTensor | None, QTensor | None] | None:
     """Codes of a matrix and of its transposed copy from what it is computed from; None where that is no kernel's.
 
     Args:
-        x: (M, N).
+        part: what the matrix is computed from.
         rows, columns: how `x` and `x.T` are quantized, or None where they are not.
         same: whether both have the same codes; else one of them is None.
         scale, strategy: as of `fp8jax.ops.quantize.quantize`.
     """
-    part = _parts.find(x) if x.ndim == 2 else None
     spec = rows if columns is None else columns
-    if part is None or spec is None or not (same or rows is None or columns is None) or not takes(spec):
+    if spec is None or not (same or rows is None or columns is None) or not takes(spec):
         return None
     how = (rows is not None, columns is not None, spec, strategy if scale is None else Same(scale))
     if how in part.result.made:
@@ -234,8 +200,8 @@ def _make_ahead(result: Result, spec: QuantSpec, scale: Array) -> QTensor:
 
     tell("quantize", Choice("triton", "from what the matrix is computed from, which is not written"))
     operation, dtype = result.operation, formats.get(spec.format).dtype
-    assert result.ahead is not None
-    gradient, known = result.ahead
+    known = result.ahead
+    assert known is not None
     to = None if known.spec is None else formats.get(known.spec.format).dtype
 
     def make(on: Any, operands: Any, scale: Array, given: tuple[Array, ...]) -> Any:
@@ -251,10 +217,9 @@ def _make_ahead(result: Result, spec: QuantSpec, scale: Array) -> QTensor:
 
     codes, used, found = run(make, result.operands, scale, known.scales)
     if known.spec is None:
-        known = known._replace(peaks=found)
+        result.ahead = known._replace(peaks=found)
     else:
-        known = known._replace(codes=tuple(_pair(known.spec, *parts) for parts in found))
-    foresee(gradient, known)
+        result.ahead = known._replace(codes=tuple(_pair(known.spec, *parts) for parts in found))
     return QTensor(codes, used, None, None, spec)
 
 

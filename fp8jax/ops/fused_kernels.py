@@ -89,9 +89,7 @@ def keep_activation(
 
 def keep_activation_rows(operation: Any, gate: Array, up: Array | None, kept: Any, dtype: Any) -> Any:
     def run(cut: Cut, gate: Array, up: Array | None) -> Any:
-        return activation_rows_triton.keep_activation(
-            operation, gate, up, kept, dtype, compute_capability=capability()
-        )
+        return activation_rows_triton.keep_activation(operation, gate, up, kept, dtype, compute_capability=capability())
 
     # Whole rows: where channels are cut they are gathered.
     pair = (_ROWS, _ROWS)

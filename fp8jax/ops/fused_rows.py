@@ -17,6 +17,7 @@ from fp8jax.core.recipe import SAME, Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.choice import Choice, tell
+from fp8jax.ops.saved import from_bytes, to_bytes
 from fp8jax.recipes import resolve
 
 _FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which is not written")
@@ -24,34 +25,31 @@ _FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which 
 
 def of_layers(recipe: Recipe | Context | str) -> QuantSpec | None:
     """How linear layers microscale what an operation makes, if that needs nothing but its rows; else None."""
-    recipe = resolve(recipe)
-    spec = recipe.linear.spec("x") if isinstance(recipe, Recipe) else None
-    if spec is None or not spec.folds or spec.level1 != "token" or recipe.linear.saved != SAME:
+    whole = resolve(recipe)
+    spec = whole.linear.spec("x") if isinstance(whole, Recipe) and whole.linear.saved == SAME else None
+    if spec is None or not spec.folds or spec.level1 != "token":
         return None
     return spec if formats.get(spec.format).bits == 8 else None
 
 
-def give(array: Array, spec: QuantSpec, codes: Array, scale: Array) -> None:
-    """Says what microscaling an array as `spec` says makes of it: codes (M, N), scales (M, 1)."""
-    result = fused.find(array)
-    if result is not None:
-        result.made["rows", spec] = QTensor(codes, scale, None, None, QuantSpec(spec.format, "token"))
+def hold(part: fused.Part, spec: QuantSpec, codes: Array, scale: Array) -> None:
+    """Holds what microscaling an array as `spec` says makes of it: codes (M, N), scales (M, 1)."""
+    q = QTensor(codes, scale, None, None, QuantSpec(spec.format, "token"))
+    part.result.made["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
 
 
-def given(x: Array, spec: QuantSpec) -> QTensor | None:
-    """What `give` said of an array."""
-    result = fused.find(x)
-    found: QTensor | None = None if result is None else result.made.get(("rows", spec))
-    return found
+def held(part: fused.Part | None, spec: QuantSpec) -> QTensor | None:
+    """What `hold` was given."""
+    found = None if part is None else part.result.made.get(("rows", spec))
+    return None if found is None else from_bytes(found)
 
 
-def columns(x: Array, spec: QuantSpec, scale: Array) -> QTensor | None:
+def columns(part: fused.Part | None, spec: QuantSpec, scale: Array) -> QTensor | None:
     """Transposed codes of a matrix under a scale for each row, fp32 (M, 1), or None where no kernel makes them.
 
     Returns:
         (N, M) of granularity "tensor" and scale 1: rows' scales are the caller's.
     """
-    part = fused.part(x)
     if part is None or len(part.result.kinds) > 1:
         return None
     result, fmt = part.result, formats.get(spec.format)
@@ -66,22 +64,21 @@ def columns(x: Array, spec: QuantSpec, scale: Array) -> QTensor | None:
 
     codes, peaks = fused.run(make, result.operands, scale.reshape(-1))
     if ahead is not None:
-        fused.foresee(ahead[0], ahead[1]._replace(peaks=tuple(peaks)))
+        result.ahead = ahead._replace(peaks=tuple(peaks))
     return QTensor(codes, jnp.ones((1, 1), jnp.float32), None, None, QuantSpec(spec.format))
 
 
-def cotangent(dy: Array, spec: QuantSpec, level: Array | None) -> tuple[QTensor, QTensor] | None:
+def cotangent(part: fused.Part | None, spec: QuantSpec, level: Array | None) -> tuple[QTensor, QTensor] | None:
     """Codes of an activation's cotangent, as they are and transposed; None where no kernel makes them.
 
     Args:
-        dy: (M, N).
+        part: what it is computed from.
         spec: of granularity "mx".
         level: fp32 (M, 1), as of `fp8jax.ops.microscaled.fold_rows`; None for 1.
 
     Returns:
         Of granularity "token", and (N, M) of "tensor" with scale 1.
     """
-    part = fused.part(dy)
     if part is None or not part.result.peaks or any(peak.ndim != 1 for peak in part.result.peaks):
         return None
     result, place = part
@@ -91,7 +88,7 @@ def cotangent(dy: Array, spec: QuantSpec, level: Array | None) -> tuple[QTensor,
         return _make(alone, spec, level)[0]
     how = ("cotangents", spec)
     if how not in result.made:
-        result.made[how] = _make(result, spec, jnp.ones((dy.shape[0], 1), jnp.float32))
+        result.made[how] = _make(result, spec, jnp.ones((result.peaks[place].size, 1), jnp.float32))
     pair: tuple[QTensor, QTensor] = result.made[how][place]
     return pair
 

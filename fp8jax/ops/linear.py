@@ -10,7 +10,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import SAME, Linear, Recipe
-from fp8jax.ops.product import QuantizedWeight, product, threaded
+from fp8jax.ops.product import QuantizedWeight, input_source, multiply, product
+from fp8jax.ops.saved import BLANK, Origin, Provenance
 from fp8jax.ops.sharding import merge, merged, place, product_sharding, spec_of, split, turn
 from fp8jax.recipes import linear_part
 
@@ -26,6 +27,7 @@ def linear(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> Array:
     """x @ w + bias with the products of a recipe, differentiable in x, w and bias.
 
@@ -38,6 +40,8 @@ def linear(
         quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
         out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it, which
             says where JAX requires it; None follows JAX's own rule.
+        known: what the caller knows of arrays, as inputs that several layers share; the functions of `fp8jax` know what
+            was made by each other.
 
     Returns:
         (..., outputs) in the dtype of `x`. Gradients have the dtypes of what they are gradients of.
@@ -46,7 +50,7 @@ def linear(
         ValueError: shapes do not match, a key is missing, or `quantized` is of another weight's shape or recipe.
     """
     spec = output_spec(x, w, out_sharding)
-    y = product(rows(x, w), w, stateless(recipe), key, source=x, quantized=quantized, spec=spec)
+    y = product(rows(x, w), w, stateless(recipe), key, source=x, quantized=quantized, spec=spec, known=known)
     return y if bias is None else y + bias.astype(y.dtype)
 
 
@@ -61,6 +65,7 @@ def dot_general(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> Array:
     """`jax.lax.dot_general` with the products of a recipe: `lhs` is the input, `rhs` the weight.
 
@@ -74,6 +79,7 @@ def dot_general(
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
         out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it.
+        known: as of `linear`.
 
     Returns:
         The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`.
@@ -111,7 +117,7 @@ def dot_general(
         view = last and len(lhs_contract) == 1
         seen = merged(spec, (*([1] * len(tokens) if view else [len(tokens)]), len(outputs)))
         source = lhs if last else None
-        y = product(x, w, part, key, source, quantized=quantized, spec=seen, view=view)
+        y = product(x, w, part, key, source, quantized=quantized, spec=seen, view=view, known=known if last else BLANK)
     return split(y, (*batch, *tokens, *outputs), spec).astype(dtype)
 
 
@@ -125,6 +131,7 @@ def einsum(
     recipe: Recipe | Linear | str,
     key: Array | None = None,
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> Array:
     """`jnp.einsum` of two operands with the products of a recipe: `lhs` is the input, `rhs` the weight.
 
@@ -137,6 +144,7 @@ def einsum(
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
         key: PRNG key for recipes that round stochastically.
         out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jnp.einsum` takes it.
+        known: as of `linear`.
 
     Raises:
         ValueError: the subscripts are of another form, repeat an index in an operand, or sum one operand alone; or as
@@ -149,7 +157,7 @@ def einsum(
     numbers: Any = tuple(tuple([t.index(i) for i in axes] for t in (a, b)) for axes in (contract, batch))
     order = [*batch, *(i for i in a if i not in b), *(i for i in b if i not in a)]
     turned = turn(out_sharding, [out.index(i) for i in order])
-    how = {"recipe": recipe, "key": key, "out_sharding": turned}
+    how: Any = {"recipe": recipe, "key": key, "out_sharding": turned, "known": known}
     y = dot_general(lhs, rhs, numbers, precision, preferred_element_type, **how)
     return y.transpose([order.index(i) for i in out])
 
@@ -178,20 +186,29 @@ def linears(
     weights: Sequence[Array],
     *,
     recipe: Recipe | Linear | str,
+    origin: Origin,
     key: Array | None = None,
     quantized: Sequence[QuantizedWeight | None],
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> tuple[Array, ...]:
-    """`linear` of one input with several weights, which sum its gradients in their own backward passes.
+    """`linear` of one input with several weights, which share its codes and sum its gradients in their backward passes.
 
     There XLA makes each sum part of a product. Of sums that JAX makes of three gradients it leaves one a pass of its
     own: of q, k and v, 0.4 of 11 GB that a Llama-7B layer of 16,384 tokens moves beside its products and attention.
+
+    Args:
+        origin: what `x` is made from.
+        known: what the caller knows of the results' gradients.
     """
-    found, through, part = [], None, stateless(recipe)
+    part, through, found = stateless(recipe), None, []
+    if not weights:
+        return ()
+    value, of_x = input_source(rows(x, weights[0]), part, key, x, origin=origin)
     for i, (w, held) in enumerate(zip(weights, quantized, strict=True)):
-        last = i == len(weights) - 1
-        spec = output_spec(x, w, out_sharding)
-        y, through = threaded(rows(x, w), w, part, key, x, None, held, spec, through=through, passes=not last)
+        rows(x, w)
+        spec, last = output_spec(x, w, out_sharding), i == len(weights) - 1
+        y, through = multiply(value, of_x, w, part, key, None, held, spec, known, through, passes=not last)
         found.append(y)
     return tuple(found)
 
@@ -209,7 +226,7 @@ def content_key(x: Array) -> Array:
 
 
 def rows(x: Array, w: Array) -> Array:
-    """The input (..., inputs) as a matrix (tokens, inputs)."""
+    """The input (..., inputs) as a matrix (tokens, inputs); raises ValueError where it does not fit the weight."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
     return merge(x, x.ndim - 1, 1)

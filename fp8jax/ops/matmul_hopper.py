@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import int8_kernels
 from fp8jax.ops.choice import Choice, aimed, capability, named, unplaced
 from fp8jax.ops.fold import foldable, refold
 from fp8jax.ops.partition import Cut, notation, partitioned
@@ -20,7 +21,7 @@ HOPPER, MICROSCALING = 90, 100
 OUTPUT_GROUPS = (16, 32, 64, 128)
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
 _K_MAJOR = (((1,), (1,)), ((), ()))
-Kernel = Literal["row", "block", "mx", "mx right"]
+Kernel = Literal["row", "block", "mx", "mx right", "int8"]
 
 
 def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
@@ -35,6 +36,8 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     which rounds what codes stand for once. Scales of rows, which cuBLASLt leaves to a second kernel of XLA, and of
     groups are ours.
     """
+    if int8_kernels.fits(a, b) and int8_kernels.unfit(a, b) is None:
+        return Choice(int8_kernels.language(), f"the kernel for {_NAMES['int8']}"), "int8"
     fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
     if not fp8 or 0 in (*a.shape, *b.shape):
         return Choice("xla", "the kernels take FP8 operands that are not empty"), None
@@ -63,11 +66,15 @@ _NAMES = {
     "block": "groups of 128",
     "mx": "rows, codes folded first, or, exactly, of microscaled groups of 32",
     "mx right": "rows, codes folded first, or, exactly, of microscaled groups of 32",
+    "int8": "int8 blocks of 128",
 }
 
 
 def unsupported(a: QTensor, b: QTensor) -> str | None:
     """Why no Mosaic kernel can multiply them, or None."""
+    if int8_kernels.fits(a, b):
+        other = None if int8_kernels.language() == "mosaic" else "it needs a Hopper GPU"
+        return int8_kernels.unfit(a, b) or other
     if not all(formats.get(q.spec.format).is_float for q in (a, b)):
         return f"codes of {a.spec.format} and {b.spec.format} are not FP8"
     if 0 in (*a.shape, *b.shape):
@@ -108,7 +115,7 @@ def _kernel(a: QTensor, b: QTensor) -> Kernel | None:
 
 def mosaic_kernel(a: QTensor, b: QTensor) -> Kernel:
     """The Mosaic kernel for operands that `unsupported` has nothing against."""
-    kernel = _kernel(a, b)
+    kernel: Kernel | None = "int8" if int8_kernels.fits(a, b) else _kernel(a, b)
     assert kernel is not None
     return kernel
 
@@ -125,6 +132,8 @@ def run(
     """a @ b.T by what `choose` named, of matrices that may be sharded; where a contraction is cut, parts are summed."""
     if how == "native":
         return _scaled_matmul(a, b).astype(dtype)
+    if how == "int8":
+        return int8_kernels.run(dtype, a, b)
     if how in ("mx", "mx right"):
         micro = a if how == "mx" else b
         if not exact and foldable(micro):

@@ -8,8 +8,9 @@ scale of the gradient is chosen as a power of two over the input's, so that the 
 a code changes by its exponent alone. Where the input is made again its values take the gradient's scales before they
 are rounded. Either way the operands of the weight's gradient have one scale each, which no sum needs inside.
 
-A shifted code stays exact while it is normal. In e4m3 those lie within 2^-14.8 of the largest that any token adds; below,
-codes lose a bit each octave, and are zero under 2^-18.8: what such a token adds to the sum is as much smaller.
+A shifted code stays exact while it is normal. In e4m3 those lie within 2^-14.8 of the largest that any token adds;
+below, codes lose a bit each octave, and are zero under 2^-18.8: what such a token adds to the sum is as much smaller.
+The reasons, in figures of real activations and gradients: `experiments.tables.moss_snr`.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ def shares_tokens(recipe: Linear) -> bool:
     return recipe.x_wgrad == recipe.dy_wgrad == SAME and any(s is not None and s.folds for s in spec)
 
 
-def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None) -> QTensor:
+def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None, *, part: fused.Part | None = None) -> QTensor:
     """A matrix (M, N), or its transposed copy, microscaled and folded: codes with one scale a row.
 
     Args:
@@ -48,14 +49,15 @@ def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None) -> QTensor:
         spec: of granularity "mx" with a level 1.
         level: fp32 (M, 1): scales of level 1; the scale of a row is the smallest power of two times its own that holds
             it, the smallest normal number for a row of zeros. None takes them from `x`, as the spec says.
+        part: what the matrix is computed from, where that is known.
 
     Returns:
         (M, N), of granularity "token".
     """
     rows = QuantSpec(spec.format, "token")
-    if level is None and (found := fused_rows.given(x, spec)) is not None:
+    if level is None and (found := fused_rows.held(part, spec)) is not None:
         return found
-    if level is None and spec.level1 == "token":
+    if (level is None and spec.level1 == "token") or 0 in x.shape:
         # The largest power of two of a row is that of its largest group: 1. It is folded into codes of the row's own.
         q, _ = quantize(x, rows)
         assert q is not None
@@ -92,7 +94,9 @@ def _kernel(spec: QuantSpec, x: Array, level: Array | None) -> QTensor:
     return QTensor(codes, scale, None, None, rows)
 
 
-def gradient_operands(dy: Array, spec: QuantSpec, scale: Array | None) -> tuple[QTensor, QTensor]:
+def gradient_operands(
+    dy: Array, spec: QuantSpec, scale: Array | None, part: fused.Part | None = None
+) -> tuple[QTensor, QTensor]:
     """The output's gradient (tokens, outputs), microscaled and folded, and its codes transposed.
 
     Args:
@@ -100,6 +104,7 @@ def gradient_operands(dy: Array, spec: QuantSpec, scale: Array | None) -> tuple[
         spec: of granularity "mx" with a level 1.
         scale: of the input's codes, one or one a token, which the scales of `dy` divide; None if it is made again.
             Under a level 1 of the tensor the scales are what they are: powers of two times one.
+        part: what `dy` is computed from, where that is known.
 
     Returns:
         Of granularity "token"; and (outputs, tokens) of "tensor" with scale 1: another operand takes the scales.
@@ -109,7 +114,7 @@ def gradient_operands(dy: Array, spec: QuantSpec, scale: Array | None) -> tuple[
         return rows, one_scale(rows)
     ones = jnp.ones((dy.shape[0], 1), jnp.float32)
     level = None if scale is None else ones / scale.astype(jnp.float32)
-    if (found := fused_rows.cotangent(dy, spec, level)) is not None:
+    if (found := fused_rows.cotangent(part, spec, level)) is not None:
         return found
     rows = fold_rows(dy, spec, ones if level is None else level)
     return rows, one_scale(rows)
@@ -141,7 +146,7 @@ def shifted(kept: QTensor, dy: QTensor) -> QTensor:
     return transpose(QTensor(codes, top, None, None, QuantSpec(kept.spec.format)))
 
 
-def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec) -> QTensor:
+def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused.Part | None = None) -> QTensor:
     """An input that was made again (tokens, inputs), as the operand (inputs, tokens) with the scales of tokens of dy.
 
     Args:
@@ -149,6 +154,7 @@ def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec) -> QTensor:
         scale: that of the input's codes forward, one or one a token: it tells how large `x` is.
         dy: of one scale or one a token.
         spec: gives the format.
+        part: what `x` is computed from, where that is known.
 
     Returns:
         Of granularity "tensor".
@@ -157,7 +163,7 @@ def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec) -> QTensor:
     top = jnp.max(ABOVE * scale.astype(jnp.float32) * factor, initial=formats.TINY)
     # Scales beyond fp32, of tokens without a gradient, are as good as the largest: their codes are 0.
     rows = jnp.minimum(top / jnp.broadcast_to(factor, (x.shape[0], 1)), LARGEST)
-    if (found := fused_rows.columns(x, spec, rows)) is not None:
+    if (found := fused_rows.columns(part, spec, rows)) is not None:
         return dataclasses.replace(found, scale=top.reshape(1, 1))
     values = x.astype(jnp.float32) * factor
     _, columns = quantize(values, None, QuantSpec(spec.format), scale=top)

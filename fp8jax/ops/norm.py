@@ -16,7 +16,17 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused, fused_rows
 from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
 from fp8jax.ops.saveable import NORM, named
-from fp8jax.ops.saved import Gradient, decode, differentiable, keep
+from fp8jax.ops.saved import (
+    BLANK,
+    NOTHING,
+    Gradient,
+    Made,
+    Origin,
+    Provenance,
+    decode,
+    differentiable,
+    keep,
+)
 from fp8jax.recipes import context_part
 
 
@@ -27,6 +37,7 @@ def rms_norm(
     recipe: Recipe | Context | str,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
+    known: Provenance = BLANK,
 ) -> Array:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich, 2019).
 
@@ -38,6 +49,7 @@ def rms_norm(
         recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
         eps: added to the mean square.
         dtype: of the result; that of `x` if None.
+        known: is told what the result is made from.
 
     Returns:
         (..., channels). Gradients have the dtypes of what they are gradients of.
@@ -45,7 +57,7 @@ def rms_norm(
     Raises:
         ValueError: the shapes do not match.
     """
-    return normalize(x, scale, None, recipe, eps, dtype, centered=False)[0]
+    return normalize(x, scale, None, recipe, eps, dtype, centered=False, known=known)[0]
 
 
 def layer_norm(
@@ -56,6 +68,7 @@ def layer_norm(
     recipe: Recipe | Context | str,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
+    known: Provenance = BLANK,
 ) -> Array:
     """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last axis (Ba et al., 2016).
 
@@ -69,6 +82,7 @@ def layer_norm(
         recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
         eps: added to the variance.
         dtype: of the result; that of `x` if None.
+        known: is told what the result is made from.
 
     Returns:
         (..., channels). Gradients have the dtypes of what they are gradients of.
@@ -76,11 +90,11 @@ def layer_norm(
     Raises:
         ValueError: the shapes do not match.
     """
-    return normalize(x, scale, bias, recipe, eps, dtype, centered=True)[0]
+    return normalize(x, scale, bias, recipe, eps, dtype, centered=True, known=known)[0]
 
 
-class Kept(NamedTuple):
-    """What a norm keeps: the codes of its (centered) input, 1 / root of each row, fp32 (..., 1), and its parameters."""
+class NormSaved(NamedTuple):
+    """What a norm saves: the codes of its (centered) input, 1 / root of each row, fp32 (..., 1), and its parameters."""
 
     codes: QTensor
     inverse: Array
@@ -89,7 +103,7 @@ class Kept(NamedTuple):
 
 
 # How a norm's result is quantized at once, and its scale; None for those of its rows.
-Known = tuple[QuantSpec, Array | None] | None
+Bound = tuple[QuantSpec, Array | None] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,33 +113,33 @@ class Norm:
     centered: bool
     dtype: DTypeLike
 
-    def again(self, kept: Kept, gradient: Gradient) -> Array:
-        y = normalized(decode(kept.codes), kept.inverse, kept.scale, kept.bias).astype(self.dtype)
-        operation = self._fused(kept, y)
+    def again(self, saved: NormSaved, gradient: Gradient) -> Made:
+        y = normalized(decode(saved.codes), saved.inverse, saved.scale, saved.bias).astype(self.dtype)
+        operation, part = self._fused(saved, y), None
         if operation is not None:
-            parts = fused.stored(kept.codes)
-            fused.note(_result(operation, parts, kept.inverse, None, kept.scale, kept.bias, None), y)
-        return y
+            parts = fused.stored(saved.codes)
+            (part,) = _result(operation, parts, saved.inverse, None, saved.scale, saved.bias, None).parts
+        return Made(y, part)
 
     def backward(
-        self, kept: Kept, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None
-    ) -> tuple[Array | None, Array | None, Array | None]:
-        operation = self._fused(kept, dy)
+        self, saved: NormSaved, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None, foreseen: Any
+    ) -> tuple[tuple[Array | None, ...], tuple[()]]:
+        operation = self._fused(saved, dy)
         if operation is None:
-            how = {"centered": self.centered, "biased": kept.bias is not None}
-            dx, *sums = norm_cotangents(decode(kept.codes), kept.inverse, kept.scale, dy, **how)
-            return _cast((dx if others is None else dx + others.astype(jnp.float32), *sums), dtypes)
+            how = {"centered": self.centered, "biased": saved.bias is not None}
+            dx, *sums = norm_cotangents(decode(saved.codes), saved.inverse, saved.scale, dy, **how)
+            return _cast((dx if others is None else dx + others.astype(jnp.float32), *sums), dtypes), ()
 
-        operands = (*fused.stored(kept.codes), kept.inverse.reshape(-1), kept.scale, fused.matrix(dy))
+        operands = (*fused.stored(saved.codes), saved.inverse.reshape(-1), saved.scale, fused.matrix(dy))
         rest = None if others is None else fused.matrix(others)
         dx, *sums = fused.run(
             lambda on, *arrays: on.backward(operation, *arrays[:-1], dtypes[0], arrays[-1]), *operands, rest
         )
-        return _cast((dx.reshape(dy.shape), *sums), dtypes)
+        return _cast((dx.reshape(dy.shape), *sums), dtypes), ()
 
-    def _fused(self, kept: Kept, like: Array) -> Any:
-        given = {"scaled": kept.scale is not None, "biased": kept.bias is not None}
-        return fused.operation(like, kept.codes.spec, self.dtype, norm=True, centered=self.centered, **given)
+    def _fused(self, saved: NormSaved, like: Array) -> Any:
+        given = {"scaled": saved.scale is not None, "biased": saved.bias is not None}
+        return fused.operation(like, saved.codes.spec, self.dtype, norm=True, centered=self.centered, **given)
 
 
 def normalize(
@@ -138,29 +152,33 @@ def normalize(
     *,
     centered: bool,
     residual: bool = False,
-) -> tuple[Array, Array | None]:
-    """A norm's result; with `residual` also `x` for its other readers, whose gradients the norm adds to its own."""
+    known: Provenance = BLANK,
+) -> tuple[Array, Array | None, Origin]:
+    """A norm's result, and what it is made from; between them `x` for its other readers, if `residual`.
+
+    The norm adds the gradients of those to its own.
+    """
     for name, parameter in (("scale", scale), ("bias", bias)):
         if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
             shape = None if parameter is None else parameter.shape
             raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
     dtype, context, to = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe), fused.bounded(recipe)
-    by_rows = fused_rows.of_layers(recipe)
     if context.spec is None:
         z, inverse = statistics(x, eps, centered=centered)
-        return normalized(z, inverse, scale, bias).astype(dtype), x if residual else None
+        return normalized(z, inverse, scale, bias).astype(dtype), x if residual else None, NOTHING
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
-    known: Known = None if to is None else (to, _bound(values[1], values[2], x.shape[-1], to))
-    known = known if by_rows is None else (by_rows, None)
+    by_rows, spec = fused_rows.of_layers(recipe), None if to is None else to.spec("x")
+    bound: Bound = None if spec is None else (spec, _bound(values[1], values[2], x.shape[-1], spec))
+    bound = bound if by_rows is None else (by_rows, None)
     given = {"scaled": scale is not None, "biased": bias is not None}
     operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **given)
     if operation is None:
         z, inverse = statistics(values[0], eps, centered=centered)
-        kept, result = Kept(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
+        kept, result = NormSaved(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
         made = None
     else:
-        codes, mean, peak, made = _keep(operation, values[0], values[1], values[2], context.spec, eps, known)
+        codes, mean, peak, made = _keep(operation, values[0], values[1], values[2], context.spec, eps, bound)
         z, inverse = values[0].astype(jnp.float32), codes.inverse
         if mean is not None:
             z = z - mean.reshape(inverse.shape)
@@ -168,14 +186,17 @@ def normalize(
         result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
     y = normalized(z, inverse, *values[1:]).astype(dtype)
     kept = kept._replace(codes=named(kept.codes, NORM), inverse=named(kept.inverse, NORM))
-    y, again = differentiable(Norm(centered, dtype), (x, scale, bias), kept, y, context, residual=residual)
-    if result is not None:
-        fused.note(result, y)
-    if by_rows is not None and made is not None:
-        fused_rows.give(y, by_rows, *made)
-    elif known is not None and known[1] is not None:
-        fused.give_scale(y, known[0], known[1], made)
-    return y, again
+    how = Norm(centered, dtype)
+    y, again = differentiable(how, (x, scale, bias), kept, y, residual=residual, known=known)
+    (part,) = (None,) if result is None else result.parts
+    if part is not None and by_rows is not None and made is not None:
+        fused_rows.hold(part, by_rows, *made)
+    elif part is not None and bound is not None and bound[1] is not None:
+        part.hold(bound[0], bound[1], made)
+    under = None if to is None or bound is None or bound[1] is None else (to, bound[1])
+    origin = Origin((how, kept) if context.lean else None, part, under)
+    known.note(y, origin)
+    return y, again, origin
 
 
 def _bound(scale: Array | None, bias: Array | None, channels: int, to: QuantSpec) -> Array:
@@ -194,20 +215,20 @@ def _keep(
     bias: Array | None,
     spec: QuantSpec,
     eps: float,
-    known: Known,
-) -> tuple[Kept, Array | None, Array, Any]:
+    bound: Bound,
+) -> tuple[NormSaved, Array | None, Array, Any]:
     """What is kept, the mean of rows where the norm is centered, the largest magnitude of the result, and its codes.
 
-    The last, with scales of rows if there is no other, where it is known how it will be quantized, and under which scale.
+    The last, with scales of rows if there is no other, where it is known how it will be quantized.
     """
-    coding, dtype = fused.coding(spec), None if known is None else formats.get(known[0].format).dtype
+    coding, dtype = fused.coding(spec), None if bound is None else formats.get(bound[0].format).dtype
     codes, scales, inverse, mean, peak, made = fused.run(
         lambda on, *arrays: on.forward(
             operation, *arrays[:-1], eps, coding, result=None if dtype is None else (arrays[-1], dtype)
         ),
-        fused.matrix(x), scale, bias, known and known[1],
+        fused.matrix(x), scale, bias, bound and bound[1],
     )  # fmt: skip
-    kept = Kept(fused.kept(codes, scales, x.shape, spec), inverse.reshape(*x.shape[:-1], 1), scale, bias)
+    kept = NormSaved(fused.kept(codes, scales, x.shape, spec), inverse.reshape(*x.shape[:-1], 1), scale, bias)
     return kept, mean, peak, made
 
 

@@ -13,6 +13,7 @@ codes come from. All sources have one contract:
 | `Codes` | made before, shared by all products of one input | `Saved`: these codes |
 | `Again` | likewise | `MadeAgain`: what the operation before has saved, and one scale |
 | `Held` | a weight's, made once a step, for both of its products | `Ready`: those of the second one |
+| `Blocks` | of an input's blocks, some with a residual, made before | `Saved`: the codes given for that |
 
 A new one (a pair of blocks, shards that are gathered and gathered again) is a class with `forward` and `residual`, and
 one for its residual with `operand`. Both are pytrees without gradients: FP8 codes are in them as bytes, because an FP8
@@ -34,11 +35,15 @@ from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused, microscaled
+from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.saveable import INPUT, named
-from fp8jax.ops.saved import Gradient, Remade, from_bytes, to_bytes
+from fp8jax.ops.saved import NOTHING, Gradient, Origin, Remade, from_bytes, to_bytes
 from fp8jax.ops.sharding import rows_of
+
+# What a forward product reads.
+Forward = Operand | Pair
 
 
 class Side(NamedTuple):
@@ -81,13 +86,12 @@ def weight_side(recipe: Linear) -> Side:
 
 
 class Residual(Protocol):
-    """What a product saves of a matrix.
+    """What a product saves of a matrix."""
 
-    Attributes:
-        token_scale: scale of the codes, one or one a token, where the gradient's scales may be chosen to go with it.
-    """
-
-    token_scale: Array | None
+    @property
+    def token_scale(self) -> Array | None:
+        """Scale of the codes, one or one a token, where the gradient's scales may be chosen to go with it."""
+        ...
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         """The operand of the backward product; `gradient` is what is known of that of an input."""
@@ -97,11 +101,11 @@ class Residual(Protocol):
 class Source(Protocol):
     """Where the codes of a matrix come from."""
 
-    def forward(self, matrix: Array, side: Side) -> Operand:
+    def forward(self, matrix: Array, side: Side) -> Forward:
         """The operand of the forward product."""
         ...
 
-    def residual(self, matrix: Array, operand: Operand, side: Side) -> Residual:
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> Residual:
         """What is saved, given the operand of the forward product."""
         ...
 
@@ -115,6 +119,9 @@ class Matrix:
     scale: Array | None
     token_scale = None
 
+    def __str__(self) -> str:
+        return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
+
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         return encode(self.values, side.backward, side.strategy, scale=self.scale, turned=not side.turned)
 
@@ -125,6 +132,9 @@ class Saved:
     """Codes of the input as bytes, (tokens, inputs)."""
 
     codes: QTensor
+
+    def __str__(self) -> str:
+        return f"codes, {self.codes.spec}"
 
     @property
     def token_scale(self) -> Array:
@@ -157,17 +167,26 @@ class MadeAgain:
     dtype: DTypeLike
     token_scale = None
 
+    def __str__(self) -> str:
+        return "nothing; the operation before makes it again"
+
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         assert gradient is not None
-        made = self.operation.again(self.saved, gradient)
-        matrix = fused.pass_on(made, rows_of(made.astype(self.dtype), *self.shape))
+        made, part, gradient.foreseen = self.operation.again(self.saved, gradient)
+        matrix = rows_of(made.astype(self.dtype), *self.shape)
+        scale = self.scale if side.backward == side.saved else None
+        part = None if part is None or made.shape[-1] != matrix.shape[-1] else part.cast(self.dtype)
+        operand: Operand
         if side.shared:
             assert self.scale is not None
             assert side.backward is not None
             assert gradient.codes is not None
-            return microscaled.made_again(matrix, self.scale, gradient.codes, side.backward)
-        scale = self.scale if side.backward == side.saved else None
-        return encode(matrix, side.backward, side.strategy, scale=scale, turned=True)
+            operand = microscaled.made_again(matrix, self.scale, gradient.codes, side.backward, part)
+        else:
+            operand = encode(matrix, side.backward, side.strategy, scale=scale, turned=True, part=part)
+        if part is not None and part.result.ahead is not None:
+            gradient.foreseen = part.result.ahead
+        return operand
 
 
 @jax.tree_util.register_dataclass
@@ -185,16 +204,21 @@ class Ready:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is."""
+    """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
+
+    Products of one input save the same array of its values.
+    """
 
     scale: Array | None = None
+    values: Array | None = None
 
-    def forward(self, matrix: Array, side: Side) -> Operand:
+    def forward(self, matrix: Array, side: Side) -> Forward:
         return encode(matrix, side.forward, side.strategy, scale=self.scale, turned=side.turned)
 
-    def residual(self, matrix: Array, operand: Operand, side: Side) -> Matrix:
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> Matrix:
         shared = side.one_scale and isinstance(operand, QTensor)
-        return Matrix(matrix, operand.scale if shared else self.scale)  # type: ignore[union-attr]
+        values = matrix if self.values is None else self.values
+        return Matrix(values, operand.scale if shared else self.scale)  # type: ignore[union-attr]
 
 
 @jax.tree_util.register_dataclass
@@ -208,12 +232,12 @@ class Codes:
     codes: QTensor
     scale: Array | None = None
 
-    def forward(self, matrix: Array, side: Side) -> Operand:
+    def forward(self, matrix: Array, side: Side) -> Forward:
         if side.saved == side.forward:
             return from_bytes(self.codes)
         return encode(matrix, side.forward, side.strategy, scale=self.scale)
 
-    def residual(self, matrix: Array, operand: Operand, side: Side) -> Saved:
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> Saved:
         return Saved(self.codes)
 
 
@@ -226,10 +250,10 @@ class Again:
     saved: Any
     first: "Plain | Codes"
 
-    def forward(self, matrix: Array, side: Side) -> Operand:
+    def forward(self, matrix: Array, side: Side) -> Forward:
         return self.first.forward(matrix, side)
 
-    def residual(self, matrix: Array, operand: Operand, side: Side) -> MadeAgain:
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> MadeAgain:
         codes, scale = getattr(self.first, "codes", None), None
         # One scale is cheaper to save than to find again (COAT, section D).
         if codes is not None and (codes.spec.granularity == "tensor" or side.shared):
@@ -258,11 +282,26 @@ class Held:
 
     weight: QuantizedWeight
 
-    def forward(self, matrix: Array, side: Side) -> Operand:
+    def forward(self, matrix: Array, side: Side) -> Forward:
         return from_bytes(self.weight.forward)
 
-    def residual(self, matrix: Array, operand: Operand, side: Side) -> Ready:
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> Ready:
         return Ready(self.weight.dgrad)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """An input in int8 blocks, some of which have fallen back, and the codes that are saved of it, as bytes."""
+
+    pair: Pair
+    codes: QTensor
+
+    def forward(self, matrix: Array, side: Side) -> Pair:
+        return self.pair
+
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> Saved:
+        return Saved(self.codes)
 
 
 def of_input(
@@ -271,8 +310,8 @@ def of_input(
     *,
     key: Array | None = None,
     scale: Array | None = None,
-    again: tuple[Remade, Any] | None = None,
-    share: Callable[[Callable[[], QTensor]], QTensor] = lambda make: make(),
+    origin: Origin = NOTHING,
+    share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
 ) -> Source:
     """The source of an input, and with it what the product saves of it.
 
@@ -281,17 +320,19 @@ def of_input(
         side: how the recipe quantizes it.
         key: for codes that are saved rounded stochastically.
         scale: fp32, given for its codes; None takes it from `x`.
-        again: the operation that can make `x` again, and what it has saved.
-        share: gives the codes of `x` that another product has made so, or makes them.
+        origin: what is known of `x`.
+        share: gives what another product has made so of `x` to save it, or makes it.
     """
-    source: Plain | Codes = Plain(scale)
-    if side.saved is not None:
-        make = functools.partial(make_codes, x, side.saved, side.strategy, key=key, scale=scale)
+    source: Plain | Codes
+    if side.saved is None:
+        source = Plain(scale, share(lambda: lax.stop_gradient(x)))
+    else:
+        make = functools.partial(make_codes, x, side.saved, side.strategy, key=key, scale=scale, part=origin.part)
         source = Codes(share(lambda: named(make(), INPUT)), scale)
     # Codes rounded stochastically can be made again only with their key.
-    if again is None or (side.saved is not None and side.saved.rounding == "stochastic"):
+    if origin.again is None or (side.saved is not None and side.saved.rounding == "stochastic"):
         return source
-    return Again(*again, source)
+    return Again(*origin.again, source)
 
 
 def of_weight(
@@ -319,9 +360,10 @@ def make_codes(
     key: Array | None = None,
     scale: Array | None = None,
     turned: bool = False,
+    part: fused.Part | None = None,
 ) -> QTensor:
     """Codes of a matrix, or of its transposed copy, from its values alone, as bytes."""
-    q = encode(fused.pass_on(x, lax.stop_gradient(x)), spec, strategy, key=key, scale=scale, turned=turned)
+    q = encode(lax.stop_gradient(x), spec, strategy, key=key, scale=scale, turned=turned, part=part)
     assert isinstance(q, QTensor)
     return to_bytes(q)
 
@@ -334,14 +376,15 @@ def encode(
     key: Array | None = None,
     scale: Array | None = None,
     turned: bool = False,
+    part: fused.Part | None = None,
 ) -> Operand:
     """A matrix as an operand, as it is where `spec` is None; `turned`, its transposed copy."""
     if spec is None:
         return x.T if turned else x
     if spec.folds:
-        return microscaled.fold_rows(x.T if turned else x, spec)
+        return microscaled.fold_rows(x.T if turned else x, spec, part=None if turned else part)
     specs = (None, spec) if turned else (spec, None)
     key = key if spec.rounding == "stochastic" else None
-    q = quantize(x, *specs, scale=scale, strategy=strategy, key=key)[int(turned)]
+    q = quantize(x, *specs, scale=scale, strategy=strategy, key=key, part=part)[int(turned)]
     assert q is not None
     return q

@@ -6,21 +6,25 @@ matrix its source says (`fp8jax.ops.operand`); `_forward` puts that together wit
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused, microscaled
-from fp8jax.ops.choice import vary_alike, varying
+from fp8jax.ops import fallback, fused, microscaled
+from fp8jax.ops.choice import tell_saved, vary_alike, varying
+from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand, matmul
-from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
+from fp8jax.ops.matmul_int8 import matmul_pair
 from fp8jax.ops.operand import (
+    Blocks,
     Residual,
     Source,
     encode,
@@ -30,9 +34,10 @@ from fp8jax.ops.operand import (
     of_weight,
     weight_side,
 )
+from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
-from fp8jax.ops.recent import Recent, Same
-from fp8jax.ops.saved import ITSELF, Gradient, mapped_alike, origins, to_bytes
+from fp8jax.ops.saveable import INPUT, PRODUCT, named
+from fp8jax.ops.saved import BLANK, ITSELF, Gradient, Origin, Provenance, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
 
@@ -61,12 +66,14 @@ class How(NamedTuple):
         through: whether its input came through another product.
         passes: whether it passes its input on.
         spec: the sharding of its result on a mesh with Explicit axes, else None.
+        known: what the caller knows of gradients.
     """
 
     recipe: Linear
     through: bool
     passes: bool
     spec: tuple[Any, ...] | None
+    known: Provenance
 
 
 class Saved(NamedTuple):
@@ -96,6 +103,8 @@ def product(
     quantized: QuantizedWeight | None = None,
     spec: tuple[Any, ...] | None = None,
     view: bool = True,
+    origin: Origin | None = None,
+    known: Provenance = BLANK,
 ) -> Array:
     """x @ w with the products of a recipe.
 
@@ -109,6 +118,8 @@ def product(
         quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
         spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
         view: whether `source` is (..., inputs); it may have other axes.
+        origin: what `source` is made from; None asks `known`.
+        known: what the caller knows of arrays, such as inputs that several products share.
 
     Returns:
         (..., outputs), as `source` is (..., inputs), else (tokens, outputs), in the dtype of `x`.
@@ -116,46 +127,60 @@ def product(
     Raises:
         ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
     """
-    return threaded(x, w, recipe, key, source, scales, quantized, spec, view)[0]
+    value, of_x = input_source(x, recipe, key, source, scales and scales.x, view, origin, known)
+    return multiply(value, of_x, w, recipe, key, scales, quantized, spec, known)[0]
 
 
-def threaded(
+def input_source(
     x: Array,
-    w: Array,
     recipe: Linear,
     key: Array | None,
     source: Array | None,
+    scale: Array | None = None,
+    view: bool = True,
+    origin: Origin | None = None,
+    known: Provenance = BLANK,
+) -> tuple[Array, Source]:
+    """The array that gradients flow to, and where its codes come from, for `multiply`; arguments as of `product`."""
+    side = input_side(recipe)
+    value, named = (x if source is None or not view else source), (x if source is None else source)
+    origin = known.find(named) if origin is None else origin
+    if origin.again is not None and origin.again[0] == ITSELF:
+        origin = origin._replace(again=(ITSELF, named))
+    part = origin.part if view and named.shape[-1] == x.shape[-1] else None
+    origin = origin._replace(part=part and part.cast(x.dtype))
+    scale = origin.scale_for(recipe) if scale is None else scale
+    subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
+
+    def share(make: Callable[[], Any]) -> Any:
+        return known.share(named, (side.saved, side.strategy, x.shape), make, scale, None if subkey is None else key)
+
+    return value, of_input(x, side, key=subkey, scale=scale, origin=origin, share=share)
+
+
+def multiply(
+    value: Array,
+    of_x: Source,
+    w: Array,
+    recipe: Linear,
+    key: Array | None,
     scales: Scales | None,
     quantized: QuantizedWeight | None,
     spec: tuple[Any, ...] | None = None,
-    view: bool = True,
+    known: Provenance = BLANK,
     through: Array | None = None,
     passes: bool = False,
 ) -> tuple[Array, Array | None]:
-    """`product` as one of several of one input, whose gradients are summed in their backward passes.
+    """`product` of a source, as one of several of one input, whose gradients are summed in their backward passes.
 
     Args:
+        value, of_x: as `input_source` gives them.
         through: the input as the product before passed it on; gradients flow to it.
         passes: whether to pass it on.
 
     Returns:
         The product, and the input for the next one; or None.
     """
-    value, side = x, input_side(recipe)
-    if source is not None and view:
-        x, value = fused.pass_on(source, x), source
-    named, again, scale = x if source is None else source, None, None
-    given = scales is not None and scales.x is not None
-    if scales is not None and given:
-        scale = scales.x
-    elif side.saved is not None:
-        scale = fused.given_scale(named, side.saved)
-    subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
-    use = (side.saved, side.strategy, x.shape, None if subkey is None else Same(key))
-    share: Any = (lambda make: make()) if given else functools.partial(_inputs.get, named, use)
-    if source is not None and (origin := origins.find(source)) is not None:
-        again = (origin[0], source if origin[0] == ITSELF else origin[1])
-    of_x = of_input(x, side, key=subkey, scale=scale, again=again, share=share)
     of_w = of_weight(w, recipe, scale=scales and scales.w, quantized=quantized)
     if through is not None and jax.typeof(through) != jax.typeof(value):  # it may vary over more mesh axes
         through = None
@@ -163,8 +188,37 @@ def threaded(
     noisy = [s for s in (recipe.spec("dy"), recipe.spec("dy_wgrad")) if s is not None and s.rounding == "stochastic"]
     noise = _subkey(key, noisy[0], "dy") if noisy else None
     spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
-    how = How(recipe, through is not None, passes, spec)
+    how = How(recipe, through is not None, passes, spec, known)
     return _product(how, value, through, w, of_x, of_w, noise, scales)
+
+
+def fall_back(
+    x: Array, recipe: Linear, key: Array | None, source: Array, threshold: Array, known: Provenance = BLANK
+) -> tuple[Array, Blocks]:
+    """As `input_source`, of an input in blocks, of which those fall back that exceed a threshold, fp32 scalar.
+
+    Raises:
+        ValueError: the recipe rounds what it saves stochastically, and there is no key.
+    """
+    side = input_side(recipe)
+    spec, saved = side.forward, side.saved
+    assert spec is not None
+    assert saved is not None
+    subkey = _subkey(key, saved, "saved")
+    quantizer = functools.partial(fallback.quantize, *lax.stop_gradient((x,)), spec, lax.stop_gradient(threshold))
+    pairs: list[Pair] = []
+
+    def make() -> QTensor:
+        pair, codes = quantizer(key=subkey if saved == fallback.stochastic(spec) else None)
+        pairs.append(pair)
+        if saved == spec:
+            return to_bytes(pair.base)
+        return make_codes(x, saved, side.strategy, key=subkey) if codes is None else to_bytes(codes)
+
+    use = side.saved, side.strategy, x.shape
+    codes = known.share(source, use, lambda: named(make(), INPUT), None, None if subkey is None else key)
+    # Another product of this input may have made what is saved; thresholds are each layer's own.
+    return source, Blocks(pairs[0] if pairs else quantizer()[0], codes)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
@@ -215,7 +269,7 @@ def _forward(
     key: Array | None,
     scales: Scales | None,
 ) -> tuple[tuple[Array, Array | None], Saved]:
-    recipe, x = how.recipe, fused.pass_on(value, fused.matrix(value))
+    recipe, x = how.recipe, fused.matrix(value)
     sides = input_side(recipe), weight_side(recipe)
     rows, columns = of_x.forward(x, sides[0]), of_w.forward(w, sides[1])
     saved = Saved(
@@ -226,8 +280,13 @@ def _forward(
         scales,
     )
     spec = merged(how.spec, (value.ndim - 1, 1))
-    y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
-    y = split(y, (*value.shape[:-1], y.shape[-1]), how.spec)
+    assert not isinstance(columns, Pair)
+    if isinstance(rows, Pair):
+        assert isinstance(columns, QTensor)
+        y = matmul_pair(rows, columns, dtype=x.dtype, spec=spec)
+    else:
+        y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
+    y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
     given, passed = value if through is None else through, None
     if how.passes:
         passed = mapped_alike(given, y)
@@ -237,13 +296,15 @@ def _forward(
 
 
 def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
-    recipe, (x, w), key, scales = how.recipe, saved.kinds, saved.key, saved.scales
+    recipe, (x, w), key = how.recipe, saved.kinds, saved.key
+    scales: Any = saved.scales
     dy, others = cotangents
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
+    origin = how.known.find(dy)
     expected, slot = (None, None) if scales is None else (scales.dy, scales.slot)
-    dy_scale = None if expected is not None else fused.given_scale(dy, gradient, recipe.spec("dy_wgrad"))
-    dy = fused.pass_on(dy, fused.matrix(dy))
+    dy_scale = None if expected is not None else origin.scale_for(gradient, recipe.spec("dy_wgrad"))
+    dy = fused.matrix(dy)
     if slot is not None and (axes := varying(dy) - varying(slot)):
         raise ValueError(
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
@@ -258,30 +319,49 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
         largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
         dy_scale = scaling.to_scale(largest, formats.get(gradient.format))
     rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
+    weight = saved.w.operand(weight_side(recipe), None)
+    if 0 in (*dy.shape, *weight.shape):
+        side = side._replace(shared=False)  # there are no scales to share
+    dy_rows: Operand
+    dy_columns: Operand
     if side.shared and rows_spec is not None and rows_spec.folds:
-        dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale)
+        dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale, origin.part)
     elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
-        dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale)
-        dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True)
+        dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale, part=origin.part)
+        dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True, part=origin.part)
     else:
         same = recipe.dy_wgrad == SAME
         specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
-        pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=subkey)
+        pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=subkey, part=origin.part)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
-    weight = saved.w.operand(weight_side(recipe), None)
     rows_and_inputs = merged(x.spec, (len(lead), 1))
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, spec=rows_and_inputs)
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
     bounds = functools.partial(_row_bounds, dy_rows, weight, others)
-    known = Gradient(dx, gradient if expected is None else None, bounds, dy_rows if side.shared else None)
-    columns = saved.x.operand(side, known)
+    of_dx = Gradient(
+        dx,
+        gradient if expected is None else None,
+        bounds,
+        dy_rows if side.shared and isinstance(dy_rows, QTensor) else None,
+    )
+    columns = saved.x.operand(side, of_dx)
+    if of_dx.foreseen is not None:
+        how.known.note(dx, Origin(foreseen=of_dx.foreseen))
     dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
     inputs = (None, dx) if how.through else (dx, None)
     return *inputs, dw, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
 
 
-_product.defvjp(_forward, _backward)
+def _differentiated(how: How, *operands: Any) -> tuple[tuple[Array, Array | None], Saved]:
+    """`_forward`, where its backward pass follows."""
+    results, saved = _forward(how, *operands)
+    value, _, w, *_ = operands
+    tell_saved(f"of the input of a linear {value.shape} x {w.shape}: {saved.x}")
+    return results, saved
+
+
+_product.defvjp(_differentiated, _backward)
 
 
 def _row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:
@@ -305,6 +385,3 @@ def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
     if key is None:
         raise ValueError(f"the recipe rounds {use} stochastically ({spec}): pass key=jax.random.key(...)")
     return jax.random.fold_in(key, {"saved": 0, "dy": 1}[use])
-
-
-_inputs: Recent[QTensor] = Recent()

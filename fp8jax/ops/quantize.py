@@ -31,6 +31,7 @@ def quantize(
     strategy: Scaling | str = "current",
     key: Array | None = None,
     impl: str = "auto",
+    part: fused.Part | None = None,
 ) -> Pair:
     """Codes of a matrix and of its transposed copy.
 
@@ -48,6 +49,7 @@ def quantize(
             "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
         impl: "auto", "xla" or "triton"; see `chosen`.
+        part: what `x` is computed from, where that is known: kernels read this then, under "auto".
 
     Returns:
         What was asked for, `x` and `x.T`; None for the others.
@@ -62,8 +64,8 @@ def quantize(
         raise ValueError(f"rows {rows} and columns {columns} {need}")
     if 0 in x.shape:
         scale = None  # there is nothing to have one
-    if impl == "auto":
-        made = fused.codes(x, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
+    if impl == "auto" and part is not None:
+        made = fused.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
         if made is not None:
             return made
     choice = tell("quantize", _choose(x, how, scale, impl, impl == "triton" or on_cuda()))
@@ -118,7 +120,7 @@ def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
     if impl not in IMPLS:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if impl == "triton" or (impl == "auto" and on_cuda()):
-        reason = missing_triton("quantize_triton") or unplaced()
+        reason = missing_triton("quantize_triton", fp8=False) or unplaced()
         if len(q.shape) != 2 or q.codes.dtype.itemsize != 1 or 0 in q.shape:
             reason = f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
         if reason and impl == "triton":
@@ -179,7 +181,7 @@ def _choose(x: Any, how: _How, scale: Array | None, impl: str, cuda: bool) -> Ch
         return Choice("xla", "asked for")
     reason = (
         (None if cuda else "it needs a CUDA GPU")
-        or missing_triton("quantize_triton")
+        or missing_triton("quantize_triton", fp8=any(spec and formats.get(spec.format).is_float for spec in how.specs))
         or _unsupported(x, how, scale)
         or unplaced()
     )

@@ -7,8 +7,8 @@ from values alone, so that one function per operation makes both and a fused ker
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,13 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize
-from fp8jax.core.recipe import Context
+from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import vary_alike
-from fp8jax.ops.recent import Origins
-from fp8jax.ops.sharding import Kind
+from fp8jax.ops.choice import Choice, by_platform, capability, missing_triton, on_cuda, tell, unplaced, vary_alike
+from fp8jax.ops.partition import Cut, partitioned
+from fp8jax.ops.sharding import Kind, merge, spec_of, split
+
+Shared = TypeVar("Shared")
 
 
 def to_bytes(q: QTensor) -> QTensor:
@@ -41,9 +43,40 @@ def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
     return lax.bitcast_convert_type(codes, dtype) if codes.dtype.itemsize == 1 else codes
 
 
-def keep(x: Array, spec: QuantSpec) -> QTensor:
-    """The values of an array as codes in bytes, with scales along its last axis."""
-    return to_bytes(quantize(lax.stop_gradient(x), spec))
+PACKED = QuantSpec("int10", "group", 128, scale_format="bf16")
+
+
+def keep(x: Array, spec: QuantSpec, impl: str = "auto") -> QTensor:
+    """The values of an array as codes in bytes, with scales along its last axis.
+
+    Of ten bits a kernel makes and packs them on CUDA GPUs (`impl` "auto", or "triton", which is it anywhere).
+    """
+    values = lax.stop_gradient(x)
+    if impl == "xla" or spec != PACKED or x.ndim < 2 or 0 in x.shape:
+        return to_bytes(quantize(values, spec))
+    reason = missing_triton("pack_triton") or unplaced() if on_cuda() or impl == "triton" else "it needs a CUDA GPU"
+    choice = Choice("xla", f"not the kernel: {reason}") if reason else Choice("triton", "the kernel packs ten bits")
+    tell("context", choice)
+    if reason:
+        return to_bytes(quantize(values, spec))
+    if impl == "triton":
+        return _packed(values)
+    plain = functools.partial(keep, spec=spec, impl="xla")
+    kept: QTensor = by_platform(values, cuda=_packed, default=plain)
+    return kept
+
+
+def _packed(x: Array) -> QTensor:
+    def pack(cut: Cut, rows: Array) -> tuple[Array, Array]:
+        from pallas_kernels import pack_triton
+
+        return pack_triton.pack(rows, compute_capability=capability())
+
+    rows = merge(x, x.ndim - 1, 1)
+    codes, scale = partitioned("pack", None, pack, (rows,), ("m -",), ("m -", "m -"))
+    lead = spec_of(rows)[:1] and (*spec_of(x)[:-1], None)
+    codes, scale = (split(part, (*x.shape[:-1], part.shape[-1]), lead) for part in (codes, scale))
+    return QTensor(codes, scale, None, None, PACKED, x.shape[-1])
 
 
 def decode(saved: QTensor) -> Array:
@@ -61,7 +94,8 @@ def mapped_alike(x: Array, y: Array) -> Array:
     return lax.select(sum(empty) > 0, x, x)
 
 
-class Gradient(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Gradient:
     """The gradient of a result that is computed again, as the linear layer that does so knows it.
 
     Attributes:
@@ -70,95 +104,189 @@ class Gradient(NamedTuple):
         rows: computes an upper bound of the magnitudes in each row, fp32 (rows,): by the inequality of Cauchy and
             Schwarz, from the norms of that layer's own gradient and of its weight.
         codes: those of that layer's own gradient, where its input is to take their scales of tokens; else None.
+        foreseen: what the operation says then of the cotangents that follow from it; `fp8jax.ops.fused.Foreseen`.
     """
 
     array: Array
     spec: QuantSpec | None
     rows: Callable[[], Array]
     codes: QTensor | None = None
+    foreseen: Any = None
+
+
+class Made(NamedTuple):
+    """A result that is computed again.
+
+    Attributes:
+        array: the result.
+        part: what kernels compute it from; `fp8jax.ops.fused.Part`.
+        foreseen: what is known of the cotangents that follow from its gradient.
+    """
+
+    array: Array
+    part: Any = None
+    foreseen: Any = None
 
 
 class Remade(Protocol):
-    """How an operation goes back from what it kept; hashable, static under `jax.jit`."""
+    """How an operation goes back from what it has saved; hashable, static under `jax.jit`."""
 
-    def again(self, kept: Any, gradient: Gradient) -> Array:
+    def again(self, saved: Any, gradient: Gradient) -> Made:
         """The operation's result, computed again, whose gradient is that."""
         ...
 
     def backward(
-        self, kept: Any, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None
-    ) -> tuple[Array | None, ...]:
+        self, saved: Any, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None, foreseen: Any
+    ) -> tuple[tuple[Array | None, ...], "tuple[Origin, ...]"]:
         """Cotangents of the operation's differentiable inputs, in their dtypes, from that of its result.
 
         `others`, from the first input's other readers, is added to that input's; None where the operation has none.
+        `foreseen` is what was known of the cotangents before, or None. The second result says what the first ones are
+        made from, and is empty where that is not known.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Itself:
-    """How to go back to an array that is kept in any case: flash attention keeps its output (COAT, section D)."""
+    """How to go back to an array that is saved in any case: flash attention saves its output (COAT, section D)."""
 
-    def again(self, kept: Array, gradient: Gradient) -> Array:
-        return kept
+    def again(self, saved: Array, gradient: Gradient) -> Made:
+        return Made(saved)
 
     def backward(
-        self, kept: Array, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None
-    ) -> tuple[Array | None, ...]:
-        raise TypeError("an array that is kept is no operation")
+        self, saved: Array, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None, foreseen: Any
+    ) -> tuple[tuple[Array | None, ...], "tuple[Origin, ...]"]:
+        raise TypeError("an array that is saved is no operation")
 
 
 ITSELF = Itself()
 
-# An array that is noted as ITSELF is given there as None: an entry must not keep its own array alive.
-origins: Origins[tuple[Remade, Any]] = Origins()
+
+class Origin(NamedTuple):
+    """What is known of an array besides its values: what it is made from.
+
+    Attributes:
+        again: the operation that can make it again, and what that has saved; `ITSELF` and None where the array itself
+            is saved in any case.
+        part: what kernels compute it from, so that they quantize it without reading it; `fp8jax.ops.fused.Part`.
+        scale: under which fp32 scale a layer of this recipe, or any that quantizes it so, is to quantize it.
+        foreseen: of a gradient, what is known of the cotangents that follow from it; `fp8jax.ops.fused.Foreseen`.
+    """
+
+    again: tuple[Remade, Any] | None = None
+    part: Any = None
+    scale: tuple[Linear | QuantSpec, Array] | None = None
+    foreseen: Any = None
+
+    def scale_for(self, *readers: Linear | QuantSpec | None) -> Array | None:
+        """The scale that is given to readers, if it is to all of them."""
+        if self.scale is None or any(reader != self.scale[0] for reader in readers):
+            return None
+        return self.scale[1]
+
+
+NOTHING = Origin()
+
+
+class Provenance(Protocol):
+    """What a caller knows of arrays that operations are given, in models that were not written for them.
+
+    Operations ask it where nobody says more, in their backward passes, too, and tell it what they make. Hashable.
+    """
+
+    def find(self, x: Array) -> Origin:
+        """What is known of an array; `NOTHING` if nothing is."""
+        ...
+
+    def note(self, x: Array, origin: Origin) -> None:
+        """Says what an array is made from."""
+        ...
+
+    def share(self, x: Array, use: Hashable, make: Callable[[], Shared], *others: Any) -> Shared:
+        """What was made of an array in this way and is still in use, or `make()`; with the same other arrays."""
+        ...
+
+
+class Blank:
+    """Knows nothing of any array."""
+
+    def find(self, x: Array) -> Origin:
+        return NOTHING
+
+    def note(self, x: Array, origin: Origin) -> None:
+        pass
+
+    def share(self, x: Array, use: Hashable, make: Callable[[], Shared], *others: Any) -> Shared:
+        return make()
+
+
+BLANK: Provenance = Blank()
 
 
 def differentiable(
-    how: Remade, inputs: tuple[Array | None, ...], kept: Any, y: Array, context: Context, *, residual: bool = False
+    how: Remade,
+    inputs: tuple[Array | None, ...],
+    saved: Any,
+    y: Array,
+    *,
+    residual: bool = False,
+    known: Provenance = BLANK,
 ) -> tuple[Array, Array | None]:
-    """The result `y` of an operation on `inputs`, whose backward pass reads nothing but `kept`.
-
-    Under a lean context `y` is known by what was kept: linear layers that read it keep no codes of it.
+    """The result `y` of an operation on `inputs`, whose backward pass reads nothing but `saved`.
 
     Args:
         how: what goes back.
         inputs: what gradients flow to; None where there is none.
-        kept: arrays without gradients.
+        saved: arrays without gradients.
         y: the result, computed from the values of the inputs.
-        context: says whether linear layers may compute `y` again.
         residual: whether other readers of the first input take it from here.
+        known: what the caller knows of arrays.
 
     Returns:
         `y`, and the first input for its other readers, or None.
     """
     y, *inputs = vary_alike(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
-    y, x = _differentiable(how, residual, tuple(inputs), kept, y)
-    if context.lean:
-        origins.note(y, (how, kept))
-    return y, x
+    found: tuple[Array, Array | None] = _differentiable((how, residual, known), tuple(inputs), saved, y)
+    return found
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(
-    how: Remade, residual: bool, inputs: tuple[Array | None, ...], kept: Any, y: Array
-) -> tuple[Array, Array | None]:
-    return _forward(how, residual, inputs, kept, y)[0]
+@jax.custom_jvp
+def _once(y: Array, inputs: list[Array]) -> Array:
+    """A result; where its inputs are differentiated once more, of which what is saved knows nothing, this raises."""
+    return y
 
 
-def _forward(how: Remade, residual: bool, inputs: tuple[Array | None, ...], kept: Any, y: Array) -> tuple[Any, Any]:
+@_once.defjvp
+def _once_jvp(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "an operation whose inputs are saved in 8 bits was differentiated twice: the gradient of its gradient would be "
+        "0. Give this part of the model a recipe without a context, or differentiate it once"
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array) -> tuple[Array, Array | None]:
+    return _forward(static, inputs, saved, y)[0]
+
+
+def _forward(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array) -> tuple[Any, Any]:
+    _, residual, _ = static
     kinds = tuple(None if x is None else Kind.of(x) for x in inputs)
-    x = inputs[0]
+    y, x = _once(y, [x for x in inputs if x is not None]), inputs[0]
     if residual and x is not None:
-        return (mapped_alike(y, x), mapped_alike(x, y)), (kept, kinds)
-    return (y, None), (kept, kinds)
+        return (mapped_alike(y, x), mapped_alike(x, y)), (saved, kinds)
+    return (y, None), (saved, kinds)
 
 
-def _backward(how: Remade, residual: bool, residuals: Any, cotangents: Any) -> tuple[Any, None, None]:
-    (kept, kinds), (dy, others) = residuals, cotangents
-    found = how.backward(kept, dy, tuple(None if kind is None else kind.dtype for kind in kinds), others)
-    placed = (None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(found, kinds, strict=True))
-    return tuple(placed), None, None
+def _backward(static: Any, residuals: Any, cotangents: Any) -> tuple[Any, None, None]:
+    (how, _, known), (saved, kinds), (dy, others) = static, residuals, cotangents
+    dtypes = tuple(None if kind is None else kind.dtype for kind in kinds)
+    found, origins = how.backward(saved, dy, dtypes, others, known.find(dy).foreseen)
+    placed = tuple(None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(found, kinds, strict=True))
+    for ct, origin in zip(placed, origins, strict=False):
+        known.note(ct, origin)
+    return placed, None, None
 
 
 _differentiable.defvjp(_forward, _backward)

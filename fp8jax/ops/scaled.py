@@ -8,9 +8,10 @@ from jax import Array, lax
 
 from fp8jax.core import formats
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.core.scaling import Stateful
+from fp8jax.core.scaling import Stateful, Threshold
 from fp8jax.ops.linear import output_spec, rows
-from fp8jax.ops.product import QuantizedWeight, Scales, product
+from fp8jax.ops.product import QuantizedWeight, Scales, fall_back, multiply, product
+from fp8jax.ops.saved import BLANK, Provenance
 from fp8jax.recipes import linear_part
 
 
@@ -58,8 +59,10 @@ def scaled_linear(
     *,
     recipe: Recipe | Linear | str,
     bias: Array | None = None,
+    key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> tuple[Array, Observed]:
     """`linear` with a scaling that keeps a state. `fp8jax.delayed_linear` is its first name.
 
@@ -72,27 +75,37 @@ def scaled_linear(
             gradient's scaling keeps no state.
         recipe: a recipe whose scaling keeps a state, such as "delayed".
         bias: (outputs,).
+        key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
         out_sharding: on a mesh with Explicit axes, as of `linear`.
+        known: as of `linear`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
         the merged observations of a step to `update_scaling`.
 
     Raises:
-        ValueError: shapes do not match, the recipe's scaling keeps no state, or a slot is missing.
+        ValueError: shapes do not match, the recipe's scaling keeps no state, or a slot or a key is missing.
     """
     parts, part, matrix = _states(recipe), linear_part(recipe), rows(x, w)
     values = dict(zip(("x", "w"), lax.stop_gradient((matrix, w)), strict=True))
     state = lax.stop_gradient(state)
-    scales = {name: _scale(name, value, state, part) for name, value in values.items() if name in parts}
+    scaled = {name: value for name, value in values.items() if name in parts and not parts[name].decides}
+    scales = {name: _scale(name, value, state, part) for name, value in scaled.items()}
     if "dy" in parts:
         if slot is None:
             raise ValueError(f"{part.scaling} scaling observes gradients: give scaled_linear a slot, jnp.zeros([])")
         scales |= {"dy": parts["dy"].expected(_of(state, "dy")), "slot": slot}
     spec = output_spec(x, w, out_sharding)
-    y = product(matrix, w, part, None, source=x, scales=Scales(**scales), quantized=quantized, spec=spec)
-    found = {name: parts[name].observe(_of(state, name), values[name]) for name in values if observes(part, name)}
+    given, found = Scales(**scales) if scales else None, {}
+    threshold = parts.get("x")
+    if isinstance(threshold, Threshold):
+        value, blocks = fall_back(matrix, part, key, x, _of(state, "x"), known)
+        y, _ = multiply(value, blocks, w, part, key, given, quantized, spec, known)
+        found["x"] = threshold.count(blocks.pair.used)
+    else:
+        y = product(matrix, w, part, key, source=x, scales=given, quantized=quantized, spec=spec, known=known)
+    found |= {n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in found}
     if observes(part, "dy"):
         found["dy"] = jnp.zeros([])
     return (y if bias is None else y + bias.astype(y.dtype)), Observed(**found)

@@ -76,10 +76,11 @@ def merge(x: Array, *counts: int) -> Array:
 
 
 def rows_of(x: Array, rows: int, inputs: int) -> Array:
-    """An array whose first and last axes have so many elements, as a matrix."""
-    sizes = (math.prod(x.shape[:i]) == rows and math.prod(x.shape[i:]) == inputs for i in range(x.ndim + 1))
-    count = list(sizes).index(True)
-    return merge(x, count, x.ndim - count)
+    """The elements of an array as a matrix; its axes are merged, where they can be."""
+    for count in range(x.ndim + 1):
+        if (math.prod(x.shape[:count]), math.prod(x.shape[count:])) == (rows, inputs):
+            return merge(x, count, x.ndim - count)
+    return x.reshape(rows, inputs)
 
 
 def split(x: Array, shape: Sequence[int], spec: Sequence[Any] | None) -> Array:

@@ -12,12 +12,11 @@ import jax
 from jax import Array
 
 from fp8jax.core.recipe import Recipe
-from fp8jax.ops.activation import activation as apply_activation
-from fp8jax.ops.activation import glu
-from fp8jax.ops.linear import linear, linears, output_spec, stateless
+from fp8jax.ops.activation import activate, check_alike
+from fp8jax.ops.linear import linears, output_spec, rows, stateless
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import QuantizedWeight, product
-from fp8jax.ops.saved import ITSELF, origins
+from fp8jax.ops.saved import BLANK, ITSELF, Provenance
 from fp8jax.ops.sharding import merge, merged, split
 from fp8jax.recipes import resolve
 
@@ -35,6 +34,7 @@ def norm_linear(
     residual: bool = False,
     quantized: Sequence[QuantizedWeight] | None = None,
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> tuple[Array, ...]:
     """A norm and the linear layers that read its result, such as q, k and v, or gate and up.
 
@@ -57,6 +57,7 @@ def norm_linear(
             norm's own backward pass.
         quantized: what `quantize_weight` made of each weight; None quantizes them in this call.
         out_sharding: of each result on a mesh with Explicit axes, as of `linear`.
+        known: as of `linear`.
 
     Returns:
         (..., outputs) for each weight, in the dtype of `x`; before them `x`, if `residual`.
@@ -73,8 +74,9 @@ def norm_linear(
     if len(held) != len(weights):
         raise ValueError(f"{len(weights)} weights were given quantized as {len(held)}")
     centered = norm == "layer"
-    h, again = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, residual=residual)
-    y = linears(h, weights, recipe=recipe, key=key, quantized=held, out_sharding=out_sharding)
+    h, again, origin = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, residual=residual)
+    how: Any = {"key": key, "quantized": held, "out_sharding": out_sharding, "known": known}
+    y = linears(h, weights, recipe=recipe, origin=origin, **how)
     if not residual:
         return y
     assert again is not None
@@ -90,6 +92,7 @@ def attention_output(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> Array:
     """The projection of what attention returns, plus a residual.
 
@@ -105,6 +108,7 @@ def attention_output(
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w` as (inputs, outputs); None quantizes it in this call.
         out_sharding: of the projection on a mesh with Explicit axes, as of `linear`.
+        known: as of `linear`.
 
     Returns:
         (..., outputs) in the dtype of `y`, promoted with that of the residual.
@@ -117,13 +121,14 @@ def attention_output(
     shape, inputs = y.shape[-2:], math.prod(y.shape[-2:])
     if y.ndim < 2 or w.shape[:-1] not in (shape, (inputs,)):
         raise ValueError(f"w must be (heads, channels, outputs) or (inputs, outputs) for y {y.shape}, not {w.shape}")
-    if recipe.context.saved is not None and origins.find(y) is None:
-        origins.note(y, (ITSELF, None))
+    origin = known.find(y)
+    if recipe.context.saved is not None and origin.again is None:
+        origin = origin._replace(again=(ITSELF, y))
     lead, part = y.ndim - 2, stateless(recipe)
-    rows, matrix = merge(y, lead, 2), merge(w, w.ndim - 1, 1)
+    tokens, matrix = merge(y, lead, 2), merge(w, w.ndim - 1, 1)
     spec = output_spec(merge(y, *[1] * lead, 2), matrix, out_sharding)
     of_rows = merged(spec, (lead, 1))
-    out = product(rows, matrix, part, key, source=y, quantized=quantized, spec=of_rows, view=False)
+    out = product(tokens, matrix, part, key, y, None, quantized, of_rows, False, origin, known)
     out = split(out, (*y.shape[:-2], w.shape[-1]), spec)
     return out if residual is None else residual + out
 
@@ -139,6 +144,7 @@ def glu_linear(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
+    known: Provenance = BLANK,
 ) -> Array:
     """residual + (activation(gate) * up) @ w, the second half of a perceptron.
 
@@ -155,6 +161,7 @@ def glu_linear(
         key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
         out_sharding: of the product on a mesh with Explicit axes, as of `linear`.
+        known: as of `linear`.
 
     Returns:
         (..., outputs) in the dtype of `gate`, promoted with that of the residual.
@@ -164,11 +171,11 @@ def glu_linear(
         TypeError: `recipe` is a part of one.
     """
     recipe = _whole(recipe)
-    if up is None:
-        h = apply_activation(gate, recipe=recipe, activation=activation)
-    else:
-        h = glu(gate, up, recipe=recipe, activation=activation)
-    y = linear(h, w, recipe=recipe, key=key, quantized=quantized, out_sharding=out_sharding)
+    if up is not None:
+        check_alike(gate, up)
+    h, origin = activate(activation, gate, up, recipe, known)
+    spec = output_spec(h, w, out_sharding)
+    y = product(rows(h, w), w, stateless(recipe), key, h, None, quantized, spec, origin=origin, known=known)
     if residual is not None and recipe.context.saved is not None:
         # XLA lets cuBLASLt add in place only to what has no other reader, which saves 5 % of the product's time.
         residual = jax.lax.optimization_barrier(residual)

@@ -113,3 +113,17 @@ def test_every_operand_of_a_product_is_the_field_of_its_name():
         settings = {"dy": "e5m2", "dy_wgrad": "e5m2", "saved": "e4m3"}
         settings[name] += "+stochastic" * noisy
         assert Linear("e4m3", "e4m3", **settings, x_wgrad="e4m3").stochastic == noisy
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [(120, "fast"), (90, "fast"), (89, "coat"), (86, "int8_fallback"), (80, "coat_optimizer"), (75, "coat_optimizer")],
+)
+def test_auto_goes_by_the_device_and_says_what_runs_in_8_bits(capability, name):
+    assert fp8jax.recipes.for_device(capability) == fp8jax.recipes.get(name)
+    linear = fp8jax.recipes.for_device(capability).linear
+    assert ("FP8" in fp8jax.recipes.device(capability).computed) == (capability >= 80)
+    assert linear.quantized == (capability >= 86)
+    assert fp8jax.recipes.resolve("auto") == fp8jax.recipes.for_device(0)
+    with pytest.raises(ValueError, match="-1"):
+        fp8jax.recipes.for_device(-1)

@@ -3,29 +3,62 @@
 import argparse
 import itertools
 import json
+import pathlib
+import types
 
 import jax
 import numpy as np
 import pytest
 
-from experiments.bench import step, timing
+from experiments.bench import step, step_torch, timing
 from experiments.models.llama import LlamaConfig
 
 LLAMA = LlamaConfig(vocab=16, dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64)
 TOKENS = 32
 
 
-def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
+class FakeTorch:
+    """An arm of torch whose steps wait for nothing."""
+
+    memory = (1.0, 4.0)
+
+    def __init__(self, name, llama, batch, length):
+        assert (name, llama, batch, length) == ("torch bf16", LLAMA, 2, TOKENS)
+
+    def __call__(self):
+        torch = types.SimpleNamespace(cuda=types.SimpleNamespace(synchronize=lambda: WAITED.append(1)))
+        return step_torch.Waiting(torch, None)
+
+    def close(self):
+        WAITED.append("closed")
+
+
+WAITED = []
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path, capsys, apart):
+    WAITED.clear()
     clock = itertools.count()
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     seen = {}
     monkeypatch.setattr(step, "memory", lambda program: seen.setdefault(id(program), (len(seen) + 1, len(seen) + 2)))
     options = argparse.Namespace(
-        model="tiny", arm=["coat"], mesh=["one"], batch=2, length=TOKENS, rounds=2, steps=4, kernels=False, out=tmp_path
-    )
-    step.measure(LLAMA, options)
+        model="tiny", arm=["coat"], mesh=["one"], batch=2, length=TOKENS, rounds=2, steps=4, kernels=False,
+        out=tmp_path, free=[0], apart=apart,
+    )  # fmt: skip
+    monkeypatch.setattr(step_torch, "missing", lambda arm: None if arm == "torch bf16" else "torchao not importable")
+    monkeypatch.setattr(step_torch, "TorchArm", FakeTorch)
+    before = [{"case": "one alone", "impl": "coat", "metric": "step", "ratio": None}]
+    step.measure(LLAMA, options, before)
     content = json.loads((tmp_path / "step.json").read_text())
+    assert content["rows"][0] == before[0]
+    content["rows"].pop(0)
     found = {(r["impl"], r["metric"]): r for r in content["rows"]}
+    assert found["torch bf16", "step"]["value"] == 250
+    assert (found["torch bf16", "memory"]["value"], found["torch bf16", "memory"]["ratio"]) == (4, 0.5)
+    assert WAITED == [1] * 4 + ["closed"]  # two rounds, untimed and timed
+    assert "torchao tensorwise: torchao not importable" in capsys.readouterr().out
     # A clock that goes on by one second a look: four steps in one.
     assert found["coat", "step"]["value"] == 250
     assert found["coat", "step"]["quartiles"] == [250, 250]
@@ -74,3 +107,24 @@ def test_seconds_remember_their_rounds():
     assert found == 3
     assert found.quartiles() == [2, 4]
     assert found.quartiles(lambda t: 12 / t) == [3, 6]
+
+
+def test_a_process_that_sees_one_gpu_measures_the_same(monkeypatch):
+    def run(command, env, check):
+        assert env["CUDA_VISIBLE_DEVICES"] == "3"
+        assert check
+        assert command[3:9] == ["step", "--arm", "coat", "--mesh", "one", "--out"]
+        rows = [{"case": "1b, one GPU", "impl": "coat"}]
+        (pathlib.Path(command[-1]) / "step.json").write_text(json.dumps({"rows": rows}))
+
+    monkeypatch.setattr(step.subprocess, "run", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    assert step.alone(["--arm", "coat", "--visible"]) == [{"case": "1b, one GPU, no other GPU visible", "impl": "coat"}]
+
+
+def test_without_torch_its_rows_are_left_out_and_that_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(step_torch.importlib.util, "find_spec", lambda name: None)
+    assert list(step_torch.available()) == []
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "  torch bf16: torch not importable: rows left out"
+    assert told[1] == "  torchao tensorwise: torch and torchao not importable: rows left out"

@@ -106,6 +106,14 @@ def test_a_run_with_delayed_scaling_is_evaluated_with_its_histories(argv, out):
     assert (scoring.run(scoring.score_sequences(other), trained.params, a, rows=1)[:, :11] != whole[0]).any()
 
 
+def test_automatic_scaling_measures_weights_that_were_trained_without(trained):
+    current = evaluate.get_recipe("te_current", "--recipe").linear
+    a = np.random.default_rng(2).integers(97, 122, (1, 17)).astype(np.int32)
+    models = [trained.model(part) for part in (current, dataclasses.replace(current, w_scaling="automatic"))]
+    logits = [np.asarray(jax.jit(model)(trained.params, a), np.float32) for model in models]
+    np.testing.assert_array_equal(*logits)
+
+
 def test_perplexity_of_a_file_is_that_of_the_model(trained, finished, tmp_path):
     text = "w1 w2 w3 and some words that were not in the corpus"
     (tmp_path / "a.txt").write_text(text)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import fp8jax
 from experiments import config, loop, report
 from experiments.task import Task, TrainState
 from fp8jax.optim.compressed_adamw import FusedTransformation
@@ -194,7 +195,7 @@ def test_a_step_is_healthy_if_loss_gradient_and_all_steps_before_are(monkeypatch
             return jax.tree.map(lambda p, g: jnp.where(applied, p - g, p), params, grads), state
 
         sgd = FusedTransformation(sgd.init, None, step)
-    task = Task(None, sgd, None, None, False, 0)
+    task = Task(None, sgd, None, fp8jax.recipes.bf16(), False, 0)
     params = jax.tree.map(jnp.zeros_like, grads)
     opt_state = task.tx.init(params)
     state = TrainState(jnp.int32(4), params, {"seen": jnp.array(0)}, opt_state, jnp.zeros(2), jnp.array(before))

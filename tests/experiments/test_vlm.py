@@ -74,7 +74,7 @@ def test_patches_see_one_another_and_text_sees_its_image_and_what_is_before_it()
     assert moved[:, :4].max() < 1e-6 < 1e-4 < moved[:, 4:].min()
 
 
-@pytest.mark.parametrize("recipe", [COAT, FAITHFUL], ids=["lean", "faithful"])
+@pytest.mark.parametrize("recipe", [COAT, pytest.param(FAITHFUL, marks=pytest.mark.slow)], ids=["lean", "faithful"])
 def test_coat_knows_every_part_and_changes_no_parameter(recipe):
     model = make()
     report = fp8jax.explain(model, recipe, *map(jnp.asarray, pairs(0, 2)))

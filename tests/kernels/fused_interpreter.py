@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8jax
-from fp8jax.ops import fused, fused_rows, quantize
+from fp8jax.ops import fused, fused_rows, operand, product, quantize
 from pallas_kernels import activation_triton, norm_triton
 from tests.kernels.triton_interpreter import prepare
 
@@ -106,7 +106,7 @@ def run(f: Any, args: Any) -> list[jax.Array]:
 
 def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str) -> tuple[Any, Any]:
     """Of codes made from operands and those of the matrix itself: the share that differs, and by how many codes."""
-    how = quantize._How(rows, columns)
+    how = quantize._parse(rows, columns)
     share, most = jnp.float32(0), jnp.int32(0)
     for got, want in zip(made, quantize._reference(how, strategy, x, scale, None), strict=True):
         if got is not None:
@@ -122,14 +122,20 @@ def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str)
 
 def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, float]:
     """A case with its kernels and without, as a line of JSON says it; `whole`, in one program, rounded as written."""
-    codes, on_cuda = fused.codes, fused.on_cuda
+    codes, on_cuda, whole_pair = fused.codes, fused.on_cuda, quantize.quantize
     seen: list[tuple[Any, Any]] = []
+    made: list[Any] = []
 
-    def watched(x: Any, rows: Any, columns: Any, *, same: bool, scale: Any, strategy: str) -> Any:
-        made = codes(x, rows, columns, same=same, scale=scale, strategy=strategy)
-        if made is not None:
-            seen.append(apart(made, x, rows, "same" if same else columns, scale, strategy))
-        return made
+    def kernels(*args: Any, **how: Any) -> Any:
+        made.append(codes(*args, **how))
+        return made[-1]
+
+    def watched(x: Any, rows: Any, columns: Any = None, *, scale: Any, strategy: Any, **rest: Any) -> Any:
+        made.clear()
+        pair = whole_pair(x, rows, columns, scale=scale, strategy=strategy, **rest)
+        if any(found is not None for found in made):
+            seen.append(apart(pair, x, rows, columns, scale, strategy))
+        return pair
 
     def counted(make: Any) -> Any:
         def watched(*args: Any) -> Any:
@@ -140,7 +146,7 @@ def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, fl
 
         return watched
 
-    by_rows = {name: getattr(fused_rows, name) for name in ("given", "columns", "cotangent")}
+    by_rows = {name: getattr(fused_rows, name) for name in ("held", "columns", "cotangent")}
     for name, make in by_rows.items():
         setattr(fused_rows, name, counted(make))
 
@@ -150,11 +156,12 @@ def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, fl
         fused.on_cuda = lambda: True
         return run(f, args), want, seen
 
-    fused.codes = watched
+    fused.codes, operand.quantize, product.quantize = kernels, watched, watched
     try:
         found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
         fused.codes, fused.on_cuda = codes, on_cuda
+        operand.quantize = product.quantize = whole_pair
         for name, make in by_rows.items():
             setattr(fused_rows, name, make)
     got, want = ([np.asarray(a, np.float64) for a in arrays] for arrays in found[:2])

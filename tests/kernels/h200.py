@@ -81,10 +81,10 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
         return {**json.loads(told), "kernels": kernels}
 
 
-def assembled(program: Callable[..., Any], *shapes: Any) -> list[int]:
-    """Registers, bytes spilled and bytes of shared memory of a program's last Triton kernel, compiled for an H200.
+def assembled(program: Callable[..., Any], *shapes: Any, arch: str = "sm_90a") -> list[int]:
+    """Registers, bytes spilled and bytes of shared memory of a program's last Triton kernel, compiled for a GPU.
 
-    In a process on CPU.
+    In a process on CPU. The program names the GPU's compute capability, and `arch` its architecture: an H200's.
     """
     import jax
     import jax_triton.triton_lib
@@ -102,7 +102,7 @@ def assembled(program: Callable[..., Any], *shapes: Any) -> list[int]:
     with tempfile.TemporaryDirectory() as folder:
         # Triton names the version of PTX that a driver here would take, not that of its own assembler.
         (pathlib.Path(folder) / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled[-1].binary))
-        command = [assembler, "-arch=sm_90a", "-v", "k.ptx", "-o", "k.cubin"]
+        command = [assembler, f"-arch={arch}", "-v", "k.ptx", "-o", "k.cubin"]
         told = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stderr
     found = resources(told)
     return [found["registers"], found["stores"], compiled[-1].shared_mem_bytes]

@@ -8,16 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 
+from fp8jax import recipes
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import matmul_hopper
+from fp8jax.ops.choice import target
+from fp8jax.ops.scaled import ScalingState, scaled_linear
 from pallas_kernels.matmul_block_mosaic import matmul_block
+from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
 from pallas_kernels.matmul_mosaic import matmul
 from pallas_kernels.matmul_mx_mosaic import matmul_mx
 
 Program = tuple[Callable[..., jax.Array], tuple[Any, ...]]
 M, N, K = 4096, 11008, 4096
 E4M3, E5M2, F32, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32, jnp.bfloat16
+I8 = jnp.int8
 CODES = (Shape((M, K), E4M3), Shape((N, K), E4M3))
 
 
@@ -160,6 +165,35 @@ ALL = [
     wgrad_of_few_rows,
     exact,
 ]
+
+
+def int8(fallback: bool, m: int = 4096, n: int = 4096) -> Program:
+    def program(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> jax.Array:
+        return matmul_int8_block(a, b, sa, sb, residual=Residual(*residual) if fallback else None)
+
+    blocks = (m // 128, K // 128)
+    shapes = (Shape((m, K), I8), Shape((n, K), I8), Shape(blocks, F32), Shape((n // 128, K // 128), F32))
+    residual = (Shape((m, K), I8), Shape(blocks, F32), Shape(blocks, jnp.bool_))
+    return program, (*shapes, *residual[: 3 * fallback])
+
+
+# Of two passes, and of one.
+INT8 = [functools.partial(int8, fallback, m) for fallback in (False, True) for m in (4096, 512)]
+
+
+def fallback_linear() -> Program:
+    """Forward and backward pass of a linear under INT8 fallback."""
+    recipe = recipes.int8_fallback().linear
+
+    def program(x: Any, w: Any, dy: Any, threshold: Any) -> Any:
+        state, key = ScalingState(x=threshold), jax.random.key(0)
+        with target(capability=90):
+            y, back = jax.vjp(lambda x, w: scaled_linear(x, w, state, recipe=recipe, key=key)[0], x, w)
+            return y, *back(dy)
+
+    return program, (Shape((M, K), BF16), Shape((K, N), BF16), Shape((M, N), BF16), Shape((), F32))
+
+
 # Those whose epilogue has all that the others' have.
 LARGEST = [
     everything,

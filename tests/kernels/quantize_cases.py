@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8jax.core import formats
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fold, fused
+from fp8jax.ops import fallback, fold, fused, saved
 from fp8jax.ops import quantize as op
 from tests import given_scales
 
@@ -83,6 +83,13 @@ REFOLDS = [
     Case("e4m3:mx32+token", None, (5, 9)),
 ]
 
+# Blocks and their residuals.
+FALLBACKS = [
+    Case("int8:block128", None, (130, 260), "bfloat16"),
+    Case("int8:block32", None, (70, 257)),
+    Case("int8:block32", None, (64, 128), "float16"),
+]
+
 
 def special(shape: tuple[int, int], dtype: str, largest: float) -> jax.Array:
     """Values of many magnitudes, ties of codes, zeros, NaN, both Inf, a subnormal value and a largest one."""
@@ -107,6 +114,52 @@ def folded(case: Case, impl: str) -> list[np.ndarray]:
     assert int(lost) > 0
     q.validate()
     return [_bytes(q.codes), np.asarray(q.scale), np.asarray(lost)]
+
+
+def wrong_fallback(case: Case) -> dict[str, int]:
+    """By part of the pair, how many values are not the reference's; of residual codes, those off by more than one.
+
+    Values that are not finite make the scale of a block NaN; there, and where no residual is used, codes are undefined.
+    """
+    x = special(case.shape, case.dtype, 6e4)
+    assert case.rows
+    run = lambda impl: fallback.quantize(x, case.rows, 40.0, key=jax.random.key(3), impl=impl)  # noqa: E731
+    (want, _), (got, drawn) = run("xla"), run("triton")
+    assert drawn is not None
+    side = want.base.spec.group_size or 0
+    spread = lambda x: np.kron(np.asarray(x), np.ones((side, side), bool))[: case.shape[0], : case.shape[1]]  # noqa: E731
+    finite = spread(np.isfinite(np.asarray(want.base.scale)))
+    used = np.asarray(want.used)
+    found = {
+        "used": _differ(np.asarray(got.used), used),
+        "none used": int(not used.any()),
+        "all used": int(used.all()),
+        "base": _differ(np.asarray(got.base.codes)[finite], np.asarray(want.base.codes)[finite]),
+        "base scale": _differ(np.asarray(got.base.scale), np.asarray(want.base.scale)),
+        "residual scale": int(np.sum(~np.isclose(got.residual.scale, want.residual.scale, rtol=1e-4))),
+    }
+    codes = [np.asarray(p.residual.codes)[spread(used)].astype(int) for p in (got, want)]
+    found["residual"] = int(np.sum(np.abs(codes[0] - codes[1]) > 1)) + int(np.mean(codes[0] != codes[1]) > 1e-2)
+    # The noise is another, but the code is one of both neighbours.
+    values = np.asarray(x, np.float64) / np.kron(np.asarray(want.base.scale, np.float64), np.ones((side, side)))[
+        : case.shape[0], : case.shape[1]]  # fmt: skip
+    error = (np.asarray(drawn.codes) - values)[finite]
+    found["drawn"] = int(np.sum(np.abs(error) > 1.001)) + int(abs(error.mean()) > 4 / error.size**0.5)
+    found["drawn alike"] = int((np.asarray(drawn.codes) == np.asarray(got.base.codes)).all())
+    return found
+
+
+def wrong_packing(shape: tuple[int, int], dtype: str) -> int:
+    """How many packed bytes and scales of ten-bit codes are not the reference's; of groups that are not finite none."""
+    x = special(shape, dtype, 6e4)
+    want, got = (saved.keep(x[:, None], saved.PACKED, impl) for impl in ("xla", "triton"))
+    finite = np.isfinite(np.asarray(want.scale, np.float32))
+    decoded = [np.asarray(saved.decode(q)) for q in (want, got)]
+    same = np.array_equal(*decoded, equal_nan=True) and got.codes.shape == want.codes.shape and finite.any()
+    packed = [np.asarray(q.codes)[np.all(finite, -1)] for q in (want, got)]
+    return (
+        _differ(np.asarray(got.scale, np.float32), np.asarray(want.scale, np.float32)) + _differ(*packed) + (not same)
+    )
 
 
 def refolded(case: Case, impl: str) -> list[np.ndarray]:

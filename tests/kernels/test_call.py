@@ -56,7 +56,7 @@ def test_calls_are_compiled_as_xla_and_not_as_triton_likes_them():
         patch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # the default from Triton 3.10 on
         keep = lambda *args: compiled.append((args[2], original(*args))) or compiled[-1][1]  # noqa: E731
         patch.setattr(call_triton.triton_lib, "compile_ttir_to_ptx_inplace", keep)
-        call_triton.check(89)
+        call_triton.check(86)  # of which no other test has compiled it
         call_triton.check(103)
     (options, made), (_, newer) = compiled
     assert options.enable_fp_fusion

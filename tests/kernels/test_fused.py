@@ -25,6 +25,7 @@ REGISTERS = {
     "kept of silu": 64, "peaks": 64, "cotangents": 80, "silu again": 64, "silu": 48, "norm": 64,
     "silu again, peaks": 80, "silu again, cotangents": 80,
     "kept of silu, codes": 64, "rms norm, codes": 64, "mended": 64,
+    "kept of silu, rows": 64, "rms norm, rows": 80, "silu again, peaks of rows": 128, "cotangents of rows": 80,
     "norm again": 64, "rms norm": 64, "rms norm, backward": 128, "rms norm, backward, residual": 128,
     "layer norm of 8192, backward": 128,
 }  # fmt: skip
@@ -68,7 +69,7 @@ def test_kernels_quantize_what_xla_computes_in_the_interpreter_and_write_nothing
 def odd() -> None:
     """Prints how much of what the kernels make of Inf, NaN, zeros and extremes differs from the reference's."""
     from fp8jax.ops import fused_reference
-    from pallas_kernels import activation_triton, norm_triton, remake_triton
+    from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, remake_triton
     from pallas_kernels.operations_triton import Operation
     from pallas_kernels.scaling_triton import Coding
     from tests.kernels.triton_interpreter import prepare
@@ -80,7 +81,7 @@ def odd() -> None:
     for row, value in enumerate(values):
         x = x.at[row, 3 * row].set(value).at[row, 32:48].set(value)
     norm, silu, ones = Operation(scaled=True), Operation(dtype=0), jnp.ones(80, jnp.bfloat16)
-    differ = {}
+    differ, by_row = {}, jnp.exp2(jnp.arange(20.0) % 7 - 5)
     # Inf or NaN, and the sign of a zero, follow from the order of factors: that of XLA is its own.
     unsigned = lambda a: jnp.where(jnp.isfinite(a), a, jnp.nan).astype(jnp.float32) + 0.0  # noqa: E731
     plain = jax.random.normal(jax.random.key(1), x.shape)
@@ -117,10 +118,21 @@ def odd() -> None:
                 ],
                 on.ahead(Operation(), operands, scale, jnp.float8_e4m3fn)[1],
                 [unsigned(a) for a in jax.tree.leaves(on.quantize(*cotangents, rows=True, columns=True, again=again))],
+                on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=(None, jnp.float8_e4m3fn)),
+                rows_of(silu, gate, up, kept, jnp.float8_e4m3fn),
+                on.ahead(Operation(), operands, by_row[: len(rows)], jnp.float8_e4m3fn)[1],
+                [
+                    unsigned(a)
+                    for a in jax.tree.leaves(
+                        on.quantize(
+                            *cotangents[:3], (by_row[: len(rows)],) * 2, jnp.float8_e4m3fn, rows=True, columns=True
+                        )
+                    )
+                ],
             )
-            for on_norm, on_activation, on in (
-                (norm_triton, activation_triton, remake_triton),
-                (fused_reference, fused_reference, fused_reference),
+            for on_norm, on_activation, on, rows_of in (
+                (norm_triton, activation_triton, remake_triton, activation_rows_triton.keep_activation),
+                (fused_reference, fused_reference, fused_reference, fused_reference.keep_activation_rows),
             )
         ]
         got, want = ([np.asarray(a, np.float32) for a in jax.tree.leaves(each)] for each in found)
@@ -143,7 +155,7 @@ def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
 
 def registers() -> None:
     """Prints `h200.assembled` of each kernel for Llama-7B's activations, and of norms of longer rows."""
-    from pallas_kernels import activation_triton, norm_triton, remake_triton
+    from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, remake_triton
     from pallas_kernels.operations_triton import Operation
     from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
     from pallas_kernels.scaling_triton import Coding
@@ -212,6 +224,20 @@ def registers() -> None:
         "rms norm, codes": (
             lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, result=(one, e4m3), **options),
             narrow, weight),
+        "rms norm, rows": (
+            lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, kept, result=(None, e4m3), **options),
+            narrow, weight),
+        "kept of silu, rows": (
+            lambda g, u: activation_rows_triton.keep_activation(silu, g, u, kept, e4m3, **options), wide, wide),
+        "silu again, peaks of rows": (
+            lambda *a: remake_triton.ahead(
+                silu, Operands(**dict(zip(activation, a[:5], strict=True))), a[5], e4m3, **options),
+            *kept_of, wide, inverse),
+        "cotangents of rows": (
+            lambda *a: remake_triton.quantize(
+                silu, (GATE, UP), Operands(**dict(zip(activation, a[:5], strict=True))), a[5:] * 2, e4m3, rows=True,
+                columns=True, **options),
+            *kept_of, wide, inverse),
         "rms norm, backward": (back, few, few_scales, inverse, weight, narrow),
         "rms norm, backward, residual": (added, few, few_scales, inverse, weight, narrow, narrow),
         "layer norm of 8192, backward": (wide_back, *wider),

@@ -44,13 +44,20 @@ def check(got, want, few=3e-4):
 REGISTERS = {
     "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
-    "codes folded": 64,
+    "codes folded": 64, "fallback blocks": 64, "fallback blocks, drawn": 128, "ten bits": 64,
 }  # fmt: skip
 
 
 def registers() -> None:
     """Prints registers and bytes spilled of each kernel for Llama-7B's activations, compiled for an H200."""
-    from pallas_kernels import fold_triton, maxima_triton, quantize_rows_triton, quantize_triton
+    from pallas_kernels import (
+        fallback_triton,
+        fold_triton,
+        maxima_triton,
+        pack_triton,
+        quantize_rows_triton,
+        quantize_triton,
+    )
 
     coding, e5m2, options = quantize_triton.Coding, jnp.float8_e5m2, {"compute_capability": 90}
     one, words = jnp.float32(1), jnp.zeros(2, jnp.uint32)
@@ -77,6 +84,9 @@ def registers() -> None:
         "codes folded": lambda x: fold_triton.fold_codes(
             x.astype(jnp.float8_e4m3fn), jnp.zeros((16384, 344), jnp.uint8), jnp.ones((1, 1)), **options
         ),
+        "ten bits": lambda x: pack_triton.pack(x, **options),
+        "fallback blocks": lambda x: fallback_triton.quantize(x, one, 128, **options),
+        "fallback blocks, drawn": lambda x: fallback_triton.quantize(x, one, 128, words=words, **options),
     }
     x = jax.ShapeDtypeStruct((16384, 11008), jnp.bfloat16)
     print(json.dumps({name: h200.assembled(program, x) for name, program in programs.items()}))
@@ -99,6 +109,14 @@ def test_codes_equal_the_quantizers_on_a_gpu(case):
     # Of 255 integers, and values that are multiples of few numbers, more lie next to a tie.
     for want, got in zip(cases.arrays(case, "xla"), cases.arrays(case, "triton"), strict=True):
         check(got, want, 1e-3 if "int8" in f"{case.rows}" else 3e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.FALLBACKS, ids=lambda c: f"{c.rows} {c.shape}")
+def test_blocks_and_their_residuals_equal_the_references_on_a_gpu(case):
+    found = cases.wrong_fallback(case)
+    assert found.pop("base") <= 1e-3 * case.shape[0] * case.shape[1]
+    assert not any(found.values()), found
 
 
 @pytest.mark.parametrize("case", cases.GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")

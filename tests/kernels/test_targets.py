@@ -11,6 +11,7 @@ import fp8jax
 from fp8jax.modules.compiled import Product
 from fp8jax.ops import choice
 from fp8jax.ops.matmul import matmul
+from fp8jax.ops.quantize import chosen, quantize
 from tests.kernels import h200, targets
 
 pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
@@ -66,6 +67,22 @@ def test_weights_in_shards_are_gathered_as_codes() -> None:
         gathered = [(dtype, shape) for dtype, shape in program["gathers"] if 512 in shape and 256 in shape]
         assert gathered, (name, program["gathers"])
         assert all(dtype in ("u8", "s8", "f8e4m3fn") for dtype, _ in gathered), (name, gathered)
+
+
+def test_kernels_of_int8_codes_run_where_gpus_convert_no_fp8() -> None:
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    for kind, capability in targets.CAPABILITIES.items():
+        with choice.target(capability=capability):
+            assert chosen(x, "int8:block128+stochastic", "int8:token").impl == "triton", kind
+            for spec in ("e4m3", "e5m2"):
+                found = chosen(x, spec)
+                assert (found.impl == "triton") == (capability >= 89), kind
+                assert found.impl == "triton" or f"capability {capability}, and fp8 conversions need 89" in found.reason
+    text = ""
+    with choice.target(capability=80):
+        text = jax.jit(lambda x: quantize(x, "int8:block128", "same")).trace(x).lower(
+            lowering_platforms=("cuda",)).as_text()  # fmt: skip
+    assert "triton_kernel_call" in text
 
 
 def test_products_leave_multiprocessors_to_others() -> None:

@@ -18,7 +18,15 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from fp8jax.ops import partition
-from pallas_kernels import call_triton, codec_triton, operations_triton, quantize_triton, scaling_triton
+from pallas_kernels import (
+    call_triton,
+    codec_triton,
+    matmul_int8_triton,
+    operations_triton,
+    quantize_triton,
+    scaling_triton,
+)
+from tests.kernels import int8_cases
 from tests.kernels import quantize_cases as cases
 
 GUARD = 4096
@@ -30,6 +38,7 @@ DTYPES = {
 NAMES = {np.dtype(v): getattr(tl, {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[k])
          for k, v in DTYPES.items() if not k.startswith("fp8")}  # fmt: skip
 NAMES |= {np.dtype(np.uint8): tl.uint8, np.dtype(np.uint32): tl.uint32, np.dtype(np.int32): tl.int32}
+NAMES |= {np.dtype(np.int8): tl.int8}
 
 
 class Tensor:
@@ -148,6 +157,17 @@ def main() -> None:
         differ = [int(np.sum((a != b) & ((a == a) | (b == b)))) for a, b in zip(want, got, strict=True)]
         if any(differ):
             wrong[str(case)] = differ
+    for case in cases.FALLBACKS:
+        for name, differ in cases.wrong_fallback(case).items():
+            if differ:
+                wrong[f"{case}: {name}"] = [differ]
+    for shape, dtype in (((5, 300), "float32"), ((67, 256), "bfloat16"), ((3, 129), "float16")):
+        if differ := cases.wrong_packing(shape, dtype):
+            wrong[f"ten bits {shape} {dtype}"] = [differ]
+    for shape, rate in (((140, 200, 300), 0.5), ((130, 40, 128), 0.0)):
+        error = int8_cases.error(matmul_int8_triton.matmul_int8_block, shape, rate)
+        if not error < 3e-7:
+            wrong[f"int8 product {shape} {rate}"] = [error]
     given = [(str(case), cases.wrong_under_given_scales(case, "triton")) for case in cases.GIVEN]
     given += [(f"{name} computed", cases.wrong_where_computed(name)) for name in ("e4m3", "e5m2")]
     for name, differ in given:

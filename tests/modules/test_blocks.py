@@ -261,10 +261,11 @@ def test_loops_checkpoints_and_jit_keep_what_one_call_keeps():
     assert relative(grads, by_linear) > 0
 
 
-def test_a_module_that_is_quantized_again_follows_the_new_rules():
-    model = KNOWN["down(gelu_tanh(up(x)))"]
-    again = fp8jax.nnx.quantize(fp8jax.nnx.quantize(model, FAITHFUL), COAT)
-    assert codes(again, X) == codes(fp8jax.nnx.quantize(model, COAT), X)
+def test_a_model_that_is_quantized_already_is_refused():
+    quantized = fp8jax.nnx.quantize(KNOWN["down(gelu_tanh(up(x)))"], FAITHFUL)
+    for again in (fp8jax.nnx.quantize, fp8jax.explain):
+        with pytest.raises(ValueError, match="quantized already"):
+            again(quantized, COAT)
 
 
 def test_terms_are_told_apart_by_operands_order_and_parameters():

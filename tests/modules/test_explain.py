@@ -63,6 +63,10 @@ def test_the_program_of_a_linen_model(recipe, products):
     assert rest == 6 * LAYERS + 3 + (6 * LAYERS if recipe.name == "switchback" else 0)
     assert report.program.backend == jax.default_backend()
     assert sum(p.written for p in report.program.compiled) >= products
+    kept = f"{recipe.linear.spec('saved')}" if recipe.linear.saved else "the input itself"
+    assert len(report.program.saved) >= 4  # a line for each shape
+    assert all(kept in line for line in report.program.saved)
+    assert f"  saved {report.program.saved[0]}" in str(report)
     assert len(report.quantized) == 6 * LAYERS
     assert {layer.kernel for layer in report.quantized} >= {(WIDTH, 2, WIDTH // 2), (2, WIDTH // 2, WIDTH)}
 
@@ -91,7 +95,7 @@ def test_the_program_says_what_computes_each_operation(monkeypatch):
     assert sum(name == "matmul" for name, _ in report.program.choices) == 3
     assert "  quantize by xla, 4 times: not the kernel: it needs a CUDA GPU" in str(report).splitlines()
     monkeypatch.setattr(quantize, "on_cuda", lambda platform=None: True)
-    monkeypatch.setattr(quantize, "missing_triton", lambda kernel: "there is none")
+    monkeypatch.setattr(quantize, "missing_triton", lambda kernel, fp8=True: "there is none")
     report = fp8jax.explain(model, TE, x)
     assert {c.reason for name, c in report.program.choices if name == "quantize"} == {"not the kernel: there is none"}
 

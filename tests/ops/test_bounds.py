@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 
 import fp8jax
+from fp8jax import activation
 from fp8jax.core.recipe import Context, Linear
-from fp8jax.ops import fused, operand, product
-from fp8jax.ops.activation import activation
+from fp8jax.modules.provenance import REGISTRY
+from fp8jax.ops import operand, product
 from tests.distance import relative
 from tests.ops.test_contexts import CHANNELS, LEAN, LINEAR, OUTPUTS, TOKENS, layer, normal, parameters
 from tests.programs import residuals
@@ -179,7 +180,9 @@ def test_no_more_is_kept_under_bounds(mode, how):
 def test_the_bound_of_a_norm_holds_after_a_cast_and_is_finite(scales):
     x, w, part = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS), recipe("bound")
     y = fp8jax.rms_norm(x, recipe=part)
-    fp8jax.linear(fused.pass_on(y, y.astype(jnp.bfloat16)), w.astype(jnp.bfloat16), recipe=part)
+    narrow = y.astype(jnp.bfloat16)
+    REGISTRY.follow(y, narrow)
+    fp8jax.linear(narrow, w.astype(jnp.bfloat16), recipe=part)
     check(scales, 1.01 * np.sqrt(CHANNELS) / 448)
     fp8jax.linear(fp8jax.rms_norm(x, jnp.ones(CHANNELS).at[0].set(1e38), recipe=part), w, recipe=part)
     ((_, _, q),) = scales

@@ -19,7 +19,7 @@ from fp8jax.ops.matmul import _decoded
 from tests.distance import relative
 
 NAMES = fp8jax.recipes.NAMES
-STATELESS = [name for name in NAMES if name != "te_delayed"]
+STATELESS = [name for name in NAMES if not fp8jax.recipes.get(name).linear.states]
 KEY = jax.random.key(3)
 PLAIN = fp8jax.recipes.bf16()
 TOKENS = ("data", "fsdp")
@@ -45,9 +45,13 @@ SPECS = {"scale": P(), "gate": P("fsdp", "tensor"), "up": P("fsdp", "tensor"), "
 
 
 def perceptron(params, x, recipe, mesh_is_explicit):
-    if recipe.linear.scaling == "delayed":
+    if recipe.linear.states:
         state = fp8jax.init_scaling(recipe)
-        linear = lambda x, w, slot, **how: fp8jax.delayed_linear(x, w, state, slot, recipe=recipe, **how)[0]  # noqa: E731
+
+        def linear(x, w, slot, **how):
+            key = content_key(x) if recipe.linear.stochastic else None
+            return fp8jax.scaled_linear(x, w, state, slot, recipe=recipe, key=key, **how)[0]
+
         h = fp8jax.rms_norm(x, params["scale"], recipe=recipe)
         gate, up = (linear(h, params[name], params["slots"][i]) for i, name in enumerate(("gate", "up")))
         h = fp8jax.glu(gate, up, recipe=recipe)
@@ -69,7 +73,7 @@ def test_a_mesh_changes_no_code_and_no_sharding(name):
     recipe = fp8jax.recipes.get(name)
     params = {key: normal(*shape, scale=0.3) for key, shape in PARAMS.items()}
     specs = dict(SPECS)
-    if name == "te_delayed":
+    if recipe.linear.states:
         params["slots"], specs["slots"] = jnp.zeros((3,)), P()
     x, target = normal(4, 16, 32), normal(4, 16, 32, seed=1)
 

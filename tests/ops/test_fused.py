@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import fp8jax
+from fp8jax.modules.provenance import REGISTRY
 from fp8jax.ops import fused
 
 pytest.importorskip("jax_triton")
@@ -150,13 +151,13 @@ def test_layers_of_other_recipes_and_plain_readers_see_the_array_itself(made):
 def test_nothing_is_noted_where_kernels_do_not_run(made):
     made(False)
     h = fp8jax.rms_norm(normal(0, 16, 48), recipe=recipe("lean"))
-    assert fused.find(h) is None
+    assert REGISTRY.find(h).part is None
     made(True)
     x = normal(0, 16, 48)
-    assert fused.find(fp8jax.rms_norm(x, recipe=recipe("lean"))) is not None
+    assert REGISTRY.find(h := fp8jax.rms_norm(x, recipe=recipe("lean"))).part is not None
     # Groups that do not fit, scales in powers of two and integers are XLA's.
     for spec in ("e4m3:group32", "int8:group16"):
-        assert fused.find(fp8jax.rms_norm(x, recipe=recipe("lean", spec))) is None
+        assert REGISTRY.find(h := fp8jax.rms_norm(x, recipe=recipe("lean", spec))).part is None
 
 
 def test_no_array_of_a_trace_outlives_it(made):
@@ -183,7 +184,7 @@ def test_in_a_shard_map_with_and_without_checks_of_what_varies(made):
 
     def norm(x, scale):
         h = fp8jax.rms_norm(x, scale, recipe=part)
-        noted.append(fused.find(h) is not None)
+        noted.append(REGISTRY.find(h).part is not None)
         return h
 
     def step(x, scale):

@@ -1,0 +1,215 @@
+"""INT8 products of one GPU in one process: XLA's, ours in blocks of 128x128, and with a share of blocks that fall back.
+
+    python -m experiments.bench gemm_int8
+    python -m experiments.bench gemm_int8 --sweep --shapes 2
+
+As `gemm`: all implementations of a shape are compiled, then timed in turns; operands rotate among sets that are larger
+than the L2 cache; each result is compared with float64 on a sample. A rate counts the product once: with a share r of
+blocks multiplied twice, the ideal is 1 / (1 + r) of the block product's. Blocks fall back at random, or sequentially,
+in the order of memory: whole rows of them, the worst case of arXiv 2503.08040, figure 8(c). The fallback product's time
+has all that prepares its walk, from which blocks fall back on; quantization is not in any.
+
+Predicted before the first run: the block product 1,000 TOP/s at 8192^3, 0.78 of XLA's int8 product and 1.33 of bf16;
+fallback at r = 0 0.97 of it; random 0.96 of the ideal, sequential 0.87 or more.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from experiments.bench import cases, timing
+from pallas_kernels.hopper import Tile
+from pallas_kernels.matmul_int8_mosaic import BLOCK, Residual, matmul_int8_block
+
+SHAPES = [cases.GEMMS[i] for i in (0, 1, 2, 4, 6, 9)]
+RATES = (0.1, 0.2, 0.3, 0.5)
+ORDERS = ("random", "sequential")
+TILES = {
+    "128x128N": Tile(128, 128, "N", stages=3, slots=4, raster=16),
+    "128x128N r8": Tile(128, 128, "N", stages=3, slots=4, raster=8),
+    "64x128M": Tile(64, 128, stages=5),
+    "64x128M s6": Tile(64, 128, stages=6, raster=16),
+}
+NT = (((1,), (1,)), ((), ()))
+XLA, BF16, OURS, FALLBACK = "xla int8 to int32", "xla bf16", "ours int8 block", "ours fallback"
+PROGRAM = 3e-3  # seconds that a program of several products takes, at the least
+
+
+def operands(m: int, n: int, k: int, seed: int) -> dict[str, Any]:
+    """Normal codes with scales of blocks that are never all equal; residual codes of blocks not used are garbage."""
+    keys = jax.random.split(jax.random.key(seed), 8)
+
+    def codes(key: jax.Array, *shape: int) -> jax.Array:
+        return jnp.clip(jnp.round(jax.random.normal(key, shape) * 32), -127, 127).astype(jnp.int8)
+
+    blocks, steps = m // BLOCK, k // BLOCK
+    uniform = functools.partial(jax.random.uniform, minval=0.5, maxval=2.0)
+    rank = {"random": jax.random.permutation(keys[6], blocks * steps), "sequential": jnp.arange(blocks * steps)}
+    used = {
+        (order, rate): (rank[order] < round(rate * blocks * steps)).reshape(blocks, steps)
+        for order in ORDERS
+        for rate in (0.0, *RATES)
+    }
+    a, b = codes(keys[0], m, k), codes(keys[1], n, k)
+    return {
+        "a": a, "b": b, "r": codes(keys[2], m, k), "used": used,
+        "a_scale": uniform(keys[3], (blocks, steps)), "b_scale": uniform(keys[4], (n // BLOCK, steps)),
+        "r_scale": uniform(keys[5], (blocks, steps)) / 128,
+    }  # fmt: skip
+
+
+def oracle(x: dict[str, Any], used: Any, scaled: bool, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+    """The product at these rows and columns, in float64."""
+
+    def wide(codes: Any, scale: Any, index: np.ndarray) -> np.ndarray:
+        values = np.asarray(codes[index], np.float64)
+        return values * np.repeat(np.asarray(scale, np.float64)[index // BLOCK], BLOCK, 1) if scaled else values
+
+    left = wide(x["a"], x["a_scale"], rows)
+    if used is not None:
+        left = left + wide(x["r"], jnp.where(used, x["r_scale"], 0), rows)
+    return left @ wide(x["b"], x["b_scale"], cols).T
+
+
+def functions(sweep: bool) -> dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]]:
+    """By name what multiplies, and which operands of a set it takes."""
+
+    def ours(a: Any, b: Any, sa: Any, sb: Any, *residual: Any, tile: Tile | None = None) -> Any:
+        return matmul_int8_block(a, b, sa, sb, residual=Residual(*residual) if residual else None, tile=tile)
+
+    def blocks(x: Any) -> tuple[Any, ...]:
+        return x["a"], x["b"], x["a_scale"], x["b_scale"]
+
+    def pair(order: str, rate: float) -> Callable[[Any], tuple[Any, ...]]:
+        return lambda x: (*blocks(x), x["r"], x["r_scale"], x["used"][order, rate])
+
+    dot = functools.partial(lax.dot_general, dimension_numbers=NT)
+    found: dict[str, Any] = {
+        BF16: (functools.partial(dot, preferred_element_type=jnp.bfloat16), lambda x: (x["a16"], x["b16"])),
+        XLA: (functools.partial(dot, preferred_element_type=jnp.int32), lambda x: (x["a"], x["b"])),
+        OURS: (ours, blocks),
+        FALLBACK: (ours, pair("random", 0.0)),
+    }
+    found |= {f"{FALLBACK} {rate} {order}": (ours, pair(order, rate)) for order in ORDERS for rate in RATES}
+    for name, tile in TILES.items() if sweep else ():
+        function = functools.partial(ours, tile=tile)
+        found[f"{OURS} {name}"] = function, blocks
+        found |= {f"{FALLBACK} 0.3 {order} {name}": (function, pair(order, 0.3)) for order in ORDERS}
+    return found
+
+
+def rate_of(name: str) -> float:
+    """The share of blocks that fall back in an implementation of this name."""
+    words = name.removeprefix(FALLBACK).split()
+    return float(words[0]) if name.startswith(FALLBACK) and words else 0.0
+
+
+def measure(shape: tuple[int, int, int], rounds: int, burst: float, sweep: bool) -> list[timing.Row]:
+    m, n, k = shape
+    case, work = "x".join(map(str, shape)), 2 * m * n * k
+    count = min(24, max(3, -(-3 * timing.L2_BYTES // (m * k + n * k)), -(-int(PROGRAM * 1e15) // work)))
+    make = jax.jit(operands, static_argnums=(0, 1, 2))
+    sets = [make(m, n, k, seed) for seed in range(count)]
+    widen = jax.jit(lambda codes: codes.astype(jnp.bfloat16))
+    sets = [x | {"a16": widen(x["a"]), "b16": widen(x["b"])} for x in sets]
+    rows, cols = np.arange(0, m, max(m // 48, 1)), np.arange(0, n, max(n // 48, 1))
+    programs: dict[Any, Callable[..., Any]] = {}
+    ready: dict[str, Callable[[], Any]] = {}
+    found: list[timing.Row] = []
+    start = time.perf_counter()
+    for name, (function, takes) in functions(sweep).items():
+        args = [takes(x) for x in sets]
+        kind = function, len(args[0])
+        if kind not in programs:
+            one = jax.jit(function)
+            programs[kind] = jax.jit(lambda sets, one=one: [one(*x) for x in sets])
+        try:
+            out = programs[kind](args)[0]
+        except Exception as problem:
+            print(f"  {name} failed: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
+            found.append(timing.row(case, name, "failed", None, type(problem).__name__))
+            continue
+        used = args[0][6] if len(args[0]) > 4 else None
+        wanted = oracle(sets[0], used, len(args[0]) > 2, rows, cols)
+        sample = np.asarray(out[rows][:, cols].astype(jnp.float32), np.float64)
+        error = float(np.linalg.norm(sample - wanted) / np.linalg.norm(wanted))
+        found.append(timing.row(case, name, "error", error, "of float64"))
+        ready[name] = functools.partial(programs[kind], args)
+    print(f"{shape}: compiled and checked in {time.perf_counter() - start:.0f} s", flush=True)
+    seconds = timing.seconds(ready, rounds, burst)
+    for name, t in seconds.items():
+        ratio = seconds[BF16] / t if BF16 in seconds else None
+
+        def rate(t: float) -> float:
+            return work * count / t / 1e12
+
+        found.append(timing.row(case, name, "rate", rate(t), "TOP/s", BF16, ratio, t.quartiles(rate)))
+        if name == OURS and XLA in seconds:
+            found.append(timing.row(case, name, "of XLA's int8", seconds[XLA] / t, "", XLA, seconds[XLA] / t))
+        if name.startswith(FALLBACK) and OURS in seconds:
+            share = seconds[OURS] * (1 + rate_of(name)) / t
+            found.append(timing.row(case, name, "of ideal", share, "", f"{OURS} / (1 + r)", share))
+    return found
+
+
+def plot(rows: list[timing.Row], path: Path) -> None:
+    """Rates against the share of blocks that fall back, as figure 8(c): a panel for each shape."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rates = {(r["case"], r["impl"]): r["value"] for r in rows if r["metric"] == "rate" and r["unit"]}
+    shapes = list(dict.fromkeys(case for case, _ in rates))
+    figure, panels = pyplot.subplots(
+        -(-len(shapes) // 3), min(3, len(shapes)), figsize=(12, 3.4 * -(-len(shapes) // 3)), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axes, case in zip(panels.flat, shapes, strict=False):
+        for order, color in zip(ORDERS, ("tab:blue", "tab:red"), strict=True):
+            names = [FALLBACK, *(f"{FALLBACK} {rate} {order}" for rate in RATES)]
+            points = [(rate_of(name), rates[case, name]) for name in names if (case, name) in rates]
+            axes.plot(*zip(*points, strict=True), "o-", color=color, label=f"fallback, {order}")
+        x = np.linspace(0, max(RATES))
+        axes.plot(x, rates[case, OURS] / (1 + x), "--", color="gray", label="block / (1 + r)")
+        for name, style in ((XLA, ":"), (BF16, "-.")):
+            axes.axhline(rates[case, name], linestyle=style, color="black", linewidth=0.8, label=name)
+        axes.set(title=case, xlabel="share of blocks that fall back", ylabel="TOP/s", ylim=(0, None))
+    panels[0, 0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="gemm_int8", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the table's")
+    parser.add_argument("--sweep", action="store_true", help="other tiles too; nothing is written")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--burst", type=float, default=0.06, help="seconds of one round of one implementation")
+    parser.add_argument("--limit", type=float, default=100, help="seconds after which no further shape is started")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args(argv)
+    timing.need_gpu()
+    start, rows = time.time(), []
+    notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
+    for shape in SHAPES[: options.shapes]:
+        if time.time() - start > options.limit:
+            print(f"{shape}: not measured, the time limit is reached")
+            continue
+        rows += measure(shape, options.rounds, options.burst, options.sweep)
+        if not options.sweep:
+            timing.write("gemm_int8", "INT8 products, blocks of 128x128 with fallback", rows, notes, {}, options.out)
+    if not options.sweep:
+        rows += timing.means(rows, "rate", BF16)
+        timing.write("gemm_int8", "INT8 products, blocks of 128x128 with fallback", rows, notes, {}, options.out)
+        plot(rows, options.out / "gemm_int8.png")

@@ -1,0 +1,162 @@
+"""The Llama of `bench step` in PyTorch, by torch.compile: in bf16, and with torchao's float8 linears.
+
+Weights and moments are fp32, what is computed is bf16 (autocast), attention is cuDNN's or FlashAttention's as torch
+chooses, AdamW is torch's fused one. Inductor decides what is recomputed. The head is not quantized, as in our recipes.
+"""
+
+import importlib
+import importlib.util
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from experiments.config import Config
+from experiments.models.llama import LlamaConfig, rope_tables
+
+# Arm to torchao's name of the recipe.
+ARMS = {"torch bf16": None, "torchao tensorwise": "tensorwise", "torchao rowwise": "rowwise"}
+
+
+def missing(arm: str) -> str | None:
+    """Why an arm cannot run in this environment, or None."""
+    absent = [name for name in ("torch", *(["torchao"] if ARMS[arm] else [])) if importlib.util.find_spec(name) is None]
+    if absent:
+        return f"{' and '.join(absent)} not importable: rows left out"
+    if not importlib.import_module("torch").cuda.is_available():
+        return "this torch sees no CUDA GPU: rows left out"
+    return None
+
+
+def available() -> Iterator[str]:
+    """The arms that can run; others are told of."""
+    for arm in ARMS:
+        reason = missing(arm)
+        if reason is None:
+            yield arm
+        else:
+            print(f"  {arm}: {reason}", flush=True)
+
+
+class Waiting:
+    """What a step that is under way returns: `jax.block_until_ready` waits for it."""
+
+    def __init__(self, torch: Any, loss: Any) -> None:
+        self.torch, self.loss = torch, loss
+
+    def block_until_ready(self) -> "Waiting":
+        self.torch.cuda.synchronize()
+        return self
+
+
+class TorchArm:
+    """A training step of torch, and the state that it updates.
+
+    Attributes:
+        memory: GB of temporaries, and of everything, at the peak of the first steps, as torch's allocator counts.
+    """
+
+    def __init__(self, name: str, llama: LlamaConfig, batch: int, length: int) -> None:
+        # jax-triton empties it, and torch.compile cannot do with that.
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        self.torch = torch = importlib.import_module("torch")
+        optim = Config().optim
+        start = time.perf_counter()
+        torch.manual_seed(0)
+        model = build(torch, llama, length).cuda()
+        if ARMS[name]:
+            float8 = importlib.import_module("torchao.float8")
+            quantized = lambda module, path: path != "head"  # noqa: E731
+            settings = float8.Float8LinearConfig.from_recipe_name(ARMS[name])
+            float8.convert_to_float8_training(model, config=settings, module_filter_fn=quantized)
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        vectors = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.parameters, self.clip = [*matrices, *vectors], optim.clip
+        self.optimizer = torch.optim.AdamW(groups, optim.lr, (optim.b1, optim.b2), optim.eps, fused=True)
+        self.model = torch.compile(model)
+        self.tokens = torch.randint(0, llama.vocab, (batch, length + 1), device="cuda")
+        # The optimizer's state is made in the first step; the peak is that of the next ones.
+        self().block_until_ready()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        for _ in range(2):
+            self().block_until_ready()
+        peak = torch.cuda.max_memory_allocated()
+        self.memory = (peak - held) / 1e9, peak / 1e9
+        print(f"  {name}: compiled and ran three times in {time.perf_counter() - start:.0f} s", flush=True)
+
+    def __call__(self) -> Waiting:
+        with self.torch.autocast("cuda", self.torch.bfloat16):
+            loss = self.model(self.tokens)
+        loss.backward()
+        self.torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Waiting(self.torch, loss.detach())
+
+    def close(self) -> None:
+        """Gives the GPU's memory back, for JAX to take."""
+        del self.model, self.optimizer, self.parameters, self.tokens
+        self.torch._dynamo.reset()
+        self.torch.cuda.empty_cache()
+
+
+def build(torch: Any, config: LlamaConfig, length: int) -> Any:
+    """The model as a torch module from tokens (B, T + 1) to the mean cross-entropy; weights in fp32."""
+    nn, functional = torch.nn, torch.nn.functional
+    cosine, sine = (
+        torch.tensor(table.tolist())[None, :, None, :]
+        for table in rope_tables(length, config.head_dim, config.rope_theta)
+    )
+
+    def linear(inner: int, outer: int, std: float = 0.02) -> Any:
+        layer = nn.Linear(inner, outer, bias=False)
+        nn.init.normal_(layer.weight, std=std)
+        return layer
+
+    def rotate(x: Any, cos: Any, sin: Any) -> Any:
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+    class Block(nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            narrow = 0.02 / (2 * config.layers) ** 0.5
+            self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+            self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+            self.q = linear(config.dim, config.dim)
+            self.k, self.v = (linear(config.dim, config.kv_heads * config.head_dim) for _ in range(2))
+            self.out = linear(config.dim, config.dim, narrow)
+            self.gate, self.up = (linear(config.dim, config.mlp_dim) for _ in range(2))
+            self.down = linear(config.mlp_dim, config.dim, narrow)
+
+        def forward(self, x: Any, cos: Any, sin: Any) -> Any:
+            y = self.attention_norm(x)
+            q, k, v = (of(y).unflatten(-1, (-1, config.head_dim)) for of in (self.q, self.k, self.v))
+            q, k, v = (z.transpose(1, 2) for z in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+            grouped = config.kv_heads != config.heads
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+            y = self.mlp_norm(x)
+            return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+    class Model(nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(config.vocab, config.dim)
+            nn.init.normal_(self.embed.weight, std=0.02)
+            self.layers = nn.ModuleList(Block() for _ in range(config.layers))
+            self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+            self.head = linear(config.dim, config.vocab)
+            self.register_buffer("cos", cosine)
+            self.register_buffer("sin", sine)
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.embed(tokens[:, :-1]).to(torch.bfloat16)
+            for layer in self.layers:
+                x = layer(x, self.cos, self.sin)
+            logits = self.head(self.norm(x).to(torch.bfloat16)).float()
+            return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return Model()

@@ -1,0 +1,63 @@
+"""The part of a `Recipe` that says how the optimizer's moments are stored."""
+
+import dataclasses
+
+from fp8jax.core import formats
+from fp8jax.core.spec import QuantSpec
+
+NU_ROUNDINGS = ("auto", "nearest", "stochastic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """Storage of Adam's moments: the arguments of the same names of `fp8jax.compressed_adamw`.
+
+    Attributes:
+        mu: format of the first moment, an 8-bit float format or "bf16" or "fp32".
+        nu: format of the second moment, likewise; or "fp16" with a scale.
+        group_size: elements along the last axis that share a scale; None for one scale a tensor (as with master weights
+            in fp16), and where no moment has one.
+        expand: dynamic range expansion of the 8-bit moments.
+        nu_rounding: of an 8-bit second moment, "nearest", "stochastic", or "auto", which goes by b2.
+
+    Raises:
+        ValueError: unknown format or one without the signs of a first moment, a group size that is no positive integer,
+            or settings that contradict each other.
+    """
+
+    mu: str = "e4m3"
+    nu: str = "e4m3"
+    group_size: int | None = 128
+    expand: bool = True
+    nu_rounding: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not formats.get(self.mu).signed:
+            raise ValueError(f"mu {self.mu!r} has no signs, but first moments do; take 'de8' or 'e4m3'")
+        if self.nu_rounding not in NU_ROUNDINGS:
+            raise ValueError(f"unknown nu_rounding {self.nu_rounding!r}; it is one of {', '.join(NU_ROUNDINGS)}")
+        if self.nu_rounding == "stochastic" and not formats.get(self.nu).scaled:
+            raise ValueError(f"nu_rounding 'stochastic' is for codes, but nu is {self.nu!r}; leave it 'auto'")
+        compressed = [m for m in (self.mu, self.nu) if formats.get(m).scaled]
+        for moment in compressed:
+            if formats.get(moment).bits % 8:
+                raise ValueError(f"{moment!r} codes are packed, which suits activations; give moments 8 or 16 bits")
+        size = self.group_size
+        if compressed and size is None and self.expand:
+            raise ValueError("optimizer.expand raises groups to powers; give a group_size, or expand=False")
+        if compressed and size is not None and (not size >= 1 or size // 1 != size):
+            raise ValueError(f"optimizer.group_size must be a positive integer, not {size!r}")
+        if not compressed and (self.expand or self.group_size is not None):
+            raise ValueError(
+                f"group_size={self.group_size}, expand={self.expand} apply to 8-bit moments, but mu is {self.mu!r} and "
+                f"nu is {self.nu!r}; give group_size=None, expand=False"
+            )
+
+    def spec(self, moment: str) -> QuantSpec | None:
+        """How "mu" or "nu" is quantized; None for a moment that is stored by a cast."""
+        name = getattr(self, moment)
+        if not formats.get(name).scaled:
+            return None
+        granularity = "tensor" if self.group_size is None else "group"
+        underflow = "smallest" if moment == "nu" else "zero"
+        return QuantSpec(name, granularity, self.group_size, expand=self.expand, underflow=underflow)

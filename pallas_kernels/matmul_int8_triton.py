@@ -1,0 +1,109 @@
+"""INT8 matrix product in blocks of 128x128 for GPUs before Hopper; blocks of the left operand may have a residual."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import quantize_triton
+from pallas_kernels import scaling_triton as device
+from pallas_kernels.quantize_triton import Launch
+
+BLOCK = 128
+FP8_CAPABILITY = 80  # of the kernel: it multiplies no FP8 codes
+
+
+@triton.jit
+def _multiply(
+    a_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    a_scale_ptr: tl.tensor,
+    b_scale_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    again_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FALLS: tl.constexpr,
+    BAND: tl.constexpr,
+) -> None:
+    """A tile of HIGH rows and WIDE columns, within blocks, of (M, COLUMNS); N is the length of the contraction."""
+    STEPS: tl.constexpr = (N + 127) // 128
+    TALL: tl.constexpr = (M + HIGH - 1) // HIGH
+    ACROSS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
+    program = tl.program_id(0)
+    # Bands of BAND rows of tiles, whose operands stay in the cache.
+    first = program // (BAND * ACROSS) * BAND
+    height = tl.minimum(TALL - first, BAND)
+    within = program % (BAND * ACROSS)
+    top, left = (first + within % height) * HIGH, within // height * WIDE
+    m, n, k = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE), tl.arange(0, 128)
+    a_at = m.to(tl.int64)[:, None] * N + k[None, :]
+    b_at = n.to(tl.int64)[None, :] * N + k[:, None]
+    a_row, b_row = top // 128 * STEPS, left // 128 * STEPS
+    total = tl.zeros((HIGH, WIDE), tl.float32)
+    for step in range(STEPS):
+        deep = k + step * 128 < N
+        a_here, b_here = (m < M)[:, None] & deep[None, :], (n < COLUMNS)[None, :] & deep[:, None]
+        a = tl.load(a_ptr + a_at + step * 128, mask=a_here, other=0)
+        b = tl.load(b_ptr + b_at + step * 128, mask=b_here, other=0)
+        scale = tl.load(b_scale_ptr + b_row + step)
+        total += tl.dot(a, b, out_dtype=tl.int32).to(tl.float32) * (tl.load(a_scale_ptr + a_row + step) * scale)
+        if FALLS:
+            again = tl.load(again_ptr + a_row + step)
+            if again != 0:
+                rest = tl.load(residual_ptr + a_at + step * 128, mask=a_here, other=0)
+                total += tl.dot(rest, b, out_dtype=tl.int32).to(tl.float32) * (again * scale)
+    out_at = m.to(tl.int64)[:, None] * COLUMNS + n[None, :]
+    tl.store(out_ptr + out_at, total.to(out_ptr.dtype.element_ty), mask=device.inside(m, n, M, COLUMNS))
+
+
+def matmul_int8_block(
+    a: Array,
+    b: Array,
+    a_scale: Array,
+    b_scale: Array,
+    *,
+    residual: Any = None,
+    out_dtype: Any = jnp.bfloat16,
+    launch: Launch | None = None,
+    compute_capability: int | None = None,
+) -> Array:
+    """The product of `matmul_int8_mosaic.matmul_int8_block`, with the same arguments but for tuning.
+
+    Sums of 128 products are exact, in int32, and enter fp32 times their two scales: a conversion and a multiply-add an
+    element, beside 128 int8 products, of which an A100's tensor cores do 2,048 a cycle and multiprocessor and its other
+    cores 64. So they take about as long as the products (arXiv 2503.08040, appendix B, says the same of an A800).
+
+    Args:
+        launch: how the work is cut; sides of a tile divide 128.
+        compute_capability: of the GPU to compile for, as 80; None asks the GPU.
+
+    Raises:
+        ValueError: operands are not int8 matrices with scales of blocks, or a tile's sides do not divide 128.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    launch = launch or Launch(128, 128, 8, 3)
+    rows, columns, steps = (-(-size // BLOCK) for size in (m, n, k))
+    found = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
+    wanted = {"a": (m, k), "b": (n, k), "a_scale": (rows, steps), "b_scale": (columns, steps)}
+    for name, shape in wanted.items():
+        dtype = jnp.float32 if name.endswith("scale") else jnp.int8
+        if found[name].shape != shape or found[name].dtype != dtype or 0 in shape:
+            raise ValueError(f"{name} is {found[name].dtype}{found[name].shape}, not {jnp.dtype(dtype)}{shape}")
+    if BLOCK % launch.rows or BLOCK % launch.columns:
+        raise ValueError(f"{launch}: the sides of a tile must divide {BLOCK}")
+    again = jnp.zeros((1, 1), jnp.float32) if residual is None else jnp.where(residual.used, residual.scale, 0)
+    rest = jnp.zeros((1, 1), jnp.int8) if residual is None else residual.codes
+    programs = -(-m // launch.rows) * -(-n // launch.columns)
+    (out,) = quantize_triton.call(
+        _multiply, [a, b, a_scale, b_scale, rest, again], [jax.ShapeDtypeStruct((m, n), out_dtype)], programs, launch,
+        compute_capability, COLUMNS=n, FALLS=residual is not None, BAND=8,
+    )  # fmt: skip
+    return out  # type: ignore[no-any-return]

@@ -1,0 +1,35 @@
+"""Int8 block products with residuals, and their results in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.matmul_int8_mosaic import Residual
+
+
+def operands(m: int, n: int, k: int, rate: float) -> tuple[Any, np.ndarray]:
+    """Arguments of a product, and its result in float64. Residual blocks that are not used hold garbage."""
+    rng = np.random.default_rng(m + n + k)
+    a, b, r = (rng.integers(-127, 128, shape).astype(np.int8) for shape in ((m, k), (n, k), (m, k)))
+    counts = -(-m // 128), -(-n // 128), -(-k // 128)
+    a_scale, b_scale = (rng.uniform(0.5, 2, (rows, counts[2])).astype(np.float32) for rows in counts[:2])
+    r_scale = rng.uniform(0.005, 0.02, a_scale.shape).astype(np.float32)
+    used = rng.uniform(size=a_scale.shape) < rate
+    r_scale[~used] = np.nan
+
+    def spread(blocks: np.ndarray, rows: int) -> np.ndarray:
+        return np.kron(blocks.astype(np.float64), np.ones((128, 128)))[:rows, :k]
+
+    left = a * spread(a_scale, m) + r * spread(np.where(used, r_scale, 0), m)
+    wanted = left @ (b * spread(b_scale, n)).T
+    residual = Residual(jnp.asarray(r), jnp.asarray(r_scale), jnp.asarray(used)) if rate else None
+    return (*map(jnp.asarray, (a, b, a_scale, b_scale)), residual), wanted
+
+
+def error(function: Callable[..., Any], shape: tuple[int, int, int], rate: float) -> float:
+    """How far a kernel's fp32 result lies from float64, relative (Frobenius)."""
+    (*args, residual), wanted = operands(*shape, rate)
+    out = np.asarray(function(*args, residual=residual, out_dtype=jnp.float32), np.float64)
+    return float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))

@@ -1,0 +1,171 @@
+"""One registry of what arrays are made from: what it sees through, what it forgets, and who shares what."""
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+from jax.ad_checkpoint import checkpoint_name
+
+import fp8jax
+from fp8jax.modules.provenance import REGISTRY
+from fp8jax.ops import linear as without_registry
+from fp8jax.ops import norm
+from fp8jax.ops.choice import listening
+from tests.programs import dots, residuals
+
+COAT, TE = fp8jax.recipes.coat(), fp8jax.recipes.te_current()
+BATCH, LENGTH, WIDTH, INNER = 2, 8, 32, 48
+
+
+def draw(seed, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+X, SCALE = draw(0, BATCH, LENGTH, WIDTH), 1 + draw(1, WIDTH)
+GATE, UP, DOWN = 0.1 * draw(2, WIDTH, INNER), 0.1 * draw(3, WIDTH, INNER), 0.1 * draw(4, INNER, WIDTH)
+
+
+def layer(via, x, scale, gate, up, down):
+    h = via(fp8jax.rms_norm(x, scale, recipe=COAT))
+    a, b = (via(fp8jax.linear(via(h), w, recipe=COAT)) for w in (gate, up))
+    return x + fp8jax.linear(via(fp8jax.glu(a, b, recipe=COAT)), down, recipe=COAT)
+
+
+def constrained(a):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    return jax.lax.with_sharding_constraint(a, jax.sharding.NamedSharding(mesh, jax.P("data")))
+
+
+WRITINGS = {
+    "plain": lambda a: a,
+    "a constraint": constrained,
+    "a name": functools.partial(checkpoint_name, name="hidden"),
+    "a barrier": jax.lax.optimization_barrier,
+    "casts": lambda a: a.astype(jnp.float32).astype(a.dtype),
+    "reshapes": lambda a: a.reshape(BATCH * LENGTH, -1).reshape(a.shape),
+    "a squeeze": lambda a: jnp.squeeze(a[None], 0),
+    "a jit": jax.jit(constrained),
+    "a jit in a jit": jax.jit(lambda a: jax.jit(lambda b: b.reshape(BATCH * LENGTH, -1))(a).reshape(a.shape)),
+    "several": lambda a: jax.lax.optimization_barrier(checkpoint_name(constrained(a), "hidden")),
+}
+
+
+@pytest.mark.parametrize("writing", WRITINGS)
+def test_what_is_saved_does_not_depend_on_how_a_layer_is_written(writing):
+    f = functools.partial(layer, WRITINGS[writing])
+    kept = sorted(s for d, s in residuals(f, X, SCALE, GATE, UP, DOWN) if d == "uint8")
+    # The norm's input, gate and up; no codes of what they make, and one scale of each of those.
+    assert kept == sorted([X.shape, (BATCH, LENGTH, INNER), (BATCH, LENGTH, INNER)])
+    wide = [s for d, s in residuals(f, X, SCALE, GATE, UP, DOWN) if d == "bfloat16" and s[-1] in (WIDTH, INNER)]
+    assert set(wide) <= {GATE.shape, DOWN.shape, SCALE.shape}
+
+
+def test_under_the_leak_checker_the_same_is_saved():
+    plain = functools.partial(layer, WRITINGS["plain"])
+    want = residuals(plain, X, SCALE, GATE, UP, DOWN)
+    with jax.checking_leaks():
+        assert residuals(plain, X, SCALE, GATE, UP, DOWN) == want
+
+
+def test_nothing_is_held_of_a_trace_that_is_over():
+    before = len(REGISTRY._noted), len(REGISTRY._readers)
+    jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(layer(WRITINGS["plain"], *a).astype(jnp.float32)), range(5)))(
+        X, SCALE, GATE, UP, DOWN
+    )
+    gc.collect()
+    assert (len(REGISTRY._noted), len(REGISTRY._readers)) <= before
+
+
+def codes(f, *args):
+    return sorted(shape[-1] for dtype, shape in residuals(f, *args) if dtype == "uint8")
+
+
+def test_all_readers_share_codes_in_whatever_order_they_come():
+    h, other = draw(5, LENGTH, WIDTH), draw(6, LENGTH, WIDTH)
+
+    def decoder(h, other, w):
+        """Cross-attention: one encoder output is read three times, with layers of others between."""
+        y = other
+        for _ in range(3):
+            y = jnp.tanh(fp8jax.linear(y, w, recipe=TE)) + fp8jax.linear(constrained(h), w, recipe=TE)
+        return y
+
+    # Of the first and two further inputs of its own, and of the encoder's output one.
+    assert codes(decoder, h, other, 0.1 * draw(7, WIDTH, WIDTH)) == [WIDTH] * 4
+
+
+def test_a_given_scale_is_for_layers_of_its_recipe():
+    fast = fp8jax.recipes.coat_fast()
+
+    def through(x, keep):
+        h = fp8jax.rms_norm(x, SCALE, recipe=fast)
+        return fp8jax.linear(h if keep else h + 0, GATE, recipe=TE)
+
+    got, want = (jax.jit(through, static_argnums=1)(X, keep) for keep in (True, False))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def test_operations_themselves_know_only_what_they_are_told():
+    def f(x, w):
+        return without_registry.linear(norm.rms_norm(x, recipe=COAT), w, recipe=COAT)
+
+    before = len(REGISTRY._noted)
+    assert codes(f, X, GATE) == [WIDTH, WIDTH]
+    assert len(REGISTRY._noted) <= before
+
+
+def test_a_miss_is_told():
+    def f(x, w):
+        return fp8jax.linear(2 * fp8jax.rms_norm(x, recipe=COAT), w, recipe=COAT)
+
+    with listening() as told:
+        assert codes(f, X, GATE) == [WIDTH, WIDTH]
+    assert any(name == "saved input" and "before mul" in choice.reason for name, choice in told)
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: fp8jax.rms_norm(x, recipe=COAT),
+    lambda x: fp8jax.layer_norm(x, recipe=COAT),
+    lambda x: fp8jax.glu(x, x, recipe=COAT),
+    lambda x: fp8jax.activation(x, recipe=COAT, activation="gelu"),
+])  # fmt: skip
+@pytest.mark.parametrize("outer", [lambda f: jax.grad(f), lambda f: lambda x: jax.jvp(f, (x,), (x,))[1]])
+def test_a_gradient_of_a_gradient_raises(f, outer):
+    x = draw(0, 4, WIDTH, dtype=jnp.float32)
+    inner = jax.grad(lambda x: jnp.sum(f(x) ** 3))
+    with pytest.raises(ValueError, match="differentiated twice"):
+        jax.jit(outer(lambda x: jnp.sum(inner(x) ** 2)))(x)
+    assert np.all(np.isfinite(inner(x)))
+
+
+Shared = linen.jit(linen.Dense)
+
+
+class Two(linen.Module):
+    def setup(self):
+        self.a, self.b = Shared(WIDTH, use_bias=False), Shared(WIDTH, use_bias=False)
+
+    def __call__(self, x):
+        return self.b(linen.tanh(self.a(x)))
+
+    def encode(self, x):
+        return self.a(x)
+
+    def score(self, x):
+        return self.b(x)
+
+
+@pytest.mark.parametrize("order", [("encode", "score"), ("score", "encode")])
+def test_jitted_layers_of_linen_are_told_apart_in_any_order_of_calls(order):
+    model = fp8jax.linen.quantize(Two(), [fp8jax.Rule("b", None), fp8jax.Rule(".*", TE)])
+    x = draw(0, 4, WIDTH, dtype=jnp.float32)
+    variables = model.init(jax.random.key(0), x)
+    want = {"encode": "float8_e4m3fn", "score": "float32"}
+    for method in (*order, *order):
+        model.apply(variables, x, method=method)
+        apply = functools.partial(model.apply, method=method)
+        assert dots(apply, variables, x) == [(want[method], want[method])]

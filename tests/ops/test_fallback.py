@@ -1,0 +1,126 @@
+"""Fallback quantization against float64 NumPy: values, criteria, non-finite blocks, rounding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax.ops import fallback, matmul_int8
+from fp8jax.ops import quantize as op
+
+SHAPES = [((256, 384), 128), ((70, 130), 32), ((200, 300), 128)]
+
+
+def outliers(shape, seed=0):
+    """Normal values; one in 500 is a hundred times as large."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * np.where(rng.uniform(size=shape) < 0.002, 100, 1)).astype(np.float32)
+
+
+def tiles(x, side):
+    """The blocks of a matrix in float64, by their place."""
+    counts = [-(-n // side) for n in x.shape]
+    return {
+        (i, j): x[i * side : (i + 1) * side, j * side : (j + 1) * side].astype(np.float64)
+        for i in range(counts[0])
+        for j in range(counts[1])
+    }
+
+
+@pytest.mark.parametrize(("shape", "side"), SHAPES)
+def test_blocks_that_fall_back_keep_the_residual_to_half_a_step_and_others_the_base(shape, side):
+    x = outliers(shape)
+    x[:side, :side] = 0
+    pair, drawn = fallback.quantize(x, f"int8:block{side}", 50.0)
+    assert drawn is None
+    decoded, plain = np.asarray(pair.dequantize(), np.float64), np.asarray(pair.base.dequantize(), np.float64)
+    used = np.asarray(pair.used)
+    assert 0 < used.mean() < 1
+    for (i, j), block in tiles(x, side).items():
+        at = np.s_[i * side : (i + 1) * side, j * side : (j + 1) * side]
+        top = np.abs(block).max()
+        assert used[i, j] == (top > 50)
+        assert np.abs(plain[at] - block).max() <= 0.5001 * top / 127
+        # The residual is at most half a step, and is quantized to half of 1/127 of its own largest.
+        rest = np.abs(plain[at] - block).max()
+        error = np.abs(decoded[at] - block).max()
+        assert error <= (0.501 * rest / 127 + 2e-7 * top if used[i, j] else rest)
+
+
+@pytest.mark.parametrize("criterion", fallback.CRITERIA)
+def test_criteria_measure_what_the_paper_says(criterion):
+    x = outliers((200, 300), 1)
+    x[:128, :128] = 0
+    pair, _ = fallback.quantize(x, "int8:block128", 0.0, criterion=criterion)
+    base = np.asarray(pair.base.dequantize(), np.float64)
+    measured = np.asarray(fallback.measured(jnp.asarray(x), pair.base, criterion))
+    for place, block in tiles(x, 128).items():
+        error = np.abs(block - tiles(base, 128)[place]).sum()
+        size = np.abs(block).sum()
+        want = {"absmax": np.abs(block).max(), "l1": error, "relative_l1": error / size if size else 0}[criterion]
+        np.testing.assert_allclose(measured[place], want, rtol=1e-5)
+    cut = float(np.median(measured))
+    np.testing.assert_array_equal(
+        fallback.quantize(x, "int8:block128", cut, criterion=criterion)[0].used, measured > np.float32(cut)
+    )
+    share = np.asarray(fallback.top_share(jnp.asarray(measured), 1 / 3))
+    assert share.sum() == 2
+    assert measured[share].min() >= measured[~share].max()
+
+
+def test_what_is_not_finite_stays_visible_and_no_other_block_sees_it():
+    x = outliers((64, 96))
+    clean, _ = fallback.quantize(x, "int8:block32", 50.0)
+    x[3, 3], x[40, 70] = np.inf, np.nan
+    pair, _ = fallback.quantize(x, "int8:block32", 50.0)
+    bad = np.zeros((2, 3), bool)
+    bad[0, 0] = bad[1, 2] = True
+    assert not np.asarray(pair.used)[bad].any()
+    lost = np.isnan(np.asarray(pair.dequantize()))
+    np.testing.assert_array_equal(lost, np.kron(bad, np.ones((32, 32), bool)))
+    np.testing.assert_array_equal(np.asarray(pair.dequantize())[~lost], np.asarray(clean.dequantize())[~lost])
+
+
+def test_what_is_saved_is_unbiased_under_the_same_scales():
+    x = outliers((32, 64))
+    run = jax.jit(lambda key: fallback.quantize(x, "int8:block32", 1.0, key=key))
+    pair, drawn = run(jax.random.key(0))
+    np.testing.assert_array_equal(drawn.scale, pair.base.scale)
+    mean = jnp.mean(jax.lax.map(lambda key: run(key)[1].dequantize(), jax.random.split(jax.random.key(1), 400)), 0)
+    step = np.kron(np.asarray(pair.base.scale), np.ones((32, 32)))
+    assert np.abs(np.asarray(mean) - x).max() < 5 * (step / 2 / 20).max()
+    assert np.abs(np.asarray(drawn.dequantize()) - np.asarray(pair.base.dequantize())).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"spec": "e4m3:block128"}, "int8 in blocks"),
+        ({"spec": "int8:block128+stochastic"}, "int8 in blocks"),
+        ({"criterion": "l2"}, "unknown criterion 'l2'"),
+        ({"impl": "mosaic"}, "unknown impl 'mosaic'"),
+        ({"impl": "triton", "spec": "int8:block64"}, "cannot run"),
+        ({"x": jnp.zeros((2, 3, 4))}, "takes matrices"),
+    ],
+)
+def test_errors_name_the_value(arguments, text):
+    given = {"x": jnp.zeros((4, 4)), "spec": "int8:block128", "threshold": 1.0} | arguments
+    with pytest.raises(ValueError, match=text):
+        fallback.quantize(given.pop("x"), given.pop("spec"), given.pop("threshold"), **given)
+
+
+def test_a_product_of_pairs_equals_float64():
+    x, w = outliers((200, 300)), np.random.default_rng(2).standard_normal((140, 300)).astype(np.float32)
+    pair, _ = fallback.quantize(x, "int8:block32", 20.0)
+    right, _ = op.quantize(jnp.asarray(w), "int8:block32")
+    y = np.asarray(jax.jit(matmul_int8.matmul_pair)(pair, right), np.float64)
+    want = np.asarray(pair.dequantize(), np.float64) @ np.asarray(right.dequantize(), np.float64).T
+    assert np.linalg.norm(y - want) < 1e-6 * np.linalg.norm(want)
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    plain = np.asarray(pair.base.dequantize(), np.float64) @ w.astype(np.float64).T
+    assert np.linalg.norm(y - exact) < 0.6 * np.linalg.norm(plain - exact)
+    with pytest.raises(ValueError, match=r"cannot run: it needs a|takes int8 in blocks of 128"):
+        matmul_int8.matmul_pair(pair, right, impl="mosaic")
+    other, _ = op.quantize(jnp.asarray(w), "int8:block128")
+    with pytest.raises(ValueError, match="of one spec"):
+        matmul_int8.matmul_pair(pair, other)
