@@ -175,3 +175,13 @@ def test_what_is_not_finite_is_visible_and_bad_arguments_are_named():
             make()
     with pytest.raises(TypeError, match="int32"):
         tx.init({"w": jnp.ones(4, jnp.int32)})
+
+
+def test_weights_leave_zero_without_saturating_and_small_second_moments_stay_above_it():
+    """A first step is the learning rate, however small the weights were; 1e-16 of the largest square is below fp16."""
+    tx = fp8jax.fp8lm_adamw(0.5, B1, B2, weight_decay=0.0, min_size=0)
+    params = {"w": jnp.full((16, 16), 1e-6)}
+    grads = {"w": jnp.ones((16, 16)).at[0].set(1e-8)}
+    params, state = tx.step(grads, tx.init(params), params)
+    np.testing.assert_allclose(params["w"][1:], -0.5, rtol=0.07)  # the first moment has been rounded to e4m3
+    assert (np.asarray(state.nu["w"].dequantize()) > 0).all()
