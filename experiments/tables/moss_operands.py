@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     title = "Which operand costs FP8 training its early accuracy"
     run = json.loads((folder / f"{BASE}.json").read_text())
-    stamp = {key: run[key] for key in ("date", "flags", "commit", "kernels")}
+    stamp = {key: run[key] for key in ("date", "flags", "commit")}
     common.write("moss_operands", title, rows(losses), notes, None, options.results, device=run["device"], stamp=stamp)
     return 0
 

@@ -76,13 +76,11 @@ class Einsum:
 
 @dataclasses.dataclass(frozen=True)
 class SharedPromotion:
-    """Flax's `promote_dtype`, but layers that cast the same input one after another get one and the same cast.
+    """Flax's `promote_dtype`, after which the cast of an input is known as the same array in another dtype.
 
-    Each cast would be an array of its own, and layers that read one input share its codes only if they see one array:
-    without this, q, k and v of a model with an fp32 residual stream and bf16 layers would quantize and save it thrice.
-
-    The cast of what a norm or an activation made is known as made of the same. A weight that no product reads itself is
-    not cast: it is quantized as it is, and loops over layers keep no 16-bit copy of it for their backward pass.
+    Layers that cast one input, as q, k and v of a model with an fp32 residual stream do, then share its codes, and the
+    cast of what a norm or an activation made can be made again as that. A weight that no product reads itself is not
+    cast: it is quantized as it is, and loops over layers keep no 16-bit copy of it for their backward pass.
 
     Attributes:
         promote: `promote_dtype` of Linen (arrays as arguments) or of NNX (a tuple of them), input and weight first.

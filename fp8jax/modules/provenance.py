@@ -8,7 +8,6 @@ names, barriers, and nested jits that do nothing else. It holds no array alive b
 Functions that hold both ends (`fp8jax.norm_linear`, `fp8jax.glu_linear`) pass what they know and need no registry.
 """
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -42,9 +41,9 @@ class _Noted(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What was made of an array for a reader: weak references to its leaves, and to what it was made with.
+    """What was made of an array for a reader: references to its leaves, and to what it was made with.
 
-    An array that is made of another one keeps it alive, so this must not keep what was made.
+    In a trace an array that is made of another one keeps it alive, so there they are weak.
     """
 
     trace: Any
@@ -117,10 +116,8 @@ class Registry(threading.local):
                 return jax.tree.unflatten(entry.structure, leaves)  # type: ignore[no-any-return]
         made = make()
         parts, structure = jax.tree.flatten(made)
-        # Of arrays of keys, outside of traces, there are no weak references.
-        with contextlib.suppress(TypeError):
-            given = [o if o is None else weakref.ref(o) for o in others]
-            readers.entries[use] = _Entry(trace, tuple(given), tuple(map(weakref.ref, parts)), structure)
+        given = [o if o is None else _reference(o) for o in others]
+        readers.entries[use] = _Entry(trace, tuple(given), tuple(map(_reference, parts)), structure)
         return made
 
     def _miss(self, last: Any) -> None:
@@ -153,6 +150,11 @@ def carried(origin: Origin) -> tuple[Any, Callable[[Any], Origin]]:
         )
 
     return arrays, rebuild
+
+
+def _reference(x: Any) -> Callable[[], Any]:
+    """What gives an array if anything still uses it. Outside of traces an array keeps no other one alive."""
+    return weakref.ref(x) if isinstance(x, jax.core.Tracer) else lambda: x
 
 
 def _drop(entries: dict[int, Any], key: int, reference: Any) -> None:
