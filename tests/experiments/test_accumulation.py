@@ -19,7 +19,7 @@ def test_parts_merge_by_mean_and_statistics_by_maximum(factors):
         return noted + value, (value, {"w": jnp.array([value, -value])}, {"slot": jnp.array([value, 9 - value])})
 
     tokens = jnp.repeat(jnp.asarray(factors, jnp.float32), 2)[:, None]
-    noted, (loss, grads, seen) = jax.jit(lambda t: _accumulate(one, jnp.float32(0), t, 3))(tokens)
+    noted, (loss, grads, seen) = jax.jit(lambda t: _accumulate(one, jnp.float32(0), t.reshape(3, -1, 1)))(tokens)
     assert float(noted) == 12
     np.testing.assert_allclose([loss, *grads["w"]], [4, 4, -4], rtol=1e-6)
     np.testing.assert_array_equal(seen["slot"], [8, 8])

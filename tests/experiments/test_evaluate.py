@@ -172,14 +172,14 @@ def test_shares_and_their_errors(trained, capsys, monkeypatch):
 
 
 def test_leaks_are_told_as_ratios_of_perplexities(trained, corpus, capsys, monkeypatch):
-    nll = {"plain": 30.0, "quantized": 32.0, "prefixes": 35.0}
+    nll, tokens = {"plain": 30.0, "quantized": 32.0, "prefixes": 35.0}, np.arange(21)
     plain = evaluate.get_recipe("bf16", "--recipe").linear
     linear = evaluate.get_recipe("te_current", "--recipe").linear
-    monkeypatch.setattr(evaluate.Trained, "model", lambda _, of: "plain" if of == plain else "quantized")
+    monkeypatch.setattr(evaluate.Trained, "model", lambda _, of, tokens: "plain" if of == plain else "quantized")
     monkeypatch.setattr(scoring, "score_sequences", lambda model: model)
     monkeypatch.setattr(scoring, "score_prefixes", lambda model: "prefixes" if model == "quantized" else model)
     monkeypatch.setattr(scoring, "score_text", lambda arm, params, windows: scoring.Score(nll[arm], 20))
-    evaluate._print_leak(report.make_console(), trained, linear, {"a": ("some text of thirty letters",)}, 20)
+    evaluate._print_leak(report.make_console(), trained, trained.model(linear, tokens), tokens)
     shown = capsys.readouterr().out
     assert "leak, 20 tokens" in shown
     for name, loss in (("unquantized", 1.5), ("quantized", 1.6), ("quantized, token by token", 1.75)):

@@ -62,7 +62,7 @@ def linears() -> Programs:
     parts = {name: fp8jax.recipes.get(name).linear for name in fp8jax.recipes.NAMES}
     plain = parts["bf16"]
     parts = {name: part for name, part in parts.items() if part != plain}
-    for name, recipe in {part: name for name, part in parts.items()}.items():
+    for name, recipe in {part: name for name, part in reversed(parts.items())}.items():
         found[recipe] = (
             _linear(name),
             tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((132, 260), (260, 388), (132, 388))),

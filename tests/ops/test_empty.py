@@ -17,7 +17,7 @@ def outputs(recipe, x, w, many, weights, scale):
     """What the operations make of operands, of which some are empty; only what is zero then."""
     how = {"recipe": recipe, "key": KEY}
     if recipe.linear.states:
-        yield fp8jax.scaled_linear(x, w, fp8jax.init_scaling(recipe), jnp.zeros([]), **how)[0]
+        yield fp8jax.scaled_linear(x, w, fp8jax.init_scaling(recipe, w), jnp.zeros([]), **how)[0]
         return
     yield fp8jax.linear(x, w, **how)
     yield fp8jax.einsum("eti,eio->eto", many, weights, **how)

@@ -46,10 +46,10 @@ SPECS = {"scale": P(), "gate": P("fsdp", "tensor"), "up": P("fsdp", "tensor"), "
 
 def perceptron(params, x, recipe, mesh_is_explicit):
     if recipe.linear.states:
-        state = fp8jax.init_scaling(recipe)
 
         def linear(x, w, slot, **how):
             key = content_key(x) if recipe.linear.stochastic else None
+            state = fp8jax.init_scaling(recipe, w)
             return fp8jax.scaled_linear(x, w, state, slot, recipe=recipe, key=key, **how)[0]
 
         h = fp8jax.rms_norm(x, params["scale"], recipe=recipe)

@@ -158,7 +158,10 @@ def test_a_product_that_is_quantized_has_the_flag_too(fast, kernels):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_the_product_of_cublas_has_the_flag_and_the_scales(fast):
-    a, b, want = operands("e4m3", "e5m2")
+    a, b, _ = operands("e4m3", "e5m2")
+    # Powers of two, for where XLA does not fold it away the cast of a scale to bf16 rounds it.
+    a, b = (dataclasses.replace(q, scale=jnp.exp2(jnp.round(jnp.log2(q.scale)))) for q in (a, b))
+    want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     run = functools.partial(matmul_hopper.run, "cublas", False, fast, jnp.float32)
     ((_, precision),) = precisions(run, a, b)
     assert (precision == jax.lax.Precision.DEFAULT) == fast

@@ -215,8 +215,8 @@ def stand_ins(monkeypatch):
 def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, columns):
     mesh, x = mesh_of(kind), draw(0, 128, 64)
     how = ops._parse(rows, columns)
-    run = jax.jit(lambda x: ops._kernel(how, "current", x, None, None))
-    wanted = ops._reference(how, "current", x, None, None)
+    run = jax.jit(lambda x: ops._kernel(how, scaling.find("current"), x, None, None))
+    wanted = ops._reference(how, scaling.find("current"), x, None, None)
     for layout in LAYOUTS[:3]:
         same(jax.tree.leaves(run(place(mesh, x, *layout))), jax.tree.leaves(wanted))
 
