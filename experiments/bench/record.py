@@ -25,6 +25,7 @@ KERNELS = {
     "quantize": _QUANTIZE,
     "linear": (*_PRODUCTS, "matmul_int8_mosaic", *_QUANTIZE, "fallback_triton"),
     "layer": _LAYER,
+    "layer_counted": _LAYER,
     "coat_speed": _LAYER,
     "optimizer": ("adamw_triton",),
     "scaling": _QUANTIZE,

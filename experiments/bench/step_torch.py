@@ -23,7 +23,11 @@ def missing(arm: str) -> str | None:
     absent = [name for name in ("torch", *(["torchao"] if ARMS[arm] else [])) if importlib.util.find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)} not importable: rows left out"
-    if not importlib.import_module("torch").cuda.is_available():
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # Its shared libraries may be missing.
+        return f"torch cannot be imported ({error}): rows left out"
+    if not torch.cuda.is_available():
         return "this torch sees no CUDA GPU: rows left out"
     return None
 

@@ -25,7 +25,7 @@ REGISTERS = {
     "kept of silu": 64, "peaks": 64, "cotangents": 80, "silu again": 64, "silu": 48, "norm": 64,
     "silu again, peaks": 80, "silu again, cotangents": 80,
     "kept of silu, codes": 64, "rms norm, codes": 64, "mended": 64,
-    "kept of silu, rows": 64, "rms norm, rows": 80, "silu again, peaks of rows": 128, "cotangents of rows": 80,
+    "kept of silu, rows": 80, "rms norm, rows": 96, "silu again, peaks of rows": 128, "cotangents of rows": 80,
     "norm again": 64, "rms norm": 64, "rms norm, backward": 128, "rms norm, backward, residual": 128,
     "layer norm of 8192, backward": 128,
 }  # fmt: skip
