@@ -38,6 +38,12 @@ def factors(comm: Comm, params: Any, mesh: Any) -> Factors | tuple[()]:
     return init_factors(params, mesh.size)
 
 
+def saturated(factors: Factors, grads: Any) -> jax.Array:
+    """How many elements of a step's gradients lay at the end of the range after their sum in 8 bits, float32."""
+    counts = jax.tree.map(lambda part, g: part * g.size, factors.saturated, grads)
+    return jnp.round(sum(jax.tree.leaves(counts), jnp.float32(0)))
+
+
 def gradients(
     own: Gradients,
     comm: Comm,

@@ -74,3 +74,25 @@ def test_fp8_lm_trains_on_many_devices_and_factors_are_kept_in_its_state():
     assert jax.tree.structure(state.factors.mu) == jax.tree.structure(state.params)
     with pytest.raises(ValueError, match="give --mesh one axis"):
         steps(recipe, {"data": 2, "fsdp": 2})
+
+
+def test_a_step_tells_how_many_elements_of_its_sums_in_8_bits_saturated():
+    """With mu = 1/2 and two devices a sum reaches the end of the range just where both have their largest magnitude."""
+    recipe = dataclasses.replace(FP32, comm=Comm("e4m3", "one_phase", auto_scale=True))
+    devices = mesh.make(2, 1)
+    rows = mesh.batches(devices)
+    task = Task.build(LLAMA, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
+    state = jax.jit(task.init)()
+    state = state._replace(factors=state.factors._replace(mu=jax.tree.map(lambda mu: mu * 0 + 0.5, state.factors.mu)))
+    step = jax.jit(task.step)
+    found = {}
+    for name, tokens in (("alike", TOKENS.at[8:].set(TOKENS[:8])), ("apart", TOKENS)):
+        after, metrics = step(state, mesh.place(tokens, rows))
+        assert metrics["healthy"]
+        found[name] = int(metrics["saturated"])
+        parts = zip(*map(jax.tree.leaves, (after.factors.saturated, state.params)), strict=True)
+        assert found[name] == round(sum(float(part) * x.size for part, x in parts))
+    large = sum(x.size >= 4096 for x in jax.tree.leaves(state.params))
+    assert found["alike"] >= large > found["apart"]
+    other = dataclasses.replace(task, recipe=FP32)
+    assert "saturated" not in jax.eval_shape(other.step, state._replace(factors=()), TOKENS)[1]
