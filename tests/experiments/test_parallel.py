@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments import config, mesh, train
+from experiments import config, mesh, parallel, train
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.dist.collectives import collectives
+from fp8jax.modules import dots
+from fp8jax.ops import linear
 from fp8jax.recipes import Comm
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=1, heads=2, kv_heads=2, mlp_dim=128)
@@ -96,3 +98,27 @@ def test_a_step_tells_how_many_elements_of_its_sums_in_8_bits_saturated():
     assert found["alike"] >= large > found["apart"]
     other = dataclasses.replace(task, recipe=FP32)
     assert "saturated" not in jax.eval_shape(other.step, state._replace(factors=()), TOKENS)[1]
+
+
+def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypatch):
+    """Keys come from a device's own rows: errors of rounding average out over replicas, and every run has the same."""
+    recipe = dataclasses.replace(fp8jax.recipes.jetfire(), comm=Comm("e4m3"))
+    devices = mesh.make(2, 1)
+    task = Task.build(LLAMA, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0,
+                      rows=mesh.batches(devices))  # fmt: skip
+    state, seen = jax.jit(task.init)(), []
+
+    def noted(x):
+        key = linear.content_key(x)
+        jax.debug.callback(lambda *found: seen.append(found), jax.lax.axis_index("data"), jax.random.key_data(key))
+        return key
+
+    monkeypatch.setattr(dots, "content_key", noted)
+    args = task.gradients, recipe.comm, devices, state.params, state.model_state
+    run = jax.jit(lambda tokens: parallel.gradients(*args, tokens, ())[0])
+    for _ in range(2):
+        run(mesh.place(TOKENS, task.rows)).block_until_ready()
+    jax.effects_barrier()
+    keys = [{tuple(map(int, words)) for device, words in seen if device == replica} for replica in range(2)]
+    assert len(keys[0]) == len(keys[1]) == len(seen) / 4 >= 4
+    assert not keys[0] & keys[1]
