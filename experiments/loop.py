@@ -159,5 +159,6 @@ class Loop:
         now = time.perf_counter()
         rate = float(schedule(self.optim)(behind.number - 1))
         speed = behind.tokens / (now - clock)
-        self.log.step(behind.number, values["loss"], grad_norm=values["grad_norm"], lr=rate, tokens_per_s=speed)
+        seen = {name: values[name] for name in ("grad_norm", "saturated") if name in values}
+        self.log.step(behind.number, values["loss"], lr=rate, tokens_per_s=speed, **seen)
         return now

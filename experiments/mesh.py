@@ -1,7 +1,7 @@
 """How a training state and its batches lie on the devices of a host."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -110,10 +110,12 @@ def state(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, fp8jax.QTensor))
 
 
-def told(mesh: jax.sharding.Mesh) -> str:
-    """What a mesh means, in words."""
+def told(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:
+    """What a mesh means, in words; of recipes that say in what gradients travel, what each device gathers, too."""
     data, fsdp = (mesh.shape[name] for name in AXES)
     shared = f"data={data},fsdp={fsdp}: each device takes 1 of {mesh.size} parts of a batch"
     if fsdp == 1:
         return f"{shared}, and has all parameters and their moments"
-    return f"{shared}, and has 1 of {fsdp} parts of each large matrix and its moments"
+    shared = f"{shared}, and has 1 of {fsdp} parts of each large matrix and its moments"
+    whole = [f"{recipe.name} in {recipe.weights.held}" for recipe in recipes if recipe.comm.gradients is not None]
+    return f"{shared}; each gathers all parameters before a step with {', '.join(whole)}" if whole else shared

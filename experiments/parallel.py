@@ -38,6 +38,12 @@ def factors(comm: Comm, params: Any, mesh: Any) -> Factors | tuple[()]:
     return init_factors(params, mesh.size)
 
 
+def saturated(factors: Factors, grads: Any) -> jax.Array:
+    """How many elements of a step's gradients lay at the end of the range after their sum in 8 bits, float32."""
+    counts = jax.tree.map(lambda part, g: part * g.size, factors.saturated, grads)
+    return jnp.round(sum(jax.tree.leaves(counts), jnp.float32(0)))
+
+
 def gradients(
     own: Gradients,
     comm: Comm,
@@ -49,7 +55,10 @@ def gradients(
 ) -> tuple[jax.Array, Any, Any, Factors | tuple[()]]:
     """Means over all devices of loss and gradients, the model state of the next step, and the new factors.
 
-    Parameters that lie in shards are gathered whole before the step, and their gradients scattered.
+    Parameters that lie in shards are gathered whole before the step, all of them at once and in the dtype that they are
+    held in, and their gradients scattered; the optimizer's states stay sharded.
+    `fp8jax.dist.gather_weights` would send weights of quantized layers as codes. It is not used here: it reduces
+    gradients in its own backward pass, once a microbatch and without factors, and the gathered copy would be as large.
 
     Args:
         own: `own(params, model_state, tokens)`, a device's own loss, gradients and model state.

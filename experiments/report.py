@@ -177,20 +177,31 @@ class RunLog:
         with writing(self._path.with_name("tensorboard")):
             self._board.close()
 
-    def step(self, step: int, loss: float, *, grad_norm: float, lr: float, tokens_per_s: float) -> None:
-        """Records a finished step."""
+    def step(
+        self,
+        step: int,
+        loss: float,
+        *,
+        grad_norm: float,
+        lr: float,
+        tokens_per_s: float,
+        saturated: float | None = None,
+    ) -> None:
+        """Records a finished step; `saturated` elements of its gradients, where sums in 8 bits can saturate."""
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s}
+        row |= {} if saturated is None else {"saturated": saturated}
         self.train[step] = row
         self._write(row)
         shown = self._last(self._every, step)
         mean = statistics.fmean(r["loss"] for r in shown)
         speed = statistics.median(r["tokens_per_s"] for r in shown)
+        lost = "" if saturated is None else f" saturated {sum(r.get('saturated', 0) for r in shown):.0f}"
         if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{mean:.3f}", speed=f"{speed:,.0f}")
+            self._bar.update(self._task, completed=step, loss=f"{mean:.3f}{lost}", speed=f"{speed:,.0f}")
         elif step % self._every == 0 or step == self._steps:
             self._console.print(
                 f"step {step}/{self._steps} loss {mean:.3f} tokens/s {speed:.0f} lr {lr:.2e} "
-                f"grad_norm {grad_norm:.2f} recipe {self._recipe}"
+                f"grad_norm {grad_norm:.2f}{lost} recipe {self._recipe}"
             )
 
     def valid(self, step: int, loss: float) -> None:

@@ -17,6 +17,7 @@ import fp8jax
 from experiments import parallel
 from experiments.config import Optim
 from experiments.models.llama import Llama, LlamaConfig
+from fp8jax.dist import Factors
 from fp8jax.optim.compressed_adamw import FusedTransformation
 
 
@@ -158,7 +159,11 @@ class Task:
         return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
     def step(self, state: TrainState, tokens_BxT: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update, or none from the first loss or gradient on that is not finite."""
+        """One update, or none from the first loss or gradient on that is not finite.
+
+        Metrics are loss, grad_norm and healthy; and, where sums of gradients have factors, saturated: how many
+        elements of these sums lay at the end of the range.
+        """
         inputs, factors = (state.params, state.model_state, tokens_BxT), state.factors
         if self.rows is None or self.recipe.comm.gradients is None:
             loss, grads, model_state = self.gradients(*inputs)
@@ -181,6 +186,8 @@ class Task:
         model_state = keep_or(self._bounded(params, model_state, opt_state), state.model_state)
         step = state.step + healthy.astype(jnp.int32)
         metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
+        if isinstance(factors, Factors):
+            metrics["saturated"] = parallel.saturated(factors, grads)
         return TrainState(step, params, model_state, opt_state, state.rng, healthy, factors), metrics
 
 

@@ -122,7 +122,7 @@ def _run(
     if _has_progress(config.folder):
         check_same(_read_config(config.folder), shared, config.folder)
     report.write_json(config.folder / "config.json", shared | {"all": dataclasses.asdict(config)})
-    _print_setup(console, config, corpus, tokens, devices)
+    _print_setup(console, config, corpus, tokens, mesh.told(devices, recipes.values()), devices.size)
 
     results = []
     for name, each in recipes.items():
@@ -335,7 +335,7 @@ def _write_text(config: Config, task: Task, state: TrainState, tokens: data.Toke
 
 
 def _print_setup(
-    console: Console, config: Config, corpus: data.Corpus, tokens: data.Tokens, mesh_of: jax.sharding.Mesh
+    console: Console, config: Config, corpus: data.Corpus, tokens: data.Tokens, told: str, used: int
 ) -> None:
     for name, section in (("data", config.data), ("model", config.model), ("optim", config.optim), ("run", config.run)):
         values = {k: v for k, v in dataclasses.asdict(section).items() if v not in (None, "")}
@@ -349,9 +349,9 @@ def _print_setup(
     versions = "  ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     console.print(f"{'versions':9}python {platform.python_version()}  {versions}")
     devices = jax.local_devices()
-    shared = f"; {mesh.told(mesh_of)}" if mesh_of.size > 1 else ""
+    shared = f"; {told}" if used > 1 else ""
     console.print(
-        f"{'device':9}{devices[0].device_kind} ({devices[0].platform}), {mesh_of.size} of {len(devices)} used{shared}"
+        f"{'device':9}{devices[0].device_kind} ({devices[0].platform}), {used} of {len(devices)} used{shared}"
     )
     skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
     console.print(

@@ -18,8 +18,10 @@ from fp8jax.dist.collectives import Collective
 from fp8jax.dist.reduce import MIN_SIZE
 from fp8jax.recipes import resolve
 
-# Estimates, which no figure of ours is fitted to: what the allocator and the runtime take beside arrays (CUDA context,
-# NCCL's buffers, workspaces of cuBLASLt), bytes a device. NCCL's share is with several devices only.
+# Rough estimates: what the allocator and the runtime take beside arrays (CUDA context, NCCL's buffers, workspaces of
+# cuBLASLt), bytes a device. NCCL's share is with several devices only. The figures of memory that tests compare plans
+# with leave it out. The rule of the peak, in `plan`, was changed after those figures had been seen: that a plan agrees
+# with them does not test the rule.
 RUNTIME, NCCL = 0.6e9, 0.9e9
 _NAMES = {"e4m3": "f8e4m3fn", "e5m2": "f8e5m2", "int8": "s8", "bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 

@@ -36,7 +36,8 @@ def linear(
         w: (inputs, outputs).
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
         bias: (outputs,), added in the dtype of the result.
-        key: PRNG key for recipes that round stochastically.
+        key: PRNG key for recipes that round stochastically. Inside `jax.shard_map` fold the index of the replica
+            into it (`jax.lax.axis_index`): with one key, errors of rounding do not average out over replicas.
         quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
         out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it, which
             says where JAX requires it; None follows JAX's own rule.
@@ -76,7 +77,8 @@ def dot_general(
         precision: must be None or default: quantized products have one precision.
         preferred_element_type: dtype of the result; that of `lhs` if None.
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
-        key: PRNG key for recipes that round stochastically.
+        key: PRNG key for recipes that round stochastically. Inside `jax.shard_map` fold the index of the replica
+            into it (`jax.lax.axis_index`): with one key, errors of rounding do not average out over replicas.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
         out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it.
         known: as of `linear`.
@@ -142,7 +144,8 @@ def einsum(
         precision: must be None or default: quantized products have one precision.
         preferred_element_type: dtype of the result; that of `lhs` if None.
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
-        key: PRNG key for recipes that round stochastically.
+        key: PRNG key for recipes that round stochastically. Inside `jax.shard_map` fold the index of the replica
+            into it (`jax.lax.axis_index`): with one key, errors of rounding do not average out over replicas.
         out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jnp.einsum` takes it.
         known: as of `linear`.
 
@@ -217,7 +220,8 @@ def content_key(x: Array) -> Array:
     """A PRNG key derived from the values of an array, for stochastic rounding where no key can be passed.
 
     The noise then depends on nothing but the data: it needs no state, repeats exactly, and differs between steps and
-    layers because their data do.
+    layers because their data do. Inside `jax.shard_map` the data are a device's own, and so is the key: errors of
+    rounding average out over replicas, unless these have the same rows.
     """
     bits = lax.bitcast_convert_type(lax.stop_gradient(x).astype(jnp.float32), jnp.uint32)
     # Mixed before they are summed: of the bits themselves bf16 values would leave 2^16 keys, and -x that of x.

@@ -1,6 +1,7 @@
 """AdamW whose moments are stored in 8 bits, as an optax transformation (COAT, sections 4.1 and 4.2)."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -48,14 +49,40 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         nearest, changes under half a step of bf16 are lost.
     factor: a scalar that gradients are multiplied by in fp32, in the same pass.
     applied: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
+
+    `update` knows the step, so that a copy made of `init` and `update`, as by `_replace` or `jax.tree.map`, has it too.
+
+    Raises:
+        TypeError: there is no step: none is given, and `update` is not that of a fused transformation.
     """
 
-    step: Callable[..., tuple[optax.Params, optax.OptState]]
+    def __new__(cls, init: Callable, update: Callable, step: Callable | None = None) -> "FusedTransformation":
+        if step is None and not isinstance(update, _Update):
+            raise TypeError(
+                f"FusedTransformation: {update!r} is not the update of a fused transformation, so there is no step; "
+                "give all three, FusedTransformation(init, update, step)"
+            )
+        return super().__new__(cls, init, update if step is None else _Update(update, step))
 
-    def __new__(cls, init: Callable, update: Callable, step: Callable) -> "FusedTransformation":
-        self = super().__new__(cls, init, update)
-        self.step = step
-        return self
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> "FusedTransformation":
+        return cls(*iterable)
+
+    @property
+    def step(self) -> Callable[..., tuple[optax.Params, optax.OptState]]:
+        """The function that updates parameters themselves."""
+        return self.update.step  # type: ignore[attr-defined, no-any-return]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Update:
+    """The update of a fused transformation, and the step that equals it."""
+
+    update: Callable
+    step: Callable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.update(*args, **kwargs)
 
 
 def scale_by_compressed_adam(

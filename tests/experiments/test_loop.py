@@ -234,3 +234,20 @@ def test_lines_of_progress_show_means_of_the_steps_since_the_last(tmp_path, caps
         "step 5/5 loss 24.000 tokens/s 45 lr 6.25e-01 grad_norm 1.25 recipe r",
         "valid 5/5 loss 1.2500 recipe r",
     ]
+
+
+def test_saturated_elements_are_logged_at_every_step_and_counted_in_lines_of_progress(tmp_path, capsys, monkeypatch):
+    fake = Fake(steps=4, checkpoint_every=9, eval_every=9)
+    step = fake.loop.step
+    fake.loop.step = lambda *args: (lambda state, metrics: (state, metrics | {"saturated": Value(3.0)}))(*step(*args))
+    fake.run(monkeypatch)
+    rows = [x[3] for x in fake.happened if x[0] == "step"]
+    assert [row["saturated"] for row in rows] == [3.0] * 4
+    with report.RunLog(tmp_path, report.make_console(), recipe="r", resumed=0, steps=4, every=2) as log:
+        for number, row in enumerate(rows, 1):
+            log.step(number, 1.0, **row)
+    assert ["grad_norm 22.00 saturated 6 recipe r" in line for line in capsys.readouterr().out.splitlines()] == [
+        True,
+        False,
+    ]
+    assert [row["saturated"] for row in report.read_metrics(tmp_path / "metrics.jsonl")] == [3.0] * 4

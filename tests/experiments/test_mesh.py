@@ -151,3 +151,10 @@ def test_a_wrong_mesh_is_one_line_that_names_it_and_the_fix(argv, capsys, flags,
 def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, microbatches, count):
     found = mesh.choose("", batch, microbatches)
     assert dict(found.shape) == {"data": count, "fsdp": 1}
+
+
+def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before_a_step():
+    recipes = [fp8jax.recipes.coat(), fp8jax.recipes.fp8_lm()]
+    said = mesh.told(mesh.make(2, 2), recipes)
+    assert said.endswith("and its moments; each gathers all parameters before a step with fp8_lm in bf16")
+    assert "gathers" not in mesh.told(mesh.make(2, 2), recipes[:1]) + mesh.told(mesh.make(2, 1), recipes)

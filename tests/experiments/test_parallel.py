@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments import config, mesh, train
+from experiments import config, mesh, parallel, train
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.dist.collectives import collectives
+from fp8jax.modules import dots
+from fp8jax.ops import linear
 from fp8jax.recipes import Comm
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=1, heads=2, kv_heads=2, mlp_dim=128)
@@ -74,3 +76,49 @@ def test_fp8_lm_trains_on_many_devices_and_factors_are_kept_in_its_state():
     assert jax.tree.structure(state.factors.mu) == jax.tree.structure(state.params)
     with pytest.raises(ValueError, match="give --mesh one axis"):
         steps(recipe, {"data": 2, "fsdp": 2})
+
+
+def test_a_step_tells_how_many_elements_of_its_sums_in_8_bits_saturated():
+    """With mu = 1/2 and two devices a sum reaches the end of the range just where both have their largest magnitude."""
+    recipe = dataclasses.replace(FP32, comm=Comm("e4m3", "one_phase", auto_scale=True))
+    devices = mesh.make(2, 1)
+    rows = mesh.batches(devices)
+    task = Task.build(LLAMA, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
+    state = jax.jit(task.init)()
+    state = state._replace(factors=state.factors._replace(mu=jax.tree.map(lambda mu: mu * 0 + 0.5, state.factors.mu)))
+    step = jax.jit(task.step)
+    found = {}
+    for name, tokens in (("alike", TOKENS.at[8:].set(TOKENS[:8])), ("apart", TOKENS)):
+        after, metrics = step(state, mesh.place(tokens, rows))
+        assert metrics["healthy"]
+        found[name] = int(metrics["saturated"])
+        parts = zip(*map(jax.tree.leaves, (after.factors.saturated, state.params)), strict=True)
+        assert found[name] == round(sum(float(part) * x.size for part, x in parts))
+    large = sum(x.size >= 4096 for x in jax.tree.leaves(state.params))
+    assert found["alike"] >= large > found["apart"]
+    other = dataclasses.replace(task, recipe=FP32)
+    assert "saturated" not in jax.eval_shape(other.step, state._replace(factors=()), TOKENS)[1]
+
+
+def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypatch):
+    """Keys come from a device's own rows: errors of rounding average out over replicas, and every run has the same."""
+    recipe = dataclasses.replace(fp8jax.recipes.jetfire(), comm=Comm("e4m3"))
+    devices = mesh.make(2, 1)
+    task = Task.build(LLAMA, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0,
+                      rows=mesh.batches(devices))  # fmt: skip
+    state, seen = jax.jit(task.init)(), []
+
+    def noted(x):
+        key = linear.content_key(x)
+        jax.debug.callback(lambda *found: seen.append(found), jax.lax.axis_index("data"), jax.random.key_data(key))
+        return key
+
+    monkeypatch.setattr(dots, "content_key", noted)
+    args = task.gradients, recipe.comm, devices, state.params, state.model_state
+    run = jax.jit(lambda tokens: parallel.gradients(*args, tokens, ())[0])
+    for _ in range(2):
+        run(mesh.place(TOKENS, task.rows)).block_until_ready()
+    jax.effects_barrier()
+    keys = [{tuple(map(int, words)) for device, words in seen if device == replica} for replica in range(2)]
+    assert len(keys[0]) == len(keys[1]) == len(seen) / 4 >= 4
+    assert not keys[0] & keys[1]

@@ -87,3 +87,18 @@ def test_what_cannot_be_clipped_is_refused():
     for norm in (0.0, -1.0, np.nan):
         with pytest.raises(ValueError, match="max_norm must be positive"):
             fp8jax.clipped(norm, fp8jax.compressed_adamw(1e-3))
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [lambda tx: tx._replace(init=tx.init), lambda tx: jax.tree.map(lambda x: x, tx), lambda tx: type(tx)(*tx)],
+    ids=["_replace", "tree.map", "from its fields"],
+)
+def test_a_copy_of_a_fused_transformation_has_its_step(copy):
+    tx = fp8jax.optimizer("bf16", 1e-2)
+    again = copy(fp8jax.clipped(1.0, tx))
+    params, _ = again.step(GRADS, again.init(PARAMS), PARAMS)
+    want = fp8jax.clipped(1.0, tx).step(GRADS, again.init(PARAMS), PARAMS)[0]
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+    with pytest.raises(TypeError, match=r"not the update of a fused transformation.*give all three"):
+        tx._replace(update=optax.sgd(1.0).update)
