@@ -84,5 +84,7 @@ def _kernel(written_in: str, free: int, out: DTypeLike, a: Pair | QTensor, b: QT
         base, residual = a.base, Residual(a.residual.codes, a.residual.scale, a.used)
     assert isinstance(base, QTensor)
     with hopper.left(free):
-        product: Array = multiply(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=out)
-    return product
+        product = multiply(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=out)
+    # Behind a barrier, as in `fp8jax.ops.matmul_hopper`: no second call for a loop that saves the result.
+    barred: Array = jax.lax.optimization_barrier(product)
+    return barred

@@ -165,7 +165,8 @@ def _kernels(how: Kernel, fast: bool, free: int, dtype: DTypeLike, a: QTensor, b
     from pallas_kernels import hopper
 
     with hopper.left(free):
-        return _run_kernel(how, fast, dtype, a, b)
+        # Behind a barrier: where a loop saves the result XLA (dynamic slice fusion) would let a second call write it there.
+        return lax.optimization_barrier(_run_kernel(how, fast, dtype, a, b))
 
 
 def _run_kernel(how: Kernel, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
