@@ -13,6 +13,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import matmul_hopper
 from fp8jax.ops.choice import target
+from fp8jax.ops.linear import linear
 from fp8jax.ops.scaled import ScalingState, scaled_linear
 from pallas_kernels.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
@@ -179,6 +180,19 @@ def int8(fallback: bool, m: int = 4096, n: int = 4096) -> Program:
 
 # Of two passes, and of one.
 INT8 = [functools.partial(int8, fallback, m) for fallback in (False, True) for m in (4096, 512)]
+
+
+def looped() -> Program:
+    """Gradients of a loop over layers that saves what each product gives."""
+    one = functools.partial(linear, recipe=recipes.deepseek())
+    keep = jax.checkpoint_policies.save_only_these_names("fp8jax_product")
+
+    def program(x: jax.Array, weights: jax.Array) -> Any:
+        layer = jax.checkpoint(lambda x, w: (jax.nn.silu(one(x, w)), None), policy=keep)
+        with target(capability=90):
+            return jax.grad(lambda *a: jnp.sum(jax.lax.scan(layer, *a)[0], dtype=F32), (0, 1))(x, weights)
+
+    return program, (Shape((M, 1024), BF16), Shape((4, 1024, 1024), BF16))
 
 
 def fallback_linear() -> Program:

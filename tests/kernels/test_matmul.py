@@ -339,6 +339,13 @@ def test_no_kernel_moves_the_scales_between_quantization_and_product() -> None:
     assert report["copies"] == 0
 
 
+@pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+def test_a_loop_that_saves_a_product_calls_its_kernel_once() -> None:
+    """XLA would let a second call write what is saved: forward, and both products backward, are three."""
+    pytest.importorskip("jax_triton")
+    assert h200.report("tests.kernels.h200_programs:looped")["calls"].count("mosaic_gpu_v2") == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1000, 32003, 1024), (4096, 4096, 4096), (257, 513, 2049), (8200, 8200, 300)])
 def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
