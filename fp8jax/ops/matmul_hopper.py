@@ -165,7 +165,7 @@ def _kernels(how: Kernel, fast: bool, free: int, dtype: DTypeLike, a: QTensor, b
     from pallas_kernels import hopper
 
     with hopper.left(free):
-        # Behind a barrier: where a loop saves the result XLA (dynamic slice fusion) would let a second call write it there.
+        # Behind a barrier: where a loop saves the result, XLA (dynamic slice fusion) would make a second call for that.
         return lax.optimization_barrier(_run_kernel(how, fast, dtype, a, b))
 
 
