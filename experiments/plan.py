@@ -18,6 +18,7 @@ from experiments import mesh, parallel
 from experiments.models import sizes
 from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
 from experiments.tables import flash
+from experiments.task import changes_layers
 from fp8jax.dist import Plan, plan
 
 # Bytes for each entry of the logits at the peak: bf16, fp32, and the gradient of either.
@@ -61,7 +62,7 @@ def kept_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool) -
     def count(length: int) -> int:
         def make() -> Any:
             model: Any = Llama(llama, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-            return (fp8jax.nnx.quantize(model, recipe) if recipe.linear.quantized else model).layers
+            return (fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model).layers
 
         graph, block = nnx.split(nnx.eval_shape(make))
         block = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), block)

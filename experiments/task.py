@@ -223,7 +223,12 @@ def _make(
     master = "fp32" if recipe.weights.master == "fp16" else recipe.weights.master
     dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (recipe.weights.compute, master))
     model = Llama(llama, dtype=dtype, param_dtype=param_dtype, remat=remat, rows=rows, rngs=rngs)
-    return fp8jax.nnx.quantize(model, recipe) if recipe.linear.quantized else model
+    return fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model
+
+
+def changes_layers(recipe: fp8jax.Recipe) -> bool:
+    """Whether a recipe changes a model's layers: it has quantized products or says what operations keep."""
+    return bool(recipe.linear.quantized) or recipe.context != type(recipe.context)()
 
 
 def schedule(optim: Optim) -> optax.Schedule:

@@ -69,3 +69,11 @@ def test_statistics_of_the_parts_are_those_of_the_whole():
     for p in product:
         np.testing.assert_array_equal(np.asarray(p["seen_x"]), 0)
         np.testing.assert_array_equal(np.asarray(p["slot"]), 0)
+
+
+def test_a_context_without_quantized_linears_is_used():
+    recipe = dataclasses.replace(EXACT, context=fp8jax.recipes.get("coat").context)
+    assert not recipe.linear.quantized
+    task = make(recipe, 1)
+    state = jax.eval_shape(task.init)
+    assert outputs(task.gradients, jnp.float8_e4m3fn, state.params, state.model_state, TOKENS)
