@@ -197,7 +197,7 @@ def test_factors_follow_saturation_and_come_back_slowly(mesh):
     means, factors = run(grads, factors)
     # The same on all: the sum is sqrt(devices) times the range. What is beyond it XLA on CPUs makes NaN, NCCL clips.
     assert factors.saturated["alike"] > 1e-3
-    assert factors.mu["alike"] == start / 2
+    assert factors.mu["alike"] == max(start / 2, 1 / DEVICES)  # with that no sum leaves the range
     assert np.isfinite(means["alike"]).all() == (jax.default_backend() == "gpu")
     assert factors.saturated["apart"] == 0
     np.testing.assert_allclose(factors.mu["apart"], start * 2 ** (1 / 1000), rtol=1e-6)
