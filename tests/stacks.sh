@@ -2,7 +2,7 @@
 # Tests the library with three sets of packages, each in an environment of its own:
 #   tests/stacks.sh [oldest] [pinned] [newest]
 # oldest: Python 3.11 and the lower bounds of pyproject.toml. pinned: constraints.txt; the same as `make test`.
-# newest: what pip installs today; of the suite, what meets other packages most: kernels, optimizers, modules, the script.
+# newest: what pip installs today; of the suite, what meets other packages most: kernels on Hopper, optimizers, modules, the script.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -57,7 +57,7 @@ for stack in "${@:-pinned}"; do
 	pinned) make test ;;
 	newest)
 		install .venv-newest "$(python_of 3.12 3.13)" --upgrade --upgrade-strategy eager
-		FP8JAX_TEST_COMPILE=1 .venv-newest/bin/python -m pytest -n 2 "${PART[@]}"
+		FP8JAX_TEST_COMPILE=1 .venv-newest/bin/python -m pytest -n 2 --ignore tests/kernels/test_targets.py "${PART[@]}"
 		;;
 	*) echo "no stack $stack; there are oldest, pinned and newest" >&2 && exit 1 ;;
 	esac
