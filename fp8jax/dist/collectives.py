@@ -5,13 +5,11 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fp8jax.core.program_text import computations_of, runs_of
+
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _OPERATION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\((.*)")
 _ARRAY = re.compile(r"\b([a-z]+(\d*)[a-z0-9]*)\[([\d,]*)\]")
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
-_TRIPS = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
 
 
 class Collective(NamedTuple):
@@ -51,30 +49,15 @@ def collectives(program: str) -> list[Collective]:
     Args:
         program: text of `jax.stages.Compiled.as_text`. A loop whose number of rounds XLA does not know counts once.
     """
-    found: list[tuple[str, Collective]] = []
-    calls: dict[str, list[tuple[str, int]]] = {}
-    entry, here = "", ""
-    for line in program.splitlines():
-        if match := _COMPUTATION.match(line):
-            here = match[2]
-            entry = here if match[1] else entry
-            calls.setdefault(here, [])
-            continue
-        inner = _CALLED.findall(line)
-        for names in _BRANCHES.findall(line):
-            inner += [name.strip().lstrip("%") for name in names.split(",")]
-        trips = _TRIPS.search(line) if " while(" in line else None
-        calls.setdefault(here, []).extend((name, int(trips[1]) if trips else 1) for name in inner)
-        found += [(here, one) for one in _read(line)]
-    runs = dict.fromkeys(calls, 0)
-
-    def visit(name: str, times: int) -> None:
-        runs[name] = runs.get(name, 0) + times
-        for inner, n in calls.get(name, []):
-            visit(inner, n * times)
-
-    visit(entry, 1)
-    return [one._replace(times=runs[where]) for where, one in found if runs[where]]
+    computations, entry = computations_of(program)
+    runs = runs_of(computations, entry)
+    return [
+        one._replace(times=runs[name])
+        for name, lines in computations.items()
+        if runs[name]
+        for line in lines
+        for one in _read(line.text)
+    ]
 
 
 def _read(line: str) -> Iterator[Collective]:

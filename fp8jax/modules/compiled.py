@@ -7,18 +7,14 @@ names through its passes, so that what was asked for can be compared with what b
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+from fp8jax.core.program_text import Line, computations_of, runs_of
 from fp8jax.ops.choice import Choice
 
 _EIGHT_BITS = re.compile(r"float8\w*|u?int8|f8\w+|[su]8")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.$-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w-]+)\((?P<args>.*)$")
 _OPERAND = re.compile(r"(?:(?P<type>\w+)\[[^\]]*\]\S* )?%(?P<name>[\w.$-]+)")
-_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.$-]+) ")
-_CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.$-]+)")
-_BRANCHES = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _NAME, _TARGET = re.compile(r'op_name="([^"]*)"'), re.compile(r'custom_call_target="([^"]*)"')
 _ASKED = re.compile(r"fp8jax:(\w+)\*(\w+)")
 _PRODUCTS = ("dot", "convolution", "scaled-dot", "ragged-dot", "custom-call")
@@ -67,26 +63,16 @@ class Product:
         return f"{self.operation}{kernel} of {' x '.join(self.operands)}{asked}: {times}"
 
 
-class _Line(NamedTuple):
-    """An instruction of a computation: its parts, and the text it was read from."""
-
-    name: str
-    type: str
-    op: str
-    args: str
-    text: str
-
-
 def read(text: str) -> tuple[Product, ...]:
     """The products, kernels and other custom calls of a program.
 
     Args:
         text: of an executable, `jax.jit(f).lower(...).compile().as_text()`.
     """
-    computations, entry = _computations(text)
+    computations, entry = computations_of(text)
     written: collections.Counter[tuple[str, tuple[str, ...], str, str]] = collections.Counter()
     executed: collections.Counter[tuple[str, tuple[str, ...], str, str]] = collections.Counter()
-    runs = _runs(computations, entry)
+    runs = runs_of(computations, entry)
     for name, lines in computations.items():
         for key in _products(lines):
             written[key] += 1
@@ -97,43 +83,7 @@ def read(text: str) -> tuple[Product, ...]:
     )
 
 
-def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:
-    """The instructions of each computation, and the name of the one that the program begins with."""
-    found: dict[str, list[_Line]] = {}
-    entry, lines = "", list[_Line]()
-    for line in text.splitlines():
-        if line.endswith("{") and (head := _COMPUTATION.match(line)):
-            lines = found.setdefault(head["name"], [])
-            entry = head["name"] if head["entry"] else entry
-        elif match := _INSTRUCTION.match(line):
-            lines.append(_Line(match["name"], match["type"], match["op"], match["args"], line))
-    return found, entry
-
-
-def _runs(computations: Mapping[str, list[_Line]], entry: str) -> collections.Counter[str]:
-    """How often each computation runs; loops without a known length count once."""
-    calls: dict[str, collections.Counter[str]] = {}
-    for name, lines in computations.items():
-        calls[name] = collections.Counter()
-        for line in lines:
-            if "=" not in line.args:
-                continue
-            trips = _TRIPS.search(line.text) if line.op == "while" else None
-            listed = [name.strip().lstrip("%") for names in _BRANCHES.findall(line.args) for name in names.split(",")]
-            for called in {*_CALLED.findall(line.args), *listed} & computations.keys():
-                calls[name][called] += int(trips[1]) if trips else 1
-    runs: collections.Counter[str] = collections.Counter()
-
-    def visit(name: str, times: int) -> None:
-        runs[name] += times
-        for called, count in calls.get(name, {}).items():
-            visit(called, times * count)
-
-    visit(entry, 1)
-    return runs
-
-
-def _products(lines: Iterable[_Line]) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+def _products(lines: Iterable[Line]) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     """Operation, operand dtypes, what was asked for, and kernel of each product and custom call."""
     types: dict[str, str] = {}
     for line in lines:
