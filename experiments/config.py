@@ -138,8 +138,12 @@ class Run:
     mesh: str = ""
     """Devices of this host by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Empty:
     data parallel over all of them, or over as many as divide a microbatch."""
-    remat: bool = False
-    """Compute each block's activations again in the backward pass instead of keeping them."""
+    remat: Literal["auto", "none", "products", "blocks"] = "auto"
+    """What the backward pass computes again: nothing, all of a block but its products and attention, or whole blocks.
+    auto: products on a GPU where the recipe's own contexts do not save operations, else none."""
+    unroll: int | None = None
+    """Layers in one turn of the loop over them: more run faster on a GPU and take longer to compile.
+    None: all on a GPU, else one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +183,8 @@ class Config:
             for name in names:
                 if getattr(section, name) < least:
                     raise UserError(f"{flag(name)} must be at least {least}, got {getattr(section, name)}")
+        if self.run.unroll is not None and self.run.unroll < 1:
+            raise UserError(f"--unroll must be at least 1, got {self.run.unroll}")
         for name in ("lr", "eps", "clip"):
             if not 0 < getattr(self.optim, name) < float("inf"):
                 raise UserError(f"{flag(name)} must be positive and finite, got {getattr(self.optim, name)}")

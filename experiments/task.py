@@ -52,6 +52,7 @@ class Task:
         seed: of the initial parameters.
         microbatches: parts that a batch is computed in, one after the other.
         rows: how sequences lie on several devices, or None.
+        unroll: layers in a turn of the loop over them, as `Llama` takes it.
     """
 
     graphdef: nnx.GraphDef[Llama]
@@ -62,6 +63,7 @@ class Task:
     seed: int
     microbatches: int = 1
     rows: jax.sharding.NamedSharding | None = None
+    unroll: int | None = None
 
     @classmethod
     def build(
@@ -74,17 +76,19 @@ class Task:
         seed: int,
         microbatches: int = 1,
         rows: jax.sharding.NamedSharding | None = None,
+        unroll: int | None = None,
     ) -> "Task":
         """Traces the model's structure; no parameter is made."""
         # In shard_map arrays are a device's own, and nothing says how they lie.
         inner = rows if recipe.comm.gradients is None else None
-        model = nnx.eval_shape(lambda: _make(llama, recipe, remat, inner, nnx.Rngs(seed)))
-        return cls(nnx.split(model, nnx.Param, ...)[0], tx, llama, recipe, remat, seed, microbatches, rows)
+        model = nnx.eval_shape(lambda: _make(llama, recipe, remat, inner, unroll, nnx.Rngs(seed)))
+        graphdef = nnx.split(model, nnx.Param, ...)[0]
+        return cls(graphdef, tx, llama, recipe, remat, seed, microbatches, rows, unroll)
 
     def init(self) -> TrainState:
         """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`."""
         key = jax.random.key(self.seed)
-        model = _make(self.llama, self.recipe, self.remat, self.rows, nnx.Rngs(key))
+        model = _make(self.llama, self.recipe, self.remat, self.rows, self.unroll, nnx.Rngs(key))
         params, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, ...))
         held = fp8jax.formats.get(self.recipe.weights.held).dtype
         return TrainState(
@@ -217,18 +221,26 @@ def _make(
     recipe: fp8jax.Recipe,
     remat: bool | str,
     rows: jax.sharding.NamedSharding | None,
+    unroll: int | None,
     rngs: nnx.Rngs,
 ) -> Llama:
     # Scaled master weights, which the optimizer keeps, are made of fp32.
     master = "fp32" if recipe.weights.master == "fp16" else recipe.weights.master
     dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (recipe.weights.compute, master))
-    model = Llama(llama, dtype=dtype, param_dtype=param_dtype, remat=remat, rows=rows, rngs=rngs)
+    model = Llama(llama, dtype=dtype, param_dtype=param_dtype, remat=remat, rows=rows, unroll=unroll, rngs=rngs)
     return fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model
 
 
 def changes_layers(recipe: fp8jax.Recipe) -> bool:
     """Whether a recipe changes a model's layers: it has quantized products or says what operations keep."""
     return bool(recipe.linear.quantized) or recipe.context != type(recipe.context)()
+
+
+def recomputed(how: str, recipe: fp8jax.Recipe) -> bool | str:
+    """The option `--remat` as `Llama` takes it."""
+    if how == "auto":
+        how = "products" if jax.default_backend() == "gpu" and not recipe.context.saved else "none"
+    return {"none": False, "products": "products", "blocks": True}[how]
 
 
 def schedule(optim: Optim) -> optax.Schedule:

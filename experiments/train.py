@@ -36,7 +36,7 @@ from experiments.checkpoint import Checkpoints
 from experiments.config import Config, UserError, check_same, flatten_fields, parse
 from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
-from experiments.task import Task, TrainState, decay_mask, schedule
+from experiments.task import Task, TrainState, decay_mask, recomputed, schedule
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, saving, summary
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recip
                 raise
             print(
                 f"error: the device's memory is too small ({str(error).splitlines()[0]}). Try a smaller --batch, "
-                "more --microbatches, --remat, or a smaller --model",
+                "more --microbatches, --remat blocks, or a smaller --model",
                 file=sys.stderr,
             )
             return 3
@@ -177,10 +177,11 @@ def _train_recipe(
         llama,
         make_optimizer(config, recipe),
         recipe,
-        remat=config.run.remat,
+        remat=recomputed(config.run.remat, recipe),
         seed=config.seed,
         microbatches=optim.microbatches,
         rows=rows,
+        unroll=config.run.unroll,
     )
     abstract = jax.eval_shape(task.init)
     batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32, sharding=rows)

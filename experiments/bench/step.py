@@ -52,7 +52,9 @@ _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
 class Arm:
     """A recipe's step on a mesh, and the state that it updates."""
 
-    def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, where: str) -> None:
+    def __init__(
+        self, name: str, model: LlamaConfig, batch: int, length: int, where: str, unroll: int | None = None
+    ) -> None:
         devices = jax.devices()[:1] if where == "one" else jax.devices()
         count = len(devices)
         self.mesh = mesh.make(1 if where == "fsdp" else count, count if where == "fsdp" else 1, devices)
@@ -64,7 +66,8 @@ class Arm:
         remat = False if recipe.context.saved or name == BF16 else "products"
         optimizer = train.make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
-        self.task = Task.build(self.config, optimizer, recipe, remat=remat, seed=0, rows=rows if count > 1 else None)
+        how: dict[str, Any] = {"remat": remat, "rows": rows if count > 1 else None, "unroll": unroll}
+        self.task = Task.build(self.config, optimizer, recipe, seed=0, **how)
         shapes = jax.eval_shape(self.task.init)
         placed = mesh.state(self.mesh, shapes)
         self.tokens = jax.device_put(
@@ -162,6 +165,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
     parser.add_argument("--impl", default="auto", choices=("auto", "xla"), help="xla: none of fp8jax's kernels")
+    parser.add_argument("--unroll", type=int, help="layers in a turn of the loop over them (default: all)")
     parser.add_argument("--free", type=int, nargs="+", default=[0], help="multiprocessors that products leave to NCCL")
     parser.add_argument("--apart", action="store_true", help="one arm after another: states that do not fit together")
     parser.add_argument("--visible", action="store_true", help="first one GPU in a process that sees no other")
@@ -212,7 +216,7 @@ def measure(llama: LlamaConfig, options: argparse.Namespace, found: Sequence[tim
         for name, free in ({AGAIN: 0} | freed).items():
             start = time.perf_counter()
             with choice.target(free_multiprocessors=free):
-                arms[name] = Arm(name, llama, options.batch, options.length, where)
+                arms[name] = Arm(name, llama, options.batch, options.length, where, options.unroll)
             if not options.apart:
                 jax.block_until_ready(arms[name]())
             print(f"  {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)

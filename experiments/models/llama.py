@@ -220,10 +220,12 @@ class Llama(nnx.Module):
         remat: what a block computes again in the backward pass: nothing, everything but its input (True), or all but
             its products and attention ("products"), which is the fastest in bf16.
         rows: how tokens and sequences lie on several devices; None leaves it to XLA.
+        unroll: layers in one turn of the loop over them. What a loop reads of stacked weights and saves for the
+            backward pass, XLA copies; more layers in a turn take longer to compile. None: all on a GPU, else one.
         rngs: source of the initial parameters.
 
     Raises:
-        ValueError: the configuration is impossible.
+        ValueError: the configuration is impossible, or unroll is below 1.
     """
 
     def __init__(
@@ -234,12 +236,17 @@ class Llama(nnx.Module):
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         remat: bool | str = False,
         rows: jax.sharding.NamedSharding | None = None,
+        unroll: int | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         config.validate()
         if remat not in (False, True, "products"):
             raise ValueError(f"remat must be False, True or 'products', got {remat!r}")
-        self.config, self.remat, self.rows = config, remat, rows
+        if unroll is None:
+            unroll = config.layers if jax.default_backend() == "gpu" else 1
+        if unroll < 1:
+            raise ValueError(f"unroll must be at least 1, got {unroll}")
+        self.config, self.remat, self.rows, self.unroll = config, remat, rows, unroll
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         init = nnx.initializers.normal(0.02)
         self.embed = Embed(config.vocab, config.dim, embedding_init=init, rngs=rngs, **kinds)
@@ -268,7 +275,7 @@ class Llama(nnx.Module):
 
         if self.remat:
             block = nnx.remat(block, policy=products_saveable if self.remat == "products" else None)
-        x_NxD = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x_NxD)
+        x_NxD = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, unroll=self.unroll)(self.layers, x_NxD)
         return self.norm(rows_on(x_NxD, self.rows))
 
     def logits(self, x_NxD: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ from experiments.tables import report as tables_report
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--seq-len", "-3"], "--seq-len must be at least 1, got -3"),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--unroll", "0"], "--unroll must be at least 1, got 0"),
         (["--keep", "0"], "--keep must be at least 1, got 0"),
         (["--checkpoint-every", "0"], "--checkpoint-every must be at least 1"),
         (["--lr", "0"], "--lr must be positive and finite, got 0"),

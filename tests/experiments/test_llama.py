@@ -196,3 +196,12 @@ def test_remat_changes_neither_loss_nor_gradient_and_saves_less():
 def test_models_know_nothing_of_fp8():
     for path in Path(llama.__file__).parent.glob("*.py"):
         assert not re.search(r"fp8|float8|e4m3|quant", path.read_text(), re.IGNORECASE), path
+
+
+def test_unrolled_layers_are_the_same_model():
+    deep = dataclasses.replace(TINY, layers=3)
+    expected, *others = (make(deep, unroll=unroll)(TOKENS) for unroll in (1, 2, 3))
+    for logits in others:
+        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="unroll must be at least 1, got 0"):
+        make(deep, unroll=0)

@@ -23,7 +23,7 @@ STEPS, WARMUP, LR, FINAL, B1, B2, EPS, DECAY, CLIP = 5, 2, 3e-2, 0.3, 0.7, 0.8, 
 FLAGS = (
     f"--steps {STEPS} --warmup {WARMUP} --lr {LR} --final-lr {FINAL} --b1 {B1} --b2 {B2} --eps {EPS} "
     f"--weight-decay {DECAY} --clip {CLIP} --seed 5 --valid-fraction 0.25 --eval-batches 3 --eval-every 2 "
-    "--checkpoint-every 3 --keep 1 --microbatches 2 --remat --recipe exact --run settings"
+    "--checkpoint-every 3 --keep 1 --microbatches 2 --remat blocks --unroll 2 --recipe exact --run settings"
 ).split()
 EXACT = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
 
@@ -221,9 +221,10 @@ def test_the_result_is_of_this_run(ran, plain):
 
 def test_memory_is_saved_as_asked_for(ran):
     loop, task, folder = ran
-    assert (task.microbatches, task.remat) == (2, True)
+    assert (task.microbatches, task.remat, task.unroll) == (2, True, 2)
     program = str(jax.make_jaxpr(task.step)(loop.start, loop.read[0]))
     assert "remat" in program
+    assert "unroll=2" in program
     assert "f32[2,16,256]" in program  # logits of half a batch
     assert "f32[4,16,256]" not in program
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [str(STEPS)]
