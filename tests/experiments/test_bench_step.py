@@ -7,14 +7,18 @@ import pathlib
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 from experiments.bench import step, step_torch, timing
-from experiments.models.llama import LlamaConfig
+from experiments.models.llama import Llama, LlamaConfig
 
 LLAMA = LlamaConfig(vocab=16, dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64)
 TOKENS = 32
+BF16 = 2.0**-8
 
 
 class FakeTorch:
@@ -45,7 +49,7 @@ def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path, capsys, apart):
     monkeypatch.setattr(step, "memory", lambda program: seen.setdefault(id(program), (len(seen) + 1, len(seen) + 2)))
     options = argparse.Namespace(
         model="tiny", arm=["coat"], mesh=["one"], batch=2, length=TOKENS, rounds=2, steps=4, kernels=False,
-        out=tmp_path, free=[0], apart=apart,
+        out=tmp_path, free=[0], apart=apart, unroll=None,
     )  # fmt: skip
     monkeypatch.setattr(step_torch, "missing", lambda arm: None if arm == "torch bf16" else "torchao not importable")
     monkeypatch.setattr(step_torch, "TorchArm", FakeTorch)
@@ -120,6 +124,45 @@ def test_a_process_that_sees_one_gpu_measures_the_same(monkeypatch):
     monkeypatch.setattr(step.subprocess, "run", run)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     assert step.alone(["--arm", "coat", "--visible"]) == [{"case": "1b, one GPU, no other GPU visible", "impl": "coat"}]
+
+
+def test_torch_arm_is_the_same_model():
+    """With our weights it has our loss and our gradients, but for what bf16 rounds."""
+    torch = pytest.importorskip("torch")
+    ours = Llama(LLAMA, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    theirs = step_torch.build(torch, LLAMA, TOKENS)
+    tokens = np.random.default_rng(0).integers(0, LLAMA.vocab, (2, TOKENS + 1))
+    graph, params = nnx.split(ours)
+    names = {
+        "embed.weight": lambda p: p["embed"]["embedding"],
+        "norm.weight": lambda p: p["norm"]["scale"],
+        "head.weight": lambda p: p["head"]["kernel"].T,
+    }
+    for i, part in itertools.product(range(LLAMA.layers), ("attention", "mlp")):
+        here = f"layers.{i}."
+        names[f"{here}{part}_norm.weight"] = lambda p, i=i, part=part: p["layers"][f"{part}_norm"]["scale"][i]
+        for name in ("q", "k", "v", "out") if part == "attention" else ("gate", "up", "down"):
+            names[f"{here}{name}.weight"] = lambda p, i=i, k=name, part=part: p["layers"][part][k]["kernel"][i].T
+    own = dict(theirs.named_parameters())
+    assert own.keys() == names.keys()
+    values = nnx.to_pure_dict(params)
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(torch.tensor(np.asarray(names[name](values)).tolist()))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = theirs(torch.tensor(tokens.tolist()))
+    loss.backward()
+
+    def mean(params):
+        logits = nnx.merge(graph, params)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    expected, grads = jax.value_and_grad(mean)(params)
+    np.testing.assert_allclose(loss.item(), expected, rtol=BF16)
+    grads = nnx.to_pure_dict(grads)
+    for name, weight in own.items():
+        close = np.linalg.norm(weight.grad.numpy() - names[name](grads)) / np.linalg.norm(names[name](grads))
+        assert close < 8 * BF16, name
 
 
 def test_without_torch_its_rows_are_left_out_and_that_is_said(monkeypatch, capsys):
