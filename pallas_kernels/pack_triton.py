@@ -1,4 +1,7 @@
-"""Quantizes a matrix to 10-bit integers in groups of 128 of a row, and packs four of them into five bytes: one pass."""
+"""Quantizes a matrix to 10-bit integers in groups of 128 of a row, and packs four of them into five bytes, in one pass.
+
+A row of packed codes has all low bytes first, then the high bits, so that both are stored side by side.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -32,39 +35,31 @@ def _pack(
     WIDE: tl.constexpr,
     HOW: tl.constexpr,
 ) -> None:
-    """HIGH groups, of 32 fours."""
+    """HIGH groups, of WIDE columns."""
     GROUPS: tl.constexpr = (N + WIDE - 1) // WIDE
     FOURS: tl.constexpr = (N + 3) // 4
     group = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
     row, first, there = (group // GROUPS).to(tl.int64), group % GROUPS * WIDE, group < M * GROUPS
-    four = (first // 4)[:, None] + tl.arange(0, WIDE // 4)[None, :]
-    at = row[:, None] * N + 4 * four
-    largest = tl.zeros((HIGH,), tl.int32)
-    for j in tl.static_range(4):
-        here = there[:, None] & (4 * four + j < N)
-        x = tl.load(x_ptr + at + j, mask=here, other=0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(device.ordered(x, HOW), 1))
-    scale = device.to_scale(largest, HOW, tl.bfloat16)
+    column = first[:, None] + tl.arange(0, WIDE)[None, :]
+    here = there[:, None] & (column < N)
+    x = tl.load(x_ptr + row[:, None] * N + column, mask=here, other=0).to(tl.float32)
+    scale = device.to_scale(tl.max(device.ordered(x, HOW), 1), HOW, tl.bfloat16)
     tl.store(scales_ptr + group, scale, mask=there)
-    factor = device.inverse(scale)[:, None]
-    out, whole = codes_ptr + row[:, None] * (5 * FOURS) + 5 * four, there[:, None] & (four < FOURS)
-    high = tl.zeros((HIGH, WIDE // 4), tl.int32)
-    for j in tl.static_range(4):
-        here = there[:, None] & (4 * four + j < N)
-        x = tl.load(x_ptr + at + j, mask=here, other=0).to(tl.float32)
-        y = tl.minimum(tl.maximum(device.scaled(x, factor, HOW), -511.0), 511.0)
-        code = tl.where(y == y, codec.bits(y + _ROUNDING) - _ROUNDING_BITS, 0) + _BIAS
-        code = tl.where(here, code, 0)
-        high += (code >> 8) << (2 * j)
-        tl.store(out + j, (code & 255).to(tl.uint8), mask=whole)
-    tl.store(out + 4, high.to(tl.uint8), mask=whole)
+    y = tl.minimum(tl.maximum(device.scaled(x, device.inverse(scale)[:, None], HOW), -511.0), 511.0)
+    code = tl.where(y == y, codec.bits(y + _ROUNDING) - _ROUNDING_BITS, 0) + _BIAS
+    out = codes_ptr + row[:, None] * (5 * FOURS)
+    tl.store(out + column, (code & 255).to(tl.uint8), mask=there[:, None] & (column < 4 * FOURS))
+    two = (code >> 8) << (2 * (tl.arange(0, WIDE) % 4))[None, :]
+    high = tl.sum(tl.reshape(two, (HIGH, WIDE // 4, 4)), 2)
+    four = (first // 4)[:, None] + tl.arange(0, WIDE // 4)[None, :]
+    tl.store(out + 4 * FOURS + four, high.to(tl.uint8), mask=there[:, None] & (four < FOURS))
 
 
 def pack(x: Array, *, launch: Launch | None = None, compute_capability: int | None = None) -> tuple[Array, Array]:
     """Packed codes, uint8 (M, 5 ceil(N / 4)), and bf16 scales (M, ceil(N / 128)) of a matrix (M, N).
 
     Bit for bit those of `fp8jax.quantize` for "int10:group128" with bf16 scales. A group with a NaN or Inf has a NaN
-    scale. The second time, values come from the cache.
+    scale.
 
     Raises:
         ValueError: the matrix is empty or of another dtype than fp32, bf16 or fp16.

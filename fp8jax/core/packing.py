@@ -1,4 +1,4 @@
-"""10-bit codes, four in five bytes: the low bytes of the four, then their high bits in one byte."""
+"""10-bit codes, four in five bytes: along the packed axis the low bytes of all, then the high bits, four in a byte."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -22,12 +22,11 @@ def pack(codes: Array, axis: int) -> Array:
         uint8 array with `packed_length(n)` along `axis`.
     """
     last = jnp.moveaxis(codes, axis, -1).astype(jnp.int32) + _BIAS
-    padding = -last.shape[-1] % 4
-    last = jnp.pad(last, [(0, 0)] * (last.ndim - 1) + [(0, padding)])
-    fours = last.reshape(*last.shape[:-1], -1, 4)
-    high = jnp.sum((fours >> 8) << jnp.arange(0, 8, 2), axis=-1, keepdims=True)
-    fives = jnp.concatenate([fours & 0xFF, high], axis=-1).astype(jnp.uint8)
-    return jnp.moveaxis(fives.reshape(*last.shape[:-1], -1), -1, axis)
+    last = jnp.pad(last, [(0, 0)] * (last.ndim - 1) + [(0, -last.shape[-1] % 4)], constant_values=_BIAS)
+    fours = last.reshape(*last.shape[:-1], last.shape[-1] // 4, 4)
+    high = jnp.sum((fours >> 8) << jnp.arange(0, 8, 2), axis=-1)
+    packed = jnp.concatenate([last & 0xFF, high], axis=-1).astype(jnp.uint8)
+    return jnp.moveaxis(packed, -1, axis)
 
 
 def unpack(packed: Array, axis: int, length: int) -> Array:
@@ -39,8 +38,8 @@ def unpack(packed: Array, axis: int, length: int) -> Array:
         length: logical length of that axis.
     """
     last = jnp.moveaxis(packed, axis, -1).astype(jnp.int32)
-    fives = last.reshape(*last.shape[:-1], -1, 5)
-    high = (fives[..., 4:] >> jnp.arange(0, 8, 2)) & 3
-    codes = (fives[..., :4] | (high << 8)) - _BIAS
-    codes = codes.reshape(*last.shape[:-1], -1)[..., :length]
-    return jnp.moveaxis(codes.astype(jnp.int16), -1, axis)
+    fours = last.shape[-1] // 5
+    low, high = last[..., : 4 * fours], last[..., 4 * fours :]
+    high = (high[..., None] >> jnp.arange(0, 8, 2)) & 3
+    codes = (low | (high.reshape(low.shape) << 8)) - _BIAS
+    return jnp.moveaxis(codes[..., :length].astype(jnp.int16), -1, axis)

@@ -19,6 +19,8 @@ from fp8jax.core.spec import QuantSpec
 # Version of what is stored: what the arrays of a QTensor mean. A state that was saved loads for ever (tests/data holds
 # one): to change a meaning, count this up, and go on to read the old one.
 VERSION = 1
+# Of packed codes; no optimizer's state has them. Version 1 had the five bytes of four codes side by side.
+PACKED_VERSION = 2
 # Of the arrays beside the codes, in the order of the fields.
 KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("scale", "expansion", "microscale"))
 
@@ -171,7 +173,7 @@ def _storage_key(spec: QuantSpec, length: int | None) -> str:
     if spec.scale_format != "fp32":
         options.append(f"{spec.scale_format}scales")
     how = str(dataclasses.replace(spec, rounding="nearest"))
-    return f"codes:{'+'.join([how, *options])}:v{VERSION}"
+    return f"codes:{'+'.join([how, *options])}:v{PACKED_VERSION if spec.packed else VERSION}"
 
 
 def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QTensor:
