@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8jax
-from experiments import config, data, report, train
+from experiments import config, data, mesh, report, train
 from experiments.bench import record
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task, TrainState
@@ -111,6 +111,11 @@ def coarse(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
     return dataclasses.replace(q, codes=jnp.clip(values, -largest, largest).astype(q.codes.dtype))
 
 
+def replicas(arm: Arm) -> int:
+    """Devices that share a batch: all, where a recipe says in what gradients travel between them, else one."""
+    return jax.device_count() if arm.recipe.comm.gradients is not None else 1
+
+
 def programs(arm: Arm, setting: Setting) -> tuple[Callable[..., Any], Callable[..., Any], int]:
     """A training run and its validation, and the number of parameters.
 
@@ -122,7 +127,8 @@ def programs(arm: Arm, setting: Setting) -> tuple[Callable[..., Any], Callable[.
     """
     optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr)
     tx = train.make_optimizer(config.Config(optim=optim), arm.recipe)
-    task = Task.build(setting.llama, tx, arm.recipe, remat=False, seed=0)
+    rows = mesh.batches(mesh.make(replicas(arm), 1)) if replicas(arm) > 1 else None
+    task = Task.build(setting.llama, tx, arm.recipe, remat=False, seed=0, rows=rows)
 
     def run(seed: jax.Array, text: jax.Array, starts: jax.Array) -> tuple[TrainState, jax.Array]:
         def step(state: TrainState, starts: jax.Array) -> tuple[TrainState, jax.Array]:
@@ -219,7 +225,7 @@ def train_arm(
         sizes = fp8jax.state_bytes(state.opt_state)
         content |= {"parameters": parameters, "moments": (sizes["mu"] + sizes["nu"]) / parameters,
                     "date": datetime.datetime.now(datetime.UTC).date().isoformat()}  # fmt: skip
-        content |= record.stamp("training_parity")
+        content |= {"replicas": replicas(arm)} | record.stamp("training_parity")
         content["runs"][str(seed)] = {"valid_loss": round(valid, 6), "losses": [round(x, 5) for x in curve.tolist()],
                                       "seconds": round(took, 2)}  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)

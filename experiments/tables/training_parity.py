@@ -42,10 +42,22 @@ ARMS: dict[str, Arm] = {
     "coat_fast": Arm(fp8jax.recipes.coat_fast()),
     "moss": Arm(fp8jax.recipes.moss()),
     "fast": Arm(fp8jax.recipes.fast()),
+    "int8_fallback": Arm(fp8jax.recipes.int8_fallback()),
+    "int8_block": Arm(fp8jax.recipes.int8_block()),
+    "fp8_lm": Arm(fp8jax.recipes.fp8_lm()),
     "coat_optimizer": Arm(fp8jax.recipes.coat_optimizer()),
     "coat_activations": Arm(fp8jax.recipes.coat_activations()),
     f"{CONTROL}_one_bit": Arm(fp8jax.recipes.coat(), "forward", 2),
     f"{CONTROL}_wgrad": Arm(fp8jax.recipes.coat(), "wgrad", 2),
+}
+# Steps between measurements of automatic scaling's weights; moss has 500.
+ARMS |= {
+    f"moss_interval_{steps}": Arm(
+        dataclasses.replace(
+            fp8jax.recipes.moss(), linear=dataclasses.replace(fp8jax.recipes.moss().linear, interval=steps)
+        )
+    )
+    for steps in (1, 100, 2000)
 }
 SEEDS = 8
 # The share of the steps, the last ones, that a training loss is the mean of.
@@ -246,6 +258,11 @@ def write(results: Path) -> None:
             f"differences are within seeds. {CONTROL} is coat whose forward products read codes without mantissa bits, "
             f"powers of two; {CONTROL}_one_bit, whose forward products read codes of one; and {CONTROL}_wgrad, whose "
             "weight gradients' products read codes of two mantissa bits less.",
+            *(
+                f"{name} ran on {of['replicas']} devices, whose gradients travelled as its recipe says."
+                for name, of in files.items()
+                if of.get("replicas", 1) > 1
+            ),
             *told(losses, paired=True),
         ]
         if CONTROL in losses and judge(losses, paired=True)[CONTROL] != "outside":
