@@ -240,7 +240,8 @@ def recomputed(how: str, recipe: fp8jax.Recipe) -> bool | str:
     """The option `--remat` as `Llama` takes it."""
     if how == "auto":
         how = "products" if jax.default_backend() == "gpu" and not recipe.context.saved else "none"
-    return {"none": False, "products": "products", "blocks": True}[how]
+    names: dict[str, bool | str] = {"none": False, "products": "products", "blocks": True}
+    return names[how]
 
 
 def schedule(optim: Optim) -> optax.Schedule:
