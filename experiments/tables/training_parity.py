@@ -35,6 +35,13 @@ from experiments.tables.parity_runs import Arm, Setting
 # Decided before the runs. COAT's own training loss is 0.67 % above bf16's in pretraining OLMo-1B (Table 3).
 LIMIT, CONFIDENCE = 0.005, 0.95
 BASE, CONTROL = "bf16", "control"
+
+
+def _moss(**linear: Any) -> fp8jax.Recipe:
+    moss = fp8jax.recipes.moss()
+    return dataclasses.replace(moss, linear=dataclasses.replace(moss.linear, **linear))
+
+
 ARMS: dict[str, Arm] = {
     BASE: Arm(fp8jax.recipes.bf16()),
     "coat": Arm(fp8jax.recipes.coat()),
@@ -49,15 +56,8 @@ ARMS: dict[str, Arm] = {
     "coat_activations": Arm(fp8jax.recipes.coat_activations()),
     f"{CONTROL}_one_bit": Arm(fp8jax.recipes.coat(), "forward", 2),
     f"{CONTROL}_wgrad": Arm(fp8jax.recipes.coat(), "wgrad", 2),
-}
-# Steps between measurements of automatic scaling's weights; moss has 500.
-ARMS |= {
-    f"moss_interval_{steps}": Arm(
-        dataclasses.replace(
-            fp8jax.recipes.moss(), linear=dataclasses.replace(fp8jax.recipes.moss().linear, interval=steps)
-        )
-    )
-    for steps in (1, 100, 2000)
+    # Steps between measurements of automatic scaling's weights; moss has 500.
+    **{f"moss_interval_{steps}": Arm(_moss(interval=steps)) for steps in (1, 100, 2000)},
 }
 SEEDS = 8
 # The share of the steps, the last ones, that a training loss is the mean of.
