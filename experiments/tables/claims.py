@@ -210,7 +210,8 @@ CLAIMS: list[Claim] = [
                   value("limit of Adam, interval 500", "mean ratio", "", 3))),
     Claim("Loss of `coat` from the mean of bf16's seeds, 95 % interval", "training_parity", _difference("coat"),
           "+0.4 % of log perplexity (COAT, Table 13)"),
-    Claim("Loss of `coat_fast`, likewise", "training_parity", _difference("coat_fast")),
+    *(Claim(f"Loss of `{name}`, likewise", "training_parity", _difference(name))
+      for name in ("coat_fast", "moss", "fast", "int8_fallback", "fp8_lm")),
     Claim("SNR of three activations late in training: two-level microscaling by rows, over one scale a tensor",
           "moss_snr", several(beside("two-level", _signal("two-level, row")), beside("tensor", _signal("per tensor"))),
           "35.3 to 38.0 and 24.1 to 29.5 dB (MOSS, Table 7)", beside("rounding alone", _signal("rounding alone"))),
