@@ -1,8 +1,9 @@
 """The training step of each recipe on many devices, with Auto and with Explicit mesh axes, against that of one device.
 
-All is computed in fp32, and keys are given: products of other shapes then differ in their last bits alone, where bf16
-would round some of them to other neighbours, and keys that are made of inputs would be others. A code that differed
-would change what it is multiplied with by parts in a hundred, not in a million.
+All is computed in fp32, with given keys. In bf16 XLA rounds or leaves out the rounding between two operations, as it
+fuses them, and keys that are made of an input would be others. So what a token makes is the same bits on any number of
+devices, as are its codes; sums over tokens, which are gradients of weights, differ by their order. A code that differed
+would change them by parts in ten thousand.
 """
 
 import contextlib
@@ -21,22 +22,21 @@ from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.modules import dots
 from fp8jax.recipes import Comm
-from tests.distance import relative
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
-TOKENS = jax.random.randint(jax.random.key(1), (16, 33), 0, 64)
+# With fewer tokens on a device XLA sums the products of a row in another order.
+TOKENS = jax.random.randint(jax.random.key(1), (16, 33), 0, LLAMA.vocab)
 MESHES = {"data": (8, 1), "fsdp": (1, 8), "both": (2, 4)}
 KINDS = (AxisType.Auto, AxisType.Explicit)
-# A sum in another order differs by its length's square root in units in the last place; the second moment is a square.
+# A sum in another order is off by the square root of its length in units of the last place; its square by twice that.
 ORDER = 2 * TOKENS.size**0.5 * 2.0**-24
-# Recipes that differ in most that they do, each on another mesh: the rest takes minutes.
+# How many of the optimizer's codes may be others: those of sums that lie as near to a tie. A step of e4m3 is 2^-3.
+TIES = 1e-3
 FAST = {
-    ("te_delayed", "data", AxisType.Auto),
-    ("jetfire", "fsdp", AxisType.Auto),
-    ("deepseek", "both", AxisType.Auto),
+    ("deepseek", "fsdp", AxisType.Auto),
     ("moss", "data", AxisType.Explicit),
     ("coat", "fsdp", AxisType.Explicit),
-    ("int8_fallback", "both", AxisType.Explicit),
+    ("te_delayed", "both", AxisType.Explicit),
 }
 ALL = [(name, where, kind) for name in fp8jax.recipes.NAMES for where in MESHES for kind in KINDS]
 
@@ -49,7 +49,6 @@ def settings():
         yield
 
 
-@functools.cache
 def build(name, devices=None):
     # Gradients that travel in 8 bits are not those of one device: see test_parallel.
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm())
@@ -59,17 +58,14 @@ def build(name, devices=None):
 
 
 def step(task, state, tokens):
-    """A step, and the codes and scales that its forward pass saves."""
-
-    def saved(params):
-        return jax.tree.leaves(jax.vjp(lambda p: task.loss(p, state.model_state, tokens), params)[1])
-
-    return task.step(state, tokens), [x for x in saved(state.params) if x.dtype in (jnp.uint8, jnp.int8)]
+    """A step, and what the forward pass saves for the backward pass: codes, scales, and values of fp32."""
+    _, back = jax.vjp(lambda params: task.loss(params, state.model_state, tokens), state.params)
+    return *task.step(state, tokens), [x for x in jax.tree.leaves(back) if jnp.issubdtype(x.dtype, np.number)]
 
 
 @functools.cache
 def one(name):
-    """The state before a step on one device, and what it gives."""
+    """The state before a step on one device, and what the step gives."""
     task = build(name)
     state = jax.jit(task.init)()
     return state, jax.device_get(jax.jit(functools.partial(step, task))(state, TOKENS))
@@ -79,26 +75,26 @@ def one(name):
     ("name", "where", "kind"), [pytest.param(*x, marks=() if x in FAST else pytest.mark.slow) for x in ALL]
 )
 def test_a_step_on_many_devices_is_that_of_one(name, where, kind):
-    state, ((want, want_metrics), want_codes) = one(name)
+    before, (want, want_metrics, want_saved) = one(name)
     devices = mesh.make(*MESHES[where], kind=kind)
     with jax.set_mesh(devices) if kind == AxisType.Explicit else contextlib.nullcontext():
         task = build(name, devices)
-        placed = mesh.state(devices, jax.eval_shape(task.init))
-        run = jax.jit(functools.partial(step, task), out_shardings=((placed, None), None))
-        found = run(jax.device_put(state, placed), mesh.place(TOKENS, task.rows))
-    up = found[0][0].params["layers"]["mlp"]["up"]["kernel"]
-    assert up.sharding.spec == (jax.P() if where == "data" else jax.P(None, "fsdp"))
-    (got, metrics), codes = jax.device_get(found)
+        placed = mesh.state(devices, before)
+        run = jax.jit(functools.partial(step, task), out_shardings=(placed, None, None))
+        after, metrics, saved = run(jax.device_put(before, placed), mesh.place(TOKENS, task.rows))
+    cut = jax.P() if where == "data" else jax.P(None, "fsdp")
+    assert after.params["layers"]["mlp"]["up"]["kernel"].sharding.spec == cut
+    assert saved[0].sharding.num_devices == 8
+    for x, y in zip(saved, want_saved, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), y)
     assert metrics["healthy"]
-    for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose(metrics[key], want_metrics[key], rtol=ORDER)
-    assert len(codes) == len(want_codes)
-    print(name, where, kind, len(codes), max([float(np.mean(a != b)) for a, b in zip(codes, want_codes)], default=0))
-    paths = jax.tree_util.tree_leaves_with_path(got)
-    for (path, a), b in zip(paths, jax.tree.leaves(want), strict=True):
-        text = jax.tree_util.keystr(path)
-        if a.dtype.itemsize == 1 and a.dtype != bool:
-            print("   ", text, np.mean(np.asarray(a != b))) if (a != b).any() else None
-        elif jnp.issubdtype(a.dtype, jnp.floating):
-            if relative([a], [b]) > ORDER: print("   ", text, relative([a], [b]) / ORDER)
-        else: np.testing.assert_array_equal(a, b, err_msg=text)
+    for metric in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[metric], want_metrics[metric], rtol=ORDER)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(want), strict=True):
+        x, label = np.asarray(x), jax.tree_util.keystr(path)
+        if "opt_state" in label and x.dtype.itemsize == 1:
+            assert np.mean(x != y) <= TIES, label
+        elif jnp.issubdtype(x.dtype, np.floating):
+            assert np.linalg.norm(x.astype(np.float64) - y) <= ORDER * np.linalg.norm(y.astype(np.float64)), label
+        else:
+            np.testing.assert_array_equal(x, y, err_msg=label)
