@@ -59,8 +59,12 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
     return found
 
 
-def make(data: int, fsdp: int, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make(
+    data: int, fsdp: int, devices: Sequence[jax.Device] | None = None, *, kind: AxisType = AxisType.Auto
+) -> jax.sharding.Mesh:
     """A mesh of `data` x `fsdp` devices: both split batches, `fsdp` also parameters and what belongs to them.
+
+    With Explicit axes the step is traced and run within `jax.set_mesh` of it.
 
     Raises:
         ValueError: there are not so many devices.
@@ -71,8 +75,7 @@ def make(data: int, fsdp: int, devices: Sequence[jax.Device] | None = None) -> j
             f"data={data},fsdp={fsdp} needs {data * fsdp} devices, and there are {len(devices)}; "
             f"give sizes whose product is {len(devices)}"
         )
-    kinds = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, fsdp), AXES, axis_types=kinds, devices=devices[: data * fsdp])
+    return jax.make_mesh((data, fsdp), AXES, axis_types=(kind, kind), devices=devices[: data * fsdp])
 
 
 def batches(mesh: jax.sharding.Mesh) -> NamedSharding:
@@ -91,23 +94,29 @@ def place(array: Any, rows: NamedSharding | None) -> Any:
 def state(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     """The shardings of a state, by the shapes of its arrays: matrices are cut along the last axis but one.
 
-    Scales are cut as their codes are, where their number divides.
+    Scales are cut as their codes are, where their number divides. An axis that stacks layers is never cut.
     """
     devices = mesh.shape["fsdp"]
 
     def divides(x: Any) -> bool:
-        return devices > 1 and x.ndim >= 2 and x.shape[-2] % devices == 0
+        return devices > 1 and x.shape[-2] % devices == 0
 
     def spec(x: Any, cut: bool) -> NamedSharding:
         axes = [None] * (x.ndim - 2) + ["fsdp"] if cut and divides(x) else []
         return NamedSharding(mesh, PartitionSpec(*axes))
 
-    def of(x: Any) -> Any:
+    def of(path: Any, x: Any) -> Any:
         codes = x.codes if isinstance(x, fp8jax.QTensor) else x
-        cut = math.prod(codes.shape) >= SMALLEST and divides(codes)
+        matrix = codes.ndim - stacked(path) >= 2
+        cut = matrix and math.prod(codes.shape) >= SMALLEST and divides(codes)
         return jax.tree.map(lambda part: spec(part, cut), x)
 
-    return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, fp8jax.QTensor))
+    return jax.tree_util.tree_map_with_path(of, tree, is_leaf=lambda x: isinstance(x, fp8jax.QTensor))
+
+
+def stacked(path: Any) -> int:
+    """How many leading axes of an array of a state stack layers, from its path: one in the layers of a Llama."""
+    return int("layers" in jax.tree_util.keystr(path))
 
 
 def told(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:

@@ -22,7 +22,7 @@ Gradients = Callable[[Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
 
 def stacked(tree: Any) -> Any:
     """How many leading axes of each parameter stack layers, each of which is a tensor with a scale of its own."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: int("layers" in jax.tree_util.keystr(path)), tree)
+    return jax.tree_util.tree_map_with_path(lambda path, _: meshes.stacked(path), tree)
 
 
 def factors(comm: Comm, params: Any, mesh: Any) -> Factors | tuple[()]:

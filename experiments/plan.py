@@ -100,7 +100,7 @@ def of(
         weights: as of `fp8jax.dist.plan`.
     """
     params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
-    layer = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(params) if _stacked(path)) / llama.layers
+    layer = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(params) if mesh.stacked(path)) / llama.layers
     activations = tokens * llama.layers * kept_per_token(llama, recipe, recompute)
     return plan(
         params,
@@ -113,10 +113,6 @@ def of(
         unsharded=2 * layer,
         weights=weights,
     )
-
-
-def _stacked(path: Any) -> bool:
-    return "layers" in jax.tree_util.keystr(path)
 
 
 def main(argv: list[str] | None = None) -> int:

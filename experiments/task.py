@@ -148,11 +148,13 @@ class Task:
 
     def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
         """The microbatches of a batch, (count, B / count, T), each spread over all devices."""
-        parts = tokens_BxT.reshape(self.microbatches, -1, tokens_BxT.shape[1])
+        shape = (self.microbatches, len(tokens_BxT) // self.microbatches, tokens_BxT.shape[1])
         if self.rows is None or self.recipe.comm.gradients is not None:
-            return parts
-        spec = jax.sharding.PartitionSpec(None, *self.rows.spec)
-        return jax.lax.with_sharding_constraint(parts, jax.sharding.NamedSharding(self.rows.mesh, spec))
+            return tokens_BxT.reshape(shape)
+        rows = jax.sharding.NamedSharding(self.rows.mesh, jax.P(None, *self.rows.spec))
+        if jax.typeof(tokens_BxT).sharding.mesh.explicit_axes:
+            return jnp.reshape(tokens_BxT, shape, out_sharding=rows)
+        return jax.lax.with_sharding_constraint(tokens_BxT.reshape(shape), rows)
 
     def _bounded(self, params: Any, model_state: Any, opt_state: optax.OptState) -> Any:
         """The model state with the bounds of automatic weight scaling after an update, where the recipe has it."""
@@ -206,8 +208,8 @@ def _accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
         return (noted, (loss + one_loss / count, grads, jax.tree.map(jnp.maximum, seen, one_seen))), None
 
     loss, grads, seen = jax.eval_shape(one, noted, parts[0])[1]
-    zeros = loss, jax.tree.map(lambda g: jax.ShapeDtypeStruct(g.shape, jnp.float32), grads), seen
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
+    zeros = loss, jax.tree.map(lambda g: g.update(dtype=jnp.float32), grads), seen
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), zeros)
     return jax.lax.scan(add, (noted, start), parts)[0]
 
 

@@ -116,6 +116,27 @@ def products_saveable(primitive: Any, *operands: Any, **how: Any) -> bool:
     return product or "attention" in primitive.name
 
 
+def rows_on(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
+    """An array whose first axis, of sequences or tokens, lies so; XLA alone may cut channels where parameters are.
+
+    What the devices do not divide, such as one sequence that is sampled, is left to XLA.
+    """
+    if sharding is None or x.shape[0] % sharding.mesh.size:
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding) if _rows_of(x) is None else jax.sharding.reshard(x, sharding)
+
+
+def _rows_of(x: jax.Array) -> jax.sharding.NamedSharding | None:
+    """How the first axis of an array lies on a mesh with Explicit axes, where JAX asks how a result lies; else None."""
+    where = jax.typeof(x).sharding
+    return jax.sharding.NamedSharding(where.mesh, jax.P(*where.spec[:1])) if where.mesh.explicit_axes else None
+
+
+def _reshaped(x: jax.Array, *shape: int) -> jax.Array:
+    """An array in another shape, whose first axis lies as before."""
+    return jnp.reshape(x, shape, out_sharding=_rows_of(x))
+
+
 class Embed(nnx.Embed):
     """Looks rows up in a table; in a small one, as bytes need, by a product with one-hot rows.
 
@@ -125,19 +146,9 @@ class Embed(nnx.Embed):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         if self.num_embeddings > ONE_HOT or out_sharding is not None:
-            return super().__call__(inputs, out_sharding)
+            return super().__call__(inputs, out_sharding or _rows_of(inputs))
         (table_VxD,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype)
         return jax.nn.one_hot(inputs, self.num_embeddings, dtype=table_VxD.dtype) @ table_VxD
-
-
-def rows_on(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-    """An array whose first axis, of sequences or tokens, lies so; XLA alone may cut channels where parameters are.
-
-    What the devices do not divide, such as one sequence that is sampled, is left to XLA.
-    """
-    if sharding is None or x.shape[0] % sharding.mesh.size:
-        return x
-    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 class Attention(nnx.Module):
@@ -160,14 +171,14 @@ class Attention(nnx.Module):
         self.out = _linear(config.dim, config.dim, out_std, dtype, param_dtype, rngs)
 
     def __call__(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> jax.Array:
-        split = (-1, cos_TxC.shape[0])
-        channels = self.config.head_dim
-        q_BxTxHxC = apply_rope(self.q(x_NxD).reshape(*split, self.config.heads, channels), cos_TxC, sin_TxC)
-        k_BxTxKxC = apply_rope(self.k(x_NxD).reshape(*split, self.config.kv_heads, channels), cos_TxC, sin_TxC)
-        v_BxTxKxC = self.v(x_NxD).reshape(*split, self.config.kv_heads, channels)
+        length, channels = cos_TxC.shape[0], self.config.head_dim
+        split = (x_NxD.shape[0] // length, length)
+        q_BxTxHxC = apply_rope(_reshaped(self.q(x_NxD), *split, self.config.heads, channels), cos_TxC, sin_TxC)
+        k_BxTxKxC = apply_rope(_reshaped(self.k(x_NxD), *split, self.config.kv_heads, channels), cos_TxC, sin_TxC)
+        v_BxTxKxC = _reshaped(self.v(x_NxD), *split, self.config.kv_heads, channels)
         qkv = (rows_on(x, self.rows) for x in (q_BxTxHxC, k_BxTxKxC, v_BxTxKxC))
         mixed_BxTxHxC = attend(*qkv, is_causal=True)
-        return self.out(mixed_BxTxHxC.reshape(x_NxD.shape))
+        return self.out(_reshaped(mixed_BxTxHxC, *x_NxD.shape))
 
 
 class SwiGLU(nnx.Module):
@@ -263,8 +274,8 @@ class Llama(nnx.Module):
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
         """Integer tokens (B, T) to logits (B, T, V) in the compute dtype."""
-        x_NxD = self.decode(self.embed(tokens_BxT.reshape(-1)), tokens_BxT.shape[1])
-        return self.logits(x_NxD).reshape(*tokens_BxT.shape, self.config.vocab)
+        x_NxD = self.decode(self.embed(_reshaped(tokens_BxT, tokens_BxT.size)), tokens_BxT.shape[1])
+        return _reshaped(self.logits(x_NxD), *tokens_BxT.shape, self.config.vocab)
 
     def decode(self, x_NxD: jax.Array, length: int) -> jax.Array:
         """Embedded sequences of a length T, one after the other in N, to what the head reads, (N, D)."""
@@ -280,4 +291,4 @@ class Llama(nnx.Module):
 
     def logits(self, x_NxD: jax.Array) -> jax.Array:
         """What `decode` returned to logits (N, V)."""
-        return self.embed.attend(x_NxD) if self.config.tied else self.head(x_NxD)
+        return self.embed.attend(x_NxD, _rows_of(x_NxD)) if self.config.tied else self.head(x_NxD)

@@ -1,0 +1,100 @@
+"""The training step of each recipe on many devices, with Auto and with Explicit mesh axes, against that of one device.
+
+All is computed in fp32, with given keys. In bf16 XLA rounds or leaves out the rounding between two operations, as it
+fuses them, and keys that are made of an input would be others. So what a token makes is the same bits on any number of
+devices, as are its codes; sums over tokens, which are gradients of weights, differ by their order. A code that differed
+would change them by parts in ten thousand.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import fp8jax
+from experiments import config, mesh, train
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
+from fp8jax.modules import dots
+from fp8jax.recipes import Comm
+
+LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
+# With fewer tokens on a device XLA sums the products of a row in another order.
+TOKENS = jax.random.randint(jax.random.key(1), (16, 33), 0, LLAMA.vocab)
+MESHES = {"data": (8, 1), "fsdp": (1, 8), "both": (2, 4)}
+KINDS = (AxisType.Auto, AxisType.Explicit)
+# A sum in another order is off by the square root of its length in units of the last place; its square by twice that.
+ORDER = 2 * TOKENS.size**0.5 * 2.0**-24
+# How many of the optimizer's codes may be others: those of sums that lie as near to a tie. A step of e4m3 is 2^-3.
+TIES = 1e-3
+FAST = {
+    ("deepseek", "fsdp", AxisType.Auto),
+    ("moss", "data", AxisType.Explicit),
+    ("coat", "fsdp", AxisType.Explicit),
+    ("te_delayed", "both", AxisType.Explicit),
+}
+ALL = [(name, where, kind) for name in fp8jax.recipes.NAMES for where in MESHES for kind in KINDS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settings():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "SMALLEST", 1024)
+        patch.setattr(dots, "content_key", lambda x: jax.random.key(x.size))
+        yield
+
+
+def build(name, devices=None):
+    # Gradients that travel in 8 bits are not those of one device: see test_parallel.
+    recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm())
+    recipe = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, compute="fp32"))
+    rows = None if devices is None else mesh.batches(devices)
+    return Task.build(LLAMA, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0, rows=rows)
+
+
+def step(task, state, tokens):
+    """A step, and what the forward pass saves for the backward pass: codes, scales, and values of fp32."""
+    _, back = jax.vjp(lambda params: task.loss(params, state.model_state, tokens), state.params)
+    return *task.step(state, tokens), [x for x in jax.tree.leaves(back) if jnp.issubdtype(x.dtype, np.number)]
+
+
+@functools.cache
+def one(name):
+    """The state before a step on one device, and what the step gives."""
+    task = build(name)
+    state = jax.jit(task.init)()
+    return state, jax.device_get(jax.jit(functools.partial(step, task))(state, TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "kind"), [pytest.param(*x, marks=() if x in FAST else pytest.mark.slow) for x in ALL]
+)
+def test_a_step_on_many_devices_is_that_of_one(name, where, kind):
+    before, (want, want_metrics, want_saved) = one(name)
+    devices = mesh.make(*MESHES[where], kind=kind)
+    with jax.set_mesh(devices) if kind == AxisType.Explicit else contextlib.nullcontext():
+        task = build(name, devices)
+        placed = mesh.state(devices, before)
+        run = jax.jit(functools.partial(step, task), out_shardings=(placed, None, None))
+        after, metrics, saved = run(jax.device_put(before, placed), mesh.place(TOKENS, task.rows))
+    cut = jax.P() if where == "data" else jax.P(None, "fsdp")
+    assert after.params["layers"]["mlp"]["up"]["kernel"].sharding.spec == cut
+    assert saved[0].sharding.num_devices == 8
+    for x, y in zip(saved, want_saved, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), y)
+    assert metrics["healthy"]
+    for metric in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[metric], want_metrics[metric], rtol=ORDER)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(want), strict=True):
+        x, label = np.asarray(x), jax.tree_util.keystr(path)
+        if "opt_state" in label and x.dtype.itemsize == 1:
+            assert np.mean(x != y) <= TIES, label
+        elif jnp.issubdtype(x.dtype, np.floating):
+            assert np.linalg.norm(x.astype(np.float64) - y) <= ORDER * np.linalg.norm(y.astype(np.float64)), label
+        else:
+            np.testing.assert_array_equal(x, y, err_msg=label)
