@@ -1,4 +1,4 @@
-"""Gradients that 8 bits would make 0 or NaN raise, and say what to take instead; where nothing is lost they are right."""
+"""Gradients that 8 bits would make 0 or NaN raise, and name what to take; where nothing is lost they are right."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def test_the_cast_to_codes_is_not_differentiated(spec, how):
     def f(x):
         return total(fp8jax.quantize(x, spec).dequantize())
 
-    with pytest.raises(ValueError, match="fp8jax.saveable.*fp8jax.linear.*stop_gradient"):
+    with pytest.raises(ValueError, match=r"fp8jax.saveable.*fp8jax.linear.*stop_gradient"):
         differentiate(how, f, X)
     assert np.isfinite(f(X))
     # Where the value is no part of what is differentiated, nothing is lost.
@@ -99,7 +99,7 @@ def test_a_cast_to_8_bits_before_an_operation_raises(dtype, name, recipe):
     def f(x):
         return total(OPERATIONS[name](x.astype(dtype), recipe=recipe))
 
-    with pytest.raises((ValueError, TypeError), match="Cast to bf16|cast it to|not accept dtype"):
+    with pytest.raises((ValueError, TypeError), match=r"Cast to bf16|cast it to|not accept dtype"):
         jax.grad(f)(X)
 
 
@@ -114,7 +114,7 @@ def test_a_cast_to_8_bits_before_an_operation_raises(dtype, name, recipe):
 ])  # fmt: skip
 def test_so_does_a_result_in_8_bits(dtype, f):
     assert f(X, dtype).dtype == dtype
-    with pytest.raises(ValueError, match="gradients in 8 bits would be 0 or NaN. Cast to bf16.*fp8jax.saveable"):
+    with pytest.raises(ValueError, match=r"gradients in 8 bits would be 0 or NaN. Cast to bf16.*fp8jax.saveable"):
         jax.grad(lambda x: total(f(x, dtype)))(X)
 
 
@@ -134,7 +134,7 @@ def test_a_gradient_of_a_gradient_of_a_product_raises(recipe, argument):
     inner = jax.grad(lambda x, w: total(fp8jax.linear(x, w, recipe=recipe, key=key)), argument)
     assert np.all(np.isfinite(inner(X, W)))
     for outer in (0, 1):
-        with pytest.raises(ValueError, match="differentiated twice|8 bits twice"):
+        with pytest.raises(ValueError, match=r"differentiated twice|8 bits twice"):
             jax.jit(jax.grad(lambda x, w: jnp.sum(inner(x, w) ** 2), outer))(X, W)
 
 
