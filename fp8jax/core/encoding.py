@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fp8jax.core import blocks, expansion, formats, noise, packing, scaling
+from fp8jax.core import blocks, derivatives, expansion, formats, noise, packing, scaling
 from fp8jax.core.spec import QuantSpec
 
 
@@ -33,7 +33,7 @@ def encode(
 ) -> Parts:
     fmt = formats.get(spec.format)
     block_shape = spec.block_shape(x.shape)
-    x = x.astype(jnp.float32)
+    x = derivatives.refuse(derivatives.CODES, x, scale).astype(jnp.float32)
     given, raw = scale is not None, jnp.abs(x)
     magnitude = formats.where(~(raw < formats.TINY), raw, 0)
     # The largest magnitudes are rid of subnormals after: XLA on a GPU writes a mask that two passes have in common.

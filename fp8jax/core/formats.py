@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
+from fp8jax.core import derivatives
+
 # XLA flushes fp32 subnormals on some backends and keeps them on others; the quantizers treat them as zeros on all.
 TINY = float(np.finfo(np.float32).tiny)
 
@@ -107,7 +109,11 @@ class Format:
         Returns:
             Codes of dtype `dtype` in the shape of `y`. Magnitudes beyond `max` become `max`; NaN the format's NaN and
             Inf `inf`, or some finite code where `inf` is None.
+
+        Raises:
+            ValueError: codes are differentiated; their gradient would be 0.
         """
+        y = derivatives.refuse(derivatives.CODES, y)
         if key is not None:
             noise = jax.random.uniform(key, y.shape, jnp.float32)
         finite = jnp.clip(y, -self.max if self.signed else 0.0, self.max)
@@ -137,7 +143,9 @@ class Format:
         return below, below + step
 
     def decode(self, codes: Array) -> Array:
-        """The fp32 values of codes, in units of the format."""
+        """The fp32 values of codes, in units of the format; raises ValueError where FP8 codes are differentiated."""
+        if self.is_float and self.bits == 8:
+            codes = derivatives.refuse(derivatives.VALUES, codes)
         if self.name == "e8m0":
             return decode_e8m0(codes)
         if self.codebook is not None:

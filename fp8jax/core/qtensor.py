@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from fp8jax.core import blocks, encoding, expansion, formats
+from fp8jax.core import blocks, derivatives, encoding, expansion, formats
 from fp8jax.core.encoding import Parts
 from fp8jax.core.spec import QuantSpec
 
@@ -123,7 +123,7 @@ class QTensor:
 
         arrays = [getattr(self, name) for name in names]
         (values,) = blocks.on_logical_array(decode, *arrays, like=[self.shape])
-        return values.astype(dtype)
+        return derivatives.passed("dequantize", values.astype(dtype), values)
 
     def shardings(self, sharding: NamedSharding) -> "QTensor":
         """The shardings of the arrays where the codes have `sharding`: replicated on axes that blocks do not divide."""
@@ -189,7 +189,8 @@ def quantize(x: Array, spec: QuantSpec | str, *, key: Array | None = None) -> QT
 
     Raises:
         TypeError: `x` is not of a floating dtype.
-        ValueError: the spec is malformed or does not fit the shape, or the key is missing or of no use.
+        ValueError: the spec is malformed or does not fit the shape, or the key is missing or of no use; or the codes
+            are differentiated, for their gradient would be 0: `fp8jax.saveable` passes gradients.
     """
     return quantize_with_scale(x, spec, None, key=key)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from fp8jax.core import formats, scaling
+from fp8jax.core import derivatives, formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
@@ -184,7 +184,8 @@ def activate(
     """The result of an activation, `glu` where there is an `up`, and what it is made from."""
     context, function, to = context_part(recipe), _function(name), fused.bounded(recipe)
     if context.spec is None:
-        return (function(gate) if up is None else function(gate) * up), NOTHING
+        y = function(gate) if up is None else function(gate) * up
+        return derivatives.passed("an activation", y, gate, up), NOTHING
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
     spare = context.lean or u is None
     operation = _fused(name, gate, up, context.spec, not spare, forward=True)
@@ -214,6 +215,7 @@ def activate(
     elif part is not None and spec is not None and scale is not None:
         part.hold(spec, scale, made)
     given = None if to is None or scale is None else (to, scale)
+    y = derivatives.passed("an activation", y, *inputs)
     origin = Origin((how, saved) if context.lean else None, part, given)
     known.note(y, origin)
     return y, origin

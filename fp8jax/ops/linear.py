@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from fp8jax.core import derivatives
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.ops.product import QuantizedWeight, input_source, multiply, product
 from fp8jax.ops.saved import BLANK, Origin, Provenance
@@ -120,7 +121,7 @@ def dot_general(
         seen = merged(spec, (*([1] * len(tokens) if view else [len(tokens)]), len(outputs)))
         source = lhs if last else None
         y = product(x, w, part, key, source, quantized=quantized, spec=seen, view=view, known=known if last else BLANK)
-    return split(y, (*batch, *tokens, *outputs), spec).astype(dtype)
+    return derivatives.passed("dot_general", split(y, (*batch, *tokens, *outputs), spec).astype(dtype), lhs, rhs)
 
 
 def einsum(

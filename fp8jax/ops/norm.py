@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from fp8jax.core import formats, scaling
+from fp8jax.core import derivatives, formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
@@ -165,7 +165,8 @@ def normalize(
     dtype, context, to = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe), fused.bounded(recipe)
     if context.spec is None:
         z, inverse = statistics(x, eps, centered=centered)
-        return normalized(z, inverse, scale, bias).astype(dtype), x if residual else None, NOTHING
+        y = normalized(z, inverse, scale, bias).astype(dtype)
+        return derivatives.passed("a norm", y, x, scale, bias), x if residual else None, NOTHING
     values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
     assert values[0] is not None
     by_rows, spec = fused_rows.of_layers(recipe), None if to is None else to.spec("x")
@@ -195,6 +196,7 @@ def normalize(
         part.hold(bound[0], bound[1], made)
     under = None if to is None or bound is None or bound[1] is None else (to, bound[1])
     origin = Origin((how, kept) if context.lean else None, part, under)
+    y = derivatives.passed("a norm", y, x, scale, bias)
     known.note(y, origin)
     return y, again, origin
 

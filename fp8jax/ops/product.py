@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.core import formats, scaling
+from fp8jax.core import derivatives, formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
@@ -189,7 +189,8 @@ def multiply(
     noise = _subkey(key, noisy[0], "dy") if noisy else None
     spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
     how = How(recipe, through is not None, passes, spec, known)
-    return _product(how, value, through, w, of_x, of_w, noise, scales)
+    y, passed = _product(how, value, through, w, of_x, of_w, noise, scales)
+    return derivatives.passed("a product", y, value, through, w), passed
 
 
 def fall_back(
@@ -287,6 +288,8 @@ def _forward(
     else:
         y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
     y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
+    if recipe.quantized or recipe.spec("saved") is not None:
+        y = derivatives.refuse(derivatives.TWICE, y, (value, through, w))
     given, passed = value if through is None else through, None
     if how.passes:
         passed = mapped_alike(given, y)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fp8jax.core import blocks, formats, scaling
+from fp8jax.core import blocks, derivatives, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
@@ -59,6 +59,7 @@ def quantize(
             or it is "triton" and the kernel cannot run: the message says why.
     """
     how, strategy = _parse(rows, columns), scaling.find(strategy)
+    x = derivatives.refuse(derivatives.CODES, x, scale)
     if (key is not None) != how.stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
         raise ValueError(f"rows {rows} and columns {columns} {need}")

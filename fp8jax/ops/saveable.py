@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from fp8jax.core import derivatives
 from fp8jax.core.qtensor import quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.saved import from_bytes, to_bytes
@@ -65,7 +66,7 @@ def saveable(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") -> Arr
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"saveable takes (..., channels) of a floating dtype, not {x.dtype}{list(x.shape)}")
     codes = named(to_bytes(quantize(lax.stop_gradient(x), how)), name)
-    return _rounded(x, from_bytes(codes).dequantize(x.dtype))
+    return derivatives.passed("saveable", _rounded(x, from_bytes(codes).dequantize(x.dtype)), x)
 
 
 def named(tree: Tree, name: str) -> Tree:

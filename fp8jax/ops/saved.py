@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from fp8jax.core import formats
+from fp8jax.core import derivatives, formats
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
@@ -251,20 +251,6 @@ def differentiable(
     return found
 
 
-@jax.custom_jvp
-def _once(y: Array, inputs: list[Array]) -> Array:
-    """A result; where its inputs are differentiated once more, of which what is saved knows nothing, this raises."""
-    return y
-
-
-@_once.defjvp
-def _once_jvp(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
-        "an operation whose inputs are saved in 8 bits was differentiated twice: the gradient of its gradient would be "
-        "0. Give this part of the model a recipe without a context, or differentiate it once"
-    )
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array) -> tuple[Array, Array | None]:
     return _forward(static, inputs, saved, y)[0]
@@ -273,7 +259,7 @@ def _differentiable(static: Any, inputs: tuple[Array | None, ...], saved: Any, y
 def _forward(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array) -> tuple[Any, Any]:
     _, residual, _ = static
     kinds = tuple(None if x is None else Kind.of(x) for x in inputs)
-    y, x = _once(y, [x for x in inputs if x is not None]), inputs[0]
+    y, x = derivatives.refuse(derivatives.TWICE, y, inputs), inputs[0]
     if residual and x is not None:
         return (mapped_alike(y, x), mapped_alike(x, y)), (saved, kinds)
     return (y, None), (saved, kinds)
