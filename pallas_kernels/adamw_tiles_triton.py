@@ -19,6 +19,10 @@ _HUGE = tl.constexpr(0x58800000)
 # How many groups are said to be neighbours in memory, which they are not: so Triton 3.7 spreads threads over groups
 # before chunks, as 3.6 does by itself. It is a run in a chunk that a thread takes, as long as that is the longer one.
 _GROUPS = tl.constexpr(2)
+# Where, after a gate of two if there is one, the limits of both kinds of tiles stand among the scalars.
+_CAREFUL, _ORDINARY = tl.constexpr(20), tl.constexpr(21)
+# Scalars of every step.
+_END = tl.constexpr(20)
 
 
 @triton.jit
@@ -59,9 +63,14 @@ def look_up(codes: tl.tensor, table_ptr: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _cut(change: tl.tensor, limit_ptr: tl.tensor) -> tl.tensor:
+    return codec.smaller(change, tl.load(limit_ptr))
+
+
+@triton.jit
 def _noise_of_groups(
     group: tl.tensor, inside: tl.tensor, words_ptr: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor,
-    SIZE: tl.constexpr, RUNS: tl.constexpr, GATED: tl.constexpr,
+    SIZE: tl.constexpr, RUNS: tl.constexpr, SCALARS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Noise by the group's number in the whole array and the place in the group; see `codec.noise_of_pairs`."""
     number = group.to(tl.uint32)
@@ -69,7 +78,7 @@ def _noise_of_groups(
         run = group // inner
         number = (run * stride + (group - run * inner)).to(tl.uint32)
     eighths = codec.per_group(number) * (SIZE // 8) + (inside >> 3).to(tl.uint32)
-    at = words_ptr + (22 if GATED else 20)
+    at = words_ptr + SCALARS
     word1 = tl.load(at).to(tl.uint32, bitcast=True) + salt.to(tl.uint32)
     word2 = tl.load(at + 1).to(tl.uint32, bitcast=True) ^ (salt.to(tl.uint32) * 0x85EBCA6B)
     return codec.noise_of_pairs(eighths, inside, word1, word2)
@@ -100,7 +109,8 @@ def careful(
     vectors_of_row: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, MASKED: tl.constexpr,
     ALIGNED: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, GATED: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr, QUICK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, GATED: tl.constexpr, CUT: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
+    QUICK: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of any groups. Moments, and in a step the weight, are written where they were read."""
     group = tile * TILE + tl.arange(0, TILE)
@@ -149,6 +159,8 @@ def careful(
     m = codec.multiply_add(g, b1_rest, codec.decode(mu, mu_scale, mu_exponent, b1, MU))
     inverse_root = codec.inverse_root(v + least)
     change = m * codec.over_negative(inverse_root, tl.fma(inverse_root, negative_eps, -1.0))
+    if CUT:
+        change = tl.where(tl.abs(change) < float("inf"), _cut(change, scalars_ptr + _CAREFUL + 2 * GATED), change)
     if WEIGHT:
         change = tl.fma(w, weight_decay, change)
     result = tl.fma(change, rate, w) if STEP else change * rate
@@ -160,7 +172,7 @@ def careful(
 
     noise = offsets
     if NU[9] > 0:
-        noise = _noise_of_groups(group, inside, words_ptr, salt, inner, stride, SIZE, RUNS, GATED)
+        noise = _noise_of_groups(group, inside, words_ptr, salt, inner, stride, SIZE, RUNS, _END + 2 * GATED + 2 * CUT)
     _store_moment(
         v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, nu_exponent, noise, inside,
         MASKED, NU, QUICK, ALIGNED,
@@ -208,8 +220,8 @@ def ordinary(
     scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, table_ptr: tl.tensor, salt: tl.tensor,
     inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr,
-    STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, GATED: tl.constexpr, MU: tl.constexpr,
-    NU: tl.constexpr,
+    STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, GATED: tl.constexpr, CUT: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A tile of whole groups; 0 where it was updated, 1 where it is left as it was.
 
@@ -254,11 +266,15 @@ def ordinary(
         if case == 0:
             r = codec.inverse_root(v)
             change = m * (r * tl.fma(r, slope, 1.0))
+            if CUT:
+                change = _cut(change, scalars_ptr + _ORDINARY + 2 * GATED)
             _store_result(
                 change, w, rate, decay, pointer, offsets, eighths, seed_ptr, STEP, WEIGHT, STOCHASTIC, not MARKED
             )
         else:
             change = m * codec.reciprocal(codec.root(v + eps_root) + eps)
+            if CUT:
+                change = _cut(change, scalars_ptr + _ORDINARY + 2 * GATED)
             _store_result(
                 change, w, rate, decay, pointer, offsets, eighths, seed_ptr, STEP, WEIGHT, STOCHASTIC, not MARKED
             )
@@ -269,7 +285,7 @@ def ordinary(
         )  # fmt: skip
         noise = offsets
         if NU[9] > 0:
-            noise = _noise_of_groups(group, chunk * LANES + lane, words_ptr, salt, inner, stride, SIZE, RUNS, GATED)
+            noise = _noise_of_groups(group, chunk * LANES + lane, words_ptr, salt, inner, stride, SIZE, RUNS, _END + 2 * GATED + 2 * CUT)
         _store_ordinary(
             v, v_largest, v_k, b2_rest, b2_per_rest,
             nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, noise, NU,

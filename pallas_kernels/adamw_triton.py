@@ -33,7 +33,8 @@ class Scalars(NamedTuple):
 
     change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps), where m and
     v are the moments over `correction1` and `correction2`. Gradients count times `factor`. Where `applied` is False
-    nothing is written. A step that has neither leaves both None.
+    nothing is written. A step that has neither leaves both None. Finite directions beyond `max_direction` are cut to
+    it; None cuts nothing.
     """
 
     rate: Any
@@ -48,6 +49,7 @@ class Scalars(NamedTuple):
     eps_root: Any
     factor: Any = None
     applied: Any = None
+    max_direction: Any = None
 
     @property
     def gated(self) -> bool:
@@ -59,21 +61,21 @@ class Scalars(NamedTuple):
 
         With r = sqrt(v + eps_root * correction2), direction = m / (r + eps * c) * c / correction1, c the root of
         `correction2`. Under the root, zero counts as the smallest normal number. From the ninth on they are for
-        moments that are taken as m / b1_rest and v / b2_rest, both rests times the factor. Two words for noise come
-        last, as they are, or the factor and whether the step is applied, and then the words: so all that a step needs
-        is made at once.
+        moments that are taken as m / b1_rest and v / b2_rest, both rests times the factor. Then come, where the step
+        has them, the factor and whether it is applied; the largest direction over what takes either kind of moments
+        to it; and two words for noise, as they are: so all that a step needs is made at once.
         """
         rate, weight_decay, b1, b1_rest, b2, b2_rest, correction1, correction2, eps, eps_root = (
             jnp.asarray(x, jnp.float32) for x in self[:10]
         )
         correction = jnp.sqrt(correction2)
+        careful = correction / correction1
         least = jnp.maximum(eps_root * correction2, np.finfo(np.float32).tiny)
-        scale = correction / correction1
-        values = [-rate * scale, weight_decay / scale, b1, b1_rest, b2, b2_rest, least, -eps * correction]
+        values = [-rate * careful, weight_decay / careful, b1, b1_rest, b2, b2_rest, least, -eps * correction]
 
         if self.factor is not None:
             b1_rest, b2_rest = b1_rest * self.factor, b2_rest * jnp.square(self.factor)
-        scale = scale * b1_rest / jnp.sqrt(b2_rest)
+        scale = careful * b1_rest / jnp.sqrt(b2_rest)
         eps = eps * correction / jnp.sqrt(b2_rest)
         rate, decay = -rate * scale, weight_decay / scale
         # Where these may make NaN of finite numbers, every tile is a special one.
@@ -85,6 +87,9 @@ class Scalars(NamedTuple):
         if self.gated:
             gate = (1.0 if x is None else x for x in (self.factor, self.applied))
             values += [jnp.asarray(x).astype(jnp.float32) for x in gate]
+        if self.max_direction is not None:
+            most = jnp.asarray(self.max_direction, jnp.float32)
+            values += [most / careful, most / scale]
         if words is not None:
             values += list(jax.lax.bitcast_convert_type(words, jnp.float32))
         return jnp.stack(values)
@@ -148,6 +153,7 @@ def _adamw(
     WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     GATED: tl.constexpr,
+    CUT: tl.constexpr,
     MU: tl.constexpr,
     NU: tl.constexpr,
 ) -> None:
@@ -161,7 +167,7 @@ def _adamw(
         left = tiles.ordinary(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
             nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, salt, inner, stride, result_ptr,
-            SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, MU, NU,
+            SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, CUT, MU, NU,
         )  # fmt: skip
     if not ORDINARY or left > 0:
         for part in range(PARTS):
@@ -169,7 +175,8 @@ def _adamw(
                 program * PARTS + part, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
                 nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, groups, groups_of_row,
                 vectors_of_row, salt, inner, stride, result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED,
-                ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, MU, NU, not SHORT and not ORDINARY,
+                ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, CUT, MU, NU,
+                not SHORT and not ORDINARY,
             )  # fmt: skip
 
 
@@ -317,6 +324,7 @@ def adamw(
         WEIGHT=weight is not None,
         STOCHASTIC=seed is not None,
         GATED=scalars.gated,
+        CUT=scalars.max_direction is not None,
         MU=tuple(mu_storage.static if mu_storage else codec.PLAIN),
         NU=tuple(nu_storage.static if nu_storage else codec.PLAIN),
     )

@@ -117,6 +117,14 @@ def root(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def smaller(x: tl.tensor, limit: tl.tensor) -> tl.tensor:
+    """x with the smaller magnitude of both, in one instruction; the limit is not negative."""
+    return tl.inline_asm_elementwise(
+        "min.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [x, limit], tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def over_negative(x: tl.tensor, d: tl.tensor) -> tl.tensor:
     """-x / d for finite d up to -1, to 7e-6 of itself, without the unit that takes logarithms and powers of two."""
     near = from_bits(-bits(d) + _INVERSE)

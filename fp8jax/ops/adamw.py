@@ -163,6 +163,11 @@ def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
     return d, m, v
 
 
+def cut(x: Array, limit: Any) -> Array:
+    """Finite values beyond a limit's magnitude as that magnitude; NaN and Inf as they are, for all to see."""
+    return jnp.where((jnp.abs(x) > limit) & jnp.isfinite(x), jnp.sign(x) * limit, x)
+
+
 def load(moment: Moment) -> Array:
     """The fp32 values of a stored moment."""
     return moment.dequantize() if isinstance(moment, QTensor) else moment.astype(jnp.float32)
@@ -229,6 +234,8 @@ def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Arr
     directions, mus, nus = direction(*columns, adam, words)
     results = []
     for leaf, d in zip(leaves, directions, strict=True):
+        if adam.max_direction is not None:
+            d = cut(d, adam.max_direction)
         if leaf.decays and leaf.weight is not None:
             d = d + adam.weight_decay * leaf.weight.astype(jnp.float32)
         result = jnp.asarray(-adam.rate, jnp.float32) * d

@@ -38,6 +38,7 @@ class Adam:
         weight_decay: strength of the decoupled weight decay.
         factor: what gradients are multiplied by, or None.
         applied: of a step in place, whether it is taken: where not, parameters and moments stay. None takes it.
+        max_direction: magnitude that finite directions beyond it are cut to, or None.
     """
 
     b1: ArrayLike
@@ -49,6 +50,7 @@ class Adam:
     weight_decay: Any = 0.0
     factor: Any = None
     applied: Any = None
+    max_direction: Any = None
 
 
 @functools.partial(
@@ -186,7 +188,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
         *(1 - adam.b1**adam.count, 1 - adam.b2**adam.count),
         *(adam.eps, adam.eps_root),
-        *(adam.factor, adam.applied),
+        *(adam.factor, adam.applied, adam.max_direction),
     )
     reads = form == "step" or (leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0))
     size = leaf.group_size

@@ -218,12 +218,20 @@ CONFIGURATIONS = {
     "stochastic second moment": ({"shape": (512, 1024), "weight": "float32", "nu_stochastic": True}, 73, 10),
     "fp32 weights, gated": ({"shape": (512, 1024), "weight": "float32", "gated": True}, 57, 10),
     "bf16 weights, gated": ({"shape": (512, 1024), "weight": "bfloat16", "gated": True}, 40, 8.5),
+    "fp32 weights, gated and cut": ({"shape": (512, 1024), "weight": "float32", "gated": True, "cut": True}, 61, 10),
+    "bf16 weights, gated and cut": ({"shape": (512, 1024), "weight": "bfloat16", "gated": True, "cut": True}, 42, 8.5),
+    "bf16 weights, all of it": (
+        {"shape": (512, 1024), "weight": "bfloat16", "stochastic": True, "nu_stochastic": True, "gated": True,
+         "cut": True},
+        59,
+        8.5,
+    ),
 }
 
 
 def lower(
     shape, weight, size=128, mu="e4m3", nu="e4m3", expand=True, form="step", stochastic=False, nu_stochastic=False,
-    gated=False,
+    gated=False, cut=False,
 ):  # fmt: skip
     """Lowers one step for a GPU of compute capability 9.0; run in a process of its own."""
 
@@ -241,6 +249,7 @@ def lower(
     )
     options = {"key": jax.random.key(0)} if stochastic else {}
     adam = dataclasses.replace(ADAM, factor=jnp.float32(0.5), applied=jnp.array(True)) if gated else ADAM
+    adam = dataclasses.replace(adam, max_direction=jnp.float32(1.2)) if cut else adam
     run = functools.partial(getattr(adamw, form), adam=adam, impl="triton", nu_stochastic=nu_stochastic, **options)
     return jax.jit(run, donate_argnums=(1, 2, 3)).trace(*args).lower(lowering_platforms=("cuda",))
 

@@ -34,6 +34,15 @@ CASES += [("whole", mu, "e4m3", True, "step", grad, "bfloat16", *eps) for mu in 
 # With a factor, of ordinary tiles and of others; the last one is so small that no tile is ordinary.
 CASES += [("whole", "e4m3", "e4m3", True, "step", "float32", weight, 1e-8, 0.0, factor)
           for weight, factor in (("bfloat16", 0.25), ("float32", 0.25), ("bfloat16", 2.0**-40))]  # fmt: skip
+# With directions that are cut: of ordinary tiles, with the small eps and another, and of others; gated and not.
+CASES += [("whole", "e4m3", "e4m3", True, form, "float32", weight, eps, 0.0, factor, 0.1)
+          for form, weight, eps, factor in (("step", "bfloat16", 1e-8, 0.25), ("step", "bfloat16", 1e-3, None),
+                                            ("step", "float32", 1e-8, 0.25), ("update", "float32", 1e-8, None),
+                                            ("update", "bfloat16", 1e-8, None))]  # fmt: skip
+CASES += [(shape, "e4m3", nu, True, form, "bfloat16", "bfloat16", 1e-8, 0.0, None, 0.1)
+          for shape, nu, form in (("short groups", "e4m3", "update"), ("unaligned", "e4m3", "step"),
+                                  ("whole", "fp32", "update"))]  # fmt: skip
+CASES.append(("whole", "e4m3", "e4m3", True, "stochastic", "bfloat16", "bfloat16", 1e-8, 0.0, None, 1.0))
 # Second moments that are rounded stochastically: shape, format, range expansion, form, dtype of the weights.
 NOISY = [("whole", "e4m3", True, "update", "float32"), ("whole", "e4m3", True, "step", "bfloat16"),
          ("whole", "e5m2", True, "step", "bfloat16"), ("whole", "e5m2", False, "update", "float32"),
@@ -106,7 +115,7 @@ def prepare() -> None:
     adamw_tiles_triton.look_up = lambda codes, table: tl.load(table + codes.to(tl.uint8, bitcast=True).to(tl.int32))
 
 
-def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, weight: str, *eps: float) -> None:
+def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, weight: str, *settings: Any) -> None:
     from tests.kernels.test_adamw_gpu import EXACT, check_equal
 
     stochastic = form == "stochastic"
@@ -125,7 +134,7 @@ def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, we
     )
     options = {"key": jax.random.key(7)} if stochastic else {}
     form = "step" if stochastic else form
-    adam = dataclasses.replace(ADAM, **dict(zip(("eps", "eps_root", "factor"), eps, strict=False)))
+    adam = dataclasses.replace(ADAM, **dict(zip(("eps", "eps_root", "factor", "max_direction"), settings, strict=False)))
     run = functools.partial(getattr(adamw, form), adam=adam, **options)
     want = jax.jit(functools.partial(run, impl="xla"), compiler_options=EXACT)(*leaf)
     got = run(*leaf, impl="triton")
@@ -202,7 +211,7 @@ def compare_shards() -> None:
 
 
 def compare_gated(weight: str) -> None:
-    """A step that is not taken writes nothing; one that is has the noise of one without a gate."""
+    """A step that is not taken writes nothing; one that is has the noise of one without a gate, cut or not."""
     values = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     leaf = (jnp.asarray(values), stored(values, "e4m3"), stored(values**2, "e4m3", moment="nu"),
             jnp.asarray(values).astype(weight))  # fmt: skip
@@ -215,6 +224,26 @@ def compare_gated(weight: str) -> None:
     assert plain == taken
     assert left == before
     assert all(plain[i] != before[i] for i in (0, 4))  # the weight, codes of the second moment
+    for applied in (None, True):
+        shorter = jax.tree.leaves(run(dataclasses.replace(ADAM, applied=applied, max_direction=0.1)))
+        assert [np.asarray(x).tobytes() for x in shorter[1:]] == plain[1:]
+        assert np.asarray(shorter[0]).tobytes() != plain[0]
+
+
+def check_largest(form: str, weight: str) -> None:
+    """No direction is longer than the largest but for rounding; many are as long, whichever kind their tile is."""
+    most, rate = 2.0**-3, 2.0**-4
+    adam = dataclasses.replace(ADAM, rate=rate, weight_decay=0.0, max_direction=most)
+    values = np.random.default_rng(0).standard_normal((4, 16, 256)).astype(np.float32)
+    values[0, 9:] = values[2, 9:, ::100] = 0  # no ordinary tiles
+    leaf = (jnp.asarray(values[0]), stored(values[1], "e4m3"), stored(values[2] ** 2, "e4m3", moment="nu"))
+    w = jnp.zeros(values[3].shape, weight)
+    changes = {impl: np.asarray(getattr(adamw, form)(*leaf, w, adam, impl=impl)[0]) for impl in ("xla", "triton")}
+    for changed in changes.values():
+        lengths = np.abs(changed.astype(np.float64)) / rate
+        assert lengths.max() <= most * (1 + 2.0**-20)
+        for rows in (lengths[:9], lengths[9:]):
+            assert 0.2 < np.mean(rows > 0.999 * most) < 0.95
 
 
 def main() -> None:
@@ -236,6 +265,8 @@ def main() -> None:
     compare_shards()
     for weight in ("bfloat16", "float32"):
         compare_gated(weight)
+        for form in ("step", "update"):
+            check_largest(form, weight)
     print(f"{len(CASES) + len(NOISY)} cases")
 
 
