@@ -55,8 +55,6 @@ def optimizer(
         called = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
         raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {called}")
     if recipe.weights.master == "fp16":
-        if impl not in ("auto", "xla"):
-            raise ValueError(f"impl {impl!r}: fp8lm_adamw, which recipe {recipe.name!r} asks for, has no kernel")
         return fp8lm_adamw(
             learning_rate,
             b1,
@@ -68,6 +66,7 @@ def optimizer(
             mu=recipe.optimizer.mu,
             stacked=stacked,
             min_size=min_size,
+            impl=impl,
         )
     storage = {name: value for name, value in dataclasses.asdict(recipe.optimizer).items() if value is not None}
     return compressed_adamw(

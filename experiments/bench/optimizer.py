@@ -48,6 +48,7 @@ NOTES = [
     f'"speed, sustained": the same in {SUSTAINED_ROUNDS} rounds of {SUSTAINED_CALLS} steps untimed and as many timed.',
     "The second moment is rounded stochastically, as b2 asks for, except in arms that say to nearest.",
     "PyTorch's optimizers run one after another, after all others.",
+    "FP8-LM: working copies in bf16; bytes only is 13 bytes a parameter, those of a step with gradients in FP8.",
 ]
 Row = dict[str, Any]
 
@@ -175,19 +176,18 @@ class Bench:
     def gradients(self, dtype: Any) -> list[jax.Array]:
         return [0.5 * g for g in weights(self.shape, dtype)]
 
-    def measure(self, case: str, dtype: Any, arms: list[Arm]) -> None:
-        """Times all arms of a case and `bytes_only` in turns, and steps once more in longer bursts."""
-        moves = self.bytes_only(dtype)
+    def measure(self, case: str, arms: list[Arm], moves: dict[str, Callable], traffic: float) -> None:
+        """Times all arms of a case and what moves bytes alone in turns, and steps once more in longer bursts."""
         calls = {arm.name: arm.call for arm in arms}
         times = in_turns(moves | calls, ROUNDS, CALLS)
         best = min(moves, key=times.__getitem__)
-        self.record(case, BYTES, times[best], 2 * jnp.dtype(dtype).itemsize + 2 + 4 + 24 / GROUP, None)
+        self.record(case, BYTES, times[best], traffic, None)
         for arm in arms:
             self.record(case, arm.name, times[arm.name], arm.traffic, BYTES)
             if arm.memory is not None:
                 temporaries, state = arm.memory
                 self.add(case, arm.name, "temporaries", temporaries / 2**20, "MiB", "state", temporaries / state)
-        steps = {name: call for name, call in calls.items() if name.startswith("compressed_adamw step")}
+        steps = {name: call for name, call in calls.items() if " step" in name}
         times = in_turns({BYTES: moves[best]} | steps, SUSTAINED_ROUNDS, SUSTAINED_CALLS)
         for name, time_ in times.items():
             against, ratio = (None, None) if name == BYTES else (BYTES, times[BYTES] / time_)
@@ -344,9 +344,8 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
     sizes = [] if args.rows == ROWS else [f"--rows {args.rows}"]
     packages = {"jax": jax.__version__, "optax": optax.__version__, "triton": triton.__version__}
     packages["jax-triton"] = jax_triton.__version__
-    for name in ("torch", "torchao", "bitsandbytes"):
-        if name in sys.modules:
-            packages[name] = getattr(sys.modules[name], "__version__", "unknown")
+    installed = [name for name in ("torch", "torchao", "bitsandbytes") if name in sys.modules]
+    packages |= {name: getattr(sys.modules[name], "__version__", "unknown") for name in installed}
     report = {
         "bench": "optimizer",
         "title": "AdamW's step of half a billion parameters",
@@ -376,20 +375,24 @@ def main(argv: list[str]) -> None:
     # No name holds the arms for long, so that what they keep is freed after their case.
     arms = [bench.optax(jnp.float32), *(bench.ours(jnp.float32, form) for form in forms)]
     arms += [bench.ours(jnp.float32, form, nu_rounding="nearest") for form in ("step", "update")]
-    bench.measure(fp32, jnp.float32, arms)
+    bench.measure(fp32, arms, bench.bytes_only(jnp.float32), 14 + 24 / GROUP)
     del arms
     for form in forms:
         bench.add_ratio(fp32, f"compressed_adamw {form}", (fp32, "optax.adamw float32"))
     ours = functools.partial(bench.ours, jnp.bfloat16, "step")
-    bench.measure(
-        bf16,
-        jnp.bfloat16,
-        [bench.optax(jnp.bfloat16), ours(stochastic=True), ours(), ours(stochastic=True, nu_rounding="nearest")],
-    )
+    arms = [bench.optax(jnp.bfloat16), ours(stochastic=True), ours(), ours(stochastic=True, nu_rounding="nearest")]
+    bench.measure(bf16, arms, bench.bytes_only(jnp.bfloat16), 10 + 24 / GROUP)
+    del arms
     for baseline in ((bf16, "optax.adamw bfloat16"), (fp32, "optax.adamw float32")):
         bench.add_ratio(bf16, "compressed_adamw step", baseline)
     for case, form in ((fp32, "step"), (fp32, "update"), (bf16, "step")):
         bench.add_ratio(case, f"compressed_adamw {form}", (case, f"compressed_adamw {form}{NU_NEAREST}"))
+    lm = importlib.import_module("experiments.bench.optimizer_lm")
+    for kind in lm.TRAFFIC:
+        case = f"FP8-LM, {kind}"
+        bench.measure(case, [bench.optax(jnp.bfloat16), *lm.arms(bench, kind)], lm.bytes_only(bench), 13)
+        for baseline in ((case, "optax.adamw bfloat16"), (fp32, "optax.adamw float32"), (case, lm.XLA)):
+            bench.add_ratio(case, lm.FUSED, baseline)
     if args.sweep:
         bench.sweep(fp32, jnp.float32, False)
         bench.sweep(bf16, jnp.bfloat16, True)

@@ -27,7 +27,7 @@ KERNELS = {
     "layer": _LAYER,
     "layer_counted": _LAYER,
     "coat_speed": _LAYER,
-    "optimizer": ("adamw_triton",),
+    "optimizer": ("adamw_triton", "fp8lm_triton"),
     "scaling": _QUANTIZE,
     "cold": _ALL,
     "step": (*_ALL, "matmul_int8_mosaic", "fallback_triton", "pack_triton"),

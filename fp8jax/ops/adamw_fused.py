@@ -143,8 +143,8 @@ def _unsupported(leaf: Leaf) -> str | None:
     return adamw_triton.unsupported(leaf.grad.shape, leaf.grad.dtype, leaf.dtype, mu, nu, leaf.group_size)
 
 
-class _Place(NamedTuple):
-    """Where the groups of a part lie among those of the whole array.
+class Place(NamedTuple):
+    """Where the groups of a part, or its elements, lie among those of the whole array.
 
     Group n of the part is group `first + n // inner * stride + n % inner` of the whole.
 
@@ -159,7 +159,7 @@ class _Place(NamedTuple):
     stride: int
 
     @classmethod
-    def of(cls, cut: Cut, names: Sequence[str], whole: Sequence[int], part: Sequence[int]) -> "_Place | None":
+    def of(cls, cut: Cut, names: Sequence[str], whole: Sequence[int], part: Sequence[int]) -> "Place | None":
         """None where runs of groups have no constant stride.
 
         Args:
@@ -217,7 +217,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         """The step of a part of the parameter; noise of its second moment goes by numbers of groups of the whole."""
         if x.nu_noise is None or not cut.axes:
             return kernel(x, None, *how)
-        place = _Place.of(cut, names, whole, groups(x.grad.shape))
+        place = Place.of(cut, names, whole, groups(x.grad.shape))
         if place is not None:
             run = place.inner, place.stride or 1
             return kernel(x._replace(nu_noise=_later(x.nu_noise, place.first, size)), run, *how)
@@ -261,11 +261,12 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
     operands = _Operands(leaf.grad, leaf.weight if reads else None, *moments, values, leaf.noise, leaf.nu_noise)
     found = _over_leading_axes(call)(*operands)
     # The kernel's parts are of whole groups; what had others on Explicit axes gets these back.
-    result, mu, nu = jax.tree.map(_placed, found, (leaf.grad if leaf.weight is None else leaf.weight, *moments))
+    result, mu, nu = jax.tree.map(placed, found, (leaf.grad if leaf.weight is None else leaf.weight, *moments))
     return result, _restored(mu, leaf.mu), _restored(nu, leaf.nu)
 
 
-def _placed(x: Array, like: Array) -> Array:
+def placed(x: Array, like: Array) -> Array:
+    """A result that lies on Explicit axes as what it takes the place of."""
     sharding = jax.typeof(like).sharding
     same = not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding
     return x if same else jax.sharding.reshard(x, sharding)

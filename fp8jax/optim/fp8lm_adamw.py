@@ -1,6 +1,5 @@
 """FP8-LM's AdamW (Peng et al., 2023, section 2.2): fp16 master weights and 8-bit first moments, 6 bytes a parameter."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +10,11 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from fp8jax.core import blocks, formats, noise, scaling
+from fp8jax.core import formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import adamw
+from fp8jax.ops import adamw, fp8lm
+from fp8jax.ops.adamw_fused import Form
 from fp8jax.optim import moments, variables
 from fp8jax.optim.compressed_adamw import (
     MIN_SIZE,
@@ -28,8 +28,6 @@ from fp8jax.optim.compressed_adamw import (
 ROUNDINGS = ("nearest", "stochastic")
 # An argument that is a Python integer, optax.inject_hyperparams would turn into a traced array.
 NONE_STACKED = np.int32(0)
-# Of sums of a few fp32 terms.
-_ROUNDED_UP = np.float32(1 + 2**-20)
 
 
 class FP8LMState(NamedTuple):
@@ -40,12 +38,15 @@ class FP8LMState(NamedTuple):
         master: master weights: the tree of the parameters with an fp16 `QTensor` or an fp32 array for each.
         mu: first moments, an e4m3 `QTensor` or an fp32 array each.
         nu: second moments, an fp16 `QTensor` or an fp32 array each.
+        largest: largest magnitudes of these three, for each scale, of which the next step makes its bounds; None for
+            what is kept in fp32.
     """
 
     count: Array  # type: ignore[assignment]  # optax calls it so; tuple.count is shadowed
     master: optax.Params
     mu: optax.Updates
     nu: optax.Updates
+    largest: Any
 
 
 def fp8lm_adamw(
@@ -61,6 +62,7 @@ def fp8lm_adamw(
     master_rounding: str = "nearest",
     stacked: Any = NONE_STACKED,
     min_size: int | np.integer = MIN_SIZE,
+    impl: str = "auto",
 ) -> FusedTransformation:
     r"""AdamW with its master weights in the state: 5 bytes a parameter, and 6 with a gradient in FP8.
 
@@ -87,11 +89,11 @@ def fp8lm_adamw(
     A second moment that is not zero never becomes zero. One fp16 step of a weight is 0.05 to 0.1 %: to nearest, changes
     under half of that are lost, which the paper accepts; stochastically they are kept on average.
 
-    Scales come from bounds, which nothing exceeds: what is stored is looked through for its largest magnitudes first,
-    and those after the step follow from them, the gradient's and the learning rate; they are one to two binades above
-    the largest magnitudes themselves. So no pass waits for results of another, and XLA needs no kernel of ours:
-    compiled for an H200 a step reads and writes 18 bytes a parameter with gradients in FP8 and working copies in bf16,
-    where scales of the results' own largest magnitudes took 27.
+    Scales come from bounds, which nothing exceeds: each step tells the largest magnitudes that it stored, and those
+    after the next one follow from them, the gradient's and the learning rate; they are one to two binades above the
+    largest magnitudes themselves. So a step is one pass: with gradients in FP8 and working copies in bf16 the fused
+    kernel reads and writes 13 bytes a parameter. Gradients that are arrays are read once before, for their largest
+    magnitudes. XLA alone reads what it stored again.
 
     Args:
         learning_rate: step size, or a schedule of the number of steps taken.
@@ -108,6 +110,7 @@ def fp8lm_adamw(
         stacked: how many leading axes of a parameter stack layers, each of which has scales of its own: an integer, a
             tree of them that is a prefix of the parameters, or a function of the parameters that gives one.
         min_size: parameters of fewer elements keep all three in fp32.
+        impl: "xla"; "triton", the fused kernel for parameters in codes on CUDA; or "auto", the kernel where it can run.
 
     Returns:
         A transformation with state `FP8LMState`, and `step(grads, state, params) -> (params, state)`, which replaces
@@ -142,6 +145,8 @@ def fp8lm_adamw(
         raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; fp8jax.compressed_adamw stores others")
     if master_rounding not in ROUNDINGS:
         raise ValueError(f"unknown master_rounding {master_rounding!r}; it is one of {', '.join(ROUNDINGS)}")
+    if impl not in fp8lm.IMPLS:
+        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(fp8lm.IMPLS)}")
     smallest = moments.static_integer("min_size", min_size)
 
     def init(params: optax.Params) -> FP8LMState:
@@ -167,52 +172,49 @@ def fp8lm_adamw(
 
             return jax.tree.map(one, params, depths)
 
-        state = FP8LMState(
-            jnp.zeros([], jnp.int32),
-            jax.tree.map(master, params, depths),
-            zeros(mu, "zero"),
-            zeros("fp16", "smallest"),
-        )
+        def largest(stored: Any) -> Array | None:
+            if not isinstance(stored, QTensor):
+                return None
+            found = fp8lm.largest(stored)
+            return jnp.stack([found, jnp.zeros_like(found), jnp.zeros_like(found)])
+
+        masters = jax.tree.map(master, params, depths)
+        found = jax.tree.map(largest, masters, is_leaf=_is_quantized)
+        state = FP8LMState(jnp.zeros([], jnp.int32), masters, zeros(mu, "zero"), zeros("fp16", "smallest"), found)
         return moments.beside(params, state)
 
-    def advance(grads: Any, state: FP8LMState, params: Any, factor: ArrayLike | None = None) -> tuple[Any, FP8LMState]:
-        """New parameters in fp32, of the stored master weights, and the state."""
+    def advance(form: Form, grads: Any, state: FP8LMState, params: Any, adam: adamw.Adam) -> tuple[Any, FP8LMState]:
+        """The changes of parameters or new ones, of the stored master weights, and the state."""
         if params is None:
             raise ValueError("fp8lm_adamw needs the parameters: call update(grads, state, params)")
         structure: Any = jax.tree.structure(params)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        parts = grads, state.master, state.mu, state.nu
-        columns = [structure.flatten_up_to(tree) for tree in parts]
-        for path, grad, old in zip(paths, *columns[:2], strict=True):
-            check_shape(path, grad, old)
-        count = optax.safe_increment(state.count)
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         decays = mask(params) if callable(mask) else mask
-        decays = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
-        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, factor)
-        g = structure.unflatten([adamw.load(x) for x in columns[0]])
-        moved = adamw.advanced(g, state.mu, state.nu, adam)
-        words = noise.of_step(count) if master_rounding == "stochastic" else None
-        rows = []
-        for path, grad, *old, d, m, v, decay in zip(
-            paths, *columns, *map(structure.flatten_up_to, moved), decays, strict=True
-        ):
-            weight = adamw.load(old[0])
-            new = weight - jnp.asarray(rate, jnp.float32) * (d + weight_decay * weight if decay else d)
-            bounds = _bounds(grad, old, adam) if isinstance(old[0], QTensor) else (None, None, None)
-            salt = noise.salt(f"master/{jax.tree_util.keystr(path, simple=True, separator='/')}")
-            own = None if words is None else noise.salted(words, salt)
-            rows.append([_store(*x) for x in zip((new, m, v), old, bounds, (own, None, None), strict=True)])
-        masters, mus, nus = ([row[i] for row in rows] for i in range(3))
-        found = FP8LMState(count, *map(structure.unflatten, (masters, mus, nus)))
-        return structure.unflatten([adamw.load(x) for x in masters]), found
+        parts = grads, params, state.master, state.mu, state.nu, state.largest
+        columns = [structure.flatten_up_to(tree) for tree in parts]
+        for path, grad, old in zip(paths, columns[0], columns[2], strict=True):
+            check_shape(path, grad, old)
+        words = noise.of_step(adam.count) if master_rounding == "stochastic" else None
+        salted = [fp8lm.salted(words, jax.tree_util.keystr(p, simple=True, separator="/")) for p in paths]
+        which = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
+        leaves = [fp8lm.Leaf(*row) for row in zip(*columns, salted, which, strict=True)]
+        quantized = [leaf for leaf in leaves if isinstance(leaf.master, QTensor)]
+        plain = [leaf for leaf in leaves if not isinstance(leaf.master, QTensor)]
+        fused, rest = iter(fp8lm.apply(form, quantized, adam, impl)), iter(_plain(form, plain, adam))
+        rows = [next(fused if isinstance(leaf.master, QTensor) else rest) for leaf in leaves]
+        result, *new = (structure.unflatten([row[i] for row in rows]) for i in range(5))
+        return result, FP8LMState(adam.count, *new)
+
+    def adam_of(state: FP8LMState, **gate: Any) -> adamw.Adam:
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        count = optax.safe_increment(state.count)
+        return adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, **gate)
 
     def update(
         updates: optax.Updates, state: FP8LMState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, FP8LMState]:
         del extra_args
-        new, state = advance(updates, state, params)
-        return jax.tree.map(lambda x, p: (x - p.astype(jnp.float32)).astype(p.dtype), new, params), state
+        return advance("update", updates, state, params, adam_of(state))
 
     def step(
         grads: optax.Updates,
@@ -225,11 +227,10 @@ def fp8lm_adamw(
     ) -> tuple[optax.Params, FP8LMState]:
         if key is not None:
             raise ValueError("fp8lm_adamw keeps master weights and takes no key; give master_rounding='stochastic'")
-        new, found = advance(grads, state, params, factor)
-        result = jax.tree.map(lambda x, p: x.astype(p.dtype), new, params), found
-        if applied is None:
-            return result
-        return jax.tree.map(lambda new, old: jnp.where(applied, new, old), result, (params, state))
+        new, found = advance("step", grads, state, params, adam_of(state, factor=factor, applied=applied))
+        if applied is not None:
+            found = found._replace(count=jnp.where(applied, found.count, state.count))
+        return new, found
 
     return FusedTransformation(*variables.looking_through(init, update, step))
 
@@ -239,52 +240,25 @@ def working_copy(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> optax.Pa
     return jax.tree.map(lambda x: adamw.load(x).astype(dtype), state.master, is_leaf=_is_quantized)
 
 
-# Adam's largest direction is 7.3 for the default decays and 22 for b2 = 0.9999, by the inequality of Cauchy and
-# Schwarz; rounding of moments adds to that.
-_LARGEST_DIRECTION = 64.0
-
-
-def _bounds(grad: Any, stored: Sequence[QTensor], adam: adamw.Adam) -> tuple[Array, Array, Array]:
-    """What the magnitudes of the new weight and moments do not exceed, one for each scale."""
-    weight, mu, nu = stored
-    block = weight.spec.block_shape(weight.shape)
-    if isinstance(grad, QTensor) and grad.scale.shape == weight.scale.shape:
-        of_grad = jnp.abs(grad.scale) * formats.get(grad.spec.format).max
-    else:
-        of_grad = _largest(grad, block)
-    if adam.factor is not None:
-        of_grad = of_grad * jnp.abs(adam.factor)
-    of_weight, of_mu, of_nu = (_largest(x, block) for x in (weight, mu, nu))
-    rate = jnp.abs(jnp.asarray(adam.rate, jnp.float32))
-    moved = rate * (_LARGEST_DIRECTION + adam.weight_decay * of_weight)
-    b1, b2 = (jnp.asarray(b, jnp.float32) for b in (adam.b1, adam.b2))
-    first, second = b1 * of_mu + (1 - b1) * of_grad, b2 * of_nu + (1 - b2) * jnp.square(of_grad)
-    return of_weight + moved, first, second
-
-
-def _largest(x: Any, block: tuple[int, ...]) -> Array:
-    """Largest finite magnitude of each block of an array, or of what codes stand for, whose blocks may be others."""
-    values = jnp.abs(adamw.load(x))
-    return blocks.reduce(jnp.where(jnp.isfinite(values), values, 0.0), block, jnp.max, 0.0)
+def _plain(form: Form, leaves: Sequence[fp8lm.Leaf], adam: adamw.Adam) -> list[tuple[Any, ...]]:
+    """The step of parameters that are too small for codes, with master weights and moments in fp32."""
+    columns = ([adamw.load(leaf.grad) for leaf in leaves], [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves])
+    rows = []
+    for leaf, direction, m, v in zip(leaves, *adamw.advanced(*columns, adam), strict=True):
+        change = direction + adam.weight_decay * leaf.master if leaf.decays else direction
+        new = leaf.master - jnp.asarray(adam.rate, jnp.float32) * change
+        result = new - leaf.weight.astype(jnp.float32) if form == "update" else new
+        rows.append((result.astype(leaf.weight.dtype), new, m, v, None))
+    if adam.applied is None:
+        return rows
+    old = [(leaf.weight, leaf.master, leaf.mu, leaf.nu, None) for leaf in leaves]
+    found: list[tuple[Any, ...]] = jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), rows, old)
+    return found
 
 
 def _master(param: Array, spec: QuantSpec) -> QTensor:
-    return _quantize(param, spec, _largest(param, spec.block_shape(param.shape)))
-
-
-def _store(values: Array, like: adamw.Moment, bound: Array | None, words: Array | None) -> adamw.Moment:
-    """Stores fp32 values as `like` is stored, with scales that fit the bound."""
-    return values if not isinstance(like, QTensor) or bound is None else _quantize(values, like.spec, bound, words)
-
-
-def _quantize(values: Array, spec: QuantSpec, bound: Array, words: Array | None = None) -> QTensor:
-    """Quantizes with powers of two as scales, so that what did not change is not rounded anew when a scale does."""
-    scale = formats.decode_e8m0(
-        formats.encode_e8m0(scaling.to_scale(bound * _ROUNDED_UP, formats.get(spec.format)), "up")
-    )
-    rounded = spec if words is None else dataclasses.replace(spec, rounding="stochastic")
-    scale = jnp.where(jnp.isfinite(bound), scale, jnp.nan)
-    return dataclasses.replace(quantize_with_scale(values, rounded, scale, words=words), spec=spec)
+    block = spec.block_shape(param.shape)
+    return quantize_with_scale(param, spec, fp8lm.scale_above(fp8lm.largest_of(param, block), formats.get("fp16")))
 
 
 def _is_quantized(node: Any) -> bool:

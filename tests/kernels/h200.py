@@ -38,7 +38,7 @@ def missing() -> str | None:
     return f"the packages of the extra 'compile' need Linux on x86_64 or aarch64 and Python 3.12, not {here}"
 
 
-def compile_for_h200(function: Callable[..., Any], *shapes: Any, gpus: int = 1) -> Any:
+def compile_for_h200(function: Callable[..., Any], *shapes: Any, gpus: int = 1, donate: tuple[int, ...] = ()) -> Any:
     """The executable of `function` for arguments of these ShapeDtypeStructs, replicated over `gpus` H200s."""
     import jax
     import numpy as np
@@ -49,7 +49,7 @@ def compile_for_h200(function: Callable[..., Any], *shapes: Any, gpus: int = 1) 
     mesh = jax.sharding.Mesh(np.array(description.devices), ("device",))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated), shapes)
-    return jax.jit(function).lower(*placed).compile()
+    return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
 
 
 def report(program: str, dump: str | None = None) -> dict[str, Any]:

@@ -1,0 +1,306 @@
+"""FP8-LM's AdamW on parameters whose master weights and moments each have one scale a layer: decode, update, encode.
+
+Scales come from bounds, which nothing exceeds and which are known before the step: of the largest magnitudes of what is
+stored, which the step before has told, of the gradient's and of the learning rate. So a step is one pass over its
+arrays, after one over gradients that are not in FP8. `_reference` is it in plain JAX, and `_fused` the kernel of
+`pallas_kernels/fp8lm_triton.py`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fp8jax.core import blocks, formats, noise, scaling
+from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.ops.adamw_fused import IMPLS, Adam, Form, Place, placed
+from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, placed_like, tell, unplaced, vary_with
+from fp8jax.ops.partition import Cut, notation, partitioned
+
+# Adam's largest direction is 7.3 for the default decays and 22 for b2 = 0.9999, by the inequality of Cauchy and
+# Schwarz; rounding of moments adds to that.
+_LARGEST_DIRECTION = 64.0
+# Of sums of a few fp32 terms.
+_ROUNDED_UP = np.float32(1 + 2**-20)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["grad", "weight", "master", "mu", "nu", "largest", "words"],
+    meta_fields=["decays"],
+)
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a step needs of one parameter.
+
+    Attributes:
+        grad: gradient, an array or a `QTensor`.
+        weight: the working copy.
+        master: master weight, fp16 codes.
+        mu: first moment, FP8 codes.
+        nu: second moment, fp16 codes.
+        largest: largest magnitudes of these three, stacked along a new first axis, each of its scale's shape.
+        words: two random words for stochastic rounding of the master weight, or None.
+        decays: whether the parameter decays; static.
+    """
+
+    grad: Any
+    weight: Array
+    master: QTensor
+    mu: QTensor
+    nu: QTensor
+    largest: Array
+    words: Array | None
+    decays: bool
+
+    @property
+    def stored(self) -> tuple[QTensor, QTensor, QTensor]:
+        return self.master, self.mu, self.nu
+
+    @property
+    def codes(self) -> bool:
+        """Whether the gradient is FP8 codes under scales of the parameter's own kind."""
+        g = self.grad
+        return isinstance(g, QTensor) and g.spec.format in ("e4m3", "e5m2") and g.scale.shape == self.master.scale.shape
+
+
+class Row(NamedTuple):
+    """What a step makes of one parameter: its change or its new working copy, and what is stored."""
+
+    result: Array
+    master: QTensor
+    mu: QTensor
+    nu: QTensor
+    largest: Array
+
+
+def apply(form: Form, leaves: Sequence[Leaf], adam: Adam, impl: str = "auto") -> list[Row]:
+    """A step of some parameters.
+
+    Args:
+        form: "update" gives the distance of the working copy from the new master weight, "step" the new working copy.
+        leaves: the parameters.
+        adam: the scalars of the step; `applied` is for "step".
+        impl: "auto", "xla" or "triton"; see `choose`.
+
+    Raises:
+        ValueError: `impl` is unknown, or it is "triton", and the kernel cannot take a parameter.
+    """
+    impls = [choose(leaf, impl, True).impl for leaf in leaves]
+    for leaf in leaves:
+        tell("fp8lm_adamw", choose(leaf, impl, impl == "triton" or on_cuda()))
+
+    def each(which: Sequence[str], leaves: Sequence[Leaf]) -> list[Row]:
+        run = {"triton": _fused, "xla": _reference}
+        rows = [run[name](form, adam, leaf) for name, leaf in zip(which, leaves, strict=True)]
+        scalars = list(vars(adam).values())
+        return [vary_with(row, leaf, scalars) for row, leaf in zip(rows, leaves, strict=True)]
+
+    reference = functools.partial(each, ["xla"] * len(leaves))
+    if "triton" not in impls:
+        return reference(leaves)
+    fused = functools.partial(each, impls)
+    otherwise = None if impl == "triton" else placed_like(fused, reference, (leaves,))
+    found: list[Row] = jax.lax.platform_dependent(leaves, cuda=fused, default=otherwise)
+    return found
+
+
+def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
+    """What computes the step of a parameter on CUDA, or elsewhere.
+
+    Raises:
+        ValueError: as `apply`.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
+    if impl == "xla":
+        return Choice("xla", "asked for")
+    reason = None if cuda else "it needs a CUDA GPU"
+    reason = reason or missing_triton("fp8lm_triton") or _unsupported(leaf) or unplaced()
+    if reason is None:
+        return Choice("triton", "the fused kernel takes it")
+    if impl == "triton":
+        raise ValueError(f"impl 'triton' cannot run: {reason}")
+    return Choice("xla", f"not the fused kernel: {reason}")
+
+
+def _unsupported(leaf: Leaf) -> str | None:
+    from pallas_kernels import fp8lm_triton
+
+    grad = leaf.grad.codes.dtype if leaf.codes else jnp.float32 if isinstance(leaf.grad, QTensor) else leaf.grad.dtype
+    return fp8lm_triton.unsupported(
+        leaf.master.shape, grad, leaf.weight.dtype, leaf.mu.codes.dtype, leaf.words is not None
+    )
+
+
+def largest(q: QTensor) -> Array:
+    """The largest finite magnitude of each block of a quantized array, of its scale's shape."""
+    codes = jnp.abs(formats.get(q.spec.format).decode(q.codes))
+    codes = jnp.where(jnp.isfinite(codes), codes, 0.0)
+    return _scaled(blocks.reduce(codes, q.spec.block_shape(q.shape), jnp.max, 0.0), q.scale)
+
+
+def _scaled(codes: Array, scale: Array) -> Array:
+    found = codes * scale
+    return jnp.where(jnp.isfinite(found), found, 0.0)
+
+
+def largest_of(x: Array, block: tuple[int, ...]) -> Array:
+    """The largest finite magnitude of each block of an array."""
+    values = jnp.abs(x.astype(jnp.float32))
+    return blocks.reduce(jnp.where(jnp.isfinite(values), values, 0.0), block, jnp.max, 0.0)
+
+
+def scale_above(bound: Array, fmt: formats.Format) -> Array:
+    """The power of two by which magnitudes up to a bound are codes of a format; NaN where the bound is not finite.
+
+    Scales are powers of two, so that what did not change is not rounded anew when its scale does.
+    """
+    scale = formats.decode_e8m0(formats.encode_e8m0(scaling.to_scale(bound * _ROUNDED_UP, fmt), "up"))
+    return jnp.where(jnp.isfinite(bound), scale, jnp.nan)
+
+
+def _new_scales(leaf: Leaf, adam: Adam) -> list[Array]:
+    """Scales of the master weight and both moments after the step, each of the shape of the present one."""
+    if leaf.codes:
+        of_grad = jnp.abs(leaf.grad.scale) * formats.get(leaf.grad.spec.format).max
+    else:
+        of_grad = largest_of(_values(leaf.grad), leaf.master.spec.block_shape(leaf.master.shape))
+    if adam.factor is not None:
+        of_grad = of_grad * jnp.abs(adam.factor)
+    of_weight, of_mu, of_nu = leaf.largest
+    rate = jnp.abs(jnp.asarray(adam.rate, jnp.float32))
+    moved = rate * (_LARGEST_DIRECTION + adam.weight_decay * of_weight)
+    b1, b2 = (jnp.asarray(b, jnp.float32) for b in (adam.b1, adam.b2))
+    first, second = b1 * of_mu + (1 - b1) * of_grad, b2 * of_nu + (1 - b2) * jnp.square(of_grad)
+    bounds = zip((of_weight + moved, first, second), leaf.stored, strict=True)
+    return [scale_above(bound, formats.get(q.spec.format)) for bound, q in bounds]
+
+
+def _scalars(adam: Adam, decays: bool) -> Any:
+    from pallas_kernels import fp8lm_triton
+
+    return fp8lm_triton.Scalars(
+        *(adam.rate, adam.weight_decay if decays else 0.0),
+        *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
+        *(1 / (1 - adam.b1**adam.count), 1 / (1 - adam.b2**adam.count)),
+        *(adam.eps, adam.eps_root, adam.factor, adam.applied),
+    )
+
+
+def _values(x: Any) -> Array:
+    return x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
+
+
+def _reference(form: Form, adam: Adam, leaf: Leaf) -> Row:
+    """The step in plain JAX; each operation is the kernel's."""
+    b1_rest, b2_rest = (jnp.asarray(1 - b, jnp.float32) for b in (adam.b1, adam.b2))
+    corrections = [1 / (1 - b**adam.count) for b in (adam.b1, adam.b2)]
+    rate, decay = jnp.asarray(adam.rate, jnp.float32), adam.weight_decay if leaf.decays else 0.0
+    g = _values(leaf.grad)
+    g = g if adam.factor is None else g * adam.factor
+    m = b1_rest * g + adam.b1 * _values(leaf.mu)
+    v = b2_rest * (g * g) + adam.b2 * _values(leaf.nu)
+    direction = (m * corrections[0]) / (jnp.sqrt(v * corrections[1] + adam.eps_root) + adam.eps)
+    weight = _values(leaf.master)
+    weight = weight - rate * (direction + decay * weight)
+    new = []
+    for values, old, scale, words in zip(
+        (weight, m, v), leaf.stored, _new_scales(leaf, adam), (leaf.words, None, None), strict=True
+    ):
+        rounded = old.spec if words is None else dataclasses.replace(old.spec, rounding="stochastic")
+        new.append(dataclasses.replace(quantize_with_scale(values, rounded, scale, words=words), spec=old.spec))
+    result = _values(new[0])
+    if form == "update":
+        result = result - leaf.weight.astype(jnp.float32)
+    row = Row(result.astype(leaf.weight.dtype), *new, jnp.stack([largest(q) for q in new]))
+    if adam.applied is None:
+        return row
+    old = Row(leaf.weight, *leaf.stored, leaf.largest)
+    return jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), row, old)
+
+
+class _Operands(NamedTuple):
+    grad: Array
+    weight: Array
+    master: Array
+    mu: Array
+    nu: Array
+    grad_scale: Array
+    scales: tuple[Array, ...]
+    new_scales: tuple[Array, ...]
+    scalars: tuple[Array | None, ...]
+    words: Array | None
+
+
+def _fused(form: Form, adam: Adam, leaf: Leaf) -> Row:
+    from pallas_kernels import fp8lm_triton
+
+    shape, depth, spec = leaf.master.shape, leaf.master.spec.stacked, leaf.master.spec
+    names = [f"axis{i}" for i in range(len(shape))]
+    if leaf.words is not None:
+        # Noise goes by places in the whole array, which the kernel finds where no more than two axes are cut.
+        kept = (0, max(len(shape) - 2, 1))
+        names = [name if i in kept else "-" for i, name in enumerate(names)]
+    new = [formats.get(q.spec.format) for q in leaf.stored]
+
+    def local(cut: Cut, *operands: Any) -> Any:
+        x = _Operands(*operands)
+        parts = [x.grad_scale, *x.scales, *x.new_scales, *(1 / scale for scale in x.new_scales)]
+        words, run = x.words, None
+        if words is not None:
+            place = Place.of(cut, names, shape, x.master.shape)
+            assert place is not None, "of two axes"
+            run = (place.inner, place.stride or 1) if cut.axes else None
+            words = jnp.append(words, place.first.astype(jnp.uint32))
+        result, *codes, found = fp8lm_triton.fp8lm(
+            *x[:5],
+            jnp.stack([scale.reshape(-1) for scale in parts]),
+            fp8lm_triton.Scalars(*x.scalars),
+            form=form,
+            words=words,
+            run=run,
+            compute_capability=capability(),
+        )
+        # A scale spans all but stacked axes: each device has found the largest of its part.
+        found = cut.maximum(jnp.max(found, axis=-1), " ".join(name for name in names[depth:] if name != "-"))
+        # Rounding keeps the order: the largest code is that of the largest value.
+        rows = [
+            _scaled(fmt.decode(fmt.encode(one.reshape(scale.shape))), scale)
+            for one, fmt, scale in zip(found, new, x.new_scales, strict=True)
+        ]
+        return result, *codes, jnp.stack(rows)
+
+    array, of_scale = notation(spec, shape, " ".join(names))
+    ins = (*[array] * 5, of_scale, (of_scale,) * 3, (of_scale,) * 3, ("",) * 12, "-")
+    outs = (*[array] * 4, f"- {of_scale}")
+    scales = _new_scales(leaf, adam)
+    values = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in _scalars(adam, leaf.decays))
+    grad = leaf.grad.codes if leaf.codes else _values(leaf.grad) if isinstance(leaf.grad, QTensor) else leaf.grad
+    grad_scale = leaf.grad.scale if leaf.codes else jnp.ones_like(leaf.master.scale)
+    operands = _Operands(
+        *(grad, leaf.weight, *(q.codes for q in leaf.stored), grad_scale),
+        *(tuple(q.scale for q in leaf.stored), tuple(scales), values, leaf.words),
+    )
+    static = (form, str(leaf.mu.spec), leaf.codes, [x is None for x in values], leaf.words is None, depth)
+    result, *codes, told = partitioned(f"fp8lm_{form}", static, local, operands, ins, outs)
+    old = Row(leaf.weight, *leaf.stored, leaf.largest)
+    if adam.applied is not None:
+        scales, told = jax.tree.map(
+            lambda new, old: jnp.where(adam.applied, new, old),
+            (scales, told), ([q.scale for q in leaf.stored], leaf.largest),
+        )  # fmt: skip
+    stored = [
+        dataclasses.replace(q, codes=x, scale=scale) for q, x, scale in zip(leaf.stored, codes, scales, strict=True)
+    ]
+    return jax.tree.map(placed, Row(result, *stored, told), old)
+
+
+def salted(words: Array | None, path: str) -> Array | None:
+    """The words of a step for the master weight of the parameter at a path; None for rounding to nearest."""
+    return None if words is None else noise.salted(words, noise.salt(f"master/{path}"))

@@ -1,0 +1,340 @@
+"""FP8-LM's AdamW in one pass: fp16 master weights, FP8 first and fp16 second moments, each under one scale a layer.
+
+The scales of what is written are known before: they come from bounds. Each program tells the largest magnitudes that it
+stored, of which the bounds of the next step are made, so that no pass has to look for them.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import call_triton
+from pallas_kernels import codec_triton as codec
+
+PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+FP8_CAPABILITY = 89
+# Elements of a thread that lie next to each other: 16 bytes of fp16.
+VECTOR = 8
+MAX_ELEMENTS = 2**31
+
+_TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
+_INF = tl.constexpr(float("inf"))
+_FP16_MAX, _FP16_SMALLEST = tl.constexpr(65504.0), tl.constexpr(2.0**-24)
+_FP16_NORMAL, _FP16_MANTISSA = tl.constexpr(2.0**-14), tl.constexpr(10)
+
+
+class Scalars(NamedTuple):
+    """The runtime scalars of a step, each a number or a traced scalar, in the order that the kernel reads them.
+
+    m = b1_rest * g + b1 * mu and v = b2_rest * g^2 + b2 * nu, g the gradient times `factor`;
+    w - rate * (direction + weight_decay * w), with direction = m * correction1 / (sqrt(v * correction2 + eps_root) +
+    eps), is the new weight. Where `applied` is 0 nothing is written. A step that has neither leaves both None.
+    """
+
+    rate: Any
+    weight_decay: Any
+    b1: Any
+    b1_rest: Any
+    b2: Any
+    b2_rest: Any
+    correction1: Any
+    correction2: Any
+    eps: Any
+    eps_root: Any
+    factor: Any = None
+    applied: Any = None
+
+    @property
+    def gated(self) -> bool:
+        """Whether the step has a factor or may be left out."""
+        return self.factor is not None or self.applied is not None
+
+    def vector(self) -> Array:
+        values = [1.0 if x is None else x for x in self]
+        return jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in values])
+
+
+class Launch(NamedTuple):
+    """How the work is cut: tuning only, never the result.
+
+    Attributes:
+        warps: warps of a program.
+        elements: elements of a program.
+    """
+
+    warps: int = 4
+    elements: int = 2048
+
+
+@triton.jit
+def _load(pointer: tl.tensor, at: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
+    return tl.load(pointer + at, mask=mask, other=0.0) if MASKED else tl.load(pointer + at)
+
+
+@triton.jit
+def _store(pointer: tl.tensor, at: tl.tensor, value: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
+    if MASKED:
+        tl.store(pointer + at, value, mask=mask)
+    else:
+        tl.store(pointer + at, value)
+
+
+@triton.jit
+def _units(x: tl.tensor, inverse: tl.tensor, MAX: tl.constexpr, SMALLEST: tl.constexpr) -> tl.tensor:
+    """Magnitudes in units of a scale, finite ones at most the largest code; Inf and NaN stay."""
+    magnitude = tl.abs(x)
+    magnitude = tl.where(magnitude < _TINY, 0.0, magnitude)
+    y = magnitude * inverse
+    y = tl.where((y > MAX) & (magnitude < _INF), MAX, y)
+    if SMALLEST > 0:
+        y = tl.where((magnitude > 0) & (y < SMALLEST), SMALLEST, y)
+    return y
+
+
+@triton.jit
+def _signed(y: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """y, which is not negative, with the sign of x."""
+    return codec.from_bits(codec.bits(y) | (codec.bits(x) & -0x80000000))
+
+
+@triton.jit
+def _rounded(y: tl.tensor, noise: tl.tensor) -> tl.tensor:
+    """Values in units of fp16, up or down by noise; see `Format.encode`. Inf and NaN stay."""
+    magnitude = tl.abs(y)
+    step = codec.bits(tl.where(magnitude > _FP16_NORMAL, magnitude, _FP16_NORMAL)) & 0x7F800000
+    # Powers of two: the step and one over it.
+    step = step - (_FP16_MANTISSA << 23)
+    drawn = (noise.to(tl.float32) + 0.5) * 0.0000152587890625
+    rounded = tl.floor(y * codec.from_bits((254 << 23) - step) + drawn) * codec.from_bits(step)
+    rounded = tl.minimum(tl.maximum(rounded, -_FP16_MAX), _FP16_MAX)
+    return tl.where(magnitude < _INF, rounded, y)
+
+
+@triton.jit
+def _tell(largest_ptr: tl.tensor, y: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> None:
+    """Stores the largest finite one of some magnitudes."""
+    there = y < _INF
+    if MASKED:
+        there = there & mask
+    tl.store(largest_ptr, tl.max(tl.where(there, y, 0.0), axis=0))
+
+
+@triton.jit
+def _fp8lm(
+    grad_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    master_ptr: tl.tensor,
+    mu_ptr: tl.tensor,
+    nu_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    scalars_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    layers: tl.tensor,
+    tiles: tl.tensor,
+    vectors: tl.tensor,
+    inner: tl.tensor,
+    stride: tl.tensor,
+    spare1: tl.tensor,
+    spare2: tl.tensor,
+    spare3: tl.tensor,
+    result_ptr: tl.tensor,
+    largest_ptr: tl.tensor,
+    TILE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    MASKED: tl.constexpr,
+    STEP: tl.constexpr,
+    CODES: tl.constexpr,
+    GATED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    RUNS: tl.constexpr,
+    MU_MAX: tl.constexpr,
+    MU_INF: tl.constexpr,
+) -> None:
+    """A tile of one layer; everything is written where it was read, but for an update and the largest magnitudes."""
+    if GATED:  # noqa: SIM102 (one is known at compile time)
+        if tl.load(scalars_ptr + 11) == 0:
+            return
+    program = tl.program_id(0)
+    layer = program // tiles
+    begin = (program - layer * tiles).to(tl.int64) * TILE
+    length = vectors.to(tl.int64) * VECTOR
+    base = layer * length + begin
+    at = tl.max_contiguous(tl.arange(0, TILE), VECTOR)
+    mask = at < length - begin
+
+    g = _load(grad_ptr + base, at, mask, MASKED)
+    w = _load(master_ptr + base, at, mask, MASKED)
+    m = _load(mu_ptr + base, at, mask, MASKED)
+    v = _load(nu_ptr + base, at, mask, MASKED)
+    p = 0.0 if STEP else _load(weight_ptr + base, at, mask, MASKED)
+    tl.debug_barrier()  # the assembler puts no load off past it
+    rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
+    b1, b1_rest = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
+    b2, b2_rest = tl.load(scalars_ptr + 4), tl.load(scalars_ptr + 5)
+    correction1, correction2 = tl.load(scalars_ptr + 6), tl.load(scalars_ptr + 7)
+    eps, eps_root = tl.load(scalars_ptr + 8), tl.load(scalars_ptr + 9)
+    scales_ptr += layer
+
+    g = codec.fp32(g)
+    if CODES:
+        g = g * tl.load(scales_ptr)
+    if GATED:
+        g = g * tl.load(scalars_ptr + 10)
+    w = w.to(tl.float32) * tl.load(scales_ptr + layers)
+    m = m.to(tl.float32) * tl.load(scales_ptr + 2 * layers)
+    codes = v.to(tl.float32)
+    v = codes * tl.load(scales_ptr + 3 * layers)
+    # A second moment that is not zero stays so where its scale is tiny.
+    v = tl.where((codes > 0) & (v < _TINY), _TINY, v)
+    m = b1_rest * g + b1 * m
+    v = b2_rest * (g * g) + b2 * v
+    direction = (m * correction1) / (tl.sqrt(v * correction2 + eps_root) + eps)
+    w = w - rate * (direction + weight_decay * w)
+
+    own_largest = largest_ptr + program
+    programs = layers * tiles
+    y = _units(w, tl.load(scales_ptr + 7 * layers), _FP16_MAX, 0.0)
+    if STOCHASTIC:
+        place = base + at
+        if RUNS:
+            run = place // inner
+            place = run * stride + (place - run * inner) + tl.load(words_ptr + 2).to(tl.int64)
+        noise = codec.noise_of_pairs(place >> 3, place, tl.load(words_ptr), tl.load(words_ptr + 1))
+        noise = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16)
+        signed = _rounded(_signed(y, w), noise)
+        y = tl.abs(signed)
+    else:
+        signed = _signed(y, w)
+    code = signed.to(tl.float16)
+    _store(master_ptr + base, at, code, mask, MASKED)
+    _tell(own_largest, y, mask, MASKED)
+    held = code.to(tl.float32) * tl.load(scales_ptr + 4 * layers)
+    if STEP:
+        _store(weight_ptr + base, at, held.to(weight_ptr.dtype.element_ty), mask, MASKED)
+    else:
+        change = held - codec.fp32(p)
+        _store(result_ptr + base, at, change.to(result_ptr.dtype.element_ty), mask, MASKED)
+
+    y = _units(v, tl.load(scales_ptr + 9 * layers), _FP16_MAX, _FP16_SMALLEST)
+    _store(nu_ptr + base, at, _signed(y, v).to(tl.float16), mask, MASKED)
+    _tell(own_largest + 2 * programs, y, mask, MASKED)
+
+    y = _units(m, tl.load(scales_ptr + 8 * layers), MU_MAX, 0.0)
+    codes = _signed(y, m).to(mu_ptr.dtype.element_ty).to(tl.int8, bitcast=True)
+    # The conversion makes the largest code of Inf.
+    infinite = ((codec.bits(m) >> 24) & -0x80) | MU_INF
+    codes = tl.where(y == _INF, infinite.to(tl.int8), codes)
+    _store(mu_ptr + base, at, codes.to(mu_ptr.dtype.element_ty, bitcast=True), mask, MASKED)
+    _tell(own_largest + programs, y, mask, MASKED)
+
+
+def unsupported(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, stochastic: bool = False) -> str | None:
+    """Why the kernel cannot take arrays of this shape and these dtypes, or None.
+
+    Args:
+        shape: of the parameter.
+        grad: dtype of the gradient, or of its codes.
+        weight: of the working copy and of the result.
+        mu: of the codes of the first moment.
+        stochastic: whether master weights are rounded stochastically.
+    """
+    if not shape or math.prod(shape) == 0:
+        return f"shape {shape} has no elements"
+    if stochastic and math.prod(shape) > MAX_ELEMENTS:
+        return f"shape {shape} has more than {MAX_ELEMENTS} elements, by whose places noise goes"
+    if grad not in (*PLAIN_DTYPES, *CODE_DTYPES):
+        return f"the gradient has dtype {jnp.dtype(grad)}, not {_either((*PLAIN_DTYPES, *CODE_DTYPES))}"
+    if weight not in PLAIN_DTYPES:
+        return f"the weight has dtype {jnp.dtype(weight)}, not {_either(PLAIN_DTYPES)}"
+    if mu not in CODE_DTYPES:
+        return f"mu is stored in {jnp.dtype(mu)}, not {_either(CODE_DTYPES)}"
+    return None
+
+
+def fp8lm(
+    grad: Array,
+    weight: Array,
+    master: Array,
+    mu: Array,
+    nu: Array,
+    scales: Array,
+    scalars: Scalars,
+    *,
+    form: Literal["update", "step"],
+    words: Array | None = None,
+    run: tuple[int, int] | None = None,
+    launch: Launch | None = None,
+    compute_capability: int | None = None,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """One step of FP8-LM's AdamW on one parameter.
+
+    Args:
+        grad: gradient, of any shape, fp32, bf16 or fp16, or FP8 codes.
+        weight: the working copy, fp32, bf16 or fp16; read only for an update.
+        master: fp16 codes of the master weight.
+        mu: FP8 codes of the first moment.
+        nu: fp16 codes of the second moment.
+        scales: fp32 (10, layers), where the leading axes of the arrays have so many layers: scales of the gradient's
+            codes, of the three as they are, of the three as they will be, and one over these last, powers of two.
+        scalars: the scalars of the step. Where it is not applied, everything is as before, but an update and the
+            largest magnitudes are undefined.
+        form: "update" returns the change of the working copy, "step" the new one.
+        words: three words: two of noise by which master weights are rounded stochastically, and the place of the
+            first element in the whole array; None rounds to nearest.
+        run: where the array is a shard: elements that follow each other in the whole, and how many further the next
+            such run begins; None if all do.
+        launch: how the work is cut; None takes the default.
+        compute_capability: of the GPU to compile for, as 90; None asks the GPU.
+
+    Returns:
+        The change or the new working copy; the codes of the master weight and of both moments; and the largest finite
+        magnitudes of these three that were stored, in units of the scales and before rounding to nearest, fp32
+        (3, layers, tiles). What is given is updated in place where it is donated.
+
+    Raises:
+        ValueError: the kernel cannot take these arrays; the message says why.
+    """
+    reason = unsupported(grad.shape, grad.dtype, weight.dtype, mu.dtype, words is not None)
+    if reason is not None:
+        raise ValueError(f"the fused kernel of fp8lm_adamw cannot run: {reason}")
+    launch, step, layers = launch or Launch(), form == "step", scales.shape[1]
+    length = grad.size // layers
+    vector = VECTOR if length % VECTOR == 0 else 1
+    tiles = -(-length // launch.elements)
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (master, mu, nu, weight)]
+    outputs.append(jax.ShapeDtypeStruct((3, layers, tiles), jnp.float32))
+    vector_of_scalars = scalars.vector()
+    *stored, result, largest = call_triton.call(
+        *(grad, weight, master, mu, nu, scales, vector_of_scalars),
+        vector_of_scalars if words is None else words,
+        *(layers, tiles, length // vector),
+        *(run or (1, 1)),
+        kernel=_fp8lm,
+        results=outputs,
+        programs=layers * tiles,
+        warps=launch.warps,
+        compute_capability=compute_capability,
+        aliases={2: 0, 3: 1, 4: 2} | ({1: 3} if step else {}),
+        TILE=launch.elements,
+        VECTOR=vector,
+        MASKED=length % launch.elements > 0,
+        STEP=step,
+        CODES=grad.dtype in CODE_DTYPES,
+        GATED=scalars.gated,
+        STOCHASTIC=words is not None,
+        RUNS=run is not None,
+        MU_MAX=float(jnp.finfo(mu.dtype).max),
+        MU_INF=0x7C if mu.dtype == jnp.float8_e5m2 else 0x7F,
+    )
+    return result, *stored, largest
+
+
+def _either(dtypes: tuple[Any, ...]) -> str:
+    return " or ".join(str(jnp.dtype(d)) for d in dtypes)

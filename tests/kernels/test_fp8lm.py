@@ -1,0 +1,118 @@
+"""The fused kernel of fp8lm_adamw without a GPU: when it is chosen, and what becomes of it on an H200."""
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fp8jax
+from fp8jax.ops import choice
+from tests.kernels import h200
+
+triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+# Whether gradients are codes, dtype of the working copy, rounding of the master weight, columns; registers at most.
+CONFIGURATIONS = {
+    "codes": (True, "bfloat16", "nearest", 4096, 80),
+    "fp32 gradients": (False, "float32", "nearest", 4096, 80),
+    "stochastic": (True, "bfloat16", "stochastic", 4096, 96),
+    "unaligned": (True, "bfloat16", "nearest", 4095, 128),
+}
+
+
+def arguments(codes=True, dtype="bfloat16", columns=4096):
+    """Abstract parameters, one too small for codes, and gradients as a reduction in 8 bits leaves them."""
+    params = {"w": jax.ShapeDtypeStruct((2, 1023, columns), dtype), "b": jax.ShapeDtypeStruct((128,), dtype)}
+    spec = fp8jax.QuantSpec("e4m3", stacked=1)
+    whole = jax.eval_shape(lambda x: fp8jax.quantize(x, spec), params["w"]) if codes else params["w"]
+    return params, {"w": whole, "b": params["b"]}
+
+
+def optimizer(**settings):
+    return fp8jax.fp8lm_adamw(1e-3, weight_decay=0.1, stacked={"w": 1, "b": 0}, **settings)
+
+
+@triton
+def test_what_computes_a_step_is_told_and_an_explicit_kernel_does_not_run_on_cpu(monkeypatch):
+    params, grads = arguments(columns=64)
+    state = jax.eval_shape(optimizer().init, params)
+
+    def told(grads=grads, **settings):
+        with choice.listening() as found:
+            jax.jit(optimizer(**settings).step).trace(grads, state, params)
+        ((name, how),) = found
+        assert name == "fp8lm_adamw"
+        return how
+
+    assert told().reason == "not the fused kernel: it needs a CUDA GPU"
+    assert told(impl="xla").reason == "asked for"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert told().impl == "triton"
+    wide = {"w": jax.ShapeDtypeStruct((2, 1023, 64), jnp.float64), "b": grads["b"]}
+    with pytest.raises(ValueError, match="gradient has dtype float64"), jax.enable_x64(True):
+        told(wide, impl="triton")
+    text = jax.jit(optimizer().step).trace(grads, state, params).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("triton_kernel_call") == 1
+    with pytest.raises(ValueError, match="unknown impl 'mosaic'"):
+        optimizer(impl="mosaic")
+    with pytest.raises((NotImplementedError, ValueError), match="platform"):
+        jax.jit(optimizer(impl="triton").step).lower(grads, state, params)
+
+
+def assembled():
+    """Prints registers, bytes spilled and bytes of shared memory of each configuration."""
+    found = {}
+    for name, (codes, dtype, rounding, columns, _) in CONFIGURATIONS.items():
+        params, grads = arguments(codes, dtype, columns)
+        tx = optimizer(impl="triton", master_rounding=rounding)
+        with choice.target(capability=90):
+            found[name] = h200.assembled(tx.step, grads, jax.eval_shape(tx.init, params), params)
+    print(json.dumps(found))
+
+
+def memory(form, codes):
+    """Prints bytes of temporaries and of the state, and numbers of kernels, copies and others, compiled for an H200."""
+    params, grads = arguments(codes)
+    tx = optimizer(impl="triton")
+    tx = fp8jax.clipped(1.0, tx) if form == "step" else tx
+    state = jax.eval_shape(tx.init, params)
+    step = lambda grads, state, params, ok: tx.step(grads, state, params, applied=ok)  # noqa: E731
+    run, donated = (step, (1, 2)) if form == "step" else (tx.update, (1,))
+    flag = (jax.ShapeDtypeStruct((), jnp.bool_),) if form == "step" else ()
+    compiled = h200.compile_for_h200(run, grads, state, params, *flag, donate=donated)
+    entry = compiled.as_text().split("ENTRY")[1]
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    matrices = entry.count("= f16[2,1023,4096]{2,1,0} copy(") + entry.count("= bf16[2,1023,4096]{2,1,0} copy(")
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    print(json.dumps([temporaries, size, entry.count('custom_call_target="triton_kernel_call'), matrices]))
+
+
+def in_own_process(call, platforms="cpu"):
+    root = pathlib.Path(__file__).resolve().parents[2]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": platforms}
+    command = [sys.executable, "-c", f"from tests.kernels import test_fp8lm; test_fp8lm.{call}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@triton
+def test_the_kernel_assembled_for_hopper_spills_nothing():
+    for name, (registers, spilled, _) in in_own_process("assembled()").items():
+        assert spilled == 0, name
+        assert registers <= CONFIGURATIONS[name][-1], (name, registers)
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason="nothing can be compiled for a GPU here")
+@pytest.mark.parametrize(("form", "codes"), [("step", True), ("update", False)], ids=str)
+def test_a_step_is_one_kernel_in_place(form, codes):
+    temporaries, state, calls, copies = in_own_process(f"memory({form!r}, {codes!r})", "cuda,cpu")
+    assert (calls, copies) == (1, 0)
+    assert temporaries <= 0.01 * state

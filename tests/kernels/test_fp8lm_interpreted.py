@@ -1,0 +1,191 @@
+"""The fused kernel of fp8lm_adamw in Triton's interpreter has the bits of its reference; in a process of its own.
+
+`TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python -m tests.kernels.test_fp8lm_interpreted` raises where they differ. The
+reference runs operation by operation, for XLA would fuse products and sums on CPUs.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.core import noise
+from fp8jax.core.qtensor import quantize_with_scale
+from fp8jax.ops import fp8lm, partition
+from fp8jax.ops.adamw_fused import Adam
+
+SHAPES = {"whole": ((64, 96), 0), "stacked": ((3, 40, 96), 1), "odd": ((3, 17, 41), 1), "vector": ((5000,), 0)}
+# Shape, gradient, working copy, first moment, form, factor, whether master weights are rounded stochastically.
+CASES: list[Any] = [(shape, grad, "bfloat16", "e4m3", form, None, False)
+                    for shape in SHAPES for grad in ("e4m3", "float32") for form in ("step", "update")]  # fmt: skip
+CASES += [("stacked", "e5m2", "float32", "e5m2", "step", 0.3, False), ("odd", "bfloat16", "float16", "e5m2", "update", 3.0, False),
+          ("stacked", "e4m3", "bfloat16", "e4m3", "step", None, True), ("odd", "float16", "float32", "e4m3", "update", 0.25, True)]  # fmt: skip
+# How an array of (6, 8, 64) is cut over devices (4, 2): each device has the bits of its part.
+CUTS = [("x", None, None), (None, "x", None), ("y", "x", None), (None, "y", "x"), (None, None, ("x", "y"))]
+ADAM = Adam(0.9, 0.95, 1e-8, 0.0, jnp.int32(3), 0.02, 0.1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+def test_interpreted_kernel_has_the_bits_of_the_reference():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    env = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    env["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "tests.kernels.test_fp8lm_interpreted"]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == f"{len(CASES)} cases, {2 * len(CUTS)} cuts"
+
+
+def prepare() -> None:
+    """Lets this process run the kernel in the interpreter, also under `jax.jit` and on several devices."""
+    from pallas_kernels import call_triton
+    from tests.kernels import test_adamw_interpreted as interpreted
+    from tests.kernels import triton_interpreter as tools
+
+    several, sequential = partition._on_one_device, jax.custom_batching.sequential_vmap
+    interpreted.prepare()
+    partition._on_one_device, jax.custom_batching.sequential_vmap = several, sequential
+
+    def call(
+        *args: Any, kernel: Any, results: Any, programs: int, aliases: dict[int, int], warps: int,
+        compute_capability: int, **static: Any
+    ) -> Any:  # fmt: skip
+        arrays = [i for i, x in enumerate(args) if hasattr(x, "shape")]
+
+        def host(*values: Any) -> list[np.ndarray]:
+            given = list(args)
+            for i, x in zip(arrays, values, strict=True):
+                given[i] = np.array(x)
+            aliased = {i: given[source] for source, i in aliases.items()}
+            # What is not written stays NaN.
+            made = [aliased.get(i, np.full(x.shape, np.nan, x.dtype)) for i, x in enumerate(results)]
+            given += [1] * len(aliased) + [x for i, x in enumerate(made) if i not in aliased]
+            kernel[(programs,)](*(tools.Tensor(x) if isinstance(x, np.ndarray) else x for x in given), **static)
+            return made
+
+        values = [args[i] for i in arrays]
+        if any(isinstance(x, jax.core.Tracer) for x in values):
+            return jax.pure_callback(host, results, *values)
+        return [jnp.asarray(x) for x in host(*map(np.asarray, values))]
+
+    call_triton.call = call
+
+
+def leaf_of(shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str, special: bool = True) -> fp8lm.Leaf:
+    random = np.random.default_rng(len(shape))
+    w, g, m, v = (random.standard_normal(shape).astype(np.float32) for _ in range(4))
+    if special:
+        for x, magnitude in ((g, 10.0), (m, 1e-3), (v, 1e-2), (w, 0.1)):
+            x *= magnitude * 10.0 ** random.uniform(-6, 0, shape)
+        for x in (w, g, m, v):
+            x.reshape(-1)[:: len(shape) + 7] = 0
+        for x, place in ((g, 5), (m, 300), (w, 700)):
+            x.reshape(-1)[place : place + 4] = np.nan, np.inf, -np.inf, 1e-30
+        g.reshape(-1)[1000:1003] = -0.0, 1e-20, -1e-22
+
+    def stored(x: Any, fmt: str, underflow: str = "zero") -> Any:
+        spec = fp8jax.QuantSpec(fmt, "tensor", stacked=depth, underflow=underflow)
+        bound = fp8lm.largest_of(jnp.asarray(x), spec.block_shape(shape))
+        return quantize_with_scale(jnp.asarray(x), spec, fp8lm.scale_above(bound, fp8jax.formats.get(fmt)))
+
+    gradient = stored(g, grad) if grad in ("e4m3", "e5m2") else jnp.asarray(g).astype(grad)
+    kept = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", "smallest")
+    largest = jnp.stack([fp8lm.largest(q) for q in kept])
+    return fp8lm.Leaf(gradient, jnp.asarray(w).astype(weight), *kept, largest, None, True)
+
+
+def assert_equal(want: Any, got: Any) -> None:
+    """Bit for bit, but for the payload and sign of NaN."""
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    for path, a in jax.tree_util.tree_leaves_with_path(want):
+        b = dict(jax.tree_util.tree_leaves_with_path(got))[path]
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        x, y = (np.asarray(z).astype(np.float32) for z in (a, b))
+        np.testing.assert_array_equal(x, y, err_msg=str(path))
+        np.testing.assert_array_equal(np.signbit(x) & ~np.isnan(x), np.signbit(y) & ~np.isnan(y), err_msg=str(path))
+
+
+def compare(shape: str, grad: str, weight: str, mu: str, form: Any, factor: Any, stochastic: bool) -> None:
+    leaf = leaf_of(*SHAPES[shape], grad, weight, mu)
+    if stochastic:
+        leaf = dataclasses.replace(leaf, words=fp8lm.salted(noise.of_step(3), "w"))
+    adam = dataclasses.replace(ADAM, factor=factor)
+    for decays in (True, False):
+        own = dataclasses.replace(leaf, decays=decays)
+        (want,), (got,) = (fp8lm.apply(form, [own], adam, impl) for impl in ("xla", "triton"))
+        assert_equal(want, got)
+        finite = np.isfinite(np.asarray(want.result).astype(np.float32))
+        assert finite.mean() > 0.99
+        assert not finite.all()
+        assert np.mean(np.asarray(want.master.dequantize() != leaf.master.dequantize())[finite]) > 0.5
+    if stochastic:
+        nearest = fp8lm.apply(form, [dataclasses.replace(leaf, words=None)], adam, "triton")[0]
+        assert np.mean(np.asarray(nearest.master.codes != got.master.codes)) > 0.2
+
+
+def compare_gated() -> None:
+    """A step that is not taken writes nothing; one that is has the bits of one without a gate."""
+    leaf = leaf_of((3, 40, 96), 1, "e4m3", "bfloat16", "e4m3", special=False)
+    plain, taken, left = (
+        fp8lm.apply("step", [leaf], dataclasses.replace(ADAM, applied=applied), "triton")[0]
+        for applied in (None, jnp.array(True), jnp.array(False))
+    )
+    assert_equal(plain, taken)
+    assert_equal(fp8lm.Row(leaf.weight, *leaf.stored, leaf.largest), left)
+
+
+def compare_cuts(stochastic: bool) -> None:
+    """On the Explicit axes of a mesh each device updates its part, whose largest magnitudes are compared."""
+    leaf = leaf_of((8, 8, 64), 1, "e4m3", "bfloat16", "e4m3", special=False)
+    if stochastic:
+        leaf = dataclasses.replace(leaf, words=fp8lm.salted(noise.of_step(3), "w"))
+    with jax.disable_jit():
+        (want,) = fp8lm.apply("step", [leaf], ADAM, "triton")
+    for axes in CUTS:
+        # A callback, which the interpreter is here, lives only where JAX lowers it: not in what XLA partitions itself.
+        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+
+        def place(x: Any, mesh: Any = mesh, axes: Any = axes) -> Any:
+            if x.ndim < 3:
+                return jax.device_put(x, jax.NamedSharding(mesh, jax.P()))
+            lead = x.ndim - 3
+            cut = [axis if n in (8, 64) else None for axis, n in zip(axes, x.shape[lead:], strict=True)]
+            return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*[None] * lead, *cut)))
+
+        run = jax.jit(lambda leaf: fp8lm.apply("step", [leaf], ADAM, "triton")[0])
+        with jax.set_mesh(mesh):
+            got = run(jax.tree.map(place, leaf))
+            assert len(got.master.codes.sharding.device_set) == 8
+            assert got.master.codes.sharding.spec == jax.P(*axes)
+            assert_equal(want, got)
+
+
+def main() -> None:
+    prepare()
+    with jax.disable_jit():
+        for case in CASES:
+            try:
+                compare(*case)
+            except Exception as error:
+                raise AssertionError(f"case {case}") from error
+        compare_gated()
+    for stochastic in (False, True):
+        compare_cuts(stochastic)
+    print(f"{len(CASES)} cases, {2 * len(CUTS)} cuts")
+
+
+if __name__ == "__main__":
+    main()
