@@ -9,24 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
-from fp8jax import recipes
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.core.scaling import Current, Scaling
 from fp8jax.core.spec import QuantSpec
-from fp8jax.dist import manual, shared
+from fp8jax.dist import manual, shared, travel
 from fp8jax.ops.linear import linears, stateless
 from fp8jax.ops.microscaled import fold_rows
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.saved import NOTHING, Origin, from_bytes, to_bytes
 
-How = QuantSpec | Recipe | Linear | str
-
-_PLAIN = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 _ADVICE = (
     "Map the block over the mesh: jax.shard_map(block, mesh=mesh, in_specs=..., out_specs=P(None, {axes})). Under jit "
     "alone constrain codes of jax.lax.with_sharding_constraint's shard, and then those of the whole"
@@ -34,7 +28,7 @@ _ADVICE = (
 
 
 def gather_sequence(
-    x: Array, axes: manual.Axes, how: How = "e4m3", *, gradients: How | None = None, dim: int = -2
+    x: Array, axes: manual.Axes, how: travel.How = "e4m3", *, gradients: travel.How | None = None, dim: int = -2
 ) -> Array:
     """The whole sequence of each device's part, which travels as codes; to be called inside `jax.shard_map`.
 
@@ -83,7 +77,7 @@ def gather_linear(
     axes: manual.Axes,
     *,
     recipe: Recipe | Linear | str,
-    gradients: How | None = None,
+    gradients: travel.How | None = None,
     dim: int = -2,
     key: Array | None = None,
     quantized: list[QuantizedWeight] | tuple[QuantizedWeight, ...] | None = None,
@@ -121,7 +115,7 @@ def gather_linear(
 
 
 def scatter_sequence(
-    x: Array, axes: manual.Axes, how: How = "e4m3:token", *, gradients: How | None = None, dim: int = -2
+    x: Array, axes: manual.Axes, how: travel.How = "e4m3:token", *, gradients: travel.How | None = None, dim: int = -2
 ) -> Array:
     """A device's part of the sequence of a sum over devices, whose parts travel as codes; inside `jax.shard_map`.
 
@@ -152,41 +146,27 @@ def scatter_sequence(
         raise ValueError(
             f"{caller}: {devices} devices do not divide dimension {dim} of an array {x.shape}; pad the sequence"
         )
-    back = _operand(caller, how if gradients is None else gradients, "dy")
+    back = travel.of_operand(caller, how if gradients is None else gradients, "dy")
     _check_cut(caller, back, x.shape[dim] // devices, dim, x.ndim)
-    found: Array = _scatter((names, dim, _sum(caller, how), back), x)
+    found: Array = _scatter((names, dim, travel.of_sum(caller, how), back), x)
     return found
-
-
-class Travel(NamedTuple):
-    """What an array is while it travels.
-
-    Attributes:
-        spec: of its codes; None for a plain dtype.
-        dtype: that, or None for the array's own.
-        strategy: where a scale of granularity "tensor" comes from.
-    """
-
-    spec: QuantSpec | None
-    dtype: DTypeLike | None = None
-    strategy: Scaling = Current()
 
 
 class _Static(NamedTuple):
     axes: tuple[str, ...]
     dim: int
-    forward: Travel
-    back: Travel
+    forward: travel.Travel
+    back: travel.Travel
     dtype: Any
     shape: tuple[int, ...]
 
 
 def _gathered(
-    caller: str, x: Array, axes: manual.Axes, how: How, gradients: How | None, dim: int
+    caller: str, x: Array, axes: manual.Axes, how: travel.How, gradients: travel.How | None, dim: int
 ) -> tuple[Array, tuple[QuantSpec, QTensor] | None]:
     """The whole array; and how products quantize it, with its codes as bytes, where codes travelled."""
     devices, dim = manual.replicas(caller, axes, (), _ADVICE), _dimension(caller, x, dim)
-    there, back = _operand(caller, how, "x"), _sum(caller, how if gradients is None else gradients)
+    there, back = travel.of_operand(caller, how, "x"), travel.of_sum(caller, how if gradients is None else gradients)
     _check_cut(caller, there, x.shape[dim], dim, x.ndim)
     names, shape = manual.names(axes), tuple(n * devices if i == dim else n for i, n in enumerate(x.shape))
     q = None if there.spec is None else _whole(_codes(lax.stop_gradient(x), there, names), x.shape, dim, names)
@@ -197,8 +177,7 @@ def _gathered(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(static: _Static, x: Array, q: QTensor | None) -> Array:
     if q is None:
-        sent = x.astype(static.forward.dtype or x.dtype)
-        return lax.all_gather(sent, static.axes, axis=static.dim, tiled=True).astype(x.dtype)
+        return lax.all_gather(static.forward.cast(x), static.axes, axis=static.dim, tiled=True).astype(x.dtype)
     return from_bytes(q).dequantize(static.dtype).reshape(static.shape)
 
 
@@ -214,7 +193,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter(static: tuple[tuple[str, ...], int, Travel, Travel], x: Array) -> Array:
+def _scatter(static: tuple[tuple[str, ...], int, travel.Travel, travel.Travel], x: Array) -> Array:
     axes, dim, how, _ = static
     return _scattered(x, how, axes, dim)
 
@@ -226,7 +205,7 @@ def _scatter_forward(static: Any, x: Array) -> tuple[Array, None]:
 def _scatter_backward(static: Any, _: None, dy: Array) -> tuple[Array]:
     axes, dim, _, back = static
     if back.spec is None:
-        return (lax.all_gather(dy.astype(back.dtype or dy.dtype), axes, axis=dim, tiled=True).astype(dy.dtype),)
+        return (lax.all_gather(back.cast(dy), axes, axis=dim, tiled=True).astype(dy.dtype),)
     q = from_bytes(_whole(_codes(dy, back, axes), dy.shape, dim, axes))
     shape = tuple(n * lax.axis_size(axes) if i == dim else n for i, n in enumerate(dy.shape))
     return (q.dequantize(dy.dtype).reshape(shape),)
@@ -235,16 +214,15 @@ def _scatter_backward(static: Any, _: None, dy: Array) -> tuple[Array]:
 _scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _scattered(x: Array, how: Travel, axes: tuple[str, ...], dim: int) -> Array:
+def _scattered(x: Array, how: travel.Travel, axes: tuple[str, ...], dim: int) -> Array:
     """A device's part of the sum of everybody's arrays."""
     if how.spec is None:
-        sent = x.astype(how.dtype or x.dtype)
-        return lax.psum_scatter(sent, axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
+        return lax.psum_scatter(how.cast(x), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
     (scale,) = shared.shared_scales([x], [how.spec], axes)
     return shared.scattered_sum(x, how.spec, scale, dim, axes).astype(x.dtype)
 
 
-def _codes(x: Array, how: Travel, axes: tuple[str, ...]) -> QTensor:
+def _codes(x: Array, how: travel.Travel, axes: tuple[str, ...]) -> QTensor:
     """The codes of a device's part, as bytes, that a product of the whole has: (tokens, channels)."""
     spec, matrix = how.spec, x.reshape(-1, x.shape[-1])
     assert spec is not None
@@ -281,7 +259,7 @@ def _dimension(caller: str, x: Array, dim: int) -> int:
     return dim % x.ndim
 
 
-def _check_cut(caller: str, how: Travel, length: int, dim: int, ndim: int) -> None:
+def _check_cut(caller: str, how: travel.Travel, length: int, dim: int, ndim: int) -> None:
     """Raises ValueError where a device's part ends within a block."""
     if how.spec is None or how.spec.granularity != "block":
         return
@@ -290,50 +268,4 @@ def _check_cut(caller: str, how: Travel, length: int, dim: int, ndim: int) -> No
         raise ValueError(
             f"{caller}: parts of {length} along dimension {dim} end within a block of {how.spec}; cut dimension -2 at "
             f"multiples of {how.spec.group_size}, or let 'bf16' travel"
-        )
-
-
-def _operand(caller: str, how: How, operand: str) -> Travel:
-    """How an operand of a product, "x" or "dy", travels: as the product quantizes it."""
-    found = _resolved(how)
-    if isinstance(found, Linear):
-        spec = found.spec(operand)
-        # What is rounded stochastically the product rounds itself: twice would be biased or noisier.
-        if spec is None or spec.rounding == "stochastic":
-            return Travel(None)
-        return Travel(spec, strategy=found.own_strategy(operand))
-    if isinstance(found, QuantSpec):
-        _check(caller, found)
-        return Travel(found)
-    return Travel(None, found)
-
-
-def _sum(caller: str, how: How) -> Travel:
-    """How parts of a sum travel: under scales that devices share."""
-    found = _resolved(how)
-    if isinstance(found, Linear):
-        spec = found.spec("x")
-        return Travel(None if spec is None else QuantSpec(spec.format, "token"))
-    if isinstance(found, QuantSpec):
-        _check(caller, found)
-        summed = found.granularity in ("tensor", "token", "group") and found.scale_format == "fp32"
-        return Travel(found if summed else QuantSpec(found.format, "token"))
-    return Travel(None, found)
-
-
-def _resolved(how: How) -> QuantSpec | Linear | DTypeLike:
-    if isinstance(how, str) and how in _PLAIN:
-        return _PLAIN[how]
-    if isinstance(how, QuantSpec) or (isinstance(how, str) and how not in (*recipes.NAMES, recipes.AUTO)):
-        return QuantSpec.parse(how)
-    return stateless(how)
-
-
-def _check(caller: str, spec: QuantSpec) -> None:
-    """Raises ValueError for codes that do not travel."""
-    usual = (spec.expand, spec.stacked, spec.rounding, spec.axis) == (False, 0, "nearest", -1)
-    if not formats.get(spec.format).multiplies or spec.granularity == "channel" or not usual:
-        raise ValueError(
-            f"{caller}: codes of {spec} do not travel; take an operand of products that rounds to nearest, with scales "
-            "of the tensor, tokens, groups or blocks along the channels, as 'e4m3' or 'e4m3:group128'; or 'bf16'"
         )
