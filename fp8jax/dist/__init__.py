@@ -10,3 +10,6 @@ from fp8jax.dist.plan import Plan as Plan
 from fp8jax.dist.plan import plan as plan
 from fp8jax.dist.reduce import all_reduce_gradients as all_reduce_gradients
 from fp8jax.dist.reduce import reduce_scatter_gradients as reduce_scatter_gradients
+from fp8jax.dist.sequence import gather_linear as gather_linear
+from fp8jax.dist.sequence import gather_sequence as gather_sequence
+from fp8jax.dist.sequence import scatter_sequence as scatter_sequence

@@ -87,5 +87,7 @@ def _devices(rest: str) -> int:
         return int(match[2])
     if match := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", rest):
         sizes = dict(re.findall(r"'?([\w]+)'?=(\d+)", match[1]))
-        return math.prod(int(sizes[name]) for name in re.findall(r"[\w]+", match[2]))
+        # Of an axis that XLA divides, `name:(before)size`.
+        parts = re.findall(r"'?(\w+)'?(?::\(\d+\)(\d+))?(?:,|$)", match[2].replace(" ", ""))
+        return math.prod(int(part or sizes[name]) for name, part in parts)
     return 1

@@ -16,8 +16,20 @@ def names(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def replicas(caller: str, axes: Axes, tree: Any) -> int:
+_GRADIENTS = (
+    "Under jit alone XLA has summed gradients already, in their own dtype. Take the loss and its gradient inside: "
+    "jax.shard_map(step, mesh=mesh, axis_names={names}, in_specs=(P(), P({axes})), out_specs=P())"
+)
+
+
+def replicas(caller: str, axes: Axes, tree: Any, advice: str = _GRADIENTS) -> int:
     """The number of devices along mesh axes over which the program is manual, and each array a device's own.
+
+    Args:
+        caller: the function that asks.
+        axes: name or names of the mesh axes.
+        tree: arrays that must differ from device to device.
+        advice: what to do where the program is not manual over them, with places for `names` and `axes`.
 
     Raises:
         ValueError: it is not manual over them; or an array is the same on all devices already, as far as
@@ -29,9 +41,7 @@ def replicas(caller: str, axes: Axes, tree: Any) -> int:
     if missing or not wanted:
         raise ValueError(
             f"{caller} over {wanted} must be called inside jax.shard_map, manual over these mesh axes; here "
-            f"{', '.join(map(repr, missing)) or 'no axis'} is not. Under jit alone XLA has summed gradients already, "
-            "in their own dtype. Take the loss and its gradient inside: jax.shard_map(step, mesh=mesh, "
-            f"axis_names={set(wanted)}, in_specs=(P(), P({wanted})), out_specs=P())"
+            f"{', '.join(map(repr, missing)) or 'no axis'} is not. {advice.format(names=set(wanted), axes=wanted)}"
         )
     if set(wanted) <= varying(lax.axis_index(wanted)):
         for path, x in jax.tree_util.tree_leaves_with_path(tree):

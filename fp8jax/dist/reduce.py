@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from fp8jax.core import blocks, formats
+from fp8jax.core import formats
 from fp8jax.core.comm import Comm
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Recipe
@@ -256,14 +256,7 @@ class _Job:
 
     def _scatter(self, x: Array, spec: QuantSpec, scale: Array, dim: int) -> Array:
         """A device's part of the mean: codes are sent to whom they concern, and summed there."""
-        fmt = formats.get(spec.format)
-        codes = shared.encode(x, spec, scale)
-        shape = (*x.shape[:dim], self.replicas, x.shape[dim] // self.replicas, *x.shape[dim + 1 :])
-        sent = jnp.moveaxis(chunks.to_bytes(codes).reshape(shape), dim, 0)
-        received = chunks.to_codes(lax.all_to_all(sent, self.axes, 0, 0, tiled=True), fmt)
-        total = shared.sum_of_codes(received, fmt)
-        scale = blocks.spread(self._own(scale, dim), total.shape, spec.block_shape(total.shape))
-        return (total * (scale * (1 / self.replicas))).astype(x.dtype)
+        return shared.scattered_sum(x, spec, scale, dim, self.axes, 1 / self.replicas).astype(x.dtype)
 
     def _one_phase(
         self, x: Array, spec: QuantSpec, scale: Array, mu: Array | None, dim: int | None
@@ -277,20 +270,13 @@ class _Job:
             total = lax.psum(codes, self.axes)
         else:
             total = lax.psum_scatter(codes, self.axes, scatter_dimension=dim, tiled=True)
-            scale = self._own(scale, dim)
+            scale = shared.own(scale, dim, self.axes)
         values = total.astype(jnp.float32)
         at_end = jnp.mean((jnp.abs(values) >= fmt.max) | jnp.isnan(values), dtype=jnp.float32)
         if dim is not None:
             at_end = lax.pmean(at_end, self.axes)
         mean = QTensor(total, scale * (1 / self.replicas), None, None, spec)
         return mean if dim is None else mean.dequantize(x.dtype), at_end
-
-    def _own(self, scale: Array, dim: int) -> Array:
-        """The scales of a device's part along a dimension."""
-        if scale.shape[dim] == 1:
-            return scale
-        length = scale.shape[dim] // self.replicas
-        return lax.dynamic_slice_in_dim(scale, lax.axis_index(self.axes) * length, length, dim)
 
 
 def _gather(x: Array, axes: tuple[str, ...]) -> Array:

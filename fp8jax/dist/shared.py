@@ -7,7 +7,7 @@ from jax import Array, lax
 
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.spec import QuantSpec
-from fp8jax.dist.chunks import split
+from fp8jax.dist.chunks import split, to_bytes, to_codes
 
 
 def shared_scales(arrays: Sequence[Array], specs: Sequence[QuantSpec], axes: tuple[str, ...]) -> list[Array]:
@@ -45,6 +45,37 @@ def encode(x: Array, spec: QuantSpec, scale: Array) -> Array:
     """The codes of an array under scales of its blocks; NaN, or 0 in a format without, where a scale is NaN."""
     reciprocal = blocks.spread(1 / scaling.usable(scale), x.shape, spec.block_shape(x.shape))
     return formats.get(spec.format).encode(x.astype(jnp.float32) * reciprocal)
+
+
+def scattered_sum(
+    x: Array, spec: QuantSpec, scale: Array, dim: int, axes: tuple[str, ...], factor: float = 1.0
+) -> Array:
+    """A device's part along a dimension of the sum of everybody's arrays times a factor, fp32.
+
+    Codes are sent to whom they concern, and summed there.
+
+    Args:
+        x: of one shape on each device; the devices divide the dimension, and its blocks.
+        spec: how `x` travels.
+        scale: of its blocks, the same on all devices.
+        dim: the dimension that is scattered.
+        axes: the mesh axes.
+        factor: a constant.
+    """
+    fmt, devices = formats.get(spec.format), lax.axis_size(axes)
+    codes = encode(x, spec, scale)
+    shape = (*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
+    sent = jnp.moveaxis(to_bytes(codes).reshape(shape), dim, 0)
+    total = sum_of_codes(to_codes(lax.all_to_all(sent, axes, 0, 0, tiled=True), fmt), fmt)
+    return total * (blocks.spread(own(scale, dim, axes), total.shape, spec.block_shape(total.shape)) * factor)
+
+
+def own(scale: Array, dim: int, axes: tuple[str, ...]) -> Array:
+    """The scales of a device's part along a dimension."""
+    if scale.shape[dim] == 1:
+        return scale
+    length = scale.shape[dim] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(scale, lax.axis_index(axes) * length, length, dim)
 
 
 def sum_of_codes(codes: Array, fmt: formats.Format) -> Array:

@@ -138,7 +138,7 @@ REGISTRY = Registry()
 
 def carried(origin: Origin) -> tuple[Any, Callable[[Any], Origin]]:
     """The arrays of what is known, and what makes it of the same arrays in another trace."""
-    again, part, scale, _ = origin
+    again, part, scale = origin.again, origin.part, origin.scale
     arrays = again and again[1], part and part.arrays, scale and scale[1]
 
     def rebuild(arrays: Any) -> Origin:

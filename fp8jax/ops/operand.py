@@ -324,13 +324,19 @@ def of_input(
         share: gives what another product has made so of `x` to save it, or makes it.
     """
     source: Plain | Codes
-    if side.saved is None:
+    saved = side.saved
+    if saved is None:
         source = Plain(scale, share(lambda: lax.stop_gradient(x)))
     else:
-        make = functools.partial(make_codes, x, side.saved, side.strategy, key=key, scale=scale, part=origin.part)
+
+        def make() -> QTensor:
+            if origin.codes is not None and origin.codes[0] == saved:
+                return origin.codes[1]
+            return make_codes(x, saved, side.strategy, key=key, scale=scale, part=origin.part)
+
         source = Codes(share(lambda: named(make(), INPUT)), scale)
     # Codes rounded stochastically can be made again only with their key.
-    if origin.again is None or (side.saved is not None and side.saved.rounding == "stochastic"):
+    if origin.again is None or (saved is not None and saved.rounding == "stochastic"):
         return source
     return Again(*origin.again, source)
 

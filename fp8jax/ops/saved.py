@@ -172,12 +172,15 @@ class Origin(NamedTuple):
         part: what kernels compute it from, so that they quantize it without reading it; `fp8jax.ops.fused.Part`.
         scale: under which fp32 scale a layer of this recipe, or any that quantizes it so, is to quantize it.
         foreseen: of a gradient, what is known of the cotangents that follow from it; `fp8jax.ops.fused.Foreseen`.
+        codes: how the array was quantized before, as a matrix (tokens, inputs), and its codes, as bytes: layers that
+            quantize it so read these.
     """
 
     again: tuple[Remade, Any] | None = None
     part: Any = None
     scale: tuple[Linear | QuantSpec, Array] | None = None
     foreseen: Any = None
+    codes: tuple[QuantSpec, QTensor] | None = None
 
     def scale_for(self, *readers: Linear | QuantSpec | None) -> Array | None:
         """The scale that is given to readers, if it is to all of them."""

@@ -1,0 +1,271 @@
+"""Activations at the boundary of tensor and sequence parallelism, which travel as codes (FP8-LM, figure 2).
+
+Between the linear layers of a block each device holds a part of the sequence, within them a part of the channels.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fp8jax.core import formats, scaling
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.core.spec import QuantSpec
+from fp8jax.dist import manual, shared, travel
+from fp8jax.ops.linear import linears, stateless
+from fp8jax.ops.microscaled import fold_rows
+from fp8jax.ops.product import QuantizedWeight
+from fp8jax.ops.quantize import quantize
+from fp8jax.ops.saved import NOTHING, Origin, from_bytes, to_bytes
+
+_ADVICE = (
+    "Map the block over the mesh: jax.shard_map(block, mesh=mesh, in_specs=..., out_specs=P(None, {axes})). Under jit "
+    "alone constrain codes of jax.lax.with_sharding_constraint's shard, and then those of the whole"
+)
+
+
+def gather_sequence(
+    x: Array, axes: manual.Axes, how: travel.How = "e4m3", *, gradients: travel.How | None = None, dim: int = -2
+) -> Array:
+    """The whole sequence of each device's part, which travels as codes; to be called inside `jax.shard_map`.
+
+    Every device quantizes its part as a product of the whole would, under the scales that the whole has: codes do not
+    depend on how many devices there are. Decoded they have been rounded once, and products of the recipe that `how`
+    comes from round them to the same codes again; `gather_linear` reads the codes themselves. Backward the gradient,
+    of which each device has a part of the sum, is summed as `scatter_sequence` does it.
+
+    A scale that spans tokens spans those of the whole sequence, on the devices along `axes`; over other mesh axes, as
+    of data, devices have scales of their own, as products inside `jax.shard_map` have.
+
+    Args:
+        x: (..., tokens, channels), a device's part, of any floating dtype.
+        axes: name or names of the mesh axes that the sequence is cut over.
+        how: what travels: a `QuantSpec` or its string form; a recipe, for its linear layers' inputs; or "bf16" or
+            "fp32". Of a recipe that does not quantize them it is the dtype of `x`.
+        gradients: what parts of the gradient's sum travel in, as of `scatter_sequence`; None takes what `how` says
+            there.
+        dim: the dimension that is cut, none of channels.
+
+    Returns:
+        (..., all tokens, channels) in the dtype of `x`.
+
+    Raises:
+        ValueError: outside of `jax.shard_map`; a spec that does not travel; a part ends within a block; or the
+            recipe's scaling of inputs has a state.
+
+    Examples:
+        >>> import fp8jax, jax, jax.numpy as jnp
+        >>> mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> def perceptron(x, up, down):  # x (batch, tokens, channels), cut along its tokens; weights along `inner`
+        ...     (h,) = fp8jax.dist.gather_linear(x, [up], "tensor", recipe="te_current")
+        ...     y = fp8jax.linear(jax.nn.gelu(h), down, recipe="te_current")  # of each device a part of the sum
+        ...     return x + fp8jax.dist.scatter_sequence(y, "tensor", "te_current")
+        >>> specs = jax.P(None, "tensor"), jax.P(None, "tensor"), jax.P("tensor")
+        >>> run = jax.shard_map(perceptron, mesh=mesh, in_specs=specs, out_specs=specs[0])
+        >>> jax.jit(run)(jnp.ones((2, 64, 32)), jnp.ones((32, 128)), jnp.ones((128, 32))).shape
+        (2, 64, 32)
+    """
+    return _gathered("gather_sequence", x, axes, how, gradients, dim)[0]
+
+
+def gather_linear(
+    x: Array,
+    weights: list[Array] | tuple[Array, ...],
+    axes: manual.Axes,
+    *,
+    recipe: Recipe | Linear | str,
+    gradients: travel.How | None = None,
+    dim: int = -2,
+    key: Array | None = None,
+    quantized: list[QuantizedWeight] | tuple[QuantizedWeight, ...] | None = None,
+) -> tuple[Array, ...]:
+    """Linear layers of the whole sequence, such as q, k and v, with weights cut over their outputs.
+
+    As `gather_sequence` and `fp8jax.linear` after each other, but the products read the gathered codes: nothing is
+    quantized again, and the 16-bit whole is never written. Its layers' gradients of `x` are summed before they travel.
+
+    Where the recipe saves inputs as codes, those of the whole sequence are kept for the backward pass; under
+    `jax.checkpoint` they are gathered again.
+
+    Args:
+        x: (..., tokens, channels), a device's part.
+        weights: (channels, outputs) each, a device's columns.
+        axes: name or names of the mesh axes that the sequence is cut over.
+        recipe: what the products compute with, and what travels.
+        gradients, dim: as of `gather_sequence`.
+        key: PRNG key for recipes that round stochastically.
+        quantized: what `fp8jax.quantize_weight` made of each weight; None quantizes them in this call.
+
+    Returns:
+        (..., all tokens, outputs) for each weight, in the dtype of `x`.
+
+    Raises:
+        ValueError: as `gather_sequence` and `fp8jax.linear`; or another number of `quantized` than of weights.
+    """
+    held = [None] * len(weights) if quantized is None else list(quantized)
+    if len(held) != len(weights):
+        raise ValueError(f"{len(weights)} weights were given quantized as {len(held)}")
+    part = stateless(recipe)
+    whole, codes = _gathered("gather_linear", x, axes, part, gradients, dim)
+    origin = NOTHING if codes is None else Origin(codes=codes)
+    return linears(whole, weights, recipe=part, origin=origin, key=key, quantized=held)
+
+
+def scatter_sequence(
+    x: Array, axes: manual.Axes, how: travel.How = "e4m3:token", *, gradients: travel.How | None = None, dim: int = -2
+) -> Array:
+    """A device's part of the sequence of a sum over devices, whose parts travel as codes; inside `jax.shard_map`.
+
+    A product whose contraction is cut over devices leaves each with an array that is to be added to the others'. All
+    quantize theirs under scales that they share, of the largest magnitude that any has; each is sent the codes of its
+    part of the sequence, and sums them in fp32. No step saturates, and no sum is rounded to 8 bits. Backward the
+    gradient of the part is gathered, as `gather_sequence` does it, in what the product before multiplies.
+
+    Args:
+        x: (..., all tokens, channels), of each device its part of the sum.
+        axes: name or names of the mesh axes to sum and scatter over.
+        how: what travels: a `QuantSpec` of granularity "tensor", "token" or "group", or its string form; a recipe, for
+            the format of its linear layers' inputs with a scale for each token; or "bf16" or "fp32", which are sums of
+            that dtype. Of a recipe that does not quantize inputs it is the dtype of `x`.
+        gradients: what the gradient travels in, as `how` of `gather_sequence`. None takes, of a recipe, how it
+            quantizes gradients (as they are where it rounds them stochastically), and `how` of anything else.
+        dim: the dimension that is scattered, none of channels.
+
+    Returns:
+        (..., tokens, channels) in the dtype of `x`.
+
+    Raises:
+        ValueError: as `gather_sequence`; or the devices do not divide the dimension.
+    """
+    caller, names = "scatter_sequence", manual.names(axes)
+    devices, dim = manual.replicas(caller, axes, (), _ADVICE), _dimension(caller, x, dim)
+    if x.shape[dim] % devices:
+        raise ValueError(
+            f"{caller}: {devices} devices do not divide dimension {dim} of an array {x.shape}; pad the sequence"
+        )
+    back = travel.of_operand(caller, how if gradients is None else gradients, "dy")
+    _check_cut(caller, back, x.shape[dim] // devices, dim, x.ndim)
+    found: Array = _scatter((names, dim, travel.of_sum(caller, how), back), x)
+    return found
+
+
+class _Static(NamedTuple):
+    axes: tuple[str, ...]
+    dim: int
+    forward: travel.Travel
+    back: travel.Travel
+    dtype: Any
+    shape: tuple[int, ...]
+
+
+def _gathered(
+    caller: str, x: Array, axes: manual.Axes, how: travel.How, gradients: travel.How | None, dim: int
+) -> tuple[Array, tuple[QuantSpec, QTensor] | None]:
+    """The whole array; and how products quantize it, with its codes as bytes, where codes travelled."""
+    devices, dim = manual.replicas(caller, axes, (), _ADVICE), _dimension(caller, x, dim)
+    there, back = travel.of_operand(caller, how, "x"), travel.of_sum(caller, how if gradients is None else gradients)
+    _check_cut(caller, there, x.shape[dim], dim, x.ndim)
+    names, shape = manual.names(axes), tuple(n * devices if i == dim else n for i, n in enumerate(x.shape))
+    q = None if there.spec is None else _whole(_codes(lax.stop_gradient(x), there, names), x.shape, dim, names)
+    whole: Array = _gather(_Static(names, dim, there, back, x.dtype, shape), x, q)
+    return whole, None if there.spec is None or q is None else (there.spec, q)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(static: _Static, x: Array, q: QTensor | None) -> Array:
+    if q is None:
+        return lax.all_gather(static.forward.cast(x), static.axes, axis=static.dim, tiled=True).astype(x.dtype)
+    return from_bytes(q).dequantize(static.dtype).reshape(static.shape)
+
+
+def _gather_forward(static: _Static, x: Array, q: QTensor | None) -> tuple[Array, None]:
+    return _gather(static, x, q), None
+
+
+def _gather_backward(static: _Static, _: None, dy: Array) -> tuple[Array, None]:
+    return _scattered(dy, static.back, static.axes, static.dim).astype(static.dtype), None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scatter(static: tuple[tuple[str, ...], int, travel.Travel, travel.Travel], x: Array) -> Array:
+    axes, dim, how, _ = static
+    return _scattered(x, how, axes, dim)
+
+
+def _scatter_forward(static: Any, x: Array) -> tuple[Array, None]:
+    return _scatter(static, x), None
+
+
+def _scatter_backward(static: Any, _: None, dy: Array) -> tuple[Array]:
+    axes, dim, _, back = static
+    if back.spec is None:
+        return (lax.all_gather(back.cast(dy), axes, axis=dim, tiled=True).astype(dy.dtype),)
+    q = from_bytes(_whole(_codes(dy, back, axes), dy.shape, dim, axes))
+    shape = tuple(n * lax.axis_size(axes) if i == dim else n for i, n in enumerate(dy.shape))
+    return (q.dequantize(dy.dtype).reshape(shape),)
+
+
+_scatter.defvjp(_scatter_forward, _scatter_backward)
+
+
+def _scattered(x: Array, how: travel.Travel, axes: tuple[str, ...], dim: int) -> Array:
+    """A device's part of the sum of everybody's arrays."""
+    if how.spec is None:
+        return lax.psum_scatter(how.cast(x), axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
+    (scale,) = shared.shared_scales([x], [how.spec], axes)
+    return shared.scattered_sum(x, how.spec, scale, dim, axes).astype(x.dtype)
+
+
+def _codes(x: Array, how: travel.Travel, axes: tuple[str, ...]) -> QTensor:
+    """The codes of a device's part, as bytes, that a product of the whole has: (tokens, channels)."""
+    spec, matrix = how.spec, x.reshape(-1, x.shape[-1])
+    assert spec is not None
+    fmt, level, scale = formats.get(spec.format), spec.level1 if spec.granularity == "mx" else spec.granularity, None
+    if level == "tensor":
+        largest = scaling.largest_magnitude(matrix)
+        if fmt.inf is None:  # one scale tells of NaN, which NCCL leaves out of maxima
+            largest = jnp.where(jnp.all(jnp.isfinite(matrix)), largest, jnp.inf)
+        (largest,) = shared.maxima([largest], axes)
+        scale = shared.to_scale(jnp.where(jnp.isinf(largest), largest, how.strategy.settle(largest)), fmt)
+    if spec.folds:
+        rows = None if scale is None else jnp.broadcast_to(scale, (matrix.shape[0], 1))
+        return to_bytes(fold_rows(matrix, spec, rows))
+    q = quantize(matrix, spec, scale=scale)[0]
+    assert q is not None
+    return to_bytes(q)
+
+
+def _whole(q: QTensor, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> QTensor:
+    """The codes of the whole, (all tokens, channels), of those of each device's part of this shape."""
+
+    def gather(x: Array) -> Array:
+        parts = x.reshape(*shape[:-2], -1, x.shape[-1])
+        return lax.all_gather(parts, axes, axis=dim, tiled=True).reshape(-1, x.shape[-1])
+
+    one = q.spec.granularity in ("tensor", "mx")
+    scale, micro = q.scale if one else gather(q.scale), None if q.microscale is None else gather(q.microscale)
+    return QTensor(gather(q.codes), scale, None, micro, q.spec)
+
+
+def _dimension(caller: str, x: Array, dim: int) -> int:
+    if x.ndim < 2 or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
+        raise ValueError(f"{caller} cuts a dimension before the channels, the last: not {dim} of an array {x.shape}")
+    return dim % x.ndim
+
+
+def _check_cut(caller: str, how: travel.Travel, length: int, dim: int, ndim: int) -> None:
+    """Raises ValueError where a device's part ends within a block."""
+    if how.spec is None or how.spec.granularity != "block":
+        return
+    assert how.spec.group_size is not None
+    if dim != ndim - 2 or length % how.spec.group_size:
+        raise ValueError(
+            f"{caller}: parts of {length} along dimension {dim} end within a block of {how.spec}; cut dimension -2 at "
+            f"multiples of {how.spec.group_size}, or let 'bf16' travel"
+        )

@@ -1,0 +1,281 @@
+"""Activations of tensor and sequence parallelism, gathered and scattered as codes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import AxisType
+
+import fp8jax
+from fp8jax.core.scaling import find
+from fp8jax.dist import gather_linear, gather_sequence, scatter_sequence
+from fp8jax.dist.collectives import Collective, collectives
+from fp8jax.ops import operand
+from fp8jax.ops.saved import from_bytes
+from tests.dist import blocks, programs
+from tests.distance import relative
+from tests.programs import outputs
+
+CUT, WHOLE, COLUMNS = P(None, "tensor"), P(), P(None, None, "tensor")
+SPECS = ["e4m3", "int8", "e5m2:token", "e4m3:group32", "int8:block8", "e4m3:mx32", "e4m3:mx32+token", "e4m3:mx32+ocp"]
+STATELESS = [
+    n for n in fp8jax.recipes.NAMES if not any(p.observes for p in fp8jax.recipes.get(n).linear.states.values())
+]
+QUANTIZED = [name for name in STATELESS if fp8jax.recipes.get(name).linear.quantized]
+# Groups and blocks that devices of the tests do not cut: no scale depends on how many there are.
+FINE = dataclasses.replace(
+    fp8jax.recipes.deepseek(),
+    linear=fp8jax.recipes.Linear(
+        "e4m3:group16", "e4m3:block16", "e4m3:group16", x_wgrad="e4m3:group16", dy_wgrad="e4m3:group16"),
+)  # fmt: skip
+X = jax.random.normal(jax.random.key(0), (2, 64, 64)) * jnp.exp(2 * jax.random.normal(jax.random.key(1), (2, 64, 1)))
+
+
+@functools.cache
+def mesh(devices=8):
+    return jax.make_mesh((devices,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+
+def mapped(function, ins=CUT, out=WHOLE, devices=8, check=False):
+    return jax.shard_map(function, mesh=mesh(devices), in_specs=ins, out_specs=out, check_vma=check)
+
+
+def operand_of(x, spec, strategy="current"):
+    """The values of a product's operand, made of the whole array on one device."""
+    q = operand.make_codes(x.reshape(-1, x.shape[-1]), spec, find(strategy))
+    return from_bytes(q).dequantize(x.dtype).reshape(x.shape)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_gathered_sequence_is_what_a_product_of_the_whole_reads(spec, devices):
+    """The same bits on every mesh, also where a scale spans tokens or the powers of two of microscales are folded."""
+    run = mapped(functools.partial(gather_sequence, axes="tensor", how=spec), devices=devices)
+    whole = jax.jit(functools.partial(operand_of, spec=fp8jax.QuantSpec.parse(spec)))
+    for x in (X, X.astype(jnp.bfloat16)):
+        np.testing.assert_array_equal(np.asarray(jax.jit(run)(x)), np.asarray(whole(x)))
+    found = [one for one in programs.asked_for(run, X) if one[0] == "all_gather"]
+    assert ("all_gather", "ui8", X.size // devices) in found
+    assert sum(size for *_, size in found) <= X.size // devices * (1 + 4 / 32)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_products_round_what_was_gathered_to_the_same_codes_again(name):
+    """Inputs and gradients alike, decoded to bf16: for what reads the array and not the codes."""
+    part, x = fp8jax.recipes.get(name).linear, X.astype(jnp.bfloat16).reshape(-1, 64)
+    for side in ("x", "dy"):
+        spec = part.spec(side)
+        if spec is None or spec.rounding == "stochastic":
+            continue
+        once = operand.make_codes(x, spec, part.own_strategy(side))
+        again = operand.make_codes(from_bytes(once).dequantize(jnp.bfloat16), spec, part.own_strategy(side))
+        np.testing.assert_array_equal(np.asarray(once.codes), np.asarray(again.codes))
+        np.testing.assert_allclose(once.scale, again.scale, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_layer_reads_the_gathered_codes_themselves(name):
+    recipe, x = fp8jax.recipes.get(name), jnp.concatenate([X.astype(jnp.bfloat16)] * 4, 1)
+    w = (jax.random.normal(jax.random.key(2), (64, 256)) / 8).astype(jnp.bfloat16)
+    ins, key = (CUT, CUT), jax.random.key(3) if recipe.linear.stochastic else None
+
+    def layer(x, w):
+        return gather_linear(x, [w], "tensor", recipe=recipe, key=key)[0]
+
+    def apart(x, w):
+        return fp8jax.linear(gather_sequence(x, "tensor", recipe), w, recipe=recipe, key=key)
+
+    got, want = (jax.jit(mapped(f, ins, COLUMNS, 2))(x, w) for f in (layer, apart))
+    assert relative(got, want) < 2.0**-7  # scales of what was decoded to bf16
+    if recipe.linear.saved == "same":
+        dtype = fp8jax.formats.get(recipe.linear.spec("x").format).dtype
+        made = outputs(mapped(layer, ins, COLUMNS, 2), dtype, x, w)
+        assert (512, 64) not in made
+        assert (512, 64) in outputs(mapped(apart, ins, COLUMNS, 2), dtype, x, w)
+
+
+@pytest.mark.parametrize("spec", ["e4m3:token", "int8", "e5m2:group32"])
+@pytest.mark.parametrize("devices", [2, 8])
+def test_parts_of_a_sum_are_rounded_once_under_scales_that_all_share(spec, devices):
+    spec = fp8jax.QuantSpec.parse(spec)
+    parts = jax.random.normal(jax.random.key(4), (devices, 2, 64, 64)) * X
+    run = mapped(lambda x: scatter_sequence(x[0], "tensor", spec), P("tensor"), CUT, devices)
+    got = jax.jit(run)(parts)
+    fmt, values = spec.format, np.asarray(parts, np.float32)
+    groups = {"token": 64, "tensor": 0}.get(spec.granularity, spec.group_size)
+    split = values.reshape(devices, 2, 64, -1, groups) if groups else values.reshape(devices, 1, 1, 1, -1)
+    largest = np.abs(split).max((0, -1), keepdims=True)
+    scale = largest * np.float32(1 / fp8jax.formats.get(fmt).max)
+    units = split * (np.float32(1) / scale)
+    dtype = fp8jax.formats.get(fmt).dtype
+    codes = np.rint(units) if fmt == "int8" else units.astype(dtype).astype(np.float64)
+    want = (codes.astype(np.float64) * scale).sum(0).reshape(2, 64, 64)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * float(largest.max()))
+
+
+def pair(f, x, t):
+    """A function's result and its gradients, as a compiled function of parameters and x."""
+    return jax.jit(lambda p, x: (lambda y, back: (y, back(t)))(*jax.vjp(f, p, x)))
+
+
+def block_errors(recipe, sums, devices, check=True):
+    p, (x, t) = blocks.params(), jax.random.normal(jax.random.key(9), (2, 1, 64, blocks.WIDTH))
+    plain = fp8jax.recipes.bf16()
+    exact, one = (pair(functools.partial(blocks.layer, recipe=r), x, t)(p, x) for r in (plain, recipe))
+    layer = functools.partial(blocks.parallel_layer, recipe=recipe, sums=sums)
+    got = pair(mapped(layer, (blocks.SPECS, CUT), CUT, devices, check), x, t)(p, x)
+    assert got[0].sharding.spec == CUT
+    names = sorted(p)
+    flat = [(tree[0], tree[1][1], *(tree[1][0][name] for name in names)) for tree in (got, one, exact)]
+    return [(relative(a, b), relative(a, c), relative(b, c)) for a, b, c in zip(*flat, strict=True)]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_layer_in_bf16s_form_is_that_of_one_device(devices):
+    """Exact but for the order of sums: here in fp32 throughout, result and all gradients, norms' scales included."""
+    assert max(error for error, *_ in block_errors(fp8jax.recipes.bf16(), None, devices)) < 2e-6
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+def test_codes_of_a_layer_do_not_depend_on_the_mesh(devices):
+    """With scales that devices do not cut, and plain sums, 8 bits give one device's result and gradient of the input.
+
+    The weights' gradients that read a gathered gradient quantize it along tokens: what one device rounds once has been
+    rounded along channels before.
+    """
+    (result, *_), (of_x, *_), *others = block_errors(FINE, "fp32", devices)
+    assert max(result, of_x) < 2e-6
+    names = sorted(blocks.SPECS)
+    # Between two roundings and one lie three, each uniform within half a step of e4m3.
+    for name, (found, *_) in zip(names, others, strict=True):
+        assert found < (2.0**-4 if name in ("out", "down") else 2e-6), name
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("te_current", 8), pytest.param("te_current", 2, marks=pytest.mark.slow),
+     pytest.param("fast", 8, marks=pytest.mark.slow), pytest.param("coat", 4, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_layer_in_8_bits_is_as_far_from_fp32_as_on_one_device(name, devices):
+    """Errors add in squares: of four boundaries with sums, half a step of e4m3 each, uniform within it."""
+    boundary = 2.0**-4 / 3**0.5
+    for found, from_exact, of_one in block_errors(fp8jax.recipes.get(name), None, devices, check=False):
+        assert from_exact < np.hypot(of_one, 2 * boundary)
+        assert found < np.hypot(np.hypot(of_one, from_exact), 2 * boundary)
+
+
+def perceptron(x, up, down, recipe, sums=None):
+    (h,) = gather_linear(x, [up], "tensor", recipe=recipe, gradients=sums)
+    y = fp8jax.linear(jax.nn.silu(h), down, recipe=recipe)
+    return scatter_sequence(y, "tensor", sums or recipe, gradients=recipe)
+
+
+PERCEPTRON = (CUT, CUT, P("tensor"))
+
+
+def moved(recipe, sums, devices=8):
+    """The collectives of a perceptron's forward and backward pass, compiled."""
+    run = mapped(functools.partial(perceptron, recipe=recipe, sums=sums), PERCEPTRON, CUT, devices)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 64, 128), (128, 256), (256, 128))]
+    loss = lambda *args: jnp.sum(run(*args) ** 2)  # noqa: E731
+    return collectives(jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes).compile().as_text())
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_compiled_program_moves_codes_and_little_else(devices):
+    """Forward and backward a gather and a scatter: a byte an element, and fp32 scales."""
+    size, tokens = 2 * 64 * 128, 2 * 64
+    found = sorted(moved(fp8jax.recipes.deepseek(), None, devices))
+    gather, scatter = (
+        [Collective("all-gather", "f32", 4 * tokens // devices, devices),
+         Collective("all-gather", "u8", size // devices, devices)],
+        [Collective("all-reduce", "f32", 4 * tokens, devices), Collective("all-to-all", "u8", size, devices)],
+    )  # fmt: skip
+    scales = [one for one in found if one.kind == "all-reduce"]
+    assert sum(one.nbytes for one in scales) == 2 * 4 * tokens  # XLA may join them
+    assert [one for one in found if one not in scales] == sorted(gather * 2 + scatter[1:] * 2)
+    plain = moved(fp8jax.recipes.bf16(), None, devices)
+    assert {(one.kind, one.dtype) for one in plain} == {("all-gather", "f32"), ("reduce-scatter", "f32")}
+    ratio = sum(one.sent for one in plain) / sum(one.sent for one in found)
+    assert 3.5 < ratio < 4
+
+
+def test_codes_are_gathered_again_under_a_checkpoint():
+    w, recipe = jnp.ones((64, 256)), fp8jax.recipes.deepseek()
+
+    def layer(x, w):
+        return gather_linear(x, [w], "tensor", recipe=recipe)[0]
+
+    again = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)
+    counts = []
+    for f in (layer, again):
+        grad = jax.grad(lambda *a, f=f: jnp.sum(mapped(f, (CUT, CUT), COLUMNS)(*a) ** 2), (0, 1))
+        counts.append(programs.asked_for(grad, X, w).count(("all_gather", "ui8", X.size // 8)))
+    assert counts == [1, 2]
+
+
+def test_nan_is_seen_wherever_its_scale_reaches():
+    x = X.at[1, 40, 3].set(jnp.nan)
+    for how, reached in (("e4m3:token", 64), ("e4m3", 1), ("int8", X.size)):
+        got = jax.jit(mapped(functools.partial(gather_sequence, axes="tensor", how=how)))(x)
+        whole = operand_of(x, fp8jax.QuantSpec.parse(how))
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(whole))
+        assert 1 <= np.isnan(got).sum() <= reached
+    parts = jnp.stack([x, *[X] * 7])
+    run = mapped(lambda x: scatter_sequence(x[0], "tensor"), P("tensor"), CUT)
+    assert np.isnan(jax.jit(run)(parts)).sum() == 64
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "how", "message"),
+    [
+        (gather_sequence, (2, 64, 64), {"how": "int8:block32"}, "parts of 8 along dimension 1 end within a block"),
+        (gather_sequence, (2, 64, 64), {"how": "e4m3:channel"}, "codes of e4m3:channel do not travel"),
+        (gather_sequence, (2, 64, 64), {"how": "int10:group64"}, "do not travel"),
+        (gather_sequence, (2, 64, 64), {"how": "int8+stochastic"}, "rounds to nearest"),
+        (gather_sequence, (2, 64, 64), {"how": "te_delayed"}, "delayed scaling has a state"),
+        (gather_sequence, (2, 64, 64), {"dim": -1}, "before the channels"),
+        (gather_sequence, (64,), {}, "before the channels"),
+        (scatter_sequence, (2, 60, 64), {}, "8 devices do not divide dimension 1"),
+        (scatter_sequence, (2, 64, 64), {"gradients": "int8:block32"}, "parts of 8 along dimension 1 end within"),
+        (scatter_sequence, (2, 64, 64), {"how": "e4m3:group128+expand"}, "do not travel"),
+        (scatter_sequence, (2, 64, 64), {"how": "fp7"}, "unknown number format"),
+    ],
+)
+def test_what_cannot_travel_is_refused(function, shape, how, message):
+    place = CUT if function is gather_sequence and len(shape) == 3 else P("tensor") if len(shape) == 1 else P()
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(mapped(functools.partial(function, axes="tensor", **how), place, P("tensor")), jnp.ones(shape))
+
+
+def test_outside_of_a_shard_map_the_message_says_what_to_do():
+    for function in (gather_sequence, scatter_sequence):
+        with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map.*Map the block over the mesh"):
+            function(X, "tensor")
+
+
+@pytest.mark.parametrize("spec", ["int8:token", "int8:group32"])
+def test_under_plain_jit_codes_travel_where_they_are_constrained_themselves(spec):
+    """To the shard, and then to the whole; constraints on the array alone send it in its own dtype, and so are sums."""
+    own, whole = (jax.NamedSharding(mesh(), place) for place in (CUT, WHOLE))
+    constrain = jax.lax.with_sharding_constraint
+    place = jax.NamedSharding(mesh(), P(None, "tensor"))
+    x = jax.ShapeDtypeStruct((2, 64, 128), jnp.float32, sharding=own)
+    w = jax.ShapeDtypeStruct((128, 256), jnp.float32, sharding=place)
+
+    def codes(x, w):
+        q = constrain(constrain(fp8jax.quantize(x, spec), own), whole)
+        return q.dequantize() @ w
+
+    def array(x, w):
+        return constrain(fp8jax.quantize(constrain(x, own), spec).dequantize(), whole) @ w
+
+    sent = []
+    for f in (codes, array):
+        found = collectives(jax.jit(f).lower(x, w).compile().as_text())
+        sent.append({one.dtype for one in found if one.nbytes >= x.size // 8})
+    assert sent == [{"s8"}, {"f32"}]
