@@ -49,7 +49,8 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
     rows = batch // microbatches
     if not text:
         return make(max(n for n in range(1, len(devices) + 1) if rows % n == 0), 1, devices)
-    found = make(**parse(text), devices=devices)
+    sizes = parse(text)
+    found = make(sizes["data"], sizes["fsdp"], devices)
     if rows % found.size:
         part = f"{rows} sequences of a microbatch (--batch {batch}, --microbatches {microbatches})"
         raise ValueError(

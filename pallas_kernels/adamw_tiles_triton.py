@@ -285,7 +285,9 @@ def ordinary(
         )  # fmt: skip
         noise = offsets
         if NU[9] > 0:
-            noise = _noise_of_groups(group, chunk * LANES + lane, words_ptr, salt, inner, stride, SIZE, RUNS, _END + 2 * GATED + 2 * CUT)
+            noise = _noise_of_groups(
+                group, chunk * LANES + lane, words_ptr, salt, inner, stride, SIZE, RUNS, _END + 2 * GATED + 2 * CUT
+            )
         _store_ordinary(
             v, v_largest, v_k, b2_rest, b2_per_rest,
             nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, group, noise, NU,

@@ -311,7 +311,7 @@ def fp8lm(
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (master, mu, nu, weight)]
     outputs.append(jax.ShapeDtypeStruct((3, layers, tiles), jnp.float32))
     vector_of_scalars = scalars.vector()
-    *stored, result, largest = call_triton.call(
+    master, mu, nu, result, largest = call_triton.call(
         *(grad, weight, master, mu, nu, scales, vector_of_scalars),
         vector_of_scalars if words is None else words,
         *(layers, tiles, length // vector),
@@ -333,7 +333,7 @@ def fp8lm(
         MU_MAX=float(jnp.finfo(mu.dtype).max),
         MU_INF=0x7C if mu.dtype == jnp.float8_e5m2 else 0x7F,
     )
-    return result, *stored, largest
+    return result, master, mu, nu, largest
 
 
 def _either(dtypes: tuple[Any, ...]) -> str:

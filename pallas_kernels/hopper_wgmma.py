@@ -7,12 +7,13 @@ reads 32 of K from a 128-byte swizzle as well; products of 32 took 8 % fewer cyc
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,7 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.hopper_epilogue import flat
-from pallas_kernels.hopper_share import K_STEP
+from pallas_kernels.hopper_share import K_STEP, Share
 
 DEPTH = 32
 WHOLE = tuple(range(K_STEP // DEPTH))
@@ -100,3 +101,35 @@ def finish_product(sums: jax.Array, in_flight: int = 0) -> jax.Array:
         return mgpu.optimization_barrier(sums)  # or LLVM might read the sums before
 
     return finish(sums)
+
+
+def multiply_rows(
+    share: Share, slot: Any, top: int, before: jax.Array, beside: Callable[[], Any], *, interpreted: bool
+) -> tuple[jax.Array, Any]:
+    """Products of 64 rows of a slice, and what `beside` returns, called while they are computed.
+
+    Args:
+        share: the warpgroup's part of a tile.
+        slot: the stage where the slice lies.
+        top: the first of the rows, within the part.
+        before: (64, cols) sums of earlier products, which have been read: gives its registers and its dtype.
+        beside: what is read and awaited meanwhile.
+        interpreted: whether Pallas's interpreter runs, which knows no registers.
+
+    Returns:
+        (64, cols) sums of 128 products, and what `beside` returned.
+    """
+    a = share.a(slot, top, 64)
+    if not interpreted:
+        sums = start_product(a, share.b(slot, transposed=False), before=before)
+        found = beside()
+        return finish_product(sums), found
+
+    def scoped(sums: Any) -> Any:
+        plgpu.wgmma(sums, a, share.b(slot))
+        found = beside()
+        return plgpu.wgmma_accumulator_load(sums, wait_n=0), found
+
+    rows, cols = before.shape
+    product: tuple[jax.Array, Any] = pl.run_scoped(scoped, plgpu.ACC((rows, cols), before.dtype))
+    return product

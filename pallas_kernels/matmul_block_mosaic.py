@@ -6,12 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import Tile
-from pallas_kernels.hopper_wgmma import finish_product, start_product
+from pallas_kernels.hopper_wgmma import multiply_rows
 
 
 def matmul_block(
@@ -66,12 +65,12 @@ def matmul_block(
         rows = hopper.ceil_div(tile.block_cols, 128) + (tile.block_cols % 128 > 0)
         streams.append(hopper.Stream.of_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
     return hopper.product(
-        _compute(tile, by_column, interpret), a, b, streams, name="fp8_matmul_block", tile=tile,
+        _compute(tile, by_column, interpret is not None), a, b, streams, name="fp8_matmul_block", tile=tile,
         epilogue=epilogue, out_dtype=out_dtype, own_wgmma=True, interpret=interpret,
     )  # fmt: skip
 
 
-def _compute(tile: Tile, by_column: bool, interpret: hopper.Interpret) -> Any:
+def _compute(tile: Tile, by_column: bool, interpreted: bool) -> Any:
     """Products of 64 rows after 64, so that the sums of one pass only wait beside the accumulators.
 
     Between two passes a warpgroup's tensor cores idle. So a pass reads its scales, and the last one awaits the next
@@ -79,21 +78,6 @@ def _compute(tile: Tile, by_column: bool, interpret: hopper.Interpret) -> Any:
     """
     width = math.gcd(tile.cols, 64 if by_column else 128)  # columns scaled at a time; those of a block share a scale
     tops, starts = range(0, tile.rows, 64), range(0, tile.cols, width)
-
-    def multiply(share: hopper.Share, slot: Any, top: int, before: Any, beside: Any) -> Any:
-        """The sums of 64 rows, and what `beside` returns, called while they are computed."""
-        a = share.a(slot, top, 64)
-        if interpret is None:
-            sums = start_product(a, share.b(slot, transposed=False), before=before)
-            found = beside()
-            return finish_product(sums), found
-
-        def scoped(sums: Any) -> Any:
-            plgpu.wgmma(sums, a, share.b(slot))
-            found = beside()
-            return plgpu.wgmma_accumulator_load(sums, wait_n=0), found
-
-        return pl.run_scoped(scoped, plgpu.ACC((64, tile.cols), jnp.float32))
 
     def compute(share: hopper.Share, finish: Any) -> None:
         first_block = lax.div(share.col - share.stage_col, 128)
@@ -122,7 +106,7 @@ def _compute(tile: Tile, by_column: bool, interpret: hopper.Interpret) -> Any:
                         share.wait(following)
                     return scales
 
-                sums, scales = multiply(share, slot, top, sums, beside)
+                sums, scales = multiply_rows(share, slot, top, sums, beside, interpreted=interpreted)
                 if last and not by_column:
                     share.release(slot, i + 1)
                 added = []

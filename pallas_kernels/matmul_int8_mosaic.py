@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import Tile
-from pallas_kernels.hopper_wgmma import finish_product, start_product
+from pallas_kernels.hopper_wgmma import multiply_rows
 
 BLOCK = 128
 
@@ -86,32 +85,17 @@ def matmul_int8_block(
         walk = hopper.Walk(residual.codes, again, counts, jnp.argsort(-counts).astype(jnp.int32))
         streams.append(of_a(again))
     return hopper.product(
-        _compute(tile, walk is not None, interpret), a, b, streams, name="int8_matmul_block", tile=tile,
+        _compute(tile, walk is not None, interpret is not None), a, b, streams, name="int8_matmul_block", tile=tile,
         epilogue=hopper.Epilogue(), out_dtype=out_dtype, own_wgmma=True, walk=walk, interpret=interpret,
     )  # fmt: skip
 
 
-def _compute(tile: Tile, walks: bool, interpret: hopper.Interpret) -> Any:
+def _compute(tile: Tile, walks: bool, interpreted: bool) -> Any:
     """Products of 64 rows after 64, whose int32 sums only wait beside the fp32 accumulators (see the FP8 kernel).
 
     While a product is in flight, its scales are read, and before the last one of a slice the next slice is awaited.
     """
     tops = range(0, tile.rows, 64)
-
-    def multiply(share: hopper.Share, slot: Any, top: int, before: jax.Array, beside: Any) -> Any:
-        """The sums of 64 rows, and what `beside` returns, called while they are computed."""
-        a = share.a(slot, top, 64)
-        if interpret is None:
-            sums = start_product(a, share.b(slot, transposed=False), before=before)
-            found = beside()
-            return finish_product(sums), found
-
-        def scoped(sums: Any) -> Any:
-            plgpu.wgmma(sums, a, share.b(slot))
-            found = beside()
-            return plgpu.wgmma_accumulator_load(sums, wait_n=0), found
-
-        return pl.run_scoped(scoped, plgpu.ACC((64, tile.cols), jnp.int32))
 
     def compute(share: hopper.Share, finish: Any) -> None:
         within = lax.div(share.col, BLOCK) - lax.div(share.col - share.stage_col, BLOCK)
@@ -135,7 +119,7 @@ def _compute(tile: Tile, walks: bool, interpret: hopper.Interpret) -> Any:
                             share.wait(following)
                     return scale, next_step
 
-                sums, (scale, next_step) = multiply(share, slot, top, sums, beside)
+                sums, (scale, next_step) = multiply_rows(share, slot, top, sums, beside, interpreted=interpreted)
                 if last:
                     share.release(slot, i + 1)
                 added.append(total + sums.astype(jnp.float32) * scale)

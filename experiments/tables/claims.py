@@ -175,6 +175,10 @@ CLAIMS: list[Claim] = [
           several(against_22("COAT, faithful"), against_22("COAT, lean")), "1.7 (Table 2)"),
     Claim("The same against bf16 that keeps only what products and attention give", "coat_memory",
           several(ratio("COAT, faithful", "total, recomputed"), ratio("COAT, lean", "total, recomputed"))),
+    Claim("Bytes that a layer keeps for its backward pass, `int8_fallback`: less than what Flax's modules keep in "
+          "bf16; than bf16 that keeps only what products and attention give (negative: more)", "int8_memory",
+          several(value("int8_fallback", "less than bf16", "%"),
+                  value("int8_fallback", f"less than {AGAIN}", "%")), "38 % (section 1, PyTorch's modules)"),
     Claim("Llama's linear layers forward and backward, one scale a tensor: speed over bf16 by XLA", "linear",
           ratio("te_current", "rate", case=MEANS), "", beside("1x128 groups (deepseek)",
           ratio("deepseek", "rate", case=MEANS))),

@@ -218,7 +218,8 @@ def _reference(form: Form, adam: Adam, leaf: Leaf) -> Row:
     result = _values(new[0])
     if form == "update":
         result = result - leaf.weight.astype(jnp.float32)
-    row = Row(result.astype(leaf.weight.dtype), *new, jnp.stack([largest(q) for q in new]))
+    master, mu, nu = new
+    row = Row(result.astype(leaf.weight.dtype), master, mu, nu, jnp.stack([largest(q) for q in new]))
     if adam.applied is None:
         return row
     old = Row(leaf.weight, *leaf.stored, leaf.largest)
@@ -283,9 +284,10 @@ def _fused(form: Form, adam: Adam, leaf: Leaf) -> Row:
     values = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in _scalars(adam, leaf.decays))
     grad = leaf.grad.codes if leaf.codes else _values(leaf.grad) if isinstance(leaf.grad, QTensor) else leaf.grad
     grad_scale = leaf.grad.scale if leaf.codes else jnp.ones_like(leaf.master.scale)
+    master, mu, nu = leaf.stored
     operands = _Operands(
-        *(grad, leaf.weight, *(q.codes for q in leaf.stored), grad_scale),
-        *(tuple(q.scale for q in leaf.stored), tuple(scales), values, leaf.words),
+        *(grad, leaf.weight, master.codes, mu.codes, nu.codes, grad_scale),
+        *((master.scale, mu.scale, nu.scale), tuple(scales), values, leaf.words),
     )
     static = (form, str(leaf.mu.spec), leaf.codes, [x is None for x in values], leaf.words is None, depth)
     result, *codes, told = partitioned(f"fp8lm_{form}", static, local, operands, ins, outs)
@@ -295,10 +297,10 @@ def _fused(form: Form, adam: Adam, leaf: Leaf) -> Row:
             lambda new, old: jnp.where(adam.applied, new, old),
             (scales, told), ([q.scale for q in leaf.stored], leaf.largest),
         )  # fmt: skip
-    stored = [
+    master, mu, nu = (
         dataclasses.replace(q, codes=x, scale=scale) for q, x, scale in zip(leaf.stored, codes, scales, strict=True)
-    ]
-    return jax.tree.map(placed, Row(result, *stored, told), old)
+    )
+    return jax.tree.map(placed, Row(result, master, mu, nu, told), old)
 
 
 def salted(words: Array | None, path: str) -> Array | None:

@@ -221,8 +221,14 @@ CONFIGURATIONS = {
     "fp32 weights, gated and cut": ({"shape": (512, 1024), "weight": "float32", "gated": True, "cut": True}, 61, 10),
     "bf16 weights, gated and cut": ({"shape": (512, 1024), "weight": "bfloat16", "gated": True, "cut": True}, 42, 8.5),
     "bf16 weights, all of it": (
-        {"shape": (512, 1024), "weight": "bfloat16", "stochastic": True, "nu_stochastic": True, "gated": True,
-         "cut": True},
+        {
+            "shape": (512, 1024),
+            "weight": "bfloat16",
+            "stochastic": True,
+            "nu_stochastic": True,
+            "gated": True,
+            "cut": True,
+        },
         59,
         8.5,
     ),

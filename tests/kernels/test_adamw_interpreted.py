@@ -134,7 +134,9 @@ def compare(shape: str, mu: str, nu: str, expand: bool, form: str, grad: str, we
     )
     options = {"key": jax.random.key(7)} if stochastic else {}
     form = "step" if stochastic else form
-    adam = dataclasses.replace(ADAM, **dict(zip(("eps", "eps_root", "factor", "max_direction"), settings, strict=False)))
+    adam = dataclasses.replace(
+        ADAM, **dict(zip(("eps", "eps_root", "factor", "max_direction"), settings, strict=False))
+    )
     run = functools.partial(getattr(adamw, form), adam=adam, **options)
     want = jax.jit(functools.partial(run, impl="xla"), compiler_options=EXACT)(*leaf)
     got = run(*leaf, impl="triton")

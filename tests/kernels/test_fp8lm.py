@@ -1,6 +1,5 @@
 """The fused kernel of fp8lm_adamw without a GPU: when it is chosen, and what becomes of it on an H200."""
 
-import functools
 import importlib.util
 import json
 import os

@@ -27,8 +27,10 @@ SHAPES = {"whole": ((64, 96), 0), "stacked": ((3, 40, 96), 1), "odd": ((3, 17, 4
 # Shape, gradient, working copy, first moment, form, factor, whether master weights are rounded stochastically.
 CASES: list[Any] = [(shape, grad, "bfloat16", "e4m3", form, None, False)
                     for shape in SHAPES for grad in ("e4m3", "float32") for form in ("step", "update")]  # fmt: skip
-CASES += [("stacked", "e5m2", "float32", "e5m2", "step", 0.3, False), ("odd", "bfloat16", "float16", "e5m2", "update", 3.0, False),
-          ("stacked", "e4m3", "bfloat16", "e4m3", "step", None, True), ("odd", "float16", "float32", "e4m3", "update", 0.25, True)]  # fmt: skip
+CASES += [("stacked", "e5m2", "float32", "e5m2", "step", 0.3, False),
+          ("odd", "bfloat16", "float16", "e5m2", "update", 3.0, False),
+          ("stacked", "e4m3", "bfloat16", "e4m3", "step", None, True),
+          ("odd", "float16", "float32", "e4m3", "update", 0.25, True)]  # fmt: skip
 # How an array of (6, 8, 64) is cut over devices (4, 2): each device has the bits of its part.
 CUTS = [("x", None, None), (None, "x", None), ("y", "x", None), (None, "y", "x"), (None, None, ("x", "y"))]
 ADAM = Adam(0.9, 0.95, 1e-8, 0.0, jnp.int32(3), 0.02, 0.1)

@@ -24,6 +24,11 @@ SHAPES = [(2, 32, 96), (1, 64, 192), (4, 16, 48)]
 LEAN = fp8jax.recipes.coat()
 FAITHFUL = dataclasses.replace(LEAN, context=Context("e4m3:group16"))
 RECIPES = {"bf16": None, "te_current": fp8jax.recipes.te_current(), "faithful": FAITHFUL, "lean": LEAN}
+INT8 = fp8jax.recipes.int8_fallback()
+INT8_RECIPES = {
+    "int8_fallback": INT8,
+    "int8_fallback, lean": dataclasses.replace(INT8, context=dataclasses.replace(INT8.context, mode="lean")),
+}
 HEADS = 4
 
 
@@ -55,18 +60,19 @@ def model(recipe, width, layers, remat, scan):
     config = LlamaConfig(vocab=64, dim=width, layers=layers, heads=HEADS, kv_heads=HEADS, mlp_dim=width * 8 // 3)
     plain = Llama(config, remat=remat, rngs=nnx.Rngs(0))
     plain = plain if scan else Unrolled(plain)
-    return plain if RECIPES[recipe] is None else fp8jax.nnx.quantize(plain, RECIPES[recipe])
+    found = (RECIPES | INT8_RECIPES)[recipe]
+    return plain if found is None else fp8jax.nnx.quantize(plain, found)
 
 
 @functools.cache
 def kept(recipe, batch, length, width, layers, remat, scan) -> int:
-    """Bytes kept, but for the rotary tables, which all layers share."""
+    """Bytes kept, but for the rotary tables, which all layers share, and for keys."""
     graph, params, rest = nnx.split(model(recipe, width, layers, remat, scan), nnx.Param, ...)
     tokens = jnp.zeros((batch, length), jnp.int32)
-    found = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest)(tokens).astype(jnp.float32)), params)
+    found = residuals(lambda p: jnp.sum(nnx.merge(graph, p, rest, copy=True)(tokens).astype(jnp.float32)), params)
     table = (length, width // HEADS // 2)
-    sizes = [np.prod(s) * jnp.dtype(d).itemsize for d, s in found if tuple(n for n in s if n != 1) != table]
-    return int(sum(sizes))
+    of_tokens = [(d, s) for d, s in found if tuple(n for n in s if n != 1) != table and not d.startswith("key<")]
+    return int(sum(np.prod(shape) * jnp.dtype(dtype).itemsize for dtype, shape in of_tokens))
 
 
 def per_layer(recipe, batch, length, width, remat=False, scan=True) -> float:
@@ -168,3 +174,18 @@ def test_bf16_keeps_at_least_three_and_a_half_times_as_much():
     assert plain - te == pytest.approx(0.5 * (1 + 1 + 1 + 8 / 3), abs=0.01)
     assert plain / lean >= 3.5
     assert plain / faithful >= 1.69
+
+
+@pytest.mark.parametrize(("recipe", "below"), [("int8_fallback", 0.6), ("int8_fallback, lean", 0.65)])
+def test_int8_fallback_keeps_ten_bits_of_operations_and_eight_of_linear_layers(recipe, below):
+    batch, length, width = 1, 128, 384  # whole blocks of 128
+    inner, lean = width * 8 // 3, "lean" in recipe
+    context = INT8.context.spec
+    operations = [width, width, inner, inner, *([] if lean else [inner])]
+    linear = [width, width, width, inner]  # of q, k and v; the projection; gate and up; down
+    scales = sum(4 * n // 128 / 128 for n in linear) + 2 * 4 + HEADS * 4
+    planned = sum(context.nbytes((1, n)) for n in operations) + sum(linear) + 4 * width * 2 + scales
+    assert context.nbytes((1, width)) == 1.25 * width + 2 * width / 128
+    found = per_layer(recipe, batch, length, width)
+    assert found == pytest.approx(planned / (2 * width), abs=1e-9)
+    assert found < (1 - below) * per_layer("bf16", batch, length, width)
