@@ -47,12 +47,11 @@ def join(settings: Run) -> None:
     if not settings.coordinator:
         return
     patience = settings.patience
-    found: tuple[str | None, int | None, int | None]
     if settings.coordinator == "auto":
-        found, who = (None, None, None), "--coordinator auto: this process"
+        where, who = None, "--coordinator auto: this process"
     else:
-        found = settings.coordinator, settings.process_count, settings.process_id
-        who = f"--coordinator {found[0]}: process {found[2]} of {found[1]}"
+        where = settings.coordinator
+        who = f"--coordinator {where}: process {settings.process_id} of {settings.process_count}"
 
     def give_up() -> None:
         print(
@@ -67,7 +66,9 @@ def join(settings: Run) -> None:
     timer.start()
     try:
         jax.distributed.initialize(
-            *found,
+            where,
+            settings.process_count,
+            settings.process_id,
             initialization_timeout=patience + 60,
             heartbeat_timeout_seconds=patience,
             shutdown_timeout_seconds=patience,
