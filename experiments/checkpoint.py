@@ -2,10 +2,11 @@
 
 Orbax writes atomically (a killed save leaves no checkpoint of that step), in the background, and keeps the newest N. It
 does not notice a flipped byte in an array, and casts silently when a leaf is asked for in another dtype. So each leaf's
-shape, dtype and SHA-256 travel in the checkpoint's metadata, and `restore` compares them.
+shape, dtype and digest travel in the checkpoint's metadata, and `restore` compares them.
 
 The state is stored as a flat dict from a leaf's path to its array: any pytree can be saved, and names in messages are
-the names on disk. One process; the whole state passes through its memory.
+the names on disk. The whole state passes through the memory of a single process. Of several, each writes and reads its
+own shards, all see the same folder, and digests are sums over elements, which no process needs whole.
 """
 
 import errno
@@ -13,15 +14,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from orbax.checkpoint import v1 as ocp
 
+from experiments import hosts
 from experiments.config import DiskError, UserError, check_same
 
 _State = TypeVar("_State")
@@ -43,6 +46,36 @@ def digest(array: np.ndarray) -> str:
     # Extension dtypes (bfloat16, float8) have no buffer interface of their own.
     hasher.update(np.ascontiguousarray(array).view(np.uint8) if array.ndim and array.size else array.tobytes())
     return hasher.hexdigest()
+
+
+def checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """64 bits of each array, as 16 hexadecimal digits, the same however the array lies on devices.
+
+    The sum over elements of a hash of its position and its bits, twice: a change of one element always changes it.
+    """
+    sums = jax.jit(lambda leaves: [_sums(x) for x in leaves])(list(arrays.values()))
+    return {k: "".join(f"{int(n):08x}" for n in np.asarray(x)) for k, x in zip(arrays, sums, strict=True)}
+
+
+def _sums(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool:
+        x = x.astype(jnp.uint8)
+    words = lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize])
+    # Positions by the row's and the column's number: no flat view, which would gather shards.
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for dim, size in enumerate(words.shape):
+        place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+
+    def total(odd: int, other: int) -> jax.Array:
+        # Each line maps the words of one position to others one to one.
+        h = (words.astype(jnp.uint32) ^ (place * jnp.uint32(other))) * jnp.uint32(odd)
+        h = (h ^ (h >> 15)) * jnp.uint32(0x2C1B3C6D)
+        return jnp.sum(h ^ (h >> 13), dtype=jnp.uint32)
+
+    return jnp.stack([total(0x9E3779B1, 0x85EBCA6B), total(0xC2B2AE3D, 0x27D4EB2F)])
+
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def _seal(meta: dict[str, Any]) -> str:
@@ -114,18 +147,23 @@ class Checkpoints:
         Raises:
             DiskError: this save or the one before could not be written.
         """
-        # A copy: a view of a buffer on CPU would change under the background save once the buffer is donated.
-        arrays = {name: np.array(leaf, copy=True) for name, leaf in flatten(state).items()}
+        arrays: dict[str, Any] = flatten(state)
+        if hosts.several():
+            kind, digests = "sum64", checksums(arrays)
+        else:
+            # A copy: a view of a buffer on CPU would change under the background save once the buffer is donated.
+            arrays = {name: np.array(leaf, copy=True) for name, leaf in arrays.items()}
+            kind, digests = "sha256", {name: digest(x) for name, x in arrays.items()}
         leaves = {
-            name: {"shape": list(x.shape), "dtype": str(x.dtype), "sha256": digest(x)} for name, x in arrays.items()
+            name: {"shape": list(x.shape), "dtype": str(x.dtype), kind: digests[name]} for name, x in arrays.items()
         }
         meta = {"step": step, "loader": loader, "config": config, "log": list(log), "leaves": leaves}
         # Orbax stores no empty arrays; nothing but their shape needs storing.
         stored = {name: x for name, x in arrays.items() if x.size}
+        # Shards of several processes are those of the state itself, which the next step overwrites.
+        save = self._orbax.save_checkpointables if hosts.several() else self._orbax.save_checkpointables_async
         try:
-            self._orbax.save_checkpointables_async(
-                step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta}
-            )
+            save(step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta})
         except Exception as error:  # as in close
             raise self._unwritten(error) from error
 
@@ -171,17 +209,24 @@ class Checkpoints:
             if old != new:
                 raise UserError(f"checkpoint {self.folder / str(step)}: {name} is {old}, this program expects {new}")
         try:
-            stored = self._orbax.load_checkpointables(step, {"state": {k: x for k, x in wanted.items() if x.size}})
-        except Exception as error:  # TensorStore raises ValueError, RuntimeError and more
-            raise self._damaged(step, f"Orbax cannot read it ({_first_line(error)})") from error
+            with hosts.agreement():
+                stored = self._load(step, {k: x for k, x in wanted.items() if x.size})
+        except hosts.Agreed as error:
+            raise DamagedError(str(error)) from error
         arrays = {
-            k: stored["state"][k] if x.size else jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
+            k: stored[k] if x.size else jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
             for k, x in wanted.items()
         }
-        for name, array in arrays.items():
-            if digest(np.asarray(array)) != leaves[name]["sha256"]:
-                raise self._damaged(step, f"the bytes of {name} do not match their digest")
+        for name in _changed(arrays, leaves):
+            raise self._damaged(step, f"the bytes of {name} do not match their digest")
         return jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values())), meta
+
+    def _load(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self._orbax.load_checkpointables(step, {"state": wanted})["state"]
+        except Exception as error:  # TensorStore raises ValueError, RuntimeError and more
+            raise self._damaged(step, f"Orbax cannot read it ({_first_line(error)})") from error
+        return found
 
     def resume(
         self, abstract: _State, config: dict[str, Any], tell: Callable[[str], None]
@@ -219,7 +264,9 @@ class Checkpoints:
         while target.exists():
             number += 1
             target = base.with_name(f"{base.name}.{number}")
-        os.rename(self.folder / str(step), target)
+        with hosts.agreement():
+            if hosts.first():
+                os.rename(self.folder / str(step), target)
         self._orbax.reload()
         return target
 
@@ -235,6 +282,16 @@ class Checkpoints:
             f"a checkpoint could not be written to {self.folder} ({why}; {free:,.1f} MiB are free there); {saved}. "
             "Put that right, and give the same command again"
         )
+
+
+def _changed(arrays: dict[str, Any], leaves: dict[str, dict[str, Any]]) -> list[str]:
+    """Names of restored arrays that do not match their metadata: SHA-256 by one process, sums by several."""
+    sums = checksums({k: x for k, x in arrays.items() if "sum64" in leaves[k]})
+    return [
+        k
+        for k, x in arrays.items()
+        if (sums[k] != leaves[k]["sum64"] if k in sums else digest(np.asarray(hosts.whole(x))) != leaves[k]["sha256"])
+    ]
 
 
 def _first_line(error: Exception) -> str:

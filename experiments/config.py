@@ -136,14 +136,23 @@ class Run:
     sample_tokens: int = 160
     """Length of the text that the trained model writes at the end, its prompt included; 0 for none."""
     mesh: str = ""
-    """Devices of this host by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Empty:
-    data parallel over all of them, or over as many as divide a microbatch."""
+    """Devices by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Empty: data parallel
+    over all of them, or over as many as divide a microbatch. Several processes use all of theirs."""
     remat: Literal["auto", "none", "products", "blocks"] = "auto"
     """What the backward pass computes again: nothing, all of a block but its products and attention, or whole blocks.
     auto: products on a GPU where the recipe's own contexts do not save operations, else none."""
     unroll: int | None = None
     """Layers in one turn of the loop over them: more run faster on a GPU and take longer to compile.
     None: all on a GPU, else one."""
+    coordinator: str = ""
+    """HOST:PORT of process 0, where several processes train together, on one host or several; each is given the same
+    command line but for --process-id, and sees the same --out. auto: what jax.distributed finds (Slurm, Open MPI)."""
+    process_id: int | None = None
+    """Number of this process, from 0."""
+    process_count: int | None = None
+    """How many processes there are."""
+    patience: int = 120
+    """Seconds that processes wait for each other at the start, and until one that is silent counts as gone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,11 +222,31 @@ class Config:
                 f"--run is a name without a leading dot, not a path, got {name!r}; --out is the runs' folder"
             )
         self.model.shape(vocab=256)
+        self._validate_processes()
         if self.run.mesh:
             try:
                 mesh.parse(self.run.mesh)
             except ValueError as error:
                 raise UserError(f"--mesh {error}") from None
+
+    def _validate_processes(self) -> None:
+        where, number, count = self.run.coordinator, self.run.process_id, self.run.process_count
+        if self.run.patience < 1:
+            raise UserError(f"--patience must be at least 1, got {self.run.patience}")
+        if where in ("", "auto"):
+            if number is not None or count is not None:
+                raise UserError(
+                    f"--process-id {number} and --process-count {count} are for --coordinator HOST:PORT; "
+                    f"{'auto finds them itself' if where else 'give that address, or leave them out'}"
+                )
+            return
+        host, _, port = where.rpartition(":")
+        if not host or not port.isdecimal():
+            raise UserError(f"--coordinator is HOST:PORT, as in node0:12345, or auto, got {where!r}")
+        if number is None or count is None:
+            raise UserError(f"--coordinator {where} needs --process-id and --process-count, too")
+        if count < 1 or not 0 <= number < count:
+            raise UserError(f"--process-id {number} must be from 0 to --process-count {count} - 1")
 
     def mathematics(self) -> dict[str, Any]:
         """Every field that changes the numbers, by its name on the command line; the text itself is not among them."""

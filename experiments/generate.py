@@ -1,10 +1,12 @@
 """Text from a trained model."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def sample(
@@ -14,6 +16,7 @@ def sample(
     length: int,
     key: jax.Array,
     temperature: float = 0.8,
+    where: jax.sharding.Sharding | None = None,
 ) -> list[int]:
     """Continues a prompt, one token after the other.
 
@@ -27,6 +30,7 @@ def sample(
         length: tokens of prompt and continuation together.
         key: a JAX key; the same key gives the same text.
         temperature: of the softmax.
+        where: the tokens lie, so that this process can read them; None leaves it to XLA.
 
     Returns:
         `length` token ids, the prompt first.
@@ -38,7 +42,7 @@ def sample(
         raise ValueError(f"a prompt needs 1 to {length - 1} tokens (length - 1), got {len(prompt)}")
     start = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt, jnp.int32))
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=where)
     def run(params: Any, tokens_1xT: jax.Array, key: jax.Array) -> jax.Array:
         def body(i: jax.Array, tokens_1xT: jax.Array) -> jax.Array:
             logits_V = logits(params, tokens_1xT)[0, i - 1].astype(jnp.float32)
@@ -47,4 +51,4 @@ def sample(
 
         return jax.lax.fori_loop(len(prompt), length, body, tokens_1xT)
 
-    return run(params, start, key)[0].tolist()
+    return np.asarray(run(params, start, key))[0].tolist()

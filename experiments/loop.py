@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments import mesh
+from experiments import hosts, mesh
 from experiments.checkpoint import Checkpoints
 from experiments.config import Optim, Run
 from experiments.report import RunLog
@@ -83,7 +83,8 @@ class Loop:
     """Trains one recipe from some state to the last step.
 
     Attributes:
-        step, loss: compiled `Task.step` (its first argument donated) and `Task.loss`.
+        step, loss: compiled `Task.step` (its first argument donated) and `Task.loss`. Of several processes the step
+            takes `hosts.signals` besides and gives their maximum among its metrics, as "signal".
         batches: iterator of int32 (B, T + 1) with a `get_state()` that is JSON.
         valid: validation batches (count, rows, T + 1).
         config: what a checkpoint records and compares.
@@ -102,12 +103,15 @@ class Loop:
     stop: StopSignals
     rows: jax.sharding.NamedSharding | None = None
 
+    def __post_init__(self) -> None:
+        self._told = 0
+
     def run(self, state: TrainState) -> TrainState:
         """Trains from `state.step` to `optim.steps`, logging, validating and saving on the way.
 
         Raises:
             NotFinite: a loss or gradient was not finite; nothing of it was applied.
-            Stopped: a signal came; the last finished step is saved.
+            Stopped: a signal came, to any of several processes; the last finished step is saved.
         """
         done = saved = int(state.step)
         behind: _Dispatched | None = None
@@ -117,37 +121,51 @@ class Loop:
             save_due = done != saved and (last or done % self.settings.checkpoint_every == 0)
             # After a resume too: the process may have been killed between the checkpoint and its validation.
             eval_due = (last or (done > 0 and done % self.settings.eval_every == 0)) and not self.log.has_valid(done)
-            if save_due or eval_due or self.stop.signum is not None:
+            if save_due or eval_due or self._signum is not None:
                 self._settle(behind, clock)
                 behind = None
-                if done != saved and (save_due or self.stop.signum is not None):
+                if done != saved and (save_due or self._signum is not None):
                     loader, recent = self.batches.get_state(), self.log.recent(done)
                     self.checkpoints.save(done, state, loader=loader, config=self.config, log=recent)
                     saved = done
                 if eval_due:
-                    loss = evaluate(self.loss, state, self.valid, self.stop, self.rows)
+                    # Several processes validate to the end: they learn of a signal from a step.
+                    stop = StopSignals() if hosts.several() else self.stop
+                    loss = evaluate(self.loss, state, self.valid, stop, self.rows)
                     if loss is not None:
                         self.log.valid(done, loss)
-                if self.stop.signum is None:
+                if self._signum is None:
                     clock = time.perf_counter()
                 elif done == saved:
-                    raise Stopped(self.stop.signum, done)
+                    raise Stopped(self._signum, done)
                 else:
                     continue
             if last:
                 return state
             tokens_BxT = next(self.batches)
-            state, metrics = self.step(state, mesh.place(tokens_BxT, self.rows))
+            state, metrics = self.step(state, mesh.place(tokens_BxT, self.rows), *self._noted())
             done += 1
             # Only now is the step before this one waited for, so that the device always has work.
             clock = self._settle(behind, clock)
             behind = _Dispatched(done, tokens_BxT.size - len(tokens_BxT), metrics)
+
+    @property
+    def _signum(self) -> int | None:
+        """The signal to stop for, if any: of several processes one that all have learnt of, by the same step."""
+        return self._told or None if hosts.several() else self.stop.signum
+
+    def _noted(self) -> tuple[jax.Array, ...]:
+        if not hosts.several():
+            return ()
+        assert self.rows is not None  # several processes have several devices
+        return (hosts.signals(self.rows.mesh, self.stop.signum),)
 
     def _settle(self, behind: _Dispatched | None, clock: float) -> float:
         """Waits for a dispatched step and logs it; from the time it began to the time it was done."""
         if behind is None:
             return clock
         values = {name: value.item() for name, value in behind.metrics.items()}
+        self._told = values.get("signal", 0)
         if not values["healthy"]:
             newest = self.checkpoints.latest()
             saved = "no checkpoint yet" if newest is None else f"newest checkpoint: step {newest}"

@@ -1,10 +1,11 @@
-"""How a training state and its batches lie on the devices of a host."""
+"""How a training state and its batches lie on devices, of one process or of several."""
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8jax
@@ -40,18 +41,25 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
         text: as `parse` takes it, or "".
         batch: sequences of a step.
         microbatches: parts that a batch is computed in; each is spread over the devices.
-        devices: those there are; None takes this host's.
+        devices: those there are; None takes those of all processes.
 
     Raises:
-        ValueError: there are not so many devices, or they do not divide a microbatch.
+        ValueError: there are not so many devices, they do not divide a microbatch, or several processes would not use
+            all of theirs.
     """
-    devices = jax.local_devices() if devices is None else devices
+    devices = jax.devices() if devices is None else devices
     rows = batch // microbatches
-    if not text:
-        return make(max(n for n in range(1, len(devices) + 1) if rows % n == 0), 1, devices)
-    sizes = parse(text)
+    largest = max(n for n in range(1, len(devices) + 1) if rows % n == 0)
+    sizes = parse(text) if text else {"data": largest, "fsdp": 1}
+    used = math.prod(sizes.values())
+    if used < len(devices) and len({device.process_index for device in devices}) > 1:
+        raise ValueError(
+            f"{text or f'empty, with {rows} sequences of a microbatch,'} takes {used} of the {len(devices)} "
+            f"devices of several processes, which must all be used; give sizes whose product is {len(devices)}, and a "
+            f"--batch that it divides"
+        )
     found = make(sizes["data"], sizes["fsdp"], devices)
-    if rows % found.size:
+    if text and rows % found.size:
         part = f"{rows} sequences of a microbatch (--batch {batch}, --microbatches {microbatches})"
         raise ValueError(
             f"{text}: {found.size} devices do not divide the {part if microbatches > 1 else f'{batch} of --batch'}; "
@@ -84,12 +92,18 @@ def batches(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(AXES))
 
 
-def place(array: Any, rows: NamedSharding | None) -> Any:
+def place(array: np.ndarray, rows: NamedSharding | None) -> Any:
     """A batch on the devices that share it: its rows split where they divide, else whole on each."""
     if rows is None:
         return array
-    whole = NamedSharding(rows.mesh, PartitionSpec())
-    return jax.device_put(array, whole if len(array) % rows.mesh.size else rows)
+    where = whole(rows.mesh) if len(array) % rows.mesh.size else rows
+    # Each process puts only its own rows on its devices.
+    return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+
+
+def whole(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> NamedSharding:
+    """Each device has all of an array."""
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def state(mesh: jax.sharding.Mesh, tree: Any) -> Any:

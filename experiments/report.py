@@ -28,10 +28,10 @@ RECENT = 50
 _ROW = {"step", "loss", "grad_norm", "lr", "tokens_per_s"}
 
 
-def make_console() -> Console:
-    """A console that wraps to the terminal, and to 120 columns where there is none."""
-    console = Console(highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120)
+def make_console(quiet: bool = False) -> Console:
+    """A console that wraps to the terminal, and to 120 columns where there is none; a quiet one prints nothing."""
+    console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120, quiet=quiet)
 
 
 @contextlib.contextmanager
@@ -114,6 +114,7 @@ class RunLog:
         recent: the rows that the checkpoint holds, as `recent` gave them.
         steps: the last step.
         every: steps between progress lines where the output is no terminal.
+        writes: False in a process that leaves the files to another one; it reads what they hold at first.
 
     Raises:
         DiskError: a file cannot be written; so do all methods that write.
@@ -129,14 +130,18 @@ class RunLog:
         steps: int,
         every: int,
         recent: Sequence[dict[str, Any]] = (),
+        writes: bool = True,
     ) -> None:
-        self._console, self._recipe, self._steps, self._every = console, recipe, steps, every
+        self._console, self._recipe, self._steps, self._every, self._writes = console, recipe, steps, every, writes
         self._path = folder / "metrics.jsonl"
         rows = [row for row in read_metrics(self._path) if row["step"] <= resumed]
         self.train = {row["step"]: row for row in [*rows, *recent] if "loss" in row}
         self._valid = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
         if gaps := missing(self.train, resumed):
             console.print(f"{self._path} lacks steps {gaps}: loss.png has a gap there; training goes on exactly")
+        self._bar: progress.Progress | None = None
+        if not writes:
+            return
         kept = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
         kept.sort(key=lambda row: row["step"])
         write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -150,7 +155,6 @@ class RunLog:
             if resumed:
                 start = SessionLog(status=SessionLog.START)
                 self._board.write_event(Event(wall_time=time.time(), step=resumed + 1, session_log=start))
-        self._bar: progress.Progress | None = None
         if console.is_terminal:
             self._bar = progress.Progress(
                 progress.TextColumn(recipe),
@@ -172,6 +176,8 @@ class RunLog:
     ) -> None:
         if self._bar:
             self._bar.stop()
+        if not self._writes:
+            return
         with writing(self._path):
             self._file.close()
         with writing(self._path.with_name("tensorboard")):
@@ -236,6 +242,8 @@ class RunLog:
         return [self.train[s] for s in range(max(1, step - count + 1), step + 1) if s in self.train]
 
     def _write(self, row: dict[str, Any]) -> None:
+        if not self._writes:
+            return
         step = row["step"]
         with writing(self._path):
             self._file.write(json.dumps(row) + "\n")

@@ -7,10 +7,11 @@ a folder with metrics.jsonl, tensorboard/, checkpoints/ and result.json. The sam
 ended.
 
 Exit codes: 0 done; 1 loss or gradient not finite; 2 wrong input, or a file of the run that cannot be used; 3 a file
-cannot be written, or the device's memory is too small; 4 another process trains this run; 130 and 143 stopped by SIGINT
-or SIGTERM.
+cannot be written, or the device's memory is too small; 4 another process trains this run; 5 another of several
+processes has ended; 130 and 143 stopped by SIGINT or SIGTERM.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -18,6 +19,7 @@ import platform
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -31,9 +33,9 @@ from rich.console import Console
 from rich.text import Text
 
 import fp8jax
-from experiments import data, generate, lock, mesh, parallel, report
+from experiments import data, generate, hosts, lock, mesh, parallel, report
 from experiments.checkpoint import Checkpoints
-from experiments.config import Config, UserError, check_same, flatten_fields, parse
+from experiments.config import Config, UserError, check_same, flag, flatten_fields, parse
 from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, recomputed, schedule
@@ -41,43 +43,60 @@ from experiments.tokenizer import BytePair, Bytes, Tokenizer
 from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, saving, summary
 
+# Settings of `Run` that all processes must share, or their programs or their order of work differ.
+_EVERYWHERE = ("resume", "checkpoint_every", "keep", "eval_every", "sample_tokens", "mesh", "remat", "unroll")
 _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recipe] = fp8jax.recipes.get) -> int:
     """Parses the command line, trains, and returns the exit code; `recipe` looks the names of `--recipe` up."""
-    console = report.make_console()
     command = shlex.join(["python", "-m", "experiments.train", *(sys.argv[1:] if argv is None else argv)])
     # What Orbax logs with tracebacks it raises, too.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    with StopSignals() as stop:
-        try:
-            run(parse(argv, __doc__), console, stop, recipe)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
-        except OSError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 3
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            print(
-                f"error: the device's memory is too small ({str(error).splitlines()[0]}). Try a smaller --batch, "
-                "more --microbatches, --remat blocks, or a smaller --model",
-                file=sys.stderr,
-            )
-            return 3
-        except NotFinite as error:
-            print(f"stopped: {error}", file=sys.stderr)
-            return 1
-        except Stopped as stopped:
-            name = signal.Signals(stopped.signum).name
-            saved = f"step {stopped.step} is saved" if stopped.step else "no step was lost"
+    try:
+        config = parse(argv, __doc__)
+        hosts.join(config.run)
+        # Only now: the service that joins processes takes signals for itself.
+        with StopSignals() as stop:
+            run(config, report.make_console(quiet=not hosts.first()), stop, recipe)
+        return 0
+    except Exception as error:
+        found = _explain(error, command)
+        if found is None and not hosts.several():
+            raise
+        code, message = found or (1, "".join(traceback.format_exception(error)).rstrip())
+        agreed = isinstance(error, (hosts.Agreed, NotFinite)) or (isinstance(error, Stopped) and error.step is not None)
+        if hosts.first() or not agreed:
+            print(message, file=sys.stderr)
+        return hosts.end(code, agreed)
+
+
+def _explain(error: Exception, command: str) -> tuple[int, str] | None:
+    """Exit code and message for the user; None for an error that is none of theirs."""
+    match error:
+        case UserError():
+            return error.exit_code, f"error: {error}"
+        case OSError():
+            return 3, f"error: {error}"
+        case NotFinite():
+            return 1, f"stopped: {error}"
+        case Stopped():
+            name = signal.Signals(error.signum).name
+            saved = f"step {error.step} is saved" if error.step else "no step was lost"
             again = command.replace(" --resume never", "")
-            print(f"stopped by {name}: {saved}. To resume: {again}", file=sys.stderr)
-            return 128 + stopped.signum
-    return 0
+            return 128 + error.signum, f"stopped by {name}: {saved}. To resume: {again}"
+        case jax.errors.JaxRuntimeError() if "RESOURCE_EXHAUSTED" in str(error):
+            return 3, (
+                f"error: the device's memory is too small ({str(error).splitlines()[0]}). Try a smaller --batch, "
+                "more --microbatches, --remat blocks, or a smaller --model"
+            )
+        case jax.errors.JaxRuntimeError() if hosts.several():
+            return hosts.GONE, (
+                f"error: process {jax.process_index()} of {jax.process_count()} ends: another one has ended, or cannot "
+                f"be reached ({str(error).splitlines()[0][:200]}). Start all again: training goes on from the newest "
+                f"checkpoint"
+            )
+    return None
 
 
 def run(
@@ -93,11 +112,14 @@ def run(
         devices = mesh.choose(config.run.mesh, config.data.batch, config.optim.microbatches)
     except ValueError as error:
         raise UserError(f"--mesh {error}") from None
-    try:
-        config.run.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {config.run.out}: cannot make it: {error.strerror}") from None
-    with lock.hold(config.folder):
+    with contextlib.ExitStack() as stack:
+        with hosts.agreement():
+            try:
+                config.run.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"--out {config.run.out}: cannot make it: {error.strerror}") from None
+            if hosts.first():
+                stack.enter_context(lock.hold(config.folder))
         return _run(config, recipes, devices, console, stop)
 
 
@@ -108,20 +130,34 @@ def _run(
     console: Console,
     stop: StopSignals,
 ) -> list[report.Result]:
-    _prepare_folder(config, console)
+    with hosts.agreement():
+        if hosts.first():
+            _prepare_folder(config, console)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
     keep_programs()
     stop.check()
 
-    corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
-    tokenizer = _get_tokenizer(config, corpus)
-    tokens = data.encode(corpus, tokenizer, config.data.seq_len)
+    with hosts.agreement():
+        corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
+        if hosts.first():
+            tokenizer = _get_tokenizer(config, corpus)
+    with hosts.agreement():
+        if not hosts.first():
+            tokenizer = _load_tokenizer(config)
+        tokens = data.encode(corpus, tokenizer, config.data.seq_len)
     stop.check()
     shared = config.mathematics() | {"text": tokens.fingerprint}
-    if _has_progress(config.folder):
-        check_same(_read_config(config.folder), shared, config.folder)
-    report.write_json(config.folder / "config.json", shared | {"all": dataclasses.asdict(config)})
+    hosts.check_same(
+        {flag(name): value for name, value in ({"vocab": None} | shared).items()}
+        | {"--recipe": [flatten_fields("recipe", each) for each in recipes.values()]}
+        | {flag(name): getattr(config.run, name) for name in _EVERYWHERE}
+    )
+    with hosts.agreement():
+        if hosts.first():
+            if _has_progress(config.folder):
+                check_same(_read_config(config.folder), shared, config.folder)
+            report.write_json(config.folder / "config.json", shared | {"all": dataclasses.asdict(config)})
     _print_setup(console, config, corpus, tokens, mesh.told(devices, recipes.values()), devices.size)
 
     results = []
@@ -137,7 +173,8 @@ def _run(
         gaps = report.missing((row["step"] for row in metrics[name] if "loss" in row), config.optim.steps)
         if gaps:
             console.print(f"{path} lacks steps {gaps}: loss.png has a gap there; the table above does not read it")
-    report.plot_losses(config.folder / "loss.png", metrics)
+    if hosts.first():
+        report.plot_losses(config.folder / "loss.png", metrics)
     console.print(f"loss curves: {config.folder / 'loss.png'}   TensorBoard: tensorboard --logdir {config.folder}")
     return results
 
@@ -168,7 +205,8 @@ def _train_recipe(
             check_same(known, identity, folder)
             console.print(f"already trained for {result.steps} steps: its result is used as it is")
             return result
-    folder.mkdir(parents=True, exist_ok=True)
+    if hosts.first():
+        folder.mkdir(parents=True, exist_ok=True)
 
     sizes, optim = config.data, config.optim
     llama = config.model.shape(tokenizer.vocab)
@@ -185,9 +223,9 @@ def _train_recipe(
     )
     abstract = jax.eval_shape(task.init)
     batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32, sharding=rows)
-    placed = None
+    placed = everywhere = None
     if rows is not None:
-        placed = mesh.state(devices, abstract)
+        placed, everywhere = mesh.state(devices, abstract), mesh.whole(devices)
         abstract = jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, placed
         )
@@ -197,8 +235,13 @@ def _train_recipe(
     console.print(recipe.explain())
     with listening() as told, saving() as saved:
         # A state comes out as it went in: the next step is the same program.
-        step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, None))
-        compiled = step.lower(abstract, batch).compile()
+        step = jax.jit(
+            _signalled(task) if hosts.several() else task.step, donate_argnums=0, out_shardings=(placed, everywhere)
+        )
+        inputs: tuple[Any, ...] = (abstract, batch)
+        if hosts.several():
+            inputs = (*inputs, hosts.signals(devices, None))
+        compiled = step.lower(*inputs).compile()
     _print_plan(console, task, abstract, compiled)
     kept = [f"saved {line}" for line in saved]
     for line in [*summary(told), *kept, *describe(compiled, told, jax.default_backend())]:
@@ -221,19 +264,31 @@ def _train_recipe(
             recent=meta["log"],
             steps=optim.steps,
             every=config.run.log_every,
+            writes=hosts.first(),
         )
         with log:
             valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
-            loss = jax.jit(task.loss)
+            loss = jax.jit(task.loss, out_shardings=everywhere)
             loop = Loop(compiled, loss, batches, valid, optim, config.run, checkpoints, identity, log, stop, rows)
             state = loop.run(state)
     text = _write_text(config, task, state, tokens, tokenizer)
     result = log.result(count(abstract.params), fp8jax.state_bytes(state.opt_state), text)
-    report.write_json(finished, {"result": dataclasses.asdict(result), "config": identity})
+    if hosts.first():
+        report.write_json(finished, {"result": dataclasses.asdict(result), "config": identity})
     if text:
         console.print(f"{recipe.name} writes:")
         console.print(Text(text, style="dim"))
     return result
+
+
+def _signalled(task: Task) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """A step by which all processes learn of a signal that one of them has received, at the same step."""
+
+    def step(state: TrainState, tokens_BxT: jax.Array, signals: jax.Array) -> Any:
+        state, metrics = task.step(state, tokens_BxT)
+        return state, metrics | {"signal": signals.max()}
+
+    return step
 
 
 def keep_programs() -> None:
@@ -315,12 +370,15 @@ def _get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
     """Bytes; or the byte-pair encoding of the run, trained now where the run has nothing to resume."""
     if config.data.tokenizer == "bytes":
         return Bytes()
-    path = config.folder / "tokenizer.json"
     if _has_progress(config.folder):
-        return BytePair.load(path)
+        return _load_tokenizer(config)
     tokenizer = BytePair.train(corpus.train, config.data.vocab)
-    tokenizer.save(path)
+    tokenizer.save(config.folder / "tokenizer.json")
     return tokenizer
+
+
+def _load_tokenizer(config: Config) -> Tokenizer:
+    return Bytes() if config.data.tokenizer == "bytes" else BytePair.load(config.folder / "tokenizer.json")
 
 
 def _write_text(config: Config, task: Task, state: TrainState, tokens: data.Tokens, tokenizer: Tokenizer) -> str:
@@ -331,7 +389,8 @@ def _write_text(config: Config, task: Task, state: TrainState, tokens: data.Toke
         return ""
     key = jax.random.wrap_key_data(state.rng)
     variables = (state.params, state.model_state)
-    ids = generate.sample(lambda v, t: task.model(*v)(t), variables, prompt, length, key)
+    where = None if task.rows is None else mesh.whole(task.rows.mesh)
+    ids = generate.sample(lambda v, t: task.model(*v)(t), variables, prompt, length, key, where=where)
     return tokenizer.decode(ids).strip()
 
 
@@ -349,8 +408,9 @@ def _print_setup(
     console.print(f"{'recipes':9}{' '.join(config.recipe)}  seed={config.seed}")
     versions = "  ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     console.print(f"{'versions':9}python {platform.python_version()}  {versions}")
-    devices = jax.local_devices()
+    devices = jax.devices()
     shared = f"; {told}" if used > 1 else ""
+    shared = f" in {jax.process_count()} processes{shared}" if hosts.several() else shared
     console.print(
         f"{'device':9}{devices[0].device_kind} ({devices[0].platform}), {used} of {len(devices)} used{shared}"
     )

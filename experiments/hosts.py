@@ -1,0 +1,180 @@
+"""Several processes that train one run together, on one host or on several: `jax.distributed`, and what they agree on.
+
+All processes run the same program in the same order. The first one writes the run's files and speaks; the others read
+the same folder. What only one of them can find out (a file that is missing on its host, a lock) is agreed on before any
+goes on, so that all end with the same message and none waits for one that is gone.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.config import Run, UserError
+
+# Exit code of a process that goes on no longer because another one has ended.
+GONE = 5
+# Bytes of the message that a process sends to the others.
+_MESSAGE = 1000
+
+
+class Agreed(UserError):
+    """What one process found wrong, as every process raises it."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def join(settings: Run) -> None:
+    """Joins the other processes of a run; does nothing for a command line without `--coordinator`.
+
+    `--coordinator auto` leaves address, number and count to what `jax.distributed.initialize` finds: Slurm, Open MPI,
+    Kubernetes and others.
+
+    Raises:
+        UserError: no cluster is found, or the address is impossible.
+    """
+    if not settings.coordinator:
+        return
+    patience = settings.patience
+    if settings.coordinator == "auto":
+        where, who = None, "--coordinator auto: this process"
+    else:
+        where = settings.coordinator
+        who = f"--coordinator {where}: process {settings.process_id} of {settings.process_count}"
+
+    def give_up() -> None:
+        print(
+            f"error: {who} waited {patience} s (--patience) for the others. Start all of them with the same address, "
+            "that of the host of process 0, and the same --process-count",
+            file=sys.stderr,
+        )
+        _abandon(UserError.exit_code)
+
+    # JAX's own limit ends the process without a word to its user.
+    timer = threading.Timer(patience, give_up)
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            where,
+            settings.process_count,
+            settings.process_id,
+            initialization_timeout=patience + 60,
+            heartbeat_timeout_seconds=patience,
+            shutdown_timeout_seconds=patience,
+        )
+    except (ValueError, RuntimeError) as error:  # XLA's errors are RuntimeErrors
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{who} cannot join the others ({why}); give --coordinator HOST:PORT, or auto on a cluster "
+            "that jax.distributed knows, such as Slurm"
+        ) from None
+    finally:
+        timer.cancel()
+
+
+def several() -> bool:
+    """Whether this is one of several processes."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def first() -> bool:
+    """Whether this process writes the run's files; the only one of one always does."""
+    return not several() or jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def agreement() -> Iterator[None]:
+    """All processes do something, and wait for each other at its end; what goes wrong in one is raised in all.
+
+    Raises:
+        UserError: of this process, where it is the only one.
+        Agreed: of the first process that has one, where there are several. The same for `OSError`, exit code 3.
+    """
+    if not several():
+        yield
+        return
+    message, code = "", 0
+    try:
+        yield
+    except UserError as error:
+        message, code = str(error), error.exit_code
+    except OSError as error:
+        message, code = str(error), 3
+    _raise_first(message, code)
+
+
+def _raise_first(message: str, code: int) -> None:
+    note = np.zeros(_MESSAGE, np.uint8)
+    raw = message.encode()[: _MESSAGE - 1]
+    note[0], note[1 : 1 + len(raw)] = code, np.frombuffer(raw, np.uint8)
+    for process, other in enumerate(np.asarray(multihost_utils.process_allgather(note))):
+        if other[0]:
+            text = other[1:].tobytes().rstrip(b"\0").decode(errors="ignore")
+            raise Agreed(f"process {process}: {text}", int(other[0]))
+
+
+def check_same(values: Mapping[str, Any]) -> None:
+    """Compares what must not differ between processes.
+
+    Args:
+        values: by name; as JSON.
+
+    Raises:
+        Agreed: a process has another value than the first; names what.
+    """
+    if not several():
+        return
+    digests = [hashlib.sha256(json.dumps(value, default=str).encode()).digest() for value in values.values()]
+    mine = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
+    every = np.asarray(multihost_utils.process_allgather(mine))
+    for process, other in enumerate(every):
+        differs = [name for name, a, b in zip(values, every[0], other, strict=True) if (a != b).any()]
+        if differs:
+            raise Agreed(
+                f"process {process} was started with another {', '.join(differs)} than process 0; start all processes "
+                "with the same command line and the same text, but for --process-id",
+                UserError.exit_code,
+            )
+
+
+def whole(tree: Any) -> Any:
+    """Arrays that lie on the devices of several processes, gathered to each of them as NumPy's."""
+    if not several():
+        return tree
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def signals(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, signum: int | None) -> jax.Array:
+    """The signal that each process has received, once for each of its devices; an input of the training step."""
+    here = np.full((1,), signum or 0, np.int32)
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_callback((mesh.size,), sharding, lambda index: here)
+
+
+def end(code: int, agreed: bool) -> int:
+    """The exit code, where all processes end with it; else this one ends here, since the others may never come.
+
+    Args:
+        code: of this process.
+        agreed: all processes know of it.
+    """
+    if several() and not agreed:
+        _abandon(code)
+    return code
+
+
+def _abandon(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,35 @@
+"""One of several processes of the training program, which sends itself a signal before a step: for test_hosts.py."""
+
+import os
+import sys
+
+from experiments import loop as loops
+from experiments import mesh, train
+from tests.experiments.test_mesh import mixed
+
+
+class Signalled(loops.Loop):
+    """A loop that sends its own process a signal while it waits for a step."""
+
+    at = signum = 0
+
+    def run(self, state):
+        step, count = self.step, [0]
+
+        def counted(*inputs):
+            count[0] += 1
+            if count[0] == Signalled.at:
+                os.kill(os.getpid(), Signalled.signum)
+            return step(*inputs)
+
+        self.step = counted
+        return super().run(state)
+
+
+if __name__ == "__main__":
+    Signalled.at, Signalled.signum = int(sys.argv[1]), int(sys.argv[2])
+    mesh.SMALLEST = 1024
+    train.Loop = Signalled
+    sys.exit(
+        train.main(sys.argv[3:], recipe=lambda name: mixed(name) if name == "mixed" else train.fp8jax.recipes.get(name))
+    )

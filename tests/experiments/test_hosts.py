@@ -1,0 +1,213 @@
+"""The training program in several processes over loopback: what it computes, how it stops, fails and goes on."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments import checkpoint, mesh, train
+from tests.experiments.test_mesh import FLAGS, mixed
+
+ROOT = Path(__file__).parents[2]
+MANY = [flag for flag in FLAGS if flag != "--run"]
+
+
+def port():
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]
+
+
+def start(count, argv, devices=1, stop=(0, 0, 0), **differs):
+    """Processes of one run; `stop` is (which, before its step, signal); `differs` are flags of the last one."""
+    where = f"localhost:{port()}"
+    env = dict(os.environ, XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}", PYTHONPATH=str(ROOT))
+    env |= {"JAX_PLATFORMS": "cpu"}
+    processes = []
+    for i in range(count):
+        at, signum = stop[1:] if i == stop[0] else (0, 0)
+        own = [f"--{name.replace('_', '-')}={value}" for name, value in differs.items()] if i == count - 1 else []
+        shared = ["--coordinator", where, "--process-count", str(count), "--patience", "60"]
+        command = [sys.executable, "-m", "tests.experiments.process", str(at), str(int(signum))]
+        command += [*argv, *shared, "--process-id", str(i), *own]
+        processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=-1, stderr=-1, text=True))
+    return processes
+
+
+def end(processes):
+    """Exit codes, what was printed, and what was complained about."""
+    found = [process.communicate(timeout=240) for process in processes]
+    return [process.returncode for process in processes], [x[0] for x in found], [x[1] for x in found]
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {kind: {r["step"]: r[kind] for r in rows if kind in r} for kind in ("loss", "valid_loss")}
+
+
+def check_close(found, expected):
+    """The same steps, and losses but for the order of sums, which depends on a process's threads."""
+    for kind, values in expected.items():
+        assert found[kind].keys() == values.keys()
+        np.testing.assert_allclose(*([x[kind][step] for step in values] for x in (found, expected)), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def whole(argv, out):
+    """Training on two devices of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "SMALLEST", 1024)
+        assert train.main([*argv, *MANY, "--run", "whole", "--mesh", "fsdp=2"], recipe=mixed) == 0
+    return out / "whole" / "mixed"
+
+
+def test_two_processes_stop_together_and_one_goes_on_with_the_same_bits(argv, out, whole, monkeypatch, capsys):
+    command = [*argv, *MANY, "--run", "parts", "--mesh", "fsdp=2"]
+    codes, said, complaints = end(start(2, command, stop=(1, 3, signal.SIGTERM)))
+    assert codes == [143, 143], (codes, complaints, said[0][-3000:])
+    stopped = int(re.search(r"stopped by SIGTERM: step (\d+) is saved", complaints[0])[1])
+    # The step before which the signal came tells of it, and is looked at one step late.
+    assert 3 <= stopped <= 4
+    assert "stopped" not in complaints[1]
+    assert "2 of 2 used in 2 processes" in said[0]
+    assert "recipe" not in said[1]
+    monkeypatch.setattr(mesh, "SMALLEST", 1024)
+    assert train.main([*argv, *MANY, "--run", "parts", "--mesh", "fsdp=2"], recipe=mixed) == 0
+    assert f"resuming from step {stopped}" in capsys.readouterr().out
+    check_close(losses(out / "parts" / "mixed"), losses(whole))
+
+
+@pytest.mark.slow
+def test_four_processes_with_two_devices_each_train_as_one_process(argv, out, tmp_path):
+    """Eight devices; then two of one process, then eight of four processes again."""
+    flags = [*argv, *MANY, "--run"]
+    for name, stop in (("straight", (0, 0, 0)), ("turns", (2, 2, signal.SIGINT))):
+        codes, _, complaints = end(start(4, [*flags, name, "--mesh", "data=4,fsdp=2"], 2, stop))
+        assert codes == [130 if stop[1] else 0] * 4, complaints
+    codes, _, complaints = end(start(1, [*flags, "turns", "--mesh", "fsdp=2"], 2, (0, 2, signal.SIGTERM)))
+    assert codes == [143], complaints
+    codes, _, complaints = end(start(4, [*flags, "turns", "--mesh", "data=4,fsdp=2"], 2))
+    assert codes == [0] * 4, complaints
+    check_close(*(losses(out / name / "mixed") for name in ("turns", "straight")))
+
+
+@pytest.mark.slow
+def test_one_of_four_dies_the_others_end_and_the_restart_resumes(argv, out, whole):
+    command = [*argv, *MANY, "--run", "killed", "--mesh", "data=2,fsdp=2"]
+    codes, _, complaints = end(start(4, command, stop=(3, 5, signal.SIGKILL)))
+    assert codes[3] == -signal.SIGKILL
+    assert all(code == 5 for code in codes[:3]), (codes, complaints)
+    assert all("another one has ended" in text for text in complaints[:3])
+    codes, said, complaints = end(start(4, command))
+    assert codes == [0] * 4, complaints
+    assert "resuming from step 4" in said[0]
+    assert sorted(losses(out / "killed" / "mixed")["loss"]) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_set_aside_by_all(argv, out):
+    command = [*argv, *MANY, "--run", "hurt", "--mesh", "fsdp=2"]
+    assert end(start(2, command))[0] == [0, 0]
+    folder = out / "hurt" / "mixed"
+    (folder / "result.json").unlink()
+    files = [p for p in (folder / "checkpoints" / "6").rglob("*") if p.is_file() and "/d/" in str(p)]
+    largest = max(files, key=lambda p: p.stat().st_size)
+    raw = bytearray(largest.read_bytes())
+    raw[len(raw) // 2] ^= 0x55
+    largest.write_bytes(raw)
+    codes, said, complaints = end(start(2, command))
+    assert codes == [0, 0], complaints
+    assert "is damaged" in said[0]
+    assert "resuming from step 4" in said[0]
+    assert (folder / "damaged-6").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ({"seed": 7}, "another --seed than process 0"),
+        ({"data": "nowhere.txt"}, "process 1: --data nowhere.txt: no such"),
+    ],
+)
+def test_processes_that_differ_end_with_the_same_message(argv, differs, message):
+    codes, _, complaints = end(start(2, [*argv, *MANY, "--run", "differ"], **differs))
+    assert codes == [2, 2], complaints
+    assert message in complaints[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["coat", "fp8_lm", "moss", "int8_fallback"])
+def test_recipes_train_in_two_processes(argv, out, recipe):
+    command = [*argv, "--recipe", recipe, "--steps", "3", "--run", f"two_{recipe}"]
+    assert end(start(2, command))[0] == [0, 0]
+    assert len(losses(out / f"two_{recipe}" / recipe)["loss"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_that_waits_in_vain_says_so(argv, process):
+    """The first of two waits for the second, and the second for the first."""
+    command = [*argv, "--run", "alone"]
+    others = ["--coordinator", f"localhost:{port()}", "--process-count", "2", "--patience", "4"]
+    found = subprocess.run(
+        [sys.executable, "-m", "experiments.train", *command, *others, "--process-id", str(process)],
+        env=dict(os.environ, JAX_PLATFORMS="cpu"), cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert found.returncode == 2, found.stderr
+    assert f"process {process} of 2 waited 4 s" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--coordinator", "node0"], "HOST:PORT"),
+        (["--coordinator", "node0:1"], "needs --process-id and --process-count"),
+        (["--coordinator", "node0:1", "--process-id", "2", "--process-count", "2"], "from 0 to --process-count 2 - 1"),
+        (["--process-id", "1"], "for --coordinator"),
+        (["--coordinator", "auto", "--process-count", "1"], "auto finds them itself"),
+        (["--patience", "0"], "at least 1"),
+    ],
+)
+def test_impossible_processes_are_refused(argv, capsys, flags, message):
+    assert train.main([*argv, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+class _Device:
+    def __init__(self, number):
+        self.id, self.process_index = number, number
+
+
+def test_several_processes_use_all_of_their_devices():
+    devices = [_Device(i) for i in range(4)]
+    for text, batch in (("", 6), ("data=2", 8)):
+        with pytest.raises(ValueError, match="4 devices of several processes, which must all be used"):
+            mesh.choose(text, batch, 1, devices)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "uint8", "bool", "int32"])
+def test_checksums_see_each_element_and_no_mesh(dtype):
+    x = jnp.round(jax.random.normal(jax.random.key(0), (8, 16))).astype(dtype)
+    cut = jax.device_put(x, NamedSharding(mesh.make(2, 4), P("data", "fsdp")))
+    (expected,) = checkpoint.checksums({"x": x}).values()
+    assert checkpoint.checksums({"x": cut}) == {"x": expected}
+    raw = np.asarray(x).copy()
+    for place in ((0, 0), (7, 15), (3, 8)):
+        other = raw.copy()
+        other[place] = 0 if raw[place] else 1
+        assert checkpoint.checksums({"x": jnp.asarray(other)})["x"] != expected
+    swapped = np.asarray(x).copy()
+    swapped[[0, 5]] = swapped[[5, 0]]
+    assert checkpoint.checksums({"x": jnp.asarray(swapped)})["x"] != expected
