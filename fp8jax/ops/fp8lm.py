@@ -222,8 +222,8 @@ def _reference(form: Form, adam: Adam, leaf: Leaf) -> Row:
     row = Row(result.astype(leaf.weight.dtype), master, mu, nu, jnp.stack([largest(q) for q in new]))
     if adam.applied is None:
         return row
-    old = Row(leaf.weight, *leaf.stored, leaf.largest)
-    return jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), row, old)
+    before = Row(leaf.weight, *leaf.stored, leaf.largest)
+    return jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), row, before)
 
 
 class _Operands(NamedTuple):
