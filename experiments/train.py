@@ -33,13 +33,13 @@ from rich.console import Console
 from rich.text import Text
 
 import fp8jax
-from experiments import data, generate, hosts, lock, mesh, parallel, report
+from experiments import data, folders, generate, hosts, lock, mesh, parallel, report
 from experiments.checkpoint import Checkpoints
 from experiments.config import Config, UserError, check_same, flag, flatten_fields, parse
 from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.task import Task, TrainState, decay_mask, recomputed, schedule
-from experiments.tokenizer import BytePair, Bytes, Tokenizer
+from experiments.tokenizer import Bytes, Tokenizer
 from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, saving, summary
 
@@ -132,7 +132,7 @@ def _run(
 ) -> list[report.Result]:
     with hosts.agreement():
         if hosts.first():
-            _prepare_folder(config, console)
+            folders.prepare(config, console)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(config.run.out.absolute() / ".xla_cache"))
     keep_programs()
@@ -141,10 +141,10 @@ def _run(
     with hosts.agreement():
         corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
         if hosts.first():
-            tokenizer = _get_tokenizer(config, corpus)
+            tokenizer = folders.get_tokenizer(config, corpus)
     with hosts.agreement():
         if not hosts.first():
-            tokenizer = _load_tokenizer(config)
+            tokenizer = folders.load_tokenizer(config)
         tokens = data.encode(corpus, tokenizer, config.data.seq_len)
     stop.check()
     shared = config.mathematics() | {"text": tokens.fingerprint}
@@ -155,8 +155,8 @@ def _run(
     )
     with hosts.agreement():
         if hosts.first():
-            if _has_progress(config.folder):
-                check_same(_read_config(config.folder), shared, config.folder)
+            if folders.has_progress(config.folder):
+                check_same(folders.read_config(config.folder), shared, config.folder)
             report.write_json(config.folder / "config.json", shared | {"all": dataclasses.asdict(config)})
     _print_setup(console, config, corpus, tokens, mesh.told(devices, recipes.values()), devices.size)
 
@@ -330,55 +330,6 @@ def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:
         return recipe(name)
     except ValueError as error:
         raise UserError(f"--recipe: {error}") from None
-
-
-def _has_progress(folder: Path) -> bool:
-    """Whether a run has anything to resume: a complete checkpoint, or a finished recipe."""
-    return any(folder.glob("*/result.json")) or any(p.name.isdigit() for p in folder.glob("*/checkpoints/*"))
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        saved = json.loads((folder / "config.json").read_text())
-        if not isinstance(saved, dict):
-            raise ValueError("no JSON object")
-        return saved
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder / 'config.json'} cannot be read ({error}); start afresh with --resume never"
-        ) from None
-
-
-def _prepare_folder(config: Config, console: Console) -> None:
-    """Makes the run's folder; refuses one of another configuration, moves an old one aside where that is asked for."""
-    folder = config.folder
-    if config.run.resume == "never" and folder.exists():
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
-            number += 1
-        folder.rename(aside)
-        console.print(f"moved the old run to {aside}")
-    if _has_progress(folder):
-        check_same(_read_config(folder), config.mathematics(), folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--run {config.run.run}: cannot make {folder}: {error.strerror}") from None
-
-
-def _get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
-    """Bytes; or the byte-pair encoding of the run, trained now where the run has nothing to resume."""
-    if config.data.tokenizer == "bytes":
-        return Bytes()
-    if _has_progress(config.folder):
-        return _load_tokenizer(config)
-    tokenizer = BytePair.train(corpus.train, config.data.vocab)
-    tokenizer.save(config.folder / "tokenizer.json")
-    return tokenizer
-
-
-def _load_tokenizer(config: Config) -> Tokenizer:
-    return Bytes() if config.data.tokenizer == "bytes" else BytePair.load(config.folder / "tokenizer.json")
 
 
 def _write_text(config: Config, task: Task, state: TrainState, tokens: data.Tokens, tokenizer: Tokenizer) -> str:

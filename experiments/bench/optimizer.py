@@ -10,15 +10,12 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import gc
 import importlib
 import itertools
 import json
 import os
 import pathlib
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -286,59 +283,6 @@ class Bench:
             ratio = speed / self.speeds[case, BYTES]
             print(f"{case:36s} {name} {speed:.0f} Gparam/s, {ratio:.3f} of {BYTES}", flush=True)
 
-    def torch(self, case: str) -> None:
-        """PyTorch's fused AdamW, and the 8-bit ones of bitsandbytes and torchao, where they are installed."""
-        if not os.environ.get("TRITON_CACHE_DIR"):
-            os.environ.pop("TRITON_CACHE_DIR", None)  # jax-triton empties it, and torch.compile cannot do with that.
-        for name, make in (
-            ("torch fused", _torch_fused),
-            ("bitsandbytes AdamW8bit", _bitsandbytes),
-            ("torchao AdamW8bit", _torchao),
-        ):
-            try:
-                torch = importlib.import_module("torch")
-                p = [torch.nn.Parameter(torch.randn(self.shape, device="cuda") * 0.02) for _ in range(LEAVES)]
-                optimizer = make(p)
-                time_ = _torch_seconds(torch, p, optimizer)
-            except (ImportError, RuntimeError) as error:
-                print(f"{name}: not measured ({type(error).__name__}: {error})", flush=True)
-                continue
-            traffic = 28.0 if name == "torch fused" else 16.0
-            self.record(case, name, time_, traffic, "optax.adamw float32")
-            del p, optimizer
-            gc.collect()
-            torch.cuda.empty_cache()
-
-
-def _torch_seconds(torch: Any, parameters: list, optimizer: Any) -> float:
-    """Median time of a step of one of PyTorch's optimizers; the first steps compile and are not counted."""
-    for x in parameters:
-        x.grad = torch.randn_like(x) * 0.01
-    times = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(3):
-            optimizer.step()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / 3)
-    return statistics.median(times[1:])
-
-
-def _torch_fused(parameters: list) -> Any:
-    torch = importlib.import_module("torch")
-    return torch.optim.AdamW(parameters, lr=RATE, betas=(B1, B2), weight_decay=DECAY, fused=True)
-
-
-def _bitsandbytes(parameters: list) -> Any:
-    return importlib.import_module("bitsandbytes").optim.AdamW8bit(
-        parameters, lr=RATE, betas=(B1, B2), weight_decay=DECAY
-    )
-
-
-def _torchao(parameters: list) -> Any:
-    return importlib.import_module("torchao.optim").AdamW8bit(parameters, lr=RATE, betas=(B1, B2), weight_decay=DECAY)
-
 
 def write(bench: Bench, args: argparse.Namespace) -> None:
     sizes = [] if args.rows == ROWS else [f"--rows {args.rows}"]
@@ -397,5 +341,5 @@ def main(argv: list[str]) -> None:
         bench.sweep(fp32, jnp.float32, False)
         bench.sweep(bf16, jnp.bfloat16, True)
     write(bench, args)
-    bench.torch(fp32)
+    importlib.import_module("experiments.bench.optimizer_torch").measure(bench, fp32, "optax.adamw float32")
     write(bench, args)

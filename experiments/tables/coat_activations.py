@@ -41,8 +41,8 @@ PAPER_OVERHEAD = {4: 50.0, 8: 25.0, 16: 12.5, 32: 6.5, 64: 3.2}
 
 def through(x: jax.Array, spec: fp8jax.QuantSpec) -> jax.Array:
     """The values that storage in 8 bits leaves of an activation; its gradient passes unchanged."""
-    stored = jax.lax.stop_gradient(fp8jax.quantize(x, spec).dequantize(x.dtype))
-    return stored + (x - jax.lax.stop_gradient(x))
+    value = jax.lax.stop_gradient(x)
+    return fp8jax.quantize(value, spec).dequantize(x.dtype) + (x - value)
 
 
 class QuantizedInput(nnx.Module):

@@ -49,7 +49,7 @@ def test_arms_run_in_turns_and_leave_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setattr(optimizer_lm, "fp8jax", ours)
     monkeypatch.setattr(optimizer_lm, "move", lambda size, warps, state, grads: state)
     left = lambda *_: live.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in before))  # noqa: E731
-    monkeypatch.setattr(optimizer.Bench, "torch", left)
+    monkeypatch.setattr("experiments.bench.optimizer_torch.measure", left)
     optimizer.main(["--rows", "2", "--out", str(tmp_path / "optimizer.json")])
 
     assert [(rounds, calls) for _, rounds, calls in timed] == [(9, {10}), (5, {60})] * 4

@@ -62,7 +62,7 @@ def test_help_lists_recipes_sizes_and_exit_codes(capsys):
     assert f"Recipes: {', '.join(fp8jax.recipes.NAMES)}." in words
     assert f"A size: {', '.join(sizes.NAMES)}." in words
     codes = words.split("Exit codes: ")[1].split(". ")[0]
-    assert re.findall(r"(\d+) (?!and)", codes + " ") == ["0", "1", "2", "3", "4", "143"]
+    assert re.findall(r"(\d+) (?!and)", codes + " ") == ["0", "1", "2", "3", "4", "5", "143"]
     for error in (UserError, DiskError, BusyError):
         assert f" {error.exit_code} " in f" {codes}"
 
