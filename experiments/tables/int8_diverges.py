@@ -142,11 +142,12 @@ class Study:
         found: dict[str, Any] = json.loads(json.dumps(made | {"text": self.tokens.fingerprint}, default=str))
         return found
 
-    def train(self, recipe: fp8jax.Recipe, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    def train(self, name: str, recipe: fp8jax.Recipe, seeds: Sequence[int]) -> list[dict[str, Any]]:
         """Losses of each seed's order of the text; None from the first step on that is not finite."""
         optim = config.Optim(steps=self.setting.steps, warmup=WARMUP, lr=self.setting.lr)
         tx = train.make_optimizer(config.Config(optim=optim), recipe)
-        task = Task.build(self.trained.task.llama, tx, recipe, remat=False, seed=0)
+        # A few steps: programs that compile fast.
+        task = Task.build(self.trained.task.llama, tx, recipe, remat=False, seed=0, unroll=1)
 
         def run(params: Any, model_state: Any, batches: jax.Array) -> Any:
             state = task.init()._replace(params=params, model_state=model_state, opt_state=tx.init(params))
@@ -171,7 +172,7 @@ class Study:
             losses, valid = jax.device_get(compiled(self.params, fresh, batches))
             finite = lambda x: round(float(x), 5) if np.isfinite(x) else None  # noqa: E731
             found.append({TRAINING: [finite(x) for x in losses], VALIDATION: finite(valid)})
-            print(f"{recipe.name}, seed {seed}: validation {found[-1][VALIDATION]}", flush=True)
+            print(f"{name}, seed {seed}: validation {found[-1][VALIDATION]}", flush=True)
         return found
 
 
@@ -192,7 +193,7 @@ def runs(study: Study, folder: Path, seeds: int) -> dict[str, list[dict[str, Any
             raise UserError(f"{path} was made with other settings: delete it, or give another --out")
         have = len(content["runs"])
         if have < wanted:
-            content["runs"] += study.train(recipe, range(have, wanted))
+            content["runs"] += study.train(name, recipe, range(have, wanted))
             folder.mkdir(parents=True, exist_ok=True)
             report.write_json(path, content)
         found[name] = content["runs"][:wanted]

@@ -59,7 +59,8 @@ def coarse_inputs(bits: int) -> Iterator[None]:
     matmul, met = product.matmul, list[bool]()
 
     def replaced(a: Any, b: Any, **how: Any) -> jax.Array:
-        if all(getattr(x, "spec", None) and x.spec.rounding == "nearest" for x in (a, b)):
+        specs = [getattr(x, "spec", None) for x in (a, b)]
+        if all(spec is not None and (spec.format, spec.rounding) == ("int8", "nearest") for spec in specs):
             met.append(True)
             a = coarse(a, bits)
         return matmul(a, b, **how)
