@@ -25,6 +25,7 @@ from experiments.tables import (
     coat_speed,
     common,
     fp8_lm_precision,
+    moss_speed,
     report,
 )
 from experiments.tables.common import Row
@@ -366,3 +367,29 @@ def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
         monkeypatch.setenv("XLA_FLAGS", given)
         assert flags.recommend() == want
         assert flags.recommend() == os.environ["XLA_FLAGS"] == want
+
+
+def test_products_of_moss_are_times_of_measured_rates_beside_the_paper_s():
+    def row(impl, rate, case="2048x7168x4096"):
+        return {"case": case, "impl": impl, "metric": "rate", "value": rate, "baseline": None}
+
+    rows = moss_speed.products({"rows": [row("ours tensor chosen", 1000.0), row("ours mx, codes folded first", 500.0)]})
+    assert [row.case for row in rows] == ["2048x7168x4096"] * 2
+    # 2 x 2048 x 7168 x 4096 operations at 1,000 tera-operations a second.
+    assert [row.value for row in rows] == [pytest.approx(0.12026, rel=1e-4), pytest.approx(0.24052, rel=1e-4)]
+    assert [row.ratio for row in rows] == [1, 2]
+    assert [(row.paper, row.paper_ratio) for row in rows] == [(0.26, 1), (0.25, pytest.approx(0.25 / 0.26))]
+
+
+def test_the_trade_of_speed_for_fidelity_takes_each_recipe_s_own_scaling():
+    step = {"rows": [{"case": f"{claims.ONE}, 8 x 2048 tokens", "impl": impl, "metric": "tokens/s", "value": value,
+                      "baseline": None} for impl, value in (("moss", 2.0), ("coat", 1.0), ("bf16", 0.5))]}  # fmt: skip
+    snr = {"rows": [{"case": f"{name}, {when}, {scheme}", "value": value}
+                    for name, less in zip(moss_speed.ACTIVATIONS, (0, 1, 2), strict=True)
+                    for when, later in (("late", 0), ("early", 9))
+                    for scheme, value in (("per tensor", 30 - less - later),
+                                          ("two-level, row", 33 - less - later))]}  # fmt: skip
+    rows = moss_speed.landscape(step, snr)
+    points = {(row.case, row.metric): row.value for row in rows}
+    assert points == {("moss", "tokens/s"): 2, ("moss", "SNR"): 32, ("coat", "tokens/s"): 1, ("coat", "SNR"): 29}
+    assert len(moss_speed.draw(rows).axes[0].lines) == 2
