@@ -221,6 +221,9 @@ CLAIMS: list[Claim] = [
           "+0.4 % of log perplexity (COAT, Table 13)"),
     *(Claim(f"Loss of `{name}`, likewise", "training_parity", _difference(name))
       for name in ("coat_fast", "moss", "fast", "int8_fallback", "fp8_lm")),
+    Claim("Loss that scales of int8 blocks hide, which later tokens tell: `jetfire`, `int8_block`, `int8_fallback`",
+          "int8_leak", several(*(value(name, "hidden: the last less the one before", "nats", 4)
+                                 for name in ("jetfire", "int8_block", "int8_fallback"))), "(appendix E)"),
     Claim("SNR of three activations late in training: two-level microscaling by rows, over one scale a tensor",
           "moss_snr", several(beside("two-level", _signal("two-level, row")), beside("tensor", _signal("per tensor"))),
           "35.3 to 38.0 and 24.1 to 29.5 dB (MOSS, Table 7)", beside("rounding alone", _signal("rounding alone"))),

@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"of {CONFIDENCE:.0%}, from the seeds. The paper's models have 1.5 B parameters and read 30 B tokens; our copy "
         "has no numbers of its Table 4.",
         f"The control reads inputs of {BITS} bits in its forward products, in training and evaluation, so that a "
-        "block's scale says more of what is in it: what the measure must see.",
+        "block's scale says more of what is in it: if any model learns to read scales, this one.",
     ]
     title = "INT8 fallback: what scales of blocks tell of the next token (appendix E)"
     arguments = " ".join(given)
