@@ -221,6 +221,9 @@ CLAIMS: list[Claim] = [
           "+0.4 % of log perplexity (COAT, Table 13)"),
     *(Claim(f"Loss of `{name}`, likewise", "training_parity", _difference(name))
       for name in ("coat_fast", "moss", "fast", "int8_fallback", "fp8_lm")),
+    Claim("A GLU model with outliers trained on in int8: validation loss above bf16, `int8_fallback`", "int8_diverges",
+          value("int8_fallback", "validation loss: % above bf16", "%", 2), "none (Figure 8a)",
+          beside("int8_block", value("int8_block", "validation loss: % above bf16", "%", 2))),
     Claim("Loss that scales of int8 blocks hide, which later tokens tell: `jetfire`, `int8_block`, `int8_fallback`",
           "int8_leak", several(*(value(name, "hidden: the last less the one before", "nats", 4)
                                  for name in ("jetfire", "int8_block", "int8_fallback"))), "(appendix E)"),
