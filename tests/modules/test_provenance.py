@@ -2,12 +2,13 @@
 
 import functools
 import gc
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen
+from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
@@ -27,6 +28,7 @@ def draw(seed, *shape, dtype=jnp.bfloat16):
 
 X, SCALE = draw(0, BATCH, LENGTH, WIDTH), 1 + draw(1, WIDTH)
 GATE, UP, DOWN = 0.1 * draw(2, WIDTH, INNER), 0.1 * draw(3, WIDTH, INNER), 0.1 * draw(4, INNER, WIDTH)
+WEIGHTS = SCALE, GATE, UP, DOWN
 
 
 def layer(via, x, scale, gate, up, down):
@@ -78,6 +80,92 @@ def test_nothing_is_held_of_a_trace_that_is_over():
     )
     gc.collect()
     assert (len(REGISTRY._noted), len(REGISTRY._readers)) <= before
+
+
+class Failing(nnx.Module):
+    """A norm and a layer, and an error of the model's own while `fails`."""
+
+    def __init__(self, rngs):
+        self.norm, self.dense = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, INNER, use_bias=False, rngs=rngs)
+
+    def __call__(self, x, fails):
+        y = self.dense(self.norm(x))
+        if fails:
+            raise RuntimeError("an error of the model")
+        return y
+
+
+def failing(kind):
+    """A function of whether it fails; both traced anew in each call."""
+    if kind == "nnx":
+        model = fp8jax.nnx.quantize(Failing(nnx.Rngs(0)), COAT)
+        return lambda fails: nnx.jit(lambda model, x: model(x, fails))(model, X)
+
+    def f(fails, *args):
+        y = layer(WRITINGS["a jit"], *args)
+        if fails:
+            raise RuntimeError("an error of the model")
+        return jnp.sum(y.astype(jnp.float32))
+
+    if kind == "its gradient":
+        return lambda fails: jax.jit(jax.grad(functools.partial(f, fails)))(X, *WEIGHTS)
+    return lambda fails: jax.jit(functools.partial(f, fails))(X, *WEIGHTS)
+
+
+@pytest.mark.parametrize("kind", ["a function", "its gradient", "nnx"])
+def test_of_traces_that_fail_at_most_one_is_held_and_that_until_the_next_operation(kind):
+    def alive():
+        gc.collect()
+        return sum(isinstance(thing, jax.core.Tracer) for thing in gc.get_objects())
+
+    run = failing(kind)
+    run(False)
+    before, held = alive(), []
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="an error of the model"):
+            run(True)
+        held.append(alive())
+    assert held[0] == held[1] == held[2] == held[3]
+    fp8jax.rms_norm(X, recipe=COAT)
+    assert alive() <= before
+    with pytest.raises(RuntimeError, match="an error of the model"):
+        run(True)
+    run(False)
+    assert alive() <= before
+
+
+ASIDE = {
+    "a jit": lambda x: jax.jit(lambda x: fp8jax.rms_norm(x, recipe=COAT))(x),
+    "shapes": lambda x: jax.eval_shape(lambda x: fp8jax.rms_norm(x, recipe=COAT), x),
+    "a gradient": lambda x: jax.grad(lambda x: jnp.sum(layer(WRITINGS["plain"], x, *WEIGHTS)))(X),
+    "a map": lambda x: jax.vmap(lambda x: fp8jax.rms_norm(x, recipe=COAT))(x),
+    "a loop": lambda x: jax.lax.scan(lambda c, _: (fp8jax.rms_norm(c, recipe=COAT), None), x, None, length=2),
+    "a thread": lambda x: in_thread(lambda: jax.jit(lambda x: fp8jax.rms_norm(x, recipe=COAT))(X)),
+}
+
+
+def in_thread(f):
+    thread = threading.Thread(target=f)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("aside", ASIDE)
+@pytest.mark.parametrize("around", ["jit", "grad", "remat", "vmap", "eager"])
+def test_what_is_traced_meanwhile_takes_nothing_from_the_trace_around_it(aside, around):
+    seen = []
+
+    def f(x):
+        h = fp8jax.rms_norm(x, SCALE, recipe=COAT)
+        ASIDE[aside](x)
+        seen.append(REGISTRY.find(h).again)
+        return jnp.sum(h.astype(jnp.float32))
+
+    ways = {"jit": jax.jit, "grad": jax.grad, "remat": lambda f: jax.jit(jax.grad(jax.checkpoint(f)))}
+    ways |= {"vmap": lambda f: lambda x: jax.jit(jax.vmap(f))(x[None]), "eager": lambda f: f}
+    ways[around](f)(X)
+    assert seen
+    assert None not in seen
 
 
 def codes(f, *args):
