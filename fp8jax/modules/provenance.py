@@ -177,7 +177,7 @@ _UNKNOWN = object()
 def _program(state: Any) -> Any:
     """A weak reference to the outermost trace of a program that a trace is in; None if it is in none."""
     # As with JAX's record of a trace: where it has other names, no program is told from another.
-    trace = getattr(state, "_trace_ref", lambda: None)()
+    trace: Any = getattr(state, "_trace_ref", lambda: None)()
     found = None
     while hasattr(trace, "parent_trace"):
         found = weakref.ref(trace) if hasattr(trace, "frame") else found
