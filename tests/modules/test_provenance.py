@@ -16,6 +16,7 @@ from fp8jax.modules.provenance import REGISTRY
 from fp8jax.ops import linear as without_registry
 from fp8jax.ops import norm
 from fp8jax.ops.choice import listening
+from fp8jax.ops.scaled import ScalingState
 from tests.programs import dots, residuals
 
 COAT, TE = fp8jax.recipes.coat(), fp8jax.recipes.te_current()
@@ -199,6 +200,71 @@ def test_all_readers_share_codes_in_whatever_order_they_come():
 
     # Of the first and two further inputs of its own, and of the encoder's output one.
     assert codes(decoder, h, other, 0.1 * draw(7, WIDTH, WIDTH)) == [WIDTH] * 4
+
+
+class Parallel(nnx.Module):
+    """Attention and MLP side by side: one norm is read by q, k, v, gate and up."""
+
+    def __init__(self, rngs):
+        def dense(inputs, outputs):
+            return nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs)
+
+        self.norm, self.out = nnx.RMSNorm(WIDTH, rngs=rngs), dense(WIDTH, WIDTH)
+        self.q, self.k, self.v = (dense(WIDTH, WIDTH) for _ in range(3))
+        self.gate, self.up, self.down = dense(WIDTH, INNER), dense(WIDTH, INNER), dense(INNER, WIDTH)
+
+    def __call__(self, x):
+        h = self.norm(x)
+        q, k, v = (f(h).reshape(BATCH, LENGTH, 4, -1) for f in (self.q, self.k, self.v))
+        attended = jax.nn.dot_product_attention(q, k, v).reshape(h.shape)
+        return x + self.out(attended) + self.down(nnx.silu(self.gate(h)) * self.up(h))
+
+
+class ParallelLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        h = linen.RMSNorm()(x)
+        gate, up = (linen.Dense(INNER, use_bias=False)(h) for _ in range(2))
+        attended = linen.MultiHeadDotProductAttention(4, use_bias=False)(h)
+        return x + attended + linen.Dense(WIDTH, use_bias=False)(linen.silu(gate) * up)
+
+
+@pytest.mark.parametrize("recipe", ["coat", "te_current", "te_delayed", "moss", "deepseek"])
+def test_attention_and_mlp_side_by_side_share_their_input(recipe):
+    graph, state = nnx.split(fp8jax.nnx.quantize(Parallel(nnx.Rngs(0)), recipe))
+    model = fp8jax.linen.quantize(ParallelLinen(), recipe)
+    variables = model.init(jax.random.key(0), X)
+    # Under COAT those of the norm, of gate and up, and of what attention keeps.
+    want = [WIDTH, WIDTH, INNER, INNER] if recipe == "coat" else [WIDTH, WIDTH, INNER]
+    assert codes(lambda state, x: nnx.merge(graph, state)(x), state, X) == want
+    assert codes(lambda p, x: model.apply({**variables, "params": p}, x), variables["params"], X) == want
+
+
+def test_layers_with_delayed_scaling_share_codes_under_the_scale_of_the_first():
+    recipe = fp8jax.recipes.te_delayed()
+    peaks = jnp.full(1024, 3.0)
+    first, other = ScalingState(peaks, peaks, peaks), ScalingState(3 * peaks, peaks, peaks)
+
+    def f(states, x, w, also):
+        slot = jnp.zeros([])
+        y = [fp8jax.delayed_linear(x, w, state, slot, recipe=recipe) for state in states]
+        z = [fp8jax.linear(x, w, recipe=TE)] if also else []
+        return [a for a, _ in y] + z, [seen.x for _, seen in y]
+
+    def saved(states, also):
+        return codes(lambda x, w: f(states, x, w, also)[0], X, GATE)
+
+    assert saved((first, first, first), False) == [WIDTH]
+    assert saved((first, other), False) == [WIDTH]
+    # A layer that takes the scale of the tensor itself reads no codes under a delayed one.
+    assert saved((first, other), True) == [WIDTH, WIDTH]
+    run = jax.jit(f, static_argnums=3)
+    (one, two, third), seen = run((first, other), X, GATE, True)
+    alone, current = run((first,), X, GATE, False)[0][0], jax.jit(functools.partial(fp8jax.linear, recipe=TE))(X, GATE)
+    for got, want in ((one, alone), (two, alone), (third, current)):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    assert [float(x) for x in seen] == [float(jnp.max(jnp.abs(X)))] * 2
+    assert not np.array_equal(np.asarray(alone, np.float32), np.asarray(current, np.float32))
 
 
 def test_a_given_scale_is_for_layers_of_its_recipe():
