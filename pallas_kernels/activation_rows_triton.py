@@ -33,17 +33,17 @@ def _chunk(
     at, start = (row * N)[:, None] + tl.arange(0, WIDE)[None, :], first + left
     here = device.inside(m, n, M, N)
     gate = codec.fp32(device.load_plain(gate_ptr + start, at, here, MASKED))
-    y, _ = on.activate(gate, OPERATION[0])
+    y, _ = on.activate(gate, OPERATION.activation)
     if KEEP:
         on.keep(gate, gate_codes, gate_scales, start, at, m, left, n, M, N, MASKED, HOW, FINITE)
-        if OPERATION[9]:
-            on.keep(on.narrowed(y, OPERATION[5]), codes, scales, start, at, m, left, n, M, N, MASKED, HOW, FINITE)
-    if OPERATION[1]:
+        if OPERATION.activated:
+            on.keep(on.narrowed(y, OPERATION.dtype), codes, scales, start, at, m, left, n, M, N, MASKED, HOW, FINITE)
+    if OPERATION.gated:
         up = codec.fp32(device.load_plain(up_ptr + start, at, here, MASKED))
         if KEEP:
             on.keep(up, up_codes, up_scales, start, at, m, left, n, M, N, MASKED, HOW, FINITE)
         y = y * up
-    return on.narrowed(y, OPERATION[5])
+    return on.narrowed(y, OPERATION.dtype)
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _rows(
             n = left + tl.arange(0, WIDE)
             ordered = tl.maximum(ordered, tl.max(on.ordered(y, m, n, M, N, True, TO), 1))
         peaks = device.largest(ordered, TO)
-    scale = tl.where(peaks > 0, tl.maximum(peaks * TO[2], device.TINY), 1.0)
+    scale = tl.where(peaks > 0, tl.maximum(peaks * TO.inverse_max, device.TINY), 1.0)
     tl.store(scale_ptr + m, scale, mask=m < M)
     factor = device.inverse(scale)[:, None]
     for left in range(0, N, WIDE):
@@ -114,7 +114,7 @@ def keep_activation(
     shapes += [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
     found = quantize_triton.call(
         _rows, [gate, gate if up is None else up], shapes, -(-m // launch.rows), launch, compute_capability,
-        OPERATION=tuple(operation), HOW=tuple(kept.static), TO=tuple(device.Coding("token", dtype).static),
+        OPERATION=operation, HOW=kept.static, TO=device.Coding("token", dtype).static,
     )  # fmt: skip
     codes = [jax.lax.bitcast_convert_type(found[2 * i], kept.dtype) for i in range(3)]
     parts = [(codes[i], found[2 * i + 1]) if present[i] else None for i in range(3)]

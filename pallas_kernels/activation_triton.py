@@ -37,35 +37,35 @@ def _keep(
     here = device.inside(m, n, M, N)
     gate = codec.fp32(device.load_plain(gate_ptr + first, at, here, MASKED))
     up = gate
-    if OPERATION[1]:
+    if OPERATION.gated:
         up = codec.fp32(device.load_plain(up_ptr + first, at, here, MASKED))
     # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
     on.keep(gate, gate_codes, gate_scales, first, at, m, left, n, M, N, MASKED, HOW, True)
-    if OPERATION[1]:
+    if OPERATION.gated:
         on.keep(up, up_codes, up_scales, first, at, m, left, n, M, N, MASKED, HOW, True)
-    y, _ = on.activate(gate, OPERATION[0])
-    if OPERATION[9]:
-        on.keep(on.narrowed(y, OPERATION[5]), codes, scales, first, at, m, left, n, M, N, MASKED, HOW, True)
-    if OPERATION[1]:
+    y, _ = on.activate(gate, OPERATION.activation)
+    if OPERATION.activated:
+        on.keep(on.narrowed(y, OPERATION.dtype), codes, scales, first, at, m, left, n, M, N, MASKED, HOW, True)
+    if OPERATION.gated:
         y = y * up
-    if TO[0]:
-        y = on.narrowed(y, OPERATION[5])
+    if TO.present:
+        y = on.narrowed(y, OPERATION.dtype)
         on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, True)
-    top = on.peak_of_finite(y, OPERATION[5])
+    top = on.peak_of_finite(y, OPERATION.dtype)
     if top < float("inf"):
         tl.store(peaks + program, top)
     else:
         gate = codec.fp32(device.load_plain(gate_ptr + first, at, here, MASKED))
         on.keep(gate, gate_codes, gate_scales, first, at, m, left, n, M, N, MASKED, HOW, False)
-        y, _ = on.activate(gate, OPERATION[0])
-        if OPERATION[9]:
-            on.keep(on.narrowed(y, OPERATION[5]), codes, scales, first, at, m, left, n, M, N, MASKED, HOW, False)
-        if OPERATION[1]:
+        y, _ = on.activate(gate, OPERATION.activation)
+        if OPERATION.activated:
+            on.keep(on.narrowed(y, OPERATION.dtype), codes, scales, first, at, m, left, n, M, N, MASKED, HOW, False)
+        if OPERATION.gated:
             up = codec.fp32(device.load_plain(up_ptr + first, at, here, MASKED))
             on.keep(up, up_codes, up_scales, first, at, m, left, n, M, N, MASKED, HOW, False)
             y = y * up
-        y = on.narrowed(y, OPERATION[5])
-        if TO[0]:
+        y = on.narrowed(y, OPERATION.dtype)
+        if TO.present:
             on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
         tl.store(peaks + program, on.peak(y, m, n, M, N, MASKED, HOW))
 
@@ -125,8 +125,8 @@ def keep_activation(
     scale = result[0].reshape(1, 1) if result else jnp.ones((1, 1), jnp.float32)
     found = quantize_triton.call(
         _keep, [gate, gate if up is None else up, scale], shapes, tiles, launch, compute_capability,
-        OPERATION=tuple(operation), HOW=tuple(kept.static),
-        TO=tuple(device.Coding("tensor", result[1]).static if result else device.NONE),
+        OPERATION=operation, HOW=kept.static,
+        TO=device.Coding("tensor", result[1]).static if result else device.NONE,
     )  # fmt: skip
     codes = [jax.lax.bitcast_convert_type(found[2 * i], kept.dtype) for i in range(3)]
     made = jax.lax.bitcast_convert_type(found[-1], result[1]) if result else None
@@ -153,7 +153,7 @@ def mend(
     (found,) = quantize_triton.call(
         _mend, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
         [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], PROGRAMS, Launch(32, 128, 4), compute_capability,
-        aliases={len(inputs): 0}, OPERATION=tuple(operation), HOW=tuple(device.Coding("tensor", codes.dtype).static),
+        aliases={len(inputs): 0}, OPERATION=operation, HOW=device.Coding("tensor", codes.dtype).static,
         PROGRAMS=PROGRAMS,
     )  # fmt: skip
     return jax.lax.bitcast_convert_type(found, codes.dtype)

@@ -92,11 +92,11 @@ def _store_moment(
     MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
 ) -> None:  # fmt: skip
     stored = x
-    if HOW[0]:
+    if HOW.scaled:
         code = pointer.dtype.element_ty
         stored, scale, exponent = encode.encode(x, previous, noise, inside, code, HOW, QUICK, PAIRED)
         _store(scale_ptr, group, scale, there, MASKED)
-        if HOW[1]:
+        if HOW.expanded:
             _store(exponent_ptr, group, exponent, there, MASKED)
     _store(pointer, offsets, stored, mask, MASKED)
 
@@ -145,10 +145,10 @@ def careful(
     mu = _load(mu_ptr + base, offsets, mask, MASKED)
     # The assembler puts loads off to where their values are used, but not past a barrier; scales are used first.
     tl.debug_barrier()
-    nu_scale = _load(nu_scale_ptr, group, there, MASKED) if NU[0] else 1.0
-    nu_exponent = _load(nu_exponent_ptr, group, there, MASKED) if NU[1] else 1.0
-    mu_scale = _load(mu_scale_ptr, group, there, MASKED) if MU[0] else 1.0
-    mu_exponent = _load(mu_exponent_ptr, group, there, MASKED) if MU[1] else 1.0
+    nu_scale = _load(nu_scale_ptr, group, there, MASKED) if NU.scaled else 1.0
+    nu_exponent = _load(nu_exponent_ptr, group, there, MASKED) if NU.expanded else 1.0
+    mu_scale = _load(mu_scale_ptr, group, there, MASKED) if MU.scaled else 1.0
+    mu_exponent = _load(mu_exponent_ptr, group, there, MASKED) if MU.expanded else 1.0
 
     # The second moment comes first, here and below: the assembler then needs fewest registers.
     g = codec.fp32(g)
@@ -171,7 +171,7 @@ def careful(
     _store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
 
     noise = offsets
-    if NU[9] > 0:
+    if NU.dropped > 0:
         noise = _noise_of_groups(group, inside, words_ptr, salt, inner, stride, SIZE, RUNS, _END + 2 * GATED + 2 * CUT)
     _store_moment(
         v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, nu_exponent, noise, inside,
@@ -257,7 +257,7 @@ def ordinary(
     m = codec.add_decoded(g, mu, mu_scale, mu_exponent, b1_ratio, MU)
     v_largest, v_smallest = encode.ordinary_extremes(v, False)
     m_largest, m_smallest = encode.ordinary_extremes(m, True)
-    v_least, m_least = codec.bits(b2_per_rest * (_TINY * NU[3])), codec.bits(b1_per_rest * (_SMALL * MU[3]))
+    v_least, m_least = codec.bits(b2_per_rest * (_TINY * NU.max)), codec.bits(b1_per_rest * (_SMALL * MU.max))
     special = (v_smallest < v_least) | (m_smallest < m_least) | (tl.maximum(v_largest, m_largest) > _HUGE)
     case = tl.max(tl.where(special, 2, tl.where(v_smallest < codec.bits(eps_is_small_from), 1, 0)), axis=0)
     v_k = encode.ordinary_exponents(v_largest, v_smallest, b2_rest, b2_per_rest, nu_exponent, NU)
@@ -284,7 +284,7 @@ def ordinary(
             mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, group, offsets, MU,
         )  # fmt: skip
         noise = offsets
-        if NU[9] > 0:
+        if NU.dropped > 0:
             noise = _noise_of_groups(
                 group, chunk * LANES + lane, words_ptr, salt, inner, stride, SIZE, RUNS, _END + 2 * GATED + 2 * CUT
             )

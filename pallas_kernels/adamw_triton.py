@@ -325,8 +325,8 @@ def adamw(
         STOCHASTIC=seed is not None,
         GATED=scalars.gated,
         CUT=scalars.max_direction is not None,
-        MU=tuple(mu_storage.static if mu_storage else codec.PLAIN),
-        NU=tuple(nu_storage.static if nu_storage else codec.PLAIN),
+        MU=mu_storage.static if mu_storage else codec.PLAIN,
+        NU=nu_storage.static if nu_storage else codec.PLAIN,
     )
     return results[-1], tuple(results[: len(mu)]), tuple(results[len(mu) : -1])
 

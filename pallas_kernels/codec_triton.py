@@ -69,7 +69,7 @@ class Storage:
 
 
 class Static(NamedTuple):
-    """A `Storage` as the device code takes it: a constant tuple."""
+    """A `Storage` as the device code takes it."""
 
     scaled: bool
     expanded: bool
@@ -247,11 +247,11 @@ def per_group(x: tl.tensor) -> tl.tensor:
 def decode(codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """What codes stand for, times a scalar factor; or plain floats, times the factor."""
     values = codes.to(tl.float32)
-    if HOW[1]:
+    if HOW.expanded:
         decoded = decode_logarithms(log2_abs(values), scale, exponent, factor, HOW)
-        if HOW[2]:
+        if HOW.signed:
             decoded = from_bits(bits(decoded) | (bits(values) & _SIGN))
-    elif HOW[0]:
+    elif HOW.scaled:
         decoded = values * per_group(scale * factor)
     else:
         decoded = values * factor
@@ -264,7 +264,7 @@ def decode_logarithms(
 ) -> tl.tensor:
     """`decode` with range expansion, but for the sign, given log2 of the codes' magnitudes."""
     inverse = reciprocal(exponent.to(tl.float32))
-    offset = tl.fma(inverse, -HOW[4], log2_abs(scale * HOW[3] * factor))
+    offset = tl.fma(inverse, -HOW.log2_max, log2_abs(scale * HOW.max * factor))
     return exp2(tl.fma(logarithms, per_group(inverse), per_group(offset)))
 
 
@@ -275,7 +275,7 @@ def add_decoded(
     """x + `decode` of signed codes with range expansion, in fewer instructions; may be NaN where a code is zero."""
     values = codes.to(tl.float32)
     inverse = reciprocal(exponent.to(tl.float32))
-    offset = tl.fma(inverse, -HOW[4], log2_abs(scale * HOW[3] * factor))
+    offset = tl.fma(inverse, -HOW.log2_max, log2_abs(scale * HOW.max * factor))
     # Each value times what it is to be multiplied by: the sign comes with it.
     power = exp2(tl.fma(log2_abs(values), per_group(inverse - 1.0), per_group(offset)))
     return multiply_add(values, power, x)

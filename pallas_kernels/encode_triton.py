@@ -69,14 +69,14 @@ def exponents(
     Returned as stored and in fp32; and what log2 of a code has beside the exponent times log2 of the magnitude.
     """
     octaves = log2_top - codec.log2_abs(smallest)
-    k = tl.minimum(tl.maximum(HOW[5] * codec.reciprocal(octaves), HOW[6]), HOW[7])
+    k = tl.minimum(tl.maximum(HOW.log2_ratio * codec.reciprocal(octaves), HOW.lowest), HOW.highest)
     k = tl.where(spans, k, 1.0)
-    if HOW[9] > 0:
+    if HOW.dropped > 0:
         taken = previous.to(tl.float32) * octaves
-        k = tl.where((taken >= HOW[11]) & (taken <= HOW[12]), previous.to(tl.float32), k)
+        k = tl.where((taken >= HOW.fewest) & (taken <= HOW.most), previous.to(tl.float32), k)
     pair = codec.bf16_twice(k)
     k = codec.from_bits(pair & -0x10000)
-    return (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), k, tl.fma(-k, log2_top, HOW[4])
+    return (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), k, tl.fma(-k, log2_top, HOW.log2_max)
 
 
 @triton.jit
@@ -88,17 +88,17 @@ def interpolated(y: tl.tensor, k: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     their middle c, p = t + t * (1 - t) * s * h / (2 * c) up to terms in (h / c)^2. Here 1 / c is a straight line in the
     significand of y, 6 % off at most, of a p that differs from t by 0.015 (e4m3) or 0.03 (e5m2) at most.
     """
-    WIDTH: tl.constexpr = 2.0 ** (HOW[9] - 23)
+    WIDTH: tl.constexpr = 2.0 ** (HOW.dropped - 23)
     x = codec.bits(y)
     # Beyond 1 / k = 8, for groups of 2^120, p is not that far from t.
     s = 0.5 * tl.maximum(1.0 - codec.reciprocal(k), -7.0)
     # A floating-point number this large has its integer part in its lowest bits.
     slope, start = codec.per_group(s * (-0.4706 * 8388608.0)), codec.per_group(s * (1.4118 * 8388608.0))
-    way = codec.from_bits((x & ((1 << HOW[9]) - 1)) | 0x3F800000) - (1.0 + WIDTH / 2)
+    way = codec.from_bits((x & ((1 << HOW.dropped) - 1)) | 0x3F800000) - (1.0 + WIDTH / 2)
     significand = codec.from_bits((x & 0x007FFFFF) | 0x3F800000)
     square = tl.fma(-way, way, WIDTH * WIDTH / 4)
     moved = tl.fma(square, tl.fma(significand, slope, start), 12582912.0)
-    return x + codec.bits(moved) + ((1 << (HOW[9] - 17)) - 0x4B400000)
+    return x + codec.bits(moved) + ((1 << (HOW.dropped - 17)) - 0x4B400000)
 
 
 @triton.jit
@@ -106,19 +106,19 @@ def add_noise(
     y: tl.tensor, k: tl.tensor, noise: tl.tensor, place: tl.tensor, PAIRED: tl.constexpr, HOW: tl.constexpr
 ) -> tl.tensor:
     """Values of codes, for fp32 magnitudes in units of the codes: one of the two around, unbiased; Inf and NaN stay."""
-    if HOW[1]:
+    if HOW.expanded:
         x = interpolated(y, k, HOW)
     else:
         # Under the smallest normal number the codes are as far apart as above it.
-        shift = tl.where(y < HOW[10], HOW[10], 0.0)
-        x = codec.bits(y + shift) + (1 << (HOW[9] - 17))
+        shift = tl.where(y < HOW.smallest_normal, HOW.smallest_normal, 0.0)
+        x = codec.bits(y + shift) + (1 << (HOW.dropped - 17))
     if PAIRED:
-        x = codec.add_scaled_noise_to_pairs(x, noise, 1 << (HOW[9] - 16))
+        x = codec.add_scaled_noise_to_pairs(x, noise, 1 << (HOW.dropped - 16))
     else:
         half = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16).to(tl.int32, bitcast=True)
-        x = x + half * (1 << (HOW[9] - 16))
-    rounded = codec.from_bits(x & -(1 << HOW[9]))
-    if not HOW[1]:
+        x = x + half * (1 << (HOW.dropped - 16))
+    rounded = codec.from_bits(x & -(1 << HOW.dropped))
+    if not HOW.expanded:
         rounded = rounded - shift
     return tl.where(y < float("inf"), rounded, y)
 
@@ -129,7 +129,7 @@ def ordinary_exponents(
     HOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Exponents, in fp32, of groups with these `ordinary_extremes` in units of `unit`."""
-    log2_top = codec.log2_abs(codec.from_bits(largest) * (unit * (1 / HOW[3])) * (per_unit * HOW[3]))
+    log2_top = codec.log2_abs(codec.from_bits(largest) * (unit * (1 / HOW.max)) * (per_unit * HOW.max))
     _, k, _ = exponents(log2_top, codec.from_bits(smallest), largest > smallest, previous, HOW)
     return k
 
@@ -144,16 +144,18 @@ def encode_ordinary(
     Given largest magnitudes and exponents. Without zeros, Inf and NaN, and no scale is subnormal. Neighbours are pairs
     of `noise`.
     """
-    scale = codec.from_bits(largest) * (unit * (1 / HOW[3]))
-    log2_top = codec.log2_abs(scale * (per_unit * HOW[3]))
-    offset = tl.fma(-k, log2_top, HOW[4])
+    scale = codec.from_bits(largest) * (unit * (1 / HOW.max))
+    log2_top = codec.log2_abs(scale * (per_unit * HOW.max))
+    offset = tl.fma(-k, log2_top, HOW.log2_max)
     y = codec.exp2(tl.fma(codec.log2_abs(x), codec.per_group(k), codec.per_group(offset)))
-    if HOW[9] > 0:
+    if HOW.dropped > 0:
         y = codec.from_bits(
-            codec.add_scaled_noise_to_pairs(interpolated(y, k, HOW) - (1 << (HOW[9] - 1)), noise, 1 << (HOW[9] - 16))
+            codec.add_scaled_noise_to_pairs(
+                interpolated(y, k, HOW) - (1 << (HOW.dropped - 1)), noise, 1 << (HOW.dropped - 16)
+            )
         )
     codes = y.to(CODE)
-    if HOW[2]:
+    if HOW.signed:
         codes = codec.with_signs(codes.to(tl.int8, bitcast=True), x.to(CODE).to(tl.int8, bitcast=True))
         codes = codes.to(CODE, bitcast=True)
     return codes, scale, (codec.bits(k) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -169,24 +171,24 @@ def encode(
     Of codes that are rounded stochastically `previous` are the exponents until now, and `noise`, `place` and PAIRED are
     as of `round_stochastically`.
     """
-    largest_bits, smallest, marked = extremes(x, HOW[2], QUICK)
+    largest_bits, smallest, marked = extremes(x, HOW.signed, QUICK)
     largest = codec.from_bits(largest_bits)
-    scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / HOW[3]), _TINY), 1.0)
-    if HOW[1]:
-        top = tl.maximum(largest, _TINY * HOW[3])
+    scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / HOW.max), _TINY), 1.0)
+    if HOW.expanded:
+        top = tl.maximum(largest, _TINY * HOW.max)
         spans = (codec.bits(top) - 1).to(tl.uint32, bitcast=True) > smallest
         smallest = codec.from_bits((smallest + 1).to(tl.int32, bitcast=True))
-        exponent, k, offset = exponents(codec.log2_abs(scale * HOW[3]), smallest, spans, previous, HOW)
+        exponent, k, offset = exponents(codec.log2_abs(scale * HOW.max), smallest, spans, previous, HOW)
         y = codec.exp2(tl.fma(codec.log2_abs(marked), codec.per_group(k), codec.per_group(offset)))
     else:
         exponent, k = scale.to(tl.bfloat16), scale
         y = tl.abs(marked) * codec.per_group(tl.div_rn(1.0, scale))
-        if HOW[8] > 0:
-            y = tl.where((x != 0) & (y < HOW[8]), HOW[8], y)
-    if HOW[9] > 0:
+        if HOW.smallest > 0:
+            y = tl.where((x != 0) & (y < HOW.smallest), HOW.smallest, y)
+    if HOW.dropped > 0:
         y = add_noise(y, k, noise, place, PAIRED, HOW)
     # The conversion saturates Inf to the largest value; the lowest bit makes it NaN, and is nothing to a finite value.
-    if HOW[2]:
+    if HOW.signed:
         # Of ~x, since the lowest bit of Inf is 0; the signs turn as codes, four at a time.
         codes = codec.from_bits(codec.ends_of_inverted(codec.bits(y), codec.bits(x))).to(CODE)
         codes = codec.turned(codes.to(tl.int8, bitcast=True)).to(CODE, bitcast=True)

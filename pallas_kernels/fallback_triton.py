@@ -38,7 +38,7 @@ class Codes(NamedTuple):
 @triton.jit
 def _block_maxima(x: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """`ordered` maxima of the blocks of fp32 values."""
-    return device.along_rows(device.along_columns(device.ordered(x, HOW), HOW[1]), HOW[1])
+    return device.along_rows(device.along_columns(device.ordered(x, HOW), HOW.size), HOW.size)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _fallback(
 ) -> None:
     """A tile of HIGH rows and WIDE columns, of whole blocks."""
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    SIDE: tl.constexpr = HOW[1]
+    SIDE: tl.constexpr = HOW.size
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     BLOCKS: tl.constexpr = (N + SIDE - 1) // SIDE
     program = tl.program_id(0)
@@ -153,7 +153,7 @@ def quantize(
     programs = -(-m // launch.rows) * -(-n // launch.columns)
     base, base_scale, residual, residual_scale, used, drawn = quantize_triton.call(
         _fallback, [x, threshold.reshape(1).astype(jnp.float32), noise], shapes, programs, launch, compute_capability,
-        HOW=tuple(how), DRAWN=words is not None, RANDOM=tuple(how._replace(stochastic=True)),
+        HOW=how, DRAWN=words is not None, RANDOM=how._replace(stochastic=True),
     )  # fmt: skip
     base, residual, drawn = (jax.lax.bitcast_convert_type(c, jnp.int8) for c in (base, residual, drawn))
     return Codes(base, base_scale, residual, residual_scale, used != 0, drawn if words is not None else None)

@@ -1,5 +1,7 @@
 """Largest magnitudes of a matrix: of all of it, of its rows, and of its columns, in one pass."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -9,6 +11,14 @@ from jax import Array
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.quantize_triton import Launch
+
+
+class Of(NamedTuple):
+    """What has a maximum."""
+
+    tensor: bool
+    rows: bool
+    columns: bool
 
 
 @triton.jit
@@ -38,11 +48,11 @@ def _maxima(
         m, first = top + tl.arange(0, HIGH), top.to(tl.int64) * N + right * WIDE
         tile = device.ordered(device.load_plain(x_ptr + first, at, device.inside(m, n, M, N), MASKED), HOW)
         ordered = tl.maximum(ordered, tile)
-        if OF[1]:
+        if OF.rows:
             tl.store(rows_ptr + right * M + m, device.largest(tl.max(tile, 1), HOW), mask=m < M)
-    if OF[0]:
+    if OF.tensor:
         tl.store(tile_ptr + program, device.largest(tl.max(tl.max(ordered, 1), 0), HOW))
-    if OF[2]:
+    if OF.columns:
         tl.store(columns_ptr + down * N + n, device.largest(tl.max(ordered, 0), HOW), mask=n < N)
 
 
@@ -76,7 +86,7 @@ def maxima(
     how = device.INTEGERS if integers else device.NONE
     found = quantize_triton.call(
         _maxima, [x], [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], strips * across, launch,
-        compute_capability, DOWN=down, OF=(tensor, rows, columns), HOW=tuple(how),
+        compute_capability, DOWN=down, OF=Of(tensor, rows, columns), HOW=how,
     )  # fmt: skip
     asked = zip((tensor, rows, columns), found, (None, 0, 0), strict=True)
     of_tensor, of_rows, of_columns = (jnp.max(part, axis=axis) if wanted else None for wanted, part, axis in asked)

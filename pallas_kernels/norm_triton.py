@@ -36,7 +36,7 @@ def _forward(
     at, here = (tl.arange(0, HIGH) * N)[:, None] + n[None, :], device.inside(m, n, M, N)
     z = codec.fp32(device.load_plain(x_ptr + first, at, here, MASKED))
     mean = tl.zeros((HIGH,), tl.float32)
-    if OPERATION[6]:
+    if OPERATION.centered:
         mean = tl.sum(z, 1) / N
         tl.store(mean_ptr + m, mean, mask=m < M)
         z = tl.where(here, z - mean[:, None], 0.0)
@@ -45,24 +45,24 @@ def _forward(
     # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
     on.keep(z, codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, HOW, True)
     y = on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION)
-    if TO[0]:
-        y = on.narrowed(y, OPERATION[5])
+    if TO.present:
+        y = on.narrowed(y, OPERATION.dtype)
     if BY_ROW:
         on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, True)
-    elif TO[0]:
+    elif TO.present:
         on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, True)
-    top = on.peak_of_finite(y, OPERATION[5])
+    top = on.peak_of_finite(y, OPERATION.dtype)
     if top < float("inf"):
         tl.store(peaks_ptr + program, top)
     else:
         z = codec.fp32(device.load_plain(x_ptr + first, at, here, MASKED))
-        if OPERATION[6]:
+        if OPERATION.centered:
             z = tl.where(here, z - mean[:, None], 0.0)
         on.keep(z, codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, HOW, False)
-        y = on.narrowed(on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION), OPERATION[5])
+        y = on.narrowed(on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION), OPERATION.dtype)
         if BY_ROW:
             on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, False)
-        elif TO[0]:
+        elif TO.present:
             on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
         tl.store(peaks_ptr + program, on.peak(y, m, n, M, N, MASKED, HOW))
 
@@ -76,7 +76,7 @@ def _backward(
 ) -> None:  # fmt: skip
     """HIGH rows, AT_ONCE at a time, the next STAGES - 1 on their way."""
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
-    GROUP: tl.constexpr = OPERATION[3]
+    GROUP: tl.constexpr = OPERATION.group
     # A thread takes eight neighbours of everything, which is as many 16-bit values as it can write at once; the scale
     # of each eight is read in pairs where it is narrower than the four bytes that a copy ahead of time takes.
     PAIRS: tl.constexpr = scales_ptr.dtype.element_ty == tl.bfloat16 and N % (2 * GROUP) == 0
@@ -85,7 +85,7 @@ def _backward(
     at, g = (row * N)[:, None] + n[None, :], tl.arange(0, WIDE // 8) * 8 // GROUP
     dweight = tl.zeros((1, WIDE), tl.float32)
     dbias = tl.zeros((1, WIDE), tl.float32)
-    if OPERATION[7]:
+    if OPERATION.scaled:
         weight = codec.fp32(tl.load(weight_ptr + n, mask=n < N, other=0.0))[None, :]
     for j in tl.range(0, HIGH, AT_ONCE, num_stages=STAGES):
         m = program * HIGH + j + row
@@ -105,12 +105,12 @@ def _backward(
         normal = on.values(codes, OPERATION) * device.over_columns(scale, 8) * inverse
         dweight += tl.sum(dy * normal, 0)[None, :]
         t = dy
-        if OPERATION[8]:
+        if OPERATION.biased:
             dbias += tl.sum(dy, 0)[None, :]
-        if OPERATION[7]:
+        if OPERATION.scaled:
             t = dy * weight
         dx = t - normal * (tl.sum(t * normal, 1) / N)[:, None]
-        if OPERATION[6]:
+        if OPERATION.centered:
             dx = dx - (tl.sum(t, 1) / N)[:, None]
         dx = inverse * dx
         if RESIDUAL and STAGES == 1:
@@ -119,9 +119,9 @@ def _backward(
             dx = dx + residual
         device.store(dx_ptr + first, at, dx.to(dx_ptr.dtype.element_ty), here, MASKED)
     place, there = program.to(tl.int64) * N + n[None, :], (n < N)[None, :]
-    if OPERATION[7]:
+    if OPERATION.scaled:
         device.store(dweight_ptr, place, dweight, there, MASKED)
-    if OPERATION[8]:
+    if OPERATION.biased:
         device.store(dbias_ptr, place, dbias, there, MASKED)
 
 
@@ -168,8 +168,8 @@ def forward(
     to_scale = None if result is None or result[0] is None else result[0].reshape(1, 1)
     inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias, to_scale))]
     codes, scales, inverse, mean, peaks, made, row_scale = quantize_triton.call(
-        _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=tuple(operation),
-        HOW=tuple(kept.static), TO=tuple(device.Coding("tensor", result[1]).static if result else device.NONE),
+        _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=operation,
+        HOW=kept.static, TO=device.Coding("tensor", result[1]).static if result else device.NONE,
         BY_ROW=by_row,
     )  # fmt: skip
     codes = jax.lax.bitcast_convert_type(codes, kept.dtype)
@@ -210,7 +210,7 @@ def backward(
     read = 1 + scales.dtype.itemsize / 8 + dy.dtype.itemsize + (0 if residual is None else residual.dtype.itemsize)
     dx, dweight, dbias = quantize_triton.call(
         _backward, inputs, [jax.ShapeDtypeStruct((m, n), dtype), *sums], programs, launch, compute_capability,
-        OPERATION=tuple(operation), RESIDUAL=residual is not None, AT_ONCE=at_once,
+        OPERATION=operation, RESIDUAL=residual is not None, AT_ONCE=at_once,
         STAGES=3 if 2 * at_once * wide * read < AHEAD else 1,
     )  # fmt: skip
     return (

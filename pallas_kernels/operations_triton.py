@@ -17,7 +17,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 class Operation(NamedTuple):
-    """What computes a tile; static, and a constant tuple on the device.
+    """What computes a tile; static.
 
     Attributes:
         activation: index into ACTIVATIONS.
@@ -71,7 +71,7 @@ def activate(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 @triton.jit
 def values(codes: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
     """fp32 values of codes in units of their scales."""
-    x = codes.to(tl.float8e5 if OPERATION[4] else tl.float8e4nv, bitcast=True)
+    x = codes.to(tl.float8e5 if OPERATION.e5m2 else tl.float8e4nv, bitcast=True)
     return x.to(tl.float32)
 
 
@@ -90,7 +90,7 @@ def fetch(
     n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Codes and their scales."""
-    GROUP: tl.constexpr = OPERATION[3]
+    GROUP: tl.constexpr = OPERATION.group
     WIDTH: tl.constexpr = N // GROUP
     codes = device.load_plain(codes_ptr + first, at, device.inside(m, n, M, N), MASKED)
     g = left // GROUP + tl.arange(0, n.shape[0] // GROUP)
@@ -101,7 +101,7 @@ def fetch(
 @triton.jit
 def decode(x: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
     """fp32 values of what was fetched."""
-    return values(x[0], OPERATION) * device.over_columns(x[1].to(tl.float32), OPERATION[3])
+    return values(x[0], OPERATION) * device.over_columns(x[1].to(tl.float32), OPERATION.group)
 
 
 @triton.jit
@@ -125,10 +125,10 @@ def normalized(
     # Of the tile's shape, so that each thread reads what it needs.
     at, here = tl.broadcast_to(n[None, :], x.shape), tl.broadcast_to((n < N)[None, :], x.shape)
     factor = inverse[:, None]
-    if OPERATION[7]:
+    if OPERATION.scaled:
         factor = factor * codec.fp32(device.load_plain(weight_ptr, at, here, MASKED))
     y = x * factor
-    if OPERATION[8]:
+    if OPERATION.biased:
         y = y + codec.fp32(device.load_plain(bias_ptr, at, here, MASKED))
     return y
 
@@ -140,23 +140,23 @@ def result(
 ) -> tl.tensor:  # fmt: skip
     """fp32 values of a tile of the result, rounded to the dtype that the operation would write."""
     here = device.inside(m, n, M, N)
-    if OPERATION[2]:
+    if OPERATION.exact:
         x = device.load(p[0] + first, at, here, MASKED)
     else:
         x = decoded(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
     if NORM:
-        if OPERATION[2] and OPERATION[6]:
+        if OPERATION.exact and OPERATION.centered:
             x = x - tl.load(p[8] + m, mask=m < M, other=0.0)[:, None]
         y = normalized(x, tl.load(p[7] + m, mask=m < M, other=0.0), p[9], p[10], n, N, MASKED, OPERATION)
     else:
-        y, _ = activate(x, OPERATION[0])
-        if OPERATION[1]:
-            if OPERATION[2]:
+        y, _ = activate(x, OPERATION.activation)
+        if OPERATION.gated:
+            if OPERATION.exact:
                 up = device.load(p[2] + first, at, here, MASKED)
             else:
                 up = decoded(p[2], p[3], first, at, m, left, n, M, N, MASKED, OPERATION)
             y = y * up
-    return narrowed(y, OPERATION[5])
+    return narrowed(y, OPERATION.dtype)
 
 
 @triton.jit
@@ -168,9 +168,9 @@ def operands(
     dy = device.load_plain(p[6] + first, at, device.inside(m, n, M, N), MASKED)
     gate = fetch(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
     up, activated = gate, gate
-    if OPERATION[1]:
+    if OPERATION.gated:
         up = fetch(p[2], p[3], first, at, m, left, n, M, N, MASKED, OPERATION)
-    if OPERATION[9]:
+    if OPERATION.activated:
         activated = fetch(p[4], p[5], first, at, m, left, n, M, N, MASKED, OPERATION)
     return dy, gate, up, activated
 
@@ -182,18 +182,18 @@ def cotangents(x: tl.tensor, OPERATION: tl.constexpr, DTYPE: tl.constexpr) -> tl
     Where there is no up, the gate's twice.
     """
     dy = x[0].to(tl.float32)
-    activated, slope = activate(decode(x[1], OPERATION), OPERATION[0])
-    if OPERATION[1]:
+    activated, slope = activate(decode(x[1], OPERATION), OPERATION.activation)
+    if OPERATION.gated:
         up = decode(x[2], OPERATION)
         dgate = narrowed(dy * up * slope, DTYPE)
         again = activated * up
-        if OPERATION[9]:
+        if OPERATION.activated:
             activated = decode(x[3], OPERATION)
         dup = narrowed(dy * activated, DTYPE)
     else:
         dgate = narrowed(dy * slope, DTYPE)
         dup, again = dgate, activated
-    return dgate, dup, narrowed(again, OPERATION[5])
+    return dgate, dup, narrowed(again, OPERATION.dtype)
 
 
 @triton.jit
@@ -272,7 +272,7 @@ def put_rows(
     """Writes codes of whole rows, each under its own scale, and these; of FINITE values in fewer instructions."""
     if FINITE:
         top = tl.max(tl.abs(y), 1)
-        scale = tl.where(top >= device.TINY, tl.maximum(top * HOW[2], device.TINY), 1.0)
+        scale = tl.where(top >= device.TINY, tl.maximum(top * HOW.inverse_max, device.TINY), 1.0)
     else:
         scale = device.to_scale(tl.max(ordered(y, m, n, M, N, MASKED, HOW), 1), HOW, tl.float32)
     tl.store(scale_ptr + m, scale, mask=m < M)
@@ -287,7 +287,7 @@ def keep(
     FINITE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Writes codes in groups along the rows, and their scales; of FINITE values in fewer instructions."""
-    SIZE: tl.constexpr = HOW[1]
+    SIZE: tl.constexpr = HOW.size
     WIDTH: tl.constexpr = N // SIZE
     if FINITE:
         largest = device.ordered(device.along_rows(tl.abs(x), SIZE), HOW)

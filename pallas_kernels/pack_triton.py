@@ -21,7 +21,7 @@ _BIAS = tl.constexpr(512)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)  # added to a small number, leaves an integer in the lowest bits
 _ROUNDING_BITS = tl.constexpr(0x4B400000)
 # Integers, as `scaling_triton` says it, of largest code 511.
-HOW = device.NONE._replace(kind=3, size=GROUP, inverse_max=float(np.float32(1 / TOP)), format=2)
+HOW = device.NONE._replace(kind="group", size=GROUP, inverse_max=float(np.float32(1 / TOP)), format="int8")
 
 
 @triton.jit
@@ -71,5 +71,5 @@ def pack(x: Array, *, launch: Launch | None = None, compute_capability: int | No
     (m, n), groups = x.shape, -(-x.shape[1] // GROUP)
     shapes = [jax.ShapeDtypeStruct((m, 5 * -(-n // 4)), jnp.uint8), jax.ShapeDtypeStruct((m, groups), jnp.bfloat16)]
     programs = -(-m * groups // launch.rows)
-    codes, scales = quantize_triton.call(_pack, [x], shapes, programs, launch, compute_capability, HOW=tuple(HOW))
+    codes, scales = quantize_triton.call(_pack, [x], shapes, programs, launch, compute_capability, HOW=HOW)
     return codes, scales

@@ -149,7 +149,7 @@ def quantize_rows(
         LEVEL=level is not None,
         BY_ROW=one.size > 1,
         LIMIT=limit or 0.0,
-        HOW=tuple(coding.static),
+        HOW=coding.static,
     )
     return jax.lax.bitcast_convert_type(codes, coding.dtype), scales, jnp.sum(lost) if limit else jnp.int32(0)
 

@@ -54,7 +54,6 @@ def _quantize(
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     R: tl.constexpr = HIGH // 4
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
-    OWN: tl.constexpr = COLUMNS[0] > 0 and COLUMNS[0] < 6
     program = tl.program_id(0)
     top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
     first = top.to(tl.int64) * N + left
@@ -69,14 +68,14 @@ def _quantize(
     xs = (x0, x1, x2, x3)
     random1 = tl.zeros((R, WIDE), tl.uint32)
     random2 = random1
-    if ROWS[6] or COLUMNS[6]:
+    if ROWS.stochastic or COLUMNS.stochastic:
         word1, word2 = tl.load(noise_ptr), tl.load(noise_ptr + 1)
         # By the place in the whole matrix, of which this may be a part.
         four = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
         four += tl.load(noise_ptr + 3)
-        if ROWS[6]:
+        if ROWS.stochastic:
             random1 = device.hash(four, word1, word2)
-        if OWN and COLUMNS[6]:
+        if COLUMNS.own and COLUMNS.stochastic:
             random2 = device.hash(four, word2, word1)
     ordered = tl.zeros((R, WIDE), tl.int32)
     largest0, ordered = device.slice_maxima(x0, ordered, ROWS, COLUMNS)
@@ -86,39 +85,39 @@ def _quantize(
     largest_of = (largest0, largest1, largest2, largest3)
 
     given = 1.0
-    if ROWS[0] == 4:
-        SIDE: tl.constexpr = ROWS[1]
+    if ROWS.kind == "block":
+        SIDE: tl.constexpr = ROWS.size
         WIDTH: tl.constexpr = (N + SIDE - 1) // SIDE
         largest = device.along_rows(device.along_columns(ordered, SIDE // 4), SIDE)
         scale = device.to_scale(largest, ROWS, row_scales_ptr.dtype.element_ty)
         u, v = top // SIDE + tl.arange(0, HIGH // SIDE), left // SIDE + tl.arange(0, WIDE // SIDE)
         there = device.inside(u, v, (M + SIDE - 1) // SIDE, WIDTH)
         device.store(row_scales_ptr, u[:, None] * WIDTH + v[None, :], scale, there, MASKED)
-        if COLUMNS[0] == 6:
+        if COLUMNS.kind == "same":
             turned = u[:, None] + v[None, :] * ((M + SIDE - 1) // SIDE)
             device.store(column_scales_ptr, turned, scale, there, MASKED)
         given = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
-    elif ROWS[0] > 0 and ROWS[0] != 3 and not ROWS[7]:
+    elif ROWS.present and ROWS.kind != "group" and not ROWS.by_row:
         given = device.inverse(tl.load(row_scale_ptr))
 
     factor = 1.0
     power = 1.0
-    if OWN:
-        LONG: tl.constexpr = COLUMNS[1] // 4
-        if COLUMNS[0] != 3:
-            if COLUMNS[7]:
+    if COLUMNS.own:
+        LONG: tl.constexpr = COLUMNS.size // 4
+        if COLUMNS.kind != "group":
+            if COLUMNS.by_row:
                 factor = device.inverse(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
             else:
                 factor = device.inverse(tl.load(column_scale_ptr))
-        if COLUMNS[0] == 3 or COLUMNS[0] == 5:
+        if COLUMNS.grouped:
             HEIGHT: tl.constexpr = (M + 4 * LONG - 1) // (4 * LONG)
             g = top // (4 * LONG) + tl.arange(0, R // LONG)
             place = n.to(tl.int64)[None, :] * HEIGHT + g[:, None]
-            if COLUMNS[9]:
+            if COLUMNS.scales_turned:
                 place = n[None, :] + g.to(tl.int64)[:, None] * N
             there = device.inside(g, n, HEIGHT, N)
             largest = device.along_columns(ordered, LONG)
-            if COLUMNS[0] == 3:
+            if COLUMNS.kind == "group":
                 scale = device.to_scale(largest, COLUMNS, column_scales_ptr.dtype.element_ty)
                 device.store(column_scales_ptr, place, scale, there, MASKED)
                 factor = device.over_rows(device.inverse(scale), LONG)
@@ -130,21 +129,21 @@ def _quantize(
     words = tl.zeros((R, WIDE), tl.uint32)
     for j in tl.static_range(4):
         x, m, here = codec.fp32(xs[j], False), m0 + j, device.inside(m0 + j, n, M, N)
-        if ROWS[0] > 0:
+        if ROWS.present:
             y = device.scale_along_rows(
                 x, largest_of[j], m, left, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS,
             )  # fmt: skip
             codes = device.encode(x, y, device.noise(random1, j), ROWS)
-            if ROWS[8]:
+            if ROWS.kept:
                 device.store(rows_ptr + first, at0 + j * N, codes, here, MASKED)
-        if OWN:
+        if COLUMNS.own:
             y = device.scaled(x, factor, COLUMNS)
-            if COLUMNS[0] == 5:
+            if COLUMNS.kind == "mx":
                 y = y * power
             codes = device.encode(x, y, device.noise(random2, j), COLUMNS)
-        if COLUMNS[0] > 0:
+        if COLUMNS.present:
             words = device.insert(words, codes, j, N % 4 == 0)
-    if COLUMNS[0] > 0:
+    if COLUMNS.present:
         device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
@@ -264,7 +263,7 @@ def quantize(
         for c, b in zip((rows, coding), by_row, strict=True)
     ]
     if same:
-        statics[1] = statics[1]._replace(kind=device.KINDS["same"])
+        statics[1] = statics[1]._replace(kind="same")
     statics[0] = statics[0]._replace(kept=kept)
     noise = jnp.zeros(4, jnp.uint32)
     if words is not None:
@@ -272,7 +271,7 @@ def quantize(
     grid = -(-m // launch.rows) * -(-n // launch.columns)
     parts = call(
         _quantize, [x, *given, noise], shapes, grid, launch, compute_capability,
-        ROWS=tuple(statics[0]), COLUMNS=tuple(statics[1]),
+        ROWS=statics[0], COLUMNS=statics[1],
     )  # fmt: skip
     first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
     return (first if kept else None), second

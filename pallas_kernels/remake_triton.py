@@ -26,6 +26,30 @@ SAMPLE = 32
 FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
 
 
+class Kinds(NamedTuple):
+    """What a kernel makes: one or two of the above."""
+
+    first: int
+    second: int = NOTHING
+
+    @property
+    def forward(self) -> bool:
+        """Whether a result is made, and no cotangents."""
+        return self.first in (NORM, RESULT)
+
+    @property
+    def norm(self) -> bool:
+        return self.first == NORM
+
+    @property
+    def only_up(self) -> bool:
+        return self.first == UP
+
+    @property
+    def both(self) -> bool:
+        return self.second == UP
+
+
 class Operands(NamedTuple):
     """Arrays of an operation on (M, N); scales of codes are (M, N / group), rows' values (M,), channels' (N,)."""
 
@@ -91,12 +115,12 @@ def _put_all(
 ) -> tl.tensor:  # fmt: skip
     """`_put` of the cotangents that are asked for, and of the result again."""
     at, here = ((4 * i + j) * N)[:, None] + tl.arange(0, n.shape[0])[None, :], device.inside(top + 4 * i + j, n, M, N)
-    if AGAIN[0]:
+    if AGAIN.present:
         words2 = _put(y2, factor2, words2, j, columns2, at, here, N, MASKED, AGAIN, False, True, FINITE)
-    if KINDS[0] == 3:
+    if KINDS.only_up:
         y0 = y1
     words0 = _put(y0, factor0, words0, j, rows0, at, here, N, MASKED, HOW, ROWS, COLUMNS, FINITE)
-    if KINDS[1] == 3:
+    if KINDS.both:
         words1 = _put(y1, factor1, words1, j, rows1, at, here, N, MASKED, HOW, ROWS, COLUMNS, FINITE)
     return words0, words1, words2
 
@@ -117,7 +141,7 @@ def _codes(
     p = (first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
-    BOTH: tl.constexpr = KINDS[1] == 3
+    BOTH: tl.constexpr = KINDS.both
     program = tl.program_id(0)
     top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
     first = top.to(tl.int64) * N + left
@@ -125,13 +149,13 @@ def _codes(
     words0 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     words1 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     words2 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
-    factor2 = device.inverse(tl.load(scale2)) if AGAIN[0] else 1.0
+    factor2 = device.inverse(tl.load(scale2)) if AGAIN.present else 1.0
     if not BY_ROW:
         factor0, factor1 = device.inverse(tl.load(scale0)), device.inverse(tl.load(scale1))
-    if KINDS[0] < 2:
+    if KINDS.forward:
         for j in tl.range(4):
             at, m = ((4 * i + j) * N)[:, None] + tl.arange(0, WIDE)[None, :], top + 4 * i + j
-            y0 = on.result(p, first, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
+            y0 = on.result(p, first, at, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
             here = device.inside(m, n, M, N)
             if BY_ROW:
                 factor0 = on.row_factors(scale0, m, M, True)
@@ -141,9 +165,9 @@ def _codes(
         nothing = tl.zeros((HIGH // 4, WIDE), tl.float32)
         slices = _slices(p, first, i, top, left, n, M, N, MASKED, OPERATION)
         for j in tl.static_range(4):
-            y0, y1, y2 = on.cotangents(slices[j], OPERATION, OPERATION[5])
+            y0, y1, y2 = on.cotangents(slices[j], OPERATION, OPERATION.dtype)
             nothing = tl.fma(y1, 0.0, tl.fma(y0, 0.0, nothing))
-            if AGAIN[0]:
+            if AGAIN.present:
                 nothing = tl.fma(y2, 0.0, nothing)
             if BY_ROW:
                 factor0 = on.row_factors(scale0, top + 4 * i + j, M, True)
@@ -158,7 +182,7 @@ def _codes(
             words2 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
             for k in tl.range(4):
                 x = _slice(p, k, first, i, top, left, n, M, N, MASKED, OPERATION)
-                y0, y1, y2 = on.cotangents(x, OPERATION, OPERATION[5])
+                y0, y1, y2 = on.cotangents(x, OPERATION, OPERATION.dtype)
                 if BY_ROW:
                     factor0 = on.row_factors(scale0, top + 4 * i + k, M, True)
                     factor1 = on.row_factors(scale1, top + 4 * i + k, M, True) if BOTH else factor0
@@ -170,7 +194,7 @@ def _codes(
         device.store_words(columns0, top, left, i, n, words0, M, N, MASKED)
         if BOTH:
             device.store_words(columns1, top, left, i, n, words1, M, N, MASKED)
-    if AGAIN[0]:
+    if AGAIN.present:
         device.store_words(columns2, top, left, i, n, words2, M, N, MASKED)
 
 
@@ -189,12 +213,12 @@ def _peaks(
     start = top.to(tl.int64) * N + left
     at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
     m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
-    if KINDS[0] < 2:
-        y0 = on.result(p, start, at, m, left, n, M, N, MASKED, OPERATION, KINDS[0] == 0)
+    if KINDS.forward:
+        y0 = on.result(p, start, at, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
     else:
         x = on.operands(p, start, at, m, left, n, M, N, MASKED, OPERATION)
-        y0, y1, _ = on.cotangents(x, OPERATION, OPERATION[5])
-        if KINDS[1] == 3:
+        y0, y1, _ = on.cotangents(x, OPERATION, OPERATION.dtype)
+        if KINDS.both:
             tl.store(peaks1 + program, on.peak(y1, m, n, M, N, MASKED, HOW))
     tl.store(peaks0 + program, on.peak(y0, m, n, M, N, MASKED, HOW))
 
@@ -231,29 +255,29 @@ def _ahead(
         if BY_ROW:
             r = 4 * i + j
             factor = on.row_factors(scale, top + r, M, True)
-            tl.store(peaks0 + place + r, on.row_peaks_of_finite(y0, OPERATION[5]), mask=top + r < M)
-            if OPERATION[1]:
-                tl.store(peaks1 + place + r, on.row_peaks_of_finite(y1, OPERATION[5]), mask=top + r < M)
+            tl.store(peaks0 + place + r, on.row_peaks_of_finite(y0, OPERATION.dtype), mask=top + r < M)
+            if OPERATION.gated:
+                tl.store(peaks1 + place + r, on.row_peaks_of_finite(y1, OPERATION.dtype), mask=top + r < M)
         words = _put(y, factor, words, j, columns, 0, 0, N, MASKED, HOW, False, True)
     device.store_words(columns, top, left, i, n, words, M, N, MASKED)
-    peak0, peak1 = on.peak_of_finite(top0, OPERATION[5]), on.peak_of_finite(top1, OPERATION[5])
+    peak0, peak1 = on.peak_of_finite(top0, OPERATION.dtype), on.peak_of_finite(top1, OPERATION.dtype)
     if not (tl.maximum(peak0, peak1, propagate_nan=tl.PropagateNan.ALL) < float("inf")):
         ordered0 = tl.zeros((HIGH // 4, WIDE), tl.int32)
         ordered1 = tl.zeros((HIGH // 4, WIDE), tl.int32)
         for k in tl.range(4):
             x, m = _slice(p, k, first, i, top, left, n, M, N, MASKED, OPERATION), top + 4 * i + k
-            y0, y1, _ = on.cotangents(x, OPERATION, OPERATION[5])
+            y0, y1, _ = on.cotangents(x, OPERATION, OPERATION.dtype)
             own0, own1 = on.ordered(y0, m, n, M, N, MASKED, HOW), on.ordered(y1, m, n, M, N, MASKED, HOW)
             if BY_ROW:
                 tl.store(peaks0 + place + 4 * i + k, device.largest(tl.max(own0, 1), HOW), mask=m < M)
-                if OPERATION[1]:
+                if OPERATION.gated:
                     tl.store(peaks1 + place + 4 * i + k, device.largest(tl.max(own1, 1), HOW), mask=m < M)
             ordered0, ordered1 = tl.maximum(ordered0, own0), tl.maximum(ordered1, own1)
         peak0 = device.largest(tl.max(tl.max(ordered0, 1), 0), HOW)
         peak1 = device.largest(tl.max(tl.max(ordered1, 1), 0), HOW)
     if not BY_ROW:
         tl.store(peaks0 + program, peak0)
-        if OPERATION[1]:
+        if OPERATION.gated:
             tl.store(peaks1 + program, peak1)
 
 
@@ -303,9 +327,9 @@ def quantize(
     found = quantize_triton.call(
         _codes, [*_pointers(operands), *(s.reshape(-1, 1) for s in given)],
         [jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes], tiles, launch, compute_capability,
-        OPERATION=tuple(operation), KINDS=(*kinds, NOTHING)[:2], HOW=tuple(device.Coding("tensor", dtype).static),
+        OPERATION=operation, KINDS=Kinds(*kinds), HOW=device.Coding("tensor", dtype).static,
         ROWS=rows, COLUMNS=columns, BY_ROW=scales[0].ndim > 0,
-        AGAIN=tuple(device.Coding("tensor", again[1]).static if again else device.NONE),
+        AGAIN=device.Coding("tensor", again[1]).static if again else device.NONE,
     )  # fmt: skip
     types = (dtype, dtype, dtype, dtype, again and again[1])
     wanted = [jax.lax.bitcast_convert_type(x, d) if w else None
@@ -340,8 +364,8 @@ def peaks(
     tiles = -(-m // (launch.rows * every)) * -(-n // launch.columns)
     shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
     found = quantize_triton.call(
-        _peaks, _pointers(operands), shapes, tiles, launch, compute_capability, OPERATION=tuple(operation),
-        KINDS=(*kinds, NOTHING)[:2], HOW=tuple(device.NONE), EVERY=every,
+        _peaks, _pointers(operands), shapes, tiles, launch, compute_capability, OPERATION=operation,
+        KINDS=Kinds(*kinds), HOW=device.NONE, EVERY=every,
     )  # fmt: skip
     return [jnp.max(x) for x in found[: len(kinds)]]
 
@@ -369,7 +393,7 @@ def ahead(
     shapes += [jax.ShapeDtypeStruct(shape if present else (1,), jnp.float32) for present in (True, pair)]
     codes, *found = quantize_triton.call(
         _ahead, [*_pointers(operands), scale.reshape(-1, 1)], shapes, tiles, launch, compute_capability,
-        OPERATION=tuple(operation), HOW=tuple(device.Coding("tensor", dtype).static), BY_ROW=by_row,
+        OPERATION=operation, HOW=device.Coding("tensor", dtype).static, BY_ROW=by_row,
     )  # fmt: skip
     axis = 0 if by_row else None
     return jax.lax.bitcast_convert_type(codes, dtype), [jnp.max(x, axis) for x in found[: 1 + pair]]

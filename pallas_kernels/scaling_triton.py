@@ -15,7 +15,6 @@ from pallas_kernels import codec_triton as codec
 from pallas_kernels.codec_triton import bits, from_bits
 
 FORMATS = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
-KINDS = {"none": 0, "tensor": 1, "token": 2, "group": 3, "block": 4, "mx": 5, "same": 6}
 
 TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 _TINY_BITS = tl.constexpr(0x00800000)
@@ -49,27 +48,47 @@ class Coding:
     @property
     def static(self) -> "Static":
         top = 127.0 if self.dtype == jnp.int8 else float(jnp.finfo(self.dtype).max)
-        return Static(KINDS[self.kind], self.size, float(np.float32(1 / top)), int(np.log2(top)),
-                      FORMATS.index(self.dtype), self.ocp, self.stochastic)  # fmt: skip
+        return Static(self.kind, self.size, float(np.float32(1 / top)), int(np.log2(top)),
+                      jnp.dtype(self.dtype).name, self.ocp, self.stochastic)  # fmt: skip
 
 
 class Static(NamedTuple):
-    """A `Coding` as the device code takes it: a constant tuple."""
+    """A `Coding` as the device code takes it; also of no codes, "none", and of the "same" as those of the rows."""
 
-    kind: int
+    kind: str
     size: int
     inverse_max: float
     log2_max: int
-    format: int
+    format: str
     ocp: bool
     stochastic: bool
     by_row: bool = False
     kept: bool = True
     scales_turned: bool = False  # they lie transposed
 
+    @property
+    def present(self) -> bool:
+        """Whether there are codes."""
+        return self.kind != "none"
 
-NONE = Static(0, 0, 0.0, 0, 0, False, False)
-INTEGERS = NONE._replace(format=2)
+    @property
+    def own(self) -> bool:
+        """Whether there are codes other than those of the rows."""
+        return self.kind not in ("none", "same")
+
+    @property
+    def grouped(self) -> bool:
+        """Whether something is computed for each group of a row."""
+        return self.kind in ("group", "mx")
+
+    @property
+    def computed(self) -> bool:
+        """Whether codes are under scales that are computed, at least one level of them."""
+        return self.kind in ("group", "block", "mx")
+
+
+NONE = Static("none", 0, 0.0, 0, "float8_e4m3fn", False, False)
+INTEGERS = NONE._replace(format="int8")
 
 
 @triton.jit
@@ -87,9 +106,9 @@ def load(pointer: tl.tensor, inside: tl.tensor, mask: tl.tensor, MASKED: tl.cons
 def ordered(x: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """Bits of magnitudes, ordered as they are, above those of Inf and NaN; for integers, which have no such, below."""
     if x.dtype == tl.bfloat16:
-        found = ordered_pairs(x, 0 if HOW[4] == 2 else _TINY_BITS | (_TINY_BITS >> 16))
+        found = ordered_pairs(x, 0 if HOW.format == "int8" else _TINY_BITS | (_TINY_BITS >> 16))
     else:
-        found = (bits(x.to(tl.float32)) & _MAGNITUDE) + (0 if HOW[4] == 2 else _TINY_BITS)
+        found = (bits(x.to(tl.float32)) & _MAGNITUDE) + (0 if HOW.format == "int8" else _TINY_BITS)
     return found
 
 
@@ -124,11 +143,11 @@ def slice_maxima(
 ) -> tuple[tl.tensor, tl.tensor]:
     """`ordered` maxima of the groups in a slice's rows, where they are asked for; and of it and what is `below`."""
     largest = below
-    if ROWS[0] == 3 or ROWS[0] == 5:
-        largest = along_rows(ordered(x, ROWS), ROWS[1])
-    if ROWS[0] == 4:
+    if ROWS.grouped:
+        largest = along_rows(ordered(x, ROWS), ROWS.size)
+    if ROWS.kind == "block":
         below = tl.maximum(below, ordered(x, ROWS))
-    elif COLUMNS[0] == 3 or COLUMNS[0] == 5:
+    elif COLUMNS.grouped:
         below = tl.maximum(below, ordered(x, COLUMNS))
     return largest, below
 
@@ -149,7 +168,7 @@ def over_rows(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def largest(ordered: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """The magnitude whose `ordered` bits are given; 0 where no value was finite and non-zero."""
     found = ordered
-    if HOW[4] == 2:
+    if HOW.format == "int8":
         found = tl.where(found >= _INF_BITS, _INF_BITS + 1, found)
     else:
         found = tl.maximum(found, _TINY_BITS) - _TINY_BITS
@@ -159,7 +178,7 @@ def largest(ordered: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
 @triton.jit
 def to_scale(ordered: tl.tensor, HOW: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     top = largest(ordered, HOW)
-    scale = tl.where(top > 0, tl.maximum(top * HOW[2], TINY), 1.0)
+    scale = tl.where(top > 0, tl.maximum(top * HOW.inverse_max, TINY), 1.0)
     return tl.where(top == top, scale, top).to(dtype)
 
 
@@ -176,10 +195,10 @@ def power(ordered: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr) -> tl.tenso
     """E8M0 bytes, as int32, of groups of values times the inverse of their level 1 scale."""
     top = largest(ordered, HOW) * inverse
     top = tl.where(top < TINY, 0.0, top)
-    if HOW[5]:
-        byte = tl.where(top > 0, tl.maximum((bits(top) >> 23) - HOW[3], 0), 127)
+    if HOW.ocp:
+        byte = tl.where(top > 0, tl.maximum((bits(top) >> 23) - HOW.log2_max, 0), 127)
     else:
-        byte = tl.minimum(tl.maximum((bits(top * HOW[2]) + 0x7FFFFF) >> 23, 1), 254)
+        byte = tl.minimum(tl.maximum((bits(top * HOW.inverse_max) + 0x7FFFFF) >> 23, 1), 254)
     return byte
 
 
@@ -197,7 +216,7 @@ def scaled(x: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr, FINITE: tl.const
     """
     if FINITE:
         nothing = from_bits(tl.full([], _SIGN, tl.int32))
-    elif HOW[4] == 1:
+    elif HOW.format == "float8_e5m2":
         nothing = from_bits(bits(x) & _SIGN)
     else:
         nothing = x * 0.0
@@ -233,27 +252,27 @@ def encode(
     Stochastically: below the smallest normal, adding that gives all values its exponent and so the step of subnormals;
     the noise is added to the bits that are cut off.
     """
-    if HOW[4] == 2:
+    if HOW.format == "int8":
         value = tl.minimum(tl.maximum(y, -127.0), 127.0)
-        if HOW[6]:
+        if HOW.stochastic:
             fraction = from_bits(((noise >> 9) | 0x3F800000).to(tl.int32, bitcast=True)) - 1.0
             value = tl.minimum(tl.floor(value + fraction), 127.0)
         codes = tl.where(y == y, bits(value + _ROUNDING), 0).to(tl.uint8)
     else:
         value = y
-        if HOW[6]:
-            CUT: tl.constexpr = 21 if HOW[4] == 1 else 20
-            SMALLEST: tl.constexpr = 2.0**-14 if HOW[4] == 1 else 2.0**-6
+        if HOW.stochastic:
+            CUT: tl.constexpr = 21 if HOW.format == "float8_e5m2" else 20
+            SMALLEST: tl.constexpr = 2.0**-14 if HOW.format == "float8_e5m2" else 2.0**-6
             shift = tl.where(tl.abs(y) < SMALLEST, SMALLEST, 0.0)
             lifted = tl.minimum(bits(tl.abs(y) + shift), 0x7FE00000)  # a NaN to which noise can be added
             cut = (lifted + (noise & ((1 << CUT) - 1)).to(tl.int32, bitcast=True)) & (-(1 << CUT))
             value = from_bits(bits(from_bits(cut) - shift) | (bits(y) & _SIGN))
-        if HOW[4] == 1 and FINITE:
+        if HOW.format == "float8_e5m2" and FINITE:
             codes = value.to(tl.float8e5).to(tl.uint8, bitcast=True)
-        elif HOW[4] == 1:
+        elif HOW.format == "float8_e5m2":
             # The conversion saturates: an infinity becomes the largest value, 0x7B, and here 0x7C; as does the NaN, of
             # any sign, that it is times an inverse flushed to 0.
-            infinite = tl.where(tl.abs(x if HOW[0] < 3 else y) == float("inf"), 7, 0).to(tl.uint8)
+            infinite = tl.where(tl.abs(y if HOW.computed else x) == float("inf"), 7, 0).to(tl.uint8)
             codes = (value.to(tl.float8e5).to(tl.uint8, bitcast=True) | infinite) ^ (infinite & 3)
         else:
             codes = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -280,24 +299,24 @@ def scale_along_rows(
 
     `largest` are the `ordered` maxima of groups.
     """
-    SIZE: tl.constexpr = HOW[1]
-    if HOW[0] == 3 or HOW[0] == 5:
+    SIZE: tl.constexpr = HOW.size
+    if HOW.grouped:
         g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
         WIDTH: tl.constexpr = (N + SIZE - 1) // SIZE
         at = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
-        if HOW[9]:
+        if HOW.scales_turned:
             at = m[:, None] + g.to(tl.int64)[None, :] * M
         there = inside(m, g, M, WIDTH)
-    if HOW[0] == 3:
+    if HOW.kind == "group":
         scale = to_scale(largest, HOW, scales_ptr.dtype.element_ty)
         store(scales_ptr, at, scale, there, MASKED)
         factor = over_columns(inverse(scale), SIZE)
-    elif HOW[7]:
+    elif HOW.by_row:
         factor = inverse(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None]
     else:
         factor = given
     y = scaled(x, factor, HOW)
-    if HOW[0] == 5:
+    if HOW.kind == "mx":
         byte = power(largest, factor, HOW)
         store(powers_ptr, at, byte.to(tl.uint8), there, MASKED)
         y = y * over_columns(of_power(byte), SIZE)

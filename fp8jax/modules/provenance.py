@@ -3,7 +3,8 @@
 A model calls a norm, casts its result, and gives it to three layers. Each operation notes here what its result is made
 from, and each layer finds it here by the array that it is given: by identity, within the trace that noted it. In a
 traced program the registry looks through what changes no value: casts, reshapes, sharding constraints, checkpoint
-names, barriers, and nested jits that do nothing else. It holds no array alive but what an operation saves anyway.
+names, barriers, and nested jits that do nothing else. It holds no array alive but what an operation saves anyway, and
+that no longer than to the next operation outside of the program that is traced: a trace that fails may stay till then.
 
 Functions that hold both ends (`fp8jax.norm_linear`, `fp8jax.glu_linear`) pass what they know and need no registry.
 """
@@ -33,9 +34,10 @@ _JITS = ("jit", "pjit", "closed_call")
 
 
 class _Noted(NamedTuple):
-    """What is noted of an array: a weak reference to it, the trace, and what it is made from."""
+    """What is noted of an array: a weak reference to it, the traced program, the trace, and what it is made from."""
 
     array: Any
+    program: Any
     trace: Any
     origin: Origin
 
@@ -53,9 +55,10 @@ class _Entry(NamedTuple):
 
 
 class _Readers(NamedTuple):
-    """A weak reference to an array, and what was made of it, by how."""
+    """A weak reference to an array, the traced program, and what was made of the array, by how."""
 
     array: Any
+    program: Any
     entries: dict[Hashable, _Entry]
 
 
@@ -69,22 +72,27 @@ class Registry(threading.local):
     def __init__(self) -> None:
         self._noted: dict[int, _Noted] = {}
         self._readers: dict[int, _Readers] = {}
+        self._program: Any = None
 
     def note(self, x: Array, origin: Origin) -> None:
         """Says what an array is made from."""
         if isinstance(x, Array) and origin != NOTHING:
             x = _plain(x)
             forget = functools.partial(_drop, self._noted, id(x))
-            self._noted[id(x)] = _Noted(weakref.ref(x, forget), get_opaque_trace_state(), origin)
+            trace = self._enter()
+            self._noted[id(x)] = _Noted(weakref.ref(x, forget), self._program, trace, origin)
 
     def find(self, x: Array) -> Origin:
         """What an array is made from; `NOTHING` if that is not known in this trace."""
         if not isinstance(x, Array) or not self._noted:
             return NOTHING
-        before = None
+        before, trace = None, self._enter()
         for before in _before(x):
             noted = self._noted.get(id(before))
-            if noted is not None and noted.array() is before and noted.trace == get_opaque_trace_state():
+            if noted is not None and noted.array() is before and noted.trace == trace:
+                if noted.origin.foreseen is not None:
+                    # It may be made of the gradient itself, which an entry would then keep alive. One reader asks.
+                    del self._noted[id(before)]
                 return _as(noted.origin, before, x)
         self._miss(before)
         return NOTHING
@@ -103,12 +111,12 @@ class Registry(threading.local):
         # Arrays of NumPy may change under the same name.
         if not isinstance(x, Array):
             return make()
-        use, trace = (use, x.dtype), get_opaque_trace_state()
+        use, trace = (use, x.dtype), self._enter()
         *_, first = _before(x)
         readers = self._readers.get(id(first))
         if readers is None or readers.array() is not first:
             forget = functools.partial(_drop, self._readers, id(first))
-            readers = self._readers[id(first)] = _Readers(weakref.ref(first, forget), {})
+            readers = self._readers[id(first)] = _Readers(weakref.ref(first, forget), self._program, {})
         entry = readers.entries.get(use)
         if entry is not None and entry.trace == trace:
             leaves, given = [ref() for ref in entry.leaves], [ref and ref() for ref in entry.others]
@@ -119,6 +127,17 @@ class Registry(threading.local):
         given = [o if o is None else _reference(o) for o in others]
         readers.entries[use] = _Entry(trace, tuple(given), tuple(map(_reference, parts)), structure)
         return made
+
+    def _enter(self) -> Any:
+        """The trace of an operation; drops what is known of traced programs other than the one that it is in."""
+        trace = get_opaque_trace_state()
+        program = _program(trace)
+        if program is not _UNKNOWN and program != self._program:
+            self._program = program
+            for entries in (self._noted, self._readers):
+                for key in [key for key, entry in entries.items() if entry.program not in (None, program)]:
+                    del entries[key]
+        return trace
 
     def _miss(self, last: Any) -> None:
         """Tells whoever listens that something known was changed on its way to a reader."""
@@ -150,6 +169,20 @@ def carried(origin: Origin) -> tuple[Any, Callable[[Any], Origin]]:
         )
 
     return arrays, rebuild
+
+
+_UNKNOWN = object()
+
+
+def _program(state: Any) -> Any:
+    """A weak reference to the outermost trace of a program that a trace is in; None if it is in none."""
+    # As with JAX's record of a trace: where it has other names, no program is told from another.
+    trace: Any = getattr(state, "_trace_ref", lambda: None)()
+    found = None
+    while hasattr(trace, "parent_trace"):
+        found = weakref.ref(trace) if hasattr(trace, "frame") else found
+        trace = trace.parent_trace
+    return _UNKNOWN if trace is None else found
 
 
 def _reference(x: Any) -> Callable[[], Any]:

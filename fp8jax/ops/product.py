@@ -149,11 +149,14 @@ def input_source(
         origin = origin._replace(again=(ITSELF, named))
     part = origin.part if view and named.shape[-1] == x.shape[-1] else None
     origin = origin._replace(part=part and part.cast(x.dtype))
+    # Layers whose scales come from states of their own share codes under that of the first one.
+    strategy, given = side.strategy if scale is None else recipe.strategy("x"), scale
     scale = origin.scale_for(recipe) if scale is None else scale
     subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
 
     def share(make: Callable[[], Any]) -> Any:
-        return known.share(named, (side.saved, side.strategy, x.shape), make, scale, None if subkey is None else key)
+        others = scale if given is None else None, None if subkey is None else key
+        return known.share(named, (side.saved, strategy, x.shape), make, *others)
 
     return value, of_input(x, side, key=subkey, scale=scale, origin=origin, share=share)
 

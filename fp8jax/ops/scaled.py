@@ -69,7 +69,8 @@ def scaled_linear(
     Args:
         x: (..., inputs).
         w: (inputs, outputs).
-        state: read only; no gradient flows to it.
+        state: read only; no gradient flows to it. Layers that read one array share its codes, where `known` knows
+            of them, under the scale of the first one's state.
         slot: fp32 scalar of any value, no two calls the same one. Its cotangent is the largest magnitude of the
             output's gradient; cotangents sum, so a slot that two calls share would get the sum of both. None where the
             gradient's scaling keeps no state.

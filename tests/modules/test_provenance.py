@@ -2,12 +2,13 @@
 
 import functools
 import gc
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen
+from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
@@ -15,6 +16,7 @@ from fp8jax.modules.provenance import REGISTRY
 from fp8jax.ops import linear as without_registry
 from fp8jax.ops import norm
 from fp8jax.ops.choice import listening
+from fp8jax.ops.scaled import ScalingState
 from tests.programs import dots, residuals
 
 COAT, TE = fp8jax.recipes.coat(), fp8jax.recipes.te_current()
@@ -27,12 +29,13 @@ def draw(seed, *shape, dtype=jnp.bfloat16):
 
 X, SCALE = draw(0, BATCH, LENGTH, WIDTH), 1 + draw(1, WIDTH)
 GATE, UP, DOWN = 0.1 * draw(2, WIDTH, INNER), 0.1 * draw(3, WIDTH, INNER), 0.1 * draw(4, INNER, WIDTH)
+WEIGHTS = SCALE, GATE, UP, DOWN
 
 
-def layer(via, x, scale, gate, up, down):
-    h = via(fp8jax.rms_norm(x, scale, recipe=COAT))
-    a, b = (via(fp8jax.linear(via(h), w, recipe=COAT)) for w in (gate, up))
-    return x + fp8jax.linear(via(fp8jax.glu(a, b, recipe=COAT)), down, recipe=COAT)
+def layer(via, x, scale, gate, up, down, recipe=COAT):
+    h = via(fp8jax.rms_norm(x, scale, recipe=recipe))
+    a, b = (via(fp8jax.linear(via(h), w, recipe=recipe)) for w in (gate, up))
+    return x + fp8jax.linear(via(fp8jax.glu(a, b, recipe=recipe)), down, recipe=recipe)
 
 
 def constrained(a):
@@ -64,11 +67,26 @@ def test_what_is_saved_does_not_depend_on_how_a_layer_is_written(writing):
     assert set(wide) <= {GATE.shape, DOWN.shape, SCALE.shape}
 
 
-def test_under_the_leak_checker_the_same_is_saved():
-    plain = functools.partial(layer, WRITINGS["plain"])
-    want = residuals(plain, X, SCALE, GATE, UP, DOWN)
+@pytest.mark.parametrize("recipe", ["coat", "coat_fast", "te_current", "moss"])
+def test_under_the_leak_checker_the_same_program_is_compiled(recipe):
+    plain = functools.partial(layer, WRITINGS["a jit"], recipe=recipe)
+    model = fp8jax.nnx.quantize(Failing(nnx.Rngs(0)), recipe)
+    graph, state = nnx.split(model)
+    unbound = fp8jax.linen.quantize(Two(), recipe)
+    variables = unbound.init(jax.random.key(0), X)
+
+    def gradient(f):
+        return lambda *args: jax.grad(lambda *args: jnp.sum(f(*args).astype(jnp.float32)))(*args)
+
+    def programs():
+        yield jax.jit(gradient(plain)).lower(X, *WEIGHTS).as_text()
+        yield jax.jit(gradient(lambda state, x: nnx.merge(graph, state)(x, False))).lower(state, X).as_text()
+        yield jax.jit(gradient(lambda *args: unbound.apply(*args))).lower(variables, X).as_text()
+
+    want = list(programs())
+    assert all(len(program) > 1000 for program in want)
     with jax.checking_leaks():
-        assert residuals(plain, X, SCALE, GATE, UP, DOWN) == want
+        assert list(programs()) == want
 
 
 def test_nothing_is_held_of_a_trace_that_is_over():
@@ -78,6 +96,92 @@ def test_nothing_is_held_of_a_trace_that_is_over():
     )
     gc.collect()
     assert (len(REGISTRY._noted), len(REGISTRY._readers)) <= before
+
+
+class Failing(nnx.Module):
+    """A norm and a layer, and an error of the model's own while `fails`."""
+
+    def __init__(self, rngs):
+        self.norm, self.dense = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, INNER, use_bias=False, rngs=rngs)
+
+    def __call__(self, x, fails):
+        y = self.dense(self.norm(x))
+        if fails:
+            raise RuntimeError("an error of the model")
+        return y
+
+
+def failing(kind):
+    """A function of whether it fails; both traced anew in each call."""
+    if kind == "nnx":
+        model = fp8jax.nnx.quantize(Failing(nnx.Rngs(0)), COAT)
+        return lambda fails: nnx.jit(lambda model, x: model(x, fails))(model, X)
+
+    def f(fails, *args):
+        y = layer(WRITINGS["a jit"], *args)
+        if fails:
+            raise RuntimeError("an error of the model")
+        return jnp.sum(y.astype(jnp.float32))
+
+    if kind == "its gradient":
+        return lambda fails: jax.jit(jax.grad(functools.partial(f, fails)))(X, *WEIGHTS)
+    return lambda fails: jax.jit(functools.partial(f, fails))(X, *WEIGHTS)
+
+
+@pytest.mark.parametrize("kind", ["a function", "its gradient", "nnx"])
+def test_of_traces_that_fail_at_most_one_is_held_and_that_until_the_next_operation(kind):
+    def alive():
+        gc.collect()
+        return sum(isinstance(thing, jax.core.Tracer) for thing in gc.get_objects())
+
+    run = failing(kind)
+    run(False)
+    before, held = alive(), []
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="an error of the model"):
+            run(True)
+        held.append(alive())
+    assert held[0] == held[1] == held[2] == held[3]
+    fp8jax.rms_norm(X, recipe=COAT)
+    assert alive() <= before
+    with pytest.raises(RuntimeError, match="an error of the model"):
+        run(True)
+    run(False)
+    assert alive() <= before
+
+
+ASIDE = {
+    "a jit": lambda x: jax.jit(lambda x: fp8jax.rms_norm(x, recipe=COAT))(x),
+    "shapes": lambda x: jax.eval_shape(lambda x: fp8jax.rms_norm(x, recipe=COAT), x),
+    "a gradient": lambda x: jax.grad(lambda x: jnp.sum(layer(WRITINGS["plain"], x, *WEIGHTS)))(X),
+    "a map": lambda x: jax.vmap(lambda x: fp8jax.rms_norm(x, recipe=COAT))(x),
+    "a loop": lambda x: jax.lax.scan(lambda c, _: (fp8jax.rms_norm(c, recipe=COAT), None), x, None, length=2),
+    "a thread": lambda x: in_thread(lambda: jax.jit(lambda x: fp8jax.rms_norm(x, recipe=COAT))(X)),
+}
+
+
+def in_thread(f):
+    thread = threading.Thread(target=f)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("aside", ASIDE)
+@pytest.mark.parametrize("around", ["jit", "grad", "remat", "vmap", "eager"])
+def test_what_is_traced_meanwhile_takes_nothing_from_the_trace_around_it(aside, around):
+    seen = []
+
+    def f(x):
+        h = fp8jax.rms_norm(x, SCALE, recipe=COAT)
+        ASIDE[aside](x)
+        seen.append(REGISTRY.find(h).again)
+        return jnp.sum(h.astype(jnp.float32))
+
+    ways = {"jit": jax.jit, "grad": jax.grad, "remat": lambda f: jax.jit(jax.grad(jax.checkpoint(f)))}
+    ways |= {"vmap": lambda f: lambda x: jax.jit(jax.vmap(f))(x[None]), "eager": lambda f: f}
+    ways[around](f)(X)
+    assert seen
+    assert None not in seen
 
 
 def codes(f, *args):
@@ -96,6 +200,71 @@ def test_all_readers_share_codes_in_whatever_order_they_come():
 
     # Of the first and two further inputs of its own, and of the encoder's output one.
     assert codes(decoder, h, other, 0.1 * draw(7, WIDTH, WIDTH)) == [WIDTH] * 4
+
+
+class Parallel(nnx.Module):
+    """Attention and MLP side by side: one norm is read by q, k, v, gate and up."""
+
+    def __init__(self, rngs):
+        def dense(inputs, outputs):
+            return nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs)
+
+        self.norm, self.out = nnx.RMSNorm(WIDTH, rngs=rngs), dense(WIDTH, WIDTH)
+        self.q, self.k, self.v = (dense(WIDTH, WIDTH) for _ in range(3))
+        self.gate, self.up, self.down = dense(WIDTH, INNER), dense(WIDTH, INNER), dense(INNER, WIDTH)
+
+    def __call__(self, x):
+        h = self.norm(x)
+        q, k, v = (f(h).reshape(BATCH, LENGTH, 4, -1) for f in (self.q, self.k, self.v))
+        attended = jax.nn.dot_product_attention(q, k, v).reshape(h.shape)
+        return x + self.out(attended) + self.down(nnx.silu(self.gate(h)) * self.up(h))
+
+
+class ParallelLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        h = linen.RMSNorm()(x)
+        gate, up = (linen.Dense(INNER, use_bias=False)(h) for _ in range(2))
+        attended = linen.MultiHeadDotProductAttention(4, use_bias=False)(h)
+        return x + attended + linen.Dense(WIDTH, use_bias=False)(linen.silu(gate) * up)
+
+
+@pytest.mark.parametrize("recipe", ["coat", "te_current", "te_delayed", "moss", "deepseek"])
+def test_attention_and_mlp_side_by_side_share_their_input(recipe):
+    graph, state = nnx.split(fp8jax.nnx.quantize(Parallel(nnx.Rngs(0)), recipe))
+    model = fp8jax.linen.quantize(ParallelLinen(), recipe)
+    variables = model.init(jax.random.key(0), X)
+    # Under COAT those of the norm, of gate and up, and of what attention keeps.
+    want = [WIDTH, WIDTH, INNER, INNER] if recipe == "coat" else [WIDTH, WIDTH, INNER]
+    assert codes(lambda state, x: nnx.merge(graph, state)(x), state, X) == want
+    assert codes(lambda p, x: model.apply({**variables, "params": p}, x), variables["params"], X) == want
+
+
+def test_layers_with_delayed_scaling_share_codes_under_the_scale_of_the_first():
+    recipe = fp8jax.recipes.te_delayed()
+    peaks = jnp.full(1024, 3.0)
+    first, other = ScalingState(peaks, peaks, peaks), ScalingState(3 * peaks, peaks, peaks)
+
+    def f(states, x, w, also):
+        slot = jnp.zeros([])
+        y = [fp8jax.delayed_linear(x, w, state, slot, recipe=recipe) for state in states]
+        z = [fp8jax.linear(x, w, recipe=TE)] if also else []
+        return [a for a, _ in y] + z, [seen.x for _, seen in y]
+
+    def saved(states, also):
+        return codes(lambda x, w: f(states, x, w, also)[0], X, GATE)
+
+    assert saved((first, first, first), False) == [WIDTH]
+    assert saved((first, other), False) == [WIDTH]
+    # A layer that takes the scale of the tensor itself reads no codes under a delayed one.
+    assert saved((first, other), True) == [WIDTH, WIDTH]
+    run = jax.jit(f, static_argnums=3)
+    (one, two, third), seen = run((first, other), X, GATE, True)
+    alone, current = run((first,), X, GATE, False)[0][0], jax.jit(functools.partial(fp8jax.linear, recipe=TE))(X, GATE)
+    for got, want in ((one, alone), (two, alone), (third, current)):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    assert [float(x) for x in seen] == [float(jnp.max(jnp.abs(X)))] * 2
+    assert not np.array_equal(np.asarray(alone, np.float32), np.asarray(current, np.float32))
 
 
 def test_a_given_scale_is_for_layers_of_its_recipe():
