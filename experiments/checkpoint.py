@@ -119,6 +119,8 @@ class Checkpoints:
         try:
             self._orbax.close()
         except Exception as error:  # Orbax and TensorStore raise ValueError, OSError and more
+            if hosts.gone(error):
+                raise
             raise self._unwritten(error) from error
 
     def latest(self) -> int | None:
@@ -165,6 +167,8 @@ class Checkpoints:
         try:
             save(step, {"state": stored}, force=True, custom_metadata={"seal": _seal(meta), **meta})
         except Exception as error:  # as in close
+            if hosts.gone(error):
+                raise
             raise self._unwritten(error) from error
 
     def read_meta(self, step: int) -> dict[str, Any]:
@@ -225,6 +229,8 @@ class Checkpoints:
         try:
             found: dict[str, Any] = self._orbax.load_checkpointables(step, {"state": wanted})["state"]
         except Exception as error:  # TensorStore raises ValueError, RuntimeError and more
+            if hosts.gone(error):
+                raise
             raise self._damaged(step, f"Orbax cannot read it ({_first_line(error)})") from error
         return found
 

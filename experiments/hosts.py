@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from experiments.config import Run, UserError
 
 # Exit code of a process that goes on no longer because another one has ended.
 GONE = 5
+_NETWORK = re.compile(r"[A-Z_]+: .*(gloo|nccl|coordination service|barrier)", re.IGNORECASE | re.DOTALL)
 # Bytes of the message that a process sends to the others.
 _MESSAGE = 1000
 
@@ -146,6 +148,16 @@ def check_same(values: Mapping[str, Any]) -> None:
                 "with the same command line and the same text, but for --process-id",
                 UserError.exit_code,
             )
+
+
+def gone(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that another process has ended or cannot be reached."""
+    while several() and error is not None:
+        # What fails while a result is waited for is an error of XLA's runtime; what fails at once has its text alone.
+        if isinstance(error, jax.errors.JaxRuntimeError) or _NETWORK.match(str(error)):
+            return "RESOURCE_EXHAUSTED" not in str(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def whole(tree: Any) -> Any:

@@ -90,7 +90,7 @@ def _explain(error: Exception, command: str) -> tuple[int, str] | None:
                 f"error: the device's memory is too small ({str(error).splitlines()[0]}). Try a smaller --batch, "
                 "more --microbatches, --remat blocks, or a smaller --model"
             )
-        case jax.errors.JaxRuntimeError() if hosts.several():
+        case Exception() if hosts.gone(error):
             return hosts.GONE, (
                 f"error: process {jax.process_index()} of {jax.process_count()} ends: another one has ended, or cannot "
                 f"be reached ({str(error).splitlines()[0][:200]}). Start all again: training goes on from the newest "

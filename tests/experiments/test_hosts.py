@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments import checkpoint, mesh, train
+from experiments import checkpoint, config, hosts, mesh, train
 from tests.experiments.test_mesh import FLAGS, mixed
 
 ROOT = Path(__file__).parents[2]
@@ -150,8 +150,9 @@ def test_processes_that_differ_end_with_the_same_message(argv, differs, message)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["coat", "fp8_lm", "moss", "int8_fallback"])
 def test_recipes_train_in_two_processes(argv, out, recipe):
-    command = [*argv, "--recipe", recipe, "--steps", "3", "--run", f"two_{recipe}"]
-    assert end(start(2, command))[0] == [0, 0]
+    command = [*argv, "--recipe", recipe, "--steps", "3", "--run", f"two_{recipe}", "--mesh", "fsdp=2"]
+    codes, _, complaints = end(start(2, command))
+    assert codes == [0, 0], complaints
     assert len(losses(out / f"two_{recipe}" / recipe)["loss"]) == 3
 
 
@@ -183,6 +184,49 @@ def test_a_process_that_waits_in_vain_says_so(argv, process):
 def test_impossible_processes_are_refused(argv, capsys, flags, message):
     assert train.main([*argv, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+GLOO = "UNKNOWN: Gloo AllGather failed: [external/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"
+
+
+def raised(error, cause=None):
+    try:
+        raise error from cause
+    except Exception as found:
+        return found
+
+
+@pytest.mark.parametrize(
+    ("error", "gone"),
+    [
+        (jax.errors.JaxRuntimeError("FAILED_PRECONDITION: Buffer Definition Event"), True),
+        (ValueError(GLOO), True),  # as XLA on CPUs ends a collective of Orbax
+        (raised(RuntimeError("cannot save"), ValueError(GLOO)), True),
+        (ValueError("INTERNAL: NCCL operation ncclAllReduce failed: remote process exited"), True),
+        (ValueError("DEADLINE_EXCEEDED: Barrier timed out. Id: orbax"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes"), False),
+        (ValueError("DATA_LOSS: Error reading chunk"), False),
+        (OSError(28, "No space left on device"), False),
+    ],
+    ids=repr,
+)
+def test_the_end_of_another_process_is_told_from_damage_of_files(error, gone, monkeypatch, tmp_path):
+    """One that dies while a checkpoint is written or read ends the others as at any other time."""
+    assert not hosts.gone(error)
+    monkeypatch.setattr(hosts, "several", lambda: True)
+    assert hosts.gone(error) == gone
+    assert (train._explain(error, "")[0] == hosts.GONE) if gone else (train._explain(error, "") or (3,))[0] == 3
+
+    def fails(*_, **__):
+        raise error
+
+    with checkpoint.Checkpoints(tmp_path, 1) as checkpoints:
+        monkeypatch.setattr(checkpoints._orbax, "save_checkpointables", fails)
+        with pytest.raises(type(error) if gone else config.DiskError):
+            checkpoints.save(1, {"x": jnp.ones(3)}, loader={}, config={})
+        monkeypatch.setattr(checkpoints._orbax, "load_checkpointables", fails)
+        with pytest.raises(type(error) if gone else checkpoint.DamagedError):
+            checkpoints._load(1, {})
 
 
 class _Device:
