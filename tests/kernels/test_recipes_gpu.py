@@ -1,0 +1,85 @@
+"""On a GPU the kernels of every recipe give what XLA alone gives: losses and gradients of a Llama, optimizers' steps."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
+from fp8jax.core import noise
+from fp8jax.ops import choice, fp8lm
+from tests.kernels import test_adamw_interpreted as adamw
+from tests.kernels import test_fp8lm_interpreted as lm
+
+SHAPE = LlamaConfig(vocab=64, dim=256, layers=1, heads=4, kv_heads=4, mlp_dim=512)
+TOKENS = np.random.default_rng(0).integers(0, 64, (4, 129)).astype(np.int32)
+RECIPES = [name for name in fp8jax.recipes.NAMES if name not in ("bf16", "coat_optimizer", "auto")]
+
+
+def distance(a, b):
+    """Of two trees, relative to the second one."""
+    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))  # noqa: E731
+    a, b = (jax.tree.map(lambda x: np.asarray(x, np.float64), tree) for tree in (a, b))
+    return norm(jax.tree.map(np.subtract, a, b)) / norm(b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RECIPES)
+def test_kernels_of_a_recipe_give_what_xla_gives(name):
+    found = []
+    for kernels in (True, False):
+        with choice.target(kernels=kernels), choice.listening() as told:
+            task = Task.build(SHAPE, optax.sgd(0.1), fp8jax.recipes.get(name), remat=False, seed=0)
+            state = jax.jit(task.init)()
+            loss, gradients, _ = jax.jit(task.gradients)(state.params, state.model_state, TOKENS)
+        found.append((float(loss), jax.device_get(gradients)))
+        assert kernels == any(how.impl != "xla" for _, how in told)
+    (loss, gradients), (wanted, reference) = found
+    assert np.isfinite(loss)
+    # Codes at a tie fall either way, and products sum in another order; noise of stochastic rounding is the same.
+    assert loss == pytest.approx(wanted, rel=2e-3)
+    assert distance(gradients, reference) < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", lm.CASES, ids=str)
+def test_the_step_of_fp8lm_is_near_its_reference(case):
+    shape, grad, weight, mu, form, factor, stochastic = case
+    leaf = lm.leaf_of(*lm.SHAPES[shape], grad, weight, mu)
+    if stochastic:
+        leaf = dataclasses.replace(leaf, words=fp8lm.salted(noise.of_step(3), "w"))
+    adam = dataclasses.replace(lm.ADAM, factor=factor)
+    (want,), (got,) = (fp8lm.apply(form, [leaf], adam, impl) for impl in ("xla", "triton"))
+    for path, a in jax.tree_util.tree_leaves_with_path(want):
+        b = dict(jax.tree_util.tree_leaves_with_path(got))[path]
+        x, y = (np.asarray(z).astype(np.float32) for z in (a, b))
+        np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=str(path))
+        finite = np.isfinite(x)
+        # One fp8 code apart at most, and few of them.
+        np.testing.assert_allclose(x[finite], y[finite], rtol=0.26, atol=1e-6, err_msg=str(path))
+        assert np.mean(x[finite] != y[finite]) < 0.01, path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["step", "update"])
+@pytest.mark.parametrize("weight", ["float32", "bfloat16"])
+def test_directions_are_cut_on_a_gpu(form, weight):
+    adamw.check_largest(form, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns"), [(256, 512), (77, 1000)])
+def test_ten_bits_are_packed_and_unpacked_as_in_the_reference(rows, columns):
+    x = jax.random.normal(jax.random.key(0), (rows, columns), jnp.bfloat16)
+    results = []
+    for kernels in (True, False):
+        with choice.target(kernels=kernels):
+            q = jax.jit(lambda x: fp8jax.quantize(x, "int10:group128"))(x)
+            results.append(jax.device_get((q.codes, q.scale, q.dequantize(jnp.float32))))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
