@@ -138,7 +138,9 @@ def _codes(
 
     With cotangents also transposed ones of the result, as AGAIN says.
     """
-    p = (first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    p = Operands(
+        first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
+    )
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     BOTH: tl.constexpr = KINDS.both
@@ -205,7 +207,7 @@ def _peaks(
     bias: tl.tensor, peaks0: tl.tensor, peaks1: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr,
     WIDE: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr, EVERY: tl.constexpr,
 ) -> None:  # fmt: skip
-    p = (first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    p = Operands(first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     program = tl.program_id(0)
@@ -235,7 +237,9 @@ def _ahead(
 
     BY_ROW, under a scale for each row, and peaks of each row's part.
     """
-    p = (first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    p = Operands(
+        first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
+    )
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     program = tl.program_id(0)
