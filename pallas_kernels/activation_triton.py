@@ -14,6 +14,7 @@ from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import Launch
+from pallas_kernels.remake_triton import Operands
 
 # Of `mend`: enough for every GPU, and as good as nothing where there is nothing to do.
 PROGRAMS = 1024
@@ -81,7 +82,7 @@ def _mend(
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     TILES: tl.constexpr = (M + HIGH - 1) // HIGH * ACROSS
     if tl.load(wrong_ptr) > 0:
-        p = (gate_ptr, gate_ptr, up_ptr)
+        p = Operands(gate_ptr, up=up_ptr)
         for j in range((TILES + PROGRAMS - 1) // PROGRAMS):
             tile = j * PROGRAMS + tl.program_id(0)
             top, left = tile // ACROSS * HIGH, tile % ACROSS * WIDE

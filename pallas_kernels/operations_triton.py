@@ -1,6 +1,6 @@
 """Device code of norms and activations on a tile: results and cotangents from arrays or from the codes that are kept.
 
-The operands are eleven pointers, in the order of `remake_triton.Operands`. Values are rounded to the dtype that the
+The operands `p` are pointers, named as in `remake_triton.Operands`. Values are rounded to the dtype that the
 operation would write, so that codes of them are those of what it writes, but for the tail of the exact GELU: below -5
 1 + erf(x) cancels, to an absolute error of 2e-7 times the gate.
 """
@@ -141,20 +141,20 @@ def result(
     """fp32 values of a tile of the result, rounded to the dtype that the operation would write."""
     here = device.inside(m, n, M, N)
     if OPERATION.exact:
-        x = device.load(p[0] + first, at, here, MASKED)
+        x = device.load(p.first + first, at, here, MASKED)
     else:
-        x = decoded(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
+        x = decoded(p.first, p.first_scale, first, at, m, left, n, M, N, MASKED, OPERATION)
     if NORM:
         if OPERATION.exact and OPERATION.centered:
-            x = x - tl.load(p[8] + m, mask=m < M, other=0.0)[:, None]
-        y = normalized(x, tl.load(p[7] + m, mask=m < M, other=0.0), p[9], p[10], n, N, MASKED, OPERATION)
+            x = x - tl.load(p.mean + m, mask=m < M, other=0.0)[:, None]
+        y = normalized(x, tl.load(p.inverse + m, mask=m < M, other=0.0), p.weight, p.bias, n, N, MASKED, OPERATION)
     else:
         y, _ = activate(x, OPERATION.activation)
         if OPERATION.gated:
             if OPERATION.exact:
-                up = device.load(p[2] + first, at, here, MASKED)
+                up = device.load(p.up + first, at, here, MASKED)
             else:
-                up = decoded(p[2], p[3], first, at, m, left, n, M, N, MASKED, OPERATION)
+                up = decoded(p.up, p.up_scale, first, at, m, left, n, M, N, MASKED, OPERATION)
             y = y * up
     return narrowed(y, OPERATION.dtype)
 
@@ -165,13 +165,13 @@ def operands(
     N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """What cotangents are computed from: the gradient, and codes with scales of gate, up and the activated gate."""
-    dy = device.load_plain(p[6] + first, at, device.inside(m, n, M, N), MASKED)
-    gate = fetch(p[0], p[1], first, at, m, left, n, M, N, MASKED, OPERATION)
+    dy = device.load_plain(p.gradient + first, at, device.inside(m, n, M, N), MASKED)
+    gate = fetch(p.first, p.first_scale, first, at, m, left, n, M, N, MASKED, OPERATION)
     up, activated = gate, gate
     if OPERATION.gated:
-        up = fetch(p[2], p[3], first, at, m, left, n, M, N, MASKED, OPERATION)
+        up = fetch(p.up, p.up_scale, first, at, m, left, n, M, N, MASKED, OPERATION)
     if OPERATION.activated:
-        activated = fetch(p[4], p[5], first, at, m, left, n, M, N, MASKED, OPERATION)
+        activated = fetch(p.activated, p.activated_scale, first, at, m, left, n, M, N, MASKED, OPERATION)
     return dy, gate, up, activated
 
 

@@ -20,34 +20,23 @@ from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import Launch
 
 # What a tile is: the result of a norm or of an activation, or the cotangent of an activation's gate or up.
-NORM, RESULT, GATE, UP, NOTHING = range(5)
+NORM, RESULT, GATE, UP = range(4)
 # Rows of a tile of `peaks`, and so of a sample.
 SAMPLE = 32
 FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
 
 
 class Kinds(NamedTuple):
-    """What a kernel makes: one or two of the above."""
+    """What a kernel makes: a result, that of a norm or not; or cotangents, that of up alone or both."""
 
-    first: int
-    second: int = NOTHING
+    forward: bool
+    norm: bool
+    only_up: bool
+    both: bool
 
-    @property
-    def forward(self) -> bool:
-        """Whether a result is made, and no cotangents."""
-        return self.first in (NORM, RESULT)
 
-    @property
-    def norm(self) -> bool:
-        return self.first == NORM
-
-    @property
-    def only_up(self) -> bool:
-        return self.first == UP
-
-    @property
-    def both(self) -> bool:
-        return self.second == UP
+def _kinds(kinds: tuple[int, ...]) -> Kinds:
+    return Kinds(kinds[0] in (NORM, RESULT), kinds[0] == NORM, kinds[0] == UP, kinds[1:] == (UP,))
 
 
 class Operands(NamedTuple):
@@ -138,7 +127,9 @@ def _codes(
 
     With cotangents also transposed ones of the result, as AGAIN says.
     """
-    p = (first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    p = Operands(
+        first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
+    )
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     BOTH: tl.constexpr = KINDS.both
@@ -205,7 +196,7 @@ def _peaks(
     bias: tl.tensor, peaks0: tl.tensor, peaks1: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr,
     WIDE: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr, EVERY: tl.constexpr,
 ) -> None:  # fmt: skip
-    p = (first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    p = Operands(first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     program = tl.program_id(0)
@@ -235,7 +226,9 @@ def _ahead(
 
     BY_ROW, under a scale for each row, and peaks of each row's part.
     """
-    p = (first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
+    p = Operands(
+        first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
+    )
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     program = tl.program_id(0)
@@ -327,7 +320,7 @@ def quantize(
     found = quantize_triton.call(
         _codes, [*_pointers(operands), *(s.reshape(-1, 1) for s in given)],
         [jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes], tiles, launch, compute_capability,
-        OPERATION=operation, KINDS=Kinds(*kinds), HOW=device.Coding("tensor", dtype).static,
+        OPERATION=operation, KINDS=_kinds(kinds), HOW=device.Coding("tensor", dtype).static,
         ROWS=rows, COLUMNS=columns, BY_ROW=scales[0].ndim > 0,
         AGAIN=device.Coding("tensor", again[1]).static if again else device.NONE,
     )  # fmt: skip
@@ -365,7 +358,7 @@ def peaks(
     shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
     found = quantize_triton.call(
         _peaks, _pointers(operands), shapes, tiles, launch, compute_capability, OPERATION=operation,
-        KINDS=Kinds(*kinds), HOW=device.NONE, EVERY=every,
+        KINDS=_kinds(kinds), HOW=device.NONE, EVERY=every,
     )  # fmt: skip
     return [jnp.max(x) for x in found[: len(kinds)]]
 

@@ -5,6 +5,7 @@ import doctest
 import importlib
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -56,6 +57,13 @@ def test_kernels_import_nothing_else_than_jax_and_triton():
         if path.parts[0] == "pallas_kernels":
             outside = {m.split(".")[0] for m in imports(path)} - allowed - set(sys.stdlib_module_names)
             assert not outside, f"{path} imports {outside}"
+
+
+def test_arguments_of_kernels_have_names():
+    for path in FILES:
+        if path.parts[0] == "pallas_kernels":
+            found = re.findall(r"\b[A-Z]{2,}\[\d+\]", (ROOT / path).read_text())
+            assert not found, f"{path} takes {found[0]} by its place: give the tuple's class a name for it"
 
 
 def test_models_have_no_word_of_fp8_in_them():

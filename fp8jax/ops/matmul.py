@@ -11,11 +11,9 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
-from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import matmul_hopper, sharding
 from fp8jax.ops.choice import Choice, by_platform, capability, local, named, on_cuda, tell
 from fp8jax.ops.matmul_hopper import row_scales
-from fp8jax.ops.quantize import quantize
 from fp8jax.ops.quantize import transpose as transpose
 
 Operand = QTensor | Array
@@ -92,48 +90,6 @@ def matmul(
         if how is None:
             return reference(a, b)
         return local(kernel)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=kernel, default=reference)
-
-
-def matmul_quantized(
-    a: Operand,
-    b: Operand,
-    spec: QuantSpec | str,
-    *,
-    bias: Array | None = None,
-    residual: Array | None = None,
-    impl: str = "auto",
-    fast: bool = True,
-) -> QTensor:
-    """a @ b.T + bias + residual, quantized from fp32 sums: the output of a linear layer that another one reads.
-
-    "mosaic" does it in the epilogue of the product (COAT, appendix G.2), for e4m3 codes in groups of 16, 32, 64 or 128
-    of a row and operands with scales of tensors or rows. Otherwise the product of `matmul` is quantized after it.
-
-    Args:
-        a, b, impl, fast: as of `matmul`.
-        spec: of the result.
-        bias: (N,), floating. residual: (M, N), floating.
-
-    Returns:
-        (M, N) `QTensor`.
-
-    Raises:
-        ValueError: as `matmul` and `fp8jax.quantize`.
-    """
-    spec = QuantSpec.parse(spec)
-    if impl != "mosaic":
-        y = matmul(a, b, impl=impl, fast=fast)
-        for term in (bias, residual):
-            y = y if term is None else y + term.astype(jnp.float32)
-        q, _ = quantize(y, spec)
-        assert q is not None
-        return q
-    codes = isinstance(a, QTensor) and isinstance(b, QTensor) and multiplies(a) and multiplies(b)
-    reason = matmul_hopper.unfit_output(a, b, spec) if codes else "an operand has no codes that matrix units take"  # type: ignore[arg-type]
-    if reason is not None:
-        raise ValueError(f"impl 'mosaic' cannot run: {reason}")
-    kernel = functools.partial(matmul_hopper.run_quantized, fast, spec)
-    return local(kernel)(a, b, bias, residual)
 
 
 def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, platform: str | None = None) -> Choice:

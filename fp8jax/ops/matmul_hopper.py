@@ -2,7 +2,7 @@
 
 import functools
 import os
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,12 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
-from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import int8_kernels
 from fp8jax.ops.choice import Choice, aimed, capability, named, unplaced
 from fp8jax.ops.fold import foldable, refold
 from fp8jax.ops.partition import Cut, notation, partitioned
 
 HOPPER, MICROSCALING = 90, 100
-OUTPUT_GROUPS = (16, 32, 64, 128)
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
 _K_MAJOR = (((1,), (1,)), ((), ()))
 Kernel = Literal["row", "block", "mx", "mx right", "int8"]
@@ -176,49 +174,6 @@ def _run_kernel(how: Kernel, fast: bool, dtype: DTypeLike, a: QTensor, b: QTenso
     if how == "block":
         return _block(a, b, out_dtype).astype(dtype)
     return (_mx(a, b, out_dtype) if how == "mx" else _mx(b, a, out_dtype).T).astype(dtype)
-
-
-def unfit_output(a: QTensor, b: QTensor, spec: QuantSpec) -> str | None:
-    """Why no Mosaic kernel can quantize their product in its epilogue, or None."""
-    fits = spec.group_size in OUTPUT_GROUPS and spec in [
-        QuantSpec("e4m3", "group", spec.group_size, axis) for axis in (-1, 1)
-    ]
-    if not fits:
-        return f"its output has e4m3 codes in groups of {', '.join(map(str, OUTPUT_GROUPS))} in a row, not {spec}"
-    if (reason := unsupported(a, b)) is not None:
-        return reason
-    return None if _kernel(a, b) == "row" else f"it takes scales of {_NAMES['row']}, not {a.spec} with {b.spec}"
-
-
-def run_quantized(
-    fast: bool, spec: QuantSpec, a: QTensor, b: QTensor, bias: Array | None, residual: Array | None
-) -> QTensor:
-    """a @ b.T + bias + residual, quantized in the kernel that multiplies."""
-    from pallas_kernels import hopper
-    from pallas_kernels.matmul_mosaic import matmul
-
-    free = aimed().free_multiprocessors
-
-    def multiply(cut: Cut, a: QTensor, b: QTensor, bias: Array | None, residual: Array | None) -> QTensor:
-        terms: Any = _terms(a, b)
-        for name, term in (("bias", bias), ("residual", residual)):
-            terms[name] = term if term is None or term.dtype == jnp.bfloat16 else term.astype(jnp.float32)
-        with hopper.left(free):
-            codes, scale = matmul(a.codes, b.codes, **terms, fast=fast, group=spec.group_size)
-        return QTensor(codes, scale, None, None, spec)
-
-    # Quantized from sums that are whole: a contraction is not cut.
-    ins = [notation(q.spec, q.shape, f"{name} -") for q, name in ((a, "m"), (b, "n"))]
-    outs = ("m n", f"m n/{spec.group_size}")
-    found: QTensor = partitioned(
-        "product_quantized",
-        (fast, free, spec, a.spec, b.spec),
-        multiply,
-        (a, b, bias, residual),
-        (*ins, "n", "m n"),
-        outs,
-    )
-    return found
 
 
 def precision(fast: bool) -> lax.Precision:

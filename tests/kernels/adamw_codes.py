@@ -68,7 +68,7 @@ def check_every_code(name: str) -> None:
         warps=1,
         compute_capability=None,
         aliases={},
-        HOW=tuple(how.static),
+        HOW=how.static,
     )
     scale, exponent = (np.asarray(x)[:, None] for x in (SCALES, EXPONENTS))
     want = FACTOR * scale * fmt.max * (want / fmt.max) ** (1 / exponent)

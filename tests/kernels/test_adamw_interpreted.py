@@ -104,7 +104,7 @@ def prepare() -> None:
     codec.exp2, codec.log2_abs = (lambda x: tl.exp2(x)), (lambda x: tl.log2(tl.abs(x)))
     codec.reciprocal, codec.inverse_root = (lambda x: 1.0 / x), (lambda x: 1.0 / tl.sqrt(x))
     codec.root = lambda x: tl.sqrt(x)
-    codec.smaller = lambda x, limit: tl.where(tl.abs(x) > limit, tl.where(x < 0, -limit, limit), x)
+    codec.smaller = lambda x, limit: tl.where(tl.abs(x) < limit, x, tl.where(x < 0, -limit, limit))
     codec.bf16_twice = lambda x: codec.bits(x.to(tl.bfloat16).to(tl.float32)) | 1
     codec.ends_of_inverted = lambda y, x: (y & 0x7FFFFFFE) | (~x & -0x7FFFFFFF)
     codec.turned = lambda codes: codes ^ -128

@@ -14,7 +14,7 @@ from fp8jax.ops import choice, matmul_hopper, matmul_reference
 from fp8jax.ops.fold import refold
 from fp8jax.ops.matmul import _decoded as matmul_of_16_bits
 from fp8jax.ops.matmul import _halved as matmul_of_fp16
-from fp8jax.ops.matmul import chosen, matmul, matmul_quantized, transpose
+from fp8jax.ops.matmul import chosen, matmul, transpose
 from tests.programs import dots
 
 FP8 = ["e4m3", "e5m2:token", "e4m3:group32", "e4m3:block32", "e4m3:mx32", "e4m3:mx32+token"]
@@ -193,44 +193,6 @@ def test_the_native_microscaled_product(left, right):
     lowered = run.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("block_scaled_dot") == 1
     assert "dot_general" not in lowered
-
-
-@mosaic
-@pytest.mark.parametrize(("left", "right"), [("e4m3", "e5m2"), ("e4m3:token", "e4m3"), ("e5m2:token", "e4m3:token")])
-@pytest.mark.parametrize("impl", ["auto", "mosaic"])
-def test_quantized_output(left, right, impl, monkeypatch):
-    """Where the kernel would run, its reference stands in."""
-    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
-    monkeypatch.setattr("pallas_kernels.matmul_mosaic.matmul", matmul_reference.matmul)
-    a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    bias, residual = jnp.linspace(-3, 3, 45, dtype=jnp.float16), operands(37, 1, 45)[0].astype(jnp.bfloat16)
-    q = jax.jit(lambda *x: matmul_quantized(*x[:2], "e4m3:group16", bias=x[2], residual=x[3], impl=impl))(
-        a, b, bias, residual
-    )
-    want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
-    want += np.asarray(bias, np.float64) + np.asarray(residual, np.float64)
-    largest = np.abs(np.pad(want, ((0, 0), (0, 3))).reshape(37, 3, 16)).max(2)
-    np.testing.assert_allclose(np.asarray(q.scale), largest / 448, rtol=1e-5)
-    step = np.maximum(np.abs(want) * 2.0**-4, np.repeat(largest / 448 * 2.0**-10, 16, 1)[:, :45])
-    assert (
-        np.abs(np.asarray(q.dequantize(), np.float64) - want) <= step + 1e-5 * np.abs(want).max(1, keepdims=True)
-    ).all()
-
-
-@mosaic
-def test_outputs_that_no_kernel_makes(monkeypatch):
-    a, b = (fp8jax.quantize(x, "e4m3") for x in operands())
-    for spec, capability, reason in (("e5m2:group16", 90, "e5m2:group16"), ("e4m3:group16", 100, "Hopper")):
-        monkeypatch.setattr(matmul_hopper, "capability", lambda c=capability: c)
-        with pytest.raises(ValueError, match=reason):
-            matmul_quantized(a, b, spec, impl="mosaic")
-    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
-    grouped = fp8jax.quantize(operands()[0], "e4m3:mx32")
-    with pytest.raises(ValueError, match="scales of tensors and rows, not e4m3:mx32"):
-        matmul_quantized(grouped, b, "e4m3:group16", impl="mosaic")
-    with pytest.raises(ValueError, match="no codes"):
-        matmul_quantized(operands()[0], b, "e4m3:group16", impl="mosaic")
-    assert matmul_quantized(operands()[0], b, "int8:token").codes.dtype == jnp.int8
 
 
 @mosaic
