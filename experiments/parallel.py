@@ -4,20 +4,89 @@ Recipes that leave that to XLA (`Comm.gradients` is None) have no use for this f
 sharded batches make that necessary.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from flax import nnx
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+import fp8jax
 from experiments import mesh as meshes
-from fp8jax.dist import Factors, all_reduce_gradients, init_factors, reduce_scatter_gradients
+from experiments.models.llama import Block
+from fp8jax.dist import (
+    Factors,
+    all_reduce_gradients,
+    gather_quantized,
+    gathered_again,
+    init_factors,
+    reduce_scatter_gradients,
+    whole_weight,
+)
 from fp8jax.dist.reduce import MIN_SIZE
 from fp8jax.recipes import Comm
 
-Gradients = Callable[[Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
+Gradients = Callable[[Any, Any, jax.Array, "Whole | None"], tuple[jax.Array, Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """What makes parameters whole that lie in shards, a layer's in each call of it: an `Around` of a model's layers.
+
+    Of a quantized product's weight the codes are gathered, in the forward and again in the backward pass, of others
+    values. Their gradients are means over "fsdp" when they come out of the backward pass, a microbatch's at a time.
+
+    Attributes:
+        comm: in what gradients travel.
+        cut: the names of the parameters in shards, as "layers.mlp.up.kernel".
+        dtype: what products compute in where they read values.
+    """
+
+    comm: Comm
+    cut: frozenset[str]
+    dtype: str
+
+    @staticmethod
+    def policy(primitive: Any, *operands: Any, **how: Any) -> bool:
+        return gathered_again(primitive, *operands, **how)
+
+    def outside_of_layers(self, weights: nnx.State) -> nnx.State:
+        """All parameters that no layer holds as whole ones; the others as they are."""
+        return self._whole(weights, "", {}) if self.cut else weights
+
+    def __call__(self, layer: Block, call: Callable[[Block], Array]) -> Array:
+        """What `call` gives of a layer, of one whose parameters are shards."""
+        asked: dict[str, bool] = {}
+
+        def codes(path: str, w: Array, linear: fp8jax.recipes.Linear, scale: Array | None) -> Any:
+            name = f"layers.{path}.kernel"
+            found = gather_quantized(w, "fsdp", linear, scale=scale) if name in self.cut else None
+            asked[name] = found is not None
+            return found
+
+        graph, weights, rest = nnx.split(fp8jax.nnx.quantize_weights(layer, codes), nnx.Param, ...)
+        whole = nnx.merge(graph, self._whole(weights, "layers.", asked), rest)
+        y = call(whole)
+        nnx.update(layer, nnx.state(whole, fp8jax.nnx.ScalingVariable))
+        return y
+
+    def _whole(self, weights: nnx.State, start: str, asked: dict[str, bool]) -> nnx.State:
+        """Parameters as whole ones, by whether a product has asked for their codes, and has them."""
+
+        def one(path: Any, x: Array) -> Array:
+            name = start + jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            if name not in self.cut or name.startswith("layers.") != bool(start):
+                return x
+            # What a product quantizes itself it quantizes from the values that are held.
+            dtype = x.dtype if name in asked else fp8jax.formats.get(self.dtype).dtype
+            how = {"dim": x.ndim - 2, "dtype": dtype, "read": not asked.get(name, False)}
+            return whole_weight(x, "fsdp", self.comm, **how)
+
+        found: nnx.State = jax.tree_util.tree_map_with_path(one, weights)
+        return found
 
 
 def stacked(tree: Any) -> Any:
@@ -46,7 +115,7 @@ def saturated(factors: Factors, grads: Any) -> jax.Array:
 
 def gradients(
     own: Gradients,
-    comm: Comm,
+    recipe: fp8jax.Recipe,
     mesh: Any,
     params: Any,
     model_state: Any,
@@ -55,28 +124,35 @@ def gradients(
 ) -> tuple[jax.Array, Any, Any, Factors | tuple[()]]:
     """Means over all devices of loss and gradients, the model state of the next step, and the new factors.
 
-    Parameters that lie in shards are gathered whole before the step, all of them at once and in the dtype that they are
-    held in, and their gradients scattered; the optimizer's states stay sharded.
-    `fp8jax.dist.gather_weights` would send weights of quantized layers as codes. It is not used here: it reduces
-    gradients in its own backward pass, once a microbatch and without factors, and the gathered copy would be as large.
+    Parameters that lie in shards are gathered layer by layer: see `Whole`. With factors, which a backward pass has no
+    place for, they are gathered before the step, all of them at once and in the dtype that they are held in.
 
     Args:
-        own: `own(params, model_state, tokens)`, a device's own loss, gradients and model state.
-        comm: in what gradients travel.
+        own: `own(params, model_state, tokens, whole)`, a device's own loss, gradients and model state.
+        recipe: its part `comm` says in what gradients travel.
         mesh: the devices.
         params, model_state, tokens_BxT: as of `own`, of all devices.
         factors: the state of auto-scaling.
     """
+    comm = recipe.comm
     places = jax.tree.map(lambda x: x.spec, meshes.state(mesh, params))
     data, fsdp = (mesh.shape[name] for name in meshes.AXES)
     depths = stacked(params)
+    at_once = isinstance(factors, Factors)
+    layerwise = None if at_once or fsdp == 1 else Whole(comm, cut(params, mesh), recipe.weights.compute)
 
     def whole(x: jax.Array, place: PartitionSpec) -> jax.Array:
         return lax.all_gather(x, "fsdp", axis=list(place).index("fsdp"), tiled=True) if "fsdp" in place else x
 
     def body(params: Any, model_state: Any, tokens: jax.Array, factors: Any) -> Any:
-        loss, grads, state = own(jax.tree.map(whole, params, places), model_state, tokens)
-        if fsdp > 1:
+        inputs = params if layerwise is not None else jax.tree.map(whole, params, places)
+        loss, grads, state = own(inputs, model_state, tokens, layerwise)
+        if layerwise is not None:
+            done = jax.tree.map(lambda place: "fsdp" in place, places)
+            rest = [g for g, is_done in zip(*map(jax.tree.leaves, (grads, done)), strict=True) if not is_done]
+            means = iter(all_reduce_gradients(rest, "fsdp", comm) if rest else ())
+            grads = jax.tree.map(lambda g, is_done: g if is_done else next(means), grads, done)
+        elif fsdp > 1:
             how = {"specs": places, "stacked": depths}
             grads, factors = _kept(reduce_scatter_gradients, grads, "fsdp", comm, factors, **how)
         if data > 1:
@@ -94,6 +170,12 @@ def gradients(
         out_specs=(everywhere, places, everywhere, everywhere),
         check_vma=False,
     )(params, model_state, tokens_BxT, factors)
+
+
+def cut(params: Any, mesh: Any) -> frozenset[str]:
+    """The names of the parameters that lie in shards."""
+    found = jax.tree_util.tree_leaves_with_path(meshes.state(mesh, params))
+    return frozenset(jax.tree_util.keystr(p, simple=True, separator=".") for p, x in found if "fsdp" in x.spec)
 
 
 def _kept(reduce: Callable[..., Any], grads: Any, axes: str, comm: Comm, factors: Any, **how: Any) -> tuple[Any, Any]:

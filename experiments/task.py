@@ -118,10 +118,20 @@ class Task:
         """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1)."""
         return _cross_entropy(self.model(params, model_state), tokens_BxT)
 
-    def gradients(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> tuple[jax.Array, Any, Any]:
-        """Loss and gradient of the parameters, means over the microbatches, and the model state of the next step."""
+    def gradients(
+        self, params: Any, model_state: Any, tokens_BxT: jax.Array, whole: "parallel.Whole | None" = None
+    ) -> tuple[jax.Array, Any, Any]:
+        """Loss and gradient of the parameters, means over the microbatches, and the model state of the next step.
+
+        Args:
+            params, model_state, tokens_BxT: as of `step`.
+            whole: where parameters are a device's shards, what makes whole ones for the time of their use.
+        """
         model = nnx.merge(self.graphdef, params, model_state)
-        held = fp8jax.nnx.quantize_weights(model) if self.microbatches > 1 and self.recipe.linear.quantized else model
+        model.around = whole
+        held = model
+        if self.microbatches > 1 and self.recipe.linear.quantized and whole is None:
+            held = fp8jax.nnx.quantize_weights(model)
         filters = (nnx.Param, fp8jax.nnx.GradientStatistic, fp8jax.nnx.ScalingVariable, ...)
         graphdef, *states = nnx.split(held, *filters)
         weights, slots, noted, rest = states
@@ -130,6 +140,7 @@ class Task:
             def loss(weights: nnx.State, slots: nnx.State) -> tuple[jax.Array, nnx.State]:
                 # Variables belong to the trace that made them: these come from the one around.
                 own = jax.tree.map(lambda x: x, (noted, rest))
+                weights = weights if whole is None else whole.outside_of_layers(weights)
                 model = nnx.merge(graphdef, weights, slots, *own)
                 return _cross_entropy(model, tokens_BxT), nnx.state(model, fp8jax.nnx.ScalingVariable)
 
@@ -174,7 +185,7 @@ class Task:
         if self.rows is None or self.recipe.comm.gradients is None:
             loss, grads, model_state = self.gradients(*inputs)
         else:
-            how = self.gradients, self.recipe.comm, self.rows.mesh
+            how = self.gradients, self.recipe, self.rows.mesh
             loss, grads, model_state, factors = parallel.gradients(*how, *inputs, factors)
         grad_norm = optax.tree.norm(grads)
         healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)

@@ -9,7 +9,8 @@ weight gradient of a 2-D matrix product in bf16 and none for a 3-D one (12 times
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -221,6 +222,20 @@ class Block(nnx.Module):
         return x_NxD + self.mlp(self.mlp_norm(x_NxD))
 
 
+class Around(Protocol):
+    """Calls a layer of a model whose parameters are not whole.
+
+    Attributes:
+        policy: of `jax.checkpoint`, for layers that compute nothing else again.
+    """
+
+    policy: Callable[..., bool]
+
+    def __call__(self, layer: Block, call: Callable[[Block], jax.Array]) -> jax.Array:
+        """What `call` gives of the whole layer, of the layer as it is."""
+        ...
+
+
 class Llama(nnx.Module):
     """Token ids to logits.
 
@@ -258,6 +273,8 @@ class Llama(nnx.Module):
         if unroll < 1:
             raise ValueError(f"unroll must be at least 1, got {unroll}")
         self.config, self.remat, self.rows, self.unroll = config, remat, rows, unroll
+        # How a layer is called; None calls it as it is. Whoever trains a model in parts sets it.
+        self.around: Around | None = None
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         init = nnx.initializers.normal(0.02)
         self.embed = Embed(config.vocab, config.dim, embedding_init=init, rngs=rngs, **kinds)
@@ -282,10 +299,13 @@ class Llama(nnx.Module):
         cos_TxC, sin_TxC = rope_tables(length, self.config.head_dim, self.config.rope_theta)
 
         def block(layer: Block, x_NxD: jax.Array) -> jax.Array:
+            if self.around is not None:
+                return self.around(layer, lambda layer: layer(x_NxD, cos_TxC, sin_TxC))
             return layer(x_NxD, cos_TxC, sin_TxC)
 
-        if self.remat:
-            block = nnx.remat(block, policy=products_saveable if self.remat == "products" else None)
+        if self.remat or self.around is not None:
+            policies = {"products": products_saveable, True: None, False: self.around and self.around.policy}
+            block = nnx.remat(block, policy=policies[self.remat])
         x_NxD = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, unroll=self.unroll)(self.layers, x_NxD)
         return self.norm(rows_on(x_NxD, self.rows))
 

@@ -13,3 +13,6 @@ from fp8jax.dist.reduce import reduce_scatter_gradients as reduce_scatter_gradie
 from fp8jax.dist.sequence import gather_linear as gather_linear
 from fp8jax.dist.sequence import gather_sequence as gather_sequence
 from fp8jax.dist.sequence import scatter_sequence as scatter_sequence
+from fp8jax.dist.whole import gather_quantized as gather_quantized
+from fp8jax.dist.whole import gathered_again as gathered_again
+from fp8jax.dist.whole import whole_weight as whole_weight

@@ -1,5 +1,7 @@
 """Weights of NNX models quantized once for all microbatches of a step."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -42,7 +44,14 @@ class HeldDotGeneral(nnx.Module):
         return self.dot_general(*args, **kwargs, quantized=self.held.weight())
 
 
-def quantize_weights(model: Model) -> Model:
+Quantizer = Callable[[str, Array, Linear, Array | None], QuantizedWeight | None]
+
+
+def _quantizer(path: str, w: Array, linear: Linear, scale: Array | None) -> QuantizedWeight:
+    return quantize_weight(w, recipe=linear, scale=scale)
+
+
+def quantize_weights(model: Model, quantizer: Quantizer = _quantizer) -> Model:
     """A copy of a model that `fp8jax.nnx.quantize` made, whose layers hold their weights quantized.
 
     Call it inside the training step, before the loop over microbatches: these then share the weights' scales and
@@ -57,18 +66,25 @@ def quantize_weights(model: Model) -> Model:
 
     Args:
         model: a quantized model; it is not changed.
+        quantizer: called with the path of a layer, its weight (inputs, outputs), its recipe and the scale that its
+            state gives, or None; gives what the layer holds, or None for nothing. The default is
+            `fp8jax.quantize_weight`; another may gather the weight from shards (`fp8jax.dist.gather_quantized`).
 
     Raises:
-        ValueError: no layer of the model has a weight that can be held.
+        ValueError: no layer of the model has a weight that can be held; not with a quantizer of your own.
     """
     copy = nnx.clone(model)
-    layers = [m for _, m in nnx.iter_modules(copy) if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
-    if not any([_hold(layer) for layer in layers]):
+    layers = [(".".join(map(str, path)), m) for path, m in nnx.iter_modules(copy)]
+    layers = [(path, m) for path, m in layers if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
+    if (
+        not any([_hold(layer, functools.partial(quantizer, path)) for path, layer in layers])
+        and quantizer is _quantizer
+    ):
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
     return copy
 
 
-def _hold(layer: Any) -> bool:
+def _hold(layer: Any, quantizer: Callable[[Array, Linear, Array | None], QuantizedWeight | None]) -> bool:
     dot_general = layer.dot_general
     linear: Linear | None = getattr(dot_general, "linear", None)
     if not isinstance(dot_general, (DotGeneral, LayerScaling)) or linear is None:
@@ -81,10 +97,14 @@ def _hold(layer: Any) -> bool:
     matrix = merge(kernel, *[1] * stacked, inputs, outputs)
     if isinstance(dot_general, LayerScaling):
         scale = _mapped(lambda w, state: weight_scale(w, state, recipe=linear), stacked)(matrix, dot_general.state())
-        weight = _mapped(lambda w, s: quantize_weight(w, recipe=linear, scale=s), stacked)(matrix, scale)
+        weight = _mapped(lambda w, s: quantizer(w, linear, s), stacked)(matrix, scale)
+    else:
+        weight = _mapped(lambda w: quantizer(w, linear, None), stacked)(matrix)
+    if weight is None:
+        return False
+    if isinstance(dot_general, LayerScaling):
         dot_general.held = nnx.data(Held(weight))
     else:
-        weight = _mapped(lambda w: quantize_weight(w, recipe=linear), stacked)(matrix)
         layer.dot_general = nnx.data(HeldDotGeneral(dot_general, weight))
     return True
 

@@ -116,7 +116,7 @@ def test_weight_related_volume_falls_as_fp8_lm_says():
     with pytest.raises(ValueError, match="data=0"):
         fp8jax.dist.plan(params, "bf16", {"data": 0})
     assert not fp8jax.dist.plan(params, "bf16", {}).collectives
-    peaks = [fp8jax.dist.plan(params, "fp8_lm", {"data": 2}, activations=a, logits=b).peak
-             for a, b in ((8e9, 8e9), (8e9, 0.0), (0.0, 0.0))]  # fmt: skip
+    peaks = [fp8jax.dist.plan(params, name, {"data": 2}, activations=size, logits=size).peak
+             for name, size in (("fp8_lm", 8e9), ("bf16", 0.0), ("fp8_lm", 0.0))]  # fmt: skip
     assert peaks == ["loss", "backward pass", "reduction"]
     assert np.isfinite(fp8jax.dist.plan(params, "coat", {"data": 2}).sent)

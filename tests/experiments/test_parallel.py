@@ -114,7 +114,7 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
         return key
 
     monkeypatch.setattr(dots, "content_key", noted)
-    args = task.gradients, recipe.comm, devices, state.params, state.model_state
+    args = task.gradients, recipe, devices, state.params, state.model_state
     run = jax.jit(lambda tokens: parallel.gradients(*args, tokens, ())[0])
     for _ in range(2):
         run(mesh.place(TOKENS, task.rows)).block_until_ready()

@@ -1,8 +1,5 @@
 """Plans of whole models, against what was measured, and the simulation of sums of gradients."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -11,27 +8,31 @@ from experiments import plan
 from experiments.models import sizes
 from experiments.tables import fp8_lm_gradients as figure
 
-MEASURED = Path(__file__).parents[2] / "results" / "step.json"
+# GB on an H200, of the compiled step of `1b`, 8 x 2048 tokens, layers unrolled: `experiments.bench step`.
+# None was used to find a constant of the planner, which come from a bf16 program of two layers.
+MEASURED = {"te_current": 30.35, "deepseek": 30.22, "moss": 30.12, "int8_block": 30.12, "fp8_lm": 24.80}
+# Here XLA leaves gaps between arrays, which a plan does not know: of the arrays that live at once in the compiled
+# program, 30.12 and 18.87 GB, the plan is within 0.2 %.
+WITH_GAPS = {"bf16": (35.20, 30.12), "coat": (20.08, 18.87), "coat_fast": (20.08, 18.87), "fast": (20.03, 18.87)}
 
 
-@pytest.mark.parametrize(
-    ("name", "case", "where"),
-    [
-        ("coat", "one GPU", {"data": 1, "fsdp": 1}),
-        ("coat", "FSDP over 2", {"data": 1, "fsdp": 2}),
-        ("bf16, recomputed", "one GPU", {"data": 1, "fsdp": 1}),
-    ],
-)
-def test_planned_memory_is_within_5_percent_of_what_was_measured(name, case, where):
-    """A check that the planner stays as it is, not a prediction: its rule was changed after these figures were seen."""
-    recipe, recompute = fp8jax.recipes.get(name.partition(",")[0]), "recomputed" in name
-    found = plan.of(sizes.get("1b", 32_000), recipe, where, 8 * 2048, recompute=recompute)
-    rows = json.loads(MEASURED.read_text())["rows"]
-    (memory,) = (
-        r["value"] for r in rows
-        if (r["case"], r["impl"], r["metric"]) == (f"1b, {case}, 8 x 2048 tokens", name, "memory")
-    )  # fmt: skip
-    assert (found.total - found.memory["runtime"]) / 1e9 == pytest.approx(memory, rel=0.05)
+def planned(name):
+    """GB of arrays; what has no context of its own recomputes all but products and attention, as in training."""
+    recipe = fp8jax.recipes.get(name)
+    found = plan.of(sizes.get("1b", 32_000), recipe, {}, 8 * 2048, recompute=not recipe.context.saved)
+    return (found.total - found.memory["runtime"]) / 1e9
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_planned_memory_is_within_2_percent_of_what_was_measured(name):
+    assert planned(name) == pytest.approx(MEASURED[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", WITH_GAPS)
+def test_planned_memory_is_that_of_arrays_that_live_at_once(name):
+    measured, alive = WITH_GAPS[name]
+    assert planned(name) == pytest.approx(alive, rel=0.002)
+    assert 0.85 * measured < planned(name) < measured
 
 
 def test_the_command_plans_a_model_that_fits_no_machine_here(capsys):

@@ -1,0 +1,130 @@
+"""Whole weights for one layer at a time, of each device's shards: what a layer reads of them, and where gradients go.
+
+FSDP inside `jax.shard_map`. A product reads codes, which are gathered as they are, forward and again backward; its
+gradient is that of the whole weight, and is scattered in its own backward pass.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from fp8jax.core import formats, scaling
+from fp8jax.core.comm import Comm
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.core.spec import TRANSPOSABLE
+from fp8jax.dist import manual
+from fp8jax.dist.reduce import reduce_scatter_gradients, resolve
+from fp8jax.ops.product import QuantizedWeight
+from fp8jax.ops.quantize import quantize, transpose
+from fp8jax.ops.saved import from_bytes, to_bytes
+from fp8jax.recipes import linear_part
+
+
+def gathered_again(primitive: Any, *operands: Any, **how: Any) -> bool:
+    """A policy of `jax.checkpoint` that keeps all but what was gathered, which is gathered again backward."""
+    return not primitive.name.startswith("all_gather")
+
+
+def gather_quantized(
+    w: Array, axes: manual.Axes, recipe: Recipe | Linear | str, *, scale: Array | None = None
+) -> QuantizedWeight | None:
+    """A whole weight as the products of a recipe read it, of each device's rows; to be called inside `jax.shard_map`.
+
+    The codes and scales are those that `fp8jax.quantize_weight` gives of the whole weight, bit for bit. A byte an
+    element travels. For `fp8jax.linear(x, whole_weight(w, ..., read=False), quantized=...)`, under `jax.checkpoint`
+    with `gathered_again` or another policy that does not keep what was gathered.
+
+    Args:
+        w: a device's part of the rows of a weight (inputs, outputs).
+        axes: the mesh axes that rows are cut over.
+        recipe: a `Recipe`, its part `Linear`, or a preset's name.
+        scale: as of `quantize_weight`.
+
+    Returns:
+        The whole weight; None where codes do not travel: the recipe reads the weight itself, quantizes it apart for
+        either product or observes it, or a shard ends within a block.
+
+    Raises:
+        ValueError: outside of `jax.shard_map`.
+    """
+    replicas, names = manual.replicas("gather_quantized", axes, (), _ADVICE), manual.names(axes)
+    part = linear_part(recipe)
+    spec, strategy = part.spec("w"), part.own_strategy("w")
+    if spec is None or spec != part.spec("w_dgrad") or spec.granularity not in TRANSPOSABLE:
+        return None
+    rows = spec.block_shape((w.shape[0] * replicas, w.shape[1]))[0]
+    observed = "w" in part.states and part.states["w"].observes
+    if spec.rounding == "stochastic" or observed or (spec.granularity == "block" and w.shape[0] % rows):
+        return None
+    w = lax.stop_gradient(w)
+    if spec.granularity == "tensor" and scale is None:
+        largest = lax.pmax(scaling.largest_magnitude(w), names)
+        scale = scaling.to_scale(strategy.settle(largest), formats.get(spec.format))
+    own = quantize(w, spec, scale=scale, strategy=strategy)[0]
+    assert own is not None
+    own = to_bytes(own)
+    scales = own.scale if spec.granularity == "tensor" else _gather(own.scale, names)
+    whole = QTensor(_gather(own.codes, names), scales, None, None, spec)
+    return QuantizedWeight(to_bytes(transpose(from_bytes(whole))), whole)
+
+
+def whole_weight(
+    w: Array,
+    axes: manual.Axes,
+    gradients: Comm | Recipe | str,
+    *,
+    dim: int = 0,
+    dtype: DTypeLike | None = None,
+    read: bool = True,
+) -> Array:
+    """A whole weight of each device's shards; to be called inside `jax.shard_map`.
+
+    Backward, the mean of gradients over the devices is scattered, in what `gradients` says.
+
+    Args:
+        w: a device's shard.
+        axes: the mesh axes that it is cut over.
+        gradients: as of `reduce_scatter_gradients`.
+        dim: the dimension that is cut.
+        dtype: that it travels in and has; None keeps that of the shard.
+        read: whether its values are read; without, it stands for the weight where `gather_quantized` gives its codes:
+            zeros, which nothing makes and nothing gathers.
+
+    Raises:
+        ValueError: outside of `jax.shard_map`; or as `reduce_scatter_gradients`, in the backward pass.
+    """
+    manual.replicas("whole_weight", axes, (), _ADVICE)
+    found: Array = _whole(manual.names(axes), resolve(gradients), dim, jnp.dtype(dtype or w.dtype), read, w)
+    return found
+
+
+_ADVICE = "jax.shard_map(step, mesh=mesh, axis_names={names}, in_specs=..., out_specs=...)"
+
+
+def _gather(x: Array, axes: tuple[str, ...], dim: int = 0) -> Array:
+    return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _whole(axes: tuple[str, ...], comm: Comm, dim: int, dtype: Any, read: bool, w: Array) -> Array:
+    if read:
+        return _gather(w.astype(dtype), axes, dim)
+    return jnp.zeros([n * lax.axis_size(axes) if i == dim else n for i, n in enumerate(w.shape)], dtype)
+
+
+def _forward(axes: Any, comm: Any, dim: Any, dtype: Any, read: Any, w: Array) -> tuple[Array, Array]:
+    return _whole(axes, comm, dim, dtype, read, w), jnp.zeros((0,), w.dtype)
+
+
+def _backward(axes: Any, comm: Comm, dim: int, dtype: Any, read: bool, like: Array, dy: Array) -> tuple[Array]:
+    place = PartitionSpec(*[None] * dim, axes)
+    return (reduce_scatter_gradients(dy, axes, comm, specs=place).astype(like.dtype),)
+
+
+_whole.defvjp(_forward, _backward)

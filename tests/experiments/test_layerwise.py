@@ -1,0 +1,108 @@
+"""FSDP with gradients that travel as a recipe says: parameters are whole one layer at a time, and travel as codes."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import fp8jax
+from experiments import config, mesh, parallel, train
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
+from fp8jax.dist.collectives import collectives
+from fp8jax.modules import dots
+from fp8jax.recipes import Comm
+
+LLAMA = LlamaConfig(vocab=64, dim=256, layers=3, heads=4, kv_heads=2, mlp_dim=512)
+TOKENS = jax.random.randint(jax.random.key(1), (8, 33), 0, LLAMA.vocab)
+RECIPES = ("te_current", "deepseek", "moss", "coat", "bf16", "te_delayed", "int8_fallback", "fp8_lm")
+# Recipes whose codes do not travel: they read values, or observe the weights.
+VALUES = ("bf16", "te_delayed")
+
+
+def compiled(name, comm="fp32", microbatches=1, remat=False, llama=LLAMA):
+    """A step on two devices that share the parameters, and the state before it."""
+    recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=Comm(comm))
+    devices = mesh.make(1, 2)
+    rows = mesh.batches(devices)
+    how = {"remat": remat, "seed": 0, "rows": rows, "microbatches": microbatches}
+    task = Task.build(llama, train.make_optimizer(config.Config(), recipe), recipe, **how)
+    placed = mesh.state(devices, jax.eval_shape(task.init))
+    state = jax.device_put(jax.jit(task.init)(), placed)
+    tokens = mesh.place(np.asarray(TOKENS), rows)
+    return jax.jit(task.step, out_shardings=(placed, None)).lower(state, tokens).compile(), state, tokens
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    monkeypatch.setattr(mesh, "SMALLEST", 4096)
+    monkeypatch.setattr(dots, "content_key", lambda x: jax.random.key(x.size))
+
+
+def gathers(step):
+    """Bytes of all-gathers of matrices, by dtype."""
+    found = {}
+    for one in collectives(step.as_text()):
+        if one.kind == "all-gather" and one.nbytes >= 1024:
+            found[one.dtype] = found.get(one.dtype, 0) + one.times * one.nbytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "remat"),
+    [
+        ("te_current", 1, False),
+        pytest.param("te_current", 2, "products", marks=pytest.mark.slow),
+        ("deepseek", 1, False),
+        *(pytest.param(name, 1, False, marks=pytest.mark.slow) for name in RECIPES[2:]),
+        pytest.param("bf16", 2, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_layer_by_layer_is_that_of_parameters_gathered_at_once(name, microbatches, remat, monkeypatch):
+    step, state, tokens = compiled(name, microbatches=microbatches, remat=remat)
+    after, metrics = step(state, tokens)
+    monkeypatch.setattr(parallel, "Whole", lambda *_: None)
+    step, state, tokens = compiled(name, microbatches=microbatches, remat=remat)
+    want, expected = step(state, tokens)
+    assert metrics["healthy"]
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-3)
+    paths = jax.tree_util.tree_leaves_with_path((after.params, after.model_state))
+    for (path, x), y in zip(paths, jax.tree.leaves((want.params, want.model_state)), strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=1e-3, atol=2e-4, err_msg=str(path))
+
+
+@pytest.mark.parametrize("name", [RECIPES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES[1:])])
+def test_each_layers_matrices_are_gathered_as_codes_forward_and_backward(name):
+    step, state, _ = compiled(name, "e4m3")
+    layers = sum(x.size for x in jax.tree.leaves(state.params["layers"]) if x.ndim == 3)
+    head = state.params["head"]["kernel"].size
+    found = gathers(step)
+    if name not in VALUES:
+        assert found["u8"] == 2 * layers // 2  # of two devices, each of which gives its half, forward and backward
+        # XLA on CPUs widens bf16.
+        assert sum(n for dtype, n in found.items() if dtype != "u8") <= 4 * (
+            head + state.params["embed"]["embedding"].size
+        )
+    else:
+        assert "u8" not in found
+    one = layers // LLAMA.layers
+    largest = max(x.nbytes for x in collectives(step.as_text()) if x.kind == "all-gather")
+    assert largest <= max(4 * head, 4 * one)
+
+
+def test_whole_parameters_are_never_there_at_once():
+    """Of 24 layers; temporaries grow by less than a tenth of a layer's whole parameters with each."""
+    sizes = {}
+    for layers in (4, 24):
+        llama = dataclasses.replace(LLAMA, layers=layers)
+        step, state, _ = compiled("te_current", "e4m3", remat=True, llama=llama)
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params["layers"]))
+        sizes[layers] = step.memory_analysis().temp_size_in_bytes, held
+    print(sizes)
+    (few, small), (many, large) = sizes[4], sizes[24]
+    assert math.isclose(large / small, 6, rel_tol=0.01)
+    # The gradients of a device's own shards are half as large as whole parameters.
+    assert many - few < 0.8 * (large - small)
