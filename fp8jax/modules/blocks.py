@@ -14,20 +14,11 @@ from jax.extend.core import get_opaque_trace_state
 from fp8jax.core.recipe import Recipe
 from fp8jax.modules.expressions import outputs, reached
 from fp8jax.modules.functions import activation, glu
+from fp8jax.modules.reading import LAYOUTS
 from fp8jax.ops.activation import ACTIVATIONS
 from fp8jax.ops.choice import listening
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call"}
-_LAYOUTS = {
-    "convert_element_type",
-    "reshape",
-    "transpose",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "copy",
-    "name",
-}
 HOOK = "call fp8jax.glu(gate, up) or fp8jax.activation(x) there"
 
 
@@ -217,7 +208,7 @@ def _find(run: Callable, arrays: list[Any]) -> Iterator[Form | Gap]:
                 break
         else:
             data = [i for i in arguments if i < len(arrays) and jnp.issubdtype(arrays[i].dtype, jnp.floating)]
-            between, of = sorted(names - _LAYOUTS), tuple(filter(None, read))
+            between, of = sorted(names.difference(LAYOUTS)), tuple(filter(None, read))
             # An activation has one input, or two; what has more, as attention, is none.
             if len(of) in (1, 2) and between and not data and not names & _PRODUCTS:
                 yield Gap(down, of, tuple(between))

@@ -25,7 +25,7 @@ _SAME = (
     *("neg", "tanh", "logistic", "clamp", "mul", "div", "add", "sub", "max", "min"),
 )
 _SCALINGS = ("mul", "div", "add", "sub")
-_LAYOUTS = (
+LAYOUTS = (
     "convert_element_type",
     "transpose",
     "reshape",
@@ -159,7 +159,7 @@ def _apply(eqn: Any, inputs: list[Value], reading: Reading) -> list[Value]:
 
 def _value(name: str, inputs: list[Value]) -> Value:
     """What an operation makes of a result or a matrix."""
-    if name in _LAYOUTS and inputs[0].matrix is not None:
+    if name in LAYOUTS and inputs[0].matrix is not None:
         return inputs[0]
     if name == "reduce_max":
         return Value(inputs[0].results, how="largest")

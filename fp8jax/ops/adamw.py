@@ -16,7 +16,6 @@ from jax import Array
 from fp8jax.core import noise
 from fp8jax.core.qtensor import QTensor, quantize, quantize_by_position
 from fp8jax.ops import adamw_fused
-from fp8jax.ops.adamw_fused import IMPLS as IMPLS
 from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment

@@ -14,14 +14,12 @@ from jax.typing import ArrayLike
 
 from fp8jax.core import expansion, formats, noise
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.choice import Choice, capability, missing_triton, unplaced
+from fp8jax.ops.choice import Choice, capability, check_impl, missing_triton, triton_or_xla
 from fp8jax.ops.partition import Cut, partitioned
 from fp8jax.ops.rounding import round_stochastically
 
 Moment = QTensor | Array
 Form = Literal["update", "step"]
-
-IMPLS = ("auto", "xla", "triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,20 +113,12 @@ def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
     Raises:
         ValueError: `impl` is unknown; or it is "triton", and the kernel cannot take a quantized parameter.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
+    check_impl(impl)
     if not leaf.quantized:
         return Choice("xla", "no moment is quantized")
-    if impl == "xla":
-        return Choice("xla", "asked for")
-    reason = (
-        (None if cuda else "it needs a CUDA GPU") or missing_triton("adamw_triton") or _unsupported(leaf) or unplaced()
+    return triton_or_xla(
+        impl, cuda, lambda: missing_triton("adamw_triton") or _unsupported(leaf), kernel="the fused kernel"
     )
-    if reason is None:
-        return Choice("triton", "the fused kernel takes it")
-    if impl == "triton":
-        raise ValueError(f"impl 'triton' cannot run: {reason}")
-    return Choice("xla", f"not the fused kernel: {reason}")
 
 
 def _unsupported(leaf: Leaf) -> str | None:

@@ -208,10 +208,49 @@ def unplaced() -> str | None:
     return None
 
 
+IMPLS = ("auto", "xla", "triton")
+
+
+def check_impl(impl: str, impls: tuple[str, ...] = IMPLS) -> None:
+    """Raises ValueError for an unknown `impl`."""
+    if impl not in impls:
+        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(impls)}")
+
+
+def triton_or_xla(impl: str, cuda: bool, unfit: Callable[[], str | None], kernel: str = "the kernel") -> Choice:
+    """What computes an operation for which there is a Triton kernel.
+
+    Args:
+        impl: "auto", "xla" or "triton".
+        cuda: whether programs run on CUDA GPUs.
+        unfit: says why the kernel cannot take the operands, or None; not asked elsewhere.
+        kernel: what the kernel is called.
+
+    Raises:
+        ValueError: `impl` is unknown; or it is "triton", and the kernel cannot run.
+    """
+    check_impl(impl)
+    if impl == "xla":
+        return Choice("xla", "asked for")
+    reason = (unfit() or unplaced()) if cuda else "it needs a CUDA GPU"
+    if reason is None:
+        return Choice("triton", f"{kernel} takes it")
+    if impl == "triton":
+        raise ValueError(f"impl 'triton' cannot run: {reason}")
+    return Choice("xla", f"not {kernel}: {reason}")
+
+
 def by_platform(*args: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
     """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`."""
     kernel = local(cuda)
     return lax.platform_dependent(*args, cuda=kernel, default=placed_like(kernel, local(default), args))
+
+
+def run(choice: Choice, impl: str, *args: Any, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Any:
+    """The result of what was chosen: of a kernel that `impl` asked for wherever the program runs, else by platform."""
+    if choice.impl == "xla":
+        return reference(*args)
+    return by_platform(*args, cuda=kernel, default=reference) if impl == "auto" else local(kernel)(*args)
 
 
 def placed_like(kernel: Callable[..., Any], reference: Callable[..., Any], args: Any) -> Callable[..., Any]:

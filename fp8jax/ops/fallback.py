@@ -12,10 +12,9 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, tell, unplaced
+from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.partition import Cut, notation, partitioned
 
-IMPLS = ("auto", "xla", "triton")
 CRITERIA = ("absmax", "l1", "relative_l1")
 
 
@@ -90,12 +89,8 @@ def quantize(
     choice = tell("fallback quantize", _choose(x, spec, criterion, impl, impl == "triton" or on_cuda()))
     threshold = jnp.asarray(threshold, jnp.float32)
     reference = functools.partial(_reference, spec, criterion)
-    if choice.impl == "xla":
-        return reference(x, threshold, key)
     kernel = functools.partial(_kernel, spec)
-    if impl == "triton":
-        return local(kernel)(x, threshold, key)
-    found: tuple[Pair, QTensor | None] = by_platform(x, threshold, key, cuda=kernel, default=reference)
+    found: tuple[Pair, QTensor | None] = run(choice, impl, x, threshold, key, kernel=kernel, reference=reference)
     return found
 
 
@@ -153,25 +148,18 @@ def _check(spec: QuantSpec | str) -> QuantSpec:
 
 
 def _choose(x: Array, spec: QuantSpec, criterion: str, impl: str, cuda: bool) -> Choice:
-    if impl not in IMPLS:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if len(x.shape) != 2:
         raise ValueError(f"fallback quantization takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
-    if impl == "xla":
-        return Choice("xla", "asked for")
-    reason = None if cuda else "it needs a CUDA GPU"
-    reason = reason or missing_triton("fallback_triton") or unplaced()
-    if reason is None:
+
+    def unfit() -> str | None:
+        if (reason := missing_triton("fallback_triton")) is not None:
+            return reason
         from pallas_kernels import fallback_triton
 
-        reason = fallback_triton.unsupported(x, spec.group_size or 0)
-    if reason is None and criterion != "absmax":
-        reason = f"it measures blocks by absmax, not {criterion}"
-    if reason is None:
-        return Choice("triton", "the kernel takes it")
-    if impl == "triton":
-        raise ValueError(f"impl 'triton' cannot run: {reason}")
-    return Choice("xla", f"not the kernel: {reason}")
+        other = None if criterion == "absmax" else f"it measures blocks by absmax, not {criterion}"
+        return fallback_triton.unsupported(x, spec.group_size or 0) or other
+
+    return triton_or_xla(impl, cuda, unfit)
 
 
 def _reference(

@@ -10,9 +10,9 @@ from jax import Array
 from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, tell, unplaced
+from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.partition import Cut, partitioned
-from fp8jax.ops.quantize import IMPLS, chosen
+from fp8jax.ops.quantize import chosen
 
 # Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).
 FOLDABLE = 10
@@ -61,10 +61,9 @@ def fold(x: Array, spec: QuantSpec | str, *, impl: str = "auto") -> Folded:
     if reason and impl == "triton":
         raise ValueError(f"impl 'triton' cannot run: {reason}")
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
-    tell("fold", Choice("xla", f"not the kernel: {reason}") if reason else choice)
-    if choice.impl == "xla" or reason:
-        return reference(x)
-    return local(kernel)(x) if impl == "triton" else by_platform(x, cuda=kernel, default=reference)
+    choice = tell("fold", Choice("xla", f"not the kernel: {reason}") if reason else choice)
+    found: Folded = run(choice, impl, x, kernel=kernel, reference=reference)
+    return found
 
 
 def foldable(q: QTensor) -> bool:
@@ -92,27 +91,12 @@ def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
     """
     if not foldable(q):
         raise ValueError(f"refold takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}")
-    if impl not in IMPLS:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
-    reason = f"shape {q.shape} is empty" if 0 in q.shape else None
-    if impl == "auto" and not on_cuda():
-        reason = "it needs a CUDA GPU"
-    elif impl != "xla":
-        reason = reason or missing_triton("fold_triton") or unplaced()
-    if reason and impl == "triton":
-        raise ValueError(f"impl 'triton' cannot run: {reason}")
+    empty = f"shape {q.shape} is empty" if 0 in q.shape else None
+    choice = triton_or_xla(impl, impl == "triton" or on_cuda(), lambda: empty or missing_triton("fold_triton"))
+    tell("refold", choice)
     assert q.microscale is not None
     operands = q.codes, q.microscale, q.scale.astype(jnp.float32)
-    choice = Choice("triton", "one pass over the codes")
-    if impl == "xla" or reason:
-        choice = Choice("xla", "asked for" if impl == "xla" else f"not the kernel: {reason}")
-    tell("refold", choice)
-    if choice.impl == "xla":
-        codes, scale = _refold_reference(*operands)
-    elif impl == "triton":
-        codes, scale = local(_refold_kernel)(*operands)
-    else:
-        codes, scale = by_platform(*operands, cuda=_refold_kernel, default=_refold_reference)
+    codes, scale = run(choice, impl, *operands, kernel=_refold_kernel, reference=_refold_reference)
     return QTensor(codes, scale, None, None, _token(q.spec))
 
 

@@ -18,8 +18,8 @@ from jax import Array
 
 from fp8jax.core import blocks, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
-from fp8jax.ops.adamw_fused import IMPLS, Adam, Form, Place, placed
-from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, placed_like, tell, unplaced, vary_with
+from fp8jax.ops.adamw_fused import Adam, Form, Place, placed
+from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, placed_like, tell, triton_or_xla, vary_with
 from fp8jax.ops.partition import Cut, notation, partitioned
 
 # Adam's largest direction is 7.3 for the default decays and 22 for b2 = 0.9999, by the inequality of Cauchy and
@@ -116,17 +116,9 @@ def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
     Raises:
         ValueError: as `apply`.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
-    if impl == "xla":
-        return Choice("xla", "asked for")
-    reason = None if cuda else "it needs a CUDA GPU"
-    reason = reason or missing_triton("fp8lm_triton") or _unsupported(leaf) or unplaced()
-    if reason is None:
-        return Choice("triton", "the fused kernel takes it")
-    if impl == "triton":
-        raise ValueError(f"impl 'triton' cannot run: {reason}")
-    return Choice("xla", f"not the fused kernel: {reason}")
+    return triton_or_xla(
+        impl, cuda, lambda: missing_triton("fp8lm_triton") or _unsupported(leaf), kernel="the fused kernel"
+    )
 
 
 def _unsupported(leaf: Leaf) -> str | None:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import matmul_hopper, sharding
-from fp8jax.ops.choice import Choice, by_platform, capability, local, named, on_cuda, tell
+from fp8jax.ops.choice import Choice, by_platform, capability, check_impl, local, named, on_cuda, tell
 from fp8jax.ops.matmul_hopper import row_scales
 from fp8jax.ops.quantize import transpose as transpose
 
@@ -119,8 +119,7 @@ def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]
 
 
 def _kernel(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
-    if impl not in IMPLS:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
+    check_impl(impl, IMPLS)
     if impl == "xla":
         return Choice("xla", "asked for"), None
     reason = None if cuda else "it needs a CUDA GPU"

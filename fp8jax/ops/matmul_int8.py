@@ -9,10 +9,9 @@ from jax.typing import DTypeLike
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import int8_kernels, sharding
 from fp8jax.ops import matmul as op
-from fp8jax.ops.choice import Choice, by_platform, local, named, on_cuda, tell
+from fp8jax.ops.choice import Choice, check_impl, named, on_cuda, run, tell
 from fp8jax.ops.fallback import Pair
 
-IMPLS = ("auto", "xla", "mosaic")
 _K_MAJOR = (((1,), (1,)), ((), ()))
 
 
@@ -50,14 +49,12 @@ def matmul_pair(
         return product if spec is None else sharding.place(product, spec, a.base.codes, b.codes)
 
     with named(a.base, b):
-        if choice.impl == "xla":
-            return reference(a, b)
-        return local(kernel)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=kernel, default=reference)
+        product: Array = run(choice, impl, a, b, kernel=kernel, reference=reference)
+        return product
 
 
 def _choose(a: QTensor, b: QTensor, impl: str, cuda: bool) -> Choice:
-    if impl not in IMPLS:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
+    check_impl(impl, op.IMPLS)
     if impl == "xla":
         return Choice("xla", "asked for")
     reason = int8_kernels.unfit(a, b) if cuda else "it needs a CUDA GPU"

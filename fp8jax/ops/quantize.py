@@ -13,10 +13,8 @@ from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.choice import Choice, by_platform, capability, local, missing_triton, on_cuda, tell, unplaced
+from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.partition import Cut, notation, partitioned
-
-IMPLS = ("auto", "xla", "triton")
 
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]
@@ -71,12 +69,9 @@ def quantize(
             return made
     choice = tell("quantize", _choose(x, how, scale, impl, impl == "triton" or on_cuda()))
     reference = functools.partial(_reference, how, strategy)
-    if choice.impl == "xla":
-        return reference(x, scale, key)
     kernel = functools.partial(_kernel, how, strategy)
-    if impl == "triton":
-        return local(kernel)(x, scale, key)
-    return by_platform(x, scale, key, cuda=kernel, default=reference)
+    found: Pair = run(choice, impl, x, scale, key, kernel=kernel, reference=reference)
+    return found
 
 
 def chosen(
@@ -117,27 +112,12 @@ def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
     """
     if q.spec.granularity not in TRANSPOSABLE:
         raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
-    reason = None
-    if impl not in IMPLS:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
-    if impl == "triton" or (impl == "auto" and on_cuda()):
-        reason = missing_triton("quantize_triton", fp8=False) or unplaced()
-        if len(q.shape) != 2 or q.codes.dtype.itemsize != 1 or 0 in q.shape:
-            reason = f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
-        if reason and impl == "triton":
-            raise ValueError(f"impl 'triton' cannot run: {reason}")
-    scale = q.scale.T
-
-    def plain(codes: Array) -> Array:
-        return codes.T
-
-    if reason or impl == "xla" or (impl == "auto" and not on_cuda()):
-        codes = plain(q.codes)
-    elif impl == "triton":
-        codes = local(_transposed)(q.codes)
-    else:
-        codes = by_platform(q.codes, cuda=_transposed, default=plain)
-    return dataclasses.replace(q, codes=codes, scale=scale)
+    fits = len(q.shape) == 2 and q.codes.dtype.itemsize == 1 and 0 not in q.shape
+    other = None if fits else f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
+    cuda = impl == "triton" or on_cuda()
+    choice = triton_or_xla(impl, cuda, lambda: other or missing_triton("quantize_triton", fp8=False))
+    codes = run(choice, impl, q.codes, kernel=_transposed, reference=lambda codes: codes.T)
+    return dataclasses.replace(q, codes=codes, scale=q.scale.T)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,23 +154,10 @@ def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None) -> _Ho
 
 
 def _choose(x: Any, how: _How, scale: Array | None, impl: str, cuda: bool) -> Choice:
-    if impl not in IMPLS:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(IMPLS)}")
     if len(x.shape) != 2:
         raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
-    if impl == "xla":
-        return Choice("xla", "asked for")
-    reason = (
-        (None if cuda else "it needs a CUDA GPU")
-        or missing_triton("quantize_triton", fp8=any(spec and formats.get(spec.format).is_float for spec in how.specs))
-        or _unsupported(x, how, scale)
-        or unplaced()
-    )
-    if reason is None:
-        return Choice("triton", "the kernel takes it")
-    if impl == "triton":
-        raise ValueError(f"impl 'triton' cannot run: {reason}")
-    return Choice("xla", f"not the kernel: {reason}")
+    fp8 = any(spec and formats.get(spec.format).is_float for spec in how.specs)
+    return triton_or_xla(impl, cuda, lambda: missing_triton("quantize_triton", fp8=fp8) or _unsupported(x, how, scale))
 
 
 def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:

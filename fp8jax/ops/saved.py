@@ -19,7 +19,7 @@ from fp8jax.core import derivatives, formats
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, by_platform, capability, missing_triton, on_cuda, tell, unplaced, vary_alike
+from fp8jax.ops.choice import capability, missing_triton, on_cuda, run, tell, triton_or_xla, vary_alike
 from fp8jax.ops.partition import Cut, partitioned
 from fp8jax.ops.sharding import Kind, merge, spec_of, split
 
@@ -54,15 +54,9 @@ def keep(x: Array, spec: QuantSpec, impl: str = "auto") -> QTensor:
     values = lax.stop_gradient(x)
     if impl == "xla" or spec != PACKED or x.ndim < 2 or 0 in x.shape:
         return to_bytes(quantize(values, spec))
-    reason = missing_triton("pack_triton") or unplaced() if on_cuda() or impl == "triton" else "it needs a CUDA GPU"
-    choice = Choice("xla", f"not the kernel: {reason}") if reason else Choice("triton", "the kernel packs ten bits")
-    tell("context", choice)
-    if reason:
-        return to_bytes(quantize(values, spec))
-    if impl == "triton":
-        return _packed(values)
+    choice = tell("context", triton_or_xla(impl, impl == "triton" or on_cuda(), lambda: missing_triton("pack_triton")))
     plain = functools.partial(keep, spec=spec, impl="xla")
-    kept: QTensor = by_platform(values, cuda=_packed, default=plain)
+    kept: QTensor = run(choice, impl, values, kernel=_packed, reference=plain)
     return kept
 
 

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from fp8jax.core import formats
 from fp8jax.core.recipe import Optimizer
 from fp8jax.ops import adamw
+from fp8jax.ops.choice import check_impl
 from fp8jax.optim import moments, variables
 
 # NumPy integers, because optax.inject_hyperparams turns arguments that are Python integers into traced arrays.
@@ -303,8 +304,7 @@ def _adam(
     storage = Optimizer(mu, nu, (size or 1) if compressed else None, expand and compressed, nu_rounding)
     specs = {moment: storage.spec(moment) for moment in ("mu", "nu")}
     stochastic = specs["nu"] is not None and rounds_stochastically(nu_rounding, b2)
-    if impl not in adamw.IMPLS:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(adamw.IMPLS)}")
+    check_impl(impl)
     if impl == "triton" and not compressed:
         raise ValueError(f"impl 'triton' is the kernel for 8-bit moments, but mu is {mu!r} and nu is {nu!r}")
 

@@ -15,6 +15,7 @@ from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, fp8lm
 from fp8jax.ops.adamw_fused import Form
+from fp8jax.ops.choice import check_impl
 from fp8jax.optim import moments, variables
 from fp8jax.optim.compressed_adamw import (
     MIN_SIZE,
@@ -145,8 +146,7 @@ def fp8lm_adamw(
         raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; fp8jax.compressed_adamw stores others")
     if master_rounding not in ROUNDINGS:
         raise ValueError(f"unknown master_rounding {master_rounding!r}; it is one of {', '.join(ROUNDINGS)}")
-    if impl not in fp8lm.IMPLS:
-        raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(fp8lm.IMPLS)}")
+    check_impl(impl)
     smallest = moments.static_integer("min_size", min_size)
 
     def init(params: optax.Params) -> FP8LMState:
