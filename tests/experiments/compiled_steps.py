@@ -60,7 +60,7 @@ def main() -> None:
         return plain(*qkv, is_causal=is_causal, implementation="xla")  # cuDNN is not here
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(jax, "default_backend", lambda: "gpu"))
+        patches.enter_context(mock.patch.object(jax, "default_backend", return_value="gpu"))
         patches.enter_context(mock.patch.object(jax.nn, "dot_product_attention", attend))
         patches.enter_context(mock.patch.object(mesh, "SMALLEST", 1024))
         patches.enter_context(choice.target(capability=90))
