@@ -135,11 +135,11 @@ def stacked(path: Any) -> int:
 
 
 def told(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:
-    """What a mesh means, in words; of recipes that say in what gradients travel, what each device gathers, too."""
+    """What a mesh means, in words; of recipes whose sums of gradients have factors, what each device gathers, too."""
     data, fsdp = (mesh.shape[name] for name in AXES)
     shared = f"data={data},fsdp={fsdp}: each device takes 1 of {mesh.size} parts of a batch"
     if fsdp == 1:
         return f"{shared}, and has all parameters and their moments"
     shared = f"{shared}, and has 1 of {fsdp} parts of each large matrix and its moments"
-    whole = [f"{recipe.name} in {recipe.weights.held}" for recipe in recipes if recipe.comm.gradients is not None]
+    whole = [f"{each.name} in {each.weights.held}" for each in recipes if each.comm.auto_scale]
     return f"{shared}; each gathers all parameters before a step with {', '.join(whole)}" if whole else shared

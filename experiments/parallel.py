@@ -49,8 +49,8 @@ class Whole:
     cut: frozenset[str]
     dtype: str
 
-    @staticmethod
-    def policy(primitive: Any, *operands: Any, **how: Any) -> bool:
+    def policy(self, primitive: Any, *operands: Any, **how: Any) -> bool:
+        """All is kept but what was gathered."""
         return gathered_again(primitive, *operands, **how)
 
     def outside_of_layers(self, weights: nnx.State) -> nnx.State:
@@ -67,7 +67,8 @@ class Whole:
             asked[name] = found is not None
             return found
 
-        graph, weights, rest = nnx.split(fp8jax.nnx.quantize_weights(layer, codes), nnx.Param, ...)
+        graph, *states = nnx.split(fp8jax.nnx.quantize_weights(layer, codes), nnx.Param, ...)
+        weights, rest = states
         whole = nnx.merge(graph, self._whole(weights, "layers.", asked), rest)
         y = call(whole)
         nnx.update(layer, nnx.state(whole, fp8jax.nnx.ScalingVariable))
@@ -82,8 +83,8 @@ class Whole:
                 return x
             # What a product quantizes itself it quantizes from the values that are held.
             dtype = x.dtype if name in asked else fp8jax.formats.get(self.dtype).dtype
-            how = {"dim": x.ndim - 2, "dtype": dtype, "read": not asked.get(name, False)}
-            return whole_weight(x, "fsdp", self.comm, **how)
+            read = not asked.get(name, False)
+            return whole_weight(x, "fsdp", self.comm, dim=x.ndim - 2, dtype=dtype, read=read)
 
         found: nnx.State = jax.tree_util.tree_map_with_path(one, weights)
         return found

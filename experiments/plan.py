@@ -87,7 +87,6 @@ def of(
     *,
     microbatches: int = 1,
     recompute: bool = False,
-    weights: str = "held",
 ) -> Plan:
     """The plan of a model's step.
 
@@ -98,7 +97,6 @@ def of(
         tokens: of one microbatch on one device.
         microbatches: parts that a batch is computed in.
         recompute: as of `kept_per_token`.
-        weights: as of `fp8jax.dist.plan`.
     """
     params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     layer = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(params) if mesh.stacked(path)) / llama.layers
@@ -115,7 +113,6 @@ def of(
         activations=activations,
         logits=float(of_loss),
         unsharded=2 * layer,
-        weights=weights,
     )
 
 
@@ -130,14 +127,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--recompute", action="store_true", help="keep results of products and attention alone")
-    parser.add_argument("--weights", choices=("held", "codes"), default="held", help="what gathered weights travel in")
     options = parser.parse_args(argv)
     try:
         llama = sizes.get(options.model.removeprefix("llama-"), options.vocab)
         where, recipe = mesh.parse(options.mesh), fp8jax.recipes.get(options.recipe)
         found = of(
             llama, recipe, where, options.batch * options.length,
-            microbatches=options.microbatches, recompute=options.recompute, weights=options.weights,
+            microbatches=options.microbatches, recompute=options.recompute,
         )  # fmt: skip
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

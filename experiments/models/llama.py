@@ -223,16 +223,14 @@ class Block(nnx.Module):
 
 
 class Around(Protocol):
-    """Calls a layer of a model whose parameters are not whole.
-
-    Attributes:
-        policy: of `jax.checkpoint`, for layers that compute nothing else again.
-    """
-
-    policy: Callable[..., bool]
+    """Calls a layer of a model whose parameters are not whole."""
 
     def __call__(self, layer: Block, call: Callable[[Block], jax.Array]) -> jax.Array:
         """What `call` gives of the whole layer, of the layer as it is."""
+        ...
+
+    def policy(self, primitive: Any, *operands: Any, **how: Any) -> bool:
+        """Of `jax.checkpoint`, for layers that compute nothing else again."""
         ...
 
 
@@ -304,8 +302,8 @@ class Llama(nnx.Module):
             return layer(x_NxD, cos_TxC, sin_TxC)
 
         if self.remat or self.around is not None:
-            policies = {"products": products_saveable, True: None, False: self.around and self.around.policy}
-            block = nnx.remat(block, policy=policies[self.remat])
+            policy = self.around.policy if self.around is not None and not self.remat else None
+            block = nnx.remat(block, policy=products_saveable if self.remat == "products" else policy)
         x_NxD = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, unroll=self.unroll)(self.layers, x_NxD)
         return self.norm(rows_on(x_NxD, self.rows))
 

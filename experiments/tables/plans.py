@@ -74,7 +74,7 @@ def volume() -> list[Row]:
     for name, paper in FP8_LM_VOLUME.items():
         llama, where = sizes.get(name, VOCAB), {"data": 1, "fsdp": 8}
         before = plan.of(llama, base, where, 0).sent
-        after = plan.of(llama, fp8jax.recipes.fp8_lm(), where, 0, weights="codes").sent
+        after = plan.of(llama, fp8jax.recipes.fp8_lm(), where, 0).sent
         table = "FP8-LM, Table 5: volume related to weights, FSDP over 8"
         found.append(Row(name, "less than bf16 weights and fp32 gradients", 100 * (1 - after / before), "%",
                          paper=100 * paper, table=table))  # fmt: skip

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
-from fp8jax.core import formats
+from fp8jax.core import blocks, formats
 from fp8jax.core.comm import Comm
 from fp8jax.core.recipe import Recipe
 from fp8jax.core.spec import QuantSpec
@@ -70,7 +69,6 @@ def plan(
     activations: float = 0.0,
     logits: float = 0.0,
     unsharded: float = 0.0,
-    weights: str = "held",
 ) -> Plan:
     """Memory and communication of a training step of a recipe on a mesh.
 
@@ -84,9 +82,11 @@ def plan(
     empty: of the Llama of 1.1 B at 16,384 tokens on an H200 nothing to 1 % for recipes without a context, 6 % with one,
     and 17 % for bf16 that recomputes.
 
-    Over "fsdp" all of these are cut, each matrix is gathered before it is used forward and backward, and gradients are
-    scattered to their owners; over "data" they are summed. Gradients travel as `recipe.comm` says, and otherwise in the
-    dtype of the parameters.
+    Over "fsdp" all of these are cut. Matrices of stacked layers are gathered forward and backward, as codes where the
+    recipe quantizes weights, others once; gradients are scattered to their owners, and over "data" they are summed, as
+    `recipe.comm` says. Where that leaves it to XLA matrices and their gradients travel in what products compute in, and
+    gradients of quantized products are summed whole over "fsdp", because XLA cuts no kernel's sums. Left out are single
+    numbers, such as largest magnitudes, and what lookups in a table cost that XLA does not gather.
 
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`s: the whole parameters.
@@ -97,14 +97,12 @@ def plan(
         activations: bytes that one device keeps for the backward pass, from its own model and microbatch.
         logits: bytes of logits and what the loss makes of them.
         unsharded: bytes of parameters that are gathered at a time, in bf16: a layer's.
-        weights: what gathered weights travel in: "held", the dtype of the parameters; or "codes", of the recipe's
-            weights, for those of two axes and more.
 
     Returns:
         A `Plan`.
 
     Raises:
-        ValueError: an axis of no devices, or gathers of codes for a recipe that does not quantize weights.
+        ValueError: an axis of no devices.
         TypeError: a part of a recipe is given for one.
     """
     recipe = resolve(recipe)
@@ -139,30 +137,79 @@ def plan(
     memory["runtime"] = RUNTIME + (NCCL if data * fsdp > 1 else 0)
     depths = jax.tree.leaves(jax.tree.broadcast(stacked, params))
     sizes = [tuple(x.shape) for x in leaves]
-    return Plan(memory, peak, tuple(_exchanged(sizes, depths, recipe, data, fsdp, weights)))
+    return Plan(memory, peak, tuple(_exchanged(sizes, depths, recipe, data, fsdp)))
 
 
 def _exchanged(
-    shapes: Sequence[tuple[int, ...]], depths: Sequence[int], recipe: Recipe, data: int, fsdp: int, weights: str
+    shapes: Sequence[tuple[int, ...]], depths: Sequence[int], recipe: Recipe, data: int, fsdp: int
 ) -> list[Collective]:
-    held = recipe.weights.held
-    comm = recipe.comm if recipe.comm.gradients is not None else Comm(held)
-    found: list[Collective] = []
-    matrices = [shape for shape in shapes if len(shape) >= 2]
+    parts = list(zip(shapes, depths, strict=True))
+    matrices = [(shape, depth) for shape, depth in parts if len(shape) - depth >= 2]
+    found = _gathered(matrices, recipe, fsdp) if fsdp > 1 else []
+    cut = fsdp if fsdp > 1 else 1
+    own = [(*s[:-2], max(s[-2] // cut, 1), s[-1]) if len(s) - depth >= 2 else s for s, depth in parts]
+    if recipe.comm.gradients is not None:
+        if fsdp > 1:
+            found += _scattered(parts, recipe.comm, fsdp)
+        if data > 1:
+            found += reductions(own, recipe.comm, data, depths=depths, min_size=MIN_SIZE // fsdp)
+        return found
+    computed, quantized = recipe.weights.compute, recipe.linear.spec("w") is not None
+    width = int(formats.get(computed).bytes_per_element)
+    sums = dict.fromkeys((True, False), 0)
+    for shape, depth in matrices:
+        sums[quantized and depth > 0] += math.prod(shape)
     if fsdp > 1:
-        spec = recipe.linear.spec("w") if weights == "codes" else None
-        if weights == "codes" and spec is None:
-            raise ValueError(f"weights 'codes': recipe {recipe.name!r} does not quantize weights; give 'held'")
-        total = sum(spec.nbytes(s) if spec else math.prod(s) * formats.get(held).bytes_per_element for s in matrices)
-        dtype = "u8" if spec else _NAMES[held]
-        found.append(Collective("all-gather", dtype, round(total / fsdp), fsdp, times=2))
-        whole = [PartitionSpec(*[None] * (len(s) - 1), "fsdp") if len(s) >= 2 else PartitionSpec() for s in shapes]
-        dims = [len(s) - 1 if len(place) else None for s, place in zip(shapes, whole, strict=True)]
-        found += reductions(shapes, comm, fsdp, depths=depths, dims=dims)
-        shapes = [(*s[:-1], max(s[-1] // fsdp, 1)) if len(s) >= 2 else s for s in shapes]
+        found.append(Collective("all-reduce", _NAMES[computed], width * sums[True], fsdp))
+        found.append(Collective("reduce-scatter", _NAMES[computed], width * sums[False], fsdp))
     if data > 1:
-        found += reductions(shapes, comm, data, depths=depths, min_size=MIN_SIZE // fsdp)
+        found.append(Collective("all-reduce", _NAMES[computed], width * (sums[True] + sums[False]) // cut, data))
+    rest = sum(math.prod(shape) for shape, depth in parts if len(shape) - depth < 2)
+    if data * fsdp > 1:
+        found.append(Collective("all-reduce", _NAMES["fp32"], 4 * rest, data * fsdp))
+    return [one for one in found if one.nbytes]
+
+
+def _gathered(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Recipe, fsdp: int) -> list[Collective]:
+    """All-gathers of parameters: of stacked layers forward and backward, of others once."""
+    comm, linear, weights = recipe.comm, recipe.linear, recipe.weights
+    spec = linear.spec("w")
+    if comm.gradients is not None and "w" in linear.states and linear.states["w"].observes:
+        values = weights.held
+    else:
+        values = weights.compute
+    found = []
+    for shape, depth in matrices:
+        size, times = math.prod(shape) // fsdp, 2 if depth else 1
+        if comm.auto_scale:
+            values, times = weights.held, 1
+        if spec is None or not depth or values == weights.held != weights.compute:
+            dtype = values if depth or comm.auto_scale else weights.compute
+            nbytes = int(formats.get(dtype).bytes_per_element) * size
+            found.append(Collective("all-gather", _NAMES[dtype], nbytes, fsdp, times))
+            continue
+        dtype = "u8" if comm.gradients is not None else _NAMES[spec.format]
+        found.append(Collective("all-gather", dtype, size, fsdp, times))
+        if spec.granularity == "block":
+            layer = math.prod(blocks.counts(shape[depth:], spec.block_shape(shape[depth:])))
+            scales = 4 * math.prod(shape[:depth]) * layer // fsdp
+            found.append(Collective("all-gather", _NAMES["fp32"], scales, fsdp, times))
     return found
+
+
+def _scattered(parts: Sequence[tuple[tuple[int, ...], int]], comm: Comm, fsdp: int) -> list[Collective]:
+    """Reductions over "fsdp": a layer at a time, in its backward pass, but those that have factors."""
+    shapes: list[tuple[int, ...]] = []
+    depths: list[int] = []
+    dims: list[int | None] = []
+    for shape, depth in parts:
+        matrix = len(shape) - depth >= 2
+        alone = depth if matrix and not comm.auto_scale else 0
+        copies = math.prod(shape[:alone])
+        shapes += [shape[alone:]] * copies
+        depths += [depth - alone] * copies
+        dims += [len(shape) - alone - 2 if matrix else None] * copies
+    return reductions(shapes, comm, fsdp, depths=depths, dims=dims)
 
 
 def reductions(

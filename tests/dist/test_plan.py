@@ -103,20 +103,21 @@ def test_planned_states_are_as_large_as_the_arrays(name):
 
 
 def test_weight_related_volume_falls_as_fp8_lm_says():
-    """Its Table 5: 63 to 65 % less than a baseline that gathers bf16 weights and sums fp32 gradients."""
-    shapes = {"w": (32, 4096, 4096), "embed": (32000, 4096)}
+    """Its Table 5: 63 to 65 % less than a baseline that gathers bf16 weights and sums fp32 gradients.
+
+    Ours is 62.5 % of layers' matrices, gathered twice, (4 + 4 - 2 - 1) / 8, and less with a table that travels in bf16.
+    """
+    shapes = {"w": (32, 4096, 45056), "embed": (32000, 4096)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     base = fp8jax.Recipe("base", fp8jax.recipes.Weights("bf16", "bf16"), fp8jax.recipes.bf16().optimizer,
                          comm=Comm("fp32"))  # fmt: skip
-    sent = [fp8jax.dist.plan(params, recipe, {"fsdp": 8}, weights=how).sent
-            for recipe, how in ((base, "held"), ("fp8_lm", "codes"))]  # fmt: skip
-    assert 0.62 < 1 - sent[1] / sent[0] < 0.68
-    with pytest.raises(ValueError, match="does not quantize weights"):
-        fp8jax.dist.plan(params, "bf16", {"fsdp": 8}, weights="codes")
+    stacked = {"w": 1, "embed": 0}
+    sent = [fp8jax.dist.plan(params, recipe, {"fsdp": 8}, stacked=stacked).sent for recipe in (base, "fp8_lm")]
+    assert 1 - sent[1] / sent[0] == pytest.approx(0.625, abs=0.005)
     with pytest.raises(ValueError, match="data=0"):
         fp8jax.dist.plan(params, "bf16", {"data": 0})
     assert not fp8jax.dist.plan(params, "bf16", {}).collectives
     peaks = [fp8jax.dist.plan(params, name, {"data": 2}, activations=size, logits=size).peak
-             for name, size in (("fp8_lm", 8e9), ("bf16", 0.0), ("fp8_lm", 0.0))]  # fmt: skip
+             for name, size in (("fp8_lm", 8e10), ("bf16", 0.0), ("fp8_lm", 0.0))]  # fmt: skip
     assert peaks == ["loss", "backward pass", "reduction"]
     assert np.isfinite(fp8jax.dist.plan(params, "coat", {"data": 2}).sent)

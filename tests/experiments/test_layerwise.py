@@ -94,15 +94,13 @@ def test_each_layers_matrices_are_gathered_as_codes_forward_and_backward(name):
 
 
 def test_whole_parameters_are_never_there_at_once():
-    """Of 24 layers; temporaries grow by less than a tenth of a layer's whole parameters with each."""
+    """With each layer temporaries grow by less than a tenth of its parameters; their gradients are in the results."""
     sizes = {}
     for layers in (4, 24):
         llama = dataclasses.replace(LLAMA, layers=layers)
         step, state, _ = compiled("te_current", "e4m3", remat=True, llama=llama)
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params["layers"]))
         sizes[layers] = step.memory_analysis().temp_size_in_bytes, held
-    print(sizes)
     (few, small), (many, large) = sizes[4], sizes[24]
     assert math.isclose(large / small, 6, rel_tol=0.01)
-    # The gradients of a device's own shards are half as large as whole parameters.
-    assert many - few < 0.8 * (large - small)
+    assert many - few < 0.1 * (large - small)

@@ -1,0 +1,96 @@
+"""Whole weights of shards for one layer at a time: their codes, their gradients, and what is gathered again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+from fp8jax.dist import gather_quantized, gathered_again, whole_weight
+from tests.dist import programs
+
+W = jax.random.normal(jax.random.key(0), (512, 256)) * jnp.exp(jax.random.normal(jax.random.key(1), (512, 1)))
+X = jax.random.normal(jax.random.key(2), (32, 512), jnp.bfloat16)
+
+
+def mapped(function, ins, out, count=4):
+    mesh = jax.make_mesh((count,), ("fsdp",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=out, check_vma=False)
+
+
+@pytest.mark.parametrize("name", ["te_current", "coat", "deepseek", "switchback", "jetfire", "int8_block", "moss"])
+def test_gathered_codes_are_those_of_the_whole_weight(name):
+    scale = jnp.float32(0.01) if name == "moss" else None
+    found = jax.jit(mapped(functools.partial(gather_quantized, axes="fsdp", recipe=name, scale=scale), P("fsdp"), P()))(
+        W
+    )
+    want = fp8jax.quantize_weight(W, recipe=name, scale=scale)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def test_what_does_not_travel_as_codes_is_none():
+    def ask(recipe, count=4):
+        found = []
+        run = mapped(lambda w: found.append(gather_quantized(w, "fsdp", recipe)), P("fsdp"), None, count)
+        jax.eval_shape(run, W)
+        return found[0] is not None
+
+    assert ask("te_current", 8)
+    assert ask("deepseek")
+    assert not ask("deepseek", 8)  # shards of 64 rows end within blocks of 128
+    assert not ask("bf16")
+    assert not ask("te_delayed")  # observes the weight itself
+    with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map"):
+        gather_quantized(W, "fsdp", "te_current")
+    with pytest.raises(ValueError, match=r"must be called inside jax\.shard_map"):
+        whole_weight(W, "fsdp", "e4m3")
+
+
+def layer(w, x, recipe="te_current"):
+    codes = gather_quantized(w, "fsdp", recipe)
+    whole = whole_weight(w, "fsdp", "fp32", read=codes is None)
+    return fp8jax.linear(x, whole, recipe=recipe, quantized=codes)
+
+
+def loss(run, w, x):
+    return jnp.mean(run(w, x).astype(jnp.float32) ** 2)
+
+
+def test_gradients_are_means_of_those_of_the_whole_weight_and_codes_are_gathered_again():
+    """All devices have the same rows, so that scales are those of one."""
+    again = jax.checkpoint(layer, policy=gathered_again)
+    kinds = {}
+    for name, run in (("kept", layer), ("again", again)):
+        step = mapped(jax.grad(functools.partial(loss, run), argnums=(0, 1)), (P("fsdp"), P()), (P("fsdp"), P()))
+        kinds[name] = programs.asked_for(step, W, X)
+    assert [kinds[name].count(("all_gather", "ui8", W.size // 4)) for name in ("kept", "again")] == [1, 2]
+    assert [x for x in kinds["again"] if x[0] == "all_gather" and x[1] != "ui8"] == []
+    assert ("reduce_scatter", "f32", 4 * W.size) in kinds["again"]
+    dw, dx = jax.jit(step)(W, X)
+    want = jax.jit(jax.grad(lambda w, x: loss(functools.partial(fp8jax.linear, recipe="te_current"), x, w), (0, 1)))(
+        W, X
+    )
+    np.testing.assert_allclose(dw, want[0], rtol=1e-6)
+    np.testing.assert_array_equal(dx, want[1])
+
+
+def test_values_travel_in_the_dtype_asked_for_and_gradients_in_8_bits():
+    def one(w, x):
+        whole = whole_weight(w, "fsdp", "e4m3", dim=1, dtype=jnp.bfloat16)
+        assert whole.shape == W.shape
+        return jnp.sum((x @ whole).astype(jnp.float32) ** 2)
+
+    step = mapped(jax.grad(one), (P(None, "fsdp"), P()), P(None, "fsdp"))
+    kinds = [x for x in programs.asked_for(step, W, X) if x[2] > 64]
+    assert kinds == [("all_gather", "bf16", 2 * W.size // 4), ("all_to_all", "ui8", W.size)]
+    found = jax.jit(step)(W, X)
+    want = jax.grad(lambda w: jnp.sum((X @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2))(W)
+    # Half a step of e4m3 at the most, of the largest magnitude.
+    assert np.abs(found - want).max() <= np.abs(want).max() * 2.0**-4
+    assert found.dtype == jnp.float32

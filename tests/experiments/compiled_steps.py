@@ -1,0 +1,83 @@
+"""Training steps compiled for several H200s in a process that has no GPU: `python -m tests.experiments.compiled_steps`.
+
+Each argument is RECIPE:DATA:FSDP:GRADIENTS:FORM. What the compiled step exchanges is printed beside what a plan of it
+says, as bytes by kind, dtype and number of devices; single numbers are left out of neither.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+
+import fp8jax
+from experiments import config, mesh, parallel, train
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
+from fp8jax.dist.collectives import collectives
+from fp8jax.ops import choice
+from fp8jax.recipes import Comm
+from tests.kernels import h200
+
+# So many tokens that XLA gathers the table of embeddings rather than what is looked up in it.
+LLAMA = LlamaConfig(vocab=2048, dim=256, layers=2, heads=4, kv_heads=4, mlp_dim=512)
+BATCH, LENGTH = 8, 1024
+
+
+def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm) -> tuple[Any, Any, fp8jax.Recipe]:
+    """The step of a recipe, its parameters, and the recipe."""
+    recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=comm)
+    rows = mesh.batches(devices)
+    remat = False if recipe.context.saved else "products"
+    task = Task.build(LLAMA, train.make_optimizer(config.Config(), recipe), recipe, remat=remat, seed=0, rows=rows)
+    shapes = jax.eval_shape(task.init)
+    placed = mesh.state(devices, shapes)
+    state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
+    tokens = jax.ShapeDtypeStruct((BATCH * devices.size, LENGTH + 1), jnp.int32, sharding=rows)
+    step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, None)).lower(state, tokens).compile()
+    return step, shapes.params, recipe
+
+
+def totals(found: Any) -> list[tuple[str, str, int, int]]:
+    sums: Counter[tuple[str, str, int]] = Counter()
+    for one in found:
+        sums[one.kind, one.dtype, one.devices] += one.times * one.nbytes
+    return [(*key, size) for key, size in sorted(sums.items())]
+
+
+def main() -> None:
+    told = {}
+    plain = jax.nn.dot_product_attention
+
+    def attend(*qkv: Any, is_causal: bool, implementation: str) -> jax.Array:
+        return plain(*qkv, is_causal=is_causal, implementation="xla")  # cuDNN is not here
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(jax, "default_backend", return_value="gpu"))
+        patches.enter_context(mock.patch.object(jax.nn, "dot_product_attention", attend))
+        patches.enter_context(mock.patch.object(mesh, "SMALLEST", 1024))
+        patches.enter_context(choice.target(capability=90))
+        target = (h200.HERE / "h200.txtpb").read_text()
+        for argument in sys.argv[1:]:
+            name, data, fsdp, *comm = argument.split(":")
+            sizes = int(data), int(fsdp)
+            topology = topologies.get_topology_desc(
+                platform="cuda", target_config=target, topology=f"1x1x{sizes[0] * sizes[1]}"
+            )
+            devices = jax.sharding.Mesh(np.array(topology.devices).reshape(sizes), mesh.AXES)
+            with jax.set_mesh(devices):  # kernels are partitioned where there are several devices
+                step, params, recipe = compiled(name, devices, Comm(*comm) if any(comm) else Comm())
+            planned = fp8jax.dist.plan(params, recipe, dict(devices.shape), stacked=parallel.stacked(params))
+            told[argument] = totals(collectives(step.as_text())), totals(planned.collectives)
+    print(h200.MARK + json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The collectives of a plan are those of the training step compiled for several H200s: kinds, dtypes and bytes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.kernels import h200
+
+pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
+# All-reduces of single numbers, which a plan leaves out: the loss, norms, largest magnitudes of tensors.
+NUMBERS = 1024
+
+FAST = ["bf16:2:1:", "te_current:1:2:e4m3", "te_current:1:2:", "deepseek:2:2:e4m3"]
+SLOW = [
+    "bf16:1:2:", "bf16:2:2:", "coat:2:1:", "coat:1:2:", "deepseek:1:2:", "int8_block:1:2:", "te_current:2:2:",
+    "bf16:1:2:e4m3", "bf16:2:1:bf16", "coat:1:2:e4m3", "coat:2:1:e4m3:one_phase", "te_delayed:1:2:e4m3",
+    "moss:1:2:e4m3", "fp8_lm:1:2:e4m3:one_phase", "fp8_lm:2:2:e4m3", "int8_fallback:1:4:e4m3",
+]  # fmt: skip
+
+
+def report(steps):
+    """By step what its program exchanges, and what its plan says."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cuda,cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",
+        "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
+        "PYTHONPATH": os.pathsep.join([str(h200.HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-m", "tests.experiments.compiled_steps", *steps]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=h200.HERE.parents[1])
+    assert not done.returncode, done.stderr[-3000:]
+    (told,) = (line.removeprefix(h200.MARK) for line in done.stdout.splitlines() if line.startswith(h200.MARK))
+    return json.loads(told)
+
+
+@pytest.mark.parametrize(
+    "steps", [FAST, *(pytest.param(SLOW[i : i + 4], marks=pytest.mark.slow) for i in range(0, len(SLOW), 4))], ids=str
+)
+def test_planned_collectives_are_those_of_the_step_compiled_for_gpus(steps):
+    for step, (program, planned) in report(steps).items():
+        found, want = ({tuple(key): size for *key, size in side} for side in (program, planned))
+        for key in sorted(found.keys() | want.keys()):
+            differs = abs(found.get(key, 0) - want.get(key, 0))
+            assert differs <= (NUMBERS if key[:2] == ("all-reduce", "f32") else 0), (step, key, found, want)
