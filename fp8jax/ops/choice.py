@@ -1,6 +1,5 @@
 """What the choice between a kernel and XLA rests on: the device, and how arrays lie on it."""
 
-import collections
 import concurrent.futures
 import contextlib
 import contextvars
@@ -76,8 +75,12 @@ def saving() -> Iterator[list[str]]:
 
 
 def summary(told: Iterable[tuple[str, Choice]]) -> list[str]:
-    """A line for each operation, what computes it and why, and how often that was said."""
-    return [f"{name} by {c.impl}, {n} times: {c.reason}" for (name, c), n in collections.Counter(told).items()]
+    """A line for each operation, what computes it and why.
+
+    Without numbers: JAX traces some functions several times, such as the body of a loop. How often what runs is read
+    from the compiled program (`fp8jax.modules.compiled`).
+    """
+    return [f"{name} by {c.impl}: {c.reason}" for name, c in dict.fromkeys(told)]
 
 
 class Target(NamedTuple):

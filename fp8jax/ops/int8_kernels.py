@@ -1,6 +1,7 @@
 """The kernels for int8 in blocks of 128, of which the left operand's may have residuals: which, and their call."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -46,17 +47,19 @@ def language() -> Literal["mosaic", "triton"]:
     return "triton" if capability() in TRITON else "mosaic"
 
 
-def run(dtype: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
-    """a @ b.T by the kernel, of matrices that may be sharded; where a contraction is cut, parts are summed."""
+def run(dtype: DTypeLike, a: Pair | QTensor, b: QTensor, spec: Sequence[Any] | None = None) -> Array:
+    """a @ b.T by the kernel, of matrices that may be sharded; where a contraction is cut, parts are summed.
+
+    `spec` is how the result is to lie on Explicit mesh axes, if it is known.
+    """
     base = a.base if isinstance(a, Pair) else a
     parts = notation(base.spec, base.shape, "m k")
     ins = (parts, parts, parts[1]) if isinstance(a, Pair) else parts
     free = aimed().free_multiprocessors
     static = (language(), free, isinstance(a, Pair), str(jnp.dtype(dtype)), base.spec, b.spec)
     multiply = functools.partial(_multiply, free, jnp.dtype(dtype))
-    product: Array = partitioned(
-        "int8_product", static, multiply, (a, b), (ins, notation(b.spec, b.shape, "n k")), "m n"
-    )
+    sides = ins, notation(b.spec, b.shape, "n k")
+    product: Array = partitioned("int8_product", static, multiply, (a, b), sides, "m n", sums="k", wanted=spec)
     return product
 
 
@@ -65,7 +68,7 @@ def _multiply(free: int, dtype: DTypeLike, cut: Cut, a: Pair | QTensor, b: QTens
     out = jnp.bfloat16 if "k" in cut.axes or dtype == jnp.bfloat16 else jnp.float32
     with named(a.base if isinstance(a, Pair) else a, b):  # XLA's partitioner traces it anew
         product = _kernel(language(), free, out, a, b)
-    return cut.total(product, "k").astype(dtype)
+    return cut.total(product, "k", "m n").astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -83,7 +83,7 @@ def matmul(
 
     def kernel(a: QTensor, b: QTensor) -> Array:
         assert how is not None
-        product = matmul_hopper.run(how, exact, fast, dtype, a, b)
+        product = matmul_hopper.run(how, exact, fast, dtype, a, b, spec)
         return product if spec is None else sharding.place(product, spec, a.codes, b.codes)
 
     with named(a, b):

@@ -2,7 +2,8 @@
 
 import functools
 import os
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -125,13 +126,22 @@ def _native(a: QTensor, b: QTensor) -> bool:
 
 
 def run(
-    how: Kernel | Literal["cublas", "native"], exact: bool, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor
+    how: Kernel | Literal["cublas", "native"],
+    exact: bool,
+    fast: bool,
+    dtype: DTypeLike,
+    a: QTensor,
+    b: QTensor,
+    spec: Sequence[Any] | None = None,
 ) -> Array:
-    """a @ b.T by what `choose` named, of matrices that may be sharded; where a contraction is cut, parts are summed."""
+    """a @ b.T by what `choose` named, of matrices that may be sharded; where a contraction is cut, parts are summed.
+
+    `spec` is how the result is to lie on Explicit mesh axes, if it is known.
+    """
     if how == "native":
         return _scaled_matmul(a, b).astype(dtype)
     if how == "int8":
-        return int8_kernels.run(dtype, a, b)
+        return int8_kernels.run(dtype, a, b, spec)
     if how in ("mx", "mx right"):
         micro = a if how == "mx" else b
         if not exact and foldable(micro):
@@ -143,7 +153,7 @@ def run(
         (notation(a.spec, a.shape, "m k"), notation(b.spec, b.shape, "n k")),
         (how, fast, free, str(jnp.dtype(dtype)), a.spec, b.spec),
     )
-    product: Array = partitioned("product", static, multiply, (a, b), ins, "m n")
+    product: Array = partitioned("product", static, multiply, (a, b), ins, "m n", sums="k", wanted=spec)
     return product
 
 
@@ -154,7 +164,7 @@ def _multiply(
     out = jnp.bfloat16 if "k" in cut.axes else dtype
     with named(a, b):  # XLA's partitioner traces it anew
         product = _cublas(a, b, fast, out) if how == "cublas" else _kernels(how, fast, free, out, a, b)
-    return cut.total(product, "k").astype(dtype)
+    return cut.total(product, "k", "m n").astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

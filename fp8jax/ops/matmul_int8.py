@@ -45,7 +45,7 @@ def matmul_pair(
         reference = functools.partial(_decoded, dtype, spec)
 
     def kernel(a: Pair, b: QTensor) -> Array:
-        product = int8_kernels.run(dtype, a, b)
+        product = int8_kernels.run(dtype, a, b, spec)
         return product if spec is None else sharding.place(product, spec, a.base.codes, b.codes)
 
     with named(a.base, b):

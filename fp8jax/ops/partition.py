@@ -39,9 +39,15 @@ Dimensions = tuple[Dimension, ...]
 
 
 class Cut(NamedTuple):
-    """How the arrays of a call are cut: the mesh axes of each dimension that is."""
+    """How the arrays of a call are cut.
+
+    Attributes:
+        axes: the mesh axes of each dimension that is cut.
+        kept: by dimension of the result, mesh axes that cut a sum: each device keeps its own part of that (FSDP).
+    """
 
     axes: dict[str, tuple[str, ...]]
+    kept: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  # never changed
 
     def maximum(self, x: Array, names: str) -> Array:
         """The largest of what the devices found in their parts of some dimensions; NaN where one found it."""
@@ -51,9 +57,13 @@ class Cut(NamedTuple):
         bad = lax.pmax(jnp.isnan(x).astype(jnp.float32), axes)
         return jnp.where(bad > 0, jnp.nan, lax.pmax(jnp.where(jnp.isnan(x), -jnp.inf, x), axes)).astype(x.dtype)
 
-    def total(self, x: Array, names: str) -> Array:
-        """The sum of what the devices have of some dimensions."""
+    def total(self, x: Array, names: str, dimensions: str = "") -> Array:
+        """The sum of what the devices have of some dimensions; of the named dimensions of `x` the part they keep."""
         axes = self._over(names)
+        for i, name in enumerate(dimensions.split()):
+            if kept := self.kept.get(name):
+                x = lax.psum_scatter(x, kept, scatter_dimension=i, tiled=True)
+                axes = tuple(axis for axis in axes if axis not in kept)
         return lax.psum(x, axes) if axes else x
 
     def start(self, name: str, length: int) -> Array | int:
@@ -69,11 +79,18 @@ WHOLE = Cut({})
 
 
 class Notation(NamedTuple):
-    """The dimensions of each operand and result, and what parts of a dimension are multiples of, beside its blocks."""
+    """How a call may be cut.
+
+    Attributes:
+        ins, outs: the dimensions of each operand and result.
+        units: what parts of a dimension are multiples of, beside its blocks.
+        sums: the dimension that the only result is summed over, of whose sum a device may keep a part.
+    """
 
     ins: tuple[Dimensions, ...]
     outs: tuple[Dimensions, ...]
     units: tuple[tuple[str, int], ...] = ()
+    sums: str | None = None
 
     def lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """Lengths of the named dimensions, from operands that hold each whole, not in blocks."""
@@ -96,7 +113,7 @@ class Notation(NamedTuple):
         """With one more leading dimension of all results and of some operands."""
         lead = (Dimension(name),)
         ins = tuple(lead + d if b else d for d, b in zip(self.ins, operands, strict=True))
-        return Notation(ins, tuple(lead + d for d in self.outs), self.units)
+        return self._replace(ins=ins, outs=tuple(lead + d for d in self.outs))
 
     def rule(self, lengths: dict[str, int], devices: int) -> tuple[str, dict[str, int]]:
         """The notation of XLA's partitioner (Shardy), in factors, and the sizes of those that it cannot infer.
@@ -124,8 +141,21 @@ class Notation(NamedTuple):
         ins, outs = (", ".join(" ".join(map(factors, d)) for d in side) for side in (self.ins, self.outs))
         return f"{ins} -> {outs}", {factor: size for factor, size in sizes.items() if factor not in alone}
 
-    def assign(self, lengths: dict[str, int], specs: Sequence[PartitionSpec], mesh: dict[str, int]) -> Cut:
-        """Which mesh axes cut which dimension of operands that are sharded so. An axis cuts one dimension."""
+    def assign(
+        self,
+        lengths: dict[str, int],
+        specs: Sequence[PartitionSpec],
+        mesh: dict[str, int],
+        wanted: Sequence[Any] | None = None,
+    ) -> Cut:
+        """Which mesh axes cut which dimension of operands that are sharded so. An axis cuts one dimension.
+
+        Args:
+            lengths: of the dimensions.
+            specs: of the operands.
+            mesh: sizes of its axes.
+            wanted: how the only result is to lie, where that is known.
+        """
         axes: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
         for name in dict.fromkeys(d.name for part in self.ins for d in part if d.name is not None):
@@ -137,15 +167,24 @@ class Notation(NamedTuple):
                     if dimension.name == name and name not in axes and free and lengths[name] % parts == 0:
                         axes[name] = free
                         used |= set(free)
-        return Cut(axes)
+        kept: dict[str, tuple[str, ...]] = {}
+        summed = axes.get(self.sums or "", ())
+        for (result, _), entry in zip(self.outs[0], wanted or (), strict=False):
+            entries = entry if isinstance(entry, tuple) else (entry,)
+            own = tuple(a for a in entries if a is not None and mesh[a] > 1)
+            if result is None or result in axes or not own or not set(own) <= set(summed):
+                continue
+            if lengths[result] % (math.prod(mesh[a] for a in own) * self.unit(result)) == 0:
+                kept[result] = own
+        return Cut(axes, kept)
 
     def specs(self, cut: Cut) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
         """How operands and results lie where their dimensions are cut so."""
 
-        def spec(dimensions: Dimensions) -> PartitionSpec:
-            return PartitionSpec(*(cut.axes.get(d.name) if d.name else None for d in dimensions))
+        def spec(dimensions: Dimensions, axes: dict[str, tuple[str, ...]]) -> PartitionSpec:
+            return PartitionSpec(*(axes.get(d.name) if d.name else None for d in dimensions))
 
-        return tuple(map(spec, self.ins)), tuple(map(spec, self.outs))
+        return tuple(spec(d, cut.axes) for d in self.ins), tuple(spec(d, cut.axes | cut.kept) for d in self.outs)
 
 
 def _dimensions(text: str) -> Dimensions:
@@ -165,6 +204,8 @@ def partitioned(
     outs: Any,
     *,
     units: Mapping[str, int] | None = None,
+    sums: str | None = None,
+    wanted: Sequence[Any] | None = None,
 ) -> Any:
     """Runs a function of a device's own arrays on arrays that may be sharded, under `jit` as well as `jax.vmap`.
 
@@ -180,6 +221,8 @@ def partitioned(
         ins: for each operand how it may be cut, in the notation of this file; of a tree, for each of its parts.
         outs: the same of what `function` returns.
         units: what the parts of a dimension are multiples of, beside its blocks.
+        sums: the dimension that the only result is summed over; `function` then gives that to `cut.total`.
+        wanted: how the only result is to lie on Explicit mesh axes; on Auto ones XLA's partitioner says.
 
     Returns:
         What `function` returns for whole arrays.
@@ -193,9 +236,10 @@ def partitioned(
 
     whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     results = jax.eval_shape(functools.partial(own, WHOLE), *whole)
-    notation = Notation(tuple(_match(ins, tuple(operands))), tuple(_match(outs, results)), tuple((units or {}).items()))
+    sides = tuple(_match(ins, tuple(operands))), tuple(_match(outs, results))
+    notation = Notation(*sides, tuple((units or {}).items()), sums)
     told = hashlib.sha256(repr((static, notation, _sources())).encode()).hexdigest()[:16]
-    call = _partitioned(f"{name}_{told}", lambda cut, *x: jax.tree.leaves(own(cut, *x)), notation, 0)
+    call = _partitioned(f"{name}_{told}", lambda cut, *x: jax.tree.leaves(own(cut, *x)), notation, 0, wanted)
     return jax.tree.unflatten(jax.tree.structure(results), call(*leaves))
 
 
@@ -237,10 +281,16 @@ def _match(notation: Any, tree: Any) -> list[Dimensions]:
     return [found for text, part in zip(notation, parts, strict=True) for found in _match(text, part)]
 
 
-def _partitioned(name: str, function: Callable[..., Sequence[Array]], notation: Notation, depth: int) -> Callable:
+def _partitioned(
+    name: str,
+    function: Callable[..., Sequence[Array]],
+    notation: Notation,
+    depth: int,
+    wanted: Sequence[Any] | None,
+) -> Callable:
     def call(*arrays: Array) -> tuple[Array, ...]:
         if any(jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
-            return _explicit(function, notation, arrays)
+            return _explicit(function, notation, arrays, wanted)
         return _automatic(function, notation, arrays)
 
     call.__name__ = name
@@ -261,7 +311,7 @@ def _partitioned(name: str, function: Callable[..., Sequence[Array]], notation: 
 
         which = "".join(str(int(b)) for b in batched)
         wider = notation.batched(f"batch{depth}", batched)
-        results = _partitioned(f"{name}_{which}", each, wider, depth + 1)(*arrays)
+        results = _partitioned(f"{name}_{which}", each, wider, depth + 1, wanted and (None, *wanted))(*arrays)
         return results, (True,) * len(results)
 
     return mapped
@@ -279,7 +329,8 @@ def _automatic(function: Callable, notation: Notation, arrays: tuple[Array, ...]
         if mesh.empty:  # the shardings then are XLA's own, and replicating is always right
             mesh = jax.sharding.Mesh(np.array(arguments[0].sharding._device_assignment), ("all",))
         placed = [getattr(x.sharding, "spec", PartitionSpec()) for x in arguments[:count]]
-        cut = notation.assign(lengths, placed, dict(mesh.shape))
+        wanted = getattr(results[0].sharding, "spec", None) if notation.sums else None
+        cut = notation.assign(lengths, placed, dict(mesh.shape), wanted)
         ins, outs = (tuple(NamedSharding(mesh, spec) for spec in side) for side in parsed.specs(cut))
         return mesh, lambda *own: tuple(function(cut, *own[:count])), outs, ins
 
@@ -292,11 +343,13 @@ def _automatic(function: Callable, notation: Notation, arrays: tuple[Array, ...]
     return found
 
 
-def _explicit(function: Callable, notation: Notation, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+def _explicit(
+    function: Callable, notation: Notation, arrays: tuple[Array, ...], wanted: Sequence[Any] | None
+) -> tuple[Array, ...]:
     kinds = [jax.typeof(x).sharding for x in arrays]
     mesh = next(kind.mesh for kind in kinds if kind.mesh.explicit_axes)
     sizes = {name: mesh.shape[name] for name in mesh.explicit_axes}
-    cut = notation.assign(notation.lengths([x.shape for x in arrays]), [k.spec for k in kinds], sizes)
+    cut = notation.assign(notation.lengths([x.shape for x in arrays]), [k.spec for k in kinds], sizes, wanted)
     ins, outs = notation.specs(cut)
     moved = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, ins, strict=True)]
     run = functools.partial(function, cut)

@@ -105,18 +105,29 @@ def few() -> Programs:
 
 
 def sharded() -> Programs:
-    """A linear whose weight and input two GPUs share (FSDP), with one scale a tensor, and in blocks of 128x128."""
+    """A linear whose weight, its gradient and the input two GPUs share (FSDP), for each kernel of products.
+
+    The weight is in fp32, as layers keep it.
+    """
     import jax
     import jax.numpy as jnp
 
     import fp8jax
 
-    shapes = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 512), (512, 256), (1024, 256)))
+    dtypes = jnp.bfloat16, jnp.float32, jnp.bfloat16
+    sizes = (1024, 512), (512, 256), (1024, 256)
+    shapes = tuple(jax.ShapeDtypeStruct(*how) for how in zip(sizes, dtypes, strict=True))
     rows = jax.P("fsdp", None)
-    return {
-        name: (_linear(fp8jax.recipes.get(name).linear), shapes, (rows, rows, rows))
-        for name in ("te_current", "deepseek")
-    }
+
+    def shared(program: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            y, (dx, dw) = program(*args)
+            return y, dx, jax.lax.with_sharding_constraint(dw, rows)
+
+        return run
+
+    parts = {name: fp8jax.recipes.get(name).linear for name in ("te_current", "deepseek", "fast", "int8_block")}
+    return {name: (shared(_linear(part)), shapes, (rows, rows, rows)) for name, part in parts.items()}
 
 
 def _gathers(text: str) -> list[tuple[str, list[int]]]:
@@ -134,6 +145,7 @@ def main() -> None:
     import numpy as np
     from jax.experimental import topologies
 
+    from fp8jax.dist.collectives import collectives
     from fp8jax.modules import compiled
     from fp8jax.ops import choice
 
@@ -163,6 +175,7 @@ def main() -> None:
                     "warnings": compiled.widened(products, told),
                     "loops": len(re.findall(r" while\(", text)),
                     "gathers": _gathers(text),
+                    "sums": [tuple(c) for c in collectives(text) if c.kind in ("all-reduce", "reduce-scatter")],
                 }
     print(MARK + json.dumps(found))
 

@@ -93,7 +93,8 @@ def test_the_program_says_what_computes_each_operation(monkeypatch):
     # The input, the weight for both products, and the gradient with its transposed copy at once; x transposed is read.
     assert told == {("quantize", "xla", "not the kernel: it needs a CUDA GPU"): 4}
     assert sum(name == "matmul" for name, _ in report.program.choices) == 3
-    assert "  quantize by xla, 4 times: not the kernel: it needs a CUDA GPU" in str(report).splitlines()
+    # Once, however often JAX traces what is in it.
+    assert str(report).splitlines().count("  quantize by xla: not the kernel: it needs a CUDA GPU") == 1
     monkeypatch.setattr(quantize, "on_cuda", lambda platform=None: True)
     monkeypatch.setattr(quantize, "missing_triton", lambda kernel, fp8=True: "there is none")
     report = fp8jax.explain(model, TE, x)

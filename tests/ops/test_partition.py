@@ -103,6 +103,50 @@ def test_a_contraction_that_is_cut_is_summed_once(kind):
         same(found, np.asarray(a) @ np.asarray(b).T)
 
 
+@both
+@pytest.mark.parametrize(
+    ("operand", "wanted", "kept"),
+    [
+        ("rows", ("rows", None), ("rows", None)),
+        ("rows", (None, "rows"), (None, "rows")),
+        (("rows", "columns"), (None, "rows"), (None, "rows")),
+        (("rows", "columns"), (("columns", "rows"), None), (("columns", "rows"), None)),
+        ("rows", ("columns", None), (None, None)),
+    ],
+    ids=str,
+)
+def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
+    """As FSDP has gradients of weights: what the devices send is half of an all-reduce's."""
+
+    def product(a, b, sharding):
+        def local(cut: Cut, a, b):
+            return cut.total(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k", "m n")
+
+        y = partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sums="k", wanted=wanted)
+        found.append(jax.typeof(y).sharding.spec)
+        explicit = kind == AxisType.Explicit
+        return jax.sharding.reshard(y, sharding) if explicit else lax.with_sharding_constraint(y, sharding)
+
+    found, mesh, a, b = [], mesh_of(kind), jnp.round(8 * draw(0, 16, 64)), jnp.round(8 * draw(1, 24, 64))
+    placed = place(mesh, a, None, operand), place(mesh, b, None, operand)
+    run = jax.jit(lambda a, b: product(a, b, NamedSharding(mesh, PartitionSpec(*wanted)))).lower(*placed).compile()
+    same(run(*placed), np.asarray(a) @ np.asarray(b).T)
+    if kind == AxisType.Explicit:
+        assert tuple(found[0]) == kept
+    text, summed = run.as_text(), kept != (None, None)
+    assert ("reduce-scatter(" in text) == summed
+    assert ("all-reduce(" in text) == (not summed or (operand, kept) == (("rows", "columns"), (None, "rows")))
+
+
+def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
+    notation_ = partition.Notation(
+        *([partition._dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sums="k"
+    )
+    lengths, specs = {"m": 6, "n": 8, "k": 64}, (PartitionSpec(None, "rows"),) * 2
+    assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec("rows")).kept == {}
+    assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec(None, "rows")).kept == {"n": ("rows",)}
+
+
 def test_nan_is_a_maximum():
     mesh, x = mesh_of(AxisType.Auto), draw(0, 16, 32).at[3, 5].set(jnp.nan)
     assert jnp.isnan(jax.jit(statistics)(place(mesh, x, "rows", "columns"))[1])
