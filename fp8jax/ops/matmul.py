@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
+from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops import matmul_hopper, sharding
 from fp8jax.ops.choice import Choice, by_platform, capability, check_impl, local, named, on_cuda, tell
 from fp8jax.ops.matmul_hopper import row_scales
@@ -31,6 +32,7 @@ def matmul(
     fast: bool = True,
     exact: bool = False,
     spec: Sequence[Any] | None = None,
+    turned: bool = False,
 ) -> Array:
     """a @ b.T of matrices that may be quantized.
 
@@ -59,6 +61,8 @@ def matmul(
             product): exact while a code stays normal under its row's largest power of two, else rounded to 2^-9 of the
             row's scale. Only kernels have this choice, the reference is exact.
         spec: on a mesh with Explicit axes, the sharding of both axes of the result; None follows JAX's own rule.
+        turned: whether `b` is the transposed copy of codes that another product reads: where codes are decoded, one
+            decoded matrix then serves both.
 
     Returns:
         (M, N) array.
@@ -75,8 +79,9 @@ def matmul(
     spec = spec or sharding.product_sharding(a, b, _K_MAJOR)
     plain = functools.partial(_reference, fast, dtype)
     if how is None and on_cuda() and _widened(a, b):
-        decoded = _decoded if capability() >= _BF16_CAPABILITY else _halved
-        plain = functools.partial(by_platform, cuda=functools.partial(decoded, dtype), default=plain)
+        bf16 = capability() >= _BF16_CAPABILITY
+        decoded = functools.partial(_decoded, dtype, turned=turned) if bf16 else functools.partial(_halved, dtype)
+        plain = functools.partial(by_platform, cuda=decoded, default=plain)
 
     def reference(a: Operand, b: Operand) -> Array:
         return sharding.multiply(plain, a, b, spec)
@@ -146,12 +151,18 @@ def _widened(a: Operand, b: Operand) -> bool:
     return not integers or any(_split(q) for q in (a, b))
 
 
-def _decoded(dtype: DTypeLike, a: Operand, b: Operand) -> Array:
+def _decoded(dtype: DTypeLike, a: Operand, b: Operand, turned: bool = False) -> Array:
     """One product of what the codes stand for, rounded to bf16, with fp32 sums."""
     if 0 in (*a.shape, *b.shape):
         return jnp.zeros((a.shape[0], b.shape[0]), dtype)
-    left, right = (x.dequantize(jnp.bfloat16) if isinstance(x, QTensor) else x.astype(jnp.bfloat16) for x in (a, b))
-    return _plain(left, right, dtype)
+
+    def decode(x: Operand) -> Array:
+        return x.dequantize(jnp.bfloat16) if isinstance(x, QTensor) else x.astype(jnp.bfloat16)
+
+    if turned and isinstance(b, QTensor) and b.spec.granularity in TRANSPOSABLE:
+        # XLA takes these transpositions away and finds the codes decoded already.
+        return _plain(decode(a), decode(transpose(b, impl="xla")).T, dtype)
+    return _plain(decode(a), decode(b), dtype)
 
 
 def _halved(dtype: DTypeLike, a: Operand, b: Operand) -> Array:

@@ -354,7 +354,8 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     columns = saved.x.operand(side, of_dx)
     if of_dx.foreseen is not None:
         how.known.note(dx, Origin(foreseen=of_dx.foreseen))
-    dw = matmul(columns, dy_columns, dtype=w.dtype, fast="wgrad" in recipe.fast_accumulation, spec=w.spec)
+    how_wgrad: Any = {"fast": "wgrad" in recipe.fast_accumulation, "turned": recipe.dy_wgrad == SAME}
+    dw = matmul(columns, dy_columns, dtype=w.dtype, spec=w.spec, **how_wgrad)
     inputs = (None, dx) if how.through else (dx, None)
     return *inputs, dw, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
 

@@ -4,6 +4,7 @@ Each function of this file gives programs by name, each with the shapes of its a
 and collectives is printed.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -89,19 +90,31 @@ def _linear(part: Any) -> Callable[..., Any]:
 
 def few() -> Programs:
     """One of each way to multiply, with none of our kernels, and XLA_FLAGS that are set after XLA has read them."""
+    os.environ["XLA_FLAGS"] = FP8
+    all_ = linears()
+    return {name: (_plain(all_[name][0]), all_[name][1]) for name in ("te_current", "switchback", "int8_block")}
+
+
+def _plain(program: Callable[..., Any]) -> Callable[..., Any]:
+    """A program without our kernels."""
     from fp8jax.ops import choice
 
-    os.environ["XLA_FLAGS"] = FP8
+    def run(*args: Any) -> Any:
+        with choice.target(kernels=False):
+            return program(*args)
 
-    def plain(program: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with choice.target(kernels=False):
-                return program(*args)
+    return run
 
-        return run
 
-    all_ = linears()
-    return {name: (plain(all_[name][0]), all_[name][1]) for name in ("te_current", "switchback", "int8_block")}
+def decoded() -> Programs:
+    """A linear in bf16 whose codes are decoded, of a gradient that nothing else is as large as."""
+    import jax
+    import jax.numpy as jnp
+
+    import fp8jax
+
+    shapes = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 512), (512, 2048), (4096, 2048)))
+    return {"int8_block": (_plain(_linear(fp8jax.recipes.int8_block().linear)), shapes)}
 
 
 def sharded() -> Programs:
@@ -140,6 +153,14 @@ def _gathers(text: str) -> list[tuple[str, list[int]]]:
     return found
 
 
+def _written(text: str) -> dict[str, int]:
+    """How many 16-bit matrices of each shape fusions and copies write to memory."""
+    entry = text.split("ENTRY", 1)[1]
+    results = re.findall(r"^ +(?:ROOT )?%\S+ = (.*?) (?:fusion|copy|transpose)\(", entry, re.MULTILINE)
+    arrays = [array for result in results for array in _ARRAY.findall(result)]
+    return dict(collections.Counter(shape for dtype, shape in arrays if dtype in ("bf16", "f16") and "," in shape))
+
+
 def main() -> None:
     import jax
     import numpy as np
@@ -175,6 +196,7 @@ def main() -> None:
                     "warnings": compiled.widened(products, told),
                     "loops": len(re.findall(r" while\(", text)),
                     "gathers": _gathers(text),
+                    "written": _written(text),
                     "sums": [tuple(c) for c in collectives(text) if c.kind in ("all-reduce", "reduce-scatter")],
                 }
     print(MARK + json.dumps(found))

@@ -264,3 +264,21 @@ def test_on_a_gpu_without_bf16_products_have_operands_of_fp16_which_do_not_overf
         unit = 100 * 2.0**-24 * np.abs(left).max(1)[:, None] * np.abs(other).max(1)
         got = np.asarray(matmul_of_fp16(jnp.float32, qa, right), np.float64)
         assert (np.abs(got - want) <= 2.1 * 2.0**-11 * size + 2 * unit).all()
+
+
+def test_codes_that_two_products_read_are_decoded_once():
+    a, b = operands(64, 48, 96)
+    q, left, right = (fp8jax.quantize(x, "int8:block32") for x in (a, b, jnp.ones((32, 64))))
+    texts, found = [], []
+    for turned in (False, True):
+
+        def both(q, left, right, turned=turned):
+            copy = transpose(q, impl="xla")
+            return matmul_of_16_bits(jnp.float32, q, left), matmul_of_16_bits(jnp.float32, right, copy, turned)
+
+        program = jax.jit(both).lower(q, left, right).compile()
+        texts.append(len(re.findall(r"= f32\[(?:64,96|96,64)\]\S* multiply\(", program.as_text())))
+        found.append(program(q, left, right))
+    assert texts == [2, 1]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
