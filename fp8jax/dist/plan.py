@@ -86,7 +86,8 @@ def plan(
     recipe quantizes weights, others once; gradients are scattered to their owners, and over "data" they are summed, as
     `recipe.comm` says. Where that leaves it to XLA matrices and their gradients travel in what products compute in, and
     gradients of quantized products are summed whole over "fsdp", because XLA cuts no kernel's sums. Left out are single
-    numbers, such as largest magnitudes, and what lookups in a table cost that XLA does not gather.
+    numbers, such as largest magnitudes, histories of delayed scaling, and what lookups in a table cost that XLA does not
+    gather.
 
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`s: the whole parameters.
