@@ -85,8 +85,9 @@ def plan(
     Over "fsdp" all of these are cut. Matrices of stacked layers are gathered forward and backward, as codes where the
     recipe quantizes weights, others once; gradients are scattered to their owners, and over "data" they are summed, as
     `recipe.comm` says. Where that leaves it to XLA matrices and their gradients travel in what products compute in, and
-    gradients of quantized products are summed whole over "fsdp", because XLA cuts no kernel's sums. Left out are single
-    numbers, such as largest magnitudes, and what lookups in a table cost that XLA does not gather.
+    gradients of quantized products are summed whole over both axes, because XLA cuts no kernel's sums. Left out are
+    single numbers, such as largest magnitudes, histories of delayed scaling, and what lookups in a table cost that XLA
+    does not gather.
 
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`s: the whole parameters.
@@ -159,11 +160,12 @@ def _exchanged(
     sums = dict.fromkeys((True, False), 0)
     for shape, depth in matrices:
         sums[quantized and depth > 0] += math.prod(shape)
+    if data * fsdp > 1:
+        found.append(Collective("all-reduce", _NAMES[computed], width * sums[True], data * fsdp))
     if fsdp > 1:
-        found.append(Collective("all-reduce", _NAMES[computed], width * sums[True], fsdp))
         found.append(Collective("reduce-scatter", _NAMES[computed], width * sums[False], fsdp))
     if data > 1:
-        found.append(Collective("all-reduce", _NAMES[computed], width * (sums[True] + sums[False]) // cut, data))
+        found.append(Collective("all-reduce", _NAMES[computed], width * sums[False] // cut, data))
     rest = sum(math.prod(shape) for shape, depth in parts if len(shape) - depth < 2)
     if data * fsdp > 1:
         found.append(Collective("all-reduce", _NAMES["fp32"], 4 * rest, data * fsdp))
@@ -173,26 +175,28 @@ def _exchanged(
 def _gathered(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Recipe, fsdp: int) -> list[Collective]:
     """All-gathers of parameters: of stacked layers forward and backward, of others once."""
     comm, linear, weights = recipe.comm, recipe.linear, recipe.weights
-    spec = linear.spec("w")
-    if comm.gradients is not None and "w" in linear.states and linear.states["w"].observes:
-        values = weights.held
-    else:
-        values = weights.compute
+    spec, ours = linear.spec("w"), comm.gradients is not None
+    observed = "w" in linear.states and linear.states["w"].observes
     found = []
     for shape, depth in matrices:
-        size, times = math.prod(shape) // fsdp, 2 if depth else 1
+        size, times, layer = math.prod(shape) // fsdp, 2 if depth else 1, shape[depth:]
+        blocked = spec is not None and spec.granularity == "block"
+        block = spec.block_shape(layer) if spec is not None and blocked else (1, 1)
+        dtype = weights.compute
         if comm.auto_scale:
-            values, times = weights.held, 1
-        if spec is None or not depth or values == weights.held != weights.compute:
-            dtype = values if depth or comm.auto_scale else weights.compute
+            dtype, times, codes = weights.held, 1, False
+        elif spec is not None and depth > 0:
+            codes = not (ours and (observed or shape[-2] // fsdp % block[0]))
+            dtype = dtype if codes else weights.held
+        else:
+            codes = False
+        if not codes or spec is None:
             nbytes = int(formats.get(dtype).bytes_per_element) * size
             found.append(Collective("all-gather", _NAMES[dtype], nbytes, fsdp, times))
             continue
-        dtype = "u8" if comm.gradients is not None else _NAMES[spec.format]
-        found.append(Collective("all-gather", dtype, size, fsdp, times))
-        if spec.granularity == "block":
-            layer = math.prod(blocks.counts(shape[depth:], spec.block_shape(shape[depth:])))
-            scales = 4 * math.prod(shape[:depth]) * layer // fsdp
+        found.append(Collective("all-gather", "u8" if ours else _NAMES[spec.format], size, fsdp, times))
+        if blocked:
+            scales = 4 * math.prod(shape[:depth]) * math.prod(blocks.counts(layer, block)) // fsdp
             found.append(Collective("all-gather", _NAMES["fp32"], scales, fsdp, times))
     return found
 

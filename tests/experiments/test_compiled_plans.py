@@ -10,14 +10,14 @@ import pytest
 from tests.kernels import h200
 
 pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
-# All-reduces of single numbers, which a plan leaves out: the loss, norms, largest magnitudes of tensors.
-NUMBERS = 1024
+# All-reduces of single numbers, which a plan leaves out: the loss, norms, largest magnitudes of tensors, and keys.
+NUMBERS, ALONE = 1024, (("all-reduce", "f32"), ("all-reduce", "u32"))
 
-FAST = ["bf16:2:1:", "te_current:1:2:e4m3", "te_current:1:2:", "deepseek:2:2:e4m3"]
+FAST = ["bf16:2:1:", "te_current:1:2:e4m3"]
 SLOW = [
-    "bf16:1:2:", "bf16:2:2:", "coat:2:1:", "coat:1:2:", "deepseek:1:2:", "int8_block:1:2:", "te_current:2:2:",
-    "bf16:1:2:e4m3", "bf16:2:1:bf16", "coat:1:2:e4m3", "coat:2:1:e4m3:one_phase", "te_delayed:1:2:e4m3",
-    "moss:1:2:e4m3", "fp8_lm:1:2:e4m3:one_phase", "fp8_lm:2:2:e4m3", "int8_fallback:1:4:e4m3",
+    "te_current:1:2:", "deepseek:2:2:e4m3", "bf16:1:2:", "bf16:2:2:", "coat:2:1:", "coat:1:2:", "deepseek:1:2:",
+    "int8_block:1:2:", "te_current:2:2:", "bf16:1:2:e4m3", "bf16:2:1:bf16", "coat:1:2:e4m3", "moss:1:2:e4m3",
+    "coat:2:1:e4m3:one_phase", "fp8_lm:1:2:e4m3:one_phase", "fp8_lm:2:2:e4m3", "int8_fallback:1:2:e4m3",
 ]  # fmt: skip
 
 
@@ -38,11 +38,11 @@ def report(steps):
 
 
 @pytest.mark.parametrize(
-    "steps", [FAST, *(pytest.param(SLOW[i : i + 4], marks=pytest.mark.slow) for i in range(0, len(SLOW), 4))], ids=str
+    "steps", [FAST, *(pytest.param(SLOW[i : i + 2], marks=pytest.mark.slow) for i in range(0, len(SLOW), 2))], ids=str
 )
 def test_planned_collectives_are_those_of_the_step_compiled_for_gpus(steps):
     for step, (program, planned) in report(steps).items():
         found, want = ({tuple(key): size for *key, size in side} for side in (program, planned))
         for key in sorted(found.keys() | want.keys()):
             differs = abs(found.get(key, 0) - want.get(key, 0))
-            assert differs <= (NUMBERS if key[:2] == ("all-reduce", "f32") else 0), (step, key, found, want)
+            assert differs <= (NUMBERS if key[:2] in ALONE else 0), (step, key, found, want)
