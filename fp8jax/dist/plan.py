@@ -84,10 +84,9 @@ def plan(
 
     Over "fsdp" all of these are cut. Matrices of stacked layers are gathered forward and backward, as codes where the
     recipe quantizes weights, others once; gradients are scattered to their owners, and over "data" they are summed, as
-    `recipe.comm` says. Where that leaves it to XLA matrices and their gradients travel in what products compute in, and
-    gradients of quantized products are summed whole over both axes, because XLA cuts no kernel's sums. Left out are
-    single numbers, such as largest magnitudes, histories of delayed scaling, and what lookups in a table cost that XLA
-    does not gather.
+    `recipe.comm` says. Where that leaves it to XLA matrices and their gradients travel in what products compute in.
+    Left out are single numbers, such as largest magnitudes, histories of delayed scaling, and what lookups in a table
+    cost that XLA does not gather.
 
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`s: the whole parameters.
@@ -155,17 +154,12 @@ def _exchanged(
         if data > 1:
             found += reductions(own, recipe.comm, data, depths=depths, min_size=MIN_SIZE // fsdp)
         return found
-    computed, quantized = recipe.weights.compute, recipe.linear.spec("w") is not None
-    width = int(formats.get(computed).bytes_per_element)
-    sums = dict.fromkeys((True, False), 0)
-    for shape, depth in matrices:
-        sums[quantized and depth > 0] += math.prod(shape)
-    if data * fsdp > 1:
-        found.append(Collective("all-reduce", _NAMES[computed], width * sums[True], data * fsdp))
+    computed = recipe.weights.compute
+    sums = int(formats.get(computed).bytes_per_element) * sum(math.prod(shape) for shape, _ in matrices)
     if fsdp > 1:
-        found.append(Collective("reduce-scatter", _NAMES[computed], width * sums[False], fsdp))
+        found.append(Collective("reduce-scatter", _NAMES[computed], sums, fsdp))
     if data > 1:
-        found.append(Collective("all-reduce", _NAMES[computed], width * sums[False] // cut, data))
+        found.append(Collective("all-reduce", _NAMES[computed], sums // cut, data))
     rest = sum(math.prod(shape) for shape, depth in parts if len(shape) - depth < 2)
     if data * fsdp > 1:
         found.append(Collective("all-reduce", _NAMES["fp32"], 4 * rest, data * fsdp))

@@ -65,8 +65,8 @@ def test_the_step_of_fp8lm_is_near_its_reference(case):
         x, y = (np.asarray(z).astype(np.float32) for z in (a, b))
         np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=str(path))
         finite = np.isfinite(x)
-        # One fp8 code apart at most, and few of them.
-        np.testing.assert_allclose(x[finite], y[finite], rtol=0.26, atol=1e-6, err_msg=str(path))
+        # One code apart at most, subnormal ones of e4m3 2^-9, of e5m2 less, and few of them.
+        np.testing.assert_allclose(x[finite], y[finite], rtol=0.26, atol=2.0**-9, err_msg=str(path))
         assert np.mean(x[finite] != y[finite]) < 0.01, path
 
 
