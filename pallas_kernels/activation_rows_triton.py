@@ -17,7 +17,7 @@ from pallas_kernels import operations_triton as on
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.operations_triton import Operation
-from pallas_kernels.quantize_triton import Launch
+from pallas_kernels.quantize_triton import QuantizeLaunch
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def keep_activation(
     kept: device.Coding,
     dtype: Any,
     *,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[list[tuple[Array, Array] | None], Array, Array]:
     """What an activation keeps, as of `activation_triton.keep_activation`, and codes of its result by rows.
@@ -104,7 +104,7 @@ def keep_activation(
         What is kept; codes of the result (M, N); and their scales, fp32 (M, 1).
     """
     m, n = gate.shape
-    launch = launch or Launch(1, 2048, 4)
+    launch = launch or QuantizeLaunch(1, 2048, 4)
     present = (True, operation.gated, operation.activated)
     shapes = [
         jax.ShapeDtypeStruct(shape if here else (1, 1), kind)

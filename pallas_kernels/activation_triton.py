@@ -13,7 +13,7 @@ from pallas_kernels import operations_triton as on
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.operations_triton import Operation
-from pallas_kernels.quantize_triton import Launch
+from pallas_kernels.quantize_triton import QuantizeLaunch
 from pallas_kernels.remake_triton import Operands
 
 # Of `mend`: enough for every GPU, and as good as nothing where there is nothing to do.
@@ -100,7 +100,7 @@ def keep_activation(
     kept: device.Coding,
     *,
     result: tuple[Array, Any] | None = None,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[list[tuple[Array, Array] | None], Array, Array | None]:
     """What an activation keeps, in one pass: codes and scales of its gate, `up` and activated gate.
@@ -113,7 +113,7 @@ def keep_activation(
         largest finite magnitude of its result, an fp32 scalar; and codes of the result (M, N), or None.
     """
     m, n = gate.shape
-    launch = launch or (Launch(32, 128, 8) if n % 256 else Launch(16, 256, 8))
+    launch = launch or (QuantizeLaunch(32, 128, 8) if n % 256 else QuantizeLaunch(16, 256, 8))
     tiles = -(-m // launch.rows) * -(-n // launch.columns)
     present = (True, operation.gated, operation.activated)
     shapes = [
@@ -153,7 +153,7 @@ def mend(
     inputs = [gate, gate if up is None else up, scale.reshape(1, 1), wrong.reshape(1).astype(jnp.int32)]
     (found,) = quantize_triton.call(
         _mend, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
-        [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], PROGRAMS, Launch(32, 128, 4), compute_capability,
+        [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], PROGRAMS, QuantizeLaunch(32, 128, 4), compute_capability,
         aliases={len(inputs): 0}, OPERATION=operation, HOW=device.Coding("tensor", codes.dtype).static,
         PROGRAMS=PROGRAMS,
     )  # fmt: skip

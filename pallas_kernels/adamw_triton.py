@@ -28,7 +28,7 @@ _SLOPE = 0.9935
 _SMALLEST_REST = 2.0**-60
 
 
-class Scalars(NamedTuple):
+class AdamWScalars(NamedTuple):
     """The runtime scalars of a step, each a number or a traced scalar; `correction` is 1 - b^t.
 
     change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps), where m and
@@ -96,7 +96,7 @@ class Scalars(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class AdamWLaunch:
     """How the work is cut: tuning only, never the result.
 
     Attributes:
@@ -214,7 +214,7 @@ def adamw(
     weight: Array | None,
     mu: tuple[Array, ...],
     nu: tuple[Array, ...],
-    scalars: Scalars,
+    scalars: AdamWScalars,
     *,
     mu_storage: Storage | None,
     nu_storage: Storage | None,
@@ -225,7 +225,7 @@ def adamw(
     nu_seed: Array | None = None,
     salt: int = 0,
     run: tuple[int, int] | None = None,
-    launch: Launch | None = None,
+    launch: AdamWLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
     """One step of AdamW on one parameter.
@@ -271,7 +271,7 @@ def adamw(
         raise ValueError("stochastic rounding is of the new bf16 weights: form 'step', dtype bfloat16")
     if (nu_seed is not None) != (nu_storage is not None and nu_storage.noise is not None):
         raise ValueError("nu_seed is for a second moment in codes whose storage has `noise`")
-    launch = launch or Launch()
+    launch = launch or AdamWLaunch()
     length = grad.shape[-1]
     groups_of_row = -(-length // group_size)
     groups = math.prod(grad.shape[:-1]) * groups_of_row

@@ -57,18 +57,20 @@ class Storage:
     noise: Noise | None = None
 
     @property
-    def static(self) -> "Static":
+    def static(self) -> "StorageConstants":
         ratio, lowest, highest = self.expansion or (2.0, 1.0, 1.0)
         expanded, smallest = self.expansion is not None, self.smallest or 0.0
         numbers = (self.max, math.log2(self.max), math.log2(ratio), lowest, highest, smallest)
         if self.noise is None:
-            return Static(True, expanded, self.signed, *numbers)
+            return StorageConstants(True, expanded, self.signed, *numbers)
         fewest, most = (math.log2(bound) for bound in self.noise.kept)
         dropped = 23 - self.noise.mantissa
-        return Static(True, expanded, self.signed, *numbers, dropped, self.noise.smallest_normal, fewest, most)
+        return StorageConstants(
+            True, expanded, self.signed, *numbers, dropped, self.noise.smallest_normal, fewest, most
+        )
 
 
-class Static(NamedTuple):
+class StorageConstants(NamedTuple):
     """A `Storage` as the device code takes it."""
 
     scaled: bool
@@ -86,7 +88,7 @@ class Static(NamedTuple):
     most: float = 0.0
 
 
-PLAIN = Static(False, False, True, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0)
+PLAIN = StorageConstants(False, False, True, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0)
 
 
 @triton.jit

@@ -10,13 +10,13 @@ from jax import Array
 
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
-from pallas_kernels.quantize_triton import Launch
+from pallas_kernels.quantize_triton import QuantizeLaunch
 
 SIDES = (32, 128)
 FP8_CAPABILITY = 75  # of the kernel: it makes no FP8 codes
 
 
-class Codes(NamedTuple):
+class FallbackCodes(NamedTuple):
     """What the kernel makes of a matrix (M, N), whose blocks are (ceil(M / side), ceil(N / side)).
 
     Attributes:
@@ -117,9 +117,9 @@ def quantize(
     *,
     words: Array | None = None,
     place: Array | None = None,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
-) -> Codes:
+) -> FallbackCodes:
     """Blocks of a matrix, with the residual of those whose largest magnitude exceeds a threshold.
 
     Args:
@@ -137,7 +137,7 @@ def quantize(
     reason = unsupported(x, side)
     if reason is not None:
         raise ValueError(f"the fallback kernel cannot run: {reason}")
-    launch = launch or Launch(side, 128, 16 if side == 128 else 8)
+    launch = launch or QuantizeLaunch(side, 128, 16 if side == 128 else 8)
     m, n = x.shape
     blocks = (-(-m // side), -(-n // side))
     noise = jnp.zeros(4, jnp.uint32)
@@ -156,7 +156,7 @@ def quantize(
         HOW=how, DRAWN=words is not None, RANDOM=how._replace(stochastic=True),
     )  # fmt: skip
     base, residual, drawn = (jax.lax.bitcast_convert_type(c, jnp.int8) for c in (base, residual, drawn))
-    return Codes(base, base_scale, residual, residual_scale, used != 0, drawn if words is not None else None)
+    return FallbackCodes(base, base_scale, residual, residual_scale, used != 0, drawn if words is not None else None)
 
 
 def unsupported(x: Array, side: int) -> str | None:

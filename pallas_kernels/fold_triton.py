@@ -103,7 +103,7 @@ def fold_codes(
         if x.shape not in fitting or x.dtype != dtype or 0 in x.shape:
             raise ValueError(f"{name} is {x.dtype}{list(x.shape)}, not {jnp.dtype(dtype)} of shape {fitting[-1]}")
     wide = min(max(triton.next_power_of_2(n), GROUP), 4096)
-    launch = quantize_triton.Launch(max(8192 // wide, 1), wide, warps)
+    launch = quantize_triton.QuantizeLaunch(max(8192 // wide, 1), wide, warps)
     shapes: list[Any] = [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
     inputs = [jax.lax.bitcast_convert_type(codes, jnp.uint8), powers, level]
     folded, scale = quantize_triton.call(

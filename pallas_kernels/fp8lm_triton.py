@@ -30,7 +30,7 @@ _FP16_MAX, _FP16_SMALLEST = tl.constexpr(65504.0), tl.constexpr(2.0**-24)
 _FP16_NORMAL, _FP16_MANTISSA = tl.constexpr(2.0**-14), tl.constexpr(10)
 
 
-class Scalars(NamedTuple):
+class FP8LMScalars(NamedTuple):
     """The runtime scalars of a step, each a number or a traced scalar, in the order that the kernel reads them.
 
     m = b1_rest * g + b1 * mu and v = b2_rest * g^2 + b2 * nu, g the gradient times `factor`;
@@ -61,7 +61,7 @@ class Scalars(NamedTuple):
         return jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in values])
 
 
-class Launch(NamedTuple):
+class FP8LMLaunch(NamedTuple):
     """How the work is cut: tuning only, never the result.
 
     Attributes:
@@ -265,12 +265,12 @@ def fp8lm(
     mu: Array,
     nu: Array,
     scales: Array,
-    scalars: Scalars,
+    scalars: FP8LMScalars,
     *,
     form: Literal["update", "step"],
     words: Array | None = None,
     run: tuple[int, int] | None = None,
-    launch: Launch | None = None,
+    launch: FP8LMLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """One step of FP8-LM's AdamW on one parameter.
@@ -304,7 +304,7 @@ def fp8lm(
     reason = unsupported(grad.shape, grad.dtype, weight.dtype, mu.dtype, words is not None)
     if reason is not None:
         raise ValueError(f"the fused kernel of fp8lm_adamw cannot run: {reason}")
-    launch, step, layers = launch or Launch(), form == "step", scales.shape[1]
+    launch, step, layers = launch or FP8LMLaunch(), form == "step", scales.shape[1]
     length = grad.size // layers
     vector = VECTOR if length % VECTOR == 0 else 1
     tiles = -(-length // launch.elements)

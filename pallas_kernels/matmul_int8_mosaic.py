@@ -15,7 +15,7 @@ from pallas_kernels.hopper_wgmma import multiply_rows
 BLOCK = 128
 
 
-class Residual(NamedTuple):
+class FallbackResidual(NamedTuple):
     """What the blocks of a left operand that fall back add to it.
 
     Attributes:
@@ -35,7 +35,7 @@ def matmul_int8_block(
     a_scale: jax.Array,
     b_scale: jax.Array,
     *,
-    residual: Residual | None = None,
+    residual: FallbackResidual | None = None,
     out_dtype: Any = jnp.bfloat16,
     tile: Tile | None = None,
     interpret: hopper.Interpret = None,

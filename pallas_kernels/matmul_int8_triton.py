@@ -10,7 +10,7 @@ from jax import Array
 
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
-from pallas_kernels.quantize_triton import Launch
+from pallas_kernels.quantize_triton import QuantizeLaunch
 
 BLOCK = 128
 FP8_CAPABILITY = 80  # of the kernel: it multiplies no FP8 codes
@@ -72,7 +72,7 @@ def matmul_int8_block(
     *,
     residual: Any = None,
     out_dtype: Any = jnp.bfloat16,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> Array:
     """The product of `matmul_int8_mosaic.matmul_int8_block`, with the same arguments but for tuning.
@@ -89,7 +89,7 @@ def matmul_int8_block(
         ValueError: operands are not int8 matrices with scales of blocks, or a tile's sides do not divide 128.
     """
     (m, k), n = a.shape, b.shape[0]
-    launch = launch or Launch(128, 128, 8, 3)
+    launch = launch or QuantizeLaunch(128, 128, 8, 3)
     rows, columns, steps = (-(-size // BLOCK) for size in (m, n, k))
     found = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
     wanted = {"a": (m, k), "b": (n, k), "a_scale": (rows, steps), "b_scale": (columns, steps)}

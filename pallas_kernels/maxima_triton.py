@@ -10,7 +10,7 @@ from jax import Array
 
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
-from pallas_kernels.quantize_triton import Launch
+from pallas_kernels.quantize_triton import QuantizeLaunch
 
 
 class Of(NamedTuple):
@@ -63,7 +63,7 @@ def maxima(
     rows: bool = False,
     columns: bool = False,
     integers: bool = False,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
     down: int | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array | None, Array | None, Array | None]:
@@ -78,7 +78,7 @@ def maxima(
     Returns:
         fp32, of the tensor (), of the rows (M,) and of the columns (N,); None for what is not asked for.
     """
-    launch = launch or Launch(16 if columns else 32, 256, 4)
+    launch = launch or QuantizeLaunch(16 if columns else 32, 256, 4)
     m, n = x.shape
     down = (16 if columns else 1) if down is None else down
     strips, across = -(-m // (launch.rows * down)), -(-n // launch.columns)

@@ -13,7 +13,7 @@ from pallas_kernels import operations_triton as on
 from pallas_kernels import quantize_triton, remake_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.operations_triton import Operation
-from pallas_kernels.quantize_triton import Launch
+from pallas_kernels.quantize_triton import QuantizeLaunch
 
 # The longest row that a program holds; how many rows at most share one sum over rows, and how many sums at least, so
 # that a GPU has work for all of its multiprocessors.
@@ -200,7 +200,7 @@ def backward(
     """
     m, n = dy.shape
     rows, wide = max(1, min(ROWS, m // SUMS)), triton.next_power_of_2(n)
-    launch = Launch(rows, wide, max(4, wide // 512))
+    launch = QuantizeLaunch(rows, wide, max(4, wide // 512))
     programs = -(-m // launch.rows)
     sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
             for p in (operation.scaled, operation.biased)]  # fmt: skip
@@ -220,7 +220,7 @@ def backward(
     )
 
 
-def _launch(n: int) -> Launch:
+def _launch(n: int) -> QuantizeLaunch:
     """Whole rows, a program about 4,096 elements."""
     wide = triton.next_power_of_2(n)
-    return Launch(max(1, 4096 // wide), wide, 4 if wide <= 4096 else 8)
+    return QuantizeLaunch(max(1, 4096 // wide), wide, 4 if wide <= 4096 else 8)

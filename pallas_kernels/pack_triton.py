@@ -13,7 +13,7 @@ from jax import Array
 from pallas_kernels import codec_triton as codec
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
-from pallas_kernels.quantize_triton import Launch
+from pallas_kernels.quantize_triton import QuantizeLaunch
 
 GROUP, TOP = 128, 511
 FP8_CAPABILITY = 75  # of the kernel: it makes no FP8 codes
@@ -55,7 +55,9 @@ def _pack(
     tl.store(out + 4 * FOURS + four, high.to(tl.uint8), mask=there[:, None] & (four < FOURS))
 
 
-def pack(x: Array, *, launch: Launch | None = None, compute_capability: int | None = None) -> tuple[Array, Array]:
+def pack(
+    x: Array, *, launch: QuantizeLaunch | None = None, compute_capability: int | None = None
+) -> tuple[Array, Array]:
     """Packed codes, uint8 (M, 5 ceil(N / 4)), and bf16 scales (M, ceil(N / 128)) of a matrix (M, N).
 
     Bit for bit those of `fp8jax.quantize` for "int10:group128" with bf16 scales. A group with a NaN or Inf has a NaN
@@ -67,7 +69,7 @@ def pack(x: Array, *, launch: Launch | None = None, compute_capability: int | No
     reason = quantize_triton.unsupported(x.shape, x.dtype, ())
     if reason is not None:
         raise ValueError(f"the packing kernel cannot run: {reason}")
-    launch = launch or Launch(64, GROUP, 8)
+    launch = launch or QuantizeLaunch(64, GROUP, 8)
     (m, n), groups = x.shape, -(-x.shape[1] // GROUP)
     shapes = [jax.ShapeDtypeStruct((m, 5 * -(-n // 4)), jnp.uint8), jax.ShapeDtypeStruct((m, groups), jnp.bfloat16)]
     programs = -(-m * groups // launch.rows)

@@ -141,7 +141,7 @@ def quantize_rows(
         jax.ShapeDtypeStruct((programs,), jnp.int32),
     ]
     one = jnp.ones((1, 1), jnp.float32) if level is None else level.reshape(-1, 1).astype(jnp.float32)
-    launch = quantize_triton.Launch(high, wide, warps or (8 if high == 1 else 4))
+    launch = quantize_triton.QuantizeLaunch(high, wide, warps or (8 if high == 1 else 4))
     run = functools.partial(quantize_triton.call, _rows, [x, one], shapes, programs, launch, compute_capability)
     codes, scales, lost = run(
         REST=rest,

@@ -173,7 +173,7 @@ def _transpose(
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class QuantizeLaunch:
     """How the work is cut: tuning only, never the result. Sides of a tile are powers of two, and no group is longer."""
 
     rows: int = 128
@@ -211,7 +211,7 @@ def quantize(
     column_scale: Array | None = None,
     words: Array | None = None,
     place: Array | None = None,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Codes of a matrix and of its transposed copy, in one pass over it.
@@ -277,17 +277,17 @@ def quantize(
     return (first if kept else None), second
 
 
-def _best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -> Launch:
+def _best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -> QuantizeLaunch:
     """Measured on an H200: what has more to keep in registers takes smaller programs, or, not in bf16, more threads."""
     warps = 4 if dtype == jnp.bfloat16 else 8
     kinds = {c.kind for c in (rows, columns) if c is not None}
     if "block" in kinds:
-        return Launch(warps=4)
+        return QuantizeLaunch(warps=4)
     if "group" in kinds and columns is not None:
-        return Launch(warps=warps)
+        return QuantizeLaunch(warps=warps)
     if any(c is not None and c.stochastic for c in (rows, columns)) or (columns is not None and not same):
-        return Launch(128, max(64, rows.size if rows else 0), warps)
-    return Launch(warps=16 if same else 8)
+        return QuantizeLaunch(128, max(64, rows.size if rows else 0), warps)
+    return QuantizeLaunch(warps=16 if same else 8)
 
 
 def _scales_turned(how: Coding) -> bool:
@@ -319,7 +319,7 @@ def _quantized(how: Coding | None, parts: Any) -> Quantized | None:
     return Quantized(codes, scale, parts[2] if how.kind == "mx" else None)
 
 
-def transpose(x: Array, *, launch: Launch | None = None, compute_capability: int | None = None) -> Array:
+def transpose(x: Array, *, launch: QuantizeLaunch | None = None, compute_capability: int | None = None) -> Array:
     """The transposed copy of a matrix of 8-bit codes.
 
     Args:
@@ -333,7 +333,7 @@ def transpose(x: Array, *, launch: Launch | None = None, compute_capability: int
     """
     if x.ndim != 2 or 0 in x.shape or x.dtype.itemsize != 1:
         raise ValueError(f"the transpose kernel takes matrices of bytes that are not empty, not {x.dtype}{x.shape}")
-    launch = launch or Launch(warps=16)
+    launch = launch or QuantizeLaunch(warps=16)
     grid = -(-x.shape[0] // launch.rows) * -(-x.shape[1] // launch.columns)
     shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
@@ -342,7 +342,7 @@ def transpose(x: Array, *, launch: Launch | None = None, compute_capability: int
 
 
 def call(
-    kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: Launch, capability: int | None,
+    kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: QuantizeLaunch, capability: int | None,
     aliases: dict[int, int] | None = None, **static: Any,
 ) -> Any:  # fmt: skip
     """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs."""

@@ -17,7 +17,7 @@ from pallas_kernels import operations_triton as on
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.operations_triton import Operation
-from pallas_kernels.quantize_triton import Launch
+from pallas_kernels.quantize_triton import QuantizeLaunch
 
 # What a tile is: the result of a norm or of an activation, or the cotangent of an activation's gate or up.
 NORM, RESULT, GATE, UP = range(4)
@@ -294,7 +294,7 @@ def quantize(
     rows: bool,
     columns: bool,
     again: tuple[Array, Any] | None = None,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> list[tuple[Array | None, Array | None]]:
     """Codes of one or two results of an operation under given scales.
@@ -331,13 +331,13 @@ def quantize(
     return [*pairs, (None, wanted[4])] if again else pairs
 
 
-def _best(kinds: tuple[int, ...], channels: int, rows: bool) -> Launch:
+def _best(kinds: tuple[int, ...], channels: int, rows: bool) -> QuantizeLaunch:
     """Measured on an H200."""
     if kinds == (NORM,) and not rows and channels % 256 == 0:
-        return Launch(32, 256, 4)
+        return QuantizeLaunch(32, 256, 4)
     if not rows:
-        return Launch(32, 128, 4)
-    return Launch(64, 128, 8) if len(kinds) == 1 else Launch(64, 64, 8)
+        return QuantizeLaunch(32, 128, 4)
+    return QuantizeLaunch(64, 128, 8) if len(kinds) == 1 else QuantizeLaunch(64, 64, 8)
 
 
 def peaks(
@@ -353,7 +353,7 @@ def peaks(
     Of the rows it takes the first SAMPLE of `every` so many times that number.
     """
     m, n = operands.first.shape
-    launch = Launch(SAMPLE, 128, 4)
+    launch = QuantizeLaunch(SAMPLE, 128, 4)
     tiles = -(-m // (launch.rows * every)) * -(-n // launch.columns)
     shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
     found = quantize_triton.call(
@@ -369,7 +369,7 @@ def ahead(
     scale: Array,
     dtype: Any,
     *,
-    launch: Launch | None = None,
+    launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array, list[Array]]:
     """Codes (N, M) of an activation's result under a given scale, and the `peaks` of its cotangents, in one pass.
@@ -378,7 +378,7 @@ def ahead(
     are of each row, (M,), too.
     """
     m, n = operands.first.shape
-    launch, by_row = launch or Launch(32, 128, 4), scale.ndim > 0
+    launch, by_row = launch or QuantizeLaunch(32, 128, 4), scale.ndim > 0
     across, pair = -(-n // launch.columns), operation.gated
     tiles = -(-m // launch.rows) * across
     shape = (across, m) if by_row else (tiles,)

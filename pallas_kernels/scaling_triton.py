@@ -46,13 +46,13 @@ class Coding:
     stochastic: bool = False
 
     @property
-    def static(self) -> "Static":
+    def static(self) -> "CodingConstants":
         top = 127.0 if self.dtype == jnp.int8 else float(jnp.finfo(self.dtype).max)
-        return Static(self.kind, self.size, float(np.float32(1 / top)), int(np.log2(top)),
+        return CodingConstants(self.kind, self.size, float(np.float32(1 / top)), int(np.log2(top)),
                       jnp.dtype(self.dtype).name, self.ocp, self.stochastic)  # fmt: skip
 
 
-class Static(NamedTuple):
+class CodingConstants(NamedTuple):
     """A `Coding` as the device code takes it; also of no codes, "none", and of the "same" as those of the rows."""
 
     kind: str
@@ -87,7 +87,7 @@ class Static(NamedTuple):
         return self.kind in ("group", "block", "mx")
 
 
-NONE = Static("none", 0, 0.0, 0, "float8_e4m3fn", False, False)
+NONE = CodingConstants("none", 0, 0.0, 0, "float8_e4m3fn", False, False)
 INTEGERS = NONE._replace(format="int8")
 
 

@@ -117,3 +117,14 @@ def test_code_in_the_readme_runs():
     namespace: dict = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_no_two_classes_have_one_name():
+    places: dict = {}
+    for path in FILES:
+        if path.parts[0] in ("fp8jax", "pallas_kernels", "experiments"):
+            for node in ast.walk(ast.parse((ROOT / path).read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    assert len(places) > 100
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}

@@ -53,7 +53,7 @@ NT = (((1,), (1,)), ((), ()))
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class GemmArm:
     """One implementation: a function of some arrays of an operand set, and the kind of product it computes."""
 
     name: str
@@ -105,7 +105,7 @@ def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> 
     return out * wide("column", cols) if kind in ("row", "grouped") else out
 
 
-def xla_arms() -> Iterator[Arm]:
+def xla_arms() -> Iterator[GemmArm]:
     dot = functools.partial(lax.dot_general, dimension_numbers=NT)
 
     def tensor(a: Any, b: Any, s: Any, precision: Any = None) -> Any:
@@ -129,14 +129,14 @@ def xla_arms() -> Iterator[Arm]:
         out = jax.nn.scaled_matmul(a[None], b[None], powers, ones, preferred_element_type=F32)[0]
         return (out * r[:, None]).astype(BF16)
 
-    yield Arm("jax.nn.scaled_matmul", "mx", microscaled, ("a", "b", "exponent", "row"))
-    yield Arm("xla bf16", "bf16", functools.partial(dot, preferred_element_type=BF16), ("a16", "b16"))
-    yield Arm("xla fp8 tensor", "tensor", tensor, ("a", "b", "s"))
+    yield GemmArm("jax.nn.scaled_matmul", "mx", microscaled, ("a", "b", "exponent", "row"))
+    yield GemmArm("xla bf16", "bf16", functools.partial(dot, preferred_element_type=BF16), ("a16", "b16"))
+    yield GemmArm("xla fp8 tensor", "tensor", tensor, ("a", "b", "s"))
     promoted = functools.partial(tensor, precision=lax.Precision.HIGHEST)
-    yield Arm("xla fp8 tensor promoted", "promoted", promoted, ("a", "b", "s"))
-    yield Arm("xla fp8 row", "row", row, ("a", "b", "row", "column"))
-    yield Arm("xla fp8 row, then quantized", "grouped", grouped, ("a", "b", "row", "column"))
-    yield Arm("xla mx decoded to bf16", "mx", decoded, ("a", "b", "exponent", "row"))
+    yield GemmArm("xla fp8 tensor promoted", "promoted", promoted, ("a", "b", "s"))
+    yield GemmArm("xla fp8 row", "row", row, ("a", "b", "row", "column"))
+    yield GemmArm("xla fp8 row, then quantized", "grouped", grouped, ("a", "b", "row", "column"))
+    yield GemmArm("xla mx decoded to bf16", "mx", decoded, ("a", "b", "exponent", "row"))
 
 
 def in_groups(y: Any, impl: str) -> tuple[Any, Any]:
@@ -146,19 +146,19 @@ def in_groups(y: Any, impl: str) -> tuple[Any, Any]:
     return q.codes, q.scale
 
 
-def torch_arms() -> Iterator[Arm]:
+def torch_arms() -> Iterator[GemmArm]:
     def scaled(a: Any, b: Any, sa: Any, sb: Any, fast: bool) -> Any:
         return torch._scaled_mm(a, b.t(), scale_a=sa, scale_b=sb, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     fast = functools.partial(scaled, fast=True)
-    yield Arm("torch tensor", "tensor", fast, ("a", "b", "t_s", "t_one"), "torch")
+    yield GemmArm("torch tensor", "tensor", fast, ("a", "b", "t_s", "t_one"), "torch")
     promoted = functools.partial(scaled, fast=False)
-    yield Arm("torch tensor promoted", "promoted", promoted, ("a", "b", "t_s", "t_one"), "torch")
-    yield Arm("torch row", "row", fast, ("a", "b", "t_row", "t_column"), "torch")
-    yield Arm("torch 1x128/128x128", "block", promoted, ("a", "b", "t_group", "t_block"), "torch")
+    yield GemmArm("torch tensor promoted", "promoted", promoted, ("a", "b", "t_s", "t_one"), "torch")
+    yield GemmArm("torch row", "row", fast, ("a", "b", "t_row", "t_column"), "torch")
+    yield GemmArm("torch 1x128/128x128", "block", promoted, ("a", "b", "t_group", "t_block"), "torch")
 
 
-def our_arms(sweep: bool) -> Iterator[Arm]:
+def our_arms(sweep: bool) -> Iterator[GemmArm]:
     turns = functools.partial(Tile, split=None)
     plain: list[Tile | None] = [None]
     block: list[Tile | None] = [None]
@@ -170,30 +170,32 @@ def our_arms(sweep: bool) -> Iterator[Arm]:
         block += [two(raster=16), two(), two(raster=16, cluster="N"), Tile(64, 128, stages=5)]
         exact += [(Tile(64, 128, stages=5), 2), (Tile(64, 128, stages=5, cluster="M"), 4)]
     for t in plain:
-        yield Arm(
+        yield GemmArm(
             f"ours tensor {label(t)}", "tensor", lambda a, b, s, t=t: matmul(a, b, scale=s, tile=t), ("a", "b", "s")
         )
-    yield Arm("ours tensor promoted", "promoted", lambda a, b, s: matmul(a, b, scale=s, fast=False), ("a", "b", "s"))
+    yield GemmArm(
+        "ours tensor promoted", "promoted", lambda a, b, s: matmul(a, b, scale=s, fast=False), ("a", "b", "s")
+    )
     for t in plain:
-        yield Arm(f"ours row {label(t)}", "row",
+        yield GemmArm(f"ours row {label(t)}", "row",
                   lambda a, b, r, c, t=t: matmul(a, b, row_scale=r, column_scale=c, tile=t),
                   ("a", "b", "row", "column"))  # fmt: skip
-    yield Arm("ours row, then quantize kernel", "grouped",
+    yield GemmArm("ours row, then quantize kernel", "grouped",
               lambda a, b, r, c: in_groups(matmul(a, b, row_scale=r, column_scale=c), "triton"),
               ("a", "b", "row", "column"))  # fmt: skip
-    yield Arm("ours row, output in groups", "grouped",
+    yield GemmArm("ours row, output in groups", "grouped",
               lambda a, b, r, c: matmul(a, b, row_scale=r, column_scale=c, group=128),
               ("a", "b", "row", "column"))  # fmt: skip
     for t in block:
-        yield Arm(f"ours block {label(t)}", "block",
+        yield GemmArm(f"ours block {label(t)}", "block",
                   lambda a, b, sa, sb, t=t: matmul_block(a, b, sa.T, sb, tile=t),
                   ("a", "b", "a_turned", "b_block"))  # fmt: skip
-        yield Arm(f"ours wgrad {label(t)}", "wgrad",
+        yield GemmArm(f"ours wgrad {label(t)}", "wgrad",
                   lambda a, b, sa, sb, t=t: matmul_block(a, b, sa.T, sb.T, tile=t),
                   ("a", "b", "a_turned", "b_turned"))  # fmt: skip
-    yield Arm("ours mx, codes folded first", "mx", folded_first, ("a", "b", "exponent", "row"))
+    yield GemmArm("ours mx, codes folded first", "mx", folded_first, ("a", "b", "exponent", "row"))
     for t, u in exact:
-        yield Arm(f"ours mx exact {label(t)}{f' u{u}' if t else ''}", "mx",
+        yield GemmArm(f"ours mx exact {label(t)}{f' u{u}' if t else ''}", "mx",
                   lambda a, b, e, r, t=t, u=u: matmul_mx(a, b, e, row_scale=r, tile=t, unroll=u),
                   ("a", "b", "exponent", "row"))  # fmt: skip
 
@@ -228,7 +230,7 @@ def torch_operands(x: dict[str, jax.Array]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: float) -> list[dict[str, Any]]:
+def measure(shape: tuple[int, int, int], arms: list[GemmArm], rounds: int, burst: float) -> list[dict[str, Any]]:
     m, n, k = shape
     past_cache = math.ceil(3 * timing.L2_BYTES / (m * k + n * k))
     copies = min(24, max(3, past_cache, math.ceil(PROGRAM * EXPECTED / (2 * m * n * k))))
@@ -241,7 +243,7 @@ def measure(shape: tuple[int, int, int], arms: list[Arm], rounds: int, burst: fl
     results: list[dict[str, Any]] = []
     ready: list[Any] = []
 
-    def build(arm: Arm) -> Callable[..., Any]:
+    def build(arm: GemmArm) -> Callable[..., Any]:
         one = arm.function if arm.framework == "torch" else jax.jit(arm.function)
         call = lambda sets: [one(*args) for args in sets]  # noqa: E731
         if arm.framework == "torch":

@@ -28,7 +28,7 @@ from jax import lax
 from experiments.bench import cases, timing
 from pallas_kernels import matmul_int8_triton
 from pallas_kernels.hopper import Tile
-from pallas_kernels.matmul_int8_mosaic import BLOCK, Residual, matmul_int8_block
+from pallas_kernels.matmul_int8_mosaic import BLOCK, FallbackResidual, matmul_int8_block
 
 SHAPES = [cases.GEMMS[i] for i in (0, 1, 2, 4, 6, 9)]
 RATES = (0.1, 0.2, 0.3, 0.5)
@@ -84,10 +84,12 @@ def functions(sweep: bool) -> dict[str, tuple[Callable[..., Any], Callable[[Any]
     """By name what multiplies, and which operands of a set it takes."""
 
     def ours(a: Any, b: Any, sa: Any, sb: Any, *residual: Any, tile: Tile | None = None) -> Any:
-        return matmul_int8_block(a, b, sa, sb, residual=Residual(*residual) if residual else None, tile=tile)
+        return matmul_int8_block(a, b, sa, sb, residual=FallbackResidual(*residual) if residual else None, tile=tile)
 
     def in_triton(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> Any:
-        return matmul_int8_triton.matmul_int8_block(a, b, sa, sb, residual=Residual(*residual) if residual else None)
+        return matmul_int8_triton.matmul_int8_block(
+            a, b, sa, sb, residual=FallbackResidual(*residual) if residual else None
+        )
 
     def blocks(x: Any) -> tuple[Any, ...]:
         return x["a"], x["b"], x["a_scale"], x["b_scale"]

@@ -45,7 +45,7 @@ PRODUCTS = fp8jax.recipes.coat_fast().linear.fast_accumulation
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class LayerArm:
     """A layer by a recipe.
 
     Attributes:
@@ -117,7 +117,7 @@ def recipes() -> dict[str, fp8jax.Recipe]:
     return found
 
 
-def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None = None) -> dict[str, Arm]:
+def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None = None) -> dict[str, LayerArm]:
     """Layers by recipe, all or those named; with `HELD`, their weights' codes are made before, as for microbatches.
 
     Those in bf16 are always among them: of the model, recomputed, and as functions.
@@ -130,17 +130,19 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
     x_NxD, dy_NxD = draw((BATCH * length, config.dim)), 1e-3 * draw((BATCH * length, config.dim))
     tables = rope_tables(length, config.head_dim, config.rope_theta)
 
-    def arm(block: Block) -> Arm:
+    def arm(block: Block) -> LayerArm:
         graph, _, codes = nnx.split(block, nnx.Param, ...)  # type: ignore[misc]
         layer = lambda params, codes, x_NxD: nnx.merge(graph, params, codes)(x_NxD, *tables)  # noqa: E731
-        return Arm(layer, (params, nnx.to_pure_dict(codes), x_NxD, dy_NxD))
+        return LayerArm(layer, (params, nnx.to_pure_dict(codes), x_NxD, dy_NxD))
 
     found = {BF16: arm(plain)}
     layer, operands = found[BF16].layer, found[BF16].operands
-    found[BF16_AGAIN] = Arm(jax.checkpoint(layer, policy=coat_memory.kept_products), operands)
+    found[BF16_AGAIN] = LayerArm(jax.checkpoint(layer, policy=coat_memory.kept_products), operands)
     call = functools.partial(functions, tables=tables, eps=config.norm_eps)
     none = dict.fromkeys(_kernels(params))
-    found[BF16_FUNCTIONS] = Arm(functools.partial(call, recipe=fp8jax.recipes.bf16()), (params, none, x_NxD, dy_NxD))
+    found[BF16_FUNCTIONS] = LayerArm(
+        functools.partial(call, recipe=fp8jax.recipes.bf16()), (params, none, x_NxD, dy_NxD)
+    )
     for name, recipe in recipes().items():
         if names is None or name in names:
             found[name] = arm(fp8jax.nnx.quantize(plain, recipe))
@@ -148,7 +150,7 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
             make = jax.jit(functools.partial(fp8jax.quantize_weight, recipe=recipe))
             codes = {n: make(w) for n, w in _kernels(params).items()}
             with_recipe = functools.partial(call, recipe=recipe)
-            found[f"{name}, {HELD}, {FUNCTIONS}"] = Arm(with_recipe, (params, codes, x_NxD, dy_NxD))
+            found[f"{name}, {HELD}, {FUNCTIONS}"] = LayerArm(with_recipe, (params, codes, x_NxD, dy_NxD))
         held = f"{name}, {HELD}"
         if held in names if names is not None else name.startswith("COAT"):
             graph, _ = nnx.split(fp8jax.nnx.quantize(plain, recipe), nnx.Param)
@@ -156,7 +158,7 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
     return found
 
 
-def weights(arm: Arm) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def weights(arm: LayerArm) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What makes the codes of all weights of a layer once, and its operands. All recipes here quantize them alike."""
     make = functools.partial(fp8jax.quantize_weight, recipe=fp8jax.recipes.coat())
     return lambda kernels: [make(w) for w in kernels], (list(_kernels(arm.operands[0]).values()),)
@@ -237,7 +239,7 @@ def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:
     return rows
 
 
-def kept_rows(case: str, wanted: dict[str, Arm]) -> list[timing.Row]:
+def kept_rows(case: str, wanted: dict[str, LayerArm]) -> list[timing.Row]:
     """What layers keep, in U, against bf16 as Flax's modules keep it, recomputed, and as the paper counts it."""
     rows, unit = [], wanted[BF16].operands[2].nbytes
     most = {BF16: wanted[BF16].kept / unit, BF16_AGAIN: wanted[BF16_AGAIN].kept / unit, PAPER: PAPER_BF16}

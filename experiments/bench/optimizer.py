@@ -125,7 +125,7 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class OptimizerArm:
     """One step of an implementation, the bytes it moves for each parameter, and bytes of temporaries and of state."""
 
     name: str
@@ -173,7 +173,7 @@ class Bench:
     def gradients(self, dtype: Any) -> list[jax.Array]:
         return [0.5 * g for g in weights(self.shape, dtype)]
 
-    def measure(self, case: str, arms: list[Arm], moves: dict[str, Callable], traffic: float) -> None:
+    def measure(self, case: str, arms: list[OptimizerArm], moves: dict[str, Callable], traffic: float) -> None:
         """Times all arms of a case and what moves bytes alone in turns, and steps once more in longer bursts."""
         calls = {arm.name: arm.call for arm in arms}
         times = in_turns(moves | calls, ROUNDS, CALLS)
@@ -190,7 +190,7 @@ class Bench:
             against, ratio = (None, None) if name == BYTES else (BYTES, times[BYTES] / time_)
             self.add(case, name, "speed, sustained", self.params / time_ / 1e9, "Gparam/s", against, ratio)
 
-    def optax(self, dtype: Any) -> Arm:
+    def optax(self, dtype: Any) -> OptimizerArm:
         """`optax.adamw` with everything in one dtype, one jit, donated."""
         tx = optax.adamw(RATE, B1, B2, weight_decay=DECAY)
         p, g = weights(self.shape, dtype), self.gradients(dtype)
@@ -201,9 +201,9 @@ class Bench:
             return optax.apply_updates(carry[0], updates), state
 
         call = State((p, tx.init(p))).through(step, g)
-        return Arm(f"optax.adamw {jnp.dtype(dtype).name}", call, 7 * jnp.dtype(dtype).itemsize)
+        return OptimizerArm(f"optax.adamw {jnp.dtype(dtype).name}", call, 7 * jnp.dtype(dtype).itemsize)
 
-    def ours(self, dtype: Any, form: str, stochastic: bool = False, nu_rounding: str = "auto") -> Arm:
+    def ours(self, dtype: Any, form: str, stochastic: bool = False, nu_rounding: str = "auto") -> OptimizerArm:
         """`compressed_adamw` in one jit, with the temporaries of the compiled program.
 
         Forms: "step", the new weights; "update", the changes alone; "update + apply", both as optax users write it.
@@ -233,7 +233,9 @@ class Bench:
         name += NU_NEAREST if nu_rounding == "nearest" else ""
         memory = compiled.memory_analysis()
         assert memory is not None
-        return Arm(name, State((p, state)).through(step, g, key), traffic, (memory.temp_size_in_bytes, state_bytes))
+        return OptimizerArm(
+            name, State((p, state)).through(step, g, key), traffic, (memory.temp_size_in_bytes, state_bytes)
+        )
 
     def bytes_only(self, dtype: Any) -> dict[str, Callable]:
         """`LAUNCHES` of the kernel that only moves the step's bytes; they share their state."""
@@ -260,13 +262,13 @@ class Bench:
         state = tx.init(p)
         parts = [[(q.codes, q.scale, q.expansion) for q in moment] for moment in (state.mu, state.nu)]
         carry = State(list(zip(p, *parts, strict=True)))
-        scalars = adamw_triton.Scalars(RATE, DECAY, B1, 1 - B1, B2, 1 - B2, 0.5, 0.5, 1e-8, 0.0)
+        scalars = adamw_triton.AdamWScalars(RATE, DECAY, B1, 1 - B1, B2, 1 - B2, 0.5, 0.5, 1e-8, 0.0)
         seed = jnp.asarray([1, 2], jnp.uint32) if stochastic else None
         calls = {}
         for warps, vector, elements in itertools.product((1, 2), (4, 8), (16, 32) if dtype == jnp.bfloat16 else (16,)):
-            launch = adamw_triton.Launch(warps, vector, elements)
+            launch = adamw_triton.AdamWLaunch(warps, vector, elements)
 
-            def step(carry: Any, grads: Any, launch: adamw_triton.Launch = launch) -> Any:
+            def step(carry: Any, grads: Any, launch: adamw_triton.AdamWLaunch = launch) -> Any:
                 options: dict[str, Any] = {"group_size": GROUP, "form": "step", "seed": seed, "launch": launch}
                 storage: dict[str, Any] = {
                     "mu_storage": how(),

@@ -78,12 +78,12 @@ def gradients(bench: optimizer.Bench, kind: str) -> list[Any]:
     return [fp8jax.quantize(g, "e4m3") for g in found] if kind == "fp8 gradients" else found
 
 
-def arms(bench: optimizer.Bench, kind: str) -> list[optimizer.Arm]:
+def arms(bench: optimizer.Bench, kind: str) -> list[optimizer.OptimizerArm]:
     """`fp8lm_adamw` as the fused kernel and as XLA compiles it, each donating its own state."""
     return [_arm(bench, kind, *how) for how in (("triton", "nearest"), ("triton", "stochastic"), ("xla", "nearest"))]
 
 
-def _arm(bench: optimizer.Bench, kind: str, impl: str, rounding: str) -> optimizer.Arm:
+def _arm(bench: optimizer.Bench, kind: str, impl: str, rounding: str) -> optimizer.OptimizerArm:
     tx = fp8jax.fp8lm_adamw(
         optimizer.RATE, optimizer.B1, optimizer.B2, weight_decay=optimizer.DECAY, impl=impl, master_rounding=rounding
     )
@@ -104,7 +104,9 @@ def _arm(bench: optimizer.Bench, kind: str, impl: str, rounding: str) -> optimiz
     name = XLA if impl == "xla" else FUSED
     name += ", master weights rounded stochastically" if rounding == "stochastic" else ""
     traffic = TRAFFIC[kind] + (READ_AGAIN if impl == "xla" else 0)
-    return optimizer.Arm(name, optimizer.State((p, state)).through(step, g), traffic, (memory.temp_size_in_bytes, size))
+    return optimizer.OptimizerArm(
+        name, optimizer.State((p, state)).through(step, g), traffic, (memory.temp_size_in_bytes, size)
+    )
 
 
 def bytes_only(bench: optimizer.Bench) -> dict[str, Callable]:

@@ -26,7 +26,7 @@ COPY = "device copy"
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class Quantization:
     """What is made of a matrix; `given` scales are not measured."""
 
     rows: str | None
@@ -46,26 +46,26 @@ class Kind:
 
 
 KINDS = [
-    Kind("e4m3", None, True),
-    Kind("e4m3", None),
-    Kind(None, "e4m3"),
-    Kind("e5m2", "same", True),
-    Kind("e5m2", "same"),
-    Kind("e5m2+stochastic", "same", True),
-    Kind("e4m3:token", None),
-    Kind("e4m3:token", "e4m3:token"),
-    Kind("e4m3:group128", None),
-    Kind("e4m3:group128", "e4m3:group128"),
-    Kind("e4m3:block128", "same"),
-    Kind("e4m3:mx32", "e4m3:mx32"),
-    Kind("int8:token", None),
-    Kind("int8:block128", "same"),
-    Kind("int8:block32+stochastic", "same"),
+    Quantization("e4m3", None, True),
+    Quantization("e4m3", None),
+    Quantization(None, "e4m3"),
+    Quantization("e5m2", "same", True),
+    Quantization("e5m2", "same"),
+    Quantization("e5m2+stochastic", "same", True),
+    Quantization("e4m3:token", None),
+    Quantization("e4m3:token", "e4m3:token"),
+    Quantization("e4m3:group128", None),
+    Quantization("e4m3:group128", "e4m3:group128"),
+    Quantization("e4m3:block128", "same"),
+    Quantization("e4m3:mx32", "e4m3:mx32"),
+    Quantization("int8:token", None),
+    Quantization("int8:block128", "same"),
+    Quantization("int8:block32+stochastic", "same"),
 ]
 # Folded microscaling, and passes over the matrix.
 FOLDS = {"e4m3:mx32+token": 1, "e4m3:mx32": 2}
 LAUNCHES = [
-    kernel.Launch(high, wide, warps)
+    kernel.QuantizeLaunch(high, wide, warps)
     for high, wide, warps in (
         (128, 128, 8),
         (128, 128, 4),
@@ -80,7 +80,7 @@ LAUNCHES = [
 def arms(sweep: bool) -> dict[str, tuple[Any, Any]]:
     """Functions of (matrix, codes), and the bytes they move."""
 
-    def run(kind: Kind, impl: str, x: Any, _: Any) -> Any:
+    def run(kind: Quantization, impl: str, x: Any, _: Any) -> Any:
         scale = jnp.float32(0.01) if kind.given else None
         key = jax.random.key(0) if "stochastic" in f"{kind.rows}" else None
         return op.quantize(x, kind.rows, kind.columns, scale=scale, key=key, impl=impl)
@@ -88,7 +88,7 @@ def arms(sweep: bool) -> dict[str, tuple[Any, Any]]:
     def size(tree: Any) -> int:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
-    def moved(kind: Kind, x: Any, out: Any) -> int:
+    def moved(kind: Quantization, x: Any, out: Any) -> int:
         return kind.reads * size(x) + size(out)
 
     found: dict[str, tuple[Any, Any]] = {COPY: (lambda x, _: jnp.copy(x), lambda x, out: size(x) + size(out))}
@@ -104,13 +104,13 @@ def arms(sweep: bool) -> dict[str, tuple[Any, Any]]:
         for launch in LAUNCHES:
             for name, (rows, columns, scales) in codings.items():
                 function = functools.partial(_raw, rows, columns, scales, launch)
-                found[f"{name} {launch}"] = function, functools.partial(moved, Kind("group", None))
+                found[f"{name} {launch}"] = function, functools.partial(moved, Quantization("group", None))
             found[f"transpose {launch}"] = (
                 lambda _, c, launch=launch: kernel.transpose(c, launch=launch),
                 lambda x, out: 2 * size(out),
             )
         for high, wide, warps in ((64, 256, 8), (32, 256, 4), (32, 512, 8), (16, 1024, 8), (64, 128, 4)):
-            launch = kernel.Launch(high, wide, warps)
+            launch = kernel.QuantizeLaunch(high, wide, warps)
             found[f"maxima {launch}"] = (
                 lambda x, _, launch=launch: maxima(x, tensor=True, launch=launch)[0],
                 lambda x, out: size(x),

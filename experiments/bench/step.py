@@ -49,7 +49,7 @@ _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-
 _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
 
 
-class Arm:
+class StepArm:
     """A recipe's step on a mesh, and the state that it updates."""
 
     def __init__(
@@ -210,13 +210,13 @@ def measure(llama: LlamaConfig, options: argparse.Namespace, found: Sequence[tim
     for where in options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]:
         place = MESHES[where].format(jax.device_count())
         case = f"{options.model}, {place}, {options.batch} x {options.length} tokens"
-        arms: dict[str, Arm] = {}
+        arms: dict[str, StepArm] = {}
         torch = torch_rows(llama, options) if where == "one" else []
         freed = {f"{name}, {n} free" if n else name: n for name in options.arm for n in options.free}
         for name, free in ({AGAIN: 0} | freed).items():
             start = time.perf_counter()
             with choice.target(free_multiprocessors=free):
-                arms[name] = Arm(name, llama, options.batch, options.length, where, options.unroll)
+                arms[name] = StepArm(name, llama, options.batch, options.length, where, options.unroll)
             if not options.apart:
                 jax.block_until_ready(arms[name]())
             print(f"  {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
@@ -256,7 +256,7 @@ def memory(program: Any) -> tuple[float, float]:
 
 
 def rows(
-    case: str, name: str, arm: Arm, times: Mapping[str, timing.Seconds], sizes: Mapping[str, tuple[float, float]]
+    case: str, name: str, arm: StepArm, times: Mapping[str, timing.Seconds], sizes: Mapping[str, tuple[float, float]]
 ) -> list[timing.Row]:
     """What is said of an arm, against bf16 recomputed."""
     row = functools.partial(timing.row, case, name)
@@ -270,7 +270,7 @@ def common(
     name: str,
     median: timing.Seconds,
     base: timing.Seconds,
-    arm: Arm,
+    arm: StepArm,
     needs: tuple[float, float],
     base_needs: tuple[float, float],
 ) -> list[timing.Row]:

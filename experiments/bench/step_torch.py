@@ -123,7 +123,7 @@ def build(torch: Any, config: LlamaConfig, length: int) -> Any:
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
-    class Block(nn.Module):  # type: ignore[name-defined, misc]
+    class TorchBlock(nn.Module):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
             narrow = 0.02 / (2 * config.layers) ** 0.5
@@ -145,12 +145,12 @@ def build(torch: Any, config: LlamaConfig, length: int) -> Any:
             y = self.mlp_norm(x)
             return x + self.down(functional.silu(self.gate(y)) * self.up(y))
 
-    class Model(nn.Module):  # type: ignore[name-defined, misc]
+    class TorchModel(nn.Module):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
             self.embed = nn.Embedding(config.vocab, config.dim)
             nn.init.normal_(self.embed.weight, std=0.02)
-            self.layers = nn.ModuleList(Block() for _ in range(config.layers))
+            self.layers = nn.ModuleList(TorchBlock() for _ in range(config.layers))
             self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
             self.head = linear(config.dim, config.vocab)
             self.register_buffer("cos", cosine)
@@ -163,4 +163,4 @@ def build(torch: Any, config: LlamaConfig, length: int) -> Any:
             logits = self.head(self.norm(x).to(torch.bfloat16)).float()
             return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    return Model()
+    return TorchModel()

@@ -46,7 +46,7 @@ STORAGES: dict[str, fp8jax.QuantSpec | str] = {
 }
 
 
-class Arm(NamedTuple):
+class PrecisionArm(NamedTuple):
     """Storage of the four, by name in `STORAGES`."""
 
     master: str = "fp32"
@@ -57,24 +57,24 @@ class Arm(NamedTuple):
 
 BASE = "all fp32"
 ARMS = {
-    BASE: Arm(),
-    "master fp16, scaled": Arm(master="fp16, scaled"),
-    "master bf16": Arm(master="bf16"),
-    "master e4m3": Arm(master="e4m3, scaled"),
-    "gradient e4m3": Arm(gradient="e4m3, scaled"),
-    "gradient e5m2": Arm(gradient="e5m2, scaled"),
-    "m e4m3": Arm(first="e4m3, scaled"),
-    "m e5m2": Arm(first="e5m2, scaled"),
-    "v fp16, scaled": Arm(second="fp16, scaled"),
-    "v e4m3": Arm(second="e4m3, scaled"),
-    "v e5m2": Arm(second="e5m2, scaled"),
-    "v e4m3, never to zero": Arm(second="e4m3, no zeros"),
-    "v e4m3, COAT": Arm(second="COAT, second"),
-    "FP8-LM: master fp16, gradient and m e4m3, v fp16": Arm(
+    BASE: PrecisionArm(),
+    "master fp16, scaled": PrecisionArm(master="fp16, scaled"),
+    "master bf16": PrecisionArm(master="bf16"),
+    "master e4m3": PrecisionArm(master="e4m3, scaled"),
+    "gradient e4m3": PrecisionArm(gradient="e4m3, scaled"),
+    "gradient e5m2": PrecisionArm(gradient="e5m2, scaled"),
+    "m e4m3": PrecisionArm(first="e4m3, scaled"),
+    "m e5m2": PrecisionArm(first="e5m2, scaled"),
+    "v fp16, scaled": PrecisionArm(second="fp16, scaled"),
+    "v e4m3": PrecisionArm(second="e4m3, scaled"),
+    "v e5m2": PrecisionArm(second="e5m2, scaled"),
+    "v e4m3, never to zero": PrecisionArm(second="e4m3, no zeros"),
+    "v e4m3, COAT": PrecisionArm(second="COAT, second"),
+    "FP8-LM: master fp16, gradient and m e4m3, v fp16": PrecisionArm(
         "fp16, scaled", "e4m3, scaled", "e4m3, scaled", "fp16, scaled"
     ),
-    "the same with v e4m3": Arm("fp16, scaled", "e4m3, scaled", "e4m3, scaled", "e4m3, scaled"),
-    "the same with m and v as COAT": Arm("fp16, scaled", "e4m3, scaled", "COAT, first", "COAT, second"),
+    "the same with v e4m3": PrecisionArm("fp16, scaled", "e4m3, scaled", "e4m3, scaled", "e4m3, scaled"),
+    "the same with m and v as COAT": PrecisionArm("fp16, scaled", "e4m3, scaled", "COAT, first", "COAT, second"),
 }
 # What our copy of the paper, a summary without the table and the figure, says in words.
 SAID = {
@@ -138,7 +138,7 @@ def make_task(llama: LlamaConfig, seed: int) -> Task:
 
 
 def train_arms(
-    llama: LlamaConfig, tokens_SxBxT: np.ndarray, arms: dict[str, Arm], seeds: Sequence[int]
+    llama: LlamaConfig, tokens_SxBxT: np.ndarray, arms: dict[str, PrecisionArm], seeds: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     """Losses (steps,) of every arm from the first seed's parameters, and of fp32 from every seed's; the same batches.
 
@@ -153,10 +153,10 @@ def train_arms(
     names = list(STORAGES)
     starts = [jax.jit(make_task(llama, seed).init)().params for seed in seeds]
 
-    def losses(arm: Arm, start: Any) -> np.ndarray:
+    def losses(arm: PrecisionArm, start: Any) -> np.ndarray:
         return np.asarray(run(jnp.array([names.index(s) for s in arm]), start, tokens))
 
-    plain = [losses(Arm(), start) for start in starts]
+    plain = [losses(PrecisionArm(), start) for start in starts]
     return {name: plain[0] if name == BASE else losses(arm, starts[0]) for name, arm in arms.items()}, plain
 
 

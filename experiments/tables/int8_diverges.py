@@ -44,7 +44,7 @@ RATES = {"int8_fallback, at most 2.5 %": 0.025, "int8_fallback, at most 10 %": 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class SecondTraining:
     """How the model is trained on.
 
     Attributes:
@@ -128,7 +128,7 @@ def inputs(model: Llama, tokens_BxT: jax.Array) -> dict[str, np.ndarray]:
 class Study:
     """The model after its first training, and what trains it on: a program for each recipe, compiled once."""
 
-    def __init__(self, trained: evaluate.Trained, setting: Setting) -> None:
+    def __init__(self, trained: evaluate.Trained, setting: SecondTraining) -> None:
         self.trained, self.setting, self.sizes = trained, setting, trained.config.data
         corpus = data.read_corpus(self.sizes.data, self.sizes.valid_fraction)
         self.tokens = data.encode(corpus, trained.tokenizer, self.sizes.seq_len)
@@ -276,12 +276,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of training runs (default: runs)")
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"orders of the text (default: {SEEDS})")
-    for field in dataclasses.fields(Setting):
+    for field in dataclasses.fields(SecondTraining):
         name = "--on-" + field.name if field.name in ("steps", "lr") else "--" + field.name
         parser.add_argument(name, type=type(field.default), default=field.default, dest=field.name)
     options, given = parser.parse_known_args(argv)
     flags.recommend()
-    setting = Setting(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Setting)})
+    setting = SecondTraining(
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(SecondTraining)}
+    )
     shape = [] if "--model" in given else SHAPE.split()
     first = [*shape, *FIRST.split(), *given]
     try:
@@ -311,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     title = "INT8 fallback: a GLU model with outliers (Figure 8(a, b))"
     settings = dataclasses.asdict(setting).items()
-    defaults = dataclasses.asdict(Setting())
+    defaults = dataclasses.asdict(SecondTraining())
     changed = [f"--{'on-' if k in ('steps', 'lr') else ''}{k} {v}" for k, v in settings if defaults[k] != v]
     arguments = " ".join([*changed, *given])
     listed = [*magnitudes(study), *rows(found)]

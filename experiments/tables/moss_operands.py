@@ -17,7 +17,7 @@ import fp8jax
 from experiments.config import UserError
 from experiments.tables import common, parity_runs, training_parity
 from experiments.tables.common import Row
-from experiments.tables.parity_runs import Arm, Setting
+from experiments.tables.parity_runs import ParityArm, Setting
 from fp8jax.recipes import Linear
 
 SETTING = Setting(layers=8, heads=8, mlp_dim=1376, steps=300, warmup=30)
@@ -35,11 +35,11 @@ LINEARS = {
 }
 
 
-def arms() -> dict[str, Arm]:
+def arms() -> dict[str, ParityArm]:
     """Recipes that differ in their linear layers alone, without 8-bit states."""
     plain = fp8jax.recipes.bf16()
-    found = {name: Arm(dataclasses.replace(plain, name=name, linear=linear)) for name, linear in LINEARS.items()}
-    return {BASE: Arm(plain)} | found
+    found = {name: ParityArm(dataclasses.replace(plain, name=name, linear=linear)) for name, linear in LINEARS.items()}
+    return {BASE: ParityArm(plain)} | found
 
 
 def read(folder: Path) -> dict[str, dict[int, dict[str, float]]]:

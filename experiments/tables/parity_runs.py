@@ -62,7 +62,7 @@ PRODUCTS = {("e4m3", "e4m3"): "forward", ("e5m2", "e4m3"): "dgrad", ("e4m3", "e5
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class ParityArm:
     """What is trained.
 
     Attributes:
@@ -77,7 +77,7 @@ class Arm:
 
 
 @contextlib.contextmanager
-def damaged(arm: Arm) -> Iterator[None]:
+def damaged(arm: ParityArm) -> Iterator[None]:
     """While a program is traced in it, the arm's product reads codes of fewer mantissa bits, rounded to nearest.
 
     Raises:
@@ -111,12 +111,12 @@ def coarse(q: fp8jax.QTensor, lost_bits: int) -> fp8jax.QTensor:
     return dataclasses.replace(q, codes=jnp.clip(values, -largest, largest).astype(q.codes.dtype))
 
 
-def replicas(arm: Arm) -> int:
+def replicas(arm: ParityArm) -> int:
     """Devices that share a batch: all, where a recipe says in what gradients travel between them, else one."""
     return jax.device_count() if arm.recipe.comm.gradients is not None else 1
 
 
-def programs(arm: Arm, setting: Setting) -> tuple[Callable[..., Any], Callable[..., Any], int]:
+def programs(arm: ParityArm, setting: Setting) -> tuple[Callable[..., Any], Callable[..., Any], int]:
     """A training run and its validation, and the number of parameters.
 
     Returns:
@@ -178,7 +178,7 @@ def read_text(patterns: Sequence[str], setting: Setting) -> Text:
 
 def train_arm(
     name: str,
-    arm: Arm,
+    arm: ParityArm,
     seeds: Sequence[int],
     text: Text,
     setting: Setting,

@@ -30,7 +30,7 @@ from experiments import flags
 from experiments.config import UserError
 from experiments.tables import common, parity_runs
 from experiments.tables.common import Row
-from experiments.tables.parity_runs import Arm, Setting
+from experiments.tables.parity_runs import ParityArm, Setting
 
 # Decided before the runs. COAT's own training loss is 0.67 % above bf16's in pretraining OLMo-1B (Table 3).
 LIMIT, CONFIDENCE = 0.005, 0.95
@@ -42,22 +42,22 @@ def _moss(**linear: Any) -> fp8jax.Recipe:
     return dataclasses.replace(moss, linear=dataclasses.replace(moss.linear, **linear))
 
 
-ARMS: dict[str, Arm] = {
-    BASE: Arm(fp8jax.recipes.bf16()),
-    "coat": Arm(fp8jax.recipes.coat()),
-    CONTROL: Arm(fp8jax.recipes.coat(), "forward", 3),
-    "coat_fast": Arm(fp8jax.recipes.coat_fast()),
-    "moss": Arm(fp8jax.recipes.moss()),
-    "fast": Arm(fp8jax.recipes.fast()),
-    "int8_fallback": Arm(fp8jax.recipes.int8_fallback()),
-    "int8_block": Arm(fp8jax.recipes.int8_block()),
-    "fp8_lm": Arm(fp8jax.recipes.fp8_lm()),
-    "coat_optimizer": Arm(fp8jax.recipes.coat_optimizer()),
-    "coat_activations": Arm(fp8jax.recipes.coat_activations()),
-    f"{CONTROL}_one_bit": Arm(fp8jax.recipes.coat(), "forward", 2),
-    f"{CONTROL}_wgrad": Arm(fp8jax.recipes.coat(), "wgrad", 2),
+ARMS: dict[str, ParityArm] = {
+    BASE: ParityArm(fp8jax.recipes.bf16()),
+    "coat": ParityArm(fp8jax.recipes.coat()),
+    CONTROL: ParityArm(fp8jax.recipes.coat(), "forward", 3),
+    "coat_fast": ParityArm(fp8jax.recipes.coat_fast()),
+    "moss": ParityArm(fp8jax.recipes.moss()),
+    "fast": ParityArm(fp8jax.recipes.fast()),
+    "int8_fallback": ParityArm(fp8jax.recipes.int8_fallback()),
+    "int8_block": ParityArm(fp8jax.recipes.int8_block()),
+    "fp8_lm": ParityArm(fp8jax.recipes.fp8_lm()),
+    "coat_optimizer": ParityArm(fp8jax.recipes.coat_optimizer()),
+    "coat_activations": ParityArm(fp8jax.recipes.coat_activations()),
+    f"{CONTROL}_one_bit": ParityArm(fp8jax.recipes.coat(), "forward", 2),
+    f"{CONTROL}_wgrad": ParityArm(fp8jax.recipes.coat(), "wgrad", 2),
     # Steps between measurements of automatic scaling's weights; moss has 500.
-    **{f"moss_interval_{steps}": Arm(_moss(interval=steps)) for steps in (1, 100, 2000)},
+    **{f"moss_interval_{steps}": ParityArm(_moss(interval=steps)) for steps in (1, 100, 2000)},
 }
 SEEDS = 8
 # The share of the steps, the last ones, that a training loss is the mean of.

@@ -83,7 +83,7 @@ def _kept_anyway(call: Callable, module: Any, arrays: list[Any], rebuild: Callab
     except Exception:
         # A module of which nothing is known may fail in any way; then nothing is known of its layers.
         return set()
-    program = Program(closed.jaxpr)
+    program = Dataflow(closed.jaxpr)
     roots = [program.root(v) for v in closed.jaxpr.outvars]
     kept = {root for root in roots[len(seen) :] if root is not None}
     return {name for name, root in zip(sorted(seen), roots, strict=False) if root in kept}
@@ -111,7 +111,7 @@ def _promotions(module: Any, change: Callable[[str, SharedPromotion], Callable])
             object.__setattr__(layer, "promote_dtype", before[name])
 
 
-class Program:
+class Dataflow:
     """Which operation made each value of a jaxpr."""
 
     def __init__(self, jaxpr: Any) -> None:
@@ -129,7 +129,7 @@ class Program:
             if eqn.primitive.name in LAYOUTS:
                 value = eqn.invars[0]
             elif eqn.primitive.name in ("jit", "pjit"):
-                inner = Program(eqn.params["jaxpr"].jaxpr)
+                inner = Dataflow(eqn.params["jaxpr"].jaxpr)
                 made = inner._climb(inner.jaxpr.outvars[eqn.outvars.index(value)])
                 if made not in inner.jaxpr.invars:
                     # A function that is called twice is one program.

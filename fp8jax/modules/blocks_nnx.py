@@ -33,7 +33,7 @@ class Told(NamedTuple):
     kept: dict[str, set[str]]
 
 
-class _Running(threading.local):
+class _RunningCalls(threading.local):
     """What runs in a thread: where calls of layers go, by their identity; what is told; and what is known, for the time
     of the outermost call of a module."""
 
@@ -43,7 +43,7 @@ class _Running(threading.local):
         self.known: dict[Any, Found] | None = None
 
 
-_running = _Running()
+_running = _RunningCalls()
 # Whether a copy is run aside; part of the keys of JAX's caches, so that a jitted function is traced anew in the call.
 _aside = jax.make_user_context(False)
 

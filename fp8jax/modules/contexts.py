@@ -12,13 +12,13 @@ from fp8jax.core.recipe import Context
 from fp8jax.modules import blocks, blocks_nnx, norms
 from fp8jax.modules.blocks import Found
 from fp8jax.modules.blocks_nnx import Told
-from fp8jax.modules.rules import Choice, Rules, ordered
+from fp8jax.modules.rules import LayerChoice, Rules, ordered
 
 _OWN_NORM = re.compile(r"\w*[nN]orm\w*")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ContextEntry:
     """What becomes of a norm, of an activation between layers of a module, or of its layers that read no known one.
 
     Attributes:
@@ -62,7 +62,7 @@ def plan(
     *,
     heads: Mapping[str, str] = types.MappingProxyType({}),
     replace: bool = False,
-) -> tuple[Part, ...]:
+) -> tuple[ContextEntry, ...]:
     """What the rules make of the non-linear parts of a model.
 
     A norm follows the rule of its own path, an activation that of the layer that reads its result.
@@ -77,13 +77,13 @@ def plan(
     each, parts = ordered(rules), []
     paths = {id(module): path for path, module in modules.items()}
     for path, module in modules.items() if each.contexts else ():
-        choices: dict[str, Choice] = {}
+        choices: dict[str, LayerChoice] = {}
         kind, found = type(module).__name__, (told.found if told else {}).get(path, Found())
         of = found.forms
         if isinstance(module, (*norms.LAYERS, *norms.LINEN_LAYERS)):
             choice, why = each.choice(path), norms.why_not(module)
             context = choice.context if choice.context.saved and why is None else None
-            parts.append(Part(path, kind, "norm", context, why or choice.reason))
+            parts.append(ContextEntry(path, kind, "norm", context, why or choice.reason))
             if replace and context is not None:
                 norms.replace(module, choice.recipe)
         elif blocks_nnx.candidate(module):
@@ -98,18 +98,18 @@ def plan(
                 quiet = kept or found.gaps or isinstance(module, nnx.MultiHeadAttention)
                 hint = "" if context is None or quiet else _hint(told)
                 if kept or not found.gaps:
-                    parts.append(Part(path, kind, None, context if kept else None, choice.reason + hint, kept))
+                    parts.append(ContextEntry(path, kind, None, context if kept else None, choice.reason + hint, kept))
         elif _OWN_NORM.fullmatch(kind) and not type(module).__module__.startswith("flax."):
-            parts.append(Part(path, kind, None, None, norms.OWN_CLASS))
+            parts.append(ContextEntry(path, kind, None, None, norms.OWN_CLASS))
         for gap in found.gaps:
-            parts.append(Part(path, kind, None, None, f"{gap}: {blocks.HOOK}"))
+            parts.append(ContextEntry(path, kind, None, None, f"{gap}: {blocks.HOOK}"))
         for form in of:
             choice = choices.get(form.down) or each.choice("/".join(filter(None, (path, form.down))), heads)
-            parts.append(Part(path, kind, str(form), _kept(choice), choice.reason))
+            parts.append(ContextEntry(path, kind, str(form), _kept(choice), choice.reason))
     return tuple(parts)
 
 
-def _kept(choice: Choice) -> Context | None:
+def _kept(choice: LayerChoice) -> Context | None:
     """What is kept of what a layer reads, as far as the rules say so."""
     return choice.context if choice.linear is not None and choice.context.saved else None
 

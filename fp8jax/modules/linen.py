@@ -191,7 +191,7 @@ def _owners(module: nn.Module, names: tuple[str, ...]) -> set[str]:
     return {"/".join(path[:-1]) for path in params if path[-1] in names}
 
 
-class _Running(threading.local):
+class _RunningModules(threading.local):
     """The quantized modules whose methods run, outermost first."""
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class _Running(threading.local):
         self.told: list[_Root] | None = None
 
 
-_running = _Running()
+_running = _RunningModules()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from fp8jax.modules import blocks_nnx, contexts, heads_nnx
 from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
 from fp8jax.modules.blocks_nnx import Told
-from fp8jax.modules.contexts import Part
+from fp8jax.modules.contexts import ContextEntry
 from fp8jax.modules.matrices import Unknown, is_matrix, not_a_model
 from fp8jax.modules.program import Program, inspect, split
 from fp8jax.modules.reading import Reading
@@ -95,7 +95,7 @@ class Report:
 
     layers: tuple[Layer, ...]
     program: Program | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ContextEntry, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -60,7 +60,7 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class LayerChoice:
     """What the rules chose for a layer: the parts of a recipe (None where it is left alone), and the reason."""
 
     linear: Linear | None
@@ -104,7 +104,7 @@ class Ordered:
         """Whether any rule says what non-linear operations keep."""
         return any(rule.context.saved is not None for rule in self.rules)
 
-    def choice(self, path: str, heads: Mapping[str, str] = _NONE) -> Choice:
+    def choice(self, path: str, heads: Mapping[str, str] = _NONE) -> LayerChoice:
         """What the first rule that matches a path says.
 
         Args:
@@ -113,12 +113,12 @@ class Ordered:
         """
         i = self._first(path)
         if i is None:
-            return Choice(None, "no rule matches")
+            return LayerChoice(None, "no rule matches")
         reasons = [name for name, _ in _DEFAULT] + ["the recipe"]
         reasons = reasons if self.default else [f"rule {r.path!r}" for r in self.rules]
         if self.default and path in heads and self.rules[i].linear is not None:
-            return Choice(None, heads[path])
-        return Choice(self.rules[i].linear, reasons[i], self.rules[i].context)
+            return LayerChoice(None, heads[path])
+        return LayerChoice(self.rules[i].linear, reasons[i], self.rules[i].context)
 
     def check_all_used(
         self, paths: Iterable[str], heads: Mapping[str, str] = _NONE, others: Iterable[str] = (), unknown: str = ""
@@ -185,7 +185,7 @@ def choose(
     heads: Mapping[str, str] = _NONE,
     others: Iterable[str] = (),
     unknown: str = "",
-) -> dict[str, Choice]:
+) -> dict[str, LayerChoice]:
     """Matches the paths of all layers that can be quantized against rules.
 
     Args:

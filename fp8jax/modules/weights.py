@@ -22,7 +22,7 @@ class QuantizedWeightVariable(nnx.Variable):
     """Codes or scales of a weight; they follow from parameters, and are no state of their own."""
 
 
-class Held(nnx.Module):
+class WeightVariables(nnx.Module):
     """A `QuantizedWeight` as variables, so that loops over stacked layers take it apart."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
@@ -38,7 +38,7 @@ class HeldDotGeneral(nnx.Module):
 
     def __init__(self, dot_general: DotGeneral, weight: QuantizedWeight) -> None:
         self.dot_general = dot_general
-        self.held = Held(weight)
+        self.held = WeightVariables(weight)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Array:
         return self.dot_general(*args, **kwargs, quantized=self.held.weight())
@@ -103,7 +103,7 @@ def _hold(layer: Any, quantizer: Callable[[Array, Linear, Array | None], Quantiz
     if weight is None:
         return False
     if isinstance(dot_general, LayerScaling):
-        dot_general.held = nnx.data(Held(weight))
+        dot_general.held = nnx.data(WeightVariables(weight))
     else:
         layer.dot_general = nnx.data(HeldDotGeneral(dot_general, weight))
     return True

@@ -115,7 +115,7 @@ class Activation:
 
             operation, operands = found
             ahead = None if dy is None else foreseen
-            (part,) = fused.Result(operation, (RESULT,), operands, ahead=ahead).parts
+            (part,) = fused.Computation(operation, (RESULT,), operands, ahead=ahead).parts
         return Made(y, part, foreseen)
 
     def backward(
@@ -132,12 +132,12 @@ class Activation:
         if any(dtype != self.dtype for dtype in dtypes):
             return cast, ()
         foreseen, found = foreseen or fused.Foreseen(), self._operands(saved, cast[0], dy)
-        parts: tuple[fused.Part | None, ...] = (None,) * len(cast)
+        parts: tuple[fused.Output | None, ...] = (None,) * len(cast)
         if found is not None:
             from pallas_kernels.remake_triton import GATE, UP
 
             kinds = (GATE, UP)[: len(cast)]
-            parts = fused.Result(found[0], kinds, found[1], foreseen.peaks, made=foreseen.made).parts
+            parts = fused.Computation(found[0], kinds, found[1], foreseen.peaks, made=foreseen.made).parts
         spec, scales = foreseen.spec, foreseen.scales or (None,) * len(cast)
         given = (None if spec is None or scale is None else (spec, scale) for scale in scales)
         return cast, tuple(Origin(None, part, scale) for part, scale in zip(parts, given, strict=True))
@@ -233,7 +233,7 @@ def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool, *,
 
 def _keep(
     operation: Any, gate: Array, up: Array | None, spec: QuantSpec, to: QuantSpec | None, by_rows: QuantSpec | None
-) -> tuple[ActivationSaved, fused.Result, Array | None, Array | None]:
+) -> tuple[ActivationSaved, fused.Computation, Array | None, Array | None]:
     """What is kept, what the result is computed from, and if it is known how to quantize it, its scale and codes."""
     from pallas_kernels import remake_triton
 
@@ -258,7 +258,7 @@ def _keep(
 
     parts, peak, scale, made = fused.run(both, g, u)
     codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
-    result = fused.Result(exact, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,))
+    result = fused.Computation(exact, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,))
     return ActivationSaved(*codes), result, scale, made
 
 

@@ -172,7 +172,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
     """The result and both moments of one parameter, by the fused kernel."""
     from pallas_kernels import adamw_triton
 
-    scalars = adamw_triton.Scalars(
+    scalars = adamw_triton.AdamWScalars(
         adam.rate,
         adam.weight_decay if leaf.decays else 0.0,
         *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
@@ -190,7 +190,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
     def kernel(x: _Operands, run: tuple[int, int] | None, form: Form, dtype: Any) -> Any:
         return adamw_triton.adamw(
             *x[:4],
-            adamw_triton.Scalars(*x.scalars),
+            adamw_triton.AdamWScalars(*x.scalars),
             mu_storage=storage[0],
             nu_storage=storage[1],
             group_size=size,
@@ -230,7 +230,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         begin = [cut.start(name, n) for name, n in zip(names, x.grad.shape, strict=True)]
         weight = x.weight.astype(jnp.float32) + change
         weight = round_stochastically(weight, x.noise, whole=shape, begin=begin)
-        applied = adamw_triton.Scalars(*x.scalars).applied
+        applied = adamw_triton.AdamWScalars(*x.scalars).applied
         return weight if applied is None else jnp.where(applied > 0, weight, x.weight), mu, nu
 
     def call(*operands: Any) -> Any:

@@ -35,7 +35,7 @@ _ROUNDED_UP = np.float32(1 + 2**-20)
     meta_fields=["decays"],
 )
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class MasterLeaf:
     """What a step needs of one parameter.
 
     Attributes:
@@ -69,7 +69,7 @@ class Leaf:
         return isinstance(g, QTensor) and g.spec.format in ("e4m3", "e5m2") and g.scale.shape == self.master.scale.shape
 
 
-class Row(NamedTuple):
+class StepResult(NamedTuple):
     """What a step makes of one parameter: its change or its new working copy, and what is stored."""
 
     result: Array
@@ -79,7 +79,7 @@ class Row(NamedTuple):
     largest: Array
 
 
-def apply(form: Form, leaves: Sequence[Leaf], adam: Adam, impl: str = "auto") -> list[Row]:
+def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "auto") -> list[StepResult]:
     """A step of some parameters.
 
     Args:
@@ -95,7 +95,7 @@ def apply(form: Form, leaves: Sequence[Leaf], adam: Adam, impl: str = "auto") ->
     for leaf in leaves:
         tell("fp8lm_adamw", choose(leaf, impl, impl == "triton" or on_cuda()))
 
-    def each(which: Sequence[str], leaves: Sequence[Leaf]) -> list[Row]:
+    def each(which: Sequence[str], leaves: Sequence[MasterLeaf]) -> list[StepResult]:
         run = {"triton": _fused, "xla": _reference}
         rows = [run[name](form, adam, leaf) for name, leaf in zip(which, leaves, strict=True)]
         scalars = list(vars(adam).values())
@@ -106,11 +106,11 @@ def apply(form: Form, leaves: Sequence[Leaf], adam: Adam, impl: str = "auto") ->
         return reference(leaves)
     fused = functools.partial(each, impls)
     otherwise = None if impl == "triton" else placed_like(fused, reference, (leaves,))
-    found: list[Row] = jax.lax.platform_dependent(leaves, cuda=fused, default=otherwise)
+    found: list[StepResult] = jax.lax.platform_dependent(leaves, cuda=fused, default=otherwise)
     return found
 
 
-def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
+def choose(leaf: MasterLeaf, impl: str, cuda: bool) -> Choice:
     """What computes the step of a parameter on CUDA, or elsewhere.
 
     Raises:
@@ -121,7 +121,7 @@ def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
     )
 
 
-def _unsupported(leaf: Leaf) -> str | None:
+def _unsupported(leaf: MasterLeaf) -> str | None:
     from pallas_kernels import fp8lm_triton
 
     grad = leaf.grad.codes.dtype if leaf.codes else jnp.float32 if isinstance(leaf.grad, QTensor) else leaf.grad.dtype
@@ -157,7 +157,7 @@ def scale_above(bound: Array, fmt: formats.Format) -> Array:
     return jnp.where(jnp.isfinite(bound), scale, jnp.nan)
 
 
-def _new_scales(leaf: Leaf, adam: Adam) -> list[Array]:
+def _new_scales(leaf: MasterLeaf, adam: Adam) -> list[Array]:
     """Scales of the master weight and both moments after the step, each of the shape of the present one."""
     if leaf.codes:
         of_grad = jnp.abs(leaf.grad.scale) * formats.get(leaf.grad.spec.format).max
@@ -177,7 +177,7 @@ def _new_scales(leaf: Leaf, adam: Adam) -> list[Array]:
 def _scalars(adam: Adam, decays: bool) -> Any:
     from pallas_kernels import fp8lm_triton
 
-    return fp8lm_triton.Scalars(
+    return fp8lm_triton.FP8LMScalars(
         *(adam.rate, adam.weight_decay if decays else 0.0),
         *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
         *(1 / (1 - adam.b1**adam.count), 1 / (1 - adam.b2**adam.count)),
@@ -189,7 +189,7 @@ def _values(x: Any) -> Array:
     return x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
 
 
-def _reference(form: Form, adam: Adam, leaf: Leaf) -> Row:
+def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     """The step in plain JAX; each operation is the kernel's."""
     b1_rest, b2_rest = (jnp.asarray(1 - b, jnp.float32) for b in (adam.b1, adam.b2))
     corrections = [1 / (1 - b**adam.count) for b in (adam.b1, adam.b2)]
@@ -211,14 +211,14 @@ def _reference(form: Form, adam: Adam, leaf: Leaf) -> Row:
     if form == "update":
         result = result - leaf.weight.astype(jnp.float32)
     master, mu, nu = new
-    row = Row(result.astype(leaf.weight.dtype), master, mu, nu, jnp.stack([largest(q) for q in new]))
+    row = StepResult(result.astype(leaf.weight.dtype), master, mu, nu, jnp.stack([largest(q) for q in new]))
     if adam.applied is None:
         return row
-    before = Row(leaf.weight, *leaf.stored, leaf.largest)
+    before = StepResult(leaf.weight, *leaf.stored, leaf.largest)
     return jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), row, before)
 
 
-class _Operands(NamedTuple):
+class _MasterOperands(NamedTuple):
     grad: Array
     weight: Array
     master: Array
@@ -231,7 +231,7 @@ class _Operands(NamedTuple):
     words: Array | None
 
 
-def _fused(form: Form, adam: Adam, leaf: Leaf) -> Row:
+def _fused(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     from pallas_kernels import fp8lm_triton
 
     shape, depth, spec = leaf.master.shape, leaf.master.spec.stacked, leaf.master.spec
@@ -243,7 +243,7 @@ def _fused(form: Form, adam: Adam, leaf: Leaf) -> Row:
     new = [formats.get(q.spec.format) for q in leaf.stored]
 
     def local(cut: Cut, *operands: Any) -> Any:
-        x = _Operands(*operands)
+        x = _MasterOperands(*operands)
         parts = [x.grad_scale, *x.scales, *x.new_scales, *(1 / scale for scale in x.new_scales)]
         words, run = x.words, None
         if words is not None:
@@ -254,7 +254,7 @@ def _fused(form: Form, adam: Adam, leaf: Leaf) -> Row:
         result, *codes, found = fp8lm_triton.fp8lm(
             *x[:5],
             jnp.stack([scale.reshape(-1) for scale in parts]),
-            fp8lm_triton.Scalars(*x.scalars),
+            fp8lm_triton.FP8LMScalars(*x.scalars),
             form=form,
             words=words,
             run=run,
@@ -277,13 +277,13 @@ def _fused(form: Form, adam: Adam, leaf: Leaf) -> Row:
     grad = leaf.grad.codes if leaf.codes else _values(leaf.grad) if isinstance(leaf.grad, QTensor) else leaf.grad
     grad_scale = leaf.grad.scale if leaf.codes else jnp.ones_like(leaf.master.scale)
     master, mu, nu = leaf.stored
-    operands = _Operands(
+    operands = _MasterOperands(
         *(grad, leaf.weight, master.codes, mu.codes, nu.codes, grad_scale),
         *((master.scale, mu.scale, nu.scale), tuple(scales), values, leaf.words),
     )
     static = (form, str(leaf.mu.spec), leaf.codes, [x is None for x in values], leaf.words is None, depth)
     result, *codes, told = partitioned(f"fp8lm_{form}", static, local, operands, ins, outs)
-    old = Row(leaf.weight, *leaf.stored, leaf.largest)
+    old = StepResult(leaf.weight, *leaf.stored, leaf.largest)
     if adam.applied is not None:
         scales, told = jax.tree.map(
             lambda new, old: jnp.where(adam.applied, new, old),
@@ -292,7 +292,7 @@ def _fused(form: Form, adam: Adam, leaf: Leaf) -> Row:
     master, mu, nu = (
         dataclasses.replace(q, codes=x, scale=scale) for q, x, scale in zip(leaf.stored, codes, scales, strict=True)
     )
-    return jax.tree.map(placed, Row(result, master, mu, nu, told), old)
+    return jax.tree.map(placed, StepResult(result, master, mu, nu, told), old)
 
 
 def salted(words: Array | None, path: str) -> Array | None:

@@ -1,6 +1,6 @@
 """Arrays that a kernel computes where it quantizes them, so that on a GPU they are never written.
 
-A norm or an activation says what its result is computed from (`Part`); an activation also of the cotangents of its
+A norm or an activation says what its result is computed from (`Output`); an activation also of the cotangents of its
 inputs. Who quantizes such an array and is given its part makes the kernel read those operands. The array itself stays
 an ordinary one: whoever else reads it makes XLA compute it, and where nobody does, XLA leaves it out.
 """
@@ -41,7 +41,7 @@ class Same:
 
 
 @dataclasses.dataclass(eq=False)
-class Result:
+class Computation:
     """What arrays are computed from: those that one kernel makes together, in its order.
 
     Attributes:
@@ -61,15 +61,15 @@ class Result:
     made: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def parts(self) -> "tuple[Part, ...]":
+    def parts(self) -> "tuple[Output, ...]":
         """Each of the arrays."""
-        return tuple(Part(self, place) for place in range(len(self.kinds)))
+        return tuple(Output(self, place) for place in range(len(self.kinds)))
 
 
-class Part(NamedTuple):
-    """An array as one of those of a `Result`."""
+class Output(NamedTuple):
+    """An array as one of those of a `Computation`."""
 
-    result: Result
+    result: Computation
     place: int
 
     @property
@@ -77,16 +77,16 @@ class Part(NamedTuple):
         """What `of` takes: operands, peaks, and codes with scales of rows, in bytes."""
         return self.result.operands, self.result.peaks, list(self._rows.values())
 
-    def of(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "Part":
+    def of(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "Output":
         """The same, computed from the same operands in another trace."""
         made = dict(zip(self._rows, rows, strict=True))
-        return self._replace(result=Result(self.result.operation, self.result.kinds, operands, peaks, made=made))
+        return self._replace(result=Computation(self.result.operation, self.result.kinds, operands, peaks, made=made))
 
     @property
     def _rows(self) -> dict[Any, Any]:
         return {how: codes for how, codes in self.result.made.items() if how[0] == "rows"}
 
-    def cast(self, dtype: DTypeLike) -> "Part | None":
+    def cast(self, dtype: DTypeLike) -> "Output | None":
         """The array in a dtype: as it is, or rounded to bf16 if it is fp32 and alone; None for other casts."""
         from pallas_kernels.quantize_triton import PLAIN_DTYPES
 
@@ -98,7 +98,7 @@ class Part(NamedTuple):
             return None
         operation = result.operation._replace(dtype=PLAIN_DTYPES.index(jnp.bfloat16))
         peaks = tuple(formats.round_to(peak, formats.get("bf16")) for peak in result.peaks)
-        return Part(Result(operation, result.kinds, result.operands, peaks), 0)
+        return Output(Computation(operation, result.kinds, result.operands, peaks), 0)
 
     def hold(self, spec: QuantSpec, scale: Array, codes: Array | None) -> None:
         """Codes (M, N) of the array under a scale, if they are made already."""
@@ -136,7 +136,13 @@ def bounded(recipe: Recipe | Context | str) -> Linear | None:
 
 
 def codes(
-    part: Part, rows: QuantSpec | None, columns: QuantSpec | None, *, same: bool, scale: Array | None, strategy: Scaling
+    part: Output,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    *,
+    same: bool,
+    scale: Array | None,
+    strategy: Scaling,
 ) -> tuple[QTensor | None, QTensor | None] | None:
     """Codes of a matrix and of its transposed copy from what it is computed from; None where that is no kernel's.
 
@@ -168,7 +174,7 @@ def takes(spec: QuantSpec) -> bool:
     return plain and spec.rounding == "nearest" and not (spec.expand or spec.stacked) and spec.underflow == "zero"
 
 
-def _make(result: Result, how: Any, scale: Array | None) -> list[tuple[QTensor | None, QTensor | None]]:
+def _make(result: Computation, how: Any, scale: Array | None) -> list[tuple[QTensor | None, QTensor | None]]:
     rows, columns, spec, strategy = how
     tell("quantize", Choice("triton", "from what the matrix is computed from, which is not written"))
     # JAX keeps traced functions: this one must not hold the result, and with it arrays of a trace.
@@ -191,7 +197,7 @@ def _pair(spec: QuantSpec, row: Array | None, column: Array | None, scale: Array
     return tuple(None if codes is None else QTensor(codes, scale, None, None, spec) for codes in (row, column))
 
 
-def _make_ahead(result: Result, spec: QuantSpec, scale: Array) -> QTensor:
+def _make_ahead(result: Computation, spec: QuantSpec, scale: Array) -> QTensor:
     """Transposed codes of an activation's result, made with what the backward pass will ask for next.
 
     These are the peaks of the cotangents that the result's gradient gives, or their codes where scales are given.

@@ -32,19 +32,19 @@ def of_layers(recipe: Recipe | Context | str) -> QuantSpec | None:
     return spec if formats.get(spec.format).bits == 8 else None
 
 
-def hold(part: fused.Part, spec: QuantSpec, codes: Array, scale: Array) -> None:
+def hold(part: fused.Output, spec: QuantSpec, codes: Array, scale: Array) -> None:
     """Holds what microscaling an array as `spec` says makes of it: codes (M, N), scales (M, 1)."""
     q = QTensor(codes, scale, None, None, QuantSpec(spec.format, "token"))
     part.result.made["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
 
 
-def held(part: fused.Part | None, spec: QuantSpec) -> QTensor | None:
+def held(part: fused.Output | None, spec: QuantSpec) -> QTensor | None:
     """What `hold` was given."""
     found = None if part is None else part.result.made.get(("rows", spec))
     return None if found is None else from_bytes(found)
 
 
-def columns(part: fused.Part | None, spec: QuantSpec, scale: Array) -> QTensor | None:
+def columns(part: fused.Output | None, spec: QuantSpec, scale: Array) -> QTensor | None:
     """Transposed codes of a matrix under a scale for each row, fp32 (M, 1), or None where no kernel makes them.
 
     Returns:
@@ -68,7 +68,7 @@ def columns(part: fused.Part | None, spec: QuantSpec, scale: Array) -> QTensor |
     return QTensor(codes, jnp.ones((1, 1), jnp.float32), None, None, QuantSpec(spec.format))
 
 
-def cotangent(part: fused.Part | None, spec: QuantSpec, level: Array | None) -> tuple[QTensor, QTensor] | None:
+def cotangent(part: fused.Output | None, spec: QuantSpec, level: Array | None) -> tuple[QTensor, QTensor] | None:
     """Codes of an activation's cotangent, as they are and transposed; None where no kernel makes them.
 
     Args:
@@ -93,7 +93,7 @@ def cotangent(part: fused.Part | None, spec: QuantSpec, level: Array | None) -> 
     return pair
 
 
-def _make(result: fused.Result, spec: QuantSpec, level: Array) -> list[tuple[QTensor, QTensor]]:
+def _make(result: fused.Computation, spec: QuantSpec, level: Array) -> list[tuple[QTensor, QTensor]]:
     tell("quantize", _FROM_OPERANDS)
     fmt, operation, kinds = formats.get(spec.format), result.operation, result.kinds
     scales = [scaling.power_above(peak.reshape(-1, 1), level, fmt) for peak in result.peaks]

@@ -75,7 +75,7 @@ def _multiply(free: int, dtype: DTypeLike, cut: Cut, a: Pair | QTensor, b: QTens
 def _kernel(written_in: str, free: int, out: DTypeLike, a: Pair | QTensor, b: QTensor) -> Array:
     """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
     from pallas_kernels import hopper
-    from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
+    from pallas_kernels.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
 
     multiply: Any = matmul_int8_block
     if written_in == "triton":
@@ -84,7 +84,7 @@ def _kernel(written_in: str, free: int, out: DTypeLike, a: Pair | QTensor, b: QT
         multiply = functools.partial(matmul_int8_triton.matmul_int8_block, compute_capability=capability())
     base, residual = a, None
     if isinstance(a, Pair):
-        base, residual = a.base, Residual(a.residual.codes, a.residual.scale, a.used)
+        base, residual = a.base, FallbackResidual(a.residual.codes, a.residual.scale, a.used)
     assert isinstance(base, QTensor)
     with hopper.left(free):
         product = multiply(base.codes, b.codes, base.scale, b.scale, residual=residual, out_dtype=out)

@@ -41,7 +41,7 @@ def shares_tokens(recipe: Linear) -> bool:
     return recipe.x_wgrad == recipe.dy_wgrad == SAME and any(s is not None and s.folds for s in spec)
 
 
-def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None, *, part: fused.Part | None = None) -> QTensor:
+def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None, *, part: fused.Output | None = None) -> QTensor:
     """A matrix (M, N), or its transposed copy, microscaled and folded: codes with one scale a row.
 
     Args:
@@ -95,7 +95,7 @@ def _kernel(spec: QuantSpec, x: Array, level: Array | None) -> QTensor:
 
 
 def gradient_operands(
-    dy: Array, spec: QuantSpec, scale: Array | None, part: fused.Part | None = None
+    dy: Array, spec: QuantSpec, scale: Array | None, part: fused.Output | None = None
 ) -> tuple[QTensor, QTensor]:
     """The output's gradient (tokens, outputs), microscaled and folded, and its codes transposed.
 
@@ -146,7 +146,7 @@ def shifted(kept: QTensor, dy: QTensor) -> QTensor:
     return transpose(QTensor(codes, top, None, None, QuantSpec(kept.spec.format)))
 
 
-def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused.Part | None = None) -> QTensor:
+def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused.Output | None = None) -> QTensor:
     """An input that was made again (tokens, inputs), as the operand (inputs, tokens) with the scales of tokens of dy.
 
     Args:

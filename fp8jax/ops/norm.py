@@ -242,12 +242,12 @@ def _result(
     scale: Array | None,
     bias: Array | None,
     peak: Array | None,
-) -> fused.Result:
+) -> fused.Computation:
     from pallas_kernels import remake_triton
 
     rows = {"inverse": inverse.reshape(-1), "mean": None if mean is None else mean.reshape(-1)}
     operands = remake_triton.Operands(parts[0], parts[1], weight=scale, bias=bias, **rows)
-    return fused.Result(operation, (remake_triton.NORM,), operands, () if peak is None else (peak,))
+    return fused.Computation(operation, (remake_triton.NORM,), operands, () if peak is None else (peak,))
 
 
 def _cast(cotangents: tuple[Array | None, ...], dtypes: tuple[DTypeLike | None, ...]) -> Any:

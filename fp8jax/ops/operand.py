@@ -10,10 +10,10 @@ codes come from. All sources have one contract:
 | source | its codes | its residual |
 |---|---|---|
 | `Plain` | made in the product, under a given scale or the matrix's own | `Matrix`: the matrix |
-| `Codes` | made before, shared by all products of one input | `Saved`: these codes |
+| `InputCodes` | made before, shared by all products of one input | `SavedCodes`: these codes |
 | `Again` | likewise | `MadeAgain`: what the operation before has saved, and one scale |
-| `Held` | a weight's, made once a step, for both of its products | `Ready`: those of the second one |
-| `Blocks` | of an input's blocks, some with a residual, made before | `Saved`: the codes given for that |
+| `HeldWeight` | a weight's, made once a step, for both of its products | `Ready`: those of the second one |
+| `Blocks` | of an input's blocks, some with a residual, made before | `SavedCodes`: the codes given for that |
 
 A new one (a pair of blocks, shards that are gathered and gathered again) is a class with `forward` and `residual`, and
 one for its residual with `operand`. Both are pytrees without gradients: FP8 codes are in them as bytes, because an FP8
@@ -128,7 +128,7 @@ class Matrix:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedCodes:
     """Codes of the input as bytes, (tokens, inputs)."""
 
     codes: QTensor
@@ -223,7 +223,7 @@ class Plain:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Codes:
+class InputCodes:
     """Codes of an input that were made before, as bytes, (tokens, inputs), as the recipe saves them.
 
     The forward product reads them, too, unless the recipe saves others than it multiplies.
@@ -237,8 +237,8 @@ class Codes:
             return from_bytes(self.codes)
         return encode(matrix, side.forward, side.strategy, scale=self.scale)
 
-    def residual(self, matrix: Array, operand: Forward, side: Side) -> Saved:
-        return Saved(self.codes)
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> SavedCodes:
+        return SavedCodes(self.codes)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["saved", "first"], meta_fields=["operation"])
@@ -248,7 +248,7 @@ class Again:
 
     operation: Remade
     saved: Any
-    first: "Plain | Codes"
+    first: "Plain | InputCodes"
 
     def forward(self, matrix: Array, side: Side) -> Forward:
         return self.first.forward(matrix, side)
@@ -277,7 +277,7 @@ class QuantizedWeight(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Held:
+class HeldWeight:
     """A weight whose codes for both products were made before; the weight itself is not saved."""
 
     weight: QuantizedWeight
@@ -300,8 +300,8 @@ class Blocks:
     def forward(self, matrix: Array, side: Side) -> Pair:
         return self.pair
 
-    def residual(self, matrix: Array, operand: Forward, side: Side) -> Saved:
-        return Saved(self.codes)
+    def residual(self, matrix: Array, operand: Forward, side: Side) -> SavedCodes:
+        return SavedCodes(self.codes)
 
 
 def of_input(
@@ -323,7 +323,7 @@ def of_input(
         origin: what is known of `x`.
         share: gives what another product has made so of `x` to save it, or makes it.
     """
-    source: Plain | Codes
+    source: Plain | InputCodes
     saved = side.saved
     if saved is None:
         source = Plain(scale, share(lambda: lax.stop_gradient(x)))
@@ -334,7 +334,7 @@ def of_input(
                 return origin.codes[1]
             return make_codes(x, saved, side.strategy, key=key, scale=scale, part=origin.part)
 
-        source = Codes(share(lambda: named(make(), INPUT)), scale)
+        source = InputCodes(share(lambda: named(make(), INPUT)), scale)
     # Codes rounded stochastically can be made again only with their key.
     if origin.again is None or (saved is not None and saved.rounding == "stochastic"):
         return source
@@ -355,7 +355,7 @@ def of_weight(
     if found != (w.shape, recipe.spec("w"), recipe.spec("w_dgrad")):
         specs = f"specs {recipe.w} and {recipe.w_dgrad}"
         raise ValueError(f"a weight {w.shape} of {specs} was given quantized as {found[0]}, {found[1]} and {found[2]}")
-    return Held(quantized)
+    return HeldWeight(quantized)
 
 
 def make_codes(
@@ -366,7 +366,7 @@ def make_codes(
     key: Array | None = None,
     scale: Array | None = None,
     turned: bool = False,
-    part: fused.Part | None = None,
+    part: fused.Output | None = None,
 ) -> QTensor:
     """Codes of a matrix, or of its transposed copy, from its values alone, as bytes."""
     q = encode(lax.stop_gradient(x), spec, strategy, key=key, scale=scale, turned=turned, part=part)
@@ -382,7 +382,7 @@ def encode(
     key: Array | None = None,
     scale: Array | None = None,
     turned: bool = False,
-    part: fused.Part | None = None,
+    part: fused.Output | None = None,
 ) -> Operand:
     """A matrix as an operand, as it is where `spec` is None; `turned`, its transposed copy."""
     if spec is None:

@@ -76,7 +76,7 @@ class How(NamedTuple):
     known: Provenance
 
 
-class Saved(NamedTuple):
+class Residuals(NamedTuple):
     """What a product saves for its backward pass.
 
     Attributes:
@@ -272,11 +272,11 @@ def _forward(
     of_w: Source,
     key: Array | None,
     scales: Scales | None,
-) -> tuple[tuple[Array, Array | None], Saved]:
+) -> tuple[tuple[Array, Array | None], Residuals]:
     recipe, x = how.recipe, fused.matrix(value)
     sides = input_side(recipe), weight_side(recipe)
     rows, columns = of_x.forward(x, sides[0]), of_w.forward(w, sides[1])
-    saved = Saved(
+    saved = Residuals(
         of_x.residual(x, rows, sides[0]),
         of_w.residual(w, columns, sides[1]),
         (Kind.of(value), Kind.of(w)),
@@ -301,7 +301,7 @@ def _forward(
     return (y, passed), saved
 
 
-def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
+def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
     recipe, (x, w), key = how.recipe, saved.kinds, saved.key
     scales: Any = saved.scales
     dy, others = cotangents
@@ -360,7 +360,7 @@ def _backward(how: How, saved: Saved, cotangents: tuple[Array, Array | None]) ->
     return *inputs, dw, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
 
 
-def _differentiated(how: How, *operands: Any) -> tuple[tuple[Array, Array | None], Saved]:
+def _differentiated(how: How, *operands: Any) -> tuple[tuple[Array, Array | None], Residuals]:
     """`_forward`, where its backward pass follows."""
     results, saved = _forward(how, *operands)
     value, _, w, *_ = operands

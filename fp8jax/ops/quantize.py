@@ -29,7 +29,7 @@ def quantize(
     strategy: Scaling | str = "current",
     key: Array | None = None,
     impl: str = "auto",
-    part: fused.Part | None = None,
+    part: fused.Output | None = None,
 ) -> Pair:
     """Codes of a matrix and of its transposed copy.
 

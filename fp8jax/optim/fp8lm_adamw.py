@@ -197,7 +197,7 @@ def fp8lm_adamw(
         words = noise.of_step(adam.count) if master_rounding == "stochastic" else None
         salted = [fp8lm.salted(words, jax.tree_util.keystr(p, simple=True, separator="/")) for p in paths]
         which = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
-        leaves = [fp8lm.Leaf(*row) for row in zip(*columns, salted, which, strict=True)]
+        leaves = [fp8lm.MasterLeaf(*row) for row in zip(*columns, salted, which, strict=True)]
         quantized = [leaf for leaf in leaves if isinstance(leaf.master, QTensor)]
         plain = [leaf for leaf in leaves if not isinstance(leaf.master, QTensor)]
         fused, rest = iter(fp8lm.apply(form, quantized, adam, impl)), iter(_plain(form, plain, adam))
@@ -240,7 +240,7 @@ def working_copy(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> optax.Pa
     return jax.tree.map(lambda x: adamw.load(x).astype(dtype), state.master, is_leaf=_is_quantized)
 
 
-def _plain(form: Form, leaves: Sequence[fp8lm.Leaf], adam: adamw.Adam) -> list[tuple[Any, ...]]:
+def _plain(form: Form, leaves: Sequence[fp8lm.MasterLeaf], adam: adamw.Adam) -> list[tuple[Any, ...]]:
     """The step of parameters that are too small for codes, with master weights and moments in fp32."""
     columns = ([adamw.load(leaf.grad) for leaf in leaves], [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves])
     rows = []

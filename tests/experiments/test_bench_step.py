@@ -77,7 +77,7 @@ def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
     """Two devices take the step of one with the whole batch; under FSDP each has half of the state."""
     losses, states = [], []
     for mesh, batch in (("one", 16), (where, 2)):
-        arm = step.Arm(step.BF16, LlamaConfig(256, 512, 1, 4, 4, 512), batch, TOKENS, mesh)
+        arm = step.StepArm(step.BF16, LlamaConfig(256, 512, 1, 4, 4, 512), batch, TOKENS, mesh)
         losses.append(float(arm()["loss"]))
         states.append(sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(arm.state.params)))
         exchanged = arm.exchanged()
@@ -90,7 +90,7 @@ def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
 def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
     results, needs = [], []
     for name in (step.BF16, step.AGAIN):
-        arm = step.Arm(name, LLAMA, 2, TOKENS, "one")
+        arm = step.StepArm(name, LLAMA, 2, TOKENS, "one")
         metrics = arm()
         results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         needs.append(step.memory(arm.program))
@@ -100,7 +100,7 @@ def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
 
 
 def test_flops_are_those_of_products_and_attention():
-    arm = step.Arm(step.BF16, LLAMA, 2, TOKENS, "one")
+    arm = step.StepArm(step.BF16, LLAMA, 2, TOKENS, "one")
     layer = 4 * 32 * 32 + 3 * 32 * 64
     attention = 2 * 2 * TOKENS * 32 / 2  # QK and AV, of which half is masked
     assert arm.flops == 3 * 2 * TOKENS * (2 * (2 * layer + attention) + 2 * 32 * 16)

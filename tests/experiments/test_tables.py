@@ -143,7 +143,10 @@ def test_storage_has_a_scale_for_each_layer_and_keeps_second_moments_from_zero()
 def test_arms_train_as_optax_does_and_a_coarse_master_weight_shows(monkeypatch):
     few = {name: fp8_lm_precision.STORAGES[name] for name in ("fp32", "e4m3, scaled")}
     monkeypatch.setattr(fp8_lm_precision, "STORAGES", few)
-    arms = {fp8_lm_precision.BASE: fp8_lm_precision.Arm(), "master": fp8_lm_precision.Arm(master="e4m3, scaled")}
+    arms = {
+        fp8_lm_precision.BASE: fp8_lm_precision.PrecisionArm(),
+        "master": fp8_lm_precision.PrecisionArm(master="e4m3, scaled"),
+    }
     batches = np.stack([TOKENS] * 6)
     losses, plain = fp8_lm_precision.train_arms(TINY, batches, arms, (0,))
     task = fp8_lm_precision.make_task(TINY, 0)

@@ -13,7 +13,7 @@ from scipy import stats
 import fp8jax
 from experiments.config import UserError
 from experiments.tables import parity_runs, training_parity
-from experiments.tables.parity_runs import Arm, Setting
+from experiments.tables.parity_runs import ParityArm, Setting
 from experiments.tables.training_parity import BASE, TRAINING, VALIDATION
 from fp8jax.ops.linear import linear
 
@@ -124,7 +124,7 @@ def test_arms_of_a_seed_start_alike_and_read_the_same_text(text, tmp_path):
     assert (text.starts(3, TINY) != text.starts(4, TINY)).any()
     runs = {}
     for name, recipe in ((BASE, fp8jax.recipes.bf16()), ("moments", fp8jax.recipes.coat_optimizer())):
-        parity_runs.train_arm(name, Arm(recipe), [0, 1], text, TINY, tmp_path / "file.json")
+        parity_runs.train_arm(name, ParityArm(recipe), [0, 1], text, TINY, tmp_path / "file.json")
         runs[name] = json.loads((tmp_path / "file.json").rename(tmp_path / name).read_text())["runs"]
     first = {name: [of["losses"][0] for of in seeds.values()] for name, seeds in runs.items()}
     # A step's loss is of the weights before it: moments stored otherwise change little of the first ten.
@@ -140,7 +140,7 @@ def test_a_damaged_forward_product_is_trained_and_validated_with(text, tmp_path,
     coarse = parity_runs.coarse
     monkeypatch.setattr(parity_runs, "coarse", lambda q, lost: (bits.append(lost), coarse(q, lost))[1])
     for product, validated in (("forward", True), ("wgrad", False)):
-        run, validate, _ = parity_runs.programs(Arm(fp8jax.recipes.te_current(), product, 2), TINY)
+        run, validate, _ = parity_runs.programs(ParityArm(fp8jax.recipes.te_current(), product, 2), TINY)
         state, _ = jax.eval_shape(run, jnp.int32(0), text.train, text.starts(0, TINY))
         assert set(bits) == {2}
         bits.clear()
@@ -150,7 +150,7 @@ def test_a_damaged_forward_product_is_trained_and_validated_with(text, tmp_path,
 
 
 def test_runs_are_kept_one_by_one_and_only_with_their_like(text, tmp_path):
-    path, arm = tmp_path / "bf16.json", Arm(fp8jax.recipes.bf16())
+    path, arm = tmp_path / "bf16.json", ParityArm(fp8jax.recipes.bf16())
     train = lambda seeds, setting=TINY, **how: parity_runs.train_arm("bf16", arm, seeds, text, setting, path, **how)  # noqa: E731
     train([0, 1], room=lambda took: took == 0)
     kept = json.loads(path.read_text())
@@ -174,7 +174,7 @@ def test_damage_is_done_to_one_product_alone(product, grad):
             return dict(zip(("forward", "dgrad", "wgrad"), (y, *back(dy)), strict=True))
 
     recipe = fp8jax.recipes.te_current()
-    plain, hurt = three(Arm(recipe)), three(Arm(recipe, product, 2))
+    plain, hurt = three(ParityArm(recipe)), three(ParityArm(recipe, product, 2))
     for name, value in plain.items():
         same = np.array_equal(value, hurt[name])
         assert same == (name != product), name
@@ -185,7 +185,7 @@ def test_damage_is_done_to_one_product_alone(product, grad):
 def test_damage_that_meets_no_product_is_refused():
     with (
         pytest.raises(RuntimeError, match="no wgrad product of codes: nothing was damaged"),
-        parity_runs.damaged(Arm(fp8jax.recipes.bf16(), "wgrad", 2)),
+        parity_runs.damaged(ParityArm(fp8jax.recipes.bf16(), "wgrad", 2)),
     ):
         jnp.ones(3)
 

@@ -16,7 +16,7 @@ from fp8jax.ops.choice import target
 from fp8jax.ops.linear import linear
 from fp8jax.ops.scaled import ScalingState, scaled_linear
 from pallas_kernels.matmul_block_mosaic import matmul_block
-from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
+from pallas_kernels.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
 from pallas_kernels.matmul_mosaic import matmul
 from pallas_kernels.matmul_mx_mosaic import matmul_mx
 
@@ -170,7 +170,7 @@ ALL = [
 
 def int8(fallback: bool, m: int = 4096, n: int = 4096) -> Program:
     def program(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> jax.Array:
-        return matmul_int8_block(a, b, sa, sb, residual=Residual(*residual) if fallback else None)
+        return matmul_int8_block(a, b, sa, sb, residual=FallbackResidual(*residual) if fallback else None)
 
     blocks = (m // 128, K // 128)
     shapes = (Shape((m, K), I8), Shape((n, K), I8), Shape(blocks, F32), Shape((n // 128, K // 128), F32))

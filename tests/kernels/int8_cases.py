@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.matmul_int8_mosaic import Residual
+from pallas_kernels.matmul_int8_mosaic import FallbackResidual
 
 
 def operands(m: int, n: int, k: int, rate: float) -> tuple[Any, np.ndarray]:
@@ -24,7 +24,7 @@ def operands(m: int, n: int, k: int, rate: float) -> tuple[Any, np.ndarray]:
 
     left = a * spread(a_scale, m) + r * spread(np.where(used, r_scale, 0), m)
     wanted = left @ (b * spread(b_scale, n)).T
-    residual = Residual(jnp.asarray(r), jnp.asarray(r_scale), jnp.asarray(used)) if rate else None
+    residual = FallbackResidual(jnp.asarray(r), jnp.asarray(r_scale), jnp.asarray(used)) if rate else None
     return (*map(jnp.asarray, (a, b, a_scale, b_scale)), residual), wanted
 
 

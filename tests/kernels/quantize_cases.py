@@ -224,7 +224,7 @@ def wrong_where_computed(name: str) -> list[int]:
     fmt, found = formats.get(name), []
     x = np.resize(np.float32([3e38, 0, 1e30, np.inf, 200, -1e38, np.nan, 0.0]), (32, 64))
     operation = remake_triton.Operation(gated=False, exact=True, dtype=0)
-    result = fused.Result(operation, (remake_triton.RESULT,), remake_triton.Operands(jnp.asarray(x)))
+    result = fused.Computation(operation, (remake_triton.RESULT,), remake_triton.Operands(jnp.asarray(x)))
     want = np.where(x > 0, np.where(np.isinf(x), fmt.inf, fmt.max), np.where(np.isnan(x), np.nan, 0.0))
     for scale in (2.0**-126, 2.0**-149, 2.0**127):
         how = (True, True, QuantSpec(name), "current")

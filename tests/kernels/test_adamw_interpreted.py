@@ -205,7 +205,7 @@ def compare_shards() -> None:
         tuple(jnp.asarray(np.asarray(x)[at]) for x, at in ((q.codes, cut), (q.scale, groups), (q.expansion, groups)))
         for q in leaf[1:3]
     ]
-    scalars = adamw_triton.Scalars(1e-3, 0.1, 0.9, 0.1, 0.999, 0.001, 1 - 0.9**3, 1 - 0.999**3, 1e-8, 0.0)
+    scalars = adamw_triton.AdamWScalars(1e-3, 0.1, 0.9, 0.1, 0.999, 0.001, 1 - 0.9**3, 1 - 0.999**3, 1e-8, 0.0)
     _, _, nu = adamw_triton.adamw(
         leaf[0][cut], leaf[3][cut], *moments, scalars, mu_storage=storages[0], nu_storage=storages[1], group_size=128,
         form="step", nu_seed=words, salt=noise.salt(""), run=(2, 4),

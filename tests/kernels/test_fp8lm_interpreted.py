@@ -86,7 +86,9 @@ def prepare() -> None:
     call_triton.call = call
 
 
-def leaf_of(shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str, special: bool = True) -> fp8lm.Leaf:
+def leaf_of(
+    shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str, special: bool = True
+) -> fp8lm.MasterLeaf:
     random = np.random.default_rng(len(shape))
     w, g, m, v = (random.standard_normal(shape).astype(np.float32) for _ in range(4))
     if special:
@@ -106,7 +108,7 @@ def leaf_of(shape: tuple[int, ...], depth: int, grad: str, weight: str, mu: str,
     gradient = stored(g, grad) if grad in ("e4m3", "e5m2") else jnp.asarray(g).astype(grad)
     kept = stored(w, "fp16"), stored(m, mu), stored(np.abs(v), "fp16", "smallest")
     largest = jnp.stack([fp8lm.largest(q) for q in kept])
-    return fp8lm.Leaf(gradient, jnp.asarray(w).astype(weight), *kept, largest, None, True)
+    return fp8lm.MasterLeaf(gradient, jnp.asarray(w).astype(weight), *kept, largest, None, True)
 
 
 def assert_equal(want: Any, got: Any) -> None:
@@ -146,7 +148,7 @@ def compare_gated() -> None:
         for applied in (None, jnp.array(True), jnp.array(False))
     )
     assert_equal(plain, taken)
-    assert_equal(fp8lm.Row(leaf.weight, *leaf.stored, leaf.largest), left)
+    assert_equal(fp8lm.StepResult(leaf.weight, *leaf.stored, leaf.largest), left)
 
 
 def compare_cuts(stochastic: bool) -> None:

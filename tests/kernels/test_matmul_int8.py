@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fp8jax.ops import choice, fallback, matmul, matmul_int8
 from fp8jax.ops import quantize as op
 from pallas_kernels.hopper import Tile
-from pallas_kernels.matmul_int8_mosaic import Residual, matmul_int8_block
+from pallas_kernels.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs
 from tests.kernels.int8_cases import error, operands
@@ -103,7 +103,7 @@ def test_the_kernel_in_triton_compiles_for_an_a100_without_spills() -> None:
 
     def program(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> Any:
         kernel = functools.partial(matmul_int8_triton.matmul_int8_block, compute_capability=80)
-        return kernel(a, b, sa, sb, residual=Residual(*residual))
+        return kernel(a, b, sa, sb, residual=FallbackResidual(*residual))
 
     _, shapes = programs.int8(fallback=True)
     registers, spilled, shared = h200.assembled(program, *shapes, arch="sm_80")

@@ -174,7 +174,7 @@ def test_no_array_of_a_trace_outlives_it(made):
     assert seen
     seen.clear()
     gc.collect()
-    assert not any(isinstance(thing, fused.Result) for thing in gc.get_objects())
+    assert not any(isinstance(thing, fused.Computation) for thing in gc.get_objects())
 
 
 def test_in_a_shard_map_with_and_without_checks_of_what_varies(made):
