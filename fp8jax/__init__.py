@@ -44,6 +44,7 @@ from fp8jax.optim.moments import state_bytes as state_bytes
 from fp8jax.optim.weight_bounds import adam_limit as adam_limit
 from fp8jax.optim.weight_bounds import measure_weights as measure_weights
 from fp8jax.optim.weight_bounds import track_weights as track_weights
+from fp8jax.optim.weight_bounds import tracked as tracked
 from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
 
 __version__ = _metadata.version("fp8jax")

@@ -88,12 +88,13 @@ def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransforma
         key: Array | None = None,
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
+        **others: Any,
     ) -> tuple[optax.Params, tuple[optax.OptState, optax.OptState]]:
         norm = _norm(grads)
         factor = jnp.float32(1.0) if factor is None else jnp.asarray(factor, jnp.float32)
         norm = norm * jnp.abs(factor)
         clip = jnp.where(norm < max_norm, factor, factor * (max_norm / norm))
-        params, inner = tx.step(grads, state[1], params, key=key, factor=clip, applied=applied)
+        params, inner = tx.step(grads, state[1], params, key=key, factor=clip, applied=applied, **others)
         return params, (state[0], inner)
 
     return FusedTransformation(chain.init, chain.update, step)

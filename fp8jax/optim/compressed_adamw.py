@@ -50,6 +50,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         nearest, changes under half a step of bf16 are lost.
     factor: a scalar that gradients are multiplied by in fp32, in the same pass.
     applied: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
+    max_direction: a scalar, the magnitude that finite directions beyond it are cut to, before rate and weight decay;
+        for `fp8jax.tracked`, and not of `fp8lm_adamw`.
 
     `update` knows the step, so that a copy made of `init` and `update`, as by `_replace` or `jax.tree.map`, has it too.
 
@@ -269,8 +271,10 @@ def compressed_adamw(
         key: Array | None = None,
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
+        max_direction: ArrayLike | None = None,
     ) -> tuple[optax.Params, CompressedAdamState]:
-        return descend(adamw.step, grads, state, params, key=key, factor=factor, applied=applied)
+        scalars = {"factor": factor, "applied": applied, "max_direction": max_direction}
+        return descend(adamw.step, grads, state, params, key=key, **scalars)
 
     return FusedTransformation(*variables.looking_through(init, update, step))
 
@@ -331,11 +335,12 @@ def _adam(
         weight_decay: float | Array = 0.0,
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
+        max_direction: ArrayLike | None = None,
         **options: Any,
     ) -> tuple[Any, CompressedAdamState]:
         jax.tree_util.tree_map_with_path(check_shape, grads, state.mu)
         count = optax.safe_increment(state.count)
-        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, factor, applied)
+        adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, factor, applied, max_direction)
         result, mus, nus = form(grads, state.mu, state.nu, params, adam, impl=impl, nu_stochastic=stochastic, **options)
         if applied is not None:
             count = jnp.where(applied, count, state.count)

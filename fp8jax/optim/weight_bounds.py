@@ -1,5 +1,6 @@
 """Bounds on weights from what an optimizer applies, for automatic scaling (MOSS, section 3.2, equation 10)."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -8,15 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from fp8jax.core.scaling import Automatic
 from fp8jax.optim import moments, variables
+from fp8jax.optim.compressed_adamw import FusedTransformation
 
 ScalarOrSchedule: TypeAlias = float | Array | optax.Schedule
 Limit: TypeAlias = Callable[[Array, Array], Array]
 
 # What fp32 bias correction adds to an update of Adam: 1 - 0.999 is off by 3e-5.
 _ADAM_ROUNDED = 1.001
+# Where a fused step cuts directions: above what bias correction leaves of them, and so far below the limit of updates
+# that the rounding of decay, rate and sum stays within it.
+_CUT = 1.0005
 
 
 class WeightBounds(NamedTuple):
@@ -52,7 +58,8 @@ def track_weights(
     8 bits, rounding may exceed it. Inside `optax.multi_transform` each group may have a tracker, with its own limit.
 
     Parameters must only change by these updates. Where others are loaded, call `measure_weights`; where the parameters
-    come back as they were (a checkpoint of both), nothing. Not for `compressed_adamw(...).step`, which applies itself.
+    come back as they were (a checkpoint of both), nothing. Not for `compressed_adamw(...).step`, which applies itself:
+    `tracked` is for that.
 
     Args:
         interval: steps between measurements.
@@ -66,6 +73,67 @@ def track_weights(
     Raises:
         ValueError: the interval is not positive, or at `update`, no parameters are given.
     """
+    init, update, _ = _tracker(interval, limit, axis_name)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def tracked(
+    tx: FusedTransformation,
+    limit: "AdamLimit",
+    interval: int | np.integer = Automatic.interval,
+    *,
+    axis_name: Any = None,
+) -> FusedTransformation:
+    """A fused AdamW that follows how large weights can have become, as `track_weights` does behind a chain.
+
+        limit = fp8jax.adam_limit(lr, b2=0.95, weight_decay=0.1)
+        tx = fp8jax.clipped(1.0, fp8jax.tracked(fp8jax.compressed_adamw(lr, b2=0.95, weight_decay=0.1), limit))
+
+    `init`, `update` and the state are those of `optax.chain(tx, track_weights(interval, limit))`, which has lost the
+    `step` of `tx`. Here `step` cuts directions of Adam that are longer than the limit's in the pass that updates
+    parameters and moments: no updates are written, and nothing is reduced but every `interval` steps.
+
+    Args:
+        tx: `compressed_adamw`, or `fp8jax.optimizer` of a recipe without master weights.
+        limit: `adam_limit` of the same rate, decays and weight decay.
+        interval, axis_name: as of `track_weights`.
+
+    Returns:
+        The transformation. Its `step` takes `factor` and `applied` as that of `tx`.
+
+    Raises:
+        TypeError: `tx` has no `step`, or `limit` is not of `adam_limit`.
+        ValueError: the interval is not positive; or at `step`, there is a `key`: weights that are rounded
+            stochastically may exceed their bound.
+    """
+    if not isinstance(tx, FusedTransformation):
+        raise TypeError(f"tracked takes a transformation with `step`, not {tx!r}; put track_weights last in a chain")
+    if not isinstance(limit, AdamLimit):
+        raise TypeError(f"tracked takes a limit of fp8jax.adam_limit, not {limit!r}; track_weights takes any")
+    init, update, follow = _tracker(interval, limit, axis_name)
+    chain = optax.chain(tx, optax.GradientTransformationExtraArgs(init, update))
+
+    def step(
+        grads: optax.Updates,
+        state: tuple[optax.OptState, WeightBounds],
+        params: optax.Params,
+        *,
+        key: Array | None = None,
+        factor: ArrayLike | None = None,
+        applied: ArrayLike | None = None,
+    ) -> tuple[optax.Params, tuple[optax.OptState, WeightBounds]]:
+        if key is not None:
+            raise ValueError("tracked bounds weights that are rounded to nearest: leave out key, or hold them in fp32")
+        longest = limit.direction(variables.bare(state[1].count))
+        new, inner = tx.step(grads, state[0], params, factor=factor, applied=applied, max_direction=longest)
+        _, bounds = follow(params, state[1], params, applied=applied)
+        return new, (inner, bounds)
+
+    return FusedTransformation(chain.init, chain.update, step)
+
+
+def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: Any) -> tuple[Callable, ...]:
+    """`init` and `update` of `track_weights`, and `follow`, which advances bounds where a step keeps to the limit."""
     if not interval >= 1 or interval // 1 != interval:
         raise ValueError(f"interval must be a positive number of steps, not {interval}")
     part = Automatic(int(interval))
@@ -81,6 +149,19 @@ def track_weights(
         found = jax.tree.map(lambda p: measure(p) if _counts(p) else optax.MaskedNode(), params)
         return moments.beside(params, WeightBounds(jnp.zeros([], jnp.int32), found))
 
+    def advance(
+        state: WeightBounds, tree: Any, weights: list[Array], moved: Callable[[int, Array], Array]
+    ) -> WeightBounds:
+        """The state after a step that moved the elements of weight i by `moved(i, bound)` at most."""
+        known = tree.flatten_up_to(state.bounds)
+        counted = [i for i, p in enumerate(weights) if _counts(p)]
+        bounds = [known[i] for i in counted]
+        due = (state.count > 0) & (state.count % part.interval == 0)
+        bounds = lax.cond(due, lambda: [measure(weights[i]) for i in counted], lambda: bounds)
+        for i, bound in zip(counted, bounds, strict=True):
+            known[i] = part.grow(bound, moved(i, bound), weights[i].dtype)
+        return WeightBounds(optax.safe_increment(state.count), jax.tree.unflatten(tree, known))
+
     def update(
         updates: optax.Updates, state: WeightBounds, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, WeightBounds]:
@@ -89,27 +170,32 @@ def track_weights(
             raise ValueError("track_weights needs the parameters: call update(grads, state, params)")
         tree: Any = jax.tree.structure(updates)
         flat = jax.tree.leaves(updates)
-        weights, known = tree.flatten_up_to(params), tree.flatten_up_to(state.bounds)
-        tracked = [i for i, p in enumerate(weights) if _counts(p)]
-        bounds = [known[i] for i in tracked]
-        due = (state.count > 0) & (state.count % part.interval == 0)
-        bounds = lax.cond(due, lambda: [measure(weights[i]) for i in tracked], lambda: bounds)
-        for i, bound in zip(tracked, bounds, strict=True):
-            if limit is None:
-                moved = over_shards(part.measure(flat[i]))
-            else:
-                most = limit(state.count, bound).astype(flat[i].dtype)
-                flat[i], moved = _cut(flat[i], most), most.astype(jnp.float32)
-            known[i] = part.grow(bound, moved, weights[i].dtype)
-        count = optax.safe_increment(state.count)
-        return jax.tree.unflatten(tree, flat), WeightBounds(count, jax.tree.unflatten(tree, known))
 
-    return optax.GradientTransformationExtraArgs(init, variables.looking_through(init, update)[1])
+        def moved(i: int, bound: Array) -> Array:
+            if limit is None:
+                return over_shards(part.measure(flat[i]))
+            most = limit(state.count, bound).astype(flat[i].dtype)
+            flat[i] = _cut(flat[i], most)
+            return most.astype(jnp.float32)
+
+        new = advance(state, tree, tree.flatten_up_to(params), moved)
+        return jax.tree.unflatten(tree, flat), new
+
+    def follow(
+        _: Any, state: WeightBounds, params: optax.Params, applied: ArrayLike | None = None
+    ) -> tuple[optax.Params, WeightBounds]:
+        assert limit is not None
+        new = advance(state, jax.tree.structure(params), jax.tree.leaves(params), lambda i, b: limit(state.count, b))
+        if applied is not None:
+            new = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
+        return params, new
+
+    return variables.looking_through(init, update, follow)
 
 
 def adam_limit(
     learning_rate: ScalarOrSchedule, b1: float = 0.9, b2: float = 0.999, weight_decay: float | Array = 0.0
-) -> Limit:
+) -> "AdamLimit":
     r"""What one step of Adam or AdamW can move a weight by, whatever the gradients were: a limit for `track_weights`.
 
     With m_t = (1 - b1) sum b1^i g_{t-i}, v_t = (1 - b2) sum b2^i g_{t-i}^2, and r = b1^2 / b2, the inequality of
@@ -135,16 +221,35 @@ def adam_limit(
             f"with b1={b1} and b2={b2} one step of Adam can be of any size, for b1^2 >= b2: leave out the limit, and "
             "track_weights measures updates"
         )
-    shrinks = [0.0 if b1 == 0 else b1 * b1 / b2, b2, b1]
-    logs = [np.float32(np.log(x)) if x > 0 else -np.float32(np.inf) for x in shrinks]
-    steady = _ADAM_ROUNDED * (1 - b1) / np.sqrt((1 - b2) * (1 - shrinks[0]))
+    return AdamLimit(learning_rate, b1, b2, weight_decay)
 
-    def limit(count: Array, bounds: Array) -> Array:
-        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdamLimit:
+    """The limit of `adam_limit`, whose arguments it has."""
+
+    learning_rate: ScalarOrSchedule
+    b1: float
+    b2: float
+    weight_decay: float | Array
+
+    def direction(self, count: Array) -> Array:
+        """The longest direction that Adam's step after `count` others can have, before rate and decay."""
+        return _CUT * self._largest(count)
+
+    def __call__(self, count: Array, bounds: Array) -> Array:
+        """The largest magnitude of updates after `count` steps, of weights within bounds."""
+        rate = self.learning_rate(count) if callable(self.learning_rate) else self.learning_rate
+        decay = self.weight_decay * bounds
+        return jnp.abs(rate) * (_ADAM_ROUNDED * self._largest(count) + _ADAM_ROUNDED * decay)
+
+    def _largest(self, count: Array) -> Array:
+        """C_t of the step t that follows."""
+        shrinks = [0.0 if self.b1 == 0 else self.b1 * self.b1 / self.b2, self.b2, self.b1]
+        logs = [np.float32(np.log(x)) if x > 0 else -np.float32(np.inf) for x in shrinks]
+        steady = (1 - self.b1) / np.sqrt((1 - self.b2) * (1 - shrinks[0]))
         r, v, m = (-jnp.expm1((count + 1).astype(jnp.float32) * log) for log in logs)
-        return jnp.abs(rate) * (np.float32(steady) * jnp.sqrt(r * v) / m + _ADAM_ROUNDED * weight_decay * bounds)
-
-    return limit
+        return np.float32(steady) * jnp.sqrt(r * v) / m
 
 
 def weight_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array]:

@@ -22,7 +22,7 @@ ONE_PHASE = Comm("e4m3", "one_phase", auto_scale=True)
 # By recipe: names that its state must have, each with whether the array lies in shards.
 STATES = {
     "te_delayed": {f"{LAYER}.{name}": False for name in ("x", "w", "dy", "seen_x", "seen_w", "slot")},
-    "moss": {f"{LAYER}.automatic_w": False, f"opt_state.2.bounds.{KERNEL}": False},
+    "moss": {f"{LAYER}.automatic_w": False, f"opt_state.1.1.bounds.{KERNEL}": False},
     "int8_fallback": {f"{LAYER}.threshold_x": False, f"{LAYER}.seen_x": False},
     "fp8_lm": {f"factors.{part}.{KERNEL}": False for part in ("mu", "saturated")}
     | {f"opt_state.1.{part}.{KERNEL}.codes": True for part in ("master", "mu", "nu")}

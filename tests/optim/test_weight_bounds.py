@@ -10,6 +10,7 @@ import pytest
 
 import fp8jax
 from fp8jax.core.scaling import Automatic
+from fp8jax.optim.compressed_adamw import FusedTransformation
 
 STEPS, INTERVAL = 1700, 500
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.03, 20, STEPS, 0.003)
@@ -40,8 +41,13 @@ def run(tx, params, grads):
     def step(carry, grads):
         params, state = carry
         grads = {name: grads.get(name, jnp.ones_like(p)).astype(p.dtype) for name, p in params.items()}
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        if isinstance(tx, FusedTransformation):
+            old = params
+            params, state = tx.step(grads, state, params)
+            updates = optax.tree.sub(params, old)
+        else:
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
         bounds = {path[0]: bound for path, bound in fp8jax.weight_bounds(state).items()}
         largest = [{k: jnp.max(jnp.abs(tree[k]), (-2, -1)) for k in ("w", "v")} for tree in (params, updates)]
         return (params, state), (largest[0], bounds, largest[1])
@@ -67,7 +73,16 @@ def adamw(b2, make=optax.adamw, rate=SCHEDULE, decay=0.1, **how):
     return optax.chain(clip, make(rate, 0.9, b2, weight_decay=decay, **how), fp8jax.track_weights(INTERVAL, limit))
 
 
+def fused(b2, **how):
+    limit = fp8jax.adam_limit(SCHEDULE, 0.9, b2, 0.1)
+    tx = fp8jax.compressed_adamw(SCHEDULE, 0.9, b2, weight_decay=0.1, min_size=0, **how)
+    return fp8jax.clipped(1e3, fp8jax.tracked(tx, limit, INTERVAL))
+
+
 CASES = {
+    "fused": (fused(0.999, mu="fp32", nu="fp32"), 0.999, jnp.float32),
+    "fused, quantized moments": (fused(0.95), 0.95, jnp.float32),
+    "fused, bf16": (fused(0.95, mu="fp32", nu="fp32"), 0.95, jnp.bfloat16),
     "adamw": (adamw(0.999), 0.999, jnp.float32),
     "quantized moments": (adamw(0.95, fp8jax.compressed_adamw, min_size=0), 0.95, jnp.float32),
     "sgd, measured": (optax.chain(optax.sgd(1e-3, 0.9), fp8jax.track_weights(INTERVAL)), 0.95, jnp.float32),
@@ -135,3 +150,49 @@ def test_parameters_that_are_loaded_are_measured_again():
         fp8jax.weight_bounds(optax.adam(1e-3).init(PARAMS))
     with pytest.raises(ValueError, match="two trackers follow"):
         fp8jax.weight_bounds((state, state))
+
+
+def test_a_fused_step_is_that_of_the_chain_and_one_that_is_not_applied_leaves_bounds():
+    limit = fp8jax.adam_limit(0.01, 0.9, 0.95, 0.1)
+    adamw = fp8jax.compressed_adamw(0.01, 0.9, 0.95, weight_decay=0.1, mu="fp32", nu="fp32")
+    tx = fp8jax.tracked(adamw, limit, 2)
+    grads = jax.tree.map(lambda g: g[7], gradients(0.9, 0.95, 8)) | {"b": jnp.ones(6)}
+    state = tx.init(PARAMS)
+    params, after = jax.jit(tx.step)(grads, state, PARAMS)
+    updates, wanted = jax.jit(tx.update)(grads, state, PARAMS)
+    applied = optax.apply_updates(PARAMS, updates)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), (params, after), (applied, wanted))
+    assert after[1].count == 1
+    left = jax.jit(functools.partial(tx.step, applied=False))(grads, state, PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, left, (PARAMS, state))
+
+
+def test_a_fused_step_cuts_directions_that_rounded_moments_make_too_long():
+    """A second moment that is far too small for its first one, as codes may leave it."""
+    limit = fp8jax.adam_limit(1.0, 0.9, 0.95)
+    adamw = fp8jax.compressed_adamw(1.0, 0.9, 0.95, weight_decay=0.0, mu="fp32", nu="fp32")
+    tx = fp8jax.tracked(adamw, limit)
+    adam, bounds = tx.init(PARAMS)
+    adam = adam._replace(mu=jax.tree.map(jnp.ones_like, PARAMS), nu=jax.tree.map(lambda p: 1e-6 + 0 * p, PARAMS))
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    params, state = tx.step(zeros, (adam, bounds), PARAMS)
+    assert all(
+        np.abs(x).max() > 100 for x in jax.tree.leaves(optax.tree.sub(adamw.step(zeros, adam, PARAMS)[0], PARAMS))
+    )
+    most = limit(jnp.int32(0), jnp.float32(0))
+    for name, bound in (("w", state[1].bounds["w"]), ("v", state[1].bounds["v"])):
+        assert (jnp.max(jnp.abs(params[name]), (-2, -1)) <= bound).all()
+        assert np.abs(params[name] - PARAMS[name]).max() > 0.998 * most
+
+
+def test_what_cannot_be_tracked_in_a_fused_step_is_refused():
+    limit = fp8jax.adam_limit(1e-3, 0.9, 0.95)
+    with pytest.raises(TypeError, match="put track_weights last in a chain"):
+        fp8jax.tracked(optax.adamw(1e-3), limit)
+    with pytest.raises(TypeError, match="track_weights takes any"):
+        fp8jax.tracked(fp8jax.compressed_adamw(1e-3), lambda count, bounds: bounds)
+    tx = fp8jax.tracked(fp8jax.compressed_adamw(1e-3, b2=0.95), limit)
+    with pytest.raises(ValueError, match="leave out key"):
+        tx.step(PARAMS, tx.init(PARAMS), PARAMS, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="interval must be a positive number"):
+        fp8jax.tracked(fp8jax.compressed_adamw(1e-3), limit, 0)
