@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fp8jax
-from experiments import config, generate, report, train
+from experiments import config, folders, generate, report, train
 from experiments import task as tasks
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
@@ -161,8 +161,8 @@ def test_byte_pair_run_keeps_its_tokenizer(argv, out, capsys, monkeypatch):
     assert train.main([*argv, *flags]) == 0
     saved = (out / "bpe" / "tokenizer.json").read_bytes()
     (out / "bpe" / "bf16" / "result.json").unlink()
-    assert train.BytePair.load(out / "bpe" / "tokenizer.json").vocab == 300
-    monkeypatch.delattr(train.BytePair, "train")
+    assert folders.BytePair.load(out / "bpe" / "tokenizer.json").vocab == 300
+    monkeypatch.delattr(folders.BytePair, "train")
     assert train.main([*argv, *flags]) == 0
     assert "resuming from step 8" in capsys.readouterr().out
     assert (out / "bpe" / "tokenizer.json").read_bytes() == saved
