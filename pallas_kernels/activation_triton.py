@@ -49,7 +49,7 @@ def _keep(
         on.keep(on.narrowed(y, OPERATION.dtype), codes, scales, first, at, m, left, n, M, N, MASKED, HOW, True)
     if OPERATION.gated:
         y = y * up
-    if TO.present:
+    if TO.kind != "none":
         y = on.narrowed(y, OPERATION.dtype)
         on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, True)
     top = on.peak_of_finite(y, OPERATION.dtype)
@@ -66,7 +66,7 @@ def _keep(
             on.keep(up, up_codes, up_scales, first, at, m, left, n, M, N, MASKED, HOW, False)
             y = y * up
         y = on.narrowed(y, OPERATION.dtype)
-        if TO.present:
+        if TO.kind != "none":
             on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
         tl.store(peaks + program, on.peak(y, m, n, M, N, MASKED, HOW))
 

@@ -45,11 +45,11 @@ def _forward(
     # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
     on.keep(z, codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, HOW, True)
     y = on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION)
-    if TO.present:
+    if TO.kind != "none":
         y = on.narrowed(y, OPERATION.dtype)
     if BY_ROW:
         on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, True)
-    elif TO.present:
+    elif TO.kind != "none":
         on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, True)
     top = on.peak_of_finite(y, OPERATION.dtype)
     if top < float("inf"):
@@ -62,7 +62,7 @@ def _forward(
         y = on.narrowed(on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION), OPERATION.dtype)
         if BY_ROW:
             on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, False)
-        elif TO.present:
+        elif TO.kind != "none":
             on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
         tl.store(peaks_ptr + program, on.peak(y, m, n, M, N, MASKED, HOW))
 

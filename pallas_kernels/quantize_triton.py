@@ -75,7 +75,7 @@ def _quantize(
         four += tl.load(noise_ptr + 3)
         if ROWS.stochastic:
             random1 = device.hash(four, word1, word2)
-        if COLUMNS.own and COLUMNS.stochastic:
+        if (COLUMNS.kind != "none" and COLUMNS.kind != "same") and COLUMNS.stochastic:
             random2 = device.hash(four, word2, word1)
     ordered = tl.zeros((R, WIDE), tl.int32)
     largest0, ordered = device.slice_maxima(x0, ordered, ROWS, COLUMNS)
@@ -97,19 +97,19 @@ def _quantize(
             turned = u[:, None] + v[None, :] * ((M + SIDE - 1) // SIDE)
             device.store(column_scales_ptr, turned, scale, there, MASKED)
         given = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
-    elif ROWS.present and ROWS.kind != "group" and not ROWS.by_row:
+    elif ROWS.kind != "none" and ROWS.kind != "group" and not ROWS.by_row:
         given = device.inverse(tl.load(row_scale_ptr))
 
     factor = 1.0
     power = 1.0
-    if COLUMNS.own:
+    if COLUMNS.kind != "none" and COLUMNS.kind != "same":
         LONG: tl.constexpr = COLUMNS.size // 4
         if COLUMNS.kind != "group":
             if COLUMNS.by_row:
                 factor = device.inverse(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
             else:
                 factor = device.inverse(tl.load(column_scale_ptr))
-        if COLUMNS.grouped:
+        if COLUMNS.kind == "group" or COLUMNS.kind == "mx":
             HEIGHT: tl.constexpr = (M + 4 * LONG - 1) // (4 * LONG)
             g = top // (4 * LONG) + tl.arange(0, R // LONG)
             place = n.to(tl.int64)[None, :] * HEIGHT + g[:, None]
@@ -129,21 +129,21 @@ def _quantize(
     words = tl.zeros((R, WIDE), tl.uint32)
     for j in tl.static_range(4):
         x, m, here = codec.fp32(xs[j], False), m0 + j, device.inside(m0 + j, n, M, N)
-        if ROWS.present:
+        if ROWS.kind != "none":
             y = device.scale_along_rows(
                 x, largest_of[j], m, left, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS,
             )  # fmt: skip
             codes = device.encode(x, y, device.noise(random1, j), ROWS)
             if ROWS.kept:
                 device.store(rows_ptr + first, at0 + j * N, codes, here, MASKED)
-        if COLUMNS.own:
+        if COLUMNS.kind != "none" and COLUMNS.kind != "same":
             y = device.scaled(x, factor, COLUMNS)
             if COLUMNS.kind == "mx":
                 y = y * power
             codes = device.encode(x, y, device.noise(random2, j), COLUMNS)
-        if COLUMNS.present:
+        if COLUMNS.kind != "none":
             words = device.insert(words, codes, j, N % 4 == 0)
-    if COLUMNS.present:
+    if COLUMNS.kind != "none":
         device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 

@@ -104,7 +104,7 @@ def _put_all(
 ) -> tl.tensor:  # fmt: skip
     """`_put` of the cotangents that are asked for, and of the result again."""
     at, here = ((4 * i + j) * N)[:, None] + tl.arange(0, n.shape[0])[None, :], device.inside(top + 4 * i + j, n, M, N)
-    if AGAIN.present:
+    if AGAIN.kind != "none":
         words2 = _put(y2, factor2, words2, j, columns2, at, here, N, MASKED, AGAIN, False, True, FINITE)
     if KINDS.only_up:
         y0 = y1
@@ -140,7 +140,7 @@ def _codes(
     words0 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     words1 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     words2 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
-    factor2 = device.inverse(tl.load(scale2)) if AGAIN.present else 1.0
+    factor2 = device.inverse(tl.load(scale2)) if AGAIN.kind != "none" else 1.0
     if not BY_ROW:
         factor0, factor1 = device.inverse(tl.load(scale0)), device.inverse(tl.load(scale1))
     if KINDS.forward:
@@ -158,7 +158,7 @@ def _codes(
         for j in tl.static_range(4):
             y0, y1, y2 = on.cotangents(slices[j], OPERATION, OPERATION.dtype)
             nothing = tl.fma(y1, 0.0, tl.fma(y0, 0.0, nothing))
-            if AGAIN.present:
+            if AGAIN.kind != "none":
                 nothing = tl.fma(y2, 0.0, nothing)
             if BY_ROW:
                 factor0 = on.row_factors(scale0, top + 4 * i + j, M, True)
@@ -185,7 +185,7 @@ def _codes(
         device.store_words(columns0, top, left, i, n, words0, M, N, MASKED)
         if BOTH:
             device.store_words(columns1, top, left, i, n, words1, M, N, MASKED)
-    if AGAIN.present:
+    if AGAIN.kind != "none":
         device.store_words(columns2, top, left, i, n, words2, M, N, MASKED)
 
 

@@ -53,7 +53,10 @@ class Coding:
 
 
 class CodingConstants(NamedTuple):
-    """A `Coding` as the device code takes it; also of no codes, "none", and of the "same" as those of the rows."""
+    """A `Coding` as the device code takes it; also of no codes, "none", and of the "same" as those of the rows.
+
+    Triton 3.9 knows the fields of such a constant on the device, and no properties.
+    """
 
     kind: str
     size: int
@@ -65,26 +68,6 @@ class CodingConstants(NamedTuple):
     by_row: bool = False
     kept: bool = True
     scales_turned: bool = False  # they lie transposed
-
-    @property
-    def present(self) -> bool:
-        """Whether there are codes."""
-        return self.kind != "none"
-
-    @property
-    def own(self) -> bool:
-        """Whether there are codes other than those of the rows."""
-        return self.kind not in ("none", "same")
-
-    @property
-    def grouped(self) -> bool:
-        """Whether something is computed for each group of a row."""
-        return self.kind in ("group", "mx")
-
-    @property
-    def computed(self) -> bool:
-        """Whether codes are under scales that are computed, at least one level of them."""
-        return self.kind in ("group", "block", "mx")
 
 
 NONE = CodingConstants("none", 0, 0.0, 0, "float8_e4m3fn", False, False)
@@ -143,11 +126,11 @@ def slice_maxima(
 ) -> tuple[tl.tensor, tl.tensor]:
     """`ordered` maxima of the groups in a slice's rows, where they are asked for; and of it and what is `below`."""
     largest = below
-    if ROWS.grouped:
+    if ROWS.kind == "group" or ROWS.kind == "mx":
         largest = along_rows(ordered(x, ROWS), ROWS.size)
     if ROWS.kind == "block":
         below = tl.maximum(below, ordered(x, ROWS))
-    elif COLUMNS.grouped:
+    elif COLUMNS.kind == "group" or COLUMNS.kind == "mx":
         below = tl.maximum(below, ordered(x, COLUMNS))
     return largest, below
 
@@ -272,7 +255,11 @@ def encode(
         elif HOW.format == "float8_e5m2":
             # The conversion saturates: an infinity becomes the largest value, 0x7B, and here 0x7C; as does the NaN, of
             # any sign, that it is times an inverse flushed to 0.
-            infinite = tl.where(tl.abs(y if HOW.computed else x) == float("inf"), 7, 0).to(tl.uint8)
+            infinite = tl.where(
+                tl.abs(y if ((HOW.kind == "group" or HOW.kind == "mx") or HOW.kind == "block") else x) == float("inf"),
+                7,
+                0,
+            ).to(tl.uint8)
             codes = (value.to(tl.float8e5).to(tl.uint8, bitcast=True) | infinite) ^ (infinite & 3)
         else:
             codes = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -300,7 +287,7 @@ def scale_along_rows(
     `largest` are the `ordered` maxima of groups.
     """
     SIZE: tl.constexpr = HOW.size
-    if HOW.grouped:
+    if HOW.kind == "group" or HOW.kind == "mx":
         g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
         WIDTH: tl.constexpr = (N + SIZE - 1) // SIZE
         at = m.to(tl.int64)[:, None] * WIDTH + g[None, :]
