@@ -98,10 +98,13 @@ class Checkpoints:
         self.folder = folder.absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{folder} is a file, where the checkpoints' folder should be; move it away")
+        if clean:
+            # Orbax's own cleaning goes on in the background after `close`, and takes saves of the next object.
+            with hosts.agreement():
+                for remains in self.folder.glob("*.orbax-checkpoint-tmp") if hosts.first() else ():
+                    shutil.rmtree(remains)
         self._orbax = ocp.training.Checkpointer(
-            self.folder,
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=clean,
+            self.folder, preservation_policy=ocp.training.preservation_policies.LatestN(keep)
         )
 
     def __enter__(self) -> "Checkpoints":
