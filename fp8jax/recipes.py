@@ -219,9 +219,9 @@ def for_device(capability: int | None = None) -> Recipe:
 def device(capability: int | None = None) -> Device:
     """What `for_device` takes, and what runs in 8 bits with it."""
     if capability is None:
-        found = jax.devices()[0]
-        digits = str(getattr(found, "compute_capability", "0")).replace(".", "")
-        capability = int(digits) if found.platform == "gpu" and digits.isdigit() else 0
+        gpu = jax.devices()[0]
+        digits = str(getattr(gpu, "compute_capability", "0")).replace(".", "")
+        capability = int(digits) if gpu.platform == "gpu" and digits.isdigit() else 0
     if capability < 0:
         raise ValueError(f"a compute capability is 80 for an A100 and 90 for an H200, not {capability}")
     return next(known for known in DEVICES if capability >= known.least)
@@ -269,10 +269,10 @@ def linear_part(recipe: Recipe | Linear | str) -> Linear:
     Raises:
         ValueError, TypeError: as `resolve`; or it is a `Context`, which says nothing of products.
     """
-    found = resolve(recipe)
-    if isinstance(found, Context):
-        raise TypeError(f"products follow a Recipe or its part Linear, not {found!r}")
-    return found.linear if isinstance(found, Recipe) else found
+    preset = resolve(recipe)
+    if isinstance(preset, Context):
+        raise TypeError(f"products follow a Recipe or its part Linear, not {preset!r}")
+    return preset.linear if isinstance(preset, Recipe) else preset
 
 
 def context_part(recipe: Recipe | Context | str) -> Context:
@@ -281,7 +281,7 @@ def context_part(recipe: Recipe | Context | str) -> Context:
     Raises:
         ValueError, TypeError: as `resolve`; or it is a `Linear`, which says nothing of them.
     """
-    found = resolve(recipe)
-    if isinstance(found, Linear):
-        raise TypeError(f"norms and activations follow a Recipe or its part Context, not {found!r}")
-    return found.context if isinstance(found, Recipe) else found
+    preset = resolve(recipe)
+    if isinstance(preset, Linear):
+        raise TypeError(f"norms and activations follow a Recipe or its part Context, not {preset!r}")
+    return preset.context if isinstance(preset, Recipe) else preset

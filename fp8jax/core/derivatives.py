@@ -54,9 +54,9 @@ def passed(name: str, result: Array, *inputs: Array | None) -> Array:
     for x in inputs:
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} takes arrays of a floating dtype, not {x.dtype}{list(x.shape)}: cast it to bf16")
-    found = ", ".join(sorted({str(dtype) for dtype in dtypes}))
+    names = ", ".join(sorted({str(dtype) for dtype in dtypes}))
     reason = (
-        f"{name} was differentiated in {found}: gradients in 8 bits would be 0 or NaN. Cast to bf16; to save a value "
+        f"{name} was differentiated in {names}: gradients in 8 bits would be 0 or NaN. Cast to bf16; to save a value "
         "in 8 bits and pass its gradient take fp8jax.saveable(x, name)"
     )
     return refuse(reason, result, inputs)

@@ -34,7 +34,7 @@ def encode(
     fmt = formats.get(spec.format)
     block_shape = spec.block_shape(x.shape)
     x = derivatives.refuse(derivatives.CODES, x, scale).astype(jnp.float32)
-    given, raw = scale is not None, jnp.abs(x)
+    fixed, raw = scale is not None, jnp.abs(x)
     magnitude = formats.where(~(raw < formats.TINY), raw, 0)
     # The largest magnitudes are rid of subnormals after: XLA on a GPU writes a mask that two passes have in common.
     measured = magnitude if spec.expand else raw
@@ -67,7 +67,7 @@ def encode(
         y = fmt.max * expansion.power(magnitude, top, k)
     else:
         y = magnitude * blocks.spread(1 / exact, x.shape, block_shape)
-        if given and fmt.inf is not None:
+        if fixed and fmt.inf is not None:
             # In units of a given scale a finite value may lie beyond fp32; it is none of the infinite ones.
             y = jnp.where(jnp.isfinite(magnitude), jnp.minimum(y, fmt.max), y)
     if spec.granularity == "mx":

@@ -26,10 +26,10 @@ def where(condition: Array, x: Array, other: float) -> Array:
     outside of the loop, and every pass over a matrix in it then reads one from memory.
     """
     bits, mask = jax.lax.bitcast_convert_type(x, jnp.int32), -condition.astype(jnp.int32)
-    kept = bits & mask
+    bits_or_other = bits & mask
     if other != 0:
-        kept = kept | (~mask & np.float32(other).view(np.int32))
-    return jax.lax.bitcast_convert_type(kept, jnp.float32)
+        bits_or_other = bits_or_other | (~mask & np.float32(other).view(np.int32))
+    return jax.lax.bitcast_convert_type(bits_or_other, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,15 +28,15 @@ def computations_of(text: str) -> tuple[dict[str, list[Line]], str]:
     Args:
         text: of an executable, `jax.jit(f).lower(...).compile().as_text()`.
     """
-    found: dict[str, list[Line]] = {}
+    computations: dict[str, list[Line]] = {}
     entry, lines = "", list[Line]()
     for line in text.splitlines():
         if line.endswith("{") and (head := _COMPUTATION.match(line)):
-            lines = found.setdefault(head["name"], [])
+            lines = computations.setdefault(head["name"], [])
             entry = head["name"] if head["entry"] else entry
         elif match := _INSTRUCTION.match(line):
             lines.append(Line(match["name"], match["type"], match["op"], match["args"], line))
-    return found, entry
+    return computations, entry
 
 
 def runs_of(computations: Mapping[str, list[Line]], entry: str) -> collections.Counter[str]:

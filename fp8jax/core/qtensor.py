@@ -254,12 +254,12 @@ def quantize_with_scale(
     if spec.granularity == "mx":
         like["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
     optional = {"scale": scale, "key": key, "words": words, "previous": previous}
-    given = {name: value for name, value in optional.items() if value is not None}
+    values = {name: value for name, value in optional.items() if value is not None}
 
     def encode(x: Array, *arrays: Array) -> tuple[Array, ...]:
-        parts = encoding.encode(x, spec, **dict(zip(given, arrays, strict=True)))
+        parts = encoding.encode(x, spec, **dict(zip(values, arrays, strict=True)))
         return tuple(getattr(parts, name) for name in like)
 
-    arrays = blocks.on_logical_array(encode, x, *given.values(), like=list(like.values()))
+    arrays = blocks.on_logical_array(encode, x, *values.values(), like=list(like.values()))
     length = x.shape[spec.axis] if spec.packed else None
     return QTensor(**Parts(**dict(zip(like, arrays, strict=True)))._asdict(), spec=spec, length=length)

@@ -146,8 +146,8 @@ class Linear:
 
     def own_strategy(self, operand: str) -> Scaling:
         """Where the scale of an operand comes from that none is given for."""
-        found = self.strategy(operand)
-        return Current() if isinstance(found, Stateful) else found
+        strategy = self.strategy(operand)
+        return Current() if isinstance(strategy, Stateful) else strategy
 
     @property
     def tracked(self) -> bool:
@@ -157,21 +157,21 @@ class Linear:
     @property
     def states(self) -> dict[str, Stateful]:
         """The strategies that keep a state, by operand."""
-        found = {operand: self.strategy(operand) for operand in OPERANDS}
-        return {operand: part for operand, part in found.items() if isinstance(part, Stateful)}
+        strategies = {operand: self.strategy(operand) for operand in OPERANDS}
+        return {operand: part for operand, part in strategies.items() if isinstance(part, Stateful)}
 
-    def _check_shared(self, kept: str | None) -> bool:
+    def _check_shared(self, context: str | None) -> bool:
         """Whether the weight's gradient reads microscaled codes again, whose scales of tokens its operands share."""
-        if not self.x_wgrad == self.dy_wgrad == SAME or kept is None or self.dy is None:
+        if not self.x_wgrad == self.dy_wgrad == SAME or context is None or self.dy is None:
             return False
-        specs = QuantSpec.parse(kept), QuantSpec.parse(self.dy)
+        specs = QuantSpec.parse(context), QuantSpec.parse(self.dy)
         if not any(s.folds for s in specs) or not all(s.folds or s.granularity == "tensor" for s in specs):
             return False
         if any(not formats.get(s.format).is_float or s.rounding != "nearest" for s in specs):
             return False
         if specs[0].folds and specs[0].level1 == "token" and not (specs[1].folds and specs[1].level1 == "token"):
             raise ValueError(
-                f"linear.x_wgrad cannot be the same as {kept!r} beside dy {self.dy!r}: an fp32 scale for each token "
+                f"linear.x_wgrad cannot be the same as {context!r} beside dy {self.dy!r}: an fp32 scale for each token "
                 f"shifts no exponents; give dy a level 1 of tokens, such as 'e4m3:mx32+token', or name a spec"
             )
         return True

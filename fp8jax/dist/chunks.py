@@ -107,15 +107,15 @@ def to_numbers(raw: Array) -> Array:
 
 def buckets(sizes: Sequence[int], limit: int = 1 << 22) -> list[list[int]]:
     """Numbers of arrays that travel together: large ones alone, small ones in the order they come in."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     filled = limit
     for i, size in enumerate(sizes):
         if filled + size > limit:
-            found.append([])
+            groups.append([])
             filled = 0
-        found[-1].append(i)
+        groups[-1].append(i)
         filled += size
-    return found
+    return groups
 
 
 def split(x: Array, sizes: Sequence[int]) -> list[Array]:

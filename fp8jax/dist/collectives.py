@@ -68,11 +68,11 @@ def _read(line: str) -> Iterator[Collective]:
     devices = _devices(rest)
     scale = {"all-gather": 1 / devices, "reduce-scatter": devices}.get(kind, 1.0)
     nested = result.startswith("((")  # of one that is started: ((operands), results)
-    found = _ARRAY.findall(result[: result.index(")")] if nested else result)
+    arrays = _ARRAY.findall(result[: result.index(")")] if nested else result)
     if nested or (start and kind in ("all-gather", "collective-permute")):
-        found, scale = (found if nested else found[:1]), 1.0  # else (operand, result)
+        arrays, scale = (arrays if nested else arrays[:1]), 1.0  # else (operand, result)
     arrays = [
-        (dtype, int(bits or 8) // 8 * math.prod(int(d) for d in shape.split(",") if d)) for dtype, bits, shape in found
+        (dtype, int(bits or 8) // 8 * math.prod(int(d) for d in shape.split(",") if d)) for dtype, bits, shape in arrays
     ]
     for dtype in dict.fromkeys(name for name, _ in arrays):
         total = sum(size for name, size in arrays if name == dtype)

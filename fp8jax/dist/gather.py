@@ -59,9 +59,9 @@ def gather_weights(
     comm = resolve(gradients)
     is_spec = functools.partial(_is, PartitionSpec)
     places = jax.tree.leaves(jax.tree.broadcast(specs, weights, is_leaf=is_spec), is_leaf=is_spec)
-    found: Any = jax.tree_util.tree_flatten_with_path(weights)
+    flat: Any = jax.tree_util.tree_flatten_with_path(weights)
     whole = []
-    for (path, w), place in zip(found[0], places, strict=True):
+    for (path, w), place in zip(flat[0], places, strict=True):
         dim = _cut(place, names)
         if dim is None or w.ndim < 2:
             whole.append(w)
@@ -75,7 +75,7 @@ def gather_weights(
                 f"dimension {dim}, which ends within a block of {spec}; shard another dimension"
             )
         whole.append(_gather(spec, names, dim, shape, comm, jnp.dtype(dtype or w.dtype), w))
-    return found[1].unflatten(whole)
+    return flat[1].unflatten(whole)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
@@ -93,8 +93,8 @@ def _gather(
 
     def whole(x: Array) -> Array:
         raw = lax.bitcast_convert_type(x, jnp.uint8)
-        found = lax.all_gather(raw, axes, axis=dim, tiled=True)
-        return lax.bitcast_convert_type(found, x.dtype)
+        codes = lax.all_gather(raw, axes, axis=dim, tiled=True)
+        return lax.bitcast_convert_type(codes, x.dtype)
 
     codes = whole(parts.codes)
     scale = parts.scale if spans else whole(parts.scale)

@@ -145,25 +145,25 @@ def _exchanged(
 ) -> list[Collective]:
     parts = list(zip(shapes, depths, strict=True))
     matrices = [(shape, depth) for shape, depth in parts if len(shape) - depth >= 2]
-    found = _gathered(matrices, recipe, fsdp) if fsdp > 1 else []
+    collectives = _gathered(matrices, recipe, fsdp) if fsdp > 1 else []
     cut = fsdp if fsdp > 1 else 1
     own = [(*s[:-2], max(s[-2] // cut, 1), s[-1]) if len(s) - depth >= 2 else s for s, depth in parts]
     if recipe.comm.gradients is not None:
         if fsdp > 1:
-            found += _scattered(parts, recipe.comm, fsdp)
+            collectives += _scattered(parts, recipe.comm, fsdp)
         if data > 1:
-            found += reductions(own, recipe.comm, data, depths=depths, min_size=MIN_SIZE // fsdp)
-        return found
+            collectives += reductions(own, recipe.comm, data, depths=depths, min_size=MIN_SIZE // fsdp)
+        return collectives
     computed = recipe.weights.compute
     sums = int(formats.get(computed).bytes_per_element) * sum(math.prod(shape) for shape, _ in matrices)
     if fsdp > 1:
-        found.append(Collective("reduce-scatter", _NAMES[computed], sums, fsdp))
+        collectives.append(Collective("reduce-scatter", _NAMES[computed], sums, fsdp))
     if data > 1:
-        found.append(Collective("all-reduce", _NAMES[computed], sums // cut, data))
+        collectives.append(Collective("all-reduce", _NAMES[computed], sums // cut, data))
     rest = sum(math.prod(shape) for shape, depth in parts if len(shape) - depth < 2)
     if data * fsdp > 1:
-        found.append(Collective("all-reduce", _NAMES["fp32"], 4 * rest, data * fsdp))
-    return [one for one in found if one.nbytes]
+        collectives.append(Collective("all-reduce", _NAMES["fp32"], 4 * rest, data * fsdp))
+    return [one for one in collectives if one.nbytes]
 
 
 def _gathered(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Recipe, fsdp: int) -> list[Collective]:
@@ -171,7 +171,7 @@ def _gathered(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Recipe, f
     comm, linear, weights = recipe.comm, recipe.linear, recipe.weights
     spec, ours = linear.spec("w"), comm.gradients is not None
     observed = "w" in linear.states and linear.states["w"].observes
-    found = []
+    collectives = []
     for shape, depth in matrices:
         size, times, layer = math.prod(shape) // fsdp, 2 if depth else 1, shape[depth:]
         blocked = spec is not None and spec.granularity == "block"
@@ -186,13 +186,13 @@ def _gathered(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Recipe, f
             codes = False
         if not codes or spec is None:
             nbytes = int(formats.get(dtype).bytes_per_element) * size
-            found.append(Collective("all-gather", _NAMES[dtype], nbytes, fsdp, times))
+            collectives.append(Collective("all-gather", _NAMES[dtype], nbytes, fsdp, times))
             continue
-        found.append(Collective("all-gather", "u8" if ours else _NAMES[spec.format], size, fsdp, times))
+        collectives.append(Collective("all-gather", "u8" if ours else _NAMES[spec.format], size, fsdp, times))
         if blocked:
             scales = 4 * math.prod(shape[:depth]) * math.prod(blocks.counts(layer, block)) // fsdp
-            found.append(Collective("all-gather", _NAMES["fp32"], scales, fsdp, times))
-    return found
+            collectives.append(Collective("all-gather", _NAMES["fp32"], scales, fsdp, times))
+    return collectives
 
 
 def _scattered(parts: Sequence[tuple[tuple[int, ...], int]], comm: Comm, fsdp: int) -> list[Collective]:

@@ -123,14 +123,14 @@ def resolve(comm: Comm | Recipe | str) -> Comm:
         ValueError: it leaves gradients to XLA.
         TypeError: it is none of these.
     """
-    found = Comm(comm) if isinstance(comm, str) else comm.comm if isinstance(comm, Recipe) else comm
-    if not isinstance(found, Comm):
+    settings = Comm(comm) if isinstance(comm, str) else comm.comm if isinstance(comm, Recipe) else comm
+    if not isinstance(settings, Comm):
         raise TypeError(f"comm is a fp8jax.recipes.Comm, a recipe, or a string as 'e4m3', not {comm!r}")
-    if found.gradients is None:
+    if settings.gradients is None:
         raise ValueError(
             "comm.gradients is None, which leaves the reduction to XLA; name a format, as 'e4m3' or 'bf16'"
         )
-    return found
+    return settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +160,8 @@ class _Job:
                 f"comm.form 'one_phase': NCCL sums FP8 from compute capability 9.0 on, and this GPU has "
                 f"{choice.capability() / 10}; take 'two_phase'"
             )
-        found: Any = jax.tree_util.tree_flatten_with_path(grads)
-        paths, leaves = [jax.tree_util.keystr(p) or "the gradient" for p, _ in found[0]], [x for _, x in found[0]]
+        flat: Any = jax.tree_util.tree_flatten_with_path(grads)
+        paths, leaves = [jax.tree_util.keystr(p) or "the gradient" for p, _ in flat[0]], [x for _, x in flat[0]]
         depths = jax.tree.leaves(jax.tree.broadcast(stacked, grads))
         specs: list[QuantSpec | None] = []
         for path, x, depth in zip(paths, leaves, depths, strict=True):
@@ -169,7 +169,7 @@ class _Job:
                 raise TypeError(f"{caller}: {path} has dtype {x.dtype}, which is no gradient's")
             small = comm.spec is None or x.size < max(min_size, 1) or x.ndim == 0
             specs.append(None if small else dataclasses.replace(comm.spec, stacked=depth))  # type: ignore[type-var]
-        return cls(caller, paths, leaves, found[1], manual.names(axes), replicas, comm, factors, specs)
+        return cls(caller, paths, leaves, flat[1], manual.names(axes), replicas, comm, factors, specs)
 
     def run(self, dims: list[int | None], decode: bool) -> Any:
         """Reduces every gradient, scattered along its dimension where one is given."""
@@ -206,9 +206,9 @@ class _Job:
         if self.factors is None:
             return tree
         zero, yes = jnp.zeros((), jnp.float32), jnp.array(True)
-        found = [stats.get(i, (zero, yes)) for i in range(len(results))]
-        new = [next_factor(mu, *found, self.replicas) for mu, found in zip(mus, found, strict=True)]
-        return tree, Factors(self.treedef.unflatten(new), self.treedef.unflatten([s for s, _ in found]))
+        statistics = [stats.get(i, (zero, yes)) for i in range(len(results))]
+        new = [next_factor(mu, *of, self.replicas) for mu, of in zip(mus, statistics, strict=True)]
+        return tree, Factors(self.treedef.unflatten(new), self.treedef.unflatten([s for s, _ in statistics]))
 
     def _plain(self, x: Array, dim: int | None) -> Array:
         """The mean, summed in the plain dtype asked for; of a small gradient in fp32."""

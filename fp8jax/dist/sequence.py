@@ -148,8 +148,8 @@ def scatter_sequence(
         )
     back = travel.of_operand(caller, how if gradients is None else gradients, "dy")
     _check_cut(caller, back, x.shape[dim] // devices, dim, x.ndim)
-    found: Array = _scatter((names, dim, travel.of_sum(caller, how), back), x)
-    return found
+    result: Array = _scatter((names, dim, travel.of_sum(caller, how), back), x)
+    return result
 
 
 class _Static(NamedTuple):

@@ -36,30 +36,30 @@ class Travel(NamedTuple):
 
 def of_operand(caller: str, how: How, operand: str) -> Travel:
     """How an operand of a product, "x" or "dy", travels: as the product quantizes it."""
-    found = _resolved(how)
-    if isinstance(found, Linear):
-        spec = found.spec(operand)
+    form = _resolved(how)
+    if isinstance(form, Linear):
+        spec = form.spec(operand)
         # What is rounded stochastically the product rounds itself: twice would be biased or noisier.
         if spec is None or spec.rounding == "stochastic":
             return Travel(None)
-        return Travel(spec, strategy=found.own_strategy(operand))
-    if isinstance(found, QuantSpec):
-        _check(caller, found)
-        return Travel(found)
-    return Travel(None, found)
+        return Travel(spec, strategy=form.own_strategy(operand))
+    if isinstance(form, QuantSpec):
+        _check(caller, form)
+        return Travel(form)
+    return Travel(None, form)
 
 
 def of_sum(caller: str, how: How) -> Travel:
     """How parts of a sum travel: under scales that devices share."""
-    found = _resolved(how)
-    if isinstance(found, Linear):
-        spec = found.spec("x")
+    form = _resolved(how)
+    if isinstance(form, Linear):
+        spec = form.spec("x")
         return Travel(None if spec is None else QuantSpec(spec.format, "token"))
-    if isinstance(found, QuantSpec):
-        _check(caller, found)
-        summed = found.granularity in ("tensor", "token", "group") and found.scale_format == "fp32"
-        return Travel(found if summed else QuantSpec(found.format, "token"))
-    return Travel(None, found)
+    if isinstance(form, QuantSpec):
+        _check(caller, form)
+        summed = form.granularity in ("tensor", "token", "group") and form.scale_format == "fp32"
+        return Travel(form if summed else QuantSpec(form.format, "token"))
+    return Travel(None, form)
 
 
 def _resolved(how: How) -> QuantSpec | Linear | str:

@@ -100,8 +100,8 @@ def whole_weight(
         ValueError: outside of `jax.shard_map`; or as `reduce_scatter_gradients`, in the backward pass.
     """
     manual.replicas("whole_weight", axes, (), _ADVICE)
-    found: Array = _whole(manual.names(axes), resolve(gradients), dim, jnp.dtype(dtype or w.dtype), read, w)
-    return found
+    result: Array = _whole(manual.names(axes), resolve(gradients), dim, jnp.dtype(dtype or w.dtype), read, w)
+    return result
 
 
 _ADVICE = "jax.shard_map(step, mesh=mesh, axis_names={names}, in_specs=..., out_specs=...)"

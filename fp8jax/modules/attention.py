@@ -25,13 +25,13 @@ LAYOUTS = ("reshape", "transpose", "squeeze", "expand_dims")
 
 def layers(module: Any) -> dict[str, Any]:
     """The linear layers that a module holds itself, or in lists and dicts, by their paths in it."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in vars(module).items():
         if isinstance(value, (nnx.Linear, nnx.LinearGeneral)):
-            found[name] = value
+            result[name] = value
         elif isinstance(value, (nnx.List, nnx.Dict)):
-            found |= {f"{name}/{inner}": layer for inner, layer in layers(value).items()}
-    return found
+            result |= {f"{name}/{inner}": layer for inner, layer in layers(value).items()}
+    return result
 
 
 def call(written: Callable, module: Any, args: Any, kwargs: Any, tell: Callable[[set[str]], None]) -> Any:
@@ -45,9 +45,9 @@ def call(written: Callable, module: Any, args: Any, kwargs: Any, tell: Callable[
         tell: is told which layers read what is kept anyway.
     """
     arrays, rebuild = split((args, kwargs))
-    kept = _kept_anyway(written, module, arrays, rebuild)
-    tell(kept)
-    if not kept:
+    names = _layers_of_residuals(written, module, arrays, rebuild)
+    tell(names)
+    if not names:
         return written(module, *args, **kwargs)
     origins = [carried(REGISTRY.find(x)) for x in arrays]
 
@@ -55,14 +55,14 @@ def call(written: Callable, module: Any, args: Any, kwargs: Any, tell: Callable[
         for x, of, (_, rebuild_origin) in zip(arrays, known, origins, strict=True):
             REGISTRY.note(x, rebuild_origin(of))
         args, kwargs = rebuild(arrays)
-        with _promotions(module, lambda name, cast: dataclasses.replace(cast, kept=name in kept)):
+        with _promotions(module, lambda name, cast: dataclasses.replace(cast, residual=name in names)):
             return written(module, *args, **kwargs)
 
     checkpointed = nnx.remat(run, prevent_cse=False, policy=lambda prim, *_, **__: prim.name not in LAYOUTS)
     return checkpointed(module, arrays, [of for of, _ in origins])
 
 
-def _kept_anyway(call: Callable, module: Any, arrays: list[Any], rebuild: Callable) -> set[str]:
+def _layers_of_residuals(call: Callable, module: Any, arrays: list[Any], rebuild: Callable) -> set[str]:
     """The layers whose input, but for its layout, is a result inside the module that its backward pass keeps anyway."""
     graph, state = nnx.split(module)
 
@@ -85,8 +85,8 @@ def _kept_anyway(call: Callable, module: Any, arrays: list[Any], rebuild: Callab
         return set()
     program = Dataflow(closed.jaxpr)
     roots = [program.root(v) for v in closed.jaxpr.outvars]
-    kept = {root for root in roots[len(seen) :] if root is not None}
-    return {name for name, root in zip(sorted(seen), roots, strict=False) if root in kept}
+    residuals_read = {root for root in roots[len(seen) :] if root is not None}
+    return {name for name, root in zip(sorted(seen), roots, strict=False) if root in residuals_read}
 
 
 def _watch(promote: Callable, name: str, seen: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -130,11 +130,11 @@ class Dataflow:
                 value = eqn.invars[0]
             elif eqn.primitive.name in ("jit", "pjit"):
                 inner = Dataflow(eqn.params["jaxpr"].jaxpr)
-                made = inner._climb(inner.jaxpr.outvars[eqn.outvars.index(value)])
-                if made not in inner.jaxpr.invars:
+                origin = inner._climb(inner.jaxpr.outvars[eqn.outvars.index(value)])
+                if origin not in inner.jaxpr.invars:
                     # A function that is called twice is one program.
-                    return made if made is None else (id(eqn), made)
-                value = eqn.invars[inner.jaxpr.invars.index(made)]
+                    return origin if origin is None else (id(eqn), origin)
+                value = eqn.invars[inner.jaxpr.invars.index(origin)]
             else:
                 return value
         return None if isinstance(value, core.Literal) or value not in self.jaxpr.invars else value

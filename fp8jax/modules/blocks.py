@@ -80,7 +80,7 @@ class Gap(NamedTuple):
         return f"{self.down} reads {' and '.join(self.read)} through {by}, which is not recognised"
 
 
-class Found(NamedTuple):
+class BlockForms(NamedTuple):
     """What is known of a module: the activations between its layers, and where something else stands between them."""
 
     forms: tuple[Form, ...] = ()
@@ -117,7 +117,7 @@ def positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     return (kwargs["inputs"],), {name: value for name, value in kwargs.items() if name != "inputs"}
 
 
-def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, Found]) -> Found:
+def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, BlockForms]) -> BlockForms:
     """The activations between the layers of a module in one call of it: where what a layer reads is term by term a form
     of other layers' outputs, whatever else the module computes.
 
@@ -152,15 +152,15 @@ def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, F
             both = tuple(_find(run_with, [x for x, array in zip(kinds, is_array, strict=True) if array]))
     except Exception:
         # A module of which nothing is known may fail in any way.
-        return Found()
-    found = Found(tuple(x for x in both if isinstance(x, Form)), tuple(x for x in both if isinstance(x, Gap)))
-    memory[call] = found
-    return found
+        return BlockForms()
+    result = BlockForms(tuple(x for x in both if isinstance(x, Form)), tuple(x for x in both if isinstance(x, Gap)))
+    memory[call] = result
+    return result
 
 
 def _find(run: Callable, arrays: list[Any]) -> Iterator[Form | Gap]:
     """The forms and gaps of a module that `run(arrays, layer)` runs."""
-    made: dict[str, tuple[Any, Any]] = {}
+    types: dict[str, tuple[Any, Any]] = {}
     calls: collections.Counter[str] = collections.Counter()
 
     def first(arrays: list[Array]) -> None:
@@ -169,13 +169,13 @@ def _find(run: Callable, arrays: list[Any]) -> Iterator[Form | Gap]:
         def record(name: str, call: Callable[[], Array], x: Array) -> Array:
             y = call()
             calls[name] += 1 if get_opaque_trace_state() == trace else 2
-            made[name] = jax.typeof(x), jax.typeof(y)
+            types[name] = jax.typeof(x), jax.typeof(y)
             return y
 
         run(arrays, record)
 
     jax.eval_shape(first, arrays)
-    unknown = {name: y for name, (_, y) in made.items() if calls[name] == 1}
+    unknown = {name: y for name, (_, y) in types.items() if calls[name] == 1}
     if len(unknown) < 2:
         return
 
@@ -199,7 +199,7 @@ def _find(run: Callable, arrays: list[Any]) -> Iterator[Form | Gap]:
         arguments, names = reached(number, listed)
         read = [places.get(i, "") for i in sorted(arguments)]
         known = len(read) in (1, 2) and all(read) and down not in read
-        for form in _candidates(down, read, made) if known else ():
+        for form in _candidates(down, read, types) if known else ():
             _, made_of = outputs(
                 lambda unknown, f=form: f.between(unknown, Recipe("as written")), (unknown,), terms, len(arrays)
             )
@@ -214,9 +214,9 @@ def _find(run: Callable, arrays: list[Any]) -> Iterator[Form | Gap]:
                 yield Gap(down, of, tuple(between))
 
 
-def _candidates(down: str, read: list[str], made: dict[str, Any]) -> Iterator[Form]:
+def _candidates(down: str, read: list[str], types: dict[str, Any]) -> Iterator[Form]:
     """The forms of the outputs of one or two layers that have the shape of the input of `down`."""
-    wanted, outs = made[down][0].shape, [made[name][1] for name in read]
+    wanted, outs = types[down][0].shape, [types[name][1] for name in read]
     candidates: list[tuple[str, str | None, str | None]] = []
     if {out.shape for out in outs} == {wanted} and len({out.dtype for out in outs}) == 1:
         candidates = [(gate, up[0] if up else None, None) for gate, *up in itertools.permutations(read)]

@@ -11,12 +11,14 @@ from flax.traverse_util import flatten_dict
 from jax import Array
 
 from fp8jax.modules import blocks
-from fp8jax.modules.blocks import Found
+from fp8jax.modules.blocks import BlockForms
 
 LAYERS = (nn.Dense, nn.DenseGeneral)
 
 
-def recognise(module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any], memory: dict[Any, Found]) -> Found:
+def recognise(
+    module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any], memory: dict[Any, BlockForms]
+) -> BlockForms:
     """The activations between the linear layers that a module holds itself, in a call with these arguments.
 
     A copy of the module is traced for their shapes and dtypes, with the outputs of its layers as unknowns: where the
@@ -32,7 +34,7 @@ def recognise(module: nn.Module, args: Any, kwargs: Any, quiet: Callable[[], Any
     params = flatten_dict(module.variables.get("params", {}))
     kernels = [path for path in params if len(path) == 2 and path[1] == "kernel"]
     if len(kernels) < 2 or type(module).__module__.startswith("flax."):
-        return Found()
+        return BlockForms()
     assert module.scope is not None
     leaves, structure = jax.tree.flatten((nn.meta.unbox(module.variables), args, kwargs))
     copy, scope = module.clone(parent=None), module.scope

@@ -18,7 +18,7 @@ from jax import Array
 from fp8jax.core.recipe import Recipe
 from fp8jax.modules import attention, blocks
 from fp8jax.modules.attention import layers
-from fp8jax.modules.blocks import Form, Found, Watched
+from fp8jax.modules.blocks import BlockForms, Form, Watched
 
 
 class Told(NamedTuple):
@@ -29,8 +29,8 @@ class Told(NamedTuple):
         kept: their layers that read what attention keeps anyway.
     """
 
-    found: dict[str, Found]
-    kept: dict[str, set[str]]
+    blocks: dict[str, BlockForms]
+    residuals: dict[str, set[str]]
 
 
 class _RunningCalls(threading.local):
@@ -40,7 +40,7 @@ class _RunningCalls(threading.local):
     def __init__(self) -> None:
         self.calls: dict[int, Callable] = {}
         self.told: Told = Told({}, {})
-        self.known: dict[Any, Found] | None = None
+        self.known: dict[Any, BlockForms] | None = None
 
 
 _running = _RunningCalls()
@@ -99,13 +99,13 @@ def _module_class(cls: Any) -> type:
             call = functools.partial(_call, cls.__call__, forms) if forms else cls.__call__
             if layers(self).keys() <= {name for form in forms for name in form.layers}:
                 return call(self, *args, **kwargs)
-            return attention.call(call, self, args, kwargs, functools.partial(_tell_kept, self))
+            return attention.call(call, self, args, kwargs, functools.partial(_tell_residuals, self))
 
     return with_call(cls, __call__)
 
 
 @contextlib.contextmanager
-def _remembering() -> Iterator[dict[Any, Found]]:
+def _remembering() -> Iterator[dict[Any, BlockForms]]:
     """Keeps what is known until the outermost call ends: between calls, globals and other objects may change."""
     before = _running.known
     _running.known = {} if before is None else before
@@ -131,7 +131,7 @@ def _sent_to(module: Any, watch: Callable) -> Iterator[None]:
         _running.calls = before
 
 
-def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[Any, Found]) -> Found:
+def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[Any, BlockForms]) -> BlockForms:
     """The activations between the layers that a module holds itself, in a call with these arguments.
 
     Args:
@@ -142,29 +142,29 @@ def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[
         memory: as of `blocks.recognise`.
     """
     if type(module).__module__.startswith("flax.") and not isinstance(module, nnx.Sequential):
-        return Found()
+        return BlockForms()
     try:
         graph, state = nnx.split((module, args, kwargs))
     except Exception:
         # Arguments may be what NNX knows no way to copy.
-        return Found()
+        return BlockForms()
     leaves, structure = jax.tree.flatten(state)
     # 1 and True are equal, and have one hash.
     kinds = tuple(type(getattr(attribute, "value", None)) for _, attribute in graph.attributes)
     with _aside(True):
-        found = blocks.recognise(_run, (call, graph, structure, kinds), leaves, memory)
+        result = blocks.recognise(_run, (call, graph, structure, kinds), leaves, memory)
     path = getattr(module, "_fp8jax_path", None)
     if path is not None:
-        told = _running.told.found.get(path, Found())
-        forms, gaps = (*told.forms, *found.forms), (*told.gaps, *found.gaps)
-        _running.told.found[path] = Found(tuple(dict.fromkeys(forms)), tuple(dict.fromkeys(gaps)))
-    return found
+        told = _running.told.blocks.get(path, BlockForms())
+        forms, gaps = (*told.forms, *result.forms), (*told.gaps, *result.gaps)
+        _running.told.blocks[path] = BlockForms(tuple(dict.fromkeys(forms)), tuple(dict.fromkeys(gaps)))
+    return result
 
 
-def _tell_kept(module: Any, names: set[str]) -> None:
+def _tell_residuals(module: Any, names: set[str]) -> None:
     path = getattr(module, "_fp8jax_path", None)
     if path is not None:
-        _running.told.kept.setdefault(path, set()).update(names)
+        _running.told.residuals.setdefault(path, set()).update(names)
 
 
 def _run(static: Any, leaves: list[Any], layer: Callable[[str, Callable[[], Array], Array], Array]) -> None:

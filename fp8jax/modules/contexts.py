@@ -10,7 +10,7 @@ from flax import nnx
 
 from fp8jax.core.recipe import Context
 from fp8jax.modules import blocks, blocks_nnx, norms
-from fp8jax.modules.blocks import Found
+from fp8jax.modules.blocks import BlockForms
 from fp8jax.modules.blocks_nnx import Told
 from fp8jax.modules.rules import LayerChoice, Rules, ordered
 
@@ -78,8 +78,8 @@ def plan(
     paths = {id(module): path for path, module in modules.items()}
     for path, module in modules.items() if each.contexts else ():
         choices: dict[str, LayerChoice] = {}
-        kind, found = type(module).__name__, (told.found if told else {}).get(path, Found())
-        of = found.forms
+        kind, block = type(module).__name__, (told.blocks if told else {}).get(path, BlockForms())
+        of = block.forms
         if isinstance(module, (*norms.LAYERS, *norms.LINEN_LAYERS)):
             choice, why = each.choice(path), norms.why_not(module)
             context = choice.context if choice.context.saved and why is None else None
@@ -93,23 +93,25 @@ def plan(
                 blocks_nnx.replace(module, recipes)
             rest = [choice for name, choice in choices.items() if not any(name in form.layers for form in of)]
             if rest:
-                choice = next(filter(_kept, rest), rest[0])
-                context, kept = _kept(choice), tuple(sorted(told.kept.get(path, ()))) if told else ()
-                quiet = kept or found.gaps or isinstance(module, nnx.MultiHeadAttention)
+                choice = next(filter(_context, rest), rest[0])
+                context, residuals = _context(choice), tuple(sorted(told.residuals.get(path, ()))) if told else ()
+                quiet = residuals or block.gaps or isinstance(module, nnx.MultiHeadAttention)
                 hint = "" if context is None or quiet else _hint(told)
-                if kept or not found.gaps:
-                    parts.append(ContextEntry(path, kind, None, context if kept else None, choice.reason + hint, kept))
+                if residuals or not block.gaps:
+                    parts.append(
+                        ContextEntry(path, kind, None, context if residuals else None, choice.reason + hint, residuals)
+                    )
         elif _OWN_NORM.fullmatch(kind) and not type(module).__module__.startswith("flax."):
             parts.append(ContextEntry(path, kind, None, None, norms.OWN_CLASS))
-        for gap in found.gaps:
+        for gap in block.gaps:
             parts.append(ContextEntry(path, kind, None, None, f"{gap}: {blocks.HOOK}"))
         for form in of:
             choice = choices.get(form.down) or each.choice("/".join(filter(None, (path, form.down))), heads)
-            parts.append(ContextEntry(path, kind, str(form), _kept(choice), choice.reason))
+            parts.append(ContextEntry(path, kind, str(form), _context(choice), choice.reason))
     return tuple(parts)
 
 
-def _kept(choice: LayerChoice) -> Context | None:
+def _context(choice: LayerChoice) -> Context | None:
     """What is kept of what a layer reads, as far as the rules say so."""
     return choice.context if choice.linear is not None and choice.context.saved else None
 

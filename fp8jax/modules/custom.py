@@ -28,7 +28,7 @@ class _Rerun:
     """A program while it runs again; counts the products it takes the place of."""
 
     def __init__(self, product: Callable[..., Array]) -> None:
-        self.product, self.found = product, 0
+        self.product, self.count = product, 0
 
     def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], weights: Sequence[bool]) -> Any:
         """The results of a program, and which of them are weights, given which of its inputs are."""
@@ -51,11 +51,11 @@ class _Rerun:
                 of_weight = [name in _LAYOUTS and any(are)] * len(results)
             known |= dict(zip(eqn.outvars, results, strict=True))
             weight |= dict(zip(eqn.outvars, of_weight, strict=True))
-        found = [look(v) for v in jaxpr.outvars]
-        return [value for value, _ in found], [is_weight for _, is_weight in found]
+        results = [look(v) for v in jaxpr.outvars]
+        return [value for value, _ in results], [is_weight for _, is_weight in results]
 
     def _product(self, lhs: Array, rhs: Array, *, weight_first: bool, dimension_numbers: Any, **params: Any) -> Array:
-        self.found += 1
+        self.count += 1
         (contract, batch), free = dimension_numbers, [x.ndim for x in (lhs, rhs)]
         settings = {name: params.get(name) for name in ("precision", "preferred_element_type", "out_sharding")}
         if not weight_first:
@@ -87,7 +87,7 @@ def _call(fn: Callable, params: Any, args: Any, linear: Linear, name: str) -> An
     rerun = _Rerun(DotGeneral(linear))
     are = [True] * len(weights) + [False] * len(arrays)
     results, _ = rerun.run(closed.jaxpr, closed.consts, [*weights, *arrays], are)
-    if not rerun.found:
+    if not rerun.count:
         raise ValueError(
             f"{name} is in layers=, but its call holds no product of data with one of its own parameters; "
             "leave its class out"

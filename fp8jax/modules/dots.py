@@ -90,7 +90,7 @@ class SharedPromotion:
 
     promote: Callable[..., Sequence[Any]]
     linear: Linear
-    kept: bool = False
+    residual: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         source, weight, *_ = args[0] if isinstance(args[0], tuple) else args
@@ -98,7 +98,7 @@ class SharedPromotion:
         rest = [cast if None in (self.linear.spec("w"), self.linear.spec("w_dgrad")) else weight, *rest]
         if promoted is not source:
             REGISTRY.follow(source, promoted)
-        if self.kept:
+        if self.residual:
             REGISTRY.note(promoted, REGISTRY.find(promoted)._replace(again=(ITSELF, None)))
         return (promoted, *rest)
 

@@ -30,16 +30,16 @@ def outputs(fn: Callable, args: Any, terms: dict[Any, int], first: int = 0) -> t
 def reached(number: int, terms: list[Any]) -> tuple[set[int], set[str]]:
     """The arguments, by their places, that the term with a number is computed from, and the names of the operations in
     between; `terms` in their order."""
-    found, names, seen, todo = set[int](), set[str](), {number}, [number]
+    arguments, names, seen, todo = set[int](), set[str](), {number}, [number]
     while todo:
         term = terms[todo.pop()]
         if term[0] == "input":
-            found.add(term[1])
+            arguments.add(term[1])
         elif term[0] not in ("constant", "literal"):
             names.add(term[0])
             todo += {*term[2:-1]} - seen
             seen |= {*term[2:-1]}
-    return found, names
+    return arguments, names
 
 
 def _evaluate(closed: Any, inputs: list[int], terms: dict[Any, int]) -> list[int]:

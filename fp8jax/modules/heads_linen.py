@@ -47,8 +47,8 @@ def find(
         with nn.intercept_methods(intercept):
             if module.is_initializing():
                 return copy.init_with_output(rngs, *args, method=method, **kwargs)[0]
-            given = unflatten_dict(dict(zip(flat, variables, strict=True)))
-            y = copy.apply(given, *args, method=method, rngs=rngs, mutable=scope.mutable, **kwargs)
+            collections = unflatten_dict(dict(zip(flat, variables, strict=True)))
+            y = copy.apply(collections, *args, method=method, rngs=rngs, mutable=scope.mutable, **kwargs)
             return y if scope.mutable is False else y[0]
 
     try:

@@ -28,15 +28,19 @@ def by_shape(modules: dict[str, Any]) -> dict[str, str]:
         modules: all modules of the model, by path, the outermost under "".
     """
     paths = {id(module): path for path, module in modules.items()}
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for module in modules.values():
         held = {n: layer for n, layer in layers(module).items() if type(layer) is nnx.Linear} if _plain(module) else {}
         for name, layer in held.items():
             alike = [x for x in held.values() if x.kernel.shape == layer.kernel.shape]
             if 1 < layer.out_features == _experts(module, layer):
-                found[paths[id(layer)]] = f"a router: it has as many outputs as there are experts, {layer.out_features}"
+                reasons[paths[id(layer)]] = (
+                    f"a router: it has as many outputs as there are experts, {layer.out_features}"
+                )
             elif name == "gate" and layer.out_features < layer.in_features and len(alike) == 1:
-                found[paths[id(layer)]] = "a router: a gate of fewer outputs than inputs, with no layer like it beside"
+                reasons[paths[id(layer)]] = (
+                    "a router: a gate of fewer outputs than inputs, with no layer like it beside"
+                )
     taken = {size * n for module in modules.values() for size in _takes(module) for n in _SIDE_BY_SIDE}
     heads = {
         paths[id(layer)]: f"an output head: nothing in the model takes its {layer.out_features} outputs"
@@ -46,7 +50,7 @@ def by_shape(modules: dict[str, Any]) -> dict[str, str]:
     known = {
         path for path, module in modules.items() if isinstance(module, (nnx.Linear, nnx.LinearGeneral, nnx.Einsum))
     }
-    return heads | found if known - heads.keys() - found.keys() else found
+    return heads | reasons if known - heads.keys() - reasons.keys() else reasons
 
 
 def _plain(module: Any) -> bool:

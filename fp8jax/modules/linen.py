@@ -24,7 +24,7 @@ from jax import Array
 
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.modules import blocks_linen, custom, heads_linen, norms
-from fp8jax.modules.blocks import Found, Watched
+from fp8jax.modules.blocks import BlockForms, Watched
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.reading import Reading
@@ -113,11 +113,11 @@ def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
     return RecipeDotGeneral
 
 
-def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, Found], Any]:
+def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, BlockForms], Any]:
     """The modules that run in an abstract evaluation of `fn(*args)`, by path, what is known of what stands between the
     layers of each, and its abstract, unboxed result."""
-    found: dict[str, nn.Module] = {}
-    forms: dict[str, Found] = {}
+    submodules: dict[str, nn.Module] = {}
+    forms: dict[str, BlockForms] = {}
     mark, aside = _Mark(object()), _Root(ordered(Rule(".*", None)), (), next(_asides))
 
     def record(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
@@ -125,9 +125,9 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, Fou
         if module.scope is None or aside in _running.roots:
             return call(*args, **kwargs)
         path = "/".join(module.path)
-        if not path and type(found.setdefault("", module)) is not type(module):
+        if not path and type(submodules.setdefault("", module)) is not type(module):
             path = module.name or ""  # called through its own apply
-        found.setdefault(path, module)
+        submodules.setdefault(path, module)
         with _with(module.scope, flags=module.scope.flags.copy({"fp8jax": mark})):
             y = call(*args, **kwargs)
         if context.method_name == "__call__" and path not in forms:
@@ -137,7 +137,7 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, Fou
 
     with nn.intercept_methods(record):
         result = nn.meta.unbox(jax.eval_shape(fn, *args))
-    return found, {path: of for path, of in forms.items() if any(of)}, result
+    return submodules, {path: of for path, of in forms.items() if any(of)}, result
 
 
 @functools.lru_cache(maxsize=256)
@@ -174,8 +174,8 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
             y = method(self, *args, **kwargs)
         # Layers in a trace that nn.jit had in its cache are not met again, and a method may need only some of them.
         names = ("kernel", "scale") if rules.contexts else ("kernel",)
-        found = root.layers | (_owners(self, names) - root.others)
-        rules.check_all_used(found, root.heads, root.unknown.found, root.unknown.message())
+        layers = root.layers | (_owners(self, names) - root.others)
+        rules.check_all_used(layers, root.heads, root.unknown.classes, root.unknown.message())
         if _running.told is None:
             root.warn(self)
         else:
@@ -262,7 +262,7 @@ class _Root:
     others: set[str] = dataclasses.field(default_factory=set)
     quantized: set[str] = dataclasses.field(default_factory=set)
     watched: dict[tuple[str, ...], Watched] = dataclasses.field(default_factory=dict)
-    known: dict[Any, Found] = dataclasses.field(default_factory=dict)
+    known: dict[Any, BlockForms] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -23,26 +23,26 @@ class Unknown:
     """Modules of classes that are not known, which hold matrices, by path: class and shapes."""
 
     def __init__(self) -> None:
-        self.found: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {}
+        self.classes: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {}
 
     def add(self, path: str, module: Any, own: Mapping[str, Any]) -> None:
         """Notes a module if it holds a matrix itself, by what its own parameters are."""
         shapes = {name: tuple(p.shape) for name, p in own.items() if is_matrix(name, getattr(p, "shape", ()))}
         if shapes and not type(module).__module__.startswith("flax."):
-            self.found[path] = type(module).__name__, shapes
+            self.classes[path] = type(module).__name__, shapes
 
     def chosen(self, rules: Ordered) -> dict[str, tuple[str, dict[str, tuple[int, ...]]]]:
         """Those that the rules would have quantized."""
-        return {path: of for path, of in self.found.items() if rules.choice(path).linear is not None}
+        return {path: of for path, of in self.classes.items() if rules.choice(path).linear is not None}
 
     def message(self) -> str:
         """What to say of them in an error, if there are any."""
-        if not self.found:
+        if not self.classes:
             return ""
-        classes = sorted({kind for kind, _ in self.found.values()})
+        classes = sorted({kind for kind, _ in self.classes.values()})
         return (
-            f". Modules of other classes hold matrices: {_listed(self.found)}. Give the classes whose own products are "
-            f"to be quantized, such as layers=[{', '.join(classes)}]"
+            f". Modules of other classes hold matrices: {_listed(self.classes)}. Give the classes whose own products "
+            f"are to be quantized, such as layers=[{', '.join(classes)}]"
         )
 
     def share(self, rules: Ordered, quantized: int) -> str | None:
@@ -75,29 +75,29 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     return sum(n > 1 for n in shape) >= 2 and not _NO_FACTORS.fullmatch(name)
 
 
-def _listed(found: Mapping[str, tuple[str, dict[str, tuple[int, ...]]]]) -> str:
+def _listed(classes: Mapping[str, tuple[str, dict[str, tuple[int, ...]]]]) -> str:
     texts = [
         f"{path or 'the model itself'} ({kind}: {', '.join(f'{n} {s}' for n, s in shapes.items())})"
-        for path, (kind, shapes) in found.items()
+        for path, (kind, shapes) in classes.items()
     ]
     more = len(texts) - _SHOWN
     return ", ".join([*texts[:_SHOWN], *([f"and {more} more"] if more > 0 else [])])
 
 
-def not_a_model(takes: str, given: Any) -> str:
+def not_a_model(takes: str, model: Any) -> str:
     """What to say where something else than a model of Flax is given.
 
     Args:
         takes: what is taken, such as "fp8jax.nnx.quantize takes an NNX module".
         given: the object.
     """
-    kind = type(given)
+    kind = type(model)
     bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    if isinstance(given, type):
-        why = f"the class {given.__name__}; make an instance of it"
+    if isinstance(model, type):
+        why = f"the class {model.__name__}; make an instance of it"
     elif "equinox" in bases or "haiku" in bases:
         why = f"{kind.__name__}, of {'Equinox' if 'equinox' in bases else 'Haiku'}; {_ELSEWHERE}"
-    elif isinstance(given, dict):
+    elif isinstance(model, dict):
         why = f"dict; give the model that has these parameters, not the parameters. Without Flax, {_ELSEWHERE}"
     else:
         why = f"{kind.__name__}. Without Flax, {_ELSEWHERE}"

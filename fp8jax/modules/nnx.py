@@ -70,10 +70,12 @@ def substitute(model: Model, rules: Ordered) -> tuple[Model, Unknown, int]:
     if changed:
         raise ValueError(f"{changed[0]} is quantized already; give the rules to the model it was made from")
     quantized = nnx.clone(model)
-    found, heads, unknown = modules(quantized), *leave(modules(quantized), rules)
-    linears = {path: module for path, module in found.items() if isinstance(module, (*LAYERS, *rules.layers))}
-    chosen = choose([*linears, *contexts.norm_paths(found, rules)], rules, heads, unknown.found, unknown.message())
-    contexts.plan(found, rules, heads=heads, replace=True)
+    submodules, heads, unknown = modules(quantized), *leave(modules(quantized), rules)
+    linears = {path: module for path, module in submodules.items() if isinstance(module, (*LAYERS, *rules.layers))}
+    chosen = choose(
+        [*linears, *contexts.norm_paths(submodules, rules)], rules, heads, unknown.classes, unknown.message()
+    )
+    contexts.plan(submodules, rules, heads=heads, replace=True)
     size = 0
     for path, layer in linears.items():
         linear = chosen[path].linear
@@ -94,7 +96,7 @@ def _is_quantized(module: Any) -> bool:
     return hasattr(type(module), "_fp8jax_written") or any(isinstance(x, ours) for x in (module, *parts))
 
 
-def leave(found: dict[str, Any], rules: Ordered) -> tuple[dict[str, str], Unknown]:
+def leave(submodules: dict[str, Any], rules: Ordered) -> tuple[dict[str, str], Unknown]:
     """The heads and routers of a model that a recipe leaves alone, with the reason, and modules that are not known.
 
     Args:
@@ -102,10 +104,10 @@ def leave(found: dict[str, Any], rules: Ordered) -> tuple[dict[str, str], Unknow
         rules: as `ordered` gives them.
     """
     unknown = Unknown()
-    for path, module in found.items():
+    for path, module in submodules.items():
         if not isinstance(module, (*LAYERS, *rules.layers)):
             unknown.add(path, module, params(module))
-    return heads_nnx.by_shape(found) if rules.default else {}, unknown
+    return heads_nnx.by_shape(submodules) if rules.default else {}, unknown
 
 
 def params(module: Any) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def inspect(fn: Callable, *args: Any) -> Program:
         written[key] += 1
         executed[key] += times
     products = tuple(Product(*key, n, executed[key]) for key, n in written.items())
-    made = read(traced.lower().compile().as_text() or "")
-    return Program(jax.default_backend(), products, made, tuple(told), tuple(saved))
+    counts = read(traced.lower().compile().as_text() or "")
+    return Program(jax.default_backend(), products, counts, tuple(told), tuple(saved))
 
 
 def _walk(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:

@@ -119,14 +119,16 @@ class Registry(threading.local):
             readers = self._readers[id(first)] = _Readers(weakref.ref(first, forget), self._program, {})
         entry = readers.entries.get(use)
         if entry is not None and entry.trace == trace:
-            leaves, given = [ref() for ref in entry.leaves], [ref and ref() for ref in entry.others]
-            if all(leaf is not None for leaf in leaves) and all(a is b for a, b in zip(given, others, strict=True)):
+            leaves, references = [ref() for ref in entry.leaves], [ref and ref() for ref in entry.others]
+            if all(leaf is not None for leaf in leaves) and all(
+                a is b for a, b in zip(references, others, strict=True)
+            ):
                 return jax.tree.unflatten(entry.structure, leaves)  # type: ignore[no-any-return]
-        made = make()
-        parts, structure = jax.tree.flatten(made)
-        given = [o if o is None else _reference(o) for o in others]
-        readers.entries[use] = _Entry(trace, tuple(given), tuple(map(_reference, parts)), structure)
-        return made
+        shared = make()
+        parts, structure = jax.tree.flatten(shared)
+        references = [o if o is None else _reference(o) for o in others]
+        readers.entries[use] = _Entry(trace, tuple(references), tuple(map(_reference, parts)), structure)
+        return shared
 
     def _enter(self) -> Any:
         """The trace of an operation; drops what is known of traced programs other than the one that it is in."""
@@ -178,11 +180,11 @@ def _program(state: Any) -> Any:
     """A weak reference to the outermost trace of a program that a trace is in; None if it is in none."""
     # As with JAX's record of a trace: where it has other names, no program is told from another.
     trace: Any = getattr(state, "_trace_ref", lambda: None)()
-    found = None
+    outermost = None
     while hasattr(trace, "parent_trace"):
-        found = weakref.ref(trace) if hasattr(trace, "frame") else found
+        outermost = weakref.ref(trace) if hasattr(trace, "frame") else outermost
         trace = trace.parent_trace
-    return _UNKNOWN if trace is None else found
+    return _UNKNOWN if trace is None else outermost
 
 
 def _reference(x: Any) -> Callable[[], Any]:
@@ -257,11 +259,11 @@ def _source(name: str, params: Any, place: int) -> int | None:
     value, dtypes = jaxpr.outvars[place], []
     while not isinstance(value, core.Literal) and value in makers:
         eqn, i = makers[value]
-        found = _source(eqn.primitive.name, eqn.params, i)
-        if found is None or eqn.invars[found].aval.size != value.aval.size:
+        source = _source(eqn.primitive.name, eqn.params, i)
+        if source is None or eqn.invars[source].aval.size != value.aval.size:
             return None
         dtypes.append(value.aval.dtype)
-        value = eqn.invars[found]
+        value = eqn.invars[source]
     if isinstance(value, core.Literal) or value not in jaxpr.invars:
         return None
     return (

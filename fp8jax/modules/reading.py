@@ -95,13 +95,13 @@ def heads(closed: Any, parameters: Sequence[str | None], wanted: Iterable[str]) 
     known = [Value(matrix=name, data=name is None) for name in parameters]
     shapes = {v.aval.shape for v, name in zip(jaxpr.invars, parameters, strict=True) if name is None and _floats(v)}
     outputs = _run(jaxpr, [Value() for _ in jaxpr.constvars], known, reading)
-    found = {path: f"a router, gate or head: {how} reads its result" for path, how in reading.gates.items()}
+    reasons = {path: f"a router, gate or head: {how} reads its result" for path, how in reading.gates.items()}
     results = [value.results for value in outputs if value.how != "largest"]
-    returned = frozenset[str]().union(*results) - reading.products - found.keys()
+    returned = frozenset[str]().union(*results) - reading.products - reasons.keys()
     returned = frozenset(path for path in returned if reading.results[path] not in shapes)
-    if set(wanted) - found.keys() - returned:
-        found |= dict.fromkeys(sorted(returned), "an output head: the model returns its result")
-    return found, reading
+    if set(wanted) - reasons.keys() - returned:
+        reasons |= dict.fromkeys(sorted(returned), "an output head: the model returns its result")
+    return reasons, reading
 
 
 def _floats(v: Any) -> bool:

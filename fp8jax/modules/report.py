@@ -197,7 +197,7 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
         args, kwargs = rebuild(arrays)
         return module.init(jax.random.key(0), *args, **kwargs)
 
-    found, told, variables = linen_modules.trace(functools.partial(init, model), arrays)
+    submodules, told, variables = linen_modules.trace(functools.partial(init, model), arrays)
     params = flatten_dict(variables.get("params", {}))
     with linen_modules.listening() as roots:
         # The copy's own variables: delayed scaling adds some.
@@ -205,8 +205,8 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
         program = _linen_program(copy, variables, sample, keywords)
     # Of the last call: it has parameters.
     root = roots[-1]
-    layers = _layers(found, rules, functools.partial(_linen_kernel, params), root.heads, root.reading)
-    parts = contexts.plan(found, rules, Told(told, {}), heads=root.heads)
+    layers = _layers(submodules, rules, functools.partial(_linen_kernel, params), root.heads, root.reading)
+    parts = contexts.plan(submodules, rules, Told(told, {}), heads=root.heads)
     return Report(layers, program, parts, _notes(layers, rules, {}, root.unknown))
 
 
@@ -224,13 +224,17 @@ def _notes(layers: tuple[Layer, ...], rules: Ordered, read: dict[str, str], unkn
 
 
 def _layers(
-    found: dict[str, Any], rules: Ordered, kernel: Callable[[str, Any], Any], heads: dict[str, str], reading: Reading
+    submodules: dict[str, Any],
+    rules: Ordered,
+    kernel: Callable[[str, Any], Any],
+    heads: dict[str, str],
+    reading: Reading,
 ) -> tuple[Layer, ...]:
     known = (*nnx_modules.LAYERS, *linen_modules.LAYERS, *rules.layers)
-    paths = [path for path, module in found.items() if isinstance(module, known)]
-    chosen = choose([*paths, *contexts.norm_paths(found, rules)], rules, heads, found)
+    paths = [path for path, module in submodules.items() if isinstance(module, known)]
+    chosen = choose([*paths, *contexts.norm_paths(submodules, rules)], rules, heads, submodules)
     layers = []
-    for path, module in found.items():
+    for path, module in submodules.items():
         matrix = kernel(path, module)
         shape = None if matrix is None else tuple(matrix.shape)
         dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None)

@@ -61,8 +61,8 @@ class ScaledDotGeneral:
         x, w = merge(lhs, *[1] * lead, n), merge(rhs, n, outputs)
         state, slot, held = self.read(rhs, n)
         sharding = named(merged(spec, (*[1] * lead, outputs)), lhs, rhs)
-        given: Any = {"key": key_of(lhs, self.linear), "quantized": held, "out_sharding": sharding}
-        y, observed = scaled_linear(x, w, state, slot, recipe=self.linear, **given)
+        options: Any = {"key": key_of(lhs, self.linear), "quantized": held, "out_sharding": sharding}
+        y, observed = scaled_linear(x, w, state, slot, recipe=self.linear, **options)
         self.note(observed)
         y = split(y, (*lhs.shape[:lead], *rhs.shape[n:]), spec)
         return y.astype(preferred_element_type or lhs.dtype)
@@ -134,8 +134,8 @@ class LayerScaling(ScaledDotGeneral, nnx.Module):
 
     def tracked(self) -> nnx.Variable:
         """The variable of the weight's state that comes from the optimizer."""
-        found: nnx.Variable = getattr(self, self.linear.states["w"].variable("w"))
-        return found
+        variable: nnx.Variable = getattr(self, self.linear.states["w"].variable("w"))
+        return variable
 
     def advance(self, dy: Array | None, axis_name: Any = None) -> None:
         """Ends a step: what was seen enters the states, and nothing is seen of the next one yet."""
@@ -175,13 +175,13 @@ def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: Any = Non
     Raises:
         ValueError: the model has no such scaling, or `grads` lacks its statistics.
     """
-    found = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)]
-    found = [(path, m) for path, m in found if any(observes(m.linear, operand) for operand in OPERANDS)]
-    if not found:
+    layers = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)]
+    layers = [(path, m) for path, m in layers if any(observes(m.linear, operand) for operand in OPERANDS)]
+    if not layers:
         raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
     statistics, rest = nnx.split_state(grads, GradientStatistic, ...)
     seen = dict(nnx.to_flat_state(statistics))
-    for path, module in found:
+    for path, module in layers:
         if not hasattr(module, "slot"):
             module.advance(None, axis_name)
             continue
@@ -227,11 +227,11 @@ def measure_weights(model: nnx.Module) -> None:
         variable[...] = of_stacked({(): Automatic().measure(kernel)}, (), variable[...].shape)
 
 
-def of_stacked(found: Mapping[tuple[str, ...], Array], path: tuple[str, ...], stacked: tuple[int, ...]) -> Array:
+def of_stacked(states: Mapping[tuple[str, ...], Array], path: tuple[str, ...], stacked: tuple[int, ...]) -> Array:
     """The bounds of stacked layers from those of all matrices in the last two axes of the kernel at a path."""
-    if path not in found:
+    if path not in states:
         raise ValueError(f"the optimizer follows no parameter {'/'.join(path)}: its state is another model's")
-    bounds = found[path]
+    bounds = states[path]
     if bounds.shape[: len(stacked)] != stacked:
         raise ValueError(f"automatic scaling takes kernels stacked along their first axes, {stacked}: {bounds.shape}")
     return jnp.max(bounds, axis=tuple(range(len(stacked), bounds.ndim)))

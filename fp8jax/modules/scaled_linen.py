@@ -163,10 +163,10 @@ def measure_weights(scaling: Mapping[str, Any], params: Mapping[str, Any]) -> di
 def _linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: Rules | None) -> Linear:
     """The recipe of a layer with these variables in the collection of states."""
     if rules is not None:
-        found = ordered(rules).choice("/".join(layer)).linear
-        if found is None or not {part.variable(o) for o, part in found.states.items()} <= set(variables):
+        linear = ordered(rules).choice("/".join(layer)).linear
+        if linear is None or not {part.variable(o) for o, part in linear.states.items()} <= set(variables):
             raise ValueError(f"{'/'.join(layer)} has other variables of scaling than the rules give it")
-        return found
+        return linear
     if not set(OPERANDS) <= set(variables):
         raise ValueError(f"{'/'.join(layer)} has no delayed scaling: give advance_scaling the rules of `quantize`, too")
     return Linear("e4m3", "e4m3", "e5m2", scaling="delayed", history=variables["x"].shape[-1])

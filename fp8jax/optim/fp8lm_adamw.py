@@ -175,12 +175,12 @@ def fp8lm_adamw(
         def largest(stored: Any) -> Array | None:
             if not isinstance(stored, QTensor):
                 return None
-            found = fp8lm.largest(stored)
-            return jnp.stack([found, jnp.zeros_like(found), jnp.zeros_like(found)])
+            maximum = fp8lm.largest(stored)
+            return jnp.stack([maximum, jnp.zeros_like(maximum), jnp.zeros_like(maximum)])
 
         masters = jax.tree.map(master, params, depths)
-        found = jax.tree.map(largest, masters, is_leaf=_is_quantized)
-        state = FP8LMState(jnp.zeros([], jnp.int32), masters, zeros(mu, "zero"), zeros("fp16", "smallest"), found)
+        maxima = jax.tree.map(largest, masters, is_leaf=_is_quantized)
+        state = FP8LMState(jnp.zeros([], jnp.int32), masters, zeros(mu, "zero"), zeros("fp16", "smallest"), maxima)
         return moments.beside(params, state)
 
     def advance(form: Form, grads: Any, state: FP8LMState, params: Any, adam: adamw.Adam) -> tuple[Any, FP8LMState]:
@@ -227,10 +227,10 @@ def fp8lm_adamw(
     ) -> tuple[optax.Params, FP8LMState]:
         if key is not None:
             raise ValueError("fp8lm_adamw keeps master weights and takes no key; give master_rounding='stochastic'")
-        new, found = advance("step", grads, state, params, adam_of(state, factor=factor, applied=applied))
+        new, advanced = advance("step", grads, state, params, adam_of(state, factor=factor, applied=applied))
         if applied is not None:
-            found = found._replace(count=jnp.where(applied, found.count, state.count))
-        return new, found
+            advanced = advanced._replace(count=jnp.where(applied, advanced.count, state.count))
+        return new, advanced
 
     return FusedTransformation(*variables.looking_through(init, update, step))
 
@@ -252,8 +252,8 @@ def _plain(form: Form, leaves: Sequence[fp8lm.MasterLeaf], adam: adamw.Adam) -> 
     if adam.applied is None:
         return rows
     old = [(leaf.weight, leaf.master, leaf.mu, leaf.nu, None) for leaf in leaves]
-    found: list[tuple[Any, ...]] = jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), rows, old)
-    return found
+    applied: list[tuple[Any, ...]] = jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), rows, old)
+    return applied
 
 
 def _master(param: Array, spec: QuantSpec) -> QTensor:

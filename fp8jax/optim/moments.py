@@ -114,7 +114,7 @@ def state_bytes(state: optax.OptState) -> dict[str, int]:
     Returns:
         {"mu": bytes of all first moments, "nu": of all second moments, "other": the rest}.
     """
-    found = {"mu": 0, "nu": 0, "other": 0}
+    sizes = {"mu": 0, "nu": 0, "other": 0}
 
     def is_named(node: Any) -> bool:
         return isinstance(node, tuple) and hasattr(node, "_fields")
@@ -125,10 +125,10 @@ def state_bytes(state: optax.OptState) -> dict[str, int]:
                 for name in node._fields:
                     add(getattr(node, name), role or _ROLES.get(name))
             elif hasattr(node, "dtype"):
-                found[role or "other"] += math.prod(node.shape) * jnp.dtype(node.dtype).itemsize
+                sizes[role or "other"] += math.prod(node.shape) * jnp.dtype(node.dtype).itemsize
 
     add(state, None)
-    return found
+    return sizes
 
 
 def static_integer(name: str, value: int | np.integer | Array) -> int | None:

@@ -39,10 +39,10 @@ def looking_through(init: Callable, *updates: Callable) -> tuple[Callable, ...]:
     def update_boxed(update: Callable) -> Callable:
         @functools.wraps(update)
         def through(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-            given = (grads, state, params, extra)
-            if not any(map(is_box, jax.tree.leaves(given, is_leaf=is_box))):
+            arguments = (grads, state, params, extra)
+            if not any(map(is_box, jax.tree.leaves(arguments, is_leaf=is_box))):
                 return update(grads, state, params, **extra)
-            *arrays, options = jax.tree.map(_unbox, given, is_leaf=is_box)
+            *arrays, options = jax.tree.map(_unbox, arguments, is_leaf=is_box)
             result, new = update(*arrays, **options)
             return _structured(result, grads if params is None else params), _structured(new, state)
 
@@ -75,27 +75,27 @@ def _boxed(part: Any, codes: Any, box: Any) -> Any:
     has as many entries as the codes: others may not divide where the codes do.
     """
     treedef: Any = jax.tree.structure(box, is_leaf=lambda x: x is not box)
-    made = treedef.unflatten([part])
+    box_of_part = treedef.unflatten([part])
     if part is codes:
-        return made
+        return box_of_part
     sharding = getattr(part, "sharding", None)
     actual = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     actual += (None,) * (part.ndim - len(actual))
     lengths = zip(part.shape, codes.shape, strict=True)
-    kept = [cut is not None or n == whole for cut, (n, whole) in zip(actual, lengths, strict=True)]
+    named = [cut is not None or n == whole for cut, (n, whole) in zip(actual, lengths, strict=True)]
 
     def keep(names: Any) -> Any:
         if not isinstance(names, (tuple, PartitionSpec)):
             return names
-        return tuple(name if here else None for name, here in zip(names, kept, strict=False))
+        return tuple(name if here else None for name, here in zip(names, named, strict=False))
 
-    if hasattr(made, "get_metadata"):
+    if hasattr(box_of_part, "get_metadata"):
         for key in _SHARDINGS:
-            if key in made.get_metadata():
-                made.set_metadata(key, keep(made.get_metadata()[key]))
-    elif hasattr(made, "names"):
-        made = made.replace(names=keep(made.names))
-    return made
+            if key in box_of_part.get_metadata():
+                box_of_part.set_metadata(key, keep(box_of_part.get_metadata()[key]))
+    elif hasattr(box_of_part, "names"):
+        box_of_part = box_of_part.replace(names=keep(box_of_part.names))
+    return box_of_part
 
 
 def bare(tree: Any) -> Any:
@@ -105,8 +105,8 @@ def bare(tree: Any) -> Any:
 
 def is_box(node: Any) -> bool:
     """Whether a node is an array in a box."""
-    found = (getattr(sys.modules.get(module), name, None) for module, name in _BOXES)
-    return isinstance(node, tuple(kind for kind in found if kind is not None))
+    classes = (getattr(sys.modules.get(module), name, None) for module, name in _BOXES)
+    return isinstance(node, tuple(kind for kind in classes if kind is not None))
 
 
 def _unbox(node: Any) -> Any:

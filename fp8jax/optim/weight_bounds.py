@@ -146,8 +146,8 @@ def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: Any) ->
 
     def init(params: optax.Params) -> WeightBounds:
         params = variables.bare(params)
-        found = jax.tree.map(lambda p: measure(p) if _counts(p) else optax.MaskedNode(), params)
-        return moments.beside(params, WeightBounds(jnp.zeros([], jnp.int32), found))
+        bounds = jax.tree.map(lambda p: measure(p) if _counts(p) else optax.MaskedNode(), params)
+        return moments.beside(params, WeightBounds(jnp.zeros([], jnp.int32), bounds))
 
     def advance(
         state: WeightBounds, tree: Any, weights: list[Array], moved: Callable[[int, Array], Array]
@@ -258,15 +258,15 @@ def weight_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array]:
     Raises:
         ValueError: there is no `track_weights` in the optimizer, or two that follow the same parameter.
     """
-    found: dict[tuple[str, ...], Array] = {}
+    bounds: dict[tuple[str, ...], Array] = {}
     for state in _trackers(opt_state):
         own = _by_path(state.bounds)
-        if both := set(found) & set(own):
+        if both := set(bounds) & set(own):
             raise ValueError(f"two trackers follow {'/'.join(both.pop())}: put track_weights into the chain once")
-        found |= own
-    if not found:
+        bounds |= own
+    if not bounds:
         raise ValueError("the optimizer follows no weights: put fp8jax.track_weights() last in its chain")
-    return found
+    return bounds
 
 
 def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_name: Any = None) -> optax.OptState:
@@ -287,9 +287,9 @@ def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_nam
         name = _names(path)
         if name not in weights:
             raise ValueError(f"{'/'.join(name)} is followed by track_weights and missing in the parameters")
-        found = Automatic().measure(weights[name])
-        found = found if axis_name is None else lax.pmax(found, axis_name)
-        return jax.tree.map(lambda _: found, bound)
+        maximum = Automatic().measure(weights[name])
+        maximum = maximum if axis_name is None else lax.pmax(maximum, axis_name)
+        return jax.tree.map(lambda _: maximum, bound)
 
     def renew(node: Any) -> Any:
         if not isinstance(node, WeightBounds):

@@ -13,7 +13,7 @@ from experiments.tables.flash import flash
 from fp8jax.modules.expressions import outputs
 from fp8jax.recipes import Context
 from tests.distance import relative
-from tests.modules.kept import (
+from tests.modules.residuals import (
     COAT,
     INNER,
     WIDTH,

@@ -11,7 +11,7 @@ from flax import nnx
 
 import fp8jax
 from tests.distance import relative
-from tests.modules.kept import (
+from tests.modules.residuals import (
     COAT,
     INNER,
     LINEAR_ONLY,

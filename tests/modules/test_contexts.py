@@ -18,7 +18,7 @@ from fp8jax.modules.contexts import plan
 from fp8jax.modules.nnx import modules
 from fp8jax.recipes import Context
 from tests.distance import relative
-from tests.modules.kept import INNER, TOKENS, WIDTH, codes, gradients, inputs
+from tests.modules.residuals import INNER, TOKENS, WIDTH, codes, gradients, inputs
 from tests.programs import residuals
 
 COAT = fp8jax.recipes.coat_activations()
