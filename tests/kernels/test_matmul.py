@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from fp8jax.core.qtensor import quantize
 from fp8jax.ops import matmul as op
-from fp8jax.ops import matmul_reference as reference
 from pallas_kernels import matmul_block_mosaic, matmul_mosaic, matmul_mx_mosaic
 from pallas_kernels.hopper import Tile
+from tests import matmul_reference as reference
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs
 

@@ -11,7 +11,8 @@ import pytest
 
 import fp8jax
 from fp8jax.core.recipe import Context, Linear
-from fp8jax.ops import matmul, matmul_hopper, matmul_reference, partition
+from fp8jax.ops import matmul, matmul_hopper, partition
+from tests import matmul_reference
 from tests.distance import relative
 from tests.programs import precisions
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.ops import choice, matmul_hopper, matmul_reference
+from fp8jax.ops import choice, matmul_hopper
 from fp8jax.ops.fold import refold
 from fp8jax.ops.matmul import _decoded as matmul_of_16_bits
 from fp8jax.ops.matmul import _halved as matmul_of_fp16
 from fp8jax.ops.matmul import chosen, matmul, transpose
+from tests import matmul_reference
 from tests.programs import dots
 
 FP8 = ["e4m3", "e5m2:token", "e4m3:group32", "e4m3:block32", "e4m3:mx32", "e4m3:mx32+token"]
