@@ -1,4 +1,4 @@
-"""Pure-JAX references of the matrix-product kernels, for tests: the same arguments but for tuning, the same contract, any device.
+"""Pure-JAX references of the matrix-product kernels, for tests: the same arguments and contract, on any device.
 
 They decode the operands and multiply in float32, so they are as exact as float32 sums are, and slow on a GPU.
 """
