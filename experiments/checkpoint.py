@@ -230,12 +230,12 @@ class Checkpoints:
 
     def _load(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = self._orbax.load_checkpointables(step, {"state": wanted})["state"]
+            arrays: dict[str, Any] = self._orbax.load_checkpointables(step, {"state": wanted})["state"]
         except Exception as error:  # TensorStore raises ValueError, RuntimeError and more
             if hosts.gone(error):
                 raise
             raise self._damaged(step, f"Orbax cannot read it ({_first_line(error)})") from error
-        return found
+        return arrays
 
     def resume(
         self, abstract: _State, config: dict[str, Any], tell: Callable[[str], None]

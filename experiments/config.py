@@ -80,9 +80,9 @@ class Model:
         Raises:
             UserError: unknown size, or an impossible shape.
         """
-        given = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in ("model", "tied")}
+        settings = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in ("model", "tied")}
         try:
-            llama = dataclasses.replace(sizes.get(self.model, vocab, tied=self.tied), **given)
+            llama = dataclasses.replace(sizes.get(self.model, vocab, tied=self.tied), **settings)
             llama.validate()
         except ValueError as error:
             raise UserError(str(error)) from None

@@ -69,7 +69,7 @@ def find_files(patterns: Sequence[str]) -> list[tuple[Path, bool]]:
     Raises:
         UserError: a path does not exist, or a glob or folder holds no file.
     """
-    found: dict[Path, tuple[Path, bool]] = {}
+    files: dict[Path, tuple[Path, bool]] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_file():
@@ -88,8 +88,8 @@ def find_files(patterns: Sequence[str]) -> list[tuple[Path, bool]]:
             raise UserError(f"--data {pattern}: no such file or folder")
         for match, named in matches:
             key = match.resolve()
-            found[key] = (match, named or found.get(key, (match, False))[1])
-    return list(found.values())
+            files[key] = (match, named or files.get(key, (match, False))[1])
+    return list(files.values())
 
 
 def _read(path: Path) -> str | None:

@@ -152,19 +152,19 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, Any]:
         f"{settings.run} {settings.recipe}, step {trained.step}; linear layers "
         f"{f'as {settings.quantize or settings.recipe}' if linear.quantized else 'unquantized'}; contexts of {length}"
     )
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     texts = {} if settings.choices and not settings.data and not settings.leak else read_texts(settings, trained)
     words = texts or {"questions": tuple(question.context for question in questions or ())}
     tokens = trained.tokenizer.encode([text for documents in words.values() for text in documents])
     model = trained.model(linear, tokens)
     scorer = scoring.score_sequences(model)
     if texts and (settings.data or not settings.leak):
-        found["text"] = _print_texts(console, trained, scorer, texts, settings.limit)
+        figures["text"] = _print_texts(console, trained, scorer, texts, settings.limit)
     if questions is not None:
-        found["choices"] = _print_choices(console, trained, scorer, questions)
+        figures["choices"] = _print_choices(console, trained, scorer, questions)
     if settings.leak:
-        found["leak"] = _print_leak(console, trained, model, tokens[: settings.leak_tokens + 1])
-    return found
+        figures["leak"] = _print_leak(console, trained, model, tokens[: settings.leak_tokens + 1])
+    return figures
 
 
 def get_recipe(name: str, flag: str) -> fp8jax.Recipe:
@@ -314,9 +314,9 @@ def _print_texts(
     scores, sizes = {}, {}
     for name, documents in texts.items():
         tokens = trained.tokenizer.encode(documents)
-        kept = tokens[: limit + 1] if limit else tokens
-        scores[name] = scoring.score_text(scorer, trained.params, scoring.cut(kept, trained.config.data.seq_len))
-        sizes[name] = len(trained.tokenizer.decode(kept[1:].tolist()).encode())
+        shown = tokens[: limit + 1] if limit else tokens
+        scores[name] = scoring.score_text(scorer, trained.params, scoring.cut(shown, trained.config.data.seq_len))
+        sizes[name] = len(trained.tokenizer.decode(shown[1:].tolist()).encode())
         _add(table, name, len(tokens) - 1, scores[name], sizes[name])
     if len(texts) > 1:
         together = scoring.Score(sum(s.nll for s in scores.values()), sum(s.tokens for s in scores.values()))

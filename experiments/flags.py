@@ -12,7 +12,7 @@ def recommend() -> str:
 
     XLA reads it when JAX first asks for a device: call this before.
     """
-    given = os.environ.get("XLA_FLAGS", "")
-    if RECOMMENDED.partition("=")[0] not in given:
-        os.environ["XLA_FLAGS"] = f"{given} {RECOMMENDED}".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if RECOMMENDED.partition("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {RECOMMENDED}".strip()
     return os.environ["XLA_FLAGS"]

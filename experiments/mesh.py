@@ -58,14 +58,14 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
             f"devices of several processes, which must all be used; give sizes whose product is {len(devices)}, and a "
             f"--batch that it divides"
         )
-    found = make(sizes["data"], sizes["fsdp"], devices)
-    if text and rows % found.size:
+    mesh = make(sizes["data"], sizes["fsdp"], devices)
+    if text and rows % mesh.size:
         part = f"{rows} sequences of a microbatch (--batch {batch}, --microbatches {microbatches})"
         raise ValueError(
-            f"{text}: {found.size} devices do not divide the {part if microbatches > 1 else f'{batch} of --batch'}; "
-            f"give --batch {microbatches * found.size * math.ceil(rows / found.size)}, or a mesh whose sizes divide it"
+            f"{text}: {mesh.size} devices do not divide the {part if microbatches > 1 else f'{batch} of --batch'}; "
+            f"give --batch {microbatches * mesh.size * math.ceil(rows / mesh.size)}, or a mesh whose sizes divide it"
         )
-    return found
+    return mesh
 
 
 def make(

@@ -63,9 +63,9 @@ class Whole:
 
         def codes(path: str, w: Array, linear: fp8jax.recipes.Linear, scale: Array | None) -> Any:
             name = f"layers.{path}.kernel"
-            found = gather_quantized(w, "fsdp", linear, scale=scale) if name in self.cut else None
-            asked[name] = found is not None
-            return found
+            quantized = gather_quantized(w, "fsdp", linear, scale=scale) if name in self.cut else None
+            asked[name] = quantized is not None
+            return quantized
 
         graph, *states = nnx.split(fp8jax.nnx.quantize_weights(layer, codes), nnx.Param, ...)
         weights, rest = states
@@ -86,8 +86,8 @@ class Whole:
             read = not asked.get(name, False)
             return whole_weight(x, "fsdp", self.comm, dim=x.ndim - 2, dtype=dtype, read=read)
 
-        found: nnx.State = jax.tree_util.tree_map_with_path(one, weights)
-        return found
+        gathered: nnx.State = jax.tree_util.tree_map_with_path(one, weights)
+        return gathered
 
 
 def stacked(tree: Any) -> Any:
@@ -155,10 +155,10 @@ def gradients(
             grads = jax.tree.map(lambda g, is_done: g if is_done else next(means), grads, done)
         elif fsdp > 1:
             how = {"specs": places, "stacked": depths}
-            grads, factors = _kept(reduce_scatter_gradients, grads, "fsdp", comm, factors, **how)
+            grads, factors = _reduced(reduce_scatter_gradients, grads, "fsdp", comm, factors, **how)
         if data > 1:
             how = {"stacked": depths, "min_size": MIN_SIZE // fsdp}
-            grads, factors = _kept(all_reduce_gradients, grads, "data", comm, factors, **how)
+            grads, factors = _reduced(all_reduce_gradients, grads, "data", comm, factors, **how)
         # Statistics of a step are maxima over its devices; all else is the same on all.
         state = jax.tree.map(lambda x: lax.pmax(x, meshes.AXES) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
         return lax.pmean(loss, meshes.AXES), grads, state, factors
@@ -175,13 +175,15 @@ def gradients(
 
 def cut(params: Any, mesh: Any) -> frozenset[str]:
     """The names of the parameters that lie in shards."""
-    found = jax.tree_util.tree_leaves_with_path(meshes.state(mesh, params))
-    return frozenset(jax.tree_util.keystr(p, simple=True, separator=".") for p, x in found if "fsdp" in x.spec)
+    leaves = jax.tree_util.tree_leaves_with_path(meshes.state(mesh, params))
+    return frozenset(jax.tree_util.keystr(p, simple=True, separator=".") for p, x in leaves if "fsdp" in x.spec)
 
 
-def _kept(reduce: Callable[..., Any], grads: Any, axes: str, comm: Comm, factors: Any, **how: Any) -> tuple[Any, Any]:
+def _reduced(
+    reduce: Callable[..., Any], grads: Any, axes: str, comm: Comm, factors: Any, **how: Any
+) -> tuple[Any, Any]:
     """A reduction of gradients, with factors where there are any."""
     if not isinstance(factors, Factors):
         return reduce(grads, axes, comm, **how), factors
-    found: tuple[Any, Any] = reduce(grads, axes, comm, factors=factors, **how)
-    return found
+    reduced: tuple[Any, Any] = reduce(grads, axes, comm, factors=factors, **how)
+    return reduced

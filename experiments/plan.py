@@ -32,13 +32,13 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.zeros_like(q)
 
 
-def _kept_of_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+def _attention_residuals(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     out, root = jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32)
     out, root = (jax.ad_checkpoint.checkpoint_name(x, flash.NAME) for x in (out, root))
     return out, (q, k, v, out, root)
 
 
-_attention.defvjp(_kept_of_attention, lambda kept, dy: (jnp.zeros_like(kept[0]), kept[1], kept[2]))
+_attention.defvjp(_attention_residuals, lambda residuals, dy: (jnp.zeros_like(residuals[0]), *residuals[1:]))
 
 
 def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
@@ -48,7 +48,7 @@ def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
     return products_saveable(primitive, *operands, **how) and all(x.dtype == jnp.bfloat16 for x in operands)
 
 
-def kept_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool) -> float:
+def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool) -> float:
     """Bytes that one layer keeps of a token for its backward pass.
 
     Args:
@@ -71,9 +71,9 @@ def kept_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool) -
         run = lambda p, x: nnx.merge(graph, p)(x, *tables)  # noqa: E731
         run = jax.checkpoint(run, policy=_policy) if recompute else run
         x = jax.ShapeDtypeStruct((length, llama.dim), jnp.bfloat16)
-        found = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(run, *args)[1], block, x))
+        residuals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(run, *args)[1], block, x))
         # All layers share the rotary tables.
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in found if leaf.size != length * llama.head_dim // 2)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals if leaf.size != length * llama.head_dim // 2)
 
     with mock.patch.object(jax.nn, "dot_product_attention", attend):
         return (count(512) - count(256)) / 256
@@ -96,11 +96,11 @@ def of(
         where: sizes of the mesh axes.
         tokens: of one microbatch on one device.
         microbatches: parts that a batch is computed in.
-        recompute: as of `kept_per_token`.
+        recompute: as of `saved_per_token`.
     """
     params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     layer = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(params) if mesh.stacked(path)) / llama.layers
-    activations = tokens * llama.layers * kept_per_token(llama, recipe, recompute)
+    activations = tokens * llama.layers * saved_per_token(llama, recipe, recompute)
     # The last hidden state before and after its norm, and the head's matrix, in bf16.
     of_loss = tokens * (LOGITS * llama.vocab + 2 * 2 * llama.dim)
     of_loss += 0 if recipe.weights.held == recipe.weights.compute else 2 * llama.vocab * llama.dim
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         llama = sizes.get(options.model.removeprefix("llama-"), options.vocab)
         where, recipe = mesh.parse(options.mesh), fp8jax.recipes.get(options.recipe)
-        found = of(
+        plan = of(
             llama, recipe, where, options.batch * options.length,
             microbatches=options.microbatches, recompute=options.recompute,
         )  # fmt: skip
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     devices = where["data"] * where["fsdp"]
     print(f"{options.model}, recipe {recipe.name}, {options.mesh}: each of {devices} devices, "
           f"{options.batch} x {options.length} tokens in {options.microbatches} microbatches")  # fmt: skip
-    print(found.table())
+    print(plan.table())
     print("\nmemory is of arrays that live at once; XLA leaves gaps between them, a sixth at most where measured")
     return 0
 

@@ -142,9 +142,9 @@ class RunLog:
         self._bar: progress.Progress | None = None
         if not writes:
             return
-        kept = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
-        kept.sort(key=lambda row: row["step"])
-        write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        entries = [*self.train.values(), *({"step": s, "valid_loss": loss} for s, loss in self._valid.items())]
+        entries.sort(key=lambda row: row["step"])
+        write_text(self._path, "".join(json.dumps(row) + "\n" for row in entries))
         with writing(self._path):
             self._file = self._path.open("a", buffering=1)
         board = folder / "tensorboard"

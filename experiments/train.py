@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recip
             run(config, report.make_console(quiet=not hosts.first()), stop, recipe)
         return 0
     except Exception as error:
-        found = _explain(error, command)
-        if found is None and not hosts.several():
+        explanation = _explain(error, command)
+        if explanation is None and not hosts.several():
             raise
-        code, message = found or (1, "".join(traceback.format_exception(error)).rstrip())
+        code, message = explanation or (1, "".join(traceback.format_exception(error)).rstrip())
         agreed = isinstance(error, (hosts.Agreed, NotFinite)) or (isinstance(error, Stopped) and error.step is not None)
         if hosts.first() or not agreed:
             print(message, file=sys.stderr)
@@ -243,8 +243,8 @@ def _train_recipe(
             inputs = (*inputs, hosts.signals(devices, None))
         compiled = step.lower(*inputs).compile()
     _print_plan(console, task, abstract, compiled)
-    kept = [f"saved {line}" for line in saved]
-    for line in [*summary(told), *kept, *describe(compiled, told, jax.default_backend())]:
+    residuals = [f"saved {line}" for line in saved]
+    for line in [*summary(told), *residuals, *describe(compiled, told, jax.default_backend())]:
         console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
 
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:

@@ -57,28 +57,28 @@ def seconds(
 
 def both(name: str) -> dict[str, float]:
     """Seconds of a recipe, cold in one process and cached in the next."""
-    found = {}
+    times = {}
     with tempfile.TemporaryDirectory() as cache:
         for what in ("cold", "cached"):
             command = [*COMMAND, "--one", name, "--cache", cache]
             done = subprocess.run(command, env=os.environ | {"FP8JAX_KERNEL_CACHE": f"{cache}/kernels"},
                                   stdout=subprocess.PIPE, text=True, check=True)  # fmt: skip
             parts = json.loads(done.stdout.splitlines()[-1])
-            found[what] = sum(parts.values())
-            found |= {f"{what}, {part}": value for part, value in parts.items()}
-    return found
+            times[what] = sum(parts.values())
+            times |= {f"{what}, {part}": value for part, value in parts.items()}
+    return times
 
 
 def rows(times: dict[str, dict[str, float]]) -> list[timing.Row]:
     """Rows of all recipes; those of bf16 must be among them."""
-    found, case = [], f"batch {BATCH}, length {LENGTH}"
+    table, case = [], f"batch {BATCH}, length {LENGTH}"
     for name, of in times.items():
         for what, value in of.items():
-            found.append(timing.row(case, name, what, value, "s", BF16, value / times[BF16][what]))
+            table.append(timing.row(case, name, what, value, "s", BF16, value / times[BF16][what]))
         if name != BF16:
             added = of["cold"] - times[BF16]["cold"]
-            found.append(timing.row(case, name, "added", added, f"s (limit {LIMIT:g})"))
-    return found
+            table.append(timing.row(case, name, "added", added, f"s (limit {LIMIT:g})"))
+    return table
 
 
 def main(argv: list[str]) -> None:

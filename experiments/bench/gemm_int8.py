@@ -98,21 +98,21 @@ def functions(sweep: bool) -> dict[str, tuple[Callable[..., Any], Callable[[Any]
         return lambda x: (*blocks(x), x["r"], x["r_scale"], x["used"][order, rate])
 
     dot = functools.partial(lax.dot_general, dimension_numbers=NT)
-    found: dict[str, Any] = {
+    programs: dict[str, Any] = {
         BF16: (functools.partial(dot, preferred_element_type=jnp.bfloat16), lambda x: (x["a16"], x["b16"])),
         XLA: (functools.partial(dot, preferred_element_type=jnp.int32), lambda x: (x["a"], x["b"])),
         OURS: (ours, blocks),
         FALLBACK: (ours, pair("random", 0.0)),
     }
-    found |= {f"{FALLBACK} {rate} {order}": (ours, pair(order, rate)) for order in ORDERS for rate in RATES}
+    programs |= {f"{FALLBACK} {rate} {order}": (ours, pair(order, rate)) for order in ORDERS for rate in RATES}
     # The kernel for GPUs before Hopper, on this one.
-    found["in Triton, block"] = in_triton, blocks
-    found["in Triton, fallback 0.3 random"] = in_triton, pair("random", 0.3)
+    programs["in Triton, block"] = in_triton, blocks
+    programs["in Triton, fallback 0.3 random"] = in_triton, pair("random", 0.3)
     for name, tile in TILES.items() if sweep else ():
         function = functools.partial(ours, tile=tile)
-        found[f"{OURS} {name}"] = function, blocks
-        found |= {f"{FALLBACK} 0.3 {order} {name}": (function, pair(order, 0.3)) for order in ORDERS}
-    return found
+        programs[f"{OURS} {name}"] = function, blocks
+        programs |= {f"{FALLBACK} 0.3 {order} {name}": (function, pair(order, 0.3)) for order in ORDERS}
+    return programs
 
 
 def rate_of(name: str) -> float:
@@ -132,7 +132,7 @@ def measure(shape: tuple[int, int, int], rounds: int, burst: float, sweep: bool)
     rows, cols = np.arange(0, m, max(m // 48, 1)), np.arange(0, n, max(n // 48, 1))
     programs: dict[Any, Callable[..., Any]] = {}
     ready: dict[str, Callable[[], Any]] = {}
-    found: list[timing.Row] = []
+    table: list[timing.Row] = []
     start = time.perf_counter()
     for name, (function, takes) in functions(sweep).items():
         args = [takes(x) for x in sets]
@@ -144,13 +144,13 @@ def measure(shape: tuple[int, int, int], rounds: int, burst: float, sweep: bool)
             out = programs[kind](args)[0]
         except Exception as problem:
             print(f"  {name} failed: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
-            found.append(timing.row(case, name, "failed", None, type(problem).__name__))
+            table.append(timing.row(case, name, "failed", None, type(problem).__name__))
             continue
         used = args[0][6] if len(args[0]) > 4 else None
         wanted = oracle(sets[0], used, len(args[0]) > 2, rows, cols)
         sample = np.asarray(out[rows][:, cols].astype(jnp.float32), np.float64)
         error = float(np.linalg.norm(sample - wanted) / np.linalg.norm(wanted))
-        found.append(timing.row(case, name, "error", error, "of float64"))
+        table.append(timing.row(case, name, "error", error, "of float64"))
         ready[name] = functools.partial(programs[kind], args)
     print(f"{shape}: compiled and checked in {time.perf_counter() - start:.0f} s", flush=True)
     seconds = timing.seconds(ready, rounds, burst)
@@ -160,13 +160,13 @@ def measure(shape: tuple[int, int, int], rounds: int, burst: float, sweep: bool)
         def rate(t: float) -> float:
             return work * count / t / 1e12
 
-        found.append(timing.row(case, name, "rate", rate(t), "TOP/s", BF16, ratio, t.quartiles(rate)))
+        table.append(timing.row(case, name, "rate", rate(t), "TOP/s", BF16, ratio, t.quartiles(rate)))
         if name == OURS and XLA in seconds:
-            found.append(timing.row(case, name, "of XLA's int8", seconds[XLA] / t, "", XLA, seconds[XLA] / t))
+            table.append(timing.row(case, name, "of XLA's int8", seconds[XLA] / t, "", XLA, seconds[XLA] / t))
         if name.startswith(FALLBACK) and OURS in seconds:
             share = seconds[OURS] * (1 + rate_of(name)) / t
-            found.append(timing.row(case, name, "of ideal", share, "", f"{OURS} / (1 + r)", share))
-    return found
+            table.append(timing.row(case, name, "of ideal", share, "", f"{OURS} / (1 + r)", share))
+    return table
 
 
 def plot(rows: list[timing.Row], path: Path) -> None:

@@ -69,8 +69,8 @@ class LayerArm:
         return y_NxD, [leaf for leaf in jax.tree.leaves(back) if leaf.shape not in weights]
 
     @property
-    def kept(self) -> int:
-        """Bytes of what `forward` keeps."""
+    def saved(self) -> int:
+        """Bytes of what `forward` saves."""
         leaves = jax.eval_shape(self.forward, *self.operands)[1]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -102,19 +102,19 @@ def _kernels(params: Any) -> dict[str, jax.Array]:
 
 def recipes() -> dict[str, fp8jax.Recipe]:
     """What is compared with bf16."""
-    found = {name: recipe for name, (recipe, _) in coat_memory.recipes().items() if recipe is not None}
+    presets = {name: recipe for name, (recipe, _) in coat_memory.recipes().items() if recipe is not None}
     fast, current = (FAST, {"fast_accumulation": PRODUCTS}), ("current scaling", {"scaling": "current"})
     for coat, (name, change) in ((coat_memory.LEAN, current), (coat_memory.LEAN, fast), (coat_memory.FAITHFUL, fast)):
-        linear = dataclasses.replace(found[coat].linear, **change)  # type: ignore[arg-type]
-        found[f"{coat}, {name}"] = dataclasses.replace(found[coat], linear=linear)
+        linear = dataclasses.replace(presets[coat].linear, **change)  # type: ignore[arg-type]
+        presets[f"{coat}, {name}"] = dataclasses.replace(presets[coat], linear=linear)
     for coat in (coat_memory.LEAN, coat_memory.FAITHFUL):
-        context = dataclasses.replace(found[coat].context, scales="bound")
-        found[f"{coat}, {FAST}, {BOUNDED}"] = dataclasses.replace(fp8jax.recipes.coat_fast(), context=context)
+        context = dataclasses.replace(presets[coat].context, scales="bound")
+        presets[f"{coat}, {FAST}, {BOUNDED}"] = dataclasses.replace(fp8jax.recipes.coat_fast(), context=context)
     for name in ("moss", "fast"):
         recipe = fp8jax.recipes.get(name)
         # A layer alone has no optimizer that would follow its weights.
-        found[name] = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, w_scaling=None))
-    return found
+        presets[name] = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, w_scaling=None))
+    return presets
 
 
 def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None = None) -> dict[str, LayerArm]:
@@ -135,27 +135,27 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
         layer = lambda params, codes, x_NxD: nnx.merge(graph, params, codes)(x_NxD, *tables)  # noqa: E731
         return LayerArm(layer, (params, nnx.to_pure_dict(codes), x_NxD, dy_NxD))
 
-    found = {BF16: arm(plain)}
-    layer, operands = found[BF16].layer, found[BF16].operands
-    found[BF16_AGAIN] = LayerArm(jax.checkpoint(layer, policy=coat_memory.kept_products), operands)
+    programs = {BF16: arm(plain)}
+    layer, operands = programs[BF16].layer, programs[BF16].operands
+    programs[BF16_AGAIN] = LayerArm(jax.checkpoint(layer, policy=coat_memory.save_products), operands)
     call = functools.partial(functions, tables=tables, eps=config.norm_eps)
     none = dict.fromkeys(_kernels(params))
-    found[BF16_FUNCTIONS] = LayerArm(
+    programs[BF16_FUNCTIONS] = LayerArm(
         functools.partial(call, recipe=fp8jax.recipes.bf16()), (params, none, x_NxD, dy_NxD)
     )
     for name, recipe in recipes().items():
         if names is None or name in names:
-            found[name] = arm(fp8jax.nnx.quantize(plain, recipe))
+            programs[name] = arm(fp8jax.nnx.quantize(plain, recipe))
         if f"{name}, {HELD}, {FUNCTIONS}" in (names or ()):
             make = jax.jit(functools.partial(fp8jax.quantize_weight, recipe=recipe))
             codes = {n: make(w) for n, w in _kernels(params).items()}
             with_recipe = functools.partial(call, recipe=recipe)
-            found[f"{name}, {HELD}, {FUNCTIONS}"] = LayerArm(with_recipe, (params, codes, x_NxD, dy_NxD))
+            programs[f"{name}, {HELD}, {FUNCTIONS}"] = LayerArm(with_recipe, (params, codes, x_NxD, dy_NxD))
         held = f"{name}, {HELD}"
         if held in names if names is not None else name.startswith("COAT"):
             graph, _ = nnx.split(fp8jax.nnx.quantize(plain, recipe), nnx.Param)
-            found[held] = arm(fp8jax.nnx.quantize_weights(nnx.merge(graph, params)))
-    return found
+            programs[held] = arm(fp8jax.nnx.quantize_weights(nnx.merge(graph, params)))
+    return programs
 
 
 def weights(arm: LayerArm) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -212,7 +212,7 @@ def measure(length: int, options: argparse.Namespace) -> list[timing.Row]:
         both, array = layer_bounds.bound(function, size)
         ready |= timing.compiled({BOUND.format(name): both}, [(*operands, array)])
     times = timing.seconds(ready, options.rounds, options.burst)
-    rows += time_rows(case, times) + kept_rows(case, wanted)
+    rows += time_rows(case, times) + saved_rows(case, wanted)
     for name, call in ready.items():
         state = timing.clock_and_power(call)
         for metric, value, what in zip(("clock", "power"), state or (), ("MHz", "W"), strict=False):
@@ -239,13 +239,13 @@ def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:
     return rows
 
 
-def kept_rows(case: str, wanted: dict[str, LayerArm]) -> list[timing.Row]:
+def saved_rows(case: str, wanted: dict[str, LayerArm]) -> list[timing.Row]:
     """What layers keep, in U, against bf16 as Flax's modules keep it, recomputed, and as the paper counts it."""
     rows, unit = [], wanted[BF16].operands[2].nbytes
-    most = {BF16: wanted[BF16].kept / unit, BF16_AGAIN: wanted[BF16_AGAIN].kept / unit, PAPER: PAPER_BF16}
+    most = {BF16: wanted[BF16].saved / unit, BF16_AGAIN: wanted[BF16_AGAIN].saved / unit, PAPER: PAPER_BF16}
     for name, arm in wanted.items():
-        kept = arm.kept / unit
+        saved = arm.saved / unit
         for base, of in most.items():
             metric = "kept" if base == BF16 else f"kept, {base}"
-            rows.append(timing.row(case, name, metric, kept, "U", base, of / kept))
+            rows.append(timing.row(case, name, metric, saved, "U", base, of / saved))
     return rows

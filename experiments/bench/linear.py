@@ -70,10 +70,10 @@ def arms() -> dict[str, Any]:
     def plain(x: Any, w: Any) -> Any:
         return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
-    found = {BF16: functools.partial(three, plain)}
+    programs = {BF16: functools.partial(three, plain)}
     for name, recipe in RECIPES.items():
-        found[name] = functools.partial(three, layer(recipe))
-    return found
+        programs[name] = functools.partial(three, layer(recipe))
+    return programs
 
 
 FORWARD = {"per tensor": "e4m3", "rows": "e4m3:token", "folded microscaling": "e4m3:mx32+token",

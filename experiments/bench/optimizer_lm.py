@@ -74,8 +74,8 @@ def move(size: int, warps: int, state: Any, grads: Any) -> Any:
 
 def gradients(bench: optimizer.Bench, kind: str) -> list[Any]:
     """Gradients of a case, as arrays or codes."""
-    found = bench.gradients(jnp.bfloat16)
-    return [fp8jax.quantize(g, "e4m3") for g in found] if kind == "fp8 gradients" else found
+    tree = bench.gradients(jnp.bfloat16)
+    return [fp8jax.quantize(g, "e4m3") for g in tree] if kind == "fp8 gradients" else tree
 
 
 def arms(bench: optimizer.Bench, kind: str) -> list[optimizer.OptimizerArm]:
@@ -119,11 +119,11 @@ def bytes_only(bench: optimizer.Bench) -> dict[str, Callable]:
         ]
     )
     g = [x.codes for x in gradients(bench, "fp8 gradients")]
-    found = {}
+    programs = {}
     for size, warps in optimizer.LAUNCHES:
 
         def step(state: Any, grads: Any, size: int = size, warps: int = warps) -> Any:
             return move(size, warps, state, grads)
 
-        found[str((size, warps))] = state.through(jax.jit(step, donate_argnums=0), g)
-    return found
+        programs[str((size, warps))] = state.through(jax.jit(step, donate_argnums=0), g)
+    return programs

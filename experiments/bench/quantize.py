@@ -91,7 +91,7 @@ def arms(sweep: bool) -> dict[str, tuple[Any, Any]]:
     def moved(kind: Quantization, x: Any, out: Any) -> int:
         return kind.reads * size(x) + size(out)
 
-    found: dict[str, tuple[Any, Any]] = {COPY: (lambda x, _: jnp.copy(x), lambda x, out: size(x) + size(out))}
+    programs: dict[str, tuple[Any, Any]] = {COPY: (lambda x, _: jnp.copy(x), lambda x, out: size(x) + size(out))}
     if sweep:
         one = {"row_scale": jnp.float32(0.01)}
         codings = {
@@ -104,30 +104,30 @@ def arms(sweep: bool) -> dict[str, tuple[Any, Any]]:
         for launch in LAUNCHES:
             for name, (rows, columns, scales) in codings.items():
                 function = functools.partial(_raw, rows, columns, scales, launch)
-                found[f"{name} {launch}"] = function, functools.partial(moved, Quantization("group", None))
-            found[f"transpose {launch}"] = (
+                programs[f"{name} {launch}"] = function, functools.partial(moved, Quantization("group", None))
+            programs[f"transpose {launch}"] = (
                 lambda _, c, launch=launch: kernel.transpose(c, launch=launch),
                 lambda x, out: 2 * size(out),
             )
         for high, wide, warps in ((64, 256, 8), (32, 256, 4), (32, 512, 8), (16, 1024, 8), (64, 128, 4)):
             launch = kernel.QuantizeLaunch(high, wide, warps)
-            found[f"maxima {launch}"] = (
+            programs[f"maxima {launch}"] = (
                 lambda x, _, launch=launch: maxima(x, tensor=True, launch=launch)[0],
                 lambda x, out: size(x),
             )
-        return found
+        return programs
     for kind in KINDS:
         for impl in ("xla", "triton"):
-            found[f"{kind} ({impl})"] = functools.partial(run, kind, impl), functools.partial(moved, kind)
+            programs[f"{kind} ({impl})"] = functools.partial(run, kind, impl), functools.partial(moved, kind)
     for spec, reads in FOLDS.items():
         for impl in ("xla", "triton"):
-            found[f"fold {spec} ({impl})"] = (
+            programs[f"fold {spec} ({impl})"] = (
                 lambda x, _, spec=spec, impl=impl: fold(x, spec, impl=impl),
                 lambda x, out, reads=reads: reads * size(x) + size(out),
             )
     for impl in ("xla", "triton"):
-        found[f"transposed codes ({impl})"] = functools.partial(_turned, impl), lambda x, out: 2 * size(out)
-    return found
+        programs[f"transposed codes ({impl})"] = functools.partial(_turned, impl), lambda x, out: 2 * size(out)
+    return programs
 
 
 def _raw(rows: Any, columns: Any, scales: dict[str, Any], launch: Any, x: Any, _: Any) -> Any:

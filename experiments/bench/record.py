@@ -44,17 +44,17 @@ def stamp(bench: str) -> dict[str, Any]:
 
 def kernels(bench: str, folder: Path = ROOT / "pallas_kernels") -> dict[str, str]:
     """Twelve hexadecimal digits of the code of every kernel that a results file of this name times, by file name."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     waiting = list(KERNELS.get(bench, ()))
     while waiting:
         name = waiting.pop()
         path = folder / f"{name}.py"
-        if name not in found and name not in _CALL and path.exists():
+        if name not in digests and name not in _CALL and path.exists():
             text = path.read_text()
-            found[name] = digest(text)
+            digests[name] = digest(text)
             imported = re.findall(r"^from pallas_kernels(?:\.(\w+))? import (.+)$", text, re.MULTILINE)
             waiting += [n for module, names in imported for n in ([module] if module else re.findall(r"\w+", names))]
-    return dict(sorted(found.items()))
+    return dict(sorted(digests.items()))
 
 
 def digest(text: str) -> str:

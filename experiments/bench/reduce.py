@@ -56,16 +56,16 @@ def exchange(name: str) -> Callable[..., Any]:
 
 def programs(mesh: jax.sharding.Mesh, elements: int, kind: str) -> dict[str, tuple[Any, tuple[int, ...], Any]]:
     """Compiled programs, and the shape and dtype of every GPU's gradients, that they take."""
-    found: dict[str, tuple[Any, Any]] = {}
+    choices: dict[str, tuple[Any, Any]] = {}
     for name, comm in FORMS.items():
-        found[name] = reduction(comm, True), DTYPES[kind]
+        choices[name] = reduction(comm, True), DTYPES[kind]
         if comm.spec is not None:
-            found[f"{name}, left as codes"] = reduction(comm, False), DTYPES[kind]
+            choices[f"{name}, left as codes"] = reduction(comm, False), DTYPES[kind]
     if kind == BASE:
         wires = {"fp32": jnp.float32, BASE: jnp.bfloat16, "e4m3, two phases": jnp.uint8,
                  "e4m3, one phase": jnp.float8_e4m3fn, "e5m2, one phase": jnp.float8_e5m2}  # fmt: skip
         for name, dtype in wires.items():
-            found[f"{name}, collectives"] = exchange(name), dtype
+            choices[f"{name}, collectives"] = exchange(name), dtype
     placed = NamedSharding(mesh, P(AXIS))
 
     def build(function: Any, dtype: Any) -> tuple[Any, Any]:
@@ -75,8 +75,8 @@ def programs(mesh: jax.sharding.Mesh, elements: int, kind: str) -> dict[str, tup
         return program, shape
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        built = {name: pool.submit(build, *how) for name, how in found.items()}
-    return {name: (*future.result(), found[name][1]) for name, future in built.items()}
+        built = {name: pool.submit(build, *how) for name, how in choices.items()}
+    return {name: (*future.result(), choices[name][1]) for name, future in built.items()}
 
 
 def main(argv: list[str]) -> None:
@@ -103,9 +103,9 @@ def measure(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
             ready: dict[str, Callable] = {}
             sent: dict[str, float] = {}
             for name, (program, shape, dtype) in programs(mesh, elements, kind).items():
-                made = jax.jit(functools.partial(_values, shape, dtype), out_shardings=NamedSharding(mesh, P(AXIS)))()
+                arrays = jax.jit(functools.partial(_values, shape, dtype), out_shardings=NamedSharding(mesh, P(AXIS)))()
                 sent[name] = sum(one.sent for one in collectives(program.as_text()))
-                ready[name] = functools.partial(program, made)
+                ready[name] = functools.partial(program, arrays)
                 jax.block_until_ready(ready[name]())
             times = timing.seconds(ready, options.rounds, options.burst)
             for name, median in times.items():
@@ -128,7 +128,7 @@ def _values(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Numbers of all sizes, another on each GPU."""
     n = np.prod(shape[1:])
     wave = jnp.sin(jnp.arange(n, dtype=jnp.float32) * 0.7) * jnp.exp(3 * jnp.sin(jnp.arange(n, dtype=jnp.float32)))
-    made = wave[None] * (1 + jnp.arange(shape[0], dtype=jnp.float32)[:, None])
+    values = wave[None] * (1 + jnp.arange(shape[0], dtype=jnp.float32)[:, None])
     if dtype == jnp.uint8:
-        return (jnp.abs(made) * 10).astype(jnp.uint8).reshape(shape)
-    return made.astype(dtype).reshape(shape)
+        return (jnp.abs(values) * 10).astype(jnp.uint8).reshape(shape)
+    return values.astype(dtype).reshape(shape)

@@ -91,10 +91,10 @@ def updates() -> dict[str, Any]:
         moved, state = tx.update(moved, WeightBounds(count, bounds), params)
         return optax.apply_updates(params, moved), state
 
-    found: dict[str, Any] = {ALONE: lambda params, moved, bounds, count: optax.apply_updates(params, moved)}
+    functions: dict[str, Any] = {ALONE: lambda params, moved, bounds, count: optax.apply_updates(params, moved)}
     for name, (tx, _) in TRACKERS.items():
-        found[name] = functools.partial(run, tx)
-    return found
+        functions[name] = functools.partial(run, tx)
+    return functions
 
 
 def weights(layers: int, scale: float = 0.02) -> list[Array]:

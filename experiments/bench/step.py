@@ -109,7 +109,7 @@ class StepArm:
 
     def exchanged(self) -> dict[str, float]:
         """MB that a device gives or gets in collectives of a step, by kind and dtype; loops count once."""
-        found: dict[str, float] = collections.defaultdict(float)
+        totals: dict[str, float] = collections.defaultdict(float)
         for line in (self.program.as_text() or "").splitlines():
             if match := _COLLECTIVE.search(line):
                 # Of an asynchronous collective the result is the last part of a tuple.
@@ -117,18 +117,18 @@ class StepArm:
                 arrays = arrays[len(arrays) // 2 :] if match[3] else arrays
                 for dtype, shape in arrays:
                     bits = int(re.findall(r"\d+", dtype)[0])
-                    found[f"{match[2]} {dtype}"] += math.prod(map(int, filter(None, shape.split(",")))) * bits / 8e6
-        return dict(found)
+                    totals[f"{match[2]} {dtype}"] += math.prod(map(int, filter(None, shape.split(",")))) * bits / 8e6
+        return dict(totals)
 
     def products(self) -> dict[str, int]:
         """How often each kind of product stands in the compiled program."""
-        found: collections.Counter[str] = collections.Counter()
+        counts: collections.Counter[str] = collections.Counter()
         for line in (self.program.as_text() or "").splitlines():
             if match := re.search(r'custom_call_target="(__cublas[^"]*|mosaic_gpu[^"]*|__cudnn[^"]*)"', line):
-                found[match[1]] += 1
+                counts[match[1]] += 1
             elif re.search(r" dot\(", line):
-                found["dot of XLA"] += 1
-        return dict(found)
+                counts["dot of XLA"] += 1
+        return dict(counts)
 
 
 def longest(call: Callable[[], Any], count: int = 10) -> list[tuple[str, float, int]]:
@@ -175,11 +175,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     # The process that sees one GPU runs before this one takes memory there; so do torch's arms.
-    found = alone(argv) if options.visible else []
+    table = alone(argv) if options.visible else []
     timing.need_gpu()
     llama = sizes.get(options.model, VOCAB)
     with choice.target(kernels=options.impl == "auto"):
-        measure(llama, options, found)
+        measure(llama, options, table)
 
 
 def alone(argv: Sequence[str]) -> list[timing.Row]:
@@ -195,18 +195,18 @@ def alone(argv: Sequence[str]) -> list[timing.Row]:
 
 def torch_rows(llama: LlamaConfig, options: argparse.Namespace) -> list[tuple[str, timing.Seconds, Any]]:
     """Name, times and memory of the arms of torch that can run here, one after the other."""
-    found = []
+    table = []
     for name in step_torch.available():
         arm = step_torch.TorchArm(name, llama, options.batch, options.length)
         times = timing.in_turns({name: arm}, options.rounds, {name: options.steps})
-        found.append((name, times[name], arm.memory))
+        table.append((name, times[name], arm.memory))
         arm.close()
-    return found
+    return table
 
 
-def measure(llama: LlamaConfig, options: argparse.Namespace, found: Sequence[timing.Row] = ()) -> None:
+def measure(llama: LlamaConfig, options: argparse.Namespace, table: Sequence[timing.Row] = ()) -> None:
     """Times the arms of each mesh in turns and writes OUT/step.json, with the rows that were found before."""
-    found = list(found)
+    table = list(table)
     for where in options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]:
         place = MESHES[where].format(jax.device_count())
         case = f"{options.model}, {place}, {options.batch} x {options.length} tokens"
@@ -229,14 +229,14 @@ def measure(llama: LlamaConfig, options: argparse.Namespace, found: Sequence[tim
             for arm in together.values():
                 arm.stop()
         for name, arm in arms.items():
-            found += rows(case, name, arm, times, {other: memory(a.program) for other, a in arms.items()})
-            found += [
+            table += rows(case, name, arm, times, {other: memory(a.program) for other, a in arms.items()})
+            table += [
                 timing.row(case, name, f"kernel, {kernel[:80]}", ms, f"ms in {count}")
                 for kernel, ms, count in kernels[name]
             ]
         again = arms[AGAIN]
         for name, seconds, needs in torch:
-            found += common(case, name, seconds, times[AGAIN], again, needs, memory(again.program))
+            table += common(case, name, seconds, times[AGAIN], again, needs, memory(again.program))
     how = "one after another" if options.apart else "in turns, in another order in each round"
     notes = [
         " ".join((__doc__ or "").split("\n\n")[1].split()),
@@ -245,7 +245,7 @@ def measure(llama: LlamaConfig, options: argparse.Namespace, found: Sequence[tim
         "989.5 TFLOP/s of dense bf16. What is exchanged is of the compiled program, each loop over layers once.",
         "torch's arms, where there are any, come first and alone; their memory is what torch's allocator counted.",
     ]
-    timing.write("step", "Whole training steps", found, notes, {}, options.out)
+    timing.write("step", "Whole training steps", table, notes, {}, options.out)
 
 
 def memory(program: Any) -> tuple[float, float]:
@@ -260,9 +260,9 @@ def rows(
 ) -> list[timing.Row]:
     """What is said of an arm, against bf16 recomputed."""
     row = functools.partial(timing.row, case, name)
-    found = common(case, name, times[name], times[AGAIN], arm, sizes[name], sizes[AGAIN])
-    found += [row(f"exchanged, {kind}", value, "MB") for kind, value in arm.exchanged().items()]
-    return found + [row(f"products, {kind}", count, "") for kind, count in arm.products().items()]
+    table = common(case, name, times[name], times[AGAIN], arm, sizes[name], sizes[AGAIN])
+    table += [row(f"exchanged, {kind}", value, "MB") for kind, value in arm.exchanged().items()]
+    return table + [row(f"products, {kind}", count, "") for kind, count in arm.products().items()]
 
 
 def common(
@@ -277,9 +277,9 @@ def common(
     """Time, speed and memory of an arm that computes what `arm` does, against bf16 recomputed."""
     row = functools.partial(timing.row, case, name)
     spread = median.quartiles(lambda t: 1e3 * t)
-    found = [row("step", 1e3 * median, "ms", AGAIN, base / median, spread)]
-    found.append(row("tokens/s", arm.tokens_per_step / median, ""))
-    found.append(row("MFU", arm.flops / median / (PEAK_FLOPS * arm.count), ""))
+    table = [row("step", 1e3 * median, "ms", AGAIN, base / median, spread)]
+    table.append(row("tokens/s", arm.tokens_per_step / median, ""))
+    table.append(row("MFU", arm.flops / median / (PEAK_FLOPS * arm.count), ""))
     for i, metric in enumerate(("temporaries", "memory")):
-        found.append(row(metric, needs[i], "GB a GPU", AGAIN, base_needs[i] / needs[i]))
-    return found
+        table.append(row(metric, needs[i], "GB a GPU", AGAIN, base_needs[i] / needs[i]))
+    return table

@@ -130,9 +130,9 @@ def row(case: str, impl: str, metric: str, value: float | None, unit: str, basel
     shown = "-" if value is None else f"{value:.4g}"
     spread = f" ({quartiles[0]:.4g} to {quartiles[1]:.4g})" if quartiles else ""
     print(f"  {case:26s} {impl:38s} {metric:10s} {shown:>9s} {unit}{spread}{told}", flush=True)
-    found = {"case": case, "impl": impl, "metric": metric, "value": value, "unit": unit, "baseline": baseline,
+    fields = {"case": case, "impl": impl, "metric": metric, "value": value, "unit": unit, "baseline": baseline,
              "ratio": ratio}  # fmt: skip
-    return found | ({"quartiles": list(quartiles)} if quartiles else {})
+    return fields | ({"quartiles": list(quartiles)} if quartiles else {})
 
 
 MEAN = "geometric mean"
@@ -143,14 +143,14 @@ def compared(rows: Sequence[Row], metric: str, last_resort: str | None = None) -
 
     Without those where there was nothing but `last_resort` to compare with, which other cases have a peer in place of.
     """
-    found: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for r in rows:
         if r["metric"] == metric and r["ratio"] and not r["case"].startswith(MEAN):
-            found.setdefault(r["impl"], []).append(r)
-    for impl, mine in found.items():
+            groups.setdefault(r["impl"], []).append(r)
+    for impl, mine in groups.items():
         if {r["baseline"] for r in mine} != {last_resort}:
-            found[impl] = [r for r in mine if r["baseline"] != last_resort]
-    return found
+            groups[impl] = [r for r in mine if r["baseline"] != last_resort]
+    return groups
 
 
 def means(rows: Sequence[Row], metric: str, last_resort: str | None = None) -> list[Row]:
@@ -211,24 +211,24 @@ def plot(rows: Sequence[Row], title: str, path: Path, last_resort: str | None = 
     metrics = list(dict.fromkeys(r["metric"] for r in rows if r["ratio"]))
     shown = {}
     for metric in metrics:
-        found = compared(rows, metric, last_resort)
-        others = {impl: mine for impl, mine in found.items() if {r["baseline"] for r in mine} != {impl}}
+        comparisons = compared(rows, metric, last_resort)
+        others = {impl: mine for impl, mine in comparisons.items() if {r["baseline"] for r in mine} != {impl}}
         if others:
             shown[metric] = others
     if not shown:
         return
-    heights = [len(found) + 2 for found in shown.values()]
+    heights = [len(comparisons) + 2 for comparisons in shown.values()]
     figure, panels = pyplot.subplots(
         len(shown), figsize=(9, 0.5 + 0.28 * sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
     )
-    for axes, (metric, found) in zip(panels[:, 0], shown.items(), strict=True):
-        for y, mine in enumerate(found.values()):
+    for axes, (metric, comparisons) in zip(panels[:, 0], shown.items(), strict=True):
+        for y, mine in enumerate(comparisons.values()):
             axes.plot([r["ratio"] for r in mine], [y] * len(mine), "o", color="tab:blue", alpha=0.5, markersize=5)
             axes.plot([_mean(mine)] * 2, [y - 0.35, y + 0.35], color="tab:red", linewidth=2)
         axes.axvline(1, color="gray", linewidth=0.8)
-        axes.set_yticks(range(len(found)), list(found), fontsize=7)
+        axes.set_yticks(range(len(comparisons)), list(comparisons), fontsize=7)
         axes.invert_yaxis()
-        baselines = {r["baseline"] for mine in found.values() for r in mine}
+        baselines = {r["baseline"] for mine in comparisons.values() for r in mine}
         against = baselines.pop() if len(baselines) == 1 else "the best peer"
         axes.set_xlabel(f"{metric}, ratio to {against}; red: geometric mean over cases", fontsize=8)
     figure.suptitle(title, fontsize=9)

@@ -73,23 +73,23 @@ def beside(label: str, look: Callable[[Result], str | None]) -> Callable[[Result
     """A figure with the name of whose it is before it."""
 
     def told(result: Result) -> str | None:
-        found = look(result)
-        return found and f"{label} {found}"
+        text = look(result)
+        return text and f"{label} {text}"
 
     return told
 
 
 def several(*looks: Callable[[Result], str | None]) -> Callable[[Result], str | None]:
     """Figures of several, those that there are."""
-    return lambda result: "; ".join(found for look in looks if (found := look(result))) or None
+    return lambda result: "; ".join(text for look in looks if (text := look(result))) or None
 
 
 def against_22(impl: str) -> Callable[[Result], str | None]:
     """The paper's 22.66 U for bf16 over what a layer keeps here."""
 
     def look(result: Result) -> str | None:
-        kept, theirs = find(result, impl, "total", "value"), find(result, "paper, BF16", "kept", "value")
-        return span([theirs[-1] / kept[0]], "x") if kept else None
+        saved, theirs = find(result, impl, "total", "value"), find(result, "paper, BF16", "kept", "value")
+        return span([theirs[-1] / saved[0]], "x") if saved else None
 
     return look
 
@@ -104,13 +104,13 @@ def _difference(*names: str) -> Callable[[Result], str | None]:
     def look(result: Result) -> str | None:
         rows = {(r["table"], r["pivot"][0], r["pivot"][1]): r["value"] for r in result["rows"] if r.get("pivot")}
         for table, name in itertools.product(dict.fromkeys(table for table, *_ in rows), names):
-            found = []
+            parts = []
             for loss in ("training loss", "validation loss"):
                 above, half = rows.get((table, name, f"{loss}: % above bf16")), rows.get((table, name, f"± ({loss})"))
                 if above is not None and half is not None:
-                    found.append(f"{above:+.2f} ± {half:.2f} %")
-            if found:
-                return f"{found[0]} (training), {found[1]} (validation)"
+                    parts.append(f"{above:+.2f} ± {half:.2f} %")
+            if parts:
+                return f"{parts[0]} (training), {parts[1]} (validation)"
         return None
 
     return look
@@ -279,12 +279,12 @@ def first_screen(results: Mapping[str, Result]) -> str:
         result = results.get(bench)
         case = {"layer": "batch 4, length 4096", "step": ONE}.get(bench, "")
         looked = [value(name, metric, unit, digits, case)(result) if result else None for name in names]
-        found = [figure for figure in looked if figure]
-        if result and len(found) == len(names) and label not in rows:
+        figures = [figure for figure in looked if figure]
+        if result and len(figures) == len(names) and label not in rows:
             device = result["device"].partition(",")[0].partition(" (")[0]
             base = {AGAIN: ", recomputed", "bf16": ", as written"}[names[0]] if bench != "training_parity" else ""
-            found[0] += base
-            rows[label] = f"| {label} | {' | '.join(found)} | `{short(result['command'])}`, {device} |"
+            figures[0] += base
+            rows[label] = f"| {label} | {' | '.join(figures)} | `{short(result['command'])}`, {device} |"
     return "\n".join(["| | bf16 | `coat` | `coat_fast` | measured by |", "|---|---:|---:|---:|---|", *rows.values()])
 
 

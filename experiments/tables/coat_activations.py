@@ -117,51 +117,51 @@ def table_10(model: Llama, tokens_BxT: jax.Array) -> dict[str, tuple[np.ndarray,
     for size in GROUPS:
         arms[f"activations in groups of {size}"] = quantize_activations(linear, spec("group", size))
     hidden, gradient = probe(model, tokens_BxT)
-    found = {}
+    errors = {}
     for name, arm in arms.items():
         h, g = probe(arm, tokens_BxT)
         assert g is not None
         assert gradient is not None
-        found[name] = by_token(h, hidden), by_token(g, gradient)
-    return found
+        errors[name] = by_token(h, hidden), by_token(g, gradient)
+    return errors
 
 
 def figure_4a(model: Llama, tokens_BxT: jax.Array) -> dict[tuple[str, int], float]:
     """Forward mean squared error with non-linear layers alone quantized, in blocks BxB and in groups 1xB^2."""
     hidden, _ = probe(model, tokens_BxT, backward=False)
-    found = {}
+    errors = {}
     for side in SIDES:
         for kind, how in (("block BxB", spec("block", side)), ("group 1xB²", spec("group", side * side))):
             h, _ = probe(quantize_activations(model, how), tokens_BxT, backward=False)
-            found[kind, side * side] = float(by_token(h, hidden).mean())
-    return found
+            errors[kind, side * side] = float(by_token(h, hidden).mean())
+    return errors
 
 
 def rows(errors: dict[str, tuple[np.ndarray, np.ndarray]], blocks: dict[tuple[str, int], float]) -> list[Row]:
     """All figures, as rows of the results file."""
-    found = []
+    table = []
     for i, what in enumerate(("forward", "backward")):
         for name, of_arm in errors.items():
             value, base = float(of_arm[i].mean()), float(errors[PER_TENSOR][i].mean())
             paper = PAPER[name][i]
             paper_ratio = paper / PAPER[PER_TENSOR][i]
-            found.append(Row(name, f"{what} MSE", value, "1", PER_TENSOR, value / base, paper, paper_ratio, "Table 10"))
+            table.append(Row(name, f"{what} MSE", value, "1", PER_TENSOR, value / base, paper, paper_ratio, "Table 10"))
     for i, what in enumerate(("forward", "backward")):
         for name, of_arm in errors.items():
             value, base = float(np.median(of_arm[i])), float(np.median(errors[PER_TENSOR][i]))
             metric = f"{what} MSE, median token"
-            found.append(Row(name, metric, value, "1", PER_TENSOR, value / base, table="Table 10"))
+            table.append(Row(name, metric, value, "1", PER_TENSOR, value / base, table="Table 10"))
     for size in GROUPS:
         overhead = 100 * (spec("group", size).bytes_per_element - 1)
         name = f"activations in groups of {size}"
-        found.append(Row(name, "memory overhead", overhead, "%", paper=PAPER_OVERHEAD[size], table="Table 10"))
+        table.append(Row(name, "memory overhead", overhead, "%", paper=PAPER_OVERHEAD[size], table="Table 10"))
     for (kind, count), value in blocks.items():
         base = blocks["group 1xB²", count]
-        found.append(
+        table.append(
             Row(f"{kind}, {count} elements", "forward MSE", value, "1", f"group 1xB², {count} elements", value / base,
                 table="Figure 4(a)")
         )  # fmt: skip
-    return found
+    return table
 
 
 def draw(errors: dict[str, tuple[np.ndarray, np.ndarray]], blocks: dict[tuple[str, int], float]) -> Figure:

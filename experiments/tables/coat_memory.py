@@ -49,14 +49,14 @@ def recipes() -> dict[str, tuple[fp8jax.Recipe | None, str | None]]:
     }
 
 
-def kept(fn: Callable, *args: Any) -> np.ndarray:
+def saved_bytes(fn: Callable, *args: Any) -> np.ndarray:
     """Bytes that `jax.vjp(fn, *args)` keeps in codes and activations, and in scales and statistics of rows.
 
     The latter have at most one value for 16 of a token's. Rotary tables are not counted: all layers share them.
     """
-    found = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args))
+    residuals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args))
     sizes = np.zeros(2)
-    for leaf in found:
+    for leaf in residuals:
         tokens = next((n for n in leaf.shape if n in (LENGTH, 2 * LENGTH)), None)
         values = 0 if tokens is None else leaf.size // tokens
         if values and values != WIDTH // HEADS // 2:
@@ -69,7 +69,7 @@ def in_u(count: Callable[[int], np.ndarray]) -> np.ndarray:
     return (count(2 * LENGTH) - count(LENGTH)) / (LENGTH * WIDTH * 2)
 
 
-def kept_products(primitive: Any, *operands: Any, **how: Any) -> bool:
+def save_products(primitive: Any, *operands: Any, **how: Any) -> bool:
     """A policy of `jax.checkpoint`: what products of matrices and attention give is kept, the rest computed again."""
     if primitive.name == "name":
         return how["name"] == flash.NAME
@@ -77,7 +77,7 @@ def kept_products(primitive: Any, *operands: Any, **how: Any) -> bool:
 
 
 def layer(recipe: fp8jax.Recipe | None, recompute: bool = False) -> np.ndarray:
-    """What one layer keeps, in U: activations or their codes, and scales; with `recompute`, under `kept_products`."""
+    """What one layer keeps, in U: activations or their codes, and scales; with `recompute`, under `save_products`."""
 
     def count(length: int) -> np.ndarray:
         config = LlamaConfig(vocab=32, dim=WIDTH, layers=1, heads=HEADS, kv_heads=HEADS, mlp_dim=INNER)
@@ -87,7 +87,7 @@ def layer(recipe: fp8jax.Recipe | None, recompute: bool = False) -> np.ndarray:
         block = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), block)
         tables = rope_tables(length, WIDTH // HEADS, 10_000.0)
         run = lambda p, x: nnx.merge(graph, p)(x, *tables)  # noqa: E731
-        return kept(jax.checkpoint(run, policy=kept_products) if recompute else run, block, activations(length))
+        return saved_bytes(jax.checkpoint(run, policy=save_products) if recompute else run, block, activations(length))
 
     return in_u(count)
 
@@ -112,23 +112,23 @@ def operators(recipe: fp8jax.Recipe | None) -> dict[str, np.ndarray]:
         return fp8jax.glu(gate, up, recipe=context)
 
     def count_norm(n: int) -> np.ndarray:
-        return kept(normed, activations(n), jax.ShapeDtypeStruct((WIDTH,), jnp.bfloat16))
+        return saved_bytes(normed, activations(n), jax.ShapeDtypeStruct((WIDTH,), jnp.bfloat16))
 
     heads = lambda n: jax.ShapeDtypeStruct((1, n, HEADS, WIDTH // HEADS), jnp.bfloat16)  # noqa: E731
-    found = {
+    sizes = {
         "RMSNorm": 2 * in_u(count_norm),
-        "Act Func": in_u(lambda n: kept(gated, activations(n, INNER), activations(n, INNER))),
+        "Act Func": in_u(lambda n: saved_bytes(gated, activations(n, INNER), activations(n, INNER))),
         "RoPE": np.zeros(2),
-        "FlashAttn": in_u(lambda n: kept(flash.flash, heads(n), heads(n), heads(n))) - np.array([1, 0]),
+        "FlashAttn": in_u(lambda n: saved_bytes(flash.flash, heads(n), heads(n), heads(n))) - np.array([1, 0]),
     }
     total = layer(recipe)
-    return found | {"Linear": total - sum(found.values()), "Total": total}
+    return sizes | {"Linear": total - sum(sizes.values()), "Total": total}
 
 
 def rows() -> list[Row]:
     """All figures, as rows of the results file."""
     table = "Tables 2 and 14: activations and codes, in U"
-    found = [
+    entries = [
         Row(
             f"paper, {name}",
             "kept",
@@ -145,13 +145,13 @@ def rows() -> list[Row]:
     totals, baseline = [], 0.0
     with mock.patch.object(jax.nn, "dot_product_attention", flash.dot_product_attention):
         again = layer(None, recompute=True)
-        found.append(Row(AGAIN, "kept", float(again[0]), "U", table=table, pivot=(AGAIN, "Total")))
+        entries.append(Row(AGAIN, "kept", float(again[0]), "U", table=table, pivot=(AGAIN, "Total")))
         totals.append(Row(AGAIN, "total", float(again.sum()), "U", table="With scales"))
         for name, (recipe, paper) in recipes().items():
             measured = operators(recipe)
             for i, column in enumerate(OPERATORS):
                 theirs, value = PAPER[paper][i] if paper else None, float(measured[column][0])
-                found.append(Row(name, "kept", value, "U", paper=theirs, table=table, pivot=(name, column)))
+                entries.append(Row(name, "kept", value, "U", paper=theirs, table=table, pivot=(name, column)))
             total, scales = float(measured["Total"].sum()), float(measured["Total"][1])
             baseline = baseline or total
             ratio = PAPER["BF16"][-1] / PAPER[paper][-1] if paper else None
@@ -160,7 +160,7 @@ def rows() -> list[Row]:
             totals.append(share)
             against = float(again.sum()) / total
             totals.append(Row(name, "total, recomputed", total, "U", AGAIN, against, table="With scales"))
-    return [*found, *totals]
+    return [*entries, *totals]
 
 
 def main() -> int:

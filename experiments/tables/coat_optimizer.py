@@ -55,19 +55,19 @@ def label(name: str, expand: bool) -> str:
 def spec(moment: str, name: str, expand: bool, group: int = GROUP) -> fp8jax.QuantSpec:
     """How `compressed_adamw` stores "mu" or "nu"; the second moment's dynamic exponents have no sign."""
     stored = "ude8" if moment == "nu" and name == "de8" else name
-    found = Optimizer(**{"mu": "fp32", "nu": "fp32", moment: stored}, group_size=group, expand=expand).spec(moment)
-    assert found is not None
-    return found
+    settings = Optimizer(**{"mu": "fp32", "nu": "fp32", moment: stored}, group_size=group, expand=expand).spec(moment)
+    assert settings is not None
+    return settings
 
 
 def matrices(mu: Any, nu: Any) -> dict[str, Pairs]:
     """The pairs of moments that the optimizer would quantize, fp32: of the layers, and of embedding and head."""
     first, second, shape = flatten(mu), flatten(nu), spec("mu", "e4m3", True)
-    found: dict[str, Pairs] = {LAYERS: [], OUTER: []}
+    pairs: dict[str, Pairs] = {LAYERS: [], OUTER: []}
     for name, m in first.items():
         if is_compressed(m.shape, shape, int(MIN_SIZE)):
-            found[LAYERS if name.startswith("layers.") else OUTER].append((np.asarray(m), np.asarray(second[name])))
-    return found
+            pairs[LAYERS if name.startswith("layers.") else OUTER].append((np.asarray(m), np.asarray(second[name])))
+    return pairs
 
 
 def stored(values: np.ndarray, how: fp8jax.QuantSpec) -> np.ndarray:
@@ -118,7 +118,7 @@ def group_size_table(pairs: Pairs) -> dict[int, tuple[float, float]]:
 
 def dynamic_ranges(values: Iterable[np.ndarray], moment: str) -> dict[str, np.ndarray]:
     """Largest over smallest non-zero magnitude of each group of 128, before and after expansion, and its exponent k."""
-    found: dict[str, list[np.ndarray]] = {"before": [], "after": [], "k": []}
+    ranges: dict[str, list[np.ndarray]] = {"before": [], "after": [], "k": []}
     how = spec(moment, "e4m3", True)
     for x in values:
         magnitude = jnp.abs(jnp.asarray(x))
@@ -131,23 +131,23 @@ def dynamic_ranges(values: Iterable[np.ndarray], moment: str) -> dict[str, np.nd
         k = np.asarray(quantized.expansion, np.float64)
         real = largest > 0
         ratio = largest[real] / smallest[real]
-        found["before"].append(ratio)
-        found["k"].append(k[real])
-        found["after"].append(ratio ** k[real])
-    return {name: np.concatenate(parts) for name, parts in found.items()}
+        ranges["before"].append(ratio)
+        ranges["k"].append(k[real])
+        ranges["after"].append(ratio ** k[real])
+    return {name: np.concatenate(parts) for name, parts in ranges.items()}
 
 
 def code_shares(values: Iterable[np.ndarray], moment: str) -> dict[str, np.ndarray]:
     """How often each of e4m3's 127 magnitudes occurs among non-zero values, before and after expansion."""
-    found = {}
+    shares = {}
     arrays = [jnp.asarray(x) for x in values]
     for when, expand in (("before", False), ("after", True)):
         counts = np.zeros(127, np.int64)
         for x in arrays:
             codes = np.asarray(fp8jax.quantize(x, spec(moment, "e4m3", expand)).codes).view(np.uint8) & 0x7F
             counts += np.bincount(codes[np.asarray(x) != 0], minlength=127)
-        found[when] = counts / counts.sum()
-    return found
+        shares[when] = counts / counts.sum()
+    return shares
 
 
 def entropy(shares: np.ndarray) -> float:
@@ -170,12 +170,12 @@ def draw(
     left.set_xticks(range(6), labels, rotation=40, ha="right", fontsize=8)
     left.set_yticks(range(6), labels, fontsize=8)
     left.set(title="MSE of m/sqrt(v), over that of E4M3 | E4M3", xlabel="second order", ylabel="first order")
-    for i, (name, found) in enumerate(ranges.items()):
+    for i, (name, values) in enumerate(ranges.items()):
         for when, style in (("before", "-"), ("after", ":")):
             middle.hist(
-                np.log10(found[when]), bins=60, histtype="step", color=f"C{i}", ls=style, label=f"{name}, {when}"
+                np.log10(values[when]), bins=60, histtype="step", color=f"C{i}", ls=style, label=f"{name}, {when}"
             )
-        right.hist(found["k"], bins=60, range=(0, 16), histtype="step", color=f"C{i}", label=name)
+        right.hist(values["k"], bins=60, range=(0, 16), histtype="step", color=f"C{i}", label=name)
     middle.axvline(np.log10(448 * 512), color="grey", lw=1)
     middle.set(title="dynamic range of groups of 128", xlabel="log10(largest / smallest)", ylabel="groups")
     right.set(title="exponent k of groups", xlabel="k")
@@ -195,13 +195,13 @@ def rows(
     sizes: dict[int, tuple[float, float]],
 ) -> list[Row]:
     """All figures, as rows of the results file."""
-    found = []
+    entries = []
     for part, of_part in errors.items():
         for case, value in of_part.items():
             paper = PAPER.get(case) if part == LAYERS else None
             ratio = None if paper is None else paper / PAPER[BASE]
             first, second = case.split(" | ")
-            found.append(
+            entries.append(
                 Row(
                     case, METRIC, value, "1", BASE, value / of_part[BASE], paper, ratio,
                     "Tables 1 and 9" if part == LAYERS else "The same for embedding and head", (first, second),
@@ -213,21 +213,21 @@ def rows(
             for percent in (5, 50, 95):
                 value = float(np.percentile(of[what], percent))
                 pivot = (f"{name}, {metric_name}", f"percentile {percent}")
-                found.append(Row(f"{name}, percentile {percent}", metric_name, value, table="Figure 2", pivot=pivot))
+                entries.append(Row(f"{name}, percentile {percent}", metric_name, value, table="Figure 2", pivot=pivot))
     for name, of in shares.items():
         base = f"{name}, before expansion"
         for when in ("before", "after"):
             bits, ratio = entropy(of[when]), entropy(of[when]) / entropy(of["before"])
-            found.append(
+            entries.append(
                 Row(f"{name}, {when} expansion", "entropy of codes", bits, "bits", base, ratio, table="Figure 3")
             )
     base = f"group of {GROUP}"
     for size, (error, nbytes) in sizes.items():
         ratio = error / sizes[GROUP][0]
         table = "Group sizes of optimizer states"
-        found.append(Row(f"group of {size}", METRIC, error, "1", base, ratio, table=table))
-        found.append(Row(f"group of {size}", "moments", nbytes, "bytes/parameter", table=table))
-    return found
+        entries.append(Row(f"group of {size}", METRIC, error, "1", base, ratio, table=table))
+        entries.append(Row(f"group of {size}", "moments", nbytes, "bytes/parameter", table=table))
+    return entries
 
 
 def notes(pairs: dict[str, Pairs], errors: dict[str, dict[str, float]]) -> list[str]:

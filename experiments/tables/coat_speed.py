@@ -59,11 +59,11 @@ def layers(hidden: int, length: int, rounds: int, burst: float) -> list[Row]:
         functions = {name: arm.three, f"{name}, forward": arm.forward}
         ready |= timing.compiled(functions, [arm.operands])
     times = timing.seconds(ready, rounds, burst)
-    found, table = [], f"Table 7: hidden size {hidden}, batch {BATCH}, length {length}"
+    rows, table = [], f"Table 7: hidden size {hidden}, batch {BATCH}, length {length}"
     values = {}
     for name, arm in arms.items():
         total, forward = 1e3 * times[name], 1e3 * times[f"{name}, forward"]
-        values[name] = dict(zip(METRICS, (forward, total - forward, total, arm.kept / 1e6), strict=True))
+        values[name] = dict(zip(METRICS, (forward, total - forward, total, arm.saved / 1e6), strict=True))
     for name, of in values.items():
         paper = dict(zip(METRICS, PAPER[hidden, length].get(name, (None,) * 4), strict=True))
         base = dict(zip(METRICS, PAPER[hidden, length][BF16], strict=True))
@@ -71,11 +71,11 @@ def layers(hidden: int, length: int, rounds: int, burst: float) -> list[Row]:
             theirs = paper[metric]
             against = None if theirs is None else base[metric] / theirs
             unit = "MB" if metric == "kept" else "ms"
-            found.append(Row(name, metric, value, unit, BF16, values[BF16][metric] / value, theirs, against, table))
+            rows.append(Row(name, metric, value, unit, BF16, values[BF16][metric] / value, theirs, against, table))
             print(
                 f"  {table}: {name:16s} {metric:9s} {value:8.2f} {unit}  {values[BF16][metric] / value:.3f}", flush=True
             )
-    return found
+    return rows
 
 
 def _norm(x: jax.Array) -> jax.Array:
@@ -85,17 +85,17 @@ def _norm(x: jax.Array) -> jax.Array:
 def norm_arms() -> dict[str, Any]:
     """Functions of a matrix: the norm as it is and with what `coat` keeps, and codes of the latter with one scale."""
 
-    def kept(x: jax.Array) -> tuple[jax.Array, Any]:
+    def residuals_of(x: jax.Array) -> tuple[jax.Array, Any]:
         y, back = jax.vjp(lambda x: fp8jax.rms_norm(x, recipe=fp8jax.recipes.coat()), x)
         return y, jax.tree.leaves(back)
 
     def codes(x: jax.Array, **how: Any) -> Any:
-        y, residuals = kept(x)
+        y, residuals = residuals_of(x)
         return quantize(y, "e4m3", **how)[0], residuals
 
     return {
         NORM: _norm,
-        NORM_CODES: kept,
+        NORM_CODES: residuals_of,
         JUST_IN_TIME: lambda x: codes(x, impl="triton"),
         GROUP: lambda x: codes(x, strategy="two_stage"),
         DELAYED: lambda x: codes(x, scale=jnp.float32(0.01)),
@@ -108,7 +108,7 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
     sets = [(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16),) for i in range(count)]
     functions = norm_arms()
     times = timing.seconds(timing.compiled(functions, sets), rounds, burst)
-    found, microseconds = [], {name: 1e6 * t / len(sets) for name, t in times.items()}
+    rows, microseconds = [], {name: 1e6 * t / len(sets) for name, t in times.items()}
     for name, time in microseconds.items():
         first = name in (NORM, NORM_CODES)
         base = NORM if first else JUST_IN_TIME
@@ -116,10 +116,10 @@ def norms(columns: int, rounds: int, burst: float) -> list[Row]:
         theirs = slow / fast if name == NORM_CODES else None
         table = "Table 12: time of a norm" if first else "Figure 4(b): norm and codes with one scale, time"
         pivot = (f"(4096, {columns})", name)
-        found.append(Row(f"{name}, (4096, {columns})", "time", time, "µs", f"{base}, (4096, {columns})",
+        rows.append(Row(f"{name}, (4096, {columns})", "time", time, "µs", f"{base}, (4096, {columns})",
                          time / microseconds[base], None, theirs, table, pivot))  # fmt: skip
         print(f"  (4096, {columns}) {name:30s} {time:8.1f} µs  {time / microseconds[base]:.3f}", flush=True)
-    return found
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,11 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--hidden", type=int, nargs="+", choices=HIDDEN, default=list(HIDDEN), help="of Table 7's layer"
     )
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     flags.recommend()
     timing.need_gpu()
-    rows = [row for n in PAPER_NORM for row in norms(n, given.rounds, given.burst / 2)]
-    rows += [row for d in given.hidden for t in LENGTHS for row in layers(d, t, given.rounds, given.burst)]
+    rows = [row for n in PAPER_NORM for row in norms(n, options.rounds, options.burst / 2)]
+    rows += [row for d in options.hidden for t in LENGTHS for row in layers(d, t, options.rounds, options.burst)]
     notes = [
         "Table 7: one layer of `experiments.models.llama` in bf16, as `fp8jax.nnx.quantize` leaves it; backward is "
         "the whole less the forward pass with what it keeps. Ratios are bf16's over the recipe's, here XLA with "
@@ -151,10 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "found, and with a given scale, as delayed scaling has. Group scaling gains nothing over just in time at "
         "these sizes, where a pass over a result that was just written may find it in the L2 cache.",
     ]
-    arguments = f"--rounds {given.rounds} --burst {given.burst:g} --hidden {' '.join(map(str, given.hidden))}"
+    arguments = f"--rounds {options.rounds} --burst {options.burst:g} --hidden {' '.join(map(str, options.hidden))}"
     title = "COAT: a layer's speed, and what scales cost (Tables 7, 12, Figure 4(b))"
     device = jax.devices()[0].device_kind
-    common.write("coat_speed", title, rows, notes, None, given.results, arguments=arguments, device=device)
+    common.write("coat_speed", title, rows, notes, None, options.results, arguments=arguments, device=device)
     return 0
 
 

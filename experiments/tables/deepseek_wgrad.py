@@ -63,12 +63,12 @@ def error(kind: str, way: str) -> float:
 def main() -> int:
     """Regenerates results/deepseek_wgrad.json and .png."""
     arguments = common.parse(__doc__)
-    found, kinds = [], ("plain", "channels", "tokens", "both")
+    rows, kinds = [], ("plain", "channels", "tokens", "both")
     errors = {(kind, way): error(kind, way) for kind in kinds for way in WAYS}
     for (kind, way), value in errors.items():
         print(f"{kind:9s} {way:28s} {value:.4f} ({value / errors[kind, BASE]:.2f})", flush=True)
         ratio = value / errors[kind, BASE]
-        found.append(Row(way, "error of dW", value, table="error of dW", pivot=(way, kind), baseline=BASE, ratio=ratio))
+        rows.append(Row(way, "error of dW", value, table="error of dW", pivot=(way, kind), baseline=BASE, ratio=ratio))
     figure = Figure(figsize=(8, 3.5), dpi=110, layout="constrained")
     axes = figure.subplots()
     for i, way in enumerate(WAYS):
@@ -76,7 +76,7 @@ def main() -> int:
     axes.set(xticks=[k + 1 / 3 for k in range(len(kinds))], xticklabels=kinds, ylabel="relative error of dW")
     axes.legend(fontsize=7)
     title = "The weight's gradient of deepseek: groups, blocks and rows"
-    common.write("deepseek_wgrad", title, found, NOTES, figure, arguments.results)
+    common.write("deepseek_wgrad", title, rows, NOTES, figure, arguments.results)
     return 0
 
 

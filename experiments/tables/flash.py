@@ -35,14 +35,14 @@ def _forward(q: Array, k: Array, v: Array, is_causal: bool) -> tuple[Array, tupl
     return out_BxTxHxC, (q, k, v, out_BxTxHxC, root_BxHxT)
 
 
-def _backward(is_causal: bool, kept: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
-    q, k, v, out, d = (x.astype(jnp.float32) for x in (*kept[:4], gradient))
-    p_BxHxTxS = jnp.exp(_scores(q, k, is_causal) - kept[4][..., None])
+def _backward(is_causal: bool, residuals: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
+    q, k, v, out, d = (x.astype(jnp.float32) for x in (*residuals[:4], gradient))
+    p_BxHxTxS = jnp.exp(_scores(q, k, is_causal) - residuals[4][..., None])
     dp_BxHxTxS = jnp.einsum("bthc,bshc->bhts", d, v) - jnp.sum(d * out, -1).transpose(0, 2, 1)[..., None]
     ds_BxHxTxS = p_BxHxTxS * dp_BxHxTxS / q.shape[-1] ** 0.5
     dq, dk = jnp.einsum("bhts,bshc->bthc", ds_BxHxTxS, k), jnp.einsum("bhts,bthc->bshc", ds_BxHxTxS, q)
     dv = jnp.einsum("bhts,bthc->bshc", p_BxHxTxS, d)
-    return dq.astype(kept[0].dtype), dk.astype(kept[1].dtype), dv.astype(kept[2].dtype)
+    return dq.astype(residuals[0].dtype), dk.astype(residuals[1].dtype), dv.astype(residuals[2].dtype)
 
 
 flash.defvjp(_forward, _backward)

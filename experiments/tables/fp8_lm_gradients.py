@@ -72,9 +72,9 @@ def after(g: np.ndarray) -> Reduced:
 def automatic(g: np.ndarray) -> Reduced:
     """With the factor that the rule of equation 3 comes to: the largest power of two that saturates not too many."""
     mu = 1.0
-    while (found := summed(g, mu)).overflow > SATURATED and mu > 1 / len(g):
+    while (total := summed(g, mu)).overflow > SATURATED and mu > 1 / len(g):
         mu = max(mu / 2, 1 / len(g))
-    return found
+    return total
 
 
 def two_phases(g: np.ndarray) -> Reduced:
@@ -118,10 +118,10 @@ def compare(g: np.ndarray, form: Callable[[np.ndarray], Reduced]) -> tuple[float
 
     An element underflows if it is not zero in the mean in float64, and zero in the result.
     """
-    exact, found = g.astype(np.float64).mean(0), form(g)
-    noise = np.sum((found.mean - exact) ** 2)
+    exact, total = g.astype(np.float64).mean(0), form(g)
+    noise = np.sum((total.mean - exact) ** 2)
     snr = 10 * np.log10(np.sum(exact**2) / noise) if noise else np.inf
-    return float(snr), float(np.mean((found.mean == 0) & (exact != 0))), found.overflow
+    return float(snr), float(np.mean((total.mean == 0) & (exact != 0))), total.overflow
 
 
 def real_gradients(count: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -142,34 +142,34 @@ def real_gradients(count: int) -> Iterator[tuple[str, np.ndarray]]:
         params, state = step(params, state, jnp.asarray(batch))
     sequences = next(data.train_batches(tokens, SEQ, count, seed=1))
     one = jax.jit(lambda tokens: task.gradients(params, {}, tokens[None])[1])
-    found: dict[str, list[np.ndarray]] = {}
+    gradients: dict[str, list[np.ndarray]] = {}
     for sequence in sequences:
         for path, g in jax.tree_util.tree_leaves_with_path(one(jnp.asarray(sequence))):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             if "layers" in name and g.ndim == 3:
                 for layer in range(g.shape[0]):
-                    found.setdefault(f"block {layer}, {name}", []).append(np.asarray(g[layer], np.float32).ravel())
-    yield from ((name, np.stack(each)) for name, each in found.items())
+                    gradients.setdefault(f"block {layer}, {name}", []).append(np.asarray(g[layer], np.float32).ravel())
+    yield from ((name, np.stack(each)) for name, each in gradients.items())
 
 
 def measure(
     gradients: Iterator[tuple[str, np.ndarray]], replicas: tuple[int, ...]
 ) -> dict[tuple[str, int], np.ndarray]:
     """For each form and number of replicas the three figures, means over all matrices."""
-    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    errors: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     for _, g in gradients:
         for count in replicas:
             for name, form in FORMS.items():
-                found.setdefault((name, count), []).append(compare(g[:count], form))
-    return {key: np.mean(values, axis=0) for key, values in found.items()}
+                errors.setdefault((name, count), []).append(compare(g[:count], form))
+    return {key: np.mean(values, axis=0) for key, values in errors.items()}
 
 
 METRICS = ("SNR", "underflow", "overflow")
 
 
-def rows(found: dict[tuple[str, int], np.ndarray]) -> list[Row]:
+def rows(errors: dict[tuple[str, int], np.ndarray]) -> list[Row]:
     table = []
-    for (name, count), values in found.items():
+    for (name, count), values in errors.items():
         for metric, value in zip(METRICS, values, strict=True):
             unit = "dB" if metric == "SNR" else "%"
             shown = float(value) if metric == "SNR" else 100 * float(value)
@@ -178,14 +178,14 @@ def rows(found: dict[tuple[str, int], np.ndarray]) -> list[Row]:
     return table
 
 
-def draw(found: dict[tuple[str, int], np.ndarray]) -> Figure:
+def draw(errors: dict[tuple[str, int], np.ndarray]) -> Figure:
     """A panel a figure, a line a form, over the number of replicas."""
     figure = Figure(figsize=(14, 3.8), dpi=110, layout="constrained")
     for i, (axes, metric) in enumerate(zip(figure.subplots(1, 3), METRICS, strict=True)):
         for name in FORMS:
-            counts = sorted(count for form, count in found if form == name)
+            counts = sorted(count for form, count in errors if form == name)
             scale = 1 if metric == "SNR" else 100
-            axes.plot(counts, [scale * found[name, n][i] for n in counts], marker="o", ms=3, label=name)
+            axes.plot(counts, [scale * errors[name, n][i] for n in counts], marker="o", ms=3, label=name)
         axes.set_xscale("log", base=2)
         axes.set(xlabel="replicas", title=f"{metric}, {'dB' if metric == 'SNR' else '% of elements'}")
         axes.grid(alpha=0.3)
@@ -197,7 +197,7 @@ def main() -> int:
     """Regenerates results/fp8_lm_gradients.json and .png."""
     arguments = common.parse(__doc__)
     try:
-        found = measure(real_gradients(max(REPLICAS)), REPLICAS)
+        errors = measure(real_gradients(max(REPLICAS)), REPLICAS)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -215,8 +215,8 @@ def main() -> int:
         "far above a summand loses it. Sums in fp32 between two roundings do not depend on the number of replicas.",
     ]
     title = "FP8-LM: sums of gradients in 8 bits over 2 to 1,024 replicas (Figure 7)"
-    common.write("fp8_lm_gradients", title, rows(found), notes, draw(found), arguments.results)
-    for (name, count), (snr, under, over) in found.items():
+    common.write("fp8_lm_gradients", title, rows(errors), notes, draw(errors), arguments.results)
+    for (name, count), (snr, under, over) in errors.items():
         print(f"{name:34s} {count:5d}  SNR {snr:6.2f} dB  underflow {under:8.3%}  overflow {over:8.4%}")
     return 0
 

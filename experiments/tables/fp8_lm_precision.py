@@ -169,16 +169,16 @@ def rows(losses: dict[str, np.ndarray], plain: list[np.ndarray]) -> list[Row]:
     """Final losses, relative to fp32."""
     base = final(losses[BASE])
     metric, unit = f"loss, last {TAIL} steps", "nats/token"
-    found = []
+    table = []
     for name, of_arm in losses.items():
         value = final(of_arm)
         finite = np.isfinite(value)
-        found.append(
+        table.append(
             Row(name, metric, value if finite else None, unit, BASE, value / base if finite else None, table="Table 6")
         )
     noise = np.ptp([final(x) for x in plain])
-    found.append(Row("all fp32, largest less smallest of three seeds", metric, float(noise), unit, table="Table 6"))
-    return found
+    table.append(Row("all fp32, largest less smallest of three seeds", metric, float(noise), unit, table="Table 6"))
+    return table
 
 
 def verdict(losses: dict[str, np.ndarray], plain: list[np.ndarray]) -> list[str]:
@@ -190,11 +190,11 @@ def verdict(losses: dict[str, np.ndarray], plain: list[np.ndarray]) -> list[str]
             continue
         above = final(of_arm) - base
         if not np.isfinite(above):
-            found = "diverged"
+            text = "diverged"
         else:
-            found = f"{above:+.4f} nats, {'within' if above <= noise else 'outside'} the noise"
+            text = f"{above:+.4f} nats, {'within' if above <= noise else 'outside'} the noise"
         said = f"; the paper: {SAID[name]}" if name in SAID else ""
-        lines.append(f"{name}: {found}{said}.")
+        lines.append(f"{name}: {text}{said}.")
     return lines
 
 

@@ -69,8 +69,8 @@ def arms(block: int) -> dict[str, fp8jax.Recipe]:
         return dataclasses.replace(recipe, linear=linear)
 
     whole = fp8jax.recipes.int8_fallback()
-    found = {BASE: fp8jax.recipes.bf16(), "int8_block": of(fp8jax.recipes.int8_block()), "int8_fallback": of(whole)}
-    return found | {name: of(whole, fallback_rates=(0.0, most)) for name, most in RATES.items()}
+    recipes = {BASE: fp8jax.recipes.bf16(), "int8_block": of(fp8jax.recipes.int8_block()), "int8_fallback": of(whole)}
+    return recipes | {name: of(whole, fallback_rates=(0.0, most)) for name, most in RATES.items()}
 
 
 def amplified(params: Any, block: int, factor: float) -> Any:
@@ -113,16 +113,16 @@ def inputs(model: Llama, tokens_BxT: jax.Array) -> dict[str, np.ndarray]:
     graph, stacked = nnx.split(model.layers)
     tables = rope_tables(tokens_BxT.shape[1], model.config.head_dim, model.config.rope_theta)
     x_NxD = model.embed(tokens_BxT.reshape(-1))
-    found: dict[str, list[jax.Array]] = {"q, k and v": [], "gate and up": [], "down": []}
+    activations: dict[str, list[jax.Array]] = {"q, k and v": [], "gate and up": [], "down": []}
     for i in range(model.config.layers):
         layer = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
-        found["q, k and v"].append(layer.attention_norm(x_NxD))
-        x_NxD = x_NxD + layer.attention(found["q, k and v"][-1], *tables)
-        found["gate and up"].append(layer.mlp_norm(x_NxD))
-        gate, up = (linear(found["gate and up"][-1]) for linear in (layer.mlp.gate, layer.mlp.up))
-        found["down"].append(jax.nn.silu(gate) * up)
-        x_NxD = x_NxD + layer.mlp.down(found["down"][-1])
-    return {name: np.asarray(max(of, key=lambda x: jnp.max(jnp.abs(x))), np.float32) for name, of in found.items()}
+        activations["q, k and v"].append(layer.attention_norm(x_NxD))
+        x_NxD = x_NxD + layer.attention(activations["q, k and v"][-1], *tables)
+        activations["gate and up"].append(layer.mlp_norm(x_NxD))
+        gate, up = (linear(activations["gate and up"][-1]) for linear in (layer.mlp.gate, layer.mlp.up))
+        activations["down"].append(jax.nn.silu(gate) * up)
+        x_NxD = x_NxD + layer.mlp.down(activations["down"][-1])
+    return {k: np.asarray(max(of, key=lambda x: jnp.max(jnp.abs(x))), np.float32) for k, of in activations.items()}
 
 
 class Study:
@@ -138,9 +138,9 @@ class Study:
 
     def header(self) -> dict[str, Any]:
         """What a file of runs was made with, as JSON has it."""
-        made = dataclasses.asdict(self.setting) | {"first": self.trained.config.mathematics()}
-        found: dict[str, Any] = json.loads(json.dumps(made | {"text": self.tokens.fingerprint}, default=str))
-        return found
+        settings = dataclasses.asdict(self.setting) | {"first": self.trained.config.mathematics()}
+        header: dict[str, Any] = json.loads(json.dumps(settings | {"text": self.tokens.fingerprint}, default=str))
+        return header
 
     def train(self, name: str, recipe: fp8jax.Recipe, seeds: Sequence[int]) -> list[dict[str, Any]]:
         """Losses of each seed's order of the text; None from the first step on that is not finite."""
@@ -160,7 +160,7 @@ class Study:
             valid = jax.lax.map(lambda batch: task.loss(state.params, state.model_state, batch), self.valid)
             return losses, jnp.where(state.healthy, valid.mean(), jnp.nan)
 
-        compiled, found = jax.jit(run), []
+        compiled, history = jax.jit(run), []
         fresh = jax.jit(task.init)().model_state
         if any(part.decides for part in recipe.linear.states.values()):
             settle = jax.jit(task.observed)
@@ -171,9 +171,9 @@ class Study:
             batches = np.stack([next(order) for _ in range(self.setting.steps)])
             losses, valid = jax.device_get(compiled(self.params, fresh, batches))
             finite = lambda x: round(float(x), 5) if np.isfinite(x) else None  # noqa: E731
-            found.append({TRAINING: [finite(x) for x in losses], VALIDATION: finite(valid)})
-            print(f"{name}, seed {seed}: validation {found[-1][VALIDATION]}", flush=True)
-        return found
+            history.append({TRAINING: [finite(x) for x in losses], VALIDATION: finite(valid)})
+            print(f"{name}, seed {seed}: validation {history[-1][VALIDATION]}", flush=True)
+        return history
 
 
 def runs(study: Study, folder: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
@@ -182,7 +182,7 @@ def runs(study: Study, folder: Path, seeds: int) -> dict[str, list[dict[str, Any
     Raises:
         UserError: a file is of another setting.
     """
-    found = {}
+    logs = {}
     for name, recipe in arms(study.setting.block).items():
         path = folder / f"{name}.json"
         wanted = 1 if name in RATES else seeds
@@ -196,8 +196,8 @@ def runs(study: Study, folder: Path, seeds: int) -> dict[str, list[dict[str, Any
             content["runs"] += study.train(name, recipe, range(have, wanted))
             folder.mkdir(parents=True, exist_ok=True)
             report.write_json(path, content)
-        found[name] = content["runs"][:wanted]
-    return found
+        logs[name] = content["runs"][:wanted]
+    return logs
 
 
 def final(run: Mapping[str, Any]) -> dict[str, float]:
@@ -216,9 +216,9 @@ def difference(of: Sequence[float], base: Sequence[float]) -> tuple[float, float
     return float(each.mean()), float(half)
 
 
-def rows(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
+def rows(logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Row]:
     """Final losses of all arms, and differences from bf16; no value where training diverged."""
-    ends = {name: [final(run) for run in each] for name, each in found.items()}
+    ends = {name: [final(run) for run in each] for name, each in logs.items()}
     listed = []
 
     def note(name: str, column: str, value: float, unit: str = "1") -> None:
@@ -250,14 +250,14 @@ def magnitudes(study: Study) -> list[Row]:
     return listed
 
 
-def draw(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+def draw(logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     """Training losses above bf16's with the same seed: all seeds of the main arms, and the rates of figure 8(b)."""
     figure = Figure(figsize=(11, 3.8), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for i, (name, each) in enumerate(found.items()):
+    for i, (name, each) in enumerate(logs.items()):
         for seed, run in enumerate(each if name != BASE else ()):
             axes = right if name in RATES else left
-            losses, base = (np.array(r[TRAINING], float) for r in (run, found[BASE][seed]))
+            losses, base = (np.array(r[TRAINING], float) for r in (run, logs[BASE][seed]))
             count = len(losses) // STRIDE * STRIDE
             curve = (100 * (losses / base - 1))[:count].reshape(-1, STRIDE).mean(1)
             label = name if seed == 0 else None
@@ -279,13 +279,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for field in dataclasses.fields(SecondTraining):
         name = "--on-" + field.name if field.name in ("steps", "lr") else "--" + field.name
         parser.add_argument(name, type=type(field.default), default=field.default, dest=field.name)
-    options, given = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     flags.recommend()
     setting = SecondTraining(
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(SecondTraining)}
     )
-    shape = [] if "--model" in given else SHAPE.split()
-    first = [*shape, *FIRST.split(), *given]
+    shape = [] if "--model" in rest else SHAPE.split()
+    first = [*shape, *FIRST.split(), *rest]
     try:
         if options.seeds < 1:
             raise UserError(f"--seeds must be at least 1, got {options.seeds}")
@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code:
             raise UserError(f"the first training ended with code {code}")
         study = Study(evaluate.load(options.out / RUN, BASE), setting)
-        found = runs(study, options.out / RUN / "on", options.seeds)
+        logs = runs(study, options.out / RUN / "on", options.seeds)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -315,9 +315,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = dataclasses.asdict(setting).items()
     defaults = dataclasses.asdict(SecondTraining())
     changed = [f"--{'on-' if k in ('steps', 'lr') else ''}{k} {v}" for k, v in settings if defaults[k] != v]
-    arguments = " ".join([*changed, *given])
-    listed = [*magnitudes(study), *rows(found)]
-    common.write("int8_diverges", title, listed, notes, draw(found), options.results, arguments=arguments)
+    arguments = " ".join([*changed, *rest])
+    listed = [*magnitudes(study), *rows(logs)]
+    common.write("int8_diverges", title, listed, notes, draw(logs), options.results, arguments=arguments)
     return 0
 
 

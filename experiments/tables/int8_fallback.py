@@ -87,9 +87,9 @@ def with_fallback(
 ) -> jax.Array:
     """`rounded`, with the residual of the blocks whose measure is among the largest, a share `rate` of all."""
     base = rounded(x, top, block, key)
-    found = measures(x, base, block)[criterion]
-    rank = jnp.argsort(jnp.argsort(-found.reshape(-1))).reshape(found.shape)
-    used = blocks.spread(rank < jnp.round(rate * found.size), x.shape, block)
+    measure = measures(x, base, block)[criterion]
+    rank = jnp.argsort(jnp.argsort(-measure.reshape(-1))).reshape(measure.shape)
+    used = blocks.spread(rank < jnp.round(rate * measure.size), x.shape, block)
     rest = rounded(x - base, top, block, key)
     return jnp.where(used & (top < EXACT), base + rest, base)
 

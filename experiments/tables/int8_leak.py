@@ -78,7 +78,7 @@ def coarse(q: fp8jax.QTensor, bits: int) -> fp8jax.QTensor:
     return dataclasses.replace(q, codes=values.astype(q.codes.dtype))
 
 
-def train_seed(seed: int, out: Path, given: Sequence[str], control: bool) -> Path:
+def train_seed(seed: int, out: Path, flags: Sequence[str], control: bool) -> Path:
     """Trains all recipes, or the control alone, where that was not done before; returns the run's folder.
 
     Raises:
@@ -87,26 +87,26 @@ def train_seed(seed: int, out: Path, given: Sequence[str], control: bool) -> Pat
     name = f"{RUN}_control_{seed}" if control else f"{RUN}_{seed}"
     recipes = (ARMS[CONTROL][0],) if control else RECIPES
     code = train.main(
-        [*FLAGS.split(), *given, "--recipe", *recipes, "--run", name, "--seed", f"{seed}", "--out", f"{out}"]
+        [*FLAGS.split(), *flags, "--recipe", *recipes, "--run", name, "--seed", f"{seed}", "--out", f"{out}"]
     )
     if code:
         raise UserError(f"the training run ended with code {code}")
     return out / name
 
 
-def measure(seed: int, out: Path, given: Sequence[str], tokens: int) -> dict[str, Mapping[str, Score]]:
+def measure(seed: int, out: Path, flags: Sequence[str], tokens: int) -> dict[str, Mapping[str, Score]]:
     """What `evaluate --leak` finds of each arm's model of a seed."""
-    found = {}
-    plain = train_seed(seed, out, given, control=False)
+    losses = {}
+    plain = train_seed(seed, out, flags, control=False)
     for arm, (trained, computed) in ARMS.items():
         with contextlib.ExitStack() as stack:
             folder = plain
             if arm == CONTROL:
                 stack.enter_context(coarse_inputs(BITS))
-                folder = train_seed(seed, out, given, control=True)
+                folder = train_seed(seed, out, flags, control=True)
             settings = Evaluation(folder, trained, computed, leak=True, leak_tokens=tokens)
-            found[arm] = evaluate.evaluate(settings, report.make_console())["leak"]
-    return found
+            losses[arm] = evaluate.evaluate(settings, report.make_console())["leak"]
+    return losses
 
 
 def hidden(scores: Sequence[Mapping[str, Score]]) -> tuple[float, float]:
@@ -120,17 +120,17 @@ def hidden(scores: Sequence[Mapping[str, Score]]) -> tuple[float, float]:
 
 def rows(scores: Scores) -> list[Row]:
     """Perplexities of mean losses, as the paper's Table 4, and what scales hide, in nats a token."""
-    found = []
+    entries = []
     for arm, runs in scores.items():
         for way in WAYS:
             perplexity = float(np.exp(np.mean([of[way].loss for of in runs])))
-            found.append(Row(arm, way, perplexity, table="Table 4: perplexities", pivot=(arm, way)))
+            entries.append(Row(arm, way, perplexity, table="Table 4: perplexities", pivot=(arm, way)))
         mean, half = hidden(runs)
         table = "Loss that scales hide, nats a token"
-        found.append(Row(arm, HIDDEN, mean, "nats", table=table, pivot=(arm, HIDDEN)))
+        entries.append(Row(arm, HIDDEN, mean, "nats", table=table, pivot=(arm, HIDDEN)))
         interval = half if np.isfinite(half) else None
-        found.append(Row(arm, "±", interval, "nats", table=table, pivot=(arm, "±")))
-    return found
+        entries.append(Row(arm, "±", interval, "nats", table=table, pivot=(arm, "±")))
+    return entries
 
 
 def draw(scores: Scores) -> Figure:
@@ -157,20 +157,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"models of each arm (default: {SEEDS})")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of validation, a pass each (default: {TOKENS})")
-    options, given = parser.parse_known_args(argv)
+    options, rest = parser.parse_known_args(argv)
     flags.recommend()
     scores: dict[str, list[Mapping[str, Score]]] = {arm: [] for arm in ARMS}
     try:
         if options.seeds < 1:
             raise UserError(f"--seeds must be at least 1, got {options.seeds}")
         for seed in range(options.seeds):
-            for arm, of in measure(seed, options.out, given, options.tokens).items():
+            for arm, of in measure(seed, options.out, rest, options.tokens).items():
                 scores[arm].append(of)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     notes = [
-        f"{options.seeds} models an arm, trained by `experiments.train {' '.join([FLAGS, *given])}`, on bytes of "
+        f"{options.seeds} models an arm, trained by `experiments.train {' '.join([FLAGS, *rest])}`, on bytes of "
         f"Python's own sources and docs where no --data is given; {options.tokens:,} validation tokens. Intervals are "
         f"of {CONFIDENCE:.0%}, from the seeds. The paper's models have 1.5 B parameters and read 30 B tokens; our copy "
         "has no numbers of its Table 4.",
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "block's scale says more of what is in it: if any model learns to read scales, this one.",
     ]
     title = "INT8 fallback: what scales of blocks tell of the next token (appendix E)"
-    arguments = " ".join(given)
+    arguments = " ".join(rest)
     common.write("int8_leak", title, rows(scores), notes, draw(scores), options.results, arguments=arguments)
     return 0
 

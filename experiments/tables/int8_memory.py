@@ -30,22 +30,22 @@ def recipes() -> dict[str, fp8jax.Recipe | None]:
 
 def rows() -> list[Row]:
     """What each operator of a layer keeps, the totals with scales, and how much less than three baselines that is."""
-    found, totals = [], {}
+    table, totals = [], {}
     with mock.patch.object(jax.nn, "dot_product_attention", flash.dot_product_attention):
         for name, recipe in recipes().items():
             measured = coat_memory.operators(recipe)
             for column in coat_memory.OPERATORS:
                 value = float(measured[column].sum())
-                found.append(Row(name, "kept", value, "U", table="By operator, in U", pivot=(name, column)))
+                table.append(Row(name, "kept", value, "U", table="By operator, in U", pivot=(name, column)))
             totals[name] = float(measured["Total"].sum())
         totals[AGAIN] = float(coat_memory.layer(None, recompute=True).sum())
-    found.append(Row(AGAIN, "kept", totals[AGAIN], "U", table="By operator, in U", pivot=(AGAIN, "Total")))
+    table.append(Row(AGAIN, "kept", totals[AGAIN], "U", table="By operator, in U", pivot=(AGAIN, "Total")))
     for baseline, size in ((BASE, totals[BASE]), (AGAIN, totals[AGAIN]), ("bf16 of PyTorch, counted by COAT", PYTORCH)):
         for name in (FALLBACK, LEAN):
             paper = PAPER if baseline == BASE and name == FALLBACK else None
             less = 100 * (1 - totals[name] / size)
-            found.append(Row(name, f"less than {baseline}", less, "%", baseline, totals[name] / size, paper))
-    return found
+            table.append(Row(name, f"less than {baseline}", less, "%", baseline, totals[name] / size, paper))
+    return table
 
 
 def main() -> int:

@@ -38,16 +38,18 @@ LINEARS = {
 def arms() -> dict[str, ParityArm]:
     """Recipes that differ in their linear layers alone, without 8-bit states."""
     plain = fp8jax.recipes.bf16()
-    found = {name: ParityArm(dataclasses.replace(plain, name=name, linear=linear)) for name, linear in LINEARS.items()}
-    return {BASE: ParityArm(plain)} | found
+    choices = {
+        name: ParityArm(dataclasses.replace(plain, name=name, linear=linear)) for name, linear in LINEARS.items()
+    }
+    return {BASE: ParityArm(plain)} | choices
 
 
 def read(folder: Path) -> dict[str, dict[int, dict[str, float]]]:
     """Losses by arm, seed and metric: early and late in training, and of the validation text at the end."""
-    found: dict[str, dict[int, dict[str, float]]] = {}
+    losses: dict[str, dict[int, dict[str, float]]] = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
-        of_seeds = found.setdefault(content["arm"], {})
+        of_seeds = losses.setdefault(content["arm"], {})
         for seed, run in content["runs"].items():
             curve, count = np.array(run["losses"]), EARLY // parity_runs.STRIDE
             of_seeds[int(seed)] = {
@@ -55,17 +57,17 @@ def read(folder: Path) -> dict[str, dict[int, dict[str, float]]]:
                 "training, last tenth": float(curve[-len(curve) // 10 :].mean()),
                 "validation": run["valid_loss"],
             }
-    return found
+    return losses
 
 
 def rows(losses: dict[str, dict[int, dict[str, float]]]) -> list[Row]:
     """Differences from bf16 of the same seeds, in per cent, with half of the 95 % interval's width."""
-    made = []
+    table = []
     for metric in next(iter(losses[BASE].values())):
-        for name, found in training_parity.differences(losses, metric, paired=True).items():
-            made.append(Row(name, metric, 100 * found.value, "%", BASE))
-            made.append(Row(name, f"{metric}, half of the interval", 100 * found.half, "%"))
-    return made
+        for name, spread in training_parity.differences(losses, metric, paired=True).items():
+            table.append(Row(name, metric, 100 * spread.value, "%", BASE))
+            table.append(Row(name, f"{metric}, half of the interval", 100 * spread.half, "%"))
+    return table
 
 
 def main(argv: list[str] | None = None) -> int:

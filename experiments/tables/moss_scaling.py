@@ -80,8 +80,8 @@ def train(optim: Optim = OPTIM, llama: LlamaConfig = LLAMA) -> Record:
         return jnp.concatenate([jnp.max(jnp.abs(leaf), (-2, -1)) for leaf in tree.values()])
 
     def bounds(state: Any) -> Array:
-        found = fp8jax.weight_bounds(state.opt_state)
-        return jnp.concatenate([found["layers", *name.split("/"), "kernel"] for name in kernels(state.params)])
+        bounds_seen = fp8jax.weight_bounds(state.opt_state)
+        return jnp.concatenate([bounds_seen["layers", *name.split("/"), "kernel"] for name in kernels(state.params)])
 
     @jax.jit
     def step(state: Any, tokens_BxT: Any) -> Any:
@@ -99,8 +99,8 @@ def train(optim: Optim = OPTIM, llama: LlamaConfig = LLAMA) -> Record:
         rows.append(jax.tree.map(np.asarray, row))
         if i % 100 == 99:
             print(f"step {i + 1}: loss {row[-1]:.3f}", flush=True)
-    tops, found, moved, _ = (np.stack(column) for column in zip(*rows, strict=True))
-    return Record(names, np.stack([first[0], *tops]), np.stack([first[1], *found]), moved)
+    tops, bounds_seen, moved, _ = (np.stack(column) for column in zip(*rows, strict=True))
+    return Record(names, np.stack([first[0], *tops]), np.stack([first[1], *bounds_seen]), moved)
 
 
 def follow(record: Record, rule: str, interval: int, optim: Optim = OPTIM) -> np.ndarray:
@@ -130,8 +130,8 @@ def adversary(b1: float, b2: float, steps: int = 1700, last: int = 300) -> tuple
     """The largest update over the learning rate that gradients reach, and the limit there."""
     t = np.arange(steps)
     gradients = np.where(t >= steps - last, (b2 / b1) ** np.minimum(t - steps + 1.0, 0), 0.0)
-    found = float(_largest_updates(jnp.float32(b1), jnp.float32(b2), jnp.asarray(gradients, jnp.float32))[-1])
-    return found, float(fp8jax.adam_limit(1.0, b1, b2)(jnp.int32(steps - 1), jnp.zeros([])))
+    ratio = float(_largest_updates(jnp.float32(b1), jnp.float32(b2), jnp.asarray(gradients, jnp.float32))[-1])
+    return ratio, float(fp8jax.adam_limit(1.0, b1, b2)(jnp.int32(steps - 1), jnp.zeros([])))
 
 
 def draw(record: Record) -> Figure:
@@ -158,7 +158,7 @@ def _rules(record: Record, interval: int) -> dict[str, np.ndarray]:
 
 
 def rows(record: Record) -> list[Row]:
-    found = []
+    table = []
     for interval in INTERVALS:
         for rule, bounds in _rules(record, interval).items():
             ratio = bounds[1:] / record.largest[1:]
@@ -168,15 +168,15 @@ def rows(record: Record) -> list[Row]:
                 ("largest ratio", ratio.max()),
             ):
                 pivot = (f"{rule}, interval {interval}", metric)
-                found.append(Row(pivot[0], metric, float(value), table="automatic over just in time", pivot=pivot))
+                table.append(Row(pivot[0], metric, float(value), table="automatic over just in time", pivot=pivot))
                 print(f"{pivot[0]:34s} {metric}: {value:.5f}", flush=True)
     for b1, b2 in ((0.9, 0.9), (0.9, 0.95), (0.9, 0.98), (0.9, 0.999)):
         reached, limit = adversary(b1, b2)
         for metric, value in (("reached", reached), ("limit", limit), ("equation 8", 1.0)):
             pivot = (f"b1 = {b1}, b2 = {b2}", metric)
-            found.append(Row(pivot[0], metric, value, table="largest update, in learning rates", pivot=pivot))
+            table.append(Row(pivot[0], metric, value, table="largest update, in learning rates", pivot=pivot))
         print(f"b2 {b2}: {reached:.3f} reached, limit {limit:.3f}", flush=True)
-    return found
+    return table
 
 
 def main() -> int:

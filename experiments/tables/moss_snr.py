@@ -56,10 +56,10 @@ OPERANDS = {
 }
 
 
-def snr(exact: np.ndarray, found: np.ndarray) -> float:
+def snr(exact: np.ndarray, approximate: np.ndarray) -> float:
     """Equation 4 in dB, in float64; infinite where nothing differs."""
-    exact, found = (np.asarray(a, np.float64) for a in (exact, found))
-    noise = np.sum((exact - found) ** 2)
+    exact, approximate = (np.asarray(a, np.float64) for a in (exact, approximate))
+    noise = np.sum((exact - approximate) ** 2)
     return float(10 * np.log10(np.sum(exact**2) / noise)) if noise else float("inf")
 
 
@@ -72,9 +72,9 @@ def rounded(x: np.ndarray) -> np.ndarray:
 def schemes(x: np.ndarray) -> dict[str, float]:
     """SNR of each way to quantize a matrix."""
     array = jnp.asarray(x)
-    found = {name: snr(x, np.asarray(fp8jax.quantize(array, spec).dequantize())) for name, spec in SPECS.items()}
+    ratios = {name: snr(x, np.asarray(fp8jax.quantize(array, spec).dequantize())) for name, spec in SPECS.items()}
     folded = fold_rows(array, fp8jax.QuantSpec.parse(MICRO))
-    return found | {FOLDED: snr(x, np.asarray(folded.dequantize())), CEILING: snr(x, rounded(x))}
+    return ratios | {FOLDED: snr(x, np.asarray(folded.dequantize())), CEILING: snr(x, rounded(x))}
 
 
 def integers(x: np.ndarray) -> dict[str, float]:
@@ -118,15 +118,15 @@ def products(captured: Captured) -> dict[str, np.ndarray]:
         y, back = jax.vjp(functools.partial(fp8jax.linear, recipe=part), x, w)
         return y, *back(dy)
 
-    found = {}
+    ratios = {}
     for name, part in OPERANDS.items():
         run, each = jax.jit(functools.partial(three, part)), []
         for p in (p for of_layers in captured.linears.values() for p in of_layers):
             x, w, dy = (a.astype(np.float64) for a in p)
             exact = (x @ w, dy @ w.T, x.T @ dy)
             each.append([snr(a, np.asarray(b)) for a, b in zip(exact, run(*p), strict=True)])
-        found[name] = np.mean(each, axis=0)
-    return found
+        ratios[name] = np.mean(each, axis=0)
+    return ratios
 
 
 def distributions() -> dict[str, np.ndarray]:
@@ -147,55 +147,57 @@ def distributions() -> dict[str, np.ndarray]:
     }
 
 
-def rows(found: Mapping[str, Mapping[str, Any]], late: Mapping[str, np.ndarray], early: Mapping[str, Any]) -> list[Row]:
+def rows(
+    ratios: Mapping[str, Mapping[str, Any]], late: Mapping[str, np.ndarray], early: Mapping[str, Any]
+) -> list[Row]:
     """All figures, as rows of the results file."""
-    made, table = [], "Table 7: SNR of activations and gradients, dB"
+    figures, table = [], "Table 7: SNR of activations and gradients, dB"
     places = {TENSOR: 0, GROUP: 1, TWO_ROW: 2}
-    for when, of_tensors in found.items():
+    for when, of_tensors in ratios.items():
         for name, values in of_tensors.items():
             for scheme, value in values.items():
                 at = places.get(scheme)
                 paper = PAPER[name][at][WHEN.index(when)] if name in PAPER and at is not None else None
-                made.append(Row(f"{name}, {when}, {scheme}", "SNR", value, "dB", paper=paper, table=table))
+                figures.append(Row(f"{name}, {when}, {scheme}", "SNR", value, "dB", paper=paper, table=table))
     table = "Operands of the products, SNR in dB: mean of all linear layers"
     for when, of_choices in (("early", early), ("late", late)):
         for name, three in of_choices.items():
             for what, value in zip(("y", "dx", "dw"), three, strict=True):
                 pivot = (name, f"{what}, {when}")
-                made.append(Row(name, f"{what}, {when}", float(value), "dB", table=table, pivot=pivot))
+                figures.append(Row(name, f"{what}, {when}", float(value), "dB", table=table, pivot=pivot))
     table = "Theorem 1: SNR in dB on made-up data"
     for name, x in distributions().items():
         for scheme, value in schemes(x.astype(np.float32)).items():
-            made.append(Row(name, f"SNR, {scheme}", value, "dB", table=table, pivot=(name, scheme)))
+            figures.append(Row(name, f"SNR, {scheme}", value, "dB", table=table, pivot=(name, scheme)))
         for scheme, value in integers(x).items():
-            made.append(Row(name, f"SNR, int8, {scheme}", value, "dB", table=table, pivot=(name, f"int8, {scheme}")))
-    return made + memory()
+            figures.append(Row(name, f"SNR, int8, {scheme}", value, "dB", table=table, pivot=(name, f"int8, {scheme}")))
+    return figures + memory()
 
 
 def memory() -> list[Row]:
     """What a layer keeps for the backward pass, in U, by recipe; the paper's ratios are of peak memory."""
     paper = {"coat": 42.3 / 28.6, "moss": 42.3 / 23.5, "fast": None}
-    table, made = "Table 5: what a layer keeps for the backward pass", []
+    table, figures = "Table 5: what a layer keeps for the backward pass", []
     with coat_memory.mock.patch.object(jax.nn, "dot_product_attention", flash.dot_product_attention):
         base = float(coat_memory.layer(None).sum())
         again = float(coat_memory.layer(None, recompute=True).sum())
-        made.append(Row("bf16", "kept", base, "U", table=table))
-        made.append(Row(coat_memory.AGAIN, "kept", again, "U", "bf16", base / again, table=table))
+        figures.append(Row("bf16", "kept", base, "U", table=table))
+        figures.append(Row(coat_memory.AGAIN, "kept", again, "U", "bf16", base / again, table=table))
         for name, ratio in paper.items():
-            kept = float(coat_memory.layer(fp8jax.recipes.get(name)).sum())
-            made.append(Row(name, "kept", kept, "U", "bf16", base / kept, paper_ratio=ratio, table=table))
-    return made
+            saved = float(coat_memory.layer(fp8jax.recipes.get(name)).sum())
+            figures.append(Row(name, "kept", saved, "U", "bf16", base / saved, paper_ratio=ratio, table=table))
+    return figures
 
 
-def draw(found: Mapping[str, Mapping[str, Any]]) -> Figure:
+def draw(ratios: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Table 7 as bars, late in training, with the paper's figures as marks."""
     figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
-    axes, names = figure.subplots(), list(found["late"])
+    axes, names = figure.subplots(), list(ratios["late"])
     shown = [scheme for scheme in (*SPECS, CEILING)]
     width = 0.8 / len(shown)
     for i, scheme in enumerate(shown):
         at = np.arange(len(names)) + width * (i - len(shown) / 2)
-        axes.bar(at, [found["late"][name][scheme] for name in names], width, label=scheme)
+        axes.bar(at, [ratios["late"][name][scheme] for name in names], width, label=scheme)
         place = {TENSOR: 0, GROUP: 1, TWO_ROW: 2}.get(scheme)
         if place is not None:
             theirs = [PAPER[name][place][1] for name in PAPER]
@@ -209,7 +211,7 @@ def draw(found: Mapping[str, Mapping[str, Any]]) -> Figure:
 def main() -> int:
     """Regenerates results/moss_snr.json and .png."""
     arguments = common.parse(__doc__)
-    found, operands = {}, {}
+    ratios, operands = {}, {}
     try:
         for when, step in zip(WHEN, (EARLY, STEPS), strict=True):
             dump = common.dump(arguments.out, FLAGS, step)
@@ -219,20 +221,20 @@ def main() -> int:
             tokens = data.encode(corpus, trained.tokenizer, length).valid
             tokens_BxT = jnp.asarray(data.valid_batches(tokens, length, SEQUENCES, 1)[0])
             captured = capture(trained.task.model(dump.state.params, dump.state.model_state), tokens_BxT)
-            found[when] = {name: mean_schemes(matrices) for name, matrices in tensors(captured).items()}
+            ratios[when] = {name: mean_schemes(matrices) for name, matrices in tensors(captured).items()}
             operands[when] = products(captured)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    made = rows(found, operands["late"], operands["early"])
+    table = rows(ratios, operands["late"], operands["early"])
     title = "MOSS: signal to noise of its operands (Tables 5, 7, Theorem 1)"
-    common.write("moss_snr", title, made, notes(found, operands), draw(found), arguments.results)
+    common.write("moss_snr", title, table, notes(ratios, operands), draw(ratios), arguments.results)
     return 0
 
 
-def notes(found: Mapping[str, Any], operands: Mapping[str, Any]) -> list[str]:
+def notes(ratios: Mapping[str, Any], operands: Mapping[str, Any]) -> list[str]:
     """What was measured, and why it differs from the paper's."""
-    late: Callable[[str, str], float] = lambda name, scheme: found["late"][name][scheme]  # noqa: E731
+    late: Callable[[str, str], float] = lambda name, scheme: ratios["late"][name][scheme]  # noqa: E731
     spread = [late(name, TWO_ROW) - late(name, TENSOR) for name in PAPER]
     best, e5m2 = (operands["late"][name] for name in list(OPERANDS)[:1] + list(OPERANDS)[-1:])
     return [

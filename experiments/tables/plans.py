@@ -33,21 +33,22 @@ FP8_LM_VOLUME = {"7b": 0.64, "13b": 0.63, "175b": 0.65}
 def coat() -> list[Row]:
     """Moments of a 7B model in shards, and the ratio of activations."""
     llama, table = sizes.get("7b", VOCAB), "COAT, Table 11: Llama-2-7B"
-    found = []
+    rows = []
     for devices, papers in COAT_OPTIMIZER.items():
         for name, paper in zip(("bf16", "coat"), papers, strict=True):
             memory = plan.of(llama, fp8jax.recipes.get(name), {"data": 1, "fsdp": devices}, 0).memory
             size = (memory["first moments"] + memory["second moments"]) / 1e9
             ratio = papers[0] / papers[1] if name == "coat" else None
             case = f"{name}, {devices} GPUs"
-            found.append(Row(case, "moments", size, "GB", paper=paper, paper_ratio=ratio, table=table))
-    kept = [
-        plan.kept_per_token(llama, recipe, False) for recipe in (fp8jax.recipes.bf16(), FAITHFUL, fp8jax.recipes.coat())
+            rows.append(Row(case, "moments", size, "GB", paper=paper, paper_ratio=ratio, table=table))
+    saved = [
+        plan.saved_per_token(llama, recipe, False)
+        for recipe in (fp8jax.recipes.bf16(), FAITHFUL, fp8jax.recipes.coat())
     ]
     paper = COAT_ACTIVATIONS[0] / COAT_ACTIVATIONS[1]
-    for name, size in zip(("coat, faithful", "coat"), kept[1:], strict=True):
-        found.append(Row(name, "activations, times fewer than bf16", kept[0] / size, "x", paper=paper, table=table))
-    return found
+    for name, size in zip(("coat, faithful", "coat"), saved[1:], strict=True):
+        rows.append(Row(name, "activations, times fewer than bf16", saved[0] / size, "x", paper=paper, table=table))
+    return rows
 
 
 def moss() -> list[Row]:
@@ -63,39 +64,39 @@ def moss() -> list[Row]:
         "fast": (fp8jax.recipes.fast(), False, None),
     }
     table = "MOSS, Table 5: activations of Llama-2-7B, 4 x 4,096 tokens a GPU"
-    found = []
+    rows = []
     for name, (recipe, recompute, paper) in arms.items():
-        size = tokens * llama.layers * plan.kept_per_token(llama, recipe, recompute) / 1e9
+        size = tokens * llama.layers * plan.saved_per_token(llama, recipe, recompute) / 1e9
         theirs = MOSS[paper][0] if paper else None
-        found.append(Row(name, "activations", size, "GB", paper=theirs, table=table))
+        rows.append(Row(name, "activations", size, "GB", paper=theirs, table=table))
     table = "MOSS, Table 5: sent a step for weights and gradients, FSDP over 8"
     for name in MOSS:
         for how, comm in (("", Comm()), (", 8-bit gradients", Comm("e4m3"))):
             recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=comm)
             sent = plan.of(llama, recipe, {"data": 1, "fsdp": 8}, 0).sent / 1e9
             theirs = MOSS[name][1] if not how else None
-            found.append(Row(f"{name}{how}", "sent", sent, "GB", paper=theirs, table=table))
-    return found
+            rows.append(Row(f"{name}{how}", "sent", sent, "GB", paper=theirs, table=table))
+    return rows
 
 
 def volume() -> list[Row]:
     """Bytes that a device sends for weights and their gradients: in bf16 and fp32, and in FP8."""
     base = fp8jax.Recipe("base", Weights("bf16", "bf16"), fp8jax.recipes.bf16().optimizer, comm=Comm("fp32"))
-    found = []
+    rows = []
     for name, paper in FP8_LM_VOLUME.items():
         llama, where = sizes.get(name, VOCAB), {"data": 1, "fsdp": 8}
         before = plan.of(llama, base, where, 0).sent
         after = plan.of(llama, fp8jax.recipes.fp8_lm(), where, 0).sent
         table = "FP8-LM, Table 5: volume related to weights, FSDP over 8"
-        found.append(Row(name, "less than bf16 weights and fp32 gradients", 100 * (1 - after / before), "%",
+        rows.append(Row(name, "less than bf16 weights and fp32 gradients", 100 * (1 - after / before), "%",
                          paper=100 * paper, table=table))  # fmt: skip
-        found.append(Row(name, "sent", after / 1e9, "GB a step", table=table))
-    return found
+        rows.append(Row(name, "sent", after / 1e9, "GB a step", table=table))
+    return rows
 
 
 def whole_tensors(devices: int = 32) -> list[Row]:
     """Bytes of FP8-LM's states on the fullest and emptiest device: whole tensors of each layer, and slices."""
-    found = []
+    rows = []
     for name in FP8_LM_VOLUME:
         llama = sizes.get(name, VOCAB)
         tensors = _tensors(llama)
@@ -104,18 +105,18 @@ def whole_tensors(devices: int = 32) -> list[Row]:
         for how, split in (("whole tensors", fp8jax.dist.partition), ("slices", fp8jax.dist.slices)):
             loads = split(tensors, devices, of_state).loads
             for which, load in (("most", max(loads)), ("least", min(loads))):
-                found.append(Row(f"{name}, {how}, {which}", "states", load / 1e9, "GB", table=table))
-    return found
+                rows.append(Row(f"{name}, {how}, {which}", "states", load / 1e9, "GB", table=table))
+    return rows
 
 
 def _tensors(llama: Any) -> list[jax.ShapeDtypeStruct]:
     """The parameters of a model, those of each layer apart."""
     params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
-    found = []
+    tensors = []
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         count, shape = (x.shape[0], x.shape[1:]) if "layers" in jax.tree_util.keystr(path) else (1, x.shape)
-        found += [jax.ShapeDtypeStruct(shape, x.dtype)] * count
-    return found
+        tensors += [jax.ShapeDtypeStruct(shape, x.dtype)] * count
+    return tensors
 
 
 def main() -> int:
@@ -134,11 +135,11 @@ def main() -> int:
         "Whole tensors go to the device that has least, the largest first. With the fewest tensors a device "
         "(7b: nine a layer on 32) loads still differ by less than the largest tensor; slices are equal.",
     ]
-    found = [*volume(), *whole_tensors(), *coat(), *moss()]
+    rows = [*volume(), *whole_tensors(), *coat(), *moss()]
     common.write(
-        "plans", "Memory and communication on paper (FP8-LM, COAT, MOSS)", found, notes, None, arguments.results
+        "plans", "Memory and communication on paper (FP8-LM, COAT, MOSS)", rows, notes, None, arguments.results
     )
-    for row in found:
+    for row in rows:
         print(f"{row.table[:45]:46}{row.case:32}{row.metric:44}{row.value:9.2f} {row.unit:9} paper {row.paper}")
     return 0
 

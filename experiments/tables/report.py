@@ -60,9 +60,9 @@ def list_rows(rows: Sequence[dict[str, Any]]) -> str:
         "paper's ratio": lambda r: None if r.get("paper_ratio") is None else number(r["paper_ratio"]),
     }
     cells = {name: [get(row) for row in rows] for name, get in columns.items()}
-    kept = {name: column for name, column in cells.items() if any(cell is not None for cell in column)}
-    lines = [[cell if cell is not None else "-" for cell in line] for line in zip(*kept.values(), strict=True)]
-    return table(list(kept), lines)
+    shown = {name: column for name, column in cells.items() if any(cell is not None for cell in column)}
+    lines = [[cell if cell is not None else "-" for cell in line] for line in zip(*shown.values(), strict=True)]
+    return table(list(shown), lines)
 
 
 def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
@@ -176,16 +176,16 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
     """
     if not folder.is_dir():
         raise ValueError(f"--results {folder}: no such folder")
-    found = {}
+    results = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            found[path.stem] = json.loads(path.read_text())
-            _check(found[path.stem])
+            results[path.stem] = json.loads(path.read_text())
+            _check(results[path.stem])
         except (ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from None
-    if not found:
+    if not results:
         raise ValueError(f"--results {folder}: no results there (NAME.json)")
-    return found
+    return results
 
 
 def written(folder: Path) -> dict[str, str]:
@@ -220,21 +220,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of JSON files (default: results)")
     parser.add_argument("--readme", type=Path, default=Path("README.md"), help="its figures are written, if it exists")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
-        files = {given.results.parent / name: text for name, text in written(given.results).items()}
-        if given.readme.exists():
-            files[given.readme] = with_figures(given.readme.read_text(), given.results)
+        files = {options.results.parent / name: text for name, text in written(options.results).items()}
+        if options.readme.exists():
+            files[options.readme] = with_figures(options.readme.read_text(), options.results)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    (given.results / "pages").mkdir(exist_ok=True)
-    for path in (given.results / "pages").glob("*.md"):
+    (options.results / "pages").mkdir(exist_ok=True)
+    for path in (options.results / "pages").glob("*.md"):
         if path not in files:
             path.unlink()
     for path, text in files.items():
         path.write_text(text)
-    print(f"wrote {given.results.parent / 'RESULTS.md'} and {len(files) - 1} other files")
+    print(f"wrote {options.results.parent / 'RESULTS.md'} and {len(files) - 1} other files")
     return 0
 
 

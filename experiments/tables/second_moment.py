@@ -75,7 +75,7 @@ def draw(errors: dict[tuple[str, float], np.ndarray]) -> Figure:
 
 
 def rows(errors: dict[tuple[str, float], np.ndarray]) -> list[Row]:
-    found = []
+    table = []
     for metric, measure in (
         ("median |log v / v32|", lambda late: np.median(np.abs(late))),
         ("99th percentile of |log v / v32|", lambda late: np.quantile(np.abs(late), 0.99)),
@@ -83,9 +83,9 @@ def rows(errors: dict[tuple[str, float], np.ndarray]) -> list[Row]:
     ):
         for (arm, b2), error in errors.items():
             value, base = (float(measure(e[-STEPS // 4 :])) for e in (error, errors[BASE, b2]))
-            found.append(Row(arm, metric, value, table=metric, pivot=(arm, f"b2 = {b2}"), baseline=None, ratio=None))
+            table.append(Row(arm, metric, value, table=metric, pivot=(arm, f"b2 = {b2}"), baseline=None, ratio=None))
             print(f"{arm:18s} b2 {b2}: {metric} {value:.3f} ({value / base:.2f} of {BASE})", flush=True)
-    return found
+    return table
 
 
 def main() -> int:

@@ -106,10 +106,10 @@ def differences(losses: Losses, metric: str, *, paired: bool) -> dict[str, Diffe
     """
     values = {name: {seed: of[metric] for seed, of in runs.items()} for name, runs in losses.items()}
     base = values.pop(BASE)
-    found, spread = {}, {} if paired else {BASE: list(base.values())}
+    gaps, spread = {}, {} if paired else {BASE: list(base.values())}
     for name, runs in values.items():
         against = {seed: base[seed] for seed in runs} if paired else base
-        found[name] = np.mean(list(runs.values())) / np.mean(list(against.values())) - 1
+        gaps[name] = np.mean(list(runs.values())) / np.mean(list(against.values())) - 1
         spread[name] = [x / base[seed] for seed, x in runs.items()] if paired else list(runs.values())
     relative = {name: np.divide(x, np.mean(x)) for name, x in spread.items()}
     sound = [x for name, x in relative.items() if not name.startswith(CONTROL)]
@@ -117,7 +117,7 @@ def differences(losses: Losses, metric: str, *, paired: bool) -> dict[str, Diffe
     noise = np.sqrt(sum(np.var(x) * len(x) for x in sound) / freedom) if freedom else np.inf
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) if freedom else np.inf
     result = {}
-    for name, value in found.items():
+    for name, value in gaps.items():
         count = len(values[name])
         own = float(np.std(relative[name], ddof=1)) if count > 1 else 0.0
         error = max(noise, own) * np.sqrt(1 / count + (0 if paired else 1 / len(base)))
@@ -127,10 +127,10 @@ def differences(losses: Losses, metric: str, *, paired: bool) -> dict[str, Diffe
 
 def judge(losses: Losses, *, paired: bool) -> dict[str, str]:
     """What the runs show of each arm but bf16: "within", "outside", "undecided" or "not judged"."""
-    found = [differences(losses, metric, paired=paired) for metric in (TRAINING, VALIDATION)]
+    gaps = [differences(losses, metric, paired=paired) for metric in (TRAINING, VALIDATION)]
     verdicts: dict[str, str] = {}
-    for name in found[0]:
-        of = {each[name].verdict for each in found}
+    for name in gaps[0]:
+        of = {each[name].verdict for each in gaps}
         verdicts[name] = next(x for x in ("not judged", "outside", "undecided", "within") if x in of)
     return verdicts
 
@@ -174,27 +174,27 @@ def _tail(losses: Sequence[float]) -> float:
 
 def rows(losses: Losses, table: str, *, paired: bool) -> list[Row]:
     """Means, differences from bf16 and half-widths of intervals, in percent, as a table of arms."""
-    found = []
+    entries = []
     for name, runs in losses.items():
-        found.append(Row(name, "seeds", len(runs), table=table, pivot=(name, "seeds")))
+        entries.append(Row(name, "seeds", len(runs), table=table, pivot=(name, "seeds")))
         for metric in (TRAINING, VALIDATION):
             mean = float(np.mean([run[metric] for run in runs.values()]))
-            found.append(Row(name, metric, mean, "nats/byte", table=table, pivot=(name, metric)))
+            entries.append(Row(name, metric, mean, "nats/byte", table=table, pivot=(name, metric)))
             if name != BASE:
                 of = differences(losses, metric, paired=paired)[name]
                 half = 100 * of.half if np.isfinite(of.half) else None
                 for column, value in ((f"{metric}: % above bf16", 100 * of.value), ("±", half)):
                     label = f"± ({metric})" if column == "±" else column
-                    found.append(Row(name, label, value, "%", table=table, pivot=(name, label)))
-    return found
+                    entries.append(Row(name, label, value, "%", table=table, pivot=(name, label)))
+    return entries
 
 
 def told(losses: Losses, *, paired: bool) -> list[str]:
     """The verdict on each arm, in words."""
-    found = {metric: differences(losses, metric, paired=paired) for metric in (TRAINING, VALIDATION)}
+    gaps = {metric: differences(losses, metric, paired=paired) for metric in (TRAINING, VALIDATION)}
     lines = []
     for name, verdict in judge(losses, paired=paired).items():
-        shown = "; ".join(f"{metric} {of[name]}" for metric, of in found.items())
+        shown = "; ".join(f"{metric} {of[name]}" for metric, of in gaps.items())
         what = {"within": f"passes: within ±{LIMIT:.1%}", "outside": f"fails: outside ±{LIMIT:.1%}",
                 "undecided": f"cannot be told from ±{LIMIT:.1%} by these runs",
                 "not judged": "one seed, not judged"}[verdict]  # fmt: skip
@@ -236,8 +236,8 @@ def draw(losses: Losses, curves: Mapping[str, Mapping[int, np.ndarray]]) -> Figu
 def write(results: Path) -> None:
     """Regenerates results/training_parity.json, and .png where there are runs of several seeds."""
     losses, files = small(results)
-    older, kept = large(results)
-    found, notes, figure = [], [], None
+    older, latest = large(results)
+    table, notes, figure = [], [], None
     device = next((of["device"] for of in files.values()), None)
     notes += [
         f"An arm passes if the {CONFIDENCE:.0%} interval of its difference from bf16, in training and in validation "
@@ -246,7 +246,7 @@ def write(results: Path) -> None:
     ]
     if BASE in losses and len(losses[BASE]) > 1:
         setting = Setting(**files[BASE]["setting"])
-        found += rows(losses, SEEDS_TABLE, paired=True)
+        table += rows(losses, SEEDS_TABLE, paired=True)
         curves = {
             name: {s: np.array(files[name]["runs"][str(s)]["losses"]) for s in runs} for name, runs in losses.items()
         }
@@ -270,13 +270,13 @@ def write(results: Path) -> None:
     else:
         notes.append("Not run yet with many seeds of a small model.")
     if BASE in older:
-        device = device or kept[BASE]["device"]
-        found += rows(older, LARGE_TABLE, paired=False)
-        for name, content in kept.items():
+        device = device or latest[BASE]["device"]
+        table += rows(older, LARGE_TABLE, paired=False)
+        for name, content in latest.items():
             speed, sizes = content["result"]["tokens_per_s"], content["result"]["state_bytes"]
             moments = (sizes["mu"] + sizes["nu"]) / content["result"]["parameters"]
             for column, value in (("bytes of moments a parameter", moments), ("tokens/s, seed 0", speed)):
-                found.append(Row(name, column, value, table=LARGE_TABLE, pivot=(name, column)))
+                table.append(Row(name, column, value, table=LARGE_TABLE, pivot=(name, column)))
         spread = np.ptp([run[VALIDATION] for run in older[BASE].values()]) / older[BASE][0][VALIDATION]
         widths = {
             m: max(d.half for d in differences(older, m, paired=False).values() if d.seeds > 1)
@@ -288,17 +288,17 @@ def write(results: Path) -> None:
             f"training and {widths[VALIDATION]:.1%} in validation loss are not seen: these runs show that no recipe "
             "diverges and that a broken one does, and not that recipes are within the limit. The control has int8 "
             "moments without expansion and int8 products. coat_fast ran a day later, with faster kernels: speeds of "
-            "two dates do not compare. Flags of the training program: " + kept[BASE]["command_flags"],
+            "two dates do not compare. Flags of the training program: " + latest[BASE]["command_flags"],
             *told(older, paired=False),
         ]
     title = "COAT: training in 8 bits beside bf16 (section 6, Table 13)"
     arguments = "--data 'books/*.txt' --limit 540"
-    if not found:
+    if not table:
         return
-    measured = next(of for of in (files.get("coat"), files.get(BASE), kept.get("coat"), kept.get(BASE)) if of)
+    measured = next(of for of in (files.get("coat"), files.get(BASE), latest.get("coat"), latest.get(BASE)) if of)
     stamp: dict[str, Any] = {key: measured[key] for key in ("date", "flags", "commit", "kernels") if key in measured}
     common.write(
-        "training_parity", title, found, notes, figure, results, arguments=arguments, device=device, stamp=stamp
+        "training_parity", title, table, notes, figure, results, arguments=arguments, device=device, stamp=stamp
     )
 
 
@@ -311,27 +311,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no run would end")
     parser.add_argument("--judge", action="store_true", help="train nothing")
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     begin = time.perf_counter()
 
     def room(took: float) -> bool:
-        return time.perf_counter() - begin + 1.2 * took < given.limit
+        return time.perf_counter() - begin + 1.2 * took < options.limit
 
-    if not given.judge:
+    if not options.judge:
         flags.recommend()
         try:
             setting = Setting()
-            text = parity_runs.read_text(given.data, setting)
-            for name in given.arms:
-                path = _file(given.results, name)
-                parity_runs.train_arm(name, ARMS[name], range(given.seeds), text, setting, path, room)
+            text = parity_runs.read_text(options.data, setting)
+            for name in options.arms:
+                path = _file(options.results, name)
+                parity_runs.train_arm(name, ARMS[name], range(options.seeds), text, setting, path, room)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-    write(given.results)
-    _, files = small(given.results)
-    short = [name for name in given.arms if len(files.get(name, {"runs": ()})["runs"]) < given.seeds]
-    if short and not given.judge:
+    write(options.results)
+    _, files = small(options.results)
+    short = [name for name in options.arms if len(files.get(name, {"runs": ()})["runs"]) < options.seeds]
+    if short and not options.judge:
         print(f"not finished: {', '.join(short)}; give the same command again")
         return 1
     return 0
