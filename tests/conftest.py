@@ -12,6 +12,7 @@ import os
 import pathlib
 import shutil
 import sys
+from collections.abc import Iterator
 
 GPU = os.environ.get("FP8JAX_TEST_GPU") == "1"
 if not GPU:
@@ -43,6 +44,15 @@ from tests.kernels import h200
 
 # The kernels for Hopper and their interpreter are of jax 0.11.
 collect_ignore = ["kernels/test_matmul.py"] if jax.__version_info__ < (0, 11) else []
+
+
+@pytest.fixture
+def young_heap() -> Iterator[None]:
+    """Python's garbage collector looks at no object older than the test: the suite's heap takes seconds each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_configure() -> None:

@@ -1,8 +1,8 @@
 """The notebooks run from top to bottom on this machine, draw, and are committed without outputs."""
 
 import importlib.util
-import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -22,14 +22,13 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_draws(path, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
-    # Notebooks train: their programs run longer than they compile.
-    flags = os.environ.get("XLA_FLAGS", "").replace(
-        "xla_backend_optimization_level=0", "xla_backend_optimization_level=1"
-    )
-    monkeypatch.setenv("XLA_FLAGS", flags)
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in cells), "strip the outputs"
+    # Fewer steps and blocks than a reader takes.
+    for cell in cells:
+        cell.source = re.sub(r"\bsteps=\d+", "steps=12", cell.source).replace("range(2)", "range(1)")
+    assert sum("steps=12" in cell.source for cell in cells) == 1
     # Raises CellExecutionError, with the traceback of the cell, where one fails.
     NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}

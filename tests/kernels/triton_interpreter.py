@@ -21,6 +21,7 @@ from fp8jax.ops import partition
 from pallas_kernels import (
     call_triton,
     codec_triton,
+    encode_triton,
     matmul_int8_triton,
     operations_triton,
     quantize_triton,
@@ -121,9 +122,18 @@ def patch_once() -> None:
     """Lets this process replace the functions of triton.language once, for good.
 
     The interpreter looks through all of the language at every call of a device function, which takes a third of its
-    time; and it puts the language back after each kernel.
+    time; and it puts the language back after each kernel. A reduction by a function of a kernel it does element by
+    element, which for the largest value, or NaN, takes half of the rest.
     """
-    patch, done = interpreter._patch_lang, set()
+    patch, reduce, done = interpreter._patch_lang, interpreter.ReduceOps.apply_impl, set()
+
+    def apply(self: Any, values: Any) -> Any:
+        if getattr(self.combine_fn, "fn", None) in (
+            encode_triton._larger_or_nan.fn,
+            operations_triton.larger_or_nan.fn,
+        ):
+            return self.min_max(values[0], np.max)
+        return reduce(self, values)
 
     def once(function: Any) -> Any:
         if id(function.__globals__) not in done:
@@ -131,7 +141,7 @@ def patch_once() -> None:
             patch(function)
         return interpreter._LangPatchScope()
 
-    interpreter._patch_lang = once
+    interpreter._patch_lang, interpreter.ReduceOps.apply_impl = once, apply
 
 
 def prepare() -> None:

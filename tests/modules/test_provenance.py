@@ -67,6 +67,7 @@ def test_what_is_saved_does_not_depend_on_how_a_layer_is_written(writing):
     assert set(wide) <= {GATE.shape, DOWN.shape, SCALE.shape}
 
 
+@pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("recipe", ["coat", "coat_fast", "te_current", "moss"])
 def test_under_the_leak_checker_the_same_program_is_compiled(recipe):
     plain = functools.partial(layer, WRITINGS["a jit"], recipe=recipe)
@@ -89,6 +90,7 @@ def test_under_the_leak_checker_the_same_program_is_compiled(recipe):
         assert list(programs()) == want
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_nothing_is_held_of_a_trace_that_is_over():
     before = len(REGISTRY._noted), len(REGISTRY._readers)
     jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(layer(WRITINGS["plain"], *a).astype(jnp.float32)), range(5)))(
@@ -128,6 +130,7 @@ def failing(kind):
     return lambda fails: jax.jit(functools.partial(f, fails))(X, *WEIGHTS)
 
 
+@pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("kind", ["a function", "its gradient", "nnx"])
 def test_of_traces_that_fail_at_most_one_is_held_and_that_until_the_next_operation(kind):
     def alive():

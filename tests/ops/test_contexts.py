@@ -234,6 +234,7 @@ def test_linears_under_a_lean_context_compute_the_weight_gradient_of_the_input_m
         assert relative(grads(LEAN, recipe), h.T @ np.asarray(dy, np.float64)) < 0.09
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_an_origin_is_not_that_of_another_trace():
     x, w = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS)
 

@@ -160,6 +160,7 @@ def test_nothing_is_noted_where_kernels_do_not_run(made):
         assert REGISTRY.find(h := fp8jax.rms_norm(x, recipe=recipe("lean", spec))).part is None
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_no_array_of_a_trace_outlives_it(made):
     part = recipe("lean")
     x, w = normal(0, 16, 48), normal(1, 48, 32)

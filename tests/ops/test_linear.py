@@ -98,6 +98,7 @@ def test_linears_that_share_an_input_share_its_codes(how):
     jax.jit(jax.grad(lambda x, w: forms[how](x, w).sum(), argnums=(0, 1)))(x, w)
 
 
+@pytest.mark.usefixtures("young_heap")
 def test_shared_codes_never_cross_traces():
     recipe = fp8jax.recipes.te_current()
     x, w, _ = problem()
