@@ -136,7 +136,6 @@ _REMEDIES = (
     ("switched off", "trace it without fp8jax.ops.choice.target(kernels=False)"),
     ("asked for", "leave impl='xla' out"),
     ("XLA_FLAGS=", "set that before JAX starts"),
-    ("shard_map", "map over all mesh axes, or make the others Explicit"),
     ("no kernel for scales", "scales of tensors, rows, groups of 128 or blocks of 128x128 have kernels"),
     ("take FP8 operands", "int8 codes with scales of tensors or rows are multiplied as they are; kernels take FP8"),
     ("jax >= 0.11", "on this GPU codes save memory, no time"),

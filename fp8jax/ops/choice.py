@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import Array, lax
-from jax.sharding import AxisType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,17 +199,6 @@ def local(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: vary_with(function(*args), *args)
 
 
-def unplaced() -> str | None:
-    """Why kernels cannot run here: they are switched off, or only XLA will know how the arrays lie; else None."""
-    if not aimed().kernels:
-        return "kernels are switched off"
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = {kind for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1}
-    if {AxisType.Manual, AxisType.Auto} <= kinds:
-        return "a jax.shard_map over some mesh axes leaves Auto ones to XLA; map over all, or make them Explicit"
-    return None
-
-
 IMPLS = ("auto", "xla", "triton")
 
 
@@ -235,7 +223,7 @@ def triton_or_xla(impl: str, cuda: bool, unfit: Callable[[], str | None], kernel
     check_impl(impl)
     if impl == "xla":
         return Choice("xla", "asked for")
-    reason = (unfit() or unplaced()) if cuda else "it needs a CUDA GPU"
+    reason = unfit() if cuda else "it needs a CUDA GPU"
     if reason is None:
         return Choice("triton", f"{kernel} takes it")
     if impl == "triton":

@@ -21,7 +21,7 @@ from fp8jax.core.recipe import SAME, Context, Linear, Recipe
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
-from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell, unplaced
+from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell
 from fp8jax.ops.saved import from_bytes, to_bytes
 from fp8jax.ops.sharding import merge
 from fp8jax.recipes import resolve
@@ -252,7 +252,7 @@ def operation(
         fields: as of `pallas_kernels.operations_triton.Operation`.
     """
     reason = None if on_cuda() else "it needs a CUDA GPU"
-    reason = reason or missing_triton("remake_triton") or unplaced() or _unfit(x, spec)
+    reason = reason or missing_triton("remake_triton") or _unfit(x, spec)
     if reason is None:
         found = _described(x, spec, dtype, norm, fields)
         reason = found if isinstance(found, str) else None

@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.choice import aimed, capability, missing_triton, named, unplaced
+from fp8jax.ops.choice import aimed, capability, missing_triton, named
 from fp8jax.ops.fallback import Pair
 from fp8jax.ops.partition import Cut, notation, partitioned
 
@@ -36,10 +36,10 @@ def unfit(a: QTensor, b: QTensor) -> str | None:
     if not aimed().kernels:
         return "kernels are switched off"
     if capability() in TRITON:
-        return missing_triton("matmul_int8_triton") or unplaced()
+        return missing_triton("matmul_int8_triton")
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs an Ampere, Ada or Hopper GPU, and on Hopper jax >= 0.11"
-    return unplaced()
+    return None
 
 
 def language() -> Literal["mosaic", "triton"]:

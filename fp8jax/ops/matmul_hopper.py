@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import int8_kernels
-from fp8jax.ops.choice import Choice, aimed, capability, named, unplaced
+from fp8jax.ops.choice import Choice, aimed, capability, named
 from fp8jax.ops.fold import foldable, refold
 from fp8jax.ops.partition import Cut, notation, partitioned
 
@@ -85,12 +85,12 @@ def unsupported(a: QTensor, b: QTensor) -> str | None:
 
 def _unfit(a: QTensor, b: QTensor) -> str | None:
     if not aimed().kernels:
-        return unplaced()
+        return "kernels are switched off"
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs a Hopper GPU and jax >= 0.11"
     if _kernel(a, b) is None:
         return f"no kernel for scales of {a.spec} with {b.spec}"
-    return unplaced()
+    return None
 
 
 def _size(q: QTensor) -> int:

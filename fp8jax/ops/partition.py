@@ -26,6 +26,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import placement
 
 
 class Dimension(NamedTuple):
@@ -146,7 +147,7 @@ class Notation(NamedTuple):
         lengths: dict[str, int],
         specs: Sequence[PartitionSpec],
         mesh: dict[str, int],
-        wanted: Sequence[Any] | None = None,
+        wanted: Any = None,
     ) -> Cut:
         """Which mesh axes cut which dimension of operands that are sharded so. An axis cuts one dimension.
 
@@ -268,7 +269,7 @@ def _on_one_device() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
-    return all(kind == AxisType.Manual for kind in mesh.axis_types)
+    return AxisType.Manual in mesh.axis_types and not mesh.explicit_axes and not placement.auto_axes(mesh)
 
 
 def _match(notation: Any, tree: Any) -> list[Dimensions]:
@@ -319,28 +320,39 @@ def _partitioned(
 
 def _automatic(function: Callable, notation: Notation, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     lengths, count = notation.lengths([x.shape for x in arrays]), len(arrays)
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    whole = jax.make_jaxpr(lambda *own: tuple(function(WHOLE, *own)))(*abstract)
+    whole = jax.make_jaxpr(lambda *own: tuple(function(WHOLE, *own)))(*arrays)
+    around = jax.sharding.get_abstract_mesh()
+    # So that XLA numbers the devices of a group in the mesh's order; see `placement`.
+    first = (np.int8(0),) if AxisType.Manual in around.axis_types else ()
     # What is partitioned takes its constants, such as tables, as operands.
-    parsed = notation._replace(ins=(*notation.ins, *((Dimension(None),) * jnp.ndim(x) for x in whole.consts)))
+    ins = (*notation.ins, *((Dimension(None),) * jnp.ndim(x) for x in whole.consts))
+    parsed = notation._replace(ins=ins, outs=(*((),) * len(first), *notation.outs))
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         """XLA's partitioner calls it once for each call of a compiled program."""
-        if mesh.empty:  # the shardings then are XLA's own, and replicating is always right
-            mesh = jax.sharding.Mesh(np.array(arguments[0].sharding._device_assignment), ("all",))
-        placed = [getattr(x.sharding, "spec", PartitionSpec()) for x in arguments[:count]]
-        wanted = getattr(results[0].sharding, "spec", None) if notation.sums else None
-        cut = notation.assign(lengths, placed, dict(mesh.shape), wanted)
-        ins, outs = (tuple(NamedSharding(mesh, spec) for spec in side) for side in parsed.specs(cut))
-        return mesh, lambda *own: tuple(function(cut, *own[:count])), outs, ins
+        found = placement.Placement.of(mesh, around, arguments[0])
+        placed = [found.spec(x) for x in arguments[:count]]
+        wanted = found.spec(results[-1]) if notation.sums else None
+        cut = notation.assign(lengths, placed, dict(found.group.shape), wanted)
+        ins, outs = (tuple(NamedSharding(found.group, spec) for spec in side) for side in parsed.specs(cut))
+
+        def local(*own: Array) -> tuple[Array, ...]:
+            with placement.manual(found.mesh):
+                return (*first, *function(cut, *own[:count]))
+
+        return found.mesh, local, outs, ins
 
     def rule(mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
-        return parsed.rule(lengths, jax.device_count() if mesh.empty else mesh.size)
+        known = placement.auto_axes(around) if first else dict(mesh.shape)
+        return parsed.rule(lengths, math.prod(known.values()) if known else jax.device_count())
 
-    call = custom_partitioning(lambda *own: tuple(jax.core.eval_jaxpr(whole.jaxpr, own[count:], *own[:count])))
-    call.def_partition(partition, sharding_rule=rule)
+    def run(*own: Array) -> tuple[Array, ...]:
+        return (*first, *jax.core.eval_jaxpr(whole.jaxpr, own[count:], *own[:count]))
+
+    call = custom_partitioning(run)
+    call.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     found: tuple[Array, ...] = call(*arrays, *whole.consts)
-    return found
+    return found[len(first) :]
 
 
 def _explicit(
@@ -352,6 +364,10 @@ def _explicit(
     cut = notation.assign(notation.lengths([x.shape for x in arrays]), [k.spec for k in kinds], sizes, wanted)
     ins, outs = notation.specs(cut)
     moved = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, ins, strict=True)]
+    if placement.auto_axes(mesh):  # XLA may cut each part further.
+        placed = tuple(NamedSharding(mesh, spec) for spec in outs)
+        run = functools.partial(_automatic, function, notation)
+        return jax.sharding.auto_axes(lambda *x: run(x), axes=tuple(sizes), out_sharding=placed)(*moved)
     run = functools.partial(function, cut)
     return jax.shard_map(
         lambda *own: tuple(run(*own)), mesh=mesh, in_specs=ins, out_specs=outs, axis_names=set(sizes), check_vma=False

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -21,6 +22,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 CAPABILITIES = {"t4": 75, "a100": 80, "l4": 89, "h200": 90, "rtx_pro_6000": 120}
 MARK = "found: "
 _ARRAY = re.compile(r"(\w+)\[([\d,]+)\]")
+MESHES = {"sharded": {"fsdp": 2}, "by_hand": {"data": 2, "fsdp": 2}}  # of functions whose programs take several GPUs
 FP8 = "--xla_gpu_enable_triton_gemm=false"
 Programs = dict[str, tuple[Any, ...]]  # by name a function, its arguments' shapes and, if sharded, how these lie
 
@@ -143,6 +145,27 @@ def sharded() -> Programs:
     return {name: (shared(_linear(part)), shapes, (rows, rows, rows)) for name, part in parts.items()}
 
 
+def by_hand() -> Programs:
+    """The same inside a `jax.shard_map` over "data" alone; gradients are summed by JAX where it checks what varies."""
+    import jax
+
+    tokens, rows = jax.P(("data", "fsdp"), None), jax.P("fsdp", None)
+    found: Programs = {}
+    for number, (name, (program, shapes, _)) in enumerate(sharded().items()):
+        check = number % 2 == 0
+
+        def step(x: Any, w: Any, dy: Any, program: Any = program, check: bool = check) -> Any:
+            y, dx, dw = program(x, w, dy)
+            return y, dx, dw if check else jax.lax.psum(dw, "data")
+
+        specs = (jax.P("data"), jax.P(), jax.P("data")), (jax.P("data"), jax.P("data"), jax.P())
+        mapped = jax.shard_map(step, in_specs=specs[0], out_specs=specs[1], axis_names={"data"}, check_vma=check)
+        x, w, dy = shapes
+        x, dy = (jax.ShapeDtypeStruct((2 * part.shape[0], part.shape[1]), part.dtype) for part in (x, dy))
+        found[name] = mapped, (x, w, dy), (tokens, rows, tokens)
+    return found
+
+
 def _gathers(text: str) -> list[tuple[str, list[int]]]:
     """Dtype and shape of what is gathered; of several arrays at once the whole ones, which come last."""
     found = []
@@ -174,9 +197,10 @@ def main() -> None:
     function, *kinds = sys.argv[1:]
     for kind in kinds:
         config = (HERE / f"{kind}.txtpb").read_text()
-        gpus = 2 if function == "sharded" else 1
+        sizes = MESHES.get(function, {"fsdp": 1})
+        gpus = math.prod(sizes.values())
         topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{gpus}")
-        mesh = jax.sharding.Mesh(np.array(topology.devices), ("fsdp",))
+        mesh = jax.sharding.Mesh(np.array(topology.devices).reshape(*sizes.values()), tuple(sizes))
         found[kind] = {}
         # With a first program XLA reads its flags.
         one = jax.ShapeDtypeStruct((), float, sharding=jax.sharding.NamedSharding(mesh, jax.P()))

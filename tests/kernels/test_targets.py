@@ -65,11 +65,16 @@ def test_an_fp8_path_that_is_broken_is_reported(few: dict[str, Any]) -> None:
     assert all("kernels are switched off" in line for line in few["a100"]["te_current"]["warnings"])
 
 
-def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_their_gradients() -> None:
-    found = targets.report("sharded", ["h200"], targets.FP8)["h200"]
+@pytest.mark.parametrize("function", ["sharded", "by_hand"])
+def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_their_gradients(function: str) -> None:
+    found = targets.report(function, ["h200"], targets.FP8)["h200"]
+    own = [("all-reduce", "f32", 4 * 512 * 256 // 2)] if function == "by_hand" else []  # the program's over "data"
     for name, program in found.items():
         sums = [tuple(c[:3]) for c in program["sums"] if c[2] > 4096]
-        assert sums == [("reduce-scatter", "bf16", 2 * 512 * 256)], name
+        assert sums == [("reduce-scatter", "bf16", 2 * 512 * 256), *own], name
+        kernels = {product[0] for product in program["products"]}
+        assert "triton_kernel_call_ffi" in kernels, name
+        assert any("mosaic" in kernel or "matmul$f8" in kernel for kernel in kernels), name
         assert not program["warnings"], name
         gathered = [(dtype, shape) for dtype, shape in program["gathers"] if 512 in shape and 256 in shape]
         assert gathered, (name, program["gathers"])

@@ -1,0 +1,185 @@
+"""Kernels inside a `jax.shard_map` over some mesh axes, and on meshes with axes of both kinds: XLA places the rest."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P, lax
+from jax.sharding import AxisType, NamedSharding
+
+import fp8jax
+from fp8jax.core import scaling
+from fp8jax.ops import choice, placement
+from fp8jax.ops import quantize as ops
+from fp8jax.ops.partition import partitioned
+from tests.distance import relative
+from tests.ops.test_partition import draw, same, stand_ins, statistics
+
+__all__ = ["stand_ins"]
+NAMES = ("data", "fsdp", "tensor")
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+# With mixed kinds some versions of JAX gather what enters a `jax.shard_map` over other axes.
+KINDS = {"auto": (AUTO,) * 3, "explicit": (EXPLICIT,) * 3, "mixed": (AUTO, EXPLICIT, AUTO)}
+LAYOUTS = [("tensor", "fsdp"), ("fsdp", "tensor"), (("tensor", "fsdp"),), (None, ("fsdp", "tensor")), (None, "tensor")]
+checks = pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+
+
+def mesh_of(kinds, order=NAMES):
+    kind = dict(zip(NAMES, kinds, strict=True))
+    return jax.make_mesh((2, 2, 2), order, axis_types=tuple(kind[name] for name in order))
+
+
+def by_hand(function, check=True):
+    """What each place of "data" makes of its own part, stacked."""
+
+    def inside(*parts):
+        return jax.tree.map(lambda y: y[None], function(*(x[0] for x in parts)))
+
+    return jax.shard_map(inside, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=check)
+
+
+def collectives(text):
+    return re.findall(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text)
+
+
+def expected(x):
+    blocks = x.reshape(x.shape[0], -1, 4).max(-1)
+    return x.T, x.max(), x.astype(np.int32).sum(0), blocks, np.arange(x.shape[0])
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("order", [*itertools.permutations(NAMES)], ids="-".join)
+def test_parts_are_put_together_whatever_the_order_of_axes(kinds, order):
+    x = np.round(100 * np.asarray(draw(0, 2, 16, 32)))
+    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    with jax.set_mesh(mesh_of(kinds, order)):
+        for layout in LAYOUTS:
+            program = jax.jit(by_hand(statistics)).lower(jax.device_put(x, P("data", *layout))).compile()
+            same(program(jax.device_put(x, P("data", *layout))), wanted)
+            if kinds != KINDS["mixed"]:
+                assert set(collectives(program.as_text())) == {"all-reduce"}, layout
+
+
+WITHIN = {
+    "scan": lambda f: lambda x: jax.tree.map(lambda y: y[0], lax.scan(lambda c, x: (c, f(x)), 0, x[None])[1]),
+    "vmap": lambda f: lambda x: jax.tree.map(lambda y: y[0], jax.vmap(f)(x[None])),
+    "checkpoint": jax.checkpoint,
+    "jit": jax.jit,
+}
+
+
+@checks
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
+def test_within_other_transformations(kinds, within, check):
+    x = np.round(100 * np.asarray(draw(0, 2, 16, 32)))
+    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    with jax.set_mesh(mesh_of(kinds)):
+        placed = jax.device_put(x, P("data", "tensor", "fsdp"))
+        program = jax.jit(by_hand(within(statistics), check)).lower(placed).compile()
+    same(program(placed), wanted)
+    if kinds != KINDS["mixed"]:
+        assert set(collectives(program.as_text())) == {"all-reduce"}
+
+
+def test_each_device_keeps_its_part_of_a_sum():
+    def product(a, b):
+        def local(cut, a, b):
+            return cut.total(lax.dot_general(a, b, (((1,), (1,)), ((), ()))), "k", "m n")
+
+        y = partitioned("product", None, local, (a, b), ("m k", "n k"), "m n", sums="k")
+        return lax.with_sharding_constraint(y, P(None, "fsdp"))
+
+    a, b = (np.round(8 * np.asarray(draw(i, 2, 16, 64))) for i in range(2))
+    with jax.set_mesh(mesh_of(KINDS["auto"])):
+        placed = [jax.device_put(x, P("data", None, ("tensor", "fsdp"))) for x in (a, b)]
+        program = jax.jit(by_hand(product)).lower(*placed).compile()
+    same(program(*placed), a @ b.swapaxes(1, 2))
+    assert sorted(collectives(program.as_text())) == ["all-reduce", "reduce-scatter"]
+
+
+@pytest.mark.parametrize("kinds", [(AUTO, EXPLICIT), (EXPLICIT, AUTO)], ids=["auto-explicit", "explicit-auto"])
+@pytest.mark.parametrize("layout", [("rows", "columns"), ("columns", "rows"), (("columns", "rows"),), (None, "rows")])
+def test_axes_of_both_kinds(kinds, layout):
+    x = np.round(100 * np.asarray(draw(0, 16, 32)))
+    mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=kinds)
+    found = jax.jit(statistics)(jax.device_put(x, NamedSharding(mesh, P(*layout))))
+    same(found, expected(x))
+    assert not found[0].sharding.is_fully_replicated
+
+
+def test_axes_of_one_device_leave_arrays_a_devices_own():
+    x = np.round(100 * np.asarray(draw(0, 8, 16, 32)))
+    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    with jax.set_mesh(jax.make_mesh((8, 1), ("data", "fsdp"), axis_types=(AUTO,) * 2)):
+        same(jax.jit(by_hand(statistics))(jax.device_put(x, P("data"))), wanted)
+
+
+def test_parts_of_an_axis_are_no_mesh_axes():
+    """Devices 0 and 2 of an axis of four, or its devices in another order: such arrays are gathered."""
+    orders = placement._orders((("x", 4), ("y", 2)))
+    assert orders[0, 2, 4, 6] == ("x",)
+    assert orders[0, 1] == ("y",)
+    assert orders[0, 1, 2, 3, 4, 5, 6, 7] == ("x", "y")
+    assert orders[0, 2, 4, 6, 1, 3, 5, 7] == ("y", "x")
+    assert (0, 4) not in orders
+    assert (0, 4, 2, 6) not in orders
+
+
+@checks
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("rows", ["e4m3", "e4m3:token", "e4m3:group16", "e4m3:block16"])
+def test_codes_and_scales_are_those_of_one_device(stand_ins, kinds, rows, check):
+    x = draw(0, 2, 64, 32)
+    how = ops._parse(rows, None if rows == "e4m3:group16" else rows if rows == "e4m3:token" else "same")
+    current = scaling.find("current")
+    run = choice.local(lambda x: ops._kernel(how, current, x, None, None))
+    wanted = [ops._reference(how, current, part, None, None) for part in x]
+    with jax.set_mesh(mesh_of(kinds)):
+        found = jax.jit(by_hand(run, check))(jax.device_put(x, P("data", "tensor", "fsdp")))
+    same(jax.tree.leaves(found), [np.stack(leaves) for leaves in zip(*map(jax.tree.leaves, wanted), strict=True)])
+
+
+@checks
+@pytest.mark.parametrize("kinds", [KINDS["auto"], KINDS["explicit"]], ids=["auto", "explicit"])
+def test_gradients_reduced_by_hand(stand_ins, monkeypatch, kinds, check):
+    """A linear whose tokens are cut over all axes and whose weight over the one that is not mapped over."""
+    calls = []
+
+    def kernels(*args, cuda, default):
+        if getattr(cuda, "func", None) is not ops._kernel:
+            return choice.local(default)(*args)
+        calls.append(cuda)
+        return choice.local(cuda)(*args)
+
+    monkeypatch.setattr(choice, "by_platform", kernels)
+    x, w, dy = draw(0, 64, 32), draw(1, 32, 48), draw(2, 64, 48)
+    recipe = fp8jax.recipes.te_current()
+
+    def step(w, x, dy):
+        with choice.target(capability=90):
+            return jax.vjp(lambda w, x: fp8jax.linear(x, w, recipe=recipe), w, x)[1](dy)
+
+    def inside(w, x, dy):
+        # Where JAX checks what varies it sums the gradients of what does not.
+        dw, dx = step(w, x, dy)
+        return dw if check else lax.psum(dw, "data"), dx
+
+    own = [step(w, x[i:][:32], dy[i:][:32]) for i in (0, 32)]
+    calls.clear()
+    mapped = jax.shard_map(
+        inside,
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=(P(), P("data")),
+        axis_names={"data"},
+        check_vma=check,
+    )
+    with jax.set_mesh(mesh_of(kinds)):
+        specs = P("fsdp", "tensor"), P(("data", "fsdp")), P(("data", "fsdp"), "tensor")
+        dw, dx = jax.jit(mapped)(*map(jax.device_put, (w, x, dy), specs))
+    assert calls
+    assert relative(dw, own[0][0] + own[1][0]) < 1e-6
+    assert relative(dx, jnp.concatenate([own[0][1], own[1][1]])) < 1e-6
