@@ -204,11 +204,16 @@ def unplaced() -> str | None:
     """Why kernels cannot run here: they are switched off, or only XLA will know how the arrays lie; else None."""
     if not aimed().kernels:
         return "kernels are switched off"
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = {kind for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1}
-    if {AxisType.Manual, AxisType.Auto} <= kinds:
+    if partly_manual():
         return "a jax.shard_map over some mesh axes leaves Auto ones to XLA; map over all, or make them Explicit"
     return None
+
+
+def partly_manual() -> bool:
+    """Whether a `jax.shard_map` leaves mesh axes to XLA, of which no one knows here how they cut arrays."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = {kind for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1}
+    return {AxisType.Manual, AxisType.Auto} <= kinds
 
 
 IMPLS = ("auto", "xla", "triton")
