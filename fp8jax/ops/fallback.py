@@ -165,19 +165,19 @@ def _choose(x: Array, spec: QuantSpec, criterion: str, impl: str, cuda: bool) ->
 def _reference(
     spec: QuantSpec, criterion: str, x: Array, threshold: Array, key: Array | None
 ) -> tuple[Pair, QTensor | None]:
-    def make(x: Array, threshold: Array, *key: Array) -> tuple[Array, ...]:
+    def make(x: Array, threshold: Array, *words: Array) -> tuple[Array, ...]:
         base = quantize_with_scale(x, spec, None)
         found = pair(x, base, measured(x, base, criterion) > threshold)
-        drawn = [quantize_with_scale(x, stochastic(spec), None, key=k) for k in key]
+        drawn = [quantize_with_scale(x, stochastic(spec), None, words=w) for w in words]
         return tuple(jax.tree.leaves((found, drawn)))
 
-    keys = () if key is None else (key,)
+    words = () if key is None else (jax.random.bits(key, (2,), jnp.uint32),)
     count = blocks.counts(x.shape, spec.block_shape(x.shape))
-    like = [*[x.shape, count] * 2, count, *[x.shape, count] * len(keys)]
-    found = blocks.on_logical_array(make, x, threshold, *keys, like=like)
+    like = [*[x.shape, count] * 2, count, *[x.shape, count] * len(words)]
+    found = blocks.on_logical_array(make, x, threshold, *words, like=like)
     base, residual, *drawn = (
         QTensor(codes, scale, None, None, stochastic(spec) if i > 1 else spec)
-        for i, (codes, scale) in enumerate([found[:2], found[2:4], *([found[5:]] if keys else [])])
+        for i, (codes, scale) in enumerate([found[:2], found[2:4], *([found[5:]] if words else [])])
     )
     return Pair(base, residual, found[4]), drawn[0] if drawn else None
 

@@ -2,9 +2,10 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -15,6 +16,7 @@ from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops import matmul_hopper, sharding
 from fp8jax.ops.choice import Choice, by_platform, capability, check_impl, local, named, on_cuda, tell
 from fp8jax.ops.matmul_hopper import row_scales
+from fp8jax.ops.matmul_shared import coded, shared
 from fp8jax.ops.quantize import transpose as transpose
 
 Operand = QTensor | Array
@@ -77,24 +79,27 @@ def matmul(
     choice, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
     tell("matmul", choice)
     spec = spec or sharding.product_sharding(a, b, _K_MAJOR)
-    plain = functools.partial(_reference, fast, dtype)
-    if how is None and on_cuda() and _widened(a, b):
-        bf16 = capability() >= _BF16_CAPABILITY
-        decoded = functools.partial(_decoded, dtype, turned=turned) if bf16 else functools.partial(_halved, dtype)
-        plain = functools.partial(by_platform, cuda=decoded, default=plain)
+    plain = functools.partial(_reference, fast)
+    kernel: Callable[..., Array] | None = None
+    if how is not None:
+        kernel = functools.partial(matmul_hopper.run, how, exact, fast)
+    elif on_cuda() and _widened(a, b):
+        kernel = functools.partial(shared, in_16_bits(turned), (capability() >= _BF16_CAPABILITY, turned))
+    elif on_cuda() and coded(a, b):
+        kernel = functools.partial(shared, plain, fast)
 
     def reference(a: Operand, b: Operand) -> Array:
-        return sharding.multiply(plain, a, b, spec)
+        return sharding.multiply(functools.partial(plain, dtype), a, b, spec)
 
-    def kernel(a: QTensor, b: QTensor) -> Array:
-        assert how is not None
-        product = matmul_hopper.run(how, exact, fast, dtype, a, b, spec)
-        return product if spec is None else sharding.place(product, spec, a.codes, b.codes)
+    def placed(a: Operand, b: Operand) -> Array:
+        assert kernel is not None
+        product = kernel(dtype, a, b, spec)
+        return product if spec is None else sharding.place(product, spec, *jax.tree.leaves((a, b)))
 
     with named(a, b):
-        if how is None:
+        if kernel is None:
             return reference(a, b)
-        return local(kernel)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=kernel, default=reference)
+        return local(placed)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=placed, default=reference)
 
 
 def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, platform: str | None = None) -> Choice:
@@ -151,13 +156,18 @@ def _widened(a: Operand, b: Operand) -> bool:
     return not integers or any(_split(q) for q in (a, b))
 
 
-def _decoded(dtype: DTypeLike, a: Operand, b: Operand, turned: bool = False) -> Array:
+def in_16_bits(turned: bool = False) -> Callable[..., Array]:
+    """The product of codes that are decoded on a GPU, a function of the result's dtype and two operands."""
+    return functools.partial(_decoded, turned=turned) if capability() >= _BF16_CAPABILITY else _halved
+
+
+def _decoded(dtype: DTypeLike, a: Any, b: Any, turned: bool = False) -> Array:
     """One product of what the codes stand for, rounded to bf16, with fp32 sums."""
     if 0 in (*a.shape, *b.shape):
         return jnp.zeros((a.shape[0], b.shape[0]), dtype)
 
-    def decode(x: Operand) -> Array:
-        return x.dequantize(jnp.bfloat16) if isinstance(x, QTensor) else x.astype(jnp.bfloat16)
+    def decode(x: Any) -> Array:
+        return x.astype(jnp.bfloat16) if isinstance(x, Array) else x.dequantize(jnp.bfloat16)
 
     if turned and isinstance(b, QTensor) and b.spec.granularity in TRANSPOSABLE:
         # XLA takes these transpositions away and finds the codes decoded already.
@@ -165,7 +175,7 @@ def _decoded(dtype: DTypeLike, a: Operand, b: Operand, turned: bool = False) -> 
     return _plain(decode(a), decode(b), dtype)
 
 
-def _halved(dtype: DTypeLike, a: Operand, b: Operand) -> Array:
+def _halved(dtype: DTypeLike, a: Any, b: Any) -> Array:
     """One product of what the codes stand for, rounded to fp16 in units of each row, with fp32 sums."""
     if 0 in (*a.shape, *b.shape):
         return jnp.zeros((a.shape[0], b.shape[0]), dtype)
@@ -173,7 +183,7 @@ def _halved(dtype: DTypeLike, a: Operand, b: Operand) -> Array:
     return (_plain(left, right, jnp.float32) * rows * columns.T).astype(dtype)
 
 
-def _half(x: Operand) -> tuple[Array, Array]:
+def _half(x: Any) -> tuple[Array, Array]:
     """A matrix in fp16, which holds 8-bit codes exactly, and the unit of each row or of all, fp32 (rows or 1, 1).
 
     Under scales that change along a row its unit is the largest: smaller values keep 2^-24 of that or their own 11
@@ -187,9 +197,9 @@ def _half(x: Operand) -> tuple[Array, Array]:
         unit = jnp.max(scales, axis=1, keepdims=True)
         relative = blocks.spread(scales / unit, x.shape, (1, size))
         return (x.codes.astype(jnp.float32) * relative).astype(jnp.float16), unit
-    if not isinstance(x, QTensor) and x.dtype == jnp.float16:
+    if isinstance(x, Array) and x.dtype == jnp.float16:
         return x, jnp.ones((1, 1), jnp.float32)
-    wide = x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
+    wide = x.astype(jnp.float32) if isinstance(x, Array) else x.dequantize()
     largest = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
     unit = jnp.where(largest > 0, largest, 1)
     return (wide / unit).astype(jnp.float16), unit

@@ -9,8 +9,9 @@ from jax.typing import DTypeLike
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import int8_kernels, sharding
 from fp8jax.ops import matmul as op
-from fp8jax.ops.choice import Choice, check_impl, named, on_cuda, run, tell
+from fp8jax.ops.choice import Choice, capability, check_impl, named, on_cuda, run, tell
 from fp8jax.ops.fallback import Pair
+from fp8jax.ops.matmul_shared import shared
 
 _K_MAJOR = (((1,), (1,)), ((), ()))
 
@@ -42,7 +43,7 @@ def matmul_pair(
     spec = spec or sharding.product_sharding(a.base, b, _K_MAJOR)
     reference = functools.partial(_reference, dtype, spec)
     if choice.impl == "xla" and on_cuda() and impl != "xla":
-        reference = functools.partial(_decoded, dtype, spec)
+        reference = functools.partial(shared, op.in_16_bits(), capability(), dtype, spec=spec)
 
     def kernel(a: Pair, b: QTensor) -> Array:
         product = int8_kernels.run(dtype, a, b, spec)
@@ -70,7 +71,3 @@ def _choose(a: QTensor, b: QTensor, impl: str, cuda: bool) -> Choice:
 def _reference(dtype: DTypeLike, spec: tuple | None, a: Pair, b: QTensor) -> Array:
     product = functools.partial(op.matmul, impl="xla", spec=spec)
     return (product(a.base, b) + product(a.only_used(), b)).astype(dtype)
-
-
-def _decoded(dtype: DTypeLike, spec: tuple | None, a: Pair, b: QTensor) -> Array:
-    return op.matmul(a.dequantize(jnp.bfloat16), b.dequantize(jnp.bfloat16), dtype=dtype, spec=spec)

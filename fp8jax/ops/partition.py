@@ -207,6 +207,7 @@ def partitioned(
     units: Mapping[str, int] | None = None,
     sums: str | None = None,
     wanted: Sequence[Any] | None = None,
+    kernel: bool = True,
 ) -> Any:
     """Runs a function of a device's own arrays on arrays that may be sharded, under `jit` as well as `jax.vmap`.
 
@@ -224,10 +225,13 @@ def partitioned(
         units: what the parts of a dimension are multiples of, beside its blocks.
         sums: the dimension that the only result is summed over; `function` then gives that to `cut.total`.
         wanted: how the only result is to lie on Explicit mesh axes; on Auto ones XLA's partitioner says.
+        kernel: False if `function` is of JAX's operations alone, which `jax.vmap` may map; kernels run one by one.
 
     Returns:
         What `function` returns for whole arrays.
     """
+    if _on_one_device() and not kernel:
+        return function(WHOLE, *operands)
     if _on_one_device():
         return jax.custom_batching.sequential_vmap(functools.partial(function, WHOLE))(*operands)
     leaves, structure = jax.tree.flatten(tuple(operands))
@@ -240,7 +244,7 @@ def partitioned(
     sides = tuple(_match(ins, tuple(operands))), tuple(_match(outs, results))
     notation = Notation(*sides, tuple((units or {}).items()), sums)
     told = hashlib.sha256(repr((static, notation, _sources())).encode()).hexdigest()[:16]
-    call = _partitioned(f"{name}_{told}", lambda cut, *x: jax.tree.leaves(own(cut, *x)), notation, 0, wanted)
+    call = _partitioned(f"{name}_{told}", lambda cut, *x: jax.tree.leaves(own(cut, *x)), notation, 0, wanted, kernel)
     return jax.tree.unflatten(jax.tree.structure(results), call(*leaves))
 
 
@@ -288,6 +292,7 @@ def _partitioned(
     notation: Notation,
     depth: int,
     wanted: Sequence[Any] | None,
+    kernel: bool,
 ) -> Callable:
     def call(*arrays: Array) -> tuple[Array, ...]:
         if any(jax.typeof(x).sharding.mesh.explicit_axes for x in arrays):
@@ -304,6 +309,10 @@ def _partitioned(
     @mapped.def_vmap
     def rule(size: int, batched: Sequence[bool], *arrays: Array) -> Any:
         def each(cut: Cut, *own: Array) -> Sequence[Array]:
+            if not kernel:
+                axes = [0 if b else None for b in batched]
+                return jax.vmap(functools.partial(function, cut), axes)(*own)  # type: ignore[no-any-return]
+
             def one(rows: tuple[Array, ...]) -> tuple[Array, ...]:
                 rest = iter(rows)
                 return tuple(function(cut, *(next(rest) if b else x for x, b in zip(own, batched, strict=True))))
@@ -312,7 +321,8 @@ def _partitioned(
 
         which = "".join(str(int(b)) for b in batched)
         wider = notation.batched(f"batch{depth}", batched)
-        results = _partitioned(f"{name}_{which}", each, wider, depth + 1, wanted and (None, *wanted))(*arrays)
+        spec = wanted and (None, *wanted)
+        results = _partitioned(f"{name}_{which}", each, wider, depth + 1, spec, kernel)(*arrays)
         return results, (True,) * len(results)
 
     return mapped

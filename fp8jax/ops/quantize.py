@@ -33,8 +33,8 @@ def quantize(
 ) -> Pair:
     """Codes of a matrix and of its transposed copy.
 
-    The codes are those of `fp8jax.quantize`, but stochastic rounding draws other noise in the kernel than in XLA; both
-    are unbiased, and each repeats exactly.
+    The codes are those of `fp8jax.quantize`, but stochastic rounding draws other noise, in the kernel as well as in XLA
+    (`fp8jax.core.noise`); both are unbiased, and each repeats exactly.
 
     Args:
         x: (M, N), floating.
@@ -182,21 +182,31 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
 
 def _reference(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
     keys = (key, None) if key is None or how.columns is None or how.same else jax.random.split(key)
+    # Two words for all elements: XLA would compute each one's bits by `jax.random` anew in every pass that reads them.
+    words = [key if key is None else jax.random.bits(key, (2,), jnp.uint32) for key in keys]
 
-    def one(y: Array, spec: QuantSpec | None, key: Array | None) -> QTensor | None:
+    def one(y: Array, spec: QuantSpec | None, words: Array | None) -> QTensor | None:
         if spec is None:
             return None
         s = scale if spec.granularity in ("tensor", "token") else None
         if s is None and spec.granularity == "tensor" and not strategy.own:
             find = functools.partial(strategy.scale, fmt=formats.get(spec.format))
             (s,) = blocks.on_logical_array(lambda y: (find((), y),), y, like=[()])
-        return quantize_with_scale(y, spec, s, key=key if spec.rounding == "stochastic" else None)
+        return quantize_with_scale(y, spec, s, words=words if spec.rounding == "stochastic" else None)
 
-    rows = one(x, how.rows, keys[0])
+    def turned(spec: QuantSpec, words: Array | None) -> QTensor | None:
+        if spec.granularity not in TRANSPOSABLE or spec.axis not in (-1, 1) or spec.packed:
+            return one(x.T, spec, words)
+        # XLA would transpose the matrix for the maxima of its blocks.
+        found = one(x, spec, words)
+        assert found is not None
+        return transpose(found, impl="xla")
+
+    rows = one(x, how.rows, words[0])
     if how.same:
         assert rows is not None
         return rows, transpose(rows, impl="xla")
-    return rows, None if how.columns is None else one(x.T, how.turned, keys[1])
+    return rows, None if how.turned is None else turned(how.turned, words[1])
 
 
 def _kernel(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:

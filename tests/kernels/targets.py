@@ -23,6 +23,7 @@ CAPABILITIES = {"t4": 75, "a100": 80, "l4": 89, "h200": 90, "rtx_pro_6000": 120}
 MARK = "found: "
 _ARRAY = re.compile(r"(\w+)\[([\d,]+)\]")
 MESHES = {"sharded": {"fsdp": 2}, "by_hand": {"data": 2, "fsdp": 2}}  # of functions whose programs take several GPUs
+WITHOUT = " without kernels"
 FP8 = "--xla_gpu_enable_triton_gemm=false"
 Programs = dict[str, tuple[Any, ...]]  # by name a function, its arguments' shapes and, if sharded, how these lie
 
@@ -120,7 +121,7 @@ def decoded() -> Programs:
 
 
 def sharded() -> Programs:
-    """A linear whose weight, its gradient and the input two GPUs share (FSDP), for each kernel of products.
+    """A linear whose weight, its gradient and the input two GPUs share (FSDP), by each kernel of products and none.
 
     The weight is in fp32, as layers keep it.
     """
@@ -142,7 +143,9 @@ def sharded() -> Programs:
         return run
 
     parts = {name: fp8jax.recipes.get(name).linear for name in ("te_current", "deepseek", "fast", "int8_block")}
-    return {name: (shared(_linear(part)), shapes, (rows, rows, rows)) for name, part in parts.items()}
+    found = {name: (shared(_linear(part)), shapes, (rows, rows, rows)) for name, part in parts.items()}
+    plain = {f"{name}{WITHOUT}": (_plain(program), *rest) for name, (program, *rest) in found.items()}
+    return found | plain
 
 
 def by_hand() -> Programs:

@@ -72,10 +72,11 @@ def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_t
     for name, program in found.items():
         sums = [tuple(c[:3]) for c in program["sums"] if c[2] > 4096]
         assert sums == [("reduce-scatter", "bf16", 2 * 512 * 256), *own], name
-        kernels = {product[0] for product in program["products"]}
-        assert "triton_kernel_call_ffi" in kernels, name
-        assert any("mosaic" in kernel or "matmul$f8" in kernel for kernel in kernels), name
-        assert not program["warnings"], name
+        if not name.endswith(targets.WITHOUT):
+            kernels = {product[0] for product in program["products"]}
+            assert "triton_kernel_call_ffi" in kernels, name
+            assert any("mosaic" in kernel or "matmul$f8" in kernel for kernel in kernels), name
+            assert not program["warnings"], name
         gathered = [(dtype, shape) for dtype, shape in program["gathers"] if 512 in shape and 256 in shape]
         assert gathered, (name, program["gathers"])
         assert all(dtype in ("u8", "s8", "f8e4m3fn") for dtype, _ in gathered), (name, gathered)

@@ -1,6 +1,8 @@
 """Kernels' calls on sharded arrays give what one device gives; references stand in for the kernels."""
 
 import contextlib
+import functools
+import re
 import types
 
 import jax
@@ -14,8 +16,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fp8jax.core import scaling
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fused_reference, partition
+from fp8jax.ops import fallback, fused_reference, partition
 from fp8jax.ops import quantize as ops
+from fp8jax.ops.matmul import in_16_bits
+from fp8jax.ops.matmul_shared import shared
 from fp8jax.ops.partition import Cut, notation, partitioned
 
 LAYOUTS = [("rows", "columns"), ("rows",), (None, "rows"), (("rows", "columns"),), ()]
@@ -306,6 +310,25 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
             assert close.mean() > 0.999, (layout, a.shape)
         for a, b in zip(totals, sums, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_products_without_kernels_are_mapped_in_one_and_gather_codes(paired):
+    """Blocks in a batch; rows of both sides are cut by one mesh axis."""
+    mesh, spec = mesh_of(AxisType.Auto), QuantSpec.parse("int8:block16")
+    a, b = (quantize_with_scale(draw(i, 64, 128), spec, None) for i in range(2))
+    b = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), b)
+    if paired:
+        a = fallback.pair(draw(0, 64, 128), a, draw(2, *a.scale.shape) > 0)
+    product = functools.partial(shared, in_16_bits(), None, jnp.float32, spec=None)
+    run = jax.jit(jax.vmap(product, (None, 0)))
+    wanted = run(a, b)
+    placed = jax.tree.map(lambda x: place(mesh, x, "rows"), a), jax.tree.map(lambda x: place(mesh, x, None, "rows"), b)
+    program = run.lower(*placed).compile()
+    np.testing.assert_allclose(program(*placed), wanted, rtol=1e-5, atol=1e-4)
+    text = program.as_text()
+    assert " while(" not in text
+    assert set(re.findall(r"= (\w+)\[(?:\d+,)*\d+,128\].* all-gather\(", text)) == {"s8"}
 
 
 @both

@@ -1,6 +1,7 @@
 """Quantization of a matrix and its transposed copy: what is chosen, what is refused."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +57,22 @@ def test_stochastic_rounding_needs_a_key_and_repeats():
         op.quantize(x, "e4m3", key=jax.random.key(0))
     first, second = op.quantize(x, "e4m3+stochastic", "e4m3+stochastic", key=jax.random.key(0))
     assert np.mean(np.asarray(second.codes) != np.asarray(first.codes).T) > 0.1
-    once = op.quantize(x, "e4m3+stochastic", "same", key=jax.random.key(0))[0]
-    equal(once, fp8jax.quantize(x, "e4m3+stochastic", key=jax.random.key(0)))
+    again = op.quantize(x, "e4m3+stochastic", "e4m3+stochastic", key=jax.random.key(0))
+    equal(again[0], first)
+    equal(again[1], second)
+    y = jnp.full((200, 300), 10.3).at[0, 0].set(127)  # between codes 10 and 11
+    for i, codes in enumerate(op.quantize(y, "int8+stochastic", "same", key=jax.random.key(1))):
+        assert set(np.unique(codes.codes)) == {10, 11, 127}, i
+        assert abs(np.mean(np.asarray(codes.codes) == 11) - 0.3) < 5 * (0.21 / 60_000) ** 0.5
+
+
+def test_xla_draws_two_words_for_a_matrix_and_transposes_none_for_its_blocks():
+    """Bits of `jax.random` would take longer than the product, and fp32 is four times what codes are."""
+    x = jnp.ones((64, 96))
+    run = lambda key: op.quantize(x, None, "int8:block32+stochastic", key=key, impl="xla")  # noqa: E731
+    text = str(jax.make_jaxpr(run)(jax.random.key(0)))
+    assert set(re.findall(r"random_bits\[.*?shape=\((.*?)\)", text)) == {"2,"}
+    assert set(re.findall(r":(\w+)\[96,64\]", text)) == {"i8"}
 
 
 def test_what_does_not_suit_is_refused():
