@@ -316,6 +316,14 @@ def _shapes(how: Coding | None, shape: tuple[int, int], kept: bool = True) -> li
     ]
 
 
+def codes_of(shape: tuple[int, int], kept: Coding | None) -> list[jax.ShapeDtypeStruct]:
+    """Codes of an array that is kept, and their scales; one element each where none are."""
+    if kept is None:
+        return [jax.ShapeDtypeStruct((1, 1), jnp.uint8), jax.ShapeDtypeStruct((1, 1), jnp.float32)]
+    scales = jax.ShapeDtypeStruct((shape[0], shape[1] // kept.size), kept.scale_dtype)
+    return [jax.ShapeDtypeStruct(shape, jnp.uint8), scales]
+
+
 def _quantized(how: Coding | None, parts: Any) -> Quantized | None:
     if how is None:
         return None

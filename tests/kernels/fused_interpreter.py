@@ -32,6 +32,11 @@ def recipe(mode: str, spec: str = "e4m3:group16", **linear: Any) -> fp8jax.Recip
     return dataclasses.replace(fp8jax.recipes.coat(), context=context, linear=part)
 
 
+def as_it_is(**linear: Any) -> fp8jax.Recipe:
+    """A recipe whose norms and activations keep their inputs."""
+    return dataclasses.replace(recipe("lean", **linear), context=fp8jax.recipes.Context())
+
+
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
@@ -93,6 +98,11 @@ CASES = {
     # The sample is of two runs of rows. The last is not in it, and so large that its largest magnitude gives the scale.
     "silu, bound, mended": _ACTIVATION("silu", True, recipe("bound"), jnp.float32, (545,), 100.0),
     "silu bf16": _ACTIVATION("silu", True, recipe("lean"), jnp.bfloat16, (ROWS,)),
+    "rms 1 as it is": _NORM("rms", 1, as_it_is(), jnp.bfloat16, (ROWS,)),
+    "layer 2 as it is": _NORM("layer", 2, as_it_is(**MICRO), jnp.bfloat16, (3, 11)),
+    "silu True as it is": _ACTIVATION("silu", True, as_it_is(), jnp.float32, (ROWS,)),
+    "silu, rows, as it is": _ACTIVATION("silu", True, as_it_is(**MICRO), jnp.float32, (2, 18)),
+    "gelu False rows, as it is": _ACTIVATION("gelu", False, as_it_is(**MICRO), jnp.float32, (ROWS,)),
     "silu, three axes": _ACTIVATION("silu", True, recipe("lean"), jnp.float32, (2, 18)),
 }
 
@@ -120,8 +130,12 @@ def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str)
     return share, most
 
 
-def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, float]:
-    """A case with its kernels and without, as a line of JSON says it; `whole`, in one program, rounded as written."""
+def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tuple[int, float, int, float]:
+    """A case with its kernels and without, as a line of JSON says it; `whole`, in one program, rounded as written.
+
+    Without them it keeps codes of what operations return that keep their inputs as they are; `again`, it does not, and
+    the kernels' references take their places.
+    """
     codes, on_cuda, whole_pair = fused.codes, fused.on_cuda, quantize.quantize
     seen: list[tuple[Any, Any]] = []
     made: list[Any] = []
@@ -150,9 +164,14 @@ def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, fl
     for name, make in by_rows.items():
         setattr(fused_rows, name, counted(make))
 
+    by_platform = jax.lax.platform_dependent
+
     def both(*args: Any) -> Any:
-        fused.on_cuda = lambda: False
+        fused.on_cuda = lambda: again
+        jax.lax.platform_dependent = lambda *args, cuda, default: default(*args)
         want = run(f, args)
+        seen.clear()
+        jax.lax.platform_dependent = by_platform
         fused.on_cuda = lambda: True
         return run(f, args), want, seen
 
@@ -177,7 +196,7 @@ def main() -> None:
     found = {}
     for case, make in CASES.items():
         norm_triton.SUMS = 8 if case.startswith("rms") else 11  # four rows a sum, two at a time; or three
-        found[case] = compare(*make())
+        found[case] = compare(*make(), again="as it is" in case)
     print(json.dumps(found))
 
 
