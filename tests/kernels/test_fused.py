@@ -26,6 +26,8 @@ REGISTERS = {
     "silu again, peaks": 80, "silu again, cotangents": 80,
     "kept of silu, codes": 64, "rms norm, codes": 64, "mended": 64,
     "kept of silu, rows": 80, "rms norm, rows": 96, "silu again, peaks of rows": 128, "cotangents of rows": 80,
+    "rms norm, rows alone": 96, "silu, rows alone": 80, "exact, peaks of rows": 128, "exact, cotangents of rows": 80,
+    "exact, peaks": 80, "exact norm, columns": 64, "rms norm, backward, exact": 128,
     "norm again": 64, "rms norm": 64, "rms norm, backward": 128, "rms norm, backward, residual": 128,
     "layer norm of 8192, backward": 128,
 }  # fmt: skip
@@ -238,6 +240,30 @@ def registers() -> None:
                 silu, (GATE, UP), Operands(**dict(zip(activation, a[:5], strict=True))), a[5:] * 2, e4m3, rows=True,
                 columns=True, **options),
             *kept_of, wide, inverse),
+        "rms norm, rows alone": (
+            lambda x, w: norm_triton.forward(norm, x, w, None, 1e-5, None, result=(None, e4m3), **options),
+            narrow, weight),
+        "silu, rows alone": (
+            lambda g, u: activation_rows_triton.keep_activation(silu, g, u, None, e4m3, **options), wide, wide),
+        "exact, peaks of rows": (
+            lambda g, u, dy, s: remake_triton.ahead(exact, Operands(g, up=u, gradient=dy), s, e4m3, **options),
+            wide, wide, wide, inverse),
+        "exact, peaks": (
+            lambda g, u, dy: remake_triton.ahead(exact, Operands(g, up=u, gradient=dy), one, e4m3, **options),
+            wide, wide, wide),
+        "exact, cotangents of rows": (
+            lambda g, u, dy, s: remake_triton.quantize(
+                exact, (GATE, UP), Operands(g, up=u, gradient=dy), (s, s), e4m3, rows=True, columns=True, **options),
+            wide, wide, wide, inverse),
+        "exact norm, columns": (
+            lambda x, s, i, w: remake_triton.quantize(
+                norm._replace(exact=True), (NORM,), Operands(x, inverse=i, weight=w), (s,), e4m3, rows=False,
+                columns=True, **options),
+            narrow, inverse, inverse, weight),
+        "rms norm, backward, exact": (
+            lambda x, i, w, dy, r: norm_triton.backward(
+                norm._replace(exact=True), x, None, i, w, dy, jnp.bfloat16, r, **options),
+            narrow, inverse, weight, narrow, narrow),
         "rms norm, backward": (back, few, few_scales, inverse, weight, narrow),
         "rms norm, backward, residual": (added, few, few_scales, inverse, weight, narrow, narrow),
         "layer norm of 8192, backward": (wide_back, *wider),
