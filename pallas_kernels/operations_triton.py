@@ -13,7 +13,8 @@ import triton.language as tl
 from pallas_kernels import codec_triton as codec
 from pallas_kernels import scaling_triton as device
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "identity")
+IDENTITY = ACTIVATIONS.index("identity")
 
 
 class Operation(NamedTuple):
@@ -59,6 +60,8 @@ def activate(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
         below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
         value = x * below
         slope = tl.fma(x, 0.3989422804014327 * codec.exp2(x * x * -0.7213475204444817), below)
+    elif KIND == 3:
+        value, slope = x, tl.full(x.shape, 1.0, tl.float32)
     else:
         # (1 + tanh(z)) / 2 = sigmoid(2 z)
         below = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))

@@ -243,6 +243,18 @@ def _make_ahead(result: Computation, spec: QuantSpec, scale: Array) -> QTensor:
     return QTensor(codes, used, None, None, spec)
 
 
+def itself(x: Array) -> Output | None:
+    """A matrix as what it is computed from, where kernels can read it so."""
+    if not on_cuda() or missing_triton("remake_triton"):
+        return None
+    from pallas_kernels import operations_triton, remake_triton
+
+    found = operation(x, None, x.dtype, activation=operations_triton.IDENTITY, gated=False)
+    if found is None:
+        return None
+    return Computation(found, (remake_triton.RESULT,), remake_triton.Operands(x)).parts[0]
+
+
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
     """`call(on, *arrays)`, where `on` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
     from fp8jax.ops import fused_kernels

@@ -71,7 +71,7 @@ def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array
         if operation.exact and operation.centered:
             x = x - operands.mean[:, None]
         return [normalized(x, operands.inverse[:, None], operands.weight, operands.bias).astype(dtype)]
-    function = list(ACTIVATIONS.values())[operation.activation]
+    function = [*ACTIVATIONS.values(), lambda x: x][operation.activation]
     up = read(operands.up, operands.up_scale) if operation.gated else None
     if kinds == (remake_triton.RESULT,):
         return [(function(x) if up is None else function(x) * up).astype(dtype)]

@@ -73,6 +73,12 @@ def activation_case(
     return f, (x, w, u, d)
 
 
+def attention_case(part: fp8jax.Recipe) -> Any:
+    """A layer whose input is kept anyway, as a function and its arguments."""
+    y, w = normal(0, 18, 3, 16), normal(1, 48, INNER)
+    return lambda y, w: fp8jax.attention_output(y, w, recipe=part), (y, w)
+
+
 MICRO = {"x": "e4m3:mx32+token", "dy": "e4m3:mx32+token"}
 _NORMS = ("rms 0 faithful", "rms 1 lean", "layer 0 lean", "layer 2 faithful", "rms 1 bound", "layer 2 bound")
 _ACTIVATIONS = ("silu True faithful", "silu True lean", "silu False lean", "gelu True lean", "gelu False faithful",
@@ -103,6 +109,7 @@ CASES = {
     "silu True as it is": _ACTIVATION("silu", True, as_it_is(), jnp.float32, (ROWS,)),
     "silu, rows, as it is": _ACTIVATION("silu", True, as_it_is(**MICRO), jnp.float32, (2, 18)),
     "gelu False rows, as it is": _ACTIVATION("gelu", False, as_it_is(**MICRO), jnp.float32, (ROWS,)),
+    "kept anyway": functools.partial(attention_case, recipe("lean", **MICRO)),
     "silu, three axes": _ACTIVATION("silu", True, recipe("lean"), jnp.float32, (2, 18)),
 }
 
