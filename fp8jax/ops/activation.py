@@ -47,7 +47,8 @@ def glu(
     Args:
         gate: (..., channels), any floating dtype.
         up: the same shape and dtype.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
+            but for codes made at once (`fused.at_once`).
         activation: "silu", "gelu" (exact) or "gelu_tanh".
         known: is told what the result and the inputs' gradients are made from.
 
@@ -66,7 +67,8 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str, kno
 
     Args:
         x: (..., channels), any floating dtype.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
+            but for codes made at once (`fused.at_once`).
         activation: "silu", "gelu" (exact) or "gelu_tanh".
         known: is told what the result and the inputs' gradients are made from.
 

@@ -138,7 +138,9 @@ def bounded(recipe: Recipe | Context | str) -> Linear | None:
 def at_once(recipe: Recipe | Context | str) -> bool:
     """Whether operations that keep their inputs as they are make, on a GPU, the codes that linear layers read.
 
-    These layers then keep no codes of the result: it is made again from the inputs.
+    These layers then keep no codes of the result: it is made again from the inputs, with the same values, so that per
+    tensor the weight's gradient reads the same codes; microscaled ones are not shifted, but rounded under the scales
+    of tokens of both operands (`fp8jax.ops.microscaled`). The operation can be differentiated once.
     """
     whole = resolve(recipe)
     if not isinstance(whole, Recipe) or whole.context.saved is not None or not on_cuda():

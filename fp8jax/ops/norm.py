@@ -47,7 +47,8 @@ def rms_norm(
     Args:
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
+            but for codes made at once (`fused.at_once`).
         eps: added to the mean square.
         dtype: of the result; that of `x` if None.
         known: is told what the result is made from.
@@ -80,7 +81,8 @@ def layer_norm(
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
         bias: (channels,), or None.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
+            but for codes made at once (`fused.at_once`).
         eps: added to the variance.
         dtype: of the result; that of `x` if None.
         known: is told what the result is made from.

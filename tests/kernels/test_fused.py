@@ -99,7 +99,8 @@ def odd() -> None:
         gate, up = rows.astype(jnp.float32), rows[::-1].astype(jnp.float32)
         (first, second, _), *_ = fused_reference.keep_activation(silu, inner, 2 * inner, kept)
         operands, scale = remake_triton.Operands(*first, *second, gradient=rows), jnp.float32(0.1)
-        again = (scale, jnp.float8_e4m3fn)
+        again, exact = (scale, jnp.float8_e4m3fn), Operation(exact=True)
+        itself = remake_triton.Operands(rows, up=rows[::-1], gradient=plain.astype(rows.dtype))
         twice = (jnp.float32(0.02), jnp.float8_e4m3fn)
         cotangents = (Operation(), (remake_triton.GATE, remake_triton.UP), operands, (scale, scale), jnp.float8_e5m2)
         found = [
@@ -124,6 +125,23 @@ def odd() -> None:
                 on_norm.forward(norm, rows, ones, None, 1e-5, kept, result=(None, jnp.float8_e4m3fn)),
                 rows_of(silu, gate, up, kept, jnp.float8_e4m3fn),
                 on.ahead(Operation(), operands, by_row[: len(rows)], jnp.float8_e4m3fn)[1],
+                on_norm.forward(norm, rows, ones, None, 1e-5, None, result=(None, jnp.float8_e4m3fn)),
+                rows_of(silu, gate, up, None, jnp.float8_e4m3fn),
+                on.ahead(exact, itself, by_row[: len(rows)], jnp.float8_e4m3fn)[1],
+                [
+                    unsigned(a)
+                    for a in jax.tree.leaves(
+                        on.quantize(
+                            exact,
+                            *cotangents[1:2],
+                            itself,
+                            (by_row[: len(rows)],) * 2,
+                            jnp.float8_e4m3fn,
+                            rows=True,
+                            columns=True,
+                        )
+                    )
+                ],
                 [
                     unsigned(a)
                     for a in jax.tree.leaves(
