@@ -89,7 +89,7 @@ def keep_activation(
     operation: Operation,
     gate: Array,
     up: Array | None,
-    kept: device.Coding,
+    kept: device.Coding | None,
     dtype: Any,
     *,
     launch: QuantizeLaunch | None = None,
@@ -98,6 +98,7 @@ def keep_activation(
     """What an activation keeps, as of `activation_triton.keep_activation`, and codes of its result by rows.
 
     Args:
+        kept: codes of its inputs, or None.
         dtype: of the codes of the result, float8_e4m3fn or float8_e5m2.
 
     Returns:
@@ -105,17 +106,15 @@ def keep_activation(
     """
     m, n = gate.shape
     launch = launch or QuantizeLaunch(1, 2048, 4)
-    present = (True, operation.gated, operation.activated)
-    shapes = [
-        jax.ShapeDtypeStruct(shape if here else (1, 1), kind)
-        for here in present
-        for shape, kind in (((m, n), jnp.uint8), ((m, n // kept.size), kept.scale_dtype))
-    ]
+    present = [here and kept is not None for here in (True, operation.gated, operation.activated)]
+    shapes = [shape for here in present for shape in quantize_triton.codes_of((m, n), kept if here else None)]
     shapes += [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
     found = quantize_triton.call(
         _rows, [gate, gate if up is None else up], shapes, -(-m // launch.rows), launch, compute_capability,
-        OPERATION=operation, HOW=kept.static, TO=device.Coding("token", dtype).static,
+        OPERATION=operation, HOW=kept.static if kept else device.NONE, TO=device.Coding("token", dtype).static,
     )  # fmt: skip
-    codes = [jax.lax.bitcast_convert_type(found[2 * i], kept.dtype) for i in range(3)]
-    parts = [(codes[i], found[2 * i + 1]) if present[i] else None for i in range(3)]
+    parts = [
+        (jax.lax.bitcast_convert_type(found[2 * i], kept.dtype), found[2 * i + 1]) if kept and present[i] else None
+        for i in range(3)
+    ]
     return parts, jax.lax.bitcast_convert_type(found[-2], dtype), found[-1]

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm by whole rows: forward with the codes that are kept, and backward from these."""
+"""RMSNorm and LayerNorm by whole rows: forward with the codes that are kept, and backward from these or the input."""
 
 from typing import Any
 
@@ -91,7 +91,9 @@ def _backward(
         m = program * HIGH + j + row
         first = (program * HIGH + j).to(tl.int64) * N
         here, there = device.inside(m, n, M, N), device.inside(m, g, M, N // GROUP)
-        if PAIRS:
+        if OPERATION.exact:
+            scale = 1.0
+        elif PAIRS:
             words = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first // (2 * GROUP)
             pair = device.load_plain(words, (row * (N // (2 * GROUP)))[:, None] + g[None, :] // 2, there, MASKED)
             scale = codec.from_bits(tl.where((g & 1)[None, :] > 0, pair & -0x10000, pair << 16))
@@ -102,7 +104,13 @@ def _backward(
         dy = codec.fp32(device.load_plain(dy_ptr + first, at, here, MASKED))
         if RESIDUAL and STAGES > 1:
             residual = codec.fp32(device.load_plain(residual_ptr + first, at, here, MASKED))
-        normal = on.values(codes, OPERATION) * device.over_columns(scale, 8) * inverse
+        if OPERATION.exact:
+            normal = codec.fp32(codes)
+            if OPERATION.centered:
+                normal = normal - (tl.sum(normal, 1) / N)[:, None]
+            normal = normal * inverse
+        else:
+            normal = on.values(codes, OPERATION) * device.over_columns(scale, 8) * inverse
         dweight += tl.sum(dy * normal, 0)[None, :]
         t = dy
         if OPERATION.biased:
@@ -125,7 +133,7 @@ def _backward(
         device.store(dbias_ptr, place, dbias, there, MASKED)
 
 
-def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, kept: device.Coding) -> str | None:
+def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, kept: device.Coding | None) -> str | None:
     """Why the kernels cannot normalize the rows of a matrix of this shape and dtype, or None."""
     if len(shape) == 2 and shape[1] > LONGEST:
         return f"rows of {shape[1]} are longer than {LONGEST}"
@@ -138,27 +146,27 @@ def forward(
     weight: Array | None,
     bias: Array | None,
     eps: float,
-    kept: device.Coding,
+    kept: device.Coding | None,
     *,
     result: tuple[Array | None, Any] | None = None,
     compute_capability: int | None = None,
-) -> tuple[Array, Array, Array, Array | None, Array, Array | tuple[Array, Array] | None]:
+) -> tuple[Array | None, Array | None, Array, Array | None, Array, Array | tuple[Array, Array] | None]:
     """What a norm keeps of (M, N), in one pass.
 
     Args:
+        kept: codes of the input, or None.
         result: scale, an fp32 scalar, and dtype of codes of the result, or None. A scale of None is each row's own.
 
     Returns:
-        Codes (M, N) and scales (M, N / group) of `x`, less its mean where the norm is centered; 1 / root of each row,
-        fp32 (M,); the mean, likewise, or None; the largest finite magnitude of the result, an fp32 scalar; and codes
-        of the result (M, N), with scales (M, 1) if they are the rows' own, or None.
+        Codes (M, N) and scales (M, N / group) of `x`, less its mean where the norm is centered, or None, None; 1 / root
+        of each row, fp32 (M,); the mean, likewise, or None; the largest finite magnitude of the result, an fp32 scalar;
+        and codes of the result (M, N), with scales (M, 1) if they are the rows' own, or None.
     """
     m, n = x.shape
     launch = _launch(n)
     programs, by_row = -(-m // launch.rows), result is not None and result[0] is None
     shapes = [
-        jax.ShapeDtypeStruct((m, n), jnp.uint8),
-        jax.ShapeDtypeStruct((m, n // kept.size), kept.scale_dtype),
+        *quantize_triton.codes_of((m, n), kept),
         jax.ShapeDtypeStruct((m,), jnp.float32),
         jax.ShapeDtypeStruct((m if operation.centered else 1,), jnp.float32),
         jax.ShapeDtypeStruct((programs,), jnp.float32),
@@ -169,19 +177,19 @@ def forward(
     inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias, to_scale))]
     codes, scales, inverse, mean, peaks, made, row_scale = quantize_triton.call(
         _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=operation,
-        HOW=kept.static, TO=device.Coding("tensor", result[1]).static if result else device.NONE,
-        BY_ROW=by_row,
+        HOW=kept.static if kept else device.NONE,
+        TO=device.Coding("tensor", result[1]).static if result else device.NONE, BY_ROW=by_row,
     )  # fmt: skip
-    codes = jax.lax.bitcast_convert_type(codes, kept.dtype)
     found: Any = jax.lax.bitcast_convert_type(made, result[1]) if result else None
     found = (found, row_scale) if by_row else found
-    return codes, scales, inverse, mean if operation.centered else None, jnp.max(peaks), found
+    of_input = (jax.lax.bitcast_convert_type(codes, kept.dtype), scales) if kept else (None, None)
+    return *of_input, inverse, mean if operation.centered else None, jnp.max(peaks), found
 
 
 def backward(
     operation: Operation,
     codes: Array,
-    scales: Array,
+    scales: Array | None,
     inverse: Array,
     weight: Array | None,
     dy: Array,
@@ -193,6 +201,7 @@ def backward(
     """Cotangents of a norm's input, weight and bias from those of its result, dy (M, N).
 
     Args:
+        codes, scales: of the input, less its mean where the norm is centered; if exact, the input itself, and None.
         residual: (M, N), the input's cotangent from elsewhere, which is added before the one rounding.
 
     Returns:
@@ -204,10 +213,16 @@ def backward(
     programs = -(-m // launch.rows)
     sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
             for p in (operation.scaled, operation.biased)]  # fmt: skip
-    given = (jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, residual))
-    inputs = [jax.lax.bitcast_convert_type(codes, jnp.uint8), scales, dy, inverse, *given]
+    scales, *given = (jnp.ones((1, 1), jnp.float32) if p is None else p for p in (scales, weight, residual))
+    first = codes if operation.exact else jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    inputs = [first, scales, dy, inverse, *given]
     at_once = 2 if rows % 2 == 0 and wide < 2048 else 1
-    read = 1 + scales.dtype.itemsize / 8 + dy.dtype.itemsize + (0 if residual is None else residual.dtype.itemsize)
+    read = (
+        first.dtype.itemsize
+        + (0 if operation.exact else scales.dtype.itemsize / 8)
+        + dy.dtype.itemsize
+        + (0 if residual is None else residual.dtype.itemsize)
+    )
     dx, dweight, dbias = quantize_triton.call(
         _backward, inputs, [jax.ShapeDtypeStruct((m, n), dtype), *sums], programs, launch, compute_capability,
         OPERATION=operation, RESIDUAL=residual is not None, AT_ONCE=at_once,

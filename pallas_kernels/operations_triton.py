@@ -13,7 +13,8 @@ import triton.language as tl
 from pallas_kernels import codec_triton as codec
 from pallas_kernels import scaling_triton as device
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "identity")
+IDENTITY = ACTIVATIONS.index("identity")
 
 
 class Operation(NamedTuple):
@@ -59,6 +60,8 @@ def activate(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
         below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
         value = x * below
         slope = tl.fma(x, 0.3989422804014327 * codec.exp2(x * x * -0.7213475204444817), below)
+    elif KIND == 3:
+        value, slope = x, tl.full(x.shape, 1.0, tl.float32)
     else:
         # (1 + tanh(z)) / 2 = sigmoid(2 z)
         below = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -89,19 +92,26 @@ def fetch(
     codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor,
     n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Codes and their scales."""
+    """Codes and their scales; of an exact operation the values, twice."""
     GROUP: tl.constexpr = OPERATION.group
     WIDTH: tl.constexpr = N // GROUP
     codes = device.load_plain(codes_ptr + first, at, device.inside(m, n, M, N), MASKED)
-    g = left // GROUP + tl.arange(0, n.shape[0] // GROUP)
-    place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
-    return codes, device.load_plain(scale_ptr, place, device.inside(m, g, M, WIDTH), MASKED)
+    scale = codes
+    if not OPERATION.exact:
+        g = left // GROUP + tl.arange(0, n.shape[0] // GROUP)
+        place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
+        scale = device.load_plain(scale_ptr, place, device.inside(m, g, M, WIDTH), MASKED)
+    return codes, scale
 
 
 @triton.jit
 def decode(x: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
     """fp32 values of what was fetched."""
-    return values(x[0], OPERATION) * device.over_columns(x[1].to(tl.float32), OPERATION.group)
+    if OPERATION.exact:
+        y = x[0].to(tl.float32)
+    else:
+        y = values(x[0], OPERATION) * device.over_columns(x[1].to(tl.float32), OPERATION.group)
+    return y
 
 
 @triton.jit
@@ -164,7 +174,7 @@ def operands(
     p: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor, n: tl.tensor, M: tl.constexpr,
     N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """What cotangents are computed from: the gradient, and codes with scales of gate, up and the activated gate."""
+    """What cotangents are computed from: the gradient, and what was fetched of gate, up and the activated gate."""
     dy = device.load_plain(p.gradient + first, at, device.inside(m, n, M, N), MASKED)
     gate = fetch(p.first, p.first_scale, first, at, m, left, n, M, N, MASKED, OPERATION)
     up, activated = gate, gate
@@ -286,17 +296,18 @@ def keep(
     left: tl.tensor, n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, HOW: tl.constexpr,
     FINITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes codes in groups along the rows, and their scales; of FINITE values in fewer instructions."""
-    SIZE: tl.constexpr = HOW.size
-    WIDTH: tl.constexpr = N // SIZE
-    if FINITE:
-        largest = device.ordered(device.along_rows(tl.abs(x), SIZE), HOW)
-    else:
-        largest = device.along_rows(device.ordered(x, HOW), SIZE)
-    scale = device.to_scale(largest, HOW, scales_ptr.dtype.element_ty)
-    g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
-    # Each thread writes the scales that it has made: pairs of them, which are aligned, would go through shared memory.
-    place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
-    device.store(scales_ptr, place, scale, device.inside(m, g, M, WIDTH), MASKED)
-    y = device.scaled(x, device.over_columns(device.inverse(scale), SIZE), HOW, FINITE)
-    device.store(codes_ptr + first, at, device.encode(x, y, 0, HOW, FINITE), device.inside(m, n, M, N), MASKED)
+    """Writes codes in groups along the rows, and their scales, if any; of FINITE values in fewer instructions."""
+    if HOW.kind != "none":
+        SIZE: tl.constexpr = HOW.size
+        WIDTH: tl.constexpr = N // SIZE
+        if FINITE:
+            largest = device.ordered(device.along_rows(tl.abs(x), SIZE), HOW)
+        else:
+            largest = device.along_rows(device.ordered(x, HOW), SIZE)
+        scale = device.to_scale(largest, HOW, scales_ptr.dtype.element_ty)
+        g = left // SIZE + tl.arange(0, x.shape[1] // SIZE)
+        # Each thread writes the scales that it has made: aligned pairs of them would go through shared memory.
+        place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
+        device.store(scales_ptr, place, scale, device.inside(m, g, M, WIDTH), MASKED)
+        y = device.scaled(x, device.over_columns(device.inverse(scale), SIZE), HOW, FINITE)
+        device.store(codes_ptr + first, at, device.encode(x, y, 0, HOW, FINITE), device.inside(m, n, M, N), MASKED)

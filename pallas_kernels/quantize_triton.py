@@ -150,13 +150,15 @@ def _quantize(
 @triton.jit
 def _transpose(
     x_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
     columns_ptr: tl.tensor,
     M: tl.constexpr,
     N: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
+    HOW: tl.constexpr,
 ) -> None:
-    """The transposed copy of a tile of bytes."""
+    """The transposed copy of a tile of bytes, or of codes times a factor for each row."""
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     program = tl.program_id(0)
@@ -168,6 +170,11 @@ def _transpose(
     for j in tl.static_range(4):
         here = device.inside(top + 4 * i + j, n, M, N)
         codes = device.load_plain(x_ptr + first, at + j * N, here, MASKED)
+        if HOW.kind != "none":
+            m = top + 4 * i + j
+            x = codes.to(tl.float8e5 if HOW.format == "float8_e5m2" else tl.float8e4nv, bitcast=True).to(tl.float32)
+            factor = tl.load(factor_ptr + m, mask=m < M, other=0.0)[:, None]
+            codes = device.encode(x, x * factor, 0, HOW)
         words = device.insert(words, codes, j, N % 4 == 0)
     device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
@@ -309,6 +316,14 @@ def _shapes(how: Coding | None, shape: tuple[int, int], kept: bool = True) -> li
     ]
 
 
+def codes_of(shape: tuple[int, int], kept: Coding | None) -> list[jax.ShapeDtypeStruct]:
+    """Codes of an array that is kept, and their scales; one element each where none are."""
+    if kept is None:
+        return [jax.ShapeDtypeStruct((1, 1), jnp.uint8), jax.ShapeDtypeStruct((1, 1), jnp.float32)]
+    scales = jax.ShapeDtypeStruct((shape[0], shape[1] // kept.size), kept.scale_dtype)
+    return [jax.ShapeDtypeStruct(shape, jnp.uint8), scales]
+
+
 def _quantized(how: Coding | None, parts: Any) -> Quantized | None:
     if how is None:
         return None
@@ -319,11 +334,18 @@ def _quantized(how: Coding | None, parts: Any) -> Quantized | None:
     return Quantized(codes, scale, parts[2] if how.kind == "mx" else None)
 
 
-def transpose(x: Array, *, launch: QuantizeLaunch | None = None, compute_capability: int | None = None) -> Array:
+def transpose(
+    x: Array,
+    *,
+    factor: Array | None = None,
+    launch: QuantizeLaunch | None = None,
+    compute_capability: int | None = None,
+) -> Array:
     """The transposed copy of a matrix of 8-bit codes.
 
     Args:
         x: (M, N), any dtype of one byte. launch, compute_capability: as of `quantize`.
+        factor: fp32 (M, 1), by which FP8 codes of each row are multiplied, rounded to nearest; None leaves them alone.
 
     Returns:
         (N, M) in the dtype of `x`.
@@ -337,7 +359,9 @@ def transpose(x: Array, *, launch: QuantizeLaunch | None = None, compute_capabil
     grid = -(-x.shape[0] // launch.rows) * -(-x.shape[1] // launch.columns)
     shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
     codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    (turned,) = call(_transpose, [codes], [shape], grid, launch, compute_capability)
+    how = device.NONE if factor is None else Coding("tensor", x.dtype).static
+    factor = jnp.ones((1, 1), jnp.float32) if factor is None else factor
+    (turned,) = call(_transpose, [codes, factor], [shape], grid, launch, compute_capability, HOW=how)
     return jax.lax.bitcast_convert_type(turned, x.dtype)
 
 

@@ -274,14 +274,14 @@ def _ahead(
             tl.store(peaks1 + program, peak1)
 
 
-def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, kept: device.Coding) -> str | None:
+def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, kept: device.Coding | None) -> str | None:
     """Why the kernels cannot compute an operation on a matrix of this shape and dtype, or None."""
     reason = quantize_triton.unsupported(shape, dtype, (kept,))
-    if reason is None and (kept.kind != "group" or kept.dtype == jnp.int8 or kept.stochastic):
-        reason = f"what is kept is in groups of FP8 codes rounded to nearest, not {kept}"
-    if reason is None and shape[1] % kept.size:
-        reason = f"{shape[1]} channels are no whole groups of {kept.size}"
-    return reason
+    if reason is not None or kept is None:
+        return reason
+    if kept.kind != "group" or kept.dtype == jnp.int8 or kept.stochastic:
+        return f"what is kept is in groups of FP8 codes rounded to nearest, not {kept}"
+    return f"{shape[1]} channels are no whole groups of {kept.size}" if shape[1] % kept.size else None
 
 
 def quantize(

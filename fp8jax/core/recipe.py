@@ -218,7 +218,8 @@ class Context:
 
     Attributes:
         saved: string form of the `QuantSpec` of what is kept, (..., channels), with scales along the channels and
-            stored in bf16, such as COAT's "e4m3:group16"; None keeps what JAX keeps.
+            stored in bf16, such as COAT's "e4m3:group16"; None keeps what JAX keeps, or on a GPU, before layers whose
+            inputs have an FP8 scale a tensor or a row, the inputs alone.
         mode: "faithful" keeps all that COAT keeps: the input of a norm, gate, up, and the activated gate; linear layers
             keep their own codes. "lean" keeps only what cannot be computed again cheaply: the input of a norm, gate and
             up; linear layers that read their results compute them again from those.

@@ -15,6 +15,7 @@ from fp8jax.core.recipe import Recipe
 from fp8jax.modules.expressions import outputs, reached
 from fp8jax.modules.functions import activation, glu
 from fp8jax.modules.reading import LAYOUTS
+from fp8jax.modules.rules import between
 from fp8jax.ops.activation import ACTIVATIONS
 from fp8jax.ops.choice import listening
 
@@ -103,7 +104,7 @@ class Watched:
         form = self._forms.get(name)
         # A layer in a trace that was in a cache of JAX returns nothing here.
         known = form is not None and (form.layers - {name}) <= self._outputs.keys()
-        if form is not None and known and recipe.context.saved is not None:
+        if form is not None and known and between(recipe):
             args = (form.between(self._outputs, recipe), *args[1:])
         y = layer(*args, **kwargs)
         self._outputs[name] = y

@@ -62,7 +62,8 @@ def replace(module: Any, recipes: dict[str, Recipe]) -> None:
     """
     for name, layer in layers(module).items():
         _become(layer, functools.partial(_layer_class, recipe=recipes[name]))
-    _become(module, _module_class)
+    keeps = any(recipe.context.saved is not None for recipe in recipes.values())
+    _become(module, functools.partial(_module_class, keeps=keeps))
 
 
 def _become(module: Any, subclass: Callable[[type], type]) -> None:
@@ -90,14 +91,16 @@ def _layer_class(cls: Any, recipe: Recipe) -> type:
 
 
 @functools.cache
-def _module_class(cls: Any) -> type:
+def _module_class(cls: Any, keeps: bool) -> type:
+    """Of modules whose layers keep no copy of what attention `keeps`, or do."""
+
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _aside.value:
             return cls.__call__(self, *args, **kwargs)
         with _remembering() as known:
             forms = recognise(cls.__call__, self, args, kwargs, known).forms
             call = functools.partial(_call, cls.__call__, forms) if forms else cls.__call__
-            if layers(self).keys() <= {name for form in forms for name in form.layers}:
+            if not keeps or layers(self).keys() <= {name for form in forms for name in form.layers}:
                 return call(self, *args, **kwargs)
             return attention.call(call, self, args, kwargs, functools.partial(_tell_residuals, self))
 

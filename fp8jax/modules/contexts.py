@@ -12,7 +12,7 @@ from fp8jax.core.recipe import Context
 from fp8jax.modules import blocks, blocks_nnx, norms
 from fp8jax.modules.blocks import BlockForms
 from fp8jax.modules.blocks_nnx import Told
-from fp8jax.modules.rules import LayerChoice, Rules, ordered
+from fp8jax.modules.rules import LayerChoice, Rules, between, ordered
 
 _OWN_NORM = re.compile(r"\w*[nN]orm\w*")
 
@@ -76,7 +76,7 @@ def plan(
     """
     each, parts = ordered(rules), []
     paths = {id(module): path for path, module in modules.items()}
-    for path, module in modules.items() if each.contexts else ():
+    for path, module in modules.items() if each.contexts or (replace and each.between) else ():
         choices: dict[str, LayerChoice] = {}
         kind, block = type(module).__name__, (told.blocks if told else {}).get(path, BlockForms())
         of = block.forms
@@ -84,12 +84,12 @@ def plan(
             choice, why = each.choice(path), norms.why_not(module)
             context = choice.context if choice.context.saved and why is None else None
             parts.append(ContextEntry(path, kind, "norm", context, why or choice.reason))
-            if replace and context is not None:
+            if replace and why is None and between(choice.recipe):
                 norms.replace(module, choice.recipe)
         elif blocks_nnx.candidate(module):
             choices = {name: each.choice(paths[id(layer)], heads) for name, layer in blocks_nnx.layers(module).items()}
             recipes = {name: choice.recipe for name, choice in choices.items()}
-            if replace and any(recipe.context.saved for recipe in recipes.values()):
+            if replace and any(map(between, recipes.values())):
                 blocks_nnx.replace(module, recipes)
             rest = [choice for name, choice in choices.items() if not any(name in form.layers for form in of)]
             if rest:

@@ -28,7 +28,7 @@ from fp8jax.modules.blocks import BlockForms, Watched
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.reading import Reading
-from fp8jax.modules.rules import Ordered, Rule, Rules, ordered
+from fp8jax.modules.rules import Ordered, Rule, Rules, between, ordered
 from fp8jax.modules.scaled import check_stateless
 from fp8jax.modules.scaled_linen import LinenScaling
 from fp8jax.recipes import linear_part
@@ -307,16 +307,16 @@ class _Root:
         path = self.path_of(module)
         if "push" not in vars(module.scope):  # inside a loop of Flax
             _mark(module.scope, self.rules, *module.path)
-        if context.method_name == "__call__" and isinstance(module, norms.LINEN_LAYERS) and self.rules.contexts:
-            self.layers.add(path)
+        if context.method_name == "__call__" and isinstance(module, norms.LINEN_LAYERS) and self.rules.between:
+            (self.layers if self.rules.contexts else self.others).add(path)
             recipe = self.rules.choice(path).recipe
-            if recipe.context.saved is None or len(args) != 1 or kwargs or norms.why_not(module) is not None:
+            if not between(recipe) or len(args) != 1 or kwargs or norms.why_not(module) is not None:
                 return call(*args, **kwargs)
             return norms.linen_norm(module, recipe, *args)
         if context.method_name != "__call__" or not isinstance(module, known):
             if not isinstance(module, known):
                 self.others.add(path)
-            watch = context.method_name == "__call__" and self.rules.contexts
+            watch = context.method_name == "__call__" and self.rules.between
             y = self._watched(module, call, args, kwargs) if watch else call(*args, **kwargs)
             self.unknown.add(path, module, nn.meta.unbox(module.variables).get("params", {}))
             return y

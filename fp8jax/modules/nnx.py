@@ -33,7 +33,8 @@ def quantize(model: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mode
     more than once, or inside a loop, an `nnx.jit` or an `nnx.remat` of its own, and layers put in after this, are left
     as they are; write `fp8jax.glu(gate, up, recipe=...)` or `fp8jax.activation(x, recipe=...)` there. Such modules and
     their layers have classes of their own, which `pickle` does not find; `nnx.split` their states instead.
-    Layers that read the output of flash attention keep no copy of it.
+    Layers that read the output of flash attention keep no copy of it. Of a recipe without one, norms and activations
+    before layers with FP8 inputs of one scale a tensor or a row make, on a GPU, the codes that these read.
 
     A recipe with delayed scaling adds variables to its layers; `fp8jax.nnx.advance_scaling` says how to train them.
 

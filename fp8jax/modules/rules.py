@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 
 from fp8jax.core.recipe import Context, Linear, Recipe
+from fp8jax.ops.fused import at_once
 from fp8jax.recipes import resolve
 
 # Embeddings and output heads are left alone unless a rule asks for them: their errors go straight into the loss. So are
@@ -75,6 +76,14 @@ class LayerChoice:
         return Recipe("chosen", linear=self.linear, context=self.context)
 
 
+def between(recipe: Recipe) -> bool:
+    """Whether a recipe has norms and activations before and between its layers computed otherwise than as written.
+
+    They keep codes, or on a GPU make those that layers read.
+    """
+    return recipe.context.saved is not None or at_once(recipe)
+
+
 @dataclasses.dataclass(frozen=True)
 class Ordered:
     """Rules in order, hashable.
@@ -103,6 +112,11 @@ class Ordered:
     def contexts(self) -> bool:
         """Whether any rule says what non-linear operations keep."""
         return any(rule.context.saved is not None for rule in self.rules)
+
+    @property
+    def between(self) -> bool:
+        """Whether `between` holds of any rule's recipe."""
+        return any(between(LayerChoice(rule.linear, "", rule.context).recipe) for rule in self.rules)
 
     def choice(self, path: str, heads: Mapping[str, str] = _NONE) -> LayerChoice:
         """What the first rule that matches a path says.

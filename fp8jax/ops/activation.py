@@ -41,12 +41,14 @@ def glu(
     """activation(gate) * up (Shazeer, 2020).
 
     Forward it is what JAX computes; the backward pass reads the codes of `gate` and `up`, in a faithful context also
-    those of the activated gate.
+    those of the activated gate. Where inputs are kept as they are it reads these, and on a GPU linear layers read codes
+    that the activation makes (`fused.at_once`).
 
     Args:
         gate: (..., channels), any floating dtype.
         up: the same shape and dtype.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
+            but for codes made at once (`fused.at_once`).
         activation: "silu", "gelu" (exact) or "gelu_tanh".
         known: is told what the result and the inputs' gradients are made from.
 
@@ -65,7 +67,8 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str, kno
 
     Args:
         x: (..., channels), any floating dtype.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
+            but for codes made at once (`fused.at_once`).
         activation: "silu", "gelu" (exact) or "gelu_tanh".
         known: is told what the result and the inputs' gradients are made from.
 
@@ -89,10 +92,13 @@ SLOPE = 1.13
 
 
 class ActivationSaved(NamedTuple):
-    """What an activation saves: the codes of its gate or only input, of `up`, and of the activated gate."""
+    """What an activation saves: the codes of its gate or only input, of `up`, and of the activated gate.
 
-    gate: QTensor
-    up: QTensor | None
+    Where inputs are kept as they are, these in place of their codes.
+    """
+
+    gate: QTensor | Array
+    up: QTensor | Array | None
     activated: QTensor | None
 
 
@@ -144,13 +150,16 @@ class Activation:
 
     def _foreseen(self, saved: ActivationSaved, gradient: Gradient) -> fused.Foreseen:
         """Scales of the cotangents of gate and up from bounds on them, if these are wanted."""
-        spec, plain = gradient.spec, saved.gate.spec.granularity in ("tensor", "token", "group")
+        spec = gradient.spec
         if not self.bounded or spec is None or spec.format != "e5m2" or not fused.takes(spec):
             return fused.Foreseen()
+        assert isinstance(saved.gate, QTensor)
+        plain = saved.gate.spec.granularity in ("tensor", "token", "group")
         if not plain or gradient.array.shape != saved.gate.shape:
             return fused.Foreseen()
         slopes = [jnp.asarray(SLOPE)]
         if saved.up is not None:
+            assert isinstance(saved.up, QTensor)
             slopes = [SLOPE * _largest(saved.up), _largest(saved.gate)]
         rows, fmt = gradient.rows(), formats.get(spec.format)
         largest = (scaling.largest_magnitude(rows * slope) for slope in slopes)
@@ -161,7 +170,8 @@ class Activation:
 
         None for XLA.
         """
-        operation = _fused(self.activation, like, saved.up, saved.gate.spec, saved.activated is not None)
+        spec = None if isinstance(saved.gate, Array) else saved.gate.spec
+        operation = _fused(self.activation, like, saved.up, spec, saved.activated is not None)
         if operation is None:
             return None
         from pallas_kernels import remake_triton
@@ -183,12 +193,13 @@ def activate(
 ) -> tuple[Array, Origin]:
     """The result of an activation, `glu` where there is an `up`, and what it is made from."""
     context, function, to = context_part(recipe), _function(name), fused.bounded(recipe)
-    if context.spec is None:
+    spare, operation = context.lean or context.spec is None or up is None, None
+    if context.spec is not None or fused.at_once(recipe):
+        operation = _fused(name, gate, up, context.spec, not spare, forward=True)
+    if context.spec is None and operation is None:
         y = function(gate) if up is None else function(gate) * up
         return derivatives.passed("an activation", y, gate, up), NOTHING
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
-    spare = context.lean or u is None
-    operation = _fused(name, gate, up, context.spec, not spare, forward=True)
     part, scale, made, spec = None, None, None, None if to is None else to.spec("x")
     by_rows = fused_rows.of_layers(recipe)
     # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
@@ -196,6 +207,7 @@ def activate(
     activated = function(plain)
     y = activated if u is None else activated * u
     if operation is None:
+        assert context.spec is not None
         saved = ActivationSaved(
             keep(plain, context.spec),
             None if u is None else keep(u, context.spec),
@@ -208,7 +220,8 @@ def activate(
         saved, result, scale, made = _keep(operation, g, u, context.spec, spec, by_rows)
         (part,) = result.parts
     inputs = (gate,) if up is None else (gate, up)
-    saved, how = named(saved, ACTIVATION), Activation(name, gate.dtype, context.lean and context.scales == "bound")
+    saved = saved if context.spec is None else named(saved, ACTIVATION)
+    how = Activation(name, gate.dtype, context.lean and context.scales == "bound")
     y, _ = differentiable(how, inputs, saved, y, known=known)
     if part is not None and by_rows is not None and scale is not None and made is not None:
         fused_rows.hold(part, by_rows, made, scale)
@@ -216,7 +229,7 @@ def activate(
         part.hold(spec, scale, made)
     given = None if to is None or scale is None else (to, scale)
     y = derivatives.passed("an activation", y, *inputs)
-    origin = Origin((how, saved) if context.lean else None, part, given)
+    origin = Origin((how, saved) if context.lean or context.spec is None else None, part, given)
     known.note(y, origin)
     return y, origin
 
@@ -226,13 +239,18 @@ def _bound(to: QuantSpec, sample: Array, largest: Array | float = 0.0) -> Array:
     return scaling.to_scale(jnp.maximum(scaling.beyond_sample(sample), largest), formats.get(to.format))
 
 
-def _fused(name: str, like: Array, up: Any, spec: QuantSpec, activated: bool, *, forward: bool = False) -> Any:
+def _fused(name: str, like: Array, up: Any, spec: QuantSpec | None, activated: bool, *, forward: bool = False) -> Any:
     how: Any = {"activation": list(ACTIVATIONS).index(name), "gated": up is not None, "activated": activated}
     return fused.operation(like, spec, like.dtype, forward=forward, **how)
 
 
 def _keep(
-    operation: Any, gate: Array, up: Array | None, spec: QuantSpec, to: QuantSpec | None, by_rows: QuantSpec | None
+    operation: Any,
+    gate: Array,
+    up: Array | None,
+    spec: QuantSpec | None,
+    to: QuantSpec | None,
+    by_rows: QuantSpec | None,
 ) -> tuple[ActivationSaved, fused.Computation, Array | None, Array | None]:
     """What is kept, what the result is computed from, and if it is known how to quantize it, its scale and codes."""
     from pallas_kernels import remake_triton
@@ -256,10 +274,15 @@ def _keep(
             codes = on.mend(exact, *arrays, codes, scale, peak > scaling.beyond_sample(sample))
         return parts, peak, scale, codes
 
-    parts, peak, scale, made = fused.run(both, g, u)
-    codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
+    # Of what is kept as it is, and is not coded by rows, the layers that read the result find the scale.
+    nothing = spec is None and by_rows is None
+    parts, peak, scale, made = ((), None, None, None) if nothing else fused.run(both, g, u)
+    saved = ActivationSaved(gate, up, None)
+    if spec is not None:
+        codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
+        saved = ActivationSaved(*codes)
     result = fused.Computation(exact, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,))
-    return ActivationSaved(*codes), result, scale, made
+    return saved, result, scale, made
 
 
 def _function(name: str) -> Callable[[Array], Array]:

@@ -135,6 +135,22 @@ def bounded(recipe: Recipe | Context | str) -> Linear | None:
     return recipe.linear if spec is not None and recipe.linear.saved == SAME and takes(spec) else None
 
 
+def at_once(recipe: Recipe | Context | str) -> bool:
+    """Whether operations that keep their inputs as they are make, on a GPU, the codes that linear layers read.
+
+    These layers then keep no codes of the result: it is made again from the inputs, with the same values, so that per
+    tensor the weight's gradient reads the same codes; microscaled ones are not shifted, but rounded under the scales
+    of tokens of both operands (`fp8jax.ops.microscaled`). The operation can be differentiated once.
+    """
+    whole = resolve(recipe)
+    if not isinstance(whole, Recipe) or whole.context.saved is not None or not on_cuda():
+        return False
+    spec = whole.linear.spec("x")
+    if spec is None or whole.linear.saved != SAME or whole.linear.x_wgrad != SAME or "x" in whole.linear.states:
+        return False
+    return takes(spec) or (spec.folds and spec.level1 == "token" and formats.get(spec.format).bits == 8)
+
+
 def codes(
     part: Output,
     rows: QuantSpec | None,
@@ -229,6 +245,18 @@ def _make_ahead(result: Computation, spec: QuantSpec, scale: Array) -> QTensor:
     return QTensor(codes, used, None, None, spec)
 
 
+def itself(x: Array) -> Output | None:
+    """A matrix as what it is computed from, where kernels can read it so."""
+    if not on_cuda() or missing_triton("remake_triton"):
+        return None
+    from pallas_kernels import operations_triton, remake_triton
+
+    found = operation(x, None, x.dtype, activation=operations_triton.IDENTITY, gated=False)
+    if found is None:
+        return None
+    return Computation(found, (remake_triton.RESULT,), remake_triton.Operands(x)).parts[0]
+
+
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
     """`call(on, *arrays)`, where `on` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
     from fp8jax.ops import fused_kernels
@@ -239,13 +267,13 @@ def run(call: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def operation(
-    x: Array, spec: QuantSpec, dtype: DTypeLike, *, norm: bool = False, forward: bool = False, **fields: Any
+    x: Array, spec: QuantSpec | None, dtype: DTypeLike, *, norm: bool = False, forward: bool = False, **fields: Any
 ) -> Any:
     """The operation, as the kernels describe it, whose operands are alike to `x`, (..., channels); None for XLA.
 
     Args:
         x: an operand, from whose dtype, shape and place the choice follows.
-        spec: what is kept of operands.
+        spec: what is kept of operands; None keeps them as they are.
         dtype: of the result.
         norm: whether it is a norm, which reads whole rows.
         forward: whether it is computed for the first time, which is told to who listens.
@@ -262,9 +290,11 @@ def operation(
     return None if reason else found
 
 
-def _unfit(x: Array, spec: QuantSpec) -> str | None:
+def _unfit(x: Array, spec: QuantSpec | None) -> str | None:
     if 0 in x.shape:
         return f"shape {x.shape} is empty"
+    if spec is None:
+        return None
     grouped = spec.granularity == "group" and x.ndim > 0 and spec.axis in (-1, x.ndim - 1)
     if not (grouped and formats.get(spec.format).is_float):
         return f"it keeps FP8 codes in groups along the last axis, not {spec}"
@@ -273,7 +303,7 @@ def _unfit(x: Array, spec: QuantSpec) -> str | None:
     return None
 
 
-def _described(x: Array, spec: QuantSpec, dtype: DTypeLike, norm: bool, fields: dict[str, Any]) -> Any:
+def _described(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, fields: dict[str, Any]) -> Any:
     """The operation as the kernels describe it, or why they cannot compute it."""
     from pallas_kernels import norm_triton, operations_triton, quantize_triton, remake_triton
 
@@ -281,7 +311,8 @@ def _described(x: Array, spec: QuantSpec, dtype: DTypeLike, norm: bool, fields: 
         return f"it makes no results in {jnp.dtype(dtype)}"
     kept = coding(spec)
     index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
-    found = operations_triton.Operation(group=kept.size, e5m2=kept.dtype == jnp.float8_e5m2, dtype=index, **fields)
+    how = {"exact": True} if kept is None else {"group": kept.size, "e5m2": kept.dtype == jnp.float8_e5m2}
+    found = operations_triton.Operation(dtype=index, **how, **fields)
     unsupported = norm_triton.unsupported if norm else remake_triton.unsupported
     return unsupported(found, (math.prod(x.shape[:-1]), x.shape[-1]), x.dtype, kept) or found
 
@@ -308,7 +339,9 @@ def kept(codes: Array, scale: Array, shape: tuple[int, ...], spec: QuantSpec) ->
     return to_bytes(QTensor(codes.reshape(shape), scale.reshape(count), None, None, spec))
 
 
-def stored(q: QTensor) -> tuple[Array, Array]:
-    """The codes and scales, as matrices, of what `kept` returned."""
+def stored(q: QTensor | Array) -> tuple[Array, Array | None]:
+    """The codes and scales, as matrices, of what `kept` returned; an array that is kept as it is, and None."""
+    if isinstance(q, Array):
+        return matrix(q), None
     q = from_bytes(q)
     return matrix(q.codes), matrix(q.scale)

@@ -49,14 +49,14 @@ def forward(
 def backward(
     operation: Any,
     codes: Array,
-    scales: Array,
+    scales: Array | None,
     inverse: Array,
     weight: Array | None,
     dy: Array,
     dtype: Any,
     residual: Array | None = None,
 ) -> Any:
-    def run(cut: Cut, codes: Array, scales: Array, inverse: Array, weight: Any, dy: Array, residual: Any) -> Any:
+    def run(cut: Cut, codes: Array, scales: Array | None, inverse: Array, weight: Any, dy: Array, residual: Any) -> Any:
         dx, *sums = norm_triton.backward(
             operation, codes, scales, inverse, weight, dy, dtype, residual, compute_capability=capability()
         )

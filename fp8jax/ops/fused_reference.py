@@ -71,7 +71,7 @@ def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array
         if operation.exact and operation.centered:
             x = x - operands.mean[:, None]
         return [normalized(x, operands.inverse[:, None], operands.weight, operands.bias).astype(dtype)]
-    function = list(ACTIVATIONS.values())[operation.activation]
+    function = [*ACTIVATIONS.values(), lambda x: x][operation.activation]
     up = read(operands.up, operands.up_scale) if operation.gated else None
     if kinds == (remake_triton.RESULT,):
         return [(function(x) if up is None else function(x) * up).astype(dtype)]
@@ -132,7 +132,11 @@ def keep_activation(
     activated = list(ACTIVATIONS.values())[operation.activation](gate)
     y = activated if up is None else activated * up
     parts = (gate, up, activated if operation.activated else None)
-    return [None if x is None else _keep(x, kept) for x in parts], scaling.largest_magnitude(y), _codes(y, result)
+    return (
+        [None if x is None or kept is None else _keep(x, kept) for x in parts],
+        scaling.largest_magnitude(y),
+        _codes(y, result),
+    )
 
 
 def keep_activation_rows(
@@ -164,13 +168,13 @@ def forward(
     kept: Any,
     *,
     result: tuple[Array | None, Any] | None = None,
-) -> tuple[Array, Array, Array, Array | None, Array, Any]:
+) -> tuple[Array | None, Array | None, Array, Array | None, Array, Any]:
     from pallas_kernels import quantize_triton
 
     z, inverse = statistics(x, eps, centered=operation.centered)
     mean = jnp.mean(x.astype(jnp.float32), -1) if operation.centered else None
     y = normalized(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
-    codes, scales = _keep(z if operation.centered else x, kept)
+    codes, scales = (None, None) if kept is None else _keep(z if operation.centered else x, kept)
     made: Any = _row_codes(y, result[1]) if result and result[0] is None else _codes(y, result)
     return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), made
 
@@ -178,7 +182,7 @@ def forward(
 def backward(
     operation: Any,
     codes: Array,
-    scales: Array,
+    scales: Array | None,
     inverse: Array,
     weight: Array | None,
     dy: Array,
@@ -186,6 +190,8 @@ def backward(
     residual: Array | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     z, how = _read(operation, codes, scales), {"centered": operation.centered, "biased": operation.biased}
+    if operation.exact and operation.centered:
+        z = z - jnp.mean(z, -1, keepdims=True)
     dx, *sums = norm_cotangents(z, inverse[:, None], weight, dy, **how)
     if residual is not None:
         dx = dx + residual.astype(jnp.float32)

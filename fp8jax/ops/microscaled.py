@@ -142,8 +142,8 @@ def shifted(kept: QTensor, dy: QTensor) -> QTensor:
     # A power of two but for the last bits of the scales' product, which rounding to the nearest one takes away.
     power = formats.decode_e8m0(formats.encode_e8m0(jnp.maximum(scale * (1 / top), formats.TINY), "nearest"))
     power = jnp.where(jnp.isnan(scale), jnp.nan, power)
-    codes = (kept.codes.astype(jnp.float32) * power).astype(kept.codes.dtype)
-    return transpose(QTensor(codes, top, None, None, QuantSpec(kept.spec.format)))
+    factor = jnp.broadcast_to(power, (kept.codes.shape[0], 1))
+    return transpose(QTensor(kept.codes, top, None, None, QuantSpec(kept.spec.format)), factor=factor)
 
 
 def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused.Output | None = None) -> QTensor:
@@ -163,7 +163,7 @@ def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused
     top = jnp.max(ABOVE * scale.astype(jnp.float32) * factor, initial=formats.TINY)
     # Scales beyond fp32, of tokens without a gradient, are as good as the largest: their codes are 0.
     rows = jnp.minimum(top / jnp.broadcast_to(factor, (x.shape[0], 1)), LARGEST)
-    if (found := fused_rows.columns(part, spec, rows)) is not None:
+    if (found := fused_rows.columns(part or fused.itself(x), spec, rows)) is not None:
         return dataclasses.replace(found, scale=top.reshape(1, 1))
     values = x.astype(jnp.float32) * factor
     _, columns = quantize(values, None, QuantSpec(spec.format), scale=top)

@@ -15,7 +15,7 @@ from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused, fused_rows
 from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
-from fp8jax.ops.saveable import NORM, named
+from fp8jax.ops.saveable import BESIDE, NORM, named
 from fp8jax.ops.saved import (
     BLANK,
     NOTHING,
@@ -41,12 +41,14 @@ def rms_norm(
 ) -> Array:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich, 2019).
 
-    Forward it is exact, in fp32; the backward pass reads the codes of `x` and the fp32 root of each row.
+    Forward it is exact, in fp32; the backward pass reads the codes of `x` and the fp32 root of each row. Where inputs
+    are kept as they are it reads `x`, and on a GPU linear layers read codes that the norm makes (`fused.at_once`).
 
     Args:
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
+            but for codes made at once (`fused.at_once`).
         eps: added to the mean square.
         dtype: of the result; that of `x` if None.
         known: is told what the result is made from.
@@ -79,7 +81,8 @@ def layer_norm(
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
         bias: (channels,), or None.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates.
+        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
+            but for codes made at once (`fused.at_once`).
         eps: added to the variance.
         dtype: of the result; that of `x` if None.
         known: is told what the result is made from.
@@ -94,9 +97,12 @@ def layer_norm(
 
 
 class NormSaved(NamedTuple):
-    """What a norm saves: the codes of its (centered) input, 1 / root of each row, fp32 (..., 1), and its parameters."""
+    """What a norm saves: the codes of its (centered) input, 1 / root of each row, fp32 (..., 1), and its parameters.
 
-    codes: QTensor
+    Where inputs are kept as they are, the input in place of its codes.
+    """
+
+    codes: QTensor | Array
     inverse: Array
     scale: Array | None
     bias: Array | None
@@ -114,11 +120,12 @@ class Norm:
     dtype: DTypeLike
 
     def again(self, saved: NormSaved, gradient: Gradient) -> Made:
-        y = normalized(decode(saved.codes), saved.inverse, saved.scale, saved.bias).astype(self.dtype)
+        z, mean = self._input(saved)
+        y = normalized(z, saved.inverse, saved.scale, saved.bias).astype(self.dtype)
         operation, part = self._fused(saved, y), None
         if operation is not None:
             parts = fused.stored(saved.codes)
-            (part,) = _result(operation, parts, saved.inverse, None, saved.scale, saved.bias, None).parts
+            (part,) = _result(operation, parts, saved.inverse, mean, saved.scale, saved.bias, None).parts
         return Made(y, part)
 
     def backward(
@@ -127,7 +134,7 @@ class Norm:
         operation = self._fused(saved, dy)
         if operation is None:
             how = {"centered": self.centered, "biased": saved.bias is not None}
-            dx, *sums = norm_cotangents(decode(saved.codes), saved.inverse, saved.scale, dy, **how)
+            dx, *sums = norm_cotangents(self._input(saved)[0], saved.inverse, saved.scale, dy, **how)
             return _cast((dx if others is None else dx + others.astype(jnp.float32), *sums), dtypes), ()
 
         operands = (*fused.stored(saved.codes), saved.inverse.reshape(-1), saved.scale, fused.matrix(dy))
@@ -137,9 +144,18 @@ class Norm:
         )
         return _cast((dx.reshape(dy.shape), *sums), dtypes), ()
 
+    def _input(self, saved: NormSaved) -> tuple[Array, Array | None]:
+        """The input, centered where the norm is, and its mean where that is not taken from what is saved."""
+        z = decode(saved.codes)
+        if not (self.centered and isinstance(saved.codes, Array)):
+            return z, None
+        mean = jnp.mean(z, -1, keepdims=True)
+        return z - mean, mean
+
     def _fused(self, saved: NormSaved, like: Array) -> Any:
         given = {"scaled": saved.scale is not None, "biased": saved.bias is not None}
-        return fused.operation(like, saved.codes.spec, self.dtype, norm=True, centered=self.centered, **given)
+        spec = None if isinstance(saved.codes, Array) else saved.codes.spec
+        return fused.operation(like, spec, self.dtype, norm=True, centered=self.centered, **given)
 
 
 def normalize(
@@ -163,7 +179,10 @@ def normalize(
             shape = None if parameter is None else parameter.shape
             raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
     dtype, context, to = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe), fused.bounded(recipe)
-    if context.spec is None:
+    operation, given = None, {"scaled": scale is not None, "biased": bias is not None}
+    if context.spec is not None or fused.at_once(recipe):
+        operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **given)
+    if context.spec is None and operation is None:
         z, inverse = statistics(x, eps, centered=centered)
         y = normalized(z, inverse, scale, bias).astype(dtype)
         return derivatives.passed("a norm", y, x, scale, bias), x if residual else None, NOTHING
@@ -172,9 +191,8 @@ def normalize(
     by_rows, spec = fused_rows.of_layers(recipe), None if to is None else to.spec("x")
     bound: Bound = None if spec is None else (spec, _bound(values[1], values[2], x.shape[-1], spec))
     bound = bound if by_rows is None else (by_rows, None)
-    given = {"scaled": scale is not None, "biased": bias is not None}
-    operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **given)
     if operation is None:
+        assert context.spec is not None
         z, inverse = statistics(values[0], eps, centered=centered)
         kept, result = NormSaved(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
         made = None
@@ -186,7 +204,10 @@ def normalize(
         kept, parts = codes, (fused.matrix(values[0]), None)
         result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
     y = normalized(z, inverse, *values[1:]).astype(dtype)
-    kept = kept._replace(codes=named(kept.codes, NORM), inverse=named(kept.inverse, NORM))
+    if context.spec is None:
+        kept = kept._replace(inverse=named(kept.inverse, BESIDE))
+    else:
+        kept = kept._replace(codes=named(kept.codes, NORM), inverse=named(kept.inverse, NORM))
     how = Norm(centered, dtype)
     y, again = differentiable(how, (x, scale, bias), kept, y, residual=residual, known=known)
     (part,) = (None,) if result is None else result.parts
@@ -195,7 +216,7 @@ def normalize(
     elif part is not None and bound is not None and bound[1] is not None:
         part.hold(bound[0], bound[1], made)
     under = None if to is None or bound is None or bound[1] is None else (to, bound[1])
-    origin = Origin((how, kept) if context.lean else None, part, under)
+    origin = Origin((how, kept) if context.lean or context.spec is None else None, part, under)
     y = derivatives.passed("a norm", y, x, scale, bias)
     known.note(y, origin)
     return y, again, origin
@@ -215,7 +236,7 @@ def _keep(
     x: Array,
     scale: Array | None,
     bias: Array | None,
-    spec: QuantSpec,
+    spec: QuantSpec | None,
     eps: float,
     bound: Bound,
 ) -> tuple[NormSaved, Array | None, Array, Any]:
@@ -230,7 +251,8 @@ def _keep(
         ),
         fused.matrix(x), scale, bias, bound and bound[1],
     )  # fmt: skip
-    kept = NormSaved(fused.kept(codes, scales, x.shape, spec), inverse.reshape(*x.shape[:-1], 1), scale, bias)
+    of_input = x if spec is None else fused.kept(codes, scales, x.shape, spec)
+    kept = NormSaved(of_input, inverse.reshape(*x.shape[:-1], 1), scale, bias)
     return kept, mean, peak, made
 
 

@@ -38,7 +38,7 @@ from fp8jax.ops import fused, microscaled
 from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand
 from fp8jax.ops.quantize import quantize, transpose
-from fp8jax.ops.saveable import INPUT, named
+from fp8jax.ops.saveable import BESIDE, INPUT, named
 from fp8jax.ops.saved import NOTHING, Gradient, Origin, Remade, from_bytes, to_bytes
 from fp8jax.ops.sharding import rows_of
 
@@ -334,7 +334,11 @@ def of_input(
                 return origin.codes[1]
             return make_codes(x, saved, side.strategy, key=key, scale=scale, part=origin.part)
 
-        source = InputCodes(share(lambda: named(make(), INPUT)), scale)
+        def once() -> QTensor:
+            q = named(make(), INPUT)
+            return q if origin.again is None else dataclasses.replace(q, scale=named(q.scale, BESIDE))
+
+        source = InputCodes(share(once), scale)
     # Codes rounded stochastically can be made again only with their key.
     if origin.again is None or (saved is not None and saved.rounding == "stochastic"):
         return source

@@ -99,12 +99,13 @@ def chosen(
     return _choose(x, _parse(rows, columns), scale, impl, on_cuda(platform))
 
 
-def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
+def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") -> QTensor:
     """The same codes and scales with both axes of a matrix exchanged.
 
     Args:
         q: (M, N), of granularity "tensor" or "block", where a transposed matrix has transposed scales. (Groups and
             tokens of a transposed matrix run across its contraction: quantize again along the other axis.)
+        factor: fp32 (M, 1), by which FP8 codes of each row are multiplied, rounded to nearest; None leaves them alone.
         impl: "auto", "xla" or "triton": XLA's own transposition of bytes reaches a fraction of a GPU's bandwidth.
 
     Raises:
@@ -115,8 +116,8 @@ def transpose(q: QTensor, *, impl: str = "auto") -> QTensor:
     fits = len(q.shape) == 2 and q.codes.dtype.itemsize == 1 and 0 not in q.shape
     other = None if fits else f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
     cuda = impl == "triton" or on_cuda()
-    choice = triton_or_xla(impl, cuda, lambda: other or missing_triton("quantize_triton", fp8=False))
-    codes = run(choice, impl, q.codes, kernel=_transposed, reference=lambda codes: codes.T)
+    choice = triton_or_xla(impl, cuda, lambda: other or missing_triton("quantize_triton", fp8=factor is not None))
+    codes = run(choice, impl, q.codes, factor, kernel=_transposed, reference=_times_transposed)
     return dataclasses.replace(q, codes=codes, scale=q.scale.T)
 
 
@@ -306,11 +307,16 @@ def _measured(spec: QuantSpec, scale: Array | None) -> str | None:
     return level if level in ("tensor", "token") and (scale is None or spec.granularity == "mx") else None
 
 
-def _transposed(codes: Array) -> Array:
+def _times_transposed(codes: Array, factor: Array | None) -> Array:
+    return codes.T if factor is None else (codes.astype(jnp.float32) * factor).astype(codes.dtype).T
+
+
+def _transposed(codes: Array, factor: Array | None) -> Array:
     from pallas_kernels import quantize_triton
 
-    def turn(cut: Cut, codes: Array) -> Array:
-        return quantize_triton.transpose(codes, compute_capability=capability())
+    def turn(cut: Cut, codes: Array, factor: Array | None) -> Array:
+        return quantize_triton.transpose(codes, factor=factor, compute_capability=capability())
 
-    turned: Array = partitioned("transpose", None, turn, (codes,), ("m n",), "n m")
+    ins = ("m n", None if factor is None else "m -")
+    turned: Array = partitioned("transpose", factor is None, turn, (codes, factor), ins, "n m")
     return turned

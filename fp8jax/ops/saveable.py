@@ -9,7 +9,8 @@ What fp8jax's own operations save carries names, too, so that a policy can choos
 | `fp8jax_input` | codes of a linear layer's input, one copy for all layers that read it |
 
 The result of a linear layer's product has the name `fp8jax_product`, which is not among `CHECKPOINT_NAMES`: a policy
-that keeps what products give, by the name of JAX's primitive, does not see a kernel's.
+that keeps what products give, by the name of JAX's primitive, does not see a kernel's. A number or two a token, without
+which the operation before would have to run again, have the name `fp8jax_beside_product`.
 
     policy = jax.checkpoint_policies.save_only_these_names(*fp8jax.CHECKPOINT_NAMES)
 """
@@ -27,7 +28,7 @@ from fp8jax.core.qtensor import quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.saved import from_bytes, to_bytes
 
-PRODUCT = "fp8jax_product"
+PRODUCT, BESIDE = "fp8jax_product", "fp8jax_beside_product"
 NORM, ACTIVATION, INPUT = CHECKPOINT_NAMES = ("fp8jax_norm", "fp8jax_activation", "fp8jax_input")
 Tree = TypeVar("Tree")
 

@@ -73,9 +73,9 @@ def _packed(x: Array) -> QTensor:
     return QTensor(codes, scale, None, None, PACKED, x.shape[-1])
 
 
-def decode(saved: QTensor) -> Array:
-    """The fp32 values of what `keep` returned."""
-    return from_bytes(saved).dequantize()
+def decode(saved: QTensor | Array) -> Array:
+    """The fp32 values of what `keep` returned, or of an array that is saved as it is."""
+    return saved.astype(jnp.float32) if isinstance(saved, Array) else from_bytes(saved).dequantize()
 
 
 def mapped_alike(x: Array, y: Array) -> Array:

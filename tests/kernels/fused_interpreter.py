@@ -32,6 +32,11 @@ def recipe(mode: str, spec: str = "e4m3:group16", **linear: Any) -> fp8jax.Recip
     return dataclasses.replace(fp8jax.recipes.coat(), context=context, linear=part)
 
 
+def as_it_is(**linear: Any) -> fp8jax.Recipe:
+    """A recipe whose norms and activations keep their inputs."""
+    return dataclasses.replace(recipe("lean", **linear), context=fp8jax.recipes.Context())
+
+
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
@@ -68,6 +73,12 @@ def activation_case(
     return f, (x, w, u, d)
 
 
+def attention_case(part: fp8jax.Recipe) -> Any:
+    """A layer whose input is kept anyway, as a function and its arguments."""
+    y, w = normal(0, 18, 3, 16), normal(1, 48, INNER)
+    return lambda y, w: fp8jax.attention_output(y, w, recipe=part), (y, w)
+
+
 MICRO = {"x": "e4m3:mx32+token", "dy": "e4m3:mx32+token"}
 _NORMS = ("rms 0 faithful", "rms 1 lean", "layer 0 lean", "layer 2 faithful", "rms 1 bound", "layer 2 bound")
 _ACTIVATIONS = ("silu True faithful", "silu True lean", "silu False lean", "gelu True lean", "gelu False faithful",
@@ -93,6 +104,12 @@ CASES = {
     # The sample is of two runs of rows. The last is not in it, and so large that its largest magnitude gives the scale.
     "silu, bound, mended": _ACTIVATION("silu", True, recipe("bound"), jnp.float32, (545,), 100.0),
     "silu bf16": _ACTIVATION("silu", True, recipe("lean"), jnp.bfloat16, (ROWS,)),
+    "rms 1 as it is": _NORM("rms", 1, as_it_is(), jnp.bfloat16, (ROWS,)),
+    "layer 2 as it is": _NORM("layer", 2, as_it_is(**MICRO), jnp.bfloat16, (3, 11)),
+    "silu True as it is": _ACTIVATION("silu", True, as_it_is(), jnp.float32, (ROWS,)),
+    "silu, rows, as it is": _ACTIVATION("silu", True, as_it_is(**MICRO), jnp.float32, (2, 18)),
+    "gelu False rows, as it is": _ACTIVATION("gelu", False, as_it_is(**MICRO), jnp.float32, (ROWS,)),
+    "kept anyway": functools.partial(attention_case, recipe("lean", **MICRO)),
     "silu, three axes": _ACTIVATION("silu", True, recipe("lean"), jnp.float32, (2, 18)),
 }
 
@@ -120,8 +137,12 @@ def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str)
     return share, most
 
 
-def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, float]:
-    """A case with its kernels and without, as a line of JSON says it; `whole`, in one program, rounded as written."""
+def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tuple[int, float, int, float]:
+    """A case with its kernels and without, as a line of JSON says it; `whole`, in one program, rounded as written.
+
+    Without them it keeps codes of what operations return that keep their inputs as they are; `again`, it does not, and
+    the kernels' references take their places.
+    """
     codes, on_cuda, whole_pair = fused.codes, fused.on_cuda, quantize.quantize
     seen: list[tuple[Any, Any]] = []
     made: list[Any] = []
@@ -150,9 +171,14 @@ def compare(f: Any, args: Any, whole: bool = False) -> tuple[int, float, int, fl
     for name, make in by_rows.items():
         setattr(fused_rows, name, counted(make))
 
+    by_platform = jax.lax.platform_dependent
+
     def both(*args: Any) -> Any:
-        fused.on_cuda = lambda: False
+        fused.on_cuda = lambda: again
+        jax.lax.platform_dependent = lambda *args, cuda, default: default(*args)
         want = run(f, args)
+        seen.clear()
+        jax.lax.platform_dependent = by_platform
         fused.on_cuda = lambda: True
         return run(f, args), want, seen
 
@@ -177,7 +203,7 @@ def main() -> None:
     found = {}
     for case, make in CASES.items():
         norm_triton.SUMS = 8 if case.startswith("rms") else 11  # four rows a sum, two at a time; or three
-        found[case] = compare(*make())
+        found[case] = compare(*make(), again="as it is" in case)
     print(json.dumps(found))
 
 

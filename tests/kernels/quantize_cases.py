@@ -83,6 +83,9 @@ REFOLDS = [
     Case("e4m3:mx32+token", None, (5, 9)),
 ]
 
+# Codes that are transposed, times a factor for each row.
+SHIFTS = [("e4m3", (130, 150)), ("e5m2", (128, 256))]
+
 # Blocks and their residuals.
 FALLBACKS = [
     Case("int8:block128", None, (130, 260), "bfloat16"),
@@ -160,6 +163,16 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> int:
     return (
         _differ(np.asarray(got.scale, np.float32), np.asarray(want.scale, np.float32)) + _differ(*packed) + (not same)
     )
+
+
+def wrong_shifted(name: str, shape: tuple[int, int]) -> int:
+    """How many transposed codes, multiplied by a power of two for each row, are not the reference's."""
+    q, _ = op.quantize(special(shape, "float32", 6e4), f"{name}:token", impl="xla")
+    assert q is not None
+    factor = jnp.exp2(-(jnp.arange(shape[0], dtype=jnp.float32)[:, None] % 23)).at[1].set(jnp.nan)
+    q = dataclasses.replace(q, scale=jnp.ones((1, 1)), spec=QuantSpec(name))
+    got, want = (op.transpose(q, factor=factor, impl=impl) for impl in ("triton", "xla"))
+    return int(np.sum(_bytes(got.codes) != _bytes(want.codes)))
 
 
 def refolded(case: Case, impl: str) -> list[np.ndarray]:

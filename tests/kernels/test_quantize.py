@@ -44,7 +44,7 @@ def check(got, want, few=3e-4):
 REGISTERS = {
     "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
-    "codes folded": 64, "fallback blocks": 80, "fallback blocks, drawn": 128, "ten bits": 80,
+    "codes folded": 64, "codes shifted": 64, "fallback blocks": 80, "fallback blocks, drawn": 128, "ten bits": 80,
 }  # fmt: skip
 
 
@@ -83,6 +83,9 @@ def registers() -> None:
         "int8 blocks": lambda x: both(x, coding("block", jnp.int8, 32)),
         "codes folded": lambda x: fold_triton.fold_codes(
             x.astype(jnp.float8_e4m3fn), jnp.zeros((16384, 344), jnp.uint8), jnp.ones((1, 1)), **options
+        ),
+        "codes shifted": lambda x: quantize_triton.transpose(
+            x.astype(jnp.float8_e4m3fn), factor=jnp.ones((16384, 1)), **options
         ),
         "ten bits": lambda x: pack_triton.pack(x, **options),
         "fallback blocks": lambda x: fallback_triton.quantize(x, one, 128, **options),
@@ -148,6 +151,12 @@ def test_folded_codes_equal_the_references_on_a_gpu(case):
 def test_codes_folded_afterwards_equal_the_references_on_a_gpu(case):
     for want, got in zip(cases.refolded(case, "xla"), cases.refolded(case, "triton"), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "shape"), cases.SHIFTS)
+def test_shifted_codes_equal_the_references_on_a_gpu(name, shape):
+    assert cases.wrong_shifted(name, shape) == 0
 
 
 @pytest.mark.gpu

@@ -174,6 +174,9 @@ def main() -> None:
     for shape, dtype in (((5, 300), "float32"), ((67, 256), "bfloat16"), ((3, 129), "float16")):
         if differ := cases.wrong_packing(shape, dtype):
             wrong[f"ten bits {shape} {dtype}"] = [differ]
+    for name, shape in cases.SHIFTS:
+        if differ := cases.wrong_shifted(name, shape):
+            wrong[f"{name} shifted {shape}"] = [differ]
     for shape, rate in (((140, 200, 300), 0.5), ((130, 40, 128), 0.0)):
         error = int8_cases.error(matmul_int8_triton.matmul_int8_block, shape, rate)
         if not error < 3e-7:

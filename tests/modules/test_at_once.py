@@ -1,0 +1,144 @@
+"""Norms and activations that keep their inputs as they are: on a GPU they make the codes that layers read.
+
+Here the kernels' references take their places, and recipes have no states that would follow an optimizer.
+"""
+
+import collections
+import dataclasses
+import types
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from experiments.models.llama import Block, LlamaConfig, SwiGLU, products_saveable, rope_tables
+from fp8jax.modules import norms
+from fp8jax.ops import fused
+
+LLAMA = LlamaConfig(vocab=8, dim=64, layers=1, heads=2, kv_heads=1, mlp_dim=96)
+TOKENS = 40
+MOSS = dataclasses.replace(fp8jax.recipes.fast(), context=fp8jax.recipes.Context())
+RECIPES = {"moss": MOSS, "te_current": fp8jax.recipes.te_current()}
+# Of a block: codes of both norms' results and of the activation's; then those that the weights' gradients read, of q,
+# k, v, gate and up; with those of `down` the largest magnitudes of the cotangents of gate and up, and last their codes.
+CALLS = {
+    "moss": {"forward": 2, "keep_activation_rows": 1, "quantize": 6, "ahead": 1, "backward": 2},
+    "te_current": {"forward": 2, "peaks": 1, "quantize": 3 + 6, "ahead": 1, "backward": 2},
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Switches the kernels on or off; how often each has run."""
+    monkeypatch.setattr(fused, "missing_triton", lambda _: None)
+    counted = collections.Counter()
+    names = ("quantize", "peaks", "ahead", "keep_activation", "keep_activation_rows", "forward", "backward")
+
+    def counting(name):
+        return lambda *a, **k: counted.update([name]) or getattr(fused.fused_reference, name)(*a, **k)
+
+    on = types.SimpleNamespace(**{name: counting(name) for name in names})
+    monkeypatch.setattr(fused, "run", lambda call, *arrays: call(on, *arrays))
+
+    def switch(use):
+        jax.clear_caches()
+        monkeypatch.setattr(fused, "on_cuda", lambda: use)
+        counted.clear()
+        return counted
+
+    return switch
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
+
+
+def plain():
+    return Block(LLAMA, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+def block(recipe=None):
+    """A block as a function of its parameters and input, and these; as written if there is no recipe."""
+    model = plain() if recipe is None else fp8jax.nnx.quantize(plain(), recipe)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    tables = rope_tables(TOKENS // 2, LLAMA.head_dim, 1e4)
+    return lambda params, x: nnx.merge(graph, params, rest)(x, *tables), params, normal(0, TOKENS, LLAMA.dim)
+
+
+def three(layer, params, x):
+    y, back = jax.vjp(layer, params, x)
+    return [np.asarray(a, np.float64) for a in jax.tree.leaves((y, back(normal(1, *y.shape).astype(y.dtype))))]
+
+
+def distance(a, b):
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def kept(layer, params, x):
+    """Bytes of what a block keeps but for its parameters, and of that the codes."""
+    weights = {leaf.shape for leaf in jax.tree.leaves(params)}
+    weights |= {shape[::-1] for shape in weights}
+    leaves = jax.tree.leaves(jax.eval_shape(lambda params, x: jax.vjp(layer, params, x)[1], params, x))
+    sizes = [(leaf.size * leaf.dtype.itemsize, leaf.dtype) for leaf in leaves if leaf.shape not in weights]
+    return sum(size for size, _ in sizes), sum(size for size, dtype in sizes if dtype == jnp.uint8)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_block_computes_what_it_did_from_codes_made_once_and_keeps_none_of_them(name, kernels):
+    kernels(False)
+    exact = three(*block())
+    layer, *args = block(RECIPES[name])
+    without, before, again = three(layer, *args), kept(layer, *args), kept(checkpointed(layer), *args)
+    counted = kernels(True)
+    layer, *args = block(RECIPES[name])
+    got = three(layer, *args)
+    assert counted == CALLS[name]
+    for a, b, c in zip(exact, without, got, strict=True):
+        assert 0 < distance(c, a) < 1.05 * distance(b, a) + 0.003
+    after = kept(layer, *args)
+    # Codes of the attention's output are all that is left of them.
+    assert after[1] == TOKENS * LLAMA.dim < before[1]
+    assert after[0] < 0.6 * before[0]
+    # Where products alone are kept: scales of rows, and 1 / root of both norms.
+    assert kept(checkpointed(layer), *args)[0] <= again[0] + 5 * 4 * TOKENS
+
+
+def checkpointed(layer):
+    return jax.checkpoint(layer, policy=products_saveable)
+
+
+class LinenBlock(linen.Module):
+    """A norm and a perceptron of Linen."""
+
+    @linen.compact
+    def __call__(self, x):
+        h = linen.LayerNorm(name="norm")(x)
+        h = linen.silu(linen.Dense(96, name="gate")(h)) * linen.Dense(96, name="up")(h)
+        return x + linen.Dense(64, name="down")(h)
+
+
+def test_in_linen_likewise(kernels):
+    x, model = normal(0, TOKENS, 64).astype(jnp.float32), LinenBlock()
+    params = model.init(jax.random.key(0), x)
+    rule = fp8jax.Rule(".*", MOSS)
+    layer = fp8jax.linen.quantize(model, rule).apply
+    kernels(False)
+    exact, without = three(model.apply, params, x), three(layer, params, x)
+    counted = kernels(True)
+    got = three(layer, params, x)
+    assert counted == {"forward": 1, "keep_activation_rows": 1, "quantize": 3, "ahead": 1, "backward": 1}
+    for a, b, c in zip(exact, without, got, strict=True):
+        assert distance(c, a) < 1.05 * distance(b, a) + 0.003
+
+
+@pytest.mark.parametrize("name", ["deepseek", "jetfire", "switchback"])
+def test_norms_before_layers_of_other_codes_stay_as_written(name, kernels):
+    kernels(True)
+    quantized = fp8jax.nnx.quantize(plain(), name)
+    assert type(quantized.mlp_norm) is nnx.RMSNorm
+    assert type(quantized.mlp) is SwiGLU
+    assert isinstance(fp8jax.nnx.quantize(plain(), MOSS).mlp_norm, norms.RMSNorm)
