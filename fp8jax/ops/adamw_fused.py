@@ -15,7 +15,8 @@ from jax.typing import ArrayLike
 from fp8jax.core import expansion, formats, noise
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.choice import Choice, capability, check_impl, missing_triton, triton_or_xla
-from fp8jax.ops.partition import Cut, partitioned
+from fp8jax.ops.cuts import Cut
+from fp8jax.ops.partition import partitioned
 from fp8jax.ops.rounding import round_stochastically
 
 Moment = QTensor | Array

@@ -13,7 +13,8 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
-from fp8jax.ops.partition import Cut, notation, partitioned
+from fp8jax.ops.cuts import Cut, notation
+from fp8jax.ops.partition import partitioned
 
 CRITERIA = ("absmax", "l1", "relative_l1")
 

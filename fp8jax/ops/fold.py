@@ -11,7 +11,8 @@ from fp8jax.core import blocks, formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
-from fp8jax.ops.partition import Cut, partitioned
+from fp8jax.ops.cuts import Cut
+from fp8jax.ops.partition import partitioned
 from fp8jax.ops.quantize import chosen
 
 # Codes below this power of two under their row's scale lose bits (e4m3 has three, and subnormals down to 2^-9).

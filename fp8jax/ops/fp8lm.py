@@ -20,7 +20,8 @@ from fp8jax.core import blocks, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.ops.adamw_fused import Adam, Form, Place, placed
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, placed_like, tell, triton_or_xla, vary_with
-from fp8jax.ops.partition import Cut, notation, partitioned
+from fp8jax.ops.cuts import Cut, notation
+from fp8jax.ops.partition import partitioned
 
 # Adam's largest direction is 7.3 for the default decays and 22 for b2 = 0.9999, by the inequality of Cauchy and
 # Schwarz; rounding of moments adds to that.

@@ -13,7 +13,8 @@ from jax import Array
 from fp8jax.core import scaling
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import capability
-from fp8jax.ops.partition import Cut, partitioned
+from fp8jax.ops.cuts import Cut
+from fp8jax.ops.partition import partitioned
 from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, remake_triton
 
 _ROWS, _TILE, _TURNED = "m -", "m n", "n m"

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.choice import aimed, capability, missing_triton, named
+from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.fallback import Pair
-from fp8jax.ops.partition import Cut, notation, partitioned
+from fp8jax.ops.partition import partitioned
 
 HOPPER, BLOCK = 90, 128
 # GPUs of the kernel in Triton: those with int8 matrix units before Hopper that have bf16.

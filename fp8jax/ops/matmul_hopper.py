@@ -14,8 +14,9 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import int8_kernels
 from fp8jax.ops.choice import Choice, aimed, capability, named
+from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.fold import foldable, refold
-from fp8jax.ops.partition import Cut, notation, partitioned
+from fp8jax.ops.partition import partitioned
 
 HOPPER, MICROSCALING = 90, 100
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import sharding
 from fp8jax.ops.choice import named
+from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.fallback import Pair
-from fp8jax.ops.partition import Cut, notation, partitioned
+from fp8jax.ops.partition import partitioned
 
 
 def coded(*operands: Any) -> bool:

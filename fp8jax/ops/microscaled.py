@@ -25,8 +25,9 @@ from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused, fused_rows
 from fp8jax.ops.choice import by_platform, capability, tell
+from fp8jax.ops.cuts import Cut
 from fp8jax.ops.fused_reference import row_peaks
-from fp8jax.ops.partition import Cut, partitioned
+from fp8jax.ops.partition import partitioned
 from fp8jax.ops.quantize import chosen, quantize, transpose
 
 # How far an input that is made again may lie above what it was: the rounding of what it is made from.

@@ -1,11 +1,7 @@
 """Kernels on sharded arrays: one place that turns a call on whole arrays into calls on each device's own parts.
 
-A kernel sees one device's arrays alone, and XLA cannot look into it. So a call says how its operands may be cut, in a
-small notation, one name a dimension: `"m n"` is a matrix, `"n m"` its transposed copy, `"m n/128"` has an entry for
-each block of 128 along n, which then is cut between blocks only. Dimensions of one name are cut alike, `-` is never
-cut, and `""` is a scalar. Names that stand first are cut first where one mesh axis could cut several.
-
-What cannot be cut as it lies, such as a matrix in shards that do not end with a block, is gathered.
+A kernel sees one device's arrays alone, and XLA cannot look into it. So a call says how its operands may be cut, in the
+notation of `fp8jax.ops.cuts`.
 """
 
 import contextlib
@@ -16,184 +12,17 @@ import importlib.util
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
-from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import placement
-
-
-class Dimension(NamedTuple):
-    """A dimension of an operand: the name it is cut by, None where it never is, and what a block of it counts."""
-
-    name: str | None
-    block: int = 1
-
-
-Dimensions = tuple[Dimension, ...]
-
-
-class Cut(NamedTuple):
-    """How the arrays of a call are cut.
-
-    Attributes:
-        axes: the mesh axes of each dimension that is cut.
-        kept: by dimension of the result, mesh axes that cut a sum: each device keeps its own part of that (FSDP).
-    """
-
-    axes: dict[str, tuple[str, ...]]
-    kept: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  # never changed
-
-    def maximum(self, x: Array, names: str) -> Array:
-        """The largest of what the devices found in their parts of some dimensions; NaN where one found it."""
-        axes = self._over(names)
-        if not axes:
-            return x
-        bad = lax.pmax(jnp.isnan(x).astype(jnp.float32), axes)
-        return jnp.where(bad > 0, jnp.nan, lax.pmax(jnp.where(jnp.isnan(x), -jnp.inf, x), axes)).astype(x.dtype)
-
-    def total(self, x: Array, names: str, dimensions: str = "") -> Array:
-        """The sum of what the devices have of some dimensions; of the named dimensions of `x` the part they keep."""
-        axes = self._over(names)
-        for i, name in enumerate(dimensions.split()):
-            if kept := self.kept.get(name):
-                x = lax.psum_scatter(x, kept, scatter_dimension=i, tiled=True)
-                axes = tuple(axis for axis in axes if axis not in kept)
-        return lax.psum(x, axes) if axes else x
-
-    def start(self, name: str, length: int) -> Array | int:
-        """Where a device's part, of this length, begins in a dimension."""
-        axes = self._over(name)
-        return lax.axis_index(axes) * length if axes else 0
-
-    def _over(self, names: str) -> tuple[str, ...]:
-        return tuple(axis for name in names.split() for axis in self.axes.get(name, ()))
-
-
-WHOLE = Cut({})
-
-
-class Notation(NamedTuple):
-    """How a call may be cut.
-
-    Attributes:
-        ins, outs: the dimensions of each operand and result.
-        units: what parts of a dimension are multiples of, beside its blocks.
-        sums: the dimension that the only result is summed over, of whose sum a device may keep a part.
-    """
-
-    ins: tuple[Dimensions, ...]
-    outs: tuple[Dimensions, ...]
-    units: tuple[tuple[str, int], ...] = ()
-    sums: str | None = None
-
-    def lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Lengths of the named dimensions, from operands that hold each whole, not in blocks."""
-        found: dict[str, int] = {}
-        for dimensions, shape in zip(self.ins, shapes, strict=True):
-            if len(dimensions) != len(shape):
-                raise ValueError(f"{dimensions} do not describe an operand of shape {tuple(shape)}")
-            for dimension, length in zip(dimensions, shape, strict=True):
-                name = dimension.name
-                if name is not None and dimension.block == 1 and found.setdefault(name, length) != length:
-                    raise ValueError(f"dimension {name} has lengths {found[name]} and {length}")
-        return found
-
-    def unit(self, name: str) -> int:
-        """The shortest part that a dimension may be cut into."""
-        blocks = [d.block for side in (self.ins, self.outs) for part in side for d in part if d.name == name]
-        return math.lcm(*blocks, *(unit for known, unit in self.units if known == name))
-
-    def batched(self, name: str, operands: Sequence[bool]) -> "Notation":
-        """With one more leading dimension of all results and of some operands."""
-        lead = (Dimension(name),)
-        ins = tuple(lead + d if b else d for d, b in zip(self.ins, operands, strict=True))
-        return self._replace(ins=ins, outs=tuple(lead + d for d in self.outs))
-
-    def rule(self, lengths: dict[str, int], devices: int) -> tuple[str, dict[str, int]]:
-        """The notation of XLA's partitioner (Shardy), in factors, and the sizes of those that it cannot infer.
-
-        Dimensions that so many devices do not divide are said to have nothing to do with each other: Shardy would cut
-        some of them over a part of a mesh axis, which JAX cannot express.
-        """
-        sizes: dict[str, int] = {}
-        alone: set[str] = set()
-        fresh = iter(range(10_000))
-
-        def factors(dimension: Dimension) -> str:
-            name, unit = dimension.name, 1 if dimension.name is None else self.unit(dimension.name)
-            if name is None or lengths[name] % (unit * devices) or lengths[name] == 0:
-                return f"free{next(fresh)}"
-            outer = f"{name}_"
-            sizes[outer] = lengths[name] // unit
-            if dimension.block == unit:
-                alone.add(outer)
-                return outer
-            inner = f"{name}_in{dimension.block}"
-            sizes[inner] = unit // dimension.block
-            return f"({outer} {inner})"
-
-        ins, outs = (", ".join(" ".join(map(factors, d)) for d in side) for side in (self.ins, self.outs))
-        return f"{ins} -> {outs}", {factor: size for factor, size in sizes.items() if factor not in alone}
-
-    def assign(
-        self,
-        lengths: dict[str, int],
-        specs: Sequence[PartitionSpec],
-        mesh: dict[str, int],
-        wanted: Any = None,
-    ) -> Cut:
-        """Which mesh axes cut which dimension of operands that are sharded so. An axis cuts one dimension.
-
-        Args:
-            lengths: of the dimensions.
-            specs: of the operands.
-            mesh: sizes of its axes.
-            wanted: how the only result is to lie, where that is known.
-        """
-        axes: dict[str, tuple[str, ...]] = {}
-        used: set[str] = set()
-        for name in dict.fromkeys(d.name for part in self.ins for d in part if d.name is not None):
-            for dimensions, spec in zip(self.ins, specs, strict=True):
-                for dimension, entry in zip(dimensions, spec, strict=False):
-                    found = entry if isinstance(entry, tuple) else (entry,)
-                    free = tuple(a for a in found if a is not None and mesh[a] > 1 and a not in used)
-                    parts = math.prod(mesh[a] for a in free) * self.unit(name)
-                    if dimension.name == name and name not in axes and free and lengths[name] % parts == 0:
-                        axes[name] = free
-                        used |= set(free)
-        kept: dict[str, tuple[str, ...]] = {}
-        summed = axes.get(self.sums or "", ())
-        for (result, _), entry in zip(self.outs[0], wanted or (), strict=False):
-            entries = entry if isinstance(entry, tuple) else (entry,)
-            own = tuple(a for a in entries if a is not None and mesh[a] > 1)
-            if result is None or result in axes or not own or not set(own) <= set(summed):
-                continue
-            if lengths[result] % (math.prod(mesh[a] for a in own) * self.unit(result)) == 0:
-                kept[result] = own
-        return Cut(axes, kept)
-
-    def specs(self, cut: Cut) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
-        """How operands and results lie where their dimensions are cut so."""
-
-        def spec(dimensions: Dimensions, axes: dict[str, tuple[str, ...]]) -> PartitionSpec:
-            return PartitionSpec(*(axes.get(d.name) if d.name else None for d in dimensions))
-
-        return tuple(spec(d, cut.axes) for d in self.ins), tuple(spec(d, cut.axes | cut.kept) for d in self.outs)
-
-
-def _dimensions(text: str) -> Dimensions:
-    found = []
-    for word in text.split():
-        name, _, block = word.partition("/")
-        found.append(Dimension(None if name == "-" else name, int(block or 1)))
-    return tuple(found)
+from fp8jax.ops.cuts import WHOLE, Cut, Dimension, Dimensions, Notation, dimensions
 
 
 def partitioned(
@@ -281,7 +110,7 @@ def _match(notation: Any, tree: Any) -> list[Dimensions]:
     if tree is None:
         return []
     if isinstance(notation, str):
-        return [_dimensions(notation)]
+        return [dimensions(notation)]
     parts = tree if isinstance(tree, (tuple, list)) else jax.tree.leaves(tree)
     return [found for text, part in zip(notation, parts, strict=True) for found in _match(text, part)]
 
@@ -382,22 +211,3 @@ def _explicit(
     return jax.shard_map(
         lambda *own: tuple(run(*own)), mesh=mesh, in_specs=ins, out_specs=outs, axis_names=set(sizes), check_vma=False
     )(*moved)
-
-
-def notation(spec: QuantSpec, shape: Sequence[int], names: str) -> tuple[str, ...]:
-    """How a quantized array of this shape may be cut, from the names of its axes: for each of its parts."""
-
-    def of_blocks(block: Sequence[int]) -> str:
-        return " ".join(_of_block(name, b, spec) for name, b in zip(names.split(), block, strict=True))
-
-    parts = [names, of_blocks(spec.block_shape(shape))]
-    parts += [parts[1]] if spec.expand else []
-    parts += [of_blocks(spec.micro_shape(shape))] if spec.granularity == "mx" else []
-    return tuple(parts)
-
-
-def _of_block(name: str, block: int, spec: QuantSpec) -> str:
-    """One scale for all of an axis is never cut; scales of blocks are cut between these."""
-    if block == 1:
-        return name
-    return f"{name}/{block}" if spec.granularity in ("group", "block", "mx") and block == spec.group_size else "-"

@@ -14,7 +14,8 @@ from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
-from fp8jax.ops.partition import Cut, notation, partitioned
+from fp8jax.ops.cuts import Cut, notation
+from fp8jax.ops.partition import partitioned
 
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]

@@ -20,7 +20,8 @@ from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.choice import capability, missing_triton, on_cuda, run, tell, triton_or_xla, vary_alike
-from fp8jax.ops.partition import Cut, partitioned
+from fp8jax.ops.cuts import Cut
+from fp8jax.ops.partition import partitioned
 from fp8jax.ops.sharding import Kind, merge, spec_of, split
 
 Shared = TypeVar("Shared")

@@ -16,11 +16,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fp8jax.core import scaling
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fallback, fused_reference, partition
+from fp8jax.ops import cuts, fallback, fused_reference, partition
 from fp8jax.ops import quantize as ops
+from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.matmul import in_16_bits
 from fp8jax.ops.matmul_shared import shared
-from fp8jax.ops.partition import Cut, notation, partitioned
+from fp8jax.ops.partition import partitioned
 
 LAYOUTS = [("rows", "columns"), ("rows",), (None, "rows"), (("rows", "columns"),), ()]
 both = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -143,7 +144,7 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
 
 
 def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
-    notation_ = partition.Notation(
+    notation_ = cuts.Notation(
         *([partition._dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sums="k"
     )
     lengths, specs = {"m": 6, "n": 8, "k": 64}, (PartitionSpec(None, "rows"),) * 2
