@@ -23,6 +23,8 @@ from pallas_kernels.quantize_triton import QuantizeLaunch
 NORM, RESULT, GATE, UP = range(4)
 # Rows of a tile of `peaks`, and so of a sample.
 SAMPLE = 32
+# Stands for what is not given. JAX would make each of its own a kernel, and calls that differ in nothing else apart.
+_ONE = np.ones((1, 1), np.float32)
 FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
 
 
@@ -394,6 +396,5 @@ def ahead(
 
 def _pointers(operands: Operands) -> list[Array]:
     """All operands, codes as bytes; one element where there is none."""
-    one = np.ones((1, 1), np.float32)  # a constant: XLA would launch a kernel for each of JAX's
-    found = [jnp.asarray(one) if x is None else x for x in operands]
+    found: list[Any] = [_ONE if x is None else x for x in operands]
     return [jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in found]

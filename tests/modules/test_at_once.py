@@ -1,6 +1,6 @@
 """Norms and activations that keep their inputs as they are: on a GPU they make the codes that layers read.
 
-Here the kernels' references take their places, and recipes have no states that would follow an optimizer.
+Here the references of the kernels take their places.
 """
 
 import collections
@@ -22,7 +22,7 @@ from fp8jax.ops import fused
 LLAMA = LlamaConfig(vocab=8, dim=64, layers=1, heads=2, kv_heads=1, mlp_dim=96)
 TOKENS = 40
 MOSS = dataclasses.replace(fp8jax.recipes.fast(), context=fp8jax.recipes.Context())
-RECIPES = {"moss": MOSS, "te_current": fp8jax.recipes.te_current()}
+RECIPES = {"moss": fp8jax.recipes.moss(), "te_current": fp8jax.recipes.te_current()}
 # Of a block: codes of both norms' results and of the activation's; then those that the weights' gradients read, of q,
 # k, v, gate and up; with those of `down` the largest magnitudes of the cotangents of gate and up, and last their codes.
 CALLS = {
