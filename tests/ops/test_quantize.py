@@ -73,6 +73,7 @@ def test_xla_draws_two_words_for_a_matrix_and_transposes_none_for_its_blocks():
     text = str(jax.make_jaxpr(run)(jax.random.key(0)))
     assert set(re.findall(r"random_bits\[.*?shape=\((.*?)\)", text)) == {"2,"}
     assert set(re.findall(r":(\w+)\[96,64\]", text)) == {"i8"}
+    assert len(re.findall(r"= reduce_m\w+\[", text)) == 1  # one pass finds what is not finite, too
 
 
 def test_what_does_not_suit_is_refused():
