@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fp8jax.core import blocks, derivatives, formats, scaling
+from fp8jax.core import blocks, derivatives, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
@@ -16,6 +16,7 @@ from fp8jax.ops import fused
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.partition import Cut, notation, partitioned
 
+_COLUMNS = noise.salt("columns")
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]
 
@@ -181,9 +182,9 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
 
 
 def _reference(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
-    keys = (key, None) if key is None or how.columns is None or how.same else jax.random.split(key)
     # Two words for all elements: XLA would compute each one's bits by `jax.random` anew in every pass that reads them.
-    words = [key if key is None else jax.random.bits(key, (2,), jnp.uint32) for key in keys]
+    own = None if key is None else noise.of_key(key)
+    words = own, None if own is None else noise.salted(own, _COLUMNS)
 
     def one(y: Array, spec: QuantSpec | None, words: Array | None) -> QTensor | None:
         if spec is None:
