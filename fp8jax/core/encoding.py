@@ -39,7 +39,13 @@ def encode(
     # The largest magnitudes are rid of subnormals after: XLA on a GPU writes a mask that two passes have in common.
     measured = magnitude if spec.expand else raw
     counted = formats.where(jnp.isfinite(measured), measured, 0)
+    bad = None
+    if fmt.inf is None:
+        bad = ~jnp.isfinite(x) | ((x < 0) & (not fmt.signed))
     if scale is None:
+        if bad is not None and not spec.expand:
+            # The maximum says it, too; a NaN would be lost where devices share a block.
+            counted = formats.where(~bad, raw, jnp.inf)
         largest = blocks.reduce(counted, block_shape, jnp.max, 0.0)
         largest = formats.where(largest >= formats.TINY, largest, 0)
         scale = scaling.to_scale(largest, fmt)
@@ -48,9 +54,10 @@ def encode(
     else:
         scale = scaling.usable(scale)
     scale = jnp.broadcast_to(scale, blocks.counts(x.shape, block_shape))
-    if fmt.inf is None:
-        bad = ~jnp.isfinite(x) | ((x < 0) & (not fmt.signed))
+    if bad is not None and (given or spec.expand):
         scale = formats.where(blocks.reduce(bad.astype(jnp.float32), block_shape, jnp.max, 0.0) <= 0, scale, jnp.nan)
+    elif bad is not None:
+        scale = formats.where(largest < jnp.inf, scale, jnp.nan)
     scale = formats.round_to(scale, formats.get(spec.scale_format))
     # Products with reciprocals throughout: XLA makes them of quotients by constants and scalars in some programs and
     # not in others, and the codes must not depend on that.

@@ -64,6 +64,22 @@ def uniform(words: Array, shape: Sequence[int], row: int | None = None) -> Array
 def of_step(count: ArrayLike) -> Array:
     """Two words for a step of an optimizer, from its number."""
     x = jnp.asarray(count).astype(jnp.uint32) * np.uint32(STRIDE) + np.asarray([0x243F6A88, 0x85A308D3], np.uint32)
+    return _mixed(x)
+
+
+def of_key(key: Array) -> Array:
+    """Two words from a PRNG key of `jax.random`, in some thirty operations.
+
+    Bits of `jax.random` take five times as many, which XLA compiles anew into each pass that reads them.
+    """
+    data = jax.random.key_data(key).ravel()  # of any kind
+    first = jnp.uint32(0)
+    for word in data:
+        first = _mixed(first + word * np.uint32(STRIDE))
+    return jnp.stack([first, _mixed(data[-1] ^ first * np.uint32(SALT_STRIDE))])
+
+
+def _mixed(x: Array) -> Array:
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)

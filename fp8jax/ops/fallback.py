@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from fp8jax.core import blocks, formats
+from fp8jax.core import blocks, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
@@ -172,7 +172,7 @@ def _reference(
         drawn = [quantize_with_scale(x, stochastic(spec), None, words=w) for w in words]
         return tuple(jax.tree.leaves((found, drawn)))
 
-    words = () if key is None else (jax.random.bits(key, (2,), jnp.uint32),)
+    words = () if key is None else (noise.of_key(key),)
     count = blocks.counts(x.shape, spec.block_shape(x.shape))
     like = [*[x.shape, count] * 2, count, *[x.shape, count] * len(words)]
     found = blocks.on_logical_array(make, x, threshold, *words, like=like)

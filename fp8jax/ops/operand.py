@@ -150,6 +150,8 @@ class SavedCodes:
             return codes.dequantize(jax.numpy.bfloat16).T
         if spec == codes.spec and spec.granularity in TRANSPOSABLE:
             return transpose(codes)
+        # Behind a barrier: XLA would decode the codes once for the forward product, too, and keep that in fp32.
+        codes = from_bytes(lax.optimization_barrier(self.codes))
         return encode(codes.dequantize(), spec, side.strategy, turned=True)
 
 

@@ -317,7 +317,6 @@ def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
     quantizer = functools.partial(encode, strategy=recipe.own_strategy("dy"))
-    keys = (None, None) if key is None else jax.random.split(key)
     seen = None
     if expected is not None:
         seen = scaling.largest_magnitude(dy)
@@ -333,12 +332,12 @@ def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]
     if side.shared and rows_spec is not None and rows_spec.folds:
         dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale, origin.part)
     elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
+        keys = (None, None) if key is None else jax.random.split(key)
         dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale, part=origin.part)
         dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True, part=origin.part)
     else:
-        same = recipe.dy_wgrad == SAME
-        specs, subkey = (rows_spec, SAME if same else columns_spec), keys[0] if same else key
-        pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=subkey, part=origin.part)
+        specs = rows_spec, SAME if recipe.dy_wgrad == SAME else columns_spec
+        pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=key, part=origin.part)
         dy_rows, dy_columns = pair  # type: ignore[assignment]
     rows_and_inputs = merged(x.spec, (len(lead), 1))
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, spec=rows_and_inputs)

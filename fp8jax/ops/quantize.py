@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fp8jax.core import blocks, derivatives, formats, scaling
+from fp8jax.core import blocks, derivatives, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
@@ -17,6 +17,7 @@ from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, 
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned
 
+_COLUMNS = noise.salt("columns")
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]
 
@@ -183,9 +184,9 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
 
 
 def _reference(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
-    keys = (key, None) if key is None or how.columns is None or how.same else jax.random.split(key)
     # Two words for all elements: XLA would compute each one's bits by `jax.random` anew in every pass that reads them.
-    words = [key if key is None else jax.random.bits(key, (2,), jnp.uint32) for key in keys]
+    own = None if key is None else noise.of_key(key)
+    words = own, None if own is None else noise.salted(own, _COLUMNS)
 
     def one(y: Array, spec: QuantSpec | None, words: Array | None) -> QTensor | None:
         if spec is None:

@@ -110,14 +110,14 @@ def _plain(program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decoded() -> Programs:
-    """A linear in bf16 whose codes are decoded, of a gradient that nothing else is as large as."""
+    """Linears in bf16 whose codes are decoded; nothing else is as large as the gradient, nor as the input."""
     import jax
     import jax.numpy as jnp
 
     import fp8jax
 
     shapes = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 512), (512, 2048), (4096, 2048)))
-    return {"int8_block": (_plain(_linear(fp8jax.recipes.int8_block().linear)), shapes)}
+    return {name: (_plain(_linear(fp8jax.recipes.get(name).linear)), shapes) for name in ("int8_block", "deepseek")}
 
 
 def sharded() -> Programs:
@@ -180,12 +180,12 @@ def _gathers(text: str) -> list[tuple[str, list[int]]]:
     return found
 
 
-def _written(text: str) -> dict[str, int]:
-    """How many 16-bit matrices of each shape fusions and copies write to memory."""
+def _written(text: str, *dtypes: str) -> dict[str, int]:
+    """How many matrices of each shape fusions and copies write to memory."""
     entry = text.split("ENTRY", 1)[1]
     results = re.findall(r"^ +(?:ROOT )?%\S+ = (.*?) (?:fusion|copy|transpose)\(", entry, re.MULTILINE)
     arrays = [array for result in results for array in _ARRAY.findall(result)]
-    return dict(collections.Counter(shape for dtype, shape in arrays if dtype in ("bf16", "f16") and "," in shape))
+    return dict(collections.Counter(shape for dtype, shape in arrays if dtype in dtypes and "," in shape))
 
 
 def main() -> None:
@@ -224,7 +224,8 @@ def main() -> None:
                     "warnings": compiled.widened(products, told),
                     "loops": len(re.findall(r" while\(", text)),
                     "gathers": _gathers(text),
-                    "written": _written(text),
+                    "written": _written(text, "bf16", "f16"),
+                    "wide": _written(text, "f32", "s32"),
                     "sums": [tuple(c) for c in collectives(text) if c.kind in ("all-reduce", "reduce-scatter")],
                 }
     print(MARK + json.dumps(found))

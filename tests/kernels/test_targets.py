@@ -50,8 +50,11 @@ def test_codes_are_decoded_to_16_bits_where_nothing_multiplies_them(few: dict[st
         assert {p.operands for p in products(few[kind]["int8_block"])} == {HALF.get(kind, ("bf16", "bf16"))}
 
 
-def test_a_gradient_that_two_products_read_is_decoded_once() -> None:
-    written = targets.report("decoded", ["h200"], targets.FP8)["h200"]["int8_block"]["written"]
+def test_a_gradient_that_two_products_read_is_decoded_once_and_no_codes_to_fp32() -> None:
+    found = targets.report("decoded", ["h200"], targets.FP8)["h200"]
+    for name, program in found.items():
+        assert not {"4096,512", "512,4096", "4096,2048", "2048,4096"} & set(program["wide"]), name
+    written = found["int8_block"]["written"]
     assert sum(written.get(shape, 0) for shape in ("4096,2048", "2048,4096")) == 1, written
 
 

@@ -159,6 +159,11 @@ def test_a_key_of_contents_follows_each_value_in_every_dtype():
             jax.random.normal(KEY, (64, 3)).astype(dtype)
         )
         assert all(0.2 < np.mean(np.asarray(drawn) >> bit & 1) < 0.8 for bit in range(32))
+    # Of wide arrays it reads the first channels of all rows.
+    wide = jnp.tile(x, (1, 16))
+    keys = [int(jax.random.key_data(content_key(wide.at[3, i].add(1)))[-1]) for i in (0, 63, 64, 127)]
+    assert len(set(keys)) == 3
+    assert keys[2] == keys[3]
     # Nothing is differentiated through it.
     assert not jnp.any(jax.grad(lambda x: jax.random.uniform(content_key(x)) + 0 * x.sum())(x))
 
