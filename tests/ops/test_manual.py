@@ -183,3 +183,16 @@ def test_gradients_reduced_by_hand(stand_ins, monkeypatch, kinds, check):
     assert calls
     assert relative(dw, own[0][0] + own[1][0]) < 1e-6
     assert relative(dx, jnp.concatenate([own[0][1], own[1][1]])) < 1e-6
+
+
+@pytest.mark.parametrize("spmd", [None, "rows"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_under_vmap_of_an_axis_that_is_cut(kind, spmd):
+    x = np.round(100 * np.asarray(draw(0, 4, 16, 32)))
+    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(kind,) * 2)
+    found = jax.jit(jax.vmap(statistics, spmd_axis_name=spmd))(
+        jax.device_put(x, NamedSharding(mesh, P("rows", None, "columns")))
+    )
+    same(found, wanted)
+    assert found[0].sharding.spec[0] == "rows"
