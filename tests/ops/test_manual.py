@@ -234,3 +234,15 @@ def test_under_vmap_on_one_of_several_devices():
     mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(EXPLICIT,) * 2, devices=jax.devices()[2:3])
     found = jax.jit(jax.vmap(statistics))(jax.device_put(x, NamedSharding(mesh, P("data"))))
     same(found, tuple(np.stack(part) for part in zip(*map(expected, x), strict=True)))
+
+
+def test_references_lie_as_kernels_do_on_axes_of_both_kinds():
+    x = np.round(100 * np.asarray(draw(0, 16, 32)))
+    mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(EXPLICIT, AUTO))
+    run = jax.jit(lambda x: choice.by_platform(x, cuda=statistics, default=expected_in_jax))
+    same(run(jax.device_put(x, NamedSharding(mesh, P("rows", "columns")))), expected(x))
+
+
+def expected_in_jax(x):
+    blocks = x.reshape(x.shape[0], -1, 4).max(-1)
+    return x.T, x.max(), x.astype(jnp.int32).sum(0), blocks, jnp.arange(x.shape[0])
