@@ -248,12 +248,16 @@ def placed_like(kernel: Callable[..., Any], reference: Callable[..., Any], args:
     """The reference with results placed as the kernel's: on Explicit axes types say how results lie."""
     if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(args)):
         return reference
-    kinds = jax.eval_shape(kernel, *args)
+    shardings = [kind.sharding for kind in jax.make_jaxpr(kernel)(*args).out_avals]
 
-    def place(x: Array, kind: jax.ShapeDtypeStruct) -> Array:
-        return x if jax.typeof(x).sharding == kind.sharding else jax.sharding.reshard(x, kind.sharding)
+    def place(x: Array, sharding: Any) -> Array:
+        return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
 
-    return lambda *args: jax.tree.map(place, reference(*args), kinds)
+    def placed(*args: Any) -> Any:
+        found, structure = jax.tree.flatten(reference(*args))
+        return jax.tree.unflatten(structure, map(place, found, shardings))
+
+    return placed
 
 
 _TRITON_CAPABILITY = 75  # of kernels that convert no FP8

@@ -108,8 +108,8 @@ class Notation(NamedTuple):
     def rule(self, lengths: dict[str, int], devices: int) -> tuple[str, dict[str, int]]:
         """The notation of XLA's partitioner (Shardy), in factors, and the sizes of those that it cannot infer.
 
-        Dimensions that so many devices do not divide are said to have nothing to do with each other: Shardy would cut
-        some of them over a part of a mesh axis, which JAX cannot express.
+        Dimensions whose lengths are no multiples of `devices`, as of any mesh axis, are said to have nothing to do with
+        each other: Shardy would cut some of them over a part of a mesh axis, which JAX cannot express.
         """
         sizes: dict[str, int] = {}
         alone: set[str] = set()

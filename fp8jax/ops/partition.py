@@ -183,7 +183,7 @@ def _automatic(function: Callable, notation: Notation, arrays: tuple[Array, ...]
 
     def rule(mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
         known = placement.auto_axes(around) if first else dict(mesh.shape)
-        return parsed.rule(lengths, math.prod(known.values()) if known else jax.device_count())
+        return parsed.rule(lengths, math.lcm(*known.values()) if known else jax.device_count())
 
     def run(*own: Array) -> tuple[Array, ...]:
         return (*first, *jax.core.eval_jaxpr(whole.jaxpr, own[count:], *own[:count]))
@@ -208,6 +208,8 @@ def _explicit(
         run = functools.partial(_automatic, function, notation)
         return jax.sharding.auto_axes(lambda *x: run(x), axes=tuple(sizes), out_sharding=placed)(*moved)
     run = functools.partial(function, cut)
+    # Without names all axes are mapped over but those that `jax.vmap` hides while it traces.
+    names = set(sizes) if AxisType.Manual in mesh.axis_types else set()
     return jax.shard_map(
-        lambda *own: tuple(run(*own)), mesh=mesh, in_specs=ins, out_specs=outs, axis_names=set(sizes), check_vma=False
+        lambda *own: tuple(run(*own)), mesh=mesh, in_specs=ins, out_specs=outs, axis_names=names, check_vma=False
     )(*moved)

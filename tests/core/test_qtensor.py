@@ -286,7 +286,8 @@ def test_any_finite_group_decodes_to_finite_values_of_the_same_signs(values, spe
     assert (got * np.sign(x) >= 0).all()
     if q.spec.expand:
         np.testing.assert_array_equal(got != 0, x != 0)
-    assert np.abs(got).max() <= np.abs(x).max() * np.float64(1 + 1e-6)
+    # Below fp32's smallest normal a processor has fewer bits, or none.
+    assert np.abs(got).max() <= np.abs(x).max() * np.float64(1 + 1e-6) + 1e-40
 
 
 def test_metadata_is_rounded_in_a_way_that_no_compiler_may_skip():

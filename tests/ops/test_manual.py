@@ -183,3 +183,66 @@ def test_gradients_reduced_by_hand(stand_ins, monkeypatch, kinds, check):
     assert calls
     assert relative(dw, own[0][0] + own[1][0]) < 1e-6
     assert relative(dx, jnp.concatenate([own[0][1], own[1][1]])) < 1e-6
+
+
+@pytest.mark.parametrize("spmd", [None, "rows"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_under_vmap_of_an_axis_that_is_cut(kind, spmd):
+    x = np.round(100 * np.asarray(draw(0, 4, 16, 32)))
+    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(kind,) * 2)
+    found = jax.jit(jax.vmap(statistics, spmd_axis_name=spmd))(
+        jax.device_put(x, NamedSharding(mesh, P("rows", None, "columns")))
+    )
+    same(found, wanted)
+    assert found[0].sharding.spec[0] == "rows"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+def test_devices_in_any_order(layout):
+    x = np.round(100 * np.asarray(draw(0, 2, 16, 32)))
+    wanted = tuple(np.stack(part) for part in zip(*map(expected, x), strict=True))
+    devices = np.array(jax.devices())[[3, 1, 7, 0, 2, 6, 5, 4]].reshape(2, 2, 2)
+    with jax.set_mesh(jax.sharding.Mesh(devices, NAMES)):
+        same(jax.jit(by_hand(statistics))(jax.device_put(x, P("data", *layout))), wanted)
+
+
+def test_a_map_within_a_map_over_another_axis():
+    x = np.round(100 * np.asarray(draw(0, 2, 2, 16, 32)))
+
+    def inner(x):
+        found = jax.tree.map(lambda y: y[None], statistics(x[0, 0]))
+        return jax.tree.map(lambda y: y[None], found)
+
+    specs = {"in_specs": P(None, "fsdp"), "out_specs": P(None, "fsdp"), "axis_names": {"fsdp"}}
+    outer = jax.shard_map(
+        lambda x: jax.shard_map(inner, **specs)(x), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    with jax.set_mesh(mesh_of(KINDS["auto"])):
+        found = jax.jit(outer)(jax.device_put(x, P("data", "fsdp", None, "tensor")))
+    parts = [tuple(np.stack(part) for part in zip(*map(expected, rows), strict=True)) for rows in x]
+    same(found, tuple(np.stack(part) for part in zip(*parts, strict=True)))
+
+
+def test_under_pmap():
+    x = np.round(100 * np.asarray(draw(0, 8, 16, 32)))
+    same(jax.pmap(statistics)(x), tuple(np.stack(part) for part in zip(*map(expected, x), strict=True)))
+
+
+def test_under_vmap_on_one_of_several_devices():
+    x = np.round(100 * np.asarray(draw(0, 2, 16, 32)))
+    mesh = jax.make_mesh((1, 1), ("data", "fsdp"), axis_types=(EXPLICIT,) * 2, devices=jax.devices()[2:3])
+    found = jax.jit(jax.vmap(statistics))(jax.device_put(x, NamedSharding(mesh, P("data"))))
+    same(found, tuple(np.stack(part) for part in zip(*map(expected, x), strict=True)))
+
+
+def test_references_lie_as_kernels_do_on_axes_of_both_kinds():
+    x = np.round(100 * np.asarray(draw(0, 16, 32)))
+    mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(EXPLICIT, AUTO))
+    run = jax.jit(lambda x: choice.by_platform(x, cuda=statistics, default=expected_in_jax))
+    same(run(jax.device_put(x, NamedSharding(mesh, P("rows", "columns")))), expected(x))
+
+
+def expected_in_jax(x):
+    blocks = x.reshape(x.shape[0], -1, 4).max(-1)
+    return x.T, x.max(), x.astype(jnp.int32).sum(0), blocks, jnp.arange(x.shape[0])
