@@ -54,7 +54,7 @@ def encode(
     else:
         scale = scaling.usable(scale)
     scale = jnp.broadcast_to(scale, blocks.counts(x.shape, block_shape))
-    if bad is not None and (given or spec.expand):
+    if bad is not None and (fixed or spec.expand):
         scale = formats.where(blocks.reduce(bad.astype(jnp.float32), block_shape, jnp.max, 0.0) <= 0, scale, jnp.nan)
     elif bad is not None:
         scale = formats.where(largest < jnp.inf, scale, jnp.nan)
