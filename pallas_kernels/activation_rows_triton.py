@@ -81,15 +81,15 @@ def _rows(
         y = _chunk(gate_ptr, up_ptr, gate_codes, gate_scales, up_codes, up_scales, codes, scales, first, row, m, left,
                    M, N, WIDE, OPERATION, HOW, False, True)  # fmt: skip
         at = (row * N)[:, None] + tl.arange(0, WIDE)[None, :]
-        made = device.encode(y, device.scaled(y, factor, TO), 0, TO)
-        device.store(result_ptr + first + left, at, made, device.inside(m, n, M, N), True)
+        encoded = device.encode(y, device.scaled(y, factor, TO), 0, TO)
+        device.store(result_ptr + first + left, at, encoded, device.inside(m, n, M, N), True)
 
 
 def keep_activation(
     operation: Operation,
     gate: Array,
     up: Array | None,
-    kept: device.Coding | None,
+    coding: device.Coding | None,
     dtype: Any,
     *,
     launch: QuantizeLaunch | None = None,
@@ -98,7 +98,7 @@ def keep_activation(
     """What an activation keeps, as of `activation_triton.keep_activation`, and codes of its result by rows.
 
     Args:
-        kept: codes of its inputs, or None.
+        coding: codes of its inputs, or None.
         dtype: of the codes of the result, float8_e4m3fn or float8_e5m2.
 
     Returns:
@@ -106,15 +106,17 @@ def keep_activation(
     """
     m, n = gate.shape
     launch = launch or QuantizeLaunch(1, 2048, 4)
-    present = [here and kept is not None for here in (True, operation.gated, operation.activated)]
-    shapes = [shape for here in present for shape in quantize_triton.codes_of((m, n), kept if here else None)]
+    present = [here and coding is not None for here in (True, operation.gated, operation.activated)]
+    shapes = [shape for here in present for shape in quantize_triton.codes_of((m, n), coding if here else None)]
     shapes += [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
-    found = quantize_triton.call(
+    outputs = quantize_triton.call(
         _rows, [gate, gate if up is None else up], shapes, -(-m // launch.rows), launch, compute_capability,
-        OPERATION=operation, HOW=kept.static if kept else device.NONE, TO=device.Coding("token", dtype).static,
+        OPERATION=operation, HOW=coding.static if coding else device.NONE, TO=device.Coding("token", dtype).static,
     )  # fmt: skip
     parts = [
-        (jax.lax.bitcast_convert_type(found[2 * i], kept.dtype), found[2 * i + 1]) if kept and present[i] else None
+        (jax.lax.bitcast_convert_type(outputs[2 * i], coding.dtype), outputs[2 * i + 1])
+        if coding and present[i]
+        else None
         for i in range(3)
     ]
-    return parts, jax.lax.bitcast_convert_type(found[-2], dtype), found[-1]
+    return parts, jax.lax.bitcast_convert_type(outputs[-2], dtype), outputs[-1]

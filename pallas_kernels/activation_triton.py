@@ -97,7 +97,7 @@ def keep_activation(
     operation: Operation,
     gate: Array,
     up: Array | None,
-    kept: device.Coding,
+    coding: device.Coding,
     *,
     result: tuple[Array, Any] | None = None,
     launch: QuantizeLaunch | None = None,
@@ -119,19 +119,23 @@ def keep_activation(
     shapes = [
         jax.ShapeDtypeStruct(shape if here else (1, 1), kind)
         for here in present
-        for shape, kind in (((m, n), jnp.uint8), ((m, n // kept.size), kept.scale_dtype))
+        for shape, kind in (((m, n), jnp.uint8), ((m, n // coding.size), coding.scale_dtype))
     ]
     shapes += [jax.ShapeDtypeStruct((tiles,), jnp.float32)]
     shapes += [jax.ShapeDtypeStruct((m, n) if result else (1, 1), jnp.uint8)]
     scale = result[0].reshape(1, 1) if result else jnp.ones((1, 1), jnp.float32)
-    found = quantize_triton.call(
+    outputs = quantize_triton.call(
         _keep, [gate, gate if up is None else up, scale], shapes, tiles, launch, compute_capability,
-        OPERATION=operation, HOW=kept.static,
+        OPERATION=operation, HOW=coding.static,
         TO=device.Coding("tensor", result[1]).static if result else device.NONE,
     )  # fmt: skip
-    codes = [jax.lax.bitcast_convert_type(found[2 * i], kept.dtype) for i in range(3)]
-    made = jax.lax.bitcast_convert_type(found[-1], result[1]) if result else None
-    return [(codes[i], found[2 * i + 1]) if present[i] else None for i in range(3)], jnp.max(found[-2]), made
+    codes = [jax.lax.bitcast_convert_type(outputs[2 * i], coding.dtype) for i in range(3)]
+    result_codes = jax.lax.bitcast_convert_type(outputs[-1], result[1]) if result else None
+    return (
+        [(codes[i], outputs[2 * i + 1]) if present[i] else None for i in range(3)],
+        jnp.max(outputs[-2]),
+        result_codes,
+    )
 
 
 def mend(
@@ -151,10 +155,10 @@ def mend(
         wrong: a boolean scalar.
     """
     inputs = [gate, gate if up is None else up, scale.reshape(1, 1), wrong.reshape(1).astype(jnp.int32)]
-    (found,) = quantize_triton.call(
+    (mended,) = quantize_triton.call(
         _mend, [*inputs, jax.lax.bitcast_convert_type(codes, jnp.uint8)],
         [jax.ShapeDtypeStruct(codes.shape, jnp.uint8)], PROGRAMS, QuantizeLaunch(32, 128, 4), compute_capability,
         aliases={len(inputs): 0}, OPERATION=operation, HOW=device.Coding("tensor", codes.dtype).static,
         PROGRAMS=PROGRAMS,
     )  # fmt: skip
-    return jax.lax.bitcast_convert_type(found, codes.dtype)
+    return jax.lax.bitcast_convert_type(mended, codes.dtype)

@@ -62,7 +62,7 @@ def call(
     if OLD:
         version, spare = {"out_shape": results} | ({"custom_call_target_name": _TARGET} if RECORDED else {}), []
     with jax.named_scope(kernel.__name__.strip("_")):
-        found: Sequence[Array] = jax_triton.triton_call(
+        outputs: Sequence[Array] = jax_triton.triton_call(
             *inputs,
             *spare,
             kernel=kernel,
@@ -74,7 +74,7 @@ def call(
             **static,
             **version,
         )
-    return found
+    return outputs
 
 
 @triton.jit
@@ -90,11 +90,11 @@ def check(compute_capability: int) -> None:
     x = jax.ShapeDtypeStruct((32,), jnp.float32)
 
     def step(x: Array, _: None) -> tuple[Array, Array]:
-        made = call(
+        sums = call(
             x, kernel=_add, results=[jax.typeof(x)] * 2, programs=1, warps=1, compute_capability=compute_capability,
             aliases={0: 0}, SIZE=x.size,
         )  # fmt: skip
-        return made[0], made[1]
+        return sums[0], sums[1]
 
     program = jax.jit(lambda x, unread: lax.scan(step, x, length=2)[0])
     program.trace(x, x).lower(lowering_platforms=("cuda",))
@@ -118,8 +118,8 @@ def _without_unread(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     As every other equation of JAX. jax-triton 0.4 keeps all, by a rule of two arguments; since 0.12 JAX passes three.
     """
     equation = rest[-1]
-    kept = any(used) or bool(equation.effects) or bool(equation.params.get("has_side_effect"))
-    return [kept] * len(equation.invars), equation if kept else None
+    needed = any(used) or bool(equation.effects) or bool(equation.params.get("has_side_effect"))
+    return [needed] * len(equation.invars), equation if needed else None
 
 
 _rule = partial_eval.dce_rules.get(triton_lib.triton_kernel_call_p)

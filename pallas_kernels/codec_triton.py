@@ -28,12 +28,12 @@ class Noise:
     Attributes:
         mantissa: mantissa bits of the codes' format.
         smallest_normal: of the format.
-        kept: ratios of largest to smallest code between which a group keeps its exponent.
+        ratios: ratios of largest to smallest code between which a group keeps its exponent.
     """
 
     mantissa: int
     smallest_normal: float
-    kept: tuple[float, float]
+    ratios: tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Storage:
         numbers = (self.max, math.log2(self.max), math.log2(ratio), lowest, highest, smallest)
         if self.noise is None:
             return StorageConstants(True, expanded, self.signed, *numbers)
-        fewest, most = (math.log2(bound) for bound in self.noise.kept)
+        fewest, most = (math.log2(bound) for bound in self.noise.ratios)
         dropped = 23 - self.noise.mantissa
         return StorageConstants(
             True, expanded, self.signed, *numbers, dropped, self.noise.smallest_normal, fewest, most

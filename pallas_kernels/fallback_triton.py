@@ -99,9 +99,9 @@ def _fallback(
 
     residual_scale = tl.full(scale.shape, 1.0, tl.float32)
     if tl.max(tl.max(used.to(tl.int32), 1), 0) > 0:
-        kept = tl.where(tl.abs(x) < device.TINY, 0.0, x)
+        nonzero = tl.where(tl.abs(x) < device.TINY, 0.0, x)
         value = codes.to(tl.int8, bitcast=True).to(tl.float32)
-        rest = tl.fma(-value, spread_scale, kept)
+        rest = tl.fma(-value, spread_scale, nonzero)
         residual_scale = tl.where(used, device.to_scale(_block_maxima(rest, HOW), HOW, tl.float32), 1.0)
         z = device.scaled(rest, _spread(device.inverse(residual_scale), SIDE), HOW)
         codes = device.encode(rest, z, tl.zeros((HIGH, WIDE), tl.uint32), HOW)

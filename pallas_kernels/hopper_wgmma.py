@@ -54,13 +54,13 @@ def start_product(a: Any, b: Any, parts: Sequence[int] = WHOLE, before: jax.Arra
     def start(_: Any, a: Any, b: Any, *before: Any) -> Any:
         kinds = ".".join(KINDS[str(ir.MemRefType(x.type).element_type)] for x in (a, b))
         single = internal.WGMMA_LAYOUT_ACC_32BIT  # LLVM keeps the registers of the other layout in pairs
-        given = [r for x in before for r in x.to_layout(single).registers.flat]
+        accumulators = [r for x in before for r in x.to_layout(single).registers.flat]
         grid = single.registers_shape(shape)
         kind = ir.IntegerType.get_signless(32) if integers else ir.F32Type.get()
         count, register = int(np.prod(grid)), ir.VectorType.get((1,), kind)
         form, signs, letter = ("s32", "", "r") if integers else ("f32", ", 1, 1", "f")
         sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
-        addresses = [f"${count + len(given) + i}" for i in range(2)]
+        addresses = [f"${count + len(accumulators) + i}" for i in range(2)]
         lines = ["{ .reg .pred more; .reg .b32 low; .reg .b64 da, db;", "wgmma.fence.sync.aligned;"]
         for i, part in enumerate(parts):
             for descriptor, address in zip(("da", "db"), addresses, strict=True):
@@ -71,9 +71,9 @@ def start_product(a: Any, b: Any, parts: Sequence[int] = WHOLE, before: jax.Arra
             product = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{DEPTH}.{form}.{kinds}"
             lines.append(f"{product} {sums}, da, db, more{signs};")
         lines.append("wgmma.commit_group.sync.aligned; }")
-        constraints = [f"={letter}"] * count + [str(i) for i in range(len(given))] + ["r", "r"]
+        constraints = [f"={letter}"] * count + [str(i) for i in range(len(accumulators))] + ["r", "r"]
         out = llvm.inline_asm(
-            llvm.StructType.get_literal([register] * count), [*given, _address(a), _address(b)],
+            llvm.StructType.get_literal([register] * count), [*accumulators, _address(a), _address(b)],
             "\n".join(lines), ",".join(constraints), asm_dialect=0, has_side_effects=True,
         )  # fmt: skip
         registers = np.array([llvm.extractvalue(register, out, [i]) for i in range(count)], object).reshape(grid)
@@ -122,13 +122,13 @@ def multiply_rows(
     a = share.a(slot, top, 64)
     if not interpreted:
         sums = start_product(a, share.b(slot, transposed=False), before=before)
-        found = beside()
-        return finish_product(sums), found
+        result = beside()
+        return finish_product(sums), result
 
     def scoped(sums: Any) -> Any:
         plgpu.wgmma(sums, a, share.b(slot))
-        found = beside()
-        return plgpu.wgmma_accumulator_load(sums, wait_n=0), found
+        result = beside()
+        return plgpu.wgmma_accumulator_load(sums, wait_n=0), result
 
     rows, cols = before.shape
     product: tuple[jax.Array, Any] = pl.run_scoped(scoped, plgpu.ACC((rows, cols), before.dtype))

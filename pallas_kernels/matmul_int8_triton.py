@@ -91,12 +91,12 @@ def matmul_int8_block(
     (m, k), n = a.shape, b.shape[0]
     launch = launch or QuantizeLaunch(128, 128, 8, 3)
     rows, columns, steps = (-(-size // BLOCK) for size in (m, n, k))
-    found = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
+    arrays = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
     wanted = {"a": (m, k), "b": (n, k), "a_scale": (rows, steps), "b_scale": (columns, steps)}
     for name, shape in wanted.items():
         dtype = jnp.float32 if name.endswith("scale") else jnp.int8
-        if found[name].shape != shape or found[name].dtype != dtype or 0 in shape:
-            raise ValueError(f"{name} is {found[name].dtype}{found[name].shape}, not {jnp.dtype(dtype)}{shape}")
+        if arrays[name].shape != shape or arrays[name].dtype != dtype or 0 in shape:
+            raise ValueError(f"{name} is {arrays[name].dtype}{arrays[name].shape}, not {jnp.dtype(dtype)}{shape}")
     if BLOCK % launch.rows or BLOCK % launch.columns:
         raise ValueError(f"{launch}: the sides of a tile must divide {BLOCK}")
     again = jnp.zeros((1, 1), jnp.float32) if residual is None else jnp.where(residual.used, residual.scale, 0)

@@ -84,10 +84,10 @@ def maxima(
     strips, across = -(-m // (launch.rows * down)), -(-n // launch.columns)
     shapes = ((strips * across,) if tensor else (1,), (across, m) if rows else (1,), (strips, n) if columns else (1,))
     how = device.INTEGERS if integers else device.NONE
-    found = quantize_triton.call(
+    outputs = quantize_triton.call(
         _maxima, [x], [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], strips * across, launch,
         compute_capability, DOWN=down, OF=Of(tensor, rows, columns), HOW=how,
     )  # fmt: skip
-    asked = zip((tensor, rows, columns), found, (None, 0, 0), strict=True)
+    asked = zip((tensor, rows, columns), outputs, (None, 0, 0), strict=True)
     of_tensor, of_rows, of_columns = (jnp.max(part, axis=axis) if wanted else None for wanted, part, axis in asked)
     return of_tensor, of_rows, of_columns

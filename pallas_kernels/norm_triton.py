@@ -133,11 +133,11 @@ def _backward(
         device.store(dbias_ptr, place, dbias, there, MASKED)
 
 
-def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, kept: device.Coding | None) -> str | None:
+def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, coding: device.Coding | None) -> str | None:
     """Why the kernels cannot normalize the rows of a matrix of this shape and dtype, or None."""
     if len(shape) == 2 and shape[1] > LONGEST:
         return f"rows of {shape[1]} are longer than {LONGEST}"
-    return remake_triton.unsupported(operation, shape, dtype, kept)
+    return remake_triton.unsupported(operation, shape, dtype, coding)
 
 
 def forward(
@@ -146,7 +146,7 @@ def forward(
     weight: Array | None,
     bias: Array | None,
     eps: float,
-    kept: device.Coding | None,
+    coding: device.Coding | None,
     *,
     result: tuple[Array | None, Any] | None = None,
     compute_capability: int | None = None,
@@ -154,7 +154,7 @@ def forward(
     """What a norm keeps of (M, N), in one pass.
 
     Args:
-        kept: codes of the input, or None.
+        coding: codes of the input, or None.
         result: scale, an fp32 scalar, and dtype of codes of the result, or None. A scale of None is each row's own.
 
     Returns:
@@ -166,7 +166,7 @@ def forward(
     launch = _launch(n)
     programs, by_row = -(-m // launch.rows), result is not None and result[0] is None
     shapes = [
-        *quantize_triton.codes_of((m, n), kept),
+        *quantize_triton.codes_of((m, n), coding),
         jax.ShapeDtypeStruct((m,), jnp.float32),
         jax.ShapeDtypeStruct((m if operation.centered else 1,), jnp.float32),
         jax.ShapeDtypeStruct((programs,), jnp.float32),
@@ -175,15 +175,15 @@ def forward(
     ]
     to_scale = None if result is None or result[0] is None else result[0].reshape(1, 1)
     inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias, to_scale))]
-    codes, scales, inverse, mean, peaks, made, row_scale = quantize_triton.call(
+    codes, scales, inverse, mean, peaks, result_codes, row_scale = quantize_triton.call(
         _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=operation,
-        HOW=kept.static if kept else device.NONE,
+        HOW=coding.static if coding else device.NONE,
         TO=device.Coding("tensor", result[1]).static if result else device.NONE, BY_ROW=by_row,
     )  # fmt: skip
-    found: Any = jax.lax.bitcast_convert_type(made, result[1]) if result else None
-    found = (found, row_scale) if by_row else found
-    of_input = (jax.lax.bitcast_convert_type(codes, kept.dtype), scales) if kept else (None, None)
-    return *of_input, inverse, mean if operation.centered else None, jnp.max(peaks), found
+    quantized: Any = jax.lax.bitcast_convert_type(result_codes, result[1]) if result else None
+    quantized = (quantized, row_scale) if by_row else quantized
+    of_input = (jax.lax.bitcast_convert_type(codes, coding.dtype), scales) if coding else (None, None)
+    return *of_input, inverse, mean if operation.centered else None, jnp.max(peaks), quantized
 
 
 def backward(
@@ -213,9 +213,9 @@ def backward(
     programs = -(-m // launch.rows)
     sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
             for p in (operation.scaled, operation.biased)]  # fmt: skip
-    scales, *given = (jnp.ones((1, 1), jnp.float32) if p is None else p for p in (scales, weight, residual))
+    scales, *optional = (jnp.ones((1, 1), jnp.float32) if p is None else p for p in (scales, weight, residual))
     first = codes if operation.exact else jax.lax.bitcast_convert_type(codes, jnp.uint8)
-    inputs = [first, scales, dy, inverse, *given]
+    inputs = [first, scales, dy, inverse, *optional]
     at_once = 2 if rows % 2 == 0 and wide < 2048 else 1
     read = (
         first.dtype.itemsize

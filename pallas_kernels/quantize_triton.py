@@ -84,7 +84,7 @@ def _quantize(
     largest3, ordered = device.slice_maxima(x3, ordered, ROWS, COLUMNS)
     largest_of = (largest0, largest1, largest2, largest3)
 
-    given = 1.0
+    inverse_scale = 1.0
     if ROWS.kind == "block":
         SIDE: tl.constexpr = ROWS.size
         WIDTH: tl.constexpr = (N + SIDE - 1) // SIDE
@@ -96,9 +96,9 @@ def _quantize(
         if COLUMNS.kind == "same":
             turned = u[:, None] + v[None, :] * ((M + SIDE - 1) // SIDE)
             device.store(column_scales_ptr, turned, scale, there, MASKED)
-        given = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
+        inverse_scale = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
     elif ROWS.kind != "none" and ROWS.kind != "group" and not ROWS.by_row:
-        given = device.inverse(tl.load(row_scale_ptr))
+        inverse_scale = device.inverse(tl.load(row_scale_ptr))
 
     factor = 1.0
     power = 1.0
@@ -131,10 +131,11 @@ def _quantize(
         x, m, here = codec.fp32(xs[j], False), m0 + j, device.inside(m0 + j, n, M, N)
         if ROWS.kind != "none":
             y = device.scale_along_rows(
-                x, largest_of[j], m, left, given, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED, ROWS,
+                x, largest_of[j], m, left, inverse_scale, row_scale_ptr, row_scales_ptr, row_powers_ptr, M, N, MASKED,
+                ROWS,
             )  # fmt: skip
             codes = device.encode(x, y, device.noise(random1, j), ROWS)
-            if ROWS.kept:
+            if ROWS.written:
                 device.store(rows_ptr + first, at0 + j * N, codes, here, MASKED)
         if COLUMNS.kind != "none" and COLUMNS.kind != "same":
             y = device.scaled(x, factor, COLUMNS)
@@ -241,7 +242,7 @@ def quantize(
     Raises:
         ValueError: the kernel cannot take these; the message says why.
     """
-    kept = rows is not None
+    written = rows is not None
     if isinstance(columns, Coding) and columns.kind == "block":
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
@@ -261,27 +262,27 @@ def quantize(
         raise ValueError("stochastic rounding needs words")
     launch = launch or _best(rows, coding, same, x.dtype)
     m, n = x.shape
-    shapes = [*_shapes(rows, (m, n), kept=kept), *_shapes(coding, (n, m))]
+    shapes = [*_shapes(rows, (m, n), written=written), *_shapes(coding, (n, m))]
     one = jnp.ones((1, 1), jnp.float32)
-    given = [one if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
-    by_row = [s.shape[0] > 1 for s in given]
+    scales = [one if s is None else s.reshape(-1, 1).astype(jnp.float32) for s in (row_scale, column_scale)]
+    by_row = [s.shape[0] > 1 for s in scales]
     statics = [
         device.NONE if c is None else c.static._replace(by_row=b, scales_turned=_scales_turned(c))
         for c, b in zip((rows, coding), by_row, strict=True)
     ]
     if same:
         statics[1] = statics[1]._replace(kind="same")
-    statics[0] = statics[0]._replace(kept=kept)
+    statics[0] = statics[0]._replace(written=written)
     noise = jnp.zeros(4, jnp.uint32)
     if words is not None:
         noise = jnp.concatenate([words, jnp.array([n, 0], jnp.uint32) if place is None else place])
     grid = -(-m // launch.rows) * -(-n // launch.columns)
     parts = call(
-        _quantize, [x, *given, noise], shapes, grid, launch, compute_capability,
+        _quantize, [x, *scales, noise], shapes, grid, launch, compute_capability,
         ROWS=statics[0], COLUMNS=statics[1],
     )  # fmt: skip
     first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
-    return (first if kept else None), second
+    return (first if written else None), second
 
 
 def _best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -> QuantizeLaunch:
@@ -302,7 +303,7 @@ def _scales_turned(how: Coding) -> bool:
     return how.kind == "group" and how.size == 128
 
 
-def _shapes(how: Coding | None, shape: tuple[int, int], kept: bool = True) -> list[Any]:
+def _shapes(how: Coding | None, shape: tuple[int, int], written: bool = True) -> list[Any]:
     """Of codes, scales and powers; of those that are not made, of one element."""
     one = (1, 1)
     if how is None:
@@ -310,17 +311,17 @@ def _shapes(how: Coding | None, shape: tuple[int, int], kept: bool = True) -> li
     count = (-(-shape[0] // how.size) if how.kind == "block" else shape[0], -(-shape[1] // max(how.size, 1)))
     scales = count if how.kind in ("group", "block") else one
     return [
-        jax.ShapeDtypeStruct(shape if kept else one, jnp.uint8),
+        jax.ShapeDtypeStruct(shape if written else one, jnp.uint8),
         jax.ShapeDtypeStruct(scales[::-1] if _scales_turned(how) else scales, how.scale_dtype),
         jax.ShapeDtypeStruct(count if how.kind == "mx" else one, jnp.uint8),
     ]
 
 
-def codes_of(shape: tuple[int, int], kept: Coding | None) -> list[jax.ShapeDtypeStruct]:
+def codes_of(shape: tuple[int, int], coding: Coding | None) -> list[jax.ShapeDtypeStruct]:
     """Codes of an array that is kept, and their scales; one element each where none are."""
-    if kept is None:
+    if coding is None:
         return [jax.ShapeDtypeStruct((1, 1), jnp.uint8), jax.ShapeDtypeStruct((1, 1), jnp.float32)]
-    scales = jax.ShapeDtypeStruct((shape[0], shape[1] // kept.size), kept.scale_dtype)
+    scales = jax.ShapeDtypeStruct((shape[0], shape[1] // coding.size), coding.scale_dtype)
     return [jax.ShapeDtypeStruct(shape, jnp.uint8), scales]
 
 

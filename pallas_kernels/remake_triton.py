@@ -276,14 +276,14 @@ def _ahead(
             tl.store(peaks1 + program, peak1)
 
 
-def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, kept: device.Coding | None) -> str | None:
+def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, coding: device.Coding | None) -> str | None:
     """Why the kernels cannot compute an operation on a matrix of this shape and dtype, or None."""
-    reason = quantize_triton.unsupported(shape, dtype, (kept,))
-    if reason is not None or kept is None:
+    reason = quantize_triton.unsupported(shape, dtype, (coding,))
+    if reason is not None or coding is None:
         return reason
-    if kept.kind != "group" or kept.dtype == jnp.int8 or kept.stochastic:
-        return f"what is kept is in groups of FP8 codes rounded to nearest, not {kept}"
-    return f"{shape[1]} channels are no whole groups of {kept.size}" if shape[1] % kept.size else None
+    if coding.kind != "group" or coding.dtype == jnp.int8 or coding.stochastic:
+        return f"what is kept is in groups of FP8 codes rounded to nearest, not {coding}"
+    return f"{shape[1]} channels are no whole groups of {coding.size}" if shape[1] % coding.size else None
 
 
 def quantize(
@@ -318,9 +318,9 @@ def quantize(
     shapes = [(m, n) if rows else one, (n, m) if columns else one]
     shapes += [*(shapes if len(kinds) == 2 else [one, one]), (n, m) if again else one]
     tiles = -(-m // launch.rows) * -(-n // launch.columns)
-    given = [scales[0], scales[-1], again[0] if again else scales[0]]
-    found = quantize_triton.call(
-        _codes, [*_pointers(operands), *(s.reshape(-1, 1) for s in given)],
+    scale_operands = [scales[0], scales[-1], again[0] if again else scales[0]]
+    outputs = quantize_triton.call(
+        _codes, [*_pointers(operands), *(s.reshape(-1, 1) for s in scale_operands)],
         [jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes], tiles, launch, compute_capability,
         OPERATION=operation, KINDS=_kinds(kinds), HOW=device.Coding("tensor", dtype).static,
         ROWS=rows, COLUMNS=columns, BY_ROW=scales[0].ndim > 0,
@@ -328,7 +328,7 @@ def quantize(
     )  # fmt: skip
     types = (dtype, dtype, dtype, dtype, again and again[1])
     wanted = [jax.lax.bitcast_convert_type(x, d) if w else None
-              for x, d, w in zip(found, types, (rows, columns, rows, columns, again), strict=True)]  # fmt: skip
+              for x, d, w in zip(outputs, types, (rows, columns, rows, columns, again), strict=True)]  # fmt: skip
     pairs = [(wanted[2 * i], wanted[2 * i + 1]) for i in range(len(kinds))]
     return [*pairs, (None, wanted[4])] if again else pairs
 
@@ -358,11 +358,11 @@ def peaks(
     launch = QuantizeLaunch(SAMPLE, 128, 4)
     tiles = -(-m // (launch.rows * every)) * -(-n // launch.columns)
     shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
-    found = quantize_triton.call(
+    outputs = quantize_triton.call(
         _peaks, _pointers(operands), shapes, tiles, launch, compute_capability, OPERATION=operation,
         KINDS=_kinds(kinds), HOW=device.NONE, EVERY=every,
     )  # fmt: skip
-    return [jnp.max(x) for x in found[: len(kinds)]]
+    return [jnp.max(x) for x in outputs[: len(kinds)]]
 
 
 def ahead(
@@ -386,15 +386,15 @@ def ahead(
     shape = (across, m) if by_row else (tiles,)
     shapes = [jax.ShapeDtypeStruct((n, m), jnp.uint8)]
     shapes += [jax.ShapeDtypeStruct(shape if present else (1,), jnp.float32) for present in (True, pair)]
-    codes, *found = quantize_triton.call(
+    codes, *maxima = quantize_triton.call(
         _ahead, [*_pointers(operands), scale.reshape(-1, 1)], shapes, tiles, launch, compute_capability,
         OPERATION=operation, HOW=device.Coding("tensor", dtype).static, BY_ROW=by_row,
     )  # fmt: skip
     axis = 0 if by_row else None
-    return jax.lax.bitcast_convert_type(codes, dtype), [jnp.max(x, axis) for x in found[: 1 + pair]]
+    return jax.lax.bitcast_convert_type(codes, dtype), [jnp.max(x, axis) for x in maxima[: 1 + pair]]
 
 
 def _pointers(operands: Operands) -> list[Array]:
     """All operands, codes as bytes; one element where there is none."""
-    found: list[Any] = [_ONE if x is None else x for x in operands]
-    return [jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in found]
+    arrays: list[Any] = [_ONE if x is None else x for x in operands]
+    return [jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in arrays]

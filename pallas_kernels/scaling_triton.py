@@ -66,7 +66,7 @@ class CodingConstants(NamedTuple):
     ocp: bool
     stochastic: bool
     by_row: bool = False
-    kept: bool = True
+    written: bool = True
     scales_turned: bool = False  # they lie transposed
 
 
@@ -89,10 +89,10 @@ def load(pointer: tl.tensor, inside: tl.tensor, mask: tl.tensor, MASKED: tl.cons
 def ordered(x: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """Bits of magnitudes, ordered as they are, above those of Inf and NaN; for integers, which have no such, below."""
     if x.dtype == tl.bfloat16:
-        found = ordered_pairs(x, 0 if HOW.format == "int8" else _TINY_BITS | (_TINY_BITS >> 16))
+        magnitude = ordered_pairs(x, 0 if HOW.format == "int8" else _TINY_BITS | (_TINY_BITS >> 16))
     else:
-        found = (bits(x.to(tl.float32)) & _MAGNITUDE) + (0 if HOW.format == "int8" else _TINY_BITS)
-    return found
+        magnitude = (bits(x.to(tl.float32)) & _MAGNITUDE) + (0 if HOW.format == "int8" else _TINY_BITS)
+    return magnitude
 
 
 @triton.jit
@@ -150,12 +150,12 @@ def over_rows(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 @triton.jit
 def largest(ordered: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """The magnitude whose `ordered` bits are given; 0 where no value was finite and non-zero."""
-    found = ordered
+    magnitude = ordered
     if HOW.format == "int8":
-        found = tl.where(found >= _INF_BITS, _INF_BITS + 1, found)
+        magnitude = tl.where(magnitude >= _INF_BITS, _INF_BITS + 1, magnitude)
     else:
-        found = tl.maximum(found, _TINY_BITS) - _TINY_BITS
-    return from_bits(tl.where(found < _TINY_BITS, 0, found))
+        magnitude = tl.maximum(magnitude, _TINY_BITS) - _TINY_BITS
+    return from_bits(tl.where(magnitude < _TINY_BITS, 0, magnitude))
 
 
 @triton.jit
@@ -278,7 +278,7 @@ def store(
 
 @triton.jit
 def scale_along_rows(
-    x: tl.tensor, largest: tl.tensor, m: tl.tensor, left: tl.tensor, given: tl.tensor, scale_ptr: tl.tensor,
+    x: tl.tensor, largest: tl.tensor, m: tl.tensor, left: tl.tensor, inverse_scale: tl.tensor, scale_ptr: tl.tensor,
     scales_ptr: tl.tensor, powers_ptr: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     HOW: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -301,7 +301,7 @@ def scale_along_rows(
     elif HOW.by_row:
         factor = inverse(tl.load(scale_ptr + m, mask=m < M, other=1.0))[:, None]
     else:
-        factor = given
+        factor = inverse_scale
     y = scaled(x, factor, HOW)
     if HOW.kind == "mx":
         byte = power(largest, factor, HOW)

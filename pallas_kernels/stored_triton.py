@@ -31,16 +31,16 @@ _LOGGER = logging.getLogger("fp8jax")
 
 def folder() -> pathlib.Path | None:
     """Where compiled kernels are kept, or None."""
-    given = os.environ.get(VARIABLE)
-    if given is not None:
-        return pathlib.Path(given).expanduser() if given else None
+    path = os.environ.get(VARIABLE)
+    if path is not None:
+        return pathlib.Path(path).expanduser() if path else None
     of_jax = jax.config.jax_compilation_cache_dir
     if of_jax and "://" not in of_jax:
         return pathlib.Path(of_jax).expanduser() / "fp8jax-triton"
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fp8jax" / "triton"
 
 
-def kept(parts: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def cached(parts: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `make` returns, from the file for these parts, or made now and written there.
 
     Args:
@@ -58,26 +58,26 @@ def kept(parts: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
         _LOGGER.warning("%s is damaged (%s): the kernel is compiled again", path, error)
-    made = make()
+    kernel = make()
     try:
-        _write(path, made)
+        _write(path, kernel)
     except OSError as error:
         _LOGGER.warning("compiled kernels cannot be kept in %s (%s); %s names another folder", where, error, VARIABLE)
-    return made
+    return kernel
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     content = json.loads(path.read_text())
-    made: dict[str, Any] = content["made"]
-    if content["digest"] != _digest(made):
+    kernel: dict[str, Any] = content["made"]
+    if content["digest"] != _digest(kernel):
         raise ValueError("its bytes are not those that were written")
-    return made
+    return kernel
 
 
-def _write(path: pathlib.Path, made: dict[str, Any]) -> None:
+def _write(path: pathlib.Path, kernel: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
-        json.dump({"digest": _digest(made), "made": made}, file)
+        json.dump({"digest": _digest(kernel), "made": kernel}, file)
     try:
         os.replace(file.name, path)
     except OSError:
@@ -85,8 +85,8 @@ def _write(path: pathlib.Path, made: dict[str, Any]) -> None:
         raise
 
 
-def _digest(made: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
+def _digest(kernel: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(kernel, sort_keys=True).encode()).hexdigest()
 
 
 _KERNEL = triton_lib.triton_kernel_call_lib.TritonKernel
@@ -94,10 +94,10 @@ _KERNEL = triton_lib.triton_kernel_call_lib.TritonKernel
 _made_of: dict[int, tuple[Any, list[Any]]] = {}
 
 
-def _note(*given: Any) -> Any:
+def _note(*arguments: Any) -> Any:
     """Makes a compiled kernel, as jax-triton does, and notes of what."""
-    kernel = _KERNEL(*given)
-    _made_of[id(kernel)] = kernel, list(given)
+    kernel = _KERNEL(*arguments)
+    _made_of[id(kernel)] = kernel, list(arguments)
     return kernel
 
 
@@ -114,23 +114,23 @@ def install() -> None:
 
 def _since_04(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, spec: Any, gpu_target: Any, backend: Any, options: Any) -> Any:
-        made: list[Any] = []
+        compiled: list[Any] = []
 
         def make() -> dict[str, Any]:
-            made.extend(compile_kernel(self, spec, gpu_target, backend, options))
-            result = made[3]
-            return {"kernel": _made_of[id(made[0])][1], "tensors": list(result.tensordesc_meta or ())}
+            compiled.extend(compile_kernel(self, spec, gpu_target, backend, options))
+            result = compiled[3]
+            return {"kernel": _made_of[id(compiled[0])][1], "tensors": list(result.tensordesc_meta or ())}
 
         parts = (
             self.fn.cache_key, sorted(spec.signature.items()), spec.specialization, sorted(spec.constants.items()),
             gpu_target, sorted(options.items()),
         )  # fmt: skip
-        found = kept(parts, make)
-        if made:
-            return tuple(made)
-        name, _, _, shared, binary, ttir, *_ = found["kernel"]
-        result = triton_lib.CompilationResult(binary, name, shared, "", "", tensordesc_meta=found["tensors"])
-        return _KERNEL(*found["kernel"]), ttir, backend.parse_options(options), result
+        stored = cached(parts, make)
+        if compiled:
+            return tuple(compiled)
+        name, _, _, shared, binary, ttir, *_ = stored["kernel"]
+        result = triton_lib.CompilationResult(binary, name, shared, "", "", tensordesc_meta=stored["tensors"])
+        return _KERNEL(*stored["kernel"]), ttir, backend.parse_options(options), result
 
     return call
 
@@ -143,13 +143,13 @@ def _before_04(get_or_create: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if compute_capability is None:
             compute_capability = triton_lib.triton_kernel_call_lib.get_compute_capability(0)
-        made: list[Any] = []
+        compiled_now: list[Any] = []
 
         def make() -> dict[str, Any]:
             compiled = get_or_create(
                 backend, platform, fn, kinds, scalars, compute_capability=compute_capability, **options
             )
-            made.extend(compiled)
+            compiled_now.extend(compiled)
             return {"kernel": _made_of[id(compiled[0])][1], "attributes": [[*at, of] for at, of in compiled[1].items()]}
 
         options["metaparams"] = dict(sorted(options["metaparams"].items()))
@@ -157,9 +157,9 @@ def _before_04(get_or_create: Callable[..., Any]) -> Callable[..., Any]:
         compiled_for = [(i, kind, value if value is None or value == 1 else ...) for i, kind, value in scalars]
         parts = (fn.cache_key, platform, kinds, compiled_for, compute_capability, sorted(options.items()))
         if (key := repr(parts)) not in known:
-            found = kept(parts, make)
-            attributes = {(i,): of for i, of in found["attributes"]}
-            known[key] = tuple(made) if made else (_KERNEL(*found["kernel"]), attributes)
+            stored = cached(parts, make)
+            attributes = {(i,): of for i, of in stored["attributes"]}
+            known[key] = tuple(compiled_now) if compiled_now else (_KERNEL(*stored["kernel"]), attributes)
         return known[key]
 
     return call

@@ -25,8 +25,8 @@ class Told(NamedTuple):
     """What calls have told, by the paths of modules.
 
     Attributes:
-        found: what stands between their layers.
-        kept: their layers that read what attention keeps anyway.
+        blocks: what stands between their layers.
+        residuals: their layers that read what attention keeps anyway.
     """
 
     blocks: dict[str, BlockForms]

@@ -91,7 +91,7 @@ def _products(lines: Iterable[Line]) -> Iterator[tuple[str, tuple[str, ...], str
         if line.op not in _PRODUCTS:
             continue
         operands = list(_OPERAND.finditer(line.args.partition(")")[0]))[:2]
-        dtypes = tuple(found["type"] or types.get(found["name"], "?") for found in operands)
+        dtypes = tuple(operand["type"] or types.get(operand["name"], "?") for operand in operands)
         target, named = _TARGET.search(line.text), _NAME.search(line.text)
         asked = _ASKED.search(named[1]) if named else None
         formats = f"{asked[1]} x {asked[2]}" if asked else ""
@@ -124,12 +124,12 @@ def widened(
     for product in products:
         if (wide := product.widened) is not None:
             counts[product.asked, wide] += product.executed
-    found = []
+    lines = []
     for (asked, wide), n in counts.items():
         reason, remedy = _explained(reasons, backend)
         slow = ", slower than bf16" if wide in ("fp32", "fp64") and backend in ("cuda", "gpu") else ""
-        found.append(f"{n} products of {asked} run in {wide}{slow}: {reason}; {remedy}")
-    return tuple(found)
+        lines.append(f"{n} products of {asked} run in {wide}{slow}: {reason}; {remedy}")
+    return tuple(lines)
 
 
 _REMEDIES = (

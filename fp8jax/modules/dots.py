@@ -85,7 +85,7 @@ class SharedPromotion:
     Attributes:
         promote: `promote_dtype` of Linen (arrays as arguments) or of NNX (a tuple of them), input and weight first.
         linear: the recipe of the layer's products.
-        kept: the input is kept for the backward pass in any case, so that no codes of it are.
+        residual: the input is kept for the backward pass in any case, so that no codes of it are.
     """
 
     promote: Callable[..., Sequence[Any]]

@@ -89,7 +89,7 @@ def not_a_model(takes: str, model: Any) -> str:
 
     Args:
         takes: what is taken, such as "fp8jax.nnx.quantize takes an NNX module".
-        given: the object.
+        model: the object.
     """
     kind = type(model)
     bases = {base.__module__.partition(".")[0] for base in kind.__mro__}

@@ -101,7 +101,7 @@ def leave(submodules: dict[str, Any], rules: Ordered) -> tuple[dict[str, str], U
     """The heads and routers of a model that a recipe leaves alone, with the reason, and modules that are not known.
 
     Args:
-        found: all modules of the model, by path.
+        submodules: all modules of the model, by path.
         rules: as `ordered` gives them.
     """
     unknown = Unknown()

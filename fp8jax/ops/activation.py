@@ -115,11 +115,11 @@ class Activation:
         y = (activated if saved.up is None else activated * decode(saved.up)).astype(self.dtype)
         foreseen, part = self._foreseen(saved, gradient), None
         dy = gradient.array if (gradient.array.shape, gradient.array.dtype) == (y.shape, y.dtype) else None
-        found = self._operands(saved, y, dy)
-        if found is not None:
+        sources = self._operands(saved, y, dy)
+        if sources is not None:
             from pallas_kernels.remake_triton import RESULT
 
-            operation, operands = found
+            operation, operands = sources
             ahead = None if dy is None else foreseen
             (part,) = fused.Computation(operation, (RESULT,), operands, ahead=ahead).parts
         return Made(y, part, foreseen)
@@ -137,16 +137,16 @@ class Activation:
         cast = tuple(ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
         if any(dtype != self.dtype for dtype in dtypes):
             return cast, ()
-        foreseen, found = foreseen or fused.Foreseen(), self._operands(saved, cast[0], dy)
+        foreseen, sources = foreseen or fused.Foreseen(), self._operands(saved, cast[0], dy)
         parts: tuple[fused.Output | None, ...] = (None,) * len(cast)
-        if found is not None:
+        if sources is not None:
             from pallas_kernels.remake_triton import GATE, UP
 
             kinds = (GATE, UP)[: len(cast)]
-            parts = fused.Computation(found[0], kinds, found[1], foreseen.peaks, made=foreseen.made).parts
+            parts = fused.Computation(sources[0], kinds, sources[1], foreseen.peaks, variants=foreseen.variants).parts
         spec, scales = foreseen.spec, foreseen.scales or (None,) * len(cast)
-        given = (None if spec is None or scale is None else (spec, scale) for scale in scales)
-        return cast, tuple(Origin(None, part, scale) for part, scale in zip(parts, given, strict=True))
+        known = (None if spec is None or scale is None else (spec, scale) for scale in scales)
+        return cast, tuple(Origin(None, part, scale) for part, scale in zip(parts, known, strict=True))
 
     def _foreseen(self, saved: ActivationSaved, gradient: Gradient) -> fused.Foreseen:
         """Scales of the cotangents of gate and up from bounds on them, if these are wanted."""
@@ -178,14 +178,14 @@ class Activation:
 
         names = [name for name in ("first", "up", "activated") for name in (name, f"{name}_scale")]
         parts = [part for q in saved for part in ((None, None) if q is None else fused.stored(q))]
-        given: Any = dict(zip(names, parts, strict=True))
-        return operation, remake_triton.Operands(**given, gradient=None if dy is None else fused.matrix(dy))
+        arrays: Any = dict(zip(names, parts, strict=True))
+        return operation, remake_triton.Operands(**arrays, gradient=None if dy is None else fused.matrix(dy))
 
 
-def _largest(kept: QTensor) -> Array:
+def _largest(residual: QTensor) -> Array:
     """An upper bound of the magnitudes in each row, fp32 (rows,), from the scales."""
-    scale = fused.matrix(kept.scale).astype(jnp.float32)
-    return jnp.max(scale, -1, initial=0.0) * formats.get(kept.spec.format).max
+    scale = fused.matrix(residual.scale).astype(jnp.float32)
+    return jnp.max(scale, -1, initial=0.0) * formats.get(residual.spec.format).max
 
 
 def activate(
@@ -200,7 +200,7 @@ def activate(
         y = function(gate) if up is None else function(gate) * up
         return derivatives.passed("an activation", y, gate, up), NOTHING
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
-    part, scale, made, spec = None, None, None, None if to is None else to.spec("x")
+    part, scale, codes, spec = None, None, None, None if to is None else to.spec("x")
     by_rows = fused_rows.of_layers(recipe)
     # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
     plain = lax.optimization_barrier(g)
@@ -217,19 +217,19 @@ def activate(
             matrix = fused.matrix(y)
             scale = _bound(spec, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
     else:
-        saved, result, scale, made = _keep(operation, g, u, context.spec, spec, by_rows)
+        saved, result, scale, codes = _keep(operation, g, u, context.spec, spec, by_rows)
         (part,) = result.parts
     inputs = (gate,) if up is None else (gate, up)
     saved = saved if context.spec is None else named(saved, ACTIVATION)
     how = Activation(name, gate.dtype, context.lean and context.scales == "bound")
     y, _ = differentiable(how, inputs, saved, y, known=known)
-    if part is not None and by_rows is not None and scale is not None and made is not None:
-        fused_rows.hold(part, by_rows, made, scale)
+    if part is not None and by_rows is not None and scale is not None and codes is not None:
+        fused_rows.hold(part, by_rows, codes, scale)
     elif part is not None and spec is not None and scale is not None:
-        part.hold(spec, scale, made)
-    given = None if to is None or scale is None else (to, scale)
+        part.hold(spec, scale, codes)
+    target = None if to is None or scale is None else (to, scale)
     y = derivatives.passed("an activation", y, *inputs)
-    origin = Origin((how, saved) if context.lean or context.spec is None else None, part, given)
+    origin = Origin((how, saved) if context.lean or context.spec is None else None, part, target)
     known.note(y, origin)
     return y, origin
 
@@ -276,13 +276,13 @@ def _keep(
 
     # Of what is kept as it is, and is not coded by rows, the layers that read the result find the scale.
     nothing = spec is None and by_rows is None
-    parts, peak, scale, made = ((), None, None, None) if nothing else fused.run(both, g, u)
+    parts, peak, scale, result_codes = ((), None, None, None) if nothing else fused.run(both, g, u)
     saved = ActivationSaved(gate, up, None)
     if spec is not None:
-        codes: Any = [None if part is None else fused.kept(part[0], part[1], gate.shape, spec) for part in parts]
+        codes: Any = [None if part is None else fused.residual(part[0], part[1], gate.shape, spec) for part in parts]
         saved = ActivationSaved(*codes)
     result = fused.Computation(exact, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,))
-    return saved, result, scale, made
+    return saved, result, scale, result_codes
 
 
 def _function(name: str) -> Callable[[Array], Array]:

@@ -264,8 +264,8 @@ def _each_varying(adam: Adam, rows: Any) -> Any:
 
     def call(leaves: Sequence[Leaf]) -> Any:
         scalars, decays = list(vars(adam).values()), (adam.b1, adam.b2)
-        found = zip(leaves, rows(leaves), strict=True)
-        return [(vary_with(row[0], leaf, scalars), *vary_with(row[1:], leaf, decays)) for leaf, row in found]
+        results = zip(leaves, rows(leaves), strict=True)
+        return [(vary_with(row[0], leaf, scalars), *vary_with(row[1:], leaf, decays)) for leaf, row in results]
 
     return call
 

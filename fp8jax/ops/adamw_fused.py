@@ -250,9 +250,9 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
     values = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
     moments = _parts(leaf.mu), _parts(leaf.nu)
     operands = _Operands(leaf.grad, leaf.weight if reads else None, *moments, values, leaf.noise, leaf.nu_noise)
-    found = _over_leading_axes(call)(*operands)
+    results = _over_leading_axes(call)(*operands)
     # The kernel's parts are of whole groups; what had others on Explicit axes gets these back.
-    result, mu, nu = jax.tree.map(placed, found, (leaf.grad if leaf.weight is None else leaf.weight, *moments))
+    result, mu, nu = jax.tree.map(placed, results, (leaf.grad if leaf.weight is None else leaf.weight, *moments))
     return result, _restored(mu, leaf.mu), _restored(nu, leaf.nu)
 
 
@@ -325,5 +325,5 @@ def _storage(moment: Moment, signed: bool, stochastic: bool = False) -> Any:
     plain = adamw_triton.Storage(fmt.max, expanded, smallest, signed)
     if not stochastic:
         return plain
-    kept = (fmt.normal_range**expansion.FEWEST, fmt.normal_range)
-    return dataclasses.replace(plain, noise=adamw_triton.Noise(fmt.mantissa_bits, fmt.smallest_normal, kept))
+    ratios = (fmt.normal_range**expansion.FEWEST, fmt.normal_range)
+    return dataclasses.replace(plain, noise=adamw_triton.Noise(fmt.mantissa_bits, fmt.smallest_normal, ratios))

@@ -32,9 +32,9 @@ _listener: contextvars.ContextVar[list[tuple[str, Choice]] | None] = contextvars
 
 def tell(operation: str, choice: Choice) -> Choice:
     """Says what computes an operation of the program that is being traced, to whoever listens; returns the choice."""
-    found = _listener.get()
-    if found is not None:
-        found.append((operation, choice))
+    choices = _listener.get()
+    if choices is not None:
+        choices.append((operation, choice))
     return choice
 
 
@@ -44,10 +44,10 @@ def listening() -> Iterator[list[tuple[str, Choice]]]:
 
     A function that JAX has traced before, and does not trace again, says nothing.
     """
-    found: list[tuple[str, Choice]] = []
-    token = _listener.set(found)
+    choices: list[tuple[str, Choice]] = []
+    token = _listener.set(choices)
     try:
-        yield found
+        yield choices
     finally:
         _listener.reset(token)
 
@@ -57,18 +57,18 @@ _keeper: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("keep
 
 def tell_saved(what: str) -> None:
     """Says what a layer of the program that is being traced saves for its backward pass, to whoever listens."""
-    found = _keeper.get()
-    if found is not None and what not in found:
-        found.append(what)
+    names = _keeper.get()
+    if names is not None and what not in names:
+        names.append(what)
 
 
 @contextlib.contextmanager
 def saving() -> Iterator[list[str]]:
     """Within it, a list of what the layers that are traced save for their backward passes, each kind once."""
-    found: list[str] = []
-    token = _keeper.set(found)
+    names: list[str] = []
+    token = _keeper.set(names)
     try:
-        yield found
+        yield names
     finally:
         _keeper.reset(token)
 
@@ -115,16 +115,16 @@ def target(
         raise ValueError(f"capability is 80 for an A100 and 90 for an H200, not {capability!r}")
     if free_multiprocessors is not None and not 0 <= free_multiprocessors <= 64:
         raise ValueError(f"free_multiprocessors lies in [0, 64], not {free_multiprocessors!r}")
-    given = {"capability": capability, "kernels": kernels, "free_multiprocessors": free_multiprocessors}
-    found = _target.value._replace(**{name: value for name, value in given.items() if value is not None})
-    with _target(found):
-        yield found
+    settings = {"capability": capability, "kernels": kernels, "free_multiprocessors": free_multiprocessors}
+    new = _target.value._replace(**{name: value for name, value in settings.items() if value is not None})
+    with _target(new):
+        yield new
 
 
 def aimed() -> Target:
     """What programs are traced for here."""
-    found: Target = _target.value
-    return found
+    target: Target = _target.value
+    return target
 
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -164,11 +164,11 @@ def _found_capability() -> int:
 
 def varying(arrays: Any) -> frozenset[str]:
     """The mesh axes over which a `jax.shard_map` knows any array of a tree to vary."""
-    found: frozenset[str] = frozenset()
+    axes: frozenset[str] = frozenset()
     for kind in map(jax.typeof, jax.tree.leaves(arrays)):
         manual = getattr(kind, "manual_axis_type", None)
-        found |= frozenset((getattr(kind, "vma", None) if manual is None else manual.varying) or ())
-    return found
+        axes |= frozenset((getattr(kind, "vma", None) if manual is None else manual.varying) or ())
+    return axes
 
 
 def vary_alike(*arrays: Array | None) -> tuple[Array | None, ...]:
@@ -254,8 +254,8 @@ def placed_like(kernel: Callable[..., Any], reference: Callable[..., Any], args:
         return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)
 
     def placed(*args: Any) -> Any:
-        found, structure = jax.tree.flatten(reference(*args))
-        return jax.tree.unflatten(structure, map(place, found, shardings))
+        leaves, structure = jax.tree.flatten(reference(*args))
+        return jax.tree.unflatten(structure, map(place, leaves, shardings))
 
     return placed
 
@@ -298,5 +298,5 @@ def _broken_triton(capability: int) -> str | None:
         error = pool.submit(call_triton.check, capability).exception()
     if error is None:
         return None
-    found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax-triton", "triton", "jax"))
-    return f"{found} do not work together ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax-triton", "triton", "jax"))
+    return f"{versions} do not work together ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"

@@ -33,11 +33,11 @@ class Cut(NamedTuple):
 
     Attributes:
         axes: the mesh axes of each dimension that is cut.
-        kept: by dimension of the result, mesh axes that cut a sum: each device keeps its own part of that (FSDP).
+        scattered: by dimension of the result, mesh axes that cut a sum: each device keeps its own part of that (FSDP).
     """
 
     axes: dict[str, tuple[str, ...]]
-    kept: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  # never changed
+    scattered: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  # never changed
 
     def maximum(self, x: Array, names: str) -> Array:
         """The largest of what the devices found in their parts of some dimensions; NaN where one found it."""
@@ -51,9 +51,9 @@ class Cut(NamedTuple):
         """The sum of what the devices have of some dimensions; of the named dimensions of `x` the part they keep."""
         axes = self._over(names)
         for i, name in enumerate(dimensions.split()):
-            if kept := self.kept.get(name):
-                x = lax.psum_scatter(x, kept, scatter_dimension=i, tiled=True)
-                axes = tuple(axis for axis in axes if axis not in kept)
+            if scattered := self.scattered.get(name):
+                x = lax.psum_scatter(x, scattered, scatter_dimension=i, tiled=True)
+                axes = tuple(axis for axis in axes if axis not in scattered)
         return lax.psum(x, axes) if axes else x
 
     def start(self, name: str, length: int) -> Array | int:
@@ -84,15 +84,15 @@ class Notation(NamedTuple):
 
     def lengths(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """Lengths of the named dimensions, from operands that hold each whole, not in blocks."""
-        found: dict[str, int] = {}
+        known: dict[str, int] = {}
         for dimensions, shape in zip(self.ins, shapes, strict=True):
             if len(dimensions) != len(shape):
                 raise ValueError(f"{dimensions} do not describe an operand of shape {tuple(shape)}")
             for dimension, length in zip(dimensions, shape, strict=True):
                 name = dimension.name
-                if name is not None and dimension.block == 1 and found.setdefault(name, length) != length:
-                    raise ValueError(f"dimension {name} has lengths {found[name]} and {length}")
-        return found
+                if name is not None and dimension.block == 1 and known.setdefault(name, length) != length:
+                    raise ValueError(f"dimension {name} has lengths {known[name]} and {length}")
+        return known
 
     def unit(self, name: str) -> int:
         """The shortest part that a dimension may be cut into."""
@@ -151,13 +151,13 @@ class Notation(NamedTuple):
         for name in dict.fromkeys(d.name for part in self.ins for d in part if d.name is not None):
             for dimensions, spec in zip(self.ins, specs, strict=True):
                 for dimension, entry in zip(dimensions, spec, strict=False):
-                    found = entry if isinstance(entry, tuple) else (entry,)
-                    free = tuple(a for a in found if a is not None and mesh[a] > 1 and a not in used)
+                    names = entry if isinstance(entry, tuple) else (entry,)
+                    free = tuple(a for a in names if a is not None and mesh[a] > 1 and a not in used)
                     parts = math.prod(mesh[a] for a in free) * self.unit(name)
                     if dimension.name == name and name not in axes and free and lengths[name] % parts == 0:
                         axes[name] = free
                         used |= set(free)
-        kept: dict[str, tuple[str, ...]] = {}
+        scattered: dict[str, tuple[str, ...]] = {}
         summed = axes.get(self.sums or "", ())
         for (result, _), entry in zip(self.outs[0], wanted or (), strict=False):
             entries = entry if isinstance(entry, tuple) else (entry,)
@@ -165,8 +165,8 @@ class Notation(NamedTuple):
             if result is None or result in axes or not own or not set(own) <= set(summed):
                 continue
             if lengths[result] % (math.prod(mesh[a] for a in own) * self.unit(result)) == 0:
-                kept[result] = own
-        return Cut(axes, kept)
+                scattered[result] = own
+        return Cut(axes, scattered)
 
     def specs(self, cut: Cut) -> tuple[tuple[PartitionSpec, ...], tuple[PartitionSpec, ...]]:
         """How operands and results lie where their dimensions are cut so."""
@@ -174,16 +174,16 @@ class Notation(NamedTuple):
         def spec(dimensions: Dimensions, axes: dict[str, tuple[str, ...]]) -> PartitionSpec:
             return PartitionSpec(*(axes.get(d.name) if d.name else None for d in dimensions))
 
-        return tuple(spec(d, cut.axes) for d in self.ins), tuple(spec(d, cut.axes | cut.kept) for d in self.outs)
+        return tuple(spec(d, cut.axes) for d in self.ins), tuple(spec(d, cut.axes | cut.scattered) for d in self.outs)
 
 
 def dimensions(text: str) -> Dimensions:
     """A description of one array."""
-    found = []
+    entries = []
     for word in text.split():
         name, _, block = word.partition("/")
-        found.append(Dimension(None if name == "-" else name, int(block or 1)))
-    return tuple(found)
+        entries.append(Dimension(None if name == "-" else name, int(block or 1)))
+    return tuple(entries)
 
 
 def notation(spec: QuantSpec, shape: Sequence[int], names: str) -> tuple[str, ...]:

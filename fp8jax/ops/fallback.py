@@ -91,8 +91,8 @@ def quantize(
     threshold = jnp.asarray(threshold, jnp.float32)
     reference = functools.partial(_reference, spec, criterion)
     kernel = functools.partial(_kernel, spec)
-    found: tuple[Pair, QTensor | None] = run(choice, impl, x, threshold, key, kernel=kernel, reference=reference)
-    return found
+    result: tuple[Pair, QTensor | None] = run(choice, impl, x, threshold, key, kernel=kernel, reference=reference)
+    return result
 
 
 def chosen(x: Array, spec: QuantSpec | str, *, criterion: str = "absmax", impl: str = "auto") -> Choice:
@@ -109,13 +109,13 @@ def measured(x: Array, base: QTensor, criterion: str = "absmax") -> Array:
     block = base.spec.block_shape(x.shape)
     x = x.astype(jnp.float32)
     if criterion == "absmax":
-        found = blocks.reduce(jnp.abs(x), block, jnp.max, 0.0)
+        measure = blocks.reduce(jnp.abs(x), block, jnp.max, 0.0)
     else:
-        found = _total(jnp.abs(x - base.dequantize()), block)
+        measure = _total(jnp.abs(x - base.dequantize()), block)
     if criterion == "relative_l1":
         size = _total(jnp.abs(x), block)
-        found = jnp.where(size == 0, 0, found / jnp.where(size == 0, 1, size))
-    return jnp.where(jnp.isnan(base.scale), jnp.nan, found)
+        measure = jnp.where(size == 0, 0, measure / jnp.where(size == 0, 1, size))
+    return jnp.where(jnp.isnan(base.scale), jnp.nan, measure)
 
 
 def top_share(measures: Array, share: float) -> Array:
@@ -168,19 +168,19 @@ def _reference(
 ) -> tuple[Pair, QTensor | None]:
     def make(x: Array, threshold: Array, *words: Array) -> tuple[Array, ...]:
         base = quantize_with_scale(x, spec, None)
-        found = pair(x, base, measured(x, base, criterion) > threshold)
+        parts = pair(x, base, measured(x, base, criterion) > threshold)
         drawn = [quantize_with_scale(x, stochastic(spec), None, words=w) for w in words]
-        return tuple(jax.tree.leaves((found, drawn)))
+        return tuple(jax.tree.leaves((parts, drawn)))
 
     words = () if key is None else (noise.of_key(key),)
     count = blocks.counts(x.shape, spec.block_shape(x.shape))
     like = [*[x.shape, count] * 2, count, *[x.shape, count] * len(words)]
-    found = blocks.on_logical_array(make, x, threshold, *words, like=like)
+    parts = blocks.on_logical_array(make, x, threshold, *words, like=like)
     base, residual, *drawn = (
         QTensor(codes, scale, None, None, stochastic(spec) if i > 1 else spec)
-        for i, (codes, scale) in enumerate([found[:2], found[2:4], *([found[5:]] if words else [])])
+        for i, (codes, scale) in enumerate([parts[:2], parts[2:4], *([parts[5:]] if words else [])])
     )
-    return Pair(base, residual, found[4]), drawn[0] if drawn else None
+    return Pair(base, residual, parts[4]), drawn[0] if drawn else None
 
 
 def stochastic(spec: QuantSpec) -> QuantSpec:
@@ -193,10 +193,10 @@ def _kernel(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> t
     parts = notation(spec, x.shape, "m n")
     outs = ((parts, parts, parts[1]), None if key is None else parts)
     make = functools.partial(_one, spec, x.shape)
-    found: tuple[Pair, QTensor | None] = partitioned(
+    result: tuple[Pair, QTensor | None] = partitioned(
         "fallback", (spec, x.shape), make, (x, threshold, words), ("m n", "", "-"), outs, units={"m": 4}
     )
-    return found
+    return result
 
 
 def _one(
@@ -210,10 +210,10 @@ def _one(
         first = cut.start("m", x.shape[0]) // 4 * whole[1] + cut.start("n", x.shape[1])
         place = jnp.stack([jnp.asarray(value, jnp.uint32) for value in (whole[1], first)])
     assert spec.group_size is not None
-    made = fallback_triton.quantize(
+    parts = fallback_triton.quantize(
         x, threshold, spec.group_size, words=words, place=place, compute_capability=capability()
     )
-    base = QTensor(made.base, made.base_scale, None, None, spec)
-    residual = QTensor(made.residual, made.residual_scale, None, None, spec)
-    drawn = None if made.drawn is None else QTensor(made.drawn, made.base_scale, None, None, stochastic(spec))
-    return Pair(base, residual, made.used), drawn
+    base = QTensor(parts.base, parts.base_scale, None, None, spec)
+    residual = QTensor(parts.residual, parts.residual_scale, None, None, spec)
+    drawn = None if parts.drawn is None else QTensor(parts.drawn, parts.base_scale, None, None, stochastic(spec))
+    return Pair(base, residual, parts.used), drawn

@@ -63,8 +63,8 @@ def fold(x: Array, spec: QuantSpec | str, *, impl: str = "auto") -> Folded:
         raise ValueError(f"impl 'triton' cannot run: {reason}")
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
     choice = tell("fold", Choice("xla", f"not the kernel: {reason}") if reason else choice)
-    found: Folded = run(choice, impl, x, kernel=kernel, reference=reference)
-    return found
+    folded: Folded = run(choice, impl, x, kernel=kernel, reference=reference)
+    return folded
 
 
 def foldable(q: QTensor) -> bool:

@@ -107,8 +107,8 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
         return reference(leaves)
     fused = functools.partial(each, impls)
     otherwise = None if impl == "triton" else placed_like(fused, reference, (leaves,))
-    found: list[StepResult] = jax.lax.platform_dependent(leaves, cuda=fused, default=otherwise)
-    return found
+    results: list[StepResult] = jax.lax.platform_dependent(leaves, cuda=fused, default=otherwise)
+    return results
 
 
 def choose(leaf: MasterLeaf, impl: str, cuda: bool) -> Choice:
@@ -139,8 +139,8 @@ def largest(q: QTensor) -> Array:
 
 
 def _scaled(codes: Array, scale: Array) -> Array:
-    found = codes * scale
-    return jnp.where(jnp.isfinite(found), found, 0.0)
+    values = codes * scale
+    return jnp.where(jnp.isfinite(values), values, 0.0)
 
 
 def largest_of(x: Array, block: tuple[int, ...]) -> Array:
@@ -239,8 +239,8 @@ def _fused(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     names = [f"axis{i}" for i in range(len(shape))]
     if leaf.words is not None:
         # Noise goes by places in the whole array, which the kernel finds where no more than two axes are cut.
-        kept = (0, max(len(shape) - 2, 1))
-        names = [name if i in kept else "-" for i, name in enumerate(names)]
+        matrix = (0, max(len(shape) - 2, 1))
+        names = [name if i in matrix else "-" for i, name in enumerate(names)]
     new = [formats.get(q.spec.format) for q in leaf.stored]
 
     def local(cut: Cut, *operands: Any) -> Any:
@@ -252,7 +252,7 @@ def _fused(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
             assert place is not None, "of two axes"
             run = (place.inner, place.stride or 1) if cut.axes else None
             words = jnp.append(words, place.first.astype(jnp.uint32))
-        result, *codes, found = fp8lm_triton.fp8lm(
+        result, *codes, largest = fp8lm_triton.fp8lm(
             *x[:5],
             jnp.stack([scale.reshape(-1) for scale in parts]),
             fp8lm_triton.FP8LMScalars(*x.scalars),
@@ -262,11 +262,11 @@ def _fused(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
             compute_capability=capability(),
         )
         # A scale spans all but stacked axes: each device has found the largest of its part.
-        found = cut.maximum(jnp.max(found, axis=-1), " ".join(name for name in names[depth:] if name != "-"))
+        largest = cut.maximum(jnp.max(largest, axis=-1), " ".join(name for name in names[depth:] if name != "-"))
         # Rounding keeps the order: the largest code is that of the largest value.
         rows = [
             _scaled(fmt.decode(fmt.encode(one.reshape(scale.shape))), scale)
-            for one, fmt, scale in zip(found, new, x.new_scales, strict=True)
+            for one, fmt, scale in zip(largest, new, x.new_scales, strict=True)
         ]
         return result, *codes, jnp.stack(rows)
 

@@ -50,7 +50,7 @@ class Computation:
         operands: `pallas_kernels.remake_triton.Operands`.
         peaks: the largest finite magnitude of each array; none where they are not known.
         ahead: of an activation's result whose gradient is known already, what is known of its cotangents.
-        made: codes of all arrays by how they were made.
+        variants: codes of all arrays by how they were made.
     """
 
     operation: Any
@@ -58,7 +58,7 @@ class Computation:
     operands: Any
     peaks: tuple[Array, ...] = ()
     ahead: "Foreseen | None" = None
-    made: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    variants: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def parts(self) -> "tuple[Output, ...]":
@@ -79,12 +79,14 @@ class Output(NamedTuple):
 
     def of(self, operands: Any, peaks: tuple[Array, ...], rows: list[Any]) -> "Output":
         """The same, computed from the same operands in another trace."""
-        made = dict(zip(self._rows, rows, strict=True))
-        return self._replace(result=Computation(self.result.operation, self.result.kinds, operands, peaks, made=made))
+        variants = dict(zip(self._rows, rows, strict=True))
+        return self._replace(
+            result=Computation(self.result.operation, self.result.kinds, operands, peaks, variants=variants)
+        )
 
     @property
     def _rows(self) -> dict[Any, Any]:
-        return {how: codes for how, codes in self.result.made.items() if how[0] == "rows"}
+        return {how: codes for how, codes in self.result.variants.items() if how[0] == "rows"}
 
     def cast(self, dtype: DTypeLike) -> "Output | None":
         """The array in a dtype: as it is, or rounded to bf16 if it is fp32 and alone; None for other casts."""
@@ -103,7 +105,7 @@ class Output(NamedTuple):
     def hold(self, spec: QuantSpec, scale: Array, codes: Array | None) -> None:
         """Codes (M, N) of the array under a scale, if they are made already."""
         if codes is not None:
-            self.result.made[True, False, spec, Same(scale)] = [_pair(spec, codes, None, scale.reshape(1, 1))]
+            self.result.variants[True, False, spec, Same(scale)] = [_pair(spec, codes, None, scale.reshape(1, 1))]
 
 
 class Foreseen(NamedTuple):
@@ -121,8 +123,8 @@ class Foreseen(NamedTuple):
     codes: tuple[Any, ...] = ()
 
     @property
-    def made(self) -> dict[Any, Any]:
-        """`Result.made` of them."""
+    def variants(self) -> dict[Any, Any]:
+        """`Computation.variants` of them."""
         return {(True, True, self.spec, Same(scale)): self.codes for scale in self.scales if self.codes}
 
 
@@ -172,11 +174,11 @@ def codes(
     if spec is None or not (same or rows is None or columns is None) or not takes(spec):
         return None
     how = (rows is not None, columns is not None, spec, strategy if scale is None else Same(scale))
-    if how in part.result.made:
-        return part.result.made[how][part.place]
+    if how in part.result.variants:
+        return part.result.variants[how][part.place]
     if scale is None:
-        part.result.made[how] = _make(part.result, how, None)
-        return part.result.made[how][part.place]
+        part.result.variants[how] = _make(part.result, how, None)
+        return part.result.variants[how][part.place]
     if part.result.ahead is not None and rows is None:
         return None, _make_ahead(part.result, spec, scale)
     alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
@@ -202,8 +204,8 @@ def _make(result: Computation, how: Any, scale: Array | None) -> list[tuple[QTen
             scales = tuple(scaling.to_scale(strategy.settle(top), fmt) for top in tops)
         else:
             scales = (scaling.usable(scale.reshape(())),)
-        found = on.quantize(operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns)
-        return [(*pair, s.reshape(1, 1)) for pair, s in zip(found, scales, strict=True)]
+        pairs = on.quantize(operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns)
+        return [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)]
 
     return [_pair(spec, *parts) for parts in run(make, result.operands, scale, result.peaks)]
 
@@ -226,22 +228,22 @@ def _make_ahead(result: Computation, spec: QuantSpec, scale: Array) -> QTensor:
     assert known is not None
     to = None if known.spec is None else formats.get(known.spec.format).dtype
 
-    def make(on: Any, operands: Any, scale: Array, given: tuple[Array, ...]) -> Any:
+    def make(on: Any, operands: Any, scale: Array, scales: tuple[Array, ...]) -> Any:
         scale = scaling.usable(scale.reshape(()))
-        if not given:
+        if not scales:
             codes, peaks = on.ahead(operation, operands, scale, dtype)
             return codes, scale.reshape(1, 1), tuple(peaks)
         *pairs, (_, codes) = on.quantize(
-            operation, (GATE, UP)[: len(given)], operands, given, to, rows=True, columns=True, again=(scale, dtype)
+            operation, (GATE, UP)[: len(scales)], operands, scales, to, rows=True, columns=True, again=(scale, dtype)
         )
-        parts = [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, given, strict=True)]
+        parts = [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)]
         return codes, scale.reshape(1, 1), parts
 
-    codes, used, found = run(make, result.operands, scale, known.scales)
+    codes, used, cotangents = run(make, result.operands, scale, known.scales)
     if known.spec is None:
-        result.ahead = known._replace(peaks=found)
+        result.ahead = known._replace(peaks=cotangents)
     else:
-        result.ahead = known._replace(codes=tuple(_pair(known.spec, *parts) for parts in found))
+        result.ahead = known._replace(codes=tuple(_pair(known.spec, *parts) for parts in cotangents))
     return QTensor(codes, used, None, None, spec)
 
 
@@ -251,10 +253,10 @@ def itself(x: Array) -> Output | None:
         return None
     from pallas_kernels import operations_triton, remake_triton
 
-    found = operation(x, None, x.dtype, activation=operations_triton.IDENTITY, gated=False)
-    if found is None:
+    description = operation(x, None, x.dtype, activation=operations_triton.IDENTITY, gated=False)
+    if description is None:
         return None
-    return Computation(found, (remake_triton.RESULT,), remake_triton.Operands(x)).parts[0]
+    return Computation(description, (remake_triton.RESULT,), remake_triton.Operands(x)).parts[0]
 
 
 def run(call: Callable[..., Any], *arrays: Any) -> Any:
@@ -282,12 +284,12 @@ def operation(
     reason = None if on_cuda() else "it needs a CUDA GPU"
     reason = reason or missing_triton("remake_triton") or _unfit(x, spec)
     if reason is None:
-        found = _described(x, spec, dtype, norm, fields)
-        reason = found if isinstance(found, str) else None
+        description = _described(x, spec, dtype, norm, fields)
+        reason = description if isinstance(description, str) else None
     choice = Choice("xla", f"not the kernel: {reason}") if reason else Choice("triton", "the kernel takes it")
     if forward:
         tell("norm" if norm else "activation", choice)
-    return None if reason else found
+    return None if reason else description
 
 
 def _unfit(x: Array, spec: QuantSpec | None) -> str | None:
@@ -309,12 +311,12 @@ def _described(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, f
 
     if jnp.dtype(dtype) not in quantize_triton.PLAIN_DTYPES:
         return f"it makes no results in {jnp.dtype(dtype)}"
-    kept = coding(spec)
+    storage = coding(spec)
     index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
-    how = {"exact": True} if kept is None else {"group": kept.size, "e5m2": kept.dtype == jnp.float8_e5m2}
-    found = operations_triton.Operation(dtype=index, **how, **fields)
+    how = {"exact": True} if storage is None else {"group": storage.size, "e5m2": storage.dtype == jnp.float8_e5m2}
+    description = operations_triton.Operation(dtype=index, **how, **fields)
     unsupported = norm_triton.unsupported if norm else remake_triton.unsupported
-    return unsupported(found, (math.prod(x.shape[:-1]), x.shape[-1]), x.dtype, kept) or found
+    return unsupported(description, (math.prod(x.shape[:-1]), x.shape[-1]), x.dtype, storage) or description
 
 
 def coding(spec: QuantSpec | None) -> Any:
@@ -333,14 +335,14 @@ def matrix(x: Array) -> Array:
     return merge(x, x.ndim - 1, 1)
 
 
-def kept(codes: Array, scale: Array, shape: tuple[int, ...], spec: QuantSpec) -> QTensor:
+def residual(codes: Array, scale: Array, shape: tuple[int, ...], spec: QuantSpec) -> QTensor:
     """Codes (M, N) and their scales as those of an array of a shape, in bytes, as `fp8jax.ops.saved.keep` has them."""
     count = (*shape[:-1], scale.shape[-1])
     return to_bytes(QTensor(codes.reshape(shape), scale.reshape(count), None, None, spec))
 
 
 def stored(q: QTensor | Array) -> tuple[Array, Array | None]:
-    """The codes and scales, as matrices, of what `kept` returned; an array that is kept as it is, and None."""
+    """The codes and scales, as matrices, of what `residual` returned; an array that is kept as it is, and None."""
     if isinstance(q, Array):
         return matrix(q), None
     q = from_bytes(q)

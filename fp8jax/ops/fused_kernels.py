@@ -26,7 +26,7 @@ def forward(
     weight: Array | None,
     bias: Array | None,
     eps: float,
-    kept: Any,
+    coding: Any,
     *,
     result: tuple[Array | None, Any] | None = None,
 ) -> Any:
@@ -34,14 +34,14 @@ def forward(
     by_row = result is not None and scale is None
 
     def run(cut: Cut, x: Array, weight: Array | None, bias: Array | None, scale: Array | None) -> Any:
-        given = None if dtype is None else (scale, dtype)
-        *found, peak, codes = norm_triton.forward(
-            operation, x, weight, bias, eps, kept, result=given, compute_capability=capability()
+        result = None if dtype is None else (scale, dtype)
+        *arrays, peak, codes = norm_triton.forward(
+            operation, x, weight, bias, eps, coding, result=result, compute_capability=capability()
         )
-        return *found, cut.maximum(peak, "m"), codes
+        return *arrays, cut.maximum(peak, "m"), codes
 
     return partitioned(
-        "norm_forward", (operation, eps, kept, str(dtype)), run, (x, weight, bias, scale),
+        "norm_forward", (operation, eps, coding, str(dtype)), run, (x, weight, bias, scale),
         (_ROWS, "-", "-", _whole(scale)),
         (_ROWS, _ROWS, "m", "m", "", (_ROWS, _ROWS) if by_row else _ROWS),
     )  # fmt: skip
@@ -70,32 +70,39 @@ def backward(
 
 
 def keep_activation(
-    operation: Any, gate: Array, up: Array | None, kept: Any, *, result: tuple[Array, Any] | None = None
+    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: tuple[Array, Any] | None = None
 ) -> Any:
     scale, dtype = result or (None, None)
 
     def run(cut: Cut, gate: Array, up: Array | None, scale: Array | None) -> Any:
-        given = None if scale is None else (scale, dtype)
+        result = None if scale is None else (scale, dtype)
         parts, peak, codes = activation_triton.keep_activation(
-            operation, gate, up, kept, result=given, compute_capability=capability()
+            operation, gate, up, coding, result=result, compute_capability=capability()
         )
         return parts, cut.maximum(peak, "m n"), codes
 
-    pair = (_TILE, f"m n/{kept.size}")
+    pair = (_TILE, f"m n/{coding.size}")
     return partitioned(
-        "keep_activation", (operation, kept, str(dtype)), run, (gate, up, scale), (_TILE, _TILE, _whole(scale)),
+        "keep_activation", (operation, coding, str(dtype)), run, (gate, up, scale), (_TILE, _TILE, _whole(scale)),
         ((pair, pair, pair), "", _TILE),
     )  # fmt: skip
 
 
-def keep_activation_rows(operation: Any, gate: Array, up: Array | None, kept: Any, dtype: Any) -> Any:
+def keep_activation_rows(operation: Any, gate: Array, up: Array | None, coding: Any, dtype: Any) -> Any:
     def run(cut: Cut, gate: Array, up: Array | None) -> Any:
-        return activation_rows_triton.keep_activation(operation, gate, up, kept, dtype, compute_capability=capability())
+        return activation_rows_triton.keep_activation(
+            operation, gate, up, coding, dtype, compute_capability=capability()
+        )
 
     # Whole rows: where channels are cut they are gathered.
     pair = (_ROWS, _ROWS)
     return partitioned(
-        "keep_activation_rows", (operation, kept, str(dtype)), run, (gate, up), pair, ((pair, pair, pair), _ROWS, _ROWS)
+        "keep_activation_rows",
+        (operation, coding, str(dtype)),
+        run,
+        (gate, up),
+        pair,
+        ((pair, pair, pair), _ROWS, _ROWS),
     )
 
 
@@ -121,9 +128,9 @@ def quantize(
     scale, to = again or (None, None)
 
     def run(cut: Cut, operands: Any, scales: tuple[Array, ...], scale: Array | None) -> Any:
-        given = None if scale is None else (scale, to)
+        again = None if scale is None else (scale, to)
         return remake_triton.quantize(
-            operation, kinds, operands, scales, dtype, rows=rows, columns=columns, again=given,
+            operation, kinds, operands, scales, dtype, rows=rows, columns=columns, again=again,
             compute_capability=capability(),
         )  # fmt: skip
 
@@ -139,18 +146,18 @@ def peaks(operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int =
         if every > 1 and cut.axes.get("m") and rows % (remake_triton.SAMPLE * every):
             # The rows of the sample are those of the whole matrix, which the kernel counts in its own part.
             find = functools.partial(scaling.largest_of_sample, start=cut.start("m", rows))
-            found = [find(x) for x in fused_reference.results(operation, kinds, operands)]
+            maxima = [find(x) for x in fused_reference.results(operation, kinds, operands)]
         else:
-            found = remake_triton.peaks(operation, kinds, operands, every=every, compute_capability=capability())
-        return [cut.maximum(peak, "m n") for peak in found]
+            maxima = remake_triton.peaks(operation, kinds, operands, every=every, compute_capability=capability())
+        return [cut.maximum(peak, "m n") for peak in maxima]
 
     return partitioned("peaks", (operation, kinds, every), run, (operands,), (_operands(operation),), [""] * len(kinds))
 
 
 def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> Any:
     def run(cut: Cut, operands: Any, scale: Array) -> Any:
-        codes, found = remake_triton.ahead(operation, operands, scale, dtype, compute_capability=capability())
-        return codes, [cut.maximum(peak, "n" if peak.ndim else "m n") for peak in found]
+        codes, maxima = remake_triton.ahead(operation, operands, scale, dtype, compute_capability=capability())
+        return codes, [cut.maximum(peak, "n" if peak.ndim else "m n") for peak in maxima]
 
     each = "m" if scale.ndim else ""
     ins, outs = (_operands(operation), _by_row(scale)), (_TURNED, [each] * (1 + operation.gated))

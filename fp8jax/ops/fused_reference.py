@@ -54,11 +54,11 @@ def activation_cotangents(
     function: Callable[[Array], Array], gate: Array, up: Array | None, activated: Array | None, dy: Array
 ) -> tuple[Array, ...]:
     """Those of an activation's input, or of gate and up, in fp32; `activated` is made of `gate` where not given."""
-    found, pull = jax.vjp(function, gate)
+    value, pull = jax.vjp(function, gate)
     dy = dy.astype(jnp.float32)
     if up is None:
         return pull(dy)
-    return *pull(dy * up), dy * (found if activated is None else activated)
+    return *pull(dy * up), dy * (value if activated is None else activated)
 
 
 def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array]:
@@ -76,8 +76,8 @@ def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array
     if kinds == (remake_triton.RESULT,):
         return [(function(x) if up is None else function(x) * up).astype(dtype)]
     activated = read(operands.activated, operands.activated_scale) if operation.activated else None
-    found = activation_cotangents(function, x, up, activated, operands.gradient)
-    return [found[(remake_triton.GATE, remake_triton.UP).index(kind)].astype(dtype) for kind in kinds]
+    cotangents = activation_cotangents(function, x, up, activated, operands.gradient)
+    return [cotangents[(remake_triton.GATE, remake_triton.UP).index(kind)].astype(dtype) for kind in kinds]
 
 
 def quantize(
@@ -97,8 +97,8 @@ def quantize(
         first = quantize(operation, kinds, operands, scales, dtype, rows=rows, columns=columns)
         result, (scale, to) = (remake_triton.RESULT,), again
         return first + quantize(operation, result, operands, (scale,), to, rows=False, columns=True)
-    found = zip(results(operation, kinds, operands), scales, strict=True)
-    codes: list[Any] = [_codes(x, (scale, dtype)) for x, scale in found]
+    pairs = zip(results(operation, kinds, operands), scales, strict=True)
+    codes: list[Any] = [_codes(x, (scale, dtype)) for x, scale in pairs]
     return [(c if rows else None, c.T if columns else None) for c in codes]
 
 
@@ -113,10 +113,10 @@ def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Arra
     result, cotangents = (remake_triton.RESULT,), (remake_triton.GATE, remake_triton.UP)[: 1 + operation.gated]
     ((_, codes),) = quantize(operation, result, operands, (scale,), dtype, rows=False, columns=True)
     if scale.ndim > 0:
-        found = [row_peaks(x) for x in results(operation, cotangents, operands)]
+        maxima = [row_peaks(x) for x in results(operation, cotangents, operands)]
     else:
-        found = peaks(operation, cotangents, operands)
-    return codes, found  # type: ignore[return-value]
+        maxima = peaks(operation, cotangents, operands)
+    return codes, maxima  # type: ignore[return-value]
 
 
 def row_peaks(x: Array) -> Array:
@@ -127,22 +127,22 @@ def row_peaks(x: Array) -> Array:
 
 
 def keep_activation(
-    operation: Any, gate: Array, up: Array | None, kept: Any, *, result: tuple[Array, Any] | None = None
+    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: tuple[Array, Any] | None = None
 ) -> tuple[list[Any], Array, Array | None]:
     activated = list(ACTIVATIONS.values())[operation.activation](gate)
     y = activated if up is None else activated * up
     parts = (gate, up, activated if operation.activated else None)
     return (
-        [None if x is None or kept is None else _keep(x, kept) for x in parts],
+        [None if x is None or coding is None else _keep(x, coding) for x in parts],
         scaling.largest_magnitude(y),
         _codes(y, result),
     )
 
 
 def keep_activation_rows(
-    operation: Any, gate: Array, up: Array | None, kept: Any, dtype: Any
+    operation: Any, gate: Array, up: Array | None, coding: Any, dtype: Any
 ) -> tuple[list[Any], Array, Array]:
-    parts, _, _ = keep_activation(operation, gate, up, kept)
+    parts, _, _ = keep_activation(operation, gate, up, coding)
     activated = list(ACTIVATIONS.values())[operation.activation](gate)
     codes, scale = _row_codes(activated if up is None else activated * up, dtype)
     return parts, codes, scale
@@ -165,7 +165,7 @@ def forward(
     weight: Array | None,
     bias: Array | None,
     eps: float,
-    kept: Any,
+    coding: Any,
     *,
     result: tuple[Array | None, Any] | None = None,
 ) -> tuple[Array | None, Array | None, Array, Array | None, Array, Any]:
@@ -174,9 +174,9 @@ def forward(
     z, inverse = statistics(x, eps, centered=operation.centered)
     mean = jnp.mean(x.astype(jnp.float32), -1) if operation.centered else None
     y = normalized(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
-    codes, scales = (None, None) if kept is None else _keep(z if operation.centered else x, kept)
-    made: Any = _row_codes(y, result[1]) if result and result[0] is None else _codes(y, result)
-    return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), made
+    codes, scales = (None, None) if coding is None else _keep(z if operation.centered else x, coding)
+    result_codes: Any = _row_codes(y, result[1]) if result and result[0] is None else _codes(y, result)
+    return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), result_codes
 
 
 def backward(
@@ -219,8 +219,8 @@ def _codes(y: Array, how: tuple[Array | None, Any] | None) -> Array | None:
     return quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(how[1])]), how[0].reshape(1, 1)).codes
 
 
-def _keep(x: Array, kept: Any) -> tuple[Array, Array]:
-    scale = {jnp.dtype(jnp.float32): "fp32", jnp.dtype(jnp.bfloat16): "bf16"}[jnp.dtype(kept.scale_dtype)]
-    spec = QuantSpec(_NAMES[jnp.dtype(kept.dtype)], "group", kept.size, scale_format=scale)
+def _keep(x: Array, coding: Any) -> tuple[Array, Array]:
+    scale = {jnp.dtype(jnp.float32): "fp32", jnp.dtype(jnp.bfloat16): "bf16"}[jnp.dtype(coding.scale_dtype)]
+    spec = QuantSpec(_NAMES[jnp.dtype(coding.dtype)], "group", coding.size, scale_format=scale)
     q = quantize_with_scale(x, spec, None)
     return q.codes, q.scale

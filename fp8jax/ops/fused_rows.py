@@ -35,13 +35,13 @@ def of_layers(recipe: Recipe | Context | str) -> QuantSpec | None:
 def hold(part: fused.Output, spec: QuantSpec, codes: Array, scale: Array) -> None:
     """Holds what microscaling an array as `spec` says makes of it: codes (M, N), scales (M, 1)."""
     q = QTensor(codes, scale, None, None, QuantSpec(spec.format, "token"))
-    part.result.made["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
+    part.result.variants["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
 
 
 def held(part: fused.Output | None, spec: QuantSpec) -> QTensor | None:
     """What `hold` was given."""
-    found = None if part is None else part.result.made.get(("rows", spec))
-    return None if found is None else from_bytes(found)
+    codes = None if part is None else part.result.variants.get(("rows", spec))
+    return None if codes is None else from_bytes(codes)
 
 
 def columns(part: fused.Output | None, spec: QuantSpec, scale: Array) -> QTensor | None:
@@ -84,12 +84,12 @@ def cotangent(part: fused.Output | None, spec: QuantSpec, level: Array | None) -
     result, place = part
     if level is not None:
         peak = result.peaks[place]
-        alone = dataclasses.replace(result, kinds=(result.kinds[place],), peaks=(peak,), made={})
+        alone = dataclasses.replace(result, kinds=(result.kinds[place],), peaks=(peak,), variants={})
         return _make(alone, spec, level)[0]
     how = ("cotangents", spec)
-    if how not in result.made:
-        result.made[how] = _make(result, spec, jnp.ones((result.peaks[place].size, 1), jnp.float32))
-    pair: tuple[QTensor, QTensor] = result.made[how][place]
+    if how not in result.variants:
+        result.variants[how] = _make(result, spec, jnp.ones((result.peaks[place].size, 1), jnp.float32))
+    pair: tuple[QTensor, QTensor] = result.variants[how][place]
     return pair
 
 

@@ -205,7 +205,7 @@ def linears(
         origin: what `x` is made from.
         known: what the caller knows of the results' gradients.
     """
-    part, through, found = stateless(recipe), None, []
+    part, through, results = stateless(recipe), None, []
     if not weights:
         return ()
     value, of_x = input_source(rows(x, weights[0]), part, key, x, origin=origin)
@@ -213,8 +213,8 @@ def linears(
         rows(x, w)
         spec, last = output_spec(x, w, out_sharding), i == len(weights) - 1
         y, through = multiply(value, of_x, w, part, key, None, held, spec, known, through, passes=not last)
-        found.append(y)
-    return tuple(found)
+        results.append(y)
+    return tuple(results)
 
 
 _SAMPLE = 64  # channels: of all tokens, since the first of each sequence are alike

@@ -57,5 +57,5 @@ def _base(q: QTensor | Pair) -> QTensor:
 
 
 def _parts(q: QTensor | Pair, names: str) -> Any:
-    found = notation(_base(q).spec, q.shape, names)
-    return (found, found, found[1]) if isinstance(q, Pair) else found
+    parts = notation(_base(q).spec, q.shape, names)
+    return (parts, parts, parts[1]) if isinstance(q, Pair) else parts

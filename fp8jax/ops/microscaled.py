@@ -56,8 +56,8 @@ def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None, *, part: fu
         (M, N), of granularity "token".
     """
     rows = QuantSpec(spec.format, "token")
-    if level is None and (found := fused_rows.held(part, spec)) is not None:
-        return found
+    if level is None and (held_rows := fused_rows.held(part, spec)) is not None:
+        return held_rows
     if (level is None and spec.level1 == "token") or 0 in x.shape:
         # The largest power of two of a row is that of its largest group: 1. It is folded into codes of the row's own.
         q, _ = quantize(x, rows)
@@ -115,8 +115,8 @@ def gradient_operands(
         return rows, one_scale(rows)
     ones = jnp.ones((dy.shape[0], 1), jnp.float32)
     level = None if scale is None else ones / scale.astype(jnp.float32)
-    if (found := fused_rows.cotangent(part, spec, level)) is not None:
-        return found
+    if (pair := fused_rows.cotangent(part, spec, level)) is not None:
+        return pair
     rows = fold_rows(dy, spec, ones if level is None else level)
     return rows, one_scale(rows)
 
@@ -128,23 +128,23 @@ def one_scale(q: QTensor) -> QTensor:
     return transpose(QTensor(q.codes, jnp.ones((1, 1), jnp.float32), None, None, QuantSpec(q.spec.format)))
 
 
-def shifted(kept: QTensor, dy: QTensor) -> QTensor:
+def shifted(rows: QTensor, dy: QTensor) -> QTensor:
     """Codes of the input (tokens, inputs) as the operand (inputs, tokens) with the scales of tokens, its own and dy's.
 
     Args:
-        kept: of one scale or one a token.
+        rows: of one scale or one a token.
         dy: likewise; products of both scales are powers of two times one number.
 
     Returns:
         Of granularity "tensor".
     """
-    scale = kept.scale.astype(jnp.float32) * tokens(dy)
+    scale = rows.scale.astype(jnp.float32) * tokens(dy)
     top = jnp.max(scale, initial=formats.TINY).reshape(1, 1)
     # A power of two but for the last bits of the scales' product, which rounding to the nearest one takes away.
     power = formats.decode_e8m0(formats.encode_e8m0(jnp.maximum(scale * (1 / top), formats.TINY), "nearest"))
     power = jnp.where(jnp.isnan(scale), jnp.nan, power)
-    factor = jnp.broadcast_to(power, (kept.codes.shape[0], 1))
-    return transpose(QTensor(kept.codes, top, None, None, QuantSpec(kept.spec.format)), factor=factor)
+    factor = jnp.broadcast_to(power, (rows.codes.shape[0], 1))
+    return transpose(QTensor(rows.codes, top, None, None, QuantSpec(rows.spec.format)), factor=factor)
 
 
 def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused.Output | None = None) -> QTensor:
@@ -164,8 +164,8 @@ def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused
     top = jnp.max(ABOVE * scale.astype(jnp.float32) * factor, initial=formats.TINY)
     # Scales beyond fp32, of tokens without a gradient, are as good as the largest: their codes are 0.
     rows = jnp.minimum(top / jnp.broadcast_to(factor, (x.shape[0], 1)), LARGEST)
-    if (found := fused_rows.columns(part or fused.itself(x), spec, rows)) is not None:
-        return dataclasses.replace(found, scale=top.reshape(1, 1))
+    if (turned := fused_rows.columns(part or fused.itself(x), spec, rows)) is not None:
+        return dataclasses.replace(turned, scale=top.reshape(1, 1))
     values = x.astype(jnp.float32) * factor
     _, columns = quantize(values, None, QuantSpec(spec.format), scale=top)
     assert columns is not None

@@ -153,9 +153,9 @@ class Norm:
         return z - mean, mean
 
     def _fused(self, saved: NormSaved, like: Array) -> Any:
-        given = {"scaled": saved.scale is not None, "biased": saved.bias is not None}
+        fields = {"scaled": saved.scale is not None, "biased": saved.bias is not None}
         spec = None if isinstance(saved.codes, Array) else saved.codes.spec
-        return fused.operation(like, spec, self.dtype, norm=True, centered=self.centered, **given)
+        return fused.operation(like, spec, self.dtype, norm=True, centered=self.centered, **fields)
 
 
 def normalize(
@@ -179,9 +179,9 @@ def normalize(
             shape = None if parameter is None else parameter.shape
             raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
     dtype, context, to = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe), fused.bounded(recipe)
-    operation, given = None, {"scaled": scale is not None, "biased": bias is not None}
+    operation, fields = None, {"scaled": scale is not None, "biased": bias is not None}
     if context.spec is not None or fused.at_once(recipe):
-        operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **given)
+        operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **fields)
     if context.spec is None and operation is None:
         z, inverse = statistics(x, eps, centered=centered)
         y = normalized(z, inverse, scale, bias).astype(dtype)
@@ -194,29 +194,29 @@ def normalize(
     if operation is None:
         assert context.spec is not None
         z, inverse = statistics(values[0], eps, centered=centered)
-        kept, result = NormSaved(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
-        made = None
+        stored, result = NormSaved(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
+        codes_ahead = None
     else:
-        codes, mean, peak, made = _keep(operation, values[0], values[1], values[2], context.spec, eps, bound)
+        codes, mean, peak, codes_ahead = _keep(operation, values[0], values[1], values[2], context.spec, eps, bound)
         z, inverse = values[0].astype(jnp.float32), codes.inverse
         if mean is not None:
             z = z - mean.reshape(inverse.shape)
-        kept, parts = codes, (fused.matrix(values[0]), None)
+        stored, parts = codes, (fused.matrix(values[0]), None)
         result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
     y = normalized(z, inverse, *values[1:]).astype(dtype)
     if context.spec is None:
-        kept = kept._replace(inverse=named(kept.inverse, BESIDE))
+        stored = stored._replace(inverse=named(stored.inverse, BESIDE))
     else:
-        kept = kept._replace(codes=named(kept.codes, NORM), inverse=named(kept.inverse, NORM))
+        stored = stored._replace(codes=named(stored.codes, NORM), inverse=named(stored.inverse, NORM))
     how = Norm(centered, dtype)
-    y, again = differentiable(how, (x, scale, bias), kept, y, residual=residual, known=known)
+    y, again = differentiable(how, (x, scale, bias), stored, y, residual=residual, known=known)
     (part,) = (None,) if result is None else result.parts
-    if part is not None and by_rows is not None and made is not None:
-        fused_rows.hold(part, by_rows, *made)
+    if part is not None and by_rows is not None and codes_ahead is not None:
+        fused_rows.hold(part, by_rows, *codes_ahead)
     elif part is not None and bound is not None and bound[1] is not None:
-        part.hold(bound[0], bound[1], made)
+        part.hold(bound[0], bound[1], codes_ahead)
     under = None if to is None or bound is None or bound[1] is None else (to, bound[1])
-    origin = Origin((how, kept) if context.lean or context.spec is None else None, part, under)
+    origin = Origin((how, stored) if context.lean or context.spec is None else None, part, under)
     y = derivatives.passed("a norm", y, x, scale, bias)
     known.note(y, origin)
     return y, again, origin
@@ -245,15 +245,15 @@ def _keep(
     The last, with scales of rows if there is no other, where it is known how it will be quantized.
     """
     coding, dtype = fused.coding(spec), None if bound is None else formats.get(bound[0].format).dtype
-    codes, scales, inverse, mean, peak, made = fused.run(
+    codes, scales, inverse, mean, peak, result_codes = fused.run(
         lambda on, *arrays: on.forward(
             operation, *arrays[:-1], eps, coding, result=None if dtype is None else (arrays[-1], dtype)
         ),
         fused.matrix(x), scale, bias, bound and bound[1],
     )  # fmt: skip
-    of_input = x if spec is None else fused.kept(codes, scales, x.shape, spec)
-    kept = NormSaved(of_input, inverse.reshape(*x.shape[:-1], 1), scale, bias)
-    return kept, mean, peak, made
+    of_input = x if spec is None else fused.residual(codes, scales, x.shape, spec)
+    residual = NormSaved(of_input, inverse.reshape(*x.shape[:-1], 1), scale, bias)
+    return residual, mean, peak, result_codes
 
 
 def _result(

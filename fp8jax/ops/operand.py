@@ -174,10 +174,10 @@ class MadeAgain:
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         assert gradient is not None
-        made, part, gradient.foreseen = self.operation.again(self.saved, gradient)
-        matrix = rows_of(made.astype(self.dtype), *self.shape)
+        array, part, gradient.foreseen = self.operation.again(self.saved, gradient)
+        matrix = rows_of(array.astype(self.dtype), *self.shape)
         scale = self.scale if side.backward == side.saved else None
-        part = None if part is None or made.shape[-1] != matrix.shape[-1] else part.cast(self.dtype)
+        part = None if part is None or array.shape[-1] != matrix.shape[-1] else part.cast(self.dtype)
         operand: Operand
         if side.shared:
             assert self.scale is not None
@@ -357,10 +357,12 @@ def of_weight(
     """
     if quantized is None:
         return Plain(scale)
-    found = (quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec)
-    if found != (w.shape, recipe.spec("w"), recipe.spec("w_dgrad")):
-        specs = f"specs {recipe.w} and {recipe.w_dgrad}"
-        raise ValueError(f"a weight {w.shape} of {specs} was given quantized as {found[0]}, {found[1]} and {found[2]}")
+    shape, *specs = quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec
+    if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
+        raise ValueError(
+            f"a weight {w.shape} of specs {recipe.w} and {recipe.w_dgrad} was given quantized as {shape}, {specs[0]} "
+            f"and {specs[1]}"
+        )
     return HeldWeight(quantized)
 
 

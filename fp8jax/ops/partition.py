@@ -85,16 +85,16 @@ def _sources() -> str:
     programs apart in JAX's persistent cache, which hits only where `jax_remove_custom_partitioning_ptr_from_cache_key`
     is set: keys otherwise hold the address of a function.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for package in ("pallas_kernels", "fp8jax.core", "fp8jax.ops"):
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
             for path in sorted(pathlib.Path(folder).glob("*.py")):
-                found.update(path.name.encode() + path.read_bytes())
+                digest.update(path.name.encode() + path.read_bytes())
     for package in ("jax-triton", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.update(f"{package} {importlib.metadata.version(package)}".encode())
-    return found.hexdigest()
+            digest.update(f"{package} {importlib.metadata.version(package)}".encode())
+    return digest.hexdigest()
 
 
 def _on_one_device() -> bool:
@@ -112,7 +112,7 @@ def _match(notation: Any, tree: Any) -> list[Dimensions]:
     if isinstance(notation, str):
         return [dimensions(notation)]
     parts = tree if isinstance(tree, (tuple, list)) else jax.tree.leaves(tree)
-    return [found for text, part in zip(notation, parts, strict=True) for found in _match(text, part)]
+    return [dims for text, part in zip(notation, parts, strict=True) for dims in _match(text, part)]
 
 
 def _partitioned(
@@ -169,17 +169,17 @@ def _automatic(function: Callable, notation: Notation, arrays: tuple[Array, ...]
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         """XLA's partitioner calls it once for each call of a compiled program."""
-        found = placement.Placement.of(mesh, around, arguments[0])
-        placed = [found.spec(x) for x in arguments[:count]]
-        wanted = found.spec(results[-1]) if notation.sums else None
-        cut = notation.assign(lengths, placed, dict(found.group.shape), wanted)
-        ins, outs = (tuple(NamedSharding(found.group, spec) for spec in side) for side in parsed.specs(cut))
+        outputs = placement.Placement.of(mesh, around, arguments[0])
+        placed = [outputs.spec(x) for x in arguments[:count]]
+        wanted = outputs.spec(results[-1]) if notation.sums else None
+        cut = notation.assign(lengths, placed, dict(outputs.group.shape), wanted)
+        ins, outs = (tuple(NamedSharding(outputs.group, spec) for spec in side) for side in parsed.specs(cut))
 
         def local(*own: Array) -> tuple[Array, ...]:
-            with placement.manual(found.mesh):
+            with placement.manual(outputs.mesh):
                 return (*first, *function(cut, *own[:count]))
 
-        return found.mesh, local, outs, ins
+        return outputs.mesh, local, outs, ins
 
     def rule(mesh: Any, *_: Any) -> tuple[str, dict[str, int]]:
         known = placement.auto_axes(around) if first else dict(mesh.shape)
@@ -190,8 +190,8 @@ def _automatic(function: Callable, notation: Notation, arrays: tuple[Array, ...]
 
     call = custom_partitioning(run)
     call.def_partition(partition, sharding_rule=rule, decode_shardings=False)
-    found: tuple[Array, ...] = call(*arrays, *whole.consts)
-    return found[len(first) :]
+    outputs: tuple[Array, ...] = call(*arrays, *whole.consts)
+    return outputs[len(first) :]
 
 
 def _explicit(

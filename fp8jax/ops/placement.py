@@ -40,8 +40,8 @@ class Placement(NamedTuple):
             left = auto_axes(around)
             part = devices[: math.prod(left.values())].reshape(*left.values())
             return cls(Mesh(devices.reshape(around.axis_sizes), around.axis_names), Mesh(part, tuple(left)))
-        found = Mesh(devices, ("all",)) if mesh.empty else mesh
-        return cls(found, found)
+        whole = Mesh(devices, ("all",)) if mesh.empty else mesh
+        return cls(whole, whole)
 
     def spec(self, x: Any) -> PartitionSpec:
         """The mesh axes that cut each dimension of an array; none where it is cut as no axes do, by parts of one."""
@@ -70,9 +70,9 @@ def manual(mesh: Any) -> Any:
 def _orders(sizes: tuple[tuple[str, int], ...]) -> dict[tuple[int, ...], tuple[str, ...]]:
     """By the devices that hold the parts of a dimension, in their order, the mesh axes that cut it."""
     grid = np.arange(math.prod(size for _, size in sizes)).reshape([size for _, size in sizes])
-    found: dict[tuple[int, ...], tuple[str, ...]] = {}
+    orders: dict[tuple[int, ...], tuple[str, ...]] = {}
     for count in range(1, len(sizes) + 1):
         for axes in itertools.permutations(range(len(sizes)), count):
             parts = np.moveaxis(grid, axes, range(count)).reshape(math.prod(sizes[i][1] for i in axes), -1)
-            found.setdefault(tuple(parts[:, 0].tolist()), tuple(sizes[i][0] for i in axes))
-    return found
+            orders.setdefault(tuple(parts[:, 0].tolist()), tuple(sizes[i][0] for i in axes))
+    return orders

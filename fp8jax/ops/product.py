@@ -150,12 +150,12 @@ def input_source(
     part = origin.part if view and named.shape[-1] == x.shape[-1] else None
     origin = origin._replace(part=part and part.cast(x.dtype))
     # Layers whose scales come from states of their own share codes under that of the first one.
-    strategy, given = side.strategy if scale is None else recipe.strategy("x"), scale
+    strategy, fixed = side.strategy if scale is None else recipe.strategy("x"), scale
     scale = origin.scale_for(recipe) if scale is None else scale
     subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
 
     def share(make: Callable[[], Any]) -> Any:
-        others = scale if given is None else None, None if subkey is None else key
+        others = scale if fixed is None else None, None if subkey is None else key
         return known.share(named, (side.saved, strategy, x.shape), make, *others)
 
     return value, of_input(x, side, key=subkey, scale=scale, origin=origin, share=share)
@@ -293,11 +293,11 @@ def _forward(
     y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
     if recipe.quantized or recipe.spec("saved") is not None:
         y = derivatives.refuse(derivatives.TWICE, y, (value, through, w))
-    given, passed = value if through is None else through, None
+    held, passed = value if through is None else through, None
     if how.passes:
-        passed = mapped_alike(given, y)
+        passed = mapped_alike(held, y)
     if how.through or how.passes:
-        y = mapped_alike(y, given)
+        y = mapped_alike(y, held)
     return (y, passed), saved
 
 

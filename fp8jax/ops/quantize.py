@@ -66,14 +66,14 @@ def quantize(
     if 0 in x.shape:
         scale = None  # there is nothing to have one
     if impl == "auto" and part is not None:
-        made = fused.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
-        if made is not None:
-            return made
+        pair = fused.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
+        if pair is not None:
+            return pair
     choice = tell("quantize", _choose(x, how, scale, impl, impl == "triton" or on_cuda()))
     reference = functools.partial(_reference, how, strategy)
     kernel = functools.partial(_kernel, how, strategy)
-    found: Pair = run(choice, impl, x, scale, key, kernel=kernel, reference=reference)
-    return found
+    result: Pair = run(choice, impl, x, scale, key, kernel=kernel, reference=reference)
+    return result
 
 
 def chosen(
@@ -201,9 +201,9 @@ def _reference(how: _How, strategy: Scaling, x: Array, scale: Array | None, key:
         if spec.granularity not in TRANSPOSABLE or spec.axis not in (-1, 1) or spec.packed:
             return one(x.T, spec, words)
         # XLA would transpose the matrix for the maxima of its blocks.
-        found = one(x, spec, words)
-        assert found is not None
-        return transpose(found, impl="xla")
+        rows = one(x, spec, words)
+        assert rows is not None
+        return transpose(rows, impl="xla")
 
     rows = one(x, how.rows, words[0])
     if how.same:
@@ -215,17 +215,17 @@ def _reference(how: _How, strategy: Scaling, x: Array, scale: Array | None, key:
 def _kernel(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
     words = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
     sides = ("m n", "n m")
-    given = None
+    scale_axes = None
     if scale is not None:
         axes = sides[how.rows is None].split()[2 - scale.ndim :]
-        given = " ".join(name if k > 1 else "-" for name, k in zip(axes, scale.shape, strict=True))
+        scale_axes = " ".join(name if k > 1 else "-" for name, k in zip(axes, scale.shape, strict=True))
     outs = [s and notation(s, x.shape[::step], names) for s, step, names in zip(how.specs, (1, -1), sides, strict=True)]
     make = functools.partial(_one, how, strategy, x.shape)
-    found: Pair = partitioned(
-        "quantize", (how, strategy, x.shape), make, (x, scale, words), ("m n", given, "-"), outs,
+    pair: Pair = partitioned(
+        "quantize", (how, strategy, x.shape), make, (x, scale, words), ("m n", scale_axes, "-"), outs,
         units={"m": 4} if how.stochastic else {},
     )  # fmt: skip
-    return found
+    return pair
 
 
 def _one(
@@ -277,7 +277,7 @@ def _one(
         # The noise of an element goes by its place in the whole matrix, whoever quantizes it.
         first = cut.start("m", x.shape[0]) // 4 * whole[1] + cut.start("n", x.shape[1])
         place = jnp.stack([jnp.asarray(value, jnp.uint32) for value in (whole[1], first)])
-    found = quantize_triton.quantize(
+    parts = quantize_triton.quantize(
         x,
         fused.coding(how.rows),
         "same" if how.same else fused.coding(how.turned),
@@ -287,15 +287,15 @@ def _one(
         place=place,
         compute_capability=capability(),
     )
-    made: list[QTensor | None] = []
-    for part, own_scale, spec in zip(found, scales, how.specs, strict=True):
+    tensors: list[QTensor | None] = []
+    for part, own_scale, spec in zip(parts, scales, how.specs, strict=True):
         if part is None or spec is None:
-            made.append(None)
+            tensors.append(None)
             continue
         used = part.scale if own_scale is None else own_scale
         assert used is not None
-        made.append(QTensor(part.codes, used, None, part.microscale, spec))
-    return made[0], made[1]
+        tensors.append(QTensor(part.codes, used, None, part.microscale, spec))
+    return tensors[0], tensors[1]
 
 
 def _level(spec: QuantSpec) -> str:

@@ -57,8 +57,8 @@ def keep(x: Array, spec: QuantSpec, impl: str = "auto") -> QTensor:
         return to_bytes(quantize(values, spec))
     choice = tell("context", triton_or_xla(impl, impl == "triton" or on_cuda(), lambda: missing_triton("pack_triton")))
     plain = functools.partial(keep, spec=spec, impl="xla")
-    kept: QTensor = run(choice, impl, values, kernel=_packed, reference=plain)
-    return kept
+    residual: QTensor = run(choice, impl, values, kernel=_packed, reference=plain)
+    return residual
 
 
 def _packed(x: Array) -> QTensor:
@@ -245,8 +245,8 @@ def differentiable(
         `y`, and the first input for its other readers, or None.
     """
     y, *inputs = vary_alike(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
-    found: tuple[Array, Array | None] = _differentiable((how, residual, known), tuple(inputs), saved, y)
-    return found
+    result: tuple[Array, Array | None] = _differentiable((how, residual, known), tuple(inputs), saved, y)
+    return result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -266,8 +266,10 @@ def _forward(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array
 def _backward(static: Any, residuals: Any, cotangents: Any) -> tuple[Any, None, None]:
     (how, _, known), (saved, kinds), (dy, others) = static, residuals, cotangents
     dtypes = tuple(None if kind is None else kind.dtype for kind in kinds)
-    found, origins = how.backward(saved, dy, dtypes, others, known.find(dy).foreseen)
-    placed = tuple(None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(found, kinds, strict=True))
+    gradients, origins = how.backward(saved, dy, dtypes, others, known.find(dy).foreseen)
+    placed = tuple(
+        None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(gradients, kinds, strict=True)
+    )
     for ct, origin in zip(placed, origins, strict=False):
         known.note(ct, origin)
     return placed, None, None

@@ -47,8 +47,8 @@ def init_scaling(recipe: Recipe | Linear | str, w: Array | None = None) -> Scali
     Raises:
         ValueError: the recipe's scaling keeps no state.
     """
-    given = {"w": w}
-    return ScalingState(**{operand: part.init(given.get(operand)) for operand, part in _states(recipe).items()})
+    values = {"w": w}
+    return ScalingState(**{operand: part.init(values.get(operand)) for operand, part in _states(recipe).items()})
 
 
 def scaled_linear(
@@ -98,18 +98,20 @@ def scaled_linear(
             raise ValueError(f"{part.scaling} scaling observes gradients: give scaled_linear a slot, jnp.zeros([])")
         scales |= {"dy": parts["dy"].expected(_of(state, "dy")), "slot": slot}
     spec = output_spec(x, w, out_sharding)
-    given, found = Scales(**scales) if scales else None, {}
+    fixed, observed = Scales(**scales) if scales else None, {}
     threshold = parts.get("x")
     if isinstance(threshold, Threshold):
         value, blocks = fall_back(matrix, part, key, x, _of(state, "x"), known)
-        y, _ = multiply(value, blocks, w, part, key, given, quantized, spec, known)
-        found["x"] = threshold.count(blocks.pair.used)
+        y, _ = multiply(value, blocks, w, part, key, fixed, quantized, spec, known)
+        observed["x"] = threshold.count(blocks.pair.used)
     else:
-        y = product(matrix, w, part, key, source=x, scales=given, quantized=quantized, spec=spec, known=known)
-    found |= {n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in found}
+        y = product(matrix, w, part, key, source=x, scales=fixed, quantized=quantized, spec=spec, known=known)
+    observed |= {
+        n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in observed
+    }
     if observes(part, "dy"):
-        found["dy"] = jnp.zeros([])
-    return (y if bias is None else y + bias.astype(y.dtype)), Observed(**found)
+        observed["dy"] = jnp.zeros([])
+    return (y if bias is None else y + bias.astype(y.dtype)), Observed(**observed)
 
 
 delayed_linear = scaled_linear
@@ -167,10 +169,10 @@ def _scale(name: str, value: Array, state: ScalingState, part: Linear) -> Array:
 
 
 def _of(state: ScalingState, operand: str) -> Array:
-    found = getattr(state, operand)
-    if found is None:
+    value = getattr(state, operand)
+    if value is None:
         raise ValueError(f"the scaling of {operand} keeps a state, and none is given: take that of init_scaling")
-    return found
+    return value
 
 
 def _states(recipe: Recipe | Linear | str) -> dict[str, Stateful]:

@@ -42,8 +42,8 @@ def product_sharding(lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: A
     if mesh is None and out_sharding is None:
         return None
     kinds = (jax.ShapeDtypeStruct(x.shape, "float32", sharding=_place(x)) for x in (lhs, rhs))
-    found = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers, out_sharding=out_sharding), *kinds)
-    return None if mesh is None else tuple(jax.typeof(found).sharding.spec)
+    product = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers, out_sharding=out_sharding), *kinds)
+    return None if mesh is None else tuple(jax.typeof(product).sharding.spec)
 
 
 def _place(x: Any) -> NamedSharding | None:
@@ -55,12 +55,12 @@ def merged(spec: Sequence[Any] | None, counts: Sequence[int]) -> tuple[Any, ...]
     """The sharding of an array whose runs of so many axes have become one each."""
     if spec is None:
         return None
-    found, rest = [], list(spec)
+    entries, rest = [], list(spec)
     for count in counts:
         names = [name for entry in rest[:count] for name in _names(entry)]
-        found.append(tuple(names) or None)
+        entries.append(tuple(names) or None)
         del rest[:count]
-    return tuple(found)
+    return tuple(entries)
 
 
 def merge(x: Array, *counts: int) -> Array:
@@ -135,8 +135,8 @@ def multiply(function: Callable[[Any, Any], Array], a: Any, b: Any, spec: Sequen
 
 def _gathered(one: Any, other: Any, rows: Any) -> Any:
     """An operand whole along those mesh axes over which the other one's rows are sharded, and stay so in `rows`."""
-    kept = {*_names(spec_of(other)[0])} & {*_names(rows)}
-    spec = tuple(tuple(name for name in _names(entry) if name not in kept) or None for entry in spec_of(one))
+    names = {*_names(spec_of(other)[0])} & {*_names(rows)}
+    spec = tuple(tuple(name for name in _names(entry) if name not in names) or None for entry in spec_of(one))
     if not isinstance(one, QTensor):
         return place(one, spec)
     mesh = explicit_mesh(one)

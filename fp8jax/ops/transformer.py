@@ -183,7 +183,7 @@ def glu_linear(
 
 
 def _whole(recipe: Recipe | str) -> Recipe:
-    found = resolve(recipe)
-    if not isinstance(found, Recipe):
-        raise TypeError(f"a norm or an activation with linear layers follows a whole fp8jax.Recipe, not {found!r}")
-    return found
+    preset = resolve(recipe)
+    if not isinstance(preset, Recipe):
+        raise TypeError(f"a norm or an activation with linear layers follows a whole fp8jax.Recipe, not {preset!r}")
+    return preset

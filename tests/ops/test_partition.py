@@ -146,8 +146,8 @@ def test_each_device_keeps_its_part_of_a_sum(kind, operand, wanted, kept):
 def test_of_a_sum_that_the_devices_do_not_divide_each_has_all():
     notation_ = cuts.Notation(*([cuts.dimensions(t) for t in s] for s in (("m k", "n k"), ("m n",))), sums="k")
     lengths, specs = {"m": 6, "n": 8, "k": 64}, (PartitionSpec(None, "rows"),) * 2
-    assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec("rows")).kept == {}
-    assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec(None, "rows")).kept == {"n": ("rows",)}
+    assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec("rows")).scattered == {}
+    assert notation_.assign(lengths, specs, {"rows": 4}, PartitionSpec(None, "rows")).scattered == {"n": ("rows",)}
 
 
 def test_nan_is_a_maximum():
