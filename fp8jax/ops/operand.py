@@ -331,13 +331,11 @@ def of_input(
         source = Plain(scale, share(lambda: lax.stop_gradient(x)))
     else:
 
-        def make() -> QTensor:
-            if origin.codes is not None and origin.codes[0] == saved:
-                return origin.codes[1]
-            return make_codes(x, saved, side.strategy, key=key, scale=scale, part=origin.part)
-
         def once() -> QTensor:
-            q = named(make(), INPUT)
+            if origin.codes is not None and origin.codes[0] == saved:
+                q = named(origin.codes[1], INPUT)
+            else:
+                q = named(make_codes(x, saved, side.strategy, key=key, scale=scale, part=origin.part), INPUT)
             return q if origin.again is None else dataclasses.replace(q, scale=named(q.scale, BESIDE))
 
         source = InputCodes(share(once), scale)
@@ -359,10 +357,8 @@ def of_weight(
         return Plain(scale)
     shape, *specs = quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec
     if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
-        raise ValueError(
-            f"a weight {w.shape} of specs {recipe.w} and {recipe.w_dgrad} was given quantized as {shape}, {specs[0]} "
-            f"and {specs[1]}"
-        )
+        wanted = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
+        raise ValueError(f"a weight {wanted} was given quantized as {shape}, {specs[0]} and {specs[1]}")
     return HeldWeight(quantized)
 
 

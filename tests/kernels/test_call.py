@@ -32,14 +32,15 @@ def test_calls_are_such_that_xla_records_into_command_buffers():
 def test_calls_of_others_stay_as_jax_triton_makes_them():
     import jax_triton
 
-    from pallas_kernels import call_triton, quantize_triton
+    from pallas_kernels import call_triton, quantize_triton, scaling_triton
 
     def other(x):
-        static = {"M": 128, "N": 128, "HIGH": 64, "WIDE": 128}
+        static = {"M": 128, "N": 128, "HIGH": 64, "WIDE": 128, "HOW": scaling_triton.NONE}
         shape = jax.ShapeDtypeStruct((128, 128), jnp.uint8)
         given = {"out_shape" if call_triton.OLD else "out_type": shape}
         kernel = quantize_triton._transpose
-        return jax_triton.triton_call(x, kernel=kernel, grid=(2,), compute_capability=90, **static, **given)
+        factor = jnp.ones((1, 1))
+        return jax_triton.triton_call(x, factor, kernel=kernel, grid=(2,), compute_capability=90, **static, **given)
 
     text = lowered(other, jax.ShapeDtypeStruct((128, 128), jnp.uint8))
     assert ("@triton_kernel_call(" in text) == call_triton.OLD
