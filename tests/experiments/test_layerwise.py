@@ -55,7 +55,7 @@ def gathers(step):
     [
         ("te_current", 1, False),
         pytest.param("te_current", 2, "products", marks=pytest.mark.slow),
-        ("deepseek", 1, False),
+        pytest.param("deepseek", 1, False, marks=pytest.mark.slow),
         *(pytest.param(name, 1, False, marks=pytest.mark.slow) for name in RECIPES[2:]),
         pytest.param("bf16", 2, True, marks=pytest.mark.slow),
     ],

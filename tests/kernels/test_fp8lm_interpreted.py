@@ -48,7 +48,7 @@ def test_interpreted_kernel_has_the_bits_of_the_reference():
     command = [sys.executable, "-m", "tests.kernels.test_fp8lm_interpreted"]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"{len(CASES)} cases, {2 * len(CUTS)} cuts"
+    assert done.stdout.splitlines()[-1] == f"{len(CASES)} cases, {len(CUTS) + 2} cuts"
 
 
 def prepare() -> None:
@@ -158,7 +158,7 @@ def compare_cuts(stochastic: bool) -> None:
         leaf = dataclasses.replace(leaf, words=fp8lm.salted(noise.of_step(3), "w"))
     with jax.disable_jit():
         (want,) = fp8lm.apply("step", [leaf], ADAM, "triton")
-    for axes in CUTS:
+    for axes in CUTS[:2] if stochastic else CUTS:
         # A callback, which the interpreter is here, lives only where JAX lowers it: not in what XLA partitions itself.
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
@@ -189,7 +189,7 @@ def main() -> None:
         compare_gated()
     for stochastic in (False, True):
         compare_cuts(stochastic)
-    print(f"{len(CASES)} cases, {2 * len(CUTS)} cuts")
+    print(f"{len(CASES)} cases, {len(CUTS) + 2} cuts")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def kept(layer, params, x):
     return sum(size for size, _ in sizes), sum(size for size, dtype in sizes if dtype == jnp.uint8)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [pytest.param("te_current", marks=pytest.mark.slow), "moss"])
 def test_a_block_computes_what_it_did_from_codes_made_once_and_keeps_none_of_them(name, kernels):
     kernels(False)
     exact = three(*block())
