@@ -29,8 +29,8 @@ CASES = [("whole", *m, *f) for m in (("e4m3", "e4m3", True), ("e5m2", "e5m2", Tr
 CASES += [(shape, "e4m3", "e4m3", True, "step", "bfloat16", "float32") for shape in SHAPES if shape != "whole"]
 CASES += [(shape, "e4m3", "e4m3", True, "stochastic", "bfloat16", "bfloat16") for shape in SHAPES]
 EPS = [(1e-8, 0.0), (1e-3, 0.0), (1e-12, 0.0), (1e-8, 1e-9)]
-CASES += [("whole", mu, "e4m3", True, "step", grad, "bfloat16", *eps) for mu, grad in (("e4m3", "bfloat16"), ("e5m2", "float32"))
-          for eps in EPS]  # fmt: skip
+CASES += [("whole", mu, "e4m3", True, "step", grad, "bfloat16", *eps)
+          for mu, grad in (("e4m3", "bfloat16"), ("e5m2", "float32")) for eps in EPS]  # fmt: skip
 # With a factor, of ordinary tiles and of others; the last one is so small that no tile is ordinary.
 CASES += [("whole", "e4m3", "e4m3", True, "step", "float32", weight, 1e-8, 0.0, factor)
           for weight, factor in (("bfloat16", 0.25), ("float32", 0.25), ("bfloat16", 2.0**-40))]  # fmt: skip
