@@ -92,7 +92,7 @@ def _layer_class(cls: Any, recipe: Recipe) -> type:
 
 @functools.cache
 def _module_class(cls: Any, keeps: bool) -> type:
-    """Of modules whose layers keep no copy of what attention `keeps`, or do."""
+    """The subclass that shares activations between its layers; with `keeps`, also what attention saves anyway."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _aside.value:
