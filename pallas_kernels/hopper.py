@@ -124,7 +124,8 @@ def product(
     out_bytes = jnp.dtype(out_dtype).itemsize
     swizzle = next(width for width in (128, 64) if tile.cols * out_bytes % width == 0)
     piece = 64, swizzle // out_bytes
-    out_shape = round_up(m, 8), round_up(n, piece[1])
+    # Two swizzles wide at least: Mosaic drops a dimension of one tile, and with it where a store beside it would go.
+    out_shape = round_up(m, 8), max(round_up(n, piece[1]), 2 * piece[1])
     rows, cols = covered(m, tile.block_rows, tile.cluster == "M"), covered(n, tile.block_cols, tile.cluster == "N")
     tiles_m = rows // tile.block_rows // (1 + (tile.cluster == "M"))
     tiles_n = cols // tile.block_cols // (1 + (tile.cluster == "N"))

@@ -47,7 +47,7 @@ def matmul(
     Returns:
         (M, N) in `out_dtype`; with `group`, (M, N) float8_e4m3fn and (M, ceil(N / group)) float32. M or N not a
         multiple of 8, or K not of 128, copies operands; M not a multiple of 8, or N not of 64 (bfloat16; 32 for
-        float32, 128 for codes), copies the output.
+        float32, 128 for codes) or not more than that, copies the output.
 
     Raises:
         TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
