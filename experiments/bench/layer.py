@@ -41,6 +41,7 @@ HELD, FAST, BOUNDED, FUNCTIONS = "weights held", "fast accumulation", "bounded s
 BF16_FUNCTIONS, BF16_AGAIN = f"{BF16}, {FUNCTIONS}", coat_memory.AGAIN
 WEIGHTS, MICROBATCHES = "codes of the weights", (1, 4, 16)
 PAPER, PAPER_BF16 = "the paper's bf16", coat_memory.PAPER["BF16"][-1]
+SETTLING = 30  # steps, of a factor of 1.3 each
 PRODUCTS = fp8jax.recipes.coat_fast().linear.fast_accumulation
 
 
@@ -114,7 +115,7 @@ def recipes() -> dict[str, fp8jax.Recipe]:
         recipe = fp8jax.recipes.get(name)
         # A layer alone has no optimizer that would follow its weights.
         presets[name] = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, w_scaling=None))
-    return presets
+    return presets | {name: fp8jax.recipes.get(name) for name in ("int8_block", "int8_fallback")}
 
 
 def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None = None) -> dict[str, LayerArm]:
@@ -135,6 +136,22 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
         layer = lambda params, codes, x_NxD: nnx.merge(graph, params, codes)(x_NxD, *tables)  # noqa: E731
         return LayerArm(layer, (params, nnx.to_pure_dict(codes), x_NxD, dy_NxD))
 
+    def settled(block: Block) -> Block:
+        """With thresholds as training sets them, which follow the share of blocks that fall back."""
+        graph, _, states = nnx.split(block, nnx.Param, ...)  # type: ignore[misc]
+
+        @jax.jit
+        def advanced(states: Any) -> Any:
+            block = nnx.merge(graph, params, states)
+            block(x_NxD, *tables)
+            fp8jax.nnx.advance_scaling(block, nnx.State({}))
+            return nnx.split(block, nnx.Param, ...)[2]  # type: ignore[misc]
+
+        states = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), states)
+        for _ in range(SETTLING):
+            states = advanced(states)
+        return nnx.merge(graph, params, states)
+
     programs = {BF16: arm(plain)}
     layer, operands = programs[BF16].layer, programs[BF16].operands
     programs[BF16_AGAIN] = LayerArm(jax.checkpoint(layer, policy=coat_memory.save_products), operands)
@@ -145,7 +162,8 @@ def arms(length: int, config: LlamaConfig = CONFIG, names: Sequence[str] | None 
     )
     for name, recipe in recipes().items():
         if names is None or name in names:
-            programs[name] = arm(fp8jax.nnx.quantize(plain, recipe))
+            block = fp8jax.nnx.quantize(plain, recipe)
+            programs[name] = arm(settled(block) if recipe.linear.states else block)
         if f"{name}, {HELD}, {FUNCTIONS}" in (names or ()):
             make = jax.jit(functools.partial(fp8jax.quantize_weight, recipe=recipe))
             codes = {n: make(w) for n, w in _kernels(params).items()}
@@ -169,9 +187,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--burst", type=float, default=0.05, help="seconds of one round of one implementation")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
-    names = [f"{name}{held}" for name in recipes() for held in ("", f", {HELD}", f", {HELD}, {FUNCTIONS}")]
-    parser.add_argument("--only", nargs="+", choices=names, help=f"recipes; all but those {FUNCTIONS} if left out")
-    parser.add_argument("--bounds", nargs="+", default=[], choices=names, help="recipes, of --only, to bound")
+    forms = "", f", {HELD}", f", {HELD}, {FUNCTIONS}"
+    names = [f"{name}{form}" for name, r in recipes().items() for form in (forms[:1] if r.linear.states else forms)]
+    listed = f"one of {', '.join(map(repr, recipes()))}; any with ', {HELD}', or ', {HELD}, {FUNCTIONS}'"
+    some: Any = {"nargs": "+", "choices": names, "metavar": "RECIPE"}
+    parser.add_argument("--only", **some, help=f"all but those {FUNCTIONS} if left out; {listed}")
+    parser.add_argument("--bounds", **some, default=[], help="recipes, of --only, to bound")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     if missing := set(options.bounds) - set(options.only or ()):

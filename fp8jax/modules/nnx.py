@@ -133,7 +133,7 @@ def _replace(path: str, layer: Any, linear: Linear) -> None:
     if isinstance(layer, nnx.Einsum):
         check_stateless(f"{path} is an nnx.Einsum", linear)
     elif linear.states:
-        layer.dot_general = nnx.data(LayerScaling(linear, layer.kernel[...], *kernel_axes(layer)))
+        layer.dot_general = nnx.data(LayerScaling(linear, layer.kernel.get_value(), *kernel_axes(layer)))
         return
     if isinstance(layer, nnx.Einsum):
         layer.einsum_op = Einsum(linear)

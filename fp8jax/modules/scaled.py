@@ -103,18 +103,21 @@ class LayerScaling(ScaledDotGeneral, nnx.Module):
     def __init__(self, linear: Linear, kernel: Array, inputs: int, outputs: int) -> None:
         self.linear = linear
         self.use_running_average = False
-        init = lambda w: init_scaling(linear, merge(w, inputs, outputs))  # noqa: E731
         stacked = kernel.shape[: kernel.ndim - inputs - outputs]
-        for _ in stacked:
-            init = jax.vmap(init)
-        for operand, state in init(kernel)._asdict().items():
-            if state is not None:
-                setattr(self, linear.states[operand].variable(operand), ScalingVariable(state))
-        for operand in ("x", "w"):
-            if observes(linear, operand):
-                setattr(self, f"seen_{operand}", ScalingVariable(nothing_seen(linear, operand, stacked)))
+
+        def states(kernel: Array) -> dict[str, Array]:
+            init = lambda w: init_scaling(linear, merge(w, inputs, outputs))  # noqa: E731
+            for _ in stacked:
+                init = jax.vmap(init)
+            own = {linear.states[o].variable(o): s for o, s in init(kernel)._asdict().items() if s is not None}
+            seen = {f"seen_{o}": nothing_seen(linear, o, stacked) for o in ("x", "w") if observes(linear, o)}
+            return own | seen
+
+        abstract = isinstance(kernel, jax.ShapeDtypeStruct)  # of a model that `nnx.eval_shape` made
+        for name, state in (jax.eval_shape(states, kernel) if abstract else states(kernel)).items():
+            setattr(self, name, ScalingVariable(state))
         if observes(linear, "dy"):
-            self.slot = GradientStatistic(jnp.zeros(stacked))
+            self.slot = GradientStatistic(jax.ShapeDtypeStruct(stacked, jnp.float32) if abstract else jnp.zeros(stacked))
         self.held: Any = nnx.data(None)
 
     def read(self, rhs: Array, contracted: int) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
