@@ -132,7 +132,9 @@ class Format:
         if np.isnan(self.inf):
             quiet = jax.lax.bitcast_convert_type(y, jnp.int32) | np.int32(1 << 22)  # with its sign
             infinite = jax.lax.bitcast_convert_type(quiet, jnp.float32)
-        return jnp.where(jnp.isinf(y), infinite, finite).astype(self.dtype)
+        codes = jnp.where(jnp.isinf(y), infinite, finite).astype(self.dtype)
+        # For `decode`: where XLA casts to 16 bits and back it leaves both out, on a GPU.
+        return jax.lax.optimization_barrier(codes) if self.bits == 16 else codes
 
     def neighbours(self, y: Array) -> tuple[Array, Array]:
         """The values of the codes around fp32 magnitudes, below (or equal) and above."""
@@ -150,7 +152,7 @@ class Format:
             return decode_e8m0(codes)
         if self.codebook is not None:
             return jnp.take(jnp.asarray(self.codebook, jnp.float32), codes.astype(jnp.int32), axis=0)
-        return codes.astype(jnp.float32)
+        return fp8_values(codes) if self.is_float and self.bits == 8 else codes.astype(jnp.float32)
 
 
 def _step(y: Array, fmt: Format) -> Array:
@@ -175,6 +177,19 @@ def _between(y: Array, values: np.ndarray) -> tuple[Array, Array, Array]:
     below = jnp.clip(jnp.searchsorted(jnp.asarray(values), y, side="right") - 1, 0, len(values) - 2)
     low, high = (jnp.take(jnp.asarray(values), i) for i in (below, below + 1))
     return below, low, high
+
+
+def fp8_values(codes: Array) -> Array:
+    """The fp32 values of FP8 codes, made of bits.
+
+    XLA on GPUs takes a cast to 8 bits and back for excess precision and leaves both out: nothing would be rounded.
+    """
+    bits = jax.lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint16)
+    if codes.dtype == jnp.float8_e5m2:
+        return jax.lax.bitcast_convert_type(bits << 8, jnp.float16).astype(jnp.float32)
+    magnitude = bits & 0x7F
+    half = jax.lax.bitcast_convert_type((bits & 0x80) << 8 | magnitude << 7, jnp.float16)  # its exponent is 8 more
+    return where(magnitude != 0x7F, half.astype(jnp.float32) * 256, jnp.nan)
 
 
 def round_to(x: Array, fmt: Format) -> Array:

@@ -86,7 +86,7 @@ def sum_of_codes(codes: Array, fmt: formats.Format) -> Array:
     """
     if not fmt.is_float:
         return jnp.sum(codes.astype(jnp.int32), axis=0).astype(jnp.float32)
-    values, steps = codes.astype(jnp.float32), codes.shape[0] * fmt.max / fmt.smallest
+    values, steps = fmt.decode(codes), codes.shape[0] * fmt.max / fmt.smallest
     if not 2**24 < steps < 2**31:
         return jnp.sum(values, axis=0)
     whole = jnp.sum((values * (1 / fmt.smallest)).astype(jnp.int32), axis=0).astype(jnp.float32)

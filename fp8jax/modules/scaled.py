@@ -117,7 +117,9 @@ class LayerScaling(ScaledDotGeneral, nnx.Module):
         for name, state in (jax.eval_shape(states, kernel) if abstract else states(kernel)).items():
             setattr(self, name, ScalingVariable(state))
         if observes(linear, "dy"):
-            self.slot = GradientStatistic(jax.ShapeDtypeStruct(stacked, jnp.float32) if abstract else jnp.zeros(stacked))
+            self.slot = GradientStatistic(
+                jax.ShapeDtypeStruct(stacked, jnp.float32) if abstract else jnp.zeros(stacked)
+            )
         self.held: Any = nnx.data(None)
 
     def read(self, rhs: Array, contracted: int) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:

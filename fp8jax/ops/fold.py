@@ -108,7 +108,7 @@ def _refold_reference(codes: Array, powers: Array, level: Array) -> tuple[Array,
     shift = jnp.where(fits, 127 - largest.astype(jnp.int32), 0)
     shifted = jnp.where(powers == 255, 255, jnp.clip(powers + shift, 0, 254)).astype(jnp.uint8)
     power = blocks.spread(formats.decode_e8m0(shifted), codes.shape, (1, GROUP))
-    folded = codes.astype(jnp.float32) * power
+    folded = formats.fp8_values(codes) * power
     return folded.astype(codes.dtype), jnp.where(fits, scale, level)
 
 

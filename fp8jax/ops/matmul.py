@@ -183,6 +183,11 @@ def _halved(dtype: DTypeLike, a: Any, b: Any) -> Array:
     return (_plain(left, right, jnp.float32) * rows * columns.T).astype(dtype)
 
 
+def _units(q: QTensor) -> Array:
+    """The fp32 values of codes, in units of their scales."""
+    return formats.get(q.spec.format).decode(q.codes)
+
+
 def _half(x: Any) -> tuple[Array, Array]:
     """A matrix in fp16, which holds 8-bit codes exactly, and the unit of each row or of all, fp32 (rows or 1, 1).
 
@@ -192,11 +197,11 @@ def _half(x: Any) -> tuple[Array, Array]:
     if isinstance(x, QTensor) and multiplies(x):
         size = _split(x)
         if size == 0:
-            return x.codes.astype(jnp.float16), row_scales(x)
+            return _units(x).astype(jnp.float16), row_scales(x)
         scales = _scales(x, size, -(-x.shape[1] // size))
         unit = jnp.max(scales, axis=1, keepdims=True)
         relative = blocks.spread(scales / unit, x.shape, (1, size))
-        return (x.codes.astype(jnp.float32) * relative).astype(jnp.float16), unit
+        return (_units(x) * relative).astype(jnp.float16), unit
     if isinstance(x, Array) and x.dtype == jnp.float16:
         return x, jnp.ones((1, 1), jnp.float32)
     wide = x.astype(jnp.float32) if isinstance(x, Array) else x.dequantize()

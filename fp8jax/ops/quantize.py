@@ -313,7 +313,7 @@ def _measured(spec: QuantSpec, scale: Array | None) -> str | None:
 
 
 def _times_transposed(codes: Array, factor: Array | None) -> Array:
-    return codes.T if factor is None else (codes.astype(jnp.float32) * factor).astype(codes.dtype).T
+    return codes.T if factor is None else (formats.fp8_values(codes) * factor).astype(codes.dtype).T
 
 
 def _transposed(codes: Array, factor: Array | None) -> Array:

@@ -110,14 +110,31 @@ def _plain(program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decoded() -> Programs:
-    """Linears in bf16 whose codes are decoded; nothing else is as large as the gradient, nor as the input."""
+    """Linears in bf16 whose codes are decoded; nothing else is as large as the gradient, nor as the input.
+
+    Of matrices that fit into the cache XLA would rather write an fp32 copy than compute it twice.
+    """
     import jax
     import jax.numpy as jnp
 
     import fp8jax
 
-    shapes = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 512), (512, 2048), (4096, 2048)))
+    shapes = tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((16384, 2048), (2048, 4096), (16384, 4096)))
     return {name: (_plain(_linear(fp8jax.recipes.get(name).linear)), shapes) for name in ("int8_block", "deepseek")}
+
+
+def round_trips() -> Programs:
+    """Values that codes stand for, which are made and read in one program."""
+    import jax
+    import jax.numpy as jnp
+
+    import fp8jax
+
+    def program(spec: str) -> Callable[..., Any]:
+        return lambda x: fp8jax.quantize(x, spec).dequantize(jnp.float32)
+
+    shapes = (jax.ShapeDtypeStruct((64, 256), jnp.float32),)
+    return {spec: (program(spec), shapes) for spec in ("e4m3", "e5m2:group128", "e4m3:mx32", "fp16")}
 
 
 def sharded() -> Programs:
@@ -223,6 +240,7 @@ def main() -> None:
                 found[kind][name] = {
                     "products": [dataclasses.astuple(p) for p in products],
                     "warnings": compiled.widened(products, told),
+                    "dtypes": sorted({dtype for dtype, _ in _ARRAY.findall(text)}),
                     "loops": len(re.findall(r" while\(", text)),
                     "gathers": _gathers(text),
                     "written": _written(text, "bf16", "f16"),

@@ -355,7 +355,9 @@ def test_a_loop_that_saves_a_product_calls_its_kernel_once() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1000, 32003, 1024), (4096, 4096, 4096), (257, 513, 2049), (8200, 8200, 300), (33, 48, 80), (7, 24, 200)])
+@pytest.mark.parametrize(
+    "shape", [(1000, 32003, 1024), (4096, 4096, 4096), (257, 513, 2049), (8200, 8200, 300), (33, 48, 80), (7, 24, 200)]
+)
 def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     arguments, want = plain_arguments(
