@@ -173,8 +173,8 @@ def test_what_is_made_of_values_that_are_not_finite_is_the_references_in_the_int
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
-    # Two in a thousand codes, a step of a sixteenth apart.
-    check(case, *compare(*CASES[case](), whole=True, again="as it is" in case), bound=4e-3)
+    # Of two in a thousand codes, the steps of e5m2 are a quarter.
+    check(case, *compare(*CASES[case](), whole=True, again="as it is" in case), bound=1.2e-2)
 
 
 def registers() -> None:
