@@ -156,6 +156,8 @@ CLAIMS: list[Claim] = [
     Claim("The same step in int8: `int8_block`, `int8_fallback`", "step",
           several(ratio("int8_block", "step", AGAIN, ONE), ratio("int8_fallback", "step", AGAIN, ONE)),
           "1.57 (RTX 4090, Table 2)"),
+    Claim("The same step with none of our kernels: `te_current`, `int8_block`, `deepseek`", "step_plain",
+          several(*(ratio(name, "step", AGAIN, ONE) for name in ("te_current", "int8_block", "deepseek")))),
     Claim("Memory of that step, times fewer bytes, `coat`", "step", ratio("coat", "memory", AGAIN, ONE),
           "1.52 to 1.54 (Table 8)",
           beside("te_current", ratio("te_current", "memory", AGAIN, ONE))),
