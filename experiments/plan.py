@@ -20,6 +20,7 @@ from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope
 from experiments.tables import flash
 from experiments.task import changes_layers
 from fp8jax.dist import Plan, plan
+from fp8jax.ops import choice
 
 # Bytes for each entry of the logits where most of them live at once: their gradient in fp32, and its cast to bf16. Read
 # from the program of a bf16 model of two layers, compiled for an H200; no measured memory was used.
@@ -49,7 +50,7 @@ def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
 
 
 def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool) -> float:
-    """Bytes that one layer keeps of a token for its backward pass.
+    """Bytes that one layer keeps of a token for its backward pass, with the kernels for Hopper GPUs.
 
     Args:
         llama: the shape.
@@ -75,7 +76,7 @@ def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool) 
         # All layers share the rotary tables.
         return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals if leaf.size != length * llama.head_dim // 2)
 
-    with mock.patch.object(jax.nn, "dot_product_attention", attend):
+    with choice.target(capability=90), mock.patch.object(jax.nn, "dot_product_attention", attend):
         return (count(512) - count(256)) / 256
 
 

@@ -1,6 +1,7 @@
 """Means of gradients over data-parallel devices that travel in 8 bits (FP8-LM, section 2.1)."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from fp8jax.dist import chunks, manual, shared
 from fp8jax.dist.chunks import Chunks
 from fp8jax.dist.factor import Factors, next_factor
 from fp8jax.ops import choice
+from fp8jax.ops.placement import auto_axes
 
 MIN_SIZE = 4096
 SUM_CAPABILITY = 90
@@ -67,6 +69,9 @@ def all_reduce_gradients(
         ValueError: outside of `jax.shard_map`, for gradients that are summed already, or for a `comm` that names no
             format; or form "one_phase" on a GPU below compute capability 9.0.
         TypeError: a gradient is not of a floating dtype.
+
+    Warns:
+        UserWarning: of Auto mesh axes that `jax.shard_map` leaves to XLA, which gathers over them what it cuts.
 
     Examples:
         >>> import fp8jax, jax, jax.numpy as jnp
@@ -153,6 +158,13 @@ class _Job:
     ) -> "_Job":
         comm = resolve(comm)
         replicas = manual.replicas(caller, axes, grads)
+        if others := auto_axes(jax.sharding.get_abstract_mesh()):
+            names = ", ".join(map(repr, others))
+            warnings.warn(
+                f"{caller}: XLA gathers whole gradients that are cut over the Auto mesh axes {names}, in their own "
+                f"dtype, to pack them; make these axes Explicit, or name them in jax.shard_map's axis_names, too",
+                stacklevel=3,
+            )
         if factors is not None and comm.form != "one_phase":
             raise ValueError(f"factors are of sums that may saturate, in form 'one_phase'; {comm.form!r} has none")
         if comm.form == "one_phase" and choice.on_cuda() and choice.capability() < SUM_CAPABILITY:
@@ -271,7 +283,7 @@ class _Job:
         else:
             total = lax.psum_scatter(codes, self.axes, scatter_dimension=dim, tiled=True)
             scale = shared.own(scale, dim, self.axes)
-        values = total.astype(jnp.float32)
+        values = fmt.decode(total)
         at_end = jnp.mean((jnp.abs(values) >= fmt.max) | jnp.isnan(values), dtype=jnp.float32)
         if dim is not None:
             at_end = lax.pmean(at_end, self.axes)

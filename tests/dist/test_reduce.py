@@ -287,6 +287,22 @@ def test_elsewhere_it_raises_and_says_what_to_do(mesh):
         Comm("e4m3", auto_scale=True)
 
 
+def test_axes_that_are_left_to_xla_are_told(mesh, recwarn):
+    def reduced(kinds, names):
+        left = jax.make_mesh((2, 2), AXES, axis_types=kinds, devices=jax.devices()[:4])
+        step = lambda g: all_reduce_gradients(g, "data")  # noqa: E731
+        with jax.set_mesh(left):
+            specs = {"in_specs": P(), "out_specs": P(), "axis_names": names, "check_vma": False}
+            jax.eval_shape(jax.shard_map(step, **specs), jnp.ones((64, 64)))
+
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    reduced((auto, auto), set(AXES))
+    reduced((auto, explicit), {"data"})
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="Auto mesh axes 'fsdp'.*make these axes Explicit"):
+        reduced((auto, auto), {"data"})
+
+
 def test_one_phase_is_refused_where_nccl_cannot_sum(mesh, monkeypatch):
     monkeypatch.setattr("fp8jax.ops.choice.on_cuda", lambda: True)
     monkeypatch.setattr("fp8jax.ops.choice.capability", lambda: 89)
