@@ -25,7 +25,7 @@ train: .venv/train.stamp ## train a small Llama on text found on this machine, w
 	$(BIN)/python -m experiments.train --recipe bf16 coat_optimizer te_current $(ARGS)
 
 test: .venv/test.stamp ## run the test suite; ARGS passes options to pytest
-	FP8JAX_TEST_COMPILE=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	FP8JAX_TEST_COMPILE=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 stacks: ## test the oldest supported packages, the pinned and the newest, each in its own environment
 	tests/stacks.sh oldest pinned newest

@@ -40,7 +40,7 @@ class FakeTorch:
 WAITED = []
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path, capsys, apart):
     WAITED.clear()
     clock = itertools.count()

@@ -34,8 +34,6 @@ ORDER = 2 * TOKENS.size**0.5 * 2.0**-24
 TIES = 1e-3
 FAST = {
     ("deepseek", "fsdp", AxisType.Auto),
-    ("moss", "data", AxisType.Explicit),
-    ("coat", "fsdp", AxisType.Explicit),
     ("te_delayed", "both", AxisType.Explicit),
 }
 ALL = [(name, where, kind) for name in fp8jax.recipes.NAMES for where in MESHES for kind in KINDS]

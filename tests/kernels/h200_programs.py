@@ -214,10 +214,7 @@ LARGEST = [
     everything_in_a_shared_tile,
     promoted_everything,
     quantized_output,
-    vocabulary,
     block_everything,
-    block_everything_of_few_rows,
     wgrad_everything,
-    wgrad_of_few_rows,
     exact,
 ]

@@ -396,7 +396,7 @@ def memory(form):
 
 
 @triton
-@pytest.mark.parametrize("form", ["step", "update"])
+@pytest.mark.parametrize("form", ["step", pytest.param("update", marks=pytest.mark.slow)])
 def test_no_temporaries_where_state_is_donated(form, tmp_path):
     temporaries, state, calls, copies, fusions = in_own_process(f"memory({form!r})", tmp_path)
     assert calls == 4

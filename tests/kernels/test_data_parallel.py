@@ -25,7 +25,7 @@ def mesh(monkeypatch):
 
 
 @needed
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

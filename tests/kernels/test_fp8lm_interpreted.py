@@ -22,6 +22,7 @@ from fp8jax.core import noise
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.ops import fp8lm, partition
 from fp8jax.ops.adamw_fused import Adam
+from tests.kernels.test_adamw_interpreted import part
 
 SHAPES = {"whole": ((64, 96), 0), "stacked": ((3, 40, 96), 1), "odd": ((3, 17, 41), 1), "vector": ((5000,), 0)}
 # Shape, gradient, working copy, first moment, form, factor, whether master weights are rounded stochastically.
@@ -37,7 +38,8 @@ ADAM = Adam(0.9, 0.95, 1e-8, 0.0, jnp.int32(3), 0.02, 0.1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
-def test_interpreted_kernel_has_the_bits_of_the_reference():
+@pytest.mark.parametrize("which", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_interpreted_kernel_has_the_bits_of_the_reference(which):
     root = pathlib.Path(__file__).resolve().parents[2]
     env = os.environ | {
         "TRITON_INTERPRET": "1",
@@ -45,10 +47,10 @@ def test_interpreted_kernel_has_the_bits_of_the_reference():
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     env["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.kernels.test_fp8lm_interpreted"]
+    command = [sys.executable, "-m", "tests.kernels.test_fp8lm_interpreted", which]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"{len(CASES)} cases, {len(CUTS) + 2} cuts"
+    assert done.stdout.splitlines()[-1] == f"{len(part(CASES, which))} cases, {len(CUTS) + 2} cuts"
 
 
 def prepare() -> None:
@@ -180,7 +182,7 @@ def compare_cuts(stochastic: bool) -> None:
 def main() -> None:
     prepare()
     with jax.disable_jit():
-        for i, case in enumerate(CASES):
+        for i, case in enumerate(part(CASES, sys.argv[1])):
             try:
                 # Of each two cases that are neighbours one has weight decay, with each form of the other settings.
                 compare(bool((i ^ i >> 1) & 1), *case)
@@ -189,7 +191,7 @@ def main() -> None:
         compare_gated()
     for stochastic in (False, True):
         compare_cuts(stochastic)
-    print(f"{len(CASES)} cases, {len(CUTS) + 2} cuts")
+    print(f"{len(part(CASES, sys.argv[1]))} cases, {len(CUTS) + 2} cuts")
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ def test_a_perceptron_is_added_to_its_residual_in_place() -> None:
     assert found["copied"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_gelu_stays_out_of_the_product_which_cannot_have_it() -> None:
     found = h200.report("tests.kernels.test_linear:GELU")

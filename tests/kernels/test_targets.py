@@ -76,7 +76,7 @@ def test_an_fp8_path_that_is_broken_is_reported(few: dict[str, Any]) -> None:
     assert all("kernels are switched off" in line for line in few["a100"]["te_current"]["warnings"])
 
 
-@pytest.mark.parametrize("function", ["sharded", "by_hand"])
+@pytest.mark.parametrize("function", ["sharded", pytest.param("by_hand", marks=pytest.mark.slow)])
 def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_their_gradients(function: str) -> None:
     found = targets.report(function, ["h200"], targets.FP8)["h200"]
     own = [("all-reduce", "f32", 4 * 512 * 256 // 2)] if function == "by_hand" else []  # the program's over "data"

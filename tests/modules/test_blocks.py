@@ -62,7 +62,9 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("form", KNOWN)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if i in (0, 3, 4, 7) else pytest.mark.slow) for i, form in enumerate(KNOWN)]
+)
 def test_perceptrons_are_known_by_what_they_compute(form):
     model, x = KNOWN[form], inputs(2, 6, WIDTH)
     assert found(model, x) == [form]
@@ -187,7 +189,7 @@ MLP = "down(silu(gate(x)) * up(x))"
 LEAN = {WIDTH: 2, INNER: 2}
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_perceptron_in_a_block_with_attention_masks_and_dropout_keeps_gate_and_up_in_codes(deterministic):
     model = Decoder(nnx.Rngs(0))
     quantized, written = both(model)

@@ -68,7 +68,15 @@ def test_what_is_saved_does_not_depend_on_how_a_layer_is_written(writing):
 
 
 @pytest.mark.usefixtures("young_heap")
-@pytest.mark.parametrize("recipe", ["coat", "coat_fast", "te_current", "moss"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "coat",
+        "moss",
+        pytest.param("coat_fast", marks=pytest.mark.slow),
+        pytest.param("te_current", marks=pytest.mark.slow),
+    ],
+)
 def test_under_the_leak_checker_the_same_program_is_compiled(recipe):
     plain = functools.partial(layer, WRITINGS["a jit"], recipe=recipe)
     model = fp8jax.nnx.quantize(Failing(nnx.Rngs(0)), recipe)

@@ -68,7 +68,16 @@ def whole(explicit):
 
 
 # The two that are left out compute as bf16 and as coat do; optimizers play no part here.
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("coat_optimizer", "coat_activations")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.slow if name in ("jetfire", "switchback", "te_delayed", "coat_fast") else []
+        )
+        for name in NAMES
+        if name not in ("coat_optimizer", "coat_activations")
+    ],
+)
 def test_a_mesh_changes_no_code_and_no_sharding(name):
     recipe = fp8jax.recipes.get(name)
     params = {key: normal(*shape, scale=0.3) for key, shape in PARAMS.items()}

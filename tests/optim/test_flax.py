@@ -70,7 +70,9 @@ def moments(state):
     return [x for x in leaves if isinstance(x, QTensor)]
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ("lion", "sgd", "muon") else []) for kind in OURS]
+)
 def test_nnx_optimizer_trains_saves_restores_and_goes_on_bit_for_bit(kind, tmp_path):
     jitted = nnx.jit(step)
     exact = start(EXACT[kind]())
