@@ -104,8 +104,6 @@ def product(
 ) -> Any:
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
 
-    With groups in the epilogue it returns that and (M, ceil(N / group)) float32 scales.
-
     Args:
         compute: called by each compute warpgroup for each of its tiles as `compute(share, finish)`;
             it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
@@ -152,12 +150,11 @@ def product(
         vectors["bias"] = pad_axis(epilogue.bias.astype(jnp.float32), 0, cols)
     residual = epilogue.residual
     slots = tile.slots
-    if residual is None and epilogue.group is None and tile.rows * tile.cols * out_bytes <= slots * 64 * 128:
+    if residual is None and tile.rows * tile.cols * out_bytes <= slots * 64 * 128:
         piece, slots = (tile.rows, tile.cols), 1  # one store, after one barrier
     if residual is not None:
-        residual = residual if epilogue.group else residual.astype(out_dtype)
-        whole = (rows, cols) if epilogue.group else out_shape
-        residual = pad_axis(pad_axis(residual, 1, max(whole[1], piece[1])), 0, max(whole[0], 64))
+        residual = residual.astype(out_dtype)
+        residual = pad_axis(pad_axis(residual, 1, max(out_shape[1], piece[1])), 0, max(out_shape[0], 64))
 
     ring = flat(K_STEP) if own_wgmma else tiling(K_STEP, 1)
     shared: dict[str, Any] = {
@@ -171,12 +168,12 @@ def product(
         shared[f"stream_{n_stream}"] = plgpu.SMEM((tile.stages, *stream.window), stream.array.dtype)
     if tile.lead and k_steps > tile.stages:
         shared["ahead"] = plgpu.Barrier()
-    if residual is not None and epilogue.group is None:
+    if residual is not None:
         shared["residual_barrier"] = plgpu.Barrier(num_barriers=WARPGROUPS * slots)
 
-    def kernel(*refs: Any, **scratch_refs: Any) -> None:
-        out_refs = refs[len(operands) :]
-        walk_refs: Any = refs[len(operands) - len(walks) : len(operands)] or [None] * 4
+    def kernel(*all_refs: Any, **scratch_refs: Any) -> None:
+        *refs, out_ref = all_refs
+        walk_refs: Any = refs[len(operands) - len(walks) :] or [None] * 4
         second_ref, again_ref, counts_ref, order_ref = walk_refs
         a_ref, b_ref, *rest = refs[: len(operands) - len(walks)]
         stream_refs, rest = rest[: len(streams)], rest[len(streams) :]
@@ -284,8 +281,7 @@ def product(
                 )  # fmt: skip
                 arrived = None if residual_barrier is None else (lambda slot: residual_barrier.at[group * slots + slot])
                 writer = Writer(
-                    out_refs[0], residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece,
-                    out_dtype, epilogue.group, out_refs[-1],
+                    out_ref, residual_ref, out_ring.at[group], arrived, epilogue_refs, share, tile, piece, out_dtype,
                 )  # fmt: skip
                 factors = writer.begin()
                 share.follow()
@@ -305,12 +301,9 @@ def product(
     operands += walks
     # Not offered in a shard_map that checks what varies, nor by every jax 0.11.
     one_warp = hasattr(plgpu, "warp_map") and not any(_varies(x) for x in operands)
-    kinds = [jax.ShapeDtypeStruct(out_shape, out_dtype)]
-    if epilogue.group:
-        kinds.append(jax.ShapeDtypeStruct((cols // epilogue.group, rows), jnp.float32))
-    out, *scale = plgpu.kernel(
+    out = plgpu.kernel(
         kernel,
-        out_type=kinds,
+        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
         scratch_types=shared,
         grid=(blocks,),
         grid_names=("block",),
@@ -320,8 +313,7 @@ def product(
         interpret=interpret,
         **clustered,
     )(*operands)
-    out = out if out_shape == (m, n) else out[:m, :n]
-    return (out, scale[0][: ceil_div(n, epilogue.group), :m].T) if epilogue.group else out
+    return out if out_shape == (m, n) else out[:m, :n]
 
 
 def _varies(x: jax.Array) -> bool:

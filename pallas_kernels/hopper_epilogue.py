@@ -11,8 +11,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 OUT_DTYPES = (jnp.bfloat16, jnp.float32)
-GROUPS = (16, 32, 64, 128)
-E4M3_MAX, TINY = 448.0, 2.0**-126
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -23,7 +21,6 @@ class Epilogue:
 
     Attributes:
         scale: fp32, shape (). row: fp32 (M,). column: fp32 (N,). bias: (N,). residual: (M, N). None leaves a term out.
-        group: columns of a row that share a scale of the output, which then is e4m3 codes and fp32 scales. None: plain.
     """
 
     scale: jax.Array | None = None
@@ -31,7 +28,6 @@ class Epilogue:
     column: jax.Array | None = None
     bias: jax.Array | None = None
     residual: jax.Array | None = None
-    group: int | None = None
 
 
 def check_array(name: str, x: jax.Array | None, shape: tuple[int, ...], dtypes: Sequence[Any]) -> None:
@@ -50,8 +46,6 @@ def check_epilogue(epilogue: Epilogue, m: int, n: int) -> None:
     check_array("column_scale", epilogue.column, (n,), (jnp.float32,))
     check_array("bias", epilogue.bias, (n,), OUT_DTYPES)
     check_array("residual", epilogue.residual, (m, n), OUT_DTYPES)
-    if epilogue.group not in (None, *GROUPS):
-        raise ValueError(f"group is {epilogue.group}; use one of {GROUPS}, or None for a plain output")
 
 
 def flat(swizzle: int) -> tuple[Any, ...]:
@@ -71,7 +65,7 @@ class Writer:
     """Writes one warpgroup's accumulators: fp32 epilogue, then shared-memory slots in turn and TMA stores.
 
     A tile is written in pieces: of 64 rows and 128 bytes, or whole. With a residual, a slot first receives the
-    residual's piece; that of an output in codes comes straight from device memory.
+    residual's piece.
     """
 
     out_ref: Any
@@ -83,13 +77,6 @@ class Writer:
     tile: Any
     piece: tuple[int, int]
     out_dtype: Any
-    group: int | None = None
-    scale_ref: Any = None
-
-    @property
-    def _staged(self) -> bool:
-        """Whether the residual passes through shared memory."""
-        return self.residual_ref is not None and self.group is None
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -106,7 +93,7 @@ class Writer:
 
     def begin(self) -> tuple[Any, Any]:
         """Before the K loop: loads the scales and fetches the first residual pieces, to hide their latency."""
-        if self._staged:
+        if self.residual_ref is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for piece in range(self.slot_count):
                 self._fetch(piece)
@@ -131,9 +118,7 @@ class Writer:
             slot = self.slots.at[piece % self.slot_count]
             for top in range(i, i + self.piece[0], 64):
                 value = self._value(parts, scale, row, top, j)
-                if self.group is not None:
-                    value = self._codes(value, piece)
-                if self._staged:
+                if self.residual_ref is not None:
                     plgpu.barrier_wait(self.residual_arrived(piece % self.slot_count))
                     value = value + plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
                 elif top == i:
@@ -141,7 +126,7 @@ class Writer:
                 slot.at[pl.ds(top - i, 64)][...] = value.astype(self.out_dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(slot, self.out_ref.at[self.window(piece)])
-            if self._staged and piece + self.slot_count < len(self.pieces):
+            if self.residual_ref is not None and piece + self.slot_count < len(self.pieces):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self._fetch(piece + self.slot_count)
 
@@ -168,22 +153,3 @@ class Writer:
         """Stores issued since the last one from a piece's slot, which may be of the tile before."""
         slots = self.slot_count
         return slots - 1 if piece >= slots else piece + (len(self.pieces) - 1 - piece) % slots
-
-    def _codes(self, value: jax.Array, piece: int) -> jax.Array:
-        """Adds the residual to a piece and quantizes it: writes its scales, returns its codes."""
-        assert self.group is not None
-        if self.residual_ref is not None:
-            term = plgpu.load(self.residual_ref.at[self.window(piece)], layout=plgpu.Layout.WGMMA, optimized=False)
-            value = value + term.astype(jnp.float32)
-        i, j = self.pieces[piece]
-        codes = []
-        for first in range(0, self.piece[1], self.group):
-            x = value[:, first : first + self.group]
-            size = jnp.abs(x)
-            top = jnp.max(jnp.where((size >= TINY) & (size < jnp.inf), size, 0.0), axis=1)
-            scale = jnp.where(top > 0, jnp.maximum(top * (1 / E4M3_MAX), TINY), 1.0)
-            group = lax.div(self.share.col + j + first, self.group)
-            self.scale_ref[group, pl.ds(self.share.row + i, 64)] = scale  # neighbours in memory, as Mosaic asks
-            inverse = lax.broadcast_in_dim(1 / scale, x.shape, [0])
-            codes.append((x * inverse + x * 0.0).astype(self.out_dtype))  # x * 0 makes NaN of Inf
-        return codes[0] if len(codes) == 1 else lax.concatenate(codes, 1)

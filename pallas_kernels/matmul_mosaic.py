@@ -24,7 +24,6 @@ def matmul(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     fast: bool = True,
-    group: int | None = None,
     tile: hopper.Tile | None = None,
     interpret: hopper.Interpret = None,
 ) -> Any:
@@ -40,28 +39,20 @@ def matmul(
         scale: () float32, the product of both per-tensor scales. row_scale: (M,) float32. column_scale: (N,) float32.
         bias: (N,) float32 or bfloat16. residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
         out_dtype: bfloat16 or float32. fast: fast accumulation.
-        group: 16, 32, 64 or 128 quantizes the fp32 output, without regard to `out_dtype`, to e4m3 codes with a scale
-            for each group of so many columns of a row: its largest finite magnitude / 448 (COAT, appendix G.2).
         tile: tuning; None chooses by the shape. interpret: interpreter parameters, to run on CPU.
 
     Returns:
-        (M, N) in `out_dtype`; with `group`, (M, N) float8_e4m3fn and (M, ceil(N / group)) float32. M or N not a
-        multiple of 8, or K not of 128, copies operands; M not a multiple of 8, or N not of 64 (bfloat16; 32 for
-        float32, 128 for codes) or not more than that, copies the output.
+        (M, N) in `out_dtype`. M or N not a multiple of 8, or K not of 128, copies operands; M not a multiple of 8, or N
+        not of 64 (bfloat16; 32 for float32) or not more than that, copies the output.
 
     Raises:
         TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
     """
-    epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual, group)
+    epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
     hopper.check_operands(a, b, out_dtype)
     (m, k), n = a.shape, b.shape[0]
     hopper.check_epilogue(epilogue, m, n)
     widest = 160 if residual is not None else 192  # of 128 rows: beyond, registers do not hold the epilogue's vectors
-    if group is not None:  # whole groups in each of the pieces that a tile is written in
-        tile = tile or best_tile(m, n, k, 128, fast)
-        out_dtype = jnp.float8_e4m3fn
-        if tile.cols % 128:
-            raise ValueError(f"tile of {tile.cols} columns: an output in groups is written 128 columns at a time")
     tile = tile or best_tile(m, n, k, widest, fast)
     shape = (tile.rows, tile.cols)
 

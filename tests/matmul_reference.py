@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.core.qtensor import quantize
-from fp8jax.core.spec import QuantSpec
-
 
 def matmul(
     a: jax.Array,
@@ -24,15 +21,11 @@ def matmul(
     residual: jax.Array | None = None,
     out_dtype: Any = jnp.bfloat16,
     fast: bool = True,
-    group: int | None = None,
-) -> Any:
+) -> jax.Array:
     """Reference of `pallas_kernels.matmul_mosaic.matmul`; fp32 sums whether `fast` or not."""
     out = _product(a.astype(jnp.float32), b.astype(jnp.float32))
     out = _epilogue(out, scale, row_scale, column_scale, bias, residual)
-    if group is None:
-        return out.astype(out_dtype)
-    q = quantize(out, QuantSpec("e4m3", "group", group))
-    return q.codes, q.scale
+    return out.astype(out_dtype)
 
 
 def matmul_block(

@@ -183,9 +183,6 @@ def our_arms(sweep: bool) -> Iterator[GemmArm]:
     yield GemmArm("ours row, then quantize kernel", "grouped",
               lambda a, b, r, c: in_groups(matmul(a, b, row_scale=r, column_scale=c), "triton"),
               ("a", "b", "row", "column"))  # fmt: skip
-    yield GemmArm("ours row, output in groups", "grouped",
-              lambda a, b, r, c: matmul(a, b, row_scale=r, column_scale=c, group=128),
-              ("a", "b", "row", "column"))  # fmt: skip
     for t in block:
         yield GemmArm(f"ours block {label(t)}", "block",
                   lambda a, b, sa, sb, t=t: matmul_block(a, b, sa.T, sb, tile=t),

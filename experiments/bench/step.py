@@ -44,9 +44,25 @@ ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
 PEAK_FLOPS = 989.5e12
 # Arms such as "coat, 8-bit gradients" are recipes whose gradients travel so over several GPUs.
 GRADIENTS = {"8-bit gradients": Comm("e4m3"), "8-bit gradients, one phase": Comm("e4m3", "one_phase")}
+WRITTEN = "as written"
 MESHES = {"one": "one GPU", "data": "data parallel over {}", "fsdp": "FSDP over {}"}
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
+
+
+def settings(name: str) -> tuple[fp8jax.Recipe, bool | str]:
+    """The recipe of an arm, and what it recomputes.
+
+    Raises:
+        ValueError: there is no such recipe, or what follows its name is unknown.
+    """
+    preset, _, how = name.partition(", ")
+    recipe = fp8jax.recipes.get(preset)
+    if how in GRADIENTS:
+        recipe = dataclasses.replace(recipe, comm=GRADIENTS[how])
+    elif how not in ("", WRITTEN) and name != AGAIN:
+        raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {[WRITTEN, *GRADIENTS]}")
+    return recipe, False if recipe.context.saved or name == BF16 or how == WRITTEN else "products"
 
 
 class StepArm:
@@ -59,11 +75,7 @@ class StepArm:
         count = len(devices)
         self.mesh = mesh.make(1 if where == "fsdp" else count, count if where == "fsdp" else 1, devices)
         self.config, self.count, self.length = model, count, length
-        preset, _, gradients = name.partition(", ")
-        recipe = fp8jax.recipes.get(preset)
-        if gradients in GRADIENTS:
-            recipe = dataclasses.replace(recipe, comm=GRADIENTS[gradients])
-        remat = False if recipe.context.saved or name == BF16 else "products"
+        recipe, remat = settings(name)
         optimizer = train.make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
         how: dict[str, Any] = {"remat": remat, "rows": rows if count > 1 else None, "unroll": unroll}
@@ -161,7 +173,7 @@ def main(argv: list[str]) -> None:
         nargs="+",
         default=list(ARMS),
         help="recipes; 'bf16, recomputed' is always there; with ', 8-bit gradients' or ', 8-bit gradients, one phase' "
-        "gradients travel so",
+        f"gradients travel so; with ', {WRITTEN}' nothing is recomputed",
     )
     parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
     parser.add_argument("--impl", default="auto", choices=("auto", "xla"), help="xla: none of fp8jax's kernels")
@@ -174,6 +186,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--kernels", action="store_true", help="also list the longest kernels of each step")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
+    try:
+        for arm in options.arm:
+            settings(arm)
+    except ValueError as error:
+        parser.error(str(error))
     # The process that sees one GPU runs before this one takes memory there; so do torch's arms.
     table = alone(argv) if options.visible else []
     timing.need_gpu()
@@ -212,11 +229,11 @@ def measure(llama: LlamaConfig, options: argparse.Namespace, table: Sequence[tim
         case = f"{options.model}, {place}, {options.batch} x {options.length} tokens"
         arms: dict[str, StepArm] = {}
         torch = torch_rows(llama, options) if where == "one" else []
-        freed = {f"{name}, {n} free" if n else name: n for name in options.arm for n in options.free}
-        for name, free in ({AGAIN: 0} | freed).items():
+        freed = {f"{arm}, {n} free" if n else arm: (arm, n) for arm in options.arm for n in options.free}
+        for name, (arm, free) in ({AGAIN: (AGAIN, 0)} | freed).items():
             start = time.perf_counter()
             with choice.target(free_multiprocessors=free):
-                arms[name] = StepArm(name, llama, options.batch, options.length, where, options.unroll)
+                arms[name] = StepArm(arm, llama, options.batch, options.length, where, options.unroll)
             if not options.apart:
                 jax.block_until_ready(arms[name]())
             print(f"  {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
@@ -225,11 +242,12 @@ def measure(llama: LlamaConfig, options: argparse.Namespace, table: Sequence[tim
         for group in [[name] for name in arms] if options.apart else [list(arms)]:
             together = {name: arms[name] for name in group}
             times |= timing.in_turns(dict(together), options.rounds, dict.fromkeys(group, options.steps))
-            kernels |= {name: longest(arm) if options.kernels else [] for name, arm in together.items()}
-            for arm in together.values():
-                arm.stop()
-        for name, arm in arms.items():
-            table += rows(case, name, arm, times, {other: memory(a.program) for other, a in arms.items()})
+            kernels |= {name: longest(timed) if options.kernels else [] for name, timed in together.items()}
+            for stopped in together.values():
+                stopped.stop()
+        bytes_ = {name: memory(timed.program) for name, timed in arms.items()}
+        for name, timed in arms.items():
+            table += rows(case, name, timed, times, bytes_)
             table += [
                 timing.row(case, name, f"kernel, {kernel[:80]}", ms, f"ms in {count}")
                 for kernel, ms, count in kernels[name]

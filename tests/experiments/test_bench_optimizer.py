@@ -21,6 +21,7 @@ def exchanged(state):
     return [weights, nu, mu]
 
 
+@pytest.mark.slow
 def test_arms_run_in_turns_and_leave_nothing_behind(monkeypatch, tmp_path):
     from experiments.bench import optimizer, optimizer_lm
 

@@ -15,6 +15,7 @@ from flax import nnx
 
 from experiments.bench import step, step_torch, timing
 from experiments.models.llama import Llama, LlamaConfig
+from fp8jax.ops import choice
 
 LLAMA = LlamaConfig(vocab=16, dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64)
 TOKENS = 32
@@ -85,6 +86,34 @@ def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
     assert states[1] == states[0] if where == "data" else states[1] < states[0] / 7
     assert any(kind.startswith("all-reduce") for kind in exchanged)
     assert any(kind.startswith("all-gather") for kind in exchanged) == (where == "fsdp")
+
+
+def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes():
+    assert step.settings("moss")[1] == step.settings(step.AGAIN)[1] == "products"
+    assert step.settings("moss, as written")[1] is step.settings("coat")[1] is step.settings("bf16")[1] is False
+    assert step.settings("coat, 8-bit gradients")[0].comm.gradients == "e4m3"
+    for name in ("coat, 8 bit gradients", "coat, as written, 8-bit gradients", "bf16, again"):
+        with pytest.raises(ValueError, match="after the recipe stands nothing, or one of"):
+            step.settings(name)
+    with pytest.raises(ValueError, match="coats"):
+        step.settings("coats")
+
+
+def test_arms_that_leave_multiprocessors_keep_their_gradients(monkeypatch, tmp_path):
+    built = []
+
+    def build(name, *_):
+        built.append((name, choice.aimed().free_multiprocessors))
+        raise StopIteration
+
+    monkeypatch.setattr(step, "StepArm", lambda name, *rest: None if name == step.AGAIN else build(name, *rest))
+    options = argparse.Namespace(
+        model="tiny", arm=["coat, 8-bit gradients"], mesh=["data"], batch=2, length=TOKENS, rounds=2, steps=4,
+        kernels=False, out=tmp_path, free=[8], apart=True, unroll=None,
+    )  # fmt: skip
+    with pytest.raises(StopIteration):
+        step.measure(LLAMA, options)
+    assert built == [("coat, 8-bit gradients", 8)]
 
 
 def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():

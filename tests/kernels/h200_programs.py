@@ -55,13 +55,6 @@ def promoted_everything() -> Program:
     return program, everything()[1]
 
 
-def quantized_output() -> Program:
-    def program(a: Any, b: Any, r: Any, c: Any, bias: Any, x: Any) -> jax.Array:
-        return matmul(a, b, row_scale=r, column_scale=c, bias=bias, residual=x, group=16)
-
-    return program, everything()[1]
-
-
 def float32_output() -> Program:
     return lambda a, b: matmul(a, b, out_dtype=F32), CODES
 
@@ -153,7 +146,6 @@ ALL = [
     everything_in_a_shared_tile,
     promoted,
     promoted_everything,
-    quantized_output,
     float32_output,
     vocabulary,
     tiny,
@@ -213,7 +205,6 @@ LARGEST = [
     everything,
     everything_in_a_shared_tile,
     promoted_everything,
-    quantized_output,
     block_everything,
     wgrad_everything,
     exact,

@@ -111,7 +111,9 @@ def test_the_kernel_assembled_for_hopper_spills_nothing():
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason="nothing can be compiled for a GPU here")
-@pytest.mark.parametrize(("form", "codes"), [("step", True), ("update", False)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "codes"), [("step", True), pytest.param("update", False, marks=pytest.mark.slow)], ids=str
+)
 def test_a_step_is_one_kernel_in_place(form, codes):
     temporaries, state, calls, copies = in_own_process(f"memory({form!r}, {codes!r})", "cuda,cpu")
     assert (calls, copies) == (1, 0)

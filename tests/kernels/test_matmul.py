@@ -117,43 +117,6 @@ def test_matmul(case: Plain, implementation: str) -> None:
     assert error(out, want) < tolerance(case.out)
 
 
-GROUPED = [
-    (Plain(130, 140, 200, Tile(64, 128, "M", 2)), 16),
-    (Plain(70, 200, 200, Tile(128, 128, None, 2), terms=("row_scale", "column_scale", "bias", "residual")), 128),
-    (Plain(33, 130, 500, Tile(64, 128, "M", 3), left=E5M2, terms=("residual",), fast=False), 32),
-]
-
-
-@pytest.mark.parametrize(("case", "group"), GROUPED, ids=str)
-@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
-def test_output_in_groups(case: Plain, group: int, implementation: str) -> None:
-    arguments, want = plain_arguments(case)
-    if implementation == "reference":
-        codes, scale = reference.matmul(**arguments, fast=case.fast, group=group)
-    else:
-        settings = {"fast": case.fast, "tile": case.tile, "group": group}
-        codes, scale = interpreted(matmul_mosaic.matmul, **arguments, **settings)
-    groups = -(-case.n // group)
-    padded = np.pad(want, ((0, 0), (0, groups * group - case.n))).reshape(case.m, groups, group)
-    np.testing.assert_allclose(scale, np.abs(padded).max(2) / 448, rtol=1e-5)
-    exact = want / np.repeat(wide(scale), group, 1)[:, : case.n]
-    # Half a step of e4m3, three bits of mantissa down to 2^-6, and what fp32 sums lose.
-    assert codes.dtype == E4M3
-    assert (np.abs(wide(codes) - exact) <= np.maximum(np.abs(exact) * 2.0**-4, 2.0**-10) + 448 * 1e-5).all()
-
-
-def test_what_is_not_finite_stays_visible_in_an_output_in_groups() -> None:
-    a, b = draw(0, 64, 128), draw(1, 128, 128)
-    residual = jnp.zeros((64, 128)).at[3, 5].set(jnp.inf).at[4, 40].set(jnp.nan)
-    codes, scale = interpreted(matmul_mosaic.matmul, a, b, residual=residual, group=32)
-    bad = np.isnan(wide(codes))
-    assert bad[3, 5]
-    assert bad[4, 40]
-    assert bad.sum() == 2
-    finite = np.where(np.isfinite(residual), wide(a) @ wide(b).T, 0).reshape(64, 4, 32)
-    np.testing.assert_allclose(scale, np.abs(finite).max(2) / 448, rtol=1e-5)
-
-
 def block_arguments(m: int, n: int, k: int, by_column: bool) -> tuple[list[jax.Array], np.ndarray]:
     a, b = draw(0, m, k), draw(1, n, k, dtype=E4M3)
     steps = -(-k // 128)
@@ -306,8 +269,6 @@ matmul, block, mx = matmul_mosaic.matmul, matmul_block_mosaic.matmul_block, matm
         (lambda a, b: matmul(a, b, scale=ONES((1,))), ValueError, r"scale has shape \(1,\); expected \(\)"),
         (lambda a, b: matmul(a, b, row_scale=ONES(64, BF16)), TypeError, "row_scale has dtype bfloat16"),
         (lambda a, b: matmul(a, b, bias=ONES(64)), ValueError, r"bias has shape \(64,\); expected \(32,\)"),
-        (lambda a, b: matmul(a, b, group=48), ValueError, "group is 48; use one of"),
-        (lambda a, b: matmul(a, b, group=16, tile=SMALL), ValueError, "tile of 64 columns"),
         (lambda a, b: block(a, b, ONES((64, 2)), ONES((1, 1))), ValueError, "a_scale"),
         (lambda a, b: block(a, b, ONES((64, 1)), ONES((3, 1))), ValueError, "b_scale"),
         (lambda a, b: mx(a, b, ONES((64, 4), jnp.int8)), TypeError, "a_exponent"),
@@ -364,9 +325,6 @@ def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
         Plain(m, n, k, left=E5M2, terms=("row_scale", "column_scale", "bias", "residual"))
     )
     assert error(matmul_mosaic.matmul(**arguments), want) < tolerance(BF16, FAST)
-    codes, scale = matmul_mosaic.matmul(**arguments, group=16)
-    decoded = wide(codes) * np.repeat(wide(scale), 16, 1)[:, :n]
-    assert error(decoded, want) < tolerance(BF16, FAST) + 2.0**-5  # half a step of a code that is evenly spread
     for by_column in (False, True):
         operands, want = block_arguments(m, n, k, by_column)
         assert error(matmul_block_mosaic.matmul_block(*operands), want) < tolerance(BF16, PROMOTED)
