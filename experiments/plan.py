@@ -1,7 +1,8 @@
 """Memory and communication of a training step before any run: `python -m experiments.plan --model 13b --recipe coat`.
 
 Parameters are those of the model, without an array being made; what a layer keeps for its backward pass is counted from
-the program that JAX differentiates, with an attention that keeps what flash attention does. No GPU is needed.
+the program that JAX differentiates for a Hopper GPU, with an attention that keeps what flash attention does. No GPU is
+needed.
 """
 
 import argparse

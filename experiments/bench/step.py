@@ -229,11 +229,11 @@ def measure(llama: LlamaConfig, options: argparse.Namespace, table: Sequence[tim
         case = f"{options.model}, {place}, {options.batch} x {options.length} tokens"
         arms: dict[str, StepArm] = {}
         torch = torch_rows(llama, options) if where == "one" else []
-        freed = {f"{arm}, {n} free" if n else arm: (arm, n) for arm in options.arm for n in options.free}
-        for name, (arm, free) in ({AGAIN: (AGAIN, 0)} | freed).items():
+        freed = {f"{name}, {n} free" if n else name: (name, n) for name in options.arm for n in options.free}
+        for name, (recipe, free) in ({AGAIN: (AGAIN, 0)} | freed).items():
             start = time.perf_counter()
             with choice.target(free_multiprocessors=free):
-                arms[name] = StepArm(arm, llama, options.batch, options.length, where, options.unroll)
+                arms[name] = StepArm(recipe, llama, options.batch, options.length, where, options.unroll)
             if not options.apart:
                 jax.block_until_ready(arms[name]())
             print(f"  {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
@@ -242,12 +242,12 @@ def measure(llama: LlamaConfig, options: argparse.Namespace, table: Sequence[tim
         for group in [[name] for name in arms] if options.apart else [list(arms)]:
             together = {name: arms[name] for name in group}
             times |= timing.in_turns(dict(together), options.rounds, dict.fromkeys(group, options.steps))
-            kernels |= {name: longest(timed) if options.kernels else [] for name, timed in together.items()}
-            for stopped in together.values():
-                stopped.stop()
-        bytes_ = {name: memory(timed.program) for name, timed in arms.items()}
-        for name, timed in arms.items():
-            table += rows(case, name, timed, times, bytes_)
+            kernels |= {name: longest(arm) if options.kernels else [] for name, arm in together.items()}
+            for arm in together.values():
+                arm.stop()
+        memories = {name: memory(arm.program) for name, arm in arms.items()}
+        for name, arm in arms.items():
+            table += rows(case, name, arm, times, memories)
             table += [
                 timing.row(case, name, f"kernel, {kernel[:80]}", ms, f"ms in {count}")
                 for kernel, ms, count in kernels[name]
