@@ -70,6 +70,7 @@ def write(
     results: Path = RESULTS,
     *,
     arguments: str = "",
+    suffix: str = "",
     device: str | None = None,
     stamp: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -83,6 +84,7 @@ def write(
         figure: to be drawn beside them.
         results: folder, made where missing.
         arguments: of the command that regenerates it.
+        suffix: of the files' name, where a table has several.
         device: what was measured on; None for this process's first device.
         stamp: when and with which kernels, as `record.stamp` and "date" say it; None for now and today's.
     """
@@ -90,7 +92,7 @@ def write(
     if device is None:
         device = f"{jax.devices()[0].device_kind} ({jax.devices()[0].platform}, {platform.machine()})"
     content = {
-        "bench": bench,
+        "bench": bench + suffix,
         "title": title,
         "device": device,
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
@@ -100,7 +102,7 @@ def write(
         "notes": list(notes),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    path = results / f"{bench}.json"
+    path = results / f"{bench}{suffix}.json"
     report.write_json(path, content)
     if figure is not None:
         figure.savefig(path.with_suffix(".png"))
@@ -108,12 +110,17 @@ def write(
     return path
 
 
-def parse(doc: str | None) -> argparse.Namespace:
+def parser(doc: str | None) -> argparse.ArgumentParser:
     """The command line that every table has, described by the module's docstring: --out and --results."""
-    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of training runs (default: runs)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where to write (default: results)")
-    return parser.parse_args()
+    options = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    options.add_argument("--out", type=Path, default=Path("runs"), help="folder of training runs (default: runs)")
+    options.add_argument("--results", type=Path, default=RESULTS, help="where to write (default: results)")
+    return options
+
+
+def parse(doc: str | None) -> argparse.Namespace:
+    """What `parser` reads, of a table that has no other options."""
+    return parser(doc).parse_args()
 
 
 @dataclasses.dataclass(frozen=True)

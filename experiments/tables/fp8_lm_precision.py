@@ -2,6 +2,8 @@
 
 Which of master weight, gradient, first and second moment tolerates which storage: a small Llama is trained with fp32
 arithmetic, and one or more of the four pass through a format between steps. Peng et al., FP8-LM, 2023, section 2.2.
+On a GPU `--model 125m --data books.txt --seq-len 512 --lr 1e-3`, of 85M parameters, takes minutes; it writes
+results/fp8_lm_precision_125m.json.
 """
 
 import functools
@@ -18,6 +20,7 @@ from matplotlib.figure import Figure
 import fp8jax
 from experiments import data
 from experiments.config import UserError
+from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.tables import common
 from experiments.tables.common import Row
@@ -26,8 +29,8 @@ from experiments.tokenizer import Bytes
 from fp8jax.core import formats
 
 LLAMA = LlamaConfig(vocab=256, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=192)
-SEQ, BATCH, STEPS = 64, 16, 400
-RATE, B1, B2, EPS, CLIP, DECAY, WARMUP = 3e-3, 0.9, 0.95, 1e-8, 1.0, 0.1, 20
+SEQ, BATCH, STEPS, RATE = 64, 16, 400, 3e-3
+B1, B2, EPS, CLIP, DECAY, WARMUP = 0.9, 0.95, 1e-8, 1.0, 0.1, 20
 SEEDS = (0, 1, 2)
 TAIL = 40
 
@@ -103,10 +106,10 @@ def store_as(index: jax.Array, tree: Any) -> Any:
     return jax.lax.switch(index, [functools.partial(store, how) for how in STORAGES.values()], tree)
 
 
-def make_run(task: Task, steps: int) -> Any:
+def make_run(task: Task, steps: int, rate: float) -> Any:
     """The compiled training: storages (4,), parameters, tokens (steps, B, T + 1) to the losses (steps,)."""
     adam = optax.scale_by_adam(B1, B2, EPS)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, RATE, min(WARMUP, steps - 1), steps, RATE / 10)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, min(WARMUP, steps - 1), steps, rate / 10)
 
     def run(storages: jax.Array, params: Any, tokens_SxBxT: jax.Array) -> jax.Array:
         master, gradient, first, second = storages
@@ -115,12 +118,12 @@ def make_run(task: Task, steps: int) -> Any:
             params, state = carry
             loss, grads, _ = task.gradients(params, {}, tokens_BxT)
             grads, _ = optax.clip_by_global_norm(CLIP).update(grads, optax.EmptyState())
-            rate = schedule(state.count)
+            rate_now = schedule(state.count)
             updates, state = adam.update(store_as(gradient, grads), state)
             updates = jax.tree.map(
                 lambda u, p, decays: u + DECAY * p if decays else u, updates, params, decay_mask(params)
             )
-            params = store_as(master, jax.tree.map(lambda p, u: p - rate * u, params, updates))
+            params = store_as(master, jax.tree.map(lambda p, u: p - rate_now * u, params, updates))
             state = state._replace(mu=store_as(first, state.mu), nu=store_as(second, state.nu))
             return (params, state), loss
 
@@ -138,7 +141,11 @@ def make_task(llama: LlamaConfig, seed: int) -> Task:
 
 
 def train_arms(
-    llama: LlamaConfig, tokens_SxBxT: np.ndarray, arms: dict[str, PrecisionArm], seeds: Sequence[int]
+    llama: LlamaConfig,
+    tokens_SxBxT: np.ndarray,
+    arms: dict[str, PrecisionArm],
+    seeds: Sequence[int],
+    rate: float = RATE,
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     """Losses (steps,) of every arm from the first seed's parameters, and of fp32 from every seed's; the same batches.
 
@@ -147,8 +154,9 @@ def train_arms(
         tokens_SxBxT: one batch a step, (steps, B, T + 1).
         arms: storages by name; that of `BASE` is fp32.
         seeds: of the initial parameters.
+        rate: the largest learning rate of the schedule.
     """
-    run = make_run(make_task(llama, seeds[0]), len(tokens_SxBxT))
+    run = make_run(make_task(llama, seeds[0]), len(tokens_SxBxT), rate)
     tokens = jnp.asarray(tokens_SxBxT)
     names = list(STORAGES)
     starts = [jax.jit(make_task(llama, seed).init)().params for seed in seeds]
@@ -225,20 +233,30 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
 
 
 def main() -> int:
-    """Regenerates results/fp8_lm_precision.json and .png."""
-    arguments = common.parse(__doc__)
+    """Regenerates results/fp8_lm_precision.json and .png, or those of a larger model."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--model", choices=sizes.NAMES, help="a larger model (default: one of 131,392 parameters)")
+    parser.add_argument("--data", nargs="+", default=[], help="text to train on (default: the standard library)")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--seq-len", type=int, default=SEQ)
+    parser.add_argument("--lr", type=float, default=RATE, help="the largest learning rate")
+    arguments = parser.parse_args()
     try:
-        corpus = data.read_corpus((), 0.05)
+        corpus = data.read_corpus(arguments.data, 0.05)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    batches = data.train_batches(data.encode(corpus, Bytes(), SEQ).train, SEQ, BATCH, seed=0)
-    tokens_SxBxT = np.stack([next(batches) for _ in range(STEPS)])
-    losses, plain = train_arms(LLAMA, tokens_SxBxT, ARMS, SEEDS)
-    parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(make_task(LLAMA, 0).init).params))
+    llama = sizes.get(arguments.model, LLAMA.vocab) if arguments.model else LLAMA
+    batch, length, rate = arguments.batch, arguments.seq_len, arguments.lr
+    batches = data.train_batches(data.encode(corpus, Bytes(), length).train, length, batch, seed=0)
+    tokens_SxBxT = np.stack([next(batches) for _ in range(arguments.steps)])
+    losses, plain = train_arms(llama, tokens_SxBxT, ARMS, SEEDS, rate)
+    parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(make_task(llama, 0).init).params))
+    text = "the text that --data names" if arguments.data else "the standard library's sources"
     notes = [
-        f"A Llama of {parameters:,} parameters, {STEPS} steps of {BATCH * SEQ:,} bytes of the standard library's "
-        f"sources, AdamW ({RATE:g}, b1 {B1}, b2 {B2}, decay {DECAY}), arithmetic in fp32, the same batches in every "
+        f"A Llama of {parameters:,} parameters, {arguments.steps} steps of {batch * length:,} bytes of {text}, AdamW "
+        f"({rate:g}, b1 {B1}, b2 {B2}, decay {DECAY}), arithmetic in fp32, the same batches in every "
         "arm. What is named goes through the format after every step, with a scale a tensor and layer, rounded to "
         "nearest; nothing else does. The noise is the range over three seeds of the initial parameters.",
         "Our copy of the paper is a summary without the values of Table 6 and without Figure 8; only what it says in "
@@ -247,7 +265,15 @@ def main() -> int:
         *verdict(losses, plain),
     ]
     title = "FP8-LM: which part of the optimizer tolerates which precision (Table 6, Figure 8)"
-    common.write("fp8_lm_precision", title, rows(losses, plain), notes, draw(losses), arguments.results)
+    table = rows(losses, plain)
+    options, suffix = "", ""
+    if arguments.model:
+        options = f"--model {arguments.model} --data TEXT --steps {arguments.steps} --batch {batch} --seq-len {length}"
+        options, suffix = f"{options} --lr {rate:g}", f"_{arguments.model}"
+        title = f"{title}: {parameters / 1e6:.0f}M parameters"
+    common.write(
+        "fp8_lm_precision", title, table, notes, draw(losses), arguments.results, arguments=options, suffix=suffix
+    )
     return 0
 
 
