@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
+from pallas_kernels import codec_triton as codec
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.quantize_triton import QuantizeLaunch
@@ -36,14 +37,23 @@ class FallbackCodes(NamedTuple):
 
 
 @triton.jit
-def _block_maxima(x: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
-    """`ordered` maxima of the blocks of fp32 values."""
-    return device.along_rows(device.along_columns(device.ordered(x, HOW), HOW.size), HOW.size)
+def _block_maxima(below: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
+    """Maxima of blocks, given those of each four rows."""
+    return device.along_rows(device.along_columns(below, SIDE // 4), SIDE)
 
 
 @triton.jit
 def _spread(values: tl.tensor, SIDE: tl.constexpr) -> tl.tensor:
-    return device.over_columns(device.over_rows(values, SIDE), SIDE)
+    """Values of blocks for each element of a slice."""
+    return device.over_columns(device.over_rows(values, SIDE // 4), SIDE)
+
+
+@triton.jit
+def _rest(x: tl.tensor, inverse: tl.tensor, scale: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+    """What the base leaves of values."""
+    codes = device.encode(x, device.scaled(x, inverse, HOW), 0, HOW)
+    nonzero = tl.where(tl.abs(x) < device.TINY, 0.0, x)
+    return tl.fma(-codes.to(tl.int8, bitcast=True).to(tl.float32), scale, nonzero)
 
 
 @triton.jit
@@ -65,48 +75,63 @@ def _fallback(
     DRAWN: tl.constexpr,
     RANDOM: tl.constexpr,
 ) -> None:
-    """A tile of HIGH rows and WIDE columns, of whole blocks."""
+    """A tile of HIGH rows and WIDE columns, of whole blocks, as four slices of every fourth row."""
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
     SIDE: tl.constexpr = HOW.size
+    SEVERAL: tl.constexpr = MASKED or HIGH > SIDE or WIDE > SIDE
     ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
     BLOCKS: tl.constexpr = (N + SIDE - 1) // SIDE
     program = tl.program_id(0)
     top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
     first = top.to(tl.int64) * N + left
-    i, j = tl.arange(0, HIGH), tl.arange(0, WIDE)
-    at, here = i[:, None] * N + j[None, :], device.inside(top + i, left + j, M, N)
-    u, v = top // SIDE + tl.arange(0, HIGH // SIDE), left // SIDE + tl.arange(0, WIDE // SIDE)
-    block_at, block_here = u[:, None] * BLOCKS + v[None, :], device.inside(u, v, (M + SIDE - 1) // SIDE, BLOCKS)
-
-    x = device.load(x_ptr + first, at, here, MASKED)
-    maxima = _block_maxima(x, HOW)
+    i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
+    m0 = top + 4 * i
+    at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
+    x0 = device.load_plain(x_ptr + first, at0, device.inside(m0, n, M, N), MASKED)
+    x1 = device.load_plain(x_ptr + first, at0 + N, device.inside(m0 + 1, n, M, N), MASKED)
+    x2 = device.load_plain(x_ptr + first, at0 + 2 * N, device.inside(m0 + 2, n, M, N), MASKED)
+    x3 = device.load_plain(x_ptr + first, at0 + 3 * N, device.inside(m0 + 3, n, M, N), MASKED)
+    xs = (x0, x1, x2, x3)
+    below = tl.maximum(device.ordered(x0, HOW), device.ordered(x1, HOW))
+    below = tl.maximum(below, tl.maximum(device.ordered(x2, HOW), device.ordered(x3, HOW)))
+    maxima = _block_maxima(below, SIDE)
     scale = device.to_scale(maxima, HOW, tl.float32)
     used = device.largest(maxima, HOW) > tl.load(threshold_ptr)
-    spread_scale = _spread(scale, SIDE)
-    y = device.scaled(x, _spread(device.inverse(scale), SIDE), HOW)
+    u, v = top // SIDE + tl.arange(0, HIGH // SIDE), left // SIDE + tl.arange(0, WIDE // SIDE)
+    block_at, block_here = u[:, None] * BLOCKS + v[None, :], device.inside(u, v, (M + SIDE - 1) // SIDE, BLOCKS)
     device.store(base_scale_ptr, block_at, scale, block_here, MASKED)
     device.store(used_ptr, block_at, used.to(tl.uint8), block_here, MASKED)
+
+    random = tl.zeros((HIGH // 4, WIDE), tl.uint32)
     if DRAWN:
-        word1, word2 = tl.load(noise_ptr), tl.load(noise_ptr + 1)
         # By the place in the whole matrix, of which this may be a part; four rows share 32 bits.
-        place = ((top + i) // 4).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + (left + j).to(tl.uint32)[None, :]
-        random = device.hash(place + tl.load(noise_ptr + 3), word1, word2)
-        turn = (8 * ((top + i) % 4)).to(tl.uint32)[:, None]
-        random = (random >> turn) | (random << ((32 - turn) & 31))
-        device.store(drawn_ptr + first, at, device.encode(x, y, random, RANDOM), here, MASKED)
-    codes = device.encode(x, y, tl.zeros((HIGH, WIDE), tl.uint32), HOW)
-    device.store(base_ptr + first, at, codes, here, MASKED)
+        place = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
+        random = device.hash(place + tl.load(noise_ptr + 3), tl.load(noise_ptr), tl.load(noise_ptr + 1))
+    inverse = _spread(device.inverse(scale), SIDE)
+    for row in tl.range(0, 4, loop_unroll_factor=1):
+        here = device.inside(m0 + row, n, M, N)
+        x = device.load(x_ptr + first, at0 + row * N, here, MASKED)
+        y = device.scaled(x, inverse, HOW)
+        if DRAWN:
+            turned = (random >> (8 * row)) | (random << ((32 - 8 * row) & 31))
+            device.store(drawn_ptr + first, at0 + row * N, device.encode(x, y, turned, RANDOM), here, MASKED)
+        device.store(base_ptr + first, at0 + row * N, device.encode(x, y, 0, HOW), here, MASKED)
 
     residual_scale = tl.full(scale.shape, 1.0, tl.float32)
     if tl.max(tl.max(used.to(tl.int32), 1), 0) > 0:
-        nonzero = tl.where(tl.abs(x) < device.TINY, 0.0, x)
-        value = codes.to(tl.int8, bitcast=True).to(tl.float32)
-        rest = tl.fma(-value, spread_scale, nonzero)
-        residual_scale = tl.where(used, device.to_scale(_block_maxima(rest, HOW), HOW, tl.float32), 1.0)
-        z = device.scaled(rest, _spread(device.inverse(residual_scale), SIDE), HOW)
-        codes = device.encode(rest, z, tl.zeros((HIGH, WIDE), tl.uint32), HOW)
-        falls = _spread(used.to(tl.int32), SIDE) > 0
-        tl.store(residual_ptr + first + at, codes, mask=falls & here)
+        base_scale = _spread(scale, SIDE)
+        # Reads the tile again, from a cache: registers that held it would keep other programs away.
+        below = tl.zeros((HIGH // 4, WIDE), tl.int32)
+        for row in tl.range(0, 4, loop_unroll_factor=1):
+            x = device.load(x_ptr + first, at0 + row * N, device.inside(m0 + row, n, M, N), MASKED)
+            below = tl.maximum(below, device.ordered(_rest(x, inverse, base_scale, HOW), HOW))
+        residual_scale = tl.where(used, device.to_scale(_block_maxima(below, SIDE), HOW, tl.float32), 1.0)
+        unit, falls = _spread(device.inverse(residual_scale), SIDE), _spread(used.to(tl.int32), SIDE) > 0
+        for row in tl.range(0, 4, loop_unroll_factor=1):
+            here = device.inside(m0 + row, n, M, N)
+            rest = _rest(device.load(x_ptr + first, at0 + row * N, here, MASKED), inverse, base_scale, HOW)
+            codes = device.encode(rest, device.scaled(rest, unit, HOW), 0, HOW)
+            device.store(residual_ptr + first, at0 + row * N, codes, falls & here, SEVERAL)
     device.store(residual_scale_ptr, block_at, residual_scale, block_here, MASKED)
 
 
