@@ -3,9 +3,9 @@
 The step is that of `experiments.train`: loss, gradients, clipping and AdamW, weights in fp32. "bf16" keeps for the
 backward pass what Flax's modules keep; the baseline is "bf16, recomputed", which keeps of a block what its products and
 attention give and computes the rest again, as a good engineer would have it. Recipes recompute what `--remat auto` of
-`experiments.train` does.
-"temporaries" are what the compiled program needs beside its arguments, "memory" all of it, on each GPU. Where torch and
-torchao are importable, the same model by torch.compile stands beside it (`experiments.bench.step_torch`).
+`experiments.train` does. "temporaries" are what the compiled program needs beside its arguments, "memory" all of it, on
+each GPU. Where torch and torchao are importable, the same model by torch.compile stands beside it
+(`experiments.bench.step_torch`).
 """
 
 import argparse

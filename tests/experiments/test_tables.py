@@ -358,7 +358,9 @@ def test_every_kernel_is_timed_by_a_results_file():
     timed = set().union(*(record.kernels(name) for name in record.KERNELS))
     there = {p.stem for p in (ROOT / "pallas_kernels").glob("*.py")} - {"__init__", *record._CALL}
     assert there == timed
-    assert set(record.KERNELS) - {"step"} <= set(report.read(ROOT / "results"))
+    results = report.read(ROOT / "results")
+    assert set(record.KERNELS) - {"step"} <= set(results)
+    assert {result["bench"] for result in results.values() if result.get("kernels")} <= set(record.KERNELS)
 
 
 def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
