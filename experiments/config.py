@@ -140,7 +140,8 @@ class Run:
     over all of them, or over as many as divide a microbatch. Several processes use all of theirs."""
     remat: Literal["auto", "none", "products", "blocks"] = "auto"
     """What the backward pass computes again: nothing, all of a block but its products and attention, or whole blocks.
-    auto: products on a GPU where the recipe's own contexts do not save operations, else none."""
+    auto: products on a GPU where neither the recipe's contexts save operations nor kernels write what layers read, else
+    none."""
     unroll: int | None = None
     """Layers in one turn of the loop over them: more run faster on a GPU and take longer to compile.
     None: all on a GPU, else one."""

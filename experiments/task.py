@@ -18,6 +18,8 @@ from experiments import parallel
 from experiments.config import Optim
 from experiments.models.llama import Llama, LlamaConfig
 from fp8jax.dist import Factors
+from fp8jax.ops.choice import missing_triton
+from fp8jax.ops.fused import at_once
 from fp8jax.optim.compressed_adamw import FusedTransformation
 
 
@@ -249,10 +251,20 @@ def changes_layers(recipe: fp8jax.Recipe) -> bool:
     return bool(recipe.linear.quantized) or recipe.context != type(recipe.context)()
 
 
+def fastest(recipe: fp8jax.Recipe) -> bool | str:
+    """What blocks compute again on a GPU so that a step is fast, as `Llama` takes it.
+
+    All but products and attention; nothing where the recipe's contexts save operations, or where kernels write what
+    layers read: norms and activations then keep their inputs alone, of which the backward pass makes the rest.
+    """
+    written = at_once(recipe) and missing_triton("remake_triton") is None
+    return False if recipe.context.saved or written else "products"
+
+
 def recomputed(how: str, recipe: fp8jax.Recipe) -> bool | str:
     """The option `--remat` as `Llama` takes it."""
     if how == "auto":
-        how = "products" if jax.default_backend() == "gpu" and not recipe.context.saved else "none"
+        return fastest(recipe) if jax.default_backend() == "gpu" else False
     names: dict[str, bool | str] = {"none": False, "products": "products", "blocks": True}
     return names[how]
 

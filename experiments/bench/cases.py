@@ -2,7 +2,17 @@
 
 Gemm = tuple[int, int, int]
 
-# (M, N, K) of the product alone: MOSS, Table 6 and DeepGEMM's own table, then Llama-7B's with 16 k tokens.
+# (M, N, K) of the product alone. MOSS, Table 6.
+MOSS: list[Gemm] = [
+    (2048, 7168, 11008),
+    (5120, 5120, 10240),
+    (2048, 7168, 4096),
+    (4096, 2048, 7168),
+    (4096, 4096, 8192),
+    (4096, 4096, 12288),
+    (8192, 8192, 8192),
+]
+# Of MOSS and DeepGEMM's own table, then Llama-7B's with 16 k tokens, then the rest of MOSS.
 GEMMS: list[Gemm] = [
     (8192, 8192, 8192),
     (2048, 7168, 4096),
@@ -14,6 +24,7 @@ GEMMS: list[Gemm] = [
     (4096, 4096, 12288),
     (16384, 22016, 4096),
     (16384, 4096, 11008),
+    *MOSS[:2],
 ]
 
 # (inputs, outputs) of the linear layers: Llama-2's 7B and 13B.

@@ -45,7 +45,7 @@ from pallas_kernels.matmul_mx_mosaic import matmul_mx
 
 torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
-SETS = {"all": cases.GEMMS, "tune": cases.GEMMS[:3], "one": cases.GEMMS[:1]}
+SETS = {"all": cases.GEMMS, "moss": cases.MOSS, "tune": cases.GEMMS[:3], "one": cases.GEMMS[:1]}
 # A program of one implementation takes so many seconds at least, by the rate that is expected, in FLOP/s.
 PROGRAM, EXPECTED = 3e-3, 1.2e15
 E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32

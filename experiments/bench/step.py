@@ -2,9 +2,10 @@
 
 The step is that of `experiments.train`: loss, gradients, clipping and AdamW, weights in fp32. "bf16" keeps for the
 backward pass what Flax's modules keep; the baseline is "bf16, recomputed", which keeps of a block what its products and
-attention give and computes the rest again, as a good engineer would have it, and so do recipes without a context.
-"temporaries" are what the compiled program needs beside its arguments, "memory" all of it, on each GPU. Where torch and
-torchao are importable, the same model by torch.compile stands beside it (`experiments.bench.step_torch`).
+attention give and computes the rest again, as a good engineer would have it. Recipes recompute what `--remat auto` of
+`experiments.train` does. "temporaries" are what the compiled program needs beside its arguments, "memory" all of it, on
+each GPU. Where torch and torchao are importable, the same model by torch.compile stands beside it
+(`experiments.bench.step_torch`).
 """
 
 import argparse
@@ -34,7 +35,7 @@ from experiments.bench import step_torch, timing
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.tables.coat_memory import AGAIN
-from experiments.task import Task
+from experiments.task import Task, fastest
 from fp8jax.ops import choice
 from fp8jax.recipes import Comm
 
@@ -44,7 +45,8 @@ ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
 PEAK_FLOPS = 989.5e12
 # Arms such as "coat, 8-bit gradients" are recipes whose gradients travel so over several GPUs.
 GRADIENTS = {"8-bit gradients": Comm("e4m3"), "8-bit gradients, one phase": Comm("e4m3", "one_phase")}
-WRITTEN = "as written"
+# Or they keep what another choice than training's own keeps.
+KEEPING: dict[str, bool | str] = {"as written": False, "recomputed": "products"}
 MESHES = {"one": "one GPU", "data": "data parallel over {}", "fsdp": "FSDP over {}"}
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
@@ -60,9 +62,9 @@ def settings(name: str) -> tuple[fp8jax.Recipe, bool | str]:
     recipe = fp8jax.recipes.get(preset)
     if how in GRADIENTS:
         recipe = dataclasses.replace(recipe, comm=GRADIENTS[how])
-    elif how not in ("", WRITTEN) and name != AGAIN:
-        raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {[WRITTEN, *GRADIENTS]}")
-    return recipe, False if recipe.context.saved or name == BF16 or how == WRITTEN else "products"
+    elif how and how not in KEEPING:
+        raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {[*KEEPING, *GRADIENTS]}")
+    return recipe, False if name == BF16 else KEEPING.get(how, fastest(recipe))
 
 
 class StepArm:
@@ -173,7 +175,8 @@ def main(argv: list[str]) -> None:
         nargs="+",
         default=list(ARMS),
         help="recipes; 'bf16, recomputed' is always there; with ', 8-bit gradients' or ', 8-bit gradients, one phase' "
-        f"gradients travel so; with ', {WRITTEN}' nothing is recomputed",
+        "gradients travel so; with ', as written' nothing is recomputed, with ', recomputed' all but products and "
+        "attention",
     )
     parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
     parser.add_argument("--impl", default="auto", choices=("auto", "xla"), help="xla: none of fp8jax's kernels")

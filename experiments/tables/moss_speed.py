@@ -115,7 +115,7 @@ def main() -> int:
         "The paper's Table 6 is of an H800 and of PyTorch's kernels: compare the columns within each, not the "
         "milliseconds. Its COAT takes 3 to 6 times as long as TE; COAT's products are those of one scale a tensor, so "
         "ours takes what they take. Two-level codes that were folded first, when they were quantized, cost what "
-        "products of tokens' scales do; scales applied in registers cost as much as bf16.",
+        "products of tokens' scales do; scales applied in registers cost about as much as bf16.",
         "Figure 8: the paper puts MOSS right of and above all others. Here coat_fast is faster, and all schemes lie "
         "within 2 dB, for what is left is the rounding to four bits.",
     ]

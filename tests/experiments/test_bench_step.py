@@ -88,13 +88,17 @@ def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
     assert any(kind.startswith("all-gather") for kind in exchanged) == (where == "fsdp")
 
 
-def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes():
+def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(monkeypatch):
     assert step.settings("moss")[1] == step.settings(step.AGAIN)[1] == "products"
+    assert step.settings("coat, recomputed")[1] == "products"
     assert step.settings("moss, as written")[1] is step.settings("coat")[1] is step.settings("bf16")[1] is False
     assert step.settings("coat, 8-bit gradients")[0].comm.gradients == "e4m3"
     for name in ("coat, 8 bit gradients", "coat, as written, 8-bit gradients", "bf16, again"):
         with pytest.raises(ValueError, match="after the recipe stands nothing, or one of"):
             step.settings(name)
+    monkeypatch.setattr(step, "fastest", lambda recipe: False)
+    assert step.settings("moss")[1] is False
+    assert step.settings("moss, recomputed")[1] == step.settings(step.AGAIN)[1] == "products"
     with pytest.raises(ValueError, match="coats"):
         step.settings("coats")
 

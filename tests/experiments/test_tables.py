@@ -15,7 +15,7 @@ from flax import nnx
 
 import fp8jax
 from experiments import flags
-from experiments.bench import record
+from experiments.bench import cases, record
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.tables import (
     claims,
@@ -358,7 +358,9 @@ def test_every_kernel_is_timed_by_a_results_file():
     timed = set().union(*(record.kernels(name) for name in record.KERNELS))
     there = {p.stem for p in (ROOT / "pallas_kernels").glob("*.py")} - {"__init__", *record._CALL}
     assert there == timed
-    assert set(record.KERNELS) - {"step"} <= set(report.read(ROOT / "results"))
+    results = report.read(ROOT / "results")
+    assert set(record.KERNELS) - {"step"} <= set(results)
+    assert {result["bench"] for result in results.values() if result.get("kernels")} <= set(record.KERNELS)
 
 
 def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
@@ -382,6 +384,12 @@ def test_products_of_moss_are_times_of_measured_rates_beside_the_paper_s():
     assert [row.value for row in rows] == [pytest.approx(0.12026, rel=1e-4), pytest.approx(0.24052, rel=1e-4)]
     assert [row.ratio for row in rows] == [1, 2]
     assert [(row.paper, row.paper_ratio) for row in rows] == [(0.26, 1), (0.25, pytest.approx(0.25 / 0.26))]
+
+
+def test_every_product_of_moss_s_table_is_timed():
+    assert set(cases.MOSS) == set(moss_speed.PAPER)
+    assert set(cases.MOSS) <= set(cases.GEMMS)
+    assert len(cases.GEMMS) == len(set(cases.GEMMS))
 
 
 def test_the_trade_of_speed_for_fidelity_takes_each_recipe_s_own_scaling():
