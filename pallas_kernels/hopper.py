@@ -107,8 +107,8 @@ def product(
     Args:
         compute: called by each compute warpgroup for each of its tiles as `compute(share, finish)`;
             it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
-            with the accumulators: (first row, first column, fp32 or int32 array), which cover the share; those of the same rows
-            from left to right.
+            with the accumulators: (first row, first column, fp32 or int32 array), which cover the share; those of the
+            same rows from left to right.
         streams: scales that travel with the operands; `Share.scales` reads them.
         own_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two dimensions.
             Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.
