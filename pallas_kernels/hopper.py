@@ -3,7 +3,7 @@
 A kernel launches one thread block per multiprocessor. Each block walks over output tiles; one warp streams 128-deep
 slices of both operands into a ring of shared-memory stages by TMA, and two compute warpgroups multiply them
 and write their part of the tile. The ring runs on across tiles, so that the next tile's loads overlap this one's
-epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which fp32
+epilogue. A product differs from another only in its `compute` function: what it does with a stage, and which
 accumulators it hands to the epilogue.
 
 Any M, N and K: TMA fills what lies outside an operand with zeros and drops what lies outside the output, so that tiles
@@ -107,8 +107,8 @@ def product(
     Args:
         compute: called by each compute warpgroup for each of its tiles as `compute(share, finish)`;
             it waits for each 128-deep slice of K and releases it, once each and in order, and calls `finish(parts)`
-            with the accumulators: (first row, first column, fp32 array), which cover the share; those of the same rows
-            from left to right.
+            with the accumulators: (first row, first column, fp32 or int32 array), which cover the share; those of the
+            same rows from left to right.
         streams: scales that travel with the operands; `Share.scales` reads them.
         own_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two dimensions.
             Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.

@@ -1,4 +1,4 @@
-"""The end of every Hopper matrix product: what happens to the fp32 accumulators, and how they reach device memory."""
+"""The end of every Hopper matrix product: what happens to the accumulators, and how they reach device memory."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What happens to the fp32 accumulator: out = acc * scale * row[:, None] * column[None, :] + bias + residual.
+    """What happens to the accumulator in fp32: out = acc * scale * row[:, None] * column[None, :] + bias + residual.
 
     Attributes:
         scale: fp32, shape (). row: fp32 (M,). column: fp32 (N,). bias: (N,). residual: (M, N). None leaves a term out.
@@ -110,7 +110,7 @@ class Writer:
         return plgpu.load(self.refs[name].at[pl.ds(start, size)], layout=layout, optimized=False)
 
     def finish(self, factors: tuple[Any, Any], parts: Sequence[tuple[int, int, jax.Array]]) -> None:
-        """Writes the tile, given as accumulators (first row, first column, fp32 array), from left to right."""
+        """Writes the tile, given as accumulators (first row, first column, array), from left to right."""
         scale, row = factors
         if row is not None and scale is not None:
             row = row * scale
@@ -138,7 +138,7 @@ class Writer:
             for top, first, x in parts
             if top <= i < top + x.shape[0] and j - x.shape[1] < first < j + width
         ]
-        value = columns[0] if len(columns) == 1 else lax.concatenate(columns, 1)
+        value = (columns[0] if len(columns) == 1 else lax.concatenate(columns, 1)).astype(jnp.float32)
         if row is not None:
             value = value * lax.broadcast_in_dim(row[i : i + 64], value.shape, [0])
         elif scale is not None:

@@ -1,4 +1,4 @@
-"""Scaled FP8 matrix product for Hopper: e4m3 or e5m2 operands, one fp32 accumulator, scales in the epilogue."""
+"""Scaled 8-bit matrix product for Hopper: FP8 or int8 operands, one accumulator over K, scales in the epilogue."""
 
 import math
 from typing import Any
@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 
 PROMOTED = 4  # slices of 128 between promotions to fp32
+LONGEST_INT8 = 2**31 // 128**2 - 1  # of K: no sum of so many products of int8 leaves int32
 
 
 def matmul(
@@ -30,15 +31,17 @@ def matmul(
     """`(a @ b.T) * scale * row_scale[:, None] * column_scale[None, :] + bias + residual` in one kernel.
 
     The tensor cores add products along K with about 14 bits. With fast accumulation they do so over all of it, 2e-3 to
-    4e-3 relative on normal data at K = 8192, more beyond; without, sums over 512 are promoted to fp32. NaN in an
-    operand or factor reaches its row, its column or the whole output. No row depends on another.
+    4e-3 relative on normal data at K = 8192, more beyond; without, sums over 512 are promoted to fp32. Sums of int8 are
+    exact, in int32, and rounded to fp32 once. NaN in an operand or factor reaches its row, its column or the whole
+    output. No row depends on another.
     Works under jit, scan, vmap, shard_map and jax.export; has no derivative.
 
     Args:
-        a: (M, K) float8_e4m3fn or float8_e5m2. b: (N, K), likewise, K-major as Hopper wants it. Mixed types may meet.
+        a: (M, K) float8_e4m3fn or float8_e5m2, or int8. b: (N, K), likewise, K-major as Hopper wants it. Types of FP8
+            may meet; int8 meets int8, of K up to 131,071.
         scale: () float32, the product of both per-tensor scales. row_scale: (M,) float32. column_scale: (N,) float32.
         bias: (N,) float32 or bfloat16. residual: (M, N) float32 or bfloat16, rounded to `out_dtype` first.
-        out_dtype: bfloat16 or float32. fast: fast accumulation.
+        out_dtype: bfloat16 or float32. fast: fast accumulation, of FP8.
         tile: tuning; None chooses by the shape. interpret: interpreter parameters, to run on CPU.
 
     Returns:
@@ -49,8 +52,12 @@ def matmul(
         TypeError, ValueError: a dtype or shape other than these. NotImplementedError: jax < 0.11.
     """
     epilogue = hopper.Epilogue(scale, row_scale, column_scale, bias, residual)
-    hopper.check_operands(a, b, out_dtype)
+    integers = a.dtype == jnp.int8
+    hopper.check_operands(a, b, out_dtype, (jnp.int8,) if integers else hopper.FP8_DTYPES)
     (m, k), n = a.shape, b.shape[0]
+    if integers and k > LONGEST_INT8:
+        raise ValueError(f"K is {k}: int32 holds sums of {LONGEST_INT8} products of int8; multiply parts of K")
+    fast = fast or integers  # these sums lose no bits
     hopper.check_epilogue(epilogue, m, n)
     widest = 160 if residual is not None else 192  # of 128 rows: beyond, registers do not hold the epilogue's vectors
     tile = tile or best_tile(m, n, k, widest, fast)
@@ -75,7 +82,7 @@ def matmul(
             share.release(last, share.k_steps)
             finish([(0, 0, acc[...])])
 
-        pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
+        pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.int32 if integers else jnp.float32))
 
     width = math.gcd(tile.cols, 64)  # in parts, sums need fewer registers at a time
     starts = range(0, tile.cols, width)
@@ -103,7 +110,7 @@ def matmul(
         add_all if fast else promote,
         a,
         b,
-        name="fp8_matmul" if fast else "fp8_matmul_promoted",
+        name="int8_matmul" if integers else "fp8_matmul" if fast else "fp8_matmul_promoted",
         tile=tile,
         epilogue=epilogue,
         out_dtype=out_dtype,

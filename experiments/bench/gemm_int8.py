@@ -1,16 +1,19 @@
-"""INT8 products of one GPU in one process: XLA's, ours in blocks of 128x128, and with a share of blocks that fall back.
+"""INT8 products of one GPU in one process: rows by a tensor, blocks of 128x128, and those with a share that falls back.
 
     python -m experiments.bench gemm_int8
     python -m experiments.bench gemm_int8 --sweep --shapes 2
+    python -m experiments.bench gemm_int8 --only 'xla|rows'
 
 As `gemm`: all implementations of a shape are compiled, then timed in turns; operands rotate among sets that are larger
 than the L2 cache; each result is compared with float64 on a sample. A rate counts the product once: with a share r of
 blocks multiplied twice, the ideal is 1 / (1 + r) of the block product's. Blocks fall back at random, or sequentially,
 in the order of memory: whole rows of them, the worst case of arXiv 2503.08040, figure 8(c). The fallback product's time
-has all that prepares its walk, from which blocks fall back on; quantization is not in any.
+has all that prepares its walk, from which blocks fall back on; quantization is not in any. Rows by a tensor are what
+`switchback` multiplies: by one kernel, and by XLA's product, to whose int32 result it applies the scales.
 
 Predicted before the first run: the block product 1,000 TOP/s at 8192^3, 0.78 of XLA's int8 product and 1.33 of bf16;
-fallback at r = 0 0.97 of it; random 0.96 of the ideal, sequential 0.87 or more.
+fallback at r = 0 0.97 of it; random 0.96 of the ideal, sequential 0.87 or more. Before its own first run, later: rows
+by a tensor in one kernel 0.97 of XLA's int8 product without scales, and 1.15 of it with them.
 """
 
 import argparse
@@ -29,6 +32,7 @@ from experiments.bench import cases, timing
 from pallas_kernels import matmul_int8_triton
 from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_int8_mosaic import BLOCK, FallbackResidual, matmul_int8_block
+from pallas_kernels.matmul_mosaic import matmul
 
 SHAPES = [cases.GEMMS[i] for i in (0, 1, 2, 4, 6, 9)]
 RATES = (0.1, 0.2, 0.3, 0.5)
@@ -39,13 +43,23 @@ TILES = {
     "64x128M": Tile(64, 128, stages=5),
     "64x128M s6": Tile(64, 128, stages=6, raster=16),
 }
+ROW_TILES = {
+    "128x128": Tile(128, 128, None, 6, cluster="M"),
+    "128x160": Tile(128, 160, None, 5, cluster="M"),
+    "128x192": Tile(128, 192, None, cluster="M"),
+    "128x192 cN": Tile(128, 192, None, cluster="N"),
+    "64x256M": Tile(),
+}
 NT = (((1,), (1,)), ((), ()))
 XLA, BF16, OURS, FALLBACK = "xla int8 to int32", "xla bf16", "ours int8 block", "ours fallback"
+XLA_ROWS, ROWS = "xla int8 rows", "ours int8 rows"
+# A function, what it takes of a set of operands, and the scales of its product: "", "rows" or "blocks".
+Program = tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]], str]
 PROGRAM = 3e-3  # seconds that a program of several products takes, at the least
 
 
 def operands(m: int, n: int, k: int, seed: int) -> dict[str, Any]:
-    """Normal codes with scales of blocks that are never all equal; residual codes of blocks not used are garbage."""
+    """Normal codes with scales that are never all equal; residual codes of blocks not used are garbage."""
     keys = jax.random.split(jax.random.key(seed), 8)
 
     def codes(key: jax.Array, *shape: int) -> jax.Array:
@@ -63,25 +77,29 @@ def operands(m: int, n: int, k: int, seed: int) -> dict[str, Any]:
     return {
         "a": a, "b": b, "r": codes(keys[2], m, k), "used": used,
         "a_scale": uniform(keys[3], (blocks, steps)), "b_scale": uniform(keys[4], (n // BLOCK, steps)),
-        "r_scale": uniform(keys[5], (blocks, steps)) / 128,
+        "r_scale": uniform(keys[5], (blocks, steps)) / 128, "row": uniform(keys[7], (m,)), "tensor": jnp.float32(0.375),
     }  # fmt: skip
 
 
-def oracle(x: dict[str, Any], used: Any, scaled: bool, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
+def oracle(x: dict[str, Any], used: Any, scales: str, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
     """The product at these rows and columns, in float64."""
 
     def wide(codes: Any, scale: Any, index: np.ndarray) -> np.ndarray:
         values = np.asarray(codes[index], np.float64)
-        return values * np.repeat(np.asarray(scale, np.float64)[index // BLOCK], BLOCK, 1) if scaled else values
+        if scales != "blocks":
+            return values
+        return values * np.repeat(np.asarray(scale, np.float64)[index // BLOCK], BLOCK, 1)
 
     left = wide(x["a"], x["a_scale"], rows)
     if used is not None:
         left = left + wide(x["r"], jnp.where(used, x["r_scale"], 0), rows)
-    return left @ wide(x["b"], x["b_scale"], cols).T
+    product = left @ wide(x["b"], x["b_scale"], cols).T
+    by_row = np.asarray(x["row"][rows], np.float64)[:, None] * float(x["tensor"])
+    return product * by_row if scales == "rows" else product
 
 
-def functions(sweep: bool) -> dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]]:
-    """By name what multiplies, and which operands of a set it takes."""
+def functions(sweep: bool) -> dict[str, Program]:
+    """By name what multiplies."""
 
     def ours(a: Any, b: Any, sa: Any, sb: Any, *residual: Any, tile: Tile | None = None) -> Any:
         return matmul_int8_block(a, b, sa, sb, residual=FallbackResidual(*residual) if residual else None, tile=tile)
@@ -91,6 +109,16 @@ def functions(sweep: bool) -> dict[str, tuple[Callable[..., Any], Callable[[Any]
             a, b, sa, sb, residual=FallbackResidual(*residual) if residual else None
         )
 
+    def in_rows(a: Any, b: Any, row: Any, tensor: Any, tile: Tile | None = None) -> Any:
+        return matmul(a, b, row_scale=row * tensor, tile=tile)
+
+    def scaled_after(a: Any, b: Any, row: Any, tensor: Any) -> Any:
+        sums = dot(a, b, preferred_element_type=jnp.int32).astype(jnp.float32)
+        return (sums * row[:, None] * tensor).astype(jnp.bfloat16)
+
+    def rows(x: Any) -> tuple[Any, ...]:
+        return x["a"], x["b"], x["row"], x["tensor"]
+
     def blocks(x: Any) -> tuple[Any, ...]:
         return x["a"], x["b"], x["a_scale"], x["b_scale"]
 
@@ -98,20 +126,26 @@ def functions(sweep: bool) -> dict[str, tuple[Callable[..., Any], Callable[[Any]
         return lambda x: (*blocks(x), x["r"], x["r_scale"], x["used"][order, rate])
 
     dot = functools.partial(lax.dot_general, dimension_numbers=NT)
-    programs: dict[str, Any] = {
-        BF16: (functools.partial(dot, preferred_element_type=jnp.bfloat16), lambda x: (x["a16"], x["b16"])),
-        XLA: (functools.partial(dot, preferred_element_type=jnp.int32), lambda x: (x["a"], x["b"])),
-        OURS: (ours, blocks),
-        FALLBACK: (ours, pair("random", 0.0)),
+    programs: dict[str, Program] = {
+        BF16: (functools.partial(dot, preferred_element_type=jnp.bfloat16), lambda x: (x["a16"], x["b16"]), ""),
+        XLA: (functools.partial(dot, preferred_element_type=jnp.int32), lambda x: (x["a"], x["b"]), ""),
+        XLA_ROWS: (scaled_after, rows, "rows"),
+        ROWS: (in_rows, rows, "rows"),
+        OURS: (ours, blocks, "blocks"),
+        FALLBACK: (ours, pair("random", 0.0), "blocks"),
     }
-    programs |= {f"{FALLBACK} {rate} {order}": (ours, pair(order, rate)) for order in ORDERS for rate in RATES}
+    programs |= {
+        f"{FALLBACK} {rate} {order}": (ours, pair(order, rate), "blocks") for order in ORDERS for rate in RATES
+    }
     # The kernel for GPUs before Hopper, on this one.
-    programs["in Triton, block"] = in_triton, blocks
-    programs["in Triton, fallback 0.3 random"] = in_triton, pair("random", 0.3)
+    programs["in Triton, block"] = in_triton, blocks, "blocks"
+    programs["in Triton, fallback 0.3 random"] = in_triton, pair("random", 0.3), "blocks"
+    for name, tile in ROW_TILES.items() if sweep else ():
+        programs[f"{ROWS} {name}"] = functools.partial(in_rows, tile=tile), rows, "rows"
     for name, tile in TILES.items() if sweep else ():
         function = functools.partial(ours, tile=tile)
-        programs[f"{OURS} {name}"] = function, blocks
-        programs |= {f"{FALLBACK} 0.3 {order} {name}": (function, pair(order, 0.3)) for order in ORDERS}
+        programs[f"{OURS} {name}"] = function, blocks, "blocks"
+        programs |= {f"{FALLBACK} 0.3 {order} {name}": (function, pair(order, 0.3), "blocks") for order in ORDERS}
     return programs
 
 
@@ -121,7 +155,7 @@ def rate_of(name: str) -> float:
     return float(words[0]) if name.startswith(FALLBACK) and words else 0.0
 
 
-def measure(shape: tuple[int, int, int], rounds: int, burst: float, sweep: bool) -> list[timing.Row]:
+def measure(shape: tuple[int, int, int], arms: dict[str, Program], rounds: int, burst: float) -> list[timing.Row]:
     m, n, k = shape
     case, work = "x".join(map(str, shape)), 2 * m * n * k
     count = min(24, max(3, -(-3 * timing.L2_BYTES // (m * k + n * k)), -(-int(PROGRAM * 1e15) // work)))
@@ -134,7 +168,7 @@ def measure(shape: tuple[int, int, int], rounds: int, burst: float, sweep: bool)
     ready: dict[str, Callable[[], Any]] = {}
     table: list[timing.Row] = []
     start = time.perf_counter()
-    for name, (function, takes) in functions(sweep).items():
+    for name, (function, takes, scales) in arms.items():
         args = [takes(x) for x in sets]
         kind = function, len(args[0])
         if kind not in programs:
@@ -147,7 +181,7 @@ def measure(shape: tuple[int, int, int], rounds: int, burst: float, sweep: bool)
             table.append(timing.row(case, name, "failed", None, type(problem).__name__))
             continue
         used = args[0][6] if len(args[0]) > 4 else None
-        wanted = oracle(sets[0], used, len(args[0]) > 2, rows, cols)
+        wanted = oracle(sets[0], used, scales, rows, cols)
         sample = np.asarray(out[rows][:, cols].astype(jnp.float32), np.float64)
         error = float(np.linalg.norm(sample - wanted) / np.linalg.norm(wanted))
         table.append(timing.row(case, name, "error", error, "of float64"))
@@ -161,8 +195,9 @@ def measure(shape: tuple[int, int, int], rounds: int, burst: float, sweep: bool)
             return work * count / t / 1e12
 
         table.append(timing.row(case, name, "rate", rate(t), "TOP/s", BF16, ratio, t.quartiles(rate)))
-        if name == OURS and XLA in seconds:
-            table.append(timing.row(case, name, "of XLA's int8", seconds[XLA] / t, "", XLA, seconds[XLA] / t))
+        for other, metric in ((XLA, "of XLA's int8"), (XLA_ROWS, "of XLA's with scales")):
+            if name in ((OURS, ROWS) if other == XLA else (ROWS,)) and other in seconds:
+                table.append(timing.row(case, name, metric, seconds[other] / t, "", other, seconds[other] / t))
         if name.startswith(FALLBACK) and OURS in seconds:
             share = seconds[OURS] * (1 + rate_of(name)) / t
             table.append(timing.row(case, name, "of ideal", share, "", f"{OURS} / (1 + r)", share))
@@ -203,22 +238,27 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the table's")
     parser.add_argument("--sweep", action="store_true", help="other tiles too; nothing is written")
+    parser.add_argument("--only", default="", help="words in the names of what runs, between |; nothing is written")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--burst", type=float, default=0.06, help="seconds of one round of one implementation")
     parser.add_argument("--limit", type=float, default=100, help="seconds after which no further shape is started")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
+    arms = functions(options.sweep)
+    arms = {name: arm for name, arm in arms.items() if any(word in name for word in options.only.split("|"))}
+    whole = not (options.sweep or options.only)
+    save = functools.partial(timing.write, "gemm_int8", "INT8 products of rows and of blocks of 128x128 with fallback")
     start, rows = time.time(), []
     notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
     for shape in SHAPES[: options.shapes]:
         if time.time() - start > options.limit:
             print(f"{shape}: not measured, the time limit is reached")
             continue
-        rows += measure(shape, options.rounds, options.burst, options.sweep)
-        if not options.sweep:
-            timing.write("gemm_int8", "INT8 products, blocks of 128x128 with fallback", rows, notes, {}, options.out)
-    if not options.sweep:
+        rows += measure(shape, arms, options.rounds, options.burst)
+        if whole:
+            save(rows, notes, {}, options.out)
+    if whole:
         rows += timing.means(rows, "rate", BF16)
-        timing.write("gemm_int8", "INT8 products, blocks of 128x128 with fallback", rows, notes, {}, options.out)
+        save(rows, notes, {}, options.out)
         plot(rows, options.out / "gemm_int8.png")

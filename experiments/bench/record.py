@@ -22,7 +22,7 @@ _STEP = (*_ALL, "matmul_int8_mosaic", "fallback_triton", "pack_triton")
 KERNELS = {
     "gemm": (*_PRODUCTS, "fold_triton", "quantize_triton"),
     "gemm_block": ("matmul_block_mosaic",),
-    "gemm_int8": ("matmul_int8_mosaic", "matmul_int8_triton"),
+    "gemm_int8": ("matmul_mosaic", "matmul_int8_mosaic", "matmul_int8_triton"),
     "quantize": _QUANTIZE,
     "linear": (*_PRODUCTS, "matmul_int8_mosaic", *_QUANTIZE, "fallback_triton"),
     "layer": _LAYER,

@@ -132,12 +132,15 @@ def widened(
     return tuple(lines)
 
 
+_INT8_ROWS = "int8 codes with scales of tensors or rows are multiplied as they are on every GPU"
 _REMEDIES = (
     ("switched off", "trace it without fp8jax.ops.choice.target(kernels=False)"),
     ("asked for", "leave impl='xla' out"),
     ("XLA_FLAGS=", "set that before JAX starts"),
     ("no kernel for scales", "scales of tensors, rows, groups of 128 or blocks of 128x128 have kernels"),
-    ("take FP8 operands", "int8 codes with scales of tensors or rows are multiplied as they are; kernels take FP8"),
+    ("int8 kernels take", _INT8_ROWS),
+    ("Ampere, Ada or Hopper", _INT8_ROWS),
+    ("two int8 operands", "products take two operands of FP8 or two of int8"),
     ("jax >= 0.11", "on this GPU codes save memory, no time"),
 )
 

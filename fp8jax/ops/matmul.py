@@ -107,7 +107,8 @@ def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, pla
 
     "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the fastest there
     (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a Mosaic kernel on Hopper,
-    on however many devices (`fp8jax.ops.partition`); for other operands the reference. "mosaic" is the kernel, and
+    on however many devices (`fp8jax.ops.partition`); for two of int8 a kernel where there is one: on Hopper for scales
+    of tensors and rows, from Ampere on for blocks of 128; for other operands the reference. "mosaic" is the kernel, and
     raises where there is none.
 
     Args:

@@ -34,20 +34,22 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     8-bit operands only where its own Triton products are switched off (XLA_FLAGS=--xla_gpu_enable_triton_gemm=false):
     otherwise it may widen the operands to 16 bits, so that on Hopper the kernel is taken, and elsewhere the reference,
     which rounds what codes stand for once. Scales of rows, which cuBLASLt leaves to a second kernel of XLA, and of
-    groups are ours.
+    groups are ours; so are those of int8 products, whose int32 sums XLA writes and reads again.
     """
-    if int8_kernels.fits(a, b) and int8_kernels.unfit(a, b) is None:
+    if int8_kernels.fits(a, b):
+        if (reason := int8_kernels.unfit(a, b)) is not None:
+            return Choice("xla", f"not the kernel: {reason}"), None
         return Choice(int8_kernels.language(), f"the kernel for {_NAMES['int8']}"), "int8"
-    fp8 = all(formats.get(q.spec.format).is_float for q in (a, b))
-    if not fp8 or 0 in (*a.shape, *b.shape):
-        return Choice("xla", "the kernels take FP8 operands that are not empty"), None
+    fp8 = _fp8(a, b)
+    if not (fp8 or _int8(a, b)) or 0 in (*a.shape, *b.shape):
+        return Choice("xla", "the kernels take two FP8 or two int8 operands that are not empty"), None
     e5m2 = a.spec.format == b.spec.format == "e5m2"
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
-    cublas = per_tensor and not e5m2 and capability() >= 89
+    cublas = fp8 and per_tensor and not e5m2 and capability() >= 89
     reason = _unfit(a, b)
     if cublas and _triton_gemm_off():
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
-    if capability() >= MICROSCALING and _native(a, b):
+    if capability() >= MICROSCALING and fp8 and _native(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"
     if reason is not None:
         remedy = f"; with XLA_FLAGS={_NO_TRITON_GEMM} cuBLASLt multiplies these codes" if cublas else ""
@@ -55,6 +57,14 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     kernel = _kernel(a, b)
     assert kernel is not None
     return Choice("mosaic", f"the kernel for scales of {_NAMES[kernel]}"), kernel
+
+
+def _fp8(a: QTensor, b: QTensor) -> bool:
+    return all(formats.get(q.spec.format).is_float for q in (a, b))
+
+
+def _int8(a: QTensor, b: QTensor) -> bool:
+    return a.spec.format == b.spec.format == "int8"
 
 
 def _triton_gemm_off() -> bool:
@@ -75,8 +85,8 @@ def unsupported(a: QTensor, b: QTensor) -> str | None:
     if int8_kernels.fits(a, b):
         other = None if int8_kernels.language() == "mosaic" else "it needs a Hopper GPU"
         return int8_kernels.unfit(a, b) or other
-    if not all(formats.get(q.spec.format).is_float for q in (a, b)):
-        return f"codes of {a.spec.format} and {b.spec.format} are not FP8"
+    if not (_fp8(a, b) or _int8(a, b)):
+        return f"codes of {a.spec.format} and {b.spec.format} are neither both FP8 nor both int8"
     if 0 in (*a.shape, *b.shape):
         return f"shapes {a.shape} and {b.shape} are empty"
     if jax.__version_info__ < (0, 11):
@@ -87,10 +97,17 @@ def unsupported(a: QTensor, b: QTensor) -> str | None:
 def _unfit(a: QTensor, b: QTensor) -> str | None:
     if not aimed().kernels:
         return "kernels are switched off"
+    kernel = _kernel(a, b)
+    if _int8(a, b) and kernel is None:  # on no GPU
+        return f"int8 kernels take scales of tensors, rows and blocks of 128, not {a.spec} with {b.spec}"
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
         return "it needs a Hopper GPU and jax >= 0.11"
-    if _kernel(a, b) is None:
+    if kernel is None:
         return f"no kernel for scales of {a.spec} with {b.spec}"
+    if _int8(a, b):
+        from pallas_kernels.matmul_mosaic import LONGEST_INT8
+
+        return None if a.shape[1] <= LONGEST_INT8 else f"int32 holds sums of {LONGEST_INT8} products, not {a.shape[1]}"
     return None
 
 
@@ -110,7 +127,7 @@ def _kernel(a: QTensor, b: QTensor) -> Kernel | None:
     sizes = {_size(a), _size(b)}
     if sizes == {0}:
         return "row"
-    return "block" if sizes <= {0, 128} else None
+    return "block" if sizes <= {0, 128} and _fp8(a, b) else None
 
 
 def mosaic_kernel(a: QTensor, b: QTensor) -> Kernel:

@@ -170,8 +170,25 @@ def int8(fallback: bool, m: int = 4096, n: int = 4096) -> Program:
     return program, (*shapes, *residual[: 3 * fallback])
 
 
-# Of two passes, and of one.
-INT8 = [functools.partial(int8, fallback, m) for fallback in (False, True) for m in (4096, 512)]
+def int8_rows(m: int = M, n: int = N, k: int = K, out: Any = BF16) -> Program:
+    """A product of rows by a tensor, as SwitchBack has it."""
+    shapes = (Shape((m, k), I8), Shape((n, k), I8), Shape((m,), F32))
+    return lambda a, b, r: matmul(a, b, row_scale=r, out_dtype=out), shapes
+
+
+def int8_everything(m: int = M, n: int = N, k: int = K) -> Program:
+    function, (_, _, *vectors) = everything(m, n, k)
+    return function, (Shape((m, k), I8), Shape((n, k), I8), *vectors)
+
+
+# In blocks, of two passes, and of one; and with scales of rows and columns, in tiles of every width that is chosen.
+INT8 = [
+    *(functools.partial(int8, fallback, m) for fallback in (False, True) for m in (4096, 512)),
+    *(functools.partial(int8_rows, *shape) for shape in ((), (16384, 4096, 11008), (2048, 7168, 4096))),
+    functools.partial(int8_rows, out=F32),
+    int8_everything,
+    functools.partial(int8_everything, 16384, 4096, 11008),
+]
 
 
 def looped() -> Program:

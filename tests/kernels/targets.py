@@ -22,7 +22,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 CAPABILITIES = {"t4": 75, "a100": 80, "l4": 89, "h200": 90, "rtx_pro_6000": 120}
 MARK = "found: "
 _ARRAY = re.compile(r"(\w+)\[([\d,]+)\]")
-MESHES = {"sharded": {"fsdp": 2}, "by_hand": {"data": 2, "fsdp": 2}}  # of functions whose programs take several GPUs
+# Of functions whose programs take several GPUs.
+MESHES = {"sharded": {"fsdp": 2}, "switchback": {"fsdp": 2}, "by_hand": {"data": 2, "fsdp": 2}}
 WITHOUT = " without kernels"
 FP8 = "--xla_gpu_enable_triton_gemm=false"
 Programs = dict[str, tuple[Any, ...]]  # by name a function, its arguments' shapes and, if sharded, how these lie
@@ -164,6 +165,19 @@ def sharded() -> Programs:
     wanted = {name: found[name] for name in ("deepseek", "int8_block")}
     plain = {f"{name}{WITHOUT}": (_plain(program), *rest) for name, (program, *rest) in wanted.items()}
     return found | plain
+
+
+def switchback() -> Programs:
+    """A linear of int8 rows by a tensor that two GPUs share, by its tokens or by its inputs, which are summed over."""
+    import jax
+
+    import fp8jax
+
+    program, (shapes, _) = _linear(fp8jax.recipes.switchback().linear), sharded()["fast"][1:]
+    return {
+        "tokens": (program, shapes, (jax.P("fsdp"), jax.P("fsdp"), jax.P("fsdp"))),
+        "inputs": (program, shapes, (jax.P(None, "fsdp"), jax.P("fsdp"), jax.P())),
+    }
 
 
 def by_hand() -> Programs:

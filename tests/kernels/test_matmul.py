@@ -342,7 +342,8 @@ def test_on_a_gpu(shape: tuple[int, int, int]) -> None:
     ("left", "right", "bound"),
     [("e4m3", "e4m3", FAST), ("e5m2", "e4m3", FAST), ("e5m2", "e5m2", FAST), ("e4m3:token", "e5m2:token", FAST),
      ("e4m3:group128", "e4m3:block128", PROMOTED), ("e5m2:group128", "e4m3:group128", PROMOTED),
-     ("e4m3:mx32", "e4m3", 2 * FAST), ("e4m3:token", "e4m3:mx32+token", 2 * FAST)],
+     ("e4m3:mx32", "e4m3", 2 * FAST), ("e4m3:token", "e4m3:mx32+token", 2 * FAST),
+     ("int8", "int8", 0), ("int8:token", "int8", 0), ("int8", "int8:token", 0), ("int8:token", "int8:token", 0)],
 )  # fmt: skip
 def test_what_the_op_chooses_on_a_gpu(left: str, right: str, bound: float) -> None:
     values = [np.random.default_rng(i).normal(size=(rows, 1032)) for i, rows in enumerate((520, 264))]

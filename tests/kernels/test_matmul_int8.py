@@ -1,4 +1,4 @@
-"""INT8 block products: kernels and references against float64 NumPy, races, spills, and how evenly tiles are dealt."""
+"""INT8 products: kernels and references against NumPy's exact ones, races, spills, and how evenly tiles are dealt."""
 
 import functools
 import importlib
@@ -14,6 +14,8 @@ from fp8jax.ops import choice, fallback, matmul, matmul_int8
 from fp8jax.ops import quantize as op
 from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
+from pallas_kernels.matmul_mosaic import LONGEST_INT8
+from pallas_kernels.matmul_mosaic import matmul as matmul_scaled
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs
 from tests.kernels.int8_cases import error, operands
@@ -43,6 +45,63 @@ def test_int8_blocks_with_residuals_equal_float64(shape: Any, rate: float, tile:
 def test_int8_blocks_with_residuals_equal_float64_on_a_gpu(shape: Any, rate: float) -> None:
     assert error(matmul_int8_block, shape, rate) < 3e-7
     assert error(pytest.importorskip("pallas_kernels.matmul_int8_triton").matmul_int8_block, shape, rate) < 3e-7
+
+
+def drawn(m: int, n: int, k: int, terms: tuple[str, ...]) -> tuple[dict[str, jax.Array], np.ndarray]:
+    """Codes whose sums fp32 does not hold, what else a product has, and its result from exact integers.
+
+    Terms are of few bits, with which the epilogue multiplies and adds in fp32 as float64 does, but for one rounding.
+    """
+    rng = np.random.default_rng(m + n + k)
+    a, b = (rng.integers(112, 128, (rows, k)) * rng.choice([1, 1, 1, -1], (rows, 1)) for rows in (m, n))
+    a[0], b[0] = -128, -128  # the largest sum, in one place
+    sizes = {"scale": (), "row_scale": (m,), "column_scale": (n,), "bias": (n,), "residual": (m, n)}
+    values = {name: np.exp2(rng.integers(-2, 3, sizes[name])).astype(np.float32) for name in terms}
+    sums = a.astype(np.float64) @ b.astype(np.float64).T  # integers that float64 holds
+    out = sums.astype(np.float32).astype(np.float64)  # are rounded once
+    of = {name: value.astype(np.float64) for name, value in values.items()}
+    out = out * of.get("scale", 1) * of.get("row_scale", np.ones(m))[:, None] * of.get("column_scale", np.ones(n))
+    for name in ("bias", "residual"):
+        out = (out + of.get(name, 0)).astype(np.float32).astype(np.float64)
+    codes = {"a": jnp.asarray(a, jnp.int8), "b": jnp.asarray(b, jnp.int8)}
+    return codes | {name: jnp.asarray(value) for name, value in values.items()}, out
+
+
+SCALED = [
+    ((140, 75, 2100), ("row_scale",), Tile(64, 64, "M", stages=2)),
+    ((33, 140, 2001), ("row_scale", "column_scale", "bias", "residual"), Tile(64, 64, None, 2, cluster="N")),
+    ((70, 170, 2048), ("scale", "residual"), Tile(64, 160, None, 3, slots=3)),
+    ((130, 48, 1900), (), Tile(64, 64, "N", 3)),
+]
+
+
+@pytest.mark.parametrize(("shape", "terms", "tile"), SCALED)
+@pytest.mark.parametrize("fast", [True, False])
+def test_scaled_int8_products_are_exact(shape: Any, terms: Any, tile: Tile, fast: bool) -> None:
+    arguments, wanted = drawn(*shape, terms)
+    interpreter.reset_gpu_interpret_mode_state()
+    settings = {"out_dtype": jnp.float32, "fast": fast, "tile": tile, "interpret": RACES}
+    out = np.asarray(jax.block_until_ready(matmul_scaled(**arguments, **settings)), np.float64)
+    assert not interpreter.get_races().races_found
+    np.testing.assert_array_equal(out, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 4096, 4096), (1000, 3203, 1160), (257, 513, 2049), (7, 24, LONGEST_INT8)])
+@pytest.mark.parametrize("terms", [(), ("scale",), ("row_scale",), ("row_scale", "column_scale", "bias", "residual")])
+def test_scaled_int8_products_are_exact_on_a_gpu(shape: Any, terms: Any) -> None:
+    arguments, wanted = drawn(*shape, terms)
+    np.testing.assert_array_equal(np.asarray(matmul_scaled(**arguments, out_dtype=jnp.float32), np.float64), wanted)
+    half = np.asarray(matmul_scaled(**arguments).astype(jnp.float32), np.float64)
+    assert np.linalg.norm(half - wanted) <= 2.0**-8 * np.linalg.norm(wanted)
+
+
+def test_scaled_int8_products_refuse_what_int32_does_not_hold() -> None:
+    codes = jnp.ones((8, LONGEST_INT8 + 1), jnp.int8)
+    with pytest.raises(ValueError, match=r"K is 131072: int32 holds sums of 131071 products"):
+        matmul_scaled(codes, codes)
+    with pytest.raises(TypeError, match="b has dtype float8_e4m3fn; quantize it to int8"):
+        matmul_scaled(codes[:, :128], codes[:, :128].astype(jnp.float8_e4m3fn))
 
 
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))

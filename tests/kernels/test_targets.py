@@ -93,6 +93,23 @@ def test_weights_in_shards_are_gathered_as_codes_and_each_gpu_gets_its_part_of_t
         assert all(dtype in ("u8", "s8", "f8e4m3fn") for dtype, _ in gathered), (name, gathered)
 
 
+def test_rows_of_int8_are_multiplied_by_the_kernel_on_hopper_alone() -> None:
+    """Sharded, too: codes travel, and where a contraction is cut its sums, in 16 bits."""
+    found = targets.report("switchback", ["a100", "h200"], targets.FP8)
+    for kind, operation in (("a100", "__cublas$lt$matmul"), ("h200", "mosaic_gpu_v2")):
+        gathers, sums = {"tokens": [["s8", [512, 256]]] * 2, "inputs": []}, {"tokens": "f32", "inputs": "bf16"}
+        for name, program in found[kind].items():
+            listed = products(program)
+            assert {(p.operation, p.operands) for p in listed} == {(operation, ("s8", "s8"))}, (kind, name, listed)
+            assert sum(p.executed for p in listed) == 2, (kind, name)
+            assert program["gathers"] == gathers[name], (kind, name)
+            large = [(c[0], c[1]) for c in program["sums"] if c[2] >= 2 * 512 * 256]
+            assert large == [("all-reduce", sums[name])], (kind, name)
+        assert len(found[kind]) == 2
+    # Sums of int32 stay in the kernel; only vectors of scales are prepared for it.
+    assert {shape for program in found["h200"].values() for shape in program["wide"]} <= {"512,1", "1024,1"}
+
+
 def test_kernels_of_int8_codes_run_where_gpus_convert_no_fp8() -> None:
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     for kind, capability in targets.CAPABILITIES.items():

@@ -104,7 +104,12 @@ CHOICES = [
     ("e4m3:mx32", "e4m3:mx32", "xla", "no kernel"),
     ("e4m3:mx16", "e4m3", "xla", "no kernel"),
     ("e4m3:group32", "e4m3:block32", "xla", "no kernel"),
-    ("int8", "int8:token", "xla", "FP8"),
+    ("int8", "int8", "mosaic", "tensors"),
+    ("int8:token", "int8", "mosaic", "rows"),
+    ("int8:token", "int8:token", "mosaic", "rows"),
+    ("int8:token", "int8:group128", "xla", "int8 kernels take"),
+    ("int8:block32", "int8:block32", "xla", "int8 kernels take"),
+    ("int8", "e4m3", "xla", "two int8"),
     ("e4m3:group128+expand", "e4m3", "xla", "no codes"),
 ]
 
@@ -118,7 +123,7 @@ def test_what_is_chosen_on_hopper(left, right, impl, reason, monkeypatch):
     assert choice.impl == impl
     assert reason in choice.reason
     assert "CUDA" in chosen(a, b, platform="cpu").reason
-    if reason in ("no kernel", "no codes"):
+    if reason in ("no kernel", "no codes", "int8 kernels take"):
         with pytest.raises(ValueError, match=reason):
             matmul(a, b, impl="mosaic")
 
@@ -131,9 +136,17 @@ def test_long_contractions_and_other_gpus(monkeypatch):
     for flags, impl in (("--xla_gpu_enable_triton_gemm=false", "xla"), ("", "mosaic")):
         monkeypatch.setenv("XLA_FLAGS", flags)
         assert chosen(*short, platform="cuda").impl == impl
+        assert chosen(*[fp8jax.quantize(x, "int8") for x in operands(8, 8, 64)], platform="cuda").impl == "mosaic"
+    rows = [fp8jax.quantize(x, "int8:token") for x in operands(8, 8, 64)]
+    with choice.target(capability=75):
+        block = fp8jax.quantize(jnp.ones((8, 256)), "int8:block128")
+        assert "needs an Ampere, Ada or Hopper GPU" in chosen(block, block).reason
+    long = jax.eval_shape(lambda x: fp8jax.quantize(x, "int8:token"), jax.ShapeDtypeStruct((8, 2**17), jnp.float32))
+    assert "int32 holds sums of 131071 products, not 131072" in chosen(long, long, platform="cuda").reason
     for capability, impl in ((90, "mosaic"), (89, "xla"), (80, "xla"), (100, "xla")):
         monkeypatch.setattr(matmul_hopper, "capability", lambda c=capability: c)
         assert chosen(a, b, platform="cuda").impl == impl
+        assert chosen(*rows, platform="cuda").impl == impl
     x, _ = operands(8, 8, 8192)
     assert "scaled_matmul" in chosen(fp8jax.quantize(x, "e4m3:mx32"), b, platform="cuda").reason
     with pytest.raises(ValueError, match="Hopper"):
@@ -144,7 +157,8 @@ def test_long_contractions_and_other_gpus(monkeypatch):
 
 MORE = [("e4m3", "e4m3:token"), ("e5m2:block128", "e4m3:group128"), ("e4m3:group128", "e4m3"),
         ("e4m3:group128", "e4m3:block128"), ("e4m3:block512", "e4m3:group128"),
-        ("e4m3:mx32+ocp", "e4m3:token"), ("e4m3", "e4m3:mx32+token")]  # fmt: skip
+        ("e4m3:mx32+ocp", "e4m3:token"), ("e4m3", "e4m3:mx32+token"),
+        ("int8:token", "int8"), ("int8", "int8:token"), ("int8:token", "int8:token"), ("int8", "int8")]  # fmt: skip
 
 
 @mosaic
