@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from pallas_kernels import codec_triton as codec
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.quantize_triton import QuantizeLaunch
@@ -87,13 +86,11 @@ def _fallback(
     i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
     m0 = top + 4 * i
     at0 = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    x0 = device.load_plain(x_ptr + first, at0, device.inside(m0, n, M, N), MASKED)
-    x1 = device.load_plain(x_ptr + first, at0 + N, device.inside(m0 + 1, n, M, N), MASKED)
-    x2 = device.load_plain(x_ptr + first, at0 + 2 * N, device.inside(m0 + 2, n, M, N), MASKED)
-    x3 = device.load_plain(x_ptr + first, at0 + 3 * N, device.inside(m0 + 3, n, M, N), MASKED)
-    xs = (x0, x1, x2, x3)
-    below = tl.maximum(device.ordered(x0, HOW), device.ordered(x1, HOW))
-    below = tl.maximum(below, tl.maximum(device.ordered(x2, HOW), device.ordered(x3, HOW)))
+    # Every pass reads the tile anew, from a cache: registers that held it would keep other programs away.
+    below = tl.zeros((HIGH // 4, WIDE), tl.int32)
+    for j in tl.static_range(4):
+        loaded = device.load_plain(x_ptr + first, at0 + j * N, device.inside(m0 + j, n, M, N), MASKED)
+        below = tl.maximum(below, device.ordered(loaded, HOW))
     maxima = _block_maxima(below, SIDE)
     scale = device.to_scale(maxima, HOW, tl.float32)
     used = device.largest(maxima, HOW) > tl.load(threshold_ptr)
@@ -120,7 +117,6 @@ def _fallback(
     residual_scale = tl.full(scale.shape, 1.0, tl.float32)
     if tl.max(tl.max(used.to(tl.int32), 1), 0) > 0:
         base_scale = _spread(scale, SIDE)
-        # Reads the tile again, from a cache: registers that held it would keep other programs away.
         below = tl.zeros((HIGH // 4, WIDE), tl.int32)
         for row in tl.range(0, 4, loop_unroll_factor=1):
             x = device.load(x_ptr + first, at0 + row * N, device.inside(m0 + row, n, M, N), MASKED)
@@ -162,7 +158,7 @@ def quantize(
     reason = unsupported(x, side)
     if reason is not None:
         raise ValueError(f"the fallback kernel cannot run: {reason}")
-    launch = launch or QuantizeLaunch(side, 128, 16 if side == 128 else 8)
+    launch = launch or QuantizeLaunch(side, 128, 4 if side == 128 else 8)
     m, n = x.shape
     blocks = (-(-m // side), -(-n // side))
     noise = jnp.zeros(4, jnp.uint32)
