@@ -6,6 +6,7 @@ needed.
 """
 
 import argparse
+import functools
 import sys
 from typing import Any
 from unittest import mock
@@ -54,6 +55,7 @@ def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
     return products_saveable(primitive, *operands, **how) and all(x.dtype == jnp.bfloat16 for x in operands)
 
 
+@functools.cache
 def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool) -> float:
     """Bytes that one layer keeps of a token for its backward pass, with the kernels for Hopper GPUs.
 

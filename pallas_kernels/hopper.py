@@ -13,7 +13,7 @@ output is written in whole multiples of 8 rows and 128 bytes and sliced.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import call_mosaic
 from pallas_kernels.hopper_epilogue import COLUMN as COLUMN
 from pallas_kernels.hopper_epilogue import OUT_DTYPES, Epilogue, Writer, flat, tiling
 from pallas_kernels.hopper_epilogue import ROW as ROW
@@ -100,6 +101,7 @@ def product(
     out_dtype: Any,
     own_wgmma: bool = False,
     walk: Walk | None = None,
+    static: Hashable = (),
     interpret: Interpret = None,
 ) -> Any:
     """Runs `compute` over all tiles of a (M, K) times b (N, K) transposed; returns (M, N) in `out_dtype`.
@@ -113,6 +115,7 @@ def product(
         own_wgmma: whether `compute` multiplies by `hopper_wgmma`: TMA then fills stages by maps of two dimensions.
             Pallas' own asks for stages in tiles of 8 rows, and so for maps of four.
         walk: a second left operand, some slices of which are multiplied as well.
+        static: what `compute` and `streams` are compiled for beside the name, the tile and the arrays.
     """
     if walk is not None and (tile.split is None or tile.cluster or tile.lead):
         raise ValueError(f"{tile}: a walk takes tiles that both warpgroups share, without clusters or a lead")
@@ -301,9 +304,10 @@ def product(
     operands += walks
     # Not offered in a shard_map that checks what varies, nor by every jax 0.11.
     one_warp = hasattr(plgpu, "warp_map") and not any(_varies(x) for x in operands)
-    out = plgpu.kernel(
+    out_type = jax.ShapeDtypeStruct(out_shape, out_dtype)
+    run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
+        out_type=out_type,
         scratch_types=shared,
         grid=(blocks,),
         grid_names=("block",),
@@ -312,7 +316,13 @@ def product(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         **clustered,
-    )(*operands)
+    )
+    if interpret is None and one_warp:
+        parts = tuple(vectors), residual is not None, walk is not None
+        compiled_for = static, (m, n, k), tile, own_wgmma, parts, blocks, jax.config.jax_enable_x64
+        out = call_mosaic.call(name, run, operands, out_type, compiled_for)
+    else:
+        out = run(*operands)
     return out if out_shape == (m, n) else out[:m, :n]
 
 

@@ -66,7 +66,7 @@ def matmul_block(
         streams.append(hopper.Stream.of_rows(b_scale, rows, lambda _, col: lax.div(col, 128)))
     return hopper.product(
         _compute(tile, by_column, interpret is not None), a, b, streams, name="fp8_matmul_block", tile=tile,
-        epilogue=epilogue, out_dtype=out_dtype, own_wgmma=True, interpret=interpret,
+        epilogue=epilogue, out_dtype=out_dtype, own_wgmma=True, static=by_column, interpret=interpret,
     )  # fmt: skip
 
 

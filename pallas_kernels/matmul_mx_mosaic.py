@@ -60,7 +60,7 @@ def matmul_mx(
     stream = hopper.Stream.of_slices(_words(a_exponent, k), tile.block_rows, lambda row, _: row)
     return hopper.product(
         _compute(tile, unroll, interpret), a, b, [stream], name="fp8_matmul_mx", tile=tile, epilogue=epilogue,
-        out_dtype=out_dtype, own_wgmma=True, interpret=interpret,
+        out_dtype=out_dtype, own_wgmma=True, static=unroll, interpret=interpret,
     )  # fmt: skip
 
 

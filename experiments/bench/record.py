@@ -36,7 +36,7 @@ KERNELS = {
     "training_parity": _ALL,
 }
 # How kernels are called, not what they do.
-_CALL = ("call_triton", "stored_triton")
+_CALL = ("call_triton", "call_mosaic", "stored_triton")
 
 
 def stamp(bench: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 import fp8jax
-from experiments import config, mesh, train
+from experiments import config, mesh, plan, train
 from experiments.bench import step_torch, timing
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
@@ -67,6 +67,26 @@ def settings(name: str) -> tuple[fp8jax.Recipe, bool | str]:
     return recipe, False if name == BF16 else KEEPING.get(how, fastest(recipe))
 
 
+def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigabytes: float) -> int:
+    """Sequences for each GPU of an arm with which a plan stays within so many GB a GPU.
+
+    Raises:
+        ValueError: not even one fits.
+    """
+    recipe, remat = settings(name)
+    count = 1 if where == "one" else jax.device_count()
+    sizes_of_axes = {"data": 1 if where == "fsdp" else count, "fsdp": count if where == "fsdp" else 1}
+
+    def fits(batch: int) -> bool:
+        planned = plan.of(llama, recipe, sizes_of_axes, batch * length, recompute=bool(remat))
+        return planned.total <= 1e9 * gigabytes
+
+    batch = next(n for n in range(1, 1025) if not fits(n)) - 1
+    if batch == 0:
+        raise ValueError(f"arm {name!r}: one sequence of {length} tokens needs more than --fit {gigabytes:g} GB a GPU")
+    return batch
+
+
 class StepArm:
     """A recipe's step on a mesh, and the state that it updates."""
 
@@ -76,7 +96,7 @@ class StepArm:
         devices = jax.devices()[:1] if where == "one" else jax.devices()
         count = len(devices)
         self.mesh = mesh.make(1 if where == "fsdp" else count, count if where == "fsdp" else 1, devices)
-        self.config, self.count, self.length = model, count, length
+        self.config, self.count, self.batch, self.length = model, count, batch, length
         recipe, remat = settings(name)
         optimizer = train.make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
@@ -169,6 +189,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="step", description=__doc__)
     parser.add_argument("--model", default="1b", choices=sizes.NAMES)
     parser.add_argument("--batch", type=int, default=8, help="sequences for each GPU")
+    parser.add_argument(
+        "--fit", type=float, metavar="GB", help="as many sequences for each GPU as `experiments.plan` says fit, by arm"
+    )
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument(
         "--arm",
@@ -225,39 +248,8 @@ def torch_rows(llama: LlamaConfig, options: argparse.Namespace) -> list[tuple[st
 
 
 def measure(llama: LlamaConfig, options: argparse.Namespace, table: Sequence[timing.Row] = ()) -> None:
-    """Times the arms of each mesh in turns and writes OUT/step.json, with the rows that were found before."""
+    """Times the arms of each mesh and writes OUT/step.json, with the rows that were found before."""
     table = list(table)
-    for where in options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]:
-        place = MESHES[where].format(jax.device_count())
-        case = f"{options.model}, {place}, {options.batch} x {options.length} tokens"
-        arms: dict[str, StepArm] = {}
-        torch = torch_rows(llama, options) if where == "one" else []
-        freed = {f"{name}, {n} free" if n else name: (name, n) for name in options.arm for n in options.free}
-        for name, (recipe, free) in ({AGAIN: (AGAIN, 0)} | freed).items():
-            start = time.perf_counter()
-            with choice.target(free_multiprocessors=free):
-                arms[name] = StepArm(recipe, llama, options.batch, options.length, where, options.unroll)
-            if not options.apart:
-                jax.block_until_ready(arms[name]())
-            print(f"  {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
-        times: dict[str, timing.Seconds] = {}
-        kernels: dict[str, list[tuple[str, float, int]]] = {}
-        for group in [[name] for name in arms] if options.apart else [list(arms)]:
-            together = {name: arms[name] for name in group}
-            times |= timing.in_turns(dict(together), options.rounds, dict.fromkeys(group, options.steps))
-            kernels |= {name: longest(arm) if options.kernels else [] for name, arm in together.items()}
-            for arm in together.values():
-                arm.stop()
-        memories = {name: memory(arm.program) for name, arm in arms.items()}
-        for name, arm in arms.items():
-            table += rows(case, name, arm, times, memories)
-            table += [
-                timing.row(case, name, f"kernel, {kernel[:80]}", ms, f"ms in {count}")
-                for kernel, ms, count in kernels[name]
-            ]
-        again = arms[AGAIN]
-        for name, seconds, needs in torch:
-            table += common(case, name, seconds, times[AGAIN], again, needs, memory(again.program))
     how = "one after another" if options.apart else "in turns, in another order in each round"
     notes = [
         " ".join((__doc__ or "").split("\n\n")[1].split()),
@@ -266,7 +258,45 @@ def measure(llama: LlamaConfig, options: argparse.Namespace, table: Sequence[tim
         "989.5 TFLOP/s of dense bf16. What is exchanged is of the compiled program, each loop over layers once.",
         "torch's arms, where there are any, come first and alone; their memory is what torch's allocator counted.",
     ]
-    timing.write("step", "Whole training steps", table, notes, {}, options.out)
+    for where in options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]:
+        place = MESHES[where].format(jax.device_count())
+        batches = f"{options.batch}" if options.fit is None else f"what fits in {options.fit:g} GB"
+        case = f"{options.model}, {place}, {batches} x {options.length} tokens"
+        torch = torch_rows(llama, options) if where == "one" else []
+        freed = {f"{name}, {n} free" if n else name: (name, n) for name in options.arm for n in options.free}
+        wanted = {AGAIN: (AGAIN, 0)} | freed
+        arms: dict[str, StepArm] = {}
+        times: dict[str, timing.Seconds] = {}
+        for group in [[name] for name in wanted] if options.apart else [list(wanted)]:
+            for name in group:
+                start = time.perf_counter()
+                recipe, free = wanted[name]
+                batch = options.batch
+                if options.fit is not None:
+                    batch = largest_batch(recipe, llama, options.length, where, options.fit)
+                with choice.target(free_multiprocessors=free):
+                    arms[name] = StepArm(recipe, llama, batch, options.length, where, options.unroll)
+                if not options.apart:
+                    jax.block_until_ready(arms[name]())
+                print(f"  {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
+            times |= timing.in_turns(
+                {name: arms[name] for name in group}, options.rounds, dict.fromkeys(group, options.steps)
+            )
+            memories = {name: memory(arms[name].program) for name in {AGAIN: None} | dict.fromkeys(group)}
+            for name in group:
+                table += rows(case, name, arms[name], arms[AGAIN], times, memories)
+                table += [
+                    timing.row(case, name, f"kernel, {kernel[:80]}", ms, f"ms in {count}")
+                    for kernel, ms, count in (longest(arms[name]) if options.kernels else [])
+                ]
+            for name in group:
+                arms[name].stop()
+            # After each, so that what stops a later arm takes nothing with it.
+            timing.write("step", "Whole training steps", table, notes, {}, options.out)
+        again = arms[AGAIN]
+        for name, seconds, needs in torch:
+            table += common(case, name, seconds, times[AGAIN], again, again, needs, memory(again.program))
+        timing.write("step", "Whole training steps", table, notes, {}, options.out)
 
 
 def memory(program: Any) -> tuple[float, float]:
@@ -277,11 +307,18 @@ def memory(program: Any) -> tuple[float, float]:
 
 
 def rows(
-    case: str, name: str, arm: StepArm, times: Mapping[str, timing.Seconds], sizes: Mapping[str, tuple[float, float]]
+    case: str,
+    name: str,
+    arm: StepArm,
+    again: StepArm,
+    times: Mapping[str, timing.Seconds],
+    sizes: Mapping[str, tuple[float, float]],
 ) -> list[timing.Row]:
-    """What is said of an arm, against bf16 recomputed."""
+    """What is said of an arm, against `again`, bf16 recomputed."""
     row = functools.partial(timing.row, case, name)
-    table = common(case, name, times[name], times[AGAIN], arm, sizes[name], sizes[AGAIN])
+    table = common(case, name, times[name], times[AGAIN], arm, again, sizes[name], sizes[AGAIN])
+    if arm.batch != again.batch:
+        table.append(row("batch", arm.batch, "sequences a GPU"))
     table += [row(f"exchanged, {kind}", value, "MB") for kind, value in arm.exchanged().items()]
     return table + [row(f"products, {kind}", count, "") for kind, count in arm.products().items()]
 
@@ -292,14 +329,17 @@ def common(
     median: timing.Seconds,
     base: timing.Seconds,
     arm: StepArm,
+    again: StepArm,
     needs: tuple[float, float],
     base_needs: tuple[float, float],
 ) -> list[timing.Row]:
-    """Time, speed and memory of an arm that computes what `arm` does, against bf16 recomputed."""
+    """Time, speed and memory of an arm that computes what `arm` does, against `again`, bf16 recomputed."""
     row = functools.partial(timing.row, case, name)
     spread = median.quartiles(lambda t: 1e3 * t)
-    table = [row("step", 1e3 * median, "ms", AGAIN, base / median, spread)]
-    table.append(row("tokens/s", arm.tokens_per_step / median, ""))
+    speed, base_speed = arm.tokens_per_step / median, again.tokens_per_step / base
+    same = arm.batch == again.batch  # Else only tokens/s compare.
+    table = [row("step", 1e3 * median, "ms", AGAIN if same else None, base / median if same else None, spread)]
+    table.append(row("tokens/s", speed, "", None if same else AGAIN, None if same else speed / base_speed))
     table.append(row("MFU", arm.flops / median / (PEAK_FLOPS * arm.count), ""))
     for i, metric in enumerate(("temporaries", "memory")):
         table.append(row(metric, needs[i], "GB a GPU", AGAIN, base_needs[i] / needs[i]))

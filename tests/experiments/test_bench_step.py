@@ -50,7 +50,7 @@ def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path, capsys, apart):
     monkeypatch.setattr(step, "memory", lambda program: seen.setdefault(id(program), (len(seen) + 1, len(seen) + 2)))
     options = argparse.Namespace(
         model="tiny", arm=["coat"], mesh=["one"], batch=2, length=TOKENS, rounds=2, steps=4, kernels=False,
-        out=tmp_path, free=[0], apart=apart, unroll=None,
+        out=tmp_path, free=[0], apart=apart, unroll=None, fit=None,
     )  # fmt: skip
     monkeypatch.setattr(step_torch, "missing", lambda arm: None if arm == "torch bf16" else "torchao not importable")
     monkeypatch.setattr(step_torch, "TorchArm", FakeTorch)
@@ -110,10 +110,10 @@ def test_arms_that_leave_multiprocessors_keep_their_gradients(monkeypatch, tmp_p
         built.append((name, choice.aimed().free_multiprocessors))
         raise StopIteration
 
-    monkeypatch.setattr(step, "StepArm", lambda name, *rest: None if name == step.AGAIN else build(name, *rest))
+    monkeypatch.setattr(step, "StepArm", lambda name, *rest: (lambda: 0) if name == step.AGAIN else build(name, *rest))
     options = argparse.Namespace(
         model="tiny", arm=["coat, 8-bit gradients"], mesh=["data"], batch=2, length=TOKENS, rounds=2, steps=4,
-        kernels=False, out=tmp_path, free=[8], apart=True, unroll=None,
+        kernels=False, out=tmp_path, free=[8], apart=False, unroll=None, fit=None,
     )  # fmt: skip
     with pytest.raises(StopIteration):
         step.measure(LLAMA, options)
@@ -204,3 +204,22 @@ def test_without_torch_its_rows_are_left_out_and_that_is_said(monkeypatch, capsy
     told = capsys.readouterr().out.splitlines()
     assert told[0] == "  torch bf16: torch not importable: rows left out"
     assert told[1] == "  torchao tensorwise: torch and torchao not importable: rows left out"
+
+
+def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
+    """`coat` takes more sequences than bf16; each is the largest batch whose plan stays within the limit."""
+    limit = 0.603  # the runtime's share is 0.6
+    batches = {name: step.largest_batch(name, LLAMA, TOKENS, "one", limit) for name in (step.AGAIN, "coat")}
+    assert 1 < batches[step.AGAIN] < batches["coat"]
+    for name, batch in batches.items():
+        recipe, remat = step.settings(name)
+        fits = [step.plan.of(LLAMA, recipe, {}, n * TOKENS, recompute=bool(remat)).total for n in (batch, batch + 1)]
+        assert fits[0] <= 1e9 * limit < fits[1]
+    with pytest.raises(ValueError, match=r"one sequence of 32 tokens needs more than --fit 0\.6 GB"):
+        step.largest_batch("coat", LLAMA, TOKENS, "one", 0.6)
+    coat, again = (types.SimpleNamespace(batch=n, tokens_per_step=n * TOKENS, flops=1.0, count=1) for n in (6, 4))
+    median, base = timing.Seconds([0.25]), timing.Seconds([0.5])
+    for arm, metric, ratio in ((coat, "tokens/s", 3), (again, "step", 2)):
+        told = {r["metric"]: r for r in step.common("fits", "coat", median, base, arm, again, (1, 2), (2, 2))}
+        assert [m for m in ("step", "tokens/s") if told[m]["ratio"]] == [metric]
+        assert (told[metric]["ratio"], told[metric]["baseline"]) == (ratio, step.AGAIN)
