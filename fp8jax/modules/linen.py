@@ -273,18 +273,17 @@ class _Root:
             _running.roots.pop()
 
     def read(self, method: Callable, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Finds output heads and routers, where a recipe leaves them alone."""
-        if not self.rules.default or self.layer:
+        """Finds output heads and routers, where a recipe leaves them alone, and what `explain` asks for."""
+        if self.layer or not (self.rules.default or _running.told is not None):
             return
         aside = _Root(self.rules, (), next(_asides))
 
-        def layer(inner: nn.Module) -> str | None:
-            path = aside.path_of(inner)
-            chosen = isinstance(inner, (*LAYERS, *self.rules.layers)) and self.rules.choice(path).linear is not None
-            return path if chosen else None
+        def chosen(inner: nn.Module, path: str) -> bool:
+            return isinstance(inner, (*LAYERS, *self.rules.layers)) and self.rules.choice(path).linear is not None
 
         with aside.running():
-            self.heads, self.reading = heads_linen.find(method, module, args, kwargs, layer)
+            heads, self.reading = heads_linen.find(method, module, args, kwargs, aside.path_of, chosen)
+        self.heads = heads if self.rules.default else {}
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a module in the model; of a layer that is called through `apply` its name, if it has one."""

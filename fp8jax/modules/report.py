@@ -183,7 +183,7 @@ def _explain_nnx(model: nnx.Module, rules: Ordered, sample: Any, keywords: Any) 
     layers = _layers(modules, rules, _nnx_kernel, heads, reading)
     with blocks_nnx.listening(nnx_modules.modules(quantized)) as told:
         program = _nnx_program(quantized, sample, keywords) if sample or keywords else None
-    parts = contexts.plan(modules, rules, told if program else None, heads=heads)
+    parts = contexts.plan(modules, rules, told if program else None, heads=heads, reading=reading)
     return Report(layers, program, parts, _notes(layers, rules, read, unknown))
 
 
@@ -206,7 +206,7 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
     # Of the last call: it has parameters.
     root = roots[-1]
     layers = _layers(submodules, rules, functools.partial(_linen_kernel, params), root.heads, root.reading)
-    parts = contexts.plan(submodules, rules, Told(told, {}), heads=root.heads)
+    parts = contexts.plan(submodules, rules, Told(told, {}), heads=root.heads, reading=root.reading)
     return Report(layers, program, parts, _notes(layers, rules, {}, root.unknown))
 
 

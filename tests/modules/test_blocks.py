@@ -125,12 +125,12 @@ class Dropping(Short):
         self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 
 
-class OwnNorm(nnx.Module):
+class NormFirst(nnx.Module):
     def __init__(self) -> None:
-        self.scale, self.norm = nnx.Param(jnp.ones(WIDTH)), Short(by_tanh)
+        self.scale, self.rest = nnx.Param(jnp.ones(WIDTH)), Short(by_tanh)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * self.scale[...])
+        return self.rest(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * self.scale[...])
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,11 @@ class OwnNorm(nnx.Module):
         (Short(by_hand), ["down reads up through add, div, erf, mul, which is not recognised: call fp8jax.glu"]),
         (Dropping(lambda m, x: m.down(m.dropout(nnx.gelu(m.up(x))))), ["down reads up through dropout, which is not"]),
         (
-            OwnNorm(),
-            ["down reads up through add, integer_pow, mul, tanh", "a norm of its own class: call fp8jax.rms_norm"],
+            NormFirst(),
+            [
+                "up reads a norm written by hand: call fp8jax.rms_norm",
+                "down reads up through add, integer_pow, mul, tanh",
+            ],
         ),
     ],
     ids=["GELU by hand", "dropout", "a norm and GELU by hand"],
