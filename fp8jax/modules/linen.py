@@ -282,8 +282,7 @@ class _Root:
             return isinstance(inner, (*LAYERS, *self.rules.layers)) and self.rules.choice(path).linear is not None
 
         with aside.running():
-            heads, self.reading = heads_linen.find(method, module, args, kwargs, aside.path_of, chosen)
-        self.heads = heads if self.rules.default else {}
+            self.heads, self.reading = heads_linen.find(method, module, args, kwargs, aside.path_of, chosen)
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a module in the model; of a layer that is called through `apply` its name, if it has one."""
