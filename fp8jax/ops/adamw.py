@@ -19,7 +19,6 @@ from fp8jax.ops import adamw_fused
 from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
-from fp8jax.ops.choice import Choice as Choice
 from fp8jax.ops.choice import on_cuda, placed_like, tell, vary_with
 from fp8jax.ops.rounding import round_stochastically
 
@@ -44,7 +43,10 @@ def update(
         params: tree of the parameters; None if none decays.
         adam: the scalars of the step.
         decays: booleans in a tree that is a prefix of `grads`: which parameters decay.
-        impl: "auto", "xla" or "triton"; see `chosen`.
+        impl: "xla" is the reference. "auto" is the kernel for quantized parameters on a CUDA GPU, if its packages are
+            there and it takes the shapes and dtypes, on however many devices; each then updates its part, in whole
+            groups. "triton" is the same, but raises where "auto" would fall back. Parameters without a quantized moment
+            are always XLA's, which fuses them well. `fp8jax.ops.choice.listening` tells what was chosen.
         nu_stochastic: whether quantized second moments are rounded stochastically, with noise from `adam.count`, the
             parameter's path in the tree, and each element's position.
 
@@ -86,44 +88,6 @@ def step(
         ValueError: as `update`; or a key is given, and no parameter is bf16.
     """
     return _apply("step", grads, mu, nu, params, adam, decays, impl, key, nu_stochastic)
-
-
-def chosen(
-    grads: Any,
-    mu: Any,
-    nu: Any,
-    params: Any = None,
-    *,
-    impl: str = "auto",
-    stochastic: bool = False,
-    nu_stochastic: bool = False,
-    platform: str | None = None,
-) -> dict[str, Choice]:
-    """What computes the step of each parameter.
-
-    "xla" is the reference. "auto" is the kernel for quantized parameters on a CUDA GPU, if its packages are there, it
-    takes the shapes and dtypes, on however many devices; each then updates its part, in whole groups. "triton" is the
-    same, but raises where "auto" would fall back. Parameters without a quantized moment are always XLA's, which fuses
-    them well.
-
-    Args:
-        grads, mu, nu, params: as of `update`; abstract arrays will do.
-        impl: as of `update`.
-        stochastic: whether bf16 parameters are rounded stochastically.
-        nu_stochastic: whether quantized second moments are.
-        platform: "cuda", "cpu", ...; None takes JAX's default backend.
-
-    Returns:
-        A `Choice` for each parameter, by its path.
-
-    Raises:
-        ValueError: as `update`.
-    """
-    words = noise.of_step(jnp.int32(1)) if nu_stochastic else None
-    leaves, _ = _leaves(grads, mu, nu, params, True, jax.random.key(0) if stochastic else None, words)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-    cuda = on_cuda(platform)
-    return {path: adamw_fused.choose(leaf, impl, cuda) for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def direction(grads: Any, mu: Any, nu: Any, adam: Adam, words: Any = None) -> tuple[Any, Any, Any]:
