@@ -308,9 +308,7 @@ def _mean_square(outputs: Any) -> jax.Array:
 
 def _spans_tokens(spec: QuantSpec) -> bool:
     """Whether one scale of a matrix (tokens, inputs) holds for several rows."""
-    if spec.granularity == "block":
-        return (spec.group_size or 0) > 1
-    return spec.granularity == "tensor" or (spec.granularity == "mx" and spec.level1 == "tensor")
+    return spec.level1 != "none" and spec.block_shape((2, 2))[0] > 1
 
 
 def _name(layer: Layer) -> tuple[str, str, str]:

@@ -113,8 +113,10 @@ def _unfit(a: QTensor, b: QTensor) -> str | None:
 
 def contraction_length(q: QTensor) -> int:
     """Length along the contraction over which a scale holds; 0 where it holds over all."""
-    size = q.spec.group_size or 0
-    return 0 if size >= q.shape[1] and q.spec.granularity != "mx" else size
+    if q.spec.granularity == "mx":
+        return q.spec.group_size or 0
+    length = q.spec.block_shape(q.shape)[1]
+    return 0 if length >= q.shape[1] else length
 
 
 def _kernel(a: QTensor, b: QTensor) -> Kernel | None:
