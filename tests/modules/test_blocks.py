@@ -10,7 +10,7 @@ from flax import nnx
 
 import fp8jax
 from experiments.tables.flash import flash
-from fp8jax.modules.expressions import outputs
+from fp8jax.modules.expressions import Terms
 from fp8jax.recipes import Context
 from tests.distance import relative
 from tests.modules.residuals import (
@@ -277,8 +277,8 @@ def test_terms_are_told_apart_by_operands_order_and_parameters():
     x = jax.ShapeDtypeStruct((3, 3), jnp.float32)
 
     def same(f, g) -> bool:
-        terms = {}
-        return outputs(f, (x, x), terms) == outputs(g, (x, x), terms)
+        terms = Terms()
+        return terms.outputs(f, (x, x)) == terms.outputs(g, (x, x))
 
     assert same(lambda a, b: (a + b) * jnp.sin(a), lambda a, b: jnp.sin(a) * jax.jit(lambda u, v: v + u)(a, b))
     for f, g in (
