@@ -172,10 +172,9 @@ def _find(run: Callable, arrays: list[Any]) -> Iterator[Form | Gap]:
         trace, seen = get_opaque_trace_state(), dict[str, Array]()
 
         def mark(name: str, call: Callable[[], Array], x: Array) -> Array:
-            inside = get_opaque_trace_state() != trace
-            calls[name] += 2 if inside else 1
+            calls[name] += 1
             y = call()
-            if inside:
+            if get_opaque_trace_state() != trace:
                 return y
             seen[name], types[name] = x, (jax.typeof(x), jax.typeof(y))
             return result(name, y)

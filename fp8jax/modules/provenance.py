@@ -133,7 +133,7 @@ class Registry(threading.local):
     def _enter(self) -> Any:
         """The trace of an operation; drops what is known of traced programs other than the one that it is in."""
         trace = get_opaque_trace_state()
-        program = _program(trace)
+        program = program_of(trace)
         if program is not _UNKNOWN and program != self._program:
             self._program = program
             for entries in (self._noted, self._readers):
@@ -176,7 +176,7 @@ def carried(origin: Origin) -> tuple[Any, Callable[[Any], Origin]]:
 _UNKNOWN = object()
 
 
-def _program(state: Any) -> Any:
+def program_of(state: Any) -> Any:
     """A weak reference to the outermost trace of a program that a trace is in; None if it is in none."""
     # As with JAX's record of a trace: where it has other names, no program is told from another.
     trace: Any = getattr(state, "_trace_ref", lambda: None)()

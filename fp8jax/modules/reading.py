@@ -25,16 +25,7 @@ _SAME = (
     *("neg", "tanh", "logistic", "clamp", "mul", "div", "add", "sub", "max", "min"),
 )
 _SCALINGS = ("mul", "div", "add", "sub")
-LAYOUTS = (
-    "convert_element_type",
-    "transpose",
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "copy",
-    "name",
-)
+LAYOUTS = ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "name")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,6 +87,9 @@ UNKNOWN = {
     "a sum": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x) + x[..., :1])),
     "a layer that is called twice": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.a(x))),
     "a cast": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x).astype(jnp.float16)) * m.b(x))),
+    "casts that round": Perceptron(
+        lambda m, x: m.c(jax.nn.silu((h := m.a(x)).astype(jnp.float8_e5m2).astype(h.dtype)) * m.b(x))
+    ),
     "a loop": Perceptron(
         lambda m, x: jax.lax.scan(lambda y, _: (m.c(jax.nn.silu(m.a(y)) * m.b(y)).astype(y.dtype), None), x, length=2)[
             0

@@ -205,6 +205,27 @@ def test_recognition_runs_a_module_once_aside_and_those_that_are_alike_once():
     assert runs(fp8jax.nnx.quantize(inside, LINEAR_ONLY)) == [4, 4]
 
 
+class Row(nnx.Module):
+    """Modules that are alike, in one that has no layers of its own."""
+
+    def __init__(self, count: int) -> None:
+        self.blocks = nnx.List([Nested([]) for _ in range(count)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_modules_that_are_alike_run_aside_once_in_a_traced_program():
+    model = fp8jax.nnx.quantize(Row(5), COAT)
+    # Without a program around them each may read other globals than the one before.
+    assert runs(model) == [5 + 5] * 2
+    traced = lambda x: jax.jit(lambda x: model(x))(x)  # noqa: E731
+    assert runs(traced) == [5 + 1] * 2
+    assert runs(jax.grad(lambda x: jnp.sum(traced(x)))) == [5 + 1] * 2
+
+
 jitted = nnx.jit(lambda inner, x: inner(x))
 scanned = nnx.scan(lambda x, inner: inner(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
 
