@@ -49,7 +49,7 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
 
     A recipe with a `Context` also changes what `nn.RMSNorm` and `nn.LayerNorm` keep of their inputs, and what
     activations keep: wherever the input of a layer is computed from the outputs of other layers of its module as in
-    SwiGLU and its kin, or in a plain perceptron. For this such modules are traced more than once, aside, as if they
+    SwiGLU and its kin, or in a plain perceptron. For this such modules are traced once more, aside, as if they
     stood at the root: what they compute must not depend on `self.path`. Elsewhere write `fp8jax.glu` or
     `fp8jax.activation`.
 
