@@ -20,8 +20,8 @@ from jax import lax
 import fp8jax
 from experiments.bench import cases, timing
 from fp8jax import recipes
-from fp8jax.ops.fold import fold
 from fp8jax.ops.matmul import matmul
+from fp8jax.ops.microscaled import fold_rows
 from fp8jax.ops.quantize import quantize
 
 BF16 = "xla bf16"
@@ -84,7 +84,11 @@ def forward_arms() -> dict[str, Any]:
     """Functions of (x, w, codes of w per tensor, in blocks of 128) that return y: the product with x's quantization."""
 
     def product(name: str, x: Any, w: Any, tensor: Any, block: Any) -> Any:
-        q = fold(x, FORWARD[name]).q if name.startswith("folded") else quantize(x, FORWARD[name])[0]
+        q = (
+            fold_rows(x, fp8jax.QuantSpec.parse(FORWARD[name]))
+            if name.startswith("folded")
+            else quantize(x, FORWARD[name])[0]
+        )
         assert q is not None
         return matmul(q, block if "128x128" in name else tensor, dtype=jnp.bfloat16)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import fp8jax
 from experiments.bench import cases, timing
 from fp8jax.ops import quantize as op
-from fp8jax.ops.fold import fold
+from fp8jax.ops.microscaled import fold_rows
 from pallas_kernels import quantize_triton as kernel
 from pallas_kernels.maxima_triton import maxima
 
@@ -122,7 +122,7 @@ def arms(sweep: bool) -> dict[str, tuple[Any, Any]]:
     for spec, reads in FOLDS.items():
         for impl in ("xla", "triton"):
             programs[f"fold {spec} ({impl})"] = (
-                lambda x, _, spec=spec, impl=impl: fold(x, spec, impl=impl),
+                lambda x, _, spec=spec, impl=impl: fold_rows(x, fp8jax.QuantSpec.parse(spec), impl=impl),
                 lambda x, out, reads=reads: reads * size(x) + size(out),
             )
     for impl in ("xla", "triton"):

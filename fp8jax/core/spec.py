@@ -136,7 +136,7 @@ class QuantSpec:
 
     @property
     def folds(self) -> bool:
-        """Whether products take codes with the powers of two of groups folded into them (`fp8jax.ops.fold`)."""
+        """Whether products take codes with the powers of two of groups folded into them (`fp8jax.ops.microscaled`)."""
         return self.granularity == "mx" and self.level1 != "none" and self.rounding == "nearest"
 
     @property

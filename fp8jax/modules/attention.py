@@ -17,7 +17,7 @@ from jax.extend import core
 
 from fp8jax.modules.dots import SharedPromotion
 from fp8jax.modules.program import split
-from fp8jax.modules.provenance import REGISTRY, carried
+from fp8jax.modules.provenance import JITS, REGISTRY, carried
 from fp8jax.ops.choice import listening
 
 LAYOUTS = ("reshape", "transpose", "squeeze", "expand_dims")
@@ -128,8 +128,8 @@ class Dataflow:
             eqn = self.makers[value]
             if eqn.primitive.name in LAYOUTS:
                 value = eqn.invars[0]
-            elif eqn.primitive.name in ("jit", "pjit"):
-                inner = Dataflow(eqn.params["jaxpr"].jaxpr)
+            elif eqn.primitive.name in JITS:
+                inner = Dataflow((eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]).jaxpr)
                 origin = inner._climb(inner.jaxpr.outvars[eqn.outvars.index(value)])
                 if origin not in inner.jaxpr.invars:
                     # A function that is called twice is one program.

@@ -2,8 +2,9 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
 from fp8jax.core.recipe import Recipe
-from fp8jax.modules.expressions import outputs, reached
+from fp8jax.modules.expressions import Marks, Terms, marked, result
 from fp8jax.modules.functions import activation, glu
 from fp8jax.modules.reading import LAYOUTS
 from fp8jax.modules.rules import between
@@ -20,6 +21,7 @@ from fp8jax.ops.activation import ACTIVATIONS
 from fp8jax.ops.choice import listening
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call"}
+_AS_WRITTEN = Recipe("as written")
 HOOK = "call fp8jax.glu(gate, up) or fp8jax.activation(x) there"
 
 
@@ -33,6 +35,7 @@ class Form:
         gate: that of the layer whose output is activated.
         up: that of the factor; None for down(f(gate(x))).
         halves: `gate` gives gate and up side by side ("gate, up"), or the other way round ("up, gate").
+        marks: the model's own constraints and names of the outputs of gate and up, and of what `down` reads.
     """
 
     activation: str
@@ -40,6 +43,7 @@ class Form:
     gate: str
     up: str | None = None
     halves: str | None = None
+    marks: Mapping[str, Marks] = dataclasses.field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         if self.halves:
@@ -54,13 +58,13 @@ class Form:
 
     def between(self, outputs: dict[str, Array], recipe: Recipe) -> Array:
         """The input of the last layer from the outputs of the others, by their names."""
-        gate, up = outputs[self.gate], outputs[self.up] if self.up else None
+        gate, up = (marked(outputs[n], self.marks.get(n, ())) if n else None for n in (self.gate, self.up))
+        assert gate is not None
         if self.halves:
             first, second = jnp.split(gate, 2, axis=-1)
             gate, up = (first, second) if self.halves == "gate, up" else (second, first)
-        if up is None:
-            return activation(gate, recipe=recipe, activation=self.activation)
-        return glu(gate, up, recipe=recipe, activation=self.activation)
+        how: Any = {"recipe": recipe, "activation": self.activation}
+        return marked(activation(gate, **how) if up is None else glu(gate, up, **how), self.marks.get(self.down, ()))
 
 
 class Gap(NamedTuple):
@@ -122,9 +126,9 @@ def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, B
     """The activations between the layers of a module in one call of it: where what a layer reads is term by term a form
     of other layers' outputs, whatever else the module computes.
 
-    The module is traced twice, the second time with the outputs of its layers as unknowns. Layers that are called more
-    than once, or inside another trace, as in the body of a loop, are in no form. Of a module that fails, nothing is
-    known.
+    The module is traced once more, with marks on the outputs of its layers, which count as unknowns. Layers that are
+    called more than once, or inside another trace, as in the body of a loop, are in no form. Of a module that fails,
+    nothing is known.
 
     Args:
         run: `run(static, leaves, layer)` runs a copy of the module, with `layer(name, call, x)` in place of each of its
@@ -164,55 +168,40 @@ def _find(run: Callable, arrays: list[Any]) -> Iterator[Form | Gap]:
     types: dict[str, tuple[Any, Any]] = {}
     calls: collections.Counter[str] = collections.Counter()
 
-    def first(arrays: list[Array]) -> None:
-        trace = get_opaque_trace_state()
+    def inputs(arrays: list[Array]) -> dict[str, Array]:
+        trace, seen = get_opaque_trace_state(), dict[str, Array]()
 
-        def record(name: str, call: Callable[[], Array], x: Array) -> Array:
+        def mark(name: str, call: Callable[[], Array], x: Array) -> Array:
+            calls[name] += 1
             y = call()
-            calls[name] += 1 if get_opaque_trace_state() == trace else 2
-            types[name] = jax.typeof(x), jax.typeof(y)
-            return y
+            if get_opaque_trace_state() != trace:
+                return y
+            seen[name], types[name] = x, (jax.typeof(x), jax.typeof(y))
+            return result(name, y)
 
-        run(arrays, record)
-
-    jax.eval_shape(first, arrays)
-    unknown = {name: y for name, (_, y) in types.items() if calls[name] == 1}
-    if len(unknown) < 2:
-        return
-
-    def second(arrays: list[Array], unknown: dict[str, Array]) -> dict[str, Array]:
-        seen: dict[str, Array] = {}
-
-        def stand_in(name: str, call: Callable[[], Array], x: Array) -> Array:
-            if name not in unknown:
-                return call()
-            seen[name] = x
-            return unknown[name]
-
-        run(arrays, stand_in)
+        run(arrays, mark)
         return seen
 
-    terms: dict[Any, int] = {}
-    _, numbers = outputs(second, (arrays, unknown), terms)
-    places = dict(enumerate(sorted(unknown), len(arrays)))
-    listed = list(terms)
-    for down, number in zip(sorted(unknown), numbers, strict=True):
-        arguments, names = reached(number, listed)
-        read = [places.get(i, "") for i in sorted(arguments)]
-        known = len(read) in (1, 2) and all(read) and down not in read
-        for form in _candidates(down, read, types) if known else ():
-            _, made_of = outputs(
-                lambda unknown, f=form: f.between(unknown, Recipe("as written")), (unknown,), terms, len(arrays)
-            )
+    terms = Terms()
+    _, numbers = terms.outputs(inputs, (arrays,))
+    once = {name: y for name, (_, y) in types.items() if calls[name] == 1}
+    for down, number in zip(sorted(types), numbers, strict=True):
+        arguments, read, names = terms.reached(number)
+        known = down in once and down not in read and len(read) in (1, 2) and read <= once.keys()
+        if not known:
+            continue
+        for form in _candidates(down, sorted(read), types) if not arguments else ():
+            _, made_of = terms.outputs(functools.partial(form.between, recipe=_AS_WRITTEN), (once,), sorted(once))
             if made_of == [number]:
-                yield form
+                marks = {name: terms.marks(terms.of_result(name)) for name in read}
+                yield dataclasses.replace(form, marks=marks | {down: terms.marks(number)})
                 break
         else:
-            data = [i for i in arguments if i < len(arrays) and jnp.issubdtype(arrays[i].dtype, jnp.floating)]
-            between, of = sorted(names.difference(LAYOUTS)), tuple(filter(None, read))
+            data = [i for i in arguments if jnp.issubdtype(arrays[i].dtype, jnp.floating)]
+            between = sorted(names.difference(LAYOUTS))
             # An activation has one input, or two; what has more, as attention, is none.
-            if len(of) in (1, 2) and between and not data and not names & _PRODUCTS:
-                yield Gap(down, of, tuple(between))
+            if between and not data and not names & _PRODUCTS:
+                yield Gap(down, tuple(sorted(read)), tuple(between))
 
 
 def _candidates(down: str, read: list[str], types: dict[str, Any]) -> Iterator[Form]:

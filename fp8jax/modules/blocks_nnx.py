@@ -8,17 +8,20 @@ states, checkpoints and graph definitions stay what they were.
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax import Array
+from jax.extend.core import get_opaque_trace_state
 
 from fp8jax.core.recipe import Recipe
 from fp8jax.modules import attention, blocks
 from fp8jax.modules.attention import layers
 from fp8jax.modules.blocks import BlockForms, Form, Watched
+from fp8jax.modules.provenance import program_of
 
 
 class Told(NamedTuple):
@@ -34,13 +37,14 @@ class Told(NamedTuple):
 
 
 class _RunningCalls(threading.local):
-    """What runs in a thread: where calls of layers go, by their identity; what is told; and what is known, for the time
-    of the outermost call of a module."""
+    """What runs in a thread: where calls of layers go, by their identity; what is told; what is known, for the time
+    of the outermost call of a module; and what was known last in a traced program."""
 
     def __init__(self) -> None:
         self.calls: dict[int, Callable] = {}
         self.told: Told = Told({}, {})
         self.known: dict[Any, BlockForms] | None = None
+        self.last: tuple[Any, dict[Any, BlockForms]] = None, {}
 
 
 _running = _RunningCalls()
@@ -109,11 +113,17 @@ def _module_class(cls: Any, keeps: bool) -> type:
 
 @contextlib.contextmanager
 def _remembering() -> Iterator[dict[Any, BlockForms]]:
-    """Keeps what is known until the outermost call ends: between calls, globals and other objects may change."""
-    before = _running.known
-    _running.known = {} if before is None else before
+    """Keeps what is known until the outermost call ends, or the traced program that it is in: between calls outside of
+    one, globals and other objects may change."""
+    before = known = _running.known
+    if known is None:
+        program, known = program_of(get_opaque_trace_state()), {}
+        if isinstance(program, weakref.ref) and program == _running.last[0]:
+            known = _running.last[1]
+        _running.last = program, known
+    _running.known = known
     try:
-        yield _running.known
+        yield known
     finally:
         _running.known = before
 

@@ -1,7 +1,6 @@
 """What becomes of the non-linear parts of a Flax model: its norms, activations and, in NNX, attentions."""
 
 import dataclasses
-import re
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +11,8 @@ from fp8jax.core.recipe import Context
 from fp8jax.modules import blocks, blocks_nnx, norms
 from fp8jax.modules.blocks import BlockForms
 from fp8jax.modules.blocks_nnx import Told
+from fp8jax.modules.reading import Reading
 from fp8jax.modules.rules import LayerChoice, Rules, between, ordered
-
-_OWN_NORM = re.compile(r"\w*[nN]orm\w*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +59,7 @@ def plan(
     told: Told | None = None,
     *,
     heads: Mapping[str, str] = types.MappingProxyType({}),
+    reading: Reading | None = None,
     replace: bool = False,
 ) -> tuple[ContextEntry, ...]:
     """What the rules make of the non-linear parts of a model.
@@ -72,9 +71,10 @@ def plan(
         rules: as `fp8jax.nnx.quantize` takes them.
         told: what a call of the model has told; None before it has run.
         heads: layers that a recipe leaves alone, as `Ordered.choice` takes them.
+        reading: what a program of the model has told of norms written by hand; None before it has run.
         replace: whether to do so, in place, before linear layers are replaced.
     """
-    each, parts = ordered(rules), []
+    each, parts, reading = ordered(rules), list[ContextEntry](), reading or Reading()
     paths = {id(module): path for path, module in modules.items()}
     for path, module in modules.items() if each.contexts or (replace and each.between) else ():
         choices: dict[str, LayerChoice] = {}
@@ -101,8 +101,12 @@ def plan(
                     parts.append(
                         ContextEntry(path, kind, None, context if residuals else None, choice.reason + hint, residuals)
                     )
-        elif _OWN_NORM.fullmatch(kind) and not type(module).__module__.startswith("flax."):
+        if path in reading.norms and not isinstance(module, (*norms.LAYERS, *norms.LINEN_LAYERS)):
             parts.append(ContextEntry(path, kind, None, None, norms.OWN_CLASS))
+        inside = [p for p in sorted(reading.normed) if p.rpartition("/")[0] == path and _context(each.choice(p, heads))]
+        if inside and path not in inside:
+            read = " and ".join(p.rpartition("/")[2] for p in inside) + (" reads" if len(inside) == 1 else " read")
+            parts.append(ContextEntry(path, kind, None, None, f"{read} a norm written by hand: {norms.HOOK} for it"))
         for gap in block.gaps:
             parts.append(ContextEntry(path, kind, None, None, f"{gap}: {blocks.HOOK}"))
         for form in of:

@@ -18,10 +18,9 @@ from jax.extend import core
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.dots import DotGeneral
 from fp8jax.modules.program import split
+from fp8jax.modules.provenance import JITS
+from fp8jax.modules.reading import LAYOUTS
 from fp8jax.modules.scaled import check_stateless
-
-_LAYOUTS = ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
-_CALLS = ("jit", "pjit", "closed_call")
 
 
 class _Rerun:
@@ -41,14 +40,14 @@ class _Rerun:
         for eqn in jaxpr.eqns:
             operands, are = zip(*map(look, eqn.invars), strict=True) if eqn.invars else ((), ())
             name, of_weight = eqn.primitive.name, [False] * len(eqn.outvars)
-            if name in _CALLS:
+            if name in JITS:
                 inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
                 results, of_weight = self.run(inner.jaxpr, inner.consts, operands, are)
             elif name == "dot_general" and sum(are) == 1:
                 results = [self._product(*operands, weight_first=are[0], **eqn.params)]
             else:
                 results = _as_written(eqn, operands, jaxpr.debug_info)
-                of_weight = [name in _LAYOUTS and any(are)] * len(results)
+                of_weight = [name in LAYOUTS and any(are)] * len(results)
             known |= dict(zip(eqn.outvars, results, strict=True))
             weight |= dict(zip(eqn.outvars, of_weight, strict=True))
         results = [look(v) for v in jaxpr.outvars]

@@ -6,72 +6,32 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.functions import dot_general, einsum
 from fp8jax.modules.provenance import REGISTRY
-from fp8jax.ops.linear import DimensionNumbers, content_key
-from fp8jax.ops.product import QuantizedWeight
+from fp8jax.ops.linear import content_key
 from fp8jax.ops.saved import ITSELF
 
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """`fp8jax.dot_general` with its recipe; keys for stochastic rounding come from the data."""
+    """`fp8jax.dot_general` with its recipe, called as that; keys for stochastic rounding come from the data."""
 
     linear: Linear
 
-    def __call__(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-        quantized: QuantizedWeight | None = None,
-    ) -> Array:
-        return dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            recipe=self.linear,
-            key=key_of(lhs, self.linear),
-            quantized=quantized,
-            out_sharding=out_sharding,
-        )
+    def __call__(self, lhs: Array, rhs: Array, *args: Any, **kwargs: Any) -> Array:
+        return dot_general(lhs, rhs, *args, recipe=self.linear, key=key_of(lhs, self.linear), **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """`fp8jax.einsum` with its recipe; keys for stochastic rounding come from the data."""
+    """`fp8jax.einsum` with its recipe, called as that; keys for stochastic rounding come from the data."""
 
     linear: Linear
 
-    def __call__(
-        self,
-        subscripts: str,
-        lhs: Array,
-        rhs: Array,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> Array:
-        return einsum(
-            subscripts,
-            lhs,
-            rhs,
-            precision,
-            preferred_element_type,
-            recipe=self.linear,
-            key=key_of(lhs, self.linear),
-            out_sharding=out_sharding,
-        )
+    def __call__(self, subscripts: str, lhs: Array, rhs: Array, *args: Any, **kwargs: Any) -> Array:
+        return einsum(subscripts, lhs, rhs, *args, recipe=self.linear, key=key_of(lhs, self.linear), **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)

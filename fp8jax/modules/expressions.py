@@ -1,70 +1,130 @@
 """What functions compute: their programs as numbered terms, which are the same where these compute the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from fp8jax.modules.provenance import JITS, lossless
+
 _COMMUTATIVE = ("add", "mul")
+_RESULT = "fp8jax result of "
+# What says something of a value, and is none of it.
+_MARKS = ("name", "sharding_constraint", "layout_constraint", "reshard", "optimization_barrier")
+_LAYOUTS = ("convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
+
+Marks = tuple[tuple[Any, dict[str, Any]], ...]
 
 
-def outputs(fn: Callable, args: Any, terms: dict[Any, int], first: int = 0) -> tuple[Any, list[int]]:
-    """The structure of what a function of abstract arguments returns, and the number of each term in it.
+def result(name: str, y: Array) -> Array:
+    """Marks a value as the result with this name: terms are computed from it, not from what it is computed from."""
+    marked: Array = checkpoint_name(y, _RESULT + name)
+    return marked
 
-    Terms have the same number where the same operations are applied to the same operands. Calls are looked into, and
-    the operands of sums and products may stand in either order; nothing else is rewritten, so that terms that are equal
-    for another reason count as different.
 
-    Args:
-        fn: the function.
-        args: its arguments, in any structure.
-        terms: the terms that have numbers so far, in their order; empty at first.
-        first: the place of the first array of `args` among the arguments that terms are computed from.
+def marked(x: Array, marks: Marks) -> Array:
+    """An array under the marks of another one: its constraints and names."""
+    for primitive, params in marks:
+        x = primitive.bind(x, **params)
+    return x
+
+
+class Terms:
+    """The terms of programs by their numbers.
+
+    Terms have the same number where the same operations are applied to the same operands. Calls are looked into, the
+    operands of sums and products may stand in either order, constraints, names and barriers are no operations, and
+    layouts and casts that lead back to where they began are none; nothing else is rewritten, so that terms that are
+    equal for another reason count as different.
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    inputs = [_number(terms, "input", first + i) for i in range(len(closed.jaxpr.invars))]
-    return jax.tree.structure(shapes), _evaluate(closed, inputs, terms)
 
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._marks: dict[int, Marks] = {}
+        self._sources: dict[int, tuple[int, Any]] = {}
 
-def reached(number: int, terms: list[Any]) -> tuple[set[int], set[str]]:
-    """The arguments, by their places, that the term with a number is computed from, and the names of the operations in
-    between; `terms` in their order."""
-    arguments, names, seen, todo = set[int](), set[str](), {number}, [number]
-    while todo:
-        term = terms[todo.pop()]
-        if term[0] == "input":
-            arguments.add(term[1])
-        elif term[0] not in ("constant", "literal"):
-            names.add(term[0])
-            todo += {*term[2:-1]} - seen
-            seen |= {*term[2:-1]}
-    return arguments, names
+    def outputs(self, fn: Callable, args: Any, names: Sequence[str] | None = None) -> tuple[Any, list[int]]:
+        """The structure of what a function of abstract arguments returns, and the number of each term in it.
 
+        Args:
+            fn: the function.
+            args: its arguments, in any structure.
+            names: the results that its arguments are; None where they are arguments.
+        """
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        count = len(closed.jaxpr.invars)
+        terms = [("input", i) for i in range(count)] if names is None else [("result", name) for name in names]
+        return jax.tree.structure(shapes), self._evaluate(closed, [self._number(*term) for term in terms])
 
-def _evaluate(closed: Any, inputs: list[int], terms: dict[Any, int]) -> list[int]:
-    """The numbers of the terms that a program returns; the same term has the same number."""
-    jaxpr = closed.jaxpr
-    consts = [_number(terms, "constant", id(c)) for c in closed.consts]
-    numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    def reached(self, number: int) -> tuple[set[int], set[str], set[str]]:
+        """The arguments, by their places, and the results that a term is computed from, and the names of the operations
+        in between."""
+        listed, arguments, results, names = list(self._numbers), set[int](), set[str](), set[str]()
+        seen, todo = {number}, [number]
+        while todo:
+            term = listed[todo.pop()]
+            if term[0] in ("input", "result"):
+                (arguments if term[0] == "input" else results).add(term[1])
+            elif term[0] not in ("constant", "literal"):
+                names.add(term[0])
+                todo += {*term[2:-1]} - seen
+                seen |= {*term[2:-1]}
+        return arguments, results, names
 
-    def read(atom: Any) -> int:
-        if isinstance(atom, core.Literal):
-            return _number(terms, "literal", str(atom.aval), repr(atom.val))
-        return numbers[atom]
+    def marks(self, number: int) -> Marks:
+        """The constraints and names of a term."""
+        return self._marks.get(number, ())
 
-    for eqn in jaxpr.eqns:
-        operands = [read(v) for v in eqn.invars]
-        name = eqn.primitive.name
-        if name in ("jit", "pjit", "closed_call"):
-            results = _evaluate(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], operands, terms)
-        else:
-            operands = sorted(operands) if name in _COMMUTATIVE else operands
-            term = (name, str(sorted(eqn.params.items())), *operands)
-            results = [_number(terms, *term, i) for i in range(len(eqn.outvars))]
-        numbers |= dict(zip(eqn.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    def of_result(self, name: str) -> int:
+        """The number of a result."""
+        return self._number("result", name)
 
+    def _evaluate(self, closed: Any, inputs: list[int]) -> list[int]:
+        """The numbers of the terms that a program returns."""
+        jaxpr = closed.jaxpr
+        consts = [self._number("constant", id(c)) for c in closed.consts]
+        numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
-def _number(terms: dict[Any, int], *term: Any) -> int:
-    return terms.setdefault(term, len(terms))
+        def read(atom: Any) -> int:
+            if isinstance(atom, core.Literal):
+                return self._number("literal", str(atom.aval), repr(atom.val))
+            return numbers[atom]
+
+        for eqn in jaxpr.eqns:
+            results = self._results(eqn, [read(v) for v in eqn.invars])
+            numbers |= dict(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _results(self, eqn: Any, operands: list[int]) -> list[int]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in JITS:
+            return self._evaluate(params.get("jaxpr") or params["call_jaxpr"], operands)
+        if name == "name" and params["name"].startswith(_RESULT):
+            return [self._number("result", params["name"].removeprefix(_RESULT))]
+        if name in _MARKS:
+            if name != "optimization_barrier":
+                self._marks[operands[0]] = (*self.marks(operands[0]), (eqn.primitive, params))
+            return operands
+        operands = sorted(operands) if name in _COMMUTATIVE else operands
+        term = (name, str(sorted(params.items())), *operands)
+        numbers = [self._number(*term, i) for i in range(len(eqn.outvars))]
+        if name in _LAYOUTS and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:
+            self._sources[numbers[0]] = operands[0], eqn.invars[0].aval
+            return [self._origin(numbers[0], eqn.outvars[0].aval)]
+        return numbers
+
+    def _origin(self, number: int, kind: Any) -> int:
+        """The term that a layout or cast leads back to, or itself."""
+        before, dtypes = number, list[Any]()
+        while before in self._sources:
+            before, source = self._sources[before]
+            if source.shape == kind.shape and source.dtype == kind.dtype:
+                return before if lossless([source.dtype, *dtypes], kind.dtype) else number
+            dtypes.append(source.dtype)
+        return number
+
+    def _number(self, *term: Any) -> int:
+        return self._numbers.setdefault(term, len(self._numbers))

@@ -1,4 +1,4 @@
-"""Output heads and routers of Flax Linen models, found in each call by what reads the results of layers."""
+"""Output heads and routers of Flax Linen models, and norms written by hand, found in each call by its program."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from fp8jax.modules import reading
+from fp8jax.modules.blocks import positional
 from fp8jax.modules.program import split
 from fp8jax.modules.reading import Reading
 
 
 def find(
-    method: Callable, module: nn.Module, args: Any, kwargs: Any, layer: Callable[[nn.Module], str | None]
+    method: Callable, module: nn.Module, args: Any, kwargs: Any, path_of: Callable[[nn.Module], str], chosen: Callable
 ) -> tuple[dict[str, str], Reading]:
     """The layers of a bound model whose results a call of a method returns, or chooses by, with the reason.
 
@@ -25,7 +26,8 @@ def find(
         module: the model; nothing of it is changed.
         args: of the call.
         kwargs: likewise.
-        layer: the path of a module that is a layer which would be quantized, else None.
+        path_of: the path of a module.
+        chosen: whether a module with a path is a layer which would be quantized.
     """
     scope, copy = module.scope, module.clone(parent=None)
     assert scope is not None
@@ -34,9 +36,16 @@ def find(
     wanted: set[str] = set()
 
     def intercept(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.method_name != "__call__":
+            return call(*args, **kwargs)
+        path = path_of(context.module)
+        if not chosen(context.module, path):
+            return reading.tag_part(path, call(*args, **kwargs))
+        args, kwargs = positional(args, kwargs)
+        if args and isinstance(args[-1], Array):  # an einsum's subscripts may stand before it
+            args = (*args[:-1], reading.tag_input(path, args[-1]))
         y = call(*args, **kwargs)
-        path = layer(context.module) if context.method_name == "__call__" else None
-        if path is None or not isinstance(y, Array):
+        if not isinstance(y, Array):
             return y
         wanted.add(path)
         return reading.tag(path, y)

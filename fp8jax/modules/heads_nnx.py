@@ -1,4 +1,7 @@
-"""Output heads and routers of Flax NNX models: by shapes before they run, by what reads their results in a program."""
+"""Output heads and routers of Flax NNX models: by shapes before they run, by what reads their results in a program.
+
+That program tells norms written by hand, too.
+"""
 
 import dataclasses
 import math
@@ -10,6 +13,7 @@ from flax import nnx
 
 from fp8jax.modules import reading
 from fp8jax.modules.attention import layers
+from fp8jax.modules.blocks_nnx import with_call
 from fp8jax.modules.reading import Reading
 
 # A layer may give what several others read side by side: gate and up, or q, k and v.
@@ -95,7 +99,19 @@ class _Tagged:
     product: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The subscripts of an einsum stand before what it reads.
+        place = 1 if isinstance(args[0], str) else 0
+        args = (*args[:place], reading.tag_input(self.path, args[place]), *args[place + 1 :])
         return reading.tag(self.path, self.product(*args, **kwargs))
+
+
+def _tagged(cls: Any, path: str) -> type:
+    """The class of a module that is no layer, with a mark on what it returns."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return reading.tag_part(path, cls.__call__(self, *args, **kwargs))
+
+    return with_call(cls, __call__)
 
 
 def by_reading(model: Any, wanted: dict[str, Any], call: Callable, arrays: Any) -> tuple[dict[str, str], Reading]:
@@ -113,6 +129,8 @@ def by_reading(model: Any, wanted: dict[str, Any], call: Callable, arrays: Any) 
             layer.einsum_op = _Tagged(path, layer.einsum_op)
         elif path in wanted and isinstance(layer, (nnx.Linear, nnx.LinearGeneral)):
             layer.dot_general = _Tagged(path, layer.dot_general or jax.lax.dot_general)
+        elif path not in wanted and callable(layer) and _plain(layer):
+            object.__setattr__(layer, "__class__", _tagged(type(layer), path))
     graph, params, rest = nnx.split(copy, nnx.Param, ...)  # type: ignore[misc]
     flat = nnx.to_flat_state(params)
 

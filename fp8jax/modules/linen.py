@@ -49,7 +49,7 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
 
     A recipe with a `Context` also changes what `nn.RMSNorm` and `nn.LayerNorm` keep of their inputs, and what
     activations keep: wherever the input of a layer is computed from the outputs of other layers of its module as in
-    SwiGLU and its kin, or in a plain perceptron. For this such modules are traced more than once, aside, as if they
+    SwiGLU and its kin, or in a plain perceptron. For this such modules are traced once more, aside, as if they
     stood at the root: what they compute must not depend on `self.path`. Elsewhere write `fp8jax.glu` or
     `fp8jax.activation`.
 
@@ -273,18 +273,16 @@ class _Root:
             _running.roots.pop()
 
     def read(self, method: Callable, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Finds output heads and routers, where a recipe leaves them alone."""
-        if not self.rules.default or self.layer:
+        """Finds output heads and routers, where a recipe leaves them alone, and what `explain` asks for."""
+        if self.layer or not (self.rules.default or _running.told is not None):
             return
         aside = _Root(self.rules, (), next(_asides))
 
-        def layer(inner: nn.Module) -> str | None:
-            path = aside.path_of(inner)
-            chosen = isinstance(inner, (*LAYERS, *self.rules.layers)) and self.rules.choice(path).linear is not None
-            return path if chosen else None
+        def chosen(inner: nn.Module, path: str) -> bool:
+            return isinstance(inner, (*LAYERS, *self.rules.layers)) and self.rules.choice(path).linear is not None
 
         with aside.running():
-            self.heads, self.reading = heads_linen.find(method, module, args, kwargs, layer)
+            self.heads, self.reading = heads_linen.find(method, module, args, kwargs, aside.path_of, chosen)
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a module in the model; of a layer that is called through `apply` its name, if it has one."""

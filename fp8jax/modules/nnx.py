@@ -116,11 +116,6 @@ def params(module: Any) -> dict[str, Any]:
     return {name: v for name, v in vars(module).items() if isinstance(v, nnx.Param)}
 
 
-def find(model: nnx.Module) -> dict[str, Any]:
-    """The layers of Flax that can be quantized, by path."""
-    return {path: module for path, module in modules(model).items() if isinstance(module, LAYERS)}
-
-
 def modules(model: nnx.Module) -> dict[str, Any]:
     """All modules of a model, by path; a module that stands in several places, by its first."""
     return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}

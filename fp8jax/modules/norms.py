@@ -12,7 +12,8 @@ from fp8jax.modules.functions import layer_norm, rms_norm
 
 LAYERS = (nnx.RMSNorm, nnx.LayerNorm)
 LINEN_LAYERS = (nn.RMSNorm, nn.LayerNorm)
-OWN_CLASS = "a norm of its own class: call fp8jax.rms_norm or fp8jax.layer_norm in it"
+HOOK = "call fp8jax.rms_norm or fp8jax.layer_norm"
+OWN_CLASS = f"a norm of its own class: {HOOK} in it"
 
 
 class RMSNorm(nnx.RMSNorm):

@@ -30,7 +30,7 @@ _SAME = frozenset((
     *("convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "name"),
     *("optimization_barrier", "sharding_constraint", "layout_constraint", "reshard", "mesh_cast"),
 ))  # fmt: skip
-_JITS = ("jit", "pjit", "closed_call")
+JITS = ("jit", "pjit", "closed_call")
 
 
 class _Noted(NamedTuple):
@@ -100,7 +100,7 @@ class Registry(threading.local):
     def follow(self, source: Array, copy: Array) -> None:
         """Says that an array is another one in another dtype, which outside of traces no one can see."""
         origin = self.find(source)
-        if copy is not source and origin != NOTHING and _lossless([source.dtype], copy.dtype):
+        if copy is not source and origin != NOTHING and lossless([source.dtype], copy.dtype):
             self.note(copy, _as(origin, source, copy))
 
     def share(self, x: Array, use: Hashable, make: Callable[[], Shared], *others: Any) -> Shared:
@@ -133,7 +133,7 @@ class Registry(threading.local):
     def _enter(self) -> Any:
         """The trace of an operation; drops what is known of traced programs other than the one that it is in."""
         trace = get_opaque_trace_state()
-        program = _program(trace)
+        program = program_of(trace)
         if program is not _UNKNOWN and program != self._program:
             self._program = program
             for entries in (self._noted, self._readers):
@@ -176,7 +176,7 @@ def carried(origin: Origin) -> tuple[Any, Callable[[Any], Origin]]:
 _UNKNOWN = object()
 
 
-def _program(state: Any) -> Any:
+def program_of(state: Any) -> Any:
     """A weak reference to the outermost trace of a program that a trace is in; None if it is in none."""
     # As with JAX's record of a trace: where it has other names, no program is told from another.
     trace: Any = getattr(state, "_trace_ref", lambda: None)()
@@ -223,11 +223,11 @@ def _before(x: Any) -> Iterator[Any]:
         yield x
         dtypes.append(x.dtype)
         x = _operand(x)
-        if x is not None and not _lossless([x.dtype, *dtypes[1:]], wanted):
+        if x is not None and not lossless([x.dtype, *dtypes[1:]], wanted):
             return
 
 
-def _lossless(dtypes: list[Any], wanted: Any) -> bool:
+def lossless(dtypes: list[Any], wanted: Any) -> bool:
     """Whether values that were in one dtype after another, the first one last, are those of the first in the last."""
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (*dtypes, wanted)):
         return len({*dtypes, wanted}) == 1
@@ -252,7 +252,7 @@ def _source(name: str, params: Any, place: int) -> int | None:
     """The operand whose value a result of an operation has, by its place; None if no operand."""
     if name in _SAME:
         return place if name == "optimization_barrier" else 0
-    if name not in _JITS:
+    if name not in JITS:
         return None
     jaxpr = (params.get("jaxpr") or params["call_jaxpr"]).jaxpr
     makers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
@@ -268,6 +268,6 @@ def _source(name: str, params: Any, place: int) -> int | None:
         return None
     return (
         jaxpr.invars.index(value)
-        if _lossless([value.aval.dtype, *dtypes[1:]], jaxpr.outvars[place].aval.dtype)
+        if lossless([value.aval.dtype, *dtypes[1:]], jaxpr.outvars[place].aval.dtype)
         else None
     )

@@ -1,4 +1,4 @@
-"""What a model makes of the results of its layers, read from its program; knows nothing of Flax.
+"""What a model makes of the results of its layers, and of what these read, from its program; knows nothing of Flax.
 
 A layer whose result is what the model returns is an output head; one whose result goes into softmax, top_k or argmax
 chooses: it is a head or a router. Their errors go straight into the loss, or send tokens elsewhere, and both are small.
@@ -14,7 +14,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-_TAG = "fp8jax layer "
+_TAG, _INPUT, _PART = "fp8jax layer ", "fp8jax input of ", "fp8jax part "
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", "scaled_dot", "pallas_call")
 _CHOICES = {"top_k": "top_k", "approx_top_k": "top_k", "argmax": "argmax", "argmin": "argmin", "sort": "sort"}
 # What a result stays a result under: casts, layouts, parts of it, and functions of one value that soften or scale it.
@@ -25,16 +25,7 @@ _SAME = (
     *("neg", "tanh", "logistic", "clamp", "mul", "div", "add", "sub", "max", "min"),
 )
 _SCALINGS = ("mul", "div", "add", "sub")
-LAYOUTS = (
-    "convert_element_type",
-    "transpose",
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "copy",
-    "name",
-)
+LAYOUTS = ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +38,7 @@ class Value:
         matrix: the parameter that it is, up to casts and layouts.
         data: it depends on more than parameters and constants.
         how: "largest", the largest of a result, or "less", a result less its largest, as in softmax.
+        stage: how far it is on the way to a norm of the last axis, one of `_stage`.
     """
 
     results: frozenset[str] = frozenset()
@@ -54,6 +46,7 @@ class Value:
     matrix: str | None = None
     data: bool = False
     how: str | None = None
+    stage: str | None = None
 
 
 @dataclasses.dataclass
@@ -65,18 +58,33 @@ class Reading:
         products: layers whose result some later product is computed from.
         multiplied: parameters that products take, up to casts and layouts, with data; by their names.
         results: the dtype and shape of what each layer returns.
+        normed: layers that read a norm which no part with a mark returns.
+        norms: parts that return a norm.
     """
 
     gates: dict[str, str] = dataclasses.field(default_factory=dict)
     products: set[str] = dataclasses.field(default_factory=set)
     multiplied: set[str] = dataclasses.field(default_factory=set)
     results: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    normed: set[str] = dataclasses.field(default_factory=set)
+    norms: set[str] = dataclasses.field(default_factory=set)
 
 
 def tag(path: str, y: Array) -> Array:
     """Marks the result of a layer, for `read`."""
     marked: Array = checkpoint_name(y, _TAG + path)
     return marked
+
+
+def tag_input(path: str, x: Array) -> Array:
+    """Marks what a layer reads."""
+    marked: Array = checkpoint_name(x, _INPUT + path)
+    return marked
+
+
+def tag_part(path: str, y: Any) -> Any:
+    """Marks the result of a module that is no layer, if it is one array."""
+    return checkpoint_name(y, _PART + path) if isinstance(y, Array) else y
 
 
 def heads(closed: Any, parameters: Sequence[str | None], wanted: Iterable[str]) -> tuple[dict[str, str], Reading]:
@@ -137,13 +145,21 @@ def _apply(eqn: Any, inputs: list[Value], reading: Reading) -> list[Value]:
         return [functools.reduce(_join, values) for values in zip(*each, strict=True)]
     inner = _program(params, len(inputs))
     if inner is not None and name != "pallas_call":
-        return _inner(inner, inputs, reading)
+        results = _inner(inner, inputs, reading)
+        # What has a backward pass of its own is written for it.
+        return [dataclasses.replace(v, stage=None) for v in results] if name == "custom_vjp_call" else results
     above = frozenset[str]().union(*(v.above for v in inputs))
     data = any(v.data for v in inputs)
     if name == "name" and params["name"].startswith(_TAG):
         path = params["name"].removeprefix(_TAG)
         reading.results[path] = eqn.outvars[0].aval.shape
         return [Value(frozenset([path]), above | {path}, data=True)]
+    if name == "name" and inputs[0].stage == "norm":
+        if params["name"].startswith(_INPUT):
+            reading.normed.add(params["name"].removeprefix(_INPUT))
+        if params["name"].startswith(_PART):
+            reading.norms.add(params["name"].removeprefix(_PART))
+            return [dataclasses.replace(inputs[0], stage=None)]
     if name in _PRODUCTS:
         reading.products |= above
         if data:
@@ -151,7 +167,7 @@ def _apply(eqn: Any, inputs: list[Value], reading: Reading) -> list[Value]:
     for path in inputs[0].results if inputs and inputs[0].how != "largest" else ():
         if name in _CHOICES or (name == "exp" and inputs[0].how == "less"):
             reading.gates.setdefault(path, _CHOICES.get(name, "softmax"))
-    value = dataclasses.replace(_value(name, inputs), above=above, data=data)
+    value = dataclasses.replace(_value(name, inputs), above=above, data=data, stage=_stage(eqn, inputs))
     if name == "optimization_barrier":
         return inputs
     return [value for _ in eqn.outvars]
@@ -175,13 +191,58 @@ def _value(name: str, inputs: list[Value]) -> Value:
     return Value() if clipped or (several and name in _SCALINGS) else joined
 
 
+def _stage(eqn: Any, inputs: list[Value]) -> str | None:
+    """How far a value is on the way from x to x * rsqrt(mean(x**2) + eps): "square", "sum" of squares along the last
+    axis, "mean", its "root", the "inverse" of that, "norm".
+
+    Scales and biases are parameters or constants. A mean may be less another one squared, as in a variance.
+    """
+    name, first, last = eqn.primitive.name, inputs[0] if inputs else Value(), inputs[-1] if inputs else Value()
+    if name in LAYOUTS:
+        return first.stage
+    twice = len(inputs) == 2 and eqn.invars[0] is eqn.invars[1]
+    if name == "square" or (name == "integer_pow" and eqn.params["y"] == 2) or (name == "mul" and twice):
+        return "square" if first.data else None
+    if name == "reduce_sum" and first.stage == "square":
+        return "sum" if tuple(eqn.params["axes"]) == (eqn.invars[0].aval.ndim - 1,) else None
+    if name in ("sqrt", "rsqrt", "pow") and first.stage == "mean":
+        inverse = name == "rsqrt" or (name == "pow" and getattr(eqn.invars[1], "val", 0) == -0.5)
+        return "inverse" if inverse else "root" if name == "sqrt" else None
+    if name == "div" and last.stage == "root":
+        return "norm" if first.data else "inverse"
+    if name == "sub" and first.stage == "mean":
+        return "mean"
+    steps = {
+        "sum": {"mul": "mean", "div": "mean"},
+        "mean": dict.fromkeys(("add", "mul", "div", "max", "select_n"), "mean"),
+        "inverse": {"mul": "inverse"},
+        "norm": dict.fromkeys(("add", "sub", "mul", "div"), "norm"),
+    }
+    # The condition of a choice is no value.
+    values = inputs[name == "select_n" :]
+    staged, others = [v for v in values if v.stage], [v for v in values if not v.stage]
+    if len(staged) != 1:
+        return None
+    stage, data = staged[0].stage or "", any(v.data for v in others)
+    if stage == "inverse" and name == "mul" and data:
+        return "norm"
+    return None if data else steps.get(stage, {}).get(name)
+
+
 def _join(a: Value, b: Value) -> Value:
     """What is known of a value that may be either of two, or is computed from both."""
     other = [v for v in (a, b) if v.data and not v.results]
     results = frozenset[str]() if other else a.results | b.results
     hows = {v.how for v in (a, b) if v.results}
     how = hows.pop() if len(hows) == 1 and results else None
-    return Value(results, a.above | b.above, a.matrix if a.matrix == b.matrix else None, a.data or b.data, how)
+    return Value(
+        results,
+        a.above | b.above,
+        a.matrix if a.matrix == b.matrix else None,
+        a.data or b.data,
+        how,
+        a.stage if a.stage == b.stage else None,
+    )
 
 
 def _inner(program: Any, inputs: list[Value], reading: Reading) -> list[Value]:

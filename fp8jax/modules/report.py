@@ -183,7 +183,7 @@ def _explain_nnx(model: nnx.Module, rules: Ordered, sample: Any, keywords: Any) 
     layers = _layers(modules, rules, _nnx_kernel, heads, reading)
     with blocks_nnx.listening(nnx_modules.modules(quantized)) as told:
         program = _nnx_program(quantized, sample, keywords) if sample or keywords else None
-    parts = contexts.plan(modules, rules, told if program else None, heads=heads)
+    parts = contexts.plan(modules, rules, told if program else None, heads=heads, reading=reading)
     return Report(layers, program, parts, _notes(layers, rules, read, unknown))
 
 
@@ -206,7 +206,7 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
     # Of the last call: it has parameters.
     root = roots[-1]
     layers = _layers(submodules, rules, functools.partial(_linen_kernel, params), root.heads, root.reading)
-    parts = contexts.plan(submodules, rules, Told(told, {}), heads=root.heads)
+    parts = contexts.plan(submodules, rules, Told(told, {}), heads=root.heads, reading=root.reading)
     return Report(layers, program, parts, _notes(layers, rules, {}, root.unknown))
 
 
@@ -308,9 +308,7 @@ def _mean_square(outputs: Any) -> jax.Array:
 
 def _spans_tokens(spec: QuantSpec) -> bool:
     """Whether one scale of a matrix (tokens, inputs) holds for several rows."""
-    if spec.granularity == "block":
-        return (spec.group_size or 0) > 1
-    return spec.granularity == "tensor" or (spec.granularity == "mx" and spec.level1 == "tensor")
+    return spec.level1 != "none" and spec.block_shape((2, 2))[0] > 1
 
 
 def _name(layer: Layer) -> tuple[str, str, str]:

@@ -81,6 +81,24 @@ def nothing_seen(linear: Linear, operand: str, stacked: tuple[int, ...] = ()) ->
     return jnp.zeros((*stacked, *linear.states[operand].statistic), jnp.float32)
 
 
+def advanced(
+    linear: Linear, state: ScalingState, observed: Mapping[str, Array], axis_name: Any
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The states of a layer after a step, by operand, and what is seen then: nothing.
+
+    Args:
+        linear: its recipe.
+        state: before the step.
+        observed: of the step, by operand.
+        axis_name: mesh axes of replicas whose observations are merged, or None.
+    """
+    seen = {o: jnp.zeros_like(value) for o, value in observed.items() if o != "dy"}
+    if axis_name is not None:
+        observed = {o: linear.states[o].over_replicas(value, axis_name) for o, value in observed.items()}
+    new = update_scaling(state, Observed(**observed), linear)._asdict()
+    return {operand: value for operand, value in new.items() if value is not None}, seen
+
+
 class ScalingVariable(nnx.Variable):
     """State of a scaling, and what calls of the current step have seen: module state, never differentiated."""
 
@@ -144,16 +162,13 @@ class LayerScaling(ScaledDotGeneral, nnx.Module):
 
     def advance(self, dy: Array | None, axis_name: Any = None) -> None:
         """Ends a step: what was seen enters the states, and nothing is seen of the next one yet."""
-        seen = {o: getattr(self, f"seen_{o}")[...] for o in ("x", "w") if observes(self.linear, o)}
-        observed = seen | ({} if dy is None else {"dy": dy})
-        if axis_name is not None:
-            observed = {o: self.linear.states[o].over_replicas(value, axis_name) for o, value in observed.items()}
-        new = update_scaling(self.state(), Observed(**observed), self.linear)
-        for operand, state in new._asdict().items():
-            if state is not None:
-                getattr(self, self.linear.states[operand].variable(operand))[...] = state
+        observed = {o: getattr(self, f"seen_{o}")[...] for o in ("x", "w") if observes(self.linear, o)}
+        observed |= {} if dy is None else {"dy": dy}
+        states, seen = advanced(self.linear, self.state(), observed, axis_name)
+        for operand, state in states.items():
+            getattr(self, self.linear.states[operand].variable(operand))[...] = state
         for operand, value in seen.items():
-            getattr(self, f"seen_{operand}")[...] = jnp.zeros_like(value)
+            getattr(self, f"seen_{operand}")[...] = value
 
 
 def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: Any = None) -> nnx.State:

@@ -13,9 +13,9 @@ from jax import Array
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic
 from fp8jax.modules.rules import Rules, ordered
-from fp8jax.modules.scaled import ScaledDotGeneral, nothing_seen, of_stacked
+from fp8jax.modules.scaled import ScaledDotGeneral, advanced, nothing_seen, of_stacked
 from fp8jax.ops.product import QuantizedWeight
-from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
+from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes
 from fp8jax.ops.sharding import merge
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
@@ -107,18 +107,14 @@ def advance_scaling(
     for layer in layers:
         own = {path[-1]: leaf for path, leaf in flat.items() if path[:-1] == layer}
         linear = _linear(layer, own, rules)
-        observing = {operand: part for operand, part in linear.states.items() if observes(linear, operand)}
+        observing = [operand for operand in linear.states if observes(linear, operand)]
         if ("dy" in observing) != (layer in others):
             raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
         states = {operand: own[part.variable(operand)] for operand, part in linear.states.items()}
-        seen = {o: slots[*layer, "slot"] if o == "dy" else own[f"seen_{o}"] for o in observing}
-        if axis_name is not None:
-            seen = {operand: observing[operand].over_replicas(value, axis_name) for operand, value in seen.items()}
-        new = update_scaling(ScalingState(**states), Observed(**seen), linear)
-        for operand, part in linear.states.items():
-            flat[*layer, part.variable(operand)] = getattr(new, operand)
-        for operand in set(observing) & {"x", "w"}:
-            flat[*layer, f"seen_{operand}"] = jnp.zeros_like(own[f"seen_{operand}"])
+        observed = {o: slots[*layer, "slot"] if o == "dy" else own[f"seen_{o}"] for o in observing}
+        new, seen = advanced(linear, ScalingState(**states), observed, axis_name)
+        flat |= {(*layer, linear.states[operand].variable(operand)): state for operand, state in new.items()}
+        flat |= {(*layer, f"seen_{operand}"): value for operand, value in seen.items()}
     return unflatten_dict(flat)
 
 

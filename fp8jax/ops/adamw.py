@@ -1,6 +1,6 @@
 """AdamW's step for parameters whose moments may be stored in 8 bits: decode, update in fp32, encode.
 
-`direction` is the reference in plain JAX. `update` and `step` run the fused kernel of `pallas_kernels/adamw_triton.py`
+`direction` is the reference in plain JAX. `step` and `update` run the fused kernel of `pallas_kernels/adamw_triton.py`
 for quantized moments where it can run, and the reference for everything else.
 """
 
@@ -19,45 +19,8 @@ from fp8jax.ops import adamw_fused
 from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
-from fp8jax.ops.choice import Choice as Choice
 from fp8jax.ops.choice import on_cuda, placed_like, tell, vary_with
 from fp8jax.ops.rounding import round_stochastically
-
-
-def update(
-    grads: Any,
-    mu: Any,
-    nu: Any,
-    params: Any,
-    adam: Adam,
-    *,
-    decays: Any = True,
-    impl: str = "auto",
-    nu_stochastic: bool = False,
-) -> tuple[Any, Any, Any]:
-    """The changes of all parameters, to be added to them.
-
-    Args:
-        grads: tree of gradients of any floating dtype.
-        mu: the tree with the first moment, as stored, in each leaf's place.
-        nu: the tree with the second moments, likewise.
-        params: tree of the parameters; None if none decays.
-        adam: the scalars of the step.
-        decays: booleans in a tree that is a prefix of `grads`: which parameters decay.
-        impl: "auto", "xla" or "triton"; see `chosen`.
-        nu_stochastic: whether quantized second moments are rounded stochastically, with noise from `adam.count`, the
-            parameter's path in the tree, and each element's position.
-
-    Returns:
-        The changes, in the dtypes of the parameters, else of the gradients, and both trees of moments.
-
-    Raises:
-        ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter; the message says why. Or
-            `adam.applied` is given, which is for `step`.
-    """
-    if adam.applied is not None:
-        raise ValueError("adam.applied is for `step`; an update that is not taken is one that nobody adds")
-    return _apply("update", grads, mu, nu, params, adam, decays, impl, None, nu_stochastic)
 
 
 def step(
@@ -71,59 +34,62 @@ def step(
     impl: str = "auto",
     nu_stochastic: bool = False,
     key: Array | None = None,
+    form: Form = "step",
 ) -> tuple[Any, Any, Any]:
-    """The new parameters; otherwise as `update`.
+    """The new parameters, or the changes to be added to them.
 
     Args:
-        grads, mu, nu, params, adam, decays, impl, nu_stochastic: as of `update`.
+        grads: tree of gradients of any floating dtype.
+        mu: the tree with the first moment, as stored, in each leaf's place.
+        nu: the tree with the second moments, likewise.
+        params: tree of the parameters; None, for changes, if none decays.
+        adam: the scalars of the step.
+        decays: booleans in a tree that is a prefix of `grads`: which parameters decay.
+        impl: "xla" is the reference. "auto" is the kernel for quantized parameters on a CUDA GPU, if its packages are
+            there and it takes the shapes and dtypes, on however many devices; each then updates its part, in whole
+            groups. "triton" is the same, but raises where "auto" would fall back. Parameters without a quantized moment
+            are always XLA's, which fuses them well. `fp8jax.ops.choice.listening` tells what was chosen.
+        nu_stochastic: whether quantized second moments are rounded stochastically, with noise from `adam.count`, the
+            parameter's path in the tree, and each element's position.
         key: PRNG key: bf16 parameters are rounded stochastically, so that changes under half a step of bf16 are not
             lost. None rounds to nearest.
+        form: "step", or "update" for changes, in the dtypes of the parameters, else of the gradients.
 
     Returns:
-        The new parameters and both trees of moments.
+        The new parameters, or their changes, and both trees of moments.
 
     Raises:
-        ValueError: as `update`; or a key is given, and no parameter is bf16.
+        ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter: the message says why; or a key
+            is given, and no parameter is bf16.
     """
-    return _apply("step", grads, mu, nu, params, adam, decays, impl, key, nu_stochastic)
+    leaves, treedef = _leaves(grads, mu, nu, params, decays, key, noise.of_step(adam.count) if nu_stochastic else None)
+    if key is not None and all(leaf.noise is None for leaf in leaves):
+        raise ValueError("key rounds bf16 parameters stochastically, and there are none")
+    impls = [adamw_fused.choose(leaf, impl, True).impl for leaf in leaves]
+    for leaf in leaves:
+        tell("adamw", adamw_fused.choose(leaf, impl, impl == "triton" or on_cuda()))
+    reference = functools.partial(_reference, form, adam)
+    if "triton" in impls:
+        fused = _each_varying(adam, functools.partial(_fused, form, adam, impls))
+        otherwise = None if impl == "triton" else placed_like(fused, _each_varying(adam, reference), (leaves,))
+        rows = jax.lax.platform_dependent(leaves, cuda=fused, default=otherwise)
+    else:
+        rows = reference(leaves)
+    result, mus, nus = (treedef.unflatten([row[i] for row in rows]) for i in range(3))
+    return result, mus, nus
 
 
-def chosen(
-    grads: Any,
-    mu: Any,
-    nu: Any,
-    params: Any = None,
-    *,
-    impl: str = "auto",
-    stochastic: bool = False,
-    nu_stochastic: bool = False,
-    platform: str | None = None,
-) -> dict[str, Choice]:
-    """What computes the step of each parameter.
-
-    "xla" is the reference. "auto" is the kernel for quantized parameters on a CUDA GPU, if its packages are there, it
-    takes the shapes and dtypes, on however many devices; each then updates its part, in whole groups. "triton" is the
-    same, but raises where "auto" would fall back. Parameters without a quantized moment are always XLA's, which fuses
-    them well.
-
-    Args:
-        grads, mu, nu, params: as of `update`; abstract arrays will do.
-        impl: as of `update`.
-        stochastic: whether bf16 parameters are rounded stochastically.
-        nu_stochastic: whether quantized second moments are.
-        platform: "cuda", "cpu", ...; None takes JAX's default backend.
-
-    Returns:
-        A `Choice` for each parameter, by its path.
+def update(
+    grads: Any, mu: Any, nu: Any, params: Any, adam: Adam, *, decays: Any = True, **how: Any
+) -> tuple[Any, Any, Any]:
+    """`step` of the form "update".
 
     Raises:
-        ValueError: as `update`.
+        ValueError: as `step`; or `adam.applied` is given: an update that is not taken is one that nobody adds.
     """
-    words = noise.of_step(jnp.int32(1)) if nu_stochastic else None
-    leaves, _ = _leaves(grads, mu, nu, params, True, jax.random.key(0) if stochastic else None, words)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-    cuda = on_cuda(platform)
-    return {path: adamw_fused.choose(leaf, impl, cuda) for path, leaf in zip(paths, leaves, strict=True)}
+    if adam.applied is not None:
+        raise ValueError("adam.applied is for `step`; an update that is not taken is one that nobody adds")
+    return step(grads, mu, nu, params, adam, decays=decays, form="update", **how)
 
 
 def direction(grads: Any, mu: Any, nu: Any, adam: Adam, words: Any = None) -> tuple[Any, Any, Any]:
@@ -177,35 +143,6 @@ def store(values: Array, like: Moment, words: Array | None = None) -> Moment:
     if not isinstance(like, QTensor):
         return values.astype(like.dtype)
     return quantize(values, like.spec) if words is None else quantize_by_position(values, like, words)
-
-
-def _apply(
-    form: Form,
-    grads: Any,
-    mu: Any,
-    nu: Any,
-    params: Any,
-    adam: Adam,
-    decays: Any,
-    impl: str,
-    key: Array | None,
-    nu_stochastic: bool,
-) -> tuple[Any, Any, Any]:
-    leaves, treedef = _leaves(grads, mu, nu, params, decays, key, noise.of_step(adam.count) if nu_stochastic else None)
-    if key is not None and all(leaf.noise is None for leaf in leaves):
-        raise ValueError("key rounds bf16 parameters stochastically, and there are none")
-    impls = [adamw_fused.choose(leaf, impl, True).impl for leaf in leaves]
-    for leaf in leaves:
-        tell("adamw", adamw_fused.choose(leaf, impl, impl == "triton" or on_cuda()))
-    reference = functools.partial(_reference, form, adam)
-    if "triton" in impls:
-        fused = _each_varying(adam, functools.partial(_fused, form, adam, impls))
-        otherwise = None if impl == "triton" else placed_like(fused, _each_varying(adam, reference), (leaves,))
-        rows = jax.lax.platform_dependent(leaves, cuda=fused, default=otherwise)
-    else:
-        rows = reference(leaves)
-    result, mus, nus = (treedef.unflatten([row[i] for row in rows]) for i in range(3))
-    return result, mus, nus
 
 
 def _leaves(

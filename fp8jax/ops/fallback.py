@@ -75,7 +75,7 @@ def quantize(
         criterion: what is measured of a block (section 4.4): "absmax", its largest magnitude; "l1", the sum of its
             quantization errors; "relative_l1", that over the sum of its magnitudes.
         key: PRNG key, for the second result.
-        impl: "auto", "xla" or "triton"; see `chosen`.
+        impl: "auto", "xla" or "triton": "auto" is the kernel on CUDA GPUs for blocks of 32 or 128, by "absmax".
 
     Returns:
         The pair; and, where there is a key, the same blocks under the same scales, rounded stochastically, as a linear
@@ -93,11 +93,6 @@ def quantize(
     kernel = functools.partial(_kernel, spec)
     result: tuple[Pair, QTensor | None] = run(choice, impl, x, threshold, key, kernel=kernel, reference=reference)
     return result
-
-
-def chosen(x: Array, spec: QuantSpec | str, *, criterion: str = "absmax", impl: str = "auto") -> Choice:
-    """What `quantize` runs: "auto" is the kernel on CUDA GPUs for what it makes, blocks of 32 or 128, by "absmax"."""
-    return _choose(x, _check(spec), criterion, impl, on_cuda())
 
 
 def measured(x: Array, base: QTensor, criterion: str = "absmax") -> Array:

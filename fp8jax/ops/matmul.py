@@ -15,7 +15,7 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops import matmul_hopper, sharding
 from fp8jax.ops.choice import Choice, by_platform, capability, check_impl, local, named, on_cuda, tell
-from fp8jax.ops.matmul_hopper import row_scales
+from fp8jax.ops.matmul_hopper import contraction_length, row_scales
 from fp8jax.ops.matmul_shared import coded, shared
 from fp8jax.ops.quantize import transpose as transpose
 
@@ -154,7 +154,7 @@ def _widened(a: Operand, b: Operand) -> bool:
         plain = not (isinstance(a, QTensor) or isinstance(b, QTensor))
         return not plain or (capability() < _BF16_CAPABILITY and _plain_dtype(a, b) == jnp.bfloat16)
     integers = all(multiplies(q) and jnp.issubdtype(q.codes.dtype, jnp.integer) for q in (a, b))
-    return not integers or any(_split(q) for q in (a, b))
+    return not integers or any(contraction_length(q) for q in (a, b))
 
 
 def in_16_bits(turned: bool = False) -> Callable[..., Array]:
@@ -196,7 +196,7 @@ def _half(x: Any) -> tuple[Array, Array]:
     bits. Of what is no code, the largest magnitude is the unit.
     """
     if isinstance(x, QTensor) and multiplies(x):
-        size = _split(x)
+        size = contraction_length(x)
         if size == 0:
             return _units(x).astype(jnp.float16), row_scales(x)
         scales = _scales(x, size, -(-x.shape[1] // size))
@@ -225,7 +225,7 @@ def _reference(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
         wide = _plain_dtype(a, b)
         a, b = (x.dequantize(wide) if isinstance(x, QTensor) else x.astype(wide) for x in (a, b))
         return _plain(a, b, dtype)
-    size = math.gcd(*(_split(q) for q in (a, b)))
+    size = math.gcd(*(contraction_length(q) for q in (a, b)))
     if size == 0:
         sums = _codes_product(a.codes, b.codes, fast)
         return (sums * row_scales(a) * row_scales(b).T).astype(dtype)
@@ -254,15 +254,6 @@ def _codes_product(a: Array, b: Array, fast: bool) -> Array:
     kind = jnp.int32 if integers else jnp.float32
     sums = lax.dot_general(a, b, _K_MAJOR, precision=precision, preferred_element_type=kind)
     return sums.astype(jnp.float32)
-
-
-def _split(q: QTensor) -> int:
-    """Length along the contraction over which a scale holds; 0 where it holds over all."""
-    length = q.shape[1]
-    sized = q.spec.granularity in ("group", "block", "mx")
-    size = q.spec.group_size if sized else 0
-    assert size is not None
-    return 0 if size >= length and q.spec.granularity != "mx" else size
 
 
 def _promoted(a: QTensor, b: QTensor, size: int) -> Array:

@@ -111,20 +111,22 @@ def _unfit(a: QTensor, b: QTensor) -> str | None:
     return None
 
 
-def _size(q: QTensor) -> int:
+def contraction_length(q: QTensor) -> int:
     """Length along the contraction over which a scale holds; 0 where it holds over all."""
-    size = q.spec.group_size or 0
-    return 0 if size >= q.shape[1] and q.spec.granularity != "mx" else size
+    if q.spec.granularity == "mx":
+        return q.spec.group_size or 0
+    length = q.spec.block_shape(q.shape)[1]
+    return 0 if length >= q.shape[1] else length
 
 
 def _kernel(a: QTensor, b: QTensor) -> Kernel | None:
     micro = [q.spec.granularity == "mx" for q in (a, b)]
     if any(micro):
         one, other = (a, b) if micro[0] else (b, a)
-        if all(micro) or one.spec.group_size != 32 or _size(other):
+        if all(micro) or one.spec.group_size != 32 or contraction_length(other):
             return None
         return "mx" if micro[0] else "mx right"
-    sizes = {_size(a), _size(b)}
+    sizes = {contraction_length(a), contraction_length(b)}
     if sizes == {0}:
         return "row"
     return "block" if sizes <= {0, 128} and _fp8(a, b) else None

@@ -24,11 +24,11 @@ from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused, fused_rows
-from fp8jax.ops.choice import by_platform, capability, tell
+from fp8jax.ops.choice import capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut
 from fp8jax.ops.fused_reference import row_peaks
 from fp8jax.ops.partition import partitioned
-from fp8jax.ops.quantize import chosen, quantize, transpose
+from fp8jax.ops.quantize import quantize, transpose
 
 # How far an input that is made again may lie above what it was: the rounding of what it is made from.
 ABOVE = 1.13
@@ -42,8 +42,13 @@ def shares_tokens(recipe: Linear) -> bool:
     return recipe.x_wgrad == recipe.dy_wgrad == SAME and any(s is not None and s.folds for s in spec)
 
 
-def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None, *, part: fused.Output | None = None) -> QTensor:
-    """A matrix (M, N), or its transposed copy, microscaled and folded: codes with one scale a row.
+def fold_rows(
+    x: Array, spec: QuantSpec, level: Array | None = None, *, part: fused.Output | None = None, impl: str = "auto"
+) -> QTensor:
+    """A matrix microscaled and folded (MOSS, section 3): codes with one scale a row.
+
+    The scale of a row takes up the largest power of two of its groups, exactly; what is left of the others is applied
+    before rounding. Codes are the two-level ones until they go subnormal.
 
     Args:
         x: (M, N), floating.
@@ -51,6 +56,7 @@ def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None, *, part: fu
         level: fp32 (M, 1): scales of level 1; the scale of a row is the smallest power of two times its own that holds
             it, the smallest normal number for a row of zeros. None takes them from `x`, as the spec says.
         part: what the matrix is computed from, where that is known.
+        impl: "auto", "xla" or "triton", as of `fp8jax.ops.quantize.quantize`.
 
     Returns:
         (M, N), of granularity "token".
@@ -60,13 +66,21 @@ def fold_rows(x: Array, spec: QuantSpec, level: Array | None = None, *, part: fu
         return held_rows
     if (level is None and spec.level1 == "token") or 0 in x.shape:
         # The largest power of two of a row is that of its largest group: 1. It is folded into codes of the row's own.
-        q, _ = quantize(x, rows)
+        q, _ = quantize(x, rows, impl=impl)
         assert q is not None
         return q
-    choice = chosen(x, rows)
-    tell("fold", choice)
+    choice = tell("fold", triton_or_xla(impl, impl == "triton" or on_cuda(), lambda: _unsupported(x, spec)))
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
-    return reference(x, level) if choice.impl == "xla" else by_platform(x, level, cuda=kernel, default=reference)
+    folded: QTensor = run(choice, impl, x, level, kernel=kernel, reference=reference)
+    return folded
+
+
+def _unsupported(x: Array, spec: QuantSpec) -> str | None:
+    if (reason := missing_triton("quantize_triton")) is not None:
+        return reason
+    from pallas_kernels import quantize_rows_triton
+
+    return quantize_rows_triton.unsupported(x.shape, x.dtype, fused.coding(QuantSpec(spec.format, "token")))
 
 
 def _reference(spec: QuantSpec, x: Array, level: Array | None) -> QTensor:

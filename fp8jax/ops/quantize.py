@@ -18,6 +18,7 @@ from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned
 
 _COLUMNS = noise.salt("columns")
+_KINDS = ("tensor", "token", "group", "block", "mx")  # of the kernel
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]
 
@@ -174,8 +175,8 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
         fmt = formats.get(spec.format)
         if not fmt.multiplies or fmt.name == "e8m0" or spec.expand or spec.underflow != "zero":
             return f"it makes plain FP8 and int8 codes, not {spec}"
-        if spec.granularity == "channel" or spec.axis not in (-1, 1) or spec.stacked:
-            return f"it makes scales along the last axis of a matrix, not {spec}"
+        if spec.granularity not in _KINDS or spec.axis not in (-1, 1) or spec.stacked:
+            return f"it makes scales of {', '.join(_KINDS)} along the last axis of a matrix, not {spec}"
         if scale is not None and spec.granularity not in ("tensor", "token"):
             return f"given scales of {spec} are XLA's"
         if scale is not None and not fmt.is_float:

@@ -29,7 +29,8 @@ class ScalingState(NamedTuple):
 class Observed(NamedTuple):
     """What one call of a linear observed of its operands, fp32; None where nothing is.
 
-    Largest magnitudes under delayed scaling. Merge calls of one step by `merge_observed`.
+    Largest magnitudes under delayed scaling. Those of the calls of one step merge as the strategy says
+    (`fp8jax.core.scaling.Stateful.merged`): magnitudes by maximum, counts by sum.
     """
 
     x: Array | None = None
@@ -114,9 +115,6 @@ def scaled_linear(
     return (y if bias is None else y + bias.astype(y.dtype)), Observed(**observed)
 
 
-delayed_linear = scaled_linear
-
-
 def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str) -> Array | None:
     """The scale, an fp32 scalar, that the recipe's scaling gives to a weight in this step; None for the weight's own.
 
@@ -145,15 +143,6 @@ def update_scaling(state: ScalingState, observed: Observed, recipe: Recipe | Lin
             old = update(old, seen)
         new[operand] = old
     return ScalingState(**new)
-
-
-def merge_observed(a: Observed, b: Observed, recipe: Recipe | Linear | str) -> Observed:
-    """Observations of two calls, microbatches or replicas of a step as one."""
-    merged = {}
-    for name in Observed._fields:
-        one, other = getattr(a, name), getattr(b, name)
-        merged[name] = None if one is None else _states(recipe)[name].merged(one, other)
-    return Observed(**merged)
 
 
 def observes(part: Linear, operand: str) -> bool:

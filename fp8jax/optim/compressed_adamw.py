@@ -122,7 +122,7 @@ def scale_by_compressed_adam(
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.adamw.chosen` tells which a parameter gets, and why.
+            run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why.
 
     Returns:
         A transformation with state `CompressedAdamState`. Updates have the dtype of the parameters where `update` is
@@ -193,7 +193,7 @@ def compressed_adamw(
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.adamw.chosen` tells which a parameter gets, and why.
+            run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why.
 
     Returns:
         A transformation with state `CompressedAdamState`, and `step(grads, state, params) -> (params, state)`, which

@@ -10,8 +10,9 @@ import pytest
 import fp8jax
 from fp8jax.ops import choice
 from fp8jax.ops import quantize as ops
-from fp8jax.ops.fold import fold, refold
+from fp8jax.ops.fold import refold
 from fp8jax.ops.matmul import matmul
+from fp8jax.ops.microscaled import fold_rows
 
 needed = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 DATA, WHOLE = jax.P("data"), jax.P()
@@ -77,7 +78,7 @@ def test_results_of_kernels_vary_where_their_arguments_do(mesh):
             "transpose": ops.transpose(a, impl="triton"),
             "matmul": matmul(rows, columns, impl="mosaic"),
             "auto": matmul(a, b),
-            "fold": fold(x, micro, impl="triton"),
+            "fold": fold_rows(x, fp8jax.QuantSpec.parse(micro), impl="triton"),
             "refold": refold(fp8jax.quantize(x, micro), impl="triton"),
         }
 

@@ -15,7 +15,7 @@ from flax import nnx
 import fp8jax
 from experiments.models.llama import Block, Llama, LlamaConfig, rope_tables
 from fp8jax.modules import dots as replacements
-from fp8jax.modules.nnx import find
+from fp8jax.modules import nnx as nnx_modules
 from fp8jax.modules.provenance import REGISTRY
 from fp8jax.ops import product
 from tests.modules import architectures
@@ -304,7 +304,8 @@ def test_layers_are_found_wherever_they_are():
     quantized = fp8jax.nnx.quantize(model, TE)
     products = {
         path: layer.einsum_op if isinstance(layer, nnx.Einsum) else layer.dot_general
-        for path, layer in find(quantized).items()
+        for path, layer in nnx_modules.modules(quantized).items()
+        if isinstance(layer, nnx_modules.LAYERS)
     }
     changed = {path for path, p in products.items() if isinstance(p, (replacements.DotGeneral, replacements.Einsum))}
     assert changed == set(PATHS)

@@ -1,0 +1,81 @@
+"""Blocks of models that constrain, name, cast or reshape what stands between their layers save what others save."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from tests.modules.test_provenance import COAT, INNER, WIDTH, WRITINGS, X
+from tests.programs import count, residuals
+
+MLP = "down(silu(gate(x)) * up(x))"
+
+
+class NnxBlock(nnx.Module):
+    """A norm and a gated perceptron, with something done to all that stands between its layers."""
+
+    def __init__(self, via) -> None:
+        def dense(inputs, outputs):
+            return nnx.Linear(inputs, outputs, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+        rngs, self.via = nnx.Rngs(0), via
+        self.norm = nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs)
+        self.gate, self.up, self.down = dense(WIDTH, INNER), dense(WIDTH, INNER), dense(INNER, WIDTH)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = self.via(self.norm(x))
+        gate, up = self.via(self.gate(h)), self.via(self.up(h))
+        return x + self.via(self.down(self.via(nnx.silu(gate) * up)))
+
+
+class LinenBlock(nn.Module):
+    """The same in Linen."""
+
+    via: object
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
+        h = self.via(nn.RMSNorm(dtype=jnp.bfloat16, name="norm")(x))
+        gate, up = self.via(dense(INNER, name="gate")(h)), self.via(dense(INNER, name="up")(h))
+        return x + self.via(dense(WIDTH, name="down")(self.via(nn.silu(gate) * up)))
+
+
+def program(kind: str, via):
+    """A function of parameters and an input, and the parameters, of a quantized block."""
+    rules = fp8jax.Rule(".*", COAT)
+    if kind == "nnx":
+        graph, state = nnx.split(fp8jax.nnx.quantize(NnxBlock(via), rules))
+        return lambda state, x: nnx.merge(graph, state)(x), state
+    model = fp8jax.linen.quantize(LinenBlock(via), rules)
+    return model.apply, LinenBlock(via).init(jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("writing", WRITINGS)
+def test_what_a_block_saves_does_not_depend_on_how_it_is_written(kind, writing):
+    f, params = program(kind, WRITINGS[writing])
+    saved = [shape[-1] for dtype, shape in residuals(f, params, X) if dtype == "uint8"]
+    # The norm's input, gate and up.
+    assert sorted(saved) == [WIDTH, INNER, INNER]
+    plain, same = program(kind, WRITINGS["plain"])
+    np.testing.assert_array_equal(*(np.asarray(jax.jit(g)(p, X), np.float32) for g, p in ((f, params), (plain, same))))
+    block = (NnxBlock if kind == "nnx" else LinenBlock)(WRITINGS[writing])
+    parts = fp8jax.explain(block, fp8jax.Rule(".*", COAT), X).parts
+    assert {part.computes for part in parts} == {"norm", MLP}
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(("writing", "primitive"), [("a constraint", "sharding_constraint"), ("a name", "name")])
+def test_constraints_and_names_of_the_model_stay_in_its_program(kind, writing, primitive):
+    """Those of the norm's result, gate, up and the last output, and of what an operation makes in place of the model:
+    of its factors and of its result."""
+    f, params = program(kind, WRITINGS[writing])
+    plain, same = program(kind, WRITINGS["plain"])
+    extra = count(jax.jit(f), primitive, params, X) - count(jax.jit(plain), primitive, same, X)
+    assert extra == 5 + 3
