@@ -54,6 +54,8 @@ def check(case, made, share, most, far, bound=2e-3):
     lean = "faithful" not in case
     gated = "False" not in case
     want = {"norm, tokens": 0, "kept anyway": 1}.get(case)
+    if case.endswith("ten bits") and "rows" not in case:
+        want = 0  # the layers take no codes of these kernels
     want = want if want is not None else 1 + (2 if norm else 1) * lean + (0 if norm else 1 + gated)
     assert made == want, case
     narrow = "bf16" in case  # XLA rounds a 16-bit activation after each of its operations
