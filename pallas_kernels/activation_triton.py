@@ -71,7 +71,7 @@ def _keep(
         y = on.narrowed(y, OPERATION.dtype)
         if TO.kind != "none":
             on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
-        tl.store(peaks + program, on.peak(y, m, n, M, N, MASKED, HOW))
+        tl.store(peaks + program, on.peak(y, m, n, M, N, MASKED, TO))
 
 
 @triton.jit

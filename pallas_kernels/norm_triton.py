@@ -65,7 +65,7 @@ def _forward(
             on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, False)
         elif TO.kind != "none":
             on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
-        tl.store(peaks_ptr + program, on.peak(y, m, n, M, N, MASKED, HOW))
+        tl.store(peaks_ptr + program, on.peak(y, m, n, M, N, MASKED, TO))
 
 
 @triton.jit
