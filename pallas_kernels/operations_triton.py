@@ -93,7 +93,7 @@ def fetch(
     codes = storage.load_codes(codes_ptr, first, at, m, left, n, M, N, MASKED, OPERATION)
     scale = codes[0]
     if not OPERATION.exact:
-        g = (left + tl.arange(0, n.shape[0] // STEP) * STEP) // GROUP
+        g = left // GROUP + tl.arange(0, n.shape[0] // STEP)
         place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
         scale = device.load_plain(scale_ptr, place, device.inside(m, g, M, WIDTH), MASKED)
     return codes, scale

@@ -231,6 +231,7 @@ def activate(
             matrix = fused.matrix(y)
             scale = _bound(spec, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
     elif written:
+        assert context.spec is not None
         saved, y = _keep_and_write(operation, g, u, context.spec)
     else:
         saved, result, scale, codes = _keep(operation, g, u, context.spec, spec, by_rows)
@@ -280,7 +281,7 @@ def _keep_and_write(operation: Any, gate: Array, up: Array | None, spec: QuantSp
 
 
 def _saved(parts: Any, like: Array, spec: QuantSpec) -> ActivationSaved:
-    codes: Any = [None if part is None else fused.residual(*part, like, spec) for part in parts]
+    codes: Any = [None if part is None else fused.residual(part[0], part[1], like, spec) for part in parts]
     return ActivationSaved(*codes)
 
 

@@ -181,14 +181,10 @@ def forward(
     mean = jnp.mean(x.astype(jnp.float32), -1) if operation.centered else None
     y = normalized(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
     codes, scales = (None, None) if coding is None else _keep(z if operation.centered else x, coding)
-    by_rows = result is not None and result[0] is None and not _itself(result)
-    made: Any = _row_codes(y, result[1]) if by_rows else _written(y, result)
+    made: Any = _written(y, result)
+    if result is not None and result[0] is None and made is None:
+        made = _row_codes(y, result[1])
     return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), made
-
-
-def _itself(result: tuple[Array | None, Any] | None) -> bool:
-    """Whether a result is wanted as it is, not its codes."""
-    return result is not None and jnp.dtype(result[1]).itemsize > 1
 
 
 def backward(
@@ -225,8 +221,8 @@ def _row_codes(y: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def _written(y: Array, result: tuple[Array | None, Any] | None) -> Array | None:
-    """A result as it is wanted."""
-    return y if _itself(result) else _codes(y, result)
+    """A result itself, where its dtype is given, or its codes under a scale."""
+    return y if result is not None and jnp.dtype(result[1]).itemsize > 1 else _codes(y, result)
 
 
 def _codes(y: Array, how: tuple[Array | None, Any] | None) -> Array | None:
