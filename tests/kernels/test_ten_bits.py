@@ -19,8 +19,8 @@ ROWS = 16384
 # Largest numbers of registers a thread may take, compiled for an H200; for GPUs before, an eighth more.
 REGISTERS = {
     "rms norm of 2048": 64, "layer norm of 4096": 80, "rms norm of 8192": 80, "rms norm of 2048, backward": 128,
-    "layer norm of 2048, backward": 168, "rms norm of 8192, backward": 128, "kept of silu": 64, "kept of gelu": 64,
-    "cotangents of silu": 48, "cotangents of gelu": 48, "silu again, peaks": 128, "cotangents' codes": 80,
+    "layer norm of 2048, backward": 168, "rms norm of 8192, backward": 128, "kept of silu": 64, "kept of gelu": 48,
+    "cotangents of silu": 40, "cotangents of gelu": 40, "silu again, peaks": 128, "cotangents' codes": 64,
 }  # fmt: skip
 
 
