@@ -16,6 +16,7 @@ from pallas_kernels import codec_triton as codec
 from pallas_kernels import operations_triton as on
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
+from pallas_kernels import storage_triton as storage
 from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import QuantizeLaunch
 
@@ -107,16 +108,14 @@ def keep_activation(
     m, n = gate.shape
     launch = launch or QuantizeLaunch(1, 2048, 4)
     present = [here and coding is not None for here in (True, operation.gated, operation.activated)]
-    shapes = [shape for here in present for shape in quantize_triton.codes_of((m, n), coding if here else None)]
+    shapes = [shape for here in present for shape in storage.codes_of((m, n), coding if here else None)]
     shapes += [jax.ShapeDtypeStruct((m, n), jnp.uint8), jax.ShapeDtypeStruct((m, 1), jnp.float32)]
     outputs = quantize_triton.call(
         _rows, [gate, gate if up is None else up], shapes, -(-m // launch.rows), launch, compute_capability,
         OPERATION=operation, HOW=coding.static if coding else device.NONE, TO=device.Coding("token", dtype).static,
     )  # fmt: skip
     parts = [
-        (jax.lax.bitcast_convert_type(outputs[2 * i], coding.dtype), outputs[2 * i + 1])
-        if coding and present[i]
-        else None
+        (storage.typed(outputs[2 * i], coding.dtype), outputs[2 * i + 1]) if coding and present[i] else None
         for i in range(3)
     ]
     return parts, jax.lax.bitcast_convert_type(outputs[-2], dtype), outputs[-1]

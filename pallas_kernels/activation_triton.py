@@ -1,5 +1,6 @@
 """What an activation keeps for its backward pass, the largest magnitude of its result, and codes of it, in one pass."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from pallas_kernels import codec_triton as codec
 from pallas_kernels import operations_triton as on
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
+from pallas_kernels import storage_triton as storage
 from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import QuantizeLaunch
 from pallas_kernels.remake_triton import Operands
@@ -50,7 +52,8 @@ def _keep(
     if OPERATION.gated:
         y = y * up
     if TO.kind != "none":
-        y = on.narrowed(y, OPERATION.dtype)
+        if TO.kind != "array":
+            y = on.narrowed(y, OPERATION.dtype)
         on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, True)
     top = on.peak_of_finite(y, OPERATION.dtype)
     if top < float("inf"):
@@ -68,7 +71,7 @@ def _keep(
         y = on.narrowed(y, OPERATION.dtype)
         if TO.kind != "none":
             on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
-        tl.store(peaks + program, on.peak(y, m, n, M, N, MASKED, HOW))
+        tl.store(peaks + program, on.peak(y, m, n, M, N, MASKED, TO))
 
 
 @triton.jit
@@ -99,38 +102,37 @@ def keep_activation(
     up: Array | None,
     coding: device.Coding,
     *,
-    result: tuple[Array, Any] | None = None,
+    result: tuple[Array | None, Any] | None = None,
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[list[tuple[Array, Array] | None], Array, Array | None]:
     """What an activation keeps, in one pass: codes and scales of its gate, `up` and activated gate.
 
     Args:
-        result: scale, an fp32 scalar, and dtype of codes of the result, or None.
+        result: scale, an fp32 scalar, and dtype of codes of the result, or None; of the result itself None and dtype.
 
     Returns:
-        For each of them codes (M, N) and scales (M, N / group), or None where the operation has or keeps no such; the
-        largest finite magnitude of its result, an fp32 scalar; and codes of the result (M, N), or None.
+        For each of them codes (M, N), of ten bits packed, (M, 5 N / 4), and scales (M, N / group), or None where the
+        operation has or keeps no such; the largest finite magnitude of its result, an fp32 scalar; and codes of the
+        result (M, N), or the result, or None.
     """
     m, n = gate.shape
-    launch = launch or (QuantizeLaunch(32, 128, 8) if n % 256 else QuantizeLaunch(16, 256, 8))
+    if launch is None:
+        launch = QuantizeLaunch(32, 128, 8) if n % 256 else QuantizeLaunch(16, 256, 8)
+        # Eight elements a thread, in 60 registers; sixteen would take 100.
+        launch = dataclasses.replace(launch, rows=launch.rows // 2) if coding.packed else launch
     tiles = -(-m // launch.rows) * -(-n // launch.columns)
-    present = (True, operation.gated, operation.activated)
-    shapes = [
-        jax.ShapeDtypeStruct(shape if here else (1, 1), kind)
-        for here in present
-        for shape, kind in (((m, n), jnp.uint8), ((m, n // coding.size), coding.scale_dtype))
-    ]
+    present, (to, dtype) = (True, operation.gated, operation.activated), storage.result_of(result)
+    shapes = [shape for here in present for shape in storage.codes_of((m, n), coding if here else None)]
     shapes += [jax.ShapeDtypeStruct((tiles,), jnp.float32)]
-    shapes += [jax.ShapeDtypeStruct((m, n) if result else (1, 1), jnp.uint8)]
-    scale = result[0].reshape(1, 1) if result else jnp.ones((1, 1), jnp.float32)
+    shapes += [jax.ShapeDtypeStruct((m, n) if result else (1, 1), dtype)]
+    scale = result[0].reshape(1, 1) if result and result[0] is not None else jnp.ones((1, 1), jnp.float32)
     outputs = quantize_triton.call(
         _keep, [gate, gate if up is None else up, scale], shapes, tiles, launch, compute_capability,
-        OPERATION=operation, HOW=coding.static,
-        TO=device.Coding("tensor", result[1]).static if result else device.NONE,
+        OPERATION=operation, HOW=coding.static, TO=to,
     )  # fmt: skip
-    codes = [jax.lax.bitcast_convert_type(outputs[2 * i], coding.dtype) for i in range(3)]
-    result_codes = jax.lax.bitcast_convert_type(outputs[-1], result[1]) if result else None
+    codes = [storage.typed(outputs[2 * i], coding.dtype) for i in range(3)]
+    result_codes = storage.typed(outputs[-1], result[1]) if result else None
     return (
         [(codes[i], outputs[2 * i + 1]) if present[i] else None for i in range(3)],
         jnp.max(outputs[-2]),

@@ -10,8 +10,9 @@ from jax import Array
 
 from pallas_kernels import codec_triton as codec
 from pallas_kernels import operations_triton as on
-from pallas_kernels import quantize_triton, remake_triton
+from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
+from pallas_kernels import storage_triton as storage
 from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import QuantizeLaunch
 
@@ -45,7 +46,7 @@ def _forward(
     # As if all were finite, and again if not, which the result tells: of Inf and NaN it is not finite either.
     on.keep(z, codes_ptr, scales_ptr, first, at, m, 0, n, M, N, MASKED, HOW, True)
     y = on.normalized(z, inverse, weight_ptr, bias_ptr, n, N, MASKED, OPERATION)
-    if TO.kind != "none":
+    if TO.kind != "none" and TO.kind != "array":
         y = on.narrowed(y, OPERATION.dtype)
     if BY_ROW:
         on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, True)
@@ -64,7 +65,7 @@ def _forward(
             on.put_rows(y, row_scale_ptr, result_ptr + first, at, m, n, M, N, MASKED, TO, False)
         elif TO.kind != "none":
             on.put(y, to_scale, result_ptr + first, at, here, MASKED, TO, False)
-        tl.store(peaks_ptr + program, on.peak(y, m, n, M, N, MASKED, HOW))
+        tl.store(peaks_ptr + program, on.peak(y, m, n, M, N, MASKED, TO))
 
 
 @triton.jit
@@ -77,6 +78,7 @@ def _backward(
     """HIGH rows, AT_ONCE at a time, the next STAGES - 1 on their way."""
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
     GROUP: tl.constexpr = OPERATION.group
+    WIDTH: tl.constexpr = (N + GROUP - 1) // GROUP
     # A thread takes eight neighbours of everything, which is as many 16-bit values as it can write at once; the scale
     # of each eight is read in pairs where it is narrower than the four bytes that a copy ahead of time takes.
     PAIRS: tl.constexpr = scales_ptr.dtype.element_ty == tl.bfloat16 and N % (2 * GROUP) == 0
@@ -90,7 +92,7 @@ def _backward(
     for j in tl.range(0, HIGH, AT_ONCE, num_stages=STAGES):
         m = program * HIGH + j + row
         first = (program * HIGH + j).to(tl.int64) * N
-        here, there = device.inside(m, n, M, N), device.inside(m, g, M, N // GROUP)
+        here, there = device.inside(m, n, M, N), device.inside(m, g, M, WIDTH)
         if OPERATION.exact:
             scale = 1.0
         elif PAIRS:
@@ -98,19 +100,20 @@ def _backward(
             pair = device.load_plain(words, (row * (N // (2 * GROUP)))[:, None] + g[None, :] // 2, there, MASKED)
             scale = codec.from_bits(tl.where((g & 1)[None, :] > 0, pair & -0x10000, pair << 16))
         else:
-            scale = device.load(scales_ptr + first // GROUP, (row * (N // GROUP))[:, None] + g[None, :], there, MASKED)
+            scales = scales_ptr + (program * HIGH + j).to(tl.int64) * WIDTH
+            scale = device.load(scales, (row * WIDTH)[:, None] + g[None, :], there, MASKED)
         inverse = tl.load(inverse_ptr + m, mask=m < M, other=0.0)[:, None]
-        codes = device.load_plain(codes_ptr + first, at, here, MASKED)
+        codes = storage.load_codes(codes_ptr, first, at, m, 0, n, M, N, MASKED, OPERATION, True)
         dy = codec.fp32(device.load_plain(dy_ptr + first, at, here, MASKED))
         if RESIDUAL and STAGES > 1:
             residual = codec.fp32(device.load_plain(residual_ptr + first, at, here, MASKED))
         if OPERATION.exact:
-            normal = codec.fp32(codes)
+            normal = codec.fp32(codes[0])
             if OPERATION.centered:
                 normal = normal - (tl.sum(normal, 1) / N)[:, None]
             normal = normal * inverse
         else:
-            normal = on.values(codes, OPERATION) * device.over_columns(scale, 8) * inverse
+            normal = storage.values(codes, OPERATION) * device.over_columns(scale, 8) * inverse
         dweight += tl.sum(dy * normal, 0)[None, :]
         t = dy
         if OPERATION.biased:
@@ -133,11 +136,11 @@ def _backward(
         device.store(dbias_ptr, place, dbias, there, MASKED)
 
 
-def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, coding: device.Coding | None) -> str | None:
+def unsupported(shape: tuple[int, ...], dtype: Any, coding: device.Coding | None) -> str | None:
     """Why the kernels cannot normalize the rows of a matrix of this shape and dtype, or None."""
     if len(shape) == 2 and shape[1] > LONGEST:
         return f"rows of {shape[1]} are longer than {LONGEST}"
-    return remake_triton.unsupported(operation, shape, dtype, coding)
+    return storage.unsupported(shape, dtype, coding)
 
 
 def forward(
@@ -155,34 +158,36 @@ def forward(
 
     Args:
         coding: codes of the input, or None.
-        result: scale, an fp32 scalar, and dtype of codes of the result, or None. A scale of None is each row's own.
+        result: scale, an fp32 scalar, and dtype of codes of the result, or None. A scale of None is each row's own;
+            with a wider dtype the result itself is wanted.
 
     Returns:
         Codes (M, N) and scales (M, N / group) of `x`, less its mean where the norm is centered, or None, None; 1 / root
         of each row, fp32 (M,); the mean, likewise, or None; the largest finite magnitude of the result, an fp32 scalar;
-        and codes of the result (M, N), with scales (M, 1) if they are the rows' own, or None.
+        and codes of the result (M, N), with scales (M, 1) if they are the rows' own, or the result, or None. Codes of
+        ten bits are packed, uint8 (M, 5 N / 4).
     """
     m, n = x.shape
     launch = _launch(n)
-    programs, by_row = -(-m // launch.rows), result is not None and result[0] is None
+    to, dtype = storage.result_of(result)
+    programs, by_row = -(-m // launch.rows), to.kind == "token"
     shapes = [
-        *quantize_triton.codes_of((m, n), coding),
+        *storage.codes_of((m, n), coding),
         jax.ShapeDtypeStruct((m,), jnp.float32),
         jax.ShapeDtypeStruct((m if operation.centered else 1,), jnp.float32),
         jax.ShapeDtypeStruct((programs,), jnp.float32),
-        jax.ShapeDtypeStruct((m, n) if result else (1, 1), jnp.uint8),
+        jax.ShapeDtypeStruct((m, n) if result else (1, 1), dtype),
         jax.ShapeDtypeStruct((m if by_row else 1, 1), jnp.float32),
     ]
     to_scale = None if result is None or result[0] is None else result[0].reshape(1, 1)
     inputs = [x, *(jnp.ones((1, 1), jnp.float32) if p is None else p for p in (weight, bias, to_scale))]
     codes, scales, inverse, mean, peaks, result_codes, row_scale = quantize_triton.call(
         _forward, inputs, shapes, programs, launch, compute_capability, EPS=eps, OPERATION=operation,
-        HOW=coding.static if coding else device.NONE,
-        TO=device.Coding("tensor", result[1]).static if result else device.NONE, BY_ROW=by_row,
+        HOW=coding.static if coding else device.NONE, TO=to, BY_ROW=by_row,
     )  # fmt: skip
-    quantized: Any = jax.lax.bitcast_convert_type(result_codes, result[1]) if result else None
+    quantized: Any = storage.typed(result_codes, result[1]) if result else None
     quantized = (quantized, row_scale) if by_row else quantized
-    of_input = (jax.lax.bitcast_convert_type(codes, coding.dtype), scales) if coding else (None, None)
+    of_input = (storage.typed(codes, coding.dtype), scales) if coding else (None, None)
     return *of_input, inverse, mean if operation.centered else None, jnp.max(peaks), quantized
 
 
@@ -201,7 +206,8 @@ def backward(
     """Cotangents of a norm's input, weight and bias from those of its result, dy (M, N).
 
     Args:
-        codes, scales: of the input, less its mean where the norm is centered; if exact, the input itself, and None.
+        codes, scales: of the input, less its mean where the norm is centered, packed if of ten bits; if exact, the
+            input itself, and None.
         residual: (M, N), the input's cotangent from elsewhere, which is added before the one rounding.
 
     Returns:
@@ -214,18 +220,19 @@ def backward(
     sums = [jax.ShapeDtypeStruct((programs, n) if p else (1, 1), jnp.float32)
             for p in (operation.scaled, operation.biased)]  # fmt: skip
     scales, *optional = (jnp.ones((1, 1), jnp.float32) if p is None else p for p in (scales, weight, residual))
-    first = codes if operation.exact else jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    first = codes if operation.exact else storage.typed(codes, jnp.uint8)
     inputs = [first, scales, dy, inverse, *optional]
     at_once = 2 if rows % 2 == 0 and wide < 2048 else 1
     read = (
         first.dtype.itemsize
         + (0 if operation.exact else scales.dtype.itemsize / 8)
+        + (0.5 if operation.format == "int10" else 0)
         + dy.dtype.itemsize
         + (0 if residual is None else residual.dtype.itemsize)
     )
     dx, dweight, dbias = quantize_triton.call(
         _backward, inputs, [jax.ShapeDtypeStruct((m, n), dtype), *sums], programs, launch, compute_capability,
-        OPERATION=operation, RESIDUAL=residual is not None, AT_ONCE=at_once,
+        shape=(m, n), OPERATION=operation, RESIDUAL=residual is not None, AT_ONCE=at_once,
         STAGES=3 if 2 * at_once * wide * read < AHEAD else 1,
     )  # fmt: skip
     return (

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from pallas_kernels import codec_triton as codec
 from pallas_kernels import scaling_triton as device
+from pallas_kernels import storage_triton as storage
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "identity")
 IDENTITY = ACTIVATIONS.index("identity")
@@ -25,7 +26,7 @@ class Operation(NamedTuple):
         gated: whether the activated gate is multiplied by `up`.
         exact: operands are arrays, not codes.
         group: how many codes of a row share a scale.
-        e5m2: codes are in e5m2, else in e4m3.
+        format: of codes, as of `scaling_triton.Coding`; "int10" are packed.
         dtype: that values are rounded to, an index into `quantize_triton.PLAIN_DTYPES`.
         centered, scaled, biased: of a norm: whether `mean`, `weight` and `bias` are given.
         activated: whether the activated gate is given as codes, too.
@@ -35,7 +36,7 @@ class Operation(NamedTuple):
     gated: bool = True
     exact: bool = False
     group: int = 16
-    e5m2: bool = False
+    format: str = "float8_e4m3fn"
     dtype: int = 1
     centered: bool = False
     scaled: bool = False
@@ -72,13 +73,6 @@ def activate(x: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def values(codes: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
-    """fp32 values of codes in units of their scales."""
-    x = codes.to(tl.float8e5 if OPERATION.e5m2 else tl.float8e4nv, bitcast=True)
-    return x.to(tl.float32)
-
-
-@triton.jit
 def decoded(
     codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor,
     n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
@@ -92,13 +86,14 @@ def fetch(
     codes_ptr: tl.tensor, scale_ptr: tl.tensor, first: tl.tensor, at: tl.tensor, m: tl.tensor, left: tl.tensor,
     n: tl.tensor, M: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, OPERATION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Codes and their scales; of an exact operation the values, twice."""
+    """Codes as `storage_triton.load_codes` has them, and their scales; of an exact operation values in their places."""
     GROUP: tl.constexpr = OPERATION.group
-    WIDTH: tl.constexpr = N // GROUP
-    codes = device.load_plain(codes_ptr + first, at, device.inside(m, n, M, N), MASKED)
-    scale = codes
+    WIDTH: tl.constexpr = (N + GROUP - 1) // GROUP
+    STEP: tl.constexpr = GROUP if n.shape[0] > GROUP else n.shape[0]  # a tile may be narrower than a group
+    codes = storage.load_codes(codes_ptr, first, at, m, left, n, M, N, MASKED, OPERATION)
+    scale = codes[0]
     if not OPERATION.exact:
-        g = left // GROUP + tl.arange(0, n.shape[0] // GROUP)
+        g = left // GROUP + tl.arange(0, n.shape[0] // STEP)
         place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
         scale = device.load_plain(scale_ptr, place, device.inside(m, g, M, WIDTH), MASKED)
     return codes, scale
@@ -108,9 +103,11 @@ def fetch(
 def decode(x: tl.tensor, OPERATION: tl.constexpr) -> tl.tensor:
     """fp32 values of what was fetched."""
     if OPERATION.exact:
-        y = x[0].to(tl.float32)
+        y = x[0][0].to(tl.float32)
     else:
-        y = values(x[0], OPERATION) * device.over_columns(x[1].to(tl.float32), OPERATION.group)
+        y = storage.values(x[0], OPERATION) * device.over_columns(
+            x[1].to(tl.float32), x[0][0].shape[1] // x[1].shape[1]
+        )
     return y
 
 
@@ -259,9 +256,12 @@ def put(
     y: tl.tensor, scale_ptr: tl.tensor, codes_ptr: tl.tensor, at: tl.tensor, here: tl.tensor, MASKED: tl.constexpr,
     HOW: tl.constexpr, FINITE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes codes under a given scale; of FINITE values in fewer instructions."""
-    codes = device.encode(y, device.scaled(y, device.inverse(tl.load(scale_ptr)), HOW, FINITE), 0, HOW, FINITE)
-    device.store(codes_ptr, at, codes, here, MASKED)
+    """Writes codes under a given scale, of FINITE values in fewer instructions, or the values themselves."""
+    if HOW.kind == "array":
+        device.store(codes_ptr, at, y.to(codes_ptr.dtype.element_ty), here, MASKED)
+    else:
+        codes = device.encode(y, device.scaled(y, device.inverse(tl.load(scale_ptr)), HOW, FINITE), 0, HOW, FINITE)
+        device.store(codes_ptr, at, codes, here, MASKED)
 
 
 @triton.jit
@@ -299,7 +299,7 @@ def keep(
     """Writes codes in groups along the rows, and their scales, if any; of FINITE values in fewer instructions."""
     if HOW.kind != "none":
         SIZE: tl.constexpr = HOW.size
-        WIDTH: tl.constexpr = N // SIZE
+        WIDTH: tl.constexpr = (N + SIZE - 1) // SIZE
         if FINITE:
             largest = device.ordered(device.along_rows(tl.abs(x), SIZE), HOW)
         else:
@@ -310,4 +310,7 @@ def keep(
         place = tl.multiple_of(m.to(tl.int64)[:, None] * WIDTH + g[None, :], (1, 1))
         device.store(scales_ptr, place, scale, device.inside(m, g, M, WIDTH), MASKED)
         y = device.scaled(x, device.over_columns(device.inverse(scale), SIZE), HOW, FINITE)
-        device.store(codes_ptr + first, at, device.encode(x, y, 0, HOW, FINITE), device.inside(m, n, M, N), MASKED)
+        if HOW.format == "int10":
+            storage.pack(y, codes_ptr, m, left, n, M, N, MASKED, FINITE)
+        else:
+            device.store(codes_ptr + first, at, device.encode(x, y, 0, HOW, FINITE), device.inside(m, n, M, N), MASKED)

@@ -317,14 +317,6 @@ def _shapes(how: Coding | None, shape: tuple[int, int], written: bool = True) ->
     ]
 
 
-def codes_of(shape: tuple[int, int], coding: Coding | None) -> list[jax.ShapeDtypeStruct]:
-    """Codes of an array that is kept, and their scales; one element each where none are."""
-    if coding is None:
-        return [jax.ShapeDtypeStruct((1, 1), jnp.uint8), jax.ShapeDtypeStruct((1, 1), jnp.float32)]
-    scales = jax.ShapeDtypeStruct((shape[0], shape[1] // coding.size), coding.scale_dtype)
-    return [jax.ShapeDtypeStruct(shape, jnp.uint8), scales]
-
-
 def _quantized(how: Coding | None, parts: Any) -> Quantized | None:
     if how is None:
         return None
@@ -368,10 +360,13 @@ def transpose(
 
 def call(
     kernel: Any, inputs: list[Any], shapes: list[Any], grid: int, launch: QuantizeLaunch, capability: int | None,
-    aliases: dict[int, int] | None = None, **static: Any,
+    aliases: dict[int, int] | None = None, shape: tuple[int, int] | None = None, **static: Any,
 ) -> Any:  # fmt: skip
-    """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs."""
-    m, n = inputs[0].shape
+    """A kernel's results on a grid of programs, its tile as `launch` says, from a matrix and further inputs.
+
+    `shape` is the matrix's where it is packed.
+    """
+    m, n = shape or inputs[0].shape
     tile = {"M": m, "N": n, "HIGH": launch.rows, "WIDE": launch.columns}
     return call_triton.call(
         *inputs,

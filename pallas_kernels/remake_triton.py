@@ -16,6 +16,7 @@ from jax import Array
 from pallas_kernels import operations_triton as on
 from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
+from pallas_kernels import storage_triton as storage
 from pallas_kernels.operations_triton import Operation
 from pallas_kernels.quantize_triton import QuantizeLaunch
 
@@ -42,7 +43,10 @@ def _kinds(kinds: tuple[int, ...]) -> Kinds:
 
 
 class Operands(NamedTuple):
-    """Arrays of an operation on (M, N); scales of codes are (M, N / group), rows' values (M,), channels' (N,)."""
+    """Arrays of an operation on (M, N), codes of ten bits packed: (M, 5 N / 4).
+
+    Scales of codes are (M, N / group), rows' values (M,), channels' (N,).
+    """
 
     first: Array
     first_scale: Array | None = None
@@ -276,16 +280,6 @@ def _ahead(
             tl.store(peaks1 + program, peak1)
 
 
-def unsupported(operation: Operation, shape: tuple[int, ...], dtype: Any, coding: device.Coding | None) -> str | None:
-    """Why the kernels cannot compute an operation on a matrix of this shape and dtype, or None."""
-    reason = quantize_triton.unsupported(shape, dtype, (coding,))
-    if reason is not None or coding is None:
-        return reason
-    if coding.kind != "group" or coding.dtype == jnp.int8 or coding.stochastic:
-        return f"what is kept is in groups of FP8 codes rounded to nearest, not {coding}"
-    return f"{shape[1]} channels are no whole groups of {coding.size}" if shape[1] % coding.size else None
-
-
 def quantize(
     operation: Operation,
     kinds: tuple[int, ...],
@@ -312,7 +306,7 @@ def quantize(
     Returns:
         Of each result codes and transposed codes, last those of `again`; None for what is not wanted.
     """
-    m, n = operands.first.shape
+    m, n = storage.shape_of(operands.first, operation)
     launch = launch or _best(kinds, n, rows)
     one = (1, 1)
     shapes = [(m, n) if rows else one, (n, m) if columns else one]
@@ -320,8 +314,8 @@ def quantize(
     tiles = -(-m // launch.rows) * -(-n // launch.columns)
     scale_operands = [scales[0], scales[-1], again[0] if again else scales[0]]
     outputs = quantize_triton.call(
-        _codes, [*_pointers(operands), *(s.reshape(-1, 1) for s in scale_operands)],
-        [jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes], tiles, launch, compute_capability,
+        _codes, [*pointers(operands), *(s.reshape(-1, 1) for s in scale_operands)],
+        [jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes], tiles, launch, compute_capability, shape=(m, n),
         OPERATION=operation, KINDS=_kinds(kinds), HOW=device.Coding("tensor", dtype).static,
         ROWS=rows, COLUMNS=columns, BY_ROW=scales[0].ndim > 0,
         AGAIN=device.Coding("tensor", again[1]).static if again else device.NONE,
@@ -354,12 +348,12 @@ def peaks(
 
     Of the rows it takes the first SAMPLE of `every` so many times that number.
     """
-    m, n = operands.first.shape
+    m, n = storage.shape_of(operands.first, operation)
     launch = QuantizeLaunch(SAMPLE, 128, 4)
     tiles = -(-m // (launch.rows * every)) * -(-n // launch.columns)
     shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
     outputs = quantize_triton.call(
-        _peaks, _pointers(operands), shapes, tiles, launch, compute_capability, OPERATION=operation,
+        _peaks, pointers(operands), shapes, tiles, launch, compute_capability, shape=(m, n), OPERATION=operation,
         KINDS=_kinds(kinds), HOW=device.NONE, EVERY=every,
     )  # fmt: skip
     return [jnp.max(x) for x in outputs[: len(kinds)]]
@@ -379,7 +373,7 @@ def ahead(
     Arguments as of `quantize`; `operands.gradient` is that of the result. Under a scale for each row, (M,), the peaks
     are of each row, (M,), too.
     """
-    m, n = operands.first.shape
+    m, n = storage.shape_of(operands.first, operation)
     launch, by_row = launch or QuantizeLaunch(32, 128, 4), scale.ndim > 0
     across, pair = -(-n // launch.columns), operation.gated
     tiles = -(-m // launch.rows) * across
@@ -387,14 +381,14 @@ def ahead(
     shapes = [jax.ShapeDtypeStruct((n, m), jnp.uint8)]
     shapes += [jax.ShapeDtypeStruct(shape if present else (1,), jnp.float32) for present in (True, pair)]
     codes, *maxima = quantize_triton.call(
-        _ahead, [*_pointers(operands), scale.reshape(-1, 1)], shapes, tiles, launch, compute_capability,
+        _ahead, [*pointers(operands), scale.reshape(-1, 1)], shapes, tiles, launch, compute_capability, shape=(m, n),
         OPERATION=operation, HOW=device.Coding("tensor", dtype).static, BY_ROW=by_row,
     )  # fmt: skip
     axis = 0 if by_row else None
     return jax.lax.bitcast_convert_type(codes, dtype), [jnp.max(x, axis) for x in maxima[: 1 + pair]]
 
 
-def _pointers(operands: Operands) -> list[Array]:
+def pointers(operands: Operands) -> list[Array]:
     """All operands, codes as bytes; one element where there is none."""
     arrays: list[Any] = [_ONE if x is None else x for x in operands]
     return [jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in arrays]

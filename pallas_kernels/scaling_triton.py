@@ -15,6 +15,7 @@ from pallas_kernels import codec_triton as codec
 from pallas_kernels.codec_triton import bits, from_bits
 
 FORMATS = (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+_LARGEST = {"int8": 127.0, "int10": 511.0}
 
 TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 _TINY_BITS = tl.constexpr(0x00800000)
@@ -31,7 +32,8 @@ class Coding:
     Attributes:
         kind: what shares a scale: "tensor" or "token" (a row), given; "group" of `size` of a row, or "block" of `size`
             by `size`, computed; "mx", a computed power of two for each `size` of a row, under a given scale.
-        dtype: float8_e4m3fn, float8_e5m2, or int8 from -127 to 127, where a NaN or Inf makes its scale NaN.
+        dtype: float8_e4m3fn, float8_e5m2, or int8 from -127 to 127, where a NaN or Inf makes its scale NaN; of what
+            operations keep also int16, which stands for ten bits from -511 to 511, packed four in five bytes.
         size: 16, 32, 64 or 128; 0 for "tensor" and "token".
         ocp: for "mx", powers of two by OCP Microscaling Formats 1.0 (section 6.3), not rounded up.
         scale_dtype: float32 or bfloat16, of computed scales.
@@ -46,10 +48,18 @@ class Coding:
     stochastic: bool = False
 
     @property
+    def packed(self) -> bool:
+        return jnp.dtype(self.dtype) == jnp.int16
+
+    @property
+    def format(self) -> str:
+        return "int10" if self.packed else jnp.dtype(self.dtype).name
+
+    @property
     def static(self) -> "CodingConstants":
-        top = 127.0 if self.dtype == jnp.int8 else float(jnp.finfo(self.dtype).max)
-        return CodingConstants(self.kind, self.size, float(np.float32(1 / top)), int(np.log2(top)),
-                      jnp.dtype(self.dtype).name, self.ocp, self.stochastic)  # fmt: skip
+        top = _LARGEST.get(self.format) or float(jnp.finfo(self.dtype).max)
+        return CodingConstants(self.kind, self.size, float(np.float32(1 / top)), int(np.log2(top)), self.format,
+                      self.ocp, self.stochastic, integer=self.format in _LARGEST)  # fmt: skip
 
 
 class CodingConstants(NamedTuple):
@@ -68,10 +78,13 @@ class CodingConstants(NamedTuple):
     by_row: bool = False
     written: bool = True
     scales_turned: bool = False  # they lie transposed
+    integer: bool = False
 
 
 NONE = CodingConstants("none", 0, 0.0, 0, "float8_e4m3fn", False, False)
-INTEGERS = NONE._replace(format="int8")
+INTEGERS = NONE._replace(format="int8", integer=True)
+# A result as it is, in the dtype of where it is written.
+ARRAY = NONE._replace(kind="array")
 
 
 @triton.jit
@@ -89,9 +102,9 @@ def load(pointer: tl.tensor, inside: tl.tensor, mask: tl.tensor, MASKED: tl.cons
 def ordered(x: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """Bits of magnitudes, ordered as they are, above those of Inf and NaN; for integers, which have no such, below."""
     if x.dtype == tl.bfloat16:
-        magnitude = ordered_pairs(x, 0 if HOW.format == "int8" else _TINY_BITS | (_TINY_BITS >> 16))
+        magnitude = ordered_pairs(x, 0 if HOW.integer else _TINY_BITS | (_TINY_BITS >> 16))
     else:
-        magnitude = (bits(x.to(tl.float32)) & _MAGNITUDE) + (0 if HOW.format == "int8" else _TINY_BITS)
+        magnitude = (bits(x.to(tl.float32)) & _MAGNITUDE) + (0 if HOW.integer else _TINY_BITS)
     return magnitude
 
 
@@ -151,7 +164,7 @@ def over_rows(x: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def largest(ordered: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
     """The magnitude whose `ordered` bits are given; 0 where no value was finite and non-zero."""
     magnitude = ordered
-    if HOW.format == "int8":
+    if HOW.integer:
         magnitude = tl.where(magnitude >= _INF_BITS, _INF_BITS + 1, magnitude)
     else:
         magnitude = tl.maximum(magnitude, _TINY_BITS) - _TINY_BITS

@@ -17,7 +17,7 @@ _PRODUCTS = ("matmul_mosaic", "matmul_block_mosaic", "matmul_mx_mosaic")
 _QUANTIZE = ("quantize_triton", "quantize_rows_triton", "maxima_triton", "fold_triton", "scaling_triton")
 _LAYER = (*_PRODUCTS, *_QUANTIZE, "norm_triton", "activation_triton", "activation_rows_triton", "remake_triton")
 _ALL = (*_LAYER, "adamw_triton")
-_STEP = (*_ALL, "matmul_int8_mosaic", "fallback_triton", "pack_triton")
+_STEP = (*_ALL, "matmul_int8_mosaic", "fallback_triton", "cotangents_triton")
 # What each results file times, in pallas_kernels/, besides what these import. Others time no kernel.
 KERNELS = {
     "gemm": (*_PRODUCTS, "fold_triton", "quantize_triton"),

@@ -104,11 +104,18 @@ class ActivationSaved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """How an activation goes back: `fp8jax.ops.saved.Remade`; `bounded`, scales of its cotangents come from bounds."""
+    """How an activation goes back: `fp8jax.ops.saved.Remade`.
+
+    Attributes:
+        activation: its name. dtype: of its inputs.
+        bounded: whether scales of its cotangents come from bounds.
+        written: whether kernels write its cotangents, as `fused.written`.
+    """
 
     activation: str
     dtype: DTypeLike
     bounded: bool = False
+    written: bool = False
 
     def again(self, saved: ActivationSaved, gradient: Gradient) -> Made:
         activated = ACTIVATIONS[self.activation](decode(saved.gate))
@@ -132,6 +139,11 @@ class Activation:
         others: Array | None,
         foreseen: fused.Foreseen | None,
     ) -> tuple[tuple[Array, ...], tuple[Origin, ...]]:
+        plain = self._operands(saved, dy, dy, fp8=False) if self.written and {*dtypes} == {self.dtype} else None
+        if plain is not None:
+            operation, operands = plain
+            arrays = fused.run(lambda on, operands: on.cotangents(operation, operands), operands)
+            return tuple(fused.array(x, dy) for x in arrays), ()
         up, activated = (None if q is None else decode(q) for q in saved[1:])
         cotangents = activation_cotangents(ACTIVATIONS[self.activation], decode(saved.gate), up, activated, dy)
         cast = tuple(ct.astype(dtype) for ct, dtype in zip(cotangents, dtypes, strict=True))
@@ -165,13 +177,15 @@ class Activation:
         largest = (scaling.largest_magnitude(rows * slope) for slope in slopes)
         return fused.Foreseen(spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in largest))
 
-    def _operands(self, saved: ActivationSaved, like: Array, dy: Array | None) -> tuple[Any, Any] | None:
+    def _operands(
+        self, saved: ActivationSaved, like: Array, dy: Array | None, *, fp8: bool = True
+    ) -> tuple[Any, Any] | None:
         """How the kernels compute the result, or with its gradient those of the inputs, alike to an array.
 
         None for XLA.
         """
         spec = None if isinstance(saved.gate, Array) else saved.gate.spec
-        operation = _fused(self.activation, like, saved.up, spec, saved.activated is not None)
+        operation = _fused(self.activation, like, saved.up, spec, saved.activated is not None, fp8=fp8)
         if operation is None:
             return None
         from pallas_kernels import remake_triton
@@ -193,9 +207,9 @@ def activate(
 ) -> tuple[Array, Origin]:
     """The result of an activation, `glu` where there is an `up`, and what it is made from."""
     context, function, to = context_part(recipe), _function(name), fused.bounded(recipe)
-    spare, operation = context.lean or context.spec is None or up is None, None
+    spare, operation, written = context.lean or context.spec is None or up is None, None, fused.written(recipe)
     if context.spec is not None or fused.at_once(recipe):
-        operation = _fused(name, gate, up, context.spec, not spare, forward=True)
+        operation = _fused(name, gate, up, context.spec, not spare, forward=True, fp8=not written)
     if context.spec is None and operation is None:
         y = function(gate) if up is None else function(gate) * up
         return derivatives.passed("an activation", y, gate, up), NOTHING
@@ -216,12 +230,15 @@ def activate(
         if spec is not None:
             matrix = fused.matrix(y)
             scale = _bound(spec, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
+    elif written:
+        assert context.spec is not None
+        saved, y = _keep_and_write(operation, g, u, context.spec)
     else:
         saved, result, scale, codes = _keep(operation, g, u, context.spec, spec, by_rows)
         (part,) = result.parts
     inputs = (gate,) if up is None else (gate, up)
     saved = saved if context.spec is None else named(saved, ACTIVATION)
-    how = Activation(name, gate.dtype, context.lean and context.scales == "bound")
+    how = Activation(name, gate.dtype, context.lean and context.scales == "bound", written)
     y, _ = differentiable(how, inputs, saved, y, known=known)
     if part is not None and by_rows is not None and scale is not None and codes is not None:
         fused_rows.hold(part, by_rows, codes, scale)
@@ -239,9 +256,33 @@ def _bound(to: QuantSpec, sample: Array, largest: Array | float = 0.0) -> Array:
     return scaling.to_scale(jnp.maximum(scaling.beyond_sample(sample), largest), formats.get(to.format))
 
 
-def _fused(name: str, like: Array, up: Any, spec: QuantSpec | None, activated: bool, *, forward: bool = False) -> Any:
+def _fused(
+    name: str,
+    like: Array,
+    up: Any,
+    spec: QuantSpec | None,
+    activated: bool,
+    *,
+    forward: bool = False,
+    fp8: bool = True,
+) -> Any:
     how: Any = {"activation": list(ACTIVATIONS).index(name), "gated": up is not None, "activated": activated}
-    return fused.operation(like, spec, like.dtype, forward=forward, **how)
+    return fused.operation(like, spec, like.dtype, forward=forward, fp8=fp8, **how)
+
+
+def _keep_and_write(operation: Any, gate: Array, up: Array | None, spec: QuantSpec) -> tuple[ActivationSaved, Array]:
+    """What is kept, and the result."""
+    coding, dtype = fused.coding(spec), gate.dtype
+    g, u = fused.matrix(gate), None if up is None else fused.matrix(up)
+    parts, _, y = fused.run(
+        lambda on, *arrays: on.keep_activation(operation, *arrays, coding, result=(None, dtype)), g, u
+    )
+    return _saved(parts, gate, spec), fused.array(y, gate)
+
+
+def _saved(parts: Any, like: Array, spec: QuantSpec) -> ActivationSaved:
+    codes: Any = [None if part is None else fused.residual(part[0], part[1], like, spec) for part in parts]
+    return ActivationSaved(*codes)
 
 
 def _keep(
@@ -277,10 +318,7 @@ def _keep(
     # Of what is kept as it is, and is not coded by rows, the layers that read the result find the scale.
     nothing = spec is None and by_rows is None
     parts, peak, scale, result_codes = ((), None, None, None) if nothing else fused.run(both, g, u)
-    saved = ActivationSaved(gate, up, None)
-    if spec is not None:
-        codes: Any = [None if part is None else fused.residual(part[0], part[1], gate.shape, spec) for part in parts]
-        saved = ActivationSaved(*codes)
+    saved = ActivationSaved(gate, up, None) if spec is None else _saved(parts, gate, spec)
     result = fused.Computation(exact, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,))
     return saved, result, scale, result_codes
 

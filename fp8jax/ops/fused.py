@@ -23,7 +23,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell
 from fp8jax.ops.saved import from_bytes, to_bytes
-from fp8jax.ops.sharding import merge
+from fp8jax.ops.sharding import merge, spec_of, split
 from fp8jax.recipes import resolve
 
 
@@ -153,6 +153,20 @@ def at_once(recipe: Recipe | Context | str) -> bool:
     return takes(spec) or (spec.folds and spec.level1 == "token" and formats.get(spec.format).bits == 8)
 
 
+def written(recipe: Recipe | Context | str) -> bool:
+    """Whether on a GPU operations write what they compute, and not the layers that read it: these take no FP8 codes.
+
+    So it is where what is kept are codes of ten bits, and layers of the recipe have others than `codes` or
+    `fp8jax.ops.fused_rows` makes.
+    """
+    whole = resolve(recipe)
+    context = whole.context if isinstance(whole, Recipe) else whole
+    if context.spec is None or not context.spec.packed:
+        return False
+    spec = whole.linear.spec("x") if isinstance(whole, Recipe) else None
+    return spec is None or not (takes(spec) or spec.folds)
+
+
 def codes(
     part: Output,
     rows: QuantSpec | None,
@@ -269,7 +283,14 @@ def run(call: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def operation(
-    x: Array, spec: QuantSpec | None, dtype: DTypeLike, *, norm: bool = False, forward: bool = False, **fields: Any
+    x: Array,
+    spec: QuantSpec | None,
+    dtype: DTypeLike,
+    *,
+    norm: bool = False,
+    forward: bool = False,
+    fp8: bool = True,
+    **fields: Any,
 ) -> Any:
     """The operation, as the kernels describe it, whose operands are alike to `x`, (..., channels); None for XLA.
 
@@ -279,10 +300,11 @@ def operation(
         dtype: of the result.
         norm: whether it is a norm, which reads whole rows.
         forward: whether it is computed for the first time, which is told to who listens.
+        fp8: whether kernels make or read FP8 codes of it.
         fields: as of `pallas_kernels.operations_triton.Operation`.
     """
     reason = None if on_cuda() else "it needs a CUDA GPU"
-    reason = reason or missing_triton("remake_triton") or _unfit(x, spec)
+    reason = reason or missing_triton("remake_triton" if fp8 else "cotangents_triton") or _unfit(x, spec)
     if reason is None:
         description = _described(x, spec, dtype, norm, fields)
         reason = description if isinstance(description, str) else None
@@ -298,8 +320,8 @@ def _unfit(x: Array, spec: QuantSpec | None) -> str | None:
     if spec is None:
         return None
     grouped = spec.granularity == "group" and x.ndim > 0 and spec.axis in (-1, x.ndim - 1)
-    if not (grouped and formats.get(spec.format).is_float):
-        return f"it keeps FP8 codes in groups along the last axis, not {spec}"
+    if not (grouped and (formats.get(spec.format).is_float or spec.packed)):
+        return f"it keeps codes of FP8 or of ten bits in groups along the last axis, not {spec}"
     if spec.expand or spec.stacked or spec.underflow != "zero" or spec.rounding != "nearest":
         return f"it keeps plain codes rounded to nearest, not {spec}"
     return None
@@ -307,16 +329,16 @@ def _unfit(x: Array, spec: QuantSpec | None) -> str | None:
 
 def _described(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, fields: dict[str, Any]) -> Any:
     """The operation as the kernels describe it, or why they cannot compute it."""
-    from pallas_kernels import norm_triton, operations_triton, quantize_triton, remake_triton
+    from pallas_kernels import norm_triton, operations_triton, quantize_triton, storage_triton
 
     if jnp.dtype(dtype) not in quantize_triton.PLAIN_DTYPES:
         return f"it makes no results in {jnp.dtype(dtype)}"
     storage = coding(spec)
     index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
-    how = {"exact": True} if storage is None else {"group": storage.size, "e5m2": storage.dtype == jnp.float8_e5m2}
+    how = {"exact": True} if storage is None else {"group": storage.size, "format": storage.format}
     description = operations_triton.Operation(dtype=index, **how, **fields)
-    unsupported = norm_triton.unsupported if norm else remake_triton.unsupported
-    return unsupported(description, (math.prod(x.shape[:-1]), x.shape[-1]), x.dtype, storage) or description
+    unsupported = norm_triton.unsupported if norm else storage_triton.unsupported
+    return unsupported((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype, storage) or description
 
 
 def coding(spec: QuantSpec | None) -> Any:
@@ -335,10 +357,15 @@ def matrix(x: Array) -> Array:
     return merge(x, x.ndim - 1, 1)
 
 
-def residual(codes: Array, scale: Array, shape: tuple[int, ...], spec: QuantSpec) -> QTensor:
-    """Codes (M, N) and their scales as those of an array of a shape, in bytes, as `fp8jax.ops.saved.keep` has them."""
-    count = (*shape[:-1], scale.shape[-1])
-    return to_bytes(QTensor(codes.reshape(shape), scale.reshape(count), None, None, spec))
+def array(x: Array, like: Array) -> Array:
+    """(rows, channels) as (..., channels), with the leading axes of another array."""
+    return split(x, (*like.shape[:-1], x.shape[-1]), (*spec_of(like)[:-1], spec_of(x)[-1]))
+
+
+def residual(codes: Array, scale: Array, like: Array, spec: QuantSpec) -> QTensor:
+    """Codes (M, N), or packed ones, and their scales as those of an array, as `fp8jax.ops.saved.keep` has them."""
+    length = like.shape[-1] if spec.packed else None
+    return to_bytes(QTensor(array(codes, like), array(scale, like), None, None, spec, length))
 
 
 def stored(q: QTensor | Array) -> tuple[Array, Array | None]:

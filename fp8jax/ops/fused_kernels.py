@@ -15,7 +15,7 @@ from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import capability
 from fp8jax.ops.cuts import Cut
 from fp8jax.ops.partition import partitioned
-from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, remake_triton
+from pallas_kernels import activation_rows_triton, activation_triton, cotangents_triton, norm_triton, remake_triton
 
 _ROWS, _TILE, _TURNED = "m -", "m n", "n m"
 
@@ -31,7 +31,7 @@ def forward(
     result: tuple[Array | None, Any] | None = None,
 ) -> Any:
     scale, dtype = result or (None, None)
-    by_row = result is not None and scale is None
+    by_row = result is not None and scale is None and jax.numpy.dtype(dtype).itemsize == 1
 
     def run(cut: Cut, x: Array, weight: Array | None, bias: Array | None, scale: Array | None) -> Any:
         result = None if dtype is None else (scale, dtype)
@@ -70,21 +70,21 @@ def backward(
 
 
 def keep_activation(
-    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: tuple[Array, Any] | None = None
+    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: tuple[Array | None, Any] | None = None
 ) -> Any:
     scale, dtype = result or (None, None)
 
     def run(cut: Cut, gate: Array, up: Array | None, scale: Array | None) -> Any:
-        result = None if scale is None else (scale, dtype)
+        result = None if dtype is None else (scale, dtype)
         parts, peak, codes = activation_triton.keep_activation(
             operation, gate, up, coding, result=result, compute_capability=capability()
         )
         return parts, cut.maximum(peak, "m n"), codes
 
-    pair = (_TILE, f"m n/{coding.size}")
+    pair, tile = ((_ROWS, _ROWS), _ROWS) if coding.packed else ((_TILE, f"m n/{coding.size}"), _TILE)
     return partitioned(
-        "keep_activation", (operation, coding, str(dtype)), run, (gate, up, scale), (_TILE, _TILE, _whole(scale)),
-        ((pair, pair, pair), "", _TILE),
+        "keep_activation", (operation, coding, str(dtype)), run, (gate, up, scale), (tile, tile, _whole(scale)),
+        ((pair, pair, pair), "", tile),
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def quantize(
         )  # fmt: skip
 
     ins = (_operands(operation), tuple(map(_by_row, scales)), _whole(scale))
-    outs = [(_TILE, _TURNED)] * (len(kinds) + (again is not None))
+    outs = [(_tile(operation), _turned(operation))] * (len(kinds) + (again is not None))
     static = (operation, kinds, str(dtype), rows, columns, str(to))
     return partitioned("remake", static, run, (operands, scales, scale), ins, outs)
 
@@ -160,14 +160,37 @@ def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> Any:
         return codes, [cut.maximum(peak, "n" if peak.ndim else "m n") for peak in maxima]
 
     each = "m" if scale.ndim else ""
-    ins, outs = (_operands(operation), _by_row(scale)), (_TURNED, [each] * (1 + operation.gated))
+    ins, outs = (_operands(operation), _by_row(scale)), (_turned(operation), [each] * (1 + operation.gated))
     return partitioned("ahead", (operation, str(dtype)), run, (operands, scale), ins, outs)
 
 
+def cotangents(operation: Any, operands: Any) -> Any:
+    def run(cut: Cut, operands: Any) -> Any:
+        return cotangents_triton.cotangents(operation, operands, compute_capability=capability())
+
+    outs = [_tile(operation)] * (1 + operation.gated)
+    return partitioned("cotangents", operation, run, (operands,), (_operands(operation),), outs)
+
+
 def _operands(operation: Any) -> Any:
-    scales = f"m n/{operation.group}"
-    parts: Any = (_TILE, scales, _TILE, scales, _TILE, scales, _TILE, "m", "m", "n", "n")
+    tile, packed = _tile(operation), _packed(operation)
+    scales = _ROWS if packed else f"m n/{operation.group}"
+    channels = "-" if packed else "n"
+    parts: Any = (tile, scales, tile, scales, tile, scales, tile, "m", "m", channels, channels)
     return remake_triton.Operands(*parts)
+
+
+def _packed(operation: Any) -> bool:
+    return operation.format == "int10" and not operation.exact
+
+
+def _tile(operation: Any) -> str:
+    """A matrix. Packed rows are never cut: the high bits come after all low bytes."""
+    return _ROWS if _packed(operation) else _TILE
+
+
+def _turned(operation: Any) -> str:
+    return "- m" if _packed(operation) else _TURNED
 
 
 def _by_row(x: Array) -> str | None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fp8jax.core import formats, scaling
+from fp8jax.core import formats, packing, scaling
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 
@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-_NAMES = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2"}
+_NAMES = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2", jnp.dtype(jnp.int16): "int10"}
 
 
 def statistics(x: Array, eps: float, *, centered: bool) -> tuple[Array, Array]:
@@ -119,6 +119,12 @@ def ahead(operation: Any, operands: Any, scale: Array, dtype: Any) -> tuple[Arra
     return codes, maxima  # type: ignore[return-value]
 
 
+def cotangents(operation: Any, operands: Any) -> list[Array]:
+    from pallas_kernels import remake_triton
+
+    return results(operation, (remake_triton.GATE, remake_triton.UP)[: 1 + operation.gated], operands)
+
+
 def row_peaks(x: Array) -> Array:
     """The largest finite magnitude of each row, fp32 (rows,)."""
     magnitude = jnp.abs(x.astype(jnp.float32))
@@ -127,7 +133,7 @@ def row_peaks(x: Array) -> Array:
 
 
 def keep_activation(
-    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: tuple[Array, Any] | None = None
+    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: tuple[Array | None, Any] | None = None
 ) -> tuple[list[Any], Array, Array | None]:
     activated = list(ACTIVATIONS.values())[operation.activation](gate)
     y = activated if up is None else activated * up
@@ -135,7 +141,7 @@ def keep_activation(
     return (
         [None if x is None or coding is None else _keep(x, coding) for x in parts],
         scaling.largest_magnitude(y),
-        _codes(y, result),
+        _written(y, result),
     )
 
 
@@ -175,8 +181,10 @@ def forward(
     mean = jnp.mean(x.astype(jnp.float32), -1) if operation.centered else None
     y = normalized(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
     codes, scales = (None, None) if coding is None else _keep(z if operation.centered else x, coding)
-    result_codes: Any = _row_codes(y, result[1]) if result and result[0] is None else _codes(y, result)
-    return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), result_codes
+    made: Any = _written(y, result)
+    if result is not None and result[0] is None and made is None:
+        made = _row_codes(y, result[1])
+    return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), made
 
 
 def backward(
@@ -200,14 +208,21 @@ def backward(
 
 def _read(operation: Any, x: Array, scale: Array | None) -> Array:
     """fp32 values of an operand."""
+    if operation.format == "int10" and not operation.exact:
+        x = packing.unpack(x, 1, x.shape[1] // 5 * 4)
     x = x.astype(jnp.float32)
-    return x if scale is None else x * jnp.repeat(scale.astype(jnp.float32), operation.group, 1)
+    return x if scale is None else x * jnp.repeat(scale.astype(jnp.float32), operation.group, 1)[:, : x.shape[1]]
 
 
 def _row_codes(y: Array, dtype: Any) -> tuple[Array, Array]:
     """Codes and each row's own scale, (rows, 1)."""
     q = quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(dtype)], "token"), None)
     return q.codes, q.scale
+
+
+def _written(y: Array, result: tuple[Array | None, Any] | None) -> Array | None:
+    """A result itself, where its dtype is given, or its codes under a scale."""
+    return y if result is not None and jnp.dtype(result[1]).itemsize > 1 else _codes(y, result)
 
 
 def _codes(y: Array, how: tuple[Array | None, Any] | None) -> Array | None:

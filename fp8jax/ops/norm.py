@@ -131,7 +131,7 @@ class Norm:
     def backward(
         self, saved: NormSaved, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None, foreseen: Any
     ) -> tuple[tuple[Array | None, ...], tuple[()]]:
-        operation = self._fused(saved, dy)
+        operation = self._fused(saved, dy, fp8=isinstance(saved.codes, Array) or not saved.codes.spec.packed)
         if operation is None:
             how = {"centered": self.centered, "biased": saved.bias is not None}
             dx, *sums = norm_cotangents(self._input(saved)[0], saved.inverse, saved.scale, dy, **how)
@@ -142,7 +142,7 @@ class Norm:
         dx, *sums = fused.run(
             lambda on, *arrays: on.backward(operation, *arrays[:-1], dtypes[0], arrays[-1]), *operands, rest
         )
-        return _cast((dx.reshape(dy.shape), *sums), dtypes), ()
+        return _cast((fused.array(dx, dy), *sums), dtypes), ()
 
     def _input(self, saved: NormSaved) -> tuple[Array, Array | None]:
         """The input, centered where the norm is, and its mean where that is not taken from what is saved."""
@@ -152,10 +152,10 @@ class Norm:
         mean = jnp.mean(z, -1, keepdims=True)
         return z - mean, mean
 
-    def _fused(self, saved: NormSaved, like: Array) -> Any:
+    def _fused(self, saved: NormSaved, like: Array, *, fp8: bool = True) -> Any:
         fields = {"scaled": saved.scale is not None, "biased": saved.bias is not None}
         spec = None if isinstance(saved.codes, Array) else saved.codes.spec
-        return fused.operation(like, spec, self.dtype, norm=True, centered=self.centered, **fields)
+        return fused.operation(like, spec, self.dtype, norm=True, fp8=fp8, centered=self.centered, **fields)
 
 
 def normalize(
@@ -179,9 +179,10 @@ def normalize(
             shape = None if parameter is None else parameter.shape
             raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
     dtype, context, to = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe), fused.bounded(recipe)
-    operation, fields = None, {"scaled": scale is not None, "biased": bias is not None}
+    operation, written = None, fused.written(recipe)
     if context.spec is not None or fused.at_once(recipe):
-        operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, centered=centered, **fields)
+        fields = {"scaled": scale is not None, "biased": bias is not None, "centered": centered}
+        operation = fused.operation(x, context.spec, dtype, norm=True, forward=True, fp8=not written, **fields)
     if context.spec is None and operation is None:
         z, inverse = statistics(x, eps, centered=centered)
         y = normalized(z, inverse, scale, bias).astype(dtype)
@@ -195,15 +196,20 @@ def normalize(
         assert context.spec is not None
         z, inverse = statistics(values[0], eps, centered=centered)
         stored, result = NormSaved(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
-        codes_ahead = None
+        codes_ahead, y = None, normalized(z, inverse, *values[1:]).astype(dtype)
+    elif written:
+        to_array = None, dtype
+        stored, _, _, y = _keep(operation, values[0], values[1], values[2], context.spec, eps, to_array)
+        y, result, codes_ahead = fused.array(y, values[0]), None, None
     else:
-        codes, mean, peak, codes_ahead = _keep(operation, values[0], values[1], values[2], context.spec, eps, bound)
-        z, inverse = values[0].astype(jnp.float32), codes.inverse
+        to_codes = None if bound is None else (bound[1], formats.get(bound[0].format).dtype)
+        stored, mean, peak, codes_ahead = _keep(operation, values[0], values[1], values[2], context.spec, eps, to_codes)
+        z, inverse = values[0].astype(jnp.float32), stored.inverse
         if mean is not None:
             z = z - mean.reshape(inverse.shape)
-        stored, parts = codes, (fused.matrix(values[0]), None)
+        parts = fused.matrix(values[0]), None
         result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
-    y = normalized(z, inverse, *values[1:]).astype(dtype)
+        y = normalized(z, inverse, *values[1:]).astype(dtype)
     if context.spec is None:
         stored = stored._replace(inverse=named(stored.inverse, BESIDE))
     else:
@@ -238,22 +244,21 @@ def _keep(
     bias: Array | None,
     spec: QuantSpec | None,
     eps: float,
-    bound: Bound,
+    to: tuple[Array | None, DTypeLike] | None,
 ) -> tuple[NormSaved, Array | None, Array, Any]:
     """What is kept, the mean of rows where the norm is centered, the largest magnitude of the result, and its codes.
 
-    The last, with scales of rows if there is no other, where it is known how it will be quantized.
+    The last, with scales of rows if there is no other, where it is known how it will be quantized; or the result.
     """
-    coding, dtype = fused.coding(spec), None if bound is None else formats.get(bound[0].format).dtype
-    codes, scales, inverse, mean, peak, result_codes = fused.run(
+    coding, (to_scale, dtype) = fused.coding(spec), to or (None, None)
+    codes, scales, inverse, mean, peak, result = fused.run(
         lambda on, *arrays: on.forward(
             operation, *arrays[:-1], eps, coding, result=None if dtype is None else (arrays[-1], dtype)
         ),
-        fused.matrix(x), scale, bias, bound and bound[1],
+        fused.matrix(x), scale, bias, to_scale,
     )  # fmt: skip
-    of_input = x if spec is None else fused.residual(codes, scales, x.shape, spec)
-    residual = NormSaved(of_input, inverse.reshape(*x.shape[:-1], 1), scale, bias)
-    return residual, mean, peak, result_codes
+    of_input = x if spec is None else fused.residual(codes, scales, x, spec)
+    return NormSaved(of_input, fused.array(inverse[:, None], x), scale, bias), mean, peak, result
 
 
 def _result(

@@ -19,10 +19,8 @@ from fp8jax.core import derivatives, formats
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import capability, missing_triton, on_cuda, run, tell, triton_or_xla, vary_alike
-from fp8jax.ops.cuts import Cut
-from fp8jax.ops.partition import partitioned
-from fp8jax.ops.sharding import Kind, merge, spec_of, split
+from fp8jax.ops.choice import vary_alike
+from fp8jax.ops.sharding import Kind
 
 Shared = TypeVar("Shared")
 
@@ -44,34 +42,9 @@ def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
     return lax.bitcast_convert_type(codes, dtype) if codes.dtype.itemsize == 1 else codes
 
 
-PACKED = QuantSpec("int10", "group", 128, scale_format="bf16")
-
-
-def keep(x: Array, spec: QuantSpec, impl: str = "auto") -> QTensor:
-    """The values of an array as codes in bytes, with scales along its last axis.
-
-    Of ten bits a kernel makes and packs them on CUDA GPUs (`impl` "auto", or "triton", which is it anywhere).
-    """
-    values = lax.stop_gradient(x)
-    if impl == "xla" or spec != PACKED or x.ndim < 2 or 0 in x.shape:
-        return to_bytes(quantize(values, spec))
-    choice = tell("context", triton_or_xla(impl, impl == "triton" or on_cuda(), lambda: missing_triton("pack_triton")))
-    plain = functools.partial(keep, spec=spec, impl="xla")
-    residual: QTensor = run(choice, impl, values, kernel=_packed, reference=plain)
-    return residual
-
-
-def _packed(x: Array) -> QTensor:
-    def pack(cut: Cut, rows: Array) -> tuple[Array, Array]:
-        from pallas_kernels import pack_triton
-
-        return pack_triton.pack(rows, compute_capability=capability())
-
-    rows = merge(x, x.ndim - 1, 1)
-    codes, scale = partitioned("pack", None, pack, (rows,), ("m -",), ("m -", "m -"))
-    lead = spec_of(rows)[:1] and (*spec_of(x)[:-1], None)
-    codes, scale = (split(part, (*x.shape[:-1], part.shape[-1]), lead) for part in (codes, scale))
-    return QTensor(codes, scale, None, None, PACKED, x.shape[-1])
+def keep(x: Array, spec: QuantSpec) -> QTensor:
+    """The values of an array as codes in bytes, with scales along its last axis."""
+    return to_bytes(quantize(lax.stop_gradient(x), spec))
 
 
 def decode(saved: QTensor | Array) -> Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fp8jax
+from fp8jax.core.recipe import Linear
 from fp8jax.ops import fused, fused_rows, operand, product, quantize
 from pallas_kernels import activation_triton, norm_triton
 from tests.kernels.triton_interpreter import prepare
@@ -36,6 +37,12 @@ def recipe(mode: str, spec: str = "e4m3:group16", **linear: Any) -> fp8jax.Recip
 def as_it_is(**linear: Any) -> fp8jax.Recipe:
     """A recipe whose norms and activations keep their inputs."""
     return dataclasses.replace(recipe("lean", **linear), context=fp8jax.recipes.Context())
+
+
+def ten_bits(spec: str = "int10:group32") -> fp8jax.Recipe:
+    """A recipe whose norms and activations keep codes of ten bits, and whose layers multiply int8 blocks."""
+    blocks = Linear("int8:block32", "int8:block32", "int8:block32")
+    return dataclasses.replace(recipe("faithful", spec), linear=blocks)
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -111,6 +118,14 @@ CASES = {
     "silu, rows, as it is": _ACTIVATION("silu", True, as_it_is(**MICRO), jnp.float32, (2, 18)),
     "gelu False rows, as it is": _ACTIVATION("gelu", False, as_it_is(**MICRO), jnp.float32, (ROWS,)),
     "kept anyway": functools.partial(attention_case, recipe("lean", **MICRO)),
+    # Before layers of int8 blocks results are written; before others, codes are made of them.
+    "rms 1 ten bits": _NORM("rms", 1, ten_bits(), jnp.bfloat16, (ROWS,)),
+    "layer 2 ten bits": _NORM("layer", 2, ten_bits(), jnp.float32, (3, 11)),
+    "silu True ten bits": _ACTIVATION("silu", True, ten_bits(), jnp.float32, (2, 18)),
+    "gelu_tanh False ten bits": _ACTIVATION("gelu_tanh", False, ten_bits("int10:group16"), jnp.float32, (ROWS,)),
+    "rms 1 ten bits, lean": _NORM("rms", 1, recipe("lean", "int10:group16"), jnp.bfloat16, (ROWS,)),
+    "silu True ten bits, lean": _ACTIVATION("silu", True, recipe("lean", "int10:group32"), jnp.float32, (ROWS,)),
+    "silu, rows, ten bits": _ACTIVATION("silu", True, recipe("lean", "int10:group16", **MICRO), jnp.float32, (ROWS,)),
     "silu, three axes": _ACTIVATION("silu", True, recipe("lean"), jnp.float32, (2, 18)),
 }
 
@@ -118,7 +133,8 @@ CASES = {
 # One of each way through the kernels.
 FEW = ("rms 1 lean", "layer 2 faithful", "layer 2 bound", "norm fp32, three axes", "silu True lean",
        "gelu False faithful", "gelu_tanh False lean", "silu True bound", "norm, rows", "norm, rows, faithful",
-       "silu, rows", "silu, bound, mended", "layer 2 as it is", "silu, rows, as it is", "kept anyway")  # fmt: skip
+       "silu, rows", "rms 1 ten bits", "silu True ten bits", "silu True ten bits, lean", "silu, bound, mended",
+       "layer 2 as it is", "silu, rows, as it is", "kept anyway")  # fmt: skip
 
 
 def run(f: Any, args: Any) -> list[jax.Array]:

@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 
 from fp8jax.core import formats
+from fp8jax.core.qtensor import quantize
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fallback, fold, fused, microscaled, saved
+from fp8jax.ops import fallback, fold, fused, microscaled
 from fp8jax.ops import quantize as op
 from tests import given_scales
 
@@ -87,6 +88,9 @@ REFOLDS = [
 # Codes that are transposed, times a factor for each row.
 SHIFTS = [("e4m3", (130, 150)), ("e5m2", (128, 256))]
 
+# Codes of ten bits: of a row that is a group and a part of one, of whole tiles, and of less than a tile.
+TEN_BITS = [((5, 304), "float32"), ((64, 256), "bfloat16"), ((3, 144), "float16")]
+
 # Blocks and their residuals.
 FALLBACKS = [
     Case("int8:block128", None, (130, 260), "bfloat16"),
@@ -152,17 +156,41 @@ def wrong_fallback(case: Case) -> dict[str, int]:
     return found
 
 
-def wrong_packing(shape: tuple[int, int], dtype: str) -> int:
-    """How many packed bytes and scales of ten-bit codes are not the reference's; of groups that are not finite none."""
-    x = special(shape, dtype, 6e4)
-    want, got = (saved.keep(x[:, None], saved.PACKED, impl) for impl in ("xla", "triton"))
-    finite = np.isfinite(np.asarray(want.scale, np.float32))
-    decoded = [np.asarray(saved.decode(q)) for q in (want, got)]
-    same = np.array_equal(*decoded, equal_nan=True) and got.codes.shape == want.codes.shape and finite.any()
-    packed = [np.asarray(q.codes)[np.all(finite, -1)] for q in (want, got)]
-    return (
-        _differ(np.asarray(got.scale, np.float32), np.asarray(want.scale, np.float32)) + _differ(*packed) + (not same)
-    )
+def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
+    """By operation how many bytes and scales that it keeps in ten bits, read back too, are not `fp8jax.quantize`'s."""
+    from pallas_kernels import activation_rows_triton, activation_triton, cotangents_triton, norm_triton
+    from pallas_kernels.operations_triton import IDENTITY, Operation
+    from pallas_kernels.remake_triton import Operands
+
+    x, spec = special(shape, dtype, 6e4), QuantSpec("int10", "group", 128, scale_format="bf16")
+    coding, want, m = fused.coding(spec), quantize(x, spec), shape[0]
+    operation = Operation(gated=False, activation=IDENTITY, dtype=0, format="int10", group=128)
+    ones = jnp.ones(shape, jnp.float32)
+    kept = {
+        "norm": norm_triton.forward(Operation(format="int10"), x, None, None, 1e-5, coding)[:2],
+        "activation": activation_triton.keep_activation(operation, x, None, coding)[0][0],
+        "activation, rows": activation_rows_triton.keep_activation(operation, x, None, coding, jnp.float8_e4m3fn)[0][0],
+    }
+    wrong = {
+        name: _differ(np.asarray(codes), np.asarray(want.codes))
+        + _differ(np.asarray(scale, np.float32), np.asarray(want.scale, np.float32))
+        for name, (codes, scale) in kept.items()
+    }
+    # Of up, the cotangent under a gradient of ones is the activated gate, here the gate itself.
+    pair = Operands(want.codes, want.scale, want.codes, want.scale, gradient=ones)
+    _, dup = cotangents_triton.cotangents(operation._replace(gated=True), pair)
+    wrong["cotangents"] = _differ(np.asarray(dup), np.asarray(want.dequantize()))
+    # Of a gradient of zeros but one of ones in a row alone, the sum over rows is that row's values times its root.
+    finite = jnp.where(jnp.isnan(want.scale), jnp.ones((), want.scale.dtype), want.scale)
+    values = np.asarray(dataclasses.replace(want, scale=finite).dequantize())
+    row = jnp.zeros(shape).at[m // 2].set(1.0)
+    _, dweight, _ = norm_triton.backward(
+        Operation(scaled=True, format="int10", group=128), want.codes, finite, jnp.full(m, 0.5), jnp.ones(shape[1]),
+        row, jnp.float32,
+    )  # fmt: skip
+    assert dweight is not None
+    wrong["norm, backward"] = _differ(np.asarray(dweight), values[m // 2] / 2)
+    return wrong
 
 
 def wrong_shifted(name: str, shape: tuple[int, int]) -> int:

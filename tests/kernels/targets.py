@@ -202,6 +202,56 @@ def by_hand() -> Programs:
     return found
 
 
+def ten_bits() -> Programs:
+    """A norm and linears, a gated activation and a linear, of `int8_fallback`: forward and backward."""
+    import jax
+    import jax.numpy as jnp
+
+    import fp8jax
+    from fp8jax.ops.scaled import ScalingState
+
+    recipe = fp8jax.recipes.int8_fallback()
+
+    def block(x: Any, scale: Any, gate: Any, up: Any, down: Any) -> Any:
+        def linear(x: Any, w: Any, i: int) -> Any:
+            state = ScalingState(x=jnp.ones((), jnp.float32))
+            return fp8jax.scaled_linear(x, w, state, recipe=recipe, key=jax.random.key(i))[0]
+
+        h = fp8jax.rms_norm(x, scale, recipe=recipe)
+        h = fp8jax.glu(linear(h, gate, 0), linear(h, up, 1), recipe=recipe)
+        return x + linear(h, down, 2)
+
+    def program(x: Any, scale: Any, gate: Any, up: Any, down: Any, dy: Any) -> Any:
+        y, back = jax.vjp(block, x, scale, gate, up, down)
+        return y, back(dy)
+
+    m, n, inner = 1024, 512, 1280
+    shapes = (m, n), (n,), (n, inner), (n, inner), (inner, n), (m, n)
+    return {"block": (program, tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))}
+
+
+def _kernels(text: str) -> dict[str, int]:
+    """How many calls there are of each Triton kernel."""
+    calls = re.findall(r" custom-call\(.*triton_kernel_call.*", text)
+    names = (re.search(r'op_name="[^"]*?(\w+)/triton_kernel_call', call) for call in calls)
+    return dict(collections.Counter(name[1] if name else "" for name in names))
+
+
+def _bytes(text: str) -> list[str]:
+    """Shapes of the arrays of bytes that anything but kernels reads or writes."""
+    shapes: dict[str, str] = {}
+    found = set()
+    for name, result, op, operands in re.findall(
+        r"^ +(?:ROOT )?%(\S+) = (.*?) ([a-z][\w-]*)\((.*?)\)", text.split("ENTRY", 1)[1], re.MULTILINE
+    ):
+        arrays = [shape for dtype, shape in _ARRAY.findall(result) if dtype == "u8"]
+        if arrays:
+            shapes[name] = arrays[0]
+        if op not in ("custom-call", "get-tuple-element", "tuple", "parameter"):
+            found |= {*arrays, *(shapes[n] for n in re.findall(r"%([\w.-]+)", operands) if n in shapes)}
+    return sorted(found)
+
+
 def _gathers(text: str) -> list[tuple[str, list[int]]]:
     """Dtype and shape of what is gathered; of several arrays at once the whole ones, which come last."""
     found = []
@@ -257,6 +307,8 @@ def main() -> None:
                     "dtypes": sorted({dtype for dtype, _ in _ARRAY.findall(text)}),
                     "loops": len(re.findall(r" while\(", text)),
                     "gathers": _gathers(text),
+                    "kernels": _kernels(text),
+                    "bytes": _bytes(text),
                     "written": _written(text, "bf16", "f16"),
                     "wide": _written(text, "f32", "s32"),
                     "sums": [tuple(c) for c in collectives(text) if c.kind in ("all-reduce", "reduce-scatter")],

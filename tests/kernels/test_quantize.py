@@ -44,7 +44,7 @@ def check(got, want, few=3e-4):
 REGISTERS = {
     "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
-    "codes folded": 64, "codes shifted": 64, "fallback blocks": 80, "fallback blocks, drawn": 128, "ten bits": 80,
+    "codes folded": 64, "codes shifted": 64, "fallback blocks": 80, "fallback blocks, drawn": 128,
 }  # fmt: skip
 
 
@@ -54,7 +54,6 @@ def registers() -> None:
         fallback_triton,
         fold_triton,
         maxima_triton,
-        pack_triton,
         quantize_rows_triton,
         quantize_triton,
     )
@@ -87,7 +86,6 @@ def registers() -> None:
         "codes shifted": lambda x: quantize_triton.transpose(
             x.astype(jnp.float8_e4m3fn), factor=jnp.ones((16384, 1)), **options
         ),
-        "ten bits": lambda x: pack_triton.pack(x, **options),
         "fallback blocks": lambda x: fallback_triton.quantize(x, one, 128, **options),
         "fallback blocks, drawn": lambda x: fallback_triton.quantize(x, one, 128, words=words, **options),
     }

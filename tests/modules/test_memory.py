@@ -177,9 +177,21 @@ def test_bf16_keeps_at_least_three_and_a_half_times_as_much():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "below"), [("int8_fallback", 0.6), pytest.param("int8_fallback, lean", 0.65, marks=pytest.mark.slow)]
+    ("recipe", "below", "kernels"),
+    [
+        ("int8_fallback", 0.6, False),
+        ("int8_fallback", 0.6, True),
+        pytest.param("int8_fallback, lean", 0.65, False, marks=pytest.mark.slow),
+    ],
 )
-def test_int8_fallback_keeps_ten_bits_of_operations_and_eight_of_linear_layers(recipe, below):
+def test_int8_fallback_keeps_ten_bits_of_operations_and_eight_of_linear_layers(recipe, below, kernels, monkeypatch):
+    ran = []
+    if kernels:
+        pytest.importorskip("jax_triton")
+        monkeypatch.setattr(fused, "run", lambda *args, run=fused.run: ran.append(args) or run(*args))
+        monkeypatch.setitem(globals(), "kept", kept.__wrapped__)  # counted anew
+        monkeypatch.setattr(fused, "on_cuda", lambda: True)
+        monkeypatch.setattr(fused, "missing_triton", lambda _: None)
     batch, length, width = 1, 128, 384  # whole blocks of 128
     inner, lean = width * 8 // 3, "lean" in recipe
     context = INT8.context.spec
@@ -190,4 +202,5 @@ def test_int8_fallback_keeps_ten_bits_of_operations_and_eight_of_linear_layers(r
     assert context.nbytes((1, width)) == 1.25 * width + 2 * width / 128
     found = per_layer(recipe, batch, length, width)
     assert found == pytest.approx(planned / (2 * width), abs=1e-9)
+    assert bool(ran) == kernels
     assert found < (1 - below) * per_layer("bf16", batch, length, width)

@@ -1,0 +1,197 @@
+"""What norms and activations keep in ten bits: their kernels compiled for GPUs, and on one beside their references."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax.core.qtensor import quantize
+from fp8jax.core.spec import QuantSpec
+from tests.distance import relative
+from tests.kernels import h200
+from tests.kernels.test_fused import SHARED, python
+
+pytest.importorskip("jax_triton")
+
+ROWS = 16384
+# Largest numbers of registers a thread may take, compiled for an H200; for GPUs before, an eighth more.
+REGISTERS = {
+    "rms norm of 2048": 64, "layer norm of 4096": 80, "rms norm of 8192": 80, "rms norm of 2048, backward": 128,
+    "layer norm of 2048, backward": 168, "rms norm of 8192, backward": 128, "kept of silu": 64, "kept of gelu": 48,
+    "cotangents of silu": 40, "cotangents of gelu": 40, "silu again, peaks": 128, "cotangents' codes": 64,
+}  # fmt: skip
+
+
+def registers(arch: str = "sm_90a") -> None:
+    """Prints `h200.assembled` of each kernel for a model of 1b: norms of 2,048 channels, perceptrons of 5,632."""
+    from pallas_kernels import activation_triton, cotangents_triton, norm_triton, remake_triton
+    from pallas_kernels.operations_triton import Operation
+    from pallas_kernels.remake_triton import GATE, UP, Operands
+    from pallas_kernels.scaling_triton import Coding
+
+    bf16, e4m3, one = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32(1)
+    options, itself = {"compute_capability": int(arch[3:5])}, (None, bf16)
+    kept = Coding("group", jnp.int16, 128, scale_dtype=bf16)
+    norm = Operation(scaled=True, format="int10", group=128)
+    layer, gelu = norm._replace(centered=True, biased=True), norm._replace(scaled=False, gated=False, activation=2)
+    silu = norm._replace(scaled=False, activated=True)
+
+    def array(n, dtype=bf16):
+        return jax.ShapeDtypeStruct((ROWS, n), dtype)
+
+    def stored(n):
+        return array(n // 4 * 5, jnp.uint8), array(n // 128)
+
+    def of(*arrays, count):
+        """Operands from `count` pairs of codes and scales and a gradient."""
+        return Operands(*arrays[: 2 * count], gradient=arrays[-1])
+
+    def forward(operation, biased=False):
+        return lambda x, w: norm_triton.forward(
+            operation, x, w, w if biased else None, 1e-5, kept, result=itself, **options
+        )
+
+    def backward(operation):
+        return lambda codes, scale, rows, w, dy, others: norm_triton.backward(
+            operation, codes, scale, rows, w, dy, bf16, others, **options
+        )
+
+    rows, wide, codes = jax.ShapeDtypeStruct((ROWS,), jnp.float32), array(5632), stored(5632)
+    weight = {n: jax.ShapeDtypeStruct((n,), bf16) for n in (2048, 4096, 8192)}
+    lean = silu._replace(activated=False)
+    programs = {
+        "rms norm of 2048": (forward(norm), array(2048), weight[2048]),
+        "layer norm of 4096": (forward(layer, True), array(4096), weight[4096]),
+        "rms norm of 8192": (forward(norm), array(8192), weight[8192]),
+        **{
+            f"{name} norm of {n}, backward": (
+                backward(operation), *stored(n), rows, weight[n], array(n), array(n))
+            for name, operation, n in (("rms", norm, 2048), ("layer", layer, 2048), ("rms", norm, 8192))
+        },
+        "kept of silu": (
+            lambda g, u: activation_triton.keep_activation(silu, g, u, kept, result=itself, **options), wide, wide),
+        "kept of gelu": (
+            lambda g: activation_triton.keep_activation(gelu, g, None, kept, result=itself, **options), wide),
+        "cotangents of silu": (
+            lambda *a: cotangents_triton.cotangents(silu, of(*a, count=3), **options), *codes, *codes, *codes, wide),
+        "cotangents of gelu": (
+            lambda *a: cotangents_triton.cotangents(gelu, of(*a, count=1), **options), *codes, wide),
+    }  # fmt: skip
+    if arch != "sm_80":
+        programs |= {
+            "silu again, peaks": (
+                lambda *a: remake_triton.ahead(lean, of(*a, count=2), one, e4m3, **options), *codes, *codes, wide),
+            "cotangents' codes": (
+                lambda *a: remake_triton.quantize(
+                    lean, (GATE, UP), of(*a, count=2), (one, one), e4m3, rows=True, columns=True, **options),
+                *codes, *codes, wide),
+        }  # fmt: skip
+    found = {name: h200.assembled(program, *shapes, arch=arch) for name, (program, *shapes) in programs.items()}
+    print(json.dumps(found))
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason="the extra compile is not installed")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80", pytest.param("sm_89", marks=pytest.mark.slow)])
+def test_kernels_compile_without_spills(arch):
+    command = f"from tests.kernels import test_ten_bits; test_ten_bits.registers({arch!r})"
+    found = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+    most = {name: REGISTERS[name] * (1 if arch == "sm_90a" else 1.125) for name in found}
+    assert {name for name, (used, spilled, _) in found.items() if spilled or used > most[name]} == set(), found
+    assert max(shared for _, _, shared in found.values()) <= SHARED, found
+
+
+def values(seed, *shape):
+    """bf16, a hundredth of them thirty times as large."""
+    keys = jax.random.split(jax.random.key(seed))
+    x = jax.random.normal(keys[0], shape)
+    return jnp.where(jax.random.uniform(keys[1], shape) < 0.01, 30 * x, x).astype(jnp.bfloat16)
+
+
+def alike(got, want, share=0.0):
+    """Arrays in bf16: sums and approximate functions may round a value to the next one, and a share of them further."""
+    a, b = (np.asarray(x, np.float32) for x in (got, want))
+    assert np.isfinite(b).all()
+    # Where terms cancel, a step is of these.
+    step = 2.0**-7 * (np.abs(b) + 1e-3 * np.abs(b).max())
+    assert np.mean(np.abs(a - b) > step) <= share
+    assert np.mean(a != b) < 1e-2
+    assert relative(a, b) < 1e-3
+
+
+def stored_alike(part, x, share=3e-4):
+    """Codes and scales as those of an array, but for a share of them: XLA on a GPU may not round reciprocals."""
+    q = quantize(x, QuantSpec("int10", "group", 128, scale_format="bf16"))
+    for got, want in zip(part, (q.codes, q.scale), strict=True):
+        assert got.shape == want.shape
+        assert np.mean(np.asarray(got) != np.asarray(want)) <= share
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [2048, 1600])
+@pytest.mark.parametrize("centered", [False, True])
+def test_a_norm_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(centered, channels):
+    from fp8jax.ops import fused_kernels, fused_reference
+    from pallas_kernels.operations_triton import Operation
+    from pallas_kernels.scaling_triton import Coding
+
+    kept = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
+    operation = Operation(scaled=True, centered=centered, biased=centered, format="int10", group=128)
+    x, dy, others = (values(i, ROWS, channels) for i in range(3))
+    weight, bias = (1 + 0.1 * values(3 + i, channels) for i in range(2))
+
+    def forward(on):
+        bias_of = bias if centered else None
+        return jax.jit(lambda x: on.forward(operation, x, weight, bias_of, 1e-6, kept, result=(None, x.dtype)))(x)
+
+    got, want = forward(fused_kernels), forward(fused_reference)
+    if centered:
+        # Of a difference to a mean, whose last bit depends on the order of the sum, a code may be the next.
+        assert max(np.mean(np.asarray(a) != np.asarray(b)) for a, b in zip(got[:2], want[:2], strict=True)) < 1e-3
+    else:
+        stored_alike(got[:2], x)
+    np.testing.assert_allclose(np.asarray(got[2]), np.asarray(want[2]), rtol=1e-5)
+    alike(got[-1], want[-1])
+
+    def backward(on):
+        run = jax.jit(lambda *a: on.backward(operation, *a[:3], weight, a[3], jnp.bfloat16, a[4]))
+        return run(*want[:3], dy, others)
+
+    (dx, *sums), (want_dx, *want_sums) = backward(fused_kernels), backward(fused_reference)
+    alike(dx, want_dx)
+    for a, b in zip(sums, want_sums, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or relative(a, b) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [5632, 1648])
+@pytest.mark.parametrize(("gated", "activation"), [(True, "silu"), (False, "gelu_tanh")])
+def test_an_activation_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(gated, activation, channels):
+    from fp8jax.ops import fused_kernels, fused_reference
+    from pallas_kernels.operations_triton import ACTIVATIONS, Operation
+    from pallas_kernels.remake_triton import Operands
+    from pallas_kernels.scaling_triton import Coding
+
+    kept = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
+    operation = Operation(ACTIVATIONS.index(activation), gated, activated=gated, format="int10", group=128)
+    gate, up, dy = (values(i, ROWS, channels) for i in range(3))
+    keep = jax.jit(lambda g, u: fused_kernels.keep_activation(operation, g, u, kept, result=(None, g.dtype)))
+    parts, _, y = keep(gate, up if gated else None)
+    # One by one: in a program XLA rounds values in between or not.
+    activated = fused_reference.ACTIVATIONS[activation](gate.astype(jnp.float32))
+    stored_alike(parts[0], gate)
+    if gated:
+        stored_alike(parts[1], up)
+        stored_alike(parts[2], activated.astype(jnp.bfloat16), 2e-3)
+    else:
+        assert parts[1:] == [None, None]
+    alike(y, (activated * up.astype(jnp.float32) if gated else activated).astype(jnp.bfloat16))
+    arrays = [a for part in parts for a in (part or (None, None))]
+
+    def back(on):
+        return jax.jit(lambda *a: on.cotangents(operation, Operands(*a[:-1], gradient=a[-1])))(*arrays, dy)
+
+    for a, b in zip(back(fused_kernels), back(fused_reference), strict=True):
+        alike(a, b)
