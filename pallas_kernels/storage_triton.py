@@ -69,8 +69,9 @@ def pack(
     if not FINITE:
         word = tl.where(y == y, word, 512)
     row = m.to(tl.int64)[:, None]
-    # A thread writes eight neighbours at once, as many as of 16 bits: other layouts go through shared memory.
-    low = tl.multiple_of(row * (N // 4 * 5) + n[None, :], (1, 8))
+    # A thread writes eight neighbours at once, as many as of 16 bits: other layouts go through shared memory. Rows of
+    # 5 N / 4 bytes begin at multiples of eight, or of four.
+    low = tl.multiple_of(row * (N // 4 * 5) + n[None, :], (1, 8 if N % 32 == 0 else 4))
     device.store(codes_ptr, low, word.to(tl.uint8), device.inside(m, n, M, N), MASKED)
     turn = (tl.arange(0, y.shape[1]) % 8)[None, :] * 2
     high = tl.sum(tl.reshape(((word >> 8) & 3) << turn, (y.shape[0], y.shape[1] // 8, 8)), 2)

@@ -81,14 +81,13 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
         return {**json.loads(told), "kernels": kernels}
 
 
-def assembled(program: Callable[..., Any], *shapes: Any, arch: str = "sm_90a") -> list[int]:
-    """Registers, bytes spilled and bytes of shared memory of a program's last Triton kernel, compiled for a GPU.
+def ptx(program: Callable[..., Any], *shapes: Any) -> Any:
+    """What jax-triton compiles a program's last Triton kernel to; `binary` is its PTX. In a process on CPU.
 
-    In a process on CPU. The program names the GPU's compute capability, and `arch` its architecture: an H200's.
+    The program names the GPU's compute capability.
     """
     import jax
     import jax_triton.triton_lib
-    import triton
 
     compiled: list[Any] = []
     original = jax_triton.triton_lib.compile_ttir_to_ptx_inplace
@@ -98,14 +97,25 @@ def assembled(program: Callable[..., Any], *shapes: Any, arch: str = "sm_90a") -
         jax.jit(program).trace(*shapes).lower(lowering_platforms=("cuda",))
     finally:
         jax_triton.triton_lib.compile_ttir_to_ptx_inplace = original
+    return compiled[-1]
+
+
+def assembled(program: Callable[..., Any], *shapes: Any, arch: str = "sm_90a") -> list[int]:
+    """Registers, bytes spilled and bytes of shared memory of a program's last Triton kernel, compiled for a GPU.
+
+    In a process on CPU. The program names the GPU's compute capability, and `arch` its architecture: an H200's.
+    """
+    import triton
+
+    compiled = ptx(program, *shapes)
     assembler = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         # Triton names the version of PTX that a driver here would take, not that of its own assembler.
-        (pathlib.Path(folder) / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled[-1].binary))
+        (pathlib.Path(folder) / "k.ptx").write_text(re.sub(r"\.version [\d.]+", ".version 8.7", compiled.binary))
         command = [assembler, f"-arch={arch}", "-v", "k.ptx", "-o", "k.cubin"]
         told = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stderr
     found = resources(told)
-    return [found["registers"], found["stores"], compiled[-1].shared_mem_bytes]
+    return [found["registers"], found["stores"], compiled.shared_mem_bytes]
 
 
 def resources(assembler_report: str) -> dict[str, int]:

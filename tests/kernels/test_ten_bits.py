@@ -102,6 +102,45 @@ def test_kernels_compile_without_spills(arch):
     assert max(shared for _, _, shared in found.values()) <= SHARED, found
 
 
+def accesses():
+    """Prints how many accesses of eight bytes the kernels of SiLU's context have, by channels."""
+    from pallas_kernels import activation_triton, cotangents_triton
+    from pallas_kernels.operations_triton import Operation
+    from pallas_kernels.remake_triton import Operands
+    from pallas_kernels.scaling_triton import Coding
+
+    ten_bits = Coding("group", jnp.int16, 128, scale_dtype=jnp.bfloat16)
+    silu, options = Operation(format="int10", group=128, activated=True), {"compute_capability": 90}
+    counts = {}
+    for n in (1632, 1648):
+        wide = jax.ShapeDtypeStruct((ROWS, n), jnp.bfloat16)
+        codes = (
+            jax.ShapeDtypeStruct((ROWS, n // 4 * 5), jnp.uint8),
+            jax.ShapeDtypeStruct((ROWS, -(-n // 128)), jnp.bfloat16),
+        )
+        written = h200.ptx(
+            lambda g, u: activation_triton.keep_activation(
+                silu, g, u, ten_bits, result=(None, jnp.bfloat16), **options
+            ),
+            wide, wide,
+        )  # fmt: skip
+        read = h200.ptx(
+            lambda *a: cotangents_triton.cotangents(silu, Operands(*a[:6], gradient=a[6]), **options),
+            *codes, *codes, *codes, wide,
+        )  # fmt: skip
+        counts[n] = written.binary.count("st.global.v2.b32"), read.binary.count("ld.global.v2.b32")
+    print(json.dumps(counts))
+
+
+@pytest.mark.skipif(h200.missing() is not None, reason="the extra compile is not installed")
+def test_rows_of_codes_that_begin_at_multiples_of_four_are_accessed_four_bytes_at_a_time():
+    """Packed rows of 1,648 channels have 2,060 bytes: on an H200 stores of eight bytes were misaligned there."""
+    command = "from tests.kernels import test_ten_bits; test_ten_bits.accesses()"
+    counts = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+    assert min(counts["1632"]) > 0
+    assert counts["1648"] == [0, 0]
+
+
 def values(seed, *shape):
     """bf16, a hundredth of them thirty times as large."""
     keys = jax.random.split(jax.random.key(seed))
