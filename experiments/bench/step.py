@@ -233,7 +233,7 @@ def alone(argv: Sequence[str]) -> list[timing.Row]:
         command = [sys.executable, "-m", "experiments.bench", "step", *flags, "--mesh", "one", "--out", folder]
         subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": first}, check=True)
         rows = json.loads((Path(folder) / "step.json").read_text())["rows"]
-    return [row | {"case": f"{row['case']}, no other GPU visible"} for row in rows]
+    return [row | {"case": row["case"].replace("one GPU", "the only visible GPU")} for row in rows]
 
 
 def torch_rows(llama: LlamaConfig, options: argparse.Namespace) -> list[tuple[str, timing.Seconds, Any]]:

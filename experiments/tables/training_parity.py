@@ -4,7 +4,8 @@
     python -m experiments.tables.training_parity --judge
 
 The first trains every seed of every arm that results/parity/ lacks, one after another on one device, and writes a file
-after each; stopped, or out of time (--limit, in seconds), the same command goes on. Both compare what is there.
+after each; stopped, or out of time (--limit, in seconds), the same command goes on. Both compare what is there. With
+`--size 65m` runs are of a larger model, in results/parity_65m/.
 
 An arm's difference is that of its mean loss from the mean of bf16's seeds. Its noise is that of the differences within
 a seed, which has one start and one order of text for all arms, and no other noise: training is chaotic. An arm passes
@@ -63,7 +64,17 @@ SEEDS = 8
 # The share of the steps, the last ones, that a training loss is the mean of.
 TAIL = 0.1
 TRAINING, VALIDATION = "training loss", "validation loss"
-SEEDS_TABLE, LARGE_TABLE = "Many seeds of a small model", "64.8 M parameters, one to three seeds (2026-11-21 and 22)"
+# By name the folder of results that runs of a size are in, and its setting; the larger one reads 301 M bytes.
+SIZES: dict[str, tuple[str, Setting]] = {
+    "13m": ("parity", Setting()),
+    "65m": (
+        "parity_65m",
+        Setting(dim=1024, layers=5, heads=8, mlp_dim=2816, length=1024, steps=4600, warmup=200),
+    ),
+}
+SMALL = "13m"
+TABLES = {"13m": "Many seeds of a small model", "65m": "Seeds of a larger model, each beside bf16's"}
+LARGE_TABLE = "64.8 M parameters, one to three seeds (2026-11-21 and 22)"
 
 Losses = Mapping[str, Mapping[int, Mapping[str, float]]]
 """Arm, seed, metric."""
@@ -135,9 +146,9 @@ def judge(losses: Losses, *, paired: bool) -> dict[str, str]:
     return verdicts
 
 
-def small(results: Path) -> tuple[Losses, dict[str, dict[str, Any]]]:
-    """Losses of the runs in results/parity/, of seeds that bf16 has, too, and the files."""
-    files = {name: json.loads(path.read_text()) for name in ARMS if (path := _file(results, name)).exists()}
+def paired_runs(results: Path, size: str) -> tuple[Losses, dict[str, dict[str, Any]]]:
+    """Losses of the runs of a size, of seeds that bf16 has, too, and the files."""
+    files = {name: json.loads(path.read_text()) for name in ARMS if (path := _file(results, size, name)).exists()}
     base = files.get(BASE, {"runs": {}})["runs"]
     losses = {
         name: {int(seed): _run(content["runs"][seed]) for seed in base if seed in content["runs"]}
@@ -146,8 +157,8 @@ def small(results: Path) -> tuple[Losses, dict[str, dict[str, Any]]]:
     return {name: runs for name, runs in losses.items() if runs}, files
 
 
-def _file(results: Path, name: str) -> Path:
-    return results / "parity" / f"{name}.json"
+def _file(results: Path, size: str, name: str) -> Path:
+    return results / SIZES[size][0] / f"{name}.json"
 
 
 def _run(run: Mapping[str, Any]) -> dict[str, float]:
@@ -233,9 +244,19 @@ def draw(losses: Losses, curves: Mapping[str, Mapping[int, np.ndarray]]) -> Figu
     return figure
 
 
+def _described(files: Mapping[str, Mapping[str, Any]]) -> str:
+    setting = Setting(**files[BASE]["setting"])
+    dates = sorted({of["date"] for of in files.values()})
+    return (
+        f"a Llama of {files[BASE]['parameters']:,} parameters, {setting.tokens / 1e6:.1f} M bytes a run, {dates[0]} to "
+        f"{dates[-1]}. Every arm of a seed has the same start and the same text, so that differences are within seeds."
+    )
+
+
 def write(results: Path) -> None:
     """Regenerates results/training_parity.json, and .png where there are runs of several seeds."""
-    losses, files = small(results)
+    losses, files = paired_runs(results, SMALL)
+    larger, larger_files = paired_runs(results, "65m")
     older, latest = large(results)
     table, notes, figure = [], [], None
     device = next((of["device"] for of in files.values()), None)
@@ -245,19 +266,15 @@ def write(results: Path) -> None:
         f"Training loss is the mean of the last {TAIL:.0%} of the steps.",
     ]
     if BASE in losses and len(losses[BASE]) > 1:
-        setting = Setting(**files[BASE]["setting"])
-        table += rows(losses, SEEDS_TABLE, paired=True)
+        table += rows(losses, TABLES[SMALL], paired=True)
         curves = {
             name: {s: np.array(files[name]["runs"][str(s)]["losses"]) for s in runs} for name, runs in losses.items()
         }
         figure = draw(losses, curves)
-        dates = sorted({of["date"] for of in files.values()})
         notes += [
-            f"Many seeds: a Llama of {files[BASE]['parameters']:,} parameters, {setting.tokens / 1e6:.1f} M bytes a "
-            f"run, {dates[0]} to {dates[-1]}. Every arm of a seed has the same start and the same text, so that "
-            f"differences are within seeds. {CONTROL} is coat whose forward products read codes without mantissa bits, "
-            f"powers of two; {CONTROL}_one_bit, whose forward products read codes of one; and {CONTROL}_wgrad, whose "
-            "weight gradients' products read codes of two mantissa bits less.",
+            f"Many seeds: {_described(files)} {CONTROL} is coat whose forward products read codes without mantissa "
+            f"bits, powers of two; {CONTROL}_one_bit, whose forward products read codes of one; and {CONTROL}_wgrad, "
+            "whose weight gradients' products read codes of two mantissa bits less.",
             *(
                 f"{name} ran on {of['replicas']} devices, whose gradients travelled as its recipe says."
                 for name, of in files.items()
@@ -269,6 +286,9 @@ def write(results: Path) -> None:
             notes.append("The control is not told from a sound arm: what passes here has not been shown to train well.")
     else:
         notes.append("Not run yet with many seeds of a small model.")
+    if BASE in larger:
+        table += rows(larger, TABLES["65m"], paired=True)
+        notes += [f"Larger: {_described(larger_files)}", *told(larger, paired=True)]
     if BASE in older:
         device = device or latest[BASE]["device"]
         table += rows(older, LARGE_TABLE, paired=False)
@@ -307,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="which to train (default: all)")
+    parser.add_argument("--size", choices=SIZES, default=SMALL, help=f"parameters of the model (default: {SMALL})")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"runs of an arm (default: {SEEDS})")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no run would end")
     parser.add_argument("--judge", action="store_true", help="train nothing")
@@ -320,16 +341,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.judge:
         flags.recommend()
         try:
-            setting = Setting()
+            setting = SIZES[options.size][1]
             text = parity_runs.read_text(options.data, setting)
             for name in options.arms:
-                path = _file(options.results, name)
+                path = _file(options.results, options.size, name)
                 parity_runs.train_arm(name, ARMS[name], range(options.seeds), text, setting, path, room)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     write(options.results)
-    _, files = small(options.results)
+    _, files = paired_runs(options.results, options.size)
     short = [name for name in options.arms if len(files.get(name, {"runs": ()})["runs"]) < options.seeds]
     if short and not options.judge:
         print(f"not finished: {', '.join(short)}; give the same command again")

@@ -156,7 +156,7 @@ def test_a_process_that_sees_one_gpu_measures_the_same(monkeypatch):
 
     monkeypatch.setattr(step.subprocess, "run", run)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    assert step.alone(["--arm", "coat", "--visible"]) == [{"case": "1b, one GPU, no other GPU visible", "impl": "coat"}]
+    assert step.alone(["--arm", "coat", "--visible"]) == [{"case": "1b, the only visible GPU", "impl": "coat"}]
 
 
 def test_torch_arm_is_the_same_model():

@@ -104,8 +104,27 @@ def test_a_control_that_passes_is_told(tmp_path):
         assert any("The control is not told from a sound arm" in note for note in notes) == told
 
 
+def test_runs_of_a_larger_model_stand_in_a_table_of_their_own(tmp_path):
+    for folder, arms in (("parity", {BASE: 1.0, "coat": 1.0}), ("parity_65m", {BASE: 1.0, "moss": 1.03})):
+        (tmp_path / folder).mkdir()
+        for name, loss in arms.items():
+            runs = {str(s): {"losses": [loss + s / 50] * 20, "valid_loss": loss + s / 50} for s in range(2)}
+            content = {"setting": dataclasses.asdict(TINY), "device": "d", "date": "2026-01-01", "parameters": 7}
+            (tmp_path / folder / f"{name}.json").write_text(json.dumps(content | {"runs": runs}))
+    assert training_parity.main(["--judge", "--results", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "training_parity.json").read_text())
+    tables = {}
+    for row in content["rows"]:
+        tables.setdefault(row["table"], set()).add(row["case"])
+    assert tables == {training_parity.TABLES["13m"]: {BASE, "coat"}, training_parity.TABLES["65m"]: {BASE, "moss"}}
+    assert any(note.startswith("Larger: a Llama of 7 parameters") for note in content["notes"])
+    assert any(note.startswith("moss: training loss +2.9") and "outside" in note for note in content["notes"])
+    assert training_parity.SIZES["65m"][1].tokens == 301_465_600
+
+
 def test_what_is_left_to_train_is_told(corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(training_parity, "Setting", lambda: TINY)
+    for size, (folder, _) in training_parity.SIZES.items():
+        monkeypatch.setitem(training_parity.SIZES, size, (folder, TINY))
     argv = ["--data", str(corpus), "--arms", "bf16", "coat", "--results", str(tmp_path)]
     assert training_parity.main([*argv, "--limit", "0"]) == 1
     assert "not finished: bf16, coat; give the same command again" in capsys.readouterr().out
