@@ -6,22 +6,14 @@ GPUs, and each of its kernels was compiled anew. So the first lowering is record
 attributes, and later calls repeat it.
 """
 
-import threading
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
-
-_LOCK = threading.Lock()
-_RECORDS: dict[Hashable, "CustomCall | None"] = {}
-
-
-class Code(bytes):
-    """Bytes of a string that need not be UTF-8; a printed program has their number alone."""
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} bytes>"
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 
 
 class CustomCall(NamedTuple):
@@ -29,42 +21,86 @@ class CustomCall(NamedTuple):
 
     Attributes:
         target: its name.
-        attributes: its backend configuration, by name.
+        attributes: its backend configuration, by name; strings as bytes, which need not be UTF-8.
     """
 
     target: str
     attributes: dict[str, Any]
 
 
+class Kernel:
+    """A kernel as a primitive's parameter, equal to others that are compiled for the same.
+
+    Attributes:
+        key: all that it is compiled for.
+        program: as Pallas traces it.
+    """
+
+    def __init__(self, key: Hashable, program: Any) -> None:
+        self.key, self.program = key, program
+
+    @functools.cached_property
+    def lowered(self) -> CustomCall | None:
+        """As Pallas lowers it; None where that is more than a custom call of all operands."""
+        return _custom_call(jaxpr_as_fun(self.program), self.program.in_avals)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kernel) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.key})"
+
+
+_KERNELS: dict[Hashable, Kernel] = {}
+_call = Primitive("mosaic_call")
+
+
 def call(
     name: str, kernel: Callable[..., Array], operands: Sequence[Array], out: jax.ShapeDtypeStruct, static: Hashable
 ) -> Array:
-    """Runs a kernel of one result.
+    """Runs a kernel of one matrix.
 
     Args:
         name: of the kernel, by which reports of compiled programs know it.
         kernel: of the operands; a `plgpu.kernel`.
-        operands: arrays, which no `jax.shard_map` that checks what varies knows to vary.
+        operands: arrays, the first one a matrix, which no `jax.shard_map` that checks what varies knows to vary.
         out: shape and dtype of the result.
         static: all that the kernel is compiled for, beside the shapes and dtypes of the operands and the result.
     """
-    kinds = tuple((x.shape, x.dtype) for x in operands)
-    key = name, static, kinds, (out.shape, out.dtype)
-    with _LOCK:
-        if key not in _RECORDS:
-            _RECORDS[key] = _record(kernel, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
-        record = _RECORDS[key]
-    if record is None:
-        return kernel(*operands)
-    run = jax.ffi.ffi_call(record.target, out, vmap_method="sequential")
+    kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    key = name, static, tuple((x.shape, str(x.dtype)) for x in (*kinds, out))
+    if key not in _KERNELS:
+        _KERNELS.setdefault(key, Kernel(key, jax.make_jaxpr(kernel)(*kinds)))
+    bound = functools.partial(_call.bind, kernel=_KERNELS[key])
     with jax.named_scope(name):
-        result: Array = run(*operands, **record.attributes)
+        result: Array = jax.custom_batching.sequential_vmap(lambda *x: bound(*x))(*operands)
     return result
 
 
-def _record(kernel: Callable[..., Array], operands: Sequence[jax.ShapeDtypeStruct]) -> CustomCall | None:
+@_call.def_abstract_eval
+def _result(first: Any, *rest: Any, kernel: Kernel) -> Any:
+    (out,) = kernel.program.out_avals
+    # So that it lies on the mesh of the operands.
+    return first.update(shape=out.shape, dtype=out.dtype, weak_type=False)
+
+
+def _lower(context: Any, *operands: Any, kernel: Kernel) -> Any:
+    lowered = kernel.lowered
+    if lowered is None:
+        return mlir.lower_fun(jaxpr_as_fun(kernel.program), multiple_results=True)(context, *operands)
+    return jax.ffi.ffi_lowering(lowered.target)(context, *operands, **lowered.attributes)
+
+
+mlir.register_lowering(_call, _lower, platform="cuda")
+
+
+def _custom_call(kernel: Callable[..., Any], operands: Sequence[Any]) -> CustomCall | None:
     """The custom call that a kernel is lowered to; None where it is not one of these operands, in order, alone."""
-    module: Any = jax.jit(kernel).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir()
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    module: Any = jax.jit(kernel).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir()
     (main,) = (x for x in module.body.operations if getattr(x, "name", None) and x.name.value == "main")
     (block,) = main.regions[0].blocks
     calls = [x for x in block.operations if x.operation.name == "stablehlo.custom_call"]
@@ -79,4 +115,4 @@ def _record(kernel: Callable[..., Array], operands: Sequence[jax.ShapeDtypeStruc
 
 def _value(attribute: Any) -> Any:
     text = getattr(attribute, "value_bytes", None)
-    return attribute.value if text is None else Code(text)
+    return attribute.value if text is None else text

@@ -174,32 +174,39 @@ def product(
     if residual is not None:
         shared["residual_barrier"] = plgpu.Barrier(num_barriers=WARPGROUPS * slots)
 
+    operands = [a, b, *(stream.array for stream in streams), *vectors.values()]
+    operands += [] if residual is None else [residual]
+    plain = len(operands)
+    operands += walks
+    # The kernel closes over no array: what is remembered of it would keep them.
+    walking, adding, names, places = walk is not None, residual is not None, tuple(vectors), [x.place for x in streams]
+
     def kernel(*all_refs: Any, **scratch_refs: Any) -> None:
         *refs, out_ref = all_refs
-        walk_refs: Any = refs[len(operands) - len(walks) :] or [None] * 4
+        walk_refs: Any = refs[plain:] or [None] * 4
         second_ref, again_ref, counts_ref, order_ref = walk_refs
-        a_ref, b_ref, *rest = refs[: len(operands) - len(walks)]
-        stream_refs, rest = rest[: len(streams)], rest[len(streams) :]
-        epilogue_refs = dict(zip(vectors, rest, strict=False))
-        residual_ref = rest[-1] if residual is not None else None
+        a_ref, b_ref, *rest = refs[:plain]
+        stream_refs, rest = rest[: len(places)], rest[len(places) :]
+        epilogue_refs = dict(zip(names, rest, strict=False))
+        residual_ref = rest[-1] if adding else None
         residual_barrier = scratch_refs.pop("residual_barrier", None)
         ahead = scratch_refs.pop("ahead", None)
-        stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(streams))]
-        a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(name) for name in shared if name in scratch_refs)
+        stream_rings = [scratch_refs.pop(f"stream_{i}") for i in range(len(places))]
+        a_ring, b_ring, out_ring, full, empty = (scratch_refs.pop(key) for key in shared if key in scratch_refs)
         group, block = lax.axis_index("group"), lax.axis_index("block")
         turns = WARPGROUPS // tile.groups
         last, rest_of_last = divmod(tiles_m * tiles_n, blocks)
 
         def seat(turn: Any) -> jax.Array:
             """Which tile of a turn a block takes: every other turn of a walk goes backwards, from the longest tiles."""
-            return block if walk is None else lax.select(lax.rem(turn, 2) == 0, block, blocks - 1 - block)
+            return lax.select(lax.rem(turn, 2) == 0, block, blocks - 1 - block) if walking else block
 
         own = last + (seat(jnp.int32(last)) < rest_of_last).astype(jnp.int32)
 
         def place(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
             minor = 0 if tile.raster_axis == "M" else 1
             tile_m, tile_n = plgpu.planar_snake(turn * blocks + seat(turn), (tiles_m, tiles_n), minor, tile.raster)
-            if walk is not None:
+            if walking:
                 tile_m = order_ref[tile_m]
             if tile.cluster == "M":
                 tile_m = tile_m * 2 + lax.axis_index("cluster")
@@ -208,11 +215,11 @@ def product(
             return tile_m * tile.block_rows, tile_n * tile.block_cols
 
         def length(row: jax.Array) -> Any:
-            return k_steps if walk is None else counts_ref[lax.div(row, tile.block_rows)]
+            return counts_ref[lax.div(row, tile.block_rows)] if walking else k_steps
 
         def again(row: jax.Array, part: jax.Array) -> jax.Array:
             place = jnp.minimum(part, k_steps - 1)
-            return jnp.float32(0) if walk is None else again_ref[lax.div(row, tile.block_rows), place]
+            return again_ref[lax.div(row, tile.block_rows), place] if walking else jnp.float32(0)
 
         def load() -> None:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
@@ -239,13 +246,13 @@ def product(
                     def copy_left(ref: Any) -> None:
                         copy(ref, a_ring, row, tile.block_rows, "N")
 
-                    if walk is None:
-                        copy_left(a_ref)
-                    else:
+                    if walking:
                         lax.cond(step.of_second == 1, lambda: copy_left(second_ref), lambda: copy_left(a_ref))
+                    else:
+                        copy_left(a_ref)
                     copy(b_ref, b_ring, col, tile.block_cols, "M")
-                    for stream, ref, target in zip(streams, stream_refs, stream_rings, strict=True):
-                        plgpu.copy_gmem_to_smem(ref.at[stream.at(step.part, row, col)], target.at[slot], arrived)
+                    for at, ref, target in zip(places, stream_refs, stream_rings, strict=True):
+                        plgpu.copy_gmem_to_smem(ref.at[at(step.part, row, col)], target.at[slot], arrived)
                     slot = lax.select(slot == tile.stages - 1, jnp.int32(0), slot + 1)
                     return slot, following, repeated
 
@@ -277,7 +284,7 @@ def product(
                 block_row, block_col = place(turn)
                 stage_row = group * tile.rows if tile.split == "M" else 0
                 stage_col = group * tile.cols if tile.split == "N" else 0
-                first = turn * k_steps if walk is None else before
+                first = before if walking else turn * k_steps
                 share = Share(
                     block_row + stage_row, block_col + stage_col, group, first, stage_row, stage_col,
                     length(block_row), tile, a_ring, b_ring, full, empty, stream_rings, fenced, ahead,
@@ -299,9 +306,6 @@ def product(
 
     kernel.__name__ = name
     clustered: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tile.cluster else {}
-    operands = [a, b, *(stream.array for stream in streams), *vectors.values()]
-    operands += [] if residual is None else [residual]
-    operands += walks
     # Not offered in a shard_map that checks what varies, nor by every jax 0.11.
     one_warp = hasattr(plgpu, "warp_map") and not any(_varies(x) for x in operands)
     out_type = jax.ShapeDtypeStruct(out_shape, out_dtype)

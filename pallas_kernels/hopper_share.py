@@ -184,8 +184,11 @@ class Stream:
     window: tuple[int, int]
     start: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
 
-    def at(self, i: jax.Array, row: jax.Array, col: jax.Array) -> tuple[Any, ...]:
-        return tuple(map(pl.ds, self.start(i, row, col), self.window))
+    @property
+    def place(self) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, ...]]:
+        """From `i`, `row` and `col` to the window's slices; it closes over no array."""
+        start, window = self.start, self.window
+        return lambda i, row, col: tuple(map(pl.ds, start(i, row, col), window))
 
     @staticmethod
     def of_slices(scales: jax.Array, size: int, start: Callable[[jax.Array, jax.Array], jax.Array]) -> "Stream":
