@@ -22,6 +22,7 @@ from fp8jax.modules import attention, blocks
 from fp8jax.modules.attention import layers
 from fp8jax.modules.blocks import BlockForms, Form, Watched
 from fp8jax.modules.provenance import program_of
+from fp8jax.modules.recording import Recording
 
 
 class Told(NamedTuple):
@@ -44,6 +45,7 @@ class _RunningCalls(threading.local):
         self.calls: dict[int, Callable] = {}
         self.told: Told = Told({}, {})
         self.known: dict[Any, BlockForms] | None = None
+        self.recording: Recording | None = None
         self.last: tuple[Any, dict[Any, BlockForms]] = None, {}
 
 
@@ -100,7 +102,7 @@ def _module_class(cls: Any, keeps: bool) -> type:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _aside.value:
-            return cls.__call__(self, *args, **kwargs)
+            return _recorded(cls.__call__, self, args, kwargs)
         with _remembering() as known:
             forms = recognise(cls.__call__, self, args, kwargs, known).forms
             call = functools.partial(_call, cls.__call__, forms) if forms else cls.__call__
@@ -154,18 +156,11 @@ def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[
         kwargs: likewise.
         memory: as of `blocks.recognise`.
     """
-    if type(module).__module__.startswith("flax.") and not isinstance(module, nnx.Sequential):
+    known = _key(call, module, args, kwargs)
+    if known is None:
         return BlockForms()
-    try:
-        graph, state = nnx.split((module, args, kwargs))
-    except Exception:
-        # Arguments may be what NNX knows no way to copy.
-        return BlockForms()
-    leaves, structure = jax.tree.flatten(state)
-    # 1 and True are equal, and have one hash.
-    kinds = tuple(type(getattr(attribute, "value", None)) for _, attribute in graph.attributes)
     with _aside(True):
-        result = blocks.recognise(_run, (call, graph, structure, kinds), leaves, memory)
+        result = blocks.recognise(_run, *known, memory)
     path = getattr(module, "_fp8jax_path", None)
     if path is not None:
         told = _running.told.blocks.get(path, BlockForms())
@@ -180,16 +175,57 @@ def _tell_residuals(module: Any, names: set[str]) -> None:
         _running.told.residuals.setdefault(path, set()).update(names)
 
 
-def _run(static: Any, leaves: list[Any], layer: Callable[[str, Callable[[], Array], Array], Array]) -> None:
+def _key(call: Callable, module: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]] | None:
+    """What a call of a module depends on, without and with arrays; None where nothing can be known of it."""
+    if type(module).__module__.startswith("flax.") and not isinstance(module, nnx.Sequential):
+        return None
+    try:
+        graph, state = nnx.split((module, args, kwargs))
+    except Exception:
+        # Arguments may be what NNX knows no way to copy.
+        return None
+    leaves, structure = jax.tree.flatten(state)
+    # 1 and True are equal, and have one hash.
+    kinds = tuple(type(getattr(attribute, "value", None)) for _, attribute in graph.attributes)
+    return (call, graph, structure, kinds), leaves
+
+
+def _run(static: Any, leaves: list[Any], recording: Recording, key: Any) -> None:
     call, graph, structure, *_ = static
     module, args, kwargs = nnx.merge(graph, jax.tree.unflatten(structure, leaves), copy=True)
+    before, _running.recording = _running.recording, recording
+    try:
+        _record(recording, key, leaves, call, module, args, kwargs)
+    finally:
+        _running.recording = before
 
-    def watch(name: str, call: Callable[..., Array], _: Recipe, *args: Any, **kwargs: Any) -> Array:
-        args, kwargs = blocks.positional(args, kwargs)
-        return layer(name, functools.partial(call, *args, **kwargs), args[0])
 
-    with _sent_to(module, watch):
-        call(module, *args, **kwargs)
+def _recorded(call: Callable, module: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a module inside one that is run aside."""
+    recording, known = _running.recording, _key(call, module, args, kwargs)
+    if recording is None or known is None:
+        return call(module, *args, **kwargs)
+    return _record(recording, blocks.signature(_run, *known), known[1], call, module, args, kwargs)
+
+
+def _record(
+    recording: Recording, key: Any, leaves: list[Any], call: Callable, module: Any, args: Any, kwargs: Any
+) -> Any:
+    """Calls a module, and tells a recording what its layers read and return."""
+    around = _running.calls
+    with recording.module(key, leaves) as running:
+
+        def watch(name: str, call: Callable[..., Array], recipe: Recipe, *args: Any, **kwargs: Any) -> Array:
+            args, kwargs = blocks.positional(args, kwargs)
+            layer = functools.partial(call, *args, **kwargs)
+            # A layer may be one of a module around this, too.
+            outer = around.get(id(layers(module)[name]))
+            if outer is not None:
+                layer = functools.partial(outer, call, recipe, *args, **kwargs)
+            return running.layer(name, layer, args[0])
+
+        with _sent_to(module, watch):
+            return call(module, *args, **kwargs)
 
 
 @contextlib.contextmanager
