@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -88,10 +88,12 @@ class Gap(NamedTuple):
 
 
 class BlockForms(NamedTuple):
-    """What is known of a module: the activations between its layers, and where something else stands between them."""
+    """What is known of a module: the activations between its layers, where something else stands between them, and its
+    layers that read what attention keeps anyway."""
 
     forms: tuple[Form, ...] = ()
     gaps: tuple[Gap, ...] = ()
+    residuals: frozenset[str] = frozenset()
 
 
 class Watched:
@@ -131,7 +133,13 @@ def signature(run: Callable, static: Any, leaves: list[Any]) -> tuple[Any, ...]:
     return run, static, tuple(kinds), tuple(map(type, kinds))
 
 
-def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, BlockForms]) -> BlockForms:
+def recognise(
+    run: Callable,
+    static: Any,
+    leaves: list[Any],
+    memory: dict[Any, BlockForms],
+    residuals: Callable[[Section, Set[str]], frozenset[str]] | None = None,
+) -> BlockForms:
     """The activations between the layers of a module in one call of it: where what a layer reads is term by term a form
     of other layers' outputs, whatever else the module computes.
 
@@ -146,6 +154,7 @@ def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, B
         leaves: arrays, of which only shapes and dtypes are used, and all else.
         memory: of what was found, by what it depends on. It should not outlive a call of the model: what else the
             module reads, such as a global variable, may change.
+        residuals: as of `forms`.
     """
     key: Any = signature(run, static, leaves)
     kinds = key[2]
@@ -163,7 +172,7 @@ def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, B
     try:
         with listening():  # what is traced aside is no part of the program
             closed = jax.make_jaxpr(run_with)([x for x, array in zip(kinds, is_array, strict=True) if array])
-        told = forms(recording, closed)
+        told = forms(recording, closed, residuals)
     except Exception as error:
         # A module of which nothing is known may fail in any way.
         tell_failure(error)
@@ -178,20 +187,24 @@ def tell_failure(error: Exception) -> None:
     _log.info("fp8jax traced a module aside, which failed: %s: %s", type(error).__name__, error)
 
 
-def forms(recording: Recording, closed: Any) -> dict[Any, BlockForms]:
+def forms(
+    recording: Recording, closed: Any, residuals: Callable[[Section, Set[str]], frozenset[str]] | None = None
+) -> dict[Any, BlockForms]:
     """What is known of the modules of a run aside, by the keys of their calls.
 
     Args:
         recording: of the run.
         closed: its program.
+        residuals: tells which layers read what is kept anyway, besides results of those that are in forms.
     """
     told = dict.fromkeys(recording.idle(), BlockForms())
     for section in recording.sections(closed):
         if section.call.key not in told:
             both = tuple(_find(section))
-            told[section.call.key] = BlockForms(
-                tuple(x for x in both if isinstance(x, Form)), tuple(x for x in both if isinstance(x, Gap))
-            )
+            own, gaps = tuple(x for x in both if isinstance(x, Form)), tuple(x for x in both if isinstance(x, Gap))
+            operands = {name for form in own for name in form.layers - {form.down}}
+            names = residuals(section, operands) if residuals else frozenset[str]()
+            told[section.call.key] = BlockForms(own, gaps, names - {form.down for form in own})
     return told
 
 
@@ -206,7 +219,8 @@ def _find(section: Section) -> Iterator[Form | Gap]:
         if not known:
             continue
         for form in _candidates(down, sorted(read), types) if not arguments else ():
-            if terms.outputs(functools.partial(form.between, recipe=_AS_WRITTEN), (once,), sorted(once)) == [number]:
+            _, made_of = terms.outputs(functools.partial(form.between, recipe=_AS_WRITTEN), (once,), sorted(once))
+            if made_of == [number]:
                 marks = {name: terms.marks(terms.of_result(name)) for name in read}
                 yield dataclasses.replace(form, marks=marks | {down: terms.marks(number)})
                 break

@@ -81,7 +81,9 @@ class Watch:
         known = None if module.is_initializing() else _call(module, args, kwargs)
         if known is None:
             return call(*args, **kwargs)
-        return self.module(blocks.signature(_run, *known), known[1], module.path, functools.partial(call, *args, **kwargs))
+        return self.module(
+            blocks.signature(_run, *known), known[1], module.path, functools.partial(call, *args, **kwargs)
+        )
 
     def module(self, key: Any, leaves: list[Any], path: tuple[str, ...], call: Callable[[], Any]) -> Any:
         """Calls a module."""

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -102,13 +102,15 @@ def _module_class(cls: Any, keeps: bool) -> type:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _aside.value:
-            return _recorded(cls.__call__, self, args, kwargs)
+            return _recorded(cls.__call__, self, args, kwargs, keeps)
         with _remembering() as known:
-            forms = recognise(cls.__call__, self, args, kwargs, known).forms
+            told = recognise(cls.__call__, self, args, kwargs, known, keeps)
+            forms = told.forms
             call = functools.partial(_call, cls.__call__, forms) if forms else cls.__call__
             if not keeps or layers(self).keys() <= {name for form in forms for name in form.layers}:
                 return call(self, *args, **kwargs)
-            return attention.call(call, self, args, kwargs, functools.partial(_tell_residuals, self))
+            _tell_residuals(self, told.residuals)
+            return attention.call(call, self, args, kwargs, told.residuals)
 
     return with_call(cls, __call__)
 
@@ -146,7 +148,9 @@ def _sent_to(module: Any, watch: Callable) -> Iterator[None]:
         _running.calls = before
 
 
-def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[Any, BlockForms]) -> BlockForms:
+def recognise(
+    call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[Any, BlockForms], keeps: bool
+) -> BlockForms:
     """The activations between the layers that a module holds itself, in a call with these arguments.
 
     Args:
@@ -155,12 +159,15 @@ def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[
         args: of the call.
         kwargs: likewise.
         memory: as of `blocks.recognise`.
+        keeps: whether to look for layers that read what attention keeps anyway.
     """
-    known = _key(call, module, args, kwargs)
+    known = _key(call, module, args, kwargs, keeps)
     if known is None:
         return BlockForms()
     with _aside(True):
-        result = blocks.recognise(_run, *known, memory)
+        result = blocks.recognise(_run, *known, memory, attention.layers_of_residuals)
+    if _of_flax(module):
+        result = BlockForms(residuals=result.residuals)
     path = getattr(module, "_fp8jax_path", None)
     if path is not None:
         told = _running.told.blocks.get(path, BlockForms())
@@ -169,15 +176,20 @@ def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[
     return result
 
 
-def _tell_residuals(module: Any, names: set[str]) -> None:
+def _tell_residuals(module: Any, names: Set[str]) -> None:
     path = getattr(module, "_fp8jax_path", None)
     if path is not None:
         _running.told.residuals.setdefault(path, set()).update(names)
 
 
-def _key(call: Callable, module: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]] | None:
+def _of_flax(module: Any) -> bool:
+    """Whether a module has no activations between its layers, because Flax has written it."""
+    return type(module).__module__.startswith("flax.") and not isinstance(module, nnx.Sequential)
+
+
+def _key(call: Callable, module: Any, args: Any, kwargs: Any, keeps: bool) -> tuple[Any, list[Any]] | None:
     """What a call of a module depends on, without and with arrays; None where nothing can be known of it."""
-    if type(module).__module__.startswith("flax.") and not isinstance(module, nnx.Sequential):
+    if _of_flax(module) and not keeps:
         return None
     try:
         graph, state = nnx.split((module, args, kwargs))
@@ -187,29 +199,29 @@ def _key(call: Callable, module: Any, args: Any, kwargs: Any) -> tuple[Any, list
     leaves, structure = jax.tree.flatten(state)
     # 1 and True are equal, and have one hash.
     kinds = tuple(type(getattr(attribute, "value", None)) for _, attribute in graph.attributes)
-    return (call, graph, structure, kinds), leaves
+    return (call, graph, structure, kinds, keeps), leaves
 
 
 def _run(static: Any, leaves: list[Any], recording: Recording, key: Any) -> None:
-    call, graph, structure, *_ = static
+    call, graph, structure, _, keeps = static
     module, args, kwargs = nnx.merge(graph, jax.tree.unflatten(structure, leaves), copy=True)
     before, _running.recording = _running.recording, recording
     try:
-        _record(recording, key, leaves, call, module, args, kwargs)
+        _record(recording, key, leaves, keeps, call, module, args, kwargs)
     finally:
         _running.recording = before
 
 
-def _recorded(call: Callable, module: Any, args: Any, kwargs: Any) -> Any:
+def _recorded(call: Callable, module: Any, args: Any, kwargs: Any, keeps: bool) -> Any:
     """Calls a module inside one that is run aside."""
-    recording, known = _running.recording, _key(call, module, args, kwargs)
+    recording, known = _running.recording, _key(call, module, args, kwargs, keeps)
     if recording is None or known is None:
         return call(module, *args, **kwargs)
-    return _record(recording, blocks.signature(_run, *known), known[1], call, module, args, kwargs)
+    return _record(recording, blocks.signature(_run, *known), known[1], keeps, call, module, args, kwargs)
 
 
 def _record(
-    recording: Recording, key: Any, leaves: list[Any], call: Callable, module: Any, args: Any, kwargs: Any
+    recording: Recording, key: Any, leaves: list[Any], keeps: bool, call: Callable, module: Any, args: Any, kwargs: Any
 ) -> Any:
     """Calls a module, and tells a recording what its layers read and return."""
     around = _running.calls
@@ -224,8 +236,20 @@ def _record(
                 layer = functools.partial(outer, call, recipe, *args, **kwargs)
             return running.layer(name, layer, args[0])
 
-        with _sent_to(module, watch):
-            return call(module, *args, **kwargs)
+        def promotion(name: str, written: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            promoted = written(*args, **kwargs)
+            running.mark("promoted", name, promoted[0])
+            return promoted
+
+        with _sent_to(module, watch), contextlib.ExitStack() as stack:
+            if keeps:
+                change = lambda name, cast: functools.partial(promotion, name, cast.promote)  # noqa: E731
+                stack.enter_context(attention.promotions(module, change))
+            outputs = call(module, *args, **kwargs)
+        for i, y in enumerate(jax.tree.leaves(outputs) if keeps else ()):
+            if isinstance(y, jax.core.Tracer):
+                running.mark("output", str(i), y)
+        return outputs
 
 
 @contextlib.contextmanager

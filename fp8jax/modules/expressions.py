@@ -39,18 +39,18 @@ class Terms:
         self._marks: dict[int, Marks] = {}
         self._sources: dict[int, tuple[int, Any]] = {}
 
-    def outputs(self, fn: Callable, args: Any, names: Sequence[str] | None = None) -> list[int]:
-        """The number of each term that a function of abstract arguments returns.
+    def outputs(self, fn: Callable, args: Any, names: Sequence[str] | None = None) -> tuple[Any, list[int]]:
+        """The structure of what a function of abstract arguments returns, and the number of each term in it.
 
         Args:
             fn: the function.
             args: its arguments, in any structure.
             names: the results that its arguments are; None where they are arguments.
         """
-        closed = jax.make_jaxpr(fn)(*args)
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
         count = len(closed.jaxpr.invars)
         terms = [("input", i) for i in range(count)] if names is None else [("result", name) for name in names]
-        return self._evaluate(closed, [self._number(*term) for term in terms])
+        return jax.tree.structure(shapes), self._evaluate(closed, [self._number(*term) for term in terms])
 
     def inputs(self, section: Section) -> tuple[dict[str, int], list[Any]]:
         """The number of each term that a layer reads in a call of a module, and the types of the module's arguments."""
@@ -67,14 +67,7 @@ class Terms:
         add(marks["argument"].values())
         numbers |= {v: self.of_result(name) for name, v in marks["result"].items()}
         add(jaxpr.invars)
-        makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        needed, todo = set[int](), list(marks["input"].values())
-        while todo:
-            v = todo.pop()
-            if not isinstance(v, core.Literal) and v not in numbers and makers[v] not in needed:
-                needed.add(makers[v])
-                todo += jaxpr.eqns[makers[v]].invars
-        self._run([jaxpr.eqns[i] for i in sorted(needed)], numbers)
+        self._run(section.operations(marks["input"].values(), numbers), numbers)
         return {name: self._read(v, numbers) for name, v in marks["input"].items()}, types
 
     def reached(self, number: int) -> tuple[set[int], set[str], set[str]]:

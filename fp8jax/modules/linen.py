@@ -273,10 +273,9 @@ class _Root:
             _running.roots.pop()
 
     def read(self, method: Callable, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Finds output heads and routers, where a recipe leaves them alone, what `explain` asks for, and activations
-        between layers, in one run aside."""
-        asked = self.rules.default or _running.told is not None
-        between = self.rules.between and not module.is_initializing()
+        """Finds output heads, what `explain` asks for, and activations between layers, in one run aside."""
+        asked, between = self.rules.default or _running.told is not None, self.rules.between
+        between = between and not module.is_initializing()
         if self.layer or not (asked or between):
             return
         aside = _Root(self.rules, (), next(_asides))
@@ -361,14 +360,11 @@ class _Root:
         forms = blocks_linen.recognise(module, args, kwargs, aside.running, self.known).forms
         if not forms:
             return call(*args, **kwargs)
-        before = self.watched.get(module.path)
-        self.watched[module.path] = Watched(forms)
+        before, self.watched = self.watched, self.watched | {module.path: Watched(forms)}
         try:
             return call(*args, **kwargs)
         finally:
-            del self.watched[module.path]
-            if before is not None:
-                self.watched[module.path] = before
+            self.watched = before
 
 
 @contextlib.contextmanager

@@ -6,15 +6,18 @@ A mark is a name of a value that nothing reads, so that the program computes wha
 import collections
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
 from jax.extend.core import get_opaque_trace_state
 
 _MARK = "fp8jax aside "
+# Of a module what it may read and what it returns; of its layers what they read, the same in their dtype, and return.
+ROLES = ("argument", "output", "input", "promoted", "result")
 _numbers = itertools.count()
 
 
@@ -25,6 +28,7 @@ class ModuleCall:
         key: what its forms depend on.
         types: those of the input and the result of each of its layers that runs in its own trace.
         counts: how often each layer is called.
+        elsewhere: what is marked in another trace, by its role.
     """
 
     def __init__(self, key: Any) -> None:
@@ -34,6 +38,7 @@ class ModuleCall:
             key = object()
         self.key, self.number, self._trace = key, next(_numbers), get_opaque_trace_state()
         self.types: dict[str, tuple[Any, Any]] = {}
+        self.elsewhere = set[str]()
         self.counts: collections.Counter[str] = collections.Counter()
 
     def layer(self, name: str, call: Callable[[], Array], x: Array) -> Array:
@@ -51,6 +56,8 @@ class ModuleCall:
         """Marks a value of the module's own trace."""
         if get_opaque_trace_state() == self._trace:
             checkpoint_name(x, f"{_MARK}{self.number} {role} {name}")
+        else:
+            self.elsewhere.add(role)
 
 
 class Section(NamedTuple):
@@ -65,6 +72,17 @@ class Section(NamedTuple):
     jaxpr: Any
     call: ModuleCall
     marks: dict[str, dict[str, Any]]
+
+    def operations(self, values: Iterable[Any], ends: Container[Any]) -> list[Any]:
+        """The operations, in their order, that values are computed with from others, `ends` among them."""
+        makers = {v: i for i, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
+        needed, todo = set[int](), list(values)
+        while todo:
+            v = todo.pop()
+            if not isinstance(v, core.Literal) and v not in ends and v in makers and makers[v] not in needed:
+                needed.add(makers[v])
+                todo += self.jaxpr.eqns[makers[v]].invars
+        return [self.jaxpr.eqns[i] for i in sorted(needed)]
 
 
 class Recording:
@@ -97,8 +115,8 @@ class Recording:
             for eqn in jaxpr.eqns:
                 if eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK):
                     number, role, name = eqn.params["name"].removeprefix(_MARK).split(" ", 2)
-                    roles = marks.setdefault(int(number), {"argument": {}, "input": {}, "result": {}})
-                    roles.setdefault(role, {})[name] = eqn.invars[0]
+                    roles = marks.setdefault(int(number), {role: {} for role in ROLES})
+                    roles[role][name] = eqn.invars[0]
             for number, roles in marks.items():
                 # A program from a cache of JAX may have marks of another run.
                 if number in self._calls and self._calls[number].types.keys() == roles["result"].keys():
