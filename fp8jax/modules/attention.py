@@ -7,8 +7,8 @@ So a call of such a module is a checkpoint that keeps all but layouts, which are
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import jax
@@ -18,8 +18,9 @@ from jax.extend import core
 from fp8jax.modules.dots import SharedPromotion
 from fp8jax.modules.program import split
 from fp8jax.modules.provenance import JITS, REGISTRY, carried
-from fp8jax.ops.choice import listening
+from fp8jax.modules.recording import Section
 
+log = logging.getLogger("fp8jax")
 LAYOUTS = ("reshape", "transpose", "squeeze", "expand_dims")
 
 
@@ -34,19 +35,17 @@ def layers(module: Any) -> dict[str, Any]:
     return result
 
 
-def call(written: Callable, module: Any, args: Any, kwargs: Any, tell: Callable[[set[str]], None]) -> Any:
-    """Calls a module, whose layers look for inputs that are kept anyway.
+def call(written: Callable, module: Any, args: Any, kwargs: Any, names: Set[str]) -> Any:
+    """Calls a module, some of whose layers read what is kept anyway.
 
     Args:
         written: its `__call__`.
         module: the module; a copy of it may be called.
         args: of the call.
         kwargs: likewise.
-        tell: is told which layers read what is kept anyway.
+        names: of these layers.
     """
     arrays, rebuild = split((args, kwargs))
-    names = _layers_of_residuals(written, module, arrays, rebuild)
-    tell(names)
     if not names:
         return written(module, *args, **kwargs)
     origins = [carried(REGISTRY.find(x)) for x in arrays]
@@ -55,48 +54,61 @@ def call(written: Callable, module: Any, args: Any, kwargs: Any, tell: Callable[
         for x, of, (_, rebuild_origin) in zip(arrays, known, origins, strict=True):
             REGISTRY.note(x, rebuild_origin(of))
         args, kwargs = rebuild(arrays)
-        with _promotions(module, lambda name, cast: dataclasses.replace(cast, residual=name in names)):
+        with promotions(module, lambda name, cast: dataclasses.replace(cast, residual=name in names)):
             return written(module, *args, **kwargs)
 
     checkpointed = nnx.remat(run, prevent_cse=False, policy=lambda prim, *_, **__: prim.name not in LAYOUTS)
     return checkpointed(module, arrays, [of for of, _ in origins])
 
 
-def _layers_of_residuals(call: Callable, module: Any, arrays: list[Any], rebuild: Callable) -> set[str]:
-    """The layers whose input, but for its layout, is a result inside the module that its backward pass keeps anyway."""
-    graph, state = nnx.split(module)
+def layers_of_residuals(section: Section, operands: Set[str]) -> frozenset[str]:
+    """The layers whose input, but for its layout, is a result inside the module that its backward pass keeps anyway.
 
-    def residuals(state: Any, arrays: list[Any]) -> Any:
-        def run(state: Any, arrays: list[Any]) -> Any:
-            copy: Any = nnx.merge(graph, state, copy=True)
-            seen: dict[str, Any] = {}
-            with _promotions(copy, lambda name, cast: functools.partial(_watch, cast.promote, name, seen)):
-                args, kwargs = rebuild(arrays)
-                return call(copy, *args, **kwargs), seen
+    Args:
+        section: where the module runs, with marks on its outputs and on what its layers read in their dtype.
+        operands: layers whose results activations read, which keep codes of them.
+    """
+    marks = section.marks
+    if not marks["promoted"] or "promoted" in section.call.elsewhere:
+        return frozenset()
+    ends = {v: None for v in marks["argument"].values() if not isinstance(v, core.Literal)}
+    names, values = list(marks["promoted"]), [*marks["promoted"].values(), *marks["output"].values()]
+    eqns = section.operations(values, ends)
+    inside = {v for eqn in eqns for v in eqn.outvars}
+    read = [v for v in (*(v for eqn in eqns for v in eqn.invars), *values) if not isinstance(v, core.Literal)]
+    free = [v for v in dict.fromkeys(read) if v in ends or v not in inside]
+    program = core.Jaxpr([], free, values, eqns, section.jaxpr.effects, section.jaxpr.debug_info)
+    fixed = [v for v in free if v not in ends]
 
-        _, back, seen = jax.vjp(run, state, arrays, has_aux=True)
+    def residuals(arrays: list[Any], others: list[Any]) -> Any:
+        def run(arrays: list[Any]) -> Any:
+            known = dict(zip(fixed, others, strict=True)) | dict(zip(ends, arrays, strict=True))
+            results = jax.core.eval_jaxpr(program, [], *(known[v] for v in free))
+            return results[len(names) :], results[: len(names)]
+
+        _, back, seen = jax.vjp(run, arrays, has_aux=True)
         return seen, back
 
     try:
-        with listening():  # what is traced aside is no part of the program
-            closed, (seen, _) = jax.make_jaxpr(residuals, return_shape=True)(state, arrays)
-    except Exception:
-        # A module of which nothing is known may fail in any way; then nothing is known of its layers.
-        return set()
-    program = Dataflow(closed.jaxpr)
-    roots = [program.root(v) for v in closed.jaxpr.outvars]
-    residuals_read = {root for root in roots[len(seen) :] if root is not None}
-    return {name for name, root in zip(sorted(seen), roots, strict=False) if root in residuals_read}
-
-
-def _watch(promote: Callable, name: str, seen: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    promoted = promote(*args, **kwargs)
-    seen[name] = promoted[0]
-    return promoted
+        kinds = [[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in each] for each in (ends, fixed)]
+        closed = jax.make_jaxpr(residuals)(*kinds)
+    except Exception as error:
+        # What is not differentiated keeps nothing.
+        log.info("fp8jax does not know what a module keeps: %s: %s", type(error).__name__, error)
+        return frozenset()
+    roots = [Dataflow(closed.jaxpr).root(v) for v in closed.jaxpr.outvars]
+    residuals_of = {root for root in roots[len(names) :] if root is not None}
+    written = Dataflow(section.jaxpr)
+    outside = {written.root(marks["result"][name]) for name in operands}
+    return frozenset(
+        name
+        for name, root in zip(names, roots, strict=False)
+        if root in residuals_of and written.root(marks["promoted"][name]) not in outside
+    )
 
 
 @contextlib.contextmanager
-def _promotions(module: Any, change: Callable[[str, SharedPromotion], Callable]) -> Iterator[None]:
+def promotions(module: Any, change: Callable[[str, SharedPromotion], Callable]) -> Iterator[None]:
     """Changes how the quantized layers of a module cast their inputs, for a while."""
     quantized = {
         name: layer for name, layer in layers(module).items() if isinstance(layer.promote_dtype, SharedPromotion)

@@ -1,10 +1,10 @@
 """Activations between linear layers, recognised while a module runs by what it computes; knows nothing of Flax."""
 
-import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -13,14 +13,16 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
 from fp8jax.core.recipe import Recipe
-from fp8jax.modules.expressions import Marks, Terms, marked, result
+from fp8jax.modules.expressions import Marks, Terms, marked
 from fp8jax.modules.functions import activation, glu
 from fp8jax.modules.reading import LAYOUTS
+from fp8jax.modules.recording import Recording, Section
 from fp8jax.modules.rules import between
 from fp8jax.ops.activation import ACTIVATIONS
 from fp8jax.ops.choice import listening
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call"}
+_log = logging.getLogger("fp8jax")
 _AS_WRITTEN = Recipe("as written")
 HOOK = "call fp8jax.glu(gate, up) or fp8jax.activation(x) there"
 
@@ -86,10 +88,12 @@ class Gap(NamedTuple):
 
 
 class BlockForms(NamedTuple):
-    """What is known of a module: the activations between its layers, and where something else stands between them."""
+    """What is known of a module: the activations between its layers, where something else stands between them, and its
+    layers that read what attention keeps anyway."""
 
     forms: tuple[Form, ...] = ()
     gaps: tuple[Gap, ...] = ()
+    residuals: frozenset[str] = frozenset()
 
 
 class Watched:
@@ -122,70 +126,94 @@ def positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     return (kwargs["inputs"],), {name: value for name, value in kwargs.items() if name != "inputs"}
 
 
-def recognise(run: Callable, static: Any, leaves: list[Any], memory: dict[Any, BlockForms]) -> BlockForms:
+def signature(run: Callable, static: Any, leaves: list[Any]) -> tuple[Any, ...]:
+    """What the forms of a module in a call depend on; it may have no hash."""
+    kinds = [jax.typeof(x) if isinstance(x, Array) else x for x in leaves]
+    # 1 and True are equal, and have one hash.
+    return run, static, tuple(kinds), tuple(map(type, kinds))
+
+
+def recognise(
+    run: Callable,
+    static: Any,
+    leaves: list[Any],
+    memory: dict[Any, BlockForms],
+    residuals: Callable[[Section, Set[str]], frozenset[str]] | None = None,
+) -> BlockForms:
     """The activations between the layers of a module in one call of it: where what a layer reads is term by term a form
     of other layers' outputs, whatever else the module computes.
 
     The module is traced once more, with marks on the outputs of its layers, which count as unknowns. Layers that are
-    called more than once, or inside another trace, as in the body of a loop, are in no form. Of a module that fails,
-    nothing is known.
+    called more than once, or inside another trace, as in the body of a loop, are in no form. Modules inside it tell
+    theirs in the same trace. Of a module that fails, nothing is known; its error comes again in the call itself.
 
     Args:
-        run: `run(static, leaves, layer)` runs a copy of the module, with `layer(name, call, x)` in place of each of its
-            layers; `call()` is what the layer returns for `x`.
+        run: `run(static, leaves, recording, key)` runs a copy of the module, and tells the recording where this and the
+            modules inside it begin, and which layers they call.
         static: what the copy and its call depend on besides arrays; best hashable.
         leaves: arrays, of which only shapes and dtypes are used, and all else.
         memory: of what was found, by what it depends on. It should not outlive a call of the model: what else the
             module reads, such as a global variable, may change.
+        residuals: as of `forms`.
     """
-    kinds = [jax.typeof(x) if isinstance(x, Array) else x for x in leaves]
-    # 1 and True are equal, and have one hash.
-    call: Any = (run, static, tuple(kinds), tuple(map(type, leaves)))
+    key: Any = signature(run, static, leaves)
+    kinds = key[2]
     try:
-        if call in memory:
-            return memory[call]
+        if key in memory:
+            return memory[key]
     except TypeError:  # something in it has no hash
-        call = object()
-    is_array = [isinstance(x, jax.core.ShapedArray) for x in kinds]
+        key = object()
+    is_array, recording = [isinstance(x, jax.core.ShapedArray) for x in kinds], Recording()
 
-    def run_with(arrays: list[Array], layer: Callable) -> None:
+    def run_with(arrays: list[Array]) -> None:
         rest = iter(arrays)
-        run(static, [next(rest) if array else x for x, array in zip(kinds, is_array, strict=True)], layer)
+        run(static, [next(rest) if array else x for x, array in zip(kinds, is_array, strict=True)], recording, key)
 
     try:
         with listening():  # what is traced aside is no part of the program
-            both = tuple(_find(run_with, [x for x, array in zip(kinds, is_array, strict=True) if array]))
-    except Exception:
+            closed = jax.make_jaxpr(run_with)([x for x, array in zip(kinds, is_array, strict=True) if array])
+        told = forms(recording, closed, residuals)
+    except Exception as error:
         # A module of which nothing is known may fail in any way.
+        tell_failure(error)
         return BlockForms()
-    result = BlockForms(tuple(x for x in both if isinstance(x, Form)), tuple(x for x in both if isinstance(x, Gap)))
-    memory[call] = result
-    return result
+    for call, known in told.items():
+        memory.setdefault(call, known)
+    return told.get(key, BlockForms())
 
 
-def _find(run: Callable, arrays: list[Any]) -> Iterator[Form | Gap]:
-    """The forms and gaps of a module that `run(arrays, layer)` runs."""
-    types: dict[str, tuple[Any, Any]] = {}
-    calls: collections.Counter[str] = collections.Counter()
+def tell_failure(error: Exception) -> None:
+    """Tells the log why a run aside has failed; the model's own errors come again in its call."""
+    _log.info("fp8jax traced a module aside, which failed: %s: %s", type(error).__name__, error)
 
-    def inputs(arrays: list[Array]) -> dict[str, Array]:
-        trace, seen = get_opaque_trace_state(), dict[str, Array]()
 
-        def mark(name: str, call: Callable[[], Array], x: Array) -> Array:
-            calls[name] += 1
-            y = call()
-            if get_opaque_trace_state() != trace:
-                return y
-            seen[name], types[name] = x, (jax.typeof(x), jax.typeof(y))
-            return result(name, y)
+def forms(
+    recording: Recording, closed: Any, residuals: Callable[[Section, Set[str]], frozenset[str]] | None = None
+) -> dict[Any, BlockForms]:
+    """What is known of the modules of a run aside, by the keys of their calls.
 
-        run(arrays, mark)
-        return seen
+    Args:
+        recording: of the run.
+        closed: its program.
+        residuals: tells which layers read what is kept anyway, besides results of those that are in forms.
+    """
+    told = dict.fromkeys(recording.idle(), BlockForms())
+    for section in recording.sections(closed):
+        if section.call.key not in told:
+            both = tuple(_find(section))
+            own, gaps = tuple(x for x in both if isinstance(x, Form)), tuple(x for x in both if isinstance(x, Gap))
+            operands = {name for form in own for name in form.layers - {form.down}}
+            names = residuals(section, operands) if residuals else frozenset[str]()
+            told[section.call.key] = BlockForms(own, gaps, names - {form.down for form in own})
+    return told
 
-    terms = Terms()
-    _, numbers = terms.outputs(inputs, (arrays,))
-    once = {name: y for name, (_, y) in types.items() if calls[name] == 1}
-    for down, number in zip(sorted(types), numbers, strict=True):
+
+def _find(section: Section) -> Iterator[Form | Gap]:
+    """The forms and gaps of a module."""
+    terms, types = Terms(), section.call.types
+    numbers, arrays = terms.inputs(section)
+    once = {name: y for name, (_, y) in types.items() if section.call.counts[name] == 1}
+    for down, number in sorted(numbers.items()):
         arguments, read, names = terms.reached(number)
         known = down in once and down not in read and len(read) in (1, 2) and read <= once.keys()
         if not known:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from fp8jax.modules import attention, blocks
 from fp8jax.modules.attention import layers
 from fp8jax.modules.blocks import BlockForms, Form, Watched
 from fp8jax.modules.provenance import program_of
+from fp8jax.modules.recording import Recording
 
 
 class Told(NamedTuple):
@@ -44,6 +45,7 @@ class _RunningCalls(threading.local):
         self.calls: dict[int, Callable] = {}
         self.told: Told = Told({}, {})
         self.known: dict[Any, BlockForms] | None = None
+        self.recording: Recording | None = None
         self.last: tuple[Any, dict[Any, BlockForms]] = None, {}
 
 
@@ -100,13 +102,15 @@ def _module_class(cls: Any, keeps: bool) -> type:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _aside.value:
-            return cls.__call__(self, *args, **kwargs)
+            return _recorded(cls.__call__, self, args, kwargs, keeps)
         with _remembering() as known:
-            forms = recognise(cls.__call__, self, args, kwargs, known).forms
+            told = recognise(cls.__call__, self, args, kwargs, known, keeps)
+            forms = told.forms
             call = functools.partial(_call, cls.__call__, forms) if forms else cls.__call__
             if not keeps or layers(self).keys() <= {name for form in forms for name in form.layers}:
                 return call(self, *args, **kwargs)
-            return attention.call(call, self, args, kwargs, functools.partial(_tell_residuals, self))
+            _tell_residuals(self, told.residuals)
+            return attention.call(call, self, args, kwargs, told.residuals)
 
     return with_call(cls, __call__)
 
@@ -144,7 +148,9 @@ def _sent_to(module: Any, watch: Callable) -> Iterator[None]:
         _running.calls = before
 
 
-def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[Any, BlockForms]) -> BlockForms:
+def recognise(
+    call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[Any, BlockForms], keeps: bool
+) -> BlockForms:
     """The activations between the layers that a module holds itself, in a call with these arguments.
 
     Args:
@@ -153,19 +159,15 @@ def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[
         args: of the call.
         kwargs: likewise.
         memory: as of `blocks.recognise`.
+        keeps: whether to look for layers that read what attention keeps anyway.
     """
-    if type(module).__module__.startswith("flax.") and not isinstance(module, nnx.Sequential):
+    known = _key(call, module, args, kwargs, keeps)
+    if known is None:
         return BlockForms()
-    try:
-        graph, state = nnx.split((module, args, kwargs))
-    except Exception:
-        # Arguments may be what NNX knows no way to copy.
-        return BlockForms()
-    leaves, structure = jax.tree.flatten(state)
-    # 1 and True are equal, and have one hash.
-    kinds = tuple(type(getattr(attribute, "value", None)) for _, attribute in graph.attributes)
     with _aside(True):
-        result = blocks.recognise(_run, (call, graph, structure, kinds), leaves, memory)
+        result = blocks.recognise(_run, *known, memory, attention.layers_of_residuals)
+    if _of_flax(module):
+        result = BlockForms(residuals=result.residuals)
     path = getattr(module, "_fp8jax_path", None)
     if path is not None:
         told = _running.told.blocks.get(path, BlockForms())
@@ -174,22 +176,80 @@ def recognise(call: Callable, module: Any, args: Any, kwargs: Any, memory: dict[
     return result
 
 
-def _tell_residuals(module: Any, names: set[str]) -> None:
+def _tell_residuals(module: Any, names: Set[str]) -> None:
     path = getattr(module, "_fp8jax_path", None)
     if path is not None:
         _running.told.residuals.setdefault(path, set()).update(names)
 
 
-def _run(static: Any, leaves: list[Any], layer: Callable[[str, Callable[[], Array], Array], Array]) -> None:
-    call, graph, structure, *_ = static
+def _of_flax(module: Any) -> bool:
+    """Whether a module has no activations between its layers, because Flax has written it."""
+    return type(module).__module__.startswith("flax.") and not isinstance(module, nnx.Sequential)
+
+
+def _key(call: Callable, module: Any, args: Any, kwargs: Any, keeps: bool) -> tuple[Any, list[Any]] | None:
+    """What a call of a module depends on, without and with arrays; None where nothing can be known of it."""
+    if _of_flax(module) and not keeps:
+        return None
+    try:
+        graph, state = nnx.split((module, args, kwargs))
+    except Exception:
+        # Arguments may be what NNX knows no way to copy.
+        return None
+    leaves, structure = jax.tree.flatten(state)
+    # 1 and True are equal, and have one hash.
+    kinds = tuple(type(getattr(attribute, "value", None)) for _, attribute in graph.attributes)
+    return (call, graph, structure, kinds, keeps), leaves
+
+
+def _run(static: Any, leaves: list[Any], recording: Recording, key: Any) -> None:
+    call, graph, structure, _, keeps = static
     module, args, kwargs = nnx.merge(graph, jax.tree.unflatten(structure, leaves), copy=True)
+    before, _running.recording = _running.recording, recording
+    try:
+        _record(recording, key, leaves, keeps, call, module, args, kwargs)
+    finally:
+        _running.recording = before
 
-    def watch(name: str, call: Callable[..., Array], _: Recipe, *args: Any, **kwargs: Any) -> Array:
-        args, kwargs = blocks.positional(args, kwargs)
-        return layer(name, functools.partial(call, *args, **kwargs), args[0])
 
-    with _sent_to(module, watch):
-        call(module, *args, **kwargs)
+def _recorded(call: Callable, module: Any, args: Any, kwargs: Any, keeps: bool) -> Any:
+    """Calls a module inside one that is run aside."""
+    recording, known = _running.recording, _key(call, module, args, kwargs, keeps)
+    if recording is None or known is None:
+        return call(module, *args, **kwargs)
+    return _record(recording, blocks.signature(_run, *known), known[1], keeps, call, module, args, kwargs)
+
+
+def _record(
+    recording: Recording, key: Any, leaves: list[Any], keeps: bool, call: Callable, module: Any, args: Any, kwargs: Any
+) -> Any:
+    """Calls a module, and tells a recording what its layers read and return."""
+    around = _running.calls
+    with recording.module(key, leaves) as running:
+
+        def watch(name: str, call: Callable[..., Array], recipe: Recipe, *args: Any, **kwargs: Any) -> Array:
+            args, kwargs = blocks.positional(args, kwargs)
+            layer = functools.partial(call, *args, **kwargs)
+            # A layer may be one of a module around this, too.
+            outer = around.get(id(layers(module)[name]))
+            if outer is not None:
+                layer = functools.partial(outer, call, recipe, *args, **kwargs)
+            return running.layer(name, layer, args[0])
+
+        def promotion(name: str, written: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            promoted = written(*args, **kwargs)
+            running.mark("promoted", name, promoted[0])
+            return promoted
+
+        with _sent_to(module, watch), contextlib.ExitStack() as stack:
+            if keeps:
+                change = lambda name, cast: functools.partial(promotion, name, cast.promote)  # noqa: E731
+                stack.enter_context(attention.promotions(module, change))
+            outputs = call(module, *args, **kwargs)
+        for i, y in enumerate(jax.tree.leaves(outputs) if keeps else ()):
+            if isinstance(y, jax.core.Tracer):
+                running.mark("output", str(i), y)
+        return outputs
 
 
 @contextlib.contextmanager

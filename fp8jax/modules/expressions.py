@@ -1,28 +1,21 @@
 """What functions compute: their programs as numbered terms, which are the same where these compute the same."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from fp8jax.modules.provenance import JITS, lossless
+from fp8jax.modules.recording import Section
 
 _COMMUTATIVE = ("add", "mul")
-_RESULT = "fp8jax result of "
 # What says something of a value, and is none of it.
 _MARKS = ("name", "sharding_constraint", "layout_constraint", "reshard", "optimization_barrier")
 _LAYOUTS = ("convert_element_type", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
 
 Marks = tuple[tuple[Any, dict[str, Any]], ...]
-
-
-def result(name: str, y: Array) -> Array:
-    """Marks a value as the result with this name: terms are computed from it, not from what it is computed from."""
-    marked: Array = checkpoint_name(y, _RESULT + name)
-    return marked
 
 
 def marked(x: Array, marks: Marks) -> Array:
@@ -59,6 +52,24 @@ class Terms:
         terms = [("input", i) for i in range(count)] if names is None else [("result", name) for name in names]
         return jax.tree.structure(shapes), self._evaluate(closed, [self._number(*term) for term in terms])
 
+    def inputs(self, section: Section) -> tuple[dict[str, int], list[Any]]:
+        """The number of each term that a layer reads in a call of a module, and the types of the module's arguments."""
+        jaxpr, marks, types = section.jaxpr, section.marks, list[Any]()
+        numbers: dict[Any, int] = {}
+
+        def add(values: Iterable[Any]) -> None:
+            for v in values:
+                if not isinstance(v, core.Literal) and v not in numbers:
+                    numbers[v] = self._number("input", len(types))
+                    types.append(v.aval)
+
+        numbers |= {v: self._number("constant", id(v)) for v in jaxpr.constvars}
+        add(marks["argument"].values())
+        numbers |= {v: self.of_result(name) for name, v in marks["result"].items()}
+        add(jaxpr.invars)
+        self._run(section.operations(marks["input"].values(), numbers), numbers)
+        return {name: self._read(v, numbers) for name, v in marks["input"].items()}, types
+
     def reached(self, number: int) -> tuple[set[int], set[str], set[str]]:
         """The arguments, by their places, and the results that a term is computed from, and the names of the operations
         in between."""
@@ -88,22 +99,24 @@ class Terms:
         consts = [self._number("constant", id(c)) for c in closed.consts]
         numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
-        def read(atom: Any) -> int:
-            if isinstance(atom, core.Literal):
-                return self._number("literal", str(atom.aval), repr(atom.val))
-            return numbers[atom]
+        self._run(jaxpr.eqns, numbers)
+        return [self._read(v, numbers) for v in jaxpr.outvars]
 
-        for eqn in jaxpr.eqns:
-            results = self._results(eqn, [read(v) for v in eqn.invars])
-            numbers |= dict(zip(eqn.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    def _run(self, eqns: Iterable[Any], numbers: dict[Any, int]) -> None:
+        for eqn in eqns:
+            results = self._results(eqn, [self._read(v, numbers) for v in eqn.invars])
+            # What is a term of its own, as the result of a layer, stays one.
+            numbers |= {v: n for v, n in zip(eqn.outvars, results, strict=True) if v not in numbers}
+
+    def _read(self, atom: Any, numbers: dict[Any, int]) -> int:
+        if isinstance(atom, core.Literal):
+            return self._number("literal", str(atom.aval), repr(atom.val))
+        return numbers[atom]
 
     def _results(self, eqn: Any, operands: list[int]) -> list[int]:
         name, params = eqn.primitive.name, eqn.params
         if name in JITS:
             return self._evaluate(params.get("jaxpr") or params["call_jaxpr"], operands)
-        if name == "name" and params["name"].startswith(_RESULT):
-            return [self._number("result", params["name"].removeprefix(_RESULT))]
         if name in _MARKS:
             if name != "optimization_barrier":
                 self._marks[operands[0]] = (*self.marks(operands[0]), (eqn.primitive, params))

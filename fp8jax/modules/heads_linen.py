@@ -8,18 +8,28 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
-from fp8jax.modules import reading
-from fp8jax.modules.blocks import positional
+from fp8jax.modules import blocks, reading
+from fp8jax.modules.blocks import BlockForms, positional
+from fp8jax.modules.blocks_linen import Watch
 from fp8jax.modules.program import split
 from fp8jax.modules.reading import Reading
+from fp8jax.modules.recording import Recording
+from fp8jax.ops.choice import listening
 
 
 def find(
-    method: Callable, module: nn.Module, args: Any, kwargs: Any, path_of: Callable[[nn.Module], str], chosen: Callable
+    method: Callable,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    path_of: Callable[[nn.Module], str],
+    chosen: Callable,
+    memory: dict[Any, BlockForms] | None,
 ) -> tuple[dict[str, str], Reading]:
     """The layers of a bound model whose results a call of a method returns, or chooses by, with the reason.
 
-    A copy of the model is traced for its program. Of a model that fails, nothing is known.
+    A copy of the model is traced for its program, which tells what stands between its layers, too. Of a model that
+    fails, nothing is known; its error comes again in the call itself.
 
     Args:
         method: as written.
@@ -28,6 +38,7 @@ def find(
         kwargs: likewise.
         path_of: the path of a module.
         chosen: whether a module with a path is a layer which would be quantized.
+        memory: takes what is known of activations between layers, as of `blocks.recognise`; None where nobody asks.
     """
     scope, copy = module.scope, module.clone(parent=None)
     assert scope is not None
@@ -35,7 +46,19 @@ def find(
     arrays, rebuild = split((args, kwargs))
     wanted: set[str] = set()
 
+    recording = Recording()
+    watch = Watch(recording)
+
     def intercept(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        if memory is None:
+            return mark(call, args, kwargs, context)
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            return mark(call, args, kwargs, context)
+
+        return watch.call(marked, args, kwargs, context)
+
+    def mark(call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         if context.method_name != "__call__":
             return call(*args, **kwargs)
         path = path_of(context.module)
@@ -61,9 +84,14 @@ def find(
             return y if scope.mutable is False else y[0]
 
     try:
-        closed = jax.make_jaxpr(run)(list(flat.values()), arrays)
-    except Exception:
+        with listening():  # what is traced aside is no part of the program
+            closed = jax.make_jaxpr(run)(list(flat.values()), arrays)
+        told = {} if memory is None else blocks.forms(recording, closed)
+    except Exception as error:
         # A model of which nothing is known may fail in any way.
+        blocks.tell_failure(error)
         return {}, Reading()
+    if memory is not None:
+        memory |= told
     names = ["/".join(map(str, path[1:])) if path[0] == "params" else "" for path in flat]
     return reading.heads(closed, [*names, *[None] * len(arrays)], wanted)

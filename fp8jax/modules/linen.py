@@ -273,8 +273,10 @@ class _Root:
             _running.roots.pop()
 
     def read(self, method: Callable, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Finds output heads and routers, where a recipe leaves them alone, and what `explain` asks for."""
-        if self.layer or not (self.rules.default or _running.told is not None):
+        """Finds output heads, what `explain` asks for, and activations between layers, in one run aside."""
+        asked, between = self.rules.default or _running.told is not None, self.rules.between
+        between = between and not module.is_initializing()
+        if self.layer or not (asked or between):
             return
         aside = _Root(self.rules, (), next(_asides))
 
@@ -282,7 +284,10 @@ class _Root:
             return isinstance(inner, (*LAYERS, *self.rules.layers)) and self.rules.choice(path).linear is not None
 
         with aside.running():
-            self.heads, self.reading = heads_linen.find(method, module, args, kwargs, aside.path_of, chosen)
+            memory = self.known if between else None
+            heads = heads_linen.find(method, module, args, kwargs, aside.path_of, chosen, memory)
+        if asked:
+            self.heads, self.reading = heads
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a module in the model; of a layer that is called through `apply` its name, if it has one."""
@@ -355,14 +360,11 @@ class _Root:
         forms = blocks_linen.recognise(module, args, kwargs, aside.running, self.known).forms
         if not forms:
             return call(*args, **kwargs)
-        before = self.watched.get(module.path)
-        self.watched[module.path] = Watched(forms)
+        before, self.watched = self.watched, self.watched | {module.path: Watched(forms)}
         try:
             return call(*args, **kwargs)
         finally:
-            del self.watched[module.path]
-            if before is not None:
-                self.watched[module.path] = before
+            self.watched = before
 
 
 @contextlib.contextmanager
