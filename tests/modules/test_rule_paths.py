@@ -80,4 +80,4 @@ def test_norms_follow_their_own_rule():
     recipes = [dataclasses.replace(TE, context=context) for context in contexts]
     rules = [Rule("norm", recipes[0]), Rule(".*", recipes[1])]
     parts = {part.path: part.context for part in fp8jax.explain(Norms(nnx.Rngs(0)), rules).parts}
-    assert parts == {"": None, "norm": contexts[0], "norm_2": contexts[1]}
+    assert parts == {"norm": contexts[0], "norm_2": contexts[1]}
