@@ -146,7 +146,9 @@ def test_linen_and_nnx_list_a_norm_written_by_hand(function, inside, entry):
         assert listed(model) == [entry], type(model)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i % 2 else ()) for i, name in enumerate(OTHERS)]
+)
 def test_what_is_no_norm_of_the_last_axis_is_not_listed(name):
     for inside in (True, False):
         for model in perceptrons(OTHERS[name], inside):
