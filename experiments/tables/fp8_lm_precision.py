@@ -7,6 +7,7 @@ results/fp8_lm_precision_125m.json.
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -149,6 +150,8 @@ def train_arms(
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     """Losses (steps,) of every arm from the first seed's parameters, and of fp32 from every seed's; the same batches.
 
+    Runs go to the devices in turn.
+
     Args:
         llama: the model.
         tokens_SxBxT: one batch a step, (steps, B, T + 1).
@@ -157,15 +160,22 @@ def train_arms(
         rate: the largest learning rate of the schedule.
     """
     run = make_run(make_task(llama, seeds[0]), len(tokens_SxBxT), rate)
-    tokens = jnp.asarray(tokens_SxBxT)
-    names = list(STORAGES)
+    names, devices = list(STORAGES), itertools.cycle(jax.devices())
     starts = [jax.jit(make_task(llama, seed).init)().params for seed in seeds]
 
-    def losses(arm: PrecisionArm, start: Any) -> np.ndarray:
-        return np.asarray(run(jnp.array([names.index(s) for s in arm]), start, tokens))
+    def begin(arm: PrecisionArm, start: Any) -> jax.Array:
+        storages = np.array([names.index(s) for s in arm])
+        return run(*jax.device_put((storages, start, tokens_SxBxT), next(devices)))
 
-    plain = [losses(PrecisionArm(), start) for start in starts]
-    return {name: plain[0] if name == BASE else losses(arm, starts[0]) for name, arm in arms.items()}, plain
+    plain = [begin(PrecisionArm(), start) for start in starts]
+    losses = {name: plain[0] if name == BASE else begin(arm, starts[0]) for name, arm in arms.items()}
+    return {name: _told(name, of_arm) for name, of_arm in losses.items()}, [np.asarray(x) for x in plain]
+
+
+def _told(name: str, losses: jax.Array) -> np.ndarray:
+    values = np.asarray(losses)
+    print(f"{name}: {final(values):.4f}", flush=True)
+    return values
 
 
 def final(losses: np.ndarray, tail: int = TAIL) -> float:
@@ -254,9 +264,10 @@ def main() -> int:
     losses, plain = train_arms(llama, tokens_SxBxT, ARMS, SEEDS, rate)
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(make_task(llama, 0).init).params))
     text = "the text that --data names" if arguments.data else "the standard library's sources"
+    arithmetic = "fp32" if jax.default_backend() == "cpu" else "fp32 (products in TF32, as JAX has them on a GPU)"
     notes = [
         f"A Llama of {parameters:,} parameters, {arguments.steps} steps of {batch * length:,} bytes of {text}, AdamW "
-        f"({rate:g}, b1 {B1}, b2 {B2}, decay {DECAY}), arithmetic in fp32, the same batches in every "
+        f"({rate:g}, b1 {B1}, b2 {B2}, decay {DECAY}), arithmetic in {arithmetic}, the same batches in every "
         "arm. What is named goes through the format after every step, with a scale a tensor and layer, rounded to "
         "nearest; nothing else does. The noise is the range over three seeds of the initial parameters.",
         "Our copy of the paper is a summary without the values of Table 6 and without Figure 8; only what it says in "

@@ -315,7 +315,7 @@ def write(results: Path) -> None:
     arguments = "--data 'books/*.txt' --limit 540"
     if not table:
         return
-    measured = next(of for of in (files.get("coat"), files.get(BASE), latest.get("coat"), latest.get(BASE)) if of)
+    measured = next(of for runs in (files, larger_files, latest) for name in ("coat", BASE) if (of := runs.get(name)))
     stamp: dict[str, Any] = {key: measured[key] for key in ("date", "flags", "commit", "kernels") if key in measured}
     common.write(
         "training_parity", title, table, notes, figure, results, arguments=arguments, device=device, stamp=stamp

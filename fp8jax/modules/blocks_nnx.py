@@ -21,7 +21,7 @@ from fp8jax.core.recipe import Recipe
 from fp8jax.modules import attention, blocks
 from fp8jax.modules.attention import layers
 from fp8jax.modules.blocks import BlockForms, Form, Watched
-from fp8jax.modules.provenance import program_of
+from fp8jax.modules.provenance import eager, program_of
 from fp8jax.modules.recording import Recording
 
 
@@ -103,6 +103,8 @@ def _module_class(cls: Any, keeps: bool) -> type:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _aside.value:
             return _recorded(cls.__call__, self, args, kwargs, keeps)
+        if eager():
+            return cls.__call__(self, *args, **kwargs)
         with _remembering() as known:
             told = recognise(cls.__call__, self, args, kwargs, known, keeps)
             forms = told.forms

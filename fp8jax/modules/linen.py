@@ -27,6 +27,7 @@ from fp8jax.modules import blocks_linen, custom, heads_linen, norms
 from fp8jax.modules.blocks import BlockForms, Watched
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.matrices import Unknown, not_a_model
+from fp8jax.modules.provenance import eager
 from fp8jax.modules.reading import Reading
 from fp8jax.modules.rules import Ordered, Rule, Rules, between, ordered
 from fp8jax.modules.scaled import check_stateless
@@ -275,7 +276,7 @@ class _Root:
     def read(self, method: Callable, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Finds output heads, what `explain` asks for, and activations between layers, in one run aside."""
         asked, between = self.rules.default or _running.told is not None, self.rules.between
-        between = between and not module.is_initializing()
+        between = between and not module.is_initializing() and not eager()
         if self.layer or not (asked or between):
             return
         aside = _Root(self.rules, (), next(_asides))
@@ -354,7 +355,7 @@ class _Root:
 
     def _watched(self, module: nn.Module, call: Callable, args: Any, kwargs: Any) -> Any:
         """Calls a module whose activations between layers, if it has any, keep what the rules say."""
-        if module.is_initializing():
+        if module.is_initializing() or eager():
             return call(*args, **kwargs)
         aside = _Root(self.rules, (), next(_asides))
         forms = blocks_linen.recognise(module, args, kwargs, aside.running, self.known).forms

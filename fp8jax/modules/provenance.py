@@ -187,6 +187,12 @@ def program_of(state: Any) -> Any:
     return _UNKNOWN if trace is None else outermost
 
 
+def eager() -> bool:
+    """Whether operations run at once, neither traced nor differentiated nor mapped: nothing is saved of them."""
+    trace = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
+    return trace is not None and not hasattr(trace, "parent_trace")
+
+
 def _reference(x: Any) -> Callable[[], Any]:
     """What gives an array if anything still uses it. Outside of traces an array keeps no other one alive."""
     return weakref.ref(x) if isinstance(x, jax.core.Tracer) else lambda: x
