@@ -21,10 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's arms need room beside JAX.
+# torch's arms need room beside JAX; a pool that grows piece by piece can't hold the largest steps in one piece.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false" if find_spec("torch") else "true")
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
 
 import jax
 import jax.numpy as jnp

@@ -130,6 +130,7 @@ def _signal(scheme: str) -> Callable[[Result], str | None]:
 
 
 ONE, DATA, FSDP = "1b, one GPU", "1b, data parallel over 2", "1b, FSDP over 2"
+FSDP_7B, FIT_7B = "7b, FSDP over 2, 4 x", "7b, FSDP over 2, what fits"
 
 
 def _of_ideal(order: str) -> Callable[[Result], str | None]:
@@ -163,7 +164,12 @@ CLAIMS: list[Claim] = [
           beside("te_current", ratio("te_current", "memory", AGAIN, ONE))),
     Claim("Temporaries of that step, times fewer bytes, `coat`", "step", ratio("coat", "temporaries", AGAIN, ONE)),
     Claim("That step on two GPUs, data parallel and FSDP, `coat`", "step",
-          several(ratio("coat", "step", AGAIN, DATA), ratio("coat", "step", AGAIN, FSDP))),
+          several(ratio("coat", "step", AGAIN, DATA), ratio("coat", "step", AGAIN, FSDP)), "",
+          beside("fast", several(ratio("fast", "step", AGAIN, DATA), ratio("fast", "step", AGAIN, FSDP)))),
+    Claim("`7b`, FSDP over two GPUs, 4 sequences of 2,048 tokens a GPU: `coat`, `fp8_lm`", "step",
+          several(ratio("coat", "step", AGAIN, FSDP_7B), ratio("fp8_lm", "step", AGAIN, FSDP_7B)), "1.43 (COAT)"),
+    Claim("The same with as many sequences as fit in 80 GB a GPU (bf16 4, `coat` 10): tokens a second", "step",
+          ratio("coat", "tokens/s", AGAIN, FIT_7B), "1.85 (COAT, Table 8)"),
     Claim("A Llama-7B layer forward and backward, `coat`: speed over bf16 as written, nothing recomputed", "layer",
           ratio("COAT, lean", "time", "bf16"), "1.54 to 1.58 (COAT, Table 7)",
           beside("te_current", ratio("te_current", "time", "bf16"))),

@@ -6,8 +6,8 @@ On a GPU `--model 125m --data books.txt --seq-len 512 --lr 1e-3`, of 85M paramet
 results/fp8_lm_precision_125m.json.
 """
 
+import concurrent.futures
 import functools
-import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -138,7 +138,7 @@ def make_task(llama: LlamaConfig, seed: int) -> Task:
     """A Llama with parameters and arithmetic in fp32."""
     plain = fp8jax.recipes.Optimizer(mu="fp32", nu="fp32", group_size=None, expand=False)
     recipe = fp8jax.Recipe("fp32", fp8jax.recipes.Weights("fp32", "fp32"), plain)
-    return Task.build(llama, optax.with_extra_args_support(optax.identity()), recipe, remat=False, seed=seed)
+    return Task.build(llama, optax.with_extra_args_support(optax.identity()), recipe, remat=False, seed=seed, unroll=1)
 
 
 def train_arms(
@@ -150,7 +150,7 @@ def train_arms(
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     """Losses (steps,) of every arm from the first seed's parameters, and of fp32 from every seed's; the same batches.
 
-    Runs go to the devices in turn.
+    Runs are spread over the devices.
 
     Args:
         llama: the model.
@@ -160,22 +160,26 @@ def train_arms(
         rate: the largest learning rate of the schedule.
     """
     run = make_run(make_task(llama, seeds[0]), len(tokens_SxBxT), rate)
-    names, devices = list(STORAGES), itertools.cycle(jax.devices())
-    starts = [jax.jit(make_task(llama, seed).init)().params for seed in seeds]
+    names, devices = list(STORAGES), jax.devices()
+    runs = [(BASE, PrecisionArm(), seed) for seed in seeds]
+    runs += [(name, arm, seeds[0]) for name, arm in arms.items() if name != BASE]
 
-    def begin(arm: PrecisionArm, start: Any) -> jax.Array:
-        storages = np.array([names.index(s) for s in arm])
-        return run(*jax.device_put((storages, start, tokens_SxBxT), next(devices)))
+    def of_device(i: int) -> list[np.ndarray]:
+        # The host takes part in every step, so that each device has a thread.
+        with jax.default_device(devices[i]):
+            starts = {seed: jax.jit(make_task(llama, seed).init)().params for _, _, seed in runs[i :: len(devices)]}
+            results = []
+            for name, arm, seed in runs[i :: len(devices)]:
+                storages = jnp.array([names.index(s) for s in arm])
+                results.append(np.asarray(run(storages, starts[seed], tokens_SxBxT)))
+                print(f"{name}, seed {seed}: {final(results[-1]):.4f}", flush=True)
+        return results
 
-    plain = [begin(PrecisionArm(), start) for start in starts]
-    losses = {name: plain[0] if name == BASE else begin(arm, starts[0]) for name, arm in arms.items()}
-    return {name: _told(name, of_arm) for name, of_arm in losses.items()}, [np.asarray(x) for x in plain]
-
-
-def _told(name: str, losses: jax.Array) -> np.ndarray:
-    values = np.asarray(losses)
-    print(f"{name}: {final(values):.4f}", flush=True)
-    return values
+    with concurrent.futures.ThreadPoolExecutor(len(devices)) as pool:
+        parts = list(pool.map(of_device, range(len(devices))))
+    each = [parts[k % len(devices)][k // len(devices)] for k in range(len(runs))]
+    losses = {name: of for (name, _, seed), of in zip(runs, each, strict=True) if seed == seeds[0]}
+    return {name: losses[name] for name in arms}, each[: len(seeds)]
 
 
 def final(losses: np.ndarray, tail: int = TAIL) -> float:

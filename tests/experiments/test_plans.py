@@ -30,6 +30,7 @@ def test_planned_memory_is_within_2_percent_of_what_was_measured(name):
 
 # GB on two H200s, of `1b` with 8 x 2048 tokens a GPU, measured after the constants were frozen, which are of one GPU.
 ON_TWO = {
+    ("fast", "data"): 19.52, ("fast", "fsdp"): 16.27,
     ("coat", "data"): 19.96, ("coat_fast", "data"): 19.90, ("te_current", "data"): 30.66, ("fp8_lm", "data"): 25.01,
     ("bf16", "data"): 35.30, ("coat", "fsdp"): 16.47, ("coat_fast", "fsdp"): 16.51, ("te_current", "fsdp"): 24.03,
 }  # fmt: skip
@@ -37,13 +38,23 @@ ON_TWO = {
 
 @pytest.mark.parametrize(
     ("name", "axis"),
-    [pytest.param(*case, marks=pytest.mark.slow if case[0] in ("coat_fast", "bf16") else ()) for case in ON_TWO],
+    [
+        pytest.param(*case, marks=() if case[0] in ("coat", "te_current", "fp8_lm") else pytest.mark.slow)
+        for case in ON_TWO
+    ],
 )
 def test_planned_memory_of_two_gpus_is_within_5_percent_of_what_was_measured_later(name, axis):
     """bf16 over "fsdp" is not there: XLA leaves it few of the gaps that it leaves on one GPU (25.41 GB, not 28.63)."""
     recipe = fp8jax.recipes.get(name)
     step = plan.of(sizes.get("1b", 32_000), recipe, {axis: 2}, 8 * 2048, recompute=name == "bf16")
     assert (step.total - step.memory["runtime"]) / 1e9 == pytest.approx(ON_TWO[name, axis], rel=0.05)
+
+
+@pytest.mark.parametrize(("batch", "measured"), [(4, 41.78), (10, 73.04)])
+def test_planned_memory_of_7b_over_two_gpus_is_within_2_percent_of_what_was_measured_later(batch, measured):
+    """Plans of bf16 and fp8_lm, which nothing in 8 bits fills the gaps of, are 6 % too low: 79.88 and 54.35 GB."""
+    step = plan.of(sizes.get("7b", 32_000), fp8jax.recipes.coat(), {"fsdp": 2}, batch * 2048)
+    assert (step.total - step.memory["runtime"]) / 1e9 == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("name", WITH_GAPS)
