@@ -8,7 +8,7 @@ So a call of such a module is a checkpoint that keeps all but layouts, which are
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -71,40 +71,76 @@ def layers_of_residuals(section: Section, operands: Set[str]) -> frozenset[str]:
     marks = section.marks
     if not marks["promoted"] or "promoted" in section.call.elsewhere:
         return frozenset()
-    ends = {v: None for v in marks["argument"].values() if not isinstance(v, core.Literal)}
-    names, values = list(marks["promoted"]), [*marks["promoted"].values(), *marks["output"].values()]
-    eqns = section.operations(values, ends)
-    inside = {v for eqn in eqns for v in eqn.outvars}
-    read = [v for v in (*(v for eqn in eqns for v in eqn.invars), *values) if not isinstance(v, core.Literal)]
-    free = [v for v in dict.fromkeys(read) if v in ends or v not in inside]
-    program = core.Jaxpr([], free, values, eqns, section.jaxpr.effects, section.jaxpr.debug_info)
-    fixed = [v for v in free if v not in ends]
-
-    def residuals(arrays: list[Any], others: list[Any]) -> Any:
-        def run(arrays: list[Any]) -> Any:
-            known = dict(zip(fixed, others, strict=True)) | dict(zip(ends, arrays, strict=True))
-            results = jax.core.eval_jaxpr(program, [], *(known[v] for v in free))
-            return results[len(names) :], results[: len(names)]
-
-        _, back, seen = jax.vjp(run, arrays, has_aux=True)
-        return seen, back
-
+    promoted, outputs, ends = marks["promoted"], marks["output"].values(), set(_variables(marks["argument"].values()))
+    written = Dataflow(section.jaxpr, ends)
+    outside = {written.root(marks["result"][name]) for name in operands}
+    wanted = {name: written.root(v) for name, v in promoted.items() if not isinstance(v, core.Literal)}
+    wanted = {name: root for name, root in wanted.items() if root is not None and root not in outside}
+    eqns = section.operations([*promoted.values(), *outputs], ends)
+    near = [eqn for eqn in eqns if not {*wanted.values()}.isdisjoint(map(written.root, _all(eqn)))]
+    if not near:
+        return frozenset()
+    values = [promoted[name] for name in wanted]
     try:
-        kinds = [[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in each] for each in (ends, fixed)]
-        closed = jax.make_jaxpr(residuals)(*kinds)
+        here = {id(eqn) for eqn in near}
+        read = {v for eqn in eqns if id(eqn) not in here for v in _variables(eqn.invars)}.union(_variables(outputs))
+        roots, residuals = _roots(near, values, read, _dependent(eqns, ends), section.jaxpr)
     except Exception as error:
         # What is not differentiated keeps nothing.
         log.info("fp8jax does not know what a module keeps: %s: %s", type(error).__name__, error)
         return frozenset()
-    roots = [Dataflow(closed.jaxpr).root(v) for v in closed.jaxpr.outvars]
-    residuals_of = {root for root in roots[len(names) :] if root is not None}
-    written = Dataflow(section.jaxpr)
-    outside = {written.root(marks["result"][name]) for name in operands}
-    return frozenset(
-        name
-        for name, root in zip(names, roots, strict=False)
-        if root in residuals_of and written.root(marks["promoted"][name]) not in outside
-    )
+    return frozenset(name for name, root in zip(wanted, roots, strict=True) if root in residuals)
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [v for v in atoms if not isinstance(v, core.Literal)]
+
+
+def _all(eqn: Any) -> list[Any]:
+    return _variables((*eqn.invars, *eqn.outvars))
+
+
+def _dependent(eqns: Iterable[Any], ends: Set[Any]) -> set[Any]:
+    """What operations compute from values, and these."""
+    result = set(ends)
+    for eqn in eqns:
+        if not result.isdisjoint(_variables(eqn.invars)):
+            result.update(eqn.outvars)
+    return result
+
+
+def _roots(
+    eqns: Sequence[Any], values: list[Any], outputs: Set[Any], moving: Set[Any], jaxpr: Any
+) -> tuple[list[Any], set[Any]]:
+    """What values are layouts of, and what the backward pass of operations keeps, up to layouts.
+
+    Args:
+        eqns: operations of a program.
+        values: results of some of them.
+        outputs: what is read of their results elsewhere.
+        moving: what is differentiated.
+        jaxpr: the program.
+    """
+    inside = {v for eqn in eqns for v in eqn.outvars}
+    free = list(dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars) if v not in inside))
+    results = [v for eqn in eqns for v in eqn.outvars if v in outputs]
+    program = core.Jaxpr([], free, [*results, *values], eqns, jaxpr.effects, jaxpr.debug_info)
+    ends, fixed = [v for v in free if v in moving], [v for v in free if v not in moving]
+
+    def residuals(arrays: list[Any], others: list[Any]) -> Any:
+        def run(arrays: list[Any]) -> Any:
+            known = dict(zip(fixed, others, strict=True)) | dict(zip(ends, arrays, strict=True))
+            both = jax.core.eval_jaxpr(program, [], *(known[v] for v in free))
+            return both[: len(results)], both[len(results) :]
+
+        _, back, seen = jax.vjp(run, arrays, has_aux=True)
+        return seen, back
+
+    kinds = [[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in each] for each in (ends, fixed)]
+    closed = jax.make_jaxpr(residuals)(*kinds)
+    flow = Dataflow(closed.jaxpr)
+    roots = [flow.root(v) for v in closed.jaxpr.outvars]
+    return roots[: len(values)], set(roots[len(values) :]) - {None}
 
 
 @contextlib.contextmanager
@@ -124,11 +160,12 @@ def promotions(module: Any, change: Callable[[str, SharedPromotion], Callable]) 
 
 
 class Dataflow:
-    """Which operation made each value of a jaxpr."""
+    """Which operation made each value of a jaxpr; `ends` count as its arguments."""
 
-    def __init__(self, jaxpr: Any) -> None:
+    def __init__(self, jaxpr: Any, ends: Set[Any] = frozenset()) -> None:
         self.jaxpr = jaxpr
-        self.makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self.makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars if v not in ends}
+        self._inner: dict[int, Dataflow] = {}
 
     def root(self, value: Any) -> Any:
         """What a value is a layout of, hashable; None where it is an argument or a constant."""
@@ -141,7 +178,9 @@ class Dataflow:
             if eqn.primitive.name in LAYOUTS:
                 value = eqn.invars[0]
             elif eqn.primitive.name in JITS:
-                inner = Dataflow((eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]).jaxpr)
+                inner = self._inner.get(id(eqn))
+                if inner is None:
+                    inner = self._inner[id(eqn)] = Dataflow((eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]).jaxpr)
                 origin = inner._climb(inner.jaxpr.outvars[eqn.outvars.index(value)])
                 if origin not in inner.jaxpr.invars:
                     # A function that is called twice is one program.

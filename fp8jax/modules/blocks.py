@@ -21,7 +21,6 @@ from fp8jax.modules.rules import between
 from fp8jax.ops.activation import ACTIVATIONS
 from fp8jax.ops.choice import listening
 
-_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call"}
 _log = logging.getLogger("fp8jax")
 _AS_WRITTEN = Recipe("as written")
 HOOK = "call fp8jax.glu(gate, up) or fp8jax.activation(x) there"
@@ -227,8 +226,8 @@ def _find(section: Section) -> Iterator[Form | Gap]:
         else:
             data = [i for i in arguments if jnp.issubdtype(arrays[i].dtype, jnp.floating)]
             between = sorted(names.difference(LAYOUTS))
-            # An activation has one input, or two; what has more, as attention, is none.
-            if between and not data and not names & _PRODUCTS:
+            # An activation has one input, or two; what has more, as the result of a product, is none.
+            if between and not data:
                 yield Gap(down, tuple(sorted(read)), tuple(between))
 
 

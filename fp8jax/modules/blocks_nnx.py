@@ -22,7 +22,7 @@ from fp8jax.modules import attention, blocks
 from fp8jax.modules.attention import layers
 from fp8jax.modules.blocks import BlockForms, Form, Watched
 from fp8jax.modules.provenance import eager, program_of
-from fp8jax.modules.recording import Recording
+from fp8jax.modules.recording import ASIDE, Recording
 
 
 class Told(NamedTuple):
@@ -50,8 +50,6 @@ class _RunningCalls(threading.local):
 
 
 _running = _RunningCalls()
-# Whether a copy is run aside; part of the keys of JAX's caches, so that a jitted function is traced anew in the call.
-_aside = jax.make_user_context(False)
 
 
 def candidate(module: Any) -> bool:
@@ -101,7 +99,7 @@ def _module_class(cls: Any, keeps: bool) -> type:
     """The subclass that shares activations between its layers; with `keeps`, also what attention saves anyway."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _aside.value:
+        if ASIDE.value:
             return _recorded(cls.__call__, self, args, kwargs, keeps)
         if eager():
             return cls.__call__(self, *args, **kwargs)
@@ -166,7 +164,7 @@ def recognise(
     known = _key(call, module, args, kwargs, keeps)
     if known is None:
         return BlockForms()
-    with _aside(True):
+    with ASIDE(True):
         result = blocks.recognise(_run, *known, memory, attention.layers_of_residuals)
     if _of_flax(module):
         result = BlockForms(residuals=result.residuals)

@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.functions import dot_general, einsum
 from fp8jax.modules.provenance import REGISTRY
+from fp8jax.modules.recording import ASIDE
 from fp8jax.ops.linear import content_key
 from fp8jax.ops.saved import ITSELF
 
@@ -21,6 +23,8 @@ class DotGeneral:
     linear: Linear
 
     def __call__(self, lhs: Array, rhs: Array, *args: Any, **kwargs: Any) -> Array:
+        if aside(self.linear):
+            return like_a_product(lambda x, w: lax.dot_general(x, w, *args, **kwargs), lhs, rhs)
         return dot_general(lhs, rhs, *args, recipe=self.linear, key=key_of(lhs, self.linear), **kwargs)
 
 
@@ -31,6 +35,8 @@ class Einsum:
     linear: Linear
 
     def __call__(self, subscripts: str, lhs: Array, rhs: Array, *args: Any, **kwargs: Any) -> Array:
+        if aside(self.linear):
+            return like_a_product(lambda x, w: jnp.einsum(subscripts, x, w, *args, **kwargs), lhs, rhs)
         return einsum(subscripts, lhs, rhs, *args, recipe=self.linear, key=key_of(lhs, self.linear), **kwargs)
 
 
@@ -61,6 +67,23 @@ class SharedPromotion:
         if self.residual:
             REGISTRY.note(promoted, REGISTRY.find(promoted)._replace(again=(ITSELF, None)))
         return (promoted, *rest)
+
+
+def aside(linear: Linear) -> bool:
+    """Whether a run aside does without a recipe's product, of which nothing is asked but that it saves codes."""
+    return ASIDE.value and linear.spec("saved") is not None
+
+
+def like_a_product(product: Callable[[Array, Array], Array], lhs: Array, rhs: Array) -> Array:
+    """A product that saves nothing, in a run aside: its cotangents are zeros."""
+    kinds = jax.typeof(lhs), jax.typeof(rhs)
+
+    @jax.custom_vjp
+    def run(lhs: Array, rhs: Array) -> Array:
+        return product(lhs, rhs.astype(lhs.dtype))
+
+    run.defvjp(lambda *operands: (run(*operands), None), lambda *_: tuple(jnp.zeros(k.shape, k.dtype) for k in kinds))
+    return run(lhs, rhs)
 
 
 def key_of(lhs: Array, linear: Linear) -> Array | None:

@@ -8,7 +8,8 @@ from jax import Array
 from jax.extend import core
 
 from fp8jax.modules.provenance import JITS, lossless
-from fp8jax.modules.recording import Section
+from fp8jax.modules.reading import PRODUCTS
+from fp8jax.modules.recording import Section, programs_of
 
 _COMMUTATIVE = ("add", "mul")
 # What says something of a value, and is none of it.
@@ -23,6 +24,11 @@ def marked(x: Array, marks: Marks) -> Array:
     for primitive, params in marks:
         x = primitive.bind(x, **params)
     return x
+
+
+def _multiplies(eqn: Any) -> bool:
+    inner = (e.primitive.name for jaxpr in programs_of(eqn) for e in jaxpr.eqns)
+    return eqn.primitive.name in PRODUCTS or any(name in PRODUCTS for name in inner)
 
 
 class Terms:
@@ -53,7 +59,8 @@ class Terms:
         return jax.tree.structure(shapes), self._evaluate(closed, [self._number(*term) for term in terms])
 
     def inputs(self, section: Section) -> tuple[dict[str, int], list[Any]]:
-        """The number of each term that a layer reads in a call of a module, and the types of the module's arguments."""
+        """The number of each term that a layer reads in a call of a module, and the types of what counts as an argument:
+        those of the module, and what products return that are none of its layers."""
         jaxpr, marks, types = section.jaxpr, section.marks, list[Any]()
         numbers: dict[Any, int] = {}
 
@@ -67,6 +74,8 @@ class Terms:
         add(marks["argument"].values())
         numbers |= {v: self.of_result(name) for name, v in marks["result"].items()}
         add(jaxpr.invars)
+        # No activation has a product in it: what one returns is as good as an argument.
+        add(v for eqn in jaxpr.eqns if _multiplies(eqn) for v in eqn.outvars)
         self._run(section.operations(marks["input"].values(), numbers), numbers)
         return {name: self._read(v, numbers) for name, v in marks["input"].items()}, types
 

@@ -9,9 +9,8 @@ import jax
 
 from fp8jax.modules.compiled import Product as Product
 from fp8jax.modules.compiled import read, widened
+from fp8jax.modules.reading import PRODUCTS
 from fp8jax.ops.choice import Choice, listening, saving, summary
-
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot", "pallas_call")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _walk(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
     """The products of a jaxpr and how often each runs; loops without a known length count once."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             yield eqn, times
             continue
         inner_times = times * eqn.params["length"] if name == "scan" else times

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 _TAG, _INPUT, _PART = "fp8jax layer ", "fp8jax input of ", "fp8jax part "
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", "scaled_dot", "pallas_call")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", "scaled_dot", "pallas_call")
 _CHOICES = {"top_k": "top_k", "approx_top_k": "top_k", "argmax": "argmax", "argmin": "argmin", "sort": "sort"}
 # What a result stays a result under: casts, layouts, parts of it, and functions of one value that soften or scale it.
 _SAME = (
@@ -160,7 +160,7 @@ def _apply(eqn: Any, inputs: list[Value], reading: Reading) -> list[Value]:
         if params["name"].startswith(_PART):
             reading.norms.add(params["name"].removeprefix(_PART))
             return [dataclasses.replace(inputs[0], stage=None)]
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         reading.products |= above
         if data:
             reading.multiplied |= {v.matrix for v in inputs if v.matrix is not None}

@@ -19,6 +19,8 @@ _MARK = "fp8jax aside "
 # Of a module what it may read and what it returns; of its layers what they read, the same in their dtype, and return.
 ROLES = ("argument", "output", "input", "promoted", "result")
 _numbers = itertools.count()
+# Whether a copy is run aside; part of the keys of JAX's caches, so that a jitted function is traced anew in the call.
+ASIDE = jax.make_user_context(False)
 
 
 class ModuleCall:
@@ -110,7 +112,7 @@ class Recording:
 
     def sections(self, closed: Any) -> Iterator[Section]:
         """Where the modules run whose layers are called in the program of the run, and in those that it calls."""
-        for jaxpr in _programs(closed.jaxpr):
+        for jaxpr in programs(closed.jaxpr):
             marks: dict[int, dict[str, dict[str, Any]]] = {}
             for eqn in jaxpr.eqns:
                 if eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK):
@@ -127,12 +129,17 @@ class Recording:
         return [call.key for call in self._calls.values() if not call.types]
 
 
-def _programs(jaxpr: Any) -> Iterator[Any]:
+def programs(jaxpr: Any) -> Iterator[Any]:
     """A program, and those that its operations run."""
     yield jaxpr
     for eqn in jaxpr.eqns:
-        for value in eqn.params.values():
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(item, "jaxpr", item)
-                if hasattr(inner, "eqns"):
-                    yield from _programs(inner)
+        yield from programs_of(eqn)
+
+
+def programs_of(eqn: Any) -> Iterator[Any]:
+    """The programs that an operation runs, and that theirs do."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield from programs(inner)

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic
-from fp8jax.modules.dots import key_of
+from fp8jax.modules.dots import aside, key_of, like_a_product
 from fp8jax.modules.functions import scaled_linear
 from fp8jax.ops.linear import DimensionNumbers, check_precision
 from fp8jax.ops.product import QuantizedWeight
@@ -48,6 +48,9 @@ class ScaledDotGeneral:
         out_sharding: Any = None,
     ) -> Array:
         """`scaled_linear` called as layers call `jax.lax.dot_general`: last axes of an input by a kernel's first."""
+        if aside(self.linear):
+            options: Any = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+            return like_a_product(lambda x, w: lax.dot_general(x, w, dimension_numbers, **options), lhs, rhs)
         (lhs_contract, rhs_contract), batch = dimension_numbers
         n = len(lhs_contract)
         ends = tuple(range(lhs.ndim - n, lhs.ndim)), tuple(range(n))
@@ -61,7 +64,7 @@ class ScaledDotGeneral:
         x, w = merge(lhs, *[1] * lead, n), merge(rhs, n, outputs)
         state, slot, held = self.read(rhs, n)
         sharding = named(merged(spec, (*[1] * lead, outputs)), lhs, rhs)
-        options: Any = {"key": key_of(lhs, self.linear), "quantized": held, "out_sharding": sharding}
+        options = {"key": key_of(lhs, self.linear), "quantized": held, "out_sharding": sharding}
         y, observed = scaled_linear(x, w, state, slot, recipe=self.linear, **options)
         self.note(observed)
         y = split(y, (*lhs.shape[:lead], *rhs.shape[n:]), spec)
