@@ -59,8 +59,8 @@ class Terms:
         return jax.tree.structure(shapes), self._evaluate(closed, [self._number(*term) for term in terms])
 
     def inputs(self, section: Section) -> tuple[dict[str, int], list[Any]]:
-        """The number of each term that a layer reads in a call of a module, and the types of what counts as an argument:
-        those of the module, and what products return that are none of its layers."""
+        """The number of each term that a layer reads in a call of a module, and the types of its arguments,
+        which the results of products that are no layers of it count as."""
         jaxpr, marks, types = section.jaxpr, section.marks, list[Any]()
         numbers: dict[Any, int] = {}
 

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
+from fp8jax.ops import product, scaled
 
 WIDTH, INNER, LAYERS, VOCAB = 32, 48, 4, 50
 COAT = fp8jax.recipes.coat_activations()
@@ -130,6 +131,18 @@ def test_bodies_of_nnx_run_once_aside(scan):
     assert both[2] == twice(both[0])
     # Called by itself a model saves nothing; JAX traces the body of a loop also then.
     assert both[3] == {name: 1 if name == "model" else count * (1 + scan) for name, count in both[1].items()}
+
+
+@pytest.mark.parametrize("recipe", [COAT, fp8jax.recipes.int8_fallback()], ids=["coat", "int8_fallback"])
+def test_runs_aside_make_no_codes_of_what_layers_read(monkeypatch, recipe):
+    products = []
+    multiply = product.multiply
+    for module in (product, scaled):
+        monkeypatch.setattr(module, "multiply", lambda *args, **how: products.append(1) or multiply(*args, **how))
+    model = fp8jax.nnx.quantize(NnxModel(nnx.Rngs(0), False), (fp8jax.Rule("out", None), fp8jax.Rule(".*", recipe)))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    executions(lambda params: nnx.merge(graph, params, rest, copy=True)(X), params)
+    assert len(products) == 1 + LAYERS * 7
 
 
 class OwnError(Exception):
