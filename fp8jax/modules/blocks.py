@@ -19,7 +19,7 @@ from fp8jax.modules.reading import LAYOUTS
 from fp8jax.modules.recording import Recording, Section
 from fp8jax.modules.rules import between
 from fp8jax.ops.activation import ACTIVATIONS
-from fp8jax.ops.choice import listening
+from fp8jax.ops.choice import listening, saving
 
 _log = logging.getLogger("fp8jax")
 _AS_WRITTEN = Recipe("as written")
@@ -74,7 +74,7 @@ class Gap(NamedTuple):
     Attributes:
         down: the name of the layer.
         read: those of the layers that it reads.
-        operations: what stands between, by the names of JAX's primitives.
+        operations: what stands between, by the names of JAX's primitives, or of functions such as "relu()".
     """
 
     down: str
@@ -82,8 +82,17 @@ class Gap(NamedTuple):
     operations: tuple[str, ...]
 
     def __str__(self) -> str:
-        by = "dropout" if "random_bits" in self.operations else ", ".join(self.operations)
-        return f"{self.down} reads {' and '.join(self.read)} through {by}, which is not recognised"
+        by = [*self._functions, "dropout"] if "random_bits" in self.operations else self.operations
+        return f"{self.down} reads {' and '.join(self.read)} through {', '.join(by)}, which is not recognised"
+
+    @property
+    def advice(self) -> str:
+        """What helps, if anything does."""
+        return f"codes are kept of {', '.join(ACTIVATIONS)} alone" if self._functions else HOOK
+
+    @property
+    def _functions(self) -> list[str]:
+        return [name for name in self.operations if name.endswith("()")]
 
 
 class BlockForms(NamedTuple):
@@ -169,9 +178,9 @@ def recognise(
         run(static, [next(rest) if array else x for x, array in zip(kinds, is_array, strict=True)], recording, key)
 
     try:
-        with listening():  # what is traced aside is no part of the program
+        with listening(), saving():  # what is traced aside is no part of the program
             closed = jax.make_jaxpr(run_with)([x for x, array in zip(kinds, is_array, strict=True) if array])
-        told = forms(recording, closed, residuals)
+            told = forms(recording, closed, residuals)
     except Exception as error:
         # A module of which nothing is known may fail in any way.
         tell_failure(error)

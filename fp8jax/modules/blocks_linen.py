@@ -109,4 +109,5 @@ def _run(static: Any, leaves: list[Any], recording: Recording, key: Any) -> None
         return watch.call(call, args, kwargs, context)
 
     with nn.intercept_methods(intercept):
-        copy.apply(variables, *args, rngs={name: jax.random.key(0) for name in rngs}, mutable=mutable, **kwargs)
+        keys = {name: jax.random.key(0) for name in rngs}
+        nn.Module.apply(copy, variables, *args, rngs=keys, mutable=mutable, **kwargs)

@@ -1,10 +1,12 @@
 """What becomes of the non-linear parts of a Flax model: its norms, activations and, in NNX, attentions."""
 
+import collections
 import dataclasses
 import types
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 from flax import nnx
 
 from fp8jax.core.recipe import Context
@@ -12,7 +14,7 @@ from fp8jax.modules import blocks, blocks_nnx, norms
 from fp8jax.modules.blocks import BlockForms
 from fp8jax.modules.blocks_nnx import Told
 from fp8jax.modules.reading import Reading
-from fp8jax.modules.rules import LayerChoice, Rules, between, ordered
+from fp8jax.modules.rules import LayerChoice, Ordered, Rules, between, ordered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,7 @@ def plan(
     """
     each, parts, reading = ordered(rules), list[ContextEntry](), reading or Reading()
     paths = {id(module): path for path, module in modules.items()}
+    unseen = _unseen(modules, each, heads) if told else collections.defaultdict[str, list[str]](list)
     for path, module in modules.items() if each.contexts or (replace and each.between) else ():
         choices: dict[str, LayerChoice] = {}
         kind, block = type(module).__name__, (told.blocks if told else {}).get(path, BlockForms())
@@ -92,7 +95,8 @@ def plan(
             if replace and any(map(between, recipes.values())):
                 blocks_nnx.replace(module, recipes)
             rest = [choice for name, choice in choices.items() if not any(name in form.layers for form in of)]
-            if rest:
+            # Beside activations, what is left alone, as a router, needs no line.
+            if rest and not (of and not any(map(_context, rest))):
                 choice = next(filter(_context, rest), rest[0])
                 context, residuals = _context(choice), tuple(sorted(told.residuals.get(path, ()))) if told else ()
                 quiet = residuals or block.gaps or isinstance(module, nnx.MultiHeadAttention)
@@ -107,12 +111,25 @@ def plan(
         if inside and path not in inside:
             read = " and ".join(p.rpartition("/")[2] for p in inside) + (" reads" if len(inside) == 1 else " read")
             parts.append(ContextEntry(path, kind, None, None, f"{read} a norm written by hand: {norms.HOOK} for it"))
+        if len(unseen[path]) > 1 and not block.forms and not block.gaps:
+            classes = ", ".join(sorted(set(unseen[path])))
+            reason = f"no activation is looked for between layers of {classes}; if there is one, {blocks.HOOK}"
+            parts.append(ContextEntry(path, kind, None, None, reason))
         for gap in block.gaps:
-            parts.append(ContextEntry(path, kind, None, None, f"{gap}: {blocks.HOOK}"))
+            parts.append(ContextEntry(path, kind, None, None, f"{gap}: {gap.advice}"))
         for form in of:
             choice = choices.get(form.down) or each.choice("/".join(filter(None, (path, form.down))), heads)
             parts.append(ContextEntry(path, kind, str(form), _context(choice), choice.reason))
     return tuple(parts)
+
+
+def _unseen(modules: dict[str, Any], rules: Ordered, heads: Mapping[str, str]) -> dict[str, list[str]]:
+    """The classes of layers between which no activation is looked for, by the path of the module that holds them."""
+    unseen = collections.defaultdict[str, list[str]](list)
+    for path, module in modules.items():
+        if path and isinstance(module, (nnx.Einsum, nn.Einsum, *rules.layers)) and _context(rules.choice(path, heads)):
+            unseen[path.rpartition("/")[0]].append(type(module).__name__)
+    return unseen
 
 
 def _context(choice: LayerChoice) -> Context | None:

@@ -106,7 +106,7 @@ def call_linen(module: nn.Module, linear: Linear, args: Any, kwargs: Any) -> Any
     copy, rest = module.clone(parent=None), {k: v for k, v in variables.items() if k != "params"}
 
     def run(params: Any, args: Any, kwargs: Any) -> Any:
-        return copy.apply({"params": params, **rest}, *args, **kwargs)
+        return nn.Module.apply(copy, {"params": params, **rest}, *args, **kwargs)
 
     return _call(run, variables.get("params", {}), (args, kwargs), linear, name)
 

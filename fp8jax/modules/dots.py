@@ -94,7 +94,10 @@ def key_of(lhs: Array, linear: Linear) -> Array | None:
 def check_replaceable(path: str, layer: Any) -> None:
     """Raises ValueError where a layer of Flax has a precision or a product of its own."""
     if layer.precision not in (None, lax.Precision.DEFAULT, "default"):
-        raise ValueError(f"{path} asks for precision {layer.precision!r}, which a quantized product cannot give")
+        raise ValueError(
+            f"{path} asks for precision {layer.precision!r}, which a quantized product cannot give; "
+            "set its precision to None, or leave it out with a rule"
+        )
     present = [getattr(layer, name, None) for name in ("dot_general_cls", "dot_general", "einsum_op")]
     for product in present:
         if product not in (None, lax.dot_general, jnp.einsum) and not isinstance(product, (DotGeneral, Einsum)):

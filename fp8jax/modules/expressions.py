@@ -81,7 +81,7 @@ class Terms:
 
     def reached(self, number: int) -> tuple[set[int], set[str], set[str]]:
         """The arguments, by their places, and the results that a term is computed from, and the names of the operations
-        in between."""
+        in between; functions with a derivative of their own, as `jax.nn.relu`, are named "relu()"."""
         listed, arguments, results, names = list(self._numbers), set[int](), set[str](), set[str]()
         seen, todo = {number}, [number]
         while todo:
@@ -131,6 +131,8 @@ class Terms:
                 self._marks[operands[0]] = (*self.marks(operands[0]), (eqn.primitive, params))
             return operands
         operands = sorted(operands) if name in _COMMUTATIVE else operands
+        if name.startswith("custom_") and "call_jaxpr" in params:
+            name = f"{params['call_jaxpr'].jaxpr.debug_info.func_name}()"
         term = (name, str(sorted(params.items())), *operands)
         numbers = [self._number(*term, i) for i in range(len(eqn.outvars))]
         if name in _LAYOUTS and eqn.invars[0].aval.size == eqn.outvars[0].aval.size:

@@ -14,7 +14,7 @@ from fp8jax.modules.blocks_linen import Watch
 from fp8jax.modules.program import split
 from fp8jax.modules.reading import Reading
 from fp8jax.modules.recording import Recording
-from fp8jax.ops.choice import listening
+from fp8jax.ops.choice import listening, saving
 
 
 def find(
@@ -78,13 +78,14 @@ def find(
         args, kwargs = rebuild(arrays)
         with nn.intercept_methods(intercept):
             if module.is_initializing():
-                return copy.init_with_output(rngs, *args, method=method, **kwargs)[0]
+                return nn.Module.init_with_output(copy, rngs, *args, method=method, **kwargs)[0]
             collections = unflatten_dict(dict(zip(flat, variables, strict=True)))
-            y = copy.apply(collections, *args, method=method, rngs=rngs, mutable=scope.mutable, **kwargs)
+            how: Any = {"method": method, "rngs": rngs, "mutable": scope.mutable}
+            y = nn.Module.apply(copy, collections, *args, **how, **kwargs)
             return y if scope.mutable is False else y[0]
 
     try:
-        with listening():  # what is traced aside is no part of the program
+        with listening(), saving():  # what is traced aside is no part of the program
             closed = jax.make_jaxpr(run)(list(flat.values()), arrays)
         told = {} if memory is None else blocks.forms(recording, closed)
     except Exception as error:

@@ -114,9 +114,9 @@ def make_dot_general_cls(recipe: Recipe | Linear | str) -> type[DotGeneral]:
     return RecipeDotGeneral
 
 
-def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, BlockForms], Any]:
-    """The modules that run in an abstract evaluation of `fn(*args)`, by path, what is known of what stands between the
-    layers of each, and its abstract, unboxed result."""
+def trace(fn: Callable, layers: Any, *args: Any) -> tuple[dict[str, nn.Module], dict[str, BlockForms], Any]:
+    """The modules that run in an abstract evaluation of `fn(*args)`, by path (of several in one scope one of `layers`),
+    what is known of what stands between the layers of each, and its abstract, unboxed result."""
     submodules: dict[str, nn.Module] = {}
     forms: dict[str, BlockForms] = {}
     mark, aside = _Mark(object()), _Root(ordered(Rule(".*", None)), (), next(_asides))
@@ -128,7 +128,8 @@ def trace(fn: Callable, *args: Any) -> tuple[dict[str, nn.Module], dict[str, Blo
         path = "/".join(module.path)
         if not path and type(submodules.setdefault("", module)) is not type(module):
             path = module.name or ""  # called through its own apply
-        submodules.setdefault(path, module)
+        if path not in submodules or isinstance(module, layers) > isinstance(submodules[path], layers):
+            submodules[path] = module
         with _with(module.scope, flags=module.scope.flags.copy({"fp8jax": mark})):
             y = call(*args, **kwargs)
         if context.method_name == "__call__" and path not in forms:
@@ -318,11 +319,11 @@ class _Root:
                 return call(*args, **kwargs)
             return norms.linen_norm(module, recipe, *args)
         if context.method_name != "__call__" or not isinstance(module, known):
-            if not isinstance(module, known):
-                self.others.add(path)
+            self.others |= set() if isinstance(module, known) else {path}
             watch = context.method_name == "__call__" and self.rules.between
             y = self._watched(module, call, args, kwargs) if watch else call(*args, **kwargs)
-            self.unknown.add(path, module, nn.meta.unbox(module.variables).get("params", {}))
+            own = {} if path in self.layers else nn.meta.unbox(module.variables).get("params", {})
+            self.unknown.add(path, module, own)
             return y
         self.layers.add(path)
         if not module.path and not self.layer:

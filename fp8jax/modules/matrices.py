@@ -6,6 +6,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from flax.nnx import bridge
+from flax.traverse_util import flatten_dict
+
 from fp8jax.modules.rules import Ordered
 
 # Tables that are looked up or added, and what only scales, are no matrices of products.
@@ -13,6 +16,10 @@ _NO_FACTORS = re.compile(r"(.*/)?\w*(embed|pos_|position|token|scale|bias|gamma|
 _SHOWN = 6
 # Smaller shares are not worth a warning.
 _SHARE = 0.01
+BRIDGED = (
+    "Quantize what a bridge holds, ToNNX(fp8jax.linen.quantize(module, recipe)), or in Linen what it makes, "
+    "to_linen(lambda *args, rngs: fp8jax.nnx.quantize(Module(*args, rngs=rngs), recipe))"
+)
 _ELSEWHERE = (
     "call fp8jax.linear(x, w, recipe=...), fp8jax.einsum or fp8jax.dot_general where the model multiplies; "
     "fp8jax.compressed_adamw takes parameters of any kind"
@@ -24,12 +31,16 @@ class Unknown:
 
     def __init__(self) -> None:
         self.classes: dict[str, tuple[str, dict[str, tuple[int, ...]]]] = {}
+        self.bridges: set[str] = set()
 
     def add(self, path: str, module: Any, own: Mapping[str, Any]) -> None:
-        """Notes a module if it holds a matrix itself, by what its own parameters are."""
+        """Notes a module if it holds a matrix itself, by what its own parameters are; of a bridge also those inside."""
+        bridged = is_bridge(module)
+        own = flatten_dict(own, sep="/") if bridged else own
         shapes = {name: tuple(p.shape) for name, p in own.items() if is_matrix(name, getattr(p, "shape", ()))}
-        if shapes and not type(module).__module__.startswith("flax."):
+        if shapes and (bridged or not type(module).__module__.startswith("flax.")):
             self.classes[path] = type(module).__name__, shapes
+            self.bridges |= {path} if bridged else set()
 
     def chosen(self, rules: Ordered) -> dict[str, tuple[str, dict[str, tuple[int, ...]]]]:
         """Those that the rules would have quantized."""
@@ -39,11 +50,10 @@ class Unknown:
         """What to say of them in an error, if there are any."""
         if not self.classes:
             return ""
-        classes = sorted({kind for kind, _ in self.classes.values()})
-        return (
-            f". Modules of other classes hold matrices: {_listed(self.classes)}. Give the classes whose own products "
-            f"are to be quantized, such as layers=[{', '.join(classes)}]"
-        )
+        classes, bridged = self._split(self.classes)
+        given = f". Give the classes whose own products are to be quantized, such as layers=[{classes}]"
+        listed = f". Modules of other classes hold matrices: {_listed(self.classes)}"
+        return listed + (given if classes else "") + (f". {BRIDGED}" if bridged else "")
 
     def share(self, rules: Ordered, quantized: int) -> str | None:
         """What is left in 16 bits because it is not known, where the rules would have it quantized; None if little is.
@@ -56,18 +66,32 @@ class Unknown:
         size = sum(math.prod(shape) for _, shapes in left.values() for shape in shapes.values())
         if size <= _SHARE * (size + quantized):
             return None
-        classes = ", ".join(sorted({kind for kind, _ in left.values()}))
+        classes, bridged = self._split(left)
+        given = f". Give layers=[{classes}] to quantize their own products, or a rule with None for their paths"
         return (
             f"fp8jax leaves {100 * size / (size + quantized):.0f} % of the matrix parameters as they are, in modules "
-            f"of classes it does not know: {_listed(left)}. Give layers=[{classes}] to quantize their own products, or "
-            "a rule with None for their paths"
+            f"of classes it does not know: {_listed(left)}{given if classes else ''}"
+            f"{f'. {BRIDGED}, or give a rule with None for its path' if bridged else ''}"
         )
+
+    def _split(self, left: Mapping[str, tuple[str, Any]]) -> tuple[str, bool]:
+        """The names of classes that may be layers, and whether there are bridges."""
+        classes = {kind for path, (kind, _) in left.items() if path not in self.bridges}
+        return ", ".join(sorted(classes)), any(path in self.bridges for path in left)
 
     def warn(self, rules: Ordered, quantized: int) -> None:
         """Warns of what `share` says, if anything; Python shows the same text once."""
         text = self.share(rules, quantized)
         if text is not None:
             warnings.warn(text, stacklevel=1)
+
+
+def is_bridge(module: Any) -> bool:
+    """Whether a module holds a model of Flax's other interface that is not quantized, as far as one can know."""
+    if isinstance(module, bridge.ToNNX):
+        held = next((v for name, v in vars(module).items() if name in ("to_nnx__module", "module")), None)
+        return not hasattr(type(held), "_fp8jax_rules")
+    return isinstance(module, bridge.ToLinen) and isinstance(module.nnx_class, type)
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:

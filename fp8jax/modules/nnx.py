@@ -10,7 +10,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from fp8jax.core.recipe import Linear
 from fp8jax.modules import blocks_nnx, contexts, custom, heads_nnx, norms
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
-from fp8jax.modules.matrices import Unknown, not_a_model
+from fp8jax.modules.matrices import Unknown, is_bridge, not_a_model
 from fp8jax.modules.rules import Ordered, Rules, choose, ordered
 from fp8jax.modules.scaled import LayerScaling, check_stateless, kernel_axes
 
@@ -107,13 +107,18 @@ def leave(submodules: dict[str, Any], rules: Ordered) -> tuple[dict[str, str], U
     unknown = Unknown()
     for path, module in submodules.items():
         if not isinstance(module, (*LAYERS, *rules.layers)):
-            unknown.add(path, module, params(module))
+            unknown.add(path, module, held(module) if is_bridge(module) else params(module))
     return heads_nnx.by_shape(submodules) if rules.default else {}, unknown
 
 
 def params(module: Any) -> dict[str, Any]:
     """The parameters that a module holds itself."""
     return {name: v for name, v in vars(module).items() if isinstance(v, nnx.Param)}
+
+
+def held(bridge: Any) -> dict[str, Any]:
+    """The parameters of a bridge and of all that it holds, in dicts as Linen's."""
+    return {name: v for name, v in vars(bridge).items() if isinstance(v, (nnx.Param, dict)) and name[0] != "_"}
 
 
 def modules(model: nnx.Module) -> dict[str, Any]:

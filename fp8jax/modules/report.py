@@ -19,7 +19,7 @@ from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
 from fp8jax.modules.blocks_nnx import Told
 from fp8jax.modules.contexts import ContextEntry
-from fp8jax.modules.matrices import Unknown, is_matrix, not_a_model
+from fp8jax.modules.matrices import BRIDGED, Unknown, is_bridge, is_matrix, not_a_model
 from fp8jax.modules.program import Program, inspect, split
 from fp8jax.modules.reading import Reading
 from fp8jax.modules.rules import Ordered, Rules, choose, ordered
@@ -190,14 +190,15 @@ def _explain_nnx(model: nnx.Module, rules: Ordered, sample: Any, keywords: Any) 
 def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any) -> Report:
     if not sample and not keywords:
         raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")
-    copy = linen_modules.quantize(model, rules)
+    copy, known = linen_modules.quantize(model, rules), (*linen_modules.LAYERS, *rules.layers)
     arrays, rebuild = _split((sample, keywords))
 
     def init(module: nn.Module, arrays: list[Any]) -> Any:
         args, kwargs = rebuild(arrays)
-        return module.init(jax.random.key(0), *args, **kwargs)
+        # A model may have an `init` and an `apply` of its own, which take something else.
+        return nn.Module.init(module, jax.random.key(0), *args, **kwargs)
 
-    submodules, told, variables = linen_modules.trace(functools.partial(init, model), arrays)
+    submodules, told, variables = linen_modules.trace(functools.partial(init, model), known, arrays)
     params = flatten_dict(variables.get("params", {}))
     with linen_modules.listening() as roots:
         # The copy's own variables: delayed scaling adds some.
@@ -246,6 +247,8 @@ def _layers(
         reason = next((text for kinds, text in _REASONS if isinstance(module, kinds)), None)
         if reason == _EMBED and f"{path}/embedding" in reading.multiplied:
             reason = _TIED
+        if is_bridge(module):
+            reason = f"a bridge, whose layers are not known. {BRIDGED}"
         if reason is None and shape is not None and not type(module).__module__.startswith("flax."):
             reason = _UNKNOWN.format(type(module).__name__)
         if reason is not None:
@@ -286,7 +289,8 @@ def _linen_program(model: nn.Module, variables: Any, sample: Any, keywords: Any)
     def loss(params: Any, state: Any, arrays: list[Any]) -> jax.Array:
         args, kwargs = rebuild(arrays)
         rngs = {"params": jax.random.key(0)}
-        y, _ = model.apply({"params": params, **state}, *args, rngs=rngs, mutable=list(state), **kwargs)
+        variables = {"params": params, **state}
+        y, _ = nn.Module.apply(model, variables, *args, rngs=rngs, mutable=list(state), **kwargs)
         return _mean_square(y)
 
     return inspect(jax.grad(loss), variables["params"], state, arrays)

@@ -76,7 +76,10 @@ def check_stateless(layer: str, linear: Linear) -> None:
     for operand in linear.states:
         if observes(linear, operand):
             kind = linear.scaling_name(operand)
-            raise ValueError(f"{layer}, which has no {kind} scaling; leave it out with a rule")
+            raise ValueError(
+                f"{layer}, which has no {kind} scaling; leave it out with a rule, fp8jax.Rule(its path, None), or take "
+                "a recipe with current scaling"
+            )
 
 
 def nothing_seen(linear: Linear, operand: str, stacked: tuple[int, ...] = ()) -> Array:

@@ -1,0 +1,212 @@
+"""Patterns of public models, as small models of our own."""
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax.nnx import bridge
+
+import fp8jax
+from fp8jax.modules.blocks import Gap
+from fp8jax.modules.program import inspect
+from tests.modules.architectures import FEEDFORWARD, WIDTH, Einsum
+
+COAT = fp8jax.recipes.coat()
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, 8, WIDTH))
+
+
+class Norms(nnx.Module):
+    """Norms, a perceptron and its norm: all that layers read can be made again."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.before, self.after = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.up, self.down = nnx.Linear(WIDTH, FEEDFORWARD, rngs=rngs), nnx.Linear(FEEDFORWARD, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.after(x + self.down(nnx.silu(self.up(self.before(x)))))
+
+
+def test_what_is_saved_aside_is_not_said_to_be_saved():
+    saved = fp8jax.explain(Norms(), COAT, X).program.saved
+    assert len(saved) == 2
+    assert all("nothing; the operation before makes it again" in line for line in saved)
+
+
+class OwnInit(nn.Module):
+    """A model whose `init` and `apply` take something else than Flax's."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+        x = x + nn.Dense(WIDTH, name="out")(nn.gelu(nn.Dense(FEEDFORWARD, name="up")(nn.LayerNorm()(x))))
+        return nn.Dense(3, name="last")(nn.Dropout(0.5)(x, deterministic))
+
+    def init(self, key: jax.Array) -> dict:
+        return jax.jit(super().init, static_argnums=2)(key, X, True)
+
+    def apply(self, variables: dict, x: jax.Array) -> jax.Array:
+        return super().apply(variables, x, True)
+
+
+def test_a_model_may_have_an_init_and_an_apply_of_its_own():
+    report = fp8jax.explain(OwnInit(), COAT, X, True)
+    assert {layer.path for layer in report.quantized} == {"up", "out"}
+    assert {part.computes for part in report.parts} == {"norm", "out(gelu_tanh(up(x)))"}
+    model, copy = OwnInit(), fp8jax.linen.quantize(OwnInit(), COAT)
+    variables = copy.init(KEY)
+    assert jax.tree.structure(variables) == jax.tree.structure(model.init(KEY))
+    # The copy finds the head and the activation in a run aside of its own.
+    program = inspect(jax.grad(lambda v: jnp.sum(copy.apply(v, X))), variables)
+    assert sum(p.written for p in program.traced if p.eight_bit) == 2 * 3
+    assert all("makes it again" in line for line in program.saved)
+
+
+class Relu(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(WIDTH, name="down")(nn.relu(nn.Dense(FEEDFORWARD, name="up")(x)))
+
+
+def test_functions_between_layers_have_their_names():
+    (part,) = fp8jax.explain(Relu(), COAT, X).parts
+    known = "codes are kept of silu, gelu, gelu_tanh alone"
+    assert part.reason == f"down reads up through relu(), which is not recognised: {known}"
+    assert str(Gap("down", ("up",), ("div", "mul", "random_bits", "relu()"))).count("relu(), dropout") == 1
+
+
+class Gated(nn.Module):
+    """A gated perceptron in whose own scope its layers have their weights, as in Gemma."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        up, down = Weighted("up", (2, WIDTH, FEEDFORWARD)), Weighted("down", (FEEDFORWARD, WIDTH))
+        nn.share_scope(self, up)
+        nn.share_scope(self, down)
+        gate = up("btd,zdf->zbtf", x)
+        return down("btf,fd->btd", nn.gelu(gate[0]) * gate[1])
+
+
+class Weighted(nn.Module):
+    weight: str
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, subscripts: str, x: jax.Array) -> jax.Array:
+        return jnp.einsum(subscripts, x, self.param(self.weight, nn.initializers.normal(0.1), self.shape))
+
+
+class Residual(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + Gated(name="mlp")(x)
+
+
+def test_layers_in_the_scope_of_the_module_around_them_are_layers():
+    report = fp8jax.explain(Residual(), COAT, X, layers=[Weighted])
+    assert [(layer.path, layer.kind) for layer in report.quantized] == [("mlp", "Weighted")]
+    assert (report.skipped, report.notes) == ((), ())
+    assert sum(p.written for p in report.program.traced if p.eight_bit) == 2 * 3
+    copy = fp8jax.linen.quantize(Residual(), COAT, layers=[Weighted])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.apply(copy.init(KEY, X), X)
+
+
+class Einsums(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.Einsum((WIDTH, FEEDFORWARD), "btd,df->btf", name="up")(x)
+        return x + Einsum((FEEDFORWARD, WIDTH), name="down")("btf,fd->btd", nn.silu(h))
+
+
+def test_explain_says_between_which_layers_it_looks_for_no_activation():
+    (part,) = fp8jax.explain(Einsums(), COAT, X, layers=[Einsum]).parts
+    assert part.reason.startswith("no activation is looked for between layers of Einsum; if there is one, call fp8jax")
+    assert fp8jax.explain(Einsums(), fp8jax.recipes.te_current(), X, layers=[Einsum]).parts == ()
+
+
+class Experts(nnx.Module):
+    """A router beside the layers of its experts, all in one module."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        expert = lambda: nnx.Dict(up=nnx.Linear(WIDTH, 32, rngs=rngs), down=nnx.Linear(32, WIDTH, rngs=rngs))  # noqa: E731
+        self.gate, self.experts = nnx.Linear(WIDTH, 2, rngs=rngs), nnx.List([expert(), expert()])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weights = jax.nn.softmax(self.gate(x))
+        return sum(weights[..., i : i + 1] * m.down(nnx.silu(m.up(x))) for i, m in enumerate(self.experts))
+
+
+def test_a_router_beside_activations_needs_no_line():
+    parts = fp8jax.explain(Experts(), COAT, X).parts
+    assert [part.computes for part in parts] == [f"experts/{i}/down(silu(experts/{i}/up(x)))" for i in range(2)]
+
+
+class Bridged(nnx.Module):
+    def __init__(self, held: nn.Module) -> None:
+        self.known = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.held = bridge.lazy_init(bridge.ToNNX(held, rngs=nnx.Rngs(0)), X)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.held(self.known(x))
+
+
+class Perceptron(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(WIDTH, FEEDFORWARD, rngs=rngs), nnx.Linear(FEEDFORWARD, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.up(x)))
+
+
+class InLinen(nn.Module):
+    make: object
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + bridge.to_linen(self.make, name="held")(nn.Dense(WIDTH)(x))
+
+
+def quantized_perceptron(rngs: nnx.Rngs) -> nnx.Module:
+    return fp8jax.nnx.quantize(Perceptron(rngs), COAT)
+
+
+@pytest.mark.parametrize(
+    ("model", "whole"),
+    [
+        (Bridged(Relu()), Bridged(fp8jax.linen.quantize(Relu(), COAT))),
+        (InLinen(Perceptron), InLinen(quantized_perceptron)),
+    ],
+    ids=["ToNNX", "to_linen"],
+)
+def test_what_bridges_hold_is_not_left_in_silence(model, whole):
+    report = fp8jax.explain(model, COAT, X)
+    (bridged,) = (layer for layer in report.skipped if layer.path == "held")
+    assert "a bridge, whose layers are not known. Quantize what a bridge holds" in bridged.reason
+    (note,) = report.notes
+    assert note.startswith("fp8jax leaves 80 % of the matrix parameters as they are, in modules of classes it does not")
+    assert note.endswith("recipe)), or give a rule with None for its path")
+    assert "layers=[" not in note
+    # As the note says it, all is quantized, and nobody complains.
+    whole = fp8jax.explain(whole, COAT, X)
+    assert whole.notes == ()
+    assert sum(p.written for p in whole.program.traced if p.eight_bit) == 3 * 3
+
+
+def test_what_cannot_be_quantized_is_refused_with_what_to_do():
+    model = Perceptron(nnx.Rngs(0))
+    model.up.precision = jax.lax.Precision.HIGHEST
+    with pytest.raises(
+        ValueError, match=r"up asks for precision Precision\.HIGHEST, .*set its precision to None, or leave it out"
+    ):
+        fp8jax.nnx.quantize(model, COAT)
+    einsum = nnx.Einsum("bd,df->bf", (WIDTH, WIDTH), rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=r"layers/1 is an nnx.Einsum, which has no threshold scaling; leave it out .*None"
+    ):
+        fp8jax.nnx.quantize(nnx.Sequential(model.down, einsum), "int8_fallback")
