@@ -70,7 +70,8 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
     Args:
         module: any Linen module that is not bound; it is not changed.
         rules: a `Recipe` or a preset's name, used for all layers but embeddings, output heads and routers; or a
-            sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`.
+            sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`, the first match wins, after which
+            a recipe may stand for all other layers.
         layers: classes of your own that are layers, too: where `__call__` multiplies data by a parameter of the module,
             spelled with `@`, `jnp.dot`, `jnp.einsum` or `jax.lax.dot_general`, the recipe's product takes its place.
             Without them `init` and `apply` warn where modules that are not known hold matrices, and name these.

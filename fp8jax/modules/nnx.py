@@ -46,7 +46,8 @@ def quantize(model: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mode
     Args:
         model: any NNX module; it is not changed.
         rules: a `Recipe` or a preset's name, used for all layers but embeddings, output heads and routers; or a
-            sequence of `fp8jax.Rule` on paths such as `"layers/attention/q"`.
+            sequence of `fp8jax.Rule` on paths such as `"layers/attention/q"`, the first match wins, after which a
+            recipe may stand for all other layers.
         layers: classes of your own that are layers, too: where `__call__` multiplies data by a parameter of the module,
             spelled with `@`, `jnp.dot`, `jnp.einsum` or `jax.lax.dot_general`, the recipe's product takes its place.
             Without them a warning names the modules that hold matrices and are not known.
@@ -76,6 +77,12 @@ def substitute(model: Model, rules: Ordered) -> tuple[Model, Unknown, int]:
     chosen = choose(
         [*linears, *contexts.norm_paths(submodules, rules)], rules, heads, unknown.classes, unknown.message()
     )
+    einsums = {path: chosen[path].linear for path, layer in linears.items() if isinstance(layer, nnx.Einsum)}
+    for part in dict.fromkeys(part for part in einsums.values() if part is not None):
+        first, *others = [path for path, of in einsums.items() if of == part]
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        told = f" (as are {', '.join(others[:3])}{more})" if others else ""
+        check_stateless(f"{first} is an nnx.Einsum{told}", part)
     contexts.plan(submodules, rules, heads=heads, replace=True)
     size = 0
     for path, layer in linears.items():
@@ -131,11 +138,8 @@ def _replace(path: str, layer: Any, linear: Linear) -> None:
     if layer.promote_dtype is promote_dtype:
         layer.promote_dtype = SharedPromotion(promote_dtype, linear)
     if isinstance(layer, nnx.Einsum):
-        check_stateless(f"{path} is an nnx.Einsum", linear)
+        layer.einsum_op = Einsum(linear)
     elif linear.states:
         layer.dot_general = nnx.data(LayerScaling(linear, layer.kernel.get_value(), *kernel_axes(layer)))
-        return
-    if isinstance(layer, nnx.Einsum):
-        layer.einsum_op = Einsum(linear)
     else:
         layer.dot_general = DotGeneral(linear)

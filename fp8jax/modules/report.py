@@ -213,10 +213,10 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
 
 def _notes(layers: tuple[Layer, ...], rules: Ordered, read: dict[str, str], unknown: Unknown) -> tuple[str, ...]:
     """What should be looked at: heads that are quantized, and modules that are not known."""
-    asked = [layer.path for layer in layers if layer.linear is not None and rules.default]
+    asked = [layer.path for layer in layers if layer.linear is not None and layer.reason == "the recipe"]
     notes = [
-        f"{path} is {read[path]}; it is quantized, because nnx.quantize does not run the model: give rules, of which "
-        f"fp8jax.Rule({path!r}, None) is the first, to leave it alone"
+        f"{path} is {read[path]}; it is quantized, because nnx.quantize does not run the model: give "
+        f"[fp8jax.Rule({path!r}, None), recipe] to leave it alone"
         for path in asked
         if path in read
     ]

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from fp8jax.core.recipe import Context, Linear, Recipe
 from fp8jax.ops.fused import at_once
@@ -90,7 +91,7 @@ class Ordered:
 
     Attributes:
         rules: the first that matches a path wins.
-        default: the rules are one recipe, after ours for embeddings, heads and routers.
+        default: the last rule is a recipe, for what is left, after ours for embeddings, heads and routers.
         layers: classes of a user's own, whose products of data with a parameter are quantized.
 
     Raises:
@@ -107,6 +108,11 @@ class Ordered:
         for rule in self.rules:
             if rule.empty:
                 raise ValueError(f"the recipe of rule {rule.path!r} quantizes no product; leave the model as it is")
+
+    @property
+    def _own(self) -> int:
+        """How many of the first rules are the user's."""
+        return len(self.rules) - (len(_DEFAULT) + 1 if self.default else 0)
 
     @property
     def contexts(self) -> bool:
@@ -128,11 +134,11 @@ class Ordered:
         i = self._first(path)
         if i is None:
             return LayerChoice(None, "no rule matches")
-        reasons = [name for name, _ in _DEFAULT] + ["the recipe"]
-        reasons = reasons if self.default else [f"rule {r.path!r}" for r in self.rules]
-        if self.default and path in heads and self.rules[i].linear is not None:
+        ours = [*(name for name, _ in _DEFAULT), "the recipe"]
+        reason = ours[i - self._own] if i >= self._own else f"rule {self.rules[i].path!r}"
+        if i >= self._own and path in heads and self.rules[i].linear is not None:
             return LayerChoice(None, heads[path])
-        return LayerChoice(self.rules[i].linear, reasons[i], self.rules[i].context)
+        return LayerChoice(self.rules[i].linear, reason, self.rules[i].context)
 
     def check_all_used(
         self, paths: Iterable[str], heads: Mapping[str, str] = _NONE, others: Iterable[str] = (), unknown: str = ""
@@ -150,9 +156,8 @@ class Ordered:
             raise ValueError(f"the model has no linear layer that fp8jax knows how to quantize{unknown}")
         used = {self._first(path) for path in paths if self.choice(path, heads).reason != heads.get(path)}
         used |= {self._first(path) for path in others if self.choice(path).linear is None}
-        unused = [
-            r.path for i, r in enumerate(self.rules) if i not in used and not (self.default and i < len(_DEFAULT))
-        ]
+        free = range(self._own, len(self.rules) - 1)
+        unused = [rule.path for i, rule in enumerate(self.rules) if i not in used and i not in free]
         if unused:
             names = ", ".join(map(repr, unused))
             why = " (embeddings, heads and routers are left alone unless a rule names them)" if self.default else ""
@@ -162,7 +167,7 @@ class Ordered:
         return next((i for i, rule in enumerate(self.rules) if re.fullmatch(rule.path, path)), None)
 
 
-Rules = Recipe | Linear | str | Rule | Sequence[Rule] | Ordered
+Rules = Recipe | Linear | str | Rule | Sequence[Rule | Recipe | Linear | str] | Ordered
 
 
 def ordered(rules: Rules, layers: Iterable[type] = ()) -> Ordered:
@@ -170,7 +175,8 @@ def ordered(rules: Rules, layers: Iterable[type] = ()) -> Ordered:
 
     Args:
         rules: a recipe, or a preset's name, for all layers but embeddings, output heads and routers; or rules in order,
-            the first match wins; layers that none matches are left alone.
+            the first match wins. After them may stand a recipe, for all other layers but embeddings, output heads and
+            routers; without one, layers that no rule matches are left alone.
         layers: classes of a user's own that are layers, too.
 
     Raises:
@@ -183,14 +189,15 @@ def ordered(rules: Rules, layers: Iterable[type] = ()) -> Ordered:
     for cls in classes:
         if not isinstance(cls, type):
             raise TypeError(f"layers are classes of modules, such as layers=[MyDense], not {cls!r}")
-    if not isinstance(rules, (str, Recipe, Linear, Context)) and not callable(rules):
-        listed = tuple(rules) if isinstance(rules, Iterable) else (rules,)
-        for rule in listed:
-            if not isinstance(rule, Rule):
-                raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, not {rule!r}")
-        return Ordered(listed, False, classes)
-    recipe = resolve(rules)
-    return Ordered((*(Rule(path, None) for _, path in _DEFAULT), Rule(".*", recipe)), True, classes)
+    own: list[Any] = [rules]
+    if isinstance(rules, Iterable) and not isinstance(rules, (str, Mapping)):
+        own = list(rules)
+    default = bool(own) and (isinstance(own[-1], (str, Recipe, Linear, Context)) or callable(own[-1]))
+    ours = [*(Rule(path, None) for _, path in _DEFAULT), Rule(".*", resolve(own.pop()))] if default else []
+    for rule in own:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, last of it a recipe, not {rule!r}")
+    return Ordered((*own, *ours), default, classes)
 
 
 def choose(

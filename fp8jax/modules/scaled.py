@@ -77,8 +77,8 @@ def check_stateless(layer: str, linear: Linear) -> None:
         if observes(linear, operand):
             kind = linear.scaling_name(operand)
             raise ValueError(
-                f"{layer}, which has no {kind} scaling; leave it out with a rule, fp8jax.Rule(its path, None), or take "
-                "a recipe with current scaling"
+                f"{layer}, which has no {kind} scaling; leave it out, [fp8jax.Rule(its path, None), recipe], or "
+                "take a recipe with current scaling"
             )
 
 

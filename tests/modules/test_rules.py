@@ -48,6 +48,29 @@ def test_the_first_rule_that_matches_wins():
     assert chosen["lm_head"].linear == TE.linear
 
 
+def test_a_recipe_after_rules_takes_what_is_left_but_embeddings_heads_and_routers():
+    heads = {"layers/1/mlp/up": "an output head: as read", "layers/0/mlp/up": "an output head: as read"}
+    rules = [Rule("layers/0/mlp/.*", INT8), Rule("layers/0/.*", None), "te_current"]
+    chosen = choose([*PATHS, "layers/1/router"], rules, heads)
+    assert {path: choice.linear for path, choice in chosen.items() if choice.linear} == {
+        "layers/0/mlp/up": INT8.linear, "layers/1/attention/q": TE.linear,
+    }  # fmt: skip
+    assert {path: choice.reason for path, choice in chosen.items()} == {
+        "embed": "an embedding or head", "lm_head": "an embedding or head", "layers/1/router": "a router",
+        "layers/0/attention/q": "rule 'layers/0/.*'", "layers/0/mlp/up": "rule 'layers/0/mlp/.*'",
+        "layers/1/attention/q": "the recipe", "layers/1/mlp/up": "an output head: as read",
+    }  # fmt: skip
+    asked = choose(PATHS, [Rule("lm_head", INT8), TE.linear])
+    assert asked["lm_head"].linear == INT8.linear
+    assert asked["embed"].linear is None
+    with pytest.raises(ValueError, match="no layer is left for 'block' to match"):
+        choose(PATHS, [Rule("block", None), TE])
+    with pytest.raises(ValueError, match=r"no layer is left for '\.\*' to match"):
+        choose(PATHS, [Rule(".*", INT8), TE])
+    with pytest.raises(TypeError, match="last of it a recipe, not 'te_current'"):
+        choose(PATHS, ["te_current", Rule(".*", TE)])
+
+
 def test_layers_without_a_rule_are_left_alone():
     chosen = choose(PATHS, Rule("layers/.*/q", TE))
     assert [path for path, choice in chosen.items() if choice.linear] == [p for p in PATHS if p.endswith("/q")]

@@ -206,7 +206,9 @@ def test_what_cannot_be_quantized_is_refused_with_what_to_do():
     ):
         fp8jax.nnx.quantize(model, COAT)
     einsum = nnx.Einsum("bd,df->bf", (WIDTH, WIDTH), rngs=nnx.Rngs(0))
-    with pytest.raises(
-        ValueError, match=r"layers/1 is an nnx.Einsum, which has no threshold scaling; leave it out .*None"
-    ):
-        fp8jax.nnx.quantize(nnx.Sequential(model.down, einsum), "int8_fallback")
+    whole = nnx.Sequential(model.down, einsum, nnx.clone(einsum))
+    said = r"layers/1 is an nnx.Einsum \(as are layers/2\), which has no threshold scaling; leave it out, .*None"
+    with pytest.raises(ValueError, match=said):
+        fp8jax.nnx.quantize(whole, "int8_fallback")
+    left = fp8jax.nnx.quantize(whole, [fp8jax.Rule("layers/[12]", None), "int8_fallback"])
+    assert [isinstance(getattr(layer, "dot_general", None), nnx.Module) for layer in left.layers] == [1, 0, 0]
