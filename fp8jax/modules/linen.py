@@ -17,27 +17,21 @@ from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict
-from jax import Array
 
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.modules import blocks_linen, custom, heads_linen, norms
+from fp8jax.modules import blocks_linen, custom, heads_linen, layers_linen, norms
 from fp8jax.modules.blocks import BlockForms, Watched
-from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
+from fp8jax.modules.dots import DotGeneral
+from fp8jax.modules.layers_linen import LAYERS
 from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.provenance import eager
 from fp8jax.modules.reading import Reading
 from fp8jax.modules.rules import Ordered, Rule, Rules, between, ordered
-from fp8jax.modules.scaled import check_stateless
-from fp8jax.modules.scaled_linen import LinenScaling
 from fp8jax.recipes import linear_part
 
 Model = TypeVar("Model", bound=nn.Module)
-LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 _APPLIED = "called through its own apply, with parameters of something else: a tied head, say"
-_EINSUM = inspect.unwrap(nn.Einsum.__call__)
 
 
 def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Model:
@@ -131,7 +125,7 @@ def trace(fn: Callable, layers: Any, *args: Any) -> tuple[dict[str, nn.Module], 
             path = module.name or ""  # called through its own apply
         if path not in submodules or isinstance(module, layers) > isinstance(submodules[path], layers):
             submodules[path] = module
-        with _with(module.scope, flags=module.scope.flags.copy({"fp8jax": mark})):
+        with layers_linen.attributes(module.scope, flags=module.scope.flags.copy({"fp8jax": mark})):
             y = call(*args, **kwargs)
         if context.method_name == "__call__" and path not in forms:
             # Now that it has run, it has parameters also where it is initialized.
@@ -341,19 +335,7 @@ class _Root:
                 return call(*args, **kwargs)
             with _Root(self.rules, (), next(_asides)).running():
                 return custom.call_linen(module, linear, args, kwargs)
-        check_replaceable(path, module)
-        with contextlib.ExitStack() as stack:
-            if module.promote_dtype is promote_dtype:
-                stack.enter_context(_with(module, promote_dtype=SharedPromotion(promote_dtype, linear)))
-            if isinstance(module, nn.Einsum):
-                check_stateless(f"{path} is an nn.Einsum", linear)
-            if linear.states and not isinstance(module, nn.Einsum):
-                stack.enter_context(_with(module, dot_general=LinenScaling(linear, module)))
-            elif not isinstance(module, nn.Einsum):
-                stack.enter_context(_with(module, dot_general=DotGeneral(linear)))
-            elif context.orig_method.func is _EINSUM:
-                return _einsum(module, linear, *args, **kwargs)
-            return call(*args, **kwargs)
+        return layers_linen.call(path, module, linear, call, context, args, kwargs)
 
     def _watched(self, module: nn.Module, call: Callable, args: Any, kwargs: Any) -> Any:
         """Calls a module whose activations between layers, if it has any, keep what the rules say."""
@@ -368,35 +350,3 @@ class _Root:
             return call(*args, **kwargs)
         finally:
             self.watched = before
-
-
-@contextlib.contextmanager
-def _with(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Sets attributes for a while, also those of a module, which Flax freezes; bound modules live for one call."""
-    before = {name: getattr(owner, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            object.__setattr__(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            object.__setattr__(owner, name, value)
-
-
-def _einsum(layer: Any, linear: Linear, inputs: Array, einsum_str: str | None = None) -> Array:
-    """`nn.Einsum` with a product of a recipe, for which it has no field."""
-    subscripts = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
-    terms, _, out = subscripts.partition("->")
-    weight = terms.partition(",")[2]
-    if layer.use_bias and "." in weight:
-        raise ValueError(f"the bias of {subscripts!r} has no fixed shape where the kernel has an ellipsis")
-    kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
-    sizes = dict(zip(weight, layer.shape, strict="." not in weight))
-    shape = [sizes[c] for c in out if c in sizes]
-    bias: Array | None = layer.param("bias", layer.bias_init, shape, layer.param_dtype) if layer.use_bias else None
-    x, w, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    y: Array = Einsum(linear)(subscripts, x, w, layer.precision, layer.preferred_element_type)
-    if bias is None:
-        return y
-    spelled = out.replace("...", "." * (y.ndim - len(out.replace("...", ""))))
-    return y + jnp.reshape(bias, [sizes.get(c, 1) for c in spelled])
