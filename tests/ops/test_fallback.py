@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.ops import fallback, matmul_int8
+from fp8jax.ops import fallback, matmul
 from fp8jax.ops import quantize as op
 
 SHAPES = [((256, 384), 128), ((70, 130), 32), ((200, 300), 128)]
@@ -91,14 +91,14 @@ def test_a_product_of_pairs_equals_float64():
     x, w = outliers((200, 300)), np.random.default_rng(2).standard_normal((140, 300)).astype(np.float32)
     pair, _ = fallback.quantize(x, "int8:block32", 20.0)
     right, _ = op.quantize(jnp.asarray(w), "int8:block32")
-    y = np.asarray(jax.jit(matmul_int8.matmul_pair)(pair, right), np.float64)
+    y = np.asarray(jax.jit(matmul.matmul)(pair, right), np.float64)
     want = np.asarray(pair.dequantize(), np.float64) @ np.asarray(right.dequantize(), np.float64).T
     assert np.linalg.norm(y - want) < 1e-6 * np.linalg.norm(want)
     exact = x.astype(np.float64) @ w.astype(np.float64).T
     plain = np.asarray(pair.base.dequantize(), np.float64) @ w.astype(np.float64).T
     assert np.linalg.norm(y - exact) < 0.6 * np.linalg.norm(plain - exact)
     with pytest.raises(ValueError, match=r"cannot run: it needs a|takes int8 in blocks of 128"):
-        matmul_int8.matmul_pair(pair, right, impl="mosaic")
+        matmul.matmul(pair, right, impl="mosaic")
     other, _ = op.quantize(jnp.asarray(w), "int8:block128")
     with pytest.raises(ValueError, match="of one spec"):
-        matmul_int8.matmul_pair(pair, other)
+        matmul.matmul(pair, other)
