@@ -22,9 +22,11 @@ from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell
-from fp8jax.ops.saved import from_bytes, to_bytes
+from fp8jax.ops.saved import Origin, Remade, from_bytes, to_bytes
 from fp8jax.ops.sharding import merge, spec_of, split
 from fp8jax.recipes import resolve
+
+FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which is not written")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,10 +104,16 @@ class Output(NamedTuple):
         peaks = tuple(formats.round_to(peak, formats.get("bf16")) for peak in result.peaks)
         return Output(Computation(operation, result.kinds, result.operands, peaks), 0)
 
-    def hold(self, spec: QuantSpec, scale: Array, codes: Array | None) -> None:
-        """Codes (M, N) of the array under a scale, if they are made already."""
-        if codes is not None:
+    def hold(self, spec: QuantSpec, scale: Array | None, codes: Any) -> None:
+        """What quantizing the array as `spec` says will give: codes (M, N) under a scale.
+
+        Or, where codes fold powers of two into them, codes and the scales of rows, (M, 1).
+        """
+        if scale is not None:
             self.result.variants[True, False, spec, Same(scale)] = [_pair(spec, codes, None, scale.reshape(1, 1))]
+        else:
+            q = QTensor(codes[0], codes[1], None, None, QuantSpec(spec.format, "token"))
+            self.result.variants["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
 
 
 class Foreseen(NamedTuple):
@@ -128,13 +136,43 @@ class Foreseen(NamedTuple):
         return {(True, True, self.spec, Same(scale)): self.codes for scale in self.scales if self.codes}
 
 
-def bounded(recipe: Recipe | Context | str) -> Linear | None:
-    """The linear layers for which an operation makes the scale of its result, and codes under it, if it does."""
-    recipe = resolve(recipe)
-    if not isinstance(recipe, Recipe) or recipe.context.scales != "bound" or "x" in recipe.linear.states:
+def reader(recipe: Recipe | Context | str) -> Linear | None:
+    """The linear layers for which an operation makes codes of its result, if it does.
+
+    These are of its rows alone, microscaled and folded, or under a scale from a bound.
+    """
+    whole = resolve(recipe)
+    spec = whole.linear.spec("x") if isinstance(whole, Recipe) and whole.linear.saved == SAME else None
+    if not isinstance(whole, Recipe) or spec is None:
         return None
-    spec = recipe.linear.spec("x")
-    return recipe.linear if spec is not None and recipe.linear.saved == SAME and takes(spec) else None
+    bounded = whole.context.scales == "bound" and "x" not in whole.linear.states and takes(spec)
+    return whole.linear if bounded or _of_rows(spec) else None
+
+
+def origin(
+    context: Context,
+    how: Remade,
+    saved: Any,
+    part: Output | None,
+    reader: Linear | None,
+    scale: Array | None,
+    codes: Any,
+) -> Origin:
+    """What an operation's result is made from.
+
+    Args:
+        context: what the operation keeps.
+        how, saved: how it is made again, and from what.
+        part: what kernels compute it from.
+        reader, scale: the layers that are to quantize it under this scale, if it is known.
+        codes: what they will make of it, as of `Output.hold`, if that is made.
+    """
+    if part is not None and reader is not None and codes is not None:
+        spec = reader.spec("x")
+        assert spec is not None
+        part.hold(spec, scale, codes)
+    again = (how, saved) if context.lean or context.spec is None else None
+    return Origin(again, part, None if reader is None or scale is None else (reader, scale))
 
 
 def at_once(recipe: Recipe | Context | str) -> bool:
@@ -150,7 +188,12 @@ def at_once(recipe: Recipe | Context | str) -> bool:
     spec = whole.linear.spec("x")
     if spec is None or whole.linear.saved != SAME or whole.linear.x_wgrad != SAME or "x" in whole.linear.states:
         return False
-    return takes(spec) or (spec.folds and spec.level1 == "token" and formats.get(spec.format).bits == 8)
+    return takes(spec) or _of_rows(spec)
+
+
+def _of_rows(spec: QuantSpec) -> bool:
+    """Whether codes that microscaling leaves, folded, need nothing but their rows."""
+    return spec.folds and spec.level1 == "token" and formats.get(spec.format).bits == 8
 
 
 def written(recipe: Recipe | Context | str) -> bool:
@@ -208,7 +251,7 @@ def takes(spec: QuantSpec) -> bool:
 
 def _make(result: Computation, how: Any, scale: Array | None) -> list[tuple[QTensor | None, QTensor | None]]:
     rows, columns, spec, strategy = how
-    tell("quantize", Choice("triton", "from what the matrix is computed from, which is not written"))
+    tell("quantize", FROM_OPERANDS)
     # JAX keeps traced functions: this one must not hold the result, and with it arrays of a trace.
     fmt, operation, kinds = formats.get(spec.format), result.operation, result.kinds
 
@@ -236,7 +279,7 @@ def _make_ahead(result: Computation, spec: QuantSpec, scale: Array) -> QTensor:
     """
     from pallas_kernels.remake_triton import GATE, UP
 
-    tell("quantize", Choice("triton", "from what the matrix is computed from, which is not written"))
+    tell("quantize", FROM_OPERANDS)
     operation, dtype = result.operation, formats.get(spec.format).dtype
     known = result.ahead
     assert known is not None

@@ -13,33 +13,14 @@ from jax import Array
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
-from fp8jax.core.recipe import SAME, Context, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
-from fp8jax.ops.choice import Choice, tell
-from fp8jax.ops.saved import from_bytes, to_bytes
-from fp8jax.recipes import resolve
-
-_FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which is not written")
-
-
-def of_layers(recipe: Recipe | Context | str) -> QuantSpec | None:
-    """How linear layers microscale what an operation makes, if that needs nothing but its rows; else None."""
-    whole = resolve(recipe)
-    spec = whole.linear.spec("x") if isinstance(whole, Recipe) and whole.linear.saved == SAME else None
-    if spec is None or not spec.folds or spec.level1 != "token":
-        return None
-    return spec if formats.get(spec.format).bits == 8 else None
-
-
-def hold(part: fused.Output, spec: QuantSpec, codes: Array, scale: Array) -> None:
-    """Holds what microscaling an array as `spec` says makes of it: codes (M, N), scales (M, 1)."""
-    q = QTensor(codes, scale, None, None, QuantSpec(spec.format, "token"))
-    part.result.variants["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
+from fp8jax.ops.choice import tell
+from fp8jax.ops.saved import from_bytes
 
 
 def held(part: fused.Output | None, spec: QuantSpec) -> QTensor | None:
-    """What `hold` was given."""
+    """What `fused.Output.hold` was given of rows."""
     codes = None if part is None else part.result.variants.get(("rows", spec))
     return None if codes is None else from_bytes(codes)
 
@@ -53,7 +34,7 @@ def columns(part: fused.Output | None, spec: QuantSpec, scale: Array) -> QTensor
     if part is None or len(part.result.kinds) > 1:
         return None
     result, fmt = part.result, formats.get(spec.format)
-    tell("quantize", _FROM_OPERANDS)
+    tell("quantize", fused.FROM_OPERANDS)
     operation, kinds, ahead = result.operation, result.kinds, result.ahead
 
     def make(on: Any, operands: Any, scale: Array) -> Any:
@@ -94,7 +75,7 @@ def cotangent(part: fused.Output | None, spec: QuantSpec, level: Array | None) -
 
 
 def _make(result: fused.Computation, spec: QuantSpec, level: Array) -> list[tuple[QTensor, QTensor]]:
-    tell("quantize", _FROM_OPERANDS)
+    tell("quantize", fused.FROM_OPERANDS)
     fmt, operation, kinds = formats.get(spec.format), result.operation, result.kinds
     scales = [scaling.power_above(peak.reshape(-1, 1), level, fmt) for peak in result.peaks]
 
