@@ -58,10 +58,7 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str, kno
 
     Args:
         x: (..., channels), any floating dtype.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
-            but for codes made at once (`fused.at_once`).
-        activation: "silu", "gelu" (exact) or "gelu_tanh".
-        known: is told what the result and the inputs' gradients are made from.
+        recipe, activation, known: as of `glu`.
 
     Returns:
         (..., channels) in the dtype of `x`.

@@ -27,50 +27,45 @@ class Choice:
     reason: str
 
 
-_listener: contextvars.ContextVar[list[tuple[str, Choice]] | None] = contextvars.ContextVar("listener", default=None)
+_Listener = contextvars.ContextVar[list[Any] | None]
+_choices: _Listener = contextvars.ContextVar("choices", default=None)
+_saved: _Listener = contextvars.ContextVar("saved", default=None)
+
+
+@contextlib.contextmanager
+def _hearing(listener: _Listener) -> Iterator[list[Any]]:
+    heard: list[Any] = []
+    token = listener.set(heard)
+    try:
+        yield heard
+    finally:
+        listener.reset(token)
 
 
 def tell(operation: str, choice: Choice) -> Choice:
     """Says what computes an operation of the program that is being traced, to whoever listens; returns the choice."""
-    choices = _listener.get()
-    if choices is not None:
-        choices.append((operation, choice))
+    if (heard := _choices.get()) is not None:
+        heard.append((operation, choice))
     return choice
 
 
-@contextlib.contextmanager
-def listening() -> Iterator[list[tuple[str, Choice]]]:
+def listening() -> contextlib.AbstractContextManager[list[tuple[str, Choice]]]:
     """Within it, a list of the operations that are traced and of what computes each, in their order.
 
     A function that JAX has traced before, and does not trace again, says nothing.
     """
-    choices: list[tuple[str, Choice]] = []
-    token = _listener.set(choices)
-    try:
-        yield choices
-    finally:
-        _listener.reset(token)
-
-
-_keeper: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("keeper", default=None)
+    return _hearing(_choices)
 
 
 def tell_saved(what: str) -> None:
     """Says what a layer of the program that is being traced saves for its backward pass, to whoever listens."""
-    names = _keeper.get()
-    if names is not None and what not in names:
-        names.append(what)
+    if (heard := _saved.get()) is not None and what not in heard:
+        heard.append(what)
 
 
-@contextlib.contextmanager
-def saving() -> Iterator[list[str]]:
+def saving() -> contextlib.AbstractContextManager[list[str]]:
     """Within it, a list of what the layers that are traced save for their backward passes, each kind once."""
-    names: list[str] = []
-    token = _keeper.set(names)
-    try:
-        yield names
-    finally:
-        _keeper.reset(token)
+    return _hearing(_saved)
 
 
 def summary(told: Iterable[tuple[str, Choice]]) -> list[str]:

@@ -97,8 +97,8 @@ def matmul(
 
     def reference(a: Any, b: Operand) -> Array:
         if isinstance(a, Pair):
-            product = functools.partial(matmul, impl="xla", spec=spec)
-            return (product(a.base, b) + product(a.only_used(), b)).astype(dtype)
+            product = functools.partial(sharding.multiply, functools.partial(plain, jnp.float32), b=b, spec=spec)
+            return (product(a=a.base) + product(a=a.only_used())).astype(dtype)
         return sharding.multiply(functools.partial(plain, dtype), a, b, spec)
 
     def placed(a: Any, b: Operand) -> Array:
@@ -144,7 +144,8 @@ def _kernel(a: Operand | Pair, b: Operand, impl: str, cuda: bool) -> tuple[Choic
     if impl == "xla":
         return Choice("xla", "asked for"), None
     reason = None if cuda else "it needs a CUDA GPU"
-    if not all(isinstance(q, QTensor) and multiplies(q) for q in (base(a), b)):
+    left = base(a)
+    if not (isinstance(left, QTensor) and isinstance(b, QTensor) and multiplies(left) and multiplies(b)):
         reason = reason or "an operand has no codes that matrix units take"
     elif reason is None:
         if impl == "auto":

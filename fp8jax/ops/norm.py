@@ -71,17 +71,10 @@ def layer_norm(
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
         bias: (channels,), or None.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
-            but for codes made at once (`fused.at_once`).
         eps: added to the variance.
-        dtype: of the result; that of `x` if None.
-        known: is told what the result is made from.
+        recipe, dtype, known: as of `rms_norm`.
 
-    Returns:
-        (..., channels). Gradients have the dtypes of what they are gradients of.
-
-    Raises:
-        ValueError: the shapes do not match.
+    Returns, raises: as `rms_norm`.
     """
     return normalize(x, scale, bias, recipe, eps, dtype, centered=True, known=known)[0]
 
