@@ -19,7 +19,7 @@ from fp8jax.ops import adamw_fused
 from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
-from fp8jax.ops.choice import on_cuda, placed_like, tell, vary_with
+from fp8jax.ops.choice import placed_like, tell, vary_with
 from fp8jax.ops.rounding import round_stochastically
 
 
@@ -65,9 +65,9 @@ def step(
     leaves, treedef = _leaves(grads, mu, nu, params, decays, key, noise.of_step(adam.count) if nu_stochastic else None)
     if key is not None and all(leaf.noise is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
-    impls = [adamw_fused.choose(leaf, impl, True).impl for leaf in leaves]
+    impls = [adamw_fused.choose(leaf, impl, anywhere=True).impl for leaf in leaves]
     for leaf in leaves:
-        tell("adamw", adamw_fused.choose(leaf, impl, impl == "triton" or on_cuda()))
+        tell("adamw", adamw_fused.choose(leaf, impl))
     reference = functools.partial(_reference, form, adam)
     if "triton" in impls:
         fused = _each_varying(adam, functools.partial(_fused, form, adam, impls))

@@ -108,8 +108,8 @@ class _Operands(NamedTuple):
     nu_noise: Array | None
 
 
-def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
-    """What computes the step of a parameter on CUDA, or elsewhere.
+def choose(leaf: Leaf, impl: str, *, anywhere: bool = False) -> Choice:
+    """What computes the step of a parameter here; `anywhere`, on a CUDA GPU.
 
     Raises:
         ValueError: `impl` is unknown; or it is "triton", and the kernel cannot take a quantized parameter.
@@ -118,7 +118,7 @@ def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
     if not leaf.quantized:
         return Choice("xla", "no moment is quantized")
     return triton_or_xla(
-        impl, cuda, lambda: missing_triton("adamw_triton") or _unsupported(leaf), kernel="the fused kernel"
+        impl, lambda: missing_triton("adamw_triton") or _unsupported(leaf), "the fused kernel", anywhere=anywhere
     )
 
 

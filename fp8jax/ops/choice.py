@@ -137,11 +137,9 @@ def named(a: Any, b: Any) -> Any:
     return jax.named_scope(f"fp8jax:{left}*{right}")
 
 
-def on_cuda(platform: str | None = None) -> bool:
-    """Whether programs run on CUDA GPUs: on `platform`, or where None is given as `target` says, or JAX's backend."""
-    if platform is None and aimed().capability is not None:
-        return True
-    return (platform or jax.default_backend()) in ("cuda", "gpu")
+def on_cuda() -> bool:
+    """Whether programs run on CUDA GPUs, as `target` says, or JAX's backend."""
+    return aimed().capability is not None or jax.default_backend() in ("cuda", "gpu")
 
 
 def capability() -> int:
@@ -203,14 +201,17 @@ def check_impl(impl: str, impls: tuple[str, ...] = IMPLS) -> None:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(impls)}")
 
 
-def triton_or_xla(impl: str, cuda: bool, unfit: Callable[[], str | None], kernel: str = "the kernel") -> Choice:
+def triton_or_xla(
+    impl: str, unfit: Callable[[], str | None], kernel: str = "the kernel", *, anywhere: bool = False
+) -> Choice:
     """What computes an operation for which there is a Triton kernel.
 
     Args:
         impl: "auto", "xla" or "triton".
-        cuda: whether programs run on CUDA GPUs.
-        unfit: says why the kernel cannot take the operands, or None; not asked elsewhere.
+        unfit: says why the kernel cannot take the operands, or None; not asked where programs run on no CUDA GPU,
+            unless `impl` is "triton".
         kernel: what the kernel is called.
+        anywhere: whether to answer as for a CUDA GPU, wherever programs run.
 
     Raises:
         ValueError: `impl` is unknown; or it is "triton", and the kernel cannot run.
@@ -218,7 +219,7 @@ def triton_or_xla(impl: str, cuda: bool, unfit: Callable[[], str | None], kernel
     check_impl(impl)
     if impl == "xla":
         return Choice("xla", "asked for")
-    reason = unfit() if cuda else "it needs a CUDA GPU"
+    reason = unfit() if anywhere or impl == "triton" or on_cuda() else "it needs a CUDA GPU"
     if reason is None:
         return Choice("triton", f"{kernel} takes it")
     if impl == "triton":

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
+from fp8jax.ops.choice import Choice, capability, missing_triton, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned
 
@@ -114,7 +114,7 @@ def _choose(x: Array, spec: QuantSpec, impl: str) -> Choice:
 
         return fallback_triton.unsupported(x, spec.group_size or 0)
 
-    return triton_or_xla(impl, impl == "triton" or on_cuda(), unfit)
+    return triton_or_xla(impl, unfit)
 
 
 def _reference(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> tuple[Pair, QTensor | None]:

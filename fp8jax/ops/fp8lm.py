@@ -19,7 +19,7 @@ from jax import Array
 from fp8jax.core import blocks, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.ops.adamw_fused import Adam, Form, Place, placed
-from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, placed_like, tell, triton_or_xla, vary_with
+from fp8jax.ops.choice import Choice, capability, missing_triton, placed_like, tell, triton_or_xla, vary_with
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned
 
@@ -92,9 +92,9 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
     Raises:
         ValueError: `impl` is unknown, or it is "triton", and the kernel cannot take a parameter.
     """
-    impls = [choose(leaf, impl, True).impl for leaf in leaves]
+    impls = [choose(leaf, impl, anywhere=True).impl for leaf in leaves]
     for leaf in leaves:
-        tell("fp8lm_adamw", choose(leaf, impl, impl == "triton" or on_cuda()))
+        tell("fp8lm_adamw", choose(leaf, impl))
 
     def each(which: Sequence[str], leaves: Sequence[MasterLeaf]) -> list[StepResult]:
         run = {"triton": _fused, "xla": _reference}
@@ -111,14 +111,14 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
     return results
 
 
-def choose(leaf: MasterLeaf, impl: str, cuda: bool) -> Choice:
-    """What computes the step of a parameter on CUDA, or elsewhere.
+def choose(leaf: MasterLeaf, impl: str, *, anywhere: bool = False) -> Choice:
+    """What computes the step of a parameter here; `anywhere`, on a CUDA GPU.
 
     Raises:
         ValueError: as `apply`.
     """
     return triton_or_xla(
-        impl, cuda, lambda: missing_triton("fp8lm_triton") or _unsupported(leaf), kernel="the fused kernel"
+        impl, lambda: missing_triton("fp8lm_triton") or _unsupported(leaf), "the fused kernel", anywhere=anywhere
     )
 
 

@@ -60,7 +60,11 @@ def matmul(
             "channel" are. Blocks may have residuals.
         b: (N, K), likewise, without residuals: beside those of `a`, blocks of the same side.
         dtype: of the result.
-        impl: "auto", "xla" or "mosaic"; see `chosen`.
+        impl: "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the
+            fastest there (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a
+            Mosaic kernel on Hopper, on however many devices (`fp8jax.ops.partition`); for two of int8 a kernel where
+            there is one: on Hopper for scales of tensors and rows, from Ampere on for blocks of 128; for other operands
+            the reference. "mosaic" is the kernel. `fp8jax.ops.choice.listening` tells what was chosen.
         fast: fast accumulation, where the GPU has it.
         exact: of a microscaled operand, every power of two is applied in fp32, at half the speed. Else e4m3 codes
             under a level 1 scale are first folded (`fp8jax.ops.fold.refold`, with a copy of them for the time of the
@@ -110,25 +114,6 @@ def matmul(
         if kernel is None:
             return reference(a, b)
         return local(placed)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=placed, default=reference)
-
-
-def chosen(a: Operand | Pair, b: Operand, *, impl: str = "auto", platform: str | None = None) -> Choice:
-    """What multiplies two operands.
-
-    "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the fastest there
-    (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a Mosaic kernel on Hopper,
-    on however many devices (`fp8jax.ops.partition`); for two of int8 a kernel where there is one: on Hopper for scales
-    of tensors and rows, from Ampere on for blocks of 128; for other operands the reference. "mosaic" is the kernel, and
-    raises where there is none.
-
-    Args:
-        a, b, impl: as of `matmul`.
-        platform: "cuda", "cpu", ...; None takes JAX's default backend.
-
-    Raises:
-        ValueError: as `matmul`.
-    """
-    return _choose(a, b, impl, on_cuda(platform))[0]
 
 
 def _choose(a: Operand | Pair, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:

@@ -24,7 +24,7 @@ from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused, fused_rows
-from fp8jax.ops.choice import capability, missing_triton, on_cuda, run, tell, triton_or_xla
+from fp8jax.ops.choice import capability, missing_triton, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut
 from fp8jax.ops.fused_reference import row_peaks
 from fp8jax.ops.partition import partitioned
@@ -69,7 +69,7 @@ def fold_rows(
         q, _ = quantize(x, rows, impl=impl)
         assert q is not None
         return q
-    choice = tell("fold", triton_or_xla(impl, impl == "triton" or on_cuda(), lambda: _unsupported(x, spec)))
+    choice = tell("fold", triton_or_xla(impl, lambda: _unsupported(x, spec)))
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
     folded: QTensor = run(choice, impl, x, level, kernel=kernel, reference=reference)
     return folded

@@ -49,7 +49,9 @@ def quantize(
         strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find` takes it:
             "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
-        impl: "auto", "xla" or "triton"; see `chosen`.
+        impl: "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed and the kernel
+            makes such codes, on however many devices: FP8 and int8 without expansion, groups and blocks of 16 to 128.
+            "triton" is the same, but raises where "auto" would fall back. `fp8jax.ops.choice.listening` tells which.
         part: what `x` is computed from, where that is known: kernels read this then, under "auto".
 
     Returns:
@@ -70,36 +72,11 @@ def quantize(
         pair = fused.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
         if pair is not None:
             return pair
-    choice = tell("quantize", _choose(x, how, scale, impl, impl == "triton" or on_cuda()))
+    choice = tell("quantize", _choose(x, how, scale, impl))
     reference = functools.partial(_reference, how, strategy)
     kernel = functools.partial(_kernel, how, strategy)
     result: Pair = run(choice, impl, x, scale, key, kernel=kernel, reference=reference)
     return result
-
-
-def chosen(
-    x: Any,
-    rows: QuantSpec | str | None,
-    columns: QuantSpec | str | None = None,
-    *,
-    scale: Array | None = None,
-    impl: str = "auto",
-    platform: str | None = None,
-) -> Choice:
-    """What quantizes a matrix.
-
-    "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed and the kernel
-    makes such codes, on however many devices: FP8 formats without expansion, groups and blocks
-    of 16 to 128. "triton" is the same, but raises where "auto" would fall back.
-
-    Args:
-        x, rows, columns, scale, impl: as of `quantize`; an abstract array will do.
-        platform: "cuda", "cpu", ...; None takes JAX's default backend.
-
-    Raises:
-        ValueError: as `quantize`.
-    """
-    return _choose(x, _parse(rows, columns), scale, impl, on_cuda(platform))
 
 
 def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") -> QTensor:
@@ -118,8 +95,7 @@ def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") ->
         raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
     fits = len(q.shape) == 2 and q.codes.dtype.itemsize == 1 and 0 not in q.shape
     other = None if fits else f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
-    cuda = impl == "triton" or on_cuda()
-    choice = triton_or_xla(impl, cuda, lambda: other or missing_triton("quantize_triton", fp8=factor is not None))
+    choice = triton_or_xla(impl, lambda: other or missing_triton("quantize_triton", fp8=factor is not None))
     codes = run(choice, impl, q.codes, factor, kernel=_transposed, reference=_times_transposed)
     return dataclasses.replace(q, codes=codes, scale=q.scale.T)
 
@@ -157,11 +133,11 @@ def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None) -> _Ho
     return how
 
 
-def _choose(x: Any, how: _How, scale: Array | None, impl: str, cuda: bool) -> Choice:
+def _choose(x: Any, how: _How, scale: Array | None, impl: str) -> Choice:
     if len(x.shape) != 2:
         raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
     fp8 = any(spec and formats.get(spec.format).is_float for spec in how.specs)
-    return triton_or_xla(impl, cuda, lambda: missing_triton("quantize_triton", fp8=fp8) or _unsupported(x, how, scale))
+    return triton_or_xla(impl, lambda: missing_triton("quantize_triton", fp8=fp8) or _unsupported(x, how, scale))
 
 
 def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:

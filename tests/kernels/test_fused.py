@@ -80,7 +80,7 @@ def odd(*which: str) -> None:
     from pallas_kernels.scaling_triton import Coding
     from tests.kernels.triton_interpreter import prepare
 
-    def by_rows(*args: Any) -> Any:
+    def by_rows(*args):
         parts, _, made = fused_reference.keep_activation(*args[:4], result=(None, args[4]))
         return parts, *made
 
