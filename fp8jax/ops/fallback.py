@@ -158,10 +158,7 @@ def _one(
     """Of a device's own part of a matrix, whose whole shape is given."""
     from pallas_kernels import fallback_triton
 
-    place = None
-    if words is not None:
-        first = cut.start("m", x.shape[0]) // 4 * whole[1] + cut.start("n", x.shape[1])
-        place = jnp.stack([jnp.asarray(value, jnp.uint32) for value in (whole[1], first)])
+    place = None if words is None else cut.fours(whole, x.shape)
     assert spec.group_size is not None
     parts = fallback_triton.quantize(
         x, threshold, spec.group_size, words=words, place=place, compute_capability=capability()

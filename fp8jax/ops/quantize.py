@@ -214,17 +214,12 @@ def _one(
     """The QTensors of a device's own part of a matrix, whose whole shape is given."""
     from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
 
-    rows_whole = "n" not in cut.axes
-    if (
-        how.columns is None
-        and how.rows
-        and _measured(how.rows, scale) == how.rows.granularity == "token"
-        and rows_whole
-    ):
-        coding, plain = fused.coding(how.rows), how.rows.scale_format == "fp32"
-        if plain and quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
+    alone = how.rows if how.columns is None and "n" not in cut.axes else None
+    if alone and _measured(alone, scale) == alone.granularity == "token" and alone.scale_format == "fp32":
+        coding = fused.coding(alone)
+        if quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
             codes, rows, _ = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
-            return QTensor(codes, rows, None, None, how.rows), None
+            return QTensor(codes, rows, None, None, alone), None
     shapes = (x.shape, x.shape[::-1])
     levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.turned)]
     asked: Any = {"tensor": "tensor" in levels, "rows": levels[0] == "token", "columns": levels[1] == "token"}
@@ -252,11 +247,6 @@ def _one(
                 top = strategy.settle(top)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
         scales.append(formats.round_to(value, formats.get(spec.scale_format)))
-    place = None
-    if words is not None:
-        # The noise of an element goes by its place in the whole matrix, whoever quantizes it.
-        first = cut.start("m", x.shape[0]) // 4 * whole[1] + cut.start("n", x.shape[1])
-        place = jnp.stack([jnp.asarray(value, jnp.uint32) for value in (whole[1], first)])
     parts = quantize_triton.quantize(
         x,
         fused.coding(how.rows),
@@ -264,7 +254,7 @@ def _one(
         row_scale=scales[0],
         column_scale=scales[1],
         words=words,
-        place=place,
+        place=None if words is None else cut.fours(whole, x.shape),
         compute_capability=capability(),
     )
     tensors: list[QTensor | None] = []
