@@ -14,13 +14,13 @@ import optax
 from jax import Array
 
 from fp8jax.core import noise
+from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor, quantize, quantize_by_position
 from fp8jax.ops import adamw_fused
 from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
 from fp8jax.ops.choice import placed_like, tell, vary_with
-from fp8jax.ops.rounding import round_stochastically
 
 
 def step(

@@ -13,11 +13,11 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from fp8jax.core import expansion, formats, noise
+from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.choice import Choice, capability, check_impl, missing_triton, triton_or_xla
 from fp8jax.ops.cuts import Cut
 from fp8jax.ops.partition import partitioned
-from fp8jax.ops.rounding import round_stochastically
 
 Moment = QTensor | Array
 Form = Literal["update", "step"]

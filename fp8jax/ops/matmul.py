@@ -137,7 +137,7 @@ def _kernel(a: Operand | Pair, b: Operand, impl: str, cuda: bool) -> tuple[Choic
             return matmul_hopper.choose(a, b)
         reason = matmul_hopper.unsupported(a, b)
         if reason is None:
-            return Choice("mosaic", "asked for"), matmul_hopper.mosaic_kernel(a, b)
+            return Choice("mosaic", "asked for"), matmul_hopper.kernel_of(a, b)
     if impl == "mosaic":
         raise ValueError(f"impl 'mosaic' cannot run: {reason}")
     return Choice("xla", f"not a kernel: {reason}"), None

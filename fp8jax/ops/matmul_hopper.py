@@ -36,7 +36,8 @@ def choose(a: Any, b: Any) -> tuple[Choice, Kernel | Literal["cublas", "native"]
     which rounds what codes stand for once. Scales of rows, which cuBLASLt leaves to a second kernel of XLA, and of
     groups are ours; so are those of int8 products, whose int32 sums XLA writes and reads again.
     """
-    if isinstance(a, Pair) or int8_kernels.fits(a, b):
+    kernel = kernel_of(a, b)
+    if kernel == "int8":
         if (reason := int8_kernels.unfit(base(a), b)) is not None:
             return Choice("xla", f"not the kernel: {reason}"), None
         return Choice(int8_kernels.language(), f"the kernel for {_NAMES['int8']}"), "int8"
@@ -46,16 +47,13 @@ def choose(a: Any, b: Any) -> tuple[Choice, Kernel | Literal["cublas", "native"]
     e5m2 = a.spec.format == b.spec.format == "e5m2"
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
     cublas = fp8 and per_tensor and not e5m2 and capability() >= 89
-    reason = _unfit(a, b)
     if cublas and _triton_gemm_off():
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if capability() >= MICROSCALING and fp8 and _native(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"
-    if reason is not None:
+    if (reason := _unfit(a, b)) is not None or kernel is None:
         remedy = f"; with XLA_FLAGS={_NO_TRITON_GEMM} cuBLASLt multiplies these codes" if cublas else ""
         return Choice("xla", f"not the kernel: {reason}{remedy}"), None
-    kernel = _kernel(a, b)
-    assert kernel is not None
     return Choice("mosaic", f"the kernel for scales of {_NAMES[kernel]}"), kernel
 
 
@@ -82,7 +80,7 @@ _NAMES = {
 
 def unsupported(a: Any, b: Any) -> str | None:
     """Why no Mosaic kernel can multiply them, or None."""
-    if isinstance(a, Pair) or int8_kernels.fits(a, b):
+    if kernel_of(a, b) == "int8":
         other = None if int8_kernels.language() == "mosaic" else "it needs a Hopper GPU"
         return int8_kernels.unfit(base(a), b) or other
     if not (_fp8(a, b) or _int8(a, b)):
@@ -97,7 +95,7 @@ def unsupported(a: Any, b: Any) -> str | None:
 def _unfit(a: QTensor, b: QTensor) -> str | None:
     if not aimed().kernels:
         return "kernels are switched off"
-    kernel = _kernel(a, b)
+    kernel = kernel_of(a, b)
     if _int8(a, b) and kernel is None:  # on no GPU
         return f"int8 kernels take scales of tensors, rows and blocks of 128, not {a.spec} with {b.spec}"
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
@@ -119,7 +117,10 @@ def contraction_length(q: QTensor) -> int:
     return 0 if length >= q.shape[1] else length
 
 
-def _kernel(a: QTensor, b: QTensor) -> Kernel | None:
+def kernel_of(a: Any, b: Any) -> Kernel | None:
+    """The kernel for operands with such scales, if there is one; `unsupported` may have something against it."""
+    if isinstance(a, Pair) or int8_kernels.fits(a, b):
+        return "int8"
     micro = [q.spec.granularity == "mx" for q in (a, b)]
     if any(micro):
         one, other = (a, b) if micro[0] else (b, a)
@@ -130,13 +131,6 @@ def _kernel(a: QTensor, b: QTensor) -> Kernel | None:
     if sizes == {0}:
         return "row"
     return "block" if sizes <= {0, 128} and _fp8(a, b) else None
-
-
-def mosaic_kernel(a: Any, b: Any) -> Kernel:
-    """The Mosaic kernel for operands that `unsupported` has nothing against."""
-    kernel: Kernel | None = "int8" if isinstance(a, Pair) or int8_kernels.fits(a, b) else _kernel(a, b)
-    assert kernel is not None
-    return kernel
 
 
 def _native(a: QTensor, b: QTensor) -> bool:
