@@ -12,7 +12,7 @@ from fp8jax.core import blocks, derivatives, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fused, fused_codes
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned
@@ -69,7 +69,7 @@ def quantize(
     if 0 in x.shape:
         scale = None  # there is nothing to have one
     if impl == "auto" and part is not None:
-        pair = fused.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
+        pair = fused_codes.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
         if pair is not None:
             return pair
     choice = tell("quantize", _choose(x, how, scale, impl))
