@@ -49,7 +49,7 @@ def shared(
         return sharding.multiply(functools.partial(function, dtype), a, b, spec)
 
     def multiply(cut: Cut, a: Any, b: Any) -> Array:
-        out = jnp.bfloat16 if "k" in cut.axes else dtype
+        out = jnp.dtype(jnp.bfloat16 if "k" in cut.axes else dtype)  # of one kind: jitted kernels are found by it
         with named(base(a), b):  # XLA's partitioner traces it anew
             return cut.total(function(out, a, b), "k", "m n").astype(dtype)
 
