@@ -1,9 +1,20 @@
 """What a program is made of: its products and the bytes that it saves for the backward pass."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+
+from fp8jax.ops import choice
+
+
+def chosen(fn: Callable, *args: Any, capability: int | None = None) -> choice.Choice:
+    """What computes the first operation of `fn` that says so, here or on a GPU of this compute capability."""
+    target = contextlib.nullcontext() if capability is None else choice.target(capability=capability)
+    with target, choice.listening() as told:
+        jax.eval_shape(lambda *args: fn(*args), *args)  # another function each time, so that it is traced
+    return told[0][1]
 
 
 def dots(fn: Callable, *args: Any) -> list[tuple[str, str]]:

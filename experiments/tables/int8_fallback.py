@@ -35,6 +35,7 @@ RATES = (0.0, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 SIZES = (16, 32, 64, 128, 256)
 TENSOR = 0  # the block size that stands for one scale of all
 EXACT = 1e9  # levels that stand for no quantization
+CRITERIA = ("absmax", "l1", "relative_l1")  # what decides whether a block falls back (section 4.4)
 
 
 class Knobs(NamedTuple):
@@ -44,7 +45,7 @@ class Knobs(NamedTuple):
         x, w, dy: of linear layers' inputs, weights and output gradients. dy is rounded stochastically.
         saved: of the input that the weight's gradient reads, rounded stochastically.
         rate: share of the input's blocks that fall back in the forward product; saved_rate in the backward one.
-        criterion: index into `fallback.CRITERIA`.
+        criterion: index into `CRITERIA`.
         other: of the inputs of norms and activations. context: of what these keep for the backward pass.
     """
 
@@ -76,10 +77,19 @@ def rounded(x: jax.Array, top: Any, block: tuple[int, ...], key: jax.Array | Non
 
 
 def measures(x: jax.Array, base: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """Of each block, what the three criteria measure: (3, rows, columns)."""
+    """Of each block, what the three criteria measure: (3, rows, columns).
+
+    The largest magnitude; the sum of quantization errors; and that over the sum of magnitudes.
+    """
     total = lambda y: blocks.reduce(y, block, lambda y, axis, initial: jnp.sum(y, axis), 0.0)  # noqa: E731
     error, size = total(jnp.abs(x - base)), total(jnp.abs(x))
     return jnp.stack([blocks.reduce(jnp.abs(x), block, jnp.max, 0.0), error, error / jnp.maximum(size, 1e-30)])
+
+
+def top_share(measure: jax.Array, rate: Any) -> jax.Array:
+    """The blocks whose measure is among the largest, a share `rate` of all."""
+    rank = jnp.argsort(jnp.argsort(-measure.reshape(-1))).reshape(measure.shape)
+    return rank < jnp.round(rate * measure.size)
 
 
 def with_fallback(
@@ -87,9 +97,7 @@ def with_fallback(
 ) -> jax.Array:
     """`rounded`, with the residual of the blocks whose measure is among the largest, a share `rate` of all."""
     base = rounded(x, top, block, key)
-    measure = measures(x, base, block)[criterion]
-    rank = jnp.argsort(jnp.argsort(-measure.reshape(-1))).reshape(measure.shape)
-    used = blocks.spread(rank < jnp.round(rate * measure.size), x.shape, block)
+    used = blocks.spread(top_share(measures(x, base, block)[criterion], rate), x.shape, block)
     rest = rounded(x - base, top, block, key)
     return jnp.where(used & (top < EXACT), base + rest, base)
 
@@ -220,7 +228,7 @@ def table(
         note("Figure 3(b)", "fallback, two halves of so many bits", bits, "RMSE", rmse(both))
     pair, _ = fallback.quantize(down, "int8:block128", 0.0)
     rows.append(Row("fp8jax.ops.fallback, all blocks", "RMSE", rmse(pair.dequantize()), table="Figure 3(b)"))
-    picked = fallback.top_share(fallback.measured(down, pair.base), 0.2)
+    picked = top_share(measures(down, pair.base.dequantize(), (128, 128))[0], 0.2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=3)
     value = jax.jit(lambda *args: loss(*args), static_argnums=3)
@@ -231,7 +239,7 @@ def table(
 
     eight = levels(8)
     whole = Knobs(x=eight, w=eight, dy=eight, saved=eight)
-    for i, criterion in enumerate(fallback.CRITERIA):
+    for i, criterion in enumerate(CRITERIA):
         for rate in RATES[:: 3 if quick else 1]:
             note("Figure 3(c)", criterion, rate, "cosine", cos(whole._replace(rate=rate, criterion=i)))
     for rate in RATES[:: 3 if quick else 1]:

@@ -6,6 +6,7 @@ counted from the start of each dimension of the global shape, and the last block
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,12 +59,16 @@ def spread(values: Array, shape: Sequence[int], blocks: Sequence[int]) -> Array:
     return values
 
 
+def names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that an entry of a `PartitionSpec` names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def partition(spec: PartitionSpec, shape: Sequence[int], mesh_shape: dict[str, int]) -> PartitionSpec:
     """The sharding of block values: that of the array, replicated where the block count does not divide."""
     entries = []
     for n, entry in zip(shape, spec, strict=False):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        entries.append(entry if n % math.prod(mesh_shape[a] for a in names) == 0 else None)
+        entries.append(entry if n % math.prod(mesh_shape[a] for a in names(entry)) == 0 else None)
     return PartitionSpec(*entries)
 
 

@@ -6,6 +6,7 @@ bits.
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,21 @@ def _mixed(x: Array) -> Array:
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
+
+
+def round_stochastically(x: Array, words: Array, **part: Any) -> Array:
+    """bf16 from fp32, rounded up or down with probabilities that make the expectation exact; NaN and Inf stay.
+
+    The noise depends on nothing but the words and the element's place in the global shape (`by_position`).
+
+    Args:
+        x: fp32, any shape.
+        words: two uint32 words, random and new at every step.
+        part: of what `x` is a part, `whole` and `begin` of `by_position`.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + by_position(words, x.shape, **part)
+    bits = bits & np.uint32(0xFFFF0000)
+    return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(bits, jnp.float32)).astype(jnp.bfloat16)
 
 
 def salt(name: str) -> int:

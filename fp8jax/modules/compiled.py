@@ -154,7 +154,7 @@ def _explained(reasons: list[str], backend: str) -> tuple[str, str]:
         reason = "XLA did not make cuBLASLt's FP8 product of what was written for it"
         return reason, "set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false before JAX starts"
     text = " and ".join(lost)
-    return text, next((remedy for sign, remedy in _REMEDIES if sign in text), "see fp8jax.ops.matmul.chosen")
+    return text, next((remedy for sign, remedy in _REMEDIES if sign in text), "see fp8jax.ops.matmul.matmul")
 
 
 def describe(compiled: Any, told: Iterable[tuple[str, Choice]] = (), backend: str = "cuda") -> list[str]:

@@ -1,6 +1,7 @@
 """Gated and plain activations that keep their inputs in 8 bits for the backward pass (COAT, section 5.2)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,20 +14,10 @@ from fp8jax.core import derivatives, formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fused, fused_rows
+from fp8jax.ops import fused
 from fp8jax.ops.fused_reference import ACTIVATIONS, activation_cotangents
 from fp8jax.ops.saveable import ACTIVATION, named
-from fp8jax.ops.saved import (
-    BLANK,
-    NOTHING,
-    Gradient,
-    Made,
-    Origin,
-    Provenance,
-    decode,
-    differentiable,
-    keep,
-)
+from fp8jax.ops.saved import BLANK, NOTHING, Gradient, Made, Origin, Provenance, decode, differentiable, keep
 from fp8jax.recipes import context_part
 
 
@@ -67,10 +58,7 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str, kno
 
     Args:
         x: (..., channels), any floating dtype.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
-            but for codes made at once (`fused.at_once`).
-        activation: "silu", "gelu" (exact) or "gelu_tanh".
-        known: is told what the result and the inputs' gradients are made from.
+        recipe, activation, known: as of `glu`.
 
     Returns:
         (..., channels) in the dtype of `x`.
@@ -206,7 +194,7 @@ def activate(
     name: str, gate: Array, up: Array | None, recipe: Recipe | Context | str, known: Provenance = BLANK
 ) -> tuple[Array, Origin]:
     """The result of an activation, `glu` where there is an `up`, and what it is made from."""
-    context, function, to = context_part(recipe), _function(name), fused.bounded(recipe)
+    context, function, reader = context_part(recipe), _function(name), fused.reader(recipe)
     spare, operation, written = context.lean or context.spec is None or up is None, None, fused.written(recipe)
     if context.spec is not None or fused.at_once(recipe):
         operation = _fused(name, gate, up, context.spec, not spare, forward=True, fp8=not written)
@@ -214,39 +202,31 @@ def activate(
         y = function(gate) if up is None else function(gate) * up
         return derivatives.passed("an activation", y, gate, up), NOTHING
     g, u = lax.stop_gradient(gate), None if up is None else lax.stop_gradient(up)
-    part, scale, codes, spec = None, None, None, None if to is None else to.spec("x")
-    by_rows = fused_rows.of_layers(recipe)
+    to = None if reader is None else reader.spec("x")
+    part = scale = codes = None
     # XLA would make an approximate GELU part of the FP8 product before, and fail where others read that, too.
     plain = lax.optimization_barrier(g)
     activated = function(plain)
     y = activated if u is None else activated * u
     if operation is None:
         assert context.spec is not None
-        saved = ActivationSaved(
-            keep(plain, context.spec),
-            None if u is None else keep(u, context.spec),
-            None if spare else keep(activated, context.spec),
-        )
-        if spec is not None:
+        kept = plain, u, None if spare else activated
+        saved = ActivationSaved(*(None if x is None else keep(x, context.spec) for x in kept))  # type: ignore[arg-type]
+        if to is not None and not to.folds:
             matrix = fused.matrix(y)
-            scale = _bound(spec, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
+            scale = _bound(to, scaling.largest_of_sample(matrix), scaling.largest_magnitude(matrix))
     elif written:
         assert context.spec is not None
         saved, y = _keep_and_write(operation, g, u, context.spec)
     else:
-        saved, result, scale, codes = _keep(operation, g, u, context.spec, spec, by_rows)
+        saved, result, scale, codes = _keep(operation, g, u, context.spec, to)
         (part,) = result.parts
     inputs = (gate,) if up is None else (gate, up)
     saved = saved if context.spec is None else named(saved, ACTIVATION)
     how = Activation(name, gate.dtype, context.lean and context.scales == "bound", written)
     y, _ = differentiable(how, inputs, saved, y, known=known)
-    if part is not None and by_rows is not None and scale is not None and codes is not None:
-        fused_rows.hold(part, by_rows, codes, scale)
-    elif part is not None and spec is not None and scale is not None:
-        part.hold(spec, scale, codes)
-    target = None if to is None or scale is None else (to, scale)
+    origin = fused.origin(context, how, saved, part, reader, scale, codes)
     y = derivatives.passed("an activation", y, *inputs)
-    origin = Origin((how, saved) if context.lean or context.spec is None else None, part, target)
     known.note(y, origin)
     return y, origin
 
@@ -286,41 +266,36 @@ def _saved(parts: Any, like: Array, spec: QuantSpec) -> ActivationSaved:
 
 
 def _keep(
-    operation: Any,
-    gate: Array,
-    up: Array | None,
-    spec: QuantSpec | None,
-    to: QuantSpec | None,
-    by_rows: QuantSpec | None,
-) -> tuple[ActivationSaved, fused.Computation, Array | None, Array | None]:
-    """What is kept, what the result is computed from, and if it is known how to quantize it, its scale and codes."""
+    operation: Any, gate: Array, up: Array | None, spec: QuantSpec | None, to: QuantSpec | None
+) -> tuple[ActivationSaved, fused.Computation, Array | None, Any]:
+    """What is kept, what the result is computed from, and if it is known how to quantize it, its scale and codes.
+
+    Codes of rows have their scales beside them.
+    """
     from pallas_kernels import remake_triton
 
     coding, g, u = fused.coding(spec), fused.matrix(gate), None if up is None else fused.matrix(up)
     exact, kinds = operation._replace(exact=True), (remake_triton.RESULT,)
 
     def both(on: Any, *arrays: Any) -> Any:
-        if by_rows is not None:
-            parts, codes, scale = on.keep_activation_rows(operation, *arrays, coding, formats.get(by_rows.format).dtype)
-            return parts, None, scale, codes
-        if to is None:
-            parts, peak, _ = on.keep_activation(operation, *arrays, coding)
-            return parts, peak, None, None
+        keep = functools.partial(on.keep_activation, operation, *arrays, coding)
+        if to is None or to.folds:
+            parts, peak, codes = keep(result=None if to is None else (None, formats.get(to.format).dtype))
+            return parts, peak, None, codes
         with jax.named_scope("sample"):
             (sample,) = on.peaks(exact, kinds, remake_triton.Operands(arrays[0], up=arrays[1]), every=scaling.EVERY)
-        first = _bound(to, sample), formats.get(to.format).dtype
-        parts, peak, codes = on.keep_activation(operation, *arrays, coding, result=first)
+        parts, peak, codes = keep(result=(_bound(to, sample), formats.get(to.format).dtype))
         scale = _bound(to, sample, peak)
         with jax.named_scope("mend"):
             codes = on.mend(exact, *arrays, codes, scale, peak > scaling.beyond_sample(sample))
         return parts, peak, scale, codes
 
     # Of what is kept as it is, and is not coded by rows, the layers that read the result find the scale.
-    nothing = spec is None and by_rows is None
-    parts, peak, scale, result_codes = ((), None, None, None) if nothing else fused.run(both, g, u)
+    nothing = spec is None and (to is None or not to.folds)
+    parts, peak, scale, codes = ((), None, None, None) if nothing else fused.run(both, g, u)
     saved = ActivationSaved(gate, up, None) if spec is None else _saved(parts, gate, spec)
     result = fused.Computation(exact, kinds, remake_triton.Operands(g, up=u), () if peak is None else (peak,))
-    return saved, result, scale, result_codes
+    return saved, result, scale, codes
 
 
 def _function(name: str) -> Callable[[Array], Array]:

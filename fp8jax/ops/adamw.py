@@ -1,6 +1,6 @@
 """AdamW's step for parameters whose moments may be stored in 8 bits: decode, update in fp32, encode.
 
-`direction` is the reference in plain JAX. `step` and `update` run the fused kernel of `pallas_kernels/adamw_triton.py`
+`advanced` is the reference in plain JAX. `step` and `update` run the fused kernel of `pallas_kernels/adamw_triton.py`
 for quantized moments where it can run, and the reference for everything else.
 """
 
@@ -14,13 +14,13 @@ import optax
 from jax import Array
 
 from fp8jax.core import noise
+from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor, quantize, quantize_by_position
 from fp8jax.ops import adamw_fused
 from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
-from fp8jax.ops.choice import on_cuda, placed_like, tell, vary_with
-from fp8jax.ops.rounding import round_stochastically
+from fp8jax.ops.choice import placed_like, tell, vary_with
 
 
 def step(
@@ -59,15 +59,17 @@ def step(
         The new parameters, or their changes, and both trees of moments.
 
     Raises:
-        ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter: the message says why; or a key
-            is given, and no parameter is bf16.
+        ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter: the message says why; a key is
+            given, and no parameter is bf16; or `adam.applied` is, for an update, which nobody adds if it is not taken.
     """
+    if form == "update" and adam.applied is not None:
+        raise ValueError("adam.applied is for `step`; an update that is not taken is one that nobody adds")
     leaves, treedef = _leaves(grads, mu, nu, params, decays, key, noise.of_step(adam.count) if nu_stochastic else None)
     if key is not None and all(leaf.noise is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
-    impls = [adamw_fused.choose(leaf, impl, True).impl for leaf in leaves]
+    impls = [adamw_fused.choose(leaf, impl, anywhere=True).impl for leaf in leaves]
     for leaf in leaves:
-        tell("adamw", adamw_fused.choose(leaf, impl, impl == "triton" or on_cuda()))
+        tell("adamw", adamw_fused.choose(leaf, impl))
     reference = functools.partial(_reference, form, adam)
     if "triton" in impls:
         fused = _each_varying(adam, functools.partial(_fused, form, adam, impls))
@@ -79,20 +81,10 @@ def step(
     return result, mus, nus
 
 
-def update(
-    grads: Any, mu: Any, nu: Any, params: Any, adam: Adam, *, decays: Any = True, **how: Any
-) -> tuple[Any, Any, Any]:
-    """`step` of the form "update".
-
-    Raises:
-        ValueError: as `step`; or `adam.applied` is given: an update that is not taken is one that nobody adds.
-    """
-    if adam.applied is not None:
-        raise ValueError("adam.applied is for `step`; an update that is not taken is one that nobody adds")
-    return step(grads, mu, nu, params, adam, decays=decays, form="update", **how)
+update = functools.partial(step, form="update")
 
 
-def direction(grads: Any, mu: Any, nu: Any, adam: Adam, words: Any = None) -> tuple[Any, Any, Any]:
+def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
     """Adam's bias-corrected direction (Kingma and Ba, Algorithm 1), from moments before they are stored again.
 
     Computed by optax's own functions over the whole tree, so moments kept in fp32 give the bits of
@@ -103,20 +95,10 @@ def direction(grads: Any, mu: Any, nu: Any, adam: Adam, words: Any = None) -> tu
         mu: the tree with the first moment, as stored, in each leaf's place.
         nu: the tree with the second moments, likewise.
         adam: the scalars of the step.
-        words: in each leaf's place the two words that round its quantized second moment stochastically, or None; None
-            rounds all to nearest.
 
     Returns:
-        The tree of directions m / (sqrt(v) + eps) in fp32, to be followed downhill, and both trees of moments, stored
-        as they were given.
+        The tree of directions m / (sqrt(v) + eps), to be followed downhill, and both trees of moments; all in fp32.
     """
-    d, m, v = advanced(grads, mu, nu, adam)
-    words = jax.tree.map(lambda _: None, v) if words is None else words
-    return d, jax.tree.map(store, m, mu), jax.tree.map(store, v, nu, words)
-
-
-def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
-    """The tree of directions of `direction`, and both trees of moments after the step, in fp32 and not yet stored."""
     g = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
     if adam.factor is not None:
         g = jax.tree.map(lambda x: x * adam.factor, g)
@@ -165,9 +147,10 @@ def _leaves(
 
 
 def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
-    columns = ([leaf.grad for leaf in leaves], [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves])
+    grads, mus, nus = ([getattr(leaf, name) for leaf in leaves] for name in ("grad", "mu", "nu"))
     words = [None if leaf.nu_noise is None else noise.salted(leaf.nu_noise, leaf.salt) for leaf in leaves]
-    directions, mus, nus = direction(*columns, adam, words)
+    directions, *moments = advanced(grads, mus, nus, adam)
+    mus, nus = list(map(store, moments[0], mus)), list(map(store, moments[1], nus, words))
     results = []
     for leaf, d in zip(leaves, directions, strict=True):
         if adam.max_direction is not None:

@@ -13,11 +13,11 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from fp8jax.core import expansion, formats, noise
+from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.choice import Choice, capability, check_impl, missing_triton, triton_or_xla
 from fp8jax.ops.cuts import Cut
 from fp8jax.ops.partition import partitioned
-from fp8jax.ops.rounding import round_stochastically
 
 Moment = QTensor | Array
 Form = Literal["update", "step"]
@@ -108,8 +108,8 @@ class _Operands(NamedTuple):
     nu_noise: Array | None
 
 
-def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
-    """What computes the step of a parameter on CUDA, or elsewhere.
+def choose(leaf: Leaf, impl: str, *, anywhere: bool = False) -> Choice:
+    """What computes the step of a parameter here; `anywhere`, on a CUDA GPU.
 
     Raises:
         ValueError: `impl` is unknown; or it is "triton", and the kernel cannot take a quantized parameter.
@@ -118,7 +118,7 @@ def choose(leaf: Leaf, impl: str, cuda: bool) -> Choice:
     if not leaf.quantized:
         return Choice("xla", "no moment is quantized")
     return triton_or_xla(
-        impl, cuda, lambda: missing_triton("adamw_triton") or _unsupported(leaf), kernel="the fused kernel"
+        impl, lambda: missing_triton("adamw_triton") or _unsupported(leaf), "the fused kernel", anywhere=anywhere
     )
 
 

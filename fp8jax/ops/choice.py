@@ -27,50 +27,45 @@ class Choice:
     reason: str
 
 
-_listener: contextvars.ContextVar[list[tuple[str, Choice]] | None] = contextvars.ContextVar("listener", default=None)
+_Listener = contextvars.ContextVar[list[Any] | None]
+_choices: _Listener = contextvars.ContextVar("choices", default=None)
+_saved: _Listener = contextvars.ContextVar("saved", default=None)
+
+
+@contextlib.contextmanager
+def _hearing(listener: _Listener) -> Iterator[list[Any]]:
+    heard: list[Any] = []
+    token = listener.set(heard)
+    try:
+        yield heard
+    finally:
+        listener.reset(token)
 
 
 def tell(operation: str, choice: Choice) -> Choice:
     """Says what computes an operation of the program that is being traced, to whoever listens; returns the choice."""
-    choices = _listener.get()
-    if choices is not None:
-        choices.append((operation, choice))
+    if (heard := _choices.get()) is not None:
+        heard.append((operation, choice))
     return choice
 
 
-@contextlib.contextmanager
-def listening() -> Iterator[list[tuple[str, Choice]]]:
+def listening() -> contextlib.AbstractContextManager[list[tuple[str, Choice]]]:
     """Within it, a list of the operations that are traced and of what computes each, in their order.
 
     A function that JAX has traced before, and does not trace again, says nothing.
     """
-    choices: list[tuple[str, Choice]] = []
-    token = _listener.set(choices)
-    try:
-        yield choices
-    finally:
-        _listener.reset(token)
-
-
-_keeper: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("keeper", default=None)
+    return _hearing(_choices)
 
 
 def tell_saved(what: str) -> None:
     """Says what a layer of the program that is being traced saves for its backward pass, to whoever listens."""
-    names = _keeper.get()
-    if names is not None and what not in names:
-        names.append(what)
+    if (heard := _saved.get()) is not None and what not in heard:
+        heard.append(what)
 
 
-@contextlib.contextmanager
-def saving() -> Iterator[list[str]]:
+def saving() -> contextlib.AbstractContextManager[list[str]]:
     """Within it, a list of what the layers that are traced save for their backward passes, each kind once."""
-    names: list[str] = []
-    token = _keeper.set(names)
-    try:
-        yield names
-    finally:
-        _keeper.reset(token)
+    return _hearing(_saved)
 
 
 def summary(told: Iterable[tuple[str, Choice]]) -> list[str]:
@@ -142,11 +137,9 @@ def named(a: Any, b: Any) -> Any:
     return jax.named_scope(f"fp8jax:{left}*{right}")
 
 
-def on_cuda(platform: str | None = None) -> bool:
-    """Whether programs run on CUDA GPUs: on `platform`, or where None is given as `target` says, or JAX's backend."""
-    if platform is None and aimed().capability is not None:
-        return True
-    return (platform or jax.default_backend()) in ("cuda", "gpu")
+def on_cuda() -> bool:
+    """Whether programs run on CUDA GPUs, as `target` says, or JAX's backend."""
+    return aimed().capability is not None or jax.default_backend() in ("cuda", "gpu")
 
 
 def capability() -> int:
@@ -208,14 +201,17 @@ def check_impl(impl: str, impls: tuple[str, ...] = IMPLS) -> None:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(impls)}")
 
 
-def triton_or_xla(impl: str, cuda: bool, unfit: Callable[[], str | None], kernel: str = "the kernel") -> Choice:
+def triton_or_xla(
+    impl: str, unfit: Callable[[], str | None], kernel: str = "the kernel", *, anywhere: bool = False
+) -> Choice:
     """What computes an operation for which there is a Triton kernel.
 
     Args:
         impl: "auto", "xla" or "triton".
-        cuda: whether programs run on CUDA GPUs.
-        unfit: says why the kernel cannot take the operands, or None; not asked elsewhere.
+        unfit: says why the kernel cannot take the operands, or None; not asked where programs run on no CUDA GPU,
+            unless `impl` is "triton".
         kernel: what the kernel is called.
+        anywhere: whether to answer as for a CUDA GPU, wherever programs run.
 
     Raises:
         ValueError: `impl` is unknown; or it is "triton", and the kernel cannot run.
@@ -223,7 +219,7 @@ def triton_or_xla(impl: str, cuda: bool, unfit: Callable[[], str | None], kernel
     check_impl(impl)
     if impl == "xla":
         return Choice("xla", "asked for")
-    reason = unfit() if cuda else "it needs a CUDA GPU"
+    reason = unfit() if anywhere or impl == "triton" or on_cuda() else "it needs a CUDA GPU"
     if reason is None:
         return Choice("triton", f"{kernel} takes it")
     if impl == "triton":

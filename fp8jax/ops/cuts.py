@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from fp8jax.core import blocks
 from fp8jax.core.spec import QuantSpec
 
 
@@ -61,6 +62,14 @@ class Cut(NamedTuple):
         axes = self._over(name)
         return lax.axis_index(axes) * length if axes else 0
 
+    def fours(self, whole: Sequence[int], part: Sequence[int]) -> Array:
+        """Columns of a whole matrix "m n", and the place in it, in fours of rows, of a device's part; uint32 (2,).
+
+        The noise of an element goes by its place in the whole, whoever quantizes it.
+        """
+        first = self.start("m", part[0]) // 4 * whole[1] + self.start("n", part[1])
+        return jnp.stack([jnp.asarray(value, jnp.uint32) for value in (whole[1], first)])
+
     def _over(self, names: str) -> tuple[str, ...]:
         return tuple(axis for name in names.split() for axis in self.axes.get(name, ()))
 
@@ -96,8 +105,8 @@ class Notation(NamedTuple):
 
     def unit(self, name: str) -> int:
         """The shortest part that a dimension may be cut into."""
-        blocks = [d.block for side in (self.ins, self.outs) for part in side for d in part if d.name == name]
-        return math.lcm(*blocks, *(unit for known, unit in self.units if known == name))
+        sizes = [d.block for side in (self.ins, self.outs) for part in side for d in part if d.name == name]
+        return math.lcm(*sizes, *(unit for known, unit in self.units if known == name))
 
     def batched(self, name: str, operands: Sequence[bool]) -> "Notation":
         """With one more leading dimension of all results and of some operands."""
@@ -151,8 +160,7 @@ class Notation(NamedTuple):
         for name in dict.fromkeys(d.name for part in self.ins for d in part if d.name is not None):
             for dimensions, spec in zip(self.ins, specs, strict=True):
                 for dimension, entry in zip(dimensions, spec, strict=False):
-                    names = entry if isinstance(entry, tuple) else (entry,)
-                    free = tuple(a for a in names if a is not None and mesh[a] > 1 and a not in used)
+                    free = tuple(a for a in blocks.names(entry) if mesh[a] > 1 and a not in used)
                     parts = math.prod(mesh[a] for a in free) * self.unit(name)
                     if dimension.name == name and name not in axes and free and lengths[name] % parts == 0:
                         axes[name] = free
@@ -160,8 +168,7 @@ class Notation(NamedTuple):
         scattered: dict[str, tuple[str, ...]] = {}
         summed = axes.get(self.sums or "", ())
         for (result, _), entry in zip(self.outs[0], wanted or (), strict=False):
-            entries = entry if isinstance(entry, tuple) else (entry,)
-            own = tuple(a for a in entries if a is not None and mesh[a] > 1)
+            own = tuple(a for a in blocks.names(entry) if mesh[a] > 1)
             if result is None or result in axes or not own or not set(own) <= set(summed):
                 continue
             if lengths[result] % (math.prod(mesh[a] for a in own) * self.unit(result)) == 0:

@@ -12,11 +12,9 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
+from fp8jax.ops.choice import Choice, capability, missing_triton, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned
-
-CRITERIA = ("absmax", "l1", "relative_l1")
 
 
 class Pair(NamedTuple):
@@ -60,64 +58,33 @@ def quantize(
     spec: QuantSpec | str,
     threshold: Array | float,
     *,
-    criterion: str = "absmax",
     key: Array | None = None,
     impl: str = "auto",
 ) -> tuple[Pair, QTensor | None]:
-    """Blocks of a matrix; those whose measure exceeds the threshold fall back.
+    """Blocks of a matrix; those whose largest magnitude exceeds the threshold fall back (section 4.4, "absmax").
 
     A block with a NaN or Inf has a NaN scale, as every int8 block, and does not fall back.
 
     Args:
         x: (M, N), floating.
         spec: int8 in blocks, such as "int8:block128".
-        threshold: fp32 scalar, in the units of the criterion.
-        criterion: what is measured of a block (section 4.4): "absmax", its largest magnitude; "l1", the sum of its
-            quantization errors; "relative_l1", that over the sum of its magnitudes.
+        threshold: fp32 scalar.
         key: PRNG key, for the second result.
-        impl: "auto", "xla" or "triton": "auto" is the kernel on CUDA GPUs for blocks of 32 or 128, by "absmax".
+        impl: "auto", "xla" or "triton": "auto" is the kernel on CUDA GPUs for blocks of 32 or 128.
 
     Returns:
         The pair; and, where there is a key, the same blocks under the same scales, rounded stochastically, as a linear
         saves its input for the backward pass.
 
     Raises:
-        ValueError: the spec, the criterion or `impl` is another; or `impl` is "triton" and the kernel cannot run.
+        ValueError: the spec or `impl` is another; or `impl` is "triton" and the kernel cannot run.
     """
     spec = _check(spec)
-    if criterion not in CRITERIA:
-        raise ValueError(f"unknown criterion {criterion!r}; it is one of {', '.join(CRITERIA)}")
-    choice = tell("fallback quantize", _choose(x, spec, criterion, impl, impl == "triton" or on_cuda()))
+    choice = tell("fallback quantize", _choose(x, spec, impl))
     threshold = jnp.asarray(threshold, jnp.float32)
-    reference = functools.partial(_reference, spec, criterion)
-    kernel = functools.partial(_kernel, spec)
+    reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
     result: tuple[Pair, QTensor | None] = run(choice, impl, x, threshold, key, kernel=kernel, reference=reference)
     return result
-
-
-def measured(x: Array, base: QTensor, criterion: str = "absmax") -> Array:
-    """The measure of each block that decides whether it falls back: fp32, NaN where a block is not finite.
-
-    Args:
-        x: the matrix. base: its blocks. criterion: as of `quantize`.
-    """
-    block = base.spec.block_shape(x.shape)
-    x = x.astype(jnp.float32)
-    if criterion == "absmax":
-        measure = blocks.reduce(jnp.abs(x), block, jnp.max, 0.0)
-    else:
-        measure = _total(jnp.abs(x - base.dequantize()), block)
-    if criterion == "relative_l1":
-        size = _total(jnp.abs(x), block)
-        measure = jnp.where(size == 0, 0, measure / jnp.where(size == 0, 1, size))
-    return jnp.where(jnp.isnan(base.scale), jnp.nan, measure)
-
-
-def top_share(measures: Array, share: float) -> Array:
-    """The blocks with the largest measures, as many as `share` of them: for study, as it needs all at once."""
-    flat = measures.reshape(-1)
-    count = round(share * flat.size)
-    return jnp.isin(jnp.arange(flat.size), jnp.argsort(-flat)[:count]).reshape(measures.shape)
 
 
 def pair(x: Array, base: QTensor, used: Array) -> Pair:
@@ -129,13 +96,6 @@ def pair(x: Array, base: QTensor, used: Array) -> Pair:
     return Pair(base, quantize_with_scale(jnp.where(falls, rest, 0), base.spec, None), used)
 
 
-def _total(x: Array, block: tuple[int, ...]) -> Array:
-    def add(x: Array, axis: tuple[int, ...], initial: float) -> Array:
-        return jnp.sum(x, axis)
-
-    return blocks.reduce(x, block, add, 0.0)
-
-
 def _check(spec: QuantSpec | str) -> QuantSpec:
     spec = QuantSpec.parse(spec)
     if (spec.format, spec.granularity, spec.rounding) != ("int8", "block", "nearest"):
@@ -143,7 +103,7 @@ def _check(spec: QuantSpec | str) -> QuantSpec:
     return spec
 
 
-def _choose(x: Array, spec: QuantSpec, criterion: str, impl: str, cuda: bool) -> Choice:
+def _choose(x: Array, spec: QuantSpec, impl: str) -> Choice:
     if len(x.shape) != 2:
         raise ValueError(f"fallback quantization takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
 
@@ -152,18 +112,16 @@ def _choose(x: Array, spec: QuantSpec, criterion: str, impl: str, cuda: bool) ->
             return reason
         from pallas_kernels import fallback_triton
 
-        other = None if criterion == "absmax" else f"it measures blocks by absmax, not {criterion}"
-        return fallback_triton.unsupported(x, spec.group_size or 0) or other
+        return fallback_triton.unsupported(x, spec.group_size or 0)
 
-    return triton_or_xla(impl, cuda, unfit)
+    return triton_or_xla(impl, unfit)
 
 
-def _reference(
-    spec: QuantSpec, criterion: str, x: Array, threshold: Array, key: Array | None
-) -> tuple[Pair, QTensor | None]:
+def _reference(spec: QuantSpec, x: Array, threshold: Array, key: Array | None) -> tuple[Pair, QTensor | None]:
     def make(x: Array, threshold: Array, *words: Array) -> tuple[Array, ...]:
         base = quantize_with_scale(x, spec, None)
-        parts = pair(x, base, measured(x, base, criterion) > threshold)
+        largest = blocks.reduce(jnp.abs(x.astype(jnp.float32)), spec.block_shape(x.shape), jnp.max, 0.0)
+        parts = pair(x, base, jnp.where(jnp.isnan(base.scale), jnp.nan, largest) > threshold)
         drawn = [quantize_with_scale(x, stochastic(spec), None, words=w) for w in words]
         return tuple(jax.tree.leaves((parts, drawn)))
 
@@ -200,10 +158,7 @@ def _one(
     """Of a device's own part of a matrix, whose whole shape is given."""
     from pallas_kernels import fallback_triton
 
-    place = None
-    if words is not None:
-        first = cut.start("m", x.shape[0]) // 4 * whole[1] + cut.start("n", x.shape[1])
-        place = jnp.stack([jnp.asarray(value, jnp.uint32) for value in (whole[1], first)])
+    place = None if words is None else cut.fours(whole, x.shape)
     assert spec.group_size is not None
     parts = fallback_triton.quantize(
         x, threshold, spec.group_size, words=words, place=place, compute_capability=capability()

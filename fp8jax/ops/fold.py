@@ -6,7 +6,7 @@ from jax import Array
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops.choice import capability, missing_triton, on_cuda, run, tell, triton_or_xla
+from fp8jax.ops.choice import capability, missing_triton, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut
 from fp8jax.ops.partition import partitioned
 
@@ -41,7 +41,7 @@ def refold(q: QTensor, *, impl: str = "auto") -> QTensor:
     if not foldable(q):
         raise ValueError(f"refold takes e4m3 codes microscaled by 32 of a row under a level 1 scale, not {q.spec}")
     empty = f"shape {q.shape} is empty" if 0 in q.shape else None
-    choice = triton_or_xla(impl, impl == "triton" or on_cuda(), lambda: empty or missing_triton("fold_triton"))
+    choice = triton_or_xla(impl, lambda: empty or missing_triton("fold_triton"))
     tell("refold", choice)
     assert q.microscale is not None
     operands = q.codes, q.microscale, q.scale.astype(jnp.float32)

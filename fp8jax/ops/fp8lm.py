@@ -18,8 +18,9 @@ from jax import Array
 
 from fp8jax.core import blocks, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.ops.adamw import load
 from fp8jax.ops.adamw_fused import Adam, Form, Place, placed
-from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, placed_like, tell, triton_or_xla, vary_with
+from fp8jax.ops.choice import Choice, capability, missing_triton, placed_like, tell, triton_or_xla, vary_with
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned
 
@@ -92,9 +93,9 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
     Raises:
         ValueError: `impl` is unknown, or it is "triton", and the kernel cannot take a parameter.
     """
-    impls = [choose(leaf, impl, True).impl for leaf in leaves]
+    impls = [choose(leaf, impl, anywhere=True).impl for leaf in leaves]
     for leaf in leaves:
-        tell("fp8lm_adamw", choose(leaf, impl, impl == "triton" or on_cuda()))
+        tell("fp8lm_adamw", choose(leaf, impl))
 
     def each(which: Sequence[str], leaves: Sequence[MasterLeaf]) -> list[StepResult]:
         run = {"triton": _fused, "xla": _reference}
@@ -111,14 +112,14 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
     return results
 
 
-def choose(leaf: MasterLeaf, impl: str, cuda: bool) -> Choice:
-    """What computes the step of a parameter on CUDA, or elsewhere.
+def choose(leaf: MasterLeaf, impl: str, *, anywhere: bool = False) -> Choice:
+    """What computes the step of a parameter here; `anywhere`, on a CUDA GPU.
 
     Raises:
         ValueError: as `apply`.
     """
     return triton_or_xla(
-        impl, cuda, lambda: missing_triton("fp8lm_triton") or _unsupported(leaf), kernel="the fused kernel"
+        impl, lambda: missing_triton("fp8lm_triton") or _unsupported(leaf), "the fused kernel", anywhere=anywhere
     )
 
 
@@ -163,7 +164,7 @@ def _new_scales(leaf: MasterLeaf, adam: Adam) -> list[Array]:
     if leaf.codes:
         of_grad = jnp.abs(leaf.grad.scale) * formats.get(leaf.grad.spec.format).max
     else:
-        of_grad = largest_of(_values(leaf.grad), leaf.master.spec.block_shape(leaf.master.shape))
+        of_grad = largest_of(load(leaf.grad), leaf.master.spec.block_shape(leaf.master.shape))
     if adam.factor is not None:
         of_grad = of_grad * jnp.abs(adam.factor)
     of_weight, of_mu, of_nu = leaf.largest
@@ -186,21 +187,17 @@ def _scalars(adam: Adam, decays: bool) -> Any:
     )
 
 
-def _values(x: Any) -> Array:
-    return x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
-
-
 def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     """The step in plain JAX; each operation is the kernel's."""
     b1_rest, b2_rest = (jnp.asarray(1 - b, jnp.float32) for b in (adam.b1, adam.b2))
     corrections = [1 / (1 - b**adam.count) for b in (adam.b1, adam.b2)]
     rate, decay = jnp.asarray(adam.rate, jnp.float32), adam.weight_decay if leaf.decays else 0.0
-    g = _values(leaf.grad)
+    g = load(leaf.grad)
     g = g if adam.factor is None else g * adam.factor
-    m = b1_rest * g + adam.b1 * _values(leaf.mu)
-    v = b2_rest * (g * g) + adam.b2 * _values(leaf.nu)
+    m = b1_rest * g + adam.b1 * load(leaf.mu)
+    v = b2_rest * (g * g) + adam.b2 * load(leaf.nu)
     direction = (m * corrections[0]) / (jnp.sqrt(v * corrections[1] + adam.eps_root) + adam.eps)
-    weight = _values(leaf.master)
+    weight = load(leaf.master)
     weight = weight - rate * (direction + decay * weight)
     new = []
     for values, old, scale, words in zip(
@@ -208,7 +205,7 @@ def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     ):
         rounded = old.spec if words is None else dataclasses.replace(old.spec, rounding="stochastic")
         new.append(dataclasses.replace(quantize_with_scale(values, rounded, scale, words=words), spec=old.spec))
-    result = _values(new[0])
+    result = load(new[0])
     if form == "update":
         result = result - leaf.weight.astype(jnp.float32)
     master, mu, nu = new
@@ -275,7 +272,7 @@ def _fused(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     outs = (*[array] * 4, f"- {of_scale}")
     scales = _new_scales(leaf, adam)
     values = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in _scalars(adam, leaf.decays))
-    grad = leaf.grad.codes if leaf.codes else _values(leaf.grad) if isinstance(leaf.grad, QTensor) else leaf.grad
+    grad = leaf.grad.codes if leaf.codes else load(leaf.grad) if isinstance(leaf.grad, QTensor) else leaf.grad
     grad_scale = leaf.grad.scale if leaf.codes else jnp.ones_like(leaf.master.scale)
     master, mu, nu = leaf.stored
     operands = _MasterOperands(

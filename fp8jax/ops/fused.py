@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from fp8jax.core import formats, scaling
+from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Context, Linear, Recipe
-from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell
-from fp8jax.ops.saved import from_bytes, to_bytes
+from fp8jax.ops.saved import Origin, Remade, from_bytes, to_bytes
 from fp8jax.ops.sharding import merge, spec_of, split
 from fp8jax.recipes import resolve
 
@@ -102,10 +101,16 @@ class Output(NamedTuple):
         peaks = tuple(formats.round_to(peak, formats.get("bf16")) for peak in result.peaks)
         return Output(Computation(operation, result.kinds, result.operands, peaks), 0)
 
-    def hold(self, spec: QuantSpec, scale: Array, codes: Array | None) -> None:
-        """Codes (M, N) of the array under a scale, if they are made already."""
-        if codes is not None:
-            self.result.variants[True, False, spec, Same(scale)] = [_pair(spec, codes, None, scale.reshape(1, 1))]
+    def hold(self, spec: QuantSpec, scale: Array | None, codes: Any) -> None:
+        """What quantizing the array as `spec` says will give: codes (M, N) under a scale.
+
+        Or, where codes fold powers of two into them, codes and the scales of rows, (M, 1).
+        """
+        if scale is not None:
+            self.result.variants[True, False, spec, Same(scale)] = [pair(spec, codes, None, scale.reshape(1, 1))]
+        else:
+            q = QTensor(codes[0], codes[1], None, None, QuantSpec(spec.format, "token"))
+            self.result.variants["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
 
 
 class Foreseen(NamedTuple):
@@ -128,13 +133,43 @@ class Foreseen(NamedTuple):
         return {(True, True, self.spec, Same(scale)): self.codes for scale in self.scales if self.codes}
 
 
-def bounded(recipe: Recipe | Context | str) -> Linear | None:
-    """The linear layers for which an operation makes the scale of its result, and codes under it, if it does."""
-    recipe = resolve(recipe)
-    if not isinstance(recipe, Recipe) or recipe.context.scales != "bound" or "x" in recipe.linear.states:
+def reader(recipe: Recipe | Context | str) -> Linear | None:
+    """The linear layers for which an operation makes codes of its result, if it does.
+
+    These are of its rows alone, microscaled and folded, or under a scale from a bound.
+    """
+    whole = resolve(recipe)
+    spec = whole.linear.spec("x") if isinstance(whole, Recipe) and whole.linear.saved == SAME else None
+    if not isinstance(whole, Recipe) or spec is None:
         return None
-    spec = recipe.linear.spec("x")
-    return recipe.linear if spec is not None and recipe.linear.saved == SAME and takes(spec) else None
+    bounded = whole.context.scales == "bound" and "x" not in whole.linear.states and takes(spec)
+    return whole.linear if bounded or _of_rows(spec) else None
+
+
+def origin(
+    context: Context,
+    how: Remade,
+    saved: Any,
+    part: Output | None,
+    reader: Linear | None,
+    scale: Array | None,
+    codes: Any,
+) -> Origin:
+    """What an operation's result is made from.
+
+    Args:
+        context: what the operation keeps.
+        how, saved: how it is made again, and from what.
+        part: what kernels compute it from.
+        reader, scale: the layers that are to quantize it under this scale, if it is known.
+        codes: what they will make of it, as of `Output.hold`, if that is made.
+    """
+    if part is not None and reader is not None and codes is not None:
+        spec = reader.spec("x")
+        assert spec is not None
+        part.hold(spec, scale, codes)
+    again = (how, saved) if context.lean or context.spec is None else None
+    return Origin(again, part, None if reader is None or scale is None else (reader, scale))
 
 
 def at_once(recipe: Recipe | Context | str) -> bool:
@@ -150,14 +185,19 @@ def at_once(recipe: Recipe | Context | str) -> bool:
     spec = whole.linear.spec("x")
     if spec is None or whole.linear.saved != SAME or whole.linear.x_wgrad != SAME or "x" in whole.linear.states:
         return False
-    return takes(spec) or (spec.folds and spec.level1 == "token" and formats.get(spec.format).bits == 8)
+    return takes(spec) or _of_rows(spec)
+
+
+def _of_rows(spec: QuantSpec) -> bool:
+    """Whether codes that microscaling leaves, folded, need nothing but their rows."""
+    return spec.folds and spec.level1 == "token" and formats.get(spec.format).bits == 8
 
 
 def written(recipe: Recipe | Context | str) -> bool:
     """Whether on a GPU operations write what they compute, and not the layers that read it: these take no FP8 codes.
 
     So it is where what is kept are codes of ten bits, and layers of the recipe have others than `codes` or
-    `fp8jax.ops.fused_rows` makes.
+    `fp8jax.ops.fused_codes` makes.
     """
     whole = resolve(recipe)
     context = whole.context if isinstance(whole, Recipe) else whole
@@ -167,38 +207,6 @@ def written(recipe: Recipe | Context | str) -> bool:
     return spec is None or not (takes(spec) or spec.folds)
 
 
-def codes(
-    part: Output,
-    rows: QuantSpec | None,
-    columns: QuantSpec | None,
-    *,
-    same: bool,
-    scale: Array | None,
-    strategy: Scaling,
-) -> tuple[QTensor | None, QTensor | None] | None:
-    """Codes of a matrix and of its transposed copy from what it is computed from; None where that is no kernel's.
-
-    Args:
-        part: what the matrix is computed from.
-        rows, columns: how `x` and `x.T` are quantized, or None where they are not.
-        same: whether both have the same codes; else one of them is None.
-        scale, strategy: as of `fp8jax.ops.quantize.quantize`.
-    """
-    spec = rows if columns is None else columns
-    if spec is None or not (same or rows is None or columns is None) or not takes(spec):
-        return None
-    how = (rows is not None, columns is not None, spec, strategy if scale is None else Same(scale))
-    if how in part.result.variants:
-        return part.result.variants[how][part.place]
-    if scale is None:
-        part.result.variants[how] = _make(part.result, how, None)
-        return part.result.variants[how][part.place]
-    if part.result.ahead is not None and rows is None:
-        return None, _make_ahead(part.result, spec, scale)
-    alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
-    return _make(alone, how, scale)[0]
-
-
 def takes(spec: QuantSpec) -> bool:
     """Whether the kernels make such codes."""
     fmt = formats.get(spec.format)
@@ -206,59 +214,9 @@ def takes(spec: QuantSpec) -> bool:
     return plain and spec.rounding == "nearest" and not (spec.expand or spec.stacked) and spec.underflow == "zero"
 
 
-def _make(result: Computation, how: Any, scale: Array | None) -> list[tuple[QTensor | None, QTensor | None]]:
-    rows, columns, spec, strategy = how
-    tell("quantize", Choice("triton", "from what the matrix is computed from, which is not written"))
-    # JAX keeps traced functions: this one must not hold the result, and with it arrays of a trace.
-    fmt, operation, kinds = formats.get(spec.format), result.operation, result.kinds
-
-    def make(on: Any, operands: Any, scale: Array | None, peaks: tuple[Array, ...]) -> Any:
-        if scale is None:
-            tops = peaks or on.peaks(operation, kinds, operands)
-            scales = tuple(scaling.to_scale(strategy.settle(top), fmt) for top in tops)
-        else:
-            scales = (scaling.usable(scale.reshape(())),)
-        pairs = on.quantize(operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns)
-        return [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)]
-
-    return [_pair(spec, *parts) for parts in run(make, result.operands, scale, result.peaks)]
-
-
-def _pair(spec: QuantSpec, row: Array | None, column: Array | None, scale: Array) -> Any:
+def pair(spec: QuantSpec, row: Array | None, column: Array | None, scale: Array) -> Any:
     """Codes of an array and of its transposed copy as tensors."""
     return tuple(None if codes is None else QTensor(codes, scale, None, None, spec) for codes in (row, column))
-
-
-def _make_ahead(result: Computation, spec: QuantSpec, scale: Array) -> QTensor:
-    """Transposed codes of an activation's result, made with what the backward pass will ask for next.
-
-    These are the peaks of the cotangents that the result's gradient gives, or their codes where scales are given.
-    """
-    from pallas_kernels.remake_triton import GATE, UP
-
-    tell("quantize", Choice("triton", "from what the matrix is computed from, which is not written"))
-    operation, dtype = result.operation, formats.get(spec.format).dtype
-    known = result.ahead
-    assert known is not None
-    to = None if known.spec is None else formats.get(known.spec.format).dtype
-
-    def make(on: Any, operands: Any, scale: Array, scales: tuple[Array, ...]) -> Any:
-        scale = scaling.usable(scale.reshape(()))
-        if not scales:
-            codes, peaks = on.ahead(operation, operands, scale, dtype)
-            return codes, scale.reshape(1, 1), tuple(peaks)
-        *pairs, (_, codes) = on.quantize(
-            operation, (GATE, UP)[: len(scales)], operands, scales, to, rows=True, columns=True, again=(scale, dtype)
-        )
-        parts = [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)]
-        return codes, scale.reshape(1, 1), parts
-
-    codes, used, cotangents = run(make, result.operands, scale, known.scales)
-    if known.spec is None:
-        result.ahead = known._replace(peaks=cotangents)
-    else:
-        result.ahead = known._replace(codes=tuple(_pair(known.spec, *parts) for parts in cotangents))
-    return QTensor(codes, used, None, None, spec)
 
 
 def itself(x: Array) -> Output | None:

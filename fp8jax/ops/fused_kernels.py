@@ -28,10 +28,9 @@ def forward(
     eps: float,
     coding: Any,
     *,
-    result: tuple[Array | None, Any] | None = None,
+    result: fused_reference.Result = None,
 ) -> Any:
-    scale, dtype = result or (None, None)
-    by_row = result is not None and scale is None and jax.numpy.dtype(dtype).itemsize == 1
+    (scale, dtype), by_row = result or (None, None), fused_reference.of_rows(result)
 
     def run(cut: Cut, x: Array, weight: Array | None, bias: Array | None, scale: Array | None) -> Any:
         result = None if dtype is None else (scale, dtype)
@@ -70,40 +69,29 @@ def backward(
 
 
 def keep_activation(
-    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: tuple[Array | None, Any] | None = None
+    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: fused_reference.Result = None
 ) -> Any:
-    scale, dtype = result or (None, None)
+    (scale, dtype), by_row = result or (None, None), fused_reference.of_rows(result)
 
     def run(cut: Cut, gate: Array, up: Array | None, scale: Array | None) -> Any:
+        if by_row:
+            kept, codes, rows = activation_rows_triton.keep_activation(
+                operation, gate, up, coding, dtype, compute_capability=capability()
+            )
+            return kept, None, (codes, rows)
         result = None if dtype is None else (scale, dtype)
-        parts, peak, codes = activation_triton.keep_activation(
+        kept, peak, made = activation_triton.keep_activation(
             operation, gate, up, coding, result=result, compute_capability=capability()
         )
-        return parts, cut.maximum(peak, "m n"), codes
+        return kept, cut.maximum(peak, "m n"), made
 
-    pair, tile = ((_ROWS, _ROWS), _ROWS) if coding.packed else ((_TILE, f"m n/{coding.size}"), _TILE)
+    # Where rows are needed whole channels that are cut are gathered.
+    whole = by_row or coding.packed
+    pair, tile = ((_ROWS, _ROWS), _ROWS) if whole else ((_TILE, f"m n/{coding.size}"), _TILE)
     return partitioned(
         "keep_activation", (operation, coding, str(dtype)), run, (gate, up, scale), (tile, tile, _whole(scale)),
-        ((pair, pair, pair), "", tile),
+        ((pair, pair, pair), "", (tile, tile) if by_row else tile),
     )  # fmt: skip
-
-
-def keep_activation_rows(operation: Any, gate: Array, up: Array | None, coding: Any, dtype: Any) -> Any:
-    def run(cut: Cut, gate: Array, up: Array | None) -> Any:
-        return activation_rows_triton.keep_activation(
-            operation, gate, up, coding, dtype, compute_capability=capability()
-        )
-
-    # Whole rows: where channels are cut they are gathered.
-    pair = (_ROWS, _ROWS)
-    return partitioned(
-        "keep_activation_rows",
-        (operation, coding, str(dtype)),
-        run,
-        (gate, up),
-        pair,
-        ((pair, pair, pair), _ROWS, _ROWS),
-    )
 
 
 def mend(operation: Any, gate: Array, up: Array | None, codes: Array, scale: Array, wrong: Array) -> Any:

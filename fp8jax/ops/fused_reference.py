@@ -21,6 +21,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+# What else kernels are to write of a result: its dtype is that of codes, under a scale or, for None, those of rows; or,
+# of 16 bits or more, that of the result itself.
+Result = tuple[Array | None, Any] | None
 _NAMES = {jnp.dtype(jnp.float8_e4m3fn): "e4m3", jnp.dtype(jnp.float8_e5m2): "e5m2", jnp.dtype(jnp.int16): "int10"}
 
 
@@ -98,7 +101,7 @@ def quantize(
         result, (scale, to) = (remake_triton.RESULT,), again
         return first + quantize(operation, result, operands, (scale,), to, rows=False, columns=True)
     pairs = zip(results(operation, kinds, operands), scales, strict=True)
-    codes: list[Any] = [_codes(x, (scale, dtype)) for x, scale in pairs]
+    codes = [_codes(x, scale, dtype) for x, scale in pairs]
     return [(c if rows else None, c.T if columns else None) for c in codes]
 
 
@@ -133,25 +136,13 @@ def row_peaks(x: Array) -> Array:
 
 
 def keep_activation(
-    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: tuple[Array | None, Any] | None = None
-) -> tuple[list[Any], Array, Array | None]:
+    operation: Any, gate: Array, up: Array | None, coding: Any, *, result: Result = None
+) -> tuple[list[Any], Array | None, Any]:
     activated = list(ACTIVATIONS.values())[operation.activation](gate)
     y = activated if up is None else activated * up
-    parts = (gate, up, activated if operation.activated else None)
-    return (
-        [None if x is None or coding is None else _keep(x, coding) for x in parts],
-        scaling.largest_magnitude(y),
-        _written(y, result),
-    )
-
-
-def keep_activation_rows(
-    operation: Any, gate: Array, up: Array | None, coding: Any, dtype: Any
-) -> tuple[list[Any], Array, Array]:
-    parts, _, _ = keep_activation(operation, gate, up, coding)
-    activated = list(ACTIVATIONS.values())[operation.activation](gate)
-    codes, scale = _row_codes(activated if up is None else activated * up, dtype)
-    return parts, codes, scale
+    kept = (gate, up, activated if operation.activated else None)
+    parts = [None if x is None or coding is None else _keep(x, coding) for x in kept]
+    return parts, None if of_rows(result) else scaling.largest_magnitude(y), _written(y, result)
 
 
 def mend(operation: Any, gate: Array, up: Array | None, codes: Array, scale: Array, wrong: Array) -> Array:
@@ -173,7 +164,7 @@ def forward(
     eps: float,
     coding: Any,
     *,
-    result: tuple[Array | None, Any] | None = None,
+    result: Result = None,
 ) -> tuple[Array | None, Array | None, Array, Array | None, Array, Any]:
     from pallas_kernels import quantize_triton
 
@@ -181,10 +172,7 @@ def forward(
     mean = jnp.mean(x.astype(jnp.float32), -1) if operation.centered else None
     y = normalized(z, inverse, weight, bias).astype(quantize_triton.PLAIN_DTYPES[operation.dtype])
     codes, scales = (None, None) if coding is None else _keep(z if operation.centered else x, coding)
-    made: Any = _written(y, result)
-    if result is not None and result[0] is None and made is None:
-        made = _row_codes(y, result[1])
-    return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), made
+    return codes, scales, inverse[:, 0], mean, scaling.largest_magnitude(y), _written(y, result)
 
 
 def backward(
@@ -214,24 +202,26 @@ def _read(operation: Any, x: Array, scale: Array | None) -> Array:
     return x if scale is None else x * jnp.repeat(scale.astype(jnp.float32), operation.group, 1)[:, : x.shape[1]]
 
 
-def _row_codes(y: Array, dtype: Any) -> tuple[Array, Array]:
-    """Codes and each row's own scale, (rows, 1)."""
-    q = quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(dtype)], "token"), None)
-    return q.codes, q.scale
+def of_rows(result: Result) -> bool:
+    """Whether codes are asked for with a scale for each row."""
+    return result is not None and result[0] is None and jnp.dtype(result[1]).itemsize == 1
 
 
-def _written(y: Array, result: tuple[Array | None, Any] | None) -> Array | None:
-    """A result itself, where its dtype is given, or its codes under a scale."""
-    return y if result is not None and jnp.dtype(result[1]).itemsize > 1 else _codes(y, result)
+def _written(y: Array, result: Result) -> Any:
+    """What is asked for of a result: itself, its codes under a scale, or its codes and each row's own scale."""
+    if result is None or jnp.dtype(result[1]).itemsize > 1:
+        return None if result is None else y
+    scale, dtype = result
+    if scale is None:
+        q = quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(dtype)], "token"), None)
+        return q.codes, q.scale
+    return _codes(y, scale, dtype)
 
 
-def _codes(y: Array, how: tuple[Array | None, Any] | None) -> Array | None:
-    """Of a scale, one or one a row, and a dtype."""
-    if how is None or how[0] is None:
-        return None
-    if how[0].ndim > 0:
-        return quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(how[1])], "token"), how[0].reshape(-1, 1)).codes
-    return quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(how[1])]), how[0].reshape(1, 1)).codes
+def _codes(y: Array, scale: Array, dtype: Any) -> Array:
+    """Under a scale, or one for each row."""
+    granularity, shape = ("token", (-1, 1)) if scale.ndim > 0 else ("tensor", (1, 1))
+    return quantize_with_scale(y, QuantSpec(_NAMES[jnp.dtype(dtype)], granularity), scale.reshape(shape)).codes
 
 
 def _keep(x: Array, coding: Any) -> tuple[Array, Array]:

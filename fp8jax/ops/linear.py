@@ -77,12 +77,8 @@ def dot_general(
         dimension_numbers: as in `jax.lax.dot_general`. Batch axes have products, and scales, of their own.
         precision: must be None or default: quantized products have one precision.
         preferred_element_type: dtype of the result; that of `lhs` if None.
-        recipe: a `Recipe`, its part `Linear`, or a preset's name.
-        key: PRNG key for recipes that round stochastically. Inside `jax.shard_map` fold the index of the replica
-            into it (`jax.lax.axis_index`): with one key, errors of rounding do not average out over replicas.
+        recipe, key, out_sharding, known: as of `linear`.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
-        out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it.
-        known: as of `linear`.
 
     Returns:
         The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`.
@@ -142,13 +138,8 @@ def einsum(
         subscripts: as in `jnp.einsum`, such as "btd,dhc->bthc" or "...d,dh->...h", with an explicit output.
         lhs: input.
         rhs: weight.
-        precision: must be None or default: quantized products have one precision.
-        preferred_element_type: dtype of the result; that of `lhs` if None.
-        recipe: a `Recipe`, its part `Linear`, or a preset's name.
-        key: PRNG key for recipes that round stochastically. Inside `jax.shard_map` fold the index of the replica
-            into it (`jax.lax.axis_index`): with one key, errors of rounding do not average out over replicas.
-        out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jnp.einsum` takes it.
-        known: as of `linear`.
+        precision, preferred_element_type: as of `dot_general`.
+        recipe, key, out_sharding, known: as of `linear`.
 
     Raises:
         ValueError: the subscripts are of another form, repeat an index in an operand, or sum one operand alone; or as

@@ -15,8 +15,9 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops import matmul_hopper, sharding
 from fp8jax.ops.choice import Choice, by_platform, capability, check_impl, local, named, on_cuda, tell
+from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul_hopper import contraction_length, row_scales
-from fp8jax.ops.matmul_shared import coded, shared
+from fp8jax.ops.matmul_shared import base, coded, shared
 from fp8jax.ops.quantize import transpose as transpose
 
 Operand = QTensor | Array
@@ -26,8 +27,8 @@ _BF16_CAPABILITY = 80  # Ampere
 
 
 def matmul(
-    a: Operand,
-    b: Operand,
+    a: Operand | Pair,
+    b: Operand | Pair,
     *,
     dtype: DTypeLike = jnp.float32,
     impl: str = "auto",
@@ -51,12 +52,19 @@ def matmul(
     weights, whose contraction is over all tokens, lose by it. Bits are cut off, not rounded: a sum of products of one
     sign comes out too small, with fast accumulation by 5e-3 at a length of 512 already.
 
+    Of int8 blocks with residuals (`fp8jax.ops.fallback`; arXiv 2503.08040, algorithm 1) sums over a block's length are
+    exact, in int32, and enter fp32 under their two scales.
+
     Args:
         a: (M, K), or a floating array. Quantized, no scale may be of one index of the contraction alone, as those of
-            "channel" are.
-        b: (N, K), likewise.
+            "channel" are. Blocks may have residuals.
+        b: (N, K), likewise, without residuals: beside those of `a`, blocks of the same side.
         dtype: of the result.
-        impl: "auto", "xla" or "mosaic"; see `chosen`.
+        impl: "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the
+            fastest there (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a
+            Mosaic kernel on Hopper, on however many devices (`fp8jax.ops.partition`); for two of int8 a kernel where
+            there is one: on Hopper for scales of tensors and rows, from Ampere on for blocks of 128; for other operands
+            the reference. "mosaic" is the kernel. `fp8jax.ops.choice.listening` tells what was chosen.
         fast: fast accumulation, where the GPU has it.
         exact: of a microscaled operand, every power of two is applied in fp32, at half the speed. Else e4m3 codes
             under a level 1 scale are first folded (`fp8jax.ops.fold.refold`, with a copy of them for the time of the
@@ -76,9 +84,12 @@ def matmul(
     """
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
+    if isinstance(b, Pair) or (isinstance(a, Pair) and getattr(b, "spec", None) != a.base.spec):
+        kinds = " and ".join(str(getattr(base(q), "spec", q)) for q in (a, b))
+        raise ValueError(f"beside blocks with residuals matmul takes plain ones, b, of one spec, not {kinds}")
     choice, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
-    tell("matmul", choice)
-    spec = spec or sharding.product_sharding(a, b, _K_MAJOR)
+    tell("fallback matmul" if isinstance(a, Pair) else "matmul", choice)
+    spec = spec or sharding.product_sharding(base(a), b, _K_MAJOR)
     plain = functools.partial(_reference, fast)
     kernel: Callable[..., Array] | None = None
     if how is not None:
@@ -88,40 +99,24 @@ def matmul(
     elif on_cuda() and coded(a, b):
         kernel = functools.partial(shared, plain, fast)
 
-    def reference(a: Operand, b: Operand) -> Array:
+    def reference(a: Any, b: Operand) -> Array:
+        if isinstance(a, Pair):
+            product = functools.partial(sharding.multiply, functools.partial(plain, jnp.float32), b=b, spec=spec)
+            return (product(a=a.base) + product(a=a.only_used())).astype(dtype)
         return sharding.multiply(functools.partial(plain, dtype), a, b, spec)
 
-    def placed(a: Operand, b: Operand) -> Array:
+    def placed(a: Any, b: Operand) -> Array:
         assert kernel is not None
         product = kernel(dtype, a, b, spec)
         return product if spec is None else sharding.place(product, spec, *jax.tree.leaves((a, b)))
 
-    with named(a, b):
+    with named(base(a), b):
         if kernel is None:
             return reference(a, b)
         return local(placed)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=placed, default=reference)
 
 
-def chosen(a: Operand, b: Operand, *, impl: str = "auto", fast: bool = True, platform: str | None = None) -> Choice:
-    """What multiplies two operands.
-
-    "xla" is the reference. "auto" is, on a CUDA GPU and for two FP8 operands, what was measured to be the fastest there
-    (results/gemm.json): cuBLASLt's FP8 product, in the form that XLA makes one call of, or a Mosaic kernel on Hopper,
-    on however many devices (`fp8jax.ops.partition`); for two of int8 a kernel where there is one: on Hopper for scales
-    of tensors and rows, from Ampere on for blocks of 128; for other operands the reference. "mosaic" is the kernel, and
-    raises where there is none.
-
-    Args:
-        a, b, impl, fast: as of `matmul`.
-        platform: "cuda", "cpu", ...; None takes JAX's default backend.
-
-    Raises:
-        ValueError: as `matmul`.
-    """
-    return _choose(a, b, impl, on_cuda(platform))[0]
-
-
-def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
+def _choose(a: Operand | Pair, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
     choice, how = _kernel(a, b, impl, cuda)
     if how is None and cuda and _widened(a, b):
         half = "bf16" if capability() >= _BF16_CAPABILITY else "fp16"
@@ -129,26 +124,29 @@ def _choose(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]
     return choice, how
 
 
-def _kernel(a: Operand, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
+def _kernel(a: Operand | Pair, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:
     check_impl(impl, IMPLS)
     if impl == "xla":
         return Choice("xla", "asked for"), None
     reason = None if cuda else "it needs a CUDA GPU"
-    if not (isinstance(a, QTensor) and isinstance(b, QTensor) and multiplies(a) and multiplies(b)):
+    left = base(a)
+    if not (isinstance(left, QTensor) and isinstance(b, QTensor) and multiplies(left) and multiplies(b)):
         reason = reason or "an operand has no codes that matrix units take"
     elif reason is None:
         if impl == "auto":
             return matmul_hopper.choose(a, b)
         reason = matmul_hopper.unsupported(a, b)
         if reason is None:
-            return Choice("mosaic", "asked for"), matmul_hopper.mosaic_kernel(a, b)
+            return Choice("mosaic", "asked for"), matmul_hopper.kernel_of(a, b)
     if impl == "mosaic":
         raise ValueError(f"impl 'mosaic' cannot run: {reason}")
     return Choice("xla", f"not a kernel: {reason}"), None
 
 
-def _widened(a: Operand, b: Operand) -> bool:
+def _widened(a: Operand | Pair, b: Operand) -> bool:
     """Whether XLA on a GPU would widen codes to fp32 for a product, at a fraction of the speed of 16 bits."""
+    if isinstance(a, Pair):
+        return True
     if not (isinstance(a, QTensor) and isinstance(b, QTensor)):
         # Without bf16 XLA widens that, too.
         plain = not (isinstance(a, QTensor) or isinstance(b, QTensor))

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import int8_kernels
-from fp8jax.ops.choice import Choice, aimed, capability, named
-from fp8jax.ops.cuts import Cut, notation
+from fp8jax.ops.choice import Choice, aimed, capability
+from fp8jax.ops.fallback import Pair
 from fp8jax.ops.fold import foldable, refold
-from fp8jax.ops.partition import partitioned
+from fp8jax.ops.matmul_shared import base, shared
 
 HOPPER, MICROSCALING = 90, 100
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
@@ -24,7 +24,7 @@ _K_MAJOR = (((1,), (1,)), ((), ()))
 Kernel = Literal["row", "block", "mx", "mx right", "int8"]
 
 
-def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
+def choose(a: Any, b: Any) -> tuple[Choice, Kernel | Literal["cublas", "native"] | None]:
     """What multiplies them best on a CUDA GPU, and how `run` calls it; None for the reference.
 
     With one scale for each operand cuBLASLt's FP8 product and ours lie within some per cent of each other on an H200.
@@ -36,8 +36,9 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     which rounds what codes stand for once. Scales of rows, which cuBLASLt leaves to a second kernel of XLA, and of
     groups are ours; so are those of int8 products, whose int32 sums XLA writes and reads again.
     """
-    if int8_kernels.fits(a, b):
-        if (reason := int8_kernels.unfit(a, b)) is not None:
+    kernel = kernel_of(a, b)
+    if kernel == "int8":
+        if (reason := int8_kernels.unfit(base(a), b)) is not None:
             return Choice("xla", f"not the kernel: {reason}"), None
         return Choice(int8_kernels.language(), f"the kernel for {_NAMES['int8']}"), "int8"
     fp8 = _fp8(a, b)
@@ -46,16 +47,13 @@ def choose(a: QTensor, b: QTensor) -> tuple[Choice, Kernel | Literal["cublas", "
     e5m2 = a.spec.format == b.spec.format == "e5m2"
     per_tensor = all(q.spec.granularity == "tensor" for q in (a, b))
     cublas = fp8 and per_tensor and not e5m2 and capability() >= 89
-    reason = _unfit(a, b)
     if cublas and _triton_gemm_off():
         return Choice("xla", "cuBLASLt's product, scales applied in it"), "cublas"
     if capability() >= MICROSCALING and fp8 and _native(a, b):
         return Choice("xla", "jax.nn.scaled_matmul, in the GPU's own microscaling"), "native"
-    if reason is not None:
+    if (reason := _unfit(a, b)) is not None or kernel is None:
         remedy = f"; with XLA_FLAGS={_NO_TRITON_GEMM} cuBLASLt multiplies these codes" if cublas else ""
         return Choice("xla", f"not the kernel: {reason}{remedy}"), None
-    kernel = _kernel(a, b)
-    assert kernel is not None
     return Choice("mosaic", f"the kernel for scales of {_NAMES[kernel]}"), kernel
 
 
@@ -80,11 +78,11 @@ _NAMES = {
 }
 
 
-def unsupported(a: QTensor, b: QTensor) -> str | None:
+def unsupported(a: Any, b: Any) -> str | None:
     """Why no Mosaic kernel can multiply them, or None."""
-    if int8_kernels.fits(a, b):
+    if kernel_of(a, b) == "int8":
         other = None if int8_kernels.language() == "mosaic" else "it needs a Hopper GPU"
-        return int8_kernels.unfit(a, b) or other
+        return int8_kernels.unfit(base(a), b) or other
     if not (_fp8(a, b) or _int8(a, b)):
         return f"codes of {a.spec.format} and {b.spec.format} are neither both FP8 nor both int8"
     if 0 in (*a.shape, *b.shape):
@@ -97,7 +95,7 @@ def unsupported(a: QTensor, b: QTensor) -> str | None:
 def _unfit(a: QTensor, b: QTensor) -> str | None:
     if not aimed().kernels:
         return "kernels are switched off"
-    kernel = _kernel(a, b)
+    kernel = kernel_of(a, b)
     if _int8(a, b) and kernel is None:  # on no GPU
         return f"int8 kernels take scales of tensors, rows and blocks of 128, not {a.spec} with {b.spec}"
     if jax.__version_info__ < (0, 11) or capability() != HOPPER:
@@ -119,7 +117,10 @@ def contraction_length(q: QTensor) -> int:
     return 0 if length >= q.shape[1] else length
 
 
-def _kernel(a: QTensor, b: QTensor) -> Kernel | None:
+def kernel_of(a: Any, b: Any) -> Kernel | None:
+    """The kernel for operands with such scales, if there is one; `unsupported` may have something against it."""
+    if isinstance(a, Pair) or int8_kernels.fits(a, b):
+        return "int8"
     micro = [q.spec.granularity == "mx" for q in (a, b)]
     if any(micro):
         one, other = (a, b) if micro[0] else (b, a)
@@ -130,13 +131,6 @@ def _kernel(a: QTensor, b: QTensor) -> Kernel | None:
     if sizes == {0}:
         return "row"
     return "block" if sizes <= {0, 128} and _fp8(a, b) else None
-
-
-def mosaic_kernel(a: QTensor, b: QTensor) -> Kernel:
-    """The Mosaic kernel for operands that `unsupported` has nothing against."""
-    kernel: Kernel | None = "int8" if int8_kernels.fits(a, b) else _kernel(a, b)
-    assert kernel is not None
-    return kernel
 
 
 def _native(a: QTensor, b: QTensor) -> bool:
@@ -150,7 +144,7 @@ def run(
     exact: bool,
     fast: bool,
     dtype: DTypeLike,
-    a: QTensor,
+    a: Any,
     b: QTensor,
     spec: Sequence[Any] | None = None,
 ) -> Array:
@@ -160,35 +154,18 @@ def run(
     """
     if how == "native":
         return _scaled_matmul(a, b).astype(dtype)
-    if how == "int8":
-        return int8_kernels.run(dtype, a, b, spec)
-    if how in ("mx", "mx right"):
-        micro = a if how == "mx" else b
-        if not exact and foldable(micro):
-            a, b = (refold(q) if q is micro else q for q in (a, b))
-            how = "row"
-    free = aimed().free_multiprocessors
-    multiply = functools.partial(_multiply, how, fast, free, jnp.dtype(dtype))
-    ins, static = (
-        (notation(a.spec, a.shape, "m k"), notation(b.spec, b.shape, "n k")),
-        (how, fast, free, str(jnp.dtype(dtype)), a.spec, b.spec),
-    )
-    product: Array = partitioned("product", static, multiply, (a, b), ins, "m n", sums="k", wanted=spec)
-    return product
-
-
-def _multiply(
-    how: Kernel | Literal["cublas"], fast: bool, free: int, dtype: DTypeLike, cut: Cut, a: QTensor, b: QTensor
-) -> Array:
-    # Sums over devices are of 16 bits, as those of a gradient in bf16: in fp32 they would travel twice as long.
-    out = jnp.bfloat16 if "k" in cut.axes else dtype
-    with named(a, b):  # XLA's partitioner traces it anew
-        product = _cublas(a, b, fast, out) if how == "cublas" else _kernels(how, fast, free, out, a, b)
-    return cut.total(product, "k", "m n").astype(dtype)
+    if how == "mx" and not exact and foldable(a):
+        how, a = "row", refold(a)
+    if how == "mx right" and not exact and foldable(b):
+        how, b = "row", refold(b)
+    free, fast = aimed().free_multiprocessors, fast or how == "int8"
+    multiply = functools.partial(_cublas, fast) if how == "cublas" else functools.partial(_kernels, how, fast, free)
+    static = how, fast, free, int8_kernels.language()
+    return shared(multiply, static, jnp.dtype(dtype), a, b, spec, kernel=True)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _kernels(how: Kernel, fast: bool, free: int, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
+def _kernels(how: Kernel, fast: bool, free: int, dtype: DTypeLike, a: Any, b: QTensor) -> Array:
     """Jitted, because lowering a Mosaic kernel takes most of a second: equal products of a program are lowered once."""
     from pallas_kernels import hopper
 
@@ -197,13 +174,15 @@ def _kernels(how: Kernel, fast: bool, free: int, dtype: DTypeLike, a: QTensor, b
         return lax.optimization_barrier(_run_kernel(how, fast, dtype, a, b))
 
 
-def _run_kernel(how: Kernel, fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
-    out_dtype = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
+def _run_kernel(how: Kernel, fast: bool, dtype: DTypeLike, a: Any, b: QTensor) -> Array:
+    out = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
+    if how == "int8":
+        return int8_kernels.multiply(out, a, b).astype(dtype)
     if how == "row":
-        return _row(a, b, fast, out_dtype).astype(dtype)
+        return _row(a, b, fast, out).astype(dtype)
     if how == "block":
-        return _block(a, b, out_dtype).astype(dtype)
-    return (_mx(a, b, out_dtype) if how == "mx" else _mx(b, a, out_dtype).T).astype(dtype)
+        return _block(a, b, out).astype(dtype)
+    return (_mx(a, b, out) if how == "mx" else _mx(b, a, out).T).astype(dtype)
 
 
 def precision(fast: bool) -> lax.Precision:
@@ -211,7 +190,7 @@ def precision(fast: bool) -> lax.Precision:
     return lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
 
 
-def _cublas(a: QTensor, b: QTensor, fast: bool, dtype: DTypeLike) -> Array:
+def _cublas(fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
     """XLA makes one cuBLASLt call of this, which gets the fp32 scales: it folds their cast to bf16 away.
 
     Behind barriers, because XLA would first merge products that share an operand (q, k, v; gate, up) into one of 16

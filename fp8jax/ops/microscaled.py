@@ -23,8 +23,8 @@ from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fused, fused_rows
-from fp8jax.ops.choice import capability, missing_triton, on_cuda, run, tell, triton_or_xla
+from fp8jax.ops import fused, fused_codes
+from fp8jax.ops.choice import capability, missing_triton, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut
 from fp8jax.ops.fused_reference import row_peaks
 from fp8jax.ops.partition import partitioned
@@ -62,14 +62,14 @@ def fold_rows(
         (M, N), of granularity "token".
     """
     rows = QuantSpec(spec.format, "token")
-    if level is None and (held_rows := fused_rows.held(part, spec)) is not None:
+    if level is None and (held_rows := fused_codes.held(part, spec)) is not None:
         return held_rows
     if (level is None and spec.level1 == "token") or 0 in x.shape:
         # The largest power of two of a row is that of its largest group: 1. It is folded into codes of the row's own.
         q, _ = quantize(x, rows, impl=impl)
         assert q is not None
         return q
-    choice = tell("fold", triton_or_xla(impl, impl == "triton" or on_cuda(), lambda: _unsupported(x, spec)))
+    choice = tell("fold", triton_or_xla(impl, lambda: _unsupported(x, spec)))
     reference, kernel = (functools.partial(f, spec) for f in (_reference, _kernel))
     folded: QTensor = run(choice, impl, x, level, kernel=kernel, reference=reference)
     return folded
@@ -129,7 +129,7 @@ def gradient_operands(
         return rows, one_scale(rows)
     ones = jnp.ones((dy.shape[0], 1), jnp.float32)
     level = None if scale is None else ones / scale.astype(jnp.float32)
-    if (pair := fused_rows.cotangent(part, spec, level)) is not None:
+    if (pair := fused_codes.cotangent(part, spec, level)) is not None:
         return pair
     rows = fold_rows(dy, spec, ones if level is None else level)
     return rows, one_scale(rows)
@@ -178,7 +178,7 @@ def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused
     top = jnp.max(ABOVE * scale.astype(jnp.float32) * factor, initial=formats.TINY)
     # Scales beyond fp32, of tokens without a gradient, are as good as the largest: their codes are 0.
     rows = jnp.minimum(top / jnp.broadcast_to(factor, (x.shape[0], 1)), LARGEST)
-    if (turned := fused_rows.columns(part or fused.itself(x), spec, rows)) is not None:
+    if (turned := fused_codes.columns(part or fused.itself(x), spec, rows)) is not None:
         return dataclasses.replace(turned, scale=top.reshape(1, 1))
     values = x.astype(jnp.float32) * factor
     _, columns = quantize(values, None, QuantSpec(spec.format), scale=top)

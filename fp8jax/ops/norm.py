@@ -13,20 +13,10 @@ from fp8jax.core import derivatives, formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Context, Recipe
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fused, fused_rows
-from fp8jax.ops.fused_reference import norm_cotangents, normalized, statistics
+from fp8jax.ops import fused
+from fp8jax.ops.fused_reference import Result, norm_cotangents, normalized, statistics
 from fp8jax.ops.saveable import BESIDE, NORM, named
-from fp8jax.ops.saved import (
-    BLANK,
-    NOTHING,
-    Gradient,
-    Made,
-    Origin,
-    Provenance,
-    decode,
-    differentiable,
-    keep,
-)
+from fp8jax.ops.saved import BLANK, NOTHING, Gradient, Made, Origin, Provenance, decode, differentiable, keep
 from fp8jax.recipes import context_part
 
 
@@ -81,17 +71,10 @@ def layer_norm(
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
         bias: (channels,), or None.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
-            but for codes made at once (`fused.at_once`).
         eps: added to the variance.
-        dtype: of the result; that of `x` if None.
-        known: is told what the result is made from.
+        recipe, dtype, known: as of `rms_norm`.
 
-    Returns:
-        (..., channels). Gradients have the dtypes of what they are gradients of.
-
-    Raises:
-        ValueError: the shapes do not match.
+    Returns, raises: as `rms_norm`.
     """
     return normalize(x, scale, bias, recipe, eps, dtype, centered=True, known=known)[0]
 
@@ -106,10 +89,6 @@ class NormSaved(NamedTuple):
     inverse: Array
     scale: Array | None
     bias: Array | None
-
-
-# How a norm's result is quantized at once, and its scale; None for those of its rows.
-Bound = tuple[QuantSpec, Array | None] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +157,7 @@ def normalize(
         if x.ndim < 1 or (parameter is not None and parameter.shape != x.shape[-1:]):
             shape = None if parameter is None else parameter.shape
             raise ValueError(f"a norm takes (..., channels) and {name} (channels,), not {x.shape} and {shape}")
-    dtype, context, to = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe), fused.bounded(recipe)
+    dtype, context, reader = jnp.dtype(x.dtype if dtype is None else dtype), context_part(recipe), fused.reader(recipe)
     operation, written = None, fused.written(recipe)
     if context.spec is not None or fused.at_once(recipe):
         fields = {"scaled": scale is not None, "biased": bias is not None, "centered": centered}
@@ -187,42 +166,34 @@ def normalize(
         z, inverse = statistics(x, eps, centered=centered)
         y = normalized(z, inverse, scale, bias).astype(dtype)
         return derivatives.passed("a norm", y, x, scale, bias), x if residual else None, NOTHING
-    values = [None if a is None else lax.stop_gradient(a) for a in (x, scale, bias)]
-    assert values[0] is not None
-    by_rows, spec = fused_rows.of_layers(recipe), None if to is None else to.spec("x")
-    bound: Bound = None if spec is None else (spec, _bound(values[1], values[2], x.shape[-1], spec))
-    bound = bound if by_rows is None else (by_rows, None)
+    value, weight, shift = lax.stop_gradient((x, scale, bias))
+    to = None if reader is None else reader.spec("x")
+    bound = None if to is None or to.folds else _bound(weight, shift, x.shape[-1], to)
+    part = codes = None
     if operation is None:
         assert context.spec is not None
-        z, inverse = statistics(values[0], eps, centered=centered)
-        stored, result = NormSaved(keep(z if centered else values[0], context.spec), inverse, *values[1:]), None
-        codes_ahead, y = None, normalized(z, inverse, *values[1:]).astype(dtype)
+        z, inverse = statistics(value, eps, centered=centered)
+        stored = NormSaved(keep(z if centered else value, context.spec), inverse, weight, shift)
+        y = normalized(z, inverse, weight, shift).astype(dtype)
     elif written:
-        to_array = None, dtype
-        stored, _, _, y = _keep(operation, values[0], values[1], values[2], context.spec, eps, to_array)
-        y, result, codes_ahead = fused.array(y, values[0]), None, None
+        stored, _, _, y = _keep(operation, value, weight, shift, context.spec, eps, (None, dtype))
+        y = fused.array(y, value)
     else:
-        to_codes = None if bound is None else (bound[1], formats.get(bound[0].format).dtype)
-        stored, mean, peak, codes_ahead = _keep(operation, values[0], values[1], values[2], context.spec, eps, to_codes)
-        z, inverse = values[0].astype(jnp.float32), stored.inverse
+        ahead = None if to is None else (bound, formats.get(to.format).dtype)
+        stored, mean, peak, codes = _keep(operation, value, weight, shift, context.spec, eps, ahead)
+        z, inverse = value.astype(jnp.float32), stored.inverse
         if mean is not None:
             z = z - mean.reshape(inverse.shape)
-        parts = fused.matrix(values[0]), None
-        result = _result(operation._replace(exact=True), parts, inverse, mean, values[1], values[2], peak)
-        y = normalized(z, inverse, *values[1:]).astype(dtype)
+        exact = operation._replace(exact=True)
+        (part,) = _result(exact, (fused.matrix(value), None), inverse, mean, weight, shift, peak).parts
+        y = normalized(z, inverse, weight, shift).astype(dtype)
     if context.spec is None:
         stored = stored._replace(inverse=named(stored.inverse, BESIDE))
     else:
         stored = stored._replace(codes=named(stored.codes, NORM), inverse=named(stored.inverse, NORM))
     how = Norm(centered, dtype)
     y, again = differentiable(how, (x, scale, bias), stored, y, residual=residual, known=known)
-    (part,) = (None,) if result is None else result.parts
-    if part is not None and by_rows is not None and codes_ahead is not None:
-        fused_rows.hold(part, by_rows, *codes_ahead)
-    elif part is not None and bound is not None and bound[1] is not None:
-        part.hold(bound[0], bound[1], codes_ahead)
-    under = None if to is None or bound is None or bound[1] is None else (to, bound[1])
-    origin = Origin((how, stored) if context.lean or context.spec is None else None, part, under)
+    origin = fused.origin(context, how, stored, part, reader, bound, codes)
     y = derivatives.passed("a norm", y, x, scale, bias)
     known.note(y, origin)
     return y, again, origin
@@ -244,12 +215,9 @@ def _keep(
     bias: Array | None,
     spec: QuantSpec | None,
     eps: float,
-    to: tuple[Array | None, DTypeLike] | None,
+    to: Result,
 ) -> tuple[NormSaved, Array | None, Array, Any]:
-    """What is kept, the mean of rows where the norm is centered, the largest magnitude of the result, and its codes.
-
-    The last, with scales of rows if there is no other, where it is known how it will be quantized; or the result.
-    """
+    """What is kept, the mean of rows where the norm is centered, the result's largest magnitude, and what `to` asks."""
     coding, (to_scale, dtype) = fused.coding(spec), to or (None, None)
     codes, scales, inverse, mean, peak, result = fused.run(
         lambda on, *arrays: on.forward(

@@ -7,6 +7,9 @@ codes come from. All sources have one contract:
     residual = source.residual(matrix, operand, side)   # what is saved for the backward pass
     operand = residual.operand(side, gradient)          # codes for the backward product, from the residual alone
 
+where `gradient` is what is known of the gradient of an input. A residual's `token_scale` is that of its codes, one or
+one a token, where the gradient's scales may be chosen to go with it, else None.
+
 | source | its codes | its residual |
 |---|---|---|
 | `Plain` | made in the product, under a given scale or the matrix's own | `Matrix`: the matrix |
@@ -15,16 +18,16 @@ codes come from. All sources have one contract:
 | `HeldWeight` | a weight's, made once a step, for both of its products | `Ready`: those of the second one |
 | `Blocks` | of an input's blocks, some with a residual, made before | `SavedCodes`: the codes given for that |
 
-A new one (a pair of blocks, shards that are gathered and gathered again) is a class with `forward` and `residual`, and
-one for its residual with `operand`. Both are pytrees without gradients: FP8 codes are in them as bytes, because an FP8
-array may not enter a differentiated function. `of_input` and `of_weight` choose the source: what a product saves is
-decided there and nowhere else.
+A new one (shards that are gathered and gathered again) is a class with `forward` and `residual` in `Source`, and one
+for its residual with `operand` in `Residual`. Both are pytrees without gradients: FP8 codes are in them as bytes,
+because an FP8 array may not enter a differentiated function. `of_input` and `of_weight` choose the source: what a
+product saves is decided there and nowhere else.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax
@@ -83,31 +86,6 @@ def input_side(recipe: Linear) -> Side:
 def weight_side(recipe: Linear) -> Side:
     """The weight w (inputs, outputs): forward transposed, as it is in the input's gradient."""
     return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, turned=True, strategy=recipe.own_strategy("w"))
-
-
-class Residual(Protocol):
-    """What a product saves of a matrix."""
-
-    @property
-    def token_scale(self) -> Array | None:
-        """Scale of the codes, one or one a token, where the gradient's scales may be chosen to go with it."""
-        ...
-
-    def operand(self, side: Side, gradient: Gradient | None) -> Operand:
-        """The operand of the backward product; `gradient` is what is known of that of an input."""
-        ...
-
-
-class Source(Protocol):
-    """Where the codes of a matrix come from."""
-
-    def forward(self, matrix: Array, side: Side) -> Forward:
-        """The operand of the forward product."""
-        ...
-
-    def residual(self, matrix: Array, operand: Forward, side: Side) -> Residual:
-        """What is saved, given the operand of the forward product."""
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -306,6 +284,10 @@ class Blocks:
         return SavedCodes(self.codes)
 
 
+Source = Plain | InputCodes | Again | HeldWeight | Blocks
+Residual = Matrix | SavedCodes | MadeAgain | Ready
+
+
 def of_input(
     x: Array,
     side: Side,
@@ -362,18 +344,9 @@ def of_weight(
     return HeldWeight(quantized)
 
 
-def make_codes(
-    x: Array,
-    spec: QuantSpec,
-    strategy: Scaling,
-    *,
-    key: Array | None = None,
-    scale: Array | None = None,
-    turned: bool = False,
-    part: fused.Output | None = None,
-) -> QTensor:
-    """Codes of a matrix, or of its transposed copy, from its values alone, as bytes."""
-    q = encode(lax.stop_gradient(x), spec, strategy, key=key, scale=scale, turned=turned, part=part)
+def make_codes(x: Array, spec: QuantSpec, strategy: Scaling, **how: Any) -> QTensor:
+    """Codes of a matrix, or of its transposed copy, from its values alone, as bytes; arguments as of `encode`."""
+    q = encode(lax.stop_gradient(x), spec, strategy, **how)
     assert isinstance(q, QTensor)
     return to_bytes(q)
 

@@ -22,7 +22,6 @@ from fp8jax.ops import fallback, fused, microscaled
 from fp8jax.ops.choice import tell_saved, vary_alike, varying
 from fp8jax.ops.fallback import Pair
 from fp8jax.ops.matmul import Operand, matmul
-from fp8jax.ops.matmul_int8 import matmul_pair
 from fp8jax.ops.operand import (
     Blocks,
     Residual,
@@ -284,12 +283,7 @@ def _forward(
         scales,
     )
     spec = merged(how.spec, (value.ndim - 1, 1))
-    assert not isinstance(columns, Pair)
-    if isinstance(rows, Pair):
-        assert isinstance(columns, QTensor)
-        y = matmul_pair(rows, columns, dtype=x.dtype, spec=spec)
-    else:
-        y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
+    y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
     y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
     if recipe.quantized or recipe.spec("saved") is not None:
         y = derivatives.refuse(derivatives.TWICE, y, (value, through, w))

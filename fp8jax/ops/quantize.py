@@ -12,7 +12,7 @@ from fp8jax.core import blocks, derivatives, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused
+from fp8jax.ops import fused, fused_codes
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned
@@ -49,7 +49,9 @@ def quantize(
         strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find` takes it:
             "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
-        impl: "auto", "xla" or "triton"; see `chosen`.
+        impl: "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed and the kernel
+            makes such codes, on however many devices: FP8 and int8 without expansion, groups and blocks of 16 to 128.
+            "triton" is the same, but raises where "auto" would fall back. `fp8jax.ops.choice.listening` tells which.
         part: what `x` is computed from, where that is known: kernels read this then, under "auto".
 
     Returns:
@@ -67,39 +69,14 @@ def quantize(
     if 0 in x.shape:
         scale = None  # there is nothing to have one
     if impl == "auto" and part is not None:
-        pair = fused.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
+        pair = fused_codes.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
         if pair is not None:
             return pair
-    choice = tell("quantize", _choose(x, how, scale, impl, impl == "triton" or on_cuda()))
+    choice = tell("quantize", _choose(x, how, scale, impl))
     reference = functools.partial(_reference, how, strategy)
     kernel = functools.partial(_kernel, how, strategy)
     result: Pair = run(choice, impl, x, scale, key, kernel=kernel, reference=reference)
     return result
-
-
-def chosen(
-    x: Any,
-    rows: QuantSpec | str | None,
-    columns: QuantSpec | str | None = None,
-    *,
-    scale: Array | None = None,
-    impl: str = "auto",
-    platform: str | None = None,
-) -> Choice:
-    """What quantizes a matrix.
-
-    "xla" is the reference. "auto" is the kernel on a CUDA GPU where jax-triton is installed and the kernel
-    makes such codes, on however many devices: FP8 formats without expansion, groups and blocks
-    of 16 to 128. "triton" is the same, but raises where "auto" would fall back.
-
-    Args:
-        x, rows, columns, scale, impl: as of `quantize`; an abstract array will do.
-        platform: "cuda", "cpu", ...; None takes JAX's default backend.
-
-    Raises:
-        ValueError: as `quantize`.
-    """
-    return _choose(x, _parse(rows, columns), scale, impl, on_cuda(platform))
 
 
 def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") -> QTensor:
@@ -118,8 +95,7 @@ def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") ->
         raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
     fits = len(q.shape) == 2 and q.codes.dtype.itemsize == 1 and 0 not in q.shape
     other = None if fits else f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
-    cuda = impl == "triton" or on_cuda()
-    choice = triton_or_xla(impl, cuda, lambda: other or missing_triton("quantize_triton", fp8=factor is not None))
+    choice = triton_or_xla(impl, lambda: other or missing_triton("quantize_triton", fp8=factor is not None))
     codes = run(choice, impl, q.codes, factor, kernel=_transposed, reference=_times_transposed)
     return dataclasses.replace(q, codes=codes, scale=q.scale.T)
 
@@ -157,11 +133,11 @@ def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None) -> _Ho
     return how
 
 
-def _choose(x: Any, how: _How, scale: Array | None, impl: str, cuda: bool) -> Choice:
+def _choose(x: Any, how: _How, scale: Array | None, impl: str) -> Choice:
     if len(x.shape) != 2:
         raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
     fp8 = any(spec and formats.get(spec.format).is_float for spec in how.specs)
-    return triton_or_xla(impl, cuda, lambda: missing_triton("quantize_triton", fp8=fp8) or _unsupported(x, how, scale))
+    return triton_or_xla(impl, lambda: missing_triton("quantize_triton", fp8=fp8) or _unsupported(x, how, scale))
 
 
 def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
@@ -238,17 +214,12 @@ def _one(
     """The QTensors of a device's own part of a matrix, whose whole shape is given."""
     from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
 
-    rows_whole = "n" not in cut.axes
-    if (
-        how.columns is None
-        and how.rows
-        and _measured(how.rows, scale) == how.rows.granularity == "token"
-        and rows_whole
-    ):
-        coding, plain = fused.coding(how.rows), how.rows.scale_format == "fp32"
-        if plain and quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
+    alone = how.rows if how.columns is None and "n" not in cut.axes else None
+    if alone and _measured(alone, scale) == alone.granularity == "token" and alone.scale_format == "fp32":
+        coding = fused.coding(alone)
+        if quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
             codes, rows, _ = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
-            return QTensor(codes, rows, None, None, how.rows), None
+            return QTensor(codes, rows, None, None, alone), None
     shapes = (x.shape, x.shape[::-1])
     levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.turned)]
     asked: Any = {"tensor": "tensor" in levels, "rows": levels[0] == "token", "columns": levels[1] == "token"}
@@ -276,11 +247,6 @@ def _one(
                 top = strategy.settle(top)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
         scales.append(formats.round_to(value, formats.get(spec.scale_format)))
-    place = None
-    if words is not None:
-        # The noise of an element goes by its place in the whole matrix, whoever quantizes it.
-        first = cut.start("m", x.shape[0]) // 4 * whole[1] + cut.start("n", x.shape[1])
-        place = jnp.stack([jnp.asarray(value, jnp.uint32) for value in (whole[1], first)])
     parts = quantize_triton.quantize(
         x,
         fused.coding(how.rows),
@@ -288,7 +254,7 @@ def _one(
         row_scale=scales[0],
         column_scale=scales[1],
         words=words,
-        place=place,
+        place=None if words is None else cut.fours(whole, x.shape),
         compute_capability=capability(),
     )
     tensors: list[QTensor | None] = []

@@ -168,31 +168,22 @@ class Provenance(Protocol):
 
     def find(self, x: Array) -> Origin:
         """What is known of an array; `NOTHING` if nothing is."""
-        ...
-
-    def note(self, x: Array, origin: Origin) -> None:
-        """Says what an array is made from."""
-        ...
-
-    def share(self, x: Array, use: Hashable, make: Callable[[], Shared], *others: Any) -> Shared:
-        """What was made of an array in this way and is still in use, or `make()`; with the same other arrays."""
-        ...
-
-
-class Blank:
-    """Knows nothing of any array."""
-
-    def find(self, x: Array) -> Origin:
         return NOTHING
 
     def note(self, x: Array, origin: Origin) -> None:
-        pass
+        """Says what an array is made from."""
+        return
 
     def share(self, x: Array, use: Hashable, make: Callable[[], Shared], *others: Any) -> Shared:
+        """What was made of an array in this way and is still in use, or `make()`; with the same other arrays."""
         return make()
 
 
-BLANK: Provenance = Blank()
+class Blank(Provenance):
+    """Knows nothing of any array."""
+
+
+BLANK = Blank()
 
 
 def differentiable(

@@ -76,11 +76,8 @@ def scaled_linear(
             output's gradient; cotangents sum, so a slot that two calls share would get the sum of both. None where the
             gradient's scaling keeps no state.
         recipe: a recipe whose scaling keeps a state, such as "delayed".
-        bias: (outputs,).
-        key: PRNG key for recipes that round stochastically.
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
-        out_sharding: on a mesh with Explicit axes, as of `linear`.
-        known: as of `linear`.
+        bias, key, out_sharding, known: as of `linear`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass

@@ -57,7 +57,7 @@ def merged(spec: Sequence[Any] | None, counts: Sequence[int]) -> tuple[Any, ...]
         return None
     entries, rest = [], list(spec)
     for count in counts:
-        names = [name for entry in rest[:count] for name in _names(entry)]
+        names = [name for entry in rest[:count] for name in blocks.names(entry)]
         entries.append(tuple(names) or None)
         del rest[:count]
     return tuple(entries)
@@ -135,8 +135,8 @@ def multiply(function: Callable[[Any, Any], Array], a: Any, b: Any, spec: Sequen
 
 def _gathered(one: Any, other: Any, rows: Any) -> Any:
     """An operand whole along those mesh axes over which the other one's rows are sharded, and stay so in `rows`."""
-    names = {*_names(spec_of(other)[0])} & {*_names(rows)}
-    spec = tuple(tuple(name for name in _names(entry) if name not in names) or None for entry in spec_of(one))
+    names = {*blocks.names(spec_of(other)[0])} & {*blocks.names(rows)}
+    spec = tuple(tuple(name for name in blocks.names(entry) if name not in names) or None for entry in spec_of(one))
     if not isinstance(one, QTensor):
         return place(one, spec)
     mesh = explicit_mesh(one)
@@ -162,8 +162,4 @@ class Kind:
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return [_names(entry) for entry in one] == [_names(entry) for entry in other]
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return [blocks.names(entry) for entry in one] == [blocks.names(entry) for entry in other]

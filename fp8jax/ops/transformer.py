@@ -52,12 +52,10 @@ def norm_linear(
         norm: "rms" or "layer".
         norm_bias: (channels,), for "layer"; or None.
         eps: added to the mean square or variance.
-        key: PRNG key for recipes that round stochastically.
         residual: whether to return `x`, too, for what is added to it: the gradient of that sum is then added in the
             norm's own backward pass.
         quantized: what `quantize_weight` made of each weight; None quantizes them in this call.
-        out_sharding: of each result on a mesh with Explicit axes, as of `linear`.
-        known: as of `linear`.
+        key, out_sharding, known: as of `linear`.
 
     Returns:
         (..., outputs) for each weight, in the dtype of `x`; before them `x`, if `residual`.
@@ -104,11 +102,9 @@ def attention_output(
             floating dtype.
         w: (heads * channels, outputs), or (heads, channels, outputs).
         residual: (..., outputs), or None.
-        recipe: a `Recipe` or a preset's name; its parts `linear` and `context` apply.
-        key: PRNG key for recipes that round stochastically.
+        recipe: as of `norm_linear`.
         quantized: what `quantize_weight` made of `w` as (inputs, outputs); None quantizes it in this call.
-        out_sharding: of the projection on a mesh with Explicit axes, as of `linear`.
-        known: as of `linear`.
+        key, out_sharding, known: as of `linear`; the sharding is that of the projection.
 
     Returns:
         (..., outputs) in the dtype of `y`, promoted with that of the residual.
@@ -156,12 +152,9 @@ def glu_linear(
         w: (inner, outputs).
         residual: (..., outputs), or None. With a context nothing but norms before should read it beside this layer,
             as what `norm_linear` returns of `residual=True`: the product then is added to it in place, else to a copy.
-        recipe: a `Recipe` or a preset's name; its parts `linear` and `context` apply.
+        recipe: as of `norm_linear`.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
-        key: PRNG key for recipes that round stochastically.
-        quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
-        out_sharding: of the product on a mesh with Explicit axes, as of `linear`.
-        known: as of `linear`.
+        key, quantized, out_sharding, known: as of `linear`; the sharding is that of the product.
 
     Returns:
         (..., outputs) in the dtype of `gate`, promoted with that of the residual.

@@ -13,7 +13,7 @@ import fp8jax
 from experiments.config import UserError
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.scoring import Score
-from experiments.tables import int8_diverges, int8_leak
+from experiments.tables import int8_diverges, int8_fallback, int8_leak
 
 WIDE = LlamaConfig(vocab=32, dim=128, layers=2, heads=4, kv_heads=4, mlp_dim=256)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 17)), jnp.int32)
@@ -24,6 +24,23 @@ def parameters(llama):
     """Parameters of a model in fp32, and what makes a model of parameters."""
     graphdef, params = nnx.split(Llama(llama, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     return nnx.to_pure_dict(params), lambda values: nnx.merge(graphdef, values)
+
+
+def test_criteria_measure_what_the_paper_says():
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((256, 384)).astype(np.float32)
+    x[:128, :128] = 0
+    base = x + rng.uniform(-0.1, 0.1, x.shape).astype(np.float32) * (x != 0)
+    found = np.asarray(int8_fallback.measures(jnp.asarray(x), jnp.asarray(base), (128, 128)))
+    for i, j in np.ndindex(2, 3):
+        at = np.s_[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
+        error, size = np.abs(x[at] - base[at]).sum(dtype=float), np.abs(x[at]).sum(dtype=float)
+        want = [np.abs(x[at]).max(), error, error / size if size else 0]
+        np.testing.assert_allclose(found[:, i, j], want, rtol=1e-5)
+    for measured in found:
+        share = np.asarray(int8_fallback.top_share(jnp.asarray(measured), 1 / 3))
+        assert share.sum() == 2
+        assert measured[share].min() >= measured[~share].max()
 
 
 def test_outliers_come_and_the_function_stays():

@@ -18,7 +18,7 @@ import numpy as np
 
 import fp8jax
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import fused, fused_rows, operand, product, quantize
+from fp8jax.ops import fused, fused_codes, operand, product, quantize
 from pallas_kernels import activation_triton, norm_triton
 from tests.kernels.triton_interpreter import prepare
 
@@ -166,7 +166,7 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     Without them it keeps codes of what operations return that keep their inputs as they are; `again`, it does not, and
     the kernels' references take their places.
     """
-    codes, on_cuda, whole_pair = fused.codes, fused.on_cuda, quantize.quantize
+    codes, on_cuda, whole_pair = fused_codes.codes, fused.on_cuda, quantize.quantize
     seen: list[tuple[Any, Any]] = []
     made: list[Any] = []
 
@@ -190,9 +190,9 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
 
         return watched
 
-    by_rows = {name: getattr(fused_rows, name) for name in ("held", "columns", "cotangent")}
+    by_rows = {name: getattr(fused_codes, name) for name in ("held", "columns", "cotangent")}
     for name, make in by_rows.items():
-        setattr(fused_rows, name, counted(make))
+        setattr(fused_codes, name, counted(make))
 
     by_platform = jax.lax.platform_dependent
 
@@ -205,14 +205,14 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
         fused.on_cuda = lambda: True
         return run(f, args), want, seen
 
-    fused.codes, operand.quantize, product.quantize = kernels, watched, watched
+    fused_codes.codes, operand.quantize, product.quantize = kernels, watched, watched
     try:
         found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
-        fused.codes, fused.on_cuda = codes, on_cuda
+        fused_codes.codes, fused.on_cuda = codes, on_cuda
         operand.quantize = product.quantize = whole_pair
         for name, make in by_rows.items():
-            setattr(fused_rows, name, make)
+            setattr(fused_codes, name, make)
     got, want = ([np.asarray(a, np.float64) for a in arrays] for arrays in found[:2])
     far = [float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in zip(got, want, strict=True)]
     shares, most = zip(*found[2], strict=True) if seen else ((0.0,), (0,))

@@ -11,7 +11,7 @@ import numpy as np
 from fp8jax.core import formats
 from fp8jax.core.qtensor import quantize
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import fallback, fold, fused, microscaled
+from fp8jax.ops import fallback, fold, fused, fused_codes, microscaled
 from fp8jax.ops import quantize as op
 from tests import given_scales
 
@@ -269,7 +269,7 @@ def wrong_where_computed(name: str) -> list[int]:
     want = np.where(x > 0, np.where(np.isinf(x), fmt.inf, fmt.max), np.where(np.isnan(x), np.nan, 0.0))
     for scale in (2.0**-126, 2.0**-149, 2.0**127):
         how = (True, True, QuantSpec(name), "current")
-        ((rows, columns),) = fused._make(result, how, jnp.float32(scale))
+        ((rows, columns),) = fused_codes._make(result, how, jnp.float32(scale))
         for q, expected in ((rows, want), (columns, want.T)):
             assert q is not None
             codes = np.asarray(q.codes).astype(np.float64)

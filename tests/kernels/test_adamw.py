@@ -18,10 +18,10 @@ import pytest
 
 import fp8jax
 from fp8jax.core import formats
+from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import quantize
 from fp8jax.ops import adamw
 from fp8jax.ops import choice as choices
-from fp8jax.ops.rounding import round_stochastically
 from tests.kernels.adamw_cases import ADAM, codes_that_differ, decoded, spec, special, stored, tree
 
 HERE = pathlib.Path(__file__).resolve().parent

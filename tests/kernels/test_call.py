@@ -1,5 +1,6 @@
 """How calls of Triton kernels are written into programs."""
 
+import functools
 import re
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from fp8jax.ops import choice
 from fp8jax.ops import quantize as op
 from tests.kernels import h200
+from tests.programs import chosen
 
 pytest.importorskip("jax_triton")
 
@@ -96,9 +98,10 @@ def test_packages_that_do_not_work_together_are_told_and_xla_takes_over(monkeypa
             reason,
         )
         x = jnp.ones((128, 256))
-        assert op.chosen(x, "e4m3", platform="cuda") == choice.Choice("xla", f"not the kernel: {reason}")
+        quantize = functools.partial(op.quantize, rows="e4m3")
+        assert chosen(quantize, x, capability=90) == choice.Choice("xla", f"not the kernel: {reason}")
         with pytest.raises(ValueError, match=r"impl 'triton' cannot run: jax-triton .* do not work together"):
-            op.chosen(x, "e4m3", platform="cuda", impl="triton")
+            quantize(x, impl="triton")
     finally:
         choice._broken_triton.cache_clear()
         choice._missing_triton.cache_clear()

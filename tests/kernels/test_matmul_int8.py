@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8jax.ops import choice, fallback, matmul, matmul_int8
+from fp8jax.ops import choice, fallback, matmul
 from fp8jax.ops import quantize as op
 from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_int8_mosaic import FallbackResidual, matmul_int8_block
@@ -146,7 +146,7 @@ def test_other_gpus_get_the_kernel_in_triton_or_16_bits(capability: int, impl: s
     def program(x: Any, w: Any) -> Any:
         pair, _ = fallback.quantize(x, "int8:block128", 3.0)
         right, left = blocks(w, impl="xla")[0], blocks(x, impl="xla")[0]
-        return matmul_int8.matmul_pair(pair, right), matmul.matmul(left, right)
+        return matmul.matmul(pair, right), matmul.matmul(left, right)
 
     with choice.target(capability=capability), choice.listening() as told:
         text = jax.jit(program).trace(codes, codes).lower(lowering_platforms=("cuda",)).as_text()

@@ -1,5 +1,6 @@
 """What XLA makes of quantized products for GPUs of several kinds, and what of them is reported."""
 
+import functools
 import re
 from typing import Any
 
@@ -11,9 +12,10 @@ import fp8jax
 from fp8jax.modules.compiled import Product
 from fp8jax.ops import choice
 from fp8jax.ops.matmul import matmul
-from fp8jax.ops.quantize import chosen, quantize
+from fp8jax.ops.quantize import quantize
 from pallas_kernels import call_mosaic
 from tests.kernels import h200, targets
+from tests.programs import chosen
 
 pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 HALF = {"t4": ("f16", "f16")}
@@ -115,9 +117,10 @@ def test_kernels_of_int8_codes_run_where_gpus_convert_no_fp8() -> None:
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     for kind, capability in targets.CAPABILITIES.items():
         with choice.target(capability=capability):
-            assert chosen(x, "int8:block128+stochastic", "int8:token").impl == "triton", kind
+            noisy = {"rows": "int8:block128+stochastic", "columns": "int8:token", "key": jax.random.key(0)}
+            assert chosen(functools.partial(quantize, **noisy), x).impl == "triton", kind
             for spec in ("e4m3", "e5m2"):
-                found = chosen(x, spec)
+                found = chosen(functools.partial(quantize, rows=spec), x)
                 assert (found.impl == "triton") == (capability >= 89), kind
                 assert found.impl == "triton" or f"capability {capability}, and fp8 conversions need 89" in found.reason
     text = ""

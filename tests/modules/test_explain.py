@@ -13,7 +13,7 @@ from flax import nnx
 
 import fp8jax
 from fp8jax.modules import compiled
-from fp8jax.ops import quantize
+from fp8jax.ops import choice, quantize
 from fp8jax.ops.choice import Choice
 from tests.modules.architectures import LAYERS, LENGTH, WIDTH, MiniGPT, Nanodo
 
@@ -87,7 +87,7 @@ def test_what_cpu_makes_of_the_products():
 
 def test_the_program_says_what_computes_each_operation(monkeypatch):
     x, model = jnp.ones((8, 64)), nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    monkeypatch.setattr(quantize, "on_cuda", lambda platform=None: False)
+    monkeypatch.setattr(choice, "on_cuda", lambda: False)
     report = fp8jax.explain(model, TE, x)
     told = collections.Counter((name, c.impl, c.reason) for name, c in report.program.choices if name == "quantize")
     # The input, the weight for both products, and the gradient with its transposed copy at once; x transposed is read.
@@ -95,7 +95,7 @@ def test_the_program_says_what_computes_each_operation(monkeypatch):
     assert sum(name == "matmul" for name, _ in report.program.choices) == 3
     # Once, however often JAX traces what is in it.
     assert str(report).splitlines().count("  quantize by xla: not the kernel: it needs a CUDA GPU") == 1
-    monkeypatch.setattr(quantize, "on_cuda", lambda platform=None: True)
+    monkeypatch.setattr(choice, "on_cuda", lambda: True)
     monkeypatch.setattr(quantize, "missing_triton", lambda kernel, fp8=True: "there is none")
     report = fp8jax.explain(model, TE, x)
     assert {c.reason for name, c in report.program.choices if name == "quantize"} == {"not the kernel: there is none"}

@@ -16,7 +16,7 @@ import fp8jax
 from experiments.models.llama import Llama, LlamaConfig, rope_tables
 from experiments.models.vlm import VLM, ViTConfig
 from experiments.tables.flash import dot_product_attention
-from fp8jax.ops import fused
+from fp8jax.ops import fused, fused_codes
 from fp8jax.recipes import Context
 from tests.programs import residuals
 
@@ -152,7 +152,7 @@ def test_kernels_that_quantize_what_they_compute_keep_the_same(recipe, monkeypat
     monkeypatch.setitem(globals(), "kept", kept.__wrapped__)  # counted anew
     monkeypatch.setattr(fused, "on_cuda", lambda: True)
     monkeypatch.setattr(fused, "missing_triton", lambda _: None)
-    monkeypatch.setattr(fused, "_make", lambda *args, make=fused._make: made.append(args) or make(*args))
+    monkeypatch.setattr(fused_codes, "_make", lambda *args, make=fused_codes._make: made.append(args) or make(*args))
     assert per_layer(recipe, *SHAPES[0]) == pytest.approx(plain, abs=1e-9)
     assert made
 

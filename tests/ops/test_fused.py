@@ -11,7 +11,7 @@ import pytest
 
 import fp8jax
 from fp8jax.modules.provenance import REGISTRY
-from fp8jax.ops import fused
+from fp8jax.ops import fused, fused_codes
 
 pytest.importorskip("jax_triton")
 from tests.kernels.fused_interpreter import CASES, normal, recipe
@@ -25,7 +25,7 @@ def made(monkeypatch):
     """Switches the kernels on, which on CPU are their references; what they have made."""
     found = []
     monkeypatch.setattr(fused, "missing_triton", lambda _: None)
-    monkeypatch.setattr(fused, "_make", lambda *args, make=fused._make: found.append(args) or make(*args))
+    monkeypatch.setattr(fused_codes, "_make", lambda *args, make=fused_codes._make: found.append(args) or make(*args))
 
     def switch(on):
         jax.clear_caches()  # what was traced before knows nothing of the switch

@@ -15,10 +15,10 @@ import pytest
 from flax import nnx
 
 import fp8jax
+from fp8jax.core.noise import round_stochastically
 from fp8jax.core.recipe import Linear
 from fp8jax.ops import adamw, product, quantize
 from fp8jax.ops.linear import content_key
-from fp8jax.ops.rounding import round_stochastically
 from tests.kernels.adamw_cases import ADAM
 
 KEY = jax.random.key(5)

@@ -14,9 +14,9 @@ from fp8jax.ops import choice, matmul_hopper
 from fp8jax.ops.fold import refold
 from fp8jax.ops.matmul import _decoded as matmul_of_16_bits
 from fp8jax.ops.matmul import _halved as matmul_of_fp16
-from fp8jax.ops.matmul import chosen, matmul, transpose
+from fp8jax.ops.matmul import matmul, transpose
 from tests import matmul_reference
-from tests.programs import dots
+from tests.programs import chosen, dots
 
 FP8 = ["e4m3", "e5m2:token", "e4m3:group32", "e4m3:block32", "e4m3:mx32", "e4m3:mx32+token"]
 INT8 = ["int8", "int8:token", "int8:group16", "int8:block32"]
@@ -116,15 +116,14 @@ CHOICES = [
 
 @mosaic
 @pytest.mark.parametrize(("left", "right", "impl", "reason"), CHOICES)
-def test_what_is_chosen_on_hopper(left, right, impl, reason, monkeypatch):
-    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
+def test_what_is_chosen_on_hopper(left, right, impl, reason):
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    choice = chosen(a, b, platform="cuda")
-    assert choice.impl == impl
-    assert reason in choice.reason
-    assert "CUDA" in chosen(a, b, platform="cpu").reason
+    found = chosen(matmul, a, b, capability=90)
+    assert found.impl == impl
+    assert reason in found.reason
+    assert "CUDA" in chosen(matmul, a, b).reason
     if reason in ("no kernel", "no codes", "int8 kernels take"):
-        with pytest.raises(ValueError, match=reason):
+        with pytest.raises(ValueError, match=reason), choice.target(capability=90):
             matmul(a, b, impl="mosaic")
 
 
@@ -132,24 +131,22 @@ def test_what_is_chosen_on_hopper(left, right, impl, reason, monkeypatch):
 def test_long_contractions_and_other_gpus(monkeypatch):
     a, b = (fp8jax.quantize(x, "e4m3") for x in operands(8, 8, 8192))
     short = [fp8jax.quantize(x, "e4m3") for x in operands(8, 8, 4096)]
-    monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
     for flags, impl in (("--xla_gpu_enable_triton_gemm=false", "xla"), ("", "mosaic")):
         monkeypatch.setenv("XLA_FLAGS", flags)
-        assert chosen(*short, platform="cuda").impl == impl
-        assert chosen(*[fp8jax.quantize(x, "int8") for x in operands(8, 8, 64)], platform="cuda").impl == "mosaic"
+        assert chosen(matmul, *short, capability=90).impl == impl
+        assert chosen(matmul, *[fp8jax.quantize(x, "int8") for x in operands(8, 8, 64)], capability=90).impl == "mosaic"
     rows = [fp8jax.quantize(x, "int8:token") for x in operands(8, 8, 64)]
     with choice.target(capability=75):
         block = fp8jax.quantize(jnp.ones((8, 256)), "int8:block128")
-        assert "needs an Ampere, Ada or Hopper GPU" in chosen(block, block).reason
+        assert "needs an Ampere, Ada or Hopper GPU" in chosen(matmul, block, block).reason
     long = jax.eval_shape(lambda x: fp8jax.quantize(x, "int8:token"), jax.ShapeDtypeStruct((8, 2**17), jnp.float32))
-    assert "int32 holds sums of 131071 products, not 131072" in chosen(long, long, platform="cuda").reason
+    assert "int32 holds sums of 131071 products, not 131072" in chosen(matmul, long, long, capability=90).reason
     for capability, impl in ((90, "mosaic"), (89, "xla"), (80, "xla"), (100, "xla")):
-        monkeypatch.setattr(matmul_hopper, "capability", lambda c=capability: c)
-        assert chosen(a, b, platform="cuda").impl == impl
-        assert chosen(*rows, platform="cuda").impl == impl
+        assert chosen(matmul, a, b, capability=capability).impl == impl
+        assert chosen(matmul, *rows, capability=capability).impl == impl
     x, _ = operands(8, 8, 8192)
-    assert "scaled_matmul" in chosen(fp8jax.quantize(x, "e4m3:mx32"), b, platform="cuda").reason
-    with pytest.raises(ValueError, match="Hopper"):
+    assert "scaled_matmul" in chosen(matmul, fp8jax.quantize(x, "e4m3:mx32"), b, capability=100).reason
+    with pytest.raises(ValueError, match="Hopper"), choice.target(capability=100):
         matmul(a, b, impl="mosaic")
     with pytest.raises(ValueError, match="unknown impl 'triton'"):
         matmul(a, b, impl="triton")
@@ -170,7 +167,7 @@ def test_kernels_get_the_scales_that_they_need(left, right, monkeypatch):
                          ("matmul_mx_mosaic", "matmul_mx")):  # fmt: skip
         monkeypatch.setattr(f"pallas_kernels.{module}.{name}", getattr(matmul_reference, name))
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    got = matmul_hopper.run(matmul_hopper.mosaic_kernel(a, b), True, True, jnp.float32, a, b)
+    got = matmul_hopper.run(matmul_hopper.kernel_of(a, b), True, True, jnp.float32, a, b)
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T
     size = np.abs(np.asarray(a.dequantize(), np.float64)) @ np.abs(np.asarray(b.dequantize(), np.float64)).T
     assert (np.abs(np.asarray(got) - want) <= 300 * 2.0**-24 * size).all()
@@ -189,7 +186,7 @@ def test_unless_exact_the_kernel_for_rows_gets_folded_codes(left, right, fast, m
 
     monkeypatch.setattr("pallas_kernels.matmul_mosaic.matmul", product)
     a, b = (fp8jax.quantize(x, spec) for x, spec in zip(operands(k=300), (left, right), strict=True))
-    got = matmul_hopper.run(matmul_hopper.mosaic_kernel(a, b), False, fast, jnp.float32, a, b)
+    got = matmul_hopper.run(matmul_hopper.kernel_of(a, b), False, fast, jnp.float32, a, b)
     folded = [refold(q) if q.spec.granularity == "mx" else q for q in (a, b)]
     want = np.asarray(folded[0].dequantize(), np.float64) @ np.asarray(folded[1].dequantize(), np.float64).T
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
@@ -246,7 +243,7 @@ def test_on_a_gpu_without_a_kernel_codes_are_multiplied_in_one_product_of_16_or_
     products = re.findall(r"stablehlo\.dot_general.*: \(tensor<\d+x\d+x(\w+)>, tensor<\d+x\d+x(\w+)>\)", text)
     assert products == [(operands_of_the_product,) * 2]
     assert "stablehlo.while" not in text
-    reason = chosen(qa, qb, impl="xla", platform="cuda").reason
+    reason = chosen(multiply, qa, qb).reason
     assert ("multiplied in bf16" in reason) == (operands_of_the_product == "bf16")
     want = np.asarray(qa.dequantize(), np.float64) @ np.asarray(qb.dequantize(), np.float64).T
     size = np.abs(np.asarray(qa.dequantize(), np.float64)) @ np.abs(np.asarray(qb.dequantize(), np.float64)).T
@@ -266,7 +263,7 @@ def test_on_a_gpu_without_bf16_products_have_operands_of_fp16_which_do_not_overf
     with choice.target(capability=75):
         text = jax.jit(matmul).trace(qa, qb).lower(lowering_platforms=("cuda",)).as_text()
         mixed = jax.jit(matmul).trace(qa, b).lower(lowering_platforms=("cuda",)).as_text()
-        assert "multiplied in fp16" in chosen(qa, qb).reason
+        assert "multiplied in fp16" in chosen(matmul, qa, qb).reason
     for found in (text, mixed):
         products = re.findall(r"stablehlo\.dot_general.*: \(tensor<\d+x\d+x(\w+)>, tensor<\d+x\d+x(\w+)>\)", found)
         assert products == [("f16", "f16")]

@@ -336,8 +336,8 @@ def test_a_part_of_a_parameter_is_rounded_as_in_the_whole(kind, stochastic, monk
     """A stand-in for AdamW's kernel returns where it believes its groups to be, and small changes of weights."""
     pytest.importorskip("jax_triton")
     from fp8jax.core import noise
+    from fp8jax.core.noise import round_stochastically
     from fp8jax.ops import adamw_fused
-    from fp8jax.ops.rounding import round_stochastically
     from pallas_kernels import adamw_triton
 
     def stand_in(grad, weight, mu, nu, scalars, *, nu_seed, run, form, dtype, seed, group_size, **_):

@@ -1,5 +1,6 @@
 """Quantization of a matrix and its transposed copy: what is chosen, what is refused."""
 
+import functools
 import importlib.util
 import re
 
@@ -10,6 +11,7 @@ import pytest
 
 import fp8jax
 from fp8jax.ops import quantize as op
+from tests.programs import chosen
 
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 
@@ -97,7 +99,7 @@ def test_what_does_not_suit_is_refused():
 )  # fmt: skip
 def test_auto_falls_back_with_a_reason_and_the_explicit_kernel_raises_it(rows, columns, scale, reason):
     x, scale = matrix(), None if scale is None else jnp.float32(scale)
-    choice = op.chosen(x, rows, columns, scale=scale, platform="cuda")
+    choice = chosen(lambda x: op.quantize(x, rows, columns, scale=scale), x, capability=90)
     assert choice.impl == "xla"
     assert reason in choice.reason
     with pytest.raises(ValueError, match=reason):
@@ -107,12 +109,11 @@ def test_auto_falls_back_with_a_reason_and_the_explicit_kernel_raises_it(rows, c
 @triton
 def test_what_is_chosen_is_told():
     x = matrix()
-    assert op.chosen(x, "e4m3", "same", platform="cuda").impl == "triton"
-    assert "CUDA" in op.chosen(x, "e4m3", "same", platform="cpu").reason
-    with pytest.raises(ValueError, match="CUDA"):
-        op.chosen(x, "e4m3", impl="triton", platform="cpu")
+    quantize = functools.partial(op.quantize, rows="e4m3", columns="same")
+    assert chosen(quantize, x, capability=90).impl == "triton"
+    assert "CUDA" in chosen(quantize, x).reason
     spread = jax.device_put(matrix((8, 256)), jax.NamedSharding(jax.make_mesh((8,), ("x",)), jax.P("x")))
-    assert op.chosen(spread, "e4m3", platform="cuda").impl == "triton"
+    assert chosen(quantize, spread, capability=90).impl == "triton"
 
 
 @triton
