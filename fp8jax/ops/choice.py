@@ -227,10 +227,13 @@ def triton_or_xla(
     return Choice("xla", f"not {kernel}: {reason}")
 
 
-def by_platform(*args: Any, cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:
-    """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`."""
+def by_platform(*args: Any, cuda: Callable[..., Any], default: Callable[..., Any], logical: bool = False) -> Any:
+    """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`.
+
+    With `logical` the reference knows nothing of Explicit axes.
+    """
     kernel = local(cuda)
-    return lax.platform_dependent(*args, cuda=kernel, default=placed_like(kernel, local(default), args))
+    return lax.platform_dependent(*args, cuda=kernel, default=placed_like(kernel, local(default), args, logical))
 
 
 def run(choice: Choice, impl: str, *args: Any, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Any:
@@ -240,11 +243,18 @@ def run(choice: Choice, impl: str, *args: Any, kernel: Callable[..., Any], refer
     return by_platform(*args, cuda=kernel, default=reference) if impl == "auto" else local(kernel)(*args)
 
 
-def placed_like(kernel: Callable[..., Any], reference: Callable[..., Any], args: Any) -> Callable[..., Any]:
+def placed_like(
+    kernel: Callable[..., Any], reference: Callable[..., Any], args: Any, logical: bool = False
+) -> Callable[..., Any]:
     """The reference with results placed as the kernel's: on Explicit axes types say how results lie."""
-    if not any(jax.typeof(x).sharding.mesh.explicit_axes for x in jax.tree.leaves(args)):
+    axes = [name for x in jax.tree.leaves(args) for name in jax.typeof(x).sharding.mesh.explicit_axes]
+    if not axes:
         return reference
-    shardings = [kind.sharding for kind in jax.make_jaxpr(kernel)(*args).out_avals]
+    closed, results = jax.make_jaxpr(kernel, return_shape=True)(*args)
+    shardings = [kind.sharding for kind in closed.out_avals]
+    if logical:
+        out = jax.tree.unflatten(jax.tree.structure(results), shardings)
+        return jax.sharding.auto_axes(reference, axes=tuple(dict.fromkeys(axes)), out_sharding=out)  # type: ignore[no-any-return]
 
     def place(x: Array, sharding: Any) -> Array:
         return x if jax.typeof(x).sharding == sharding else jax.sharding.reshard(x, sharding)

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from fp8jax.core import formats
+from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Context, Linear, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import Choice, by_platform, missing_triton, on_cuda, tell
 from fp8jax.ops.saved import Origin, Remade, from_bytes, to_bytes
-from fp8jax.ops.sharding import merge, spec_of, split
+from fp8jax.ops.sharding import merge, place, spec_of, split
 from fp8jax.recipes import resolve
 
 
@@ -235,9 +236,8 @@ def run(call: Callable[..., Any], *arrays: Any) -> Any:
     """`call(on, *arrays)`, where `on` holds the kernels if it runs on a CUDA GPU, and elsewhere their references."""
     from fp8jax.ops import fused_kernels
 
-    return by_platform(
-        *arrays, cuda=functools.partial(call, fused_kernels), default=functools.partial(call, fused_reference)
-    )
+    kernels, references = (functools.partial(call, on) for on in (fused_kernels, fused_reference))
+    return by_platform(*arrays, cuda=kernels, default=references, logical=True)
 
 
 def operation(
@@ -323,7 +323,11 @@ def array(x: Array, like: Array) -> Array:
 def residual(codes: Array, scale: Array, like: Array, spec: QuantSpec) -> QTensor:
     """Codes (M, N), or packed ones, and their scales as those of an array, as `fp8jax.ops.saved.keep` has them."""
     length = like.shape[-1] if spec.packed else None
-    return to_bytes(QTensor(array(codes, like), array(scale, like), None, None, spec, length))
+    axes, placed = blocks.explicit_axes(like), PartitionSpec(*spec_of(like))
+    # Kernels of whole rows gather channels.
+    arrays = array(codes, like), array(scale, like)
+    codes, scale = (place(x, tuple(blocks.partition(placed, x.shape, axes)), like) for x in arrays)
+    return to_bytes(QTensor(codes, scale, None, None, spec, length))
 
 
 def stored(q: QTensor | Array) -> tuple[Array, Array | None]:

@@ -12,8 +12,8 @@ import pytest
 from jax import P, lax
 
 import fp8jax
+from fp8jax.ops import choice, sharding
 from fp8jax.ops import quantize as ops
-from fp8jax.ops import sharding
 from fp8jax.ops.linear import content_key
 from fp8jax.ops.matmul import _decoded
 from tests.distance import relative
@@ -295,3 +295,26 @@ def test_codes_travel_where_a_product_decodes_them(rows, inputs):
 def test_an_einsum_refuses_another_precision():
     with pytest.raises(ValueError, match="takes no precision='highest'"):
         fp8jax.einsum("td,dh->th", jnp.ones((2, 4)), jnp.ones((4, 2)), "highest", recipe=fp8jax.recipes.te_current())
+
+
+@pytest.mark.parametrize("name", ["coat", pytest.param("fast", marks=pytest.mark.slow)])
+def test_operations_of_kernels_take_channels_that_a_mesh_cuts(name, monkeypatch):
+    """A program for a CUDA GPU; here it runs the kernels' references."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    recipe = fp8jax.recipes.get(name)
+    shapes = {"scale": (128,), "gate": (128, 256), "up": (128, 256), "down": (256, 128)}
+    params = {key: normal(*shape, scale=0.2).astype(jnp.bfloat16) for key, shape in shapes.items()}
+    x = normal(4, 32, 128).astype(jnp.bfloat16)
+
+    def loss(params, x, explicit):
+        return jnp.mean(jnp.square(perceptron(params, x, recipe, explicit).astype(jnp.float32)))
+
+    with choice.target(capability=90), choice.listening() as choices:
+        want = jax.jit(jax.grad(loss), static_argnums=2)(params, x, False)
+        with jax.set_mesh(mesh()):
+            got = jax.jit(jax.grad(loss), static_argnums=2)(put(params, SPECS), put(x, P("data")), True)
+    assert {told.impl for operation, told in choices if operation == "activation"} == {"triton"}
+    assert relative(got, want) < 1e-2
+    assert {key: jax.typeof(g).sharding.spec for key, g in got.items()} == {
+        key: jax.typeof(w).sharding.spec for key, w in put(params, SPECS).items()
+    }
