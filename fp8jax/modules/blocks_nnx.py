@@ -67,7 +67,8 @@ def replace(module: Any, recipes: dict[str, Recipe]) -> None:
     for name, layer in layers(module).items():
         _become(layer, functools.partial(_layer_class, recipe=recipes[name]))
     keeps = any(recipe.context.saved is not None for recipe in recipes.values())
-    _become(module, functools.partial(_module_class, keeps=keeps))
+    bounded = any(recipe.context.scales == "bound" for recipe in recipes.values())
+    _become(module, functools.partial(_module_class, keeps=keeps, bounded=bounded))
 
 
 def _become(module: Any, subclass: Callable[[type], type]) -> None:
@@ -95,13 +96,16 @@ def _layer_class(cls: Any, recipe: Recipe) -> type:
 
 
 @functools.cache
-def _module_class(cls: Any, keeps: bool) -> type:
-    """The subclass that shares activations between its layers; with `keeps`, also what attention saves anyway."""
+def _module_class(cls: Any, keeps: bool, bounded: bool) -> type:
+    """The subclass that shares activations between its layers; with `keeps`, also what attention saves anyway.
+
+    Outside of traces nothing is saved; with `bounded`, activations have scales for layers also there.
+    """
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if ASIDE.value:
             return _recorded(cls.__call__, self, args, kwargs, keeps)
-        if eager():
+        if eager() and not bounded:
             return cls.__call__(self, *args, **kwargs)
         with _remembering() as known:
             told = recognise(cls.__call__, self, args, kwargs, known, keeps)

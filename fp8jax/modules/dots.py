@@ -22,10 +22,11 @@ class DotGeneral:
 
     linear: Linear
 
-    def __call__(self, lhs: Array, rhs: Array, *args: Any, **kwargs: Any) -> Array:
+    def __call__(self, lhs: Array, rhs: Array, *args: Any, quantized: Any = None, **kwargs: Any) -> Array:
         if aside(self.linear):
             return like_a_product(lambda x, w: lax.dot_general(x, w, *args, **kwargs), lhs, rhs)
-        return dot_general(lhs, rhs, *args, recipe=self.linear, key=key_of(lhs, self.linear), **kwargs)
+        options: Any = {"key": key_of(lhs, self.linear), "quantized": quantized, **kwargs}
+        return dot_general(lhs, rhs, *args, recipe=self.linear, **options)
 
 
 @dataclasses.dataclass(frozen=True)

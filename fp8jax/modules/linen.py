@@ -272,7 +272,7 @@ class _Root:
     def read(self, method: Callable, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Finds output heads, what `explain` asks for, and activations between layers, in one run aside."""
         asked, between = self.rules.default or _running.told is not None, self.rules.between
-        between = between and not module.is_initializing() and not eager()
+        between = between and not module.is_initializing() and not (eager() and not self.rules.bounded)
         if self.layer or not (asked or between):
             return
         aside = _Root(self.rules, (), next(_asides))
@@ -339,7 +339,7 @@ class _Root:
 
     def _watched(self, module: nn.Module, call: Callable, args: Any, kwargs: Any) -> Any:
         """Calls a module whose activations between layers, if it has any, keep what the rules say."""
-        if module.is_initializing() or eager():
+        if module.is_initializing() or (eager() and not self.rules.bounded):
             return call(*args, **kwargs)
         aside = _Root(self.rules, (), next(_asides))
         forms = blocks_linen.recognise(module, args, kwargs, aside.running, self.known).forms

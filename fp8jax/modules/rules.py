@@ -124,6 +124,11 @@ class Ordered:
         """Whether `between` holds of any rule's recipe."""
         return any(between(LayerChoice(rule.linear, "", rule.context).recipe) for rule in self.rules)
 
+    @property
+    def bounded(self) -> bool:
+        """Whether layers may read codes under scales that what stands before them knows, not they."""
+        return any(rule.context.scales == "bound" for rule in self.rules)
+
     def choice(self, path: str, heads: Mapping[str, str] = _NONE) -> LayerChoice:
         """What the first rule that matches a path says.
 
