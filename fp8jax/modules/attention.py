@@ -8,7 +8,7 @@ So a call of such a module is a checkpoint that keeps all but layouts, which are
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -80,16 +80,13 @@ def layers_of_residuals(section: Section, operands: Set[str]) -> frozenset[str]:
     near = [eqn for eqn in eqns if not {*wanted.values()}.isdisjoint(map(written.root, _all(eqn)))]
     if not near:
         return frozenset()
-    values = [promoted[name] for name in wanted]
-    try:
-        here = {id(eqn) for eqn in near}
-        read = {v for eqn in eqns if id(eqn) not in here for v in _variables(eqn.invars)}.union(_variables(outputs))
-        roots, residuals = _roots(near, values, read, _dependent(eqns, ends), section.jaxpr)
-    except Exception as error:
-        # What is not differentiated keeps nothing.
-        log.info("fp8jax does not know what a module keeps: %s: %s", type(error).__name__, error)
-        return frozenset()
-    return frozenset(name for name, root in zip(wanted, roots, strict=True) if root in residuals)
+    here = {id(eqn) for eqn in near}
+    read = {v for eqn in eqns if id(eqn) not in here for v in _variables(eqn.invars)}.union(_variables(outputs))
+    values = {name: promoted[name] for name in wanted}
+    # Few operations tell what may be kept, as if all were differentiated; where that is something, all tell what is.
+    names = _residuals(near, values, read, _dependent(eqns, ends), section.jaxpr)
+    values = {name: promoted[name] for name in names}
+    return _residuals(eqns, values, set(_variables(outputs)), ends, section.jaxpr) if names else names
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
@@ -109,14 +106,14 @@ def _dependent(eqns: Iterable[Any], ends: Set[Any]) -> set[Any]:
     return result
 
 
-def _roots(
-    eqns: Sequence[Any], values: list[Any], outputs: Set[Any], moving: Set[Any], jaxpr: Any
-) -> tuple[list[Any], set[Any]]:
-    """What values are layouts of, and what the backward pass of operations keeps, up to layouts.
+def _residuals(
+    eqns: Sequence[Any], values: Mapping[str, Any], outputs: Set[Any], moving: Set[Any], jaxpr: Any
+) -> frozenset[str]:
+    """The values that the backward pass of operations keeps, but for their layout.
 
     Args:
-        eqns: operations of a program.
-        values: results of some of them.
+        eqns: the operations, in the order of their program.
+        values: results of some of them, by name.
         outputs: what is read of their results elsewhere.
         moving: what is differentiated.
         jaxpr: the program.
@@ -124,7 +121,7 @@ def _roots(
     inside = {v for eqn in eqns for v in eqn.outvars}
     free = list(dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars) if v not in inside))
     results = [v for eqn in eqns for v in eqn.outvars if v in outputs]
-    program = core.Jaxpr([], free, [*results, *values], eqns, jaxpr.effects, jaxpr.debug_info)
+    program = core.Jaxpr([], free, [*results, *values.values()], eqns, jaxpr.effects, jaxpr.debug_info)
     ends, fixed = [v for v in free if v in moving], [v for v in free if v not in moving]
 
     def residuals(arrays: list[Any], others: list[Any]) -> Any:
@@ -137,10 +134,16 @@ def _roots(
         return seen, back
 
     kinds = [[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in each] for each in (ends, fixed)]
-    closed = jax.make_jaxpr(residuals)(*kinds)
+    try:
+        closed = jax.make_jaxpr(residuals)(*kinds)
+    except Exception as error:
+        # What is not differentiated keeps nothing.
+        log.info("fp8jax does not know what a module keeps: %s: %s", type(error).__name__, error)
+        return frozenset()
     flow = Dataflow(closed.jaxpr)
     roots = [flow.root(v) for v in closed.jaxpr.outvars]
-    return roots[: len(values)], set(roots[len(values) :]) - {None}
+    kept = set(roots[len(values) :]) - {None}
+    return frozenset(name for name, root in zip(values, roots, strict=False) if root in kept)
 
 
 @contextlib.contextmanager

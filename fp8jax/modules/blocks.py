@@ -15,7 +15,7 @@ from jax.extend.core import get_opaque_trace_state
 from fp8jax.core.recipe import Recipe
 from fp8jax.modules.expressions import Marks, Terms, marked
 from fp8jax.modules.functions import activation, glu
-from fp8jax.modules.reading import LAYOUTS
+from fp8jax.modules.reading import LAYOUTS, PRODUCTS
 from fp8jax.modules.recording import Recording, Section
 from fp8jax.modules.rules import between
 from fp8jax.ops.activation import ACTIVATIONS
@@ -236,7 +236,7 @@ def _find(section: Section) -> Iterator[Form | Gap]:
             data = [i for i in arguments if jnp.issubdtype(arrays[i].dtype, jnp.floating)]
             between = sorted(names.difference(LAYOUTS))
             # An activation has one input, or two; what has more, as the result of a product, is none.
-            if between and not data:
+            if between and not data and names.isdisjoint(PRODUCTS):
                 yield Gap(down, tuple(sorted(read)), tuple(between))
 
 

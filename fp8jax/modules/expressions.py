@@ -75,7 +75,7 @@ class Terms:
         numbers |= {v: self.of_result(name) for name, v in marks["result"].items()}
         add(jaxpr.invars)
         # No activation has a product in it: what one returns is as good as an argument.
-        add(v for eqn in jaxpr.eqns if _multiplies(eqn) for v in eqn.outvars)
+        add(v for eqn in jaxpr.eqns if eqn.primitive.name not in JITS and _multiplies(eqn) for v in eqn.outvars)
         self._run(section.operations(marks["input"].values(), numbers), numbers)
         return {name: self._read(v, numbers) for name, v in marks["input"].items()}, types
 

@@ -172,6 +172,7 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
         # Layers in a trace that nn.jit had in its cache are not met again, and a method may need only some of them.
         names = ("kernel", "scale") if rules.contexts else ("kernel",)
         layers = root.layers | (_owners(self, names) - root.others)
+        root.unknown.forget(root.layers)
         rules.check_all_used(layers, root.heads, root.unknown.classes, root.unknown.message())
         if _running.told is None:
             root.warn(self)
@@ -185,7 +186,7 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
 def _owners(module: nn.Module, names: tuple[str, ...]) -> set[str]:
     """Paths of what a module has parameters of these names for."""
     params = flatten_dict(module.variables.get("params", {}))
-    return {"/".join(path[:-1]) for path in params if path[-1] in names}
+    return {"/".join(map(str, path[:-1])) for path in params if path[-1] in names}
 
 
 class _RunningModules(threading.local):
@@ -317,8 +318,7 @@ class _Root:
             self.others |= set() if isinstance(module, known) else {path}
             watch = context.method_name == "__call__" and self.rules.between
             y = self._watched(module, call, args, kwargs) if watch else call(*args, **kwargs)
-            own = {} if path in self.layers else nn.meta.unbox(module.variables).get("params", {})
-            self.unknown.add(path, module, own)
+            self.unknown.add(path, module, nn.meta.unbox(module.variables).get("params", {}))
             return y
         self.layers.add(path)
         if not module.path and not self.layer:

@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flax.nnx import bridge
@@ -36,11 +36,15 @@ class Unknown:
     def add(self, path: str, module: Any, own: Mapping[str, Any]) -> None:
         """Notes a module if it holds a matrix itself, by what its own parameters are; of a bridge also those inside."""
         bridged = is_bridge(module)
-        own = flatten_dict(own, sep="/") if bridged else own
+        own = {"/".join(map(str, name)): p for name, p in flatten_dict(own).items()} if bridged else own
         shapes = {name: tuple(p.shape) for name, p in own.items() if is_matrix(name, getattr(p, "shape", ()))}
         if shapes and (bridged or not type(module).__module__.startswith("flax.")):
             self.classes[path] = type(module).__name__, shapes
             self.bridges |= {path} if bridged else set()
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Drops modules that turn out to share their place with a layer."""
+        self.classes = {path: of for path, of in self.classes.items() if path not in set(paths)}
 
     def chosen(self, rules: Ordered) -> dict[str, tuple[str, dict[str, tuple[int, ...]]]]:
         """Those that the rules would have quantized."""

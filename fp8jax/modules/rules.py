@@ -105,9 +105,10 @@ class Ordered:
     def __post_init__(self) -> None:
         if not self.rules:
             raise ValueError("there are no rules; give a recipe, or at least one fp8jax.Rule")
-        for rule in self.rules:
+        for i, rule in enumerate(self.rules):
             if rule.empty:
-                raise ValueError(f"the recipe of rule {rule.path!r} quantizes no product; leave the model as it is")
+                which = "the recipe" if i >= self._own else f"the recipe of rule {rule.path!r}"
+                raise ValueError(f"{which} quantizes no product; leave the model as it is, or give a rule with None")
 
     @property
     def _own(self) -> int:
@@ -162,9 +163,9 @@ class Ordered:
         used = {self._first(path) for path in paths if self.choice(path, heads).reason != heads.get(path)}
         used |= {self._first(path) for path in others if self.choice(path).linear is None}
         free = range(self._own, len(self.rules) - 1)
-        unused = [rule.path for i, rule in enumerate(self.rules) if i not in used and i not in free]
+        unused = [i for i in range(len(self.rules)) if i not in used and i not in free]
         if unused:
-            names = ", ".join(map(repr, unused))
+            names = ", ".join("the recipe" if i >= self._own else repr(self.rules[i].path) for i in unused)
             why = " (embeddings, heads and routers are left alone unless a rule names them)" if self.default else ""
             raise ValueError(f"no layer is left for {names} to match; the layers are {', '.join(paths)}{why}{unknown}")
 
@@ -201,7 +202,8 @@ def ordered(rules: Rules, layers: Iterable[type] = ()) -> Ordered:
     ours = [*(Rule(path, None) for _, path in _DEFAULT), Rule(".*", resolve(own.pop()))] if default else []
     for rule in own:
         if not isinstance(rule, Rule):
-            raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, last of it a recipe, not {rule!r}")
+            kind = f"recipe {rule.name!r}" if isinstance(rule, Recipe) else repr(rule)
+            raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}")
     return Ordered((*own, *ours), default, classes)
 
 

@@ -85,8 +85,9 @@ def matmul(
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"matmul takes (M, K) and (N, K), not {a.shape} and {b.shape}")
     if isinstance(b, Pair) or (isinstance(a, Pair) and getattr(b, "spec", None) != a.base.spec):
-        kinds = " and ".join(str(getattr(base(q), "spec", q)) for q in (a, b))
-        raise ValueError(f"beside blocks with residuals matmul takes plain ones, b, of one spec, not {kinds}")
+        raise ValueError(
+            f"beside blocks with residuals, a, matmul takes plain ones, b, of one spec, not {_kind(a)} and {_kind(b)}"
+        )
     choice, how = _choose(a, b, impl, impl == "mosaic" or on_cuda())
     tell("fallback matmul" if isinstance(a, Pair) else "matmul", choice)
     spec = spec or sharding.product_sharding(base(a), b, _K_MAJOR)
@@ -114,6 +115,13 @@ def matmul(
         if kernel is None:
             return reference(a, b)
         return local(placed)(a, b) if impl == "mosaic" else by_platform(a, b, cuda=placed, default=reference)
+
+
+def _kind(q: Any) -> str:
+    """What an operand is, for messages."""
+    if isinstance(q, Pair):
+        return f"{q.base.spec} with residuals"
+    return str(q.spec) if isinstance(q, QTensor) else f"an array of {q.dtype}"
 
 
 def _choose(a: Operand | Pair, b: Operand, impl: str, cuda: bool) -> tuple[Choice, Any]:

@@ -321,3 +321,35 @@ def test_threads_do_not_see_each_other():
                 assert_same(y, expected)
     finally:
         sys.setswitchinterval(before)
+
+
+class Beside(nnx.Module):
+    """Three layers, and what the model computes with them."""
+
+    def __init__(self, compute) -> None:
+        self.a, self.b, self.c = (nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(3))
+        self.compute = compute
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.compute(self, x)
+
+
+def padded(m, x):
+    """Products keep no factor of a mask that is not differentiated: two layers keep codes of what they read."""
+    h = jnp.sin(m.a(x))
+    real = (jnp.abs(x).sum(-1, keepdims=True) > 0).astype(jnp.bfloat16)
+    return m.b(h) + m.c(h * real)
+
+
+def weighed(m, x):
+    g, other = jax.jit(lambda g, x: (nnx.silu(g), x @ x.mT))(m.a(x), x)
+    return m.b(g) * other.sum() + m.c(x)
+
+
+def test_what_no_gradient_needs_is_not_kept_anyway():
+    kept = kept_by(fp8jax.nnx.quantize(Beside(padded), COAT), X)
+    assert sum(dtype == "uint8" for dtype, _ in kept) == 3
+
+
+def test_a_product_beside_an_activation_hides_it_not():
+    assert found(Beside(weighed), X) == ["b(silu(a(x)))"]
