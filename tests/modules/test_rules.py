@@ -65,7 +65,7 @@ def test_a_recipe_after_rules_takes_what_is_left_but_embeddings_heads_and_router
     assert asked["embed"].linear is None
     with pytest.raises(ValueError, match="no layer is left for 'block' to match"):
         choose(PATHS, [Rule("block", None), TE])
-    with pytest.raises(ValueError, match=r"no layer is left for '\.\*' to match"):
+    with pytest.raises(ValueError, match="no layer is left for the recipe to match"):
         choose(PATHS, [Rule(".*", INT8), TE])
     with pytest.raises(TypeError, match="last of it a recipe, not 'te_current'"):
         choose(PATHS, ["te_current", Rule(".*", TE)])
@@ -88,7 +88,7 @@ def test_a_rule_behind_others_that_take_all_its_layers_is_refused():
 
 
 def test_a_model_of_heads_only_is_refused():
-    with pytest.raises(ValueError, match=r"no layer is left for '\.\*' to match"):
+    with pytest.raises(ValueError, match="no layer is left for the recipe to match"):
         choose(["lm_head"], TE)
 
 
