@@ -164,7 +164,8 @@ def test_every_recipe_on_every_gpu(flags: str) -> None:
         assert (ran == {"__cublas$lt$matmul$f8"}) == (bool(flags) and capability >= 89), (kind, ran)
 
 
-@pytest.mark.parametrize("kind", ["h200", pytest.param("a100", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["h200", "a100"])
 def test_codes_of_ten_bits_are_packed_and_unpacked_where_norms_and_activations_are_computed(kind: str) -> None:
     found = {name: programs["block"] for name, programs in targets.report("ten_bits", [kind, "t4"]).items()}
     # Packed rows of 512 and of 1,280 codes, and their high bits alone, which XLA makes first.
