@@ -102,3 +102,18 @@ def test_a_copy_of_a_fused_transformation_has_its_step(copy):
     jax.tree.map(np.testing.assert_array_equal, params, want)
     with pytest.raises(TypeError, match=r"not the update of a fused transformation.*give all three"):
         tx._replace(update=optax.sgd(1.0).update)
+
+
+@pytest.mark.parametrize("most", [0.5, 1e3])
+def test_gradients_in_codes_are_clipped_by_what_they_stand_for(most):
+    plain = {"w": jax.random.normal(jax.random.key(0), (16, 128)), "b": jnp.arange(4.0)}
+    codes = plain | {"w": fp8jax.quantize(plain["w"], fp8jax.QuantSpec("e4m3", "tensor"))}
+    decoded = codes | {"w": codes["w"].dequantize()}
+    tx = fp8jax.clip_by_global_norm(most)
+    got, _ = tx.update(codes, tx.init(codes))
+    want, _ = optax.clip_by_global_norm(most).update(decoded, optax.EmptyState())
+    np.testing.assert_array_equal(np.asarray(got["w"].codes, np.float32), np.asarray(codes["w"].codes, np.float32))
+    np.testing.assert_allclose(got["w"].dequantize(), want["w"], rtol=1e-6)
+    np.testing.assert_allclose(got["b"], want["b"], rtol=1e-6)
+    same, _ = tx.update(decoded, tx.init(decoded))
+    np.testing.assert_array_equal(same["w"], want["w"])
