@@ -84,7 +84,7 @@ def layers_of_residuals(section: Section, operands: Set[str]) -> frozenset[str]:
     read = {v for eqn in eqns if id(eqn) not in here for v in _variables(eqn.invars)}.union(_variables(outputs))
     values = {name: promoted[name] for name in wanted}
     # Few operations tell what may be kept, as if all were differentiated; where that is something, all tell what is.
-    names = _residuals(near, values, read, _dependent(eqns, ends), section.jaxpr)
+    names = _residuals(near, values, read, {v for eqn in near for v in _all(eqn)}, section.jaxpr)
     values = {name: promoted[name] for name in names}
     return _residuals(eqns, values, set(_variables(outputs)), ends, section.jaxpr) if names else names
 
@@ -95,15 +95,6 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
 
 def _all(eqn: Any) -> list[Any]:
     return _variables((*eqn.invars, *eqn.outvars))
-
-
-def _dependent(eqns: Iterable[Any], ends: Set[Any]) -> set[Any]:
-    """What operations compute from values, and these."""
-    result = set(ends)
-    for eqn in eqns:
-        if not result.isdisjoint(_variables(eqn.invars)):
-            result.update(eqn.outvars)
-    return result
 
 
 def _residuals(

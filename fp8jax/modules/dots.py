@@ -35,10 +35,19 @@ class Einsum:
 
     linear: Linear
 
-    def __call__(self, subscripts: str, lhs: Array, rhs: Array, *args: Any, **kwargs: Any) -> Array:
+    def __call__(
+        self,
+        subscripts: str,
+        lhs: Array,
+        rhs: Array,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        **kwargs: Any,
+    ) -> Array:
+        kwargs |= {"precision": precision, "preferred_element_type": preferred_element_type}
         if aside(self.linear):
-            return like_a_product(lambda x, w: jnp.einsum(subscripts, x, w, *args, **kwargs), lhs, rhs)
-        return einsum(subscripts, lhs, rhs, *args, recipe=self.linear, key=key_of(lhs, self.linear), **kwargs)
+            return like_a_product(lambda x, w: jnp.einsum(subscripts, x, w, **kwargs), lhs, rhs)
+        return einsum(subscripts, lhs, rhs, recipe=self.linear, key=key_of(lhs, self.linear), **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -273,7 +273,7 @@ class _Root:
     def read(self, method: Callable, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Finds output heads, what `explain` asks for, and activations between layers, in one run aside."""
         asked, between = self.rules.default or _running.told is not None, self.rules.between
-        between = between and not module.is_initializing() and not (eager() and not self.rules.bounded)
+        between = between and self.recognises(module)
         if self.layer or not (asked or between):
             return
         aside = _Root(self.rules, (), next(_asides))
@@ -286,6 +286,10 @@ class _Root:
             heads = heads_linen.find(method, module, args, kwargs, aside.path_of, chosen, memory)
         if asked:
             self.heads, self.reading = heads
+
+    def recognises(self, module: nn.Module) -> bool:
+        """Whether activations between layers make a difference in a call of a module."""
+        return not module.is_initializing() and (self.rules.bounded or not eager())
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a module in the model; of a layer that is called through `apply` its name, if it has one."""
@@ -339,7 +343,7 @@ class _Root:
 
     def _watched(self, module: nn.Module, call: Callable, args: Any, kwargs: Any) -> Any:
         """Calls a module whose activations between layers, if it has any, keep what the rules say."""
-        if module.is_initializing() or (eager() and not self.rules.bounded):
+        if not self.recognises(module):
             return call(*args, **kwargs)
         aside = _Root(self.rules, (), next(_asides))
         forms = blocks_linen.recognise(module, args, kwargs, aside.running, self.known).forms
