@@ -28,6 +28,7 @@ from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.provenance import eager
 from fp8jax.modules.reading import Reading
 from fp8jax.modules.rules import Ordered, Rule, Rules, between, ordered
+from fp8jax.modules.scaled import observed_operands
 from fp8jax.recipes import linear_part
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -336,7 +337,9 @@ class _Root:
         self.quantized.add(path)
         if not isinstance(module, LAYERS):
             if module.is_initializing():
-                return call(*args, **kwargs)
+                y = call(*args, **kwargs)
+                if not observed_operands(linear):
+                    return y
             with _Root(self.rules, (), next(_asides)).running():
                 return custom.call_linen(module, linear, args, kwargs)
         return layers_linen.call(path, module, linear, call, context, args, kwargs)
