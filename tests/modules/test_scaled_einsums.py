@@ -388,3 +388,45 @@ def test_explain_tells_of_einsums_with_states():
         report = fp8jax.explain(model, DELAYED, X, layers=layers)
         assert sum(p.executed for p in report.program.traced if p.eight_bit) == 9
         assert len(report.quantized) == 3
+
+
+class Perceptron(nnx.Module):
+    """A class of its own around two matrices, cast and laid out before it multiplies by them."""
+
+    def __init__(self, rngs):
+        self.down = nnx.Param(jax.random.normal(rngs.params(), (48, WIDTH)) / 6)
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (48, WIDTH)) / 3)
+
+    def __call__(self, x):
+        x = x.astype(jnp.bfloat16)
+        up, down = (w[...].astype(jnp.bfloat16) for w in (self.up, self.down))
+        return jnp.moveaxis(jnp.tensordot(down, nnx.silu(x @ up.T), ((0,), (2,))), 0, -1)  # the weight first
+
+
+def test_each_weight_of_an_own_class_has_a_state_whatever_is_done_to_it_before():
+    model = fp8jax.nnx.quantize(Perceptron(nnx.Rngs(0)), DELAYED, layers=[Perceptron])
+    layer = lambda *sizes: nnx.Linear(*sizes, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))  # noqa: E731
+    linears = fp8jax.nnx.quantize(nnx.Dict(up=layer(WIDTH, 48), down=layer(48, WIDTH)), DELAYED)
+    linears.up.kernel[...] = model.up[...].T.astype(jnp.bfloat16)
+    linears.down.kernel[...] = model.down[...].astype(jnp.bfloat16)
+    run = lambda m, x: m.down(nnx.silu(m.up(x.astype(jnp.bfloat16))))  # noqa: E731
+
+    @nnx.jit(static_argnums=1)
+    def step(model, run, x):
+        grads = nnx.grad(lambda m: jnp.sum(run(m, x).astype(jnp.float32) ** 2), argnums=nnx.DiffState(0, ANY))(model)
+        fp8jax.nnx.advance_scaling(model, grads)
+
+    step(model, lambda m, x: m(x), X)
+    step(linears, run, X)
+    for got, want in ((model.fp8jax_up, linears.up.dot_general), (model.fp8jax_down, linears.down.dot_general)):
+        for operand in ("x", "w", "dy"):
+            assert getattr(want, operand)[0] > 0
+            np.testing.assert_array_equal(getattr(got, operand)[...], getattr(want, operand)[...])
+
+
+def test_einsums_of_recipes_that_observe_nothing_have_no_state():
+    """Automatic scaling takes no bound there, and batch axes are no matter: the weight's own scale is as good."""
+    model = fp8jax.nnx.quantize(nnx.Einsum("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0)), "moss")
+    assert not jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable))
+    x = jnp.ones((2, 8, WIDTH))
+    assert 0 < relative(model(x), jnp.einsum("ebd,edf->ebf", x, model.kernel[...])) < 0.1
