@@ -49,9 +49,9 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
     stood at the root: what they compute must not depend on `self.path`. Elsewhere write `fp8jax.glu` or
     `fp8jax.activation`.
 
-    A recipe with delayed scaling, or `int8_fallback`, adds collections of variables; `fp8jax.linen.advance_scaling` says
-    how to train them, and an error which `variable_axes` your own `nn.scan` needs. No such layer may multiply along batch
-    axes.
+    A recipe with delayed scaling, or `int8_fallback`, adds collections of variables; `fp8jax.linen.advance_scaling`
+    says how to train them, and an error which `variable_axes` your own `nn.scan` needs. No such layer may multiply
+    along batch axes.
 
     A recipe, not a rule, leaves alone what is an embedding, head or router by its name, and by what reads it in each
     call: a layer whose result (up to casts, layouts, a bias, scaling, a soft cap) softmax, top_k or argmax reads, or

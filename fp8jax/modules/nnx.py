@@ -43,9 +43,9 @@ def quantize(model: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mode
     Layers that read the output of flash attention keep no copy of it. Of a recipe without one, norms and activations
     before layers with FP8 inputs of one scale a tensor or a row make, on a GPU, the codes that these read.
 
-    A recipe with delayed scaling, or `int8_fallback`, adds variables to its layers; `fp8jax.nnx.advance_scaling` says how
-    to train them. A class of your own gets a state for each parameter NAME of two axes or more, in `fp8jax_NAME`; layers
-    of it must not be stacked by `nnx.vmap` then, and no such layer may multiply along batch axes.
+    A recipe with delayed scaling, or `int8_fallback`, adds variables to its layers; `fp8jax.nnx.advance_scaling` says
+    how to train them. A class of your own gets a state for each parameter NAME of two axes or more, in `fp8jax_NAME`;
+    layers of it must not be stacked by `nnx.vmap` then, and no such layer may multiply along batch axes.
 
     A recipe, not a rule, leaves alone what is an embedding, head or router: by its usual names, and by shapes, because
     the model is not run here. A head is an `nnx.Linear` that the outermost module holds itself and whose outputs

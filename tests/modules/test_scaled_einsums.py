@@ -424,9 +424,10 @@ def test_each_weight_of_an_own_class_has_a_state_whatever_is_done_to_it_before()
             np.testing.assert_array_equal(getattr(got, operand)[...], getattr(want, operand)[...])
 
 
-def test_einsums_of_recipes_that_observe_nothing_have_no_state():
+@pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
+def test_einsums_of_recipes_that_observe_nothing_have_no_state(make):
     """Automatic scaling takes no bound there, and batch axes are no matter: the weight's own scale is as good."""
-    model = fp8jax.nnx.quantize(nnx.Einsum("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0)), "moss")
+    einsum = make("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0))
+    model, x = fp8jax.nnx.quantize(einsum, "moss", layers=[NnxEinsum]), jnp.ones((2, 8, WIDTH))
     assert not jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable))
-    x = jnp.ones((2, 8, WIDTH))
-    assert 0 < relative(model(x), jnp.einsum("ebd,edf->ebf", x, model.kernel[...])) < 0.1
+    assert 0 < relative(model(x), einsum(x)) < 0.1
