@@ -20,46 +20,55 @@ from fp8jax.modules.dots import DotGeneral
 from fp8jax.modules.program import split
 from fp8jax.modules.provenance import JITS
 from fp8jax.modules.reading import LAYOUTS
-from fp8jax.modules.scaled import check_stateless
+from fp8jax.modules.scaled import DotGeneralScaling, GradientStatistic, ScalingVariable, observed_operands, scaling_name
+from fp8jax.modules.scaled_linen import LinenScaling
 
 
 class _Rerun:
-    """A program while it runs again; counts the products it takes the place of."""
+    """A program while it runs again; counts the products it takes the place of.
 
-    def __init__(self, product: Callable[..., Array]) -> None:
+    Args:
+        product: of data with a weight, by the weight's name, called as `jax.lax.dot_general`.
+    """
+
+    def __init__(self, product: Callable[[str], Callable[..., Array]]) -> None:
         self.product, self.count = product, 0
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], weights: Sequence[bool]) -> Any:
-        """The results of a program, and which of them are weights, given which of its inputs are."""
+    def run(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], weights: Sequence[str | None]) -> Any:
+        """The results of a program, and the names of those that are weights, given the names of such inputs."""
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
         weight = dict(zip(jaxpr.invars, weights, strict=True))
 
-        def look(atom: Any) -> tuple[Any, bool]:
-            return (atom.val, False) if isinstance(atom, core.Literal) else (known[atom], weight.get(atom, False))
+        def look(atom: Any) -> tuple[Any, str | None]:
+            return (atom.val, None) if isinstance(atom, core.Literal) else (known[atom], weight.get(atom))
 
         for eqn in jaxpr.eqns:
             operands, are = zip(*map(look, eqn.invars), strict=True) if eqn.invars else ((), ())
-            name, of_weight = eqn.primitive.name, [False] * len(eqn.outvars)
+            name, of_weight = eqn.primitive.name, [None] * len(eqn.outvars)
+            names = [of for of in are if of is not None]
             if name in JITS:
                 inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
                 results, of_weight = self.run(inner.jaxpr, inner.consts, operands, are)
-            elif name == "dot_general" and sum(are) == 1:
-                results = [self._product(*operands, weight_first=are[0], **eqn.params)]
+            elif name == "dot_general" and len(names) == 1:
+                results = [self._product(names[0], *operands, weight_first=are[0] is not None, **eqn.params)]
             else:
                 results = _as_written(eqn, operands, jaxpr.debug_info)
-                of_weight = [name in LAYOUTS and any(are)] * len(results)
+                of_weight = [names[0] if name in LAYOUTS and names else None] * len(results)
             known |= dict(zip(eqn.outvars, results, strict=True))
             weight |= dict(zip(eqn.outvars, of_weight, strict=True))
         results = [look(v) for v in jaxpr.outvars]
-        return [value for value, _ in results], [is_weight for _, is_weight in results]
+        return [value for value, _ in results], [of for _, of in results]
 
-    def _product(self, lhs: Array, rhs: Array, *, weight_first: bool, dimension_numbers: Any, **params: Any) -> Array:
+    def _product(
+        self, weight: str, lhs: Array, rhs: Array, *, weight_first: bool, dimension_numbers: Any, **params: Any
+    ) -> Array:
         self.count += 1
+        product = self.product(weight)
         (contract, batch), free = dimension_numbers, [x.ndim for x in (lhs, rhs)]
         settings = {name: params.get(name) for name in ("precision", "preferred_element_type", "out_sharding")}
         if not weight_first:
-            return self.product(lhs, rhs, dimension_numbers, **settings)
-        y = self.product(rhs, lhs, (contract[::-1], batch[::-1]), **settings)
+            return product(lhs, rhs, dimension_numbers, **settings)
+        y = product(rhs, lhs, (contract[::-1], batch[::-1]), **settings)
         n = len(batch[0])
         rows, columns = (d - len(c) - n for d, c in zip(free, contract, strict=True))
         return y.transpose(*range(n), *range(n + columns, n + columns + rows), *range(n, n + columns))
@@ -73,9 +82,13 @@ def _as_written(eqn: Any, operands: Sequence[Any], info: Any) -> Any:
     return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*inputs.values())
 
 
-def _call(fn: Callable, params: Any, args: Any, linear: Linear, name: str) -> Any:
-    """`fn(params, args, kwargs)` with the products of a recipe where it multiplies arrays by those of `params`."""
-    check_stateless(f"{name} is of a class of its own", linear)
+def _call(fn: Callable, params: Any, args: Any, product: Callable[[str], Callable[..., Array]], name: str) -> Any:
+    """`fn(params, args, kwargs)` with other products where it multiplies arrays by those of `params`.
+
+    Args:
+        product: as of `_Rerun`; the name is that of an entry of `params`.
+        name: of the layer, for messages.
+    """
     weights, rebuild_weights = split(params)
     arrays, rebuild = split(args)
 
@@ -83,8 +96,9 @@ def _call(fn: Callable, params: Any, args: Any, linear: Linear, name: str) -> An
         return fn(rebuild_weights(weights), *rebuild(arrays))
 
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(weights, arrays)
-    rerun = _Rerun(DotGeneral(linear))
-    are = [True] * len(weights) + [False] * len(arrays)
+    rerun = _Rerun(product)
+    names = [jax.tree_util.keystr(path[:1], simple=True) for path, _ in jax.tree.leaves_with_path(params)]
+    are = [*names, *[None] * len(arrays)]
     results, _ = rerun.run(closed.jaxpr, closed.consts, [*weights, *arrays], are)
     if not rerun.count:
         raise ValueError(
@@ -108,7 +122,13 @@ def call_linen(module: nn.Module, linear: Linear, args: Any, kwargs: Any) -> Any
     def run(params: Any, args: Any, kwargs: Any) -> Any:
         return nn.Module.apply(copy, {"params": params, **rest}, *args, **kwargs)
 
-    return _call(run, variables.get("params", {}), (args, kwargs), linear, name)
+    def product(weight: str) -> Callable[..., Array]:
+        if not observed_operands(linear):
+            return DotGeneral(linear)
+        assert module.scope is not None
+        return LinenScaling(linear, module.scope.push(scaling_name(weight), reuse=True)).dot_general
+
+    return _call(run, variables.get("params", {}), (args, kwargs), product, name)
 
 
 def replace_nnx(path: str, module: Any, linear: Linear, subclass: Callable[[type, Callable], type]) -> None:
@@ -120,7 +140,11 @@ def replace_nnx(path: str, module: Any, linear: Linear, subclass: Callable[[type
         linear: the recipe of its products.
         subclass: makes a subclass with another `__call__`.
     """
-    check_stateless(f"{path} is of a class of its own", linear)
+    if observed_operands(linear):
+        for name, param in list(vars(module).items()):
+            if isinstance(param, nnx.Param) and param.ndim > 1:
+                scaling = DotGeneralScaling(linear, param.get_value(), kind=f"a layer of class {type(module).__name__}")
+                setattr(module, scaling_name(name), nnx.data(scaling))
     object.__setattr__(module, "__class__", _layer_class(type(module), linear, subclass))  # type: ignore[arg-type]
 
 
@@ -137,9 +161,12 @@ def _layer_class(cls: Any, linear: Linear, subclass: Callable[[type, Callable], 
         def run(params: Any, args: Any, kwargs: Any) -> Any:
             module = nnx.merge(graph, params, rest, copy=True)
             y = cls.__call__(module, *args, **kwargs)
-            return y, nnx.state(module, nnx.Not(nnx.Param))
+            return y, nnx.state(module, nnx.Not(nnx.Any(nnx.Param, ScalingVariable, GradientStatistic)))
 
-        y, state = _call(run, params, (args, kwargs), linear, cls.__name__)
+        def product(weight: str) -> Callable[..., Array]:
+            return getattr(self, scaling_name(weight), DotGeneral(linear))
+
+        y, state = _call(run, params, (args, kwargs), product, cls.__name__)
         nnx.update(self, state)
         return y
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.modules.functions import dot_general, einsum
+from fp8jax.modules.functions import dot_general
 from fp8jax.modules.provenance import REGISTRY
 from fp8jax.modules.recording import ASIDE
-from fp8jax.ops.linear import content_key
+from fp8jax.ops.linear import content_key, einsum_by
 from fp8jax.ops.saved import ITSELF
 
 
@@ -31,23 +31,12 @@ class DotGeneral:
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """`fp8jax.einsum` with its recipe, called as that; keys for stochastic rounding come from the data."""
+    """`fp8jax.einsum` with its recipe, called as `jnp.einsum`; keys for stochastic rounding come from the data."""
 
     linear: Linear
 
-    def __call__(
-        self,
-        subscripts: str,
-        lhs: Array,
-        rhs: Array,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        **kwargs: Any,
-    ) -> Array:
-        kwargs |= {"precision": precision, "preferred_element_type": preferred_element_type}
-        if aside(self.linear):
-            return like_a_product(lambda x, w: jnp.einsum(subscripts, x, w, **kwargs), lhs, rhs)
-        return einsum(subscripts, lhs, rhs, recipe=self.linear, key=key_of(lhs, self.linear), **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Array:
+        return einsum_by(DotGeneral(self.linear), *args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)

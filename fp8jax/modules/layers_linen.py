@@ -12,7 +12,7 @@ from jax import Array
 
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
-from fp8jax.modules.scaled import check_stateless
+from fp8jax.modules.scaled import observed_operands
 from fp8jax.modules.scaled_linen import LinenScaling
 
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
@@ -32,19 +32,19 @@ def call(path: str, layer: Any, linear: Linear, written: Callable, context: Any,
         kwargs: likewise.
 
     Raises:
-        ValueError: the layer has a precision or a product of its own, or it is an `nn.Einsum` and `linear` has a state.
+        ValueError: the layer has a precision or a product of its own, or batch axes where `linear` observes operands.
     """
     check_replaceable(path, layer)
     with contextlib.ExitStack() as stack:
         if layer.promote_dtype is promote_dtype:
             stack.enter_context(attributes(layer, promote_dtype=SharedPromotion(promote_dtype, linear)))
+        scaling = LinenScaling(linear, layer.scope)
         if isinstance(layer, nn.Einsum):
-            check_stateless(f"{path} is an nn.Einsum", linear)
             if context.orig_method.func is _EINSUM:
-                return _einsum(layer, linear, *args, **kwargs)
+                product = scaling.einsum if observed_operands(linear) else Einsum(linear)
+                return _einsum(layer, product, *args, **kwargs)
             return written(*args, **kwargs)
-        product = LinenScaling(linear, layer) if linear.states else DotGeneral(linear)
-        stack.enter_context(attributes(layer, dot_general=product))
+        stack.enter_context(attributes(layer, dot_general=scaling.dot_general if linear.states else DotGeneral(linear)))
         return written(*args, **kwargs)
 
 
@@ -61,8 +61,8 @@ def attributes(owner: Any, **values: Any) -> Iterator[None]:
             object.__setattr__(owner, name, value)
 
 
-def _einsum(layer: Any, linear: Linear, inputs: Array, einsum_str: str | None = None) -> Array:
-    """`nn.Einsum` with a product of a recipe, for which it has no field."""
+def _einsum(layer: Any, product: Callable[..., Array], inputs: Array, einsum_str: str | None = None) -> Array:
+    """`nn.Einsum` with a product that is called as `jnp.einsum`, for which it has no field."""
     subscripts = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
     terms, _, out = subscripts.partition("->")
     weight = terms.partition(",")[2]
@@ -73,7 +73,7 @@ def _einsum(layer: Any, linear: Linear, inputs: Array, einsum_str: str | None = 
     shape = [sizes[c] for c in out if c in sizes]
     bias: Array | None = layer.param("bias", layer.bias_init, shape, layer.param_dtype) if layer.use_bias else None
     x, w, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    y: Array = Einsum(linear)(subscripts, x, w, layer.precision, layer.preferred_element_type)
+    y: Array = product(subscripts, x, w, layer.precision, layer.preferred_element_type)
     if bias is None:
         return y
     spelled = out.replace("...", "." * (y.ndim - len(out.replace("...", ""))))

@@ -28,6 +28,7 @@ from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.provenance import eager
 from fp8jax.modules.reading import Reading
 from fp8jax.modules.rules import Ordered, Rule, Rules, between, ordered
+from fp8jax.modules.scaled import observed_operands
 from fp8jax.recipes import linear_part
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,7 +49,9 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
     stood at the root: what they compute must not depend on `self.path`. Elsewhere write `fp8jax.glu` or
     `fp8jax.activation`.
 
-    A recipe with delayed scaling adds collections of variables; `fp8jax.linen.advance_scaling` says how to train them.
+    A recipe with delayed scaling, or `int8_fallback`, adds collections of variables; `fp8jax.linen.advance_scaling`
+    says how to train them, and an error which `variable_axes` your own `nn.scan` needs. No such layer may multiply
+    along batch axes.
 
     A recipe, not a rule, leaves alone what is an embedding, head or router by its name, and by what reads it in each
     call: a layer whose result (up to casts, layouts, a bias, scaling, a soft cap) softmax, top_k or argmax reads, or
@@ -76,7 +79,8 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
     Raises:
         TypeError: the model is no Linen module, or the rules are of another type.
         ValueError: the model is bound or quantized already, or a recipe quantizes nothing. From `init` or `apply`: a
-            rule matches no layer, the model has none, or a layer has a product or a precision of its own.
+            rule matches no layer, the model has none, or a layer has a product or a precision of its own, or batch axes
+            under a scaling that observes operands.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(not_a_model("fp8jax.linen.quantize takes a Linen module", module))
@@ -336,7 +340,9 @@ class _Root:
         self.quantized.add(path)
         if not isinstance(module, LAYERS):
             if module.is_initializing():
-                return call(*args, **kwargs)
+                y = call(*args, **kwargs)
+                if not observed_operands(linear):
+                    return y
             with _Root(self.rules, (), next(_asides)).running():
                 return custom.call_linen(module, linear, args, kwargs)
         return layers_linen.call(path, module, linear, call, context, args, kwargs)

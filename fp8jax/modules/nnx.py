@@ -11,8 +11,15 @@ from fp8jax.core.recipe import Linear
 from fp8jax.modules import blocks_nnx, contexts, custom, heads_nnx, norms
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.matrices import Unknown, is_bridge, not_a_model
-from fp8jax.modules.rules import Ordered, Rules, choose, ordered
-from fp8jax.modules.scaled import LayerScaling, check_stateless, kernel_axes
+from fp8jax.modules.rules import LayerChoice, Ordered, Rules, choose, ordered
+from fp8jax.modules.scaled import (
+    DotGeneralScaling,
+    EinsumScaling,
+    LayerScaling,
+    no_batches,
+    observed_operands,
+    stacked_axes,
+)
 
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
@@ -36,7 +43,9 @@ def quantize(model: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mode
     Layers that read the output of flash attention keep no copy of it. Of a recipe without one, norms and activations
     before layers with FP8 inputs of one scale a tensor or a row make, on a GPU, the codes that these read.
 
-    A recipe with delayed scaling adds variables to its layers; `fp8jax.nnx.advance_scaling` says how to train them.
+    A recipe with delayed scaling, or `int8_fallback`, adds variables to its layers; `fp8jax.nnx.advance_scaling` says
+    how to train them. A class of your own gets a state for each parameter NAME of two axes or more, in `fp8jax_NAME`;
+    layers of it must not be stacked by `nnx.vmap` then, and no such layer may multiply along batch axes.
 
     A recipe, not a rule, leaves alone what is an embedding, head or router: by its usual names, and by shapes, because
     the model is not run here. A head is an `nnx.Linear` that the outermost module holds itself and whose outputs
@@ -57,7 +66,8 @@ def quantize(model: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mode
 
     Raises:
         TypeError: the model is no NNX module, or the rules are of another type.
-        ValueError: a rule matches no layer, the model has none, or a layer has a product of its own already.
+        ValueError: a rule matches no layer, the model has none, a layer has a product of its own already, or batch axes
+            under a scaling that observes operands; from a call, if only this tells.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(not_a_model("fp8jax.nnx.quantize takes an NNX module", model))
@@ -77,12 +87,7 @@ def substitute(model: Model, rules: Ordered) -> tuple[Model, Unknown, int]:
     chosen = choose(
         [*linears, *contexts.norm_paths(submodules, rules)], rules, heads, unknown.classes, unknown.message()
     )
-    einsums = {path: chosen[path].linear for path, layer in linears.items() if isinstance(layer, nnx.Einsum)}
-    for part in dict.fromkeys(part for part in einsums.values() if part is not None):
-        first, *others = [path for path, of in einsums.items() if of == part]
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        told = f" (as are {', '.join(others[:3])}{more})" if others else ""
-        check_stateless(f"{first} is an nnx.Einsum{told}", part)
+    _check_batches(linears, chosen)
     contexts.plan(submodules, rules, heads=heads, replace=True)
     size = 0
     for path, layer in linears.items():
@@ -137,9 +142,28 @@ def _replace(path: str, layer: Any, linear: Linear) -> None:
     check_replaceable(path, layer)
     if layer.promote_dtype is promote_dtype:
         layer.promote_dtype = SharedPromotion(promote_dtype, linear)
+    operands: Any = (linear, layer.kernel.get_value(), stacked_axes(layer), f"an nnx.{type(layer).__name__}")
     if isinstance(layer, nnx.Einsum):
-        layer.einsum_op = Einsum(linear)
-    elif linear.states:
-        layer.dot_general = nnx.data(LayerScaling(linear, layer.kernel.get_value(), *kernel_axes(layer)))
+        layer.einsum_op = nnx.data(EinsumScaling(*operands)) if observed_operands(linear) else Einsum(linear)
     else:
-        layer.dot_general = DotGeneral(linear)
+        layer.dot_general = nnx.data(DotGeneralScaling(*operands)) if linear.states else DotGeneral(linear)
+
+
+def _check_batches(layers: dict[str, Any], chosen: dict[str, LayerChoice]) -> None:
+    """Raises ValueError where layers have batch axes, and rules that give them a scaling which observes operands."""
+    parts = {path: chosen[path].linear for path, layer in layers.items() if _has_batches(layer)}
+    batched = {path: part for path, part in parts.items() if part is not None and observed_operands(part)}
+    for part in batched.values():
+        first, *others = [path for path, of in batched.items() if of == part]
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        told = f" (as have {', '.join(others[:3])}{more})" if others else ""
+        raise no_batches(f"{first}{told}", part)
+
+
+def _has_batches(layer: Any) -> bool:
+    """Whether a layer multiplies along batch axes, as far as can be known before it runs."""
+    if isinstance(layer, nnx.Einsum):
+        terms, _, out = (layer.einsum_str or "").replace("...", "").partition("->")
+        a, _, b = terms.partition(",")
+        return bool(set(a) & set(b) & set(out))
+    return bool(getattr(layer, "batch_axis", None)) and isinstance(layer, nnx.LinearGeneral)

@@ -1,6 +1,6 @@
 """Layers whose scaling keeps a state: one product for NNX and Linen, and the state's variables in NNX models."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,18 +9,20 @@ from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from fp8jax.core.recipe import OPERANDS, Linear
+from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic
 from fp8jax.modules.dots import aside, key_of, like_a_product
 from fp8jax.modules.functions import scaled_linear
-from fp8jax.ops.linear import DimensionNumbers, check_precision
+from fp8jax.ops.linear import DimensionNumbers, check_precision, einsum_by, in_order
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
 
+_OWN = "fp8jax_"
 
-class ScaledDotGeneral:
-    """`dot_general` of one layer whose scaling keeps a state; a subclass says where that is kept.
+
+class ScaledProduct:
+    """Products of one layer's inputs with its weight, under a scaling that keeps a state; a subclass says where.
 
     Its variables, each where the recipe's scaling needs it: states, by the names that `Stateful.variable` gives, which
     are `x`, `w` and `dy` under delayed scaling; `seen_x` and `seen_w`, what calls observed since the last update; and
@@ -29,15 +31,19 @@ class ScaledDotGeneral:
 
     linear: Linear
 
-    def read(self, rhs: Array, contracted: int) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
-        """The layer's state, its slot, and its quantized weight if that is held; `rhs` is the weight."""
+    def read(self, w: Array) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
+        """The layer's state, its slot, and its quantized weight if that is held; `w` is the weight as a matrix."""
         raise NotImplementedError
 
     def note(self, observed: Observed) -> None:
         """Merges what a call observed into what was seen, except in evaluation."""
         raise NotImplementedError
 
-    def __call__(
+    def name(self) -> str:
+        """What messages call the layer."""
+        raise NotImplementedError
+
+    def dot_general(
         self,
         lhs: Array,
         rhs: Array,
@@ -47,39 +53,52 @@ class ScaledDotGeneral:
         *,
         out_sharding: Any = None,
     ) -> Array:
-        """`scaled_linear` called as layers call `jax.lax.dot_general`: last axes of an input by a kernel's first."""
+        """`scaled_linear` called as layers call `jax.lax.dot_general`: `lhs` is the input, `rhs` the weight.
+
+        Raises:
+            ValueError: there are batch axes, or `precision` asks for what a quantized product cannot give.
+        """
+        (contract, _), batch = dimension_numbers
+        if any(batch):
+            raise no_batches(f"{self.name()} multiplies {lhs.shape} by {rhs.shape} and", self.linear)
         if aside(self.linear):
             options: Any = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
             return like_a_product(lambda x, w: lax.dot_general(x, w, dimension_numbers, **options), lhs, rhs)
-        (lhs_contract, rhs_contract), batch = dimension_numbers
-        n = len(lhs_contract)
-        ends = tuple(range(lhs.ndim - n, lhs.ndim)), tuple(range(n))
-        if (tuple(lhs_contract), tuple(rhs_contract)) != ends or any(batch):
-            raise ValueError(
-                f"{self.linear.scaling} scaling takes an input's last axes by a kernel's first, not {dimension_numbers}"
-            )
         check_precision(precision)
+        left, right = in_order(lhs, rhs, dimension_numbers)
+        n = len(contract)
         lead, outputs = lhs.ndim - n, rhs.ndim - n
         spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
-        x, w = merge(lhs, *[1] * lead, n), merge(rhs, n, outputs)
-        state, slot, held = self.read(rhs, n)
+        x, w = merge(left, *[1] * lead, n), merge(right, n, outputs)
+        state, slot, held = self.read(w)
         sharding = named(merged(spec, (*[1] * lead, outputs)), lhs, rhs)
         options = {"key": key_of(lhs, self.linear), "quantized": held, "out_sharding": sharding}
         y, observed = scaled_linear(x, w, state, slot, recipe=self.linear, **options)
         self.note(observed)
-        y = split(y, (*lhs.shape[:lead], *rhs.shape[n:]), spec)
+        y = split(y, (*left.shape[:lead], *right.shape[n:]), spec)
         return y.astype(preferred_element_type or lhs.dtype)
 
+    def einsum(self, *args: Any, **kwargs: Any) -> Array:
+        """`dot_general` called as layers call `jnp.einsum`."""
+        return einsum_by(self.dot_general, *args, **kwargs)
 
-def check_stateless(layer: str, linear: Linear) -> None:
-    """Raises ValueError where a layer that keeps no state, which `layer` names, would have to observe its operands."""
-    for operand in linear.states:
-        if observes(linear, operand):
-            kind = linear.scaling_name(operand)
-            raise ValueError(
-                f"{layer}, which has no {kind} scaling; leave it out, [fp8jax.Rule(its path, None), recipe], or "
-                "take a recipe with current scaling"
-            )
+
+def observed_operands(linear: Linear) -> list[str]:
+    """The operands that calls of a layer observe."""
+    return [operand for operand in linear.states if observes(linear, operand)]
+
+
+def scaling_names(linear: Linear) -> str:
+    """The names of the scalings of a recipe that keep states."""
+    return " and ".join(sorted({linear.scaling_name(operand) for operand in linear.states}))
+
+
+def no_batches(layers: str, linear: Linear) -> ValueError:
+    """The error for products with batch axes, which have no state each; `layers` is the sentence's beginning."""
+    return ValueError(
+        f"{layers} has batch axes: under {scaling_names(linear)} scaling a layer has one state, and takes one product. "
+        "Leave it out, [fp8jax.Rule(its path, None), recipe], or take a recipe with current scaling"
+    )
 
 
 def nothing_seen(linear: Linear, operand: str, stacked: tuple[int, ...] = ()) -> Array:
@@ -113,7 +132,7 @@ class GradientStatistic(nnx.Variable):
     """A slot whose cotangent is the largest magnitude of a gradient; never an argument of an optimizer."""
 
 
-class LayerScaling(ScaledDotGeneral, nnx.Module):
+class LayerScaling(ScaledProduct, nnx.Module):
     """The product of one NNX layer, with its state.
 
     Attributes:
@@ -122,31 +141,35 @@ class LayerScaling(ScaledDotGeneral, nnx.Module):
         slot: fp32 (...), zeros.
         held: the weight quantized for all microbatches of a step, or None; `fp8jax.nnx.quantize_weights` sets it.
         use_running_average: read the states and note nothing, as `model.eval()` sets it.
+
+    Args:
+        linear: the recipe of its products.
+        kernel: the weight, (..., and at least two axes), an array or a shape.
+        stacked: how many of its first axes are those of stacked layers.
+        kind: of layer, for messages; no path, because layers that differ in nothing else share their traces.
     """
 
-    def __init__(self, linear: Linear, kernel: Array, inputs: int, outputs: int) -> None:
-        self.linear = linear
+    def __init__(self, linear: Linear, kernel: Array, stacked: int = 0, kind: str = "a layer") -> None:
+        self.linear, self.kind = linear, kind
         self.use_running_average = False
-        stacked = kernel.shape[: kernel.ndim - inputs - outputs]
+        layers = kernel.shape[:stacked]
 
         def states(kernel: Array) -> dict[str, Array]:
-            init = lambda w: init_scaling(linear, merge(w, inputs, outputs))  # noqa: E731
-            for _ in stacked:
+            init = lambda w: init_scaling(linear, merge(w, 1, w.ndim - 1))  # noqa: E731
+            for _ in layers:
                 init = jax.vmap(init)
             own = {linear.states[o].variable(o): s for o, s in init(kernel)._asdict().items() if s is not None}
-            seen = {f"seen_{o}": nothing_seen(linear, o, stacked) for o in ("x", "w") if observes(linear, o)}
+            seen = {f"seen_{o}": nothing_seen(linear, o, layers) for o in ("x", "w") if observes(linear, o)}
             return own | seen
 
         abstract = isinstance(kernel, jax.ShapeDtypeStruct)  # of a model that `nnx.eval_shape` made
         for name, state in (jax.eval_shape(states, kernel) if abstract else states(kernel)).items():
             setattr(self, name, ScalingVariable(state))
         if observes(linear, "dy"):
-            self.slot = GradientStatistic(
-                jax.ShapeDtypeStruct(stacked, jnp.float32) if abstract else jnp.zeros(stacked)
-            )
+            self.slot = GradientStatistic(jax.ShapeDtypeStruct(layers, jnp.float32) if abstract else jnp.zeros(layers))
         self.held: Any = nnx.data(None)
 
-    def read(self, rhs: Array, contracted: int) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
+    def read(self, w: Array) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
         slot = self.slot[...] if hasattr(self, "slot") else None
         return self.state(), slot, None if self.held is None else self.held.weight()
 
@@ -157,6 +180,9 @@ class LayerScaling(ScaledDotGeneral, nnx.Module):
             if (value := getattr(observed, operand)) is not None:
                 seen = getattr(self, f"seen_{operand}")
                 seen[...] = self.linear.states[operand].merged(seen[...], value)
+
+    def name(self) -> str:
+        return self.kind
 
     def state(self) -> ScalingState:
         return ScalingState(**{o: getattr(self, p.variable(o))[...] for o, p in self.linear.states.items()})
@@ -175,6 +201,18 @@ class LayerScaling(ScaledDotGeneral, nnx.Module):
             getattr(self, self.linear.states[operand].variable(operand))[...] = state
         for operand, value in seen.items():
             getattr(self, f"seen_{operand}")[...] = value
+
+
+class DotGeneralScaling(LayerScaling):
+    """The product of a layer that calls `jax.lax.dot_general`."""
+
+    __call__ = ScaledProduct.dot_general
+
+
+class EinsumScaling(LayerScaling):
+    """The product of a layer that calls `jnp.einsum`."""
+
+    __call__ = ScaledProduct.einsum
 
 
 def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: Any = None) -> nnx.State:
@@ -202,7 +240,7 @@ def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: Any = Non
         ValueError: the model has no such scaling, or `grads` lacks its statistics.
     """
     layers = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling)]
-    layers = [(path, m) for path, m in layers if any(observes(m.linear, operand) for operand in OPERANDS)]
+    layers = [(path, m) for path, m in layers if observed_operands(m.linear)]
     if not layers:
         raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
     statistics, rest = nnx.split_state(grads, GradientStatistic, ...)
@@ -236,7 +274,7 @@ def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]
     """
     for path, layer in _tracked(model):
         variable = layer.tracked()
-        variable[...] = of_stacked(bounds, (*map(str, path[:-1]), "kernel"), variable[...].shape)
+        variable[...] = of_stacked(bounds, path, variable[...].shape)
 
 
 def measure_weights(model: nnx.Module) -> None:
@@ -247,10 +285,10 @@ def measure_weights(model: nnx.Module) -> None:
     Raises:
         ValueError: the model has no layer with automatic weight scaling.
     """
-    modules = {path: module for path, module in nnx.iter_modules(model)}
+    weights = {tuple(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     for path, layer in _tracked(model):
-        variable, kernel = layer.tracked(), modules[path[:-1]].kernel[...]  # type: ignore[attr-defined]
-        variable[...] = of_stacked({(): Automatic().measure(kernel)}, (), variable[...].shape)
+        variable = layer.tracked()
+        variable[...] = of_stacked({path: Automatic().measure(weights[path][...])}, path, variable[...].shape)
 
 
 def of_stacked(states: Mapping[tuple[str, ...], Array], path: tuple[str, ...], stacked: tuple[int, ...]) -> Array:
@@ -263,11 +301,29 @@ def of_stacked(states: Mapping[tuple[str, ...], Array], path: tuple[str, ...], s
     return jnp.max(bounds, axis=tuple(range(len(stacked), bounds.ndim)))
 
 
-def _tracked(model: nnx.Module) -> list[tuple[Any, LayerScaling]]:
+def _tracked(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:
+    """The products with automatic weight scaling, each with the path of its weight."""
     layers = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling) and m.linear.tracked]
     if not layers:
         raise ValueError("the model has no layer with automatic weight scaling")
-    return layers
+    # In a layer of Flax the product is an attribute of its own.
+    return [(weight_path(path if layer_path(path) != path else path[:-1]), m) for path, m in layers]
+
+
+def scaling_name(weight: str) -> str:
+    """Where the variables of a product with a parameter are, in a layer of a user's own class; see `layer_path`."""
+    return f"{_OWN}{weight}"
+
+
+def layer_path(path: Sequence[Any]) -> tuple[Any, ...]:
+    """The path of the layer to which a product's variables belong."""
+    return tuple(path[:-1]) if path and str(path[-1]).startswith(_OWN) else tuple(path)
+
+
+def weight_path(path: Sequence[Any]) -> tuple[str, ...]:
+    """The path of the weight to whose product the variables at a path belong."""
+    layer = layer_path(path)
+    return (*map(str, layer), str(path[-1]).removeprefix(_OWN) if len(layer) < len(path) else "kernel")
 
 
 def kernel_axes(layer: Any) -> tuple[int, int]:
@@ -275,6 +331,12 @@ def kernel_axes(layer: Any) -> tuple[int, int]:
     if isinstance(layer, nnx.Linear):
         return 1, 1
     return len(_tuple(layer.in_features)), len(_tuple(layer.out_features))
+
+
+def stacked_axes(layer: Any) -> int:
+    """How many axes of a layer's kernel `nnx.vmap` has put before its own."""
+    own = len(layer.kernel_shape) if isinstance(layer, nnx.Einsum) else sum(kernel_axes(layer))
+    return layer.kernel.ndim - own
 
 
 def _tuple(features: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -13,58 +13,80 @@ from jax import Array
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic
 from fp8jax.modules.rules import Rules, ordered
-from fp8jax.modules.scaled import ScaledDotGeneral, advanced, nothing_seen, of_stacked
+from fp8jax.modules.scaled import (
+    ScaledProduct,
+    advanced,
+    layer_path,
+    nothing_seen,
+    observed_operands,
+    of_stacked,
+    scaling_names,
+    weight_path,
+)
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes
-from fp8jax.ops.sharding import merge
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
 
 
 @dataclasses.dataclass(frozen=True)
-class LinenScaling(ScaledDotGeneral):
-    """The product of one Linen layer while it runs; its variables are the layer's.
+class LinenScaling(ScaledProduct):
+    """The product of one Linen layer while it runs; its variables are in the layer's scope.
 
     States and what was seen are in the collection "fp8jax_scaling", the slot in "fp8jax_statistics".
     """
 
     linear: Linear
-    layer: nn.Module
+    scope: Any
 
-    def read(self, rhs: Array, contracted: int) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
-        weight, slot = merge(rhs, contracted, rhs.ndim - contracted), None
+    def read(self, w: Array) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
+        slot = None
         try:
             states = {
-                operand: self.layer.variable(SCALING, part.variable(operand), self._init, operand, weight).value
+                operand: self.scope.variable(SCALING, part.variable(operand), self._init, operand, w).value
                 for operand, part in self.linear.states.items()
             }
             for operand in ("x", "w"):
                 if observes(self.linear, operand):
-                    self.layer.variable(SCALING, f"seen_{operand}", nothing_seen, self.linear, operand)
+                    self.scope.variable(SCALING, f"seen_{operand}", nothing_seen, self.linear, operand)
             if observes(self.linear, "dy"):
-                slot = self.layer.variable(STATISTICS, "slot", jnp.zeros, ()).value
+                slot = self.scope.variable(STATISTICS, "slot", jnp.zeros, ()).value
         except (ModifyScopeVariableError, ScopeCollectionNotFound, ScopeVariableNotFoundError) as error:
-            name = "/".join(self.layer.path) or "the layer"
-            statistics = f" and {STATISTICS!r}" if observes(self.linear, "dy") else ""
-            kinds = " and ".join(sorted({self.linear.scaling_name(operand) for operand in self.linear.states}))
-            raise ValueError(
-                f"{name} has {kinds} scaling: give `apply` the collections {SCALING!r}{statistics} that `init` makes, "
-                "and name them in variable_axes of `nn.scan` and `nn.vmap`; or take a recipe with current scaling"
-            ) from error
+            raise ValueError(f"{self.name()} has {scaling_names(self.linear)} scaling: {self._absent()}") from error
         return ScalingState(**states), slot, None
 
     def note(self, observed: Observed) -> None:
-        if not self.layer.is_mutable_collection(SCALING) or self.layer.is_initializing():
+        if not self.scope.is_mutable_collection(SCALING) or self._initializing():
             return
         for operand in ("x", "w"):
             if (value := getattr(observed, operand)) is not None:
-                seen: Any = self.layer.get_variable(SCALING, f"seen_{operand}")
+                seen: Any = self.scope.get_variable(SCALING, f"seen_{operand}")
                 merged = self.linear.states[operand].merged(seen, value)
-                self.layer.put_variable(SCALING, f"seen_{operand}", merged)
+                self.scope.put_variable(SCALING, f"seen_{operand}", merged)
+
+    def name(self) -> str:
+        return "/".join(layer_path(self.scope.path)) or "the layer"
 
     def _init(self, operand: str, weight: Array) -> Array:
         state: Array = getattr(init_scaling(self.linear, weight), operand)
         return state
+
+    def _initializing(self) -> bool:
+        return bool(self.scope.get_flag("initializing", False))
+
+    def _absent(self) -> str:
+        """What to do where the collections of the layer's variables are not there."""
+        names = [SCALING, *([STATISTICS] if observes(self.linear, "dy") else [])]
+        axes = ", ".join(f'"{name}": 0' for name in ("params", *names))
+        if self._initializing():
+            return (
+                "it runs in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; write "
+                f"variable_axes={{{axes}}} there, or take a recipe with current scaling"
+            )
+        return (
+            f"give `apply` the collections {' and '.join(map(repr, names))} that `init` makes, and write "
+            f"variable_axes={{{axes}}} in an `nn.scan` or `nn.vmap` around it; or take a recipe with current scaling"
+        )
 
 
 def advance_scaling(
@@ -107,7 +129,7 @@ def advance_scaling(
     for layer in layers:
         own = {path[-1]: leaf for path, leaf in flat.items() if path[:-1] == layer}
         linear = _linear(layer, own, rules)
-        observing = [operand for operand in linear.states if observes(linear, operand)]
+        observing = observed_operands(linear)
         if ("dy" in observing) != (layer in others):
             raise ValueError("scaling and statistics are not collections of the same layers with delayed scaling")
         states = {operand: own[part.variable(operand)] for operand, part in linear.states.items()}
@@ -139,7 +161,7 @@ def set_weight_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...
         raise ValueError("the model has no layer with automatic weight scaling")
     for path, old in flat.items():
         if path[-1] == name:
-            flat[path] = of_stacked(bounds, (*path[:-1], "kernel"), old.shape)
+            flat[path] = of_stacked(bounds, weight_path(path[:-1]), old.shape)
     return unflatten_dict(flat)
 
 
@@ -157,12 +179,13 @@ def measure_weights(scaling: Mapping[str, Any], params: Mapping[str, Any]) -> di
 
 
 def _linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: Rules | None) -> Linear:
-    """The recipe of a layer with these variables in the collection of states."""
+    """The recipe of a layer's product with these variables in the collection of states."""
+    name = "/".join(layer_path(layer))
     if rules is not None:
-        linear = ordered(rules).choice("/".join(layer)).linear
+        linear = ordered(rules).choice(name).linear
         if linear is None or not {part.variable(o) for o, part in linear.states.items()} <= set(variables):
-            raise ValueError(f"{'/'.join(layer)} has other variables of scaling than the rules give it")
+            raise ValueError(f"{name} has other variables of scaling than the rules give it")
         return linear
     if not set(OPERANDS) <= set(variables):
-        raise ValueError(f"{'/'.join(layer)} has no delayed scaling: give advance_scaling the rules of `quantize`, too")
+        raise ValueError(f"{name} has no delayed scaling: give advance_scaling the rules of `quantize`, too")
     return Linear("e4m3", "e4m3", "e5m2", scaling="delayed", history=variables["x"].shape[-1])

@@ -1,7 +1,7 @@
 """Linear layers, general products and einsum whose three products follow a recipe."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -94,16 +94,13 @@ def dot_general(
         )
     check_precision(precision)
     spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
-    rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
-    batch, tokens, outputs = (
-        tuple(array.shape[i] for i in axes) for array, axes in ((lhs, lhs_batch), (lhs, lhs_free), (rhs, rhs_free))
-    )
+    (lhs_contract, _), (lhs_batch, _) = dimension_numbers
+    left, right = in_order(lhs, rhs, dimension_numbers)
+    n, c = len(lhs_batch), len(lhs_contract)
+    batch, tokens, outputs = left.shape[:n], left.shape[n : left.ndim - c], right.shape[n + c :]
     dtype = preferred_element_type or lhs.dtype
-    first = [len(batch)] if batch else []
-    x = merge(lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract), *first, len(tokens), len(lhs_contract))
-    w = merge(rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free), *first, len(rhs_contract), len(outputs))
+    first = [n] if batch else []
+    x, w = merge(left, *first, len(tokens), c), merge(right, *first, c, len(outputs))
     if batch:
         if quantized is not None:
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
@@ -112,12 +109,22 @@ def dot_general(
         y = jax.vmap(functools.partial(product, recipe=part, spec=each))(x, w, key=keys)
     else:
         # Which axes are contracted is no part of what a shared input is known by; only the usual ones are shared.
-        last = list(lhs_contract) == list(range(len(lhs_free), lhs.ndim))
-        view = last and len(lhs_contract) == 1
+        last = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
+        view = last and c == 1
         seen = merged(spec, (*([1] * len(tokens) if view else [len(tokens)]), len(outputs)))
         source = lhs if last else None
         y = product(x, w, part, key, source, quantized=quantized, spec=seen, view=view, known=known if last else BLANK)
     return derivatives.passed("dot_general", split(y, (*batch, *tokens, *outputs), spec).astype(dtype), lhs, rhs)
+
+
+def in_order(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers) -> tuple[Array, Array]:
+    """The operands of a product with their axes as those of matrices: batch, free and contracted axes of the input;
+    batch, contracted and free axes of the weight."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
+    rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
+    left = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract)
+    return left, rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
 
 
 def einsum(
@@ -146,14 +153,29 @@ def einsum(
             `dot_general`.
         ShardingTypeError, JAX's own: as `jax.lax.dot_general`.
     """
+    how: Any = {"recipe": recipe, "key": key, "known": known}
+    product = functools.partial(dot_general, **how)
+    return einsum_by(product, subscripts, lhs, rhs, precision, preferred_element_type, out_sharding=out_sharding)
+
+
+def einsum_by(
+    product: Callable[..., Array],
+    subscripts: str,
+    lhs: Array,
+    rhs: Array,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: Any = None,
+) -> Array:
+    """`einsum` by a product that is called as `jax.lax.dot_general`."""
     a, b, out = _terms(subscripts, lhs.ndim, rhs.ndim)
     batch = [i for i in a if i in b and i in out]
     contract = [i for i in a if i in b and i not in out]
     numbers: Any = tuple(tuple([t.index(i) for i in axes] for t in (a, b)) for axes in (contract, batch))
     order = [*batch, *(i for i in a if i not in b), *(i for i in b if i not in a)]
     turned = turn(out_sharding, [out.index(i) for i in order])
-    how: Any = {"recipe": recipe, "key": key, "out_sharding": turned, "known": known}
-    y = dot_general(lhs, rhs, numbers, precision, preferred_element_type, **how)
+    y = product(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=turned)
     return y.transpose([order.index(i) for i in out])
 
 

@@ -1,6 +1,7 @@
 """Delayed scaling in Linen models: collections of their own, training, evaluation, layers under scan."""
 
 import dataclasses
+import re
 
 import flax.linen as nn
 import jax
@@ -106,8 +107,22 @@ def test_stacked_layers_have_histories_of_their_own_where_scan_lifts_them():
         newest = np.asarray(scaling[name])
         assert newest.shape == (3, HISTORY)
         assert len(set(newest[:, 0].tolist())) == 3
-    with pytest.raises(ValueError, match="name them in variable_axes"):
-        fp8jax.linen.quantize(Stack(), DELAYED).init(KEY, X)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [(DELAYED, '"fp8jax_scaling": 0, "fp8jax_statistics": 0'), ("int8_fallback", '"fp8jax_scaling": 0')],
+)
+def test_a_scan_without_an_axis_for_states_is_told_what_to_write(recipe, names):
+    said = "ScanBody_0/Dense_0 has .* in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; "
+    axes = re.escape(f'write variable_axes={{"params": 0, {names}}} there')
+    with pytest.raises(ValueError, match=said + axes):
+        fp8jax.linen.quantize(Stack(), recipe).init(KEY, X)
+    # What it says works.
+    model = fp8jax.linen.quantize(Stack(("params", *re.findall(r"fp8jax_\w+", names))), recipe)
+    variables = model.init(KEY, X)
+    assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(variables))
+    model.apply(variables, X, mutable=["fp8jax_scaling"])
 
 
 def test_collections_of_other_layers_are_refused():
@@ -115,5 +130,3 @@ def test_collections_of_other_layers_are_refused():
     variables = model.init(KEY, X)
     with pytest.raises(ValueError, match="not collections of the same layers"):
         fp8jax.linen.advance_scaling(variables["fp8jax_scaling"], {"other": variables["fp8jax_statistics"]})
-    with pytest.raises(ValueError, match="has no delayed scaling"):
-        fp8jax.linen.quantize(nn.Einsum((16, 8), "td,dh->th"), DELAYED).init(KEY, X)

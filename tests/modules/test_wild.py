@@ -205,9 +205,9 @@ def test_what_cannot_be_quantized_is_refused_with_what_to_do():
         ValueError, match=r"up asks for precision Precision\.HIGHEST, .*set its precision to None, or leave it out"
     ):
         fp8jax.nnx.quantize(model, COAT)
-    einsum = nnx.Einsum("bd,df->bf", (WIDTH, WIDTH), rngs=nnx.Rngs(0))
+    einsum = nnx.Einsum("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0))
     whole = nnx.Sequential(model.down, einsum, nnx.clone(einsum))
-    said = r"layers/1 is an nnx.Einsum \(as are layers/2\), which has no threshold scaling; leave it out, .*None"
+    said = r"layers/1 \(as have layers/2\) has batch axes: under threshold scaling .*\. Leave it out, .*None"
     with pytest.raises(ValueError, match=said):
         fp8jax.nnx.quantize(whole, "int8_fallback")
     left = fp8jax.nnx.quantize(whole, [fp8jax.Rule("layers/[12]", None), "int8_fallback"])

@@ -1,0 +1,433 @@
+"""Scalings with a state in einsum layers: Flax's own and classes as in Gemma and Qwen3, in NNX and in Linen."""
+
+import dataclasses
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import fp8jax
+from tests.distance import relative
+from tests.modules.architectures import Einsum as LinenEinsum
+
+DELAYED = dataclasses.replace(fp8jax.recipes.te_delayed().linear, history=3)
+BLOCKS = {"x": "int8:block16", "w": "int8:block16", "dy": "int8:block16+stochastic", "saved": "int8:block16+stochastic"}
+FALLBACK = dataclasses.replace(fp8jax.recipes.int8_fallback().linear, **BLOCKS)
+RECIPES = pytest.mark.parametrize("recipe", [DELAYED, FALLBACK], ids=["delayed", "fallback"])
+HEADS, CHANNELS, WIDTH = 2, 16, 32
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, 8, WIDTH)).at[..., 16:].multiply(0.1).at[0, 0, 0].set(9)  # one block of two falls back
+Y = jax.random.normal(jax.random.key(1), (2, 8, HEADS, CHANNELS))
+# Subscripts, the input, axes of the kernel as inputs first, how many of them are inputs.
+CASES = {
+    "query": ("btd,dnh->btnh", X, (0, 1, 2), 1),
+    "query of Gemma": ("btd,ndh->btnh", X, (1, 0, 2), 1),
+    "output": ("btnh,nhd->btd", Y, (0, 1, 2), 2),
+    "any tokens": ("...nh,nhd->...d", Y, (0, 1, 2), 2),
+}
+ANY = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    subscripts, x, axes, inputs = CASES[request.param]
+    sizes = {"d": WIDTH, "n": HEADS, "h": CHANNELS}
+    shape = tuple(sizes[c] for c in subscripts.partition(",")[2].partition("->")[0])
+    return subscripts, x, axes, shape, tuple(shape[i] for i in axes[:inputs]), tuple(shape[i] for i in axes[inputs:])
+
+
+def one_step(layer, x):
+    """The output of an NNX layer, gradients of kernel and input, and the states after the step."""
+
+    def loss(layer, x):
+        y = layer(x)
+        return jnp.sum(y * jnp.sin(jnp.arange(y.size).reshape(y.shape))), y
+
+    (_, y), (grads, dx) = nnx.value_and_grad(loss, argnums=(nnx.DiffState(0, ANY), 1), has_aux=True)(layer, x)
+    grads = fp8jax.nnx.advance_scaling(layer, grads)
+    states = [v[...] for _, v in nnx.to_flat_state(nnx.state(layer, fp8jax.nnx.ScalingVariable))]
+    return y, grads["kernel"][...], dx, states
+
+
+@RECIPES
+def test_an_einsum_of_nnx_is_the_linear_layer_of_the_same_contraction(case, recipe):
+    subscripts, x, axes, shape, inputs, outputs = case
+    einsum = nnx.Einsum(subscripts, shape, rngs=nnx.Rngs(0))
+    plain = nnx.LinearGeneral(inputs, outputs, axis=range(-len(inputs), 0), use_bias=False, rngs=nnx.Rngs(0))
+    plain.kernel[...] = jnp.transpose(einsum.kernel[...], axes)
+    step = nnx.jit(one_step)
+    got, want = (step(fp8jax.nnx.quantize(layer, recipe), x) for layer in (einsum, plain))
+    got = (got[0], jnp.transpose(got[1], axes), *got[2:])
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    start = nnx.state(fp8jax.nnx.quantize(einsum, recipe), fp8jax.nnx.ScalingVariable)
+    moved = [np.any(a != b[...]) for a, (_, b) in zip(got[3], nnx.to_flat_state(start), strict=True)]
+    assert sum(moved) == (3 if recipe is DELAYED else 1)
+    assert 0 < relative(got[0], jnp.einsum(subscripts, x, einsum.kernel[...])) < 0.1
+
+
+@RECIPES
+def test_an_einsum_of_linen_is_the_dense_layer_of_the_same_contraction(case, recipe):
+    subscripts, x, axes, shape, inputs, outputs = case
+    plain = nn.DenseGeneral(outputs, axis=tuple(range(-len(inputs), 0)), use_bias=False)
+    einsum = nn.Einsum(shape, subscripts, use_bias=False)
+    kernel = jax.random.normal(KEY, shape) / 6
+
+    @jax.jit(static_argnums=0)
+    def step(layer, kernel):
+        model = fp8jax.linen.quantize(layer, recipe)
+        variables = model.init(KEY, x)
+        assert variables["params"]["kernel"].shape == kernel.shape
+
+        def loss(params, statistics):
+            y, new = model.apply(
+                variables | {"params": params, "fp8jax_statistics": statistics}, x, mutable=["fp8jax_scaling"]
+            )
+            return jnp.sum(y * jnp.sin(jnp.arange(y.size).reshape(y.shape))), (y, new["fp8jax_scaling"])
+
+        of = jax.grad(loss, argnums=(0, 1), has_aux=True)
+        (grads, seen), (y, scaling) = of({"kernel": kernel}, variables.get("fp8jax_statistics", {}))
+        return y, grads["kernel"], fp8jax.linen.advance_scaling(scaling, seen, recipe)
+
+    got, want = step(einsum, kernel), step(plain, jnp.transpose(kernel, axes))
+    jax.tree.map(np.testing.assert_array_equal, (got[0], jnp.transpose(got[1], axes), got[2]), want)
+
+
+def test_stacked_einsums_have_states_of_their_own():
+    make = nnx.vmap(lambda rngs: nnx.Einsum("btd,de->bte", (WIDTH, WIDTH), rngs=rngs), in_axes=0)
+    layers = fp8jax.nnx.quantize(make(nnx.Rngs(0).split(3)), DELAYED)
+
+    @nnx.jit
+    def grad(layers, x):
+        scan = nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        grads = nnx.grad(lambda layers: jnp.sum(scan(x, layers) ** 2), argnums=nnx.DiffState(0, ANY))(layers)
+        return fp8jax.nnx.advance_scaling(layers, grads)
+
+    grad(layers, X)
+    for operand in ("x", "w", "dy"):
+        newest = np.asarray(getattr(layers.einsum_op, operand)[...])[:, 0]
+        assert len({*newest.tolist()}) == 3
+        assert (newest > 0).all()
+    np.testing.assert_allclose(layers.einsum_op.w[:, 0], jnp.abs(layers.kernel[...]).max((1, 2)), rtol=1e-6)
+
+
+class NnxEinsum(nnx.Module):
+    """As in bonsai's Qwen3: a class of its own around one matrix."""
+
+    def __init__(self, subscripts, shape, rngs):
+        self.subscripts, self.w = subscripts, nnx.Param(jax.random.normal(rngs.params(), shape) / 6)
+        self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return jnp.einsum(self.subscripts, x, self.w[...])
+
+
+class Attention(nnx.Module):
+    """Attention as in Gemma: q, k and v and the output are einsums, of a class of Flax or of its own."""
+
+    def __init__(self, make, rngs):
+        self.q = make("btd,dnh->btnh", (WIDTH, HEADS, CHANNELS), rngs=rngs)
+        self.kv = make("bsd,ckdh->cbskh", (2, 1, WIDTH, CHANNELS), rngs=rngs)
+        self.o = make("btnh,nhd->btd", (HEADS, CHANNELS, WIDTH), rngs=rngs)
+
+    def __call__(self, x):
+        q, (k, v) = self.q(x), self.kv(x)
+        weights = jax.nn.softmax(jnp.einsum("btnh,bskh->bnts", q, k) / CHANNELS**0.5)
+        return x + self.o(jnp.einsum("bnts,bskh->btnh", weights, v))
+
+
+GOAL = jax.random.normal(jax.random.key(2), X.shape)
+
+
+def loss_of(model, x):
+    return jnp.mean((model(x) - GOAL) ** 2)
+
+
+@nnx.jit
+def train(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, ANY))(model, x)
+    optimizer.update(model, fp8jax.nnx.advance_scaling(model, grads))
+    return loss
+
+
+@RECIPES
+@pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
+def test_attention_of_einsums_trains_in_nnx(make, recipe):
+    plain = Attention(make, nnx.Rngs(0))
+    model = fp8jax.nnx.quantize(plain, recipe, layers=[NnxEinsum])
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    weights, states = (nnx.to_flat_state(nnx.state(model, of)) for of in (nnx.Param, fp8jax.nnx.ScalingVariable))
+    names = {"".join(map(str, path[-2:-1])) for path, _ in states}
+    assert names == {"einsum_op" if make is nnx.Einsum else "fp8jax_w"}
+    assert [path for path, _ in weights] == [path for path, _ in nnx.to_flat_state(nnx.state(plain, nnx.Param))]
+    assert 0 < relative(nnx.jit(lambda m: m(X))(model), plain(X)) < 0.1
+    assert make is nnx.Einsum or model.q.calls[...] == 1
+    nnx.update(model, nnx.state(fp8jax.nnx.quantize(plain, recipe, layers=[NnxEinsum])))
+    losses = [float(train(model, optimizer, X)) for _ in range(2)]
+    assert losses[1] < losses[0]
+    product = model.kv.einsum_op if make is nnx.Einsum else model.kv.fp8jax_w
+    if recipe is DELAYED:
+        for operand in ("x", "w", "dy"):
+            np.testing.assert_array_equal(np.asarray(getattr(product, operand)[...]) > 0, [True, True, False])
+        np.testing.assert_allclose(product.x[:2], 9)  # exact in a history of fp32
+    else:
+        np.testing.assert_allclose(product.threshold_x[...], 1.3**2, rtol=1e-6)
+    # All of it is state: what a checkpoint holds goes on where it was.
+    graph, state = nnx.split((model, optimizer))
+    other, again = nnx.merge(graph, jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, state)))
+    assert float(train(other, again, X)) == float(train(model, optimizer, X))
+
+
+def test_evaluation_reads_the_states_of_einsums_and_writes_none():
+    model = fp8jax.nnx.quantize(Attention(NnxEinsum, nnx.Rngs(0)), DELAYED, layers=[NnxEinsum])
+    model.eval()
+    before = jax.tree.map(np.asarray, nnx.state(model, fp8jax.nnx.ScalingVariable))
+    model(X)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, fp8jax.nnx.ScalingVariable))
+    model.train()
+    model(X)
+    np.testing.assert_allclose(model.q.fp8jax_w.seen_x[...], 9)
+
+
+class LinenAttention(nn.Module):
+    """`Attention` in Linen, with layers as in DeepMind's Gemma or with Flax's."""
+
+    own: bool
+
+    @nn.compact
+    def __call__(self, x):
+        def run(name, subscripts, shape, x):
+            if self.own:
+                return LinenEinsum(shape, name=name)(subscripts, x)
+            return nn.Einsum(shape, subscripts, use_bias=False, name=name)(x)
+
+        q = run("q", "btd,ndh->btnh", (HEADS, WIDTH, CHANNELS), x)
+        k, v = run("kv", "bsd,ckdh->cbskh", (2, 1, WIDTH, CHANNELS), x)
+        weights = jax.nn.softmax(jnp.einsum("btnh,bskh->bnts", q, k) / CHANNELS**0.5)
+        x = x + run("o", "btnh,nhd->btd", (HEADS, CHANNELS, WIDTH), jnp.einsum("bnts,bskh->btnh", weights, v))
+        return x + Gated(name="mlp")(x) if self.own else x
+
+
+class Gated(nn.Module):
+    """Two layers in the scope of the module around them, whose weights have names of their own."""
+
+    @nn.compact
+    def __call__(self, x):
+        up, down = Weighted("up", (WIDTH, 48)), Weighted("down", (48, WIDTH))
+        nn.share_scope(self, up)
+        nn.share_scope(self, down)
+        return down("btf,fd->btd", nn.gelu(up("btd,df->btf", x)))
+
+
+class Weighted(nn.Module):
+    weight: str
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, subscripts, x):
+        return jnp.einsum(subscripts, x, self.param(self.weight, nn.initializers.normal(0.1), self.shape))
+
+
+class State(TrainState):
+    scaling: dict
+    statistics: dict
+
+
+@RECIPES
+@pytest.mark.parametrize("own", [False, True], ids=["nn.Einsum", "own class"])
+def test_attention_of_einsums_trains_in_linen(own, recipe):
+    plain, rules = LinenAttention(own), [recipe]
+    model = fp8jax.linen.quantize(plain, rules, layers=[LinenEinsum, Weighted])
+    variables = jax.jit(model.init)(KEY, X)
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], jax.jit(plain.init)(KEY, X)["params"])
+    scaling, statistics = variables["fp8jax_scaling"], variables.get("fp8jax_statistics", {})
+    of_params = {"params": variables["params"], "tx": optax.adam(1e-2), "apply_fn": model.apply}
+    state = State.create(**of_params, scaling=scaling, statistics=statistics)
+    assert 0 < relative(model.apply(variables, X), plain.apply({"params": variables["params"]}, X)) < 0.1
+
+    @jax.jit
+    def step(state):
+        def loss(params, statistics):
+            collections = {"params": params, "fp8jax_scaling": state.scaling, "fp8jax_statistics": statistics}
+            y, new = state.apply_fn(collections, X, mutable=["fp8jax_scaling"])
+            return jnp.mean((y - GOAL) ** 2), new["fp8jax_scaling"]
+
+        of = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        (value, scaling), (grads, seen) = of(state.params, state.statistics)
+        advanced = fp8jax.linen.advance_scaling(scaling, seen, rules)
+        return state.apply_gradients(grads=grads, scaling=advanced), value
+
+    losses = []
+    for _ in range(2):
+        state, loss = step(state)
+        losses.append(loss)
+    assert losses[1] < losses[0]
+    products = {"kv": state.scaling["kv"]["fp8jax_w"]} if own else {"kv": state.scaling["kv"]}
+    if own:
+        assert set(state.scaling["mlp"]) == {"fp8jax_up", "fp8jax_down"}
+        products |= state.scaling["mlp"]
+    for name, product in products.items():
+        if recipe is DELAYED:
+            for operand in ("x", "w", "dy"):
+                np.testing.assert_array_equal(np.asarray(product[operand]) > 0, [True, True, False], err_msg=name)
+        assert not np.any(product["seen_x"])
+    name, value = ("x", [9, 9, 0]) if recipe is DELAYED else ("threshold_x", 1.3**2)
+    np.testing.assert_allclose(products["kv"][name], value, rtol=1e-6)
+
+
+@RECIPES
+def test_products_with_batch_axes_are_refused_with_what_to_do(recipe):
+    said = r" has batch axes: under (delayed|threshold) scaling .*Leave it out, \[fp8jax.Rule\(its path, None\), recipe"
+    experts, x = nnx.Einsum("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0)), jnp.ones((2, 8, WIDTH))
+    general = nnx.LinearGeneral(WIDTH, WIDTH, batch_axis={0: 2}, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"layers/0 \(as have layers/1\)" + said):
+        fp8jax.nnx.quantize(nnx.Sequential(experts, general), recipe)
+    late = fp8jax.nnx.quantize(nnx.Einsum("bd,df->bf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0)), recipe)
+    shapes = re.escape("multiplies (2, 8, 32) by (2, 32, 32) and")
+    with pytest.raises(ValueError, match=f"an nnx.Einsum {shapes}{said}"):
+        late(x, "ebd,edf->ebf")
+    own = NnxEinsum("ebd,edf->ebf", (2, WIDTH, WIDTH), nnx.Rngs(0))
+    with pytest.raises(ValueError, match=f"a layer of class NnxEinsum {shapes}{said}"):
+        fp8jax.nnx.quantize(own, recipe, layers=[NnxEinsum])(x)
+
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Einsum((2, WIDTH, WIDTH), "ebd,edf->ebf", name="experts")(x)
+
+    with pytest.raises(ValueError, match=f"experts {shapes}{said}"):
+        fp8jax.linen.quantize(Experts(), recipe).init(KEY, x)
+
+
+MIXED = dataclasses.replace(DELAYED, w_scaling="automatic")
+
+
+@pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
+def test_bounds_of_an_optimizer_reach_the_weights_of_einsums(make):
+    model = fp8jax.nnx.quantize(Attention(make, nnx.Rngs(0)), MIXED, layers=[NnxEinsum])
+    weight, product = ("kernel", "einsum_op") if make is nnx.Einsum else ("w", "fp8jax_w")
+    tx = optax.chain(optax.sgd(0.0), fp8jax.track_weights())
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    largest = jnp.abs(getattr(model.kv, weight)[...]).max()
+    bound = getattr(model.kv, product).automatic_w
+    np.testing.assert_array_equal(bound[...], largest)
+    getattr(model.kv, weight)[...] *= 3
+    fp8jax.nnx.measure_weights(model)
+    np.testing.assert_allclose(bound[...], 3 * largest, rtol=1e-6)
+    fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(optimizer.opt_state))
+    np.testing.assert_array_equal(bound[...], largest)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["nn.Einsum", "own class"])
+def test_bounds_reach_the_weights_of_einsums_in_linen(own):
+    model = fp8jax.linen.quantize(LinenAttention(own), MIXED, layers=[LinenEinsum, Weighted])
+    variables = jax.jit(model.init)(KEY, X)
+    larger = jax.tree.map(lambda w: 3 * w, variables["params"])
+    scaling = fp8jax.linen.measure_weights(variables["fp8jax_scaling"], larger)
+    layer = lambda scaling: scaling["kv"]["fp8jax_w"] if own else scaling["kv"]  # noqa: E731
+    for of, params in ((variables["fp8jax_scaling"], variables["params"]), (scaling, larger)):
+        weight = params["kv"]["w" if own else "kernel"]
+        np.testing.assert_allclose(layer(of)["automatic_w"], jnp.abs(weight).max(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
+def test_einsums_of_shapes_alone_get_the_states_of_arrays(make):
+    of = lambda: Attention(make, nnx.Rngs(0))  # noqa: E731
+    quantize = lambda model: nnx.state(fp8jax.nnx.quantize(model, MIXED, layers=[NnxEinsum]))  # noqa: E731
+    abstract, whole = quantize(nnx.eval_shape(of)), nnx.eval_shape(lambda: quantize(of()))
+    assert len(jax.tree.leaves(nnx.filter_state(abstract, fp8jax.nnx.ScalingVariable))) == 3 * 4
+    assert nnx.to_pure_dict(abstract) == nnx.to_pure_dict(whole)
+
+
+class Stack(nn.Module):
+    """Layers of an own class under scan and remat."""
+
+    @nn.compact
+    def __call__(self, x):
+        axes = dict.fromkeys(("params", "fp8jax_scaling", "fp8jax_statistics"), 0)
+        scan = nn.scan(nn.remat(Body), variable_axes=axes, split_rngs={"params": True}, length=2)
+        return scan(name="layers")(x, None)[0]
+
+
+class Body(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + Gated(name="mlp")(x), None
+
+
+def test_own_classes_under_scan_have_a_state_for_each_layer_and_weight():
+    rules = [fp8jax.Rule("layers/mlp", DELAYED)]
+    model = fp8jax.linen.quantize(Stack(), rules, layers=[Weighted])
+    variables = jax.jit(model.init)(KEY, X)
+
+    @jax.jit
+    def step(variables):
+        def loss(statistics):
+            y, new = model.apply(variables | {"fp8jax_statistics": statistics}, X, mutable=["fp8jax_scaling"])
+            return jnp.sum(y**2), new["fp8jax_scaling"]
+
+        seen, scaling = jax.grad(loss, has_aux=True)(variables["fp8jax_statistics"])
+        return fp8jax.linen.advance_scaling(scaling, seen, rules)
+
+    products = step(variables)["layers"]["mlp"]
+    for weight in ("up", "down"):
+        newest = {operand: np.asarray(products[f"fp8jax_{weight}"][operand])[:, 0] for operand in ("x", "w", "dy")}
+        want = np.abs(variables["params"]["layers"]["mlp"][weight]).max((1, 2))
+        np.testing.assert_allclose(newest["w"], want, rtol=1e-6)
+        assert all(len({*values.tolist()}) == 2 and (values > 0).all() for values in newest.values())
+
+
+def test_explain_tells_of_einsums_with_states():
+    for model, layers in ((Attention(NnxEinsum, nnx.Rngs(0)), [NnxEinsum]), (LinenAttention(True), [LinenEinsum])):
+        report = fp8jax.explain(model, DELAYED, X, layers=layers)
+        assert sum(p.executed for p in report.program.traced if p.eight_bit) == 9
+        assert len(report.quantized) == 3
+
+
+class Perceptron(nnx.Module):
+    """A class of its own around two matrices, cast and laid out before it multiplies by them."""
+
+    def __init__(self, rngs):
+        self.down = nnx.Param(jax.random.normal(rngs.params(), (48, WIDTH)) / 6)
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (48, WIDTH)) / 3)
+
+    def __call__(self, x):
+        x = x.astype(jnp.bfloat16)
+        up, down = (w[...].astype(jnp.bfloat16) for w in (self.up, self.down))
+        return jnp.moveaxis(jnp.tensordot(down, nnx.silu(x @ up.T), ((0,), (2,))), 0, -1)  # the weight first
+
+
+def test_each_weight_of_an_own_class_has_a_state_whatever_is_done_to_it_before():
+    model = fp8jax.nnx.quantize(Perceptron(nnx.Rngs(0)), DELAYED, layers=[Perceptron])
+    layer = lambda *sizes: nnx.Linear(*sizes, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))  # noqa: E731
+    linears = fp8jax.nnx.quantize(nnx.Dict(up=layer(WIDTH, 48), down=layer(48, WIDTH)), DELAYED)
+    linears.up.kernel[...] = model.up[...].T.astype(jnp.bfloat16)
+    linears.down.kernel[...] = model.down[...].astype(jnp.bfloat16)
+    run = lambda m, x: m.down(nnx.silu(m.up(x.astype(jnp.bfloat16))))  # noqa: E731
+
+    @nnx.jit(static_argnums=1)
+    def step(model, run, x):
+        grads = nnx.grad(lambda m: jnp.sum(run(m, x).astype(jnp.float32) ** 2), argnums=nnx.DiffState(0, ANY))(model)
+        fp8jax.nnx.advance_scaling(model, grads)
+
+    step(model, lambda m, x: m(x), X)
+    step(linears, run, X)
+    for got, want in ((model.fp8jax_up, linears.up.dot_general), (model.fp8jax_down, linears.down.dot_general)):
+        for operand in ("x", "w", "dy"):
+            assert getattr(want, operand)[0] > 0
+            np.testing.assert_array_equal(getattr(got, operand)[...], getattr(want, operand)[...])
+
+
+@pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
+def test_einsums_of_recipes_that_observe_nothing_have_no_state(make):
+    """Automatic scaling takes no bound there, and batch axes are no matter: the weight's own scale is as good."""
+    einsum = make("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0))
+    model, x = fp8jax.nnx.quantize(einsum, "moss", layers=[NnxEinsum]), jnp.ones((2, 8, WIDTH))
+    assert not jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable))
+    assert 0 < relative(model(x), einsum(x)) < 0.1
