@@ -24,12 +24,10 @@ from experiments.tables import (
     coat_optimizer,
     coat_speed,
     common,
-    fp8_lm_precision,
     moss_speed,
     report,
 )
 from experiments.tables.common import Row
-from experiments.task import decay_mask
 
 ROOT = Path(__file__).parents[2]
 TINY = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
@@ -120,57 +118,6 @@ def test_smaller_groups_cost_bytes_and_lower_the_error():
     errors, sizes = zip(*table.values(), strict=True)
     assert list(errors) == sorted(errors)
     np.testing.assert_allclose(sizes, [2 * (1 + 6 / group) for group in table])
-
-
-def test_every_arm_names_known_storages_and_what_the_paper_says_an_arm():
-    for arm in fp8_lm_precision.ARMS.values():
-        assert set(arm) <= set(fp8_lm_precision.STORAGES)
-    assert set(fp8_lm_precision.SAID) < set(fp8_lm_precision.ARMS)
-    assert len(set(fp8_lm_precision.ARMS.values())) == len(fp8_lm_precision.ARMS)
-
-
-def test_storage_has_a_scale_for_each_layer_and_keeps_second_moments_from_zero():
-    tree = {"layers": jnp.array([[1.0, 2.0], [1e-8, 2e-8]]), "head": jnp.array([1.0, 1e-8])}
-    how = fp8_lm_precision.STORAGES
-    kept = fp8_lm_precision.store(how["e4m3, scaled"], tree)
-    np.testing.assert_allclose(kept["layers"], tree["layers"], rtol=0.07)
-    assert kept["head"].tolist() == [1.0, 0.0]
-    assert fp8_lm_precision.store(how["e4m3, no zeros"], tree)["head"][1] > 0
-    assert fp8_lm_precision.store("bf16", {"a": jnp.float32(1 + 2**-9)})["a"] == 1.0
-
-
-@pytest.mark.slow
-def test_arms_train_as_optax_does_and_a_coarse_master_weight_shows(monkeypatch):
-    few = {name: fp8_lm_precision.STORAGES[name] for name in ("fp32", "e4m3, scaled")}
-    monkeypatch.setattr(fp8_lm_precision, "STORAGES", few)
-    arms = {
-        fp8_lm_precision.BASE: fp8_lm_precision.PrecisionArm(),
-        "master": fp8_lm_precision.PrecisionArm(master="e4m3, scaled"),
-    }
-    batches = np.stack([TOKENS] * 6)
-    losses, plain = fp8_lm_precision.train_arms(TINY, batches, arms, (0,))
-    task = fp8_lm_precision.make_task(TINY, 0)
-    params = jax.jit(task.init)().params
-    f = fp8_lm_precision
-    rate = optax.warmup_cosine_decay_schedule(0.0, f.RATE, 5, 6, f.RATE / 10)
-    tx = optax.chain(
-        optax.clip_by_global_norm(f.CLIP), optax.adamw(rate, f.B1, f.B2, f.EPS, weight_decay=f.DECAY, mask=decay_mask)
-    )
-
-    @jax.jit
-    def step(params, state):
-        loss, grads, _ = task.gradients(params, {}, TOKENS)
-        updates, state = tx.update(grads, state, params)
-        return loss, optax.apply_updates(params, updates), state
-
-    state, want = tx.init(params), []
-    for _ in range(6):
-        loss, params, state = step(params, state)
-        want.append(float(loss))
-    np.testing.assert_allclose(losses[f.BASE], want, rtol=1e-3)
-    np.testing.assert_array_equal(plain[0], losses[f.BASE])
-    assert want[-1] < want[0] - 0.01
-    assert abs(losses["master"][0] - want[0]) > 1e-4
 
 
 def test_activations_are_stored_and_their_gradients_pass():

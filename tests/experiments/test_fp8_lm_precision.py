@@ -1,0 +1,75 @@
+"""FP8-LM's ablation of precisions: storages, the training of its arms, what is said of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.models.llama import LlamaConfig
+from experiments.tables import fp8_lm_precision
+from experiments.task import decay_mask
+
+TINY = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
+TOKENS = np.random.default_rng(0).integers(0, 32, (2, 9)).astype(np.int32)
+
+
+def test_every_arm_names_known_storages_and_what_the_paper_says_an_arm():
+    for arm in fp8_lm_precision.ARMS.values():
+        assert set(arm) <= set(fp8_lm_precision.STORAGES)
+    assert set(fp8_lm_precision.SAID) < set(fp8_lm_precision.ARMS)
+    assert len(set(fp8_lm_precision.ARMS.values())) == len(fp8_lm_precision.ARMS)
+
+
+def test_storage_has_a_scale_for_each_layer_and_keeps_second_moments_from_zero():
+    tree = {"layers": jnp.array([[1.0, 2.0], [1e-8, 2e-8]]), "head": jnp.array([1.0, 1e-8])}
+    how = fp8_lm_precision.STORAGES
+    stored = fp8_lm_precision.store(how["e4m3, scaled"], tree)
+    np.testing.assert_allclose(stored["layers"], tree["layers"], rtol=0.07)
+    assert stored["head"].tolist() == [1.0, 0.0]
+    assert fp8_lm_precision.store(how["e4m3, no zeros"], tree)["head"][1] > 0
+    assert fp8_lm_precision.store("bf16", {"a": jnp.float32(1 + 2**-9)})["a"] == 1.0
+    # XLA takes a cast there and back away on a GPU.
+    assert "reduce_precision" in str(jax.make_jaxpr(lambda x: fp8_lm_precision.store("bf16", {"a": x}))(1.0))
+
+
+def test_an_arm_that_rounds_nothing_is_not_judged():
+    losses = {fp8_lm_precision.BASE: np.ones(50), "master bf16": np.ones(50), "m e4m3": np.full(50, 1.5)}
+    plain = [np.ones(50), np.full(50, 1.1)]
+    bf16, e4m3 = fp8_lm_precision.verdict(losses, plain)
+    assert "not measured" in bf16
+    assert "+0.5000 nats, outside the noise" in e4m3
+
+
+@pytest.mark.slow
+def test_arms_train_as_optax_does_and_a_coarse_master_weight_shows(monkeypatch):
+    few = {name: fp8_lm_precision.STORAGES[name] for name in ("fp32", "e4m3, scaled")}
+    monkeypatch.setattr(fp8_lm_precision, "STORAGES", few)
+    arms = {
+        fp8_lm_precision.BASE: fp8_lm_precision.PrecisionArm(),
+        "master": fp8_lm_precision.PrecisionArm(master="e4m3, scaled"),
+    }
+    batches = np.stack([TOKENS] * 6)
+    losses, plain = fp8_lm_precision.train_arms(TINY, batches, arms, (0,))
+    task = fp8_lm_precision.make_task(TINY, 0)
+    params = jax.jit(task.init)().params
+    f = fp8_lm_precision
+    rate = optax.warmup_cosine_decay_schedule(0.0, f.RATE, 5, 6, f.RATE / 10)
+    tx = optax.chain(
+        optax.clip_by_global_norm(f.CLIP), optax.adamw(rate, f.B1, f.B2, f.EPS, weight_decay=f.DECAY, mask=decay_mask)
+    )
+
+    @jax.jit
+    def step(params, state):
+        loss, grads, _ = task.gradients(params, {}, TOKENS)
+        updates, state = tx.update(grads, state, params)
+        return loss, optax.apply_updates(params, updates), state
+
+    state, want = tx.init(params), []
+    for _ in range(6):
+        loss, params, state = step(params, state)
+        want.append(float(loss))
+    np.testing.assert_allclose(losses[f.BASE], want, rtol=1e-3)
+    np.testing.assert_array_equal(plain[0], losses[f.BASE])
+    assert want[-1] < want[0] - 0.01
+    assert abs(losses["master"][0] - want[0]) > 1e-4
