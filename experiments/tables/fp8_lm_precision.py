@@ -95,7 +95,7 @@ def store(how: fp8jax.QuantSpec | str, tree: Any) -> Any:
 
     def leaf(path: Any, x: jax.Array) -> jax.Array:
         if isinstance(how, str):
-            # On a GPU XLA takes a cast there and back away; it leaves this.
+            # On a GPU XLA removes a cast to bf16 and back, but not this.
             kind = jnp.finfo(formats.get(how).dtype)
             return jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
         stacked = int("layers" in jax.tree_util.keystr(path)) if how.granularity == "tensor" else 0

@@ -20,7 +20,7 @@ from fp8jax.modules.dots import DotGeneral
 from fp8jax.modules.program import split
 from fp8jax.modules.provenance import JITS
 from fp8jax.modules.reading import LAYOUTS
-from fp8jax.modules.scaled import DotGeneralScaling, GradientStatistic, ScalingVariable, observed_operands, scaling_name
+from fp8jax.modules.scaled import DotGeneralScaling, GradientStatistic, ScalingVariable, observed_operands, state_name
 from fp8jax.modules.scaled_linen import LinenScaling
 
 
@@ -126,7 +126,7 @@ def call_linen(module: nn.Module, linear: Linear, args: Any, kwargs: Any) -> Any
         if not observed_operands(linear):
             return DotGeneral(linear)
         assert module.scope is not None
-        return LinenScaling(linear, module.scope.push(scaling_name(weight), reuse=True)).dot_general
+        return LinenScaling(linear, module.scope.push(state_name(weight), reuse=True)).dot_general
 
     return _call(run, variables.get("params", {}), (args, kwargs), product, name)
 
@@ -144,7 +144,7 @@ def replace_nnx(path: str, module: Any, linear: Linear, subclass: Callable[[type
         for name, param in list(vars(module).items()):
             if isinstance(param, nnx.Param) and param.ndim > 1:
                 scaling = DotGeneralScaling(linear, param.get_value(), kind=f"a layer of class {type(module).__name__}")
-                setattr(module, scaling_name(name), nnx.data(scaling))
+                setattr(module, state_name(name), nnx.data(scaling))
     object.__setattr__(module, "__class__", _layer_class(type(module), linear, subclass))  # type: ignore[arg-type]
 
 
@@ -164,7 +164,7 @@ def _layer_class(cls: Any, linear: Linear, subclass: Callable[[type, Callable], 
             return y, nnx.state(module, nnx.Not(nnx.Any(nnx.Param, ScalingVariable, GradientStatistic)))
 
         def product(weight: str) -> Callable[..., Array]:
-            return getattr(self, scaling_name(weight), DotGeneral(linear))
+            return getattr(self, state_name(weight), DotGeneral(linear))
 
         y, state = _call(run, params, (args, kwargs), product, cls.__name__)
         nnx.update(self, state)

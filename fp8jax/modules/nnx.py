@@ -153,7 +153,8 @@ def _check_batches(layers: dict[str, Any], chosen: dict[str, LayerChoice]) -> No
     """Raises ValueError where layers have batch axes, and rules that give them a scaling which observes operands."""
     parts = {path: chosen[path].linear for path, layer in layers.items() if _has_batches(layer)}
     batched = {path: part for path, part in parts.items() if part is not None and observed_operands(part)}
-    for part in batched.values():
+    if batched:
+        part = next(iter(batched.values()))
         first, *others = [path for path, of in batched.items() if of == part]
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         told = f" (as have {', '.join(others[:3])}{more})" if others else ""

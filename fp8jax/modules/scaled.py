@@ -310,7 +310,7 @@ def _tracked(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:
     return [(weight_path(path if layer_path(path) != path else path[:-1]), m) for path, m in layers]
 
 
-def scaling_name(weight: str) -> str:
+def state_name(weight: str) -> str:
     """Where the variables of a product with a parameter are, in a layer of a user's own class; see `layer_path`."""
     return f"{_OWN}{weight}"
 

@@ -29,7 +29,7 @@ def test_storage_has_a_scale_for_each_layer_and_keeps_second_moments_from_zero()
     assert stored["head"].tolist() == [1.0, 0.0]
     assert fp8_lm_precision.store(how["e4m3, no zeros"], tree)["head"][1] > 0
     assert fp8_lm_precision.store("bf16", {"a": jnp.float32(1 + 2**-9)})["a"] == 1.0
-    # XLA takes a cast there and back away on a GPU.
+    # On a GPU XLA removes a cast to bf16 and back.
     assert "reduce_precision" in str(jax.make_jaxpr(lambda x: fp8_lm_precision.store("bf16", {"a": x}))(1.0))
 
 
