@@ -26,6 +26,13 @@ def to_scale(largest: Array, fmt: Format) -> Array:
     return jnp.where(largest > 0, jnp.maximum(largest * np.float32(1 / fmt.max), TINY), 1.0)
 
 
+def for_format(scale: Array, given: Format, fmt: Format) -> Array:
+    """A scale, fp32, under which `fmt` has the range that `given` has under another: itself where both end alike."""
+    if given.max == fmt.max:
+        return scale
+    return jnp.minimum(scale.astype(jnp.float32) * np.float32(given.max / fmt.max), np.finfo(np.float32).max)
+
+
 def power_above(largest: Array, level: Array, fmt: Format) -> Array:
     """The smallest power of two times a level, fp32, that takes a largest magnitude to no more than the largest code.
 

@@ -33,6 +33,7 @@ import jax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Scaling
@@ -198,7 +199,8 @@ class Plain:
     def residual(self, matrix: Array, operand: Forward, side: Side) -> Matrix:
         shared = side.one_scale and isinstance(operand, QTensor)
         values = matrix if self.values is None else self.values
-        return Matrix(values, operand.scale if shared else self.scale)  # type: ignore[union-attr]
+        scale = operand.scale if shared else given(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
+        return Matrix(values, scale)
 
 
 @jax.tree_util.register_dataclass
@@ -303,7 +305,7 @@ def of_input(
         x: (tokens, inputs).
         side: how the recipe quantizes it.
         key: for codes that are saved rounded stochastically.
-        scale: fp32, given for its codes; None takes it from `x`.
+        scale: fp32, given for its codes in the forward product; None takes it from `x`.
         origin: what is known of `x`.
         share: gives what another product has made so of `x` to save it, or makes it.
     """
@@ -317,7 +319,8 @@ def of_input(
             if origin.codes is not None and origin.codes[0] == saved:
                 q = named(origin.codes[1], INPUT)
             else:
-                q = named(make_codes(x, saved, side.strategy, key=key, scale=scale, part=origin.part), INPUT)
+                own = given(scale, side.forward, saved)
+                q = named(make_codes(x, saved, side.strategy, key=key, scale=own, part=origin.part), INPUT)
             return q if origin.again is None else dataclasses.replace(q, scale=named(q.scale, BESIDE))
 
         source = InputCodes(share(once), scale)
@@ -342,6 +345,13 @@ def of_weight(
         wanted = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
         raise ValueError(f"a weight {wanted} was given quantized as {shape}, {specs[0]} and {specs[1]}")
     return HeldWeight(quantized)
+
+
+def given(scale: Array | None, forward: QuantSpec | None, spec: QuantSpec | None) -> Array | None:
+    """A given scale of the forward product's codes, for other codes of the matrix."""
+    if scale is None or forward is None or spec is None:
+        return scale
+    return scaling.for_format(scale, formats.get(forward.format), formats.get(spec.format))
 
 
 def make_codes(x: Array, spec: QuantSpec, strategy: Scaling, **how: Any) -> QTensor:

@@ -27,6 +27,7 @@ from fp8jax.ops.operand import (
     Residual,
     Source,
     encode,
+    given,
     input_side,
     make_codes,
     of_input,
@@ -236,7 +237,7 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     Args:
         w: (inputs, outputs), any floating dtype. Gradients flow to the `w` that `linear` is given, not to this one.
         recipe: a `Recipe`, its part `Linear`, or a preset's name; it quantizes the weight in both products.
-        scale: fp32 scalar, for granularity "tensor"; None takes it from `w`.
+        scale: fp32 scalar, for granularity "tensor" and the forward product's format; None takes it from `w`.
 
     Returns:
         Codes with their scales, rounded to nearest; use it only while `w` stays the same.
@@ -253,8 +254,8 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
         assert rows is not None
         assert turned is not None
         return QuantizedWeight(to_bytes(turned), to_bytes(rows))
-    make = functools.partial(make_codes, w, strategy=part.own_strategy("w"), scale=scale)
-    return QuantizedWeight(make(forward, turned=True), make(dgrad))
+    make = functools.partial(make_codes, w, strategy=part.own_strategy("w"))
+    return QuantizedWeight(make(forward, turned=True, scale=scale), make(dgrad, scale=given(scale, forward, dgrad)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

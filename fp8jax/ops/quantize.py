@@ -45,7 +45,8 @@ def quantize(
         columns: how `x.T`, (N, M), is: a spec of its own, "same" for the codes of `rows` transposed, which needs
             granularity "tensor" or "block", or None.
         scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
-            block counts; None takes them from `x`. Finite values beyond their range saturate.
+            block counts; None takes them from `x`. Finite values beyond their range saturate. They are for the format
+            of `rows`, if rows are asked for; columns of another format have the same range.
         strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find` takes it:
             "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
@@ -122,6 +123,12 @@ class _How:
     def stochastic(self) -> bool:
         return any(spec is not None and spec.rounding == "stochastic" for spec in self.specs)
 
+    def scale_for(self, spec: QuantSpec, scale: Array) -> Array:
+        """The given scale, which is for the first format asked for, for that of `spec`."""
+        first = self.rows or self.turned
+        assert first is not None
+        return scaling.for_format(scale, formats.get(first.format), formats.get(spec.format))
+
 
 def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None) -> _How:
     first = None if rows is None else QuantSpec.parse(rows)
@@ -171,7 +178,8 @@ def _reference(how: _How, strategy: Scaling, x: Array, scale: Array | None, key:
     def one(y: Array, spec: QuantSpec | None, words: Array | None) -> QTensor | None:
         if spec is None:
             return None
-        s = scale if spec.granularity in ("tensor", "token") else None
+        given = scale is not None and spec.granularity in ("tensor", "token")
+        s = how.scale_for(spec, scale) if given else None  # type: ignore[arg-type]
         if s is None and spec.granularity == "tensor" and not strategy.own:
             find = functools.partial(strategy.scale, fmt=formats.get(spec.format))
             (s,) = blocks.on_logical_array(lambda y: (find((), y),), y, like=[()])
@@ -237,7 +245,7 @@ def _one(
             continue
         count = blocks.counts(shapes[i], spec.block_shape(shapes[i]))
         if scale is not None and spec.granularity != "mx":
-            value = jnp.broadcast_to(scaling.usable(scale), count)
+            value = jnp.broadcast_to(scaling.usable(how.scale_for(spec, scale)), count)
         elif spec.granularity == "mx" and spec.level1 == "none":
             value = jnp.ones(count, jnp.float32)
         else:

@@ -31,6 +31,7 @@ CASES = [
     Case("e4m3", "same", (256, 128), "bfloat16"),
     Case("e5m2", "same", dtype="bfloat16", scale=1.7),
     Case("e4m3", "e5m2", (17, 301), strategy="two_stage"),
+    Case("e5m2", "e4m3", (17, 33), scale=0.01),
     Case(None, "e4m3", (140, 3), "float16"),
     Case("e4m3:token", "e4m3:token", (100, 270)),
     Case("e4m3:token", None, (3, 4100), "bfloat16"),
