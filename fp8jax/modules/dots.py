@@ -12,7 +12,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.modules.functions import dot_general
 from fp8jax.modules.provenance import REGISTRY
 from fp8jax.modules.recording import ASIDE
-from fp8jax.ops.linear import content_key, einsum_by
+from fp8jax.ops.linear import content_key, einsum_by, is_default_precision
 from fp8jax.ops.saved import ITSELF
 
 
@@ -92,7 +92,7 @@ def key_of(lhs: Array, linear: Linear) -> Array | None:
 
 def check_replaceable(path: str, layer: Any) -> None:
     """Raises ValueError where a layer of Flax has a precision or a product of its own."""
-    if layer.precision not in (None, lax.Precision.DEFAULT, "default"):
+    if not is_default_precision(layer.precision):
         raise ValueError(
             f"{path} asks for precision {layer.precision!r}, which a quantized product cannot give; "
             "set its precision to None, or leave it out with a rule"

@@ -75,7 +75,7 @@ def dot_general(
         lhs: input, any rank; its free axes are tokens.
         rhs: weight, any rank; its free axes are outputs.
         dimension_numbers: as in `jax.lax.dot_general`. Batch axes have products, and scales, of their own.
-        precision: must be None or default: quantized products have one precision.
+        precision: must be JAX's default, None or in another spelling: quantized products have one precision.
         preferred_element_type: dtype of the result; that of `lhs` if None.
         recipe, key, out_sharding, known: as of `linear`.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
@@ -264,9 +264,24 @@ def output_spec(x: Array, w: Array, out_sharding: Any) -> tuple[Any, ...] | None
 
 
 def check_precision(precision: Any) -> None:
-    """Raises ValueError for what a quantized product cannot give."""
-    if precision not in (None, lax.Precision.DEFAULT, "default"):
-        raise ValueError(f"a quantized product takes no precision={precision!r}")
+    """Raises ValueError for what a quantized product cannot give: any precision that is not JAX's default one."""
+    if not is_default_precision(precision):
+        raise ValueError(
+            f"a quantized product takes no precision={precision!r}: give None, or leave the product as it is written"
+        )
+
+
+def is_default_precision(precision: Any) -> bool:
+    """Whether a precision is JAX's default in one of its spellings.
+
+    They are None, `lax.Precision.DEFAULT`, its names ("default", "fastest", "bfloat16"), a pair of these, one an
+    operand, and `lax.DotAlgorithmPreset.DEFAULT`.
+    """
+    if isinstance(precision, (tuple, list)):
+        return len(precision) == 2 and all(map(is_default_precision, precision))
+    if isinstance(precision, str):
+        return precision in ("default", "fastest", "bfloat16")
+    return precision in (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 
 
 def stateless(recipe: Recipe | Linear | str) -> Linear:
