@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fp8jax.core import products
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.functions import dot_general
 from fp8jax.modules.provenance import REGISTRY
@@ -23,6 +24,7 @@ class DotGeneral:
     linear: Linear
 
     def __call__(self, lhs: Array, rhs: Array, *args: Any, quantized: Any = None, **kwargs: Any) -> Array:
+        check_products()
         if aside(self.linear):
             return like_a_product(lambda x, w: lax.dot_general(x, w, *args, **kwargs), lhs, rhs)
         options: Any = {"key": key_of(lhs, self.linear), "quantized": quantized, **kwargs}
@@ -88,6 +90,16 @@ def like_a_product(product: Callable[[Array, Array], Array], lhs: Array, rhs: Ar
 def key_of(lhs: Array, linear: Linear) -> Array | None:
     """One key for all layers that read an input, so that they share its codes."""
     return REGISTRY.share(lhs, "key", lambda: content_key(lhs)) if linear.stochastic else None
+
+
+def check_products() -> None:
+    """Raises ValueError where a quantized layer runs while another library has changed the products of JAX."""
+    if name := products.changed():
+        raise ValueError(
+            f"a quantized layer runs while another library has changed {name}: what this adds to the layer's product, "
+            "such as a LoRA adapter, would be lost. Merge adapters into the weights before the model is quantized, or "
+            "take adapters that are modules, as nnx.LoRA, or leave the model as it is written"
+        )
 
 
 def check_replaceable(path: str, layer: Any) -> None:

@@ -80,7 +80,7 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
         TypeError: the model is no Linen module, or the rules are of another type.
         ValueError: the model is bound or quantized already, or a recipe quantizes nothing. From `init` or `apply`: a
             rule matches no layer, the model has none, or a layer has a product or a precision of its own, or batch axes
-            under a scaling that observes operands.
+            under a scaling that observes operands; or another library has changed the model, or JAX's products.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(not_a_model("fp8jax.linen.quantize takes a Linen module", module))
@@ -167,6 +167,7 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
     @nn.nowrap
     @functools.wraps(method, updated=())
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _check_class(self, method.__name__)
         if self.scope is None or any((r.rules, r.path) == (rules, self.path) for r in _running.roots):
             return method(self, *args, **kwargs)
         root = _Root(rules, self.path, layer=isinstance(self, (*LAYERS, *rules.layers)))
@@ -185,6 +186,21 @@ def _under_rules(method: Callable, rules: Ordered) -> Callable:
         return y
 
     return wrapper
+
+
+def _check_class(module: nn.Module, method: str) -> None:
+    """Raises ValueError where another library's class runs a quantized model's method outside of Flax's own handling.
+
+    Flax handles the methods that a subclass defines; a copy of ours is left out, as ours is.
+    """
+    for cls in type(module).__mro__:
+        if "_fp8jax_rules" in vars(cls):
+            return
+        if hasattr(vars(cls).get(method), "nowrap"):
+            raise ValueError(
+                f"another library has changed {method} of the quantized {cls.__name__}, and what it adds, such as a LoRA"
+                " adapter, would be lost. Quantize the model alone, or leave it as it is written"
+            )
 
 
 def _owners(module: nn.Module, names: tuple[str, ...]) -> set[str]:

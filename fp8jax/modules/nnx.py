@@ -67,7 +67,8 @@ def quantize(model: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mode
     Raises:
         TypeError: the model is no NNX module, or the rules are of another type.
         ValueError: a rule matches no layer, the model has none, a layer has a product of its own already, or batch axes
-            under a scaling that observes operands; from a call, if only this tells.
+            under a scaling that observes operands; from a call, if only this tells. Likewise where another library has
+            changed a layer, as one that adds LoRA adapters, or in a call changes JAX's products.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(not_a_model("fp8jax.nnx.quantize takes an NNX module", model))
@@ -81,6 +82,7 @@ def substitute(model: Model, rules: Ordered) -> tuple[Model, Unknown, int]:
     changed = [path for path, module in modules(model).items() if _is_quantized(module)]
     if changed:
         raise ValueError(f"{changed[0]} is quantized already; give the rules to the model it was made from")
+    _check_kernels(modules(model))
     quantized = nnx.clone(model)
     submodules, heads, unknown = modules(quantized), *leave(modules(quantized), rules)
     linears = {path: module for path, module in submodules.items() if isinstance(module, (*LAYERS, *rules.layers))}
@@ -140,6 +142,7 @@ def modules(model: nnx.Module) -> dict[str, Any]:
 
 def _replace(path: str, layer: Any, linear: Linear) -> None:
     check_replaceable(path, layer)
+    _check_adapters(path, layer)
     if layer.promote_dtype is promote_dtype:
         layer.promote_dtype = SharedPromotion(promote_dtype, linear)
     operands: Any = (linear, layer.kernel.get_value(), stacked_axes(layer), f"an nnx.{type(layer).__name__}")
@@ -147,6 +150,26 @@ def _replace(path: str, layer: Any, linear: Linear) -> None:
         layer.einsum_op = nnx.data(EinsumScaling(*operands)) if observed_operands(linear) else Einsum(linear)
     else:
         layer.dot_general = nnx.data(DotGeneralScaling(*operands)) if linear.states else DotGeneral(linear)
+
+
+def _check_kernels(submodules: dict[str, Any]) -> None:
+    """Raises ValueError where another library has put something else in the place of a layer's kernel."""
+    for path, module in submodules.items():
+        if isinstance(module, LAYERS) and not isinstance(module.kernel, nnx.Variable):
+            raise ValueError(
+                f"the kernel of {path or 'the model'} is a {type(module.kernel).__name__}, not an nnx.Variable: another "
+                "library has changed the model. Quantize the model as it was written"
+            )
+
+
+def _check_adapters(path: str, layer: Any) -> None:
+    """Raises ValueError for a layer of Flax that holds adapters, which it does not read itself."""
+    adapters = [name for name, param in params(layer).items() if isinstance(param, nnx.LoRAParam)]
+    if adapters:
+        raise ValueError(
+            f"{path or 'the model'} has adapters of another library, {', '.join(adapters)}, which a quantized product "
+            "would lose. Merge them into the weights, or take adapters that are modules, as nnx.LoRA"
+        )
 
 
 def _check_batches(layers: dict[str, Any], chosen: dict[str, LayerChoice]) -> None:

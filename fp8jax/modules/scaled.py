@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic
-from fp8jax.modules.dots import aside, key_of, like_a_product
+from fp8jax.modules.dots import aside, check_products, key_of, like_a_product
 from fp8jax.modules.functions import scaled_linear
 from fp8jax.ops.linear import DimensionNumbers, check_precision, einsum_by, in_order
 from fp8jax.ops.product import QuantizedWeight
@@ -56,11 +56,13 @@ class ScaledProduct:
         """`scaled_linear` called as layers call `jax.lax.dot_general`: `lhs` is the input, `rhs` the weight.
 
         Raises:
-            ValueError: there are batch axes, or `precision` asks for what a quantized product cannot give.
+            ValueError: there are batch axes, `precision` asks for what a quantized product cannot give, or another
+                library has changed JAX's products.
         """
         (contract, _), batch = dimension_numbers
         if any(batch):
             raise no_batches(f"{self.name()} multiplies {lhs.shape} by {rhs.shape} and", self.linear)
+        check_products()
         if aside(self.linear):
             options: Any = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
             return like_a_product(lambda x, w: lax.dot_general(x, w, dimension_numbers, **options), lhs, rhs)

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats
+from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops import matmul_hopper, sharding
@@ -220,7 +221,7 @@ def _half(x: Any) -> tuple[Array, Array]:
 def _plain(a: Array, b: Array, dtype: DTypeLike) -> Array:
     """A product that sums in fp32; of devices that share the sum, each sends 16 bits where the result has them."""
     narrow = a.dtype == b.dtype == jnp.dtype(dtype) == jnp.bfloat16
-    return lax.dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if narrow else jnp.float32).astype(dtype)
+    return dot_general(a, b, _K_MAJOR, preferred_element_type=dtype if narrow else jnp.float32).astype(dtype)
 
 
 def _reference(fast: bool, dtype: DTypeLike, a: Operand, b: Operand) -> Array:
@@ -258,7 +259,7 @@ def _codes_product(a: Array, b: Array, fast: bool) -> Array:
     integers = jnp.issubdtype(a.dtype, jnp.integer)
     precision = matmul_hopper.precision(fast or integers)
     kind = jnp.int32 if integers else jnp.float32
-    sums = lax.dot_general(a, b, _K_MAJOR, precision=precision, preferred_element_type=kind)
+    sums = dot_general(a, b, _K_MAJOR, precision=precision, preferred_element_type=kind)
     return sums.astype(jnp.float32)
 
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, formats
+from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops import int8_kernels
 from fp8jax.ops.choice import Choice, aimed, capability
@@ -200,7 +201,7 @@ def _cublas(fast: bool, dtype: DTypeLike, a: QTensor, b: QTensor) -> Array:
     wide, out = jnp.bfloat16, jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     codes, scales = lax.optimization_barrier(([a.codes, b.codes], [q.scale.reshape(()) for q in (a, b)]))
     left, right = (c.astype(wide) * s.astype(wide) for c, s in zip(codes, scales, strict=True))
-    y = lax.dot_general(left, right, _K_MAJOR, precision=precision(fast), preferred_element_type=out)
+    y = dot_general(left, right, _K_MAJOR, precision=precision(fast), preferred_element_type=out)
     return y.astype(dtype)
 
 

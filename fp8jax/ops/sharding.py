@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks
+from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
 
 
@@ -42,7 +43,7 @@ def product_sharding(lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: A
     if mesh is None and out_sharding is None:
         return None
     kinds = (jax.ShapeDtypeStruct(x.shape, "float32", sharding=_place(x)) for x in (lhs, rhs))
-    product = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers, out_sharding=out_sharding), *kinds)
+    product = jax.eval_shape(lambda a, b: dot_general(a, b, dimension_numbers, out_sharding=out_sharding), *kinds)
     return None if mesh is None else tuple(jax.typeof(product).sharding.spec)
 
 

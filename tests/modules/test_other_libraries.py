@@ -1,0 +1,130 @@
+"""Libraries that change JAX's products while a model runs, as Qwix's LoRA does: seen by no operation, refused by layers.
+
+`tests.modules.patches` does what such a library does; adapters that are modules of their own work.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import fp8jax
+from tests.modules import patches
+
+X, KEY = jax.random.normal(jax.random.key(0), (8, 32)), jax.random.key(1)
+W = jax.random.normal(jax.random.key(2), (32, 64))
+LOST = "another library has changed jax.lax.dot_general: what this adds to the layer's product"
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.up, self.down = nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 32, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(nnx.silu(self.up(x)))
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(32)(nn.silu(nn.Dense(64)(x)))
+
+
+CHANGES = {
+    "code": patches.code_changed,
+    "name": lambda product: patches.name_changed(lax, "dot_general", product),
+    "einsum": lambda product: patches.name_changed(jnp, "einsum", product),
+}
+
+
+@pytest.mark.parametrize("name", ["te_current", "coat", "deepseek", "moss", "switchback", "int8_block"])
+@pytest.mark.parametrize("how", ["code", "name"])
+def test_no_product_of_an_operation_is_seen(name, how):
+    recipe, seen = fp8jax.recipes.get(name), []
+
+    def refuse(original, *args, **kwargs):
+        seen.append(args)
+        return original(*args, **kwargs)
+
+    def loss(x, w):
+        y = fp8jax.linear(fp8jax.rms_norm(x, jnp.ones(32), recipe=recipe), w, recipe=recipe, key=KEY)
+        return jnp.sum(jnp.sin(fp8jax.einsum("td,dh->th", y, w.T, recipe=recipe, key=KEY)))
+
+    with CHANGES[how](refuse):
+        program = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(X, W))
+        assert not seen
+        lax.dot_general(X, W, (((1,), (0,)), ((), ())))  # which a model's own product is
+        assert len(seen) == 1
+    assert program == str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(X, W))
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("name", ["te_current", "coat", "te_delayed", "int8_fallback"])
+def test_a_layer_refuses_to_run_under_a_change_and_runs_after_it(name, how):
+    model = fp8jax.nnx.quantize(Model(), name)
+    einsum = fp8jax.nnx.quantize(nnx.Einsum("td,dh->th", (32, 64), rngs=nnx.Rngs(0)), fp8jax.Rule("", name))
+    linen = fp8jax.linen.quantize(LinenModel(), name)
+    variables, want = linen.init(KEY, X), np.asarray(model(X))
+    with CHANGES[how](lambda original, *args, **kwargs: original(*args, **kwargs)):
+        name = "jax.numpy.einsum" if how == "einsum" else "jax.lax.dot_general"
+        for call in (lambda: model(X), lambda: einsum(X), lambda: linen.apply(variables, X)):
+            with pytest.raises(ValueError, match=f"another library has changed {name}.*take adapters that are modules"):
+                jax.eval_shape(call)
+    np.testing.assert_array_equal(np.asarray(model(X)), want)
+
+
+@pytest.mark.parametrize("name", ["te_current", "coat", "te_delayed"])
+def test_adapters_of_another_library_are_refused_in_both_orders(name):
+    """The adapter's part was lost, 73 % of the output, and its parameters held tracers."""
+    with pytest.raises(ValueError, match=LOST):
+        patches.with_adapters(fp8jax.nnx.quantize(Model(), name), X)
+    adapted = patches.with_adapters(Model(), X)
+    assert isinstance(adapted.up.kernel_lora_a, nnx.LoRAParam)
+    message = "down has adapters of another library, kernel_lora_a, kernel_lora_b, which a quantized product would lose"
+    with pytest.raises(ValueError, match=message):
+        fp8jax.nnx.quantize(adapted, name)
+    del adapted.down.kernel_lora_a, adapted.down.kernel_lora_b
+    rest = fp8jax.nnx.quantize(adapted, [fp8jax.Rule("up", None), name])
+    with pytest.raises(ValueError, match=LOST):
+        rest(X)
+
+
+@pytest.mark.parametrize("name", ["te_current", "coat", "te_delayed"])
+def test_adapters_of_another_library_are_refused_in_linen_in_both_orders(name):
+    with pytest.raises(ValueError, match="another library has changed __call__ of the quantized LinenModel"):
+        patches.with_adapters(fp8jax.linen.quantize(LinenModel(), name)).init(KEY, X)
+    with pytest.raises(ValueError, match=LOST):
+        fp8jax.linen.quantize(patches.with_adapters(LinenModel()), name).init(KEY, X)
+
+
+def test_a_class_made_of_a_quantized_linen_model_runs():
+    quantized = fp8jax.linen.quantize(LinenModel(), "te_current")
+
+    class Mine(type(quantized)):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    variables = quantized.init(KEY, X)
+    np.testing.assert_array_equal(Mine().apply(variables, X), 2 * quantized.apply(variables, X))
+
+
+def test_weights_that_another_library_quantized_are_refused():
+    model = Model()
+    model.up.kernel = nnx.data({"codes": model.up.kernel[...]})
+    with pytest.raises(ValueError, match=r"the kernel of up is a dict, not an nnx.Variable: another library"):
+        fp8jax.nnx.quantize(model, "te_current")
+
+
+def test_adapters_that_are_modules_keep_their_part():
+    model = nnx.LoRA(32, 4, 64, base_module=nnx.Linear(32, 64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    plain = fp8jax.nnx.quantize(model, "te_current")(X)
+    model.lora_b[...] = jax.random.normal(KEY, (4, 64))
+    quantized = fp8jax.nnx.quantize(model, "te_current")
+    part = np.asarray(X, np.float64) @ np.asarray(model.lora_a[...], np.float64) @ np.asarray(model.lora_b[...])
+    np.testing.assert_allclose(quantized(X) - plain, part, rtol=1e-4, atol=1e-4)
+    grads = nnx.grad(lambda m: jnp.sum(m(X)), argnums=nnx.DiffState(0, nnx.LoRAParam))(quantized)
+    want = np.asarray(X @ model.lora_a[...]).sum(0)[:, None] * np.ones((1, 64))
+    np.testing.assert_allclose(grads.lora_b[...], want, rtol=1e-4, atol=1e-4)
