@@ -198,8 +198,8 @@ def _check_class(module: nn.Module, method: str) -> None:
             return
         if hasattr(vars(cls).get(method), "nowrap"):
             raise ValueError(
-                f"another library has changed {method} of the quantized {cls.__name__}, and what it adds, such as a LoRA"
-                " adapter, would be lost. Quantize the model alone, or leave it as it is written"
+                f"another library has changed {method} of the quantized {cls.__name__}, and what it adds, such as a "
+                "LoRA adapter, would be lost. Quantize the model alone, or leave it as it is written"
             )
 
 

@@ -157,8 +157,8 @@ def _check_kernels(submodules: dict[str, Any]) -> None:
     for path, module in submodules.items():
         if isinstance(module, LAYERS) and not isinstance(module.kernel, nnx.Variable):
             raise ValueError(
-                f"the kernel of {path or 'the model'} is a {type(module.kernel).__name__}, not an nnx.Variable: another "
-                "library has changed the model. Quantize the model as it was written"
+                f"the kernel of {path or 'the model'} is a {type(module.kernel).__name__}, not an nnx.Variable: another"
+                " library has changed the model. Quantize the model as it was written"
             )
 
 

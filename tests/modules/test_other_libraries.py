@@ -1,4 +1,4 @@
-"""Libraries that change JAX's products while a model runs, as Qwix's LoRA does: seen by no operation, refused by layers.
+"""Libraries that change JAX's products while a model runs, as Qwix's LoRA does: refused by layers, unseen by the rest.
 
 `tests.modules.patches` does what such a library does; adapters that are modules of their own work.
 """
