@@ -62,6 +62,11 @@ class Cut(NamedTuple):
         axes = self._over(name)
         return lax.axis_index(axes) * length if axes else 0
 
+    def devices(self, name: str) -> int | Array:
+        """How many parts a dimension is cut into."""
+        axes = self._over(name)
+        return lax.axis_size(axes) if axes else 1
+
     def fours(self, whole: Sequence[int], part: Sequence[int]) -> Array:
         """Columns of a whole matrix "m n", and the place in it, in fours of rows, of a device's part; uint32 (2,).
 

@@ -1,0 +1,399 @@
+"""The cross-entropy of a linear head, whose logits are never whole: tokens are taken a chunk at a time.
+
+Of 16,384 tokens and a vocabulary of 128,256, logits in fp32 take 8.4 GB, and their cotangents as much. A loss that is
+one number has its gradients computed in the forward pass, chunk by chunk, as in Liger Kernel (arXiv 2410.10989, section
+3.2), so that three products are all that the head takes; where each token has a loss, logits are computed again.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fp8jax.core.recipe import Linear, Recipe
+from fp8jax.ops.cuts import WHOLE, Cut
+from fp8jax.ops.linear import linear, stateless
+from fp8jax.ops.partition import partitioned
+from fp8jax.ops.product import QuantizedWeight, quantize_weight
+from fp8jax.ops.sharding import explicit_mesh, place, spec_of
+from fp8jax.recipes import linear_part
+
+CHUNK_BYTES = 2**30  # of fp32 logits
+MOST_CHUNKS = 16  # each adds to the weight's gradient, a pass over it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """What a token's loss is of its logits, and what multiplies."""
+
+    softcap: float | None
+    label_smoothing: float
+    z_loss: float
+    vocabulary_axis: int
+    tokens_per_chunk: int | None
+    part: Linear | None
+
+
+class _Head(NamedTuple):
+    """What turns (..., channels) into logits: the weight, as it is given, its codes or None, and a bias or None."""
+
+    w: Array
+    quantized: QuantizedWeight | None
+    bias: Array | None
+    key: Array | None
+
+
+def linear_cross_entropy(
+    x: Array,
+    w: Array,
+    labels: Array,
+    *,
+    bias: Array | None = None,
+    where: Array | None = None,
+    ignore_label: int | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    vocabulary_axis: int = -1,
+    tokens_per_chunk: int | None = None,
+    recipe: Recipe | Linear | str | None = None,
+    key: Array | None = None,
+) -> Array:
+    """The softmax cross-entropy of `x @ w + bias` with integer labels, without the logits of all tokens in memory.
+
+    Logits, their softmax and the loss are fp32. Products take `w` in the dtype of `x`; the gradient of `w` is summed
+    over chunks in fp32. A token's loss is
+
+        lse - (1 - label_smoothing) z[label] - label_smoothing mean(z) + z_loss lse^2,    lse = logsumexp(z),
+
+    where z is the logit, or softcap tanh(logit / softcap). Smoothing is optax's, the term in lse^2 PaLM's (arXiv
+    2204.02311, section 5), the cap Gemma 2's (arXiv 2408.00118, section 2).
+
+    Args:
+        x: (..., channels), what the head reads; at least two axes.
+        w: (channels, vocabulary); with `vocabulary_axis=0` (vocabulary, channels), as an embedding's table is. Where a
+            mesh cuts the vocabulary, each device computes its own part of the logits; channels are gathered once.
+        labels: (...), integers in [0, vocabulary). The loss of any other is NaN where it counts.
+        bias: (vocabulary,).
+        where: bool (...), the tokens that count; None counts all. What the others hold, NaN too, has no effect.
+        ignore_label: tokens with this label do not count, either.
+        softcap: above 0.
+        label_smoothing: in [0, 1].
+        z_loss: at least 0.
+        reduction: "mean" over the tokens that count (0 if none does), "sum", or "none".
+        tokens_per_chunk: tokens of a device whose logits are there at once; None takes as many as have 1 GiB of them in
+            fp32, but no more than 16 chunks.
+        recipe: the head's products follow it, each chunk with scales of its own; None multiplies in the dtype of `x`.
+            Heads in 8 bits cost accuracy.
+        key: PRNG key for recipes that round stochastically.
+
+    Returns:
+        fp32, () or, for "none", (...); 0 where a token does not count. Gradients go to `x`, `w` and `bias`.
+
+    Raises:
+        ValueError: shapes do not match, or an argument is out of its range.
+        TypeError: labels are no integers, or `x` and `w` no floats.
+    """
+    _check(x, w, labels, bias, where, vocabulary_axis)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0, got {softcap}; None caps nothing")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss must be at least 0, got {z_loss}")
+    if tokens_per_chunk is not None and tokens_per_chunk < 1:
+        raise ValueError(f"tokens_per_chunk must be at least 1, got {tokens_per_chunk}")
+    part = None if recipe is None or not linear_part(recipe).quantized else stateless(recipe)
+    if part is not None and explicit_mesh(x, w) is not None:
+        raise ValueError("on a mesh with Explicit axes the head takes no recipe: give recipe=None, or Auto axes")
+    loss = _Loss(softcap, label_smoothing, z_loss, vocabulary_axis % 2, tokens_per_chunk, part)
+    counts = jnp.ones(labels.shape, bool) if where is None else where
+    if ignore_label is not None:
+        counts = counts & (labels != ignore_label)
+    if where is not None or ignore_label is not None:
+        x = jnp.where(counts[..., None], x, 0)  # NaN times a weight of 0 would be NaN in the gradient of `w`.
+    if not labels.size:
+        return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
+
+    if reduction == "none":
+        return _each(loss, x, w, bias, key, labels, counts)
+    weights = counts.astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(weights), 1.0) if reduction == "mean" else jnp.float32(1)
+    if x.dtype == jnp.float16:
+        # Gradients of a mean over many tokens are below the smallest fp16: they are divided when they are scaled.
+        return _sum(loss, x, w, bias, key, labels, weights) / total
+    return _sum(loss, x, w, bias, key, labels, weights / total)
+
+
+def _check(x: Array, w: Array, labels: Array, bias: Array | None, where: Array | None, vocabulary_axis: int) -> None:
+    if vocabulary_axis not in (-2, -1, 0, 1):
+        raise ValueError(f"vocabulary_axis must be 0 or 1, got {vocabulary_axis}")
+    if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[1 - vocabulary_axis % 2]:
+        wanted = "(vocabulary, channels)" if vocabulary_axis % 2 == 0 else "(channels, vocabulary)"
+        raise ValueError(f"the head takes x (..., channels) and w {wanted}, not {x.shape} and {w.shape}")
+    if not (jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(w.dtype, jnp.floating)):
+        raise TypeError(f"x and w must be floats, not {x.dtype} and {w.dtype}")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels must be integers, not {labels.dtype}")
+    for name, array in (("labels", labels), ("where", where)):
+        if array is not None and array.shape != x.shape[:-1]:
+            raise ValueError(f"{name} must have the shape {x.shape[:-1]} of x without channels, not {array.shape}")
+    if where is not None and where.dtype != jnp.bool_:
+        raise TypeError(f"where must be bool, not {where.dtype}")
+    if bias is not None and bias.shape != (w.shape[vocabulary_axis % 2],):
+        raise ValueError(f"bias must have the shape {(w.shape[vocabulary_axis % 2],)}, not {bias.shape}")
+
+
+class _Chunks(NamedTuple):
+    """How an axis of tokens is cut in so many chunks."""
+
+    axis: int
+    size: int
+    number: int
+
+    @staticmethod
+    def of(x: Array, vocabulary: int, tokens_per_chunk: int | None) -> "_Chunks":
+        tokens = x.size // x.shape[-1]
+        axis = max(range(x.ndim - 1), key=lambda i: (x.shape[i], i))
+        if tokens_per_chunk is not None:
+            number = -(-tokens // tokens_per_chunk)
+        else:
+            number = min(-(-4 * tokens * vocabulary // CHUNK_BYTES), MOST_CHUNKS)
+        return _Chunks(axis, x.shape[axis], min(number, x.shape[axis]))
+
+    def cut(self, x: Array) -> Array:
+        """(chunks, ...) of (...); what fills the last rows up is 0. Every `number`-th token is in one chunk."""
+        short = -self.size % self.number
+        if short:
+            x = jnp.pad(x, [(0, short if i == self.axis else 0) for i in range(x.ndim)])
+        shape = (*x.shape[: self.axis], (self.size + short) // self.number, self.number, *x.shape[self.axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), self.axis + 1, 0)
+
+    def joined(self, x: Array) -> Array:
+        """The inverse of `cut`."""
+        x = jnp.moveaxis(x, 0, self.axis + 1)
+        x = x.reshape(*x.shape[: self.axis], -1, *x.shape[self.axis + 2 :])
+        return lax.slice_in_dim(x, 0, self.size, axis=self.axis)
+
+
+def _head(loss: _Loss, w: Array, bias: Array | None, key: Array | None, dtype: Any) -> _Head:
+    """The head's operands, made once for all chunks."""
+    if loss.part is None:
+        return _Head(w.astype(dtype), None, bias, key)
+    w = w if loss.vocabulary_axis else w.T
+    codes = loss.part.spec("w") is not None and loss.part.spec("w_dgrad") is not None
+    return _Head(w, quantize_weight(w, recipe=loss.part) if codes else None, bias, key)
+
+
+def _multiply(loss: _Loss, x: Array, head: _Head) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
+    """Logits in fp32, and what gives the gradients of `x` and of the weight, in fp32, of theirs."""
+    if loss.part is not None:
+        multiply = functools.partial(linear, recipe=loss.part, quantized=head.quantized, key=head.key)
+        y, pull = jax.vjp(multiply, x, head.w)
+        z = y.astype(jnp.float32)
+    else:
+        axes = (x.ndim - 1,), (1 - loss.vocabulary_axis,)
+        z = lax.dot_general(x, head.w, (axes, ((), ())), preferred_element_type=jnp.float32)
+
+    def gradients(d: Array) -> tuple[Array, Array]:
+        d, tokens = d.astype(x.dtype), tuple(range(x.ndim - 1))
+        if loss.part is not None:
+            dx, dw = pull(d)
+            return dx.astype(jnp.float32), (dw if loss.vocabulary_axis else dw.T).astype(jnp.float32)
+        axes = (x.ndim - 1,), (loss.vocabulary_axis,)
+        dx = lax.dot_general(d, head.w, (axes, ((), ())), preferred_element_type=jnp.float32)
+        sides = (x, d) if loss.vocabulary_axis else (d, x)
+        return dx, lax.dot_general(*sides, ((tokens, tokens), ((), ())), preferred_element_type=jnp.float32)
+
+    return z if head.bias is None else z + head.bias.astype(jnp.float32), gradients
+
+
+class _Softmax(NamedTuple):
+    """Parts of the loss that its gradient needs: capped logits and whether each is the label's, and logsumexp."""
+
+    z: Array
+    hit: Array
+    lse: Array
+    known: Array
+
+
+def _values(loss: _Loss, cut: Cut, logits: Array, labels: Array) -> tuple[Array, _Softmax]:
+    """The loss of each token, (...), of logits (..., a device's part of the vocabulary)."""
+    z = logits if loss.softcap is None else loss.softcap * jnp.tanh(logits / loss.softcap)
+    top = lax.stop_gradient(cut.maximum(jnp.max(z, axis=-1), "v"))
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    lse = top + jnp.log(cut.total(jnp.sum(jnp.exp(z - top[..., None]), axis=-1), "v"))
+    first, vocabulary = cut.start("v", z.shape[-1]), z.shape[-1] * cut.devices("v")
+    hit = labels[..., None] - first == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
+    picked = (1 - loss.label_smoothing) * jnp.sum(jnp.where(hit, z, 0.0), axis=-1)
+    if loss.label_smoothing:
+        picked = picked + loss.label_smoothing / vocabulary * jnp.sum(z, axis=-1)
+    value = lse - cut.total(picked, "v")
+    if loss.z_loss:
+        value = value + loss.z_loss * lse**2
+    known = (labels >= 0) & (labels < vocabulary)
+    return jnp.where(known, value, jnp.nan), _Softmax(z, hit, lse, known)
+
+
+def _logit_cotangents(loss: _Loss, cut: Cut, parts: _Softmax, weights: Array) -> Array:
+    """The gradient with respect to logits of the sum of `weights` times the losses; 0 where the weight is."""
+    z, hit, lse, known = parts
+    d = jnp.exp(z - lse[..., None])
+    if loss.z_loss:
+        d = d * (1 + 2 * loss.z_loss * lse)[..., None]
+    d = d - jnp.where(hit, 1 - loss.label_smoothing, 0.0)
+    if loss.label_smoothing:
+        d = d - loss.label_smoothing / (z.shape[-1] * cut.devices("v"))
+    if loss.softcap is not None:
+        d = d * (1 - (z / loss.softcap) ** 2)
+    weights = jnp.where(known | (weights == 0), weights, jnp.nan)[..., None]
+    return jnp.where(weights == 0, 0.0, d * weights)
+
+
+def _cut(loss: _Loss, function: Any, outs: Any, x: Array, w: Array, bias: Array | None, *rest: Array | None) -> Any:
+    """`function(cut, *operands)` of a device's tokens and vocabulary; a recipe's operations cut themselves."""
+    operands = (x, w, bias, *rest)
+    if loss.part is not None:
+        return function(WHOLE, *operands)
+    tokens = _tokens(x)
+    ins = (f"{tokens} -", _WEIGHT[loss.vocabulary_axis], "v", *[tokens if a is not None else "" for a in rest])
+    return partitioned(
+        f"linear_cross_entropy_{function.func.__name__}", loss, function, operands, ins, outs, kernel=False
+    )
+
+
+_WEIGHT = ("v -", "- v")
+
+
+def _tokens(x: Array) -> str:
+    return " ".join(f"t{i}" for i in range(x.ndim - 1))
+
+
+def _losses(loss: _Loss, cut: Cut, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array) -> Array:
+    """The loss of each token, (...)."""
+    head, chunks = (
+        _head(loss, w, bias, key, x.dtype),
+        _Chunks.of(x, w.shape[loss.vocabulary_axis], loss.tokens_per_chunk),
+    )
+
+    def chunk(operands: tuple[Array, Array]) -> Array:
+        return _values(loss, cut, _multiply(loss, operands[0], head)[0], operands[1])[0]
+
+    return chunks.joined(lax.map(chunk, (chunks.cut(x), chunks.cut(labels))))
+
+
+class _Gradients(NamedTuple):
+    """The weighted sum of the losses, and its gradients with respect to what the head reads, its weight, its bias."""
+
+    total: Array
+    x: Array
+    w: Array
+    bias: Array | None
+
+
+def _gradients(
+    loss: _Loss, cut: Cut, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, weights: Array
+) -> _Gradients:
+    """Three products a chunk."""
+    head, chunks = (
+        _head(loss, w, bias, key, x.dtype),
+        _Chunks.of(x, w.shape[loss.vocabulary_axis], loss.tokens_per_chunk),
+    )
+    tokens = _tokens(x)
+
+    def chunk(sums: Any, operands: Any) -> Any:
+        x, labels, weights = operands
+        logits, pull = _multiply(loss, x, head)
+        values, parts = _values(loss, cut, logits, labels)
+        d = _logit_cotangents(loss, cut, parts, weights)
+        dx, dw = pull(d)
+        total, sum_w, sum_bias = sums
+        if sum_bias is not None:
+            sum_bias = sum_bias + jnp.sum(d, axis=tuple(range(d.ndim - 1)))
+        return (total + _weighted(values, weights), sum_w + dw, sum_bias), dx.astype(x.dtype)
+
+    zeros = (
+        jnp.float32(0),
+        jnp.zeros(w.shape, jnp.float32),
+        None if bias is None else jnp.zeros(bias.shape, jnp.float32),
+    )
+    (total, dw, db), dx = lax.scan(chunk, zeros, tuple(map(chunks.cut, (x, labels, weights))))
+    # Devices sum in the dtype of products, once; tokens that others have the rest of the vocabulary of, likewise.
+    total, dx = cut.total(total, tokens), cut.total(chunks.joined(dx), "v")
+    return _Gradients(total, dx, cut.total(dw.astype(x.dtype), tokens), None if db is None else cut.total(db, tokens))
+
+
+def _weighted(values: Array, weights: Array) -> Array:
+    return jnp.sum(jnp.where(weights == 0, 0.0, values * weights))
+
+
+def _all_losses(loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array) -> Array:
+    return _cut(loss, functools.partial(_losses, loss), _tokens(x), x, w, bias, key, labels)  # type: ignore[no-any-return]
+
+
+def _all_gradients(loss: _Loss, x: Array, w: Array, bias: Array | None, *rest: Array | None) -> _Gradients:
+    outs = ("", f"{_tokens(x)} -", _WEIGHT[loss.vocabulary_axis], "v")
+    total, *gradients = _cut(loss, functools.partial(_gradients, loss), outs, x, w, bias, *rest)
+    placed: Any = [g if g is None else place(g, spec_of(a), a) for g, a in zip(gradients, (x, w, bias), strict=True)]
+    return _Gradients(total, *placed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum(
+    loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, weights: Array
+) -> Array:
+    return _weighted(_all_losses(loss, x, w, bias, key, labels), weights)
+
+
+def _sum_forward(loss: _Loss, x: Array, w: Array, bias: Array | None, *rest: Array | None) -> tuple[Array, Any]:
+    gradients = _all_gradients(loss, x, w, bias, *rest)
+    return gradients.total, (gradients, _dtypes(x, w, bias))
+
+
+def _sum_backward(loss: _Loss, residuals: Any, cotangent: Array) -> Any:
+    gradients, dtypes = residuals
+    return _cotangents(gradients, dtypes, cotangent)
+
+
+def _dtypes(*arrays: Array | None) -> tuple[Array | None, ...]:
+    """Empty arrays that carry the dtypes of cotangents to a backward pass."""
+    return tuple(None if a is None else jnp.zeros((0,), a.dtype) for a in arrays)
+
+
+def _cotangents(gradients: _Gradients, likes: Any, factor: Array | float) -> Any:
+    """Of all operands; the gradients times a factor, in the dtypes of what they are gradients of."""
+    scaled = [
+        None if g is None else (g.astype(jnp.float32) * factor).astype(like.dtype)
+        for g, like in zip(gradients[1:], likes, strict=True)
+    ]
+    return (*scaled, None, None, None)
+
+
+_sum.defvjp(_sum_forward, _sum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _each(
+    loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, counts: Array
+) -> Array:
+    return jnp.where(counts, _all_losses(loss, x, w, bias, key, labels), 0.0)
+
+
+def _each_forward(loss: _Loss, *operands: Array | None) -> Any:
+    return _each(loss, *operands), operands
+
+
+def _each_backward(loss: _Loss, residuals: Any, cotangents: Array) -> Any:
+    x, w, bias, key, labels, counts = residuals
+    weights = jnp.where(counts, cotangents, 0.0)
+    return _cotangents(_all_gradients(loss, x, w, bias, key, labels, weights), _dtypes(x, w, bias), 1.0)
+
+
+_each.defvjp(_each_forward, _each_backward)

@@ -1,0 +1,271 @@
+"""The cross-entropy of a linear head against whole logits, in float64 and by optax; its memory; how meshes cut it."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import P
+
+import fp8jax
+from tests.distance import relative
+from tests.programs import count, dots
+
+TOKENS, CHANNELS, VOCABULARY = (3, 7), 16, 40
+RNG = np.random.default_rng(0)
+X, W = RNG.normal(size=(*TOKENS, CHANNELS)), RNG.normal(size=(CHANNELS, VOCABULARY))
+BIAS, WEIGHTS = RNG.normal(size=VOCABULARY), RNG.normal(size=TOKENS)
+LABELS, WHERE = RNG.integers(0, VOCABULARY, TOKENS), RNG.random(TOKENS) > 0.3
+VARIANTS = {
+    "plain": {},
+    "softcap": {"softcap": 5.0},
+    "smoothed": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 1e-2},
+    "all": {"softcap": 5.0, "label_smoothing": 0.1, "z_loss": 1e-2},
+}
+
+
+def floats(*arrays, dtype=jnp.float32):
+    return tuple(jnp.asarray(a, dtype) for a in arrays)
+
+
+def in_float64(x, w, b, *, softcap=None, label_smoothing=0.0, z_loss=0.0):
+    """Losses (...) by the formula, in NumPy."""
+    z = x @ w + b
+    z = z if softcap is None else softcap * np.tanh(z / softcap)
+    root = np.log(np.sum(np.exp(z), axis=-1))
+    target = (1 - label_smoothing) * np.eye(VOCABULARY)[LABELS] + label_smoothing / VOCABULARY
+    return -np.sum(target * (z - root[..., None]), axis=-1) + z_loss * root**2
+
+
+def by_optax(x, w, b, *, softcap=None, label_smoothing=0.0, z_loss=0.0):
+    """Losses (...) of whole logits."""
+    z = x @ w + b
+    z = z if softcap is None else softcap * jnp.tanh(z / softcap)
+    target = optax.smooth_labels(jax.nn.one_hot(LABELS, VOCABULARY), label_smoothing)
+    return optax.softmax_cross_entropy(z, target) + z_loss * jax.nn.logsumexp(z, axis=-1) ** 2
+
+
+def loss(x, w, b=None, **options):
+    return fp8jax.linear_cross_entropy(x, w, jnp.asarray(LABELS), bias=b, **options)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tokens_per_chunk", [None, 1, 5, 6])
+def test_values_are_those_of_whole_logits(variant, tokens_per_chunk):
+    options = VARIANTS[variant]
+    wanted = in_float64(X, W, BIAS, **options)
+    where = {"where": jnp.asarray(WHERE), "tokens_per_chunk": tokens_per_chunk, **options}
+    np.testing.assert_allclose(loss(*floats(X, W, BIAS), reduction="none", **where), wanted * WHERE, rtol=1e-5)
+    np.testing.assert_allclose(loss(*floats(X, W, BIAS), reduction="sum", **where), wanted[WHERE].sum(), rtol=1e-5)
+    np.testing.assert_allclose(loss(*floats(X, W, BIAS), **where), wanted[WHERE].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradients_are_those_of_whole_logits(variant, reduction):
+    operands, where, options = floats(X, W, BIAS), jnp.asarray(WHERE), VARIANTS[variant]
+    weights = {"mean": WHERE / WHERE.sum(), "sum": WHERE, "none": WEIGHTS * WHERE}[reduction]
+
+    def ours(*operands):
+        value = loss(*operands, where=where, reduction=reduction, tokens_per_chunk=6, **options)
+        return 3 * (jnp.sum(value * WEIGHTS) if reduction == "none" else value)
+
+    wanted = jax.grad(lambda *a: 3 * jnp.sum(by_optax(*a, **options) * weights), (0, 1, 2))(*operands)
+    for gradient, of in zip(jax.grad(ours, (0, 1, 2))(*operands), wanted, strict=True):
+        assert relative(gradient, of) < 2e-6
+
+
+def test_a_table_has_its_vocabulary_first():
+    x, w = floats(X, W)
+    value, gradient = jax.value_and_grad(lambda w: loss(x, w, tokens_per_chunk=8))(w)
+    table, of_table = jax.value_and_grad(lambda w: loss(x, w, vocabulary_axis=0, tokens_per_chunk=8))(w.T)
+    np.testing.assert_allclose(table, value, rtol=1e-6)
+    assert relative(of_table.T, gradient) < 1e-6
+
+
+def test_dtypes_are_those_of_operands():
+    x, w = jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.float32)
+    value, (dx, dw) = jax.value_and_grad(loss, (0, 1))(x, w, None)
+    assert (value.dtype, dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    wanted = jax.grad(lambda x, w: by_optax(x, w, 0.0).mean(), (0, 1))(x.astype(jnp.float32), w)
+    # Logits' cotangents and the gradient of x are rounded to bf16, half a step of 2^-8 each.
+    assert relative(dx, wanted[0]) < 2**-8
+    assert relative(dw, wanted[1]) < 2**-8
+
+
+def test_gradients_of_a_scaled_loss_survive_in_float16():
+    x, w = floats(X, W, dtype=jnp.float16)
+    for reduction, scale, of in (("mean", 2.0**15, LABELS.size), ("sum", 2.0**10, 1)):
+        gradient = jax.grad(lambda x, r=reduction, scale=scale: loss(x, w, reduction=r) * scale)(x)
+        whole = jax.grad(lambda x, factor=scale / of: by_optax(x, w.astype(jnp.float32), 0.0).sum() * factor)
+        wanted = whole(x.astype(jnp.float32))
+        assert gradient.dtype == jnp.float16
+        assert relative(gradient, wanted) < 2**-9
+    many = jnp.asarray(np.repeat(X[:1, :1], 1 << 17, axis=1), jnp.float16)
+    labels = jnp.zeros(many.shape[:-1], jnp.int32)
+    gradient = jax.grad(lambda x: fp8jax.linear_cross_entropy(x, w, labels) * 2.0**17)(many)[0, 0]
+    one = jax.grad(lambda x: fp8jax.linear_cross_entropy(x, w, labels[:, :1]))(many[:, :1])[0, 0]
+    assert relative(gradient, one) < 2**-9  # 2^-17 of it would be below the smallest fp16
+
+
+def test_what_does_not_count_has_no_effect():
+    x, w = floats(X, W)
+    hidden = jnp.where(jnp.asarray(WHERE)[..., None], x, jnp.nan)
+    labels = jnp.where(jnp.asarray(WHERE), LABELS, -100)
+    value, (dx, dw) = jax.value_and_grad(
+        lambda x, w: fp8jax.linear_cross_entropy(x, w, labels, ignore_label=-100), (0, 1)
+    )(hidden, w)
+    wanted = in_float64(X, W, 0.0)[WHERE].mean()
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    assert not np.any(np.asarray(dx)[~WHERE])
+    assert np.all(np.isfinite(dw))
+    each = fp8jax.linear_cross_entropy(hidden, w, labels, where=jnp.asarray(WHERE), reduction="none")
+    assert not np.any(np.asarray(each)[~WHERE])
+    none = jax.value_and_grad(lambda x: loss(x, w, where=jnp.zeros(TOKENS, bool)))(x)
+    assert not any(np.any(part) for part in none)
+
+
+@pytest.mark.parametrize("label", [-1, VOCABULARY])
+def test_a_label_outside_of_the_vocabulary_is_nan(label):
+    x, w = floats(X, W)
+    labels = jnp.asarray(LABELS).at[1, 2].set(label)
+    each = np.asarray(fp8jax.linear_cross_entropy(x, w, labels, reduction="none"))
+    assert np.argwhere(np.isnan(each)).tolist() == [[1, 2]]
+    value, gradient = jax.value_and_grad(lambda w: fp8jax.linear_cross_entropy(x, w, labels))(w)
+    assert np.isnan(value)
+    assert np.isnan(gradient).any()
+
+
+def test_logits_are_never_whole():
+    x, w, labels = jnp.ones((64, 8)), jnp.ones((8, 512)), jnp.zeros(64, jnp.int32)
+
+    def mean(x, w, **options):
+        return fp8jax.linear_cross_entropy(x, w, labels, tokens_per_chunk=8, **options)
+
+    step = jax.value_and_grad(mean, (0, 1))
+    assert "64,512" not in str(jax.make_jaxpr(step)(x, w))
+    assert len(dots(step, x, w)) == 3
+    assert len(dots(mean, x, w)) == 1
+    whole = jax.jit(jax.value_and_grad(lambda x, w: by_whole(x, w, labels), (0, 1))).lower(x, w).compile()
+    chunked = jax.jit(step).lower(x, w).compile()
+    sizes = [c.memory_analysis().temp_size_in_bytes for c in (chunked, whole)]
+    assert sizes[0] < sizes[1] / 2
+    each = jax.value_and_grad(lambda x, w: jnp.sum(mean(x, w, reduction="none")), (0, 1))
+    assert len(dots(each, x, w)) == 4
+    assert "64,512" not in str(jax.make_jaxpr(each)(x, w))
+
+
+def by_whole(x, w, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()
+
+
+def test_chunks_have_a_gibibyte_of_logits_by_default():
+    def loops(tokens, vocabulary):
+        shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((tokens, 4), "float32"), ((4, vocabulary), "float32"))]
+        labels = jax.ShapeDtypeStruct((tokens,), "int32")
+        program = str(jax.make_jaxpr(jax.grad(fp8jax.linear_cross_entropy, (0, 1)))(*shapes, labels))
+        return int(re.search(r"length=(\d+)", program)[1])
+
+    assert loops(16384, 128256) == 8
+    assert loops(16384, 32000) == 2
+    assert loops(4096, 32000) == 1
+    assert loops(1 << 20, 128256) == 16
+
+
+MESHES = {
+    "data": (P(("data", "model")), P()),
+    "fsdp": (P("data"), P("data", None)),
+    "vocabulary": (P("data"), P(None, "model")),
+    "sequence": (P(None, "data"), P()),
+    "sequence and vocabulary": (P(None, "data"), P(None, "model")),
+}
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("placed", MESHES)
+def test_meshes_cut_it_as_they_lie(kind, placed):
+    rng, (of_x, of_w) = np.random.default_rng(1), MESHES[placed]
+    operands = (
+        *floats(rng.normal(size=(4, 16, 24)), rng.normal(size=(24, 64)), rng.normal(size=64)),
+        jnp.asarray(rng.integers(0, 64, (4, 16))),
+    )
+
+    def step(reduction, x, w, bias, labels):
+        call = functools.partial(fp8jax.linear_cross_entropy, softcap=9.0, label_smoothing=0.1, z_loss=1e-3)
+        mean = lambda *a: jnp.mean(call(*a[:2], labels, bias=a[2], tokens_per_chunk=8, reduction=reduction))  # noqa: E731
+        return jax.value_and_grad(mean, (0, 1, 2))(x, w, bias)
+
+    def put(x, spec):
+        return jax.device_put(x, jax.NamedSharding(mesh, spec))
+
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+    specs = (of_x, of_w, P(*of_w[1:]), of_x)
+    for reduction in ("mean", "none"):
+        one = jax.jit(functools.partial(step, reduction))
+        wanted = jax.device_get(one(*operands))
+        with jax.set_mesh(mesh):
+            many = jax.jit(functools.partial(step, reduction)).lower(*map(put, operands, specs)).compile()
+            given = many(*map(put, operands, specs))
+        assert relative(jax.device_get(given), wanted) < 2e-6
+    # Gradients of the weight are summed once, after the loop over chunks, and no logits are gathered.
+    program = many.as_text()
+    moved = re.findall(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute)\(", program)
+    shapes = [s for line, _ in moved for s in re.findall(r"f32\[([\d,]+)\]", line)]
+    assert sum(s in ("24,64", "24,32") for s in shapes) <= 2
+    assert not [s for s in shapes if s.endswith((",64", ",32")) and s.count(",") == 2]
+
+
+def test_recipes_multiply_in_8_bits():
+    x, w = jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.float32)
+
+    def mean(x, w, **options):
+        return loss(x, w, recipe="te_current", tokens_per_chunk=8, **options)
+
+    assert {kinds for kinds in dots(jax.grad(mean, (0, 1)), x, w)} <= {
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        ("float8_e5m2", "float8_e4m3fn"),
+        ("float8_e4m3fn", "float8_e5m2"),
+    }
+    wanted = jax.value_and_grad(lambda x, w: by_optax(x, w, 0.0).mean(), (0, 1))(x.astype(jnp.float32), w)
+    value, gradients = jax.value_and_grad(mean, (0, 1))(x, w)
+    np.testing.assert_allclose(value, wanted[0], rtol=0.02)
+    # Half a step of e5m2 is 2^-3, that of e4m3 2^-4; rms of a uniform error is below 0.6 of its bound.
+    assert relative(gradients, wanted[1]) < 0.15
+    table = jax.value_and_grad(lambda x, w: mean(x, w, vocabulary_axis=0), (0, 1))(x, w.T)
+    assert relative(table, (value, (gradients[0], gradients[1].T))) < 1e-6
+    assert count(jax.grad(mean), "dot_general", x, w) == 3
+
+
+def test_it_maps():
+    x, w = floats(X, W)
+    batch = jax.vmap(lambda x, labels: fp8jax.linear_cross_entropy(x, w, labels, tokens_per_chunk=3))
+    wanted = in_float64(X, W, 0.0).mean(axis=1)
+    np.testing.assert_allclose(batch(x, jnp.asarray(LABELS)), wanted, rtol=1e-5)
+
+
+BAD = {
+    "the head takes x": {"w": jnp.ones((CHANNELS + 1, 8))},
+    "labels must have the shape": {"labels": jnp.zeros(3, jnp.int32)},
+    "labels must be integers": {"labels": jnp.zeros(TOKENS)},
+    "where must have the shape": {"where": jnp.ones(3, bool)},
+    "where must be bool": {"where": jnp.ones(TOKENS)},
+    "bias must have the shape": {"bias": jnp.ones(3)},
+    "softcap must be above 0": {"softcap": 0.0},
+    "label_smoothing must be in": {"label_smoothing": 1.5},
+    "z_loss must be at least 0": {"z_loss": -1.0},
+    "tokens_per_chunk must be at least 1": {"tokens_per_chunk": 0},
+    "reduction must be": {"reduction": "average"},
+    "vocabulary_axis must be": {"vocabulary_axis": 2},
+    "x and w must be floats": {"x": jnp.ones((*TOKENS, CHANNELS), jnp.int8)},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_refused(message):
+    arguments = {"x": floats(X)[0], "w": floats(W)[0], "labels": jnp.asarray(LABELS)} | BAD[message]
+    with pytest.raises((ValueError, TypeError), match=message):
+        fp8jax.linear_cross_entropy(arguments.pop("x"), arguments.pop("w"), arguments.pop("labels"), **arguments)
