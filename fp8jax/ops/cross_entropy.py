@@ -342,7 +342,7 @@ def _all_gradients(loss: _Loss, x: Array, w: Array, bias: Array | None, *rest: A
     outs = ("", f"{_tokens(x)} -", _WEIGHT[loss.vocabulary_axis], "v")
     total, *gradients = _cut(loss, functools.partial(_gradients, loss), outs, x, w, bias, *rest)
     like: tuple[Any, ...] = (x, w, bias)
-    placed = (g if g is None else place(g, spec_of(a), a) for g, a in zip(gradients, like, strict=True))
+    placed: Any = (g if g is None else place(g, spec_of(a), a) for g, a in zip(gradients, like, strict=True))
     return _Gradients(total, *placed)
 
 
