@@ -29,7 +29,7 @@ from fp8jax.dist import (
 from fp8jax.dist.reduce import MIN_SIZE
 from fp8jax.recipes import Comm
 
-Gradients = Callable[[Any, Any, jax.Array, "Whole | None"], tuple[jax.Array, Any, Any]]
+Gradients = Callable[[Any, Any, jax.Array, "Whole | None", tuple[str, ...]], tuple[jax.Array, Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,8 @@ def gradients(
     place for, they are gathered before the step, all of them at once and in the dtype that they are held in.
 
     Args:
-        own: `own(params, model_state, tokens, whole)`, a device's own loss, gradients and model state.
+        own: `own(params, model_state, tokens, whole, axes)`, a device's own loss and gradients, and the model state of
+            all, whose observations are merged over the mesh axes.
         recipe: its part `comm` says in what gradients travel.
         mesh: the devices.
         params, model_state, tokens_BxT: as of `own`, of all devices.
@@ -147,7 +148,7 @@ def gradients(
 
     def body(params: Any, model_state: Any, tokens: jax.Array, factors: Any) -> Any:
         inputs = params if layerwise is not None else jax.tree.map(whole, params, places)
-        loss, grads, state = own(inputs, model_state, tokens, layerwise)
+        loss, grads, state = own(inputs, model_state, tokens, layerwise, meshes.AXES)
         if layerwise is not None:
             done = jax.tree.map(lambda place: "fsdp" in place, places)
             rest = [g for g, is_done in zip(*map(jax.tree.leaves, (grads, done)), strict=True) if not is_done]
@@ -159,8 +160,6 @@ def gradients(
         if data > 1:
             how = {"stacked": depths, "min_size": MIN_SIZE // fsdp}
             grads, factors = _reduced(all_reduce_gradients, grads, "data", comm, factors, **how)
-        # Statistics of a step are maxima over its devices; all else is the same on all.
-        state = jax.tree.map(lambda x: lax.pmax(x, meshes.AXES) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
         return lax.pmean(loss, meshes.AXES), grads, state, factors
 
     rows, everywhere = PartitionSpec(meshes.AXES), PartitionSpec()

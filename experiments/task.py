@@ -121,13 +121,19 @@ class Task:
         return _cross_entropy(self.model(params, model_state), tokens_BxT)
 
     def gradients(
-        self, params: Any, model_state: Any, tokens_BxT: jax.Array, whole: "parallel.Whole | None" = None
+        self,
+        params: Any,
+        model_state: Any,
+        tokens_BxT: jax.Array,
+        whole: "parallel.Whole | None" = None,
+        axes: tuple[str, ...] | None = None,
     ) -> tuple[jax.Array, Any, Any]:
         """Loss and gradient of the parameters, means over the microbatches, and the model state of the next step.
 
         Args:
             params, model_state, tokens_BxT: as of `step`.
             whole: where parameters are a device's shards, what makes whole ones for the time of their use.
+            axes: where tokens are a device's own, the mesh axes of all; the model state is theirs together.
         """
         model = nnx.merge(self.graphdef, params, model_state)
         model.around = whole
@@ -156,7 +162,7 @@ class Task:
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
         nnx.update(model, noted)
         if any(part.observes for part in self.recipe.linear.states.values()):
-            fp8jax.nnx.advance_scaling(model, seen)
+            fp8jax.nnx.advance_scaling(model, seen, axis_name=axes)
         return loss, grads, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
     def _parts(self, tokens_BxT: jax.Array) -> jax.Array:

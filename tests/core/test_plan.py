@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import fp8jax
-from fp8jax.core.recipe import Context, Linear, Optimizer, Recipe, Weights
+from fp8jax.core.recipe import Comm, Context, Linear, Optimizer, Recipe, Weights
 
 # Nothing here is stored as another thing is.
 LINEAR = Linear(
@@ -25,6 +25,7 @@ RECIPE = Recipe(
     optimizer=Optimizer("e4m3", "e5m2", 32),
     linear=LINEAR,
     context=Context("e5m2:group8", "lean"),
+    comm=Comm("e5m2:group16"),
 )
 PLAN = [
     ("master weight", "fp32", "fp32", 4),
@@ -41,6 +42,7 @@ PLAN = [
     ("wgrad dy", "e5m2:group128", "e5m2", 1 + 4 / 128),
     ("saved linear input", "int10:group128", "-", 1.25 + 4 / 128),
     ("saved non-linear input", "e5m2:group8", "bf16", 1 + 2 / 8),
+    ("gradient between devices", "e5m2:group16", "fp32", 1 + 4 / 16),
     ("input that a norm or activation made", "computed again", "bf16", 0),
 ]
 
@@ -70,6 +72,15 @@ def test_a_faithful_plan_computes_nothing_again_and_what_is_not_quantized_has_th
     assert "scaling" not in faithful.explain()
     for name in ("two_stage", "delayed"):
         assert f", {name} scaling" in Recipe("mine", linear=Linear("e4m3", "e4m3", "e5m2", scaling=name)).explain()
+
+
+def test_blocks_that_fall_back_count_twice_forward_alone():
+    part = fp8jax.recipes.int8_fallback().linear
+    plan = {role: (how, size) for role, how, _, size in Recipe("mine", linear=part).plan()}
+    one = 1 + 4 / 128**2
+    assert plan["forward x"] == ("int8:block128, 10 to 30 % twice", pytest.approx(1.3 * one))
+    for role in ("forward w", "wgrad x", "saved linear input"):
+        assert plan[role][1] == pytest.approx(one)
 
 
 @pytest.mark.parametrize(

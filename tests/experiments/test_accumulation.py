@@ -23,3 +23,16 @@ def test_parts_merge_by_mean_and_statistics_by_maximum(factors):
     assert float(noted) == 12
     np.testing.assert_allclose([loss, *grads["w"]], [4, 4, -4], rtol=1e-6)
     np.testing.assert_array_equal(seen["slot"], [8, 8])
+
+
+def test_gradients_of_16_bits_are_added_up_in_32_whatever_the_order():
+    """In bf16, whose numbers near 256 are 2 apart, the ones would be lost, and a third rounded."""
+    for factors in ([256.0, 1.0, 1.0], [1.0, 256.0, 1.0], [1.0, 1.0, 256.0]):
+
+        def one(noted, tokens):
+            grads = {"w": tokens[0].astype(jnp.bfloat16)}
+            return noted, (tokens[0, 0], grads, {})
+
+        _, (_, grads, _) = _accumulate(one, jnp.float32(0), jnp.float32(factors).reshape(3, 1, 1))
+        assert grads["w"].dtype == jnp.float32
+        np.testing.assert_allclose(grads["w"], 86, rtol=1e-6)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -112,8 +113,30 @@ def test_where_and_how_often_is_no_mathematics():
         "7",
     ]
     assert config.parse(same).mathematics() == base
-    for flags in (["--lr", "1e-5"], ["--seed", "1"], ["--steps", "99"], ["--tied"], ["--batch", "2"], ["--dim", "512"]):
-        assert config.parse(flags).mathematics() != base, flags
+    other = {"tokenizer": "bpe", "model": "15m", "tied": True} | dict.fromkeys(
+        ("layers", "dim", "heads", "kv_heads", "mlp_dim"), 7
+    )
+    checked = {"seed"}
+    for section in ("data", "model", "optim"):
+        part = getattr(Config(), section)
+        for field in dataclasses.fields(part):
+            if (section, field.name) == ("data", "data"):
+                continue  # the text's fingerprint stands for where it lies
+            value = getattr(part, field.name)
+            new = other[field.name] if field.name in other else value * 2 if value else 1
+            tokenizer = dataclasses.replace(Config().data, tokenizer="bpe") if field.name == "vocab" else Config().data
+            start = Config(data=tokenizer)
+            changed = dataclasses.replace(
+                start, **{section: dataclasses.replace(getattr(start, section), **{field.name: new})}
+            )
+            saved, now = start.mathematics(), changed.mathematics()
+            if field.name != "tokenizer":
+                assert {name for name in now if now[name] != saved[name]} == {field.name}
+            with pytest.raises(config.UserError, match=f"{field.name} was .*{value}.*, now .*{new}"):
+                config.check_same(saved, now, Path("runs"))
+            checked.add(field.name)
+    assert config.parse(["--seed", "1"]).mathematics()["seed"] == 1
+    assert checked == {*base, "vocab"}
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,50 @@ def test_the_command_plans_a_model_that_fits_no_machine_here(capsys):
     assert "unknown model size '1e9'" in capsys.readouterr().err
 
 
+def test_every_option_of_the_command_arrives(capsys, monkeypatch):
+    """`of` gets what is asked for, and the tokens of a microbatch on a device; its plan is what is printed."""
+    asked, real = [], plan.of
+    monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute: 1000.0 + recompute)
+    monkeypatch.setattr(plan, "of", lambda *args, **how: asked.append((args, how)) or real(*args, **how))
+    flags = "--model llama-1b --recipe fast --mesh data=2,fsdp=4 --batch 3 --length 100 --vocab 999"
+    for more, how in ("", {"microbatches": 1, "recompute": False}), (
+        " --microbatches 5 --recompute", {"microbatches": 5, "recompute": True}
+    ):  # fmt: skip
+        assert plan.main((flags + more).split()) == 0
+        args = sizes.get("1b", 999), fp8jax.recipes.fast(), {"data": 2, "fsdp": 4}, 300
+        assert asked.pop() == (args, how)
+        assert real(*args, **how).table() in capsys.readouterr().out
+
+
+def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
+    """Of a layer 1,000 bytes a token; at the loss six for each logit, and the head's input before and after its norm."""
+    monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute: 1000.0 + recompute)
+    llama, tokens = sizes.get("5m", 512), 64 * 512
+    layer = 2 * llama.dim * (llama.dim + llama.kv_heads * llama.head_dim) + 3 * llama.dim * llama.mlp_dim
+    layer += 2 * llama.dim  # its norms
+    count = llama.layers * layer + 2 * 512 * llama.dim + llama.dim
+    found = plan.of(llama, fp8jax.recipes.te_current(), {"data": 1, "fsdp": 1}, tokens)
+    memory = dict(found.memory)
+    head = 2 * 512 * llama.dim
+    logits = tokens * (6 * 512 + 4 * llama.dim) + head
+    assert memory.pop("runtime") == 0.6e9
+    assert memory == {
+        "parameters": 4 * count, "first moments": 4 * count, "second moments": 4 * count,
+        "activations": 1000.0 * tokens * llama.layers, "logits": logits,
+    }  # fmt: skip
+    again = plan.of(llama, fp8jax.recipes.bf16(), {"data": 1, "fsdp": 2}, tokens, microbatches=2, recompute=True)
+    kept = 1001.0 * tokens * llama.layers
+    memory = dict(again.memory)
+    assert memory.pop("runtime") == 1.5e9
+    assert memory == {
+        "parameters": 2 * count, "first moments": 2 * count, "second moments": 2 * count, "sums of gradients": 2 * count,
+        "activations": kept, "logits": logits, "gathered weights": 2 * layer,
+        "gaps": pytest.approx(0.3 * (kept + logits)),
+    }  # fmt: skip
+    gaps = plan.of(llama, fp8jax.recipes.coat(), {}, tokens).memory["gaps"]
+    assert gaps == pytest.approx(0.1 * (1000.0 * tokens * llama.layers + logits))
+
+
 def test_sums_of_codes_are_simulated_as_nccl_was_seen_to_make_them():
     """16 + 3.5 is 20 and 400 + 400 is 448 in e4m3."""
     scaled = np.array([[16.0, 400.0, 448.0], [3.5, 400.0, 0.0]], np.float32)

@@ -90,7 +90,8 @@ def plain():
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
         return -picked.mean()
 
-    return jax.jit(jax.value_and_grad(loss)), nnx.to_pure_dict(params)
+    logits = lambda params, tokens: nnx.merge(graphdef, params)(tokens)  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss)), nnx.to_pure_dict(params), logits
 
 
 def rate(step):
@@ -110,7 +111,7 @@ def test_seed_makes_the_parameters_and_the_key_of_the_sampled_text(ran, plain):
 
 
 def test_training_is_adamw_with_all_its_settings(ran, plain):
-    value_and_grad, params = plain
+    value_and_grad, params, _ = plain
     loop, _, folder = ran
     rows = [row for row in report.read_metrics(folder / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -217,6 +218,25 @@ def test_the_result_is_of_this_run(ran, plain):
     tokens = np.frombuffer(result["text"].encode(), np.uint8)
     assert len(result["text"]) <= 12
     np.testing.assert_array_equal(tokens[:5], loop.valid[0, 0, 1:6])
+
+
+def test_the_sampled_text_is_drawn_from_the_seeds_key(ran, plain):
+    """Token by token from the finished model's logits, over 0.8; another key draws another text."""
+    loop, _, folder = ran
+    text = json.loads((folder / "result.json").read_text())["result"]["text"]
+    prompt = loop.valid[0, 0, :6]
+    model = jax.jit(lambda tokens: plain[2](loop.end.params, tokens))
+
+    def drawn(key):
+        tokens = np.zeros((1, 12), np.int32)
+        tokens[0, :6] = prompt
+        for i in range(6, 12):
+            logits = model(tokens)[0, i - 1] / 0.8
+            tokens[0, i] = jax.random.categorical(jax.random.fold_in(key, i), logits)
+        return train.Bytes().decode(tokens[0].tolist()).strip()
+
+    assert text == drawn(jax.random.fold_in(jax.random.key(5), 1))
+    assert text != drawn(jax.random.fold_in(jax.random.key(0), 1))
 
 
 def test_memory_is_saved_as_asked_for(ran):

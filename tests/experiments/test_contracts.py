@@ -1,0 +1,202 @@
+"""What a training step promises under every recipe, on several devices and in microbatches, against its parts.
+
+Each device and microbatch of a step is a part of the batch. What one device gives of each part alone, in a program
+without a mesh, is put together here in NumPy: losses and gradients as means, what scalings observe as they merge. Four
+recipes stand for all: between them each kind of state, of context and of sum, with fsdp and without.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from experiments import mesh
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
+from fp8jax.core.scaling import Threshold
+from fp8jax.modules import dots
+from fp8jax.recipes import Comm, Context, Linear, Weights
+from tests.distance import relative
+
+LLAMA = LlamaConfig(vocab=32, dim=64, layers=2, heads=2, kv_heads=1, mlp_dim=128)
+TOKENS = np.random.default_rng(0).integers(0, LLAMA.vocab, (16, 17)).astype(np.int32)
+MICROBATCHES = 2
+RATE = 0.02
+# About the largest magnitudes of inputs, weights and gradients, and a threshold under which a third falls back.
+SIZES = {"x": 3.0, "w": 0.3, "dy": 0.02, "threshold_x": 2.0}
+
+
+FP32 = Weights("fp32", "fp32")
+PLAIN = dataclasses.replace(fp8jax.recipes.bf16(), weights=FP32)
+GROUPS = Linear("e4m3:group16", "e4m3:block16", "e4m3:group16", x_wgrad="e4m3:group16", dy_wgrad="e4m3:group16")
+BLOCKS = dataclasses.replace(
+    fp8jax.recipes.int8_fallback().linear, x="int8:block16", w="int8:block16", dy="int8:block16+stochastic",
+    saved="int8:block16+stochastic", fallback_rates=(0.28, 0.33),
+)  # fmt: skip
+# How far gradients may be from the mean: by sums of another order; by a rounding to e4m3, whose mean square is at most
+# that of half a step everywhere, and by that of NCCL's sum besides.
+ORDER, STEP = 1e-5, 2.0**-4 / 3**0.5
+# By recipe: the mesh, sizes of "data" and "fsdp", and that limit.
+RECIPES = {
+    "delayed": (
+        dataclasses.replace(PLAIN, linear=Linear("e4m3", "e4m3", "e5m2", scaling="delayed", history=3),
+                            context=Context("e4m3:group16")),
+        (2, 2), ORDER,
+    ),
+    "fallback": (
+        dataclasses.replace(PLAIN, linear=BLOCKS, context=Context("int10:group32", "lean"), comm=Comm("fp32")),
+        (2, 2), ORDER,
+    ),
+    "groups": (dataclasses.replace(PLAIN, linear=GROUPS, comm=Comm("e4m3")), (1, 4), STEP),
+    "fp8_lm": (
+        dataclasses.replace(fp8jax.recipes.fp8_lm(), linear=fp8jax.recipes.moss().linear,
+                            context=Context("e4m3:group16", "lean"), comm=Comm("e4m3", "one_phase", auto_scale=True)),
+        (1, 4), 2**0.5 * STEP,
+    ),
+}  # fmt: skip
+
+
+def spy():
+    """A small step against the gradient, which is kept as it came: clipping or moments would hide its size."""
+    keep = optax.GradientTransformationExtraArgs(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params=None, **_: (grads, grads)
+    )
+    return optax.chain(keep, optax.scale(-RATE))
+
+
+def build(name, devices=None):
+    recipe, *_ = RECIPES[name]
+    tx = spy() if not recipe.linear.tracked else optax.chain(spy(), fp8jax.track_weights(1))
+    rows, parts = (None, 1) if devices is None else (mesh.batches(devices), MICROBATCHES)
+    return Task.build(LLAMA, tx, recipe, remat=False, seed=0, microbatches=parts, rows=rows)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settings():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "SMALLEST", 1024)
+        patch.setattr(dots, "content_key", lambda x: jax.random.key(x.size))
+        yield
+
+
+def parts_of(name):
+    """The parts of the batch, in no order: of a mesh that XLA cuts for, a microbatch is one; else a device's of one."""
+    count = MICROBATCHES * (np.prod(RECIPES[name][1]) if RECIPES[name][0].comm.gradients else 1)
+    return TOKENS.reshape(count, -1, TOKENS.shape[1])
+
+
+@functools.cache
+def start(name):
+    """A state in which scalings have seen a step, so that they read what they hold."""
+    state = jax.jit(build(name).init)()
+    rng = np.random.default_rng(1)
+
+    def seen(path, x):
+        label = jax.tree_util.keystr(path)
+        name = getattr(path[-1], "key", None)
+        if name in SIZES:
+            return jnp.asarray(SIZES[name] * rng.uniform(0.9, 1, x.shape), x.dtype)
+        # Weights at which products and their gradients are as large as what they are of.
+        return 4 * x if name in ("kernel", "embedding", "automatic_w") or "bounds" in label else x
+
+    state = jax.tree_util.tree_map_with_path(seen, state)
+    return jax.device_get(state)
+
+
+@functools.cache
+def alone(name):
+    """Loss, gradients and model state of each part; in place of new thresholds, counts of blocks: used, and all."""
+    task, state = build(name), start(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Threshold, "update", lambda self, old, counts: counts[0] / 1024 + counts[1])
+        run = jax.jit(task.gradients)
+        return [jax.device_get(run(state.params, state.model_state, part)) for part in parts_of(name)]
+
+
+@functools.cache
+def together(name):
+    devices = mesh.make(*RECIPES[name][1])
+    task = build(name, devices)
+    state = start(name)
+    # One device has no factors; with a quarter, sums of four devices stay in the range.
+    factors = jax.eval_shape(task.init).factors
+    state = state._replace(factors=jax.tree.map(lambda x: np.full(x.shape, 0.25, x.dtype), factors))
+    placed = mesh.state(devices, state)
+    step = jax.jit(task.step, out_shardings=(placed, None))
+    return state, *step(jax.device_put(state, placed), mesh.place(TOKENS, task.rows))
+
+
+def gradients(state):
+    kept = state.opt_state[0]
+    return kept if isinstance(kept, dict) else kept[0]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_loss_and_gradients_are_the_means_of_those_of_the_parts(name):
+    losses, grads, _ = zip(*alone(name), strict=True)
+    _, after, metrics = together(name)
+    mean = jax.tree.map(lambda *parts: np.mean(np.float64(parts), 0), *grads)
+    limit = RECIPES[name][2]
+    assert metrics["healthy"]
+    np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(mean), rtol=limit)
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(gradients(after)), jax.tree.leaves(mean), strict=True
+    ):
+        assert relative(got, want) <= limit, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("name", [name for name, (one, *_) in RECIPES.items() if one.linear.states])
+def test_what_scalings_observe_is_of_all_parts(name):
+    *_, states = zip(*alone(name), strict=True)
+    before, after, _ = together(name)
+    rates, factor = BLOCKS.fallback_rates, BLOCKS.fallback_factor
+    checked, crossed = set(), False
+    for (path, x), old, *parts in zip(
+        jax.tree_util.tree_leaves_with_path(after.model_state), jax.tree.leaves(before.model_state),
+        *map(jax.tree.leaves, states), strict=True,
+    ):  # fmt: skip
+        label, kind = jax.tree_util.keystr(path), path[-1].key
+        checked.add(kind)
+        if kind in ("x", "w", "dy"):
+            newest = np.max([part[:, 0] for part in parts], 0)
+            np.testing.assert_allclose(x, np.column_stack([newest, old[:, :-1]]), rtol=1e-5, err_msg=label)
+            assert np.ptp([part[:, 0] for part in parts], 0).any() or kind == "w"
+        elif kind == "threshold_x":
+            used, blocks = np.array(parts) % 1 * 1024, np.floor(parts)
+            shares, share = used / blocks, used.sum(0) / blocks.sum(0)
+            each = shares.reshape(-1, MICROBATCHES, *share.shape).mean(1)
+            kept = (share >= rates[0]) & (share <= rates[1])
+            crossed |= bool(np.any(kept & (each[0] < rates[0]) & (np.max(each, 0) > rates[1])))
+            want = np.where(share > rates[1], factor, np.where(share < rates[0], 1 / factor, 1))
+            np.testing.assert_allclose(x, old * want, rtol=1e-6, err_msg=label)
+        elif kind == "automatic_w":
+            layer = functools.reduce(dict.get, [p.key for p in path[:-2]], after.params)
+            np.testing.assert_allclose(x, np.abs(layer["kernel"]).max((1, 2)), rtol=1e-2, err_msg=label)
+            assert (x >= np.abs(layer["kernel"]).max((1, 2))).all()
+        else:
+            assert kind.startswith(("seen", "slot"))
+            assert not np.asarray(x).any()
+    assert checked & {"x", "threshold_x", "automatic_w"}
+    assert crossed == (name == "fallback")  # devices alone would move a threshold that all together keep, either way
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_evaluation_is_the_same_on_a_mesh_and_reads_the_state(name):
+    state = start(name)
+    devices = mesh.make(*RECIPES[name][1])
+    one, many = build(name), build(name, devices)
+    want = jax.jit(one.loss)(state.params, state.model_state, TOKENS)
+    run = jax.jit(many.loss)
+    params, model_state = (jax.device_put(x, mesh.state(devices, x)) for x in (state.params, state.model_state))
+    tokens = mesh.place(TOKENS, many.rows)
+    limit = ORDER if RECIPES[name][0].weights.compute == "fp32" else 2.0**-9
+    np.testing.assert_allclose(run(params, model_state, tokens), want, rtol=limit)
+    if RECIPES[name][0].linear.states:
+        other = jax.tree.map(lambda x: x / 64, model_state)
+        assert abs(run(params, other, tokens) / want - 1) > 2 * limit
