@@ -113,30 +113,29 @@ def test_where_and_how_often_is_no_mathematics():
         "7",
     ]
     assert config.parse(same).mathematics() == base
-    other = {"tokenizer": "bpe", "model": "15m", "tied": True} | dict.fromkeys(
-        ("layers", "dim", "heads", "kv_heads", "mlp_dim"), 7
-    )
-    checked = {"seed"}
-    for section in ("data", "model", "optim"):
-        part = getattr(Config(), section)
-        for field in dataclasses.fields(part):
-            if (section, field.name) == ("data", "data"):
-                continue  # the text's fingerprint stands for where it lies
-            value = getattr(part, field.name)
-            new = other[field.name] if field.name in other else value * 2 if value else 1
-            tokenizer = dataclasses.replace(Config().data, tokenizer="bpe") if field.name == "vocab" else Config().data
-            start = Config(data=tokenizer)
-            changed = dataclasses.replace(
-                start, **{section: dataclasses.replace(getattr(start, section), **{field.name: new})}
-            )
-            saved, now = start.mathematics(), changed.mathematics()
-            if field.name != "tokenizer":
-                assert {name for name in now if now[name] != saved[name]} == {field.name}
-            with pytest.raises(config.UserError, match=f"{field.name} was .*{value}.*, now .*{new}"):
-                config.check_same(saved, now, Path("runs"))
-            checked.add(field.name)
-    assert config.parse(["--seed", "1"]).mathematics()["seed"] == 1
-    assert checked == {*base, "vocab"}
+
+
+# Other values than the defaults, of fields where twice the default is none.
+OTHER = {"tokenizer": "bpe", "model": "15m", "tied": True, "layers": 7, "dim": 7, "heads": 7, "kv_heads": 7,
+         "mlp_dim": 7}  # fmt: skip
+MATHEMATICS = [("", "seed"), *((section, field.name) for section in ("data", "model", "optim")
+               for field in dataclasses.fields(getattr(Config(), section)) if field.name != "data")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "name"), MATHEMATICS, ids=" ".join)
+def test_every_field_that_changes_the_numbers_is_compared_before_a_run_goes_on(section, name):
+    def config_with(value):
+        base = dataclasses.replace(Config(), data=config.Data(tokenizer="bpe")) if name == "vocab" else Config()
+        if not section:
+            return dataclasses.replace(base, **{name: value})
+        return dataclasses.replace(base, **{section: dataclasses.replace(getattr(base, section), **{name: value})})
+
+    old = getattr(getattr(Config(), section) if section else Config(), name)
+    new = OTHER[name] if name in OTHER else old * 2 if old else 1
+    before, after = (config_with(value).mathematics() for value in (old, new))
+    assert {key for key in after if after[key] != before.get(key)} == {name} | ({"vocab"} if new == "bpe" else set())
+    with pytest.raises(config.UserError, match=re.escape(f"{name} was {old!r}, now {new!r}")):
+        config.check_same(before, after, Path("runs"))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_every_option_of_the_command_arrives(capsys, monkeypatch):
 
 
 def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
-    """Of a layer 1,000 bytes a token; at the loss six for each logit, and the head's input before and after its norm."""
+    """Of a layer 1,000 bytes a token; at the loss six for each logit, and the head's input twice."""
     monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute: 1000.0 + recompute)
     llama, tokens = sizes.get("5m", 512), 64 * 512
     layer = 2 * llama.dim * (llama.dim + llama.kv_heads * llama.head_dim) + 3 * llama.dim * llama.mlp_dim
@@ -109,7 +109,7 @@ def test_a_plan_of_a_model_counts_its_layers_tokens_and_logits(monkeypatch):
     memory = dict(again.memory)
     assert memory.pop("runtime") == 1.5e9
     assert memory == {
-        "parameters": 2 * count, "first moments": 2 * count, "second moments": 2 * count, "sums of gradients": 2 * count,
+        **dict.fromkeys(("parameters", "first moments", "second moments", "sums of gradients"), 2 * count),
         "activations": kept, "logits": logits, "gathered weights": 2 * layer,
         "gaps": pytest.approx(0.3 * (kept + logits)),
     }  # fmt: skip
