@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import optax
+from jax import Array
 
 from fp8jax import recipes
 from fp8jax.core.recipe import Recipe
+from fp8jax.optim.clipped import clipped
 from fp8jax.optim.compressed_adamw import MIN_SIZE, FusedTransformation, ScalarOrSchedule, compressed_adamw
 from fp8jax.optim.fp8lm_adamw import NONE_STACKED, fp8lm_adamw
 
@@ -23,6 +25,7 @@ def optimizer(
     weight_decay: float = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
+    clip: float | Array | None = None,
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
     stacked: Any = NONE_STACKED,
@@ -36,24 +39,40 @@ def optimizer(
         recipe: a recipe, or the name of one of `fp8jax.recipes`.
         learning_rate, b1, b2, eps, eps_root, weight_decay, mask, min_size, impl: as of `compressed_adamw`; `impl` says
             nothing about moments that are not quantized.
+        clip: largest global norm of the gradients, as of `fp8jax.clipped`; None does not clip.
         stacked: as of `fp8lm_adamw`, for recipes with one scale a tensor; others have no use for it.
 
     Returns:
-        As `compressed_adamw`.
+        As `compressed_adamw`, or with `clip` as `fp8jax.clipped`.
 
     Raises:
-        ValueError: no recipe has this name, or as `compressed_adamw`.
+        ValueError: no recipe has this name, `clip` is not positive, or as `compressed_adamw`.
         TypeError: `recipe` is neither.
 
     Examples:
-        >>> import fp8jax, optax
-        >>> tx = optax.chain(optax.clip_by_global_norm(1.0), fp8jax.optimizer("coat", 3e-4, weight_decay=0.1))
+        >>> import fp8jax
+        >>> tx = fp8jax.optimizer("coat", 3e-4, weight_decay=0.1, clip=1.0)
     """
     if isinstance(recipe, str):
         recipe = recipes.get(recipe)
     if not isinstance(recipe, Recipe):
         called = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
         raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {called}")
+    if clip is not None:
+        unclipped = optimizer(
+            recipe,
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            eps_root,
+            weight_decay,
+            mask,
+            min_size=min_size,
+            impl=impl,
+            stacked=stacked,
+        )
+        return clipped(clip, unclipped)
     if recipe.weights.master == "fp16":
         return fp8lm_adamw(
             learning_rate,

@@ -1,0 +1,90 @@
+"""Flax's optimizers with the fused step: new weights are written where moments are, and no updates in between."""
+
+from typing import Any
+
+import optax
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training import train_state
+
+from fp8jax.optim.compressed_adamw import FusedTransformation
+
+
+def _fused(tx: Any, whose: str) -> FusedTransformation:
+    if isinstance(tx, FusedTransformation):
+        return tx
+    raise TypeError(
+        f"{whose} takes a transformation with `step`, as fp8jax.optimizer, compressed_adamw or fp8lm_adamw return, not "
+        f"{type(tx).__name__}: optax.chain keeps no step. To clip, take fp8jax.clipped(1.0, tx) or "
+        "fp8jax.optimizer(..., clip=1.0); for other chains take Flax's own class"
+    )
+
+
+class Optimizer(nnx.Optimizer):
+    """`flax.nnx.Optimizer` whose `update` is the transformation's `step`.
+
+    State and checkpoints are those of Flax's class, so that one takes the place of the other. There updates are written
+    to memory, read again and added: with clipping 20 of the 36 bytes that a step moves for each parameter.
+
+    Args:
+        model: the module whose variables are trained.
+        tx: `fp8jax.optimizer(...)`, `compressed_adamw`, `fp8lm_adamw`, or one of them in `fp8jax.clipped`.
+        wrt: filter of the variables that are trained, as of `nnx.grad`.
+
+    Raises:
+        TypeError: `tx` has no `step`, as a chain of optax.
+
+    Examples:
+        >>> import fp8jax
+        >>> from flax import nnx
+        >>> model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+        >>> optimizer = fp8jax.nnx.Optimizer(model, fp8jax.optimizer("coat", 3e-4, clip=1.0), wrt=nnx.Param)
+    """
+
+    def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any, **how: Any) -> None:
+        super().__init__(model, _fused(tx, "fp8jax.nnx.Optimizer"), wrt=wrt, **how)
+
+    def update(self, model: Any, grads: Any, /, **arguments: Any) -> None:  # type: ignore[override]
+        """New weights of `model` and new moments, from gradients as `nnx.grad` gives them.
+
+        Args:
+            model: the module that the optimizer was made of.
+            grads: gradients of the variables in `wrt`.
+            arguments: of the step: `key`, `factor`, `applied`.
+        """
+        how = {"graph": self.graph} if hasattr(self, "graph") else {}
+        params, gradients = (nnx.as_pure(nnx.state(tree, self.wrt, **how)) for tree in (model, grads))
+        params, state = self.tx.step(gradients, nnx.as_pure(self.opt_state), params, **nnx.as_pure(arguments))
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(state, **how))
+        self.step[...] += 1
+
+
+class TrainState(train_state.TrainState):
+    """`flax.training.train_state.TrainState` whose `apply_gradients` is the transformation's `step`.
+
+    Fields are those of Flax's class. Its `create` takes what `Optimizer` takes.
+
+    Raises:
+        TypeError: `tx` has no `step`, as a chain of optax.
+    """
+
+    def apply_gradients(self, *, grads: Any, step_arguments: dict[str, Any] | None = None, **others: Any) -> Any:
+        """A state with new parameters and moments, and one step more.
+
+        Args:
+            grads: gradients, a tree as `params`.
+            step_arguments: of the step: `key`, `factor`, `applied`.
+            others: fields that get new values.
+        """
+        tx, overwritten = _fused(self.tx, "fp8jax.linen.TrainState"), OVERWRITE_WITH_GRADIENT in grads
+        own = (grads["params"], self.params["params"]) if overwritten else (grads, self.params)
+        params, state = tx.step(own[0], self.opt_state, own[1], **(step_arguments or {}))
+        if overwritten:
+            params = {"params": params, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}
+        return self.replace(step=self.step + 1, params=params, opt_state=state, **others)
+
+    @classmethod
+    def create(cls, *, apply_fn: Any, params: Any, tx: optax.GradientTransformation, **others: Any) -> Any:
+        """As Flax's, with a transformation that has a step."""
+        return super().create(apply_fn=apply_fn, params=params, tx=_fused(tx, "fp8jax.linen.TrainState"), **others)

@@ -1,0 +1,154 @@
+"""Flax's optimizers with the fused step against Flax's own with `update`: the same weights, moments and checkpoints."""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import fp8jax
+from tests.programs import count
+
+SMALL = {"group_size": 32, "min_size": 1}
+X = jax.random.normal(jax.random.key(1), (16, 32))
+MADE = {
+    "compressed_adamw": lambda: fp8jax.compressed_adamw(1e-2, weight_decay=0.1, **SMALL),
+    "fp8lm_adamw": lambda: fp8jax.fp8lm_adamw(1e-2, weight_decay=0.1, min_size=100),
+    "clipped": lambda: fp8jax.clipped(0.05, fp8jax.compressed_adamw(1e-2, weight_decay=0.1, **SMALL)),
+    "bf16": lambda: fp8jax.optimizer("bf16", 1e-2, weight_decay=0.1, clip=0.05),
+}
+
+
+def close(ours, theirs):
+    """Equal but for fp32's rounding: `step` multiplies by one factor where a chain writes clipped gradients, and adds
+    where it writes updates. At a tie that makes another code of a moment, an eighth of it, in at most 1 of 100."""
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        off = np.abs(np.asarray(mine, np.float64) - np.asarray(other, np.float64))
+        assert np.quantile(off, 0.99) < 2e-6
+        assert off.max() < 3 * 1e-2 / 8
+
+
+def loss(model):
+    return jnp.mean((model(X) - X) ** 2)
+
+
+def train(make, tx, steps=3, **arguments):
+    model = nnx.Sequential(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(64, 32, rngs=nnx.Rngs(1)))
+    optimizer = make(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, arguments):
+        optimizer.update(model, nnx.grad(loss)(model), **arguments)
+
+    for _ in range(steps):
+        step(model, optimizer, arguments)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_nnx_optimizer_trains_as_flax_s_own(kind):
+    tx = MADE[kind]()
+    ours, theirs = train(fp8jax.nnx.Optimizer, tx), train(nnx.Optimizer, tx)
+    assert jax.tree.structure(nnx.state(ours)) == jax.tree.structure(nnx.state(theirs))
+    close(nnx.state(ours[0]), nnx.state(theirs[0]))
+    assert int(ours[1].step[...]) == 3
+    # One takes over from the other.
+    nnx.update(theirs, nnx.state(ours))
+    chex.assert_trees_all_equal(nnx.state(theirs), nnx.state(ours))
+
+
+def test_nnx_optimizer_hands_arguments_on_to_the_step():
+    tx = MADE["compressed_adamw"]()
+    start, after = train(fp8jax.nnx.Optimizer, tx, steps=0), train(fp8jax.nnx.Optimizer, tx, applied=jnp.bool_(False))
+    chex.assert_trees_all_equal(nnx.state(after[0]), nnx.state(start[0]))
+    plain, factor = (train(fp8jax.nnx.Optimizer, optax_like(), **how) for how in ({}, {"factor": jnp.float32(0.0)}))
+    assert not np.array_equal(*(nnx.state(m[0])["layers"][0]["kernel"][...] for m in (plain, factor)))
+
+
+def optax_like():
+    return fp8jax.optimizer("bf16", 1e-2, weight_decay=0.1)
+
+
+def test_no_updates_stand_between_new_weights_and_moments():
+    """optax.apply_updates adds each update to its weight, in the weight's shape, once more."""
+    tx = MADE["compressed_adamw"]()
+
+    def adds(make):
+        model, optimizer = train(make, tx, steps=0)
+        graph, state = nnx.split((model, optimizer))
+
+        def step(state):
+            model, optimizer = nnx.merge(graph, state)
+            optimizer.update(model, nnx.grad(loss)(model))
+            return nnx.state((model, optimizer))
+
+        return count(step, "add", state)
+
+    assert adds(fp8jax.nnx.Optimizer) < adds(nnx.Optimizer)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(32)(nn.tanh(nn.Dense(64)(x)))
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_train_state_trains_as_flax_s_own(kind):
+    model, tx = Net(), MADE[kind]()
+    params = model.init(jax.random.key(0), X)
+
+    def run(make):
+        state = make.create(apply_fn=model.apply, params=params, tx=tx)
+        step = jax.jit(
+            lambda s: s.apply_gradients(grads=jax.grad(lambda p: loss(lambda x: s.apply_fn(p, x)))(s.params))
+        )
+        for _ in range(3):
+            state = step(state)
+        return state
+
+    ours, theirs = run(fp8jax.linen.TrainState), run(train_state.TrainState)
+    assert int(ours.step) == 3
+    close(ours.params, theirs.params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours.opt_state, theirs.opt_state)
+
+
+def test_train_state_hands_arguments_on_and_leaves_overwritten_collections_to_gradients():
+    tx = MADE["compressed_adamw"]()
+    params = {"params": {"w": jnp.ones((32, 64))}, "_overwrite_with_gradient": {"scale": jnp.ones(())}}
+    grads = {"params": {"w": jnp.full((32, 64), 0.1)}, "_overwrite_with_gradient": {"scale": jnp.full((), 7.0)}}
+    state = fp8jax.linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+    after = state.apply_gradients(grads=grads)
+    assert float(after.params["_overwrite_with_gradient"]["scale"]) == 7.0
+    assert float(after.params["params"]["w"][0, 0]) < 1.0
+    still = state.apply_gradients(grads=grads, step_arguments={"applied": jnp.bool_(False)})
+    np.testing.assert_array_equal(still.params["params"]["w"], params["params"]["w"])
+
+
+def test_chains_are_refused_with_what_to_take():
+    chain = optax.chain(optax.clip_by_global_norm(1.0), MADE["compressed_adamw"]())
+    model = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
+    for make in (
+        lambda: fp8jax.nnx.Optimizer(model, chain, wrt=nnx.Param),
+        lambda: fp8jax.linen.TrainState.create(apply_fn=None, params=nnx.state(model), tx=chain),
+    ):
+        with pytest.raises(TypeError, match=r"clipped\(1.0, tx\)"):
+            make()
+
+
+@pytest.mark.parametrize("recipe", ["coat", "bf16", "fp8_lm"])
+def test_optimizer_clips(recipe):
+    params, big = {"w": jnp.ones((64, 128))}, {"w": jnp.linspace(-3, 5, 64 * 128).reshape(64, 128)}
+    plain, tx = (fp8jax.optimizer(recipe, 1e-2, eps=1e-2, min_size=1, **how) for how in ({}, {"clip": 0.5}))
+    norm = float(np.linalg.norm(np.asarray(big["w"], np.float64)))
+    wanted, _ = plain.step(jax.tree.map(lambda g: g * (0.5 / norm), big), plain.init(params), params)
+    unclipped, _ = plain.step(big, plain.init(params), params)
+    given, _ = tx.step(big, tx.init(params), params)
+    np.testing.assert_allclose(given["w"], wanted["w"], rtol=1e-4)
+    assert np.abs(np.asarray(given["w"]) - np.asarray(unclipped["w"])).max() > 1e-3
+    with pytest.raises(ValueError, match="max_norm must be positive"):
+        fp8jax.optimizer(recipe, 1e-2, clip=0.0)
