@@ -20,7 +20,7 @@ def _fused(tx: Any, whose: str) -> FusedTransformation:
     )
 
 
-class Optimizer(nnx.Optimizer):
+class FusedOptimizer(nnx.Optimizer):
     """`flax.nnx.Optimizer` whose `update` is the transformation's `step`.
 
     State and checkpoints are those of Flax's class, so that one takes the place of the other. There updates are written
@@ -60,7 +60,7 @@ class Optimizer(nnx.Optimizer):
         self.step[...] += 1
 
 
-class TrainState(train_state.TrainState):
+class FusedTrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` whose `apply_gradients` is the transformation's `step`.
 
     Fields are those of Flax's class. Its `create` takes what `Optimizer` takes.
