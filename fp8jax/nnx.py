@@ -8,3 +8,6 @@ from fp8jax.modules.scaled import measure_weights as measure_weights
 from fp8jax.modules.scaled import set_weight_bounds as set_weight_bounds
 from fp8jax.modules.weights import QuantizedWeightVariable as QuantizedWeightVariable
 from fp8jax.modules.weights import quantize_weights as quantize_weights
+from fp8jax.optim.fused_flax import FusedOptimizer
+
+Optimizer = FusedOptimizer
