@@ -88,16 +88,18 @@ def _noise_of_groups(
 def _store_moment(
     x: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor,
     mask: tl.tensor, group: tl.tensor, there: tl.tensor, previous: tl.tensor, noise: tl.tensor,
-    inside: tl.tensor,
+    inside: tl.tensor, decay: tl.tensor, drawn: tl.tensor,
     MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
 ) -> None:  # fmt: skip
     stored = x
     if HOW.scaled:
         code = pointer.dtype.element_ty
-        stored, scale, exponent = encode.encode(x, previous, noise, inside, code, HOW, QUICK, PAIRED)
+        stored, scale, exponent = encode.encode(x, previous, noise, inside, decay, drawn, code, HOW, QUICK, PAIRED)
         _store(scale_ptr, group, scale, there, MASKED)
         if HOW.expanded:
             _store(exponent_ptr, group, exponent, there, MASKED)
+    elif HOW.dropped > 0:
+        stored = codec.round_stochastically(x, noise, inside, PAIRED)
     _store(pointer, offsets, stored, mask, MASKED)
 
 
@@ -173,13 +175,14 @@ def careful(
     noise = offsets
     if NU.dropped > 0:
         noise = _noise_of_groups(group, inside, words_ptr, salt, inner, stride, SIZE, RUNS, _END + 2 * GATED + 2 * CUT)
+    drawn = tl.load(scalars_ptr + _END + 2 * GATED + 2 * CUT + 2 * (NU.dropped > 0)) if MU.mantissa > 0 else 0.0
     _store_moment(
         v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, nu_exponent, noise, inside,
-        MASKED, NU, QUICK, ALIGNED,
+        b2, drawn, MASKED, NU, QUICK, ALIGNED,
     )  # fmt: skip
     _store_moment(
         m, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there, mu_exponent, noise, inside,
-        MASKED, MU, QUICK, ALIGNED,
+        b1, drawn, MASKED, MU, QUICK, ALIGNED,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ class AdamWScalars(NamedTuple):
     change = -rate * (direction + weight_decay * weight), with direction = m / (sqrt(v + eps_root) + eps), where m and
     v are the moments over `correction1` and `correction2`. Gradients count times `factor`. Where `applied` is False
     nothing is written. A step that has neither leaves both None. Finite directions beyond `max_direction` are cut to
-    it; None cuts nothing.
+    it; None cuts nothing. `drawn`, in (0, 1), is for first moments that are `codec.faded`.
     """
 
     rate: Any
@@ -50,6 +50,7 @@ class AdamWScalars(NamedTuple):
     factor: Any = None
     applied: Any = None
     max_direction: Any = None
+    drawn: Any = None
 
     @property
     def gated(self) -> bool:
@@ -63,7 +64,7 @@ class AdamWScalars(NamedTuple):
         `correction2`. Under the root, zero counts as the smallest normal number. From the ninth on they are for
         moments that are taken as m / b1_rest and v / b2_rest, both rests times the factor. Then come, where the step
         has them, the factor and whether it is applied; the largest direction over what takes either kind of moments
-        to it; and two words for noise, as they are: so all that a step needs is made at once.
+        to it; two words for noise, as they are; and `drawn`: so all that a step needs is made at once.
         """
         rate, weight_decay, b1, b1_rest, b2, b2_rest, correction1, correction2, eps, eps_root = (
             jnp.asarray(x, jnp.float32) for x in self[:10]
@@ -92,6 +93,8 @@ class AdamWScalars(NamedTuple):
             values += [most / careful, most / scale]
         if words is not None:
             values += list(jax.lax.bitcast_convert_type(words, jnp.float32))
+        if self.drawn is not None:
+            values.append(jnp.asarray(self.drawn, jnp.float32))
         return jnp.stack(values)
 
 
@@ -244,7 +247,7 @@ def adamw(
         form: "update" returns the change of the weight, "step" the new weight.
         dtype: dtype of an update; None takes the weight's, or without one the gradient's. A step keeps the weight's.
         seed: two uint32 words: new bf16 weights are rounded stochastically; None rounds to nearest.
-        nu_seed: two uint32 words for the codes of the second moment, where its storage rounds stochastically.
+        nu_seed: two uint32 words for the second moment: for codes where its storage rounds stochastically, or bf16.
         salt: a number of the parameter's own that joins these words.
         run: where the array is a shard, whose noise goes by groups of the whole: groups that follow each other there,
             and how many further the next such run begins; None if all do. The first one's number is in `nu_seed`.
@@ -269,8 +272,11 @@ def adamw(
         raise ValueError(f"the fused AdamW kernel cannot run: {reason}")
     if seed is not None and (not step or dtype != jnp.bfloat16):
         raise ValueError("stochastic rounding is of the new bf16 weights: form 'step', dtype bfloat16")
-    if (nu_seed is not None) != (nu_storage is not None and nu_storage.noise is not None):
-        raise ValueError("nu_seed is for a second moment in codes whose storage has `noise`")
+    noisy = nu_storage.noise is not None if nu_storage else nu_seed is not None and nu[0].dtype == jnp.bfloat16
+    if (nu_seed is not None) != noisy:
+        raise ValueError("nu_seed is for a second moment in bf16, or in codes whose storage has `noise`")
+    if (scalars.drawn is not None) != (mu_storage is not None and mu_storage.fading is not None):
+        raise ValueError("the scalar `drawn` is for a first moment whose storage has `fading`")
     launch = launch or AdamWLaunch()
     length = grad.shape[-1]
     groups_of_row = -(-length // group_size)
@@ -326,7 +332,7 @@ def adamw(
         GATED=scalars.gated,
         CUT=scalars.max_direction is not None,
         MU=mu_storage.static if mu_storage else codec.PLAIN,
-        NU=nu_storage.static if nu_storage else codec.PLAIN,
+        NU=nu_storage.static if nu_storage else codec.NOISY_BF16 if noisy else codec.PLAIN,
     )
     return results[-1], tuple(results[: len(mu)]), tuple(results[len(mu) : -1])
 

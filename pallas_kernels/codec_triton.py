@@ -48,6 +48,8 @@ class Storage:
             range expansion no value rounds to zero.
         signed: whether values may be negative.
         noise: for codes that are rounded stochastically; None rounds to nearest.
+        fading: mantissa bits and smallest normal number of the format of codes that are `faded` before they are rounded
+            to nearest; None are not.
     """
 
     max: float
@@ -55,6 +57,7 @@ class Storage:
     smallest: float | None = None
     signed: bool = True
     noise: Noise | None = None
+    fading: tuple[int, float] | None = None
 
     @property
     def static(self) -> "StorageConstants":
@@ -62,7 +65,8 @@ class Storage:
         expanded, smallest = self.expansion is not None, self.smallest or 0.0
         numbers = (self.max, math.log2(self.max), math.log2(ratio), lowest, highest, smallest)
         if self.noise is None:
-            return StorageConstants(True, expanded, self.signed, *numbers)
+            mantissa, normal = self.fading or (0, 0.0)
+            return StorageConstants(True, expanded, self.signed, *numbers, smallest_normal=normal, mantissa=mantissa)
         fewest, most = (math.log2(bound) for bound in self.noise.ratios)
         dropped = 23 - self.noise.mantissa
         return StorageConstants(
@@ -86,9 +90,12 @@ class StorageConstants(NamedTuple):
     smallest_normal: float = 0.0
     fewest: float = 0.0
     most: float = 0.0
+    mantissa: int = 0
 
 
 PLAIN = StorageConstants(False, False, True, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0)
+# bf16 that is rounded stochastically.
+NOISY_BF16 = PLAIN._replace(dropped=16)
 
 
 @triton.jit
@@ -295,6 +302,15 @@ def noise_of_pairs(eighths: tl.tensor, place: tl.tensor, word1: tl.tensor, word2
     noise = (noise ^ (noise >> 15) ^ word2) * 0x846CA68B
     noise = noise ^ (noise >> 16)
     return noise + noise * 0x9708B674 * ((place >> 1) & 3).to(tl.uint32)
+
+
+@triton.jit
+def faded(y: tl.tensor, decay: tl.tensor, drawn: tl.tensor, NORMAL: tl.constexpr, MANTISSA: tl.constexpr) -> tl.tensor:
+    """Magnitudes in units of a format, moved where decay would not leave a code to nearest; see `Format.encode`."""
+    power = from_bits(bits(y) & 0x7F800000)
+    unit = tl.maximum(power, NORMAL)
+    moved = tl.maximum(tl.fma(unit, (drawn - 0.5) * 2.0**-MANTISSA, y), power)
+    return tl.where(unit > (1 - decay) * 2.0 ** (MANTISSA + 1) * y, moved, y)
 
 
 @triton.jit

@@ -163,13 +163,13 @@ def encode_ordinary(
 
 @triton.jit
 def encode(
-    x: tl.tensor, previous: tl.tensor, noise: tl.tensor, place: tl.tensor,
+    x: tl.tensor, previous: tl.tensor, noise: tl.tensor, place: tl.tensor, decay: tl.tensor, drawn: tl.tensor,
     CODE: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter.
 
     Of codes that are rounded stochastically `previous` are the exponents until now, and `noise`, `place` and PAIRED are
-    as of `round_stochastically`.
+    as of `round_stochastically`; `decay` and `drawn` are as of `codec.faded`, for codes that are.
     """
     largest_bits, smallest, marked = extremes(x, HOW.signed, QUICK)
     largest = codec.from_bits(largest_bits)
@@ -185,6 +185,8 @@ def encode(
         y = tl.abs(marked) * codec.per_group(tl.div_rn(1.0, scale))
         if HOW.smallest > 0:
             y = tl.where((x != 0) & (y < HOW.smallest), HOW.smallest, y)
+        if HOW.mantissa > 0:
+            y = codec.faded(y, decay, drawn, HOW.smallest_normal, HOW.mantissa)
     if HOW.dropped > 0:
         y = add_noise(y, k, noise, place, PAIRED, HOW)
     # The conversion saturates Inf to the largest value; the lowest bit makes it NaN, and is nothing to a finite value.

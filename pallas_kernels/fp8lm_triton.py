@@ -35,7 +35,8 @@ class FP8LMScalars(NamedTuple):
 
     m = b1_rest * g + b1 * mu and v = b2_rest * g^2 + b2 * nu, g the gradient times `factor`;
     w - rate * (direction + weight_decay * w), with direction = m * correction1 / (sqrt(v * correction2 + eps_root) +
-    eps), is the new weight. Where `applied` is 0 nothing is written. A step that has neither leaves both None.
+    eps), is the new weight. `drawn`, in (0, 1), rounds an m whose decay would be lost to nearest. Where `applied` is
+    0 nothing is written. A step that has neither `factor` nor `applied` leaves both None.
     """
 
     rate: Any
@@ -48,6 +49,7 @@ class FP8LMScalars(NamedTuple):
     correction2: Any
     eps: Any
     eps_root: Any
+    drawn: Any
     factor: Any = None
     applied: Any = None
 
@@ -156,10 +158,12 @@ def _fp8lm(
     RUNS: tl.constexpr,
     MU_MAX: tl.constexpr,
     MU_INF: tl.constexpr,
+    MU_NORMAL: tl.constexpr,
+    MU_MANTISSA: tl.constexpr,
 ) -> None:
     """A tile of one layer; everything is written where it was read, but for an update and the largest magnitudes."""
     if GATED:  # noqa: SIM102 (one is known at compile time)
-        if tl.load(scalars_ptr + 11) == 0:
+        if tl.load(scalars_ptr + 12) == 0:
             return
     program = tl.program_id(0)
     layer = program // tiles
@@ -186,7 +190,7 @@ def _fp8lm(
     if CODES:
         g = g * tl.load(scales_ptr)
     if GATED:
-        g = g * tl.load(scalars_ptr + 10)
+        g = g * tl.load(scalars_ptr + 11)
     w = w.to(tl.float32) * tl.load(scales_ptr + layers)
     m = m.to(tl.float32) * tl.load(scales_ptr + 2 * layers)
     codes = v.to(tl.float32)
@@ -227,6 +231,7 @@ def _fp8lm(
     _tell(own_largest + 2 * programs, y, mask, MASKED)
 
     y = _units(m, tl.load(scales_ptr + 8 * layers), MU_MAX, 0.0)
+    y = codec.faded(y, b1, tl.load(scalars_ptr + 10), MU_NORMAL, MU_MANTISSA)
     codes = _signed(y, m).to(mu_ptr.dtype.element_ty).to(tl.int8, bitcast=True)
     # The conversion makes the largest code of Inf.
     infinite = ((codec.bits(m) >> 24) & -0x80) | MU_INF
@@ -332,6 +337,8 @@ def fp8lm(
         RUNS=run is not None,
         MU_MAX=float(jnp.finfo(mu.dtype).max),
         MU_INF=0x7C if mu.dtype == jnp.float8_e5m2 else 0x7F,
+        MU_NORMAL=float(jnp.finfo(mu.dtype).smallest_normal),
+        MU_MANTISSA=int(jnp.finfo(mu.dtype).nmant),
     )
     return result, master, mu, nu, largest
 

@@ -30,6 +30,7 @@ def encode(
     key: Array | None = None,
     words: Array | None = None,
     previous: Array | None = None,
+    fading: Array | None = None,
 ) -> Parts:
     fmt = formats.get(spec.format)
     block_shape = spec.block_shape(x.shape)
@@ -94,7 +95,10 @@ def encode(
         # Short groups are counted as whole ones, so that kernels can go by group and place in the group.
         row = None if spec.group_size is None else -(-x.shape[-1] // spec.group_size) * spec.group_size
         drawn = noise.uniform(words, x.shape, row)
-    codes = fmt.encode(jnp.copysign(y, x), key, drawn)
+    if fading is not None and spec.expand:
+        # Of a power of a value so much is left.
+        fading = jnp.stack([jnp.broadcast_to(fading[0], k.shape), expansion.power(fading[1], 1.0, k)])
+    codes = fmt.encode(jnp.copysign(y, x), key, drawn, fading)
     return Parts(packing.pack(codes, spec.axis) if spec.packed else codes, scale, exponent, microscale)
 
 

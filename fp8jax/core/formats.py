@@ -97,7 +97,9 @@ class Format:
         """
         return self.max / self.smallest_normal
 
-    def encode(self, y: Array, key: Array | None = None, noise: Array | None = None) -> Array:
+    def encode(
+        self, y: Array, key: Array | None = None, noise: Array | None = None, fading: Array | None = None
+    ) -> Array:
         """Rounds fp32 values to codes, saturating at `max`; NaN and Inf stay visible where the format can show them.
 
         Args:
@@ -105,6 +107,9 @@ class Format:
             key: a PRNG key for stochastic rounding, which is unbiased; None rounds to nearest, ties to even (in a code
                 book, to the smaller value).
             noise: uniform in [0, 1), of the shape of `y`, for stochastic rounding without a key.
+            fading: of values that decay, noise in (0, 1) and the decay, behind a first axis of two, as
+                `fp8jax.core.noise.fading` has them: up or down by that noise where the next decay would not leave the
+                nearest code, so that the value kept it for ever; elsewhere to nearest.
 
         Returns:
             Codes of dtype `dtype` in the shape of `y`. Magnitudes beyond `max` become `max`; NaN the format's NaN and
@@ -119,6 +124,8 @@ class Format:
         finite = jnp.clip(y, -self.max if self.signed else 0.0, self.max)
         if self.name == "e8m0":
             return encode_e8m0(y, "nearest")
+        if fading is not None:
+            finite = self._faded(finite, fading)
         if self.codebook is not None:
             return _index(finite, self, noise)
         if not self.is_float:
@@ -135,6 +142,23 @@ class Format:
         codes = jnp.where(jnp.isinf(y), infinite, finite).astype(self.dtype)
         # For `decode`: where XLA casts to 16 bits and back it leaves both out, on a GPU.
         return jax.lax.optimization_barrier(codes) if self.bits == 16 else codes
+
+    def _faded(self, y: Array, fading: Array) -> Array:
+        """Values whose decay rounding to nearest would undo, moved so that it takes them up or down by the noise."""
+        magnitude, moved, lost = jnp.abs(y), fading[0] - 0.5, 1 - fading[1]
+        if self.codebook is not None:
+            below, above = self.neighbours(magnitude)
+            width = above - below
+            near = jnp.where(magnitude - below > (0.5 - moved) * width, above, below)
+        else:
+            # No value falls below the power of two under it, which has a code: those below are closer to each other.
+            bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32) & np.int32(0x7F800000)
+            power = jax.lax.bitcast_convert_type(bits, jnp.float32)
+            width = jnp.ones_like(y)
+            if self.is_float:
+                width = jnp.maximum(power, self.smallest_normal) * np.float32(2.0**-self.mantissa_bits)
+            near = jnp.maximum(magnitude + width * moved, power)
+        return jnp.where(width > 2 * lost * magnitude, jnp.copysign(near, y), y)
 
     def neighbours(self, y: Array) -> tuple[Array, Array]:
         """The values of the codes around fp32 magnitudes, below (or equal) and above."""

@@ -68,6 +68,25 @@ def of_step(count: ArrayLike) -> Array:
     return _mixed(x)
 
 
+def fading(count: ArrayLike, decay: ArrayLike = 1.0) -> Array:
+    """How a moment that decays is rounded at a step: what `Format.encode` takes as `fading`.
+
+    The noise is that of all elements: multiples of the golden ratio modulo 1, which fill the unit interval as evenly as
+    can be in however few steps. So rounding is right on average over a moment's own memory, with less of an error than
+    noise of each element would leave; and it takes neither places nor a key.
+
+    Args:
+        count: number of the step.
+        decay: factor by which a value falls that nothing is added to; 1 where it is not known.
+
+    Returns:
+        fp32 (2,): noise in (0, 1), and the decay.
+    """
+    place = (jnp.asarray(count).astype(jnp.uint32) * np.uint32(STRIDE)) >> 16
+    drawn = (place.astype(jnp.float32) + 0.5) * np.float32(2**-16)
+    return jnp.stack([drawn, jnp.asarray(decay).astype(jnp.float32)])
+
+
 def of_key(key: Array) -> Array:
     """Two words from a PRNG key of `jax.random`, in some thirty operations.
 

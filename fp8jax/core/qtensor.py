@@ -220,6 +220,7 @@ def quantize_with_scale(
     key: Array | None = None,
     words: Array | None = None,
     previous: Array | None = None,
+    fading: Array | None = None,
 ) -> QTensor:
     """`quantize` with given scales, as delayed and automatic scaling need; values beyond their range saturate.
 
@@ -231,6 +232,7 @@ def quantize_with_scale(
         key: PRNG key for stochastic rounding.
         words: in place of a key, as of `quantize_by_position`.
         previous: exponents that blocks are to keep where they can.
+        fading: of a moment that is rounded to nearest, so that its decay is not lost (`fp8jax.core.noise.fading`).
 
     Returns:
         A `QTensor`.
@@ -253,7 +255,7 @@ def quantize_with_scale(
         like["expansion"] = count
     if spec.granularity == "mx":
         like["microscale"] = blocks.counts(x.shape, spec.micro_shape(x.shape))
-    optional = {"scale": scale, "key": key, "words": words, "previous": previous}
+    optional = {"scale": scale, "key": key, "words": words, "previous": previous, "fading": fading}
     values = {name: value for name, value in optional.items() if value is not None}
 
     def encode(x: Array, *arrays: Array) -> tuple[Array, ...]:

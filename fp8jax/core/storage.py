@@ -18,7 +18,7 @@ class Optimizer:
         group_size: elements along the last axis that share a scale; None for one scale a tensor (as with master weights
             in fp16), and where no moment has one.
         expand: dynamic range expansion of the 8-bit moments.
-        nu_rounding: of an 8-bit second moment, "nearest", "stochastic", or "auto", which goes by b2.
+        nu_rounding: of a second moment in 8 bits or bf16, "nearest", "stochastic", or "auto", which goes by b2.
 
     Raises:
         ValueError: unknown format or one without the signs of a first moment, a group size that is no positive integer,
@@ -36,8 +36,8 @@ class Optimizer:
             raise ValueError(f"mu {self.mu!r} has no signs, but first moments do; take 'de8' or 'e4m3'")
         if self.nu_rounding not in NU_ROUNDINGS:
             raise ValueError(f"unknown nu_rounding {self.nu_rounding!r}; it is one of {', '.join(NU_ROUNDINGS)}")
-        if self.nu_rounding == "stochastic" and not formats.get(self.nu).scaled:
-            raise ValueError(f"nu_rounding 'stochastic' is for codes, but nu is {self.nu!r}; leave it 'auto'")
+        if self.nu_rounding == "stochastic" and self.nu == "fp32":
+            raise ValueError("nu_rounding 'stochastic' is for codes and bf16, but nu is 'fp32'; leave it 'auto'")
         compressed = [m for m in (self.mu, self.nu) if formats.get(m).scaled]
         for moment in compressed:
             if formats.get(moment).bits % 8:

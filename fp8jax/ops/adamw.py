@@ -15,7 +15,7 @@ from jax import Array
 
 from fp8jax.core import noise
 from fp8jax.core.noise import round_stochastically
-from fp8jax.core.qtensor import QTensor, quantize, quantize_by_position
+from fp8jax.core.qtensor import QTensor, quantize_by_position, quantize_with_scale
 from fp8jax.ops import adamw_fused
 from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
@@ -49,8 +49,8 @@ def step(
             there and it takes the shapes and dtypes, on however many devices; each then updates its part, in whole
             groups. "triton" is the same, but raises where "auto" would fall back. Parameters without a quantized moment
             are always XLA's, which fuses them well. `fp8jax.ops.choice.listening` tells what was chosen.
-        nu_stochastic: whether quantized second moments are rounded stochastically, with noise from `adam.count`, the
-            parameter's path in the tree, and each element's position.
+        nu_stochastic: whether second moments in codes or bf16 are rounded stochastically, with noise from `adam.count`,
+            the parameter's path in the tree, and each element's position.
         key: PRNG key: bf16 parameters are rounded stochastically, so that changes under half a step of bf16 are not
             lost. None rounds to nearest.
         form: "step", or "update" for changes, in the dtypes of the parameters, else of the gradients.
@@ -120,11 +120,27 @@ def load(moment: Moment) -> Array:
     return moment.dequantize() if isinstance(moment, QTensor) else moment.astype(jnp.float32)
 
 
-def store(values: Array, like: Moment, words: Array | None = None) -> Moment:
-    """Stores fp32 values in the way that `like` is stored; codes under noise from two words, or None to nearest."""
+def store(
+    values: Array, like: Moment, words: Array | None = None, fading: Array | None = None, row: int | None = None
+) -> Moment:
+    """Stores fp32 values in the way that `like` is stored.
+
+    Args:
+        values: a moment.
+        like: as it was stored before.
+        words: two words of noise, by which codes and bf16 are rounded stochastically; None rounds to nearest.
+        fading: of a first moment to nearest: it reaches zero where nothing is added to it (`fp8jax.core.noise.fading`),
+            before a second moment that goes on falling makes steps of what is left. With range expansion codes reach
+            down to the smallest value of a group, and this is not used.
+        row: of bf16 that is rounded stochastically, what its rows count as for the noise; None is their length.
+    """
     if not isinstance(like, QTensor):
-        return values.astype(like.dtype)
-    return quantize(values, like.spec) if words is None else quantize_by_position(values, like, words)
+        if words is None or like.dtype != jnp.bfloat16:
+            return values.astype(like.dtype)
+        return round_stochastically(values, words, row=row)
+    if words is not None:
+        return quantize_by_position(values, like, words)
+    return quantize_with_scale(values, like.spec, None, fading=None if like.spec.expand else fading)
 
 
 def _leaves(
@@ -142,7 +158,7 @@ def _leaves(
     mus, nus, which = (treedef.flatten_up_to(tree) for tree in (mu, nu, jax.tree.broadcast(decays, grads)))
     # By names alone: the same in a dict, a dataclass and an NNX state, and whatever else is in the tree.
     salts = [noise.salt(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in paths]
-    nu_noise = [nu_words if _is_quantized(moment) else None for moment in nus]
+    nu_noise = [nu_words if _is_quantized(moment) or moment.dtype == jnp.bfloat16 else None for moment in nus]
     return [Leaf(*row) for row in zip(gs, weights, mus, nus, which, words, nu_noise, salts, strict=True)], treedef
 
 
@@ -150,7 +166,12 @@ def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Arr
     grads, mus, nus = ([getattr(leaf, name) for leaf in leaves] for name in ("grad", "mu", "nu"))
     words = [None if leaf.nu_noise is None else noise.salted(leaf.nu_noise, leaf.salt) for leaf in leaves]
     directions, *moments = advanced(grads, mus, nus, adam)
-    mus, nus = list(map(store, moments[0], mus)), list(map(store, moments[1], nus, words))
+    fading = noise.fading(adam.count, adam.b1)
+    mus = [store(m, mu, fading=fading) for m, mu in zip(moments[0], mus, strict=True)]
+    nus = [
+        store(v, nu, noise, row=leaf.padded_row)
+        for leaf, v, nu, noise in zip(leaves, moments[1], nus, words, strict=True)
+    ]
     results = []
     for leaf, d in zip(leaves, directions, strict=True):
         if adam.max_direction is not None:

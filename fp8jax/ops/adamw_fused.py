@@ -68,7 +68,7 @@ class Leaf:
         nu: second moment as stored.
         decays: whether the parameter decays; static.
         noise: two random words for stochastic rounding of the parameter, or None.
-        nu_noise: two words of the step for that of a quantized second moment, or None; the parameter's own are these
+        nu_noise: two words of the step for that of a second moment, or None; the parameter's own are these
             with its salt (`fp8jax.core.noise.salted`).
         salt: a number of the parameter's own; static.
     """
@@ -90,6 +90,12 @@ class Leaf:
     @property
     def quantized(self) -> list[QTensor]:
         return [moment for moment in (self.mu, self.nu) if isinstance(moment, QTensor)]
+
+    @property
+    def padded_row(self) -> int | None:
+        """Length of the last axis in whole groups, by which the kernel counts places; None where it never runs."""
+        size = self.quantized[0].spec.group_size if self.quantized else None
+        return None if size is None else -(-self.grad.shape[-1] // size) * size
 
     @property
     def group_size(self) -> int:
@@ -173,6 +179,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
     """The result and both moments of one parameter, by the fused kernel."""
     from pallas_kernels import adamw_triton
 
+    storage = _storage(leaf.mu, signed=True), _storage(leaf.nu, signed=False, stochastic=leaf.nu_noise is not None)
     scalars = adamw_triton.AdamWScalars(
         adam.rate,
         adam.weight_decay if leaf.decays else 0.0,
@@ -180,10 +187,10 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         *(1 - adam.b1**adam.count, 1 - adam.b2**adam.count),
         *(adam.eps, adam.eps_root),
         *(adam.factor, adam.applied, adam.max_direction),
+        noise.fading(adam.count)[0] if storage[0] is not None and storage[0].fading else None,
     )
     reads = form == "step" or (leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0))
     size = leaf.group_size
-    storage = _storage(leaf.mu, signed=True), _storage(leaf.nu, signed=False, stochastic=leaf.nu_noise is not None)
 
     def groups(shape: Sequence[int]) -> list[int]:
         return [*shape[:-1], -(-shape[-1] // size)]
@@ -323,6 +330,8 @@ def _storage(moment: Moment, signed: bool, stochastic: bool = False) -> Any:
     expanded = (ratio, expansion.LOWEST, expansion.HIGHEST) if spec.expand else None
     smallest = fmt.smallest if spec.underflow == "smallest" else None
     plain = adamw_triton.Storage(fmt.max, expanded, smallest, signed)
+    if signed and not spec.expand:  # as `fp8jax.ops.adamw.store` has it
+        return dataclasses.replace(plain, fading=(fmt.mantissa_bits, fmt.smallest_normal))
     if not stochastic:
         return plain
     ratios = (fmt.normal_range**expansion.FEWEST, fmt.normal_range)

@@ -1,4 +1,4 @@
-"""FP8-LM's AdamW on parameters whose master weights and moments each have one scale a layer: decode, update, encode.
+"""FP8-LM's AdamW on parameters whose master weights and moments share one scale a layer, or a group: a step of it.
 
 Scales come from bounds, which nothing exceeds and which are known before the step: of the largest magnitudes of what is
 stored, which the step before has told, of the gradient's and of the learning rate. So a step is one pass over its
@@ -27,6 +27,7 @@ from fp8jax.ops.partition import partitioned
 # Adam's largest direction is 7.3 for the default decays and 22 for b2 = 0.9999, by the inequality of Cauchy and
 # Schwarz; rounding of moments adds to that.
 _LARGEST_DIRECTION = 64.0
+_LARGEST = np.finfo(np.float32).max
 # Of sums of a few fp32 terms.
 _ROUNDED_UP = np.float32(1 + 2**-20)
 
@@ -67,8 +68,10 @@ class MasterLeaf:
     @property
     def codes(self) -> bool:
         """Whether the gradient is FP8 codes under scales of the parameter's own kind."""
-        g = self.grad
-        return isinstance(g, QTensor) and g.spec.format in ("e4m3", "e5m2") and g.scale.shape == self.master.scale.shape
+        g, spec = self.grad, self.master.spec
+        if not isinstance(g, QTensor) or g.spec.format not in ("e4m3", "e5m2"):
+            return False
+        return (g.spec.granularity, g.scale.shape) == (spec.granularity, self.master.scale.shape)
 
 
 class StepResult(NamedTuple):
@@ -126,6 +129,8 @@ def choose(leaf: MasterLeaf, impl: str, *, anywhere: bool = False) -> Choice:
 def _unsupported(leaf: MasterLeaf) -> str | None:
     from pallas_kernels import fp8lm_triton
 
+    if leaf.master.spec.granularity != "tensor":
+        return f"scales are of groups of {leaf.master.spec.group_size}, and the kernel takes one a layer"
     grad = leaf.grad.codes.dtype if leaf.codes else jnp.float32 if isinstance(leaf.grad, QTensor) else leaf.grad.dtype
     return fp8lm_triton.unsupported(
         leaf.master.shape, grad, leaf.weight.dtype, leaf.mu.codes.dtype, leaf.words is not None
@@ -151,27 +156,31 @@ def largest_of(x: Array, block: tuple[int, ...]) -> Array:
 
 
 def scale_above(bound: Array, fmt: formats.Format) -> Array:
-    """The power of two by which magnitudes up to a bound are codes of a format; NaN where the bound is not finite.
+    """The power of two by which magnitudes up to a bound are codes of a format.
 
-    Scales are powers of two, so that what did not change is not rounded anew when its scale does.
+    Scales are powers of two, so that what did not change is not rounded anew when its scale does. They are finite: a
+    bound that is not comes from values that their own codes show, and must not spoil those beside them.
     """
-    scale = formats.decode_e8m0(formats.encode_e8m0(scaling.to_scale(bound * _ROUNDED_UP, fmt), "up"))
-    return jnp.where(jnp.isfinite(bound), scale, jnp.nan)
+    bound = bound * _ROUNDED_UP
+    bound = jnp.where(bound <= _LARGEST, bound, _LARGEST)
+    return formats.decode_e8m0(formats.encode_e8m0(scaling.to_scale(bound, fmt), "up"))
 
 
 def _new_scales(leaf: MasterLeaf, adam: Adam) -> list[Array]:
     """Scales of the master weight and both moments after the step, each of the shape of the present one."""
+    factor = 1.0 if adam.factor is None else adam.factor
     if leaf.codes:
-        of_grad = jnp.abs(leaf.grad.scale) * formats.get(leaf.grad.spec.format).max
+        of_grad = jnp.abs(leaf.grad.scale * factor) * formats.get(leaf.grad.spec.format).max
+        of_square = jnp.square(of_grad)
     else:
-        of_grad = largest_of(load(leaf.grad), leaf.master.spec.block_shape(leaf.master.shape))
-    if adam.factor is not None:
-        of_grad = of_grad * jnp.abs(adam.factor)
+        values, block = load(leaf.grad) * factor, leaf.master.spec.block_shape(leaf.master.shape)
+        # A gradient that is finite may have a square that is not: its own second moment then is Inf.
+        of_grad, of_square = largest_of(values, block), largest_of(jnp.square(values), block)
     of_weight, of_mu, of_nu = leaf.largest
     rate = jnp.abs(jnp.asarray(adam.rate, jnp.float32))
     moved = rate * (_LARGEST_DIRECTION + adam.weight_decay * of_weight)
     b1, b2 = (jnp.asarray(b, jnp.float32) for b in (adam.b1, adam.b2))
-    first, second = b1 * of_mu + (1 - b1) * of_grad, b2 * of_nu + (1 - b2) * jnp.square(of_grad)
+    first, second = b1 * of_mu + (1 - b1) * of_grad, b2 * of_nu + (1 - b2) * of_square
     bounds = zip((of_weight + moved, first, second), leaf.stored, strict=True)
     return [scale_above(bound, formats.get(q.spec.format)) for bound, q in bounds]
 
@@ -183,7 +192,7 @@ def _scalars(adam: Adam, decays: bool) -> Any:
         *(adam.rate, adam.weight_decay if decays else 0.0),
         *(adam.b1, 1 - adam.b1, adam.b2, 1 - adam.b2),
         *(1 / (1 - adam.b1**adam.count), 1 / (1 - adam.b2**adam.count)),
-        *(adam.eps, adam.eps_root, adam.factor, adam.applied),
+        *(adam.eps, adam.eps_root, noise.fading(adam.count)[0], adam.factor, adam.applied),
     )
 
 
@@ -199,17 +208,18 @@ def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     direction = (m * corrections[0]) / (jnp.sqrt(v * corrections[1] + adam.eps_root) + adam.eps)
     weight = load(leaf.master)
     weight = weight - rate * (direction + decay * weight)
-    new = []
-    for values, old, scale, words in zip(
-        (weight, m, v), leaf.stored, _new_scales(leaf, adam), (leaf.words, None, None), strict=True
-    ):
-        rounded = old.spec if words is None else dataclasses.replace(old.spec, rounding="stochastic")
-        new.append(dataclasses.replace(quantize_with_scale(values, rounded, scale, words=words), spec=old.spec))
-    result = load(new[0])
+    scales, of_master = _new_scales(leaf, adam), leaf.master.spec
+    if leaf.words is not None:
+        of_master = dataclasses.replace(of_master, rounding="stochastic")
+    master = quantize_with_scale(weight, of_master, scales[0], words=leaf.words)
+    master = dataclasses.replace(master, spec=leaf.master.spec)
+    mu = quantize_with_scale(m, leaf.mu.spec, scales[1], fading=noise.fading(adam.count, adam.b1))
+    nu = quantize_with_scale(v, leaf.nu.spec, scales[2])
+    result = load(master)
     if form == "update":
         result = result - leaf.weight.astype(jnp.float32)
-    master, mu, nu = new
-    row = StepResult(result.astype(leaf.weight.dtype), master, mu, nu, jnp.stack([largest(q) for q in new]))
+    maxima = jnp.stack([largest(q) for q in (master, mu, nu)])
+    row = StepResult(result.astype(leaf.weight.dtype), master, mu, nu, maxima)
     if adam.applied is None:
         return row
     before = StepResult(leaf.weight, *leaf.stored, leaf.largest)
@@ -268,18 +278,18 @@ def _fused(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
         return result, *codes, jnp.stack(rows)
 
     array, of_scale = notation(spec, shape, " ".join(names))
-    ins = (*[array] * 5, of_scale, (of_scale,) * 3, (of_scale,) * 3, ("",) * 12, "-")
-    outs = (*[array] * 4, f"- {of_scale}")
     scales = _new_scales(leaf, adam)
-    values = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in _scalars(adam, leaf.decays))
+    scalars = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in _scalars(adam, leaf.decays))
+    ins = (*[array] * 5, of_scale, (of_scale,) * 3, (of_scale,) * 3, ("",) * len(scalars), "-")
+    outs = (*[array] * 4, f"- {of_scale}")
     grad = leaf.grad.codes if leaf.codes else load(leaf.grad) if isinstance(leaf.grad, QTensor) else leaf.grad
     grad_scale = leaf.grad.scale if leaf.codes else jnp.ones_like(leaf.master.scale)
     master, mu, nu = leaf.stored
     operands = _MasterOperands(
         *(grad, leaf.weight, master.codes, mu.codes, nu.codes, grad_scale),
-        *((master.scale, mu.scale, nu.scale), tuple(scales), values, leaf.words),
+        *((master.scale, mu.scale, nu.scale), tuple(scales), scalars, leaf.words),
     )
-    static = (form, str(leaf.mu.spec), leaf.codes, [x is None for x in values], leaf.words is None, depth)
+    static = (form, str(leaf.mu.spec), leaf.codes, [x is None for x in scalars], leaf.words is None, depth)
     result, *codes, told = partitioned(f"fp8lm_{form}", static, local, operands, ins, outs)
     old = StepResult(leaf.weight, *leaf.stored, leaf.largest)
     if adam.applied is not None:

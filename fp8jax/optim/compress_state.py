@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from fp8jax.core import formats
+from fp8jax.core import formats, noise
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw
@@ -61,7 +61,9 @@ def compress_state(
             its parameter has a name that neither optax's list nor `moments` holds.
         TypeError: `tx` is no transformation.
 
-    Codes are rounded to nearest, for which a second moment with b2 from about 0.98 on is too slow: there take
+    A first moment without range expansion is rounded up or down by noise of the step, the same for all elements, so
+    that it reaches zero where no gradient comes, before what divides it does. All else is rounded to nearest, for which
+    a second moment with b2 from about 0.98 on is too slow: there take
     `compressed_adamw`, which can round stochastically, or "fp32" (bf16 stalls, too).
 
     `init` makes the state of `tx` first. Where that does not fit beside the parameters, use `jax.jit(tx.init)`, which
@@ -107,7 +109,8 @@ def compress_state(
         like = updates if params is None else params
         changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
         # As it was stored: no step changes a type of the state.
-        return changes, jax.tree.map(_store_as, state, new, is_leaf=_is_quantized)
+        fading = _fading(new)
+        return changes, jax.tree.map(lambda old, new: _store_as(old, new, fading), state, new, is_leaf=_is_quantized)
 
     return optax.GradientTransformationExtraArgs(*variables.looking_through(init, update))
 
@@ -218,11 +221,20 @@ def _encode(value: Array, param: Any, how: _Stored, min_size: int) -> QTensor | 
     return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), encoded, storage.zeros(param, how, min_size))
 
 
-def _store_as(old: QTensor | Array, new: Array) -> QTensor | Array:
+def _fading(state: optax.OptState) -> Array | None:
+    """How first moments are rounded at this step, from the counts in a state; None where it has none.
+
+    How fast they decay is not known: wherever decay could be lost.
+    """
+    counts = [x for x in jax.tree.leaves(state) if x.shape == () and jnp.issubdtype(x.dtype, jnp.integer)]
+    return noise.fading(sum(counts[1:], counts[0])) if counts else None
+
+
+def _store_as(old: QTensor | Array, new: Array, fading: Array | None) -> QTensor | Array:
     """A leaf of the new state, stored in the way of the old one; keys and counts pass."""
-    if isinstance(old, QTensor) or jnp.issubdtype(old.dtype, jnp.floating):
-        return adamw.store(new, old)
-    return new
+    if isinstance(old, QTensor):
+        return adamw.store(new, old, fading=fading if old.spec.underflow == "zero" else None)
+    return adamw.store(new, old) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
 
 def _widen(tree: Any) -> Any:

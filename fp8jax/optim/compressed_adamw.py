@@ -118,7 +118,7 @@ def scale_by_compressed_adam(
         nu: storage of the second moment, likewise.
         group_size: elements that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone.
-        nu_rounding: how codes of the second moment are rounded: "nearest"; "stochastic", with which it follows slow
+        nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
@@ -189,7 +189,7 @@ def compressed_adamw(
         nu: storage of the second moment, likewise.
         group_size: elements along the last axis that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone.
-        nu_rounding: how codes of the second moment are rounded: "nearest"; "stochastic", with which it follows slow
+        nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
@@ -307,7 +307,7 @@ def _adam(
     # A size that is traced is refused by `init`.
     storage = Optimizer(mu, nu, (size or 1) if compressed else None, expand and compressed, nu_rounding)
     specs = {moment: storage.spec(moment) for moment in ("mu", "nu")}
-    stochastic = specs["nu"] is not None and rounds_stochastically(nu_rounding, b2)
+    stochastic = nu != "fp32" and rounds_stochastically(nu_rounding, b2)
     check_impl(impl)
     if impl == "triton" and not compressed:
         raise ValueError(f"impl 'triton' is the kernel for 8-bit moments, but mu is {mu!r} and nu is {nu!r}")

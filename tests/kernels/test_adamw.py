@@ -214,7 +214,7 @@ CONFIGURATIONS = {
         8.5,
     ),
     "update": ({"shape": (512, 1024), "weight": "float32", "form": "update"}, 56, 10),
-    "no expansion": ({"shape": (512, 1024), "weight": "float32", "expand": False}, 48, 2),
+    "no expansion": ({"shape": (512, 1024), "weight": "float32", "expand": False}, 54, 2),
     "e5m2": ({"shape": (512, 1024), "weight": "float32", "nu": "e5m2"}, 62, 10),
     "bf16 second moment": ({"shape": (512, 1024), "weight": "float32", "nu": "bf16"}, 44, 6),
     "short last group": ({"shape": (512, 1000), "weight": "float32"}, 64, 10),

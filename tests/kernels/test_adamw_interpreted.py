@@ -202,6 +202,24 @@ def compare_noise(shape: str, nu: str, expand: bool, form: str, weight: str) -> 
     assert ulps[there].max() <= 1
 
 
+def compare_noise_of_bf16(shape: str, expand: bool, form: str) -> None:
+    """A second moment in bf16, rounded stochastically beside a first one in codes: by places in whole groups."""
+    values = [special(SHAPES[shape], seed) for seed in range(3)]
+    leaf = (jnp.asarray(values[0] * 0.1), stored(values[1], "e4m3", 128, expand), stored(values[2] ** 2, "bf16"))
+    adam = dataclasses.replace(ADAM, b2=0.9)
+    run = functools.partial(getattr(adamw, form), *leaf, jnp.asarray(np.nan_to_num(values[1])), adam)
+    want, got = run(impl="xla", nu_stochastic=True), run(impl="triton", nu_stochastic=True)
+    nearest = run(impl="triton")
+    for x, y in zip(jax.tree.leaves((got[0], got[1])), jax.tree.leaves((nearest[0], nearest[1])), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(a).view(np.uint8) for a in (x, y)))
+    a, b, c = (np.asarray(x[2]).astype(np.float32) for x in (want, got, nearest))
+    np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+    there = np.isfinite(a)
+    assert np.mean((a != b)[there]) < 1e-3
+    np.testing.assert_allclose(a[there], b[there], rtol=2.0**-7, atol=1e-37)
+    assert np.mean((b != c)[there]) > 0.2
+
+
 def compare_shards() -> None:
     """A shard of the columns of some rows gets the codes that it has in the whole array, told where it lies there."""
     from pallas_kernels import adamw_triton
@@ -278,6 +296,8 @@ def main() -> None:
             compare_noise(*case)
         except Exception as error:
             raise AssertionError(f"case {case}") from error
+    for shape, expand, form in (("whole", True, "step"), ("short groups", False, "update")):
+        compare_noise_of_bf16(shape, expand, form)
     compare_shards()
     for weight in ("bfloat16", "float32"):
         compare_gated(weight)

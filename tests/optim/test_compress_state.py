@@ -16,6 +16,7 @@ import fp8jax
 from fp8jax import QTensor, QuantSpec
 from fp8jax.core import formats
 from tests import given_scales
+from tests.distance import relative
 
 OURS = functools.partial(fp8jax.compress_state, min_size=0)
 KINDS = {
@@ -110,9 +111,14 @@ def test_around_adamw_it_is_compressed_adamw(moments, expand, dtype):
         g = jax.tree.map(lambda x, step=step: (x * (step - 1.5)).astype(dtype), p)
         u, a = update(g, a, p)
         v, b = reference(g, b, p)
+        # Unexpanded first moments are a code apart: `compressed_adamw` knows by how much they decay.
+        apart = mu == "e5m2" and not expand
+        if apart:
+            assert relative(u, v) < 2.0**-3
+            continue
         # Some programs of XLA round one product of bf16 weights differently.
         chex.assert_trees_all_close(u, v, rtol=1e-6 if dtype == jnp.float32 else 2.0**-7)
-    got, want = (a[0].mu, a[0].nu), (b.mu, b.nu)
+    got, want = (a[0].nu, b.nu) if apart else ((a[0].mu, a[0].nu), (b.mu, b.nu))
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
     same = [
         np.mean(np.asarray(x) == np.asarray(y))
@@ -136,7 +142,10 @@ def test_around_adamw_it_is_compressed_adamw(moments, expand, dtype):
     ],
 )
 def test_every_format_stores_within_its_error_and_keeps_zeros(make, mu, nu, expand):
-    """The nearest code, but where a second moment would be zero; the codes are those of the format's table or dtype."""
+    """The nearest code, but where a second moment would be zero; the codes are those of the format's table or dtype.
+
+    An unexpanded first moment of which it is not known how it decays has one of the two codes around it.
+    """
     if make == "compress_state":
         tx = OURS(optax.adamw(1e-3, b1=0.5, b2=0.5), {"mu": mu, "nu": nu}, expand=expand)
     else:
@@ -159,6 +168,9 @@ def test_every_format_stores_within_its_error_and_keeps_zeros(make, mu, nu, expa
         nearest = nearest_code(fmt, units)
         if moment == "nu":
             nearest = np.where((units > 0) & (nearest == 0), fmt.smallest, nearest)
+        if moment == "mu" and make == "compress_state":
+            assert (np.abs(got - units) <= width_of_code(fmt, units) * (1 + 2.0**-20)).all()
+            continue
         # fp32 rounds the quotient and the product, and near a tie the quotient may be that of the other code.
         assert (np.abs(got - units) <= np.abs(nearest - units) + 2.0**-22 * np.abs(nearest)).all()
 
@@ -168,6 +180,13 @@ def nearest_code(fmt, units):
     codes = np.sort(given_scales.values(fmt))
     at = np.clip(np.searchsorted(codes, units), 1, len(codes) - 1)
     return np.where(units - codes[at - 1] < codes[at] - units, codes[at - 1], codes[at])
+
+
+def width_of_code(fmt, units):
+    """How far apart the codes on both sides of each value are, in units of the format."""
+    codes = np.sort(given_scales.values(fmt))
+    at = np.clip(np.searchsorted(codes, units * (1 - 1e-6)), 1, len(codes) - 1)
+    return codes[at] - codes[at - 1]
 
 
 def test_expansion_lowers_the_error_of_every_format():

@@ -228,7 +228,10 @@ def test_apply_if_finite_skips_a_nan_and_keeps_the_state():
         ({"eps": float("inf")}, "eps must lie in"),
         ({"eps_root": float("nan")}, "eps_root must lie in"),
         ({"nu_rounding": "up"}, "unknown nu_rounding 'up'; it is one of auto, nearest, stochastic"),
-        ({"nu_rounding": "stochastic", "nu": "bf16"}, "nu_rounding 'stochastic' is for codes, but nu is 'bf16'"),
+        (
+            {"nu_rounding": "stochastic", "nu": "fp32"},
+            "nu_rounding 'stochastic' is for codes and bf16, but nu is 'fp32'",
+        ),
     ],
     ids=lambda x: str(x)[:30],
 )

@@ -185,3 +185,77 @@ def test_weights_leave_zero_without_saturating_and_small_second_moments_stay_abo
     params, state = tx.step(grads, tx.init(params), params)
     np.testing.assert_allclose(params["w"][1:], -0.5, rtol=0.07)  # the first moment has been rounded to e4m3
     assert (np.asarray(state.nu["w"].dequantize()) > 0).all()
+
+
+@pytest.mark.parametrize("outlier", [2e19, 3e38])
+@pytest.mark.parametrize("size", [None, 128])
+def test_a_gradient_whose_square_overflows_spoils_its_own_second_moment_alone(outlier, size):
+    """As in optax, where that weight stands still from then on; to others a scale may be lost, but for groups not."""
+    tx, exact = (
+        fp8jax.fp8lm_adamw(RATE, B1, B2, weight_decay=0.0, min_size=0, group_size=size),
+        optax.adam(RATE, B1, B2),
+    )
+    params = {"w": jnp.zeros((4, 256))}
+    state, theirs = tx.init(params), exact.init(params)
+    step, reference, w, z = jax.jit(tx.update), jax.jit(exact.update), params, params
+    for i in range(12):
+        g = {"w": jax.random.normal(jax.random.key(i), (4, 256))}
+        if i == 3:
+            g = {"w": g["w"].at[1, 2].set(outlier)}
+        u, state = step(g, state, w)
+        w = optax.apply_updates(w, u)
+        u, theirs = reference(g, theirs, z)
+        z = optax.apply_updates(z, u)
+    got, want = np.asarray(w["w"], np.float64), np.asarray(z["w"], np.float64)
+    assert np.isfinite(got).all()
+    assert np.isfinite(want).all()
+    assert np.isinf(np.asarray(state.nu["w"].dequantize())).sum() == 1
+    assert abs(got[1, 2] - want[1, 2]) <= 0.1 * RATE
+    others = np.ones((4, 256), bool)
+    others[1, : size or 256] = False
+    others = others if size else np.zeros_like(others)
+    np.testing.assert_allclose(got[others], want[others], atol=0.6 * RATE)
+    # The second moments of all others are what they would be.
+    v, v32 = np.asarray(state.nu["w"].dequantize()), np.asarray(theirs[0].nu["w"])
+    np.testing.assert_allclose(v[np.isfinite(v)], v32[np.isfinite(v32)], rtol=12 * 2.0**-11)
+
+
+def test_groups_keep_their_scales_beside_an_outlier():
+    """One gradient of 1e4 takes the first moments of all that share its scale: the next updates are off by half."""
+    off = {}
+    params = {"w": jnp.zeros((8, 512))}
+    exact = optax.adam(RATE, B1, B2)
+    reference = jax.jit(exact.update)
+    for size in (None, 128):
+        tx = fp8jax.fp8lm_adamw(RATE, B1, B2, weight_decay=0.0, min_size=0, group_size=size)
+        state, theirs, w, step = tx.init(params), exact.init(params), params, jax.jit(tx.update)
+        for i in range(12):
+            g = {"w": jax.random.normal(jax.random.key(i), (8, 512))}
+            g = {"w": g["w"].at[3, 5].set(1e6)} if i == 8 else g
+            u, state = step(g, state, w)
+            w = optax.apply_updates(w, u)
+            want, theirs = reference(g, theirs, params)
+        others = np.delete(np.arange(8 * 512).reshape(8, 4, 128), 3, axis=0).ravel()
+        a, b = np.asarray(u["w"], np.float64).ravel()[others], np.asarray(want["w"], np.float64).ravel()[others]
+        off[size] = np.linalg.norm(a - b) / np.linalg.norm(b)
+    assert off[None] > 0.5
+    assert off[128] < 0.1
+    assert state.master["w"].scale.shape == state.mu["w"].scale.shape == state.nu["w"].scale.shape == (8, 4)
+    metadata = 6 * 4 / 128  # three scales and three largest magnitudes
+    assert sum(fp8jax.state_bytes(state).values()) == pytest.approx((5 + metadata) * 8 * 512, abs=8)
+
+
+def test_groups_are_refused_or_left_out_where_they_cannot_be():
+    with pytest.raises(ValueError, match="impl 'triton' is for one scale a layer"):
+        fp8jax.fp8lm_adamw(1e-3, group_size=128, impl="triton")
+    with pytest.raises(ValueError, match="group_size must be a positive integer, not 0"):
+        fp8jax.fp8lm_adamw(1e-3, group_size=0)
+    tx = fp8jax.fp8lm_adamw(1e-3, group_size=128, min_size=0)
+    state = jax.eval_shape(tx.init, {"short": jnp.zeros((256, 20)), "w": jnp.zeros((20, 200))})
+    assert {x.dtype for x in (state.master["short"], state.mu["short"], state.nu["short"])} == {jnp.dtype("float32")}
+    assert state.nu["w"].scale.shape == (20, 2)
+    # A gradient in codes under other scales than the groups' is decoded, whatever its shape is.
+    params = {"w": jnp.ones((1, 128))}
+    grads = {"w": fp8jax.quantize(params["w"], "e4m3")}
+    changed, state = tx.step(grads, tx.init(params), params)
+    np.testing.assert_allclose(changed["w"], 1 - 1e-3, rtol=1e-3)

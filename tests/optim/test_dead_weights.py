@@ -1,0 +1,117 @@
+"""Weights that get no gradient any more stand still: a first moment reaches zero before the second that divides it.
+
+Rounded to nearest the smallest codes times 0.9 are themselves again, while a second moment goes on falling.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from fp8jax.core import formats, noise
+from tests import given_scales
+
+RATE, LAST, STEPS = 1e-3, 40, 400
+ADAMW = functools.partial(fp8jax.compressed_adamw, RATE, weight_decay=0.0, min_size=0, expand=False)
+LM = functools.partial(fp8jax.fp8lm_adamw, RATE, weight_decay=0.0, min_size=0)
+
+
+def stored(moments, *, expand=False, **decays):
+    return fp8jax.compress_state(optax.adam(RATE, **decays), moments, min_size=0, expand=expand)
+
+
+# At b2 = 0.95 unless it is said: second moments fall by half each 14 steps.
+CASES = {
+    "fp8lm": lambda: LM(b2=0.95),
+    "fp8lm e5m2": lambda: LM(b2=0.95, mu="e5m2"),
+    "fp8lm in groups": lambda: LM(b2=0.95, group_size=128),
+    "fp8lm, b1 0.95": lambda: LM(b1=0.95, b2=0.98),
+    "e4m3, e4m3": lambda: ADAMW(b2=0.95),
+    "e4m3, fp32": lambda: ADAMW(b2=0.95, nu="fp32"),
+    "e5m2, bf16": lambda: ADAMW(b2=0.95, mu="e5m2", nu="bf16"),
+    "de8, ude8": lambda: ADAMW(b2=0.95, mu="de8", nu="ude8"),
+    "de8, fp32": lambda: ADAMW(b2=0.95, mu="de8", nu="fp32"),
+    "expanded": lambda: ADAMW(b2=0.95, expand=True),
+    "state: de8, ude8": lambda: stored({"mu": "de8", "nu": "ude8"}, b2=0.95),
+    "state: e4m3, fp32": lambda: stored({"mu": "e4m3", "nu": "fp32"}, b2=0.95),
+    "state: int8, fp32, b1 0.95": lambda: stored({"mu": "int8", "nu": "fp32"}, b1=0.95, b2=0.98),
+    "state: expanded, fp32": lambda: stored({"nu": "fp32"}, expand=True, b2=0.95),
+}
+
+
+def run(tx):
+    """Updates over the learning rate, (steps, 16, 128): the first 32 columns get gradients until LAST alone.
+
+    Of these half are 10,000 times smaller than the others, and so about one code of e4m3 under their scale.
+    """
+    sizes = jnp.where(jnp.arange(128) < 16, 1e-4, 1.0)
+
+    def body(carry, t):
+        w, state = carry
+        g = jax.random.normal(jax.random.fold_in(jax.random.key(0), t), w.shape) * sizes
+        g = jnp.where((jnp.arange(128) < 32) & (t >= LAST), 0, g)
+        u, state = tx.update({"w": g}, state, {"w": w})
+        return (w + u["w"], state), u["w"] / RATE
+
+    w = 0.02 * jax.random.normal(jax.random.key(1), (16, 128))
+    return np.asarray(jax.jit(lambda w: jax.lax.scan(body, (w, tx.init({"w": w})), jnp.arange(STEPS))[1])(w))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_without_a_gradient_stand_still(case):
+    updates = run(CASES[case]())
+    dead, alive = updates[LAST + 200 :, :, :32], updates[LAST + 200 :, :, 32:]
+    assert np.abs(dead).max() < 1e-5
+    assert np.abs(dead.sum(0)).max() < 1e-3
+    assert 0.1 < np.sqrt(np.mean(alive**2)) < 0.5
+
+
+FORMATS = [fmt for fmt in formats.ALL if fmt.scaled and fmt.signed and fmt.name != "e8m0"]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("decay", [0.9, 0.99, 1.0])
+def test_rounding_of_what_decays(fmt, decay):
+    """Up or down where to nearest it would stay, and then right on average over few steps; else to nearest."""
+    codes = np.sort(given_scales.values(fmt))
+    codes = codes[codes >= 0]
+    magnitudes = 10.0 ** np.random.default_rng(0).uniform(np.log10(fmt.smallest / 4), np.log10(fmt.max), 2000)
+    x = np.concatenate([magnitudes, codes]).astype(np.float32)
+    x = np.concatenate([x, np.maximum(-x, given_scales.values(fmt).min())]).astype(np.float32)  # de8 has no -1
+    steps = 89  # a number of Fibonacci: the noise of so many steps is spread most evenly
+    drawn = jax.jit(jax.vmap(lambda n: fmt.decode(fmt.encode(jnp.asarray(x), fading=noise.fading(n, decay)))))
+    got = np.asarray(drawn(jnp.arange(1000, 1000 + steps)), np.float64)
+    exact = np.abs(x.astype(np.float64))
+    at = np.clip(np.searchsorted(codes, exact * (1 + 1e-7), side="right"), 1, len(codes) - 1)
+    below, above = codes[at - 1], codes[at]
+    assert ((np.abs(got) == below) | (np.abs(got) == above)).all()
+    assert (np.sign(got) * x >= 0).all()
+    stays = above - below > 2.0001 * (1 - decay) * exact
+    leaves = above - below < 1.9999 * (1 - decay) * exact
+    # The points of the golden ratio's multiples that lie in an interval are as many as its length says, but for two.
+    off = np.abs(np.abs(got).mean(0) - exact) / (above - below)
+    assert off[stays].max() <= 2.01 / steps + 2.0**-20
+    nearest = np.minimum(exact - below, above - exact)
+    assert (np.abs(np.abs(got[:, leaves]) - exact[leaves]) <= nearest[leaves] + 1e-6 * exact[leaves]).all()
+    assert stays.any()
+    assert leaves.any() or decay > 0.9
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("decay", [0.9, 0.95])
+def test_codes_that_decay_reach_zero(fmt, decay):
+    x = jnp.float32([code for code in given_scales.values(fmt) if abs(code) <= 100 * fmt.smallest])
+
+    def body(x, n):
+        return fmt.decode(fmt.encode(decay * x, fading=noise.fading(n, decay))), None
+
+    left, _ = jax.jit(lambda x: jax.lax.scan(body, x, jnp.arange(250)))(x)
+    np.testing.assert_array_equal(left, 0)
+    to_nearest = x
+    for _ in range(100):
+        to_nearest = fmt.decode(fmt.encode(decay * to_nearest))
+    assert (to_nearest != 0).any(), "a test that cannot fail"
