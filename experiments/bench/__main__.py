@@ -1,7 +1,7 @@
 """Benchmarks of kernels, layers and steps on GPUs: `python -m experiments.bench NAME [options]`.
 
-NAME is gemm, gemm_int8, quantize, linear, layer, step, reduce, optimizer, scaling or cold. Each prints its rows and the
-flags of XLA that it runs with, writes results/NAME.json and a plot, and takes `--help`.
+NAME is one of `BENCHES`. Each prints its rows and the
+flags of XLA that it runs with, writes results/CARD/NAME.json and a plot, and takes `--help`.
 """
 
 import importlib
@@ -9,7 +9,19 @@ import sys
 
 from experiments import flags
 
-BENCHES = ("gemm", "gemm_int8", "quantize", "linear", "layer", "step", "reduce", "optimizer", "scaling", "cold")
+BENCHES = (
+    "step",
+    "models",
+    "layer",
+    "optimizer",
+    "gemm",
+    "gemm_int8",
+    "quantize",
+    "linear",
+    "scaling",
+    "reduce",
+    "cold",
+)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from experiments.task import Task
 
 BF16, RECIPES = "bf16", ("bf16", "te_current", "deepseek", "coat")
 LLAMA = LlamaConfig(vocab=32000, dim=4096, layers=2, heads=32, kv_heads=32, mlp_dim=11008)
+SMALL = LlamaConfig(vocab=64, dim=64, layers=1, heads=2, kv_heads=2, mlp_dim=128)  # of a dry run
 BATCH, LENGTH = 4, 2048
 PARTS = ("tracing", "lowering", "compilation")
 COMMAND = [sys.executable, "-m", "experiments.bench", "cold"]
@@ -40,6 +41,7 @@ def seconds(
     name: str, cache: str, llama: LlamaConfig = LLAMA, batch: int = BATCH, length: int = LENGTH
 ) -> dict[str, float]:
     """What the training step of a recipe takes in this process to be traced, lowered and compiled."""
+    llama, length = (SMALL, 64) if timing.dry() else (llama, length)
     recipe = fp8jax.recipes.get(name)
     task = Task.build(llama, train.make_optimizer(config.Config(), recipe), recipe, remat=False, seed=0)
     abstract, tokens = jax.eval_shape(task.init), jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
@@ -85,6 +87,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="cold", description=__doc__)
     parser.add_argument("--one", choices=RECIPES, help="this recipe alone, in this process; prints, writes nothing")
     parser.add_argument("--cache", help="with --one: measure in this process, with the caches in this folder")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="bf16 among them")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time; several share cores and the GPU")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
@@ -93,7 +96,7 @@ def main(argv: list[str]) -> None:
         print(json.dumps(seconds(options.one, options.cache) if options.cache else both(options.one)))
         return
     running: dict[str, Any] = {}
-    waiting, times = list(RECIPES), {}
+    waiting, times = list(options.recipes), {}
     while waiting or running:
         while waiting and len(running) < options.jobs:
             name = waiting.pop(0)

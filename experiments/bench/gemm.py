@@ -1,7 +1,7 @@
 """FP8 products of one GPU in one process: XLA, jax.nn.scaled_matmul, torch (where importable), our kernels.
 
     python -m experiments.bench gemm
-    python -m experiments.bench gemm --shapes tune --sweep
+    python -m experiments.bench gemm --shapes moss --only 'ours|xla bf16'
 
 Every implementation of a shape is compiled first (in parallel); then all are timed, several rounds in a random order,
 another one for each shape, so that clocks and temperature favour none. Each round starts with an untimed run of the
@@ -36,18 +36,17 @@ import numpy as np
 from jax import lax
 
 from experiments.bench import cases, timing
-from fp8jax.ops.quantize import quantize
 from pallas_kernels.fold_triton import fold_codes
-from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_block_mosaic import matmul_block
 from pallas_kernels.matmul_mosaic import matmul
 from pallas_kernels.matmul_mx_mosaic import matmul_mx
 
 torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
 
-SETS = {"all": cases.GEMMS, "moss": cases.MOSS, "tune": cases.GEMMS[:3], "one": cases.GEMMS[:1]}
+SETS = {"all": cases.GEMMS, "moss": cases.MOSS}
 # A program of one implementation takes so many seconds at least, by the rate that is expected, in FLOP/s.
 PROGRAM, EXPECTED = 3e-3, 1.2e15
+BASE = "xla bf16"
 E4M3, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 NT = (((1,), (1,)), ((), ()))
 
@@ -100,9 +99,9 @@ def oracle(kind: str, x: dict[str, Any], rows: np.ndarray, cols: np.ndarray) -> 
     out = a @ b.T
     if kind in ("tensor", "promoted"):
         out = out * 0.5
-    if kind in ("row", "mx", "grouped"):
+    if kind in ("row", "mx"):
         out = out * wide("row", rows)[:, None]
-    return out * wide("column", cols) if kind in ("row", "grouped") else out
+    return out * wide("column", cols) if kind == "row" else out
 
 
 def xla_arms() -> Iterator[GemmArm]:
@@ -115,14 +114,6 @@ def xla_arms() -> Iterator[GemmArm]:
     def row(a: Any, b: Any, r: Any, c: Any) -> Any:
         return (dot(a, b, preferred_element_type=F32) * r[:, None] * c).astype(BF16)
 
-    def grouped(a: Any, b: Any, r: Any, c: Any) -> Any:
-        return in_groups(row(a, b, r, c), "xla")
-
-    def decoded(a: Any, b: Any, e: Any, r: Any) -> Any:
-        scale = lax.bitcast_convert_type(e.astype(jnp.uint16) << 7, BF16)
-        a16 = (a.astype(BF16).reshape(*e.shape, 32) * scale[:, :, None]).reshape(a.shape)
-        return (dot(a16, b.astype(BF16), preferred_element_type=F32) * r[:, None]).astype(BF16)
-
     def microscaled(a: Any, b: Any, e: Any, r: Any) -> Any:
         powers = lax.bitcast_convert_type(e, jnp.float8_e8m0fnu)[None]
         ones = jnp.ones((1, b.shape[0], e.shape[1]), jnp.float8_e8m0fnu)
@@ -130,20 +121,11 @@ def xla_arms() -> Iterator[GemmArm]:
         return (out * r[:, None]).astype(BF16)
 
     yield GemmArm("jax.nn.scaled_matmul", "mx", microscaled, ("a", "b", "exponent", "row"))
-    yield GemmArm("xla bf16", "bf16", functools.partial(dot, preferred_element_type=BF16), ("a16", "b16"))
+    yield GemmArm(BASE, "bf16", functools.partial(dot, preferred_element_type=BF16), ("a16", "b16"))
     yield GemmArm("xla fp8 tensor", "tensor", tensor, ("a", "b", "s"))
     promoted = functools.partial(tensor, precision=lax.Precision.HIGHEST)
     yield GemmArm("xla fp8 tensor promoted", "promoted", promoted, ("a", "b", "s"))
     yield GemmArm("xla fp8 row", "row", row, ("a", "b", "row", "column"))
-    yield GemmArm("xla fp8 row, then quantized", "grouped", grouped, ("a", "b", "row", "column"))
-    yield GemmArm("xla mx decoded to bf16", "mx", decoded, ("a", "b", "exponent", "row"))
-
-
-def in_groups(y: Any, impl: str) -> tuple[Any, Any]:
-    """Codes and scales of an output whose rows are quantized in groups of 128."""
-    q, _ = quantize(y, "e4m3:group128", impl=impl)
-    assert q is not None
-    return q.codes, q.scale
 
 
 def torch_arms() -> Iterator[GemmArm]:
@@ -158,55 +140,25 @@ def torch_arms() -> Iterator[GemmArm]:
     yield GemmArm("torch 1x128/128x128", "block", promoted, ("a", "b", "t_group", "t_block"), "torch")
 
 
-def our_arms(sweep: bool) -> Iterator[GemmArm]:
-    turns = functools.partial(Tile, split=None)
-    plain: list[Tile | None] = [None]
-    block: list[Tile | None] = [None]
-    exact: list[tuple[Tile | None, int]] = [(None, 2)]
-    if sweep:
-        plain += [turns(128, 128, stages=6, cluster="M"), turns(128, 160, stages=5, cluster="M"),
-                  turns(128, 192, cluster="M"), turns(128, 192, cluster="N"), Tile(), Tile(cluster="N")]  # fmt: skip
-        two = functools.partial(Tile, 128, 128, stages=3, slots=4)
-        block += [two(raster=16), two(), two(raster=16, cluster="N"), Tile(64, 128, stages=5)]
-        exact += [(Tile(64, 128, stages=5), 2), (Tile(64, 128, stages=5, cluster="M"), 4)]
-    for t in plain:
-        yield GemmArm(
-            f"ours tensor {label(t)}", "tensor", lambda a, b, s, t=t: matmul(a, b, scale=s, tile=t), ("a", "b", "s")
-        )
+def our_arms() -> Iterator[GemmArm]:
+    yield GemmArm("ours tensor", "tensor", lambda a, b, s: matmul(a, b, scale=s), ("a", "b", "s"))
     yield GemmArm(
         "ours tensor promoted", "promoted", lambda a, b, s: matmul(a, b, scale=s, fast=False), ("a", "b", "s")
     )
-    for t in plain:
-        yield GemmArm(f"ours row {label(t)}", "row",
-                  lambda a, b, r, c, t=t: matmul(a, b, row_scale=r, column_scale=c, tile=t),
+    yield GemmArm("ours row", "row", lambda a, b, r, c: matmul(a, b, row_scale=r, column_scale=c),
                   ("a", "b", "row", "column"))  # fmt: skip
-    yield GemmArm("ours row, then quantize kernel", "grouped",
-              lambda a, b, r, c: in_groups(matmul(a, b, row_scale=r, column_scale=c), "triton"),
-              ("a", "b", "row", "column"))  # fmt: skip
-    for t in block:
-        yield GemmArm(f"ours block {label(t)}", "block",
-                  lambda a, b, sa, sb, t=t: matmul_block(a, b, sa.T, sb, tile=t),
+    yield GemmArm("ours block", "block", lambda a, b, sa, sb: matmul_block(a, b, sa.T, sb),
                   ("a", "b", "a_turned", "b_block"))  # fmt: skip
-        yield GemmArm(f"ours wgrad {label(t)}", "wgrad",
-                  lambda a, b, sa, sb, t=t: matmul_block(a, b, sa.T, sb.T, tile=t),
+    yield GemmArm("ours wgrad", "wgrad", lambda a, b, sa, sb: matmul_block(a, b, sa.T, sb.T),
                   ("a", "b", "a_turned", "b_turned"))  # fmt: skip
     yield GemmArm("ours mx, codes folded first", "mx", folded_first, ("a", "b", "exponent", "row"))
-    for t, u in exact:
-        yield GemmArm(f"ours mx exact {label(t)}{f' u{u}' if t else ''}", "mx",
-                  lambda a, b, e, r, t=t, u=u: matmul_mx(a, b, e, row_scale=r, tile=t, unroll=u),
+    yield GemmArm("ours mx exact", "mx", lambda a, b, e, r: matmul_mx(a, b, e, row_scale=r),
                   ("a", "b", "exponent", "row"))  # fmt: skip
 
 
 def folded_first(a: Any, b: Any, exponent: Any, row: Any) -> Any:
     codes, scale = fold_codes(a, exponent, row[:, None])
     return matmul(codes, b, row_scale=scale[:, 0])
-
-
-def label(t: Tile | None) -> str:
-    if t is None:
-        return "chosen"
-    text = f"{t.rows}x{t.cols}{t.split or 'turns'} s{t.stages} r{t.raster}{t.raster_axis}"
-    return text + (f" c{t.cluster}" if t.cluster else "") + (f" l{t.lead}" if t.lead else "")
 
 
 def torch_operands(x: dict[str, jax.Array]) -> dict[str, Any]:
@@ -241,13 +193,13 @@ def measure(shape: tuple[int, int, int], arms: list[GemmArm], rounds: int, burst
     ready: list[Any] = []
 
     def build(arm: GemmArm) -> Callable[..., Any]:
-        one = arm.function if arm.framework == "torch" else jax.jit(arm.function)
-        call = lambda sets: [one(*args) for args in sets]  # noqa: E731
+        call = lambda sets: [arm.function(*args) for args in sets]  # noqa: E731
         if arm.framework == "torch":
             return call
-        call = jax.jit(call)
-        jax.block_until_ready(call([[x[t] for t in arm.takes] for x in sets]))
-        return call
+        args = [[x[t] for t in arm.takes] for x in sets]
+        program = timing.traced(call, args)
+        jax.block_until_ready(program(args))
+        return program
 
     start = time.time()
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
@@ -259,14 +211,14 @@ def measure(shape: tuple[int, int, int], arms: list[GemmArm], rounds: int, burst
         try:
             call, args = future.result(), [[x[t] for t in arm.takes] for x in source]
             out = call(args)[0]
-            codes, *scale = out if isinstance(out, tuple) else (out,)
-            sample = codes[rows][:, cols]
+            sample = out[rows][:, cols]
             sample = sample.float().cpu().numpy() if arm.framework == "torch" else np.asarray(sample.astype(F32))
-            sample = sample * (np.asarray(scale[0])[rows][:, cols // 128] if scale else 1)
             error = float(np.linalg.norm(sample - wanted[arm.kind]) / np.linalg.norm(wanted[arm.kind]))
             finish = (lambda _: torch.cuda.synchronize()) if arm.framework == "torch" else jax.block_until_ready
             ready.append((arm, call, args, error, finish))
         except Exception as problem:
+            if timing.dry():
+                raise
             print(f"  {arm.name}: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
             results.append({"case": "x".join(map(str, shape)), "impl": arm.name, "metric": "failed", "value": None,
                             "unit": f"{type(problem).__name__}", "baseline": None, "ratio": None})  # fmt: skip
@@ -280,31 +232,37 @@ def measure(shape: tuple[int, int, int], arms: list[GemmArm], rounds: int, burst
             finish(out)
         return (time.perf_counter() - begin) / repeats / copies
 
+    rounds, burst = (1, 0.0) if timing.dry() else (rounds, burst)
     repeats = [max(4, int(burst / copies / max(run(e, 3), 1e-6))) for e in ready]
     times: list[list[float]] = [[] for _ in ready]
     for turn in range(rounds):  # what ran just before decides how far the power limit has pulled the clock down
         for i in np.random.default_rng([turn, *shape]).permutation(len(ready)):
             times[i].append(run(ready[i], repeats[i]))
     seconds = {e[0].name: timing.Seconds(t) for e, t in zip(ready, times, strict=True)}
-    rate = {name: 2 * m * n * k / t / 1e12 for name, t in seconds.items()}
-    for arm, _, _, error, _ in ready:
-        rivals = {
-            a: r
-            for a, r in rate.items()
-            if not a.startswith("ours") and any(x.name == a and x.kind == arm.kind for x in arms)
-        }
-        baseline = max(rivals, key=rivals.__getitem__) if rivals else "xla bf16"
-        case = "x".join(map(str, shape))
-        ratio = rate[arm.name] / rate[baseline] if baseline in rate else None
-        results.append({"case": case, "impl": arm.name, "metric": "rate", "value": round(rate[arm.name], 1),
-                        "unit": "TFLOP/s", "baseline": baseline, "ratio": ratio and round(ratio, 3),
-                        "quartiles": seconds[arm.name].quartiles(lambda t: 2 * m * n * k / t / 1e12)})  # fmt: skip
-        results.append({"case": case, "impl": arm.name, "metric": "error", "value": error, "unit": "of float64",
-                        "baseline": None, "ratio": None})  # fmt: skip
-        print(
-            f"  {arm.name:42s} {rate[arm.name]:7.0f}  x{ratio or 0:.3f} of {baseline:24s} err {error:.1e}", flush=True
-        )
-    return results
+    return results + rate_rows(shape, [e[0] for e in ready], seconds, {e[0].name: e[3] for e in ready})
+
+
+def rate_rows(
+    shape: tuple[int, int, int],
+    arms: list[GemmArm],
+    seconds: dict[str, timing.Seconds],
+    errors: dict[str, float],
+) -> list[timing.Row]:
+    """Rates against the fastest of others that computes the same kind of product; without one, against XLA's bf16."""
+    m, n, k = shape
+    case, rows = "x".join(map(str, shape)), []
+    for arm in arms:
+        rivals = [x.name for x in arms if x.kind == arm.kind and not x.name.startswith("ours")]
+        baseline = min(rivals or [BASE], key=lambda name: seconds.get(name, math.inf))
+        time, base = seconds[arm.name], seconds.get(baseline)
+
+        def rate(t: float) -> float:
+            return 2e-12 * m * n * k / t
+
+        ratio = None if base is None else base / time
+        rows.append(timing.row(case, arm.name, "rate", rate(time), "TFLOP/s", baseline, ratio, time.quartiles(rate)))
+        rows.append(timing.row(case, arm.name, "error", errors[arm.name], "of float64"))
+    return rows
 
 
 def main(argv: list[str]) -> None:
@@ -312,7 +270,6 @@ def main(argv: list[str]) -> None:
         prog="gemm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", choices=SETS, default="all")
-    parser.add_argument("--sweep", action="store_true", help="every candidate tile, not only the chosen ones")
     parser.add_argument("--only", default="", help="substring of the implementations to run, alternatives with |")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--burst", type=float, default=0.1, help="seconds of one round of one implementation")
@@ -320,21 +277,18 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
-    arms = [*xla_arms(), *(torch_arms() if torch is not None else []), *our_arms(options.sweep)]
+    arms = [*xla_arms(), *(torch_arms() if torch is not None else []), *our_arms()]
     arms = [a for a in arms if not options.only or any(word in a.name for word in options.only.split("|"))]
     versions = {"torch": torch.__version__} if torch else {}
     notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
     save = functools.partial(
-        timing.write, "gemm", "FP8 products", notes=notes, versions=versions, out=options.out, last_resort="xla bf16"
+        timing.write, "gemm", "FP8 products", notes=notes, versions=versions, out=options.out, last_resort=BASE
     )
     start, rows = time.time(), []
-    for shape in SETS[options.shapes]:
+    for shape in [(256, 256, 512)] if timing.dry() else SETS[options.shapes]:
         if time.time() - start > options.limit:
             print(f"{shape}: not measured, the time limit is reached")
             continue
         rows += measure(shape, arms, options.rounds, options.burst)
-        if not options.sweep:
-            save(rows)
-    rows += timing.means(rows, "rate", "xla bf16")
-    if not options.sweep:
-        save(rows)
+        save(rows, complete=False)
+    save(rows + timing.means(rows, "rate", BASE))

@@ -1,7 +1,6 @@
 """INT8 products of one GPU in one process: rows by a tensor, blocks of 128x128, and those with a share that falls back.
 
     python -m experiments.bench gemm_int8
-    python -m experiments.bench gemm_int8 --sweep --shapes 2
     python -m experiments.bench gemm_int8 --only 'xla|rows'
 
 As `gemm`: all implementations of a shape are compiled, then timed in turns; operands rotate among sets that are larger
@@ -19,7 +18,7 @@ by a tensor in one kernel 0.97 of XLA's int8 product without scales, and 1.15 of
 import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +28,12 @@ import numpy as np
 from jax import lax
 
 from experiments.bench import cases, timing
-from pallas_kernels import matmul_int8_triton
-from pallas_kernels.hopper import Tile
 from pallas_kernels.matmul_int8_mosaic import BLOCK, FallbackResidual, matmul_int8_block
 from pallas_kernels.matmul_mosaic import matmul
 
 SHAPES = [cases.GEMMS[i] for i in (0, 1, 2, 4, 6, 9)]
 RATES = (0.1, 0.2, 0.3, 0.5)
 ORDERS = ("random", "sequential")
-TILES = {
-    "128x128N": Tile(128, 128, "N", stages=3, slots=4, raster=16),
-    "128x128N r8": Tile(128, 128, "N", stages=3, slots=4, raster=8),
-    "64x128M": Tile(64, 128, stages=5),
-    "64x128M s6": Tile(64, 128, stages=6, raster=16),
-}
-ROW_TILES = {
-    "128x128": Tile(128, 128, None, 6, cluster="M"),
-    "128x160": Tile(128, 160, None, 5, cluster="M"),
-    "128x192": Tile(128, 192, None, cluster="M"),
-    "128x192 cN": Tile(128, 192, None, cluster="N"),
-    "64x256M": Tile(),
-}
 NT = (((1,), (1,)), ((), ()))
 XLA, BF16, OURS, FALLBACK = "xla int8 to int32", "xla bf16", "ours int8 block", "ours fallback"
 XLA_ROWS, ROWS = "xla int8 rows", "ours int8 rows"
@@ -98,19 +82,14 @@ def oracle(x: dict[str, Any], used: Any, scales: str, rows: np.ndarray, cols: np
     return product * by_row if scales == "rows" else product
 
 
-def functions(sweep: bool) -> dict[str, Program]:
+def functions() -> dict[str, Program]:
     """By name what multiplies."""
 
-    def ours(a: Any, b: Any, sa: Any, sb: Any, *residual: Any, tile: Tile | None = None) -> Any:
-        return matmul_int8_block(a, b, sa, sb, residual=FallbackResidual(*residual) if residual else None, tile=tile)
+    def ours(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> Any:
+        return matmul_int8_block(a, b, sa, sb, residual=FallbackResidual(*residual) if residual else None)
 
-    def in_triton(a: Any, b: Any, sa: Any, sb: Any, *residual: Any) -> Any:
-        return matmul_int8_triton.matmul_int8_block(
-            a, b, sa, sb, residual=FallbackResidual(*residual) if residual else None
-        )
-
-    def in_rows(a: Any, b: Any, row: Any, tensor: Any, tile: Tile | None = None) -> Any:
-        return matmul(a, b, row_scale=row * tensor, tile=tile)
+    def in_rows(a: Any, b: Any, row: Any, tensor: Any) -> Any:
+        return matmul(a, b, row_scale=row * tensor)
 
     def scaled_after(a: Any, b: Any, row: Any, tensor: Any) -> Any:
         sums = dot(a, b, preferred_element_type=jnp.int32).astype(jnp.float32)
@@ -137,15 +116,6 @@ def functions(sweep: bool) -> dict[str, Program]:
     programs |= {
         f"{FALLBACK} {rate} {order}": (ours, pair(order, rate), "blocks") for order in ORDERS for rate in RATES
     }
-    # The kernel for GPUs before Hopper, on this one.
-    programs["in Triton, block"] = in_triton, blocks, "blocks"
-    programs["in Triton, fallback 0.3 random"] = in_triton, pair("random", 0.3), "blocks"
-    for name, tile in ROW_TILES.items() if sweep else ():
-        programs[f"{ROWS} {name}"] = functools.partial(in_rows, tile=tile), rows, "rows"
-    for name, tile in TILES.items() if sweep else ():
-        function = functools.partial(ours, tile=tile)
-        programs[f"{OURS} {name}"] = function, blocks, "blocks"
-        programs |= {f"{FALLBACK} 0.3 {order} {name}": (function, pair(order, 0.3), "blocks") for order in ORDERS}
     return programs
 
 
@@ -171,12 +141,13 @@ def measure(shape: tuple[int, int, int], arms: dict[str, Program], rounds: int, 
     for name, (function, takes, scales) in arms.items():
         args = [takes(x) for x in sets]
         kind = function, len(args[0])
-        if kind not in programs:
-            one = jax.jit(function)
-            programs[kind] = jax.jit(lambda sets, one=one: [one(*x) for x in sets])
         try:
+            if kind not in programs:
+                programs[kind] = timing.traced(lambda sets, one=function: [one(*x) for x in sets], args)
             out = programs[kind](args)[0]
         except Exception as problem:
+            if timing.dry():
+                raise
             print(f"  {name} failed: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
             table.append(timing.row(case, name, "failed", None, type(problem).__name__))
             continue
@@ -187,13 +158,24 @@ def measure(shape: tuple[int, int, int], arms: dict[str, Program], rounds: int, 
         table.append(timing.row(case, name, "error", error, "of float64"))
         ready[name] = functools.partial(programs[kind], args)
     print(f"{shape}: compiled and checked in {time.perf_counter() - start:.0f} s", flush=True)
-    seconds = timing.seconds(ready, rounds, burst)
+    return table + rate_rows(case, work * count, timing.seconds(ready, rounds, burst))
+
+
+def rate_rows(case: str, work: float, seconds: dict[str, timing.Seconds]) -> list[timing.Row]:
+    """Rates against XLA's bf16, and how near products come to XLA's int8 and to the ideal of fallback.
+
+    Args:
+        case: shape.
+        work: operations of a program.
+        seconds: of a program of each.
+    """
+    table = []
     for name, t in seconds.items():
-        ratio = seconds[BF16] / t if BF16 in seconds else None
 
         def rate(t: float) -> float:
-            return work * count / t / 1e12
+            return work / t / 1e12
 
+        ratio = seconds[BF16] / t if BF16 in seconds else None
         table.append(timing.row(case, name, "rate", rate(t), "TOP/s", BF16, ratio, t.quartiles(rate)))
         for other, metric in ((XLA, "of XLA's int8"), (XLA_ROWS, "of XLA's with scales")):
             if name in ((OURS, ROWS) if other == XLA else (ROWS,)) and other in seconds:
@@ -204,7 +186,7 @@ def measure(shape: tuple[int, int, int], arms: dict[str, Program], rounds: int, 
     return table
 
 
-def plot(rows: list[timing.Row], path: Path) -> None:
+def plot(rows: Sequence[timing.Row], path: Path) -> None:
     """Rates against the share of blocks that fall back, as figure 8(c): a panel for each shape."""
     import matplotlib
 
@@ -237,28 +219,22 @@ def main(argv: list[str]) -> None:
         prog="gemm_int8", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="so many of the table's")
-    parser.add_argument("--sweep", action="store_true", help="other tiles too; nothing is written")
-    parser.add_argument("--only", default="", help="words in the names of what runs, between |; nothing is written")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--burst", type=float, default=0.06, help="seconds of one round of one implementation")
     parser.add_argument("--limit", type=float, default=100, help="seconds after which no further shape is started")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
-    arms = functions(options.sweep)
-    arms = {name: arm for name, arm in arms.items() if any(word in name for word in options.only.split("|"))}
-    whole = not (options.sweep or options.only)
-    save = functools.partial(timing.write, "gemm_int8", "INT8 products of rows and of blocks of 128x128 with fallback")
     start, rows = time.time(), []
     notes = ["Product alone, operands already quantized. " + " ".join((__doc__ or "").split("\n\n")[2].split())]
-    for shape in SHAPES[: options.shapes]:
+    save = functools.partial(
+        timing.write, "gemm_int8", "INT8 products of rows and of blocks of 128x128 with fallback", notes=notes,
+        versions={}, out=options.out, picture=plot,
+    )  # fmt: skip
+    for shape in [(256, 256, 512)] if timing.dry() else SHAPES[: options.shapes]:
         if time.time() - start > options.limit:
             print(f"{shape}: not measured, the time limit is reached")
             continue
-        rows += measure(shape, arms, options.rounds, options.burst)
-        if whole:
-            save(rows, notes, {}, options.out)
-    if whole:
-        rows += timing.means(rows, "rate", BF16)
-        save(rows, notes, {}, options.out)
-        plot(rows, options.out / "gemm_int8.png")
+        rows += measure(shape, functions(), options.rounds, options.burst)
+        save(rows, complete=False)
+    save(rows + timing.means(rows, "rate", BF16))

@@ -8,13 +8,6 @@ again. COAT (Xi et al., ICLR 2025), Table 7, reports 1.57 times the speed and 1.
 "Weights held" leaves out of the time what quantizes the weights, once for all microbatches of a step: "codes of the
 weights" is that time, and "time, N microbatches" has its share. Bytes kept are compared with bf16 as Flax's modules
 keep it (norms and SiLU in fp32), with bf16 recomputed, and with the 22.66 U that the paper counts for bf16.
-
-"products and attention alone" are its FP8 products with fast accumulation, of codes that are there, and its attention:
-what is left of the time when everything else costs nothing. "bound of" a recipe adds to these one copy that moves as
-many bytes as all other operations of its compiled program read and write: what is left of the time when every pass
-besides products and attention runs as fast as a copy (and finds nothing in the cache: a layer may be a little faster).
-"bound of any lean program" copies as many bytes as such a layer has to move at least while scales are those of the
-tensors themselves (`experiments.bench.layer_bounds.least`).
 """
 
 import argparse
@@ -29,20 +22,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 import fp8jax
-from experiments.bench import layer_bounds, timing
+from experiments.bench import timing
 from experiments.models.llama import Block, LlamaConfig, apply_rope, attend, rope_tables
 from experiments.tables import coat_memory
 
 CONFIG = LlamaConfig(vocab=256, dim=4096, layers=1, heads=32, kv_heads=32, mlp_dim=11008)
 BF16, BATCH = "bf16", 4
-ALONE = "products and attention alone"
-BOUND, ANY = "bound of {}", "any lean program"
 HELD, FAST, BOUNDED, FUNCTIONS = "weights held", "fast accumulation", "bounded scales", "as functions"
 BF16_FUNCTIONS, BF16_AGAIN = f"{BF16}, {FUNCTIONS}", coat_memory.AGAIN
 WEIGHTS, MICROBATCHES = "codes of the weights", (1, 4, 16)
 PAPER, PAPER_BF16 = "the paper's bf16", coat_memory.PAPER["BF16"][-1]
 SETTLING = 30  # steps, of a factor of 1.3 each
 PRODUCTS = fp8jax.recipes.coat_fast().linear.fast_accumulation
+# What RESULTS.md and README.md quote.
+QUICK = f"{coat_memory.LEAN}, {FAST}, {BOUNDED}, {HELD}"
+ARMS = ("te_current", coat_memory.FAITHFUL, coat_memory.LEAN, QUICK, f"{QUICK}, {FUNCTIONS}", "moss", "fast",
+        "int8_fallback")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,55 +185,35 @@ def main(argv: list[str]) -> None:
     forms = "", f", {HELD}", f", {HELD}, {FUNCTIONS}"
     names = [f"{name}{form}" for name, r in recipes().items() for form in (forms[:1] if r.linear.states else forms)]
     listed = f"one of {', '.join(map(repr, recipes()))}; any with ', {HELD}', or ', {HELD}, {FUNCTIONS}'"
-    some: Any = {"nargs": "+", "choices": names, "metavar": "RECIPE"}
-    parser.add_argument("--only", **some, help=f"all but those {FUNCTIONS} if left out; {listed}")
-    parser.add_argument("--bounds", **some, default=[], help="recipes, of --only, to bound")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="RECIPE", default=list(ARMS), help=listed)
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
-    if missing := set(options.bounds) - set(options.only or ()):
-        parser.error(f"--bounds {sorted(missing)}: name them with --only, too")
     timing.need_gpu()
     notes = [
         *(" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]),
         "Ratios are the baseline's time or bytes over the recipe's.",
-        "Clock and power are medians of the last third of 1.5 s of a layer: at the power limit the clock falls.",
     ]
     save = functools.partial(
         timing.write, "layer", "A Llama layer, forward and backward", notes=notes, versions={}, out=options.out
     )
     rows: list[timing.Row] = []
-    for length in options.lengths:
+    for length in [16] if timing.dry() else options.lengths:
         rows += measure(length, options)
-        save(rows)
+        save(rows, complete=False)
     save(rows + timing.means(rows, "time"))
 
 
 def measure(length: int, options: argparse.Namespace) -> list[timing.Row]:
     """Rows of one length."""
-    rows: list[timing.Row] = []
-    wanted, case = arms(length, names=options.only), f"batch {BATCH}, length {length}"
+    config = dataclasses.replace(CONFIG, dim=256, heads=2, kv_heads=2, mlp_dim=512) if timing.dry() else CONFIG
+    wanted, case = arms(length, config, options.only), f"batch {BATCH}, length {length}"
     ready: dict[str, Callable[..., Any]] = {}
     for name, arm in wanted.items():
         ready |= timing.compiled({name: arm.three}, [arm.operands])
     make, kernels = weights(wanted[BF16])
     ready |= timing.compiled({WEIGHTS: make}, [kernels])
-    function, operands = layer_bounds.alone(BATCH * length, length, CONFIG)
-    ready |= timing.compiled({ALONE: function}, [operands])
-    moved: dict[str, float] = {
-        name: layer_bounds.others(wanted[name].three, *wanted[name].operands) for name in options.bounds
-    }
-    moved[ANY] = sum(layer_bounds.least(BATCH * length, CONFIG).values())
-    for name, size in moved.items():
-        rows.append(timing.row(case, BOUND.format(name), "other bytes", size / 1e9, "GB"))
-        both, array = layer_bounds.bound(function, size)
-        ready |= timing.compiled({BOUND.format(name): both}, [(*operands, array)])
     times = timing.seconds(ready, options.rounds, options.burst)
-    rows += time_rows(case, times) + saved_rows(case, wanted)
-    for name, call in ready.items():
-        state = timing.clock_and_power(call)
-        for metric, value, what in zip(("clock", "power"), state or (), ("MHz", "W"), strict=False):
-            rows.append(timing.row(case, name, metric, value, what))
-    return rows
+    return time_rows(case, times) + saved_rows(case, wanted)
 
 
 def time_rows(case: str, times: dict[str, timing.Seconds]) -> list[timing.Row]:

@@ -2,17 +2,13 @@
 
 The implementations of a case run in turns, and each keeps the state that it donates; PyTorch's come after JAX's.
 
-Run: python -m experiments.bench optimizer        (`--sweep` also times other launches of the kernel)
-Writes results/optimizer.json.
+"speed" is that of a burst, in which the GPU's clock is still high; "speed, sustained" that of long runs of steps.
 """
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import importlib
-import itertools
-import json
 import os
 import pathlib
 import sys
@@ -23,21 +19,20 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch's opt
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 import optax
 import triton
 import triton.language as tl
 
 import fp8jax
-from experiments.bench import record, timing
-from fp8jax.core import expansion, formats
-from pallas_kernels import adamw_triton, call_triton
+from experiments.bench import timing
+from pallas_kernels import call_triton
 
 LEAVES, ROWS, WIDTH, GROUP = 8, 16384, 4096, 128
 RATE, B1, B2, DECAY = 1e-3, 0.9, 0.999, 0.1
 NU_NEAREST = ", second moment to nearest"
 BYTES, LAUNCHES = "bytes only", ((2048, 4), (4096, 4), (4096, 8))
-ROUNDS, CALLS, SUSTAINED_ROUNDS, SUSTAINED_CALLS = 9, 10, 5, 60
+ROUNDS, CALLS, SUSTAINED_ROUNDS, SUSTAINED_CALLS = 9, 10, 3, 60
+BURST, SUSTAINED = "speed", "speed, sustained"
 NOTES = [
     f"The implementations of a case run in turns, in another order in each of {ROUNDS} rounds: {CALLS} steps untimed, "
     f"then {CALLS} timed; medians. Bytes only is the fastest of three launches. What a ratio compares with in another "
@@ -150,45 +145,47 @@ class Bench:
         self.shape = (rows, WIDTH)
         self.params = LEAVES * rows * WIDTH
         self.rows: list[Row] = []
-        self.speeds: dict[tuple[str, str], float] = {}
+        self.speeds: dict[tuple[str, str, str], float] = {}
 
-    def record(self, case: str, impl: str, time_: float, traffic: float, against: str | None) -> None:
+    def record(
+        self, case: str, impl: str, time_: float, traffic: float, against: str | None, metric: str = BURST
+    ) -> None:
         """Adds the speed of an implementation, relative to that of `against` in the same case."""
         speed = self.params / time_ / 1e9
-        self.speeds[case, impl] = speed
-        ratio = speed / self.speeds[case, against] if against else None
+        self.speeds[case, impl, metric] = speed
+        ratio = speed / self.speeds[case, against, metric] if against else None
         spread = time_.quartiles((self.params / 1e9).__truediv__) if isinstance(time_, timing.Seconds) else None
-        self.add(case, impl, "speed", speed, "Gparam/s", against, ratio, spread)
-        self.add(case, impl, "bandwidth", traffic * speed / 1e3, "TB/s", None, None)
+        self.add(case, impl, metric, speed, "Gparam/s", against, ratio, spread)
+        if metric == BURST:
+            self.add(case, impl, "bandwidth", traffic * speed / 1e3, "TB/s", None, None)
 
     def add(self, case: str, impl: str, metric: str, value: float, unit: str, against: str | None,
             ratio: float | None, quartiles: list[float] | None = None) -> None:  # fmt: skip
         self.rows.append(timing.row(case, impl, metric, value, unit, against, ratio, quartiles))
 
     def add_ratio(self, case: str, impl: str, against: tuple[str, str]) -> None:
-        """Adds the speed of an implementation once more, relative to that of another (case, implementation)."""
-        speed = self.speeds[case, impl]
-        self.add(case, impl, "speed", speed, "Gparam/s", against[1], speed / self.speeds[against])
+        """Adds the speeds of an implementation once more, relative to those of another (case, implementation)."""
+        for metric in (BURST, SUSTAINED):
+            speed = self.speeds[case, impl, metric]
+            self.add(case, impl, metric, speed, "Gparam/s", against[1], speed / self.speeds[*against, metric])
 
     def gradients(self, dtype: Any) -> list[jax.Array]:
         return [0.5 * g for g in weights(self.shape, dtype)]
 
     def measure(self, case: str, arms: list[OptimizerArm], moves: dict[str, Callable], traffic: float) -> None:
-        """Times all arms of a case and what moves bytes alone in turns, and steps once more in longer bursts."""
+        """Times all arms of a case and what moves bytes alone in turns, in bursts and in longer runs."""
         calls = {arm.name: arm.call for arm in arms}
         times = in_turns(moves | calls, ROUNDS, CALLS)
         best = min(moves, key=times.__getitem__)
-        self.record(case, BYTES, times[best], traffic, None)
+        sustained = in_turns({BYTES: moves[best]} | calls, SUSTAINED_ROUNDS, SUSTAINED_CALLS)
+        for metric, found in ((BURST, times | {BYTES: times[best]}), (SUSTAINED, sustained)):
+            self.record(case, BYTES, found[BYTES], traffic, None, metric)
+            for arm in arms:
+                self.record(case, arm.name, found[arm.name], arm.traffic, BYTES, metric)
         for arm in arms:
-            self.record(case, arm.name, times[arm.name], arm.traffic, BYTES)
             if arm.memory is not None:
                 temporaries, state = arm.memory
                 self.add(case, arm.name, "temporaries", temporaries / 2**20, "MiB", "state", temporaries / state)
-        steps = {name: call for name, call in calls.items() if " step" in name}
-        times = in_turns({BYTES: moves[best]} | steps, SUSTAINED_ROUNDS, SUSTAINED_CALLS)
-        for name, time_ in times.items():
-            against, ratio = (None, None) if name == BYTES else (BYTES, times[BYTES] / time_)
-            self.add(case, name, "speed, sustained", self.params / time_ / 1e9, "Gparam/s", against, ratio)
 
     def optax(self, dtype: Any) -> OptimizerArm:
         """`optax.adamw` with everything in one dtype, one jit, donated."""
@@ -220,7 +217,7 @@ class Bench:
 
         state = tx.init(p)
         donated = (1,) if form == "update" else (0, 1)
-        compiled = jax.jit(run, donate_argnums=donated).lower(p, state, g, key).compile()
+        compiled = timing.traced(run, p, state, g, key, donate_argnums=donated)
 
         def step(carry: Any, grads: Any, key: jax.Array) -> Any:
             result, state = compiled(*carry, grads, key)
@@ -248,63 +245,19 @@ class Bench:
             for _ in "mn"
         ]
         g, state = self.gradients(jnp.bfloat16), State(arrays)
-        launches = {str(x): jax.jit(functools.partial(move, *x), donate_argnums=0) for x in LAUNCHES}
+        launches = {
+            str(x): timing.traced(functools.partial(move, *x), state.value, g, donate_argnums=0) for x in LAUNCHES
+        }
         return {name: state.through(run, g) for name, run in launches.items()}
 
-    def sweep(self, case: str, dtype: Any, stochastic: bool) -> None:
-        """Times other launches of the kernel; prints, records nothing."""
-        fmt = formats.get("e4m3")
-        how = functools.partial(
-            adamw_triton.Storage, fmt.max, (fmt.expansion_range, expansion.LOWEST, expansion.HIGHEST)
-        )
-        tx = fp8jax.compressed_adamw(RATE, B1, B2, weight_decay=DECAY)
-        p, g = weights(self.shape, dtype), self.gradients(jnp.bfloat16)
-        state = tx.init(p)
-        parts = [[(q.codes, q.scale, q.expansion) for q in moment] for moment in (state.mu, state.nu)]
-        carry = State(list(zip(p, *parts, strict=True)))
-        scalars = adamw_triton.AdamWScalars(RATE, DECAY, B1, 1 - B1, B2, 1 - B2, 0.5, 0.5, 1e-8, 0.0)
-        seed = jnp.asarray([1, 2], jnp.uint32) if stochastic else None
-        calls = {}
-        for warps, vector, elements in itertools.product((1, 2), (4, 8), (16, 32) if dtype == jnp.bfloat16 else (16,)):
-            launch = adamw_triton.AdamWLaunch(warps, vector, elements)
 
-            def step(carry: Any, grads: Any, launch: adamw_triton.AdamWLaunch = launch) -> Any:
-                options: dict[str, Any] = {"group_size": GROUP, "form": "step", "seed": seed, "launch": launch}
-                storage: dict[str, Any] = {
-                    "mu_storage": how(),
-                    "nu_storage": how(smallest=fmt.smallest, signed=False),
-                }
-                return [
-                    adamw_triton.adamw(x, row[0], row[1], row[2], scalars, **storage, **options)
-                    for x, row in zip(grads, carry, strict=True)
-                ]
-
-            calls[str(launch)] = carry.through(jax.jit(step, donate_argnums=0), g)
-        for name, time_ in in_turns(calls, ROUNDS, CALLS).items():
-            speed = self.params / time_ / 1e9
-            ratio = speed / self.speeds[case, BYTES]
-            print(f"{case:36s} {name} {speed:.0f} Gparam/s, {ratio:.3f} of {BYTES}", flush=True)
-
-
-def write(bench: Bench, args: argparse.Namespace) -> None:
-    sizes = [] if args.rows == ROWS else [f"--rows {args.rows}"]
-    packages = {"jax": jax.__version__, "optax": optax.__version__, "triton": triton.__version__}
-    packages["jax-triton"] = jax_triton.__version__
+def write(bench: Bench, out: pathlib.Path, complete: bool) -> None:
     installed = [name for name in ("torch", "torchao", "bitsandbytes") if name in sys.modules]
-    packages |= {name: getattr(sys.modules[name], "__version__", "unknown") for name in installed}
-    report = {
-        "bench": "optimizer",
-        "title": "AdamW's step of half a billion parameters",
-        "device": jax.devices()[0].device_kind,
-        "versions": packages,
-        "command": " ".join(["python -m experiments.bench optimizer", *sizes]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        **record.stamp("optimizer"),
-        "notes": NOTES,
-        "rows": bench.rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    packages = dict[str, str]()
+    for name in installed:
+        packages[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+    title = "AdamW's step of half a billion parameters"
+    timing.write("optimizer", title, bench.rows, NOTES, packages, out, complete=complete)
 
 
 def main(argv: list[str]) -> None:
@@ -312,36 +265,34 @@ def main(argv: list[str]) -> None:
         prog="optimizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=ROWS, help="rows of each of 8 parameters with 4096 columns")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results/optimizer.json"))
-    parser.add_argument("--sweep", action="store_true", help="also time other launches of the kernel")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"))
     args = parser.parse_args(argv)
-    bench = Bench(args.rows)
+    timing.need_gpu()
+    bench = Bench(2 if timing.dry() else args.rows)
     fp32, bf16 = "fp32 weights, bf16 gradients", "bf16 weights, stochastic rounding"
     forms = ("step", "update", "update + apply")
     # No name holds the arms for long, so that what they keep is freed after their case.
     arms = [bench.optax(jnp.float32), *(bench.ours(jnp.float32, form) for form in forms)]
-    arms += [bench.ours(jnp.float32, form, nu_rounding="nearest") for form in ("step", "update")]
+    arms += [bench.ours(jnp.float32, "step", nu_rounding="nearest")]
     bench.measure(fp32, arms, bench.bytes_only(jnp.float32), 14 + 24 / GROUP)
     del arms
     for form in forms:
         bench.add_ratio(fp32, f"compressed_adamw {form}", (fp32, "optax.adamw float32"))
+    write(bench, args.out, False)
     ours = functools.partial(bench.ours, jnp.bfloat16, "step")
-    arms = [bench.optax(jnp.bfloat16), ours(stochastic=True), ours(), ours(stochastic=True, nu_rounding="nearest")]
+    arms = [bench.optax(jnp.bfloat16), ours(stochastic=True), ours(stochastic=True, nu_rounding="nearest")]
     bench.measure(bf16, arms, bench.bytes_only(jnp.bfloat16), 10 + 24 / GROUP)
     del arms
     for baseline in ((bf16, "optax.adamw bfloat16"), (fp32, "optax.adamw float32")):
         bench.add_ratio(bf16, "compressed_adamw step", baseline)
-    for case, form in ((fp32, "step"), (fp32, "update"), (bf16, "step")):
-        bench.add_ratio(case, f"compressed_adamw {form}", (case, f"compressed_adamw {form}{NU_NEAREST}"))
+    for case in (fp32, bf16):
+        bench.add_ratio(case, "compressed_adamw step", (case, f"compressed_adamw step{NU_NEAREST}"))
     lm = importlib.import_module("experiments.bench.optimizer_lm")
     for kind in lm.TRAFFIC:
         case = f"FP8-LM, {kind}"
         bench.measure(case, [bench.optax(jnp.bfloat16), *lm.arms(bench, kind)], lm.bytes_only(bench), 13)
         for baseline in ((case, "optax.adamw bfloat16"), (fp32, "optax.adamw float32"), (case, lm.XLA)):
             bench.add_ratio(case, lm.FUSED, baseline)
-    if args.sweep:
-        bench.sweep(fp32, jnp.float32, False)
-        bench.sweep(bf16, jnp.bfloat16, True)
-    write(bench, args)
+        write(bench, args.out, False)
     importlib.import_module("experiments.bench.optimizer_torch").measure(bench, fp32, "optax.adamw float32")
-    write(bench, args)
+    write(bench, args.out, True)

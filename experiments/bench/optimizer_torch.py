@@ -10,7 +10,7 @@ import statistics
 import time
 from typing import Any
 
-from experiments.bench import optimizer
+from experiments.bench import optimizer, timing
 
 _SETTINGS: dict[str, Any] = {
     "lr": optimizer.RATE,
@@ -28,6 +28,8 @@ def measure(bench: optimizer.Bench, case: str, against: str) -> None:
         ("bitsandbytes AdamW8bit", _bitsandbytes),
         ("torchao AdamW8bit", _torchao),
     ):
+        if timing.dry():
+            break
         try:
             torch = importlib.import_module("torch")
             p = [torch.nn.Parameter(torch.randn(bench.shape, device="cuda") * 0.02) for _ in range(optimizer.LEAVES)]

@@ -1,84 +1,139 @@
-"""What a results file says of how it was measured: XLA's flags, the commit, and which kernels as they were then.
+"""Results files: what is written of a figure, the commit and the card of each row, and what changed since, by git.
 
-`changed` compares those kernels with today's, so that figures are marked that are older than what they time.
+A file is RESULTS/CARD/NAME.json, of one command on one card at one commit. `FP8JAX_COMMIT` names the commit where the
+code runs without its history, as on a machine that gets a copy of the files.
 """
 
+import datetime
 import functools
-import hashlib
 import os
+import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from experiments import report
+
 ROOT = Path(__file__).parents[2]
-_PRODUCTS = ("matmul_mosaic", "matmul_block_mosaic", "matmul_mx_mosaic")
-_QUANTIZE = ("quantize_triton", "quantize_rows_triton", "maxima_triton", "fold_triton", "scaling_triton")
-_LAYER = (*_PRODUCTS, *_QUANTIZE, "norm_triton", "activation_triton", "activation_rows_triton", "remake_triton")
-_ALL = (*_LAYER, "adamw_triton")
-_STEP = (*_ALL, "matmul_int8_mosaic", "fallback_triton", "cotangents_triton")
-# What each results file times, in pallas_kernels/, besides what these import. Others time no kernel.
-KERNELS = {
-    "gemm": (*_PRODUCTS, "fold_triton", "quantize_triton"),
-    "gemm_block": ("matmul_block_mosaic",),
-    "gemm_int8": ("matmul_mosaic", "matmul_int8_mosaic", "matmul_int8_triton"),
-    "quantize": _QUANTIZE,
-    "linear": (*_PRODUCTS, "matmul_int8_mosaic", *_QUANTIZE, "fallback_triton"),
-    "layer": _LAYER,
-    "layer_counted": _LAYER,
-    "coat_speed": _LAYER,
-    "optimizer": ("adamw_triton", "fp8lm_triton"),
-    "scaling": _QUANTIZE,
-    "cold": _ALL,
-    "step": _STEP,
-    "moss_speed": _STEP,
-    "training_parity": _ALL,
-}
-# How kernels are called, not what they do.
-_CALL = ("call_triton", "call_mosaic", "stored_triton")
+UNKNOWN = "unknown"
+# What figures depend on, besides the benchmark itself.
+MEASURED = ("pallas_kernels", "fp8jax")
+_PACKAGES = ("jax", "jaxlib", "jax-triton", "triton", "optax", "flax", "ml-dtypes", "numpy")
 
 
-def stamp(bench: str) -> dict[str, Any]:
-    """What a results file of this name has besides its rows: "flags", "commit" and "kernels"."""
-    return {"flags": os.environ.get("XLA_FLAGS", ""), "commit": _commit(), "kernels": kernels(bench)}
+def commit() -> str:
+    """Hash of the commit that runs, with a + where files differ from it; `UNKNOWN` without history.
 
-
-def kernels(bench: str, folder: Path = ROOT / "pallas_kernels") -> dict[str, str]:
-    """Twelve hexadecimal digits of the code of every kernel that a results file of this name times, by file name."""
-    digests: dict[str, str] = {}
-    waiting = list(KERNELS.get(bench, ()))
-    while waiting:
-        name = waiting.pop()
-        path = folder / f"{name}.py"
-        if name not in digests and name not in _CALL and path.exists():
-            text = path.read_text()
-            digests[name] = digest(text)
-            imported = re.findall(r"^from pallas_kernels(?:\.(\w+))? import (.+)$", text, re.MULTILINE)
-            waiting += [n for module, names in imported for n in ([module] if module else re.findall(r"\w+", names))]
-    return dict(sorted(digests.items()))
-
-
-def digest(text: str) -> str:
-    """Of a program without its blank lines and the lines that are only comments."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-
-
-def changed(result: Mapping[str, Any]) -> list[str] | None:
-    """Kernels that are not today what they were when a results file was measured; None where it does not say."""
-    if "kernels" not in result:
-        return None if result["bench"] in KERNELS else []
-    now, then = kernels(result["bench"]), result["kernels"]
-    return sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+    Raises:
+        ValueError: `FP8JAX_COMMIT` is no hash.
+    """
+    if given := os.environ.get("FP8JAX_COMMIT"):
+        if not re.fullmatch(r"[0-9a-f]{7,40}\+?", given):
+            raise ValueError(f"FP8JAX_COMMIT={given!r} is no commit's hash: give what `git rev-parse HEAD` prints")
+        return given[:10] + ("+" if given.endswith("+") else "")
+    return _head(ROOT)
 
 
 @functools.cache
-def _commit() -> str | None:
-    """Short hash of the commit that runs, with a + where files differ from it; None outside of a repository."""
+def _head(root: Path) -> str:
+    if (name := _git(root, "rev-parse", "--short=10", "HEAD")) is None:
+        return UNKNOWN
+    # Results are what is written, not what runs.
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *MEASURED, "experiments")
+    return name + ("+" if changed else "")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), *arguments]
     try:
-        git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
-        name = git(["git", "rev-parse", "--short=10", "HEAD"]).stdout.strip()
-        return name + ("+" if git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip() else "")
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def since(of: str, root: Path = ROOT) -> str:
+    """What changed in code that is measured since a commit, as git says: "" where nothing did.
+
+    Args:
+        of: a row's "commit".
+        root: of the repository.
+    """
+    name = of.rstrip("+")
+    if name == UNKNOWN:
+        return "commit unknown"
+    if _git(root, "rev-parse", "--git-dir") is None:
+        return "no history here"
+    if _git(root, "cat-file", "-e", f"{name}^{{commit}}") is None:
+        return f"commit {name} is not in this history"
+    counts = {part: _git(root, "rev-list", "--count", f"{name}..HEAD", "--", part) for part in MEASURED}
+    told = [f"{count} of {part}" for part, count in counts.items() if count not in (None, "0")]
+    return f"commits since: {', '.join(told)}" if told else ""
+
+
+def card(device: str) -> str:
+    """The folder of what a device measured, by its name: "h100" of "NVIDIA H100 80GB HBM3", "h200x2" of two."""
+    count, _, name = device.rpartition(" x ")
+    words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in ("nvidia", "tesla", "geforce")]
+    last = next((i for i, word in enumerate(words) if re.search(r"\d", word)), len(words) - 1)
+    return ("".join(words[: last + 1]) or "unnamed") + (f"x{count}" if count else "")
+
+
+def write(
+    results: Path,
+    bench: str,
+    *,
+    title: str,
+    command: str,
+    device: str,
+    rows: Sequence[Mapping[str, Any]],
+    notes: Sequence[str],
+    versions: Mapping[str, str] | None = None,
+    complete: bool = True,
+    date: str | None = None,
+) -> Path:
+    """Writes RESULTS/CARD/BENCH.json, whole or not at all, and returns its path.
+
+    Args:
+        results: folder, made where missing.
+        bench: name of the file.
+        title: headline.
+        command: that made it.
+        device: what measured it; several are "2 x NAME".
+        rows: figures; each gets this process's commit and the device, but where it names others.
+        notes: what was measured on what, and why it differs from a paper's.
+        versions: of packages besides the usual.
+        complete: whether it is all that the command gives.
+        date: None for today.
+    """
+    installed = {name: version for name in _PACKAGES if (version := _version(name))}
+    content = {
+        "bench": bench,
+        "title": title,
+        "command": command,
+        "date": date or datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "versions": {"python": platform.python_version()} | installed | dict(versions or {}),
+        "complete": complete,
+        "notes": list(notes),
+        "rows": [{**row, "commit": row.get("commit") or commit(), "device": row.get("device") or device}
+                 for row in rows],
+    }  # fmt: skip
+    path = results / card(device) / f"{bench}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report.write_json(path, content)
+    return path
+
+
+def sources(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The commits and devices of a file's rows, each pair once."""
+    return list(dict.fromkeys((row["commit"], row["device"]) for row in result["rows"]))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None

@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
-    if jax.device_count() < 2:
+    if jax.device_count() < 2 and not timing.dry():
         raise SystemExit("a reduction needs two GPUs or more, found one")
     measure(options, jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,)))
 
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
 def measure(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
     """Times every form in turns and writes OUT/reduce.json."""
     rows: list[timing.Row] = []
-    for mib in options.mib:
+    for mib in [1] if timing.dry() else options.mib:
         for kind in options.dtype:
             elements = mib * 2**19
             case = f"{mib} MiB, {kind} gradients, {mesh.size} GPUs"
@@ -108,11 +108,7 @@ def measure(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
                 ready[name] = functools.partial(program, arrays)
                 jax.block_until_ready(ready[name]())
             times = timing.seconds(ready, options.rounds, options.burst)
-            for name, median in times.items():
-                base = f"{BASE}, collectives" if name.endswith("collectives") else BASE
-                spread = median.quartiles(lambda t: 1e3 * t)
-                rows.append(timing.row(case, name, "time", 1e3 * median, "ms", base, times[base] / median, spread))
-                rows.append(timing.row(case, name, "sent", sent[name] / 1e6, "MB", base, sent[name] / sent[base]))
+            rows += form_rows(case, times, sent)
     notes = [
         " ".join((__doc__ or "").split("\n\n")[1].split()),
         "A ratio of time is the time of bf16 over that of the form, of bytes the form's over those of bf16. Forms run "
@@ -121,7 +117,19 @@ def measure(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
         "longer than its sum alone; with fp32 gradients no form does. Small sizes measure how fast programs of several "
         "GPUs start.",
     ]
-    timing.write("reduce", "Means of gradients over GPUs", rows, notes, {}, options.out)
+    timing.write("reduce", "Means of gradients over GPUs", rows, notes, {}, options.out, devices=mesh.size)
+
+
+def form_rows(case: str, times: dict[str, timing.Seconds], sent: dict[str, float]) -> list[timing.Row]:
+    """Milliseconds of each form, bf16's time over it, and MB that a GPU sends, over bf16's."""
+    rows = []
+    for name, median in times.items():
+        base = f"{BASE}, collectives" if name.endswith("collectives") else BASE
+        spread = median.quartiles(lambda t: 1e3 * t)
+        rows.append(timing.row(case, name, "time", 1e3 * median, "ms", base, times[base] / median, spread))
+        ratio = sent[name] / sent[base] if sent[base] else None
+        rows.append(timing.row(case, name, "sent", sent[name] / 1e6, "MB", base, ratio))
+    return rows
 
 
 def _values(shape: tuple[int, ...], dtype: Any) -> jax.Array:

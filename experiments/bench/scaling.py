@@ -100,6 +100,7 @@ def updates() -> dict[str, Any]:
 def weights(layers: int, scale: float = 0.02) -> list[Array]:
     """The seven weights of Llama-7B's layers, stacked, fp32."""
     shapes = [*[cases.LINEARS_7B[0]] * 4, cases.LINEARS_7B[1], cases.LINEARS_7B[1], cases.LINEARS_7B[2]]
+    shapes = [(128, 256)] * 7 if timing.dry() else shapes
     make = jax.jit(lambda key, shape: scale * jax.random.normal(key, shape), static_argnums=1)
     return [make(jax.random.key(i), (layers, *shape)) for i, shape in enumerate(shapes)]
 
@@ -111,37 +112,43 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
-    import jax_triton
-    import triton
-
-    versions = {"triton": triton.__version__, "jax-triton": jax_triton.__version__}
     notes = [" ".join((__doc__ or "").split("\n\n")[1].split())]
     rows: list[timing.Row] = []
 
     def measure(case: str, metric: str, arms: dict[str, Any], sets: list[Any], base: str) -> None:
-        ready = timing.compiled(arms, sets)
-        times = timing.seconds(ready, options.rounds, options.burst)
-        for name, time in times.items():
-            value, spread = time / len(sets) * 1e3, time.quartiles(lambda t: t / len(sets) * 1e3)
-            rows.append(timing.row(case, name, metric, value, "ms", base, time / times[base], spread))
+        times = timing.seconds(timing.compiled(arms, sets), options.rounds, options.burst)
+        rows.extend(shares(case, metric, times, len(sets), base))
 
     history, bound, count = jnp.full(1024, 0.1), jnp.float32(0.1), jnp.int32(7)
-    for shape in cases.SCALED:
-        many = timing.copies(shape[0] * shape[1] * 4)
+    for shape in [(128, 256)] if timing.dry() else cases.SCALED:
+        many = 1 if timing.dry() else timing.copies(shape[0] * shape[1] * 4)
         sets = [(0.02 * jax.random.normal(jax.random.key(i), shape), history, bound, count) for i in range(many)]
         case = "x".join(map(str, shape))
         measure(case, "scale", scales(), sets, JIT)
         measure(case, "codes", codes(), sets, JIT)
         del sets
-    every = weights(LAYERS)
-    state = [jnp.full((LAYERS, 1024), 0.1)] * 7, [jnp.full(LAYERS, 0.1)] * 7
+    layers, some = (2, 2) if timing.dry() else (LAYERS, 8)
+    every = weights(layers)
+    state = [jnp.full((layers, 1024), 0.1)] * 7, [jnp.full(layers, 0.1)] * 7
     arms = {name: functools.partial(of_layers, f) for name, f in codes().items()}
     measure("all weights of Llama-7B", "codes", arms, [(every, *state, count)], JIT)
     del every
-    params, moved, bounds = weights(8), weights(8, RATE), [jnp.full(8, 0.1)] * 7
+    params, moved, bounds = weights(some), weights(some, RATE), [jnp.full(some, 0.1)] * 7
     counts = {ALONE: 1} | {name: at for name, (_, at) in TRACKERS.items()}
     each: dict[str, Any] = {
         name: lambda p, m, b, count, f=f, at=counts[name]: f(p, m, b, count + at) for name, f in updates().items()
     }
     measure("weights of 8 layers of Llama-7B", "update", each, [(params, moved, bounds, jnp.int32(0))], ALONE)
-    timing.write("scaling", "Scales of weights", rows, notes, versions, options.out)
+    timing.write("scaling", "Scales of weights", rows, notes, {}, options.out)
+
+
+def shares(case: str, metric: str, times: dict[str, timing.Seconds], calls: int, base: str) -> list[timing.Row]:
+    """Milliseconds of each call, and as a share of the baseline's: less is better."""
+
+    def each(t: float) -> float:
+        return 1e3 * t / calls
+
+    return [
+        timing.row(case, name, metric, each(time), "ms", base, time / times[base], time.quartiles(each))
+        for name, time in times.items()
+    ]

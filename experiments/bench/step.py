@@ -10,23 +10,19 @@ each GPU. Where torch and torchao are importable, the same model by torch.compil
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
 import functools
-import json
 import math
 import os
 import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# torch's arms need room beside JAX; a pool that grows piece by piece can't hold the largest steps in one piece.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false" if find_spec("torch") else "true")
+# A pool that grows piece by piece can't hold the largest steps in one piece.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
 
 import jax
@@ -43,31 +39,52 @@ from fp8jax.ops import choice
 from fp8jax.recipes import Comm
 
 BF16, VOCAB = "bf16", 32_000
+DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
 # Dense bf16 products of an H100 or H200, NVIDIA's data sheet: what MFU is given against.
 PEAK_FLOPS = 989.5e12
 # Arms such as "coat, 8-bit gradients" are recipes whose gradients travel so over several GPUs.
 GRADIENTS = {"8-bit gradients": Comm("e4m3"), "8-bit gradients, one phase": Comm("e4m3", "one_phase")}
-# Or they keep what another choice than training's own keeps.
+# Or they keep what another choice than training's own keeps, run in a loop over the layers, or by XLA alone.
 KEEPING: dict[str, bool | str] = {"as written": False, "recomputed": "products"}
+PLAIN, LOOP = "none of our kernels", "in a loop"
 MESHES = {"one": "one GPU", "data": "data parallel over {}", "fsdp": "FSDP over {}"}
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
 
 
-def settings(name: str) -> tuple[fp8jax.Recipe, bool | str]:
-    """The recipe of an arm, and what it recomputes.
+class Settings(NamedTuple):
+    """What an arm's name says.
+
+    Attributes:
+        recipe: of its layers and optimizer.
+        remat: what it recomputes.
+        kernels: whether ours run.
+        unroll: layers in a turn of the loop over them; None for all.
+    """
+
+    recipe: fp8jax.Recipe
+    remat: bool | str
+    kernels: bool = True
+    unroll: int | None = None
+
+
+def settings(name: str) -> Settings:
+    """The recipe of an arm, what it recomputes, and how it runs.
 
     Raises:
         ValueError: there is no such recipe, or what follows its name is unknown.
     """
     preset, _, how = name.partition(", ")
     recipe = fp8jax.recipes.get(preset)
+    how, loop = how.removesuffix(LOOP).removesuffix(", "), how.endswith(LOOP)
     if how in GRADIENTS:
         recipe = dataclasses.replace(recipe, comm=GRADIENTS[how])
-    elif how and how not in KEEPING:
-        raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {[*KEEPING, *GRADIENTS]}")
-    return recipe, False if name == BF16 else KEEPING.get(how, fastest(recipe))
+    elif how and how not in (*KEEPING, PLAIN):
+        listed = [*KEEPING, *GRADIENTS, PLAIN, LOOP]
+        raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {listed}")
+    remat = False if name == BF16 else KEEPING.get(how, fastest(recipe))
+    return Settings(recipe, remat, how != PLAIN, 1 if loop else None)
 
 
 def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigabytes: float) -> int:
@@ -76,7 +93,7 @@ def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigaby
     Raises:
         ValueError: not even one fits.
     """
-    recipe, remat = settings(name)
+    recipe, remat, *_ = settings(name)
     count = 1 if where == "one" else jax.device_count()
     sizes_of_axes = {"data": 1 if where == "fsdp" else count, "fsdp": count if where == "fsdp" else 1}
 
@@ -93,31 +110,35 @@ def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigaby
 class StepArm:
     """A recipe's step on a mesh, and the state that it updates."""
 
-    def __init__(
-        self, name: str, model: LlamaConfig, batch: int, length: int, where: str, unroll: int | None = None
-    ) -> None:
+    def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, where: str) -> None:
         devices = jax.devices()[:1] if where == "one" else jax.devices()
         count = len(devices)
         self.mesh = mesh.make(1 if where == "fsdp" else count, count if where == "fsdp" else 1, devices)
         self.config, self.count, self.batch, self.length = model, count, batch, length
-        recipe, remat = settings(name)
+        recipe, remat, kernels, unroll = settings(name)
         optimizer = train.make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
         how: dict[str, Any] = {"remat": remat, "rows": rows if count > 1 else None, "unroll": unroll}
         self.task = Task.build(self.config, optimizer, recipe, seed=0, **how)
-        shapes = jax.eval_shape(self.task.init)
-        placed = mesh.state(self.mesh, shapes)
+        self.shapes = jax.eval_shape(self.task.init)
+        placed = mesh.state(self.mesh, self.shapes)
         self.tokens = jax.device_put(
             jax.random.randint(jax.random.key(1), (batch * count, length + 1), 0, model.vocab, jnp.int32), rows
         )
-        run = jax.jit(self.task.step, donate_argnums=0, in_shardings=(placed, rows), out_shardings=(placed, None))
-        self.program = run.lower(shapes, self.tokens).compile()
-        self.placed, self.shapes = placed, shapes
+        self.begin = jax.jit(self.task.init, out_shardings=placed)
+        places = {"in_shardings": (placed, rows), "out_shardings": (placed, None)}
+        with choice.target(kernels=kernels):
+            self.build = timing.lowered(self.task.step, self.shapes, self.tokens, donate_argnums=0, **places)
         self.state: Any = None
+
+    @functools.cached_property
+    def program(self) -> Any:
+        """The compiled step."""
+        return self.build()
 
     def start(self) -> None:
         """Makes the state."""
-        self.state = jax.jit(self.task.init, out_shardings=self.placed)()
+        self.state = self.begin()
 
     def stop(self) -> None:
         """Frees the state."""
@@ -157,36 +178,6 @@ class StepArm:
                     totals[f"{match[2]} {dtype}"] += math.prod(map(int, filter(None, shape.split(",")))) * bits / 8e6
         return dict(totals)
 
-    def products(self) -> dict[str, int]:
-        """How often each kind of product stands in the compiled program."""
-        counts: collections.Counter[str] = collections.Counter()
-        for line in (self.program.as_text() or "").splitlines():
-            if match := re.search(r'custom_call_target="(__cublas[^"]*|mosaic_gpu[^"]*|__cudnn[^"]*)"', line):
-                counts[match[1]] += 1
-            elif re.search(r" dot\(", line):
-                counts["dot of XLA"] += 1
-        return dict(counts)
-
-
-def longest(call: Callable[[], Any], count: int = 10) -> list[tuple[str, float, int]]:
-    """The kernels of one call that take longest on the first GPU: name, ms in all, and how often they ran."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(call())
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(path))
-    times: collections.Counter[str] = collections.Counter()
-    calls: collections.Counter[str] = collections.Counter()
-    for plane in data.planes:
-        if plane.name != "/device:GPU:0":
-            continue
-        for line in plane.lines:
-            if line.name.startswith("Stream"):
-                for event in line.events:
-                    times[event.name] += event.duration_ns
-                    calls[event.name] += 1
-    return [(name, ns / 1e6, calls[name]) for name, ns in times.most_common(count)]
-
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="step", description=__doc__)
@@ -202,17 +193,13 @@ def main(argv: list[str]) -> None:
         default=list(ARMS),
         help="recipes; 'bf16, recomputed' is always there; with ', 8-bit gradients' or ', 8-bit gradients, one phase' "
         "gradients travel so; with ', as written' nothing is recomputed, with ', recomputed' all but products and "
-        "attention",
+        f"attention; with ', {PLAIN}' XLA computes all, with ', {LOOP}' layers run in a loop",
     )
+    parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=list(step_torch.ARMS), help="its arms")
     parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
-    parser.add_argument("--impl", default="auto", choices=("auto", "xla"), help="xla: none of fp8jax's kernels")
-    parser.add_argument("--unroll", type=int, help="layers in a turn of the loop over them (default: all)")
-    parser.add_argument("--free", type=int, nargs="+", default=[0], help="multiprocessors that products leave to NCCL")
-    parser.add_argument("--apart", action="store_true", help="one arm after another: states that do not fit together")
-    parser.add_argument("--visible", action="store_true", help="first one GPU in a process that sees no other")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
-    parser.add_argument("--kernels", action="store_true", help="also list the longest kernels of each step")
+    parser.add_argument("--name", default="step", help="of the file")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     try:
@@ -220,86 +207,99 @@ def main(argv: list[str]) -> None:
             settings(arm)
     except ValueError as error:
         parser.error(str(error))
-    # The process that sees one GPU runs before this one takes memory there; so do torch's arms.
-    table = alone(argv) if options.visible else []
+    if timing.dry():
+        options.batch, options.length = 1, 64
+    llama = DRY if timing.dry() else sizes.get(options.model, VOCAB)
+    # Before JAX takes the GPU's memory.
+    torch = step_torch.measured(options.torch, llama, options.batch, options.length, options.rounds, options.steps)
     timing.need_gpu()
-    llama = sizes.get(options.model, VOCAB)
-    with choice.target(kernels=options.impl == "auto"):
-        measure(llama, options, table)
+    measure(llama, options, torch)
 
 
-def alone(argv: Sequence[str]) -> list[timing.Row]:
-    """What this program measures on the first GPU where it sees no other."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    with tempfile.TemporaryDirectory() as folder:
-        flags = [flag for flag in argv if flag != "--visible"]
-        command = [sys.executable, "-m", "experiments.bench", "step", *flags, "--mesh", "one", "--out", folder]
-        subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": first}, check=True)
-        rows = json.loads((Path(folder) / "step.json").read_text())["rows"]
-    return [row | {"case": row["case"].replace("one GPU", "the only visible GPU")} for row in rows]
-
-
-def torch_rows(llama: LlamaConfig, options: argparse.Namespace) -> list[tuple[str, timing.Seconds, Any]]:
-    """Name, times and memory of the arms of torch that can run here, one after the other."""
-    table = []
-    for name in step_torch.available():
-        arm = step_torch.TorchArm(name, llama, options.batch, options.length)
-        times = timing.in_turns({name: arm}, options.rounds, {name: options.steps})
-        table.append((name, times[name], arm.memory))
-        arm.close()
-    return table
-
-
-def measure(llama: LlamaConfig, options: argparse.Namespace, table: Sequence[timing.Row] = ()) -> None:
-    """Times the arms of each mesh and writes OUT/step.json, with the rows that were found before."""
-    table = list(table)
-    how = "one after another" if options.apart else "in turns, in another order in each round"
+def measure(
+    llama: LlamaConfig, options: argparse.Namespace, torch: Mapping[str, tuple[timing.Seconds, Any]] | None = None
+) -> None:
+    """Times the arms of each mesh in turns and writes OUT/CARD/NAME.json, with what was found of torch's."""
+    table: list[timing.Row] = []
     notes = [
         " ".join((__doc__ or "").split("\n\n")[1].split()),
-        "The optimizer is `step` of `fp8jax.clipped`: one pass, none for the clipped gradients. "
-        f"Arms run {how}; medians. MFU counts products and causal attention, forward and backward, against "
-        "989.5 TFLOP/s of dense bf16. What is exchanged is of the compiled program, each loop over layers once.",
-        "torch's arms, where there are any, come first and alone; their memory is what torch's allocator counted.",
+        "The optimizer is `step` of `fp8jax.clipped`: one pass, none for the clipped gradients. Arms run in turns, in "
+        "another order in each round, each from a state made anew; steps follow each other without waiting; medians. "
+        "MFU counts products and causal attention, forward and backward, against 989.5 TFLOP/s of dense bf16. What is "
+        "exchanged is of the compiled program, each loop over layers once.",
+        "torch's arms, where there are any, come first, in a process of their own; their memory is what torch's "
+        "allocator counted.",
     ]
-    for where in options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]:
+    places = options.mesh or [where for where in MESHES if where == "one" or jax.device_count() > 1]
+    count = 1 if places == ["one"] else jax.device_count()
+    size = f"{options.model} on {count} GPUs" if count > 1 else options.model
+    save = functools.partial(timing.write, options.name, f"Whole training steps, {size}", notes=notes, versions={},
+                             out=options.out, devices=count)  # fmt: skip
+    for where in places:
         place = MESHES[where].format(jax.device_count())
         batches = f"{options.batch}" if options.fit is None else f"what fits in {options.fit:g} GB"
         case = f"{options.model}, {place}, {batches} x {options.length} tokens"
-        torch = torch_rows(llama, options) if where == "one" else []
-        freed = {f"{name}, {n} free" if n else name: (name, n) for name in options.arm for n in options.free}
-        wanted = {AGAIN: (AGAIN, 0)} | freed
-        arms: dict[str, StepArm] = {}
-        times: dict[str, timing.Seconds] = {}
-        for group in [[name] for name in wanted] if options.apart else [list(wanted)]:
-            for name in group:
+        names = list(dict.fromkeys([AGAIN, *options.arm]))
+        arms = built(names, functools.partial(_arm, llama, where, options))
+        table += [timing.row(case, name, "failed", None, "") for name in names if name not in arms]
+        stop = lambda name, arms=arms: arms[name].stop()  # noqa: E731
+        times = timing.in_turns(dict(arms), options.rounds, dict.fromkeys(arms, options.steps), stop)
+        memories = {name: memory(arm.program) for name, arm in arms.items()}
+        for name, arm in arms.items():
+            table += rows(case, name, arm, arms[AGAIN], times, memories)
+        for name, (seconds, needs) in (torch or {}).items() if where == "one" else ():
+            table += common(case, name, seconds, times[AGAIN], arms[AGAIN], arms[AGAIN], needs, memories[AGAIN])
+        save(table, complete=where == places[-1])
+
+
+def _arm(llama: LlamaConfig, where: str, options: argparse.Namespace, name: str) -> StepArm:
+    batch = options.batch
+    if options.fit is not None:
+        batch = largest_batch(name, llama, options.length, where, options.fit)
+    return StepArm(name, llama, batch, options.length, where)
+
+
+def built(names: Sequence[str], make: Callable[[str], StepArm]) -> dict[str, StepArm]:
+    """The arms that compile and run a step; others are told of. One is compiled while the next one is traced.
+
+    Raises:
+        RuntimeError: the first, which all are compared with, does not run.
+    """
+    arms: dict[str, StepArm] = {}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        started: dict[str, tuple[StepArm, Any, float]] = {}
+
+        def finish(name: str) -> None:
+            arm, compiling, start = started.pop(name)
+            compiling.result()
+            jax.block_until_ready(arm())
+            arm.stop()
+            arms[name] = arm
+            print(f"  {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
+
+        for name in [*names, None]:
+            waiting = list(started)
+            if name is not None:
                 start = time.perf_counter()
-                recipe, free = wanted[name]
-                batch = options.batch
-                if options.fit is not None:
-                    batch = largest_batch(recipe, llama, options.length, where, options.fit)
-                with choice.target(free_multiprocessors=free):
-                    arms[name] = StepArm(recipe, llama, batch, options.length, where, options.unroll)
-                if not options.apart:
-                    jax.block_until_ready(arms[name]())
-                print(f"  {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
-            times |= timing.in_turns(
-                {name: arms[name] for name in group}, options.rounds, dict.fromkeys(group, options.steps)
-            )
-            memories = {name: memory(arms[name].program) for name in {AGAIN: None} | dict.fromkeys(group)}
-            for name in group:
-                table += rows(case, name, arms[name], arms[AGAIN], times, memories)
-                table += [
-                    timing.row(case, name, f"kernel, {kernel[:80]}", ms, f"ms in {count}")
-                    for kernel, ms, count in (longest(arms[name]) if options.kernels else [])
-                ]
-            for name in group:
-                arms[name].stop()
-            # After each, so that what stops a later arm takes nothing with it.
-            timing.write("step", "Whole training steps", table, notes, {}, options.out)
-        again = arms[AGAIN]
-        for name, seconds, needs in torch:
-            table += common(case, name, seconds, times[AGAIN], again, again, needs, memory(again.program))
-        timing.write("step", "Whole training steps", table, notes, {}, options.out)
+                try:
+                    arm = make(name)
+                    started[name] = arm, pool.submit(getattr, arm, "program"), start
+                except Exception as problem:
+                    _failed(name, problem)
+            for before in waiting:
+                try:
+                    finish(before)
+                except Exception as problem:
+                    _failed(before, problem)
+    if names[0] not in arms:
+        raise RuntimeError(f"{names[0]!r}, which all arms are compared with, does not run")
+    return arms
+
+
+def _failed(name: str, problem: Exception) -> None:
+    if timing.dry():
+        raise problem
+    print(f"  {name} failed: {type(problem).__name__} {str(problem)[:400]}".replace("\n", " "), flush=True)
 
 
 def memory(program: Any) -> tuple[float, float]:
@@ -322,8 +322,7 @@ def rows(
     table = common(case, name, times[name], times[AGAIN], arm, again, sizes[name], sizes[AGAIN])
     if arm.batch != again.batch:
         table.append(row("batch", arm.batch, "sequences a GPU"))
-    table += [row(f"exchanged, {kind}", value, "MB") for kind, value in arm.exchanged().items()]
-    return table + [row(f"products, {kind}", count, "") for kind, count in arm.products().items()]
+    return table + [row(f"exchanged, {kind}", value, "MB") for kind, value in arm.exchanged().items()]
 
 
 def common(

@@ -4,17 +4,23 @@ Weights and moments are fp32, what is computed is bf16 (autocast), attention is 
 chooses, AdamW is torch's fused one. Inductor decides what is recomputed. The head is not quantized, as in our recipes.
 """
 
+import dataclasses
 import importlib
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from experiments.bench import timing
 from experiments.config import Config
 from experiments.models.llama import LlamaConfig, rope_tables
 
 # Arm to torchao's name of the recipe.
+_MARK = "torch: "
 ARMS = {"torch bf16": None, "torchao tensorwise": "tensorwise", "torchao rowwise": "rowwise"}
 
 
@@ -32,14 +38,43 @@ def missing(arm: str) -> str | None:
     return None
 
 
-def available() -> Iterator[str]:
+def available(arms: Iterable[str] = tuple(ARMS)) -> Iterator[str]:
     """The arms that can run; others are told of."""
-    for arm in ARMS:
+    for arm in arms:
         reason = missing(arm)
         if reason is None:
             yield arm
         else:
             print(f"  {arm}: {reason}", flush=True)
+
+
+def measured(
+    arms: Sequence[str], llama: LlamaConfig, batch: int, length: int, rounds: int, steps: int
+) -> dict[str, tuple[timing.Seconds, tuple[float, float]]]:
+    """Times and memory of the arms that can run here: in a process before this one, which leaves the GPU empty."""
+    if timing.dry() or not (arms := [arm for arm in arms if arm in list(available(arms))]):
+        return {}
+    asked = {"arms": arms, "llama": dataclasses.asdict(llama), "batch": batch, "length": length, "rounds": rounds,
+             "steps": steps}  # fmt: skip
+    command = [sys.executable, "-m", "experiments.bench.step_torch", json.dumps(asked)]
+    # JAX makes the tables of positions there, and takes none of the GPU for it.
+    done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=subprocess.PIPE, text=True)
+    told = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if done.returncode or not told:
+        print(f"  torch's arms ended with code {done.returncode}: rows left out", flush=True)
+    found = [json.loads(line.removeprefix(_MARK)) for line in told]
+    return {of["arm"]: (timing.Seconds(of["seconds"]), tuple(of["memory"])) for of in found}
+
+
+def main(asked: str) -> None:
+    """Runs arms as `measured` asks for them, and prints a line of JSON after each."""
+    settings = json.loads(asked)
+    llama = LlamaConfig(**settings["llama"])
+    for name in settings["arms"]:
+        arm = TorchArm(name, llama, settings["batch"], settings["length"])
+        times = timing.in_turns({name: arm}, settings["rounds"], {name: settings["steps"]})
+        print(_MARK + json.dumps({"arm": name, "seconds": times[name].rounds, "memory": arm.memory}), flush=True)
+        arm.close()
 
 
 class Waiting:
@@ -164,3 +199,7 @@ def build(torch: Any, config: LlamaConfig, length: int) -> Any:
             return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     return TorchModel()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

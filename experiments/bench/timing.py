@@ -1,25 +1,22 @@
 """How everything here is timed and recorded: arms of a case in turns, in one process; medians, quartiles, ratios."""
 
 import concurrent.futures
-import datetime
-import json
 import os
-import platform
-import re
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import record
+from fp8jax.ops import choice
 
 Row = dict[str, Any]
 L2_BYTES = 50 << 20
@@ -28,6 +25,37 @@ L2_BYTES = 50 << 20
 def copies(bytes_of_one: int) -> int:
     """Sets of operands of one program: larger than the L2 cache, and enough to hide what starting a program takes."""
     return int(max(8, -(-3 * L2_BYTES // bytes_of_one)))
+
+
+class DryProgram:
+    """In place of a compiled program in a dry run: traced for a Hopper GPU, its results are zeros."""
+
+    def __init__(self, function: Callable[..., Any], *operands: Any) -> None:
+        with choice.target(capability=90):
+            self.shapes = jax.eval_shape(function, *operands)
+
+    def __call__(self, *_: Any) -> Any:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes)
+
+    def as_text(self) -> str:
+        return ""
+
+    def memory_analysis(self) -> Any:
+        parts = ("temp", "argument", "output", "alias")
+        return types.SimpleNamespace(**{f"{part}_size_in_bytes": 1 for part in parts})
+
+
+def traced(function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+    """A function compiled for operands, with options of `jax.jit`; in a dry run a `DryProgram`."""
+    return lowered(function, *operands, **options)()
+
+
+def lowered(function: Callable[..., Any], *operands: Any, **options: Any) -> Callable[[], Any]:
+    """The same in two parts: lowered now, and what compiles it, in any thread."""
+    if dry():
+        program = DryProgram(function, *operands)
+        return lambda: program
+    return jax.jit(function, **options).lower(*operands).compile
 
 
 def compiled(
@@ -40,7 +68,7 @@ def compiled(
     """
 
     def build(function: Callable[..., Any]) -> Callable[[], Any]:
-        program = jax.jit(lambda sets: [function(*x) for x in sets]).lower(sets).compile()
+        program = traced(lambda sets: [function(*x) for x in sets], sets)
         jax.block_until_ready(program(sets))
         return lambda: program(sets)
 
@@ -51,6 +79,8 @@ def compiled(
         try:
             ready[name] = future.result()
         except Exception as problem:
+            if dry():
+                raise
             print(f"  {name} failed: {type(problem).__name__} {str(problem)[:300]}".replace("\n", " "), flush=True)
     print(f"  compiled in {time.perf_counter() - start:.0f} s", flush=True)
     return ready
@@ -74,21 +104,27 @@ class Seconds(float):
 
 def seconds(ready: dict[str, Callable], rounds: int, burst: float) -> dict[str, Seconds]:
     """Median time of a call of each, `in_turns`, with as many calls in a round as take about `burst` seconds."""
+    burst = 0.0 if dry() else burst
     calls = {name: max(2, int(burst / max(_run(call, 2), 1e-6))) for name, call in ready.items()}
     return in_turns(ready, rounds, calls)
 
 
-def in_turns(ready: dict[str, Callable], rounds: int, calls: dict[str, int]) -> dict[str, Seconds]:
+def in_turns(
+    ready: dict[str, Callable], rounds: int, calls: dict[str, int], after: Callable[[str], None] = lambda name: None
+) -> dict[str, Seconds]:
     """Median time of a call of each, of several rounds of so many calls; a round first runs as many untimed.
 
     The order is another one in each round and each call: what ran before sets a clock that outlasts the untimed run.
+    `after` is told which one's turn is over.
     """
+    rounds, calls = (1, dict.fromkeys(ready, 1)) if dry() else (rounds, calls)
     names = list(ready)
     times: dict[str, list[float]] = {name: [] for name in names}
     order = np.random.default_rng()
     for _ in range(rounds):
         for i in order.permutation(len(names)):
             times[names[i]].append(_run(ready[names[i]], calls[names[i]]))
+            after(names[i])
     return {name: Seconds(t) for name, t in times.items()}
 
 
@@ -100,27 +136,6 @@ def _run(call: Callable, calls: int) -> float:
             out = call()
         jax.block_until_ready(out)
     return (time.perf_counter() - begin) / calls
-
-
-def clock_and_power(call: Callable, duration: float = 1.5) -> tuple[float, float] | None:
-    """Medians of the multiprocessors' clock, MHz, and of the power drawn, W, while a program runs again and again.
-
-    A GPU at its power limit lowers its clock: what needs less energy then runs faster than its cycles say. None where
-    nvidia-smi is missing.
-    """
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "20"]
-    if shutil.which(query[0]) is None:
-        return None
-    start, out = time.perf_counter(), None
-    with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as watch:
-        while time.perf_counter() - start < duration:
-            out = call()
-            jax.block_until_ready(out)
-        watch.terminate()
-        told, _ = watch.communicate()
-    samples = re.findall(r"^([\d.]+), ([\d.]+)$", told, re.MULTILINE)
-    numbers = np.asarray(samples[2 * len(samples) // 3 :], float)  # power is averaged over about a second
-    return (float(np.median(numbers[:, 0])), float(np.median(numbers[:, 1]))) if len(numbers) else None
 
 
 def row(case: str, impl: str, metric: str, value: float | None, unit: str, baseline: str | None = None,
@@ -177,22 +192,37 @@ def write(
     versions: dict[str, str],
     out: Path,
     last_resort: str | None = None,
+    *,
+    complete: bool = True,
+    devices: int = 1,
+    picture: Callable[[Sequence[Row], Path], None] | None = None,
 ) -> None:
-    """Writes OUT/BENCH.json, and a plot of the ratios that are `compared` beside it."""
-    content = {
-        "bench": bench,
-        "title": title,
-        "device": jax.devices()[0].device_kind,
-        "versions": {"python": platform.python_version(), "jax": jax.__version__} | versions,
-        "command": f"python -m experiments.bench {shlex.join(_asked(sys.argv[1:]))}",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        **record.stamp(bench),
-        "notes": list(notes),
-        "rows": list(rows),
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{bench}.json").write_text(json.dumps(content, indent=1) + "\n")
-    plot(rows, title, out / f"{bench}.png", last_resort)
+    """Writes OUT/CARD/BENCH.json and, when it is complete, a plot of the ratios that are `compared` beside it.
+
+    Args:
+        bench, title, rows, notes, versions: of the file.
+        out: folder of results.
+        last_resort: baseline of cases that have no peer, see `compared`.
+        complete: False while the command goes on; such a file is measured again.
+        devices: that were used.
+        picture: draws another plot of the rows, to a path.
+    """
+    kind = jax.devices()[0].device_kind
+    path = record.write(
+        out,
+        bench,
+        title=title,
+        command=f"python -m experiments.bench {shlex.join(_asked(sys.argv[1:]))}",
+        device=kind if devices == 1 else f"{devices} x {kind}",
+        rows=rows,
+        notes=notes,
+        versions=versions,
+        complete=complete and not dry(),
+    )
+    if complete and picture is not None:
+        picture(rows, path.with_suffix(".png"))
+    elif complete:
+        plot(rows, title, path.with_suffix(".png"), last_resort)
 
 
 def _asked(arguments: Sequence[str]) -> list[str]:
@@ -236,9 +266,14 @@ def plot(rows: Sequence[Row], title: str, path: Path, last_resort: str | None = 
     pyplot.close(figure)
 
 
+def dry() -> bool:
+    """Whether everything runs but what needs a GPU: small operands, programs traced and not run, results zeros."""
+    return bool(os.environ.get("FP8JAX_DRY"))
+
+
 def need_gpu() -> None:
     """Exits where there is no GPU: benchmarks never fall back. Prints the device and XLA's flags."""
     device = jax.devices()[0]
-    if device.platform != "gpu":
+    if device.platform != "gpu" and not dry():
         sys.exit(f"this benchmark needs a GPU, found {device.device_kind}; it never falls back")
     print(f"{device.device_kind}, XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}", flush=True)

@@ -1,10 +1,8 @@
-"""What the tables share: the schema of results/NAME.json, and the training run that real moments are taken from."""
+"""What the tables share: how results are written, and the training run that real moments are taken from."""
 
 import argparse
 import dataclasses
-import datetime
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import jax
 from matplotlib.figure import Figure
 
-from experiments import evaluate, report, train
+from experiments import evaluate, train
 from experiments.bench import record
 from experiments.checkpoint import Checkpoints
 from experiments.config import UserError
@@ -27,7 +25,6 @@ FLAGS = (
     f"--recipe bf16 --run {RUN} --model 5m --batch 4 --seq-len 128 --steps {STEPS} --eval-every {STEPS} "
     f"--checkpoint-every {STEPS} --eval-batches 4 --sample-tokens 0 --log-every 20"
 )
-_PACKAGES = ("fp8jax", "jax", "optax", "flax", "ml-dtypes", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +69,10 @@ def write(
     arguments: str = "",
     suffix: str = "",
     device: str | None = None,
-    stamp: Mapping[str, Any] | None = None,
+    sources: Sequence[tuple[str, str]] | None = None,
+    date: str | None = None,
 ) -> Path:
-    """Writes results/BENCH.json, and results/BENCH.png where there is a figure.
+    """Writes RESULTS/CARD/BENCH.json, and BENCH.png where there is a figure.
 
     Args:
         bench: name of the module in `experiments.tables`.
@@ -86,24 +84,23 @@ def write(
         arguments: of the command that regenerates it.
         suffix: of the files' name, where a table has several.
         device: what was measured on; None for this process's first device.
-        stamp: when and with which kernels, as `record.stamp` and "date" say it; None for now and today's.
+        sources: of each row the commit and the device, where figures come from other files; None for this process's.
+        date: of what was measured; None for today.
     """
-    results.mkdir(parents=True, exist_ok=True)
-    if device is None:
-        device = f"{jax.devices()[0].device_kind} ({jax.devices()[0].platform}, {platform.machine()})"
-    content = {
-        "bench": bench + suffix,
-        "title": title,
-        "device": device,
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
-        "command": f"python -m experiments.tables.{bench} {arguments}".strip(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        **(record.stamp(bench) if stamp is None else stamp),
-        "notes": list(notes),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    path = results / f"{bench}{suffix}.json"
-    report.write_json(path, content)
+    listed = [dataclasses.asdict(row) for row in rows]
+    if sources is not None:
+        listed = [row | {"commit": of, "device": on} for row, (of, on) in zip(listed, sources, strict=True)]
+    path = record.write(
+        results,
+        bench + suffix,
+        title=title,
+        command=f"python -m experiments.tables.{bench} {arguments}".strip(),
+        device=device or jax.devices()[0].device_kind,
+        rows=listed,
+        notes=notes,
+        versions={"fp8jax": metadata.version("fp8jax")},
+        date=date,
+    )
     if figure is not None:
         figure.savefig(path.with_suffix(".png"))
     print(f"wrote {path}")

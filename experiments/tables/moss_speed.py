@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.bench import record
 from experiments.tables import claims, common
 from experiments.tables.common import Row
 
@@ -29,11 +30,11 @@ PAPER = {
 }
 # Our products, and whose column each stands beside. COAT multiplies with one scale a tensor, as TE does.
 PRODUCTS = {
-    "ours tensor chosen": ("TE", "one scale a tensor"),
+    "ours tensor": ("TE", "one scale a tensor"),
     "ours tensor promoted": ("COAT", "one scale a tensor, sums promoted to fp32"),
-    "ours block chosen": ("DeepSeek", "1x128 by 128x128 groups"),
+    "ours block": ("DeepSeek", "1x128 by 128x128 groups"),
     "ours mx, codes folded first": ("MOSS", "two-level microscaling"),
-    "ours mx exact chosen": ("MOSS", "two-level microscaling, scales applied in registers"),
+    "ours mx exact": ("MOSS", "two-level microscaling, scales applied in registers"),
     "xla bf16": (None, "bf16"),
 }
 BASE = "one scale a tensor"
@@ -102,16 +103,28 @@ def draw(rows: list[Row]) -> Figure:
 
 
 def main() -> int:
-    """Regenerates results/moss_speed.json and .png."""
+    """Regenerates results/CARD/moss_speed.json and .png of each card that has what it is made of."""
     options = common.parse(__doc__)
-    gemm, step, snr = (
-        json.loads((options.results / f"{name}.json").read_text()) for name in ("gemm", "step", "moss_snr")
-    )
-    rows = [*products(gemm), *landscape(step, snr)]
+    snr = json.loads((options.results / "cpu" / "moss_snr.json").read_text())
+    for folder in sorted(path.parent for path in options.results.glob("*/gemm.json")):
+        if (folder / "step.json").exists():
+            gemm, step = (json.loads((folder / f"{name}.json").read_text()) for name in ("gemm", "step"))
+            write(options.results, gemm, step, snr)
+    return 0
+
+
+def write(results: Path, gemm: Result, step: Result, snr: Result) -> None:
+    """Writes the table of one card."""
+    groups = [(products(gemm), gemm), (landscape(step, snr), step)]
+    rows = [row for rows, _ in groups for row in rows]
+    sources = []
+    for of, source in groups:
+        for row in of:
+            commits, devices = zip(*record.sources(snr if row.metric == "SNR" else source), strict=True)
+            sources.append((", ".join(dict.fromkeys(commits)), ", ".join(dict.fromkeys(devices))))
     notes = [
-        f"Products: `{gemm['command']}` on one {gemm['device']} at {gemm['commit']}; steps: `{step['command']}` on "
-        f"one {step['device']} at {step['commit']}; SNR: `{snr['command']}`, the mean of {', '.join(ACTIVATIONS)} late "
-        "in training.",
+        f"Products: `{gemm['command']}`; steps: `{step['command']}`; SNR: `{snr['command']}`, the mean of "
+        f"{', '.join(ACTIVATIONS)} late in training.",
         "The paper's Table 6 is of an H800 and of PyTorch's kernels: compare the columns within each, not the "
         "milliseconds. Its COAT takes 3 to 6 times as long as TE; COAT's products are those of one scale a tensor, so "
         "ours takes what they take. Two-level codes that were folded first, when they were quantized, cost what "
@@ -119,12 +132,11 @@ def main() -> int:
         "Figure 8: the paper puts MOSS right of and above all others. Here coat_fast is faster, and all schemes lie "
         "within 2 dB, for what is left is the rounding to four bits.",
     ]
-    stamp = {name: step[name] for name in ("date", "flags", "commit")} | {"kernels": gemm["kernels"] | step["kernels"]}
     title = "MOSS: products and the trade of speed for fidelity (Table 6, Figure 8)"
+    device = record.sources(step)[0][1]
     common.write(
-        "moss_speed", title, rows, notes, draw(rows), Path(options.results), device=step["device"], stamp=stamp
+        "moss_speed", title, rows, notes, draw(rows), results, device=device, sources=sources, date=step["date"]
     )
-    return 0
 
 
 if __name__ == "__main__":

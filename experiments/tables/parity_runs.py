@@ -225,8 +225,9 @@ def train_arm(
         sizes = fp8jax.state_bytes(state.opt_state)
         content |= {"parameters": parameters, "moments": (sizes["mu"] + sizes["nu"]) / parameters,
                     "date": datetime.datetime.now(datetime.UTC).date().isoformat()}  # fmt: skip
-        content |= {"replicas": replicas(arm)} | record.stamp("training_parity")
-        content["runs"][str(seed)] = {"valid_loss": round(valid, 6), "losses": [round(x, 5) for x in curve.tolist()],
+        content["replicas"] = replicas(arm)
+        content["runs"][str(seed)] = {"commit": record.commit(), "valid_loss": round(valid, 6),
+                                      "losses": [round(x, 5) for x in curve.tolist()],
                                       "seconds": round(took, 2)}  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         report.write_json(path, content)

@@ -1,9 +1,9 @@
-"""Writes RESULTS.md, a page for each topic, and README's first figures from results/*.json.
+"""Writes RESULTS.md, a page for each topic, and README's first figures from results/CARD/NAME.json.
 
     python -m experiments.tables.report
 
-RESULTS.md has one line a claim; results/pages/NAME.md has all rows of results/NAME.json. Figures that are older than
-the kernels that they time are marked, from what the file says of those kernels (`experiments.bench.record`).
+RESULTS.md has one line a claim; results/pages/NAME.md has all rows of NAME.json, of each card. Every figure stands with
+the card and the commit that measured it; what changed since `python -m experiments.results --list` asks git for.
 """
 
 import argparse
@@ -18,14 +18,22 @@ from experiments.tables import claims
 
 HEAD = """# Results
 
-Written from the files in `results/` by `python -m experiments.tables.report`; do not edit. Each line links to a page
-with all rows, notes and the whole command. A ratio of speed is the baseline's time over ours. Every benchmark runs its
+Written from the files in `results/` by `python -m experiments.tables.report`; do not edit. `make results` measures
+them, each file by one command on one card at one commit. Each line names these and links to a page with all rows, notes
+and the whole command; where a file has rows of several commits, its page says which. What changed in the code since,
+`python -m experiments.results --list` says. A ratio of speed is the baseline's time over ours. Every benchmark runs its
 baseline in the same process, all but `cold` with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/flags.py).
 Where a paper's figure is missing, our copy of the paper does not hold it.
 """
+# Folders of training runs, which tables are made of.
+RUNS = ("parity", "parity_65m")
 START, END = "<!-- Written by python -m experiments.tables.report; do not edit. -->", "<!-- end -->"
-_REQUIRED = {"bench", "device", "versions", "command", "date", "rows"}
-_FIELDS = {"case", "impl", "metric", "value", "unit", "baseline", "ratio"}
+_REQUIRED = {"bench", "versions", "command", "date", "rows"}
+_FIELDS = {"case", "impl", "metric", "value", "unit", "baseline", "ratio", "commit", "device"}
+
+Result = Mapping[str, Any]
+Results = Mapping[str, Mapping[str, Result]]
+"""Files by name and card."""
 
 
 def number(value: Any) -> str:
@@ -58,11 +66,17 @@ def list_rows(rows: Sequence[dict[str, Any]]) -> str:
         "ratio": lambda r: None if r["ratio"] is None else number(r["ratio"]),
         "paper": lambda r: None if r.get("paper") is None else number(r["paper"]),
         "paper's ratio": lambda r: None if r.get("paper_ratio") is None else number(r["paper_ratio"]),
+        "commit": lambda r: r["commit"] if _differ(rows, "commit") else None,
+        "card": lambda r: r["device"] if _differ(rows, "device") else None,
     }
     cells = {name: [get(row) for row in rows] for name, get in columns.items()}
     shown = {name: column for name, column in cells.items() if any(cell is not None for cell in column)}
     lines = [[cell if cell is not None else "-" for cell in line] for line in zip(*shown.values(), strict=True)]
     return table(list(shown), lines)
+
+
+def _differ(rows: Sequence[Mapping[str, Any]], field: str) -> bool:
+    return len({row[field] for row in rows}) > 1
 
 
 def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
@@ -81,6 +95,11 @@ def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
         return number(row["ratio"]) + (f" ({number(row.get('paper_ratio'))})" if paper else "")
 
     body = [[name, *(show(cells.get((name, column))) for column in across)] for name in down]
+    for field in ("commit", "device"):
+        if _differ(rows, field):
+            across = [*across, field]
+            of = {name: ", ".join(dict.fromkeys(r[field] for r in rows if r["pivot"][0] == name)) for name in down}
+            body = [[*line, of[line[0]]] for line in body]
     what = rows[0]["metric"]
     if not relative:
         return table(["", *across], body)
@@ -91,73 +110,88 @@ def pivot_rows(rows: Sequence[dict[str, Any]]) -> str:
     return f"{legend}:\n\n{table(['', *across], body)}"
 
 
-def page(result: Mapping[str, Any], picture: str | None) -> str:
-    """One results file as a page.
+def page(of_cards: Mapping[str, Result], pictures: Mapping[str, str]) -> str:
+    """The results files of a name as a page, one card after the other.
 
     Args:
-        result: content of the file.
-        picture: path of its figure, relative to the page.
+        of_cards: contents by card.
+        pictures: paths of their figures, relative to the page, by card.
 
     Raises:
-        ValueError: the content is not of the schema; the message names what is missing.
+        ValueError: a content is not of the schema; the message names what is missing.
     """
-    _check(result)
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    flags = f" · XLA_FLAGS=`{result['flags']}`" if result.get("flags") else ""
-    parts = [
-        f"# {result.get('title', result['bench'])}",
-        f"`{result['command']}` · {measured(result)} · {versions}{flags} · [all results](../../RESULTS.md)",
-    ]
-    if older := record.changed(result):
-        parts.append(f"**Older than kernels that it times**: {', '.join(older)} changed after it was measured.")
-    groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-    for row in result["rows"]:
-        groups.setdefault((row.get("table") or "", row.get("pivot") is not None), []).append(row)
-    for (name, pivoted), rows in groups.items():
-        if name:
-            parts.append(f"## {name}")
-        parts.append(pivot_rows(rows) if pivoted else list_rows(rows))
-    if picture:
-        parts.append(f"![{result['bench']}]({picture})")
-    parts += ["\n".join(f"- {note}" for note in result.get("notes", []))]
+    title = next(iter(of_cards.values()))
+    parts = [f"# {title.get('title', title['bench'])}", "[all results](../../RESULTS.md)"]
+    for card, result in of_cards.items():
+        _check(result)
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        flags = f" · XLA_FLAGS=`{result['flags']}`" if result.get("flags") else ""
+        if len(of_cards) > 1:
+            parts.append(f"## On {card}")
+        parts.append(f"`{result['command']}` · {measured(result)} · {versions}{flags}")
+        if not result.get("complete", True):
+            parts.append("**Not complete**: the command was cut short.")
+        groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+        for row in result["rows"]:
+            groups.setdefault((row.get("table") or "", row.get("pivot") is not None), []).append(row)
+        for (name, pivoted), rows in groups.items():
+            if name:
+                parts.append(f"{'##' if len(of_cards) == 1 else '###'} {name}")
+            parts.append(pivot_rows(rows) if pivoted else list_rows(rows))
+        if card in pictures:
+            parts.append(f"![{result['bench']}]({pictures[card]})")
+        parts += ["\n".join(f"- {note}" for note in result.get("notes", []))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def measured(result: Mapping[str, Any]) -> str:
-    """When, with which commit, and on what."""
-    commit = f" (commit {result['commit']})" if result.get("commit") else ""
-    return f"{result['date']}{commit} · {result['device']}"
+def measured(result: Result) -> str:
+    """When, on which cards and at which commits."""
+    devices = dict.fromkeys(device for _, device in record.sources(result))
+    commits = dict.fromkeys(commit for commit, _ in record.sources(result))
+    return f"{result['date']} · {', '.join(devices)} · {commits_of(list(commits))}"
 
 
-def front(results: Mapping[str, Mapping[str, Any]], pages: str) -> str:
+def commits_of(commits: Sequence[str]) -> str:
+    """Commits in words; a + says that files differed from it."""
+    known = [commit.rstrip("+") + (" with changes" if commit.endswith("+") else "") for commit in commits]
+    if known == [record.UNKNOWN]:
+        return "commit unknown"
+    return f"commit {known[0]}" if len(known) == 1 else f"{len(known)} commits ({', '.join(known)})"
+
+
+def front(results: Results, pages: str) -> str:
     """RESULTS.md: a line a claim, then the pages.
 
     Args:
-        results: content of the files, by name.
+        results: content of the files, by name and card.
         pages: folder of pages, relative to RESULTS.md.
     """
     lines = []
     for claim in claims.CLAIMS:
-        result = results.get(claim.bench)
-        ours = result and claim.ours(result)
-        if not result or not ours:
+        found = {
+            card: (ours, claim.peer(result) or "", result)
+            for card, result in results.get(claim.bench, {}).items()
+            if (ours := claim.ours(result))
+        }
+        if not found:
             lines.append([claim.text, "not measured yet", claim.paper, "", f"`{claim.bench}`", ""])
             continue
-        older = record.changed(result)
-        when = result["date"] + (f", **{_count(older)} changed since**" if older else "")
-        command = f"[`{claims.short(result['command'])}`]({pages}/{claim.bench}.md)"
-        lines.append([claim.text, ours, claim.paper, claim.peer(result) or "", command, when])
+        last = list(found.values())[-1][2]
+        command = f"[`{claims.short(last['command'])}`]({pages}/{claim.bench}.md)"
+        # One card below the other.
+        ours, peers, when = (
+            "<br>".join(cells)
+            for cells in zip(*((f"{ours} ({card.upper()})" if card != "cpu" else ours, peer, measured(result))
+                               for card, (ours, peer, result) in found.items()), strict=True)
+        )  # fmt: skip
+        lines.append([claim.text, ours, claim.paper, peers if peers.strip("<br>") else "", command, when])
     header = ["what", "ours", "the paper's", "a peer's, same run", "command, and its page", "measured"]
     listed = [
-        f"- [{result.get('title', name)}]({pages}/{name}.md): {measured(result)}"
-        + (f"; **{_count(older)} changed since**" if (older := record.changed(result)) else "")
-        for name, result in results.items()
+        f"- [{next(iter(of.values())).get('title', name)}]({pages}/{name}.md): "
+        + "; ".join(measured(result) for result in of.values())
+        for name, of in results.items()
     ]
     return "\n\n".join([HEAD.strip(), table(header, lines), "## Pages", "\n".join(listed)]) + "\n"
-
-
-def _count(kernels: Sequence[str]) -> str:
-    return f"{len(kernels)} kernel{'s' if len(kernels) > 1 else ''}"
 
 
 def _check(result: Mapping[str, Any]) -> None:
@@ -169,22 +203,25 @@ def _check(result: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results files of a folder, by name.
+    """The results files of a folder, FOLDER/CARD/NAME.json, by name and card.
 
     Raises:
         ValueError: the folder is missing or empty, or a file is no JSON or not of the schema; the message names it.
     """
     if not folder.is_dir():
         raise ValueError(f"--results {folder}: no such folder")
-    results = {}
-    for path in sorted(folder.glob("*.json")):
+    results: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("*/*.json"), key=lambda path: (path.stem, path.parent.name)):
+        if path.parent.name in RUNS:
+            continue
         try:
-            results[path.stem] = json.loads(path.read_text())
-            _check(results[path.stem])
+            content = json.loads(path.read_text())
+            _check(content)
         except (ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from None
+        results.setdefault(path.stem, {})[path.parent.name] = content
     if not results:
-        raise ValueError(f"--results {folder}: no results there (NAME.json)")
+        raise ValueError(f"--results {folder}: no results there (CARD/NAME.json)")
     return results
 
 
@@ -196,9 +233,9 @@ def written(folder: Path) -> dict[str, str]:
     """
     results = read(folder)
     files = {"RESULTS.md": front(results, f"{folder.name}/pages")}
-    for name, result in results.items():
-        picture = f"../{name}.png" if (folder / f"{name}.png").exists() else None
-        files[f"{folder.name}/pages/{name}.md"] = page(result, picture)
+    for name, of_cards in results.items():
+        pictures = {card: f"../{card}/{name}.png" for card in of_cards if (folder / card / f"{name}.png").exists()}
+        files[f"{folder.name}/pages/{name}.md"] = page(of_cards, pictures)
     return files
 
 

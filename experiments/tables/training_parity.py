@@ -28,6 +28,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 import fp8jax
 from experiments import flags
+from experiments.bench import record
 from experiments.config import UserError
 from experiments.tables import common, parity_runs
 from experiments.tables.common import Row
@@ -74,7 +75,6 @@ SIZES: dict[str, tuple[str, Setting]] = {
 }
 SMALL = "13m"
 TABLES = {"13m": "Many seeds of a small model", "65m": "Seeds of a larger model, each beside bf16's"}
-LARGE_TABLE = "64.8 M parameters, one to three seeds (2026-11-21 and 22)"
 
 Losses = Mapping[str, Mapping[int, Mapping[str, float]]]
 """Arm, seed, metric."""
@@ -165,20 +165,6 @@ def _run(run: Mapping[str, Any]) -> dict[str, float]:
     return {TRAINING: _tail(run["losses"]), VALIDATION: run["valid_loss"]}
 
 
-def large(results: Path) -> tuple[Losses, dict[str, dict[str, Any]]]:
-    """Losses of the older runs in results/training_parity/, NAME_SEED.json, and the first file of each arm."""
-    losses: dict[str, dict[int, dict[str, float]]] = {}
-    files: dict[str, dict[str, Any]] = {}
-    for path in sorted((results / "training_parity").glob("*.json")):
-        content = json.loads(path.read_text())
-        name, _, seed = path.stem.rpartition("_")
-        name = f"{CONTROL}, all integers" if name == CONTROL else name
-        run = {TRAINING: _tail(content["losses"]), VALIDATION: content["result"]["valid_loss"]}
-        losses.setdefault(name, {})[int(seed)] = run
-        files.setdefault(name, content)
-    return losses, files
-
-
 def _tail(losses: Sequence[float]) -> float:
     return float(np.mean(losses[-max(1, round(TAIL * len(losses))) :]))
 
@@ -254,19 +240,19 @@ def _described(files: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def write(results: Path) -> None:
-    """Regenerates results/training_parity.json, and .png where there are runs of several seeds."""
+    """Regenerates results/CARD/training_parity.json, and .png where there are runs of several seeds."""
     losses, files = paired_runs(results, SMALL)
     larger, larger_files = paired_runs(results, "65m")
-    older, latest = large(results)
-    table, notes, figure = [], [], None
-    device = next((of["device"] for of in files.values()), None)
+    table, notes, figure = list[Row](), list[str](), None
+    sources: list[tuple[str, str]] = []
     notes += [
         f"An arm passes if the {CONFIDENCE:.0%} interval of its difference from bf16, in training and in validation "
         f"loss, lies within ±{LIMIT:.1%} of the loss, which was decided before the runs; it fails if one lies outside. "
         f"Training loss is the mean of the last {TAIL:.0%} of the steps.",
     ]
     if BASE in losses and len(losses[BASE]) > 1:
-        table += rows(losses, TABLES[SMALL], paired=True)
+        table += rows(losses, TABLES[SMALL], paired=True) + moments(files, TABLES[SMALL])
+        sources += [source(files[row.case]) for row in table]
         curves = {
             name: {s: np.array(files[name]["runs"][str(s)]["losses"]) for s in runs} for name, runs in losses.items()
         }
@@ -287,43 +273,35 @@ def write(results: Path) -> None:
     else:
         notes.append("Not run yet with many seeds of a small model.")
     if BASE in larger:
-        table += rows(larger, TABLES["65m"], paired=True)
+        more = rows(larger, TABLES["65m"], paired=True)
+        table += more
+        sources += [source(larger_files[row.case]) for row in more]
         notes += [f"Larger: {_described(larger_files)}", *told(larger, paired=True)]
-    if BASE in older:
-        device = device or latest[BASE]["device"]
-        table += rows(older, LARGE_TABLE, paired=False)
-        for name, content in latest.items():
-            speed, sizes = content["result"]["tokens_per_s"], content["result"]["state_bytes"]
-            moments = (sizes["mu"] + sizes["nu"]) / content["result"]["parameters"]
-            for column, value in (("bytes of moments a parameter", moments), ("tokens/s, seed 0", speed)):
-                table.append(Row(name, column, value, table=LARGE_TABLE, pivot=(name, column)))
-        spread = np.ptp([run[VALIDATION] for run in older[BASE].values()]) / older[BASE][0][VALIDATION]
-        widths = {
-            m: max(d.half for d in differences(older, m, paired=False).values() if d.seeds > 1)
-            for m in (TRAINING, VALIDATION)
-        }
-        notes += [
-            f"64.8 M parameters, 301 M bytes a run: judged again from the same runs by this rule. Seeds of bf16 differ "
-            f"by {spread:.1%} in validation loss, so with two seeds an arm differences under {widths[TRAINING]:.1%} in "
-            f"training and {widths[VALIDATION]:.1%} in validation loss are not seen: these runs show that no recipe "
-            "diverges and that a broken one does, and not that recipes are within the limit. The control has int8 "
-            "moments without expansion and int8 products. coat_fast ran a day later, with faster kernels: speeds of "
-            "two dates do not compare. Flags of the training program: " + latest[BASE]["command_flags"],
-            *told(older, paired=False),
-        ]
     title = "COAT: training in 8 bits beside bf16 (section 6, Table 13)"
     arguments = "--data 'books/*.txt' --limit 540"
     if not table:
         return
-    measured = next(of for runs in (files, larger_files, latest) for name in ("coat", BASE) if (of := runs.get(name)))
-    stamp: dict[str, Any] = {key: measured[key] for key in ("date", "flags", "commit", "kernels") if key in measured}
+    date = max(of["date"] for of in (*files.values(), *larger_files.values()))
     common.write(
-        "training_parity", title, table, notes, figure, results, arguments=arguments, device=device, stamp=stamp
-    )
+        "training_parity", title, table, notes, figure, results, arguments=arguments, device=sources[0][1],
+        sources=sources, date=date,
+    )  # fmt: skip
+
+
+def moments(files: Mapping[str, Mapping[str, Any]], table: str) -> list[Row]:
+    """Bytes of Adam's moments a parameter."""
+    column = "bytes of moments a parameter"
+    return [Row(name, column, of["moments"], table=table, pivot=(name, column)) for name, of in files.items()]
+
+
+def source(of: Mapping[str, Any]) -> tuple[str, str]:
+    """The commits of an arm's runs, as the file says, and the device."""
+    commits = {run.get("commit") or of.get("commit") or record.UNKNOWN: None for run in of["runs"].values()}
+    return ", ".join(commits), of["device"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains what is missing and regenerates results/training_parity.json and .png; 1 where runs are missing still."""
+    """Trains what is missing and regenerates training_parity.json and .png; 1 where runs are missing still."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS), help="which to train (default: all)")

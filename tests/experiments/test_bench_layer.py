@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import layer, layer_bounds, timing, traffic
+from experiments.bench import layer, timing
 from experiments.models.llama import LlamaConfig
 from experiments.tables import coat_memory
 from experiments.tables.flash import dot_product_attention
@@ -98,63 +98,3 @@ def test_other_accumulation_and_scaling_are_the_only_changes():
         fast = found[f"{name}, {layer.FAST}"]
         assert fast.linear.fast_accumulation == layer.PRODUCTS
         assert dataclasses.replace(fast, linear=lean.linear) == found[name]
-
-
-def test_alone_are_the_three_products_of_seven_layers_and_attention(monkeypatch):
-    def attention(q, k, v, is_causal, implementation):
-        return dot_product_attention(q, k, v, is_causal=is_causal)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-    function, operands = layer_bounds.alone(layer.BATCH * 16, 16, SMALL)
-    three, y, _ = jax.eval_shape(function, *operands)
-    rows = layer.BATCH * 16
-    assert [(f.shape, d.shape, w.shape) for f, d, w in three] == [
-        ((rows, b), (rows, a), (b, a)) for a, b in [(48, 48)] * 4 + [(48, 128)] * 2 + [(128, 48)]
-    ]
-    assert y.shape == (layer.BATCH, 16, 2, 24)
-
-
-PROGRAM = """HloModule layer
-
-%fused_computation (p: bf16[4,8]) -> f32[4,8] {
-  %p = bf16[4,8]{1,0} parameter(0)
-  ROOT %c = f32[4,8]{1,0} convert(%p)
-}
-
-ENTRY %main (x: bf16[4,8], w: f8e4m3fn[8,2]) -> (f32[4,8], f32[4,2]) {
-  %x = bf16[4,8]{1,0} parameter(0)
-  %w = f8e4m3fn[8,2]{1,0} parameter(1)
-  %scale = f32[] constant(2)
-  %loop_fusion = f32[4,8]{1,0} fusion(%x), kind=kLoop, calls=%fused_computation, metadata={op_name="a%b"}
-  %codes = (f8e4m3fn[4,8]{1,0}, f32[]) custom-call(%loop_fusion, %scale), custom_call_target="triton_kernel_call_ffi"
-  %q = f8e4m3fn[4,8]{1,0} get-tuple-element(%codes), index=0
-  %product = (f32[4,2]{1,0}, s8[999]{0}) custom-call(%q, %w), custom_call_target="__cublas$lt$matmul$f8"
-  %y = f32[4,2]{1,0} get-tuple-element(%product), index=0
-  %mask = pred[4,2]{1,0} compare(%y, %y), direction=EQ, metadata={op_name="jit(f)/jvp()/sample/eq"}
-  ROOT %out = (f32[4,8]{1,0}, f32[4,2]{1,0}) tuple(%loop_fusion, %y)
-}
-"""
-
-
-def test_bytes_of_a_program_are_those_of_its_operations_but_products():
-    fusion, codes, compare = 64 + 128, 128 + 4 + 32 + 4, 32 + 32 + 8
-    assert traffic.moved(PROGRAM, without=("cublas", "cudnn")) == fusion + codes + compare
-    assert traffic.moved(PROGRAM, without=("cublas", "sample", "loop")) == fusion + codes
-    assert traffic.moved(PROGRAM) == fusion + codes + compare + 32 + 16 + 32 + 999
-    with pytest.raises(ValueError, match="loop is a while"):
-        traffic.moved(PROGRAM.replace("%mask = pred[4,2]{1,0} compare(", "%loop = pred[4,2]{1,0} while("))
-
-
-def test_a_bound_computes_the_same_and_moves_as_many_bytes_as_asked():
-    function, array = layer_bounds.bound(lambda x: x + 1, 3 << 22)
-    y, copied = function(np.float32(2), array)
-    assert (y, copied.nbytes) == (3, array.nbytes)
-    assert 2 * array.nbytes == 3 << 22
-
-
-def test_the_least_bytes_of_a_layer():
-    # By hand, in bytes an element of the stream, of the perceptron's inside, and of q, k and v.
-    stream, inner, attended = 24 * 48, 24 * 128, 24 * (48 + 2 * 48)
-    norms, attention, output = 2 * (3.125 + 2.125 + 2.125 + 7.125), 2 + 3 + 3, 4 + 4
-    found = layer_bounds.least(24, SMALL)
-    assert sum(found.values()) == stream * (norms + attention + output) + inner * (3.25 + 2.25 + 9.25) + attended * 6

@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import json
-import pathlib
 import types
 
 import jax
@@ -22,48 +21,24 @@ TOKENS = 32
 BF16 = 2.0**-8
 
 
-class FakeTorch:
-    """An arm of torch whose steps wait for nothing."""
-
-    memory = (1.0, 4.0)
-
-    def __init__(self, name, llama, batch, length):
-        assert (name, llama, batch, length) == ("torch bf16", LLAMA, 2, TOKENS)
-
-    def __call__(self):
-        torch = types.SimpleNamespace(cuda=types.SimpleNamespace(synchronize=lambda: WAITED.append(1)))
-        return step_torch.Waiting(torch, None)
-
-    def close(self):
-        WAITED.append("closed")
+def options(out, **given):
+    usual = {"model": "tiny", "arm": ["coat"], "mesh": ["one"], "batch": 2, "length": TOKENS, "rounds": 2, "steps": 4,
+             "out": out, "fit": None, "name": "step"}  # fmt: skip
+    return argparse.Namespace(**(usual | given))
 
 
-WAITED = []
-
-
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path, capsys, apart):
-    WAITED.clear()
+def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
     clock = itertools.count()
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     seen = {}
     monkeypatch.setattr(step, "memory", lambda program: seen.setdefault(id(program), (len(seen) + 1, len(seen) + 2)))
-    options = argparse.Namespace(
-        model="tiny", arm=["coat"], mesh=["one"], batch=2, length=TOKENS, rounds=2, steps=4, kernels=False,
-        out=tmp_path, free=[0], apart=apart, unroll=None, fit=None,
-    )  # fmt: skip
-    monkeypatch.setattr(step_torch, "missing", lambda arm: None if arm == "torch bf16" else "torchao not importable")
-    monkeypatch.setattr(step_torch, "TorchArm", FakeTorch)
-    before = [{"case": "one alone", "impl": "coat", "metric": "step", "ratio": None}]
-    step.measure(LLAMA, options, before)
-    content = json.loads((tmp_path / "step.json").read_text())
-    assert content["rows"][0] == before[0]
-    content["rows"].pop(0)
+    torch = {"torch bf16": (timing.Seconds([0.25, 0.25]), (1.0, 4.0))}
+    step.measure(LLAMA, options(tmp_path), torch)
+    content = json.loads((tmp_path / "cpu" / "step.json").read_text())
+    assert content["complete"]
     found = {(r["impl"], r["metric"]): r for r in content["rows"]}
     assert found["torch bf16", "step"]["value"] == 250
     assert (found["torch bf16", "memory"]["value"], found["torch bf16", "memory"]["ratio"]) == (4, 0.5)
-    assert WAITED == [1] * 4 + ["closed"]  # two rounds, untimed and timed
-    assert "torchao tensorwise: torchao not importable" in capsys.readouterr().out
     # A clock that goes on by one second a look: four steps in one.
     assert found["coat", "step"]["value"] == 250
     assert found["coat", "step"]["quartiles"] == [250, 250]
@@ -71,6 +46,67 @@ def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path, capsys, apart):
     assert (found["coat", "memory"]["value"], found["coat", "memory"]["ratio"]) == (3, pytest.approx(2 / 3))
     assert {r["baseline"] for r in content["rows"] if r["ratio"]} == {step.AGAIN}
     assert {r["case"] for r in content["rows"]} == {f"tiny, one GPU, 2 x {TOKENS} tokens"}
+
+
+class PlantedArm:
+    """An arm whose step takes so long by the clock, which it moves."""
+
+    clock, live, order = 0.0, 0, []
+
+    def __init__(self, name, *_):
+        self.name, self.took, self.program = name, {"coat": 2.0, step.AGAIN: 5.0, "bf16": 4.0}[name], None
+        self.batch = self.count = self.tokens_per_step = 1
+        self.flops, self.running = 1.0, False
+
+    def __call__(self):
+        if not self.running:
+            PlantedArm.live += 1
+            self.running = True
+        assert PlantedArm.live == 1, "two arms hold their states at a time"
+        PlantedArm.order.append(self.name)
+        PlantedArm.clock += self.took
+        return self.name
+
+    def stop(self):
+        PlantedArm.live -= 1
+        self.running = False
+
+    def exchanged(self):
+        return {}
+
+
+def test_one_state_at_a_time_and_ratios_are_of_the_recomputed_baseline(monkeypatch, tmp_path):
+    """Not of the slowest or fastest arm, and not upside down: bf16 as written is between them."""
+    PlantedArm.clock, PlantedArm.live, PlantedArm.order = 0.0, 0, []
+    monkeypatch.setattr(step, "StepArm", PlantedArm)
+    monkeypatch.setattr(step, "memory", lambda program: (1.0, 2.0))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: PlantedArm.clock)
+    monkeypatch.setattr(timing.jax, "block_until_ready", lambda x: x)
+    step.measure(LLAMA, options(tmp_path, arm=["bf16", "coat"], rounds=3, steps=2, name="other"))
+    content = json.loads((tmp_path / "cpu" / "other.json").read_text())
+    ratios = {r["impl"]: (r["value"], r["ratio"]) for r in content["rows"] if r["metric"] == "step"}
+    assert ratios == {step.AGAIN: (5000, 1), "bf16": (4000, 1.25), "coat": (2000, 2.5)}
+    assert {name: PlantedArm.order.count(name) for name in ratios} == dict.fromkeys(ratios, 1 + 3 * 2 * 2)
+
+
+def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch, tmp_path, capsys):
+    class FullArm(PlantedArm):
+        def __call__(self):
+            if self.name == "coat":
+                raise MemoryError("RESOURCE_EXHAUSTED")
+            return super().__call__()
+
+    PlantedArm.live = 0
+    monkeypatch.setattr(step, "StepArm", FullArm)
+    monkeypatch.setattr(step, "memory", lambda program: (1.0, 2.0))
+    monkeypatch.setattr(timing.jax, "block_until_ready", lambda x: x)
+    step.measure(LLAMA, options(tmp_path, arm=["coat", "bf16"]))
+    rows = json.loads((tmp_path / "cpu" / "step.json").read_text())["rows"]
+    assert [(r["impl"], r["value"]) for r in rows if r["metric"] == "failed"] == [("coat", None)]
+    assert "bf16" in {r["impl"] for r in rows if r["metric"] == "step"}
+    assert "coat failed: MemoryError RESOURCE_EXHAUSTED" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="which all arms are compared with, does not run"):
+        step.built(["coat", "bf16"], FullArm)
 
 
 @pytest.mark.parametrize("where", ["data", "fsdp"])
@@ -93,6 +129,12 @@ def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(
     assert step.settings("coat, recomputed")[1] == "products"
     assert step.settings("moss, as written")[1] is step.settings("coat")[1] is step.settings("bf16")[1] is False
     assert step.settings("coat, 8-bit gradients")[0].comm.gradients == "e4m3"
+    for name, kernels, unroll in (("coat", True, None), (f"coat, {step.PLAIN}", False, None),
+                                  (f"coat, {step.LOOP}", True, 1),
+                                  (f"bf16, recomputed, {step.LOOP}", True, 1)):  # fmt: skip
+        found = step.settings(name)
+        assert (found.kernels, found.unroll) == (kernels, unroll)
+    assert step.settings(f"bf16, recomputed, {step.LOOP}").remat == "products"
     for name in ("coat, 8 bit gradients", "coat, as written, 8-bit gradients", "bf16, again"):
         with pytest.raises(ValueError, match="after the recipe stands nothing, or one of"):
             step.settings(name)
@@ -103,21 +145,12 @@ def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(
         step.settings("coats")
 
 
-def test_arms_that_leave_multiprocessors_keep_their_gradients(monkeypatch, tmp_path):
-    built = []
-
-    def build(name, *_):
-        built.append((name, choice.aimed().free_multiprocessors))
-        raise StopIteration
-
-    monkeypatch.setattr(step, "StepArm", lambda name, *rest: (lambda: 0) if name == step.AGAIN else build(name, *rest))
-    options = argparse.Namespace(
-        model="tiny", arm=["coat, 8-bit gradients"], mesh=["data"], batch=2, length=TOKENS, rounds=2, steps=4,
-        kernels=False, out=tmp_path, free=[8], apart=False, unroll=None, fit=None,
-    )  # fmt: skip
-    with pytest.raises(StopIteration):
-        step.measure(LLAMA, options)
-    assert built == [("coat, 8-bit gradients", 8)]
+def test_an_arm_without_kernels_is_traced_without_them(monkeypatch):
+    seen = []
+    monkeypatch.setattr(timing, "lowered", lambda *_, **__: seen.append(choice.aimed().kernels))
+    for name in ("te_current", f"te_current, {step.PLAIN}"):
+        step.StepArm(name, LLAMA, 1, TOKENS, "one")
+    assert seen == [True, False]
 
 
 def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
@@ -146,17 +179,26 @@ def test_seconds_remember_their_rounds():
     assert found.quartiles(lambda t: 12 / t) == [3, 6]
 
 
-def test_a_process_that_sees_one_gpu_measures_the_same(monkeypatch):
-    def run(command, env, check):
-        assert env["CUDA_VISIBLE_DEVICES"] == "3"
-        assert check
-        assert command[3:9] == ["step", "--arm", "coat", "--mesh", "one", "--out"]
-        rows = [{"case": "1b, one GPU", "impl": "coat"}]
-        (pathlib.Path(command[-1]) / "step.json").write_text(json.dumps({"rows": rows}))
+def test_torch_runs_in_a_process_before_this_one(monkeypatch, capsys):
+    """Its times and memory come back; where it dies, its rows are left out, and that is said."""
+    asked = []
 
-    monkeypatch.setattr(step.subprocess, "run", run)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    assert step.alone(["--arm", "coat", "--visible"]) == [{"case": "1b, the only visible GPU", "impl": "coat"}]
+    def run(command, env, **_):
+        asked.append((json.loads(command[-1]), env["JAX_PLATFORMS"]))
+        lines = [json.dumps({"arm": "torch bf16", "seconds": [3.0, 1.0, 2.0], "memory": [1.0, 4.0]})]
+        out = "noise\n" + "".join(f"torch: {line}\n" for line in lines[len(asked) - 1 :])
+        return types.SimpleNamespace(returncode=len(asked) - 1, stdout=out)
+
+    monkeypatch.setattr(step_torch, "missing", lambda arm: None if arm == "torch bf16" else "no torchao")
+    monkeypatch.setattr(step_torch.subprocess, "run", run)
+    found = step_torch.measured(["torch bf16", "torchao rowwise"], LLAMA, 2, TOKENS, 3, 4)
+    assert found == {"torch bf16": (2.0, (1.0, 4.0))}
+    assert found["torch bf16"][0].rounds == (3.0, 1.0, 2.0)
+    settings, platform = asked[0]
+    assert (settings["arms"], settings["batch"], settings["length"], platform) == (["torch bf16"], 2, TOKENS, "cpu")
+    assert LlamaConfig(**settings["llama"]) == LLAMA
+    assert step_torch.measured(["torch bf16"], LLAMA, 2, TOKENS, 3, 4) == {}
+    assert "torch's arms ended with code 1: rows left out" in capsys.readouterr().out
 
 
 def test_torch_arm_is_the_same_model():
@@ -212,7 +254,7 @@ def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
     batches = {name: step.largest_batch(name, LLAMA, TOKENS, "one", limit) for name in (step.AGAIN, "coat")}
     assert 1 < batches[step.AGAIN] < batches["coat"]
     for name, batch in batches.items():
-        recipe, remat = step.settings(name)
+        recipe, remat, *_ = step.settings(name)
         fits = [step.plan.of(LLAMA, recipe, {}, n * TOKENS, recompute=bool(remat)).total for n in (batch, batch + 1)]
         assert fits[0] <= 1e9 * limit < fits[1]
     with pytest.raises(ValueError, match=r"one sequence of 32 tokens needs more than --fit 0\.6 GB"):

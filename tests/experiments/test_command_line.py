@@ -70,7 +70,7 @@ def test_help_lists_recipes_sizes_and_exit_codes(capsys):
 
 def test_report_of_no_results_is_refused_and_writes_nothing(tmp_path, capsys):
     (tmp_path / "results").mkdir()
-    for folder, message in (("nowhere", "no such folder"), ("results", "no results there (NAME.json)")):
+    for folder, message in (("nowhere", "no such folder"), ("results", "no results there (CARD/NAME.json)")):
         assert tables_report.main(["--results", str(tmp_path / folder), "--readme", str(tmp_path / "page.md")]) == 2
         assert capsys.readouterr().err == f"error: --results {tmp_path / folder}: {message}\n"
     assert [path.name for path in tmp_path.rglob("*")] == ["results"]

@@ -1,6 +1,5 @@
 """The tables: their arithmetic against direct computation, the papers' figures as transcribed, and the report."""
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -15,7 +14,8 @@ from flax import nnx
 
 import fp8jax
 from experiments import flags
-from experiments.bench import cases, record
+from experiments import results as runner
+from experiments.bench import cases
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.tables import (
     claims,
@@ -178,8 +178,9 @@ def test_operators_of_the_memory_table_add_up_and_coats_are_the_papers_less_rope
     assert ratio == pytest.approx(totals[coat_memory.AGAIN] / totals[coat_memory.LEAN])
 
 
-ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "ms", "baseline": None, "ratio": None}
-RESULT = {"bench": "x", "device": "d", "versions": {"jax": "1"}, "command": "c", "date": "2026-01-01", "rows": [ROW]}
+ROW = {"case": "a | b", "impl": "xla", "metric": "time", "value": 1.5, "unit": "ms", "baseline": None, "ratio": None,
+       "commit": "abc", "device": "d"}  # fmt: skip
+RESULT = {"bench": "x", "versions": {"jax": "1"}, "command": "c", "date": "2026-01-01", "rows": [ROW]}
 
 
 def test_a_results_file_becomes_a_page(tmp_path):
@@ -188,36 +189,67 @@ def test_a_results_file_becomes_a_page(tmp_path):
     base = Row("small", "error", 1.0, "1", "small", 1.0, 2.5, 1.0, "Table 1", ("small", "column"))
     common.write("mine", "Mine", [row, base], ["A note."], None, results)
     spread = ROW | {"quartiles": [1.25, 1.75]}
-    (results / "x.json").write_text(json.dumps(RESULT | {"rows": [spread], "flags": "--on", "commit": "abc"}))
-    (results / "x.png").write_bytes(b"")
+    (results / "h9").mkdir()
+    (results / "h9" / "x.json").write_text(json.dumps(RESULT | {"rows": [spread], "flags": "--on"}))
+    (results / "h9" / "x.png").write_bytes(b"")
+    (results / "parity").mkdir()
+    (results / "parity" / "bf16.json").write_text("runs, no results")
     (results / "pages").mkdir()
     (results / "pages" / "gone.md").write_text("of a file that is no longer there")
     assert report.main(["--results", str(results), "--readme", str(tmp_path / "none")]) == 0
     assert sorted(p.name for p in (results / "pages").iterdir()) == ["mine.md", "x.md"]
     mine, x = ((results / "pages" / name).read_text() for name in ("mine.md", "x.md"))
-    assert mine.startswith("# Mine\n\n`python -m experiments.tables.mine` · 20")
+    assert mine.startswith("# Mine\n\n[all results](../../RESULTS.md)\n\n`python -m experiments.tables.mine` · 20")
     assert "error, over that of small (1); in brackets the paper's ratio:" in mine
     assert "| big | 2 (3) |" in mine
     assert "- A note." in mine
     assert "| a \\| b | xla | time | 1.5 | 1.25 to 1.75 | ms |" in x
-    assert "2026-01-01 (commit abc) · d · jax 1 · XLA_FLAGS=`--on`" in x
-    assert "![x](../x.png)" in x
+    assert "2026-01-01 · d · commit abc · jax 1 · XLA_FLAGS=`--on`" in x
+    assert "![x](../h9/x.png)" in x
     front = (tmp_path / "RESULTS.md").read_text()
     assert "- [Mine](results/pages/mine.md): " in front
     assert front.count("not measured yet") == len(claims.CLAIMS)
+
+
+def test_rows_of_several_commits_and_cards_show_it(tmp_path):
+    """On a page in a column; in RESULTS.md where the figure stands; a file that was cut short says that, too."""
+    other = ROW | {"commit": "def+", "device": "e", "case": "second"}
+    result = RESULT | {"rows": [ROW, other], "complete": False}
+    text = report.page({"h9": result}, {})
+    assert "| a \\| b | xla | time | 1.5 | ms | abc | d |" in text
+    assert "| second | xla | time | 1.5 | ms | def+ | e |" in text
+    assert "2026-01-01 · d, e · 2 commits (abc, def with changes)" in text
+    assert "**Not complete**" in text
+    pivoted = [row | {"pivot": (row["case"], "loss"), "table": "T"} for row in result["rows"]]
+    assert "| second | 1.5 | def+ | e |" in report.page({"h9": result | {"rows": pivoted}}, {})
+    two = report.page({"h9": RESULT, "h10": RESULT | {"rows": [ROW | {"device": "f"}]}}, {})
+    assert two.index("## On h9") < two.index("· d ·") < two.index("## On h10") < two.index("· f ·")
+    assert "| abc |" not in two  # nothing differs within a file
+
+
+def test_a_figure_stands_with_its_card_and_commit(monkeypatch):
+    monkeypatch.setattr(claims, "CLAIMS", [claims.Claim("What", "x", claims.value("xla", "time", "ms"), "2 (paper)")])
+    cards = {"h100": RESULT, "h200": RESULT | {"rows": [ROW | {"value": 3.0, "commit": "def", "device": "e"}]}}
+    line = next(line for line in report.front({"x": cards}, "pages").splitlines() if line.startswith("| What"))
+    assert "| 1.5 ms (H100)<br>3.0 ms (H200) | 2 (paper) |" in line
+    assert "2026-01-01 · d · commit abc<br>2026-01-01 · e · commit def" in line
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "x.json: Expecting property name"),
-        (json.dumps({k: v for k, v in RESULT.items() if k != "device"}), "x.json: device missing"),
-        (json.dumps({**RESULT, "rows": [{"case": "a"}]}), "x.json: baseline, impl, metric, ratio, unit, value missing"),
+        (json.dumps({k: v for k, v in RESULT.items() if k != "date"}), "x.json: date missing"),
+        (
+            json.dumps({**RESULT, "rows": [{"case": "a"}]}),
+            "x.json: baseline, commit, device, impl, metric, ratio, unit, value missing",
+        ),
         ("[]", "x.json: "),
     ],
 )
 def test_a_file_of_another_schema_is_named(tmp_path, capsys, content, message):
-    (tmp_path / "x.json").write_text(content)
+    (tmp_path / "h9").mkdir()
+    (tmp_path / "h9" / "x.json").write_text(content)
     assert report.main(["--results", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -268,46 +300,10 @@ def test_claims_are_looked_up_in_the_rows_they_name():
 def test_every_claim_about_a_file_that_is_there_names_rows_of_it():
     """Those that wait for a run name files or arms that are new."""
     results = report.read(ROOT / "results")
-    waiting = [c.text for c in claims.CLAIMS if c.bench in results and not c.ours(results[c.bench])]
-    layer = {row["impl"] for row in results["layer"]["rows"]}
-    assert not waiting or (claims.AGAIN not in layer and len(waiting) <= 2), waiting
-    for claim in claims.CLAIMS:
-        assert claim.bench in results or claim.bench == "step"
-
-
-def test_results_older_than_their_kernels_are_marked(tmp_path, monkeypatch):
-    kernels = tmp_path / "kernels"
-    kernels.mkdir()
-    (kernels / "adamw_triton.py").write_text(
-        "# A comment.\nfrom pallas_kernels import adamw_tiles_triton as tiles\n\nx = 1\n"
-    )
-    (kernels / "adamw_tiles_triton.py").write_text("from pallas_kernels import call_triton\ny = 2\n")
-    (kernels / "call_triton.py").write_text("z = 3\n")
-    now = functools.partial(record.kernels, folder=kernels)
-    monkeypatch.setattr(record, "kernels", now)
-    result = RESULT | {"bench": "optimizer"} | record.stamp("optimizer")
-    assert list(result["kernels"]) == ["adamw_tiles_triton", "adamw_triton"]
-    assert record.changed(result) == []
-    (kernels / "adamw_triton.py").write_text(
-        "from pallas_kernels import adamw_tiles_triton as tiles\n# Another.\nx = 1\n"
-    )
-    assert record.changed(result) == []
-    (kernels / "adamw_tiles_triton.py").write_text("from pallas_kernels import call_triton\ny = 3\n")
-    assert record.changed(result) == ["adamw_tiles_triton"]
-    assert "**Older than kernels that it times**: adamw_tiles_triton changed" in report.page(result, None)
-    front = report.front({"optimizer": result}, "pages")
-    assert "**1 kernel changed since**" in front
-    assert record.changed(RESULT) == []
-    assert record.changed(RESULT | {"bench": "optimizer"}) is None
-
-
-def test_every_kernel_is_timed_by_a_results_file():
-    timed = set().union(*(record.kernels(name) for name in record.KERNELS))
-    there = {p.stem for p in (ROOT / "pallas_kernels").glob("*.py")} - {"__init__", *record._CALL}
-    assert there == timed
-    results = report.read(ROOT / "results")
-    assert set(record.KERNELS) - {"step"} <= set(results)
-    assert {result["bench"] for result in results.values() if result.get("kernels")} <= set(record.KERNELS)
+    found = {c.text: any(map(c.ours, results[c.bench].values())) for c in claims.CLAIMS if c.bench in results}
+    assert all(found.values()), [text for text, ours in found.items() if not ours]
+    made = {job.name for job in (*runner.ONE_GPU, *runner.TWO_GPUS, *runner.CPU, *runner.DERIVED)}
+    assert {claim.bench for claim in claims.CLAIMS} <= made, "a figure that no command makes"
 
 
 def test_flags_are_added_once_and_a_given_one_stays(monkeypatch):
@@ -325,7 +321,7 @@ def test_products_of_moss_are_times_of_measured_rates_beside_the_paper_s():
     def row(impl, rate, case="2048x7168x4096"):
         return {"case": case, "impl": impl, "metric": "rate", "value": rate, "baseline": None}
 
-    rows = moss_speed.products({"rows": [row("ours tensor chosen", 1000.0), row("ours mx, codes folded first", 500.0)]})
+    rows = moss_speed.products({"rows": [row("ours tensor", 1000.0), row("ours mx, codes folded first", 500.0)]})
     assert [row.case for row in rows] == ["2048x7168x4096"] * 2
     # 2 x 2048 x 7168 x 4096 operations at 1,000 tera-operations a second.
     assert [row.value for row in rows] == [pytest.approx(0.12026, rel=1e-4), pytest.approx(0.24052, rel=1e-4)]

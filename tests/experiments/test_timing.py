@@ -33,7 +33,7 @@ def test_metrics_and_means_are_plotted_apart(monkeypatch, tmp_path):
     monkeypatch.setattr(pyplot, "close", drawn.append)
     every = rows()
     timing.write("x", "Title", every + timing.means(every, "rate", "bf16"), [], {}, tmp_path, "bf16")
-    assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == len(every) + 3
+    assert len(json.loads((tmp_path / "cpu" / "x.json").read_text())["rows"]) == len(every) + 3
     (figure,) = drawn
     lines = {
         axes.get_xlabel().split(",")[0]: [list(line.get_xdata()) for line in axes.get_lines()] for axes in figure.axes
@@ -43,14 +43,21 @@ def test_metrics_and_means_are_plotted_apart(monkeypatch, tmp_path):
 
 
 def test_a_file_says_how_it_was_measured(monkeypatch, tmp_path):
+    """By which command, flags, commit and card, on each row; a file that is cut short says so, as a dry run's does."""
     monkeypatch.setenv("XLA_FLAGS", "--some=flag")
+    monkeypatch.setenv("FP8JAX_COMMIT", "0123456789abcdef")
     monkeypatch.setattr(timing, "plot", lambda *_: None)
-    timing.write("gemm", "Title", rows(), [], {}, tmp_path)
-    content = json.loads((tmp_path / "gemm.json").read_text())
+    monkeypatch.setattr(timing.sys, "argv", ["bench", "gemm", "--out", "x", "--rounds", "3"])
+    for complete in (False, True):
+        timing.write("gemm", "Title", rows(), [], {}, tmp_path, complete=complete, devices=2)
+        content = json.loads((tmp_path / "cpux2" / "gemm.json").read_text())
+        assert content["complete"] == complete
     assert content["flags"] == "--some=flag"
-    assert {"matmul_mosaic", "hopper"} < set(content["kernels"])
-    assert "adamw_triton" not in content["kernels"]
-    assert content["commit"] is None or len(content["commit"].rstrip("+")) >= 7
+    assert content["command"] == "python -m experiments.bench gemm --rounds 3"
+    assert {(r["commit"], r["device"]) for r in content["rows"]} == {("0123456789", "2 x cpu")}
+    monkeypatch.setenv("FP8JAX_DRY", "1")
+    timing.write("gemm", "Title", rows(), [], {}, tmp_path)
+    assert not json.loads((tmp_path / "cpu" / "gemm.json").read_text())["complete"]
 
 
 def test_rows_have_quartiles_where_these_are_given(capsys):

@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 import fp8jax
+from experiments.bench import record
 from experiments.config import UserError
 from experiments.tables import parity_runs, training_parity
 from experiments.tables.parity_runs import ParityArm, Setting
@@ -92,15 +93,16 @@ def test_a_control_that_passes_is_told(tmp_path):
 
     def content(by):
         runs = {str(s): run | {"valid_loss": 1 + s / 50 + by + s % 2 / 1e4} for s in range(4)}
-        return {"setting": setting, "device": "d", "date": "2026-01-01", "parameters": 1, "runs": runs}
+        return {"setting": setting, "device": "d", "date": "2026-01-01", "parameters": 1, "moments": 8.0,
+                "runs": runs}  # fmt: skip
 
     (tmp_path / "parity").mkdir()
     for by, told in ((0.0, True), (0.05, False)):
         for name, shift in ((BASE, 0), ("coat", 0), ("control", by)):
             (tmp_path / "parity" / f"{name}.json").write_text(json.dumps(content(shift)))
         assert training_parity.main(["--judge", "--results", str(tmp_path)]) == 0
-        assert (tmp_path / "training_parity.png").exists()
-        notes = json.loads((tmp_path / "training_parity.json").read_text())["notes"]
+        assert (tmp_path / "d" / "training_parity.png").exists()
+        notes = json.loads((tmp_path / "d" / "training_parity.json").read_text())["notes"]
         assert any("The control is not told from a sound arm" in note for note in notes) == told
 
 
@@ -109,10 +111,15 @@ def test_runs_of_a_larger_model_stand_in_a_table_of_their_own(tmp_path):
         (tmp_path / folder).mkdir()
         for name, loss in arms.items():
             runs = {str(s): {"losses": [loss + s / 50] * 20, "valid_loss": loss + s / 50} for s in range(2)}
-            content = {"setting": dataclasses.asdict(TINY), "device": "d", "date": "2026-01-01", "parameters": 7}
+            content = {"setting": dataclasses.asdict(TINY), "device": "d", "date": "2026-01-01", "parameters": 7,
+                       "moments": 2.0, "commit": f"{name}1"}  # fmt: skip
             (tmp_path / folder / f"{name}.json").write_text(json.dumps(content | {"runs": runs}))
     assert training_parity.main(["--judge", "--results", str(tmp_path)]) == 0
-    content = json.loads((tmp_path / "training_parity.json").read_text())
+    content = json.loads((tmp_path / "d" / "training_parity.json").read_text())
+    # Each row is of the runs of its arm, and says so.
+    assert {(row["case"], row["commit"], row["device"]) for row in content["rows"]} == {
+        (name, f"{name}1", "d") for name in (BASE, "coat", "moss")
+    }
     tables = {}
     for row in content["rows"]:
         tables.setdefault(row["table"], set()).add(row["case"])
@@ -174,7 +181,7 @@ def test_runs_are_kept_one_by_one_and_only_with_their_like(text, tmp_path):
     train([0, 1], room=lambda took: took == 0)
     kept = json.loads(path.read_text())
     assert list(kept["runs"]) == ["0"]
-    assert kept["kernels"]
+    assert kept["runs"]["0"]["commit"] == record.commit()
     train([0, 1])
     again = json.loads(path.read_text())
     assert list(again["runs"]) == ["0", "1"]

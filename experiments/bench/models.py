@@ -1,0 +1,192 @@
+"""Whole training steps of models as users write them, in bf16 and quantized: what a user gains.
+
+The models are those of `experiments.models.plain`, whose code knows nothing of 8 bits; `fp8jax.nnx.quantize` quantizes
+them. The optimizer is what README shows: a chain of `optax.clip_by_global_norm` and `optax.adamw`, or
+`fp8jax.optimizer`, through `nnx.Optimizer`. "step" is the time of a step of many that follow each other without
+waiting; of "step, synchronised" the host reads the loss after each. Nothing is recomputed: bf16 keeps what Flax's
+modules keep, and the baseline is as fast as it gets here. "temporaries" are what the compiled program needs beside its
+arguments.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
+
+import jax
+import optax
+from flax import nnx
+
+import fp8jax
+from experiments.bench import timing
+from experiments.models import plain
+
+BASE, RATE, CLIP, DECAY = "bf16", 3e-4, 1.0, 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class UserModel:
+    """A model and its batch.
+
+    Attributes:
+        text: what it is, in a row's case.
+        make: the module from its outputs (vocabulary, classes), the length of its input and `nnx.Rngs`.
+        small: the same, tiny.
+        kind: of the batch, see `plain.batch`.
+        batch: sequences or images.
+        length: tokens of a sequence, pixels of a side.
+        outputs: vocabulary or classes.
+    """
+
+    text: str
+    make: Callable[..., nnx.Module]
+    small: Callable[..., nnx.Module]
+    kind: str
+    batch: int
+    length: int
+    outputs: int
+
+
+def _llama(*shape: int) -> Callable[..., nnx.Module]:
+    """Of this shape, from its outputs, the length of its input, which may be any, and `nnx.Rngs`."""
+    kind: Any = plain.PlainLlama
+    return lambda outputs, length, rngs: kind(outputs, *shape, rngs)
+
+
+def _sized(kind: Any, *shape: int) -> Callable[..., nnx.Module]:
+    """The same of a model with a position for each place of its input."""
+    return lambda outputs, length, rngs: kind(outputs, *shape, length, rngs)
+
+
+MODELS = {
+    "llama1b": UserModel("Llama 1.1B, 8 x 2,048 tokens", _llama(2048, 22, 32, 4, 5632),
+                         _llama(64, 2, 4, 2, 128), "text", 8, 2048, 32_000),
+    "vitl": UserModel("ViT-L/16, 256 images", _sized(plain.PlainViT, 1024, 24, 16), _sized(plain.PlainViT, 64, 2, 4),
+                      "images", 256, 224, 1000),
+    "gpt350m": UserModel("GPT-2 350M, 16 x 1,024 tokens", _sized(plain.PlainGPT, 1024, 24, 16),
+                         _sized(plain.PlainGPT, 64, 2, 4), "text", 16, 1024, 50_304),
+}  # fmt: skip
+ARMS = {
+    "llama1b": ("bf16", "coat", "coat_fast", "te_current"),
+    "vitl": ("bf16", "coat_fast"),
+    "gpt350m": ("bf16", "coat", "coat_fast"),
+}
+
+
+def loss(model: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross-entropy of a batch."""
+    logits = model(inputs).astype("float32")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+class UserArm:
+    """A model's training step by a recipe, and the state that it updates."""
+
+    def __init__(self, user: UserModel, recipe: str) -> None:
+        make, size, length, outputs = user.make, user.batch, user.length, user.outputs
+        if timing.dry():
+            make, size, length, outputs = user.small, 1, 32, 64
+
+        def begun(rngs: nnx.Rngs) -> tuple[nnx.Module, nnx.Optimizer]:
+            model = make(outputs, length, rngs)
+            clip, tx = optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY)
+            if recipe != BASE:
+                model, tx = fp8jax.nnx.quantize(model, recipe), fp8jax.optimizer(recipe, RATE, weight_decay=DECAY)
+            return model, nnx.Optimizer(model, optax.chain(clip, tx), wrt=nnx.Param)
+
+        graph, shapes = nnx.split(nnx.eval_shape(lambda: begun(nnx.Rngs(0))))
+        self.begin = jax.jit(lambda: nnx.state(begun(nnx.Rngs(0))))
+        self.data = plain.batch(user.kind, size, length, outputs)
+
+        def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+            model, optimizer = nnx.merge(graph, state)
+            value, grads = nnx.value_and_grad(loss)(model, inputs, labels)
+            optimizer.update(model, grads)
+            return nnx.state((model, optimizer)), value
+
+        self.build = timing.lowered(step, shapes, *self.data, donate_argnums=0)
+        self.state: Any = None
+
+    @functools.cached_property
+    def program(self) -> Any:
+        """The compiled step."""
+        return self.build()
+
+    def __call__(self) -> jax.Array:
+        """One step; its loss."""
+        if self.state is None:
+            self.state = self.begin()
+        self.state, value = self.program(self.state, *self.data)
+        return value
+
+    def synchronised(self) -> jax.Array:
+        """One step, and the host reads its loss."""
+        return jax.block_until_ready(self())
+
+    def stop(self) -> None:
+        """Frees the state."""
+        jax.tree.map(lambda x: x.delete(), self.state)
+        self.state = None
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="models", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--arm", nargs="+", help="recipes, bf16 the first (default: a choice for each model)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
+    parser.add_argument("--limit", type=float, default=600, help="seconds after which no further model is started")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args(argv)
+    timing.need_gpu()
+    notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
+    notes.append("Arms run in turns, in another order in each round, each from a state made anew; medians.")
+    save = functools.partial(timing.write, "models", "Training steps of models as users write them", notes=notes,
+                             versions={}, out=options.out)  # fmt: skip
+    start, table = time.perf_counter(), list[timing.Row]()
+    for name in options.models:
+        if time.perf_counter() - start > options.limit:
+            print(f"{name}: not measured, the time limit is reached")
+            continue
+        table += measure(MODELS[name], options.arm or ARMS[name], options)
+        save(table, complete=False)
+    save(table)
+
+
+def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace) -> list[timing.Row]:
+    """Rows of one model."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # One is compiled while the next one is traced.
+        arms, waiting = {}, list[Any]()
+        for recipe in recipes:
+            arms[recipe] = UserArm(user, recipe)
+            waiting.append(pool.submit(getattr, arms[recipe], "program"))
+        for done in waiting:
+            done.result()
+    calls: dict[str, Callable[[], Any]] = {}
+    for recipe, arm in arms.items():
+        print(f"  {recipe}: loss {float(arm()):.4f}", flush=True)
+        arm.stop()
+        calls |= {recipe: arm, f"{recipe}, synchronised": arm.synchronised}
+    stop = lambda name: arms[name.partition(",")[0]].stop()  # noqa: E731
+    times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
+    needs = {recipe: arm.program.memory_analysis().temp_size_in_bytes / 1e9 for recipe, arm in arms.items()}
+    return rows(user.text, times, needs)
+
+
+def rows(case: str, times: dict[str, timing.Seconds], needs: dict[str, float]) -> list[timing.Row]:
+    """Milliseconds of a step and GB of temporaries, against bf16 of the same kind."""
+    table = []
+    for recipe, size in needs.items():
+        for metric, end in (("step", ""), ("step, synchronised", ", synchronised")):
+            time_, base = times[f"{recipe}{end}"], times[f"{BASE}{end}"]
+            spread = time_.quartiles(lambda t: 1e3 * t)
+            table.append(timing.row(case, recipe, metric, 1e3 * time_, "ms", BASE, base / time_, spread))
+        table.append(timing.row(case, recipe, "temporaries", size, "GB", BASE, needs[BASE] / size))
+    return table

@@ -1,0 +1,70 @@
+"""Every benchmark's code runs through on a CPU, small and without measuring, before a GPU's time is spent."""
+
+import importlib
+import importlib.util
+import json
+import os
+
+import pytest
+
+from experiments import results
+from experiments.bench import models, step
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
+# What takes longer than to try the code once: arms that differ in their recipe alone.
+FEWER = {
+    "step": ["--arm", "coat", "--torch"],
+    "models": ["--models", "gpt350m", "--arm", "bf16", "coat"],
+    "layer": ["--only", "te_current"],
+}
+SLOW = {"models", "optimizer", "coat_speed", "cold", "reduce", "step"}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, marks=pytest.mark.slow if job.name in SLOW else ()) for job in results.distinct()],
+    ids=lambda j: j.name,
+)
+def test_the_code_of_each_job_runs(job, monkeypatch, tmp_path):
+    monkeypatch.setenv("FP8JAX_DRY", "1")
+    monkeypatch.setitem(os.environ, "XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    module, *options = job.command
+    *options, out = options
+    if module == "experiments.bench":
+        name, *options = options
+        module = f"{module}.{name}"
+        main = importlib.import_module(module).main
+    else:
+        main = importlib.import_module(module).main
+    main([*options, *FEWER.get(job.name, []), out, str(tmp_path)])
+    (path,) = tmp_path.glob("*/*.json")
+    content = json.loads(path.read_text())
+    assert path.stem == job.name
+    assert not content["complete"], "a dry run is no measurement"
+    assert content["rows"]
+    assert all({"commit", "device", "ratio", "baseline"} <= row.keys() for row in content["rows"])
+
+
+def test_arms_of_a_job_are_recipes_that_there_are():
+    for job in (*results.ONE_GPU, *results.TWO_GPUS):
+        if job.command[1] == "step":
+            options = list(job.command[2:])
+            arms = options[options.index("--arm") + 1 :]
+            for arm in arms[: next((i for i, a in enumerate(arms) if a.startswith("--")), None)]:
+                step.settings(arm)
+    assert {recipe for arms in models.ARMS.values() for recipe in arms} - {"bf16"} <= set(results.STEPS)
+
+
+def test_a_user_s_model_trains_in_both(monkeypatch):
+    """Two steps, really run: losses agree but for what 8 bits round, and the state is freed."""
+    small = models.MODELS["llama1b"]
+    user = models.UserModel("small", small.small, small.small, "text", 2, 16, 64)
+    losses = {}
+    for recipe in ("bf16", "coat"):
+        arm = models.UserArm(user, recipe)
+        losses[recipe] = [float(arm()) for _ in range(3)]
+        arm.stop()
+        assert arm.state is None
+    assert losses["bf16"][2] < losses["bf16"][0]
+    assert losses["bf16"] == pytest.approx(losses["coat"], rel=0.02)
+    assert losses["bf16"] != losses["coat"]

@@ -1,0 +1,80 @@
+"""Ratios and baselines of the benchmarks, from planted times: what is faster has more, and the rival is the fastest."""
+
+import math
+
+import pytest
+
+from experiments.bench import gemm, gemm_int8, linear, models, quantize, reduce, scaling
+from experiments.bench.timing import Seconds
+
+
+def planted(**times):
+    return {name.replace("_", " "): Seconds([t]) for name, t in times.items()}
+
+
+def test_a_product_is_compared_with_the_fastest_of_others_that_compute_the_same():
+    arms = [gemm.GemmArm(*of) for of in (
+        ("ours tensor", "tensor", None, ()), ("xla fp8 tensor", "tensor", None, ()),
+        ("torch tensor", "tensor", None, ()), ("ours wgrad", "wgrad", None, ()), ("xla bf16", "bf16", None, ()),
+        ("torch row", "row", None, ()),
+    )]  # fmt: skip
+    times = planted(ours_tensor=2.0, xla_fp8_tensor=4.0, torch_tensor=3.0, ours_wgrad=5.0, xla_bf16=10.0, torch_row=0.5)
+    found = {r["impl"]: r for r in gemm.rate_rows((10**6, 10**3, 10**3), arms, times, dict.fromkeys(times, 0.0))
+             if r["metric"] == "rate"}  # fmt: skip
+    assert found["ours tensor"]["baseline"] == "torch tensor"  # the faster of two, and of the same kind
+    assert found["ours tensor"]["ratio"] == 1.5
+    assert found["ours tensor"]["value"] == pytest.approx(1.0)  # 2e12 operations in 2 s
+    assert (found["ours wgrad"]["baseline"], found["ours wgrad"]["ratio"]) == ("xla bf16", 2)
+    assert found["xla fp8 tensor"]["ratio"] == 0.75
+
+
+def test_int8_products_against_bf16_and_fallback_against_its_ideal():
+    half = f"{gemm_int8.FALLBACK} 0.5 random"
+    times = {gemm_int8.BF16: 6.0, gemm_int8.XLA: 2.0, gemm_int8.OURS: 3.0, half: 5.0, gemm_int8.ROWS: 2.5}
+    rows = gemm_int8.rate_rows("c", 6e12, {name: Seconds([t]) for name, t in times.items()})
+    found = {(r["impl"], r["metric"]): (r["value"], r["baseline"], r["ratio"]) for r in rows}
+    assert found[gemm_int8.OURS, "rate"] == (2, gemm_int8.BF16, 2)
+    assert found[gemm_int8.OURS, "of XLA's int8"][2] == pytest.approx(2 / 3)
+    assert found[half, "of ideal"][2] == pytest.approx(3 * 1.5 / 5)
+
+
+def test_bandwidth_is_a_share_of_the_copy_s():
+    times = {quantize.COPY: Seconds([2.0]), "fast": Seconds([1.0]), "slow": Seconds([4.0])}
+    moved = {quantize.COPY: 4e12, "fast": 1.5e12, "slow": 4e12}
+    found = {r["impl"]: (r["value"], r["ratio"], r["baseline"]) for r in quantize.bandwidths("c", times, moved)}
+    assert found == {quantize.COPY: (2, 1, quantize.COPY), "fast": (1.5, 0.75, quantize.COPY),
+                     "slow": (1, 0.5, quantize.COPY)}  # fmt: skip
+
+
+def test_a_linear_layer_is_compared_with_xla_s_bf16():
+    found = {r["impl"]: (r["value"], r["ratio"])
+             for r in linear.rate_rows("c", {linear.BF16: Seconds([3.0]), "fast": Seconds([2.0])}, 6e12)}  # fmt: skip
+    assert found == {linear.BF16: (2, 1), "fast": (3, 1.5)}
+
+
+def test_scales_take_a_share_of_the_baseline_s_time():
+    times = {"just in time": Seconds([4.0]), "automatic": Seconds([1.0])}
+    found = {r["impl"]: (r["value"], r["ratio"]) for r in scaling.shares("c", "codes", times, 2, "just in time")}
+    assert found == {"just in time": (2000, 1), "automatic": (500, 0.25)}
+
+
+def test_sums_are_compared_with_bf16_s_and_collectives_with_collectives():
+    one, both = f"{reduce.BASE}, collectives", "e4m3, one phase, collectives"
+    times = {reduce.BASE: 4.0, "e4m3, one phase": 2.0, one: 3.0, both: 6.0}
+    sent = {reduce.BASE: 8e6, "e4m3, one phase": 4e6, one: 8e6, both: 2e6}
+    rows = reduce.form_rows("c", {name: Seconds([t]) for name, t in times.items()}, sent)
+    found = {(r["impl"], r["metric"]): (r["baseline"], r["ratio"]) for r in rows}
+    assert found["e4m3, one phase", "time"] == (reduce.BASE, 2)
+    assert found["e4m3, one phase", "sent"] == (reduce.BASE, 0.5)
+    assert found[both, "time"] == (one, 0.5)
+    assert found[both, "sent"] == (one, 0.25)
+
+
+def test_a_user_s_model_is_compared_with_bf16_of_the_same_kind_of_run():
+    times = planted(bf16=3.0, coat=2.0) | {"bf16, synchronised": Seconds([4.0]), "coat, synchronised": Seconds([5.0])}
+    found = {(r["impl"], r["metric"]): (r["value"], r["ratio"])
+             for r in models.rows("c", times, {"bf16": 8.0, "coat": 4.0})}  # fmt: skip
+    assert found["coat", "step"] == (2000, 1.5)
+    assert found["coat", "step, synchronised"] == (5000, 0.8)
+    assert found["coat", "temporaries"] == (4, 2)
+    assert all(math.isclose(found["bf16", m][1], 1) for m in ("step", "step, synchronised", "temporaries"))

@@ -1,0 +1,176 @@
+"""`make results`: what is run, what is left, and where figures come from, with planted commands and histories."""
+
+import json
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from experiments import results
+from experiments.bench import record
+
+MAKE = """import json, pathlib, sys
+name, commit, complete, folder = sys.argv[1:5]
+path = pathlib.Path(folder, "h9", f"{name}.json")
+path.parent.mkdir(parents=True, exist_ok=True)
+path.write_text(json.dumps({"complete": complete == "yes", "rows": [{"commit": commit, "device": "H9"}]}))
+print("made", name)
+"""
+
+
+class PlantedJob(results.Job):
+    """A job that runs a script."""
+
+    @property
+    def argv(self):
+        return [sys.executable, *self.command]
+
+
+@pytest.fixture
+def job(tmp_path):
+    script = tmp_path / "make.py"
+    script.write_text(MAKE)
+
+    def make(name, commit="abcdef1234", complete="yes", seconds=1.0, code=None):
+        command = (str(script), name, commit, complete) if code is None else ("-c", code)
+        return PlantedJob(name, command, seconds)
+
+    return make
+
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path):
+    monkeypatch.setenv("FP8JAX_COMMIT", "abcdef1234567")
+    monkeypatch.setattr(results, "gpus", lambda: ("NVIDIA H9 80GB", 1))
+    folder = tmp_path / "results"
+
+    def run(jobs, *options):
+        monkeypatch.setattr(results, "ONE_GPU", tuple(jobs))
+        return results.main(["--results", str(folder), *options])
+
+    return run
+
+
+def test_files_of_this_commit_are_left_as_they_are(job, planted, capsys, tmp_path):
+    assert planted([job("a"), job("b")]) == 0
+    assert planted([job("a"), job("b"), job("c")], "--bundle", str(tmp_path / "b.tgz")) == 0
+    told = capsys.readouterr().out
+    assert told.count("of this commit and card already") == 2
+    assert "c: done" in told
+    with tarfile.open(tmp_path / "b.tgz") as archive:
+        assert {"h9/a.json", "h9/b.json", "h9/c.json", "logs/c.log"} <= set(archive.getnames())
+        assert archive.extractfile("logs/c.log").read() == b"made c\n"
+
+
+def test_what_failed_or_has_no_room_is_left_and_told(job, planted, capsys):
+    jobs = [
+        job("fails", code="import sys; sys.exit('no such kernel')"),
+        job("partial", complete="no"),
+        job("other", commit="1234567890"),
+        job("long", seconds=1000.0),
+        job("good"),
+    ]
+    assert planted(jobs, "--budget", "500") == 1
+    told = capsys.readouterr().out
+    assert "left: fails (ended with code 1: no such kernel)" in told
+    assert "left: partial (ran, and left a file that is not complete)" in told
+    assert "left: other (ran, and left a file that is 1234567890: " in told
+    assert "left: long (needs 1000 s, " in told
+    assert "good: done" in told
+    assert "left: good" not in told
+
+
+def test_a_job_is_killed_at_the_limit_with_its_children(tmp_path, job):
+    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    problem = results.run(job("slow", code=code), tmp_path, tmp_path / "slow.log", 1.0)
+    assert problem == "killed after 1 s"
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(results, "gpus", lambda: ("", 0))
+    assert results.main(["--results", str(tmp_path)]) == 2
+    assert "no GPU here" in capsys.readouterr().err
+    monkeypatch.setenv("FP8JAX_COMMIT", "main")
+    with pytest.raises(SystemExit):
+        results.main(["--results", str(tmp_path)])
+    assert "FP8JAX_COMMIT='main' is no commit's hash" in capsys.readouterr().err
+
+
+def test_it_takes_at_most_25_minutes_of_one_gpu():
+    assert sum(job.seconds for job in results.ONE_GPU) <= 25 * 60
+    for jobs in (results.ONE_GPU, results.TWO_GPUS, results.CPU, results.DERIVED):
+        assert len({job.name for job in jobs}) == len(jobs)
+    assert results.ONE_GPU[0].name == "step"
+
+
+def test_the_list_says_what_changed_since(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("FP8JAX_COMMIT", "abcdef1234")
+    monkeypatch.setattr(record, "since", lambda of: {"111": "commits since: 2 of fp8jax"}.get(of, ""))
+    for card, name, commit in (("h9", "step", "abcdef1234"), ("h9x2", "step", "111"), ("cpu", "plans", "222")):
+        (tmp_path / card).mkdir(exist_ok=True)
+        content = {"rows": [{"commit": commit, "device": "d"}]}
+        (tmp_path / card / f"{name}.json").write_text(json.dumps(content))
+    assert results.main(["--results", str(tmp_path), "--list"]) == 0
+    told = capsys.readouterr().out
+    one, two, cpu = (told.index(kind) for kind in ("one GPU:", "two GPUs:", "CPU:"))
+    assert one < told.index("step: h9: done") < two < told.index("step: h9x2: 111: commits since: 2 of fp8jax") < cpu
+    assert "plans: cpu: 222: no change since" in told
+    assert "gemm: missing" in told
+
+
+def history(root, *files):
+    """A repository with a commit for each text of each file; the hashes."""
+    git = lambda *a: subprocess.run(  # noqa: E731
+        ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b", *a],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
+    root.mkdir(exist_ok=True)
+    git("init", "-q")
+    hashes = []
+    for path, text in files:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+        git("add", "-A")
+        git("commit", "-q", "-m", text)
+        hashes.append(git("rev-parse", "HEAD"))
+    return hashes
+
+
+def test_what_changed_since_follows_from_git(tmp_path):
+    root = tmp_path / "repository"
+    first, second, last = history(root, ("pallas_kernels/a.py", "1"), ("README.md", "2"), ("pallas_kernels/a.py", "3"))
+    assert record.since(first[:10], root) == "commits since: 1 of pallas_kernels"
+    assert record.since(second, root) == "commits since: 1 of pallas_kernels"
+    assert record.since(f"{last}+", root) == ""
+    assert record.since("0123456789", root) == "commit 0123456789 is not in this history"
+    assert record.since(record.UNKNOWN, root) == "commit unknown"
+    (tmp_path / "plain").mkdir()
+    assert record.since(first, tmp_path / "plain") == "no history here"
+    shallow = tmp_path / "shallow"
+    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{root}", str(shallow)], check=True)
+    assert record.since(first, shallow) == f"commit {first} is not in this history"
+
+
+def test_a_commit_is_that_of_the_code_that_runs(tmp_path, monkeypatch):
+    monkeypatch.delenv("FP8JAX_COMMIT", raising=False)
+    root = tmp_path / "repository"
+    (first,) = history(root, ("fp8jax/a.py", "1"))
+    assert record._head.__wrapped__(root) == first[:10]
+    (root / "README.md").write_text("not measured")
+    assert record._head.__wrapped__(root) == first[:10]
+    (root / "fp8jax" / "a.py").write_text("2")
+    assert record._head.__wrapped__(root) == f"{first[:10]}+"
+    (tmp_path / "plain").mkdir()
+    assert record._head.__wrapped__(tmp_path / "plain") == record.UNKNOWN
+    monkeypatch.setenv("FP8JAX_COMMIT", f"{first}+")
+    assert record.commit() == f"{first[:10]}+"
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("2 x NVIDIA H200", "h200x2"), ("cpu", "cpu"),
+     ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 4090", "rtx4090")],
+)  # fmt: skip
+def test_folders_are_named_after_cards(device, card):
+    assert record.card(device) == card
