@@ -157,6 +157,33 @@ def wrong_fallback(case: Case) -> dict[str, int]:
     return found
 
 
+def wrong_noise(impl: str) -> dict[str, int]:
+    """By what is rounded stochastically, at how many distances places are rounded up together, or not half of them.
+
+    Every value lies half way between two codes. Four rows share the bits of a draw, so theirs are looked at.
+    """
+    shape, words = (128, 128), jax.random.key(5)
+    eighth, half = jnp.full(shape, 1 + 1 / 16, jnp.float32), jnp.full(shape, 40.5, jnp.float32).at[0, 0].set(127.0)
+    spec, one = "e4m3:token+stochastic", jnp.ones((), jnp.float32)
+    rows, columns = op.quantize(eighth, spec, spec, scale=one, key=words, impl=impl)
+    _, drawn = fallback.quantize(half, "int8:block128", 1e3, key=words, impl=impl)
+    assert rows is not None
+    assert columns is not None
+    assert drawn is not None
+    up = {
+        "rows": np.asarray(rows.codes, np.float32) > 1.06,
+        "columns": np.asarray(columns.codes, np.float32).T > 1.06,
+        "blocks": np.asarray(drawn.codes) > 40,
+    }
+    up["rows and columns"] = up["rows"] == up["columns"]
+    found = {}
+    for name, x in up.items():
+        apart = [x, *(x[m:, n:] == x[: len(x) - m, : x.shape[1] - n]
+                      for m, n in ((1, 0), (2, 0), (3, 0), (4, 0), (0, 1), (0, 2), (1, 1)))]  # fmt: skip
+        found[name] = sum(abs(y.mean() - 0.5) > 5 * 0.5 / y.size**0.5 for y in apart)
+    return found
+
+
 def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     """By operation how many bytes and scales that it keeps in ten bits, read back too, are not `fp8jax.quantize`'s."""
     from pallas_kernels import activation_rows_triton, activation_triton, cotangents_triton, norm_triton

@@ -125,6 +125,15 @@ def test_under_given_scales_finite_values_saturate_and_others_stay_visible(case)
     assert not any(cases.wrong_under_given_scales(case, "xla"))
 
 
+def test_no_two_places_are_rounded_up_by_the_same_noise():
+    assert not any(cases.wrong_noise("xla").values())
+
+
+@pytest.mark.gpu
+def test_no_two_places_are_rounded_up_by_the_same_noise_on_a_gpu():
+    assert not any(cases.wrong_noise("triton").values())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases.GIVEN, ids=lambda c: f"{c.rows} {c.columns} {c.shape}")
 def test_under_given_scales_they_do_on_a_gpu(case):

@@ -172,6 +172,9 @@ def main() -> None:
         for name, differ in cases.wrong_fallback(case).items():
             if differ:
                 wrong[f"{case}: {name}"] = [differ]
+    for name, differ in cases.wrong_noise("triton").items():
+        if differ:
+            wrong[f"noise of {name}"] = [differ]
     for shape, dtype in cases.TEN_BITS:
         for name, differ in cases.wrong_packing(shape, dtype).items():
             if differ:

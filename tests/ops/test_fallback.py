@@ -1,5 +1,7 @@
 """Fallback quantization against float64 NumPy: values, non-finite blocks, rounding."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +87,31 @@ def test_errors_name_the_value(arguments, text):
     given = {"x": jnp.zeros((4, 4)), "spec": "int8:block128", "threshold": 1.0} | arguments
     with pytest.raises(ValueError, match=text):
         fallback.quantize(given.pop("x"), given.pop("spec"), given.pop("threshold"), **given)
+
+
+def test_where_no_kernel_runs_pairs_are_decoded_with_the_residuals_that_are_used():
+    """In bf16, and in fp16 by rows, as GPUs without a kernel do; blocks that do not fall back have codes of no meaning."""
+    x, w = outliers((70, 100)), np.random.default_rng(2).standard_normal((40, 100)).astype(np.float32)
+    pair, _ = fallback.quantize(x, "int8:block32", 3.5)
+    used = np.asarray(pair.used)
+    assert 0 < used.mean() < 1
+    junk = jnp.where(np.kron(used, np.ones((32, 32), bool))[:70, :100], pair.residual.codes, 127)
+    pair = pair._replace(residual=dataclasses.replace(pair.residual, codes=junk.astype(jnp.int8)))
+    right, _ = op.quantize(jnp.asarray(w), "int8:block32")
+
+    def decoded(q):
+        scale = np.kron(np.asarray(q.scale, np.float64), np.ones((32, 32)))[: q.shape[0], : q.shape[1]]
+        return np.asarray(q.codes, np.float64) * scale
+
+    falls = np.kron(used, np.ones((32, 32)))[:70, :100]
+    left = decoded(pair.base) + falls * decoded(pair.residual)
+    want, size = left @ decoded(right).T, np.abs(left) @ np.abs(decoded(right)).T
+    base = decoded(pair.base) @ decoded(right).T
+    for multiply, bits in ((matmul._decoded, 9), (matmul._halved, 12)):
+        got = np.asarray(multiply(jnp.float32, pair, right), np.float64)
+        assert (np.abs(got - want) <= 2.1 * 2.0**-bits * size + 1e-6 * np.abs(want).max()).all()
+    # The last one tells the residual from none.
+    assert np.linalg.norm(got - want) < 0.1 * np.linalg.norm(base - want)
 
 
 def test_a_product_of_pairs_equals_float64():
