@@ -90,7 +90,7 @@ def test_errors_name_the_value(arguments, text):
 
 
 def test_where_no_kernel_runs_pairs_are_decoded_with_the_residuals_that_are_used():
-    """In bf16, and in fp16 by rows, as GPUs without a kernel do; blocks that do not fall back have codes of no meaning."""
+    """In bf16, and in fp16 by rows, as GPUs without a kernel do; junk stands where blocks do not fall back."""
     x, w = outliers((70, 100)), np.random.default_rng(2).standard_normal((40, 100)).astype(np.float32)
     pair, _ = fallback.quantize(x, "int8:block32", 3.5)
     used = np.asarray(pair.used)
