@@ -39,6 +39,7 @@ from fp8jax.optim.clipped import clipped as clipped
 from fp8jax.optim.compress_state import compress_state as compress_state
 from fp8jax.optim.compressed_adamw import compressed_adamw as compressed_adamw
 from fp8jax.optim.compressed_adamw import scale_by_compressed_adam as scale_by_compressed_adam
+from fp8jax.optim.convert_state import convert_state as convert_state
 from fp8jax.optim.fp8lm_adamw import fp8lm_adamw as fp8lm_adamw
 from fp8jax.optim.fp8lm_adamw import working_copy as working_copy
 from fp8jax.optim.moments import state_bytes as state_bytes

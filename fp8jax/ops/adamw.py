@@ -67,9 +67,7 @@ def step(
     leaves, treedef = _leaves(grads, mu, nu, params, decays, key, noise.of_step(adam.count) if nu_stochastic else None)
     if key is not None and all(leaf.noise is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
-    impls = [adamw_fused.choose(leaf, impl, anywhere=True).impl for leaf in leaves]
-    for leaf in leaves:
-        tell("adamw", adamw_fused.choose(leaf, impl))
+    impls = [tell("adamw", adamw_fused.choose(leaf, impl)).impl for leaf in leaves]
     reference = functools.partial(_reference, form, adam)
     if "triton" in impls:
         fused = _each_varying(adam, functools.partial(_fused, form, adam, impls))

@@ -114,8 +114,8 @@ class _Operands(NamedTuple):
     nu_noise: Array | None
 
 
-def choose(leaf: Leaf, impl: str, *, anywhere: bool = False) -> Choice:
-    """What computes the step of a parameter here; `anywhere`, on a CUDA GPU.
+def choose(leaf: Leaf, impl: str) -> Choice:
+    """What computes the step of a parameter.
 
     Raises:
         ValueError: `impl` is unknown; or it is "triton", and the kernel cannot take a quantized parameter.
@@ -123,9 +123,7 @@ def choose(leaf: Leaf, impl: str, *, anywhere: bool = False) -> Choice:
     check_impl(impl)
     if not leaf.quantized:
         return Choice("xla", "no moment is quantized")
-    return triton_or_xla(
-        impl, lambda: missing_triton("adamw_triton") or _unsupported(leaf), "the fused kernel", anywhere=anywhere
-    )
+    return triton_or_xla(impl, lambda: missing_triton("adamw_triton") or _unsupported(leaf), "the fused kernel")
 
 
 def _unsupported(leaf: Leaf) -> str | None:

@@ -201,9 +201,7 @@ def check_impl(impl: str, impls: tuple[str, ...] = IMPLS) -> None:
         raise ValueError(f"unknown impl {impl!r}; it is one of {', '.join(impls)}")
 
 
-def triton_or_xla(
-    impl: str, unfit: Callable[[], str | None], kernel: str = "the kernel", *, anywhere: bool = False
-) -> Choice:
+def triton_or_xla(impl: str, unfit: Callable[[], str | None], kernel: str = "the kernel") -> Choice:
     """What computes an operation for which there is a Triton kernel.
 
     Args:
@@ -211,7 +209,6 @@ def triton_or_xla(
         unfit: says why the kernel cannot take the operands, or None; not asked where programs run on no CUDA GPU,
             unless `impl` is "triton".
         kernel: what the kernel is called.
-        anywhere: whether to answer as for a CUDA GPU, wherever programs run.
 
     Raises:
         ValueError: `impl` is unknown; or it is "triton", and the kernel cannot run.
@@ -219,7 +216,7 @@ def triton_or_xla(
     check_impl(impl)
     if impl == "xla":
         return Choice("xla", "asked for")
-    reason = unfit() if anywhere or impl == "triton" or on_cuda() else "it needs a CUDA GPU"
+    reason = unfit() if impl == "triton" or on_cuda() else "it needs a CUDA GPU"
     if reason is None:
         return Choice("triton", f"{kernel} takes it")
     if impl == "triton":

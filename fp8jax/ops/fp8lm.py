@@ -96,9 +96,7 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
     Raises:
         ValueError: `impl` is unknown, or it is "triton", and the kernel cannot take a parameter.
     """
-    impls = [choose(leaf, impl, anywhere=True).impl for leaf in leaves]
-    for leaf in leaves:
-        tell("fp8lm_adamw", choose(leaf, impl))
+    impls = [tell("fp8lm_adamw", choose(leaf, impl)).impl for leaf in leaves]
 
     def each(which: Sequence[str], leaves: Sequence[MasterLeaf]) -> list[StepResult]:
         run = {"triton": _fused, "xla": _reference}
@@ -115,15 +113,13 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
     return results
 
 
-def choose(leaf: MasterLeaf, impl: str, *, anywhere: bool = False) -> Choice:
-    """What computes the step of a parameter here; `anywhere`, on a CUDA GPU.
+def choose(leaf: MasterLeaf, impl: str) -> Choice:
+    """What computes the step of a parameter.
 
     Raises:
         ValueError: as `apply`.
     """
-    return triton_or_xla(
-        impl, lambda: missing_triton("fp8lm_triton") or _unsupported(leaf), "the fused kernel", anywhere=anywhere
-    )
+    return triton_or_xla(impl, lambda: missing_triton("fp8lm_triton") or _unsupported(leaf), "the fused kernel")
 
 
 def _unsupported(leaf: MasterLeaf) -> str | None:

@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jax.typing import ArrayLike
 
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.adamw import load
+from fp8jax.optim import checks
 from fp8jax.optim.compressed_adamw import FusedTransformation
 
 
@@ -20,6 +20,7 @@ def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation
 
     Optax would take the codes and scales of a `QTensor` for gradients. Here clipping one multiplies its scales.
     """
+    _check(max_norm)
     plain = optax.clip_by_global_norm(max_norm)
 
     def update(
@@ -37,6 +38,12 @@ def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation
         return jax.tree.map(clip, updates, is_leaf=_is_quantized), state
 
     return optax.GradientTransformation(plain.init, update)
+
+
+def _check(max_norm: float | Array) -> None:
+    value = checks.value("max_norm", max_norm)
+    if value is not None and not value > 0:
+        raise ValueError(f"max_norm must be positive, not {max_norm}")
 
 
 def _norm(grads: optax.Updates) -> Array:
@@ -76,8 +83,7 @@ def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransforma
     """
     if not isinstance(tx, FusedTransformation):
         raise TypeError(f"clipped takes a transformation with `step`, not {tx!r}; put others behind optax.chain")
-    if not isinstance(max_norm, jax.core.Tracer) and not np.asarray(max_norm) > 0:
-        raise ValueError(f"max_norm must be positive, not {max_norm}")
+    _check(max_norm)
     chain = optax.chain(clip_by_global_norm(max_norm), tx)
 
     def step(

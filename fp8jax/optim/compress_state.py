@@ -14,8 +14,8 @@ from fp8jax.core import formats, noise
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw
+from fp8jax.optim import checks, variables
 from fp8jax.optim import moments as storage
-from fp8jax.optim import variables
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
 
 DEFAULT = "e4m3"
@@ -96,21 +96,26 @@ def compress_state(
                 "group_size and min_size are static: name them in optax.inject_hyperparams, "
                 "static_args=('group_size', 'min_size')"
             )
-        jax.tree_util.tree_map_with_path(storage.check_array, params)
+        jax.tree_util.tree_map_with_path(checks.array, params)
         plan = _plan(inner.init(_widen(params)), params, rules, known)
         return storage.beside(params, plan.store(smallest))
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
-        loaded = _plan(state, updates, rules, known).load()
+        plan = _plan(state, updates, rules, known)
+        if size is not None and smallest is not None:
+            plan.check(smallest)
+        loaded = plan.load()
         wide = None if params is None else _widen(params)
         changes, new = inner.update(_widen(updates), loaded, wide, **extra_args)
         like = updates if params is None else params
         changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
         # As it was stored: no step changes a type of the state.
         fading = _fading(new)
-        return changes, jax.tree.map(lambda old, new: _store_as(old, new, fading), state, new, is_leaf=_is_quantized)
+        return changes, jax.tree.map(
+            lambda old, new: _store_as(old, new, fading), state, new, is_leaf=storage.is_quantized
+        )
 
     return optax.GradientTransformationExtraArgs(*variables.looking_through(init, update))
 
@@ -118,6 +123,7 @@ def compress_state(
 class _Plan(NamedTuple):
     """The leaves of a state, the parameter of each that is a moment, and how that is stored."""
 
+    paths: list[Any]
     leaves: list[Any]
     params: list[Any]
     stored: list[_Stored | None]
@@ -127,6 +133,13 @@ class _Plan(NamedTuple):
         """The state with every moment as the plan says."""
         columns = zip(self.leaves, self.params, self.stored, strict=True)
         return self.treedef.unflatten([x if how is None else _encode(x, p, how, min_size) for x, p, how in columns])
+
+    def check(self, min_size: int) -> None:
+        """Refuses moments that are stored in another way than the plan says."""
+        for path, x, how in zip(self.paths, self.leaves, self.stored, strict=True):
+            if how is not None:
+                in_codes = isinstance(how, QuantSpec) and storage.is_compressed(x.shape, how, min_size)
+                checks.stored("the moment", path, x, how, in_codes)
 
     def load(self) -> optax.OptState:
         """The state with every moment in fp32."""
@@ -147,8 +160,8 @@ def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], know
         ValueError: as `compress_state`; or a stored moment has another shape than its gradient.
     """
     at = {path: x for path, x in jax.tree_util.tree_leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.floating)}
-    paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_quantized)
-    plan = _Plan([leaf for _, leaf in paths], [], [], treedef)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=storage.is_quantized)
+    plan = _Plan([path for path, _ in paths], [leaf for _, leaf in paths], [], [], treedef)
     names, used = set(), set()
     for path, leaf in paths:
         cut = _find(path, at)
@@ -248,7 +261,3 @@ def _widen(tree: Any) -> Any:
         return x.astype(jnp.float32)
 
     return jax.tree.map(widen, tree)
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QTensor)

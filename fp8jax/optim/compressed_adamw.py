@@ -15,7 +15,7 @@ from fp8jax.core import formats
 from fp8jax.core.recipe import Optimizer
 from fp8jax.ops import adamw
 from fp8jax.ops.choice import check_impl
-from fp8jax.optim import moments, variables
+from fp8jax.optim import checks, moments, variables
 
 # NumPy integers, because optax.inject_hyperparams turns arguments that are Python integers into traced arrays.
 GROUP_SIZE = np.int32(128)
@@ -193,7 +193,8 @@ def compressed_adamw(
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
-            run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why.
+            run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why. JAX takes no kernels in a jitted
+            program on a GPU whose arrays lie on two automatic meshes: "xla" there.
 
     Returns:
         A transformation with state `CompressedAdamState`, and `step(grads, state, params) -> (params, state)`, which
@@ -243,19 +244,17 @@ def compressed_adamw(
     """
     init, advance = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, nu_rounding, min_size, impl)
 
-    if not callable(learning_rate):
-        check_range("learning_rate", learning_rate, -np.inf, np.inf)
-    check_range("weight_decay", weight_decay, 0, np.inf)
+    checks.rate(learning_rate)
+    checks.number("weight_decay", weight_decay, 0)
 
     def descend(
         form: Callable, grads: optax.Updates, state: CompressedAdamState, params: optax.Params | None, **options: Any
     ) -> tuple[Any, CompressedAdamState]:
         if params is None:
             raise ValueError("compressed_adamw needs the parameters: call update(grads, state, params)")
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        decays = mask(params) if callable(mask) else mask
+        decays = moments.tree_of(mask, params)
         options["decays"] = True if decays is None else decays
-        return advance(form, grads, state, params, rate, weight_decay, **options)
+        return advance(form, grads, state, params, learning_rate, weight_decay, **options)
 
     def update(
         updates: optax.Updates, state: CompressedAdamState, params: optax.Params | None = None, **extra_args: Any
@@ -293,13 +292,8 @@ def _adam(
     impl: str,
 ) -> tuple[Callable, Callable]:
     """Checks the arguments; returns `init(params)`, and `advance`, which runs a form of the step and counts it."""
-    for name, value, low, high in (
-        ("b1", b1, 0, 1),
-        ("b2", b2, 0, 1),
-        ("eps", eps, 0, np.inf),
-        ("eps_root", eps_root, 0, np.inf),
-    ):
-        check_range(name, value, low, high)
+    for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
+        checks.number(name, value, 0, high)
     size, smallest = (
         moments.static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
     )
@@ -307,6 +301,7 @@ def _adam(
     # A size that is traced is refused by `init`.
     storage = Optimizer(mu, nu, (size or 1) if compressed else None, expand and compressed, nu_rounding)
     specs = {moment: storage.spec(moment) for moment in ("mu", "nu")}
+    stored = {name: specs[name] or formats.get(getattr(storage, name)) for name in specs}
     stochastic = nu != "fp32" and rounds_stochastically(nu_rounding, b2)
     check_impl(impl)
     if impl == "triton" and not compressed:
@@ -318,11 +313,10 @@ def _adam(
                 "group_size and min_size are static: name them in optax.inject_hyperparams, "
                 "static_args=('group_size', 'min_size')"
             )
-        jax.tree_util.tree_map_with_path(check_floating, params)
+        jax.tree_util.tree_map_with_path(checks.floating, params)
 
         def zeros(moment: str) -> optax.Updates:
-            stored = specs[moment] or formats.get(getattr(storage, moment))
-            return jax.tree.map(lambda p: moments.zeros(p, stored, smallest), params)
+            return jax.tree.map(lambda p: moments.zeros(p, stored[moment], smallest), params)
 
         return moments.beside(params, CompressedAdamState(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu")))
 
@@ -331,15 +325,21 @@ def _adam(
         grads: optax.Updates,
         state: CompressedAdamState,
         params: optax.Params | None,
-        rate: ScalarOrSchedule = -1.0,
+        learning_rate: ScalarOrSchedule = -1.0,
         weight_decay: float | Array = 0.0,
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
         max_direction: ArrayLike | None = None,
         **options: Any,
     ) -> tuple[Any, CompressedAdamState]:
-        jax.tree_util.tree_map_with_path(check_shape, grads, state.mu)
+        checks.state(state, CompressedAdamState)
+        checks.gradients(grads, state.mu)
+        if size is not None and smallest is not None:
+            for name, how in stored.items():
+                for path, x in jax.tree_util.tree_leaves_with_path(getattr(state, name), is_leaf=moments.is_quantized):
+                    checks.stored(name, path, x, how, moments.is_compressed(x.shape, specs[name], smallest))
         count = optax.safe_increment(state.count)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, factor, applied, max_direction)
         result, mus, nus = form(grads, state.mu, state.nu, params, adam, impl=impl, nu_stochastic=stochastic, **options)
         if applied is not None:
@@ -357,27 +357,3 @@ def rounds_stochastically(nu_rounding: str, b2: Any) -> bool:
     if nu_rounding == "auto":
         return isinstance(b2, Array) or b2 >= STOCHASTIC_FROM
     return nu_rounding == "stochastic"
-
-
-def check_range(name: str, value: Any, low: float, high: float) -> None:
-    """Refuses a number outside [low, high), NaN and infinities too; what is traced has no value yet."""
-    if isinstance(value, jax.core.Tracer):
-        return
-    number = np.asarray(value, np.float64)
-    if not ((number >= low) & (number < high) & np.isfinite(number)).all():
-        raise ValueError(f"{name} must {'be finite' if low == -high else f'lie in [{low}, {high})'}, not {value}")
-
-
-def check_floating(path: Any, param: Any) -> None:
-    """Refuses a parameter that is not of a floating dtype."""
-    moments.check_array(path, param)
-    if not jnp.issubdtype(param.dtype, jnp.floating):
-        where = jax.tree_util.keystr(path) or "the parameter"
-        raise TypeError(f"{where} has dtype {param.dtype}; leave it out with optax.masked or optax.partition")
-
-
-def check_shape(path: Any, grad: Any, moment: Any) -> None:
-    """Refuses a gradient of another shape than what is stored of its parameter."""
-    if grad.shape != moment.shape:
-        where = jax.tree_util.keystr(path) or "the parameter"
-        raise ValueError(f"the gradient of {where} has shape {grad.shape}, but its moments have {moment.shape}")

@@ -16,15 +16,8 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, fp8lm
 from fp8jax.ops.adamw_fused import Form
 from fp8jax.ops.choice import check_impl
-from fp8jax.optim import moments, variables
-from fp8jax.optim.compressed_adamw import (
-    MIN_SIZE,
-    FusedTransformation,
-    ScalarOrSchedule,
-    check_floating,
-    check_range,
-    check_shape,
-)
+from fp8jax.optim import checks, moments, variables
+from fp8jax.optim.compressed_adamw import MIN_SIZE, FusedTransformation, ScalarOrSchedule
 
 ROUNDINGS = ("nearest", "stochastic")
 # An argument that is a Python integer, optax.inject_hyperparams would turn into a traced array.
@@ -125,6 +118,7 @@ def fp8lm_adamw(
             paper's. A parameter whose scales would take 10 % of its codes keeps all three in fp32.
         min_size: parameters of fewer elements keep all three in fp32.
         impl: "xla"; "triton", the fused kernel for parameters in codes on CUDA; or "auto", the kernel where it can run.
+            JAX takes no kernels in a jitted program on a GPU whose arrays lie on two automatic meshes: "xla" there.
 
     Returns:
         A transformation with state `FP8LMState`, and `step(grads, state, params) -> (params, state)`, which replaces
@@ -145,16 +139,10 @@ def fp8lm_adamw(
         >>> round(sum(fp8jax.state_bytes((state, grads)).values()) / params["w"].size, 2)
         6.0
     """
-    for name, value, low, high in (
-        ("b1", b1, 0, 1),
-        ("b2", b2, 0, 1),
-        ("eps", eps, 0, np.inf),
-        ("eps_root", eps_root, 0, np.inf),
-        ("weight_decay", weight_decay, 0, np.inf),
-    ):
-        check_range(name, value, low, high)
-    if not callable(learning_rate):
-        check_range("learning_rate", learning_rate, -np.inf, np.inf)
+    for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
+        checks.number(name, value, 0, high)
+    checks.number("weight_decay", weight_decay, 0)
+    checks.rate(learning_rate)
     if mu not in ("e4m3", "e5m2"):
         raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; fp8jax.compressed_adamw stores others")
     if master_rounding not in ROUNDINGS:
@@ -165,59 +153,64 @@ def fp8lm_adamw(
     if impl == "triton" and group_size is not None:
         raise ValueError(f"impl 'triton' is for one scale a layer; with group_size={group_size} take 'auto' or 'xla'")
 
+    def stored(name: str, depth: Any) -> QuantSpec:
+        fmt, underflow = mu if name == "mu" else "fp16", "smallest" if name == "nu" else "zero"
+        if size is None:
+            return QuantSpec(fmt, "tensor", stacked=int(depth), underflow=underflow)
+        return QuantSpec(fmt, "group", size, underflow=underflow)
+
+    def in_codes(x: Any, depth: Any) -> bool:
+        """Whether a parameter is; of one mind for all three."""
+        assert smallest is not None
+        return moments.is_compressed(x.shape, stored("mu", depth), smallest)
+
     def init(params: optax.Params) -> FP8LMState:
         if smallest is None or (size is None and group_size is not None):
             raise ValueError(
                 "group_size and min_size are static: name them in optax.inject_hyperparams, "
                 "static_args=('group_size', 'min_size')"
             )
-        jax.tree_util.tree_map_with_path(check_floating, params)
-        depths = jax.tree.broadcast(stacked(params) if callable(stacked) else stacked, params)
-
-        def stored(param: Any, depth: Any, fmt: str, underflow: str = "zero") -> QuantSpec | None:
-            depth = int(depth) if size is None else 0
-            specs = [
-                QuantSpec(name, "tensor" if size is None else "group", size, stacked=depth, underflow=underflow)
-                for name in (fmt, mu)
-            ]
-            # Of one mind for all three.
-            return specs[0] if moments.is_compressed(param.shape, specs[1], smallest) else None
+        jax.tree_util.tree_map_with_path(checks.floating, params)
+        depths = jax.tree.broadcast(moments.tree_of(stacked, params), params)
 
         def master(param: Any, depth: Any) -> adamw.Moment:
-            spec = stored(param, depth, "fp16")
-            return jnp.array(param, jnp.float32, copy=True) if spec is None else _master(param, spec)
+            if not in_codes(param, depth):
+                return jnp.array(param, jnp.float32, copy=True)
+            return _master(param, stored("master", depth))
 
-        def zeros(fmt: str, underflow: str) -> optax.Updates:
+        def zeros(name: str) -> optax.Updates:
             def one(param: Any, depth: Any) -> adamw.Moment:
-                spec = stored(param, depth, fmt, underflow)
-                if spec is None:
-                    return jnp.zeros_like(param, dtype=jnp.float32)
-                return moments.zeros(param, spec, smallest)
+                how = stored(name, depth) if in_codes(param, depth) else formats.get("fp32")
+                return moments.zeros(param, how, 0)
 
             return jax.tree.map(one, params, depths)
 
-        def largest(stored: Any) -> Array | None:
-            if not isinstance(stored, QTensor):
+        def largest(x: Any) -> Array | None:
+            if not isinstance(x, QTensor):
                 return None
-            maximum = fp8lm.largest(stored)
+            maximum = fp8lm.largest(x)
             return jnp.stack([maximum, jnp.zeros_like(maximum), jnp.zeros_like(maximum)])
 
         masters = jax.tree.map(master, params, depths)
-        maxima = jax.tree.map(largest, masters, is_leaf=_is_quantized)
-        state = FP8LMState(jnp.zeros([], jnp.int32), masters, zeros(mu, "zero"), zeros("fp16", "smallest"), maxima)
+        maxima = jax.tree.map(largest, masters, is_leaf=moments.is_quantized)
+        state = FP8LMState(jnp.zeros([], jnp.int32), masters, zeros("mu"), zeros("nu"), maxima)
         return moments.beside(params, state)
 
     def advance(form: Form, grads: Any, state: FP8LMState, params: Any, adam: adamw.Adam) -> tuple[Any, FP8LMState]:
         """The changes of parameters or new ones, of the stored master weights, and the state."""
         if params is None:
             raise ValueError("fp8lm_adamw needs the parameters: call update(grads, state, params)")
+        checks.gradients(grads, state.master)
         structure: Any = jax.tree.structure(params)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        decays = mask(params) if callable(mask) else mask
+        decays = moments.tree_of(mask, params)
         parts = grads, params, state.master, state.mu, state.nu, state.largest
         columns = [structure.flatten_up_to(tree) for tree in parts]
-        for path, grad, old in zip(paths, columns[0], columns[2], strict=True):
-            check_shape(path, grad, old)
+        if smallest is not None and (size is not None or group_size is None):
+            depths = structure.flatten_up_to(jax.tree.broadcast(moments.tree_of(stacked, params), params))
+            for i, name in enumerate(("master", "mu", "nu"), start=2):
+                for path, x, depth in zip(paths, columns[i], depths, strict=True):
+                    checks.stored(name, path, x, stored(name, depth), in_codes(x, depth))
         words = noise.of_step(adam.count) if master_rounding == "stochastic" else None
         salted = [fp8lm.salted(words, jax.tree_util.keystr(p, simple=True, separator="/")) for p in paths]
         which = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
@@ -230,6 +223,7 @@ def fp8lm_adamw(
         return result, FP8LMState(adam.count, *new)
 
     def adam_of(state: FP8LMState, **gate: Any) -> adamw.Adam:
+        checks.state(state, FP8LMState)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         count = optax.safe_increment(state.count)
         return adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, **gate)
@@ -261,7 +255,7 @@ def fp8lm_adamw(
 
 def working_copy(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> optax.Params:
     """The parameters of the master weights of `fp8lm_adamw`, for who keeps none between steps."""
-    return jax.tree.map(lambda x: adamw.load(x).astype(dtype), state.master, is_leaf=_is_quantized)
+    return jax.tree.map(lambda x: adamw.load(x).astype(dtype), state.master, is_leaf=moments.is_quantized)
 
 
 def _plain(form: Form, leaves: Sequence[fp8lm.MasterLeaf], adam: adamw.Adam) -> list[tuple[Any, ...]]:
@@ -283,7 +277,3 @@ def _plain(form: Form, leaves: Sequence[fp8lm.MasterLeaf], adam: adamw.Adam) -> 
 def _master(param: Array, spec: QuantSpec) -> QTensor:
     block = spec.block_shape(param.shape)
     return quantize_with_scale(param, spec, fp8lm.scale_above(fp8lm.largest_of(param, block), formats.get("fp16")))
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QTensor)

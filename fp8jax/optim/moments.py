@@ -25,14 +25,14 @@ _ROLES = dict.fromkeys(FIRST_MOMENTS, "mu") | dict.fromkeys((*SECOND_MOMENTS, "v
 MAX_METADATA = 0.10
 
 
-def is_compressed(shape: tuple[int, ...], spec: QuantSpec, min_size: int) -> bool:
+def is_compressed(shape: tuple[int, ...], spec: QuantSpec | None, min_size: int) -> bool:
     """Whether the moments of a parameter of this global shape are quantized.
 
     They are if the parameter has `min_size` elements, and scales and exponents take at most 10 % of the codes'
     bytes, or at most what full groups take where the group size asks for more: a short last axis (LoRA factors,
-    biases) would keep little but metadata.
+    biases) would keep little but metadata. Without a spec none are.
     """
-    if not shape or math.prod(shape) < max(min_size, 1):
+    if spec is None or not shape or math.prod(shape) < max(min_size, 1):
         return False
     allowed = max((1 + MAX_METADATA) * formats.get(spec.format).bytes_per_element, spec.bytes_per_element)
     return spec.nbytes(shape) <= math.prod(shape) * allowed
@@ -93,13 +93,13 @@ def beside(params: optax.Params, state: optax.OptState) -> optax.OptState:
     return jax.tree.map(lambda x: x if x.committed else jax.device_put(x, everywhere), state)
 
 
-def check_array(path: Any, param: Any) -> None:
-    """Refuses a parameter that is a plain number: it has neither a dtype nor a shape that moments could have."""
-    if not hasattr(param, "dtype"):
-        where = jax.tree_util.keystr(path) or "the parameter"
-        raise TypeError(
-            f"{where} is {param!r}, of type {type(param).__name__}, and no array; make it one with jnp.asarray"
-        )
+def tree_of(given: Any, params: optax.Params) -> Any:
+    """What an argument says of parameters, which is a tree, or a function of them that gives one.
+
+    A tree of a class that can be called (a model that is a pytree) is a tree: its leaves cannot, as optax has it.
+    """
+    leaves = jax.tree.leaves(given)
+    return given(params) if leaves and all(map(callable, leaves)) else given
 
 
 def state_bytes(state: optax.OptState) -> dict[str, int]:
@@ -138,3 +138,8 @@ def static_integer(name: str, value: int | np.integer | Array) -> int | None:
     if not value >= (1 if name == "group_size" else 0) or value // 1 != value:
         raise ValueError(f"{name} must be a positive integer, not {value}")
     return int(value)
+
+
+def is_quantized(node: Any) -> bool:
+    """Whether a node of a tree is a `QTensor`."""
+    return isinstance(node, QTensor)

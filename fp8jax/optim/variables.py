@@ -44,14 +44,14 @@ def looking_through(init: Callable, *updates: Callable) -> tuple[Callable, ...]:
                 return update(grads, state, params, **extra)
             *arrays, options = jax.tree.map(_unbox, arguments, is_leaf=is_box)
             result, new = update(*arrays, **options)
-            return _structured(result, grads if params is None else params), _structured(new, state)
+            return structured(result, grads if params is None else params), structured(new, state)
 
         return through
 
     return init_boxed, *(update_boxed(update) for update in updates)
 
 
-def _structured(tree: Any, like: Any) -> Any:
+def structured(tree: Any, like: Any) -> Any:
     """The leaves of a pure tree in the boxes of one like it."""
     return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(tree))
 

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from fp8jax.core.scaling import Automatic
-from fp8jax.optim import moments, variables
+from fp8jax.optim import checks, moments, variables
 from fp8jax.optim.compressed_adamw import FusedTransformation
 
 ScalarOrSchedule: TypeAlias = float | Array | optax.Schedule
@@ -214,8 +214,9 @@ def adam_limit(
     Raises:
         ValueError: b1^2 >= b2, where no such limit exists and one step can be of any size; or a decay outside [0, 1).
     """
-    if not (0 <= b1 < 1 and 0 <= b2 < 1):
-        raise ValueError(f"b1 and b2 must lie in [0, 1), not {b1} and {b2}")
+    checks.rate(learning_rate)
+    for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("weight_decay", weight_decay, np.inf)):
+        checks.number(name, value, 0, high)
     if b1 > 0 and b1 * b1 >= b2:
         raise ValueError(
             f"with b1={b1} and b2={b2} one step of Adam can be of any size, for b1^2 >= b2: leave out the limit, and "

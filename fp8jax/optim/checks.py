@@ -1,0 +1,107 @@
+"""What an optimizer refuses: arguments, parameters, gradients and states that it would go wrong with."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fp8jax.core import formats
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.spec import QuantSpec
+from fp8jax.optim import moments
+
+
+def value(name: str, given: Any) -> np.ndarray | None:
+    """An argument in float64; None for a tracer, which has no value yet.
+
+    Raises:
+        TypeError: it is no number, such as the text of one.
+    """
+    if isinstance(given, jax.core.Tracer):
+        return None
+    x = np.asarray(given)
+    if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+        raise TypeError(f"{name} must be a number, not {given!r} of type {type(given).__name__}")
+    return x.astype(np.float64)
+
+
+def number(name: str, given: Any, low: float = -np.inf, high: float = np.inf) -> None:
+    """Refuses what is no number (TypeError), and one outside [low, high), NaN and infinities too (ValueError)."""
+    x = value(name, given)
+    if x is not None and not ((x >= low) & (x < high) & np.isfinite(x)).all():
+        raise ValueError(f"{name} must {'be finite' if low == -high else f'lie in [{low}, {high})'}, not {given}")
+
+
+def rate(given: Any) -> None:
+    """Refuses a learning rate that is neither a finite number nor a schedule; errors as of `number`."""
+    if not callable(given):
+        number("learning_rate", given)
+
+
+def array(path: Any, param: Any) -> None:
+    """Refuses a parameter that is a plain number: it has neither a dtype nor a shape that moments could have."""
+    if not hasattr(param, "dtype"):
+        kind = type(param).__name__
+        raise TypeError(f"{_name(path)} is {param!r}, of type {kind}, and no array; make it one with jnp.asarray")
+
+
+def floating(path: Any, param: Any) -> None:
+    """Refuses a parameter that is not of a floating dtype."""
+    array(path, param)
+    if not jnp.issubdtype(param.dtype, jnp.floating):
+        raise TypeError(f"{_name(path)} has dtype {param.dtype}; leave it out with optax.masked or optax.partition")
+
+
+def state(given: Any, expected: type) -> None:
+    """Refuses the state of another optimizer, which may have the names of this one's."""
+    if not isinstance(given, expected):
+        raise TypeError(
+            f"an optimizer takes the state of its own `init`, a {expected.__name__}, not a {type(given).__name__}; "
+            "fp8jax.convert_state(state, tx, params) makes it of the state of another AdamW"
+        )
+
+
+def gradients(grads: Any, stored: Any) -> None:
+    """Refuses gradients that are missing, or of another shape than what is stored of their parameters."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=moments.is_quantized)
+    for (path, moment), grad in zip(paths, structure.flatten_up_to(grads), strict=True):
+        if grad is None:
+            raise ValueError(
+                f"the gradient of {_name(path)} is None, but it has moments: give zeros, or leave the parameter out "
+                "with optax.masked or optax.partition"
+            )
+        if grad.shape != moment.shape:
+            raise ValueError(
+                f"the gradient of {_name(path)} has shape {grad.shape}, but its moments have {moment.shape}"
+            )
+
+
+def stored(name: str, path: Any, x: QTensor | Array, how: QuantSpec | formats.Format, in_codes: bool) -> None:
+    """Refuses a moment that is stored in another way than the optimizer stores it.
+
+    Args:
+        name: of the moment.
+        path: of its parameter.
+        x: the moment as it is stored.
+        how: the optimizer's storage: quantized, or cast to a plain format.
+        in_codes: whether one of this shape is quantized at all; else it is in fp32.
+    """
+    if isinstance(how, formats.Format):
+        expected = str(how.dtype)
+    elif isinstance(x, QTensor) or in_codes:
+        # Also a shard, which may itself be too small.
+        expected = QTensor(*[None] * 4, how).storage_key
+    else:
+        expected = "float32"
+    found = x.storage_key if isinstance(x, QTensor) else str(x.dtype)
+    if found != expected:
+        raise ValueError(
+            f"{name} of {_name(path)} is stored as {found}, but this optimizer stores it as {expected}; "
+            "fp8jax.convert_state(state, tx, params) converts a state"
+        )
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "the parameter"

@@ -1,0 +1,113 @@
+"""Contracts of both AdamWs, one table over them: what is promised of one is promised of its sibling.
+
+Where a change can be told in advance it is: gradients of zero leave the decay alone, -rate * weight_decay * weight, and
+a first gradient of one magnitude moves every weight by the learning rate.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+
+BOTH = {
+    "compressed_adamw": functools.partial(fp8jax.compressed_adamw, min_size=512),
+    "fp8lm_adamw": functools.partial(fp8jax.fp8lm_adamw, min_size=512),
+}
+both = pytest.mark.parametrize("make", BOTH.values(), ids=BOTH)
+forms = pytest.mark.parametrize("form", ["update", "step"])
+# In codes, and too small for them.
+PARAMS = {"w": jnp.full((4, 128), 3.0), "b": jnp.full(7, 5.0)}
+ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
+
+
+def change(tx, form, grads, state, params, **options):
+    """What a step adds to each parameter, in float64, and the state after."""
+    result, new = getattr(tx, form)(grads, state, params, **options)
+    if form == "step":
+        result = jax.tree.map(lambda new, old: np.float64(new) - np.float64(old), result, params)
+    return jax.tree.map(np.float64, result), new
+
+
+@jax.tree_util.register_pytree_node_class
+class Model(dict):
+    """A tree that can be called, as models of Equinox are."""
+
+    def tree_flatten(self):
+        return tuple(self.values()), tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, keys, values):
+        return cls(zip(keys, values, strict=True))
+
+    def __call__(self, x):
+        raise AssertionError("the mask was called")
+
+
+MASKS = {
+    "tree": ({"w": True, "b": False}, {"w"}),
+    "other tree": ({"w": False, "b": True}, {"b"}),
+    "tree that can be called": (Model(w=True, b=False), {"w"}),
+    "function": (lambda p: {name: x.ndim == 1 for name, x in p.items()}, {"b"}),
+    "none": (None, {"w", "b"}),
+}
+
+
+@both
+@forms
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_mask_says_what_decays(make, form, mask):
+    given, decaying = MASKS[mask]
+    params = Model(PARAMS) if isinstance(given, Model) else PARAMS
+    tx = make(2.0**-3, weight_decay=0.5, mask=given)
+    changes, _ = change(tx, form, jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    for name, x in changes.items():
+        np.testing.assert_array_equal(x, -(2.0**-3) * 0.5 * np.float64(PARAMS[name]) * (name in decaying), name)
+
+
+@both
+def test_what_is_no_number_is_refused(make):
+    for name in ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay"):
+        for given in ("3e-4", None, [1e-3, "a"]):
+            with pytest.raises(TypeError, match=f"{name} must be a number, not"):
+                make(**{"learning_rate": 1e-3, name: given})
+    for call in (fp8jax.clip_by_global_norm, lambda x: fp8jax.clipped(x, make(1e-3)), fp8jax.adam_limit):
+        with pytest.raises(TypeError, match="must be a number, not '1'"):
+            call("1")
+
+
+@both
+@forms
+def test_a_missing_gradient_is_named(make, form):
+    tx = make(1e-3)
+    for name in PARAMS:
+        with pytest.raises(ValueError, match=rf"the gradient of \['{name}'\] is None.*optax.masked"):
+            getattr(tx, form)({**PARAMS, name: None}, tx.init(PARAMS), PARAMS)
+    # Where the parameter is None, too, there is nothing to update, as in optax.
+    params = {**PARAMS, "none": None}
+    result, _ = getattr(tx, form)(params, tx.init(params), params)
+    assert result["none"] is None
+
+
+@both
+@forms
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_parameters_may_lie_on_two_meshes_of_the_same_devices(make, form, kind):
+    row = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    grid = jax.make_mesh((4, 2), ("y", "z"), axis_types=(kind,) * 2)
+    params = {name: jax.random.normal(jax.random.key(i), (16, 1024)) for i, name in enumerate("uv")}
+    places = {"u": NamedSharding(row, P(None, "x")), "v": NamedSharding(grid, P("y", None))}
+    tx = make(1e-2)
+    step = jax.jit(getattr(tx, form))
+    want, _ = step(params, tx.init(params), params)
+    placed = jax.device_put(params, places)
+    got, state = step(placed, tx.init(placed), placed)
+    for name in params:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
+        assert got[name].sharding.is_equivalent_to(places[name], 2)
+        assert state.mu[name].codes.sharding.is_equivalent_to(places[name], 2)
