@@ -96,7 +96,7 @@ class QTensor:
 
         How values are rounded, and what underflow becomes, are of no matter to who reads codes, and not part of it.
         """
-        return _storage_key(self.spec, self.length)
+        return storage_key(self.spec, self.length)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -166,7 +166,8 @@ class QTensor:
 
 
 @functools.cache
-def _storage_key(spec: QuantSpec, length: int | None) -> str:
+def storage_key(spec: QuantSpec, length: int | None = None) -> str:
+    """`QTensor.storage_key` of what is stored as a spec says."""
     details = {"axis": spec.axis, "stacked": spec.stacked, "length": length}
     usual = {"axis": -1, "stacked": 0, "length": None}
     options = [f"{name}{value}" for name, value in details.items() if value != usual[name]]

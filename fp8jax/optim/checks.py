@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from fp8jax.core import formats
-from fp8jax.core.qtensor import QTensor
+from fp8jax.core.qtensor import QTensor, storage_key
 from fp8jax.core.spec import QuantSpec
 from fp8jax.optim import moments
 
@@ -65,6 +65,7 @@ def state(given: Any, expected: type) -> None:
 
 def gradients(grads: Any, stored: Any) -> None:
     """Refuses gradients that are missing, or of another shape than what is stored of their parameters."""
+    structure: Any
     paths, structure = jax.tree_util.tree_flatten_with_path(stored, is_leaf=moments.is_quantized)
     for (path, moment), grad in zip(paths, structure.flatten_up_to(grads), strict=True):
         if grad is None:
@@ -92,7 +93,7 @@ def stored(name: str, path: Any, x: QTensor | Array, how: QuantSpec | formats.Fo
         expected = str(how.dtype)
     elif isinstance(x, QTensor) or in_codes:
         # Also a shard, which may itself be too small.
-        expected = QTensor(*[None] * 4, how).storage_key
+        expected = storage_key(how)
     else:
         expected = "float32"
     found = x.storage_key if isinstance(x, QTensor) else str(x.dtype)
