@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 from flax import nnx
 
 from fp8jax.core.recipe import Context
@@ -28,6 +29,8 @@ class ContextEntry:
         context: what it keeps; None where it is left alone.
         reason: the rule that matched, or why it is left alone.
         attention: the layers that keep no copy of their input, because attention does.
+        readers: of a norm, what reads its result without quantizing it: a layer, or a product of none, and the dtype.
+        alone: nothing else is known to read it.
     """
 
     path: str
@@ -36,6 +39,8 @@ class ContextEntry:
     context: Context | None
     reason: str
     attention: tuple[str, ...] = ()
+    readers: tuple[tuple[str, str], ...] = ()
+    alone: bool = False
 
     @property
     def keeps(self) -> str:
@@ -44,9 +49,11 @@ class ContextEntry:
             return f"{', '.join(self.attention)}: no copy of what attention keeps"
         if self.context is None or self.computes is None:
             return "as written"
-        lean = "; layers that read its result keep nothing of it" if self.context.lean else ""
+        quantized = self.context.lean and not self.alone
+        lean = "; quantized layers that read its result keep nothing of it" if quantized else ""
+        others = "".join(f"; {reader} keeps it in {dtype}" for reader, dtype in self.readers)
         bound = "; scales from bounds" if self.context.scales == "bound" else ""
-        return f"{self.context.spec}{lean}{bound}"
+        return f"{self.context.spec}{lean}{others}{bound}"
 
 
 def norm_paths(modules: dict[str, Any], rules: Rules) -> list[str]:
@@ -86,7 +93,9 @@ def plan(
         if isinstance(module, (*norms.LAYERS, *norms.LINEN_LAYERS)):
             choice, why = each.choice(path), norms.why_not(module)
             context = choice.context if choice.context.saved and why is None else None
-            parts.append(ContextEntry(path, kind, "norm", context, why or choice.reason))
+            read = _unquantized(modules, each, heads, reading.readers.get(path, {}))
+            alone = bool(read) and len(read) == len(reading.readers[path])
+            parts.append(ContextEntry(path, kind, "norm", context, why or choice.reason, (), read, alone))
             if replace and why is None and between(choice.recipe):
                 norms.replace(module, choice.recipe)
         elif blocks_nnx.candidate(module):
@@ -106,7 +115,8 @@ def plan(
                         ContextEntry(path, kind, None, context if residuals else None, choice.reason + hint, residuals)
                     )
         if path in reading.norms and not isinstance(module, (*norms.LAYERS, *norms.LINEN_LAYERS)):
-            parts.append(ContextEntry(path, kind, None, None, norms.OWN_CLASS))
+            inner = any(other != path and other.startswith(f"{path}/" if path else "") for other in modules)
+            parts.append(ContextEntry(path, kind, None, None, norms.RETURNED if inner else norms.OWN_CLASS))
         inside = [p for p in sorted(reading.normed) if p.rpartition("/")[0] == path and _context(each.choice(p, heads))]
         if inside and path not in inside:
             read = " and ".join(p.rpartition("/")[2] for p in inside) + (" reads" if len(inside) == 1 else " read")
@@ -121,6 +131,20 @@ def plan(
             choice = choices.get(form.down) or each.choice("/".join(filter(None, (path, form.down))), heads)
             parts.append(ContextEntry(path, kind, str(form), _context(choice), choice.reason))
     return tuple(parts)
+
+
+def _unquantized(
+    modules: dict[str, Any], rules: Ordered, heads: Mapping[str, str], readers: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
+    """Of what reads a norm, by path and with the dtype, what keeps it unquantized, and the dtype it keeps."""
+    found = []
+    for path, dtype in readers.items():
+        linear = rules.choice(path, heads).linear if path else None
+        if linear is None or linear.spec("saved") is None:
+            own = getattr(modules.get(path), "dtype", None) if path else None
+            found.append((path or "a product of no layer", dtype if own is None else str(jnp.dtype(own))))
+    # Inside of a class in `layers=` its own product is quantized, which the program as written does not tell.
+    return tuple(entry for entry in found if not (rules.layers and entry[0].startswith("a product of")))
 
 
 def _unseen(modules: dict[str, Any], rules: Ordered, heads: Mapping[str, str]) -> dict[str, list[str]]:

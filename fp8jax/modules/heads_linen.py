@@ -11,6 +11,7 @@ from jax import Array
 from fp8jax.modules import blocks, reading
 from fp8jax.modules.blocks import BlockForms, positional
 from fp8jax.modules.blocks_linen import Watch
+from fp8jax.modules.layers_linen import LAYERS
 from fp8jax.modules.program import split
 from fp8jax.modules.reading import Reading
 from fp8jax.modules.recording import Recording
@@ -62,12 +63,13 @@ def find(
         if context.method_name != "__call__":
             return call(*args, **kwargs)
         path = path_of(context.module)
-        if not chosen(context.module, path):
-            return reading.tag_part(path, call(*args, **kwargs))
-        args, kwargs = positional(args, kwargs)
-        if args and isinstance(args[-1], Array):  # an einsum's subscripts may stand before it
-            args = (*args[:-1], reading.tag_input(path, args[-1]))
+        if (is_chosen := chosen(context.module, path)) or isinstance(context.module, LAYERS):
+            args, kwargs = positional(args, kwargs)
+            if args and isinstance(args[-1], Array):  # an einsum's subscripts may stand before it
+                args = (*args[:-1], reading.tag_input(path, args[-1]))
         y = call(*args, **kwargs)
+        if not is_chosen:
+            return reading.tag_part(path, y)
         if not isinstance(y, Array):
             return y
         wanted.add(path)

@@ -13,6 +13,7 @@ from fp8jax.modules.functions import layer_norm, rms_norm
 LAYERS = (nnx.RMSNorm, nnx.LayerNorm)
 LINEN_LAYERS = (nn.RMSNorm, nn.LayerNorm)
 HOOK = "call fp8jax.rms_norm or fp8jax.layer_norm"
+RETURNED = f"it returns a norm written by hand: {HOOK} for it"
 OWN_CLASS = f"a norm of its own class: {HOOK} in it"
 
 

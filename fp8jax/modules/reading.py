@@ -27,6 +27,9 @@ _SAME = (
 _SCALINGS = ("mul", "div", "add", "sub")
 LAYOUTS = ("convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "name")
 
+# With what says where it lies a value is the same one.
+_PLACED = (*LAYOUTS, "sharding_constraint", "layout_constraint", "reshard", "mesh_cast", "pvary", "pcast")
+
 
 @dataclasses.dataclass(frozen=True)
 class Value:
@@ -39,6 +42,7 @@ class Value:
         data: it depends on more than parameters and constants.
         how: "largest", the largest of a result, or "less", a result less its largest, as in softmax.
         stage: how far it is on the way to a norm of the last axis, one of `_stage`.
+        parts: the parts that return it, up to casts and layouts.
     """
 
     results: frozenset[str] = frozenset()
@@ -47,6 +51,7 @@ class Value:
     data: bool = False
     how: str | None = None
     stage: str | None = None
+    parts: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass
@@ -60,6 +65,7 @@ class Reading:
         results: the dtype and shape of what each layer returns.
         normed: layers that read a norm which no part with a mark returns.
         norms: parts that return a norm.
+        readers: the layers that read what a part returns, and the dtype they find it in; "" is a product of no layer.
     """
 
     gates: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -68,6 +74,7 @@ class Reading:
     results: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     normed: set[str] = dataclasses.field(default_factory=set)
     norms: set[str] = dataclasses.field(default_factory=set)
+    readers: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
 
 def tag(path: str, y: Array) -> Array:
@@ -154,23 +161,36 @@ def _apply(eqn: Any, inputs: list[Value], reading: Reading) -> list[Value]:
         path = params["name"].removeprefix(_TAG)
         reading.results[path] = eqn.outvars[0].aval.shape
         return [Value(frozenset([path]), above | {path}, data=True)]
-    if name == "name" and inputs[0].stage == "norm":
-        if params["name"].startswith(_INPUT):
-            reading.normed.add(params["name"].removeprefix(_INPUT))
-        if params["name"].startswith(_PART):
-            reading.norms.add(params["name"].removeprefix(_PART))
-            return [dataclasses.replace(inputs[0], stage=None)]
+    if name == "name" and params["name"].startswith(_INPUT):
+        path = params["name"].removeprefix(_INPUT)
+        reading.normed |= {path} if inputs[0].stage == "norm" else set()
+        _read(eqn.invars[0], inputs[0], path, reading)
+        return [dataclasses.replace(inputs[0], parts=frozenset())]
+    if name == "name" and params["name"].startswith(_PART):
+        path, stage = params["name"].removeprefix(_PART), inputs[0].stage
+        reading.norms |= {path} if stage == "norm" else set()
+        stage = None if stage == "norm" else stage
+        return [dataclasses.replace(inputs[0], stage=stage, parts=inputs[0].parts | {path})]
     if name in PRODUCTS:
+        for v, value in zip(eqn.invars, inputs, strict=True):
+            _read(v, value, "", reading)
         reading.products |= above
         if data:
             reading.multiplied |= {v.matrix for v in inputs if v.matrix is not None}
     for path in inputs[0].results if inputs and inputs[0].how != "largest" else ():
         if name in _CHOICES or (name == "exp" and inputs[0].how == "less"):
             reading.gates.setdefault(path, _CHOICES.get(name, "softmax"))
-    value = dataclasses.replace(_value(name, inputs), above=above, data=data, stage=_stage(eqn, inputs))
+    parts = inputs[0].parts if name in _PLACED else frozenset[str]()
+    value = dataclasses.replace(_value(name, inputs), above=above, data=data, stage=_stage(eqn, inputs), parts=parts)
     if name == "optimization_barrier":
         return inputs
     return [value for _ in eqn.outvars]
+
+
+def _read(v: Any, value: Value, reader: str, reading: Reading) -> None:
+    """Notes that a layer reads a value."""
+    for part in value.parts:
+        reading.readers.setdefault(part, {})[reader] = str(v.aval.dtype)
 
 
 def _value(name: str, inputs: list[Value]) -> Value:

@@ -128,7 +128,9 @@ class Report:
                 " scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
             )
         if any(part.context is not None and part.context.lean for part in self.parts):
-            parts.append("saved inputs: layers that read the result of a lean norm or activation (below) keep none.")
+            parts.append(
+                "saved inputs: quantized layers that read the result of a lean norm or activation (below) keep none."
+            )
         if self.parts:
             lines = [(p.path or "-", p.kind, p.computes or "-", p.keeps, p.reason) for p in self.parts]
             parts.append(_table([("norm, activation or attention", "kind", "computes", "keeps", "chosen by"), *lines]))
@@ -265,9 +267,9 @@ def _linen_kernel(params: dict[tuple[str, ...], Any], path: str, module: Any) ->
 
 
 def _matrix(params: dict[str, Any]) -> Any:
-    """The kernel or embedding among the parameters of a module, or else its first matrix; None if it has none."""
+    """The kernel or embedding among the parameters of a module, or else its largest matrix; None if it has none."""
     named = [params[name] for name in ("kernel", "embedding") if name in params]
-    own = [leaf for name, leaf in params.items() if is_matrix(name, leaf.shape)]
+    own = sorted((leaf for name, leaf in params.items() if is_matrix(name, leaf.shape)), key=lambda leaf: -leaf.size)
     return next((leaf for leaf in [*named, *own] if leaf.ndim >= 2), None)
 
 

@@ -256,7 +256,7 @@ def test_explain_says_what_each_part_keeps():
     sample = jnp.zeros((2, 24), jnp.int32)
     text = str(fp8jax.explain(Llama(LLAMA, rngs=nnx.Rngs(0)), COAT, sample))
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    keeps = "e4m3:group16; layers that read its result keep nothing of it the recipe"
+    keeps = "e4m3:group16; quantized layers that read its result keep nothing of it the recipe"
     assert f"layers/mlp SwiGLU down(silu(gate(x)) * up(x)) {keeps}" in lines
     assert f"layers/mlp_norm RMSNorm norm {keeps}" in lines
     # Attention in XLA keeps probabilities, not its output.

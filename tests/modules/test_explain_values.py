@@ -89,9 +89,9 @@ def test_what_is_kept_as_it_is_has_the_dtype_that_the_layer_computes_in(dtypes, 
 
 CONTEXTS = {
     "e5m2:group8": Context("e5m2:group8"),
-    "e4m3:group16; layers that read its result keep nothing of it": Context("e4m3:group16", "lean"),
+    "e4m3:group16; quantized layers that read its result keep nothing of it": Context("e4m3:group16", "lean"),
     "e4m3:group32; scales from bounds": Context("e4m3:group32", "faithful", "bound"),
-    "e4m3:token; layers that read its result keep nothing of it; scales from bounds": Context(
+    "e4m3:token; quantized layers that read its result keep nothing of it; scales from bounds": Context(
         "e4m3:token", "lean", "bound"
     ),
 }
