@@ -54,23 +54,40 @@ def coat_fast() -> Recipe:
 
 
 def moss() -> Recipe:
-    """MOSS (Zhang et al., 2025): two-level microscaled inputs and gradients, weights per tensor by automatic scaling.
+    """MOSS's scales (Zhang et al., 2025), folded into rows; weights per tensor by automatic scaling.
 
-    Level 1 is a row's (k1 in section 3.1), which needs no pass over the tensor and no scale that spans tokens. Of
-    gradients the paper says nothing; they are microscaled, too, with 4 dB less noise than in e5m2 per tensor
-    (results/pages/moss_snr.md). Automatic scaling needs `fp8jax.track_weights` last in the optimizer's chain, and its
-    bounds in the model after each update (`fp8jax.nnx.set_weight_bounds`, and `fp8jax.linen`'s), as the training
+    No microscaled product runs: with a level 1 of rows (k1 in section 3.1) the largest power of two of a row is 1, and
+    the others are folded into its codes, so that what is multiplied and kept is e4m3 with one fp32 scale a row, bit for
+    bit. It runs as fast as FP8 does and keeps no exponents; `moss_mx` multiplies two-level codes. Level 1 of a row
+    needs no pass over the tensor and no scale that spans tokens. Of gradients the paper says nothing; they are scaled
+    likewise, with 4 dB less noise than in e5m2 per tensor (results/pages/moss_snr.md). Automatic scaling
+    needs `fp8jax.track_weights` last in the optimizer's chain, and its bounds in the model after each update (`fp8jax.nnx.set_weight_bounds`, and `fp8jax.linen`'s), as the training
     program does: a model that never gets them quantizes by the bound of its first weights.
     """
     return Recipe("moss", optimizer=_PLAIN, linear=dataclasses.replace(_MOSS_LINEAR, w_scaling="automatic"))
 
 
-def fast() -> Recipe:
-    """The preset we recommend: MOSS's linear layers with COAT's contexts and optimizer states.
+def moss_mx() -> Recipe:
+    """MOSS's two-level microscaled products (Zhang et al., 2025, section 3.1), as they are: codes are not folded.
 
-    As in `moss`, only the weight's gradient, whose sums are over all tokens, is summed with all bits. Weights have
-    their own scales, so that layers keep no state and any optimizer will do; `linear.w_scaling="automatic"` makes
-    them as in `moss`.
+    Each group of 32 along a contraction has a power of two under its row's fp32 scale, and the kernel applies it to the
+    group's partial sum in registers (`pallas_kernels/matmul_mx_mosaic.py`). On an H200 such a product takes 1.8 times
+    as long as one with a scale a tensor (results/pages/gemm.md), and layers keep 1.03 bytes an element. Where the
+    values of a row lie within 2^14 of each other `moss` is as exact: this is for rows that do not, and for the
+    comparison. The weight's gradient, whose sums are over tokens, reads inputs that are quantized again, with a scale a
+    channel, and gradients in groups of 32 tokens. Weights have their own scales, one a tensor.
+    """
+    micro = "e4m3:mx32+token+exact"
+    linear = Linear(micro, "e4m3", micro, x_wgrad="e4m3:token", dy_wgrad=micro)
+    return Recipe("moss_mx", optimizer=_PLAIN, linear=linear)
+
+
+def fast() -> Recipe:
+    """The preset we recommend: MOSS's scales, folded into rows, with COAT's contexts and optimizer states.
+
+    What is multiplied are codes with one fp32 scale a row (see `moss`). As there, only the weight's gradient,
+    whose sums are over all tokens, is summed with all bits. Weights have their own scales, so that layers keep no state
+    and any optimizer will do; `linear.w_scaling="automatic"` makes them as in `moss`.
     """
     return Recipe("fast", optimizer=Optimizer(), linear=_MOSS_LINEAR, context=_COAT_CONTEXT)
 
@@ -153,7 +170,7 @@ def fp8_lm() -> Recipe:
 _PRESETS: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
-        *(bf16, fast, moss, coat, coat_fast, coat_optimizer, coat_activations),
+        *(bf16, fast, moss, moss_mx, coat, coat_fast, coat_optimizer, coat_activations),
         *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block, int8_fallback, fp8_lm),
     )
 }

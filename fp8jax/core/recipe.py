@@ -1,6 +1,7 @@
 """`Recipe`: what every tensor of a training run is stored and computed in, as independent frozen parts."""
 
 import dataclasses
+from collections.abc import Iterable
 
 from fp8jax.core import formats
 from fp8jax.core.comm import Comm as Comm
@@ -177,6 +178,34 @@ class Linear:
         return True
 
     @property
+    def shares_tokens(self) -> bool:
+        """Whether the weight's gradient has scales of tokens to share out among its operands, both then under one scale
+        (`fp8jax.ops.microscaled`)."""
+        specs = self.spec("x_wgrad"), self.spec("dy_wgrad")
+        return self.x_wgrad == self.dy_wgrad == SAME and any(s is not None and s.folds for s in specs)
+
+    @property
+    def folds(self) -> tuple[str, ...]:
+        """The specs of operands with MOSS's two levels of scales that are folded into rows, which no product reads."""
+        specs = [self.spec("saved"), *(spec for pair in self.products().values() for spec in pair)]
+        return tuple(dict.fromkeys(str(spec) for spec in specs if spec is not None and spec.folds))
+
+    def taken(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
+        """The operands of the three products as they are multiplied, where `products` says how they are asked for."""
+        taken = {
+            name: tuple(spec if spec is None else spec.folded for spec in pair)
+            for name, pair in self.products().items()
+        }
+        if self.shares_tokens:
+            taken["wgrad"] = tuple(spec and QuantSpec(spec.format) for spec in taken["wgrad"])
+        return taken  # type: ignore[return-value]
+
+    def kept(self) -> QuantSpec | None:
+        """What is kept of the input for the backward pass; None for the input itself."""
+        spec = self.spec("saved")
+        return None if spec is None else spec.folded
+
+    @property
     def quantized(self) -> bool:
         """Whether any product is."""
         return any(operand is not None for pair in self.products().values() for operand in pair)
@@ -322,11 +351,11 @@ class Recipe:
             ("first moment", self.optimizer.spec("mu") or self.optimizer.mu, "fp32"),
             ("second moment", self.optimizer.spec("nu") or self.optimizer.nu, "fp32"),
         ]
-        for product, operands in self.linear.products().items():
+        for product, operands in self.linear.taken().items():
             names = {"forward": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}[product]
             for name, spec in zip(names, operands, strict=True):
                 stored.append((f"{product} {name}", spec or weights.compute, spec.format if spec else weights.compute))
-        stored.append(("saved linear input", self.linear.spec("saved") or weights.compute, "-"))
+        stored.append(("saved linear input", self.linear.kept() or weights.compute, "-"))
         stored.append(("saved non-linear input", self.context.spec or weights.compute, weights.compute))
         if self.comm.gradients is not None:
             stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
@@ -348,11 +377,21 @@ class Recipe:
         rows.insert(0, ("role", "stored in", "computed in", "bytes/element"))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [folding(self.linear.folds)] if self.linear.folds else []
         how = ""
         if self.linear.quantized:
             how = f", {self.linear.scaling} scaling"
             how += f", weights {self.linear.w_scaling}" if self.linear.w_scaling else ""
         return "\n".join([f"recipe {self.name}{how}", *lines])
+
+
+def folding(specs: Iterable[str]) -> str:
+    """A sentence for tables about operands with these specs, which fold."""
+    return (
+        f"MOSS's scales, folded into rows: what is asked for as {' and '.join(specs)} is multiplied and kept with one "
+        "fp32 scale a row (in the weight's gradient, with one for all); no microscaled product runs, unless a spec has "
+        "the option exact"
+    )
 
 
 def _bytes(stored: str | QuantSpec) -> float:

@@ -16,7 +16,7 @@ UNDERFLOWS = ("zero", "smallest")
 SCALE_FORMATS = ("fp32", "bf16")
 LEVELS = ("tensor", "token", "none")
 _OPTIONS = {"expand": ("expand", True), "stochastic": ("rounding", "stochastic")}
-_OPTIONS |= {"token": ("level1", "token"), "ocp": ("level1", "none")}
+_OPTIONS |= {"token": ("level1", "token"), "ocp": ("level1", "none"), "exact": ("exact", True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +24,9 @@ class QuantSpec:
     """How a tensor is quantized. Hashable and static under `jax.jit`.
 
     The string form, accepted wherever a spec is, is `format[:granularity[size]][+option...]` with the options
-    `expand`, `stochastic`, `token` and `ocp` (the last two are the level 1 of "mx"), as in `"e4m3"`, `"int8:token"`,
-    `"e4m3:group128+expand"`, `"e4m3:mx32+token"`; `str(spec)` gives it back. Settings that it cannot say are given to
-    the constructor.
+    `expand`, `stochastic`, `token` and `ocp` (these two are the level 1 of "mx") and `exact`, as in `"e4m3"`,
+    `"int8:token"`, `"e4m3:group128+expand"`, `"e4m3:mx32+token"`; `str(spec)` gives it back.
+    Settings that it cannot say are given to the constructor.
 
     Attributes:
         format: name of a format in `fp8jax.formats`.
@@ -49,6 +49,8 @@ class QuantSpec:
         level1: for "mx", the fp32 scale above the powers of two: one a "tensor" (MOSS, section 3.1) or a "token", with
             powers of two rounded up; or "none" (OCP Microscaling Formats 1.0, section 6.3), where they are the largest
             power of two in the group over that of the format, and the largest elements may saturate.
+        exact: for "mx" with a level 1, products apply each power of two to the sum of its group, and what is kept are
+            two-level codes. Without it linear layers fold the powers of two into codes with one scale a row (`folds`).
 
     Raises:
         ValueError: a field has an unknown value, or two contradict each other.
@@ -64,6 +66,7 @@ class QuantSpec:
     expand: bool = False
     underflow: str = "zero"
     level1: str = "tensor"
+    exact: bool = False
 
     def __post_init__(self) -> None:
         fmt = formats.get(self.format)
@@ -89,6 +92,10 @@ class QuantSpec:
             raise ValueError(f"stacked counts leading axes and cannot be {self.stacked}")
         if self.granularity != "mx" and self.level1 != "tensor":
             raise ValueError(f"level1={self.level1!r} applies to granularity 'mx', not {self.granularity!r}")
+        if self.exact and (self.granularity != "mx" or self.level1 == "none"):
+            raise ValueError(
+                "exact=True is for granularity 'mx' with a level 1; codes of other scales are never folded"
+            )
         if self.granularity == "mx" and (self.expand or not fmt.is_float):
             what = "range expansion" if self.expand else f"format {self.format!r}"
             raise ValueError(f"granularity 'mx' scales floating-point codes by powers of two; it takes no {what}")
@@ -136,8 +143,17 @@ class QuantSpec:
 
     @property
     def folds(self) -> bool:
-        """Whether products take codes with the powers of two of groups folded into them (`fp8jax.ops.microscaled`)."""
-        return self.granularity == "mx" and self.level1 != "none" and self.rounding == "nearest"
+        """Whether linear layers take codes with the powers of two of groups folded into them (see `folded`)."""
+        two_levels = self.granularity == "mx" and self.level1 != "none"
+        return two_levels and self.rounding == "nearest" and not self.exact
+
+    @property
+    def folded(self) -> "QuantSpec":
+        """What linear layers multiply and keep: of codes that fold, those with one scale a row; else as this says.
+
+        `fp8jax.ops.microscaled` makes them.
+        """
+        return QuantSpec(self.format, "token", axis=self.axis) if self.folds else self
 
     @property
     def packed(self) -> bool:

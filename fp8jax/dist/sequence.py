@@ -248,7 +248,7 @@ def _whole(q: QTensor, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) 
         parts = x.reshape(*shape[:-2], -1, x.shape[-1])
         return lax.all_gather(parts, axes, axis=dim, tiled=True).reshape(-1, x.shape[-1])
 
-    one = q.spec.granularity in ("tensor", "mx")
+    one = q.spec.granularity == "tensor" or (q.spec.granularity == "mx" and q.spec.level1 != "token")
     scale, micro = q.scale if one else gather(q.scale), None if q.microscale is None else gather(q.microscale)
     return QTensor(gather(q.codes), scale, None, micro, q.spec)
 

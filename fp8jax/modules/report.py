@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from fp8jax.core.recipe import Linear
+from fp8jax.core.recipe import Linear, folding
 from fp8jax.core.spec import QuantSpec
 from fp8jax.modules import blocks_nnx, contexts, heads_nnx
 from fp8jax.modules import linen as linen_modules
@@ -58,19 +58,19 @@ class Layer:
 
     @property
     def products(self) -> dict[str, str]:
-        """What the forward, dgrad and wgrad product take; empty where the layer is left alone."""
+        """What the forward, dgrad and wgrad product multiply; empty where the layer is left alone."""
         if self.linear is None:
             return {}
         plain = self.dtype or "as written"
         return {
             name: f"{left or plain} x {right or plain}" if left or right else plain
-            for name, (left, right) in self.linear.products().items()
+            for name, (left, right) in self.linear.taken().items()
         }
 
     @property
     def saved(self) -> tuple[str, float | None]:
         """What is kept of the input for the backward pass, and its bytes an element, None where unknown."""
-        spec = self.linear.spec("saved") if self.linear else None
+        spec = self.linear.kept() if self.linear else None
         if spec is not None:
             return str(spec), spec.bytes_per_element
         return self.dtype or "as written", float(jnp.dtype(self.dtype).itemsize) if self.dtype else None
@@ -127,6 +127,8 @@ class Report:
                 f"scales that span tokens: the inputs of {len(self.leaks)} layers ({specs}). Later tokens change the"
                 " scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
             )
+        folds = dict.fromkeys(spec for layer in self.quantized if layer.linear for spec in layer.linear.folds)
+        parts += [folding(folds)] if folds else []
         if any(part.context is not None and part.context.lean for part in self.parts):
             parts.append(
                 "saved inputs: quantized layers that read the result of a lean norm or activation (below) keep none."

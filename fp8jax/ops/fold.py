@@ -15,10 +15,10 @@ GROUP = 32
 
 
 def foldable(q: QTensor) -> bool:
-    """Whether `refold` takes a matrix: e4m3 codes microscaled by 32 of a row under a level 1 scale."""
+    """Whether `refold` takes a matrix: e4m3 codes microscaled by 32 of a row under a level 1 scale, not exact ones."""
     spec = q.spec
     rows = spec.axis in (-1, 1) and spec.group_size == GROUP
-    return spec.granularity == "mx" and spec.level1 != "none" and spec.format == "e4m3" and rows
+    return spec.granularity == "mx" and spec.level1 != "none" and spec.format == "e4m3" and rows and not spec.exact
 
 
 def refold(q: QTensor, *, impl: str = "auto") -> QTensor:

@@ -21,7 +21,6 @@ from jax import Array, lax
 
 from fp8jax.core import formats, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
-from fp8jax.core.recipe import SAME, Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused, fused_codes
 from fp8jax.ops.choice import capability, missing_triton, run, tell, triton_or_xla
@@ -34,12 +33,6 @@ from fp8jax.ops.quantize import quantize, transpose
 ABOVE = 1.13
 # The largest scale whose reciprocal is a normal number.
 LARGEST = 2.0**125
-
-
-def shares_tokens(recipe: Linear) -> bool:
-    """Whether the weight's gradient has scales of tokens to share out among its operands, as above."""
-    spec = recipe.spec("x_wgrad"), recipe.spec("dy_wgrad")
-    return recipe.x_wgrad == recipe.dy_wgrad == SAME and any(s is not None and s.folds for s in spec)
 
 
 def fold_rows(

@@ -81,7 +81,7 @@ class Side(NamedTuple):
 def input_side(recipe: Linear) -> Side:
     """The input x (tokens, inputs): forward as it is, transposed in the weight's gradient."""
     specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("saved")
-    return Side(*specs, turned=False, strategy=recipe.own_strategy("x"), shared=microscaled.shares_tokens(recipe))
+    return Side(*specs, turned=False, strategy=recipe.own_strategy("x"), shared=recipe.shares_tokens)
 
 
 def weight_side(recipe: Linear) -> Side:

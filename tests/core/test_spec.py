@@ -106,7 +106,7 @@ def test_presets_are_known_by_their_names(name):
     [
         (
             lambda: fp8jax.recipes.get("coats"),
-            "unknown recipe 'coats'; recipes are bf16, fast, moss, coat, coat_fast, coat_optimizer, coat_activations",
+            "unknown recipe 'coats'; recipes are bf16, fast, moss, moss_mx, coat, coat_fast, coat_optimizer, ",
         ),
         (lambda: Weights(master="fp8"), "weights.master 'fp8' is not one of bf16, fp32"),
         (lambda: Weights(master="bf16", compute="fp32"), "weights.compute 'fp32' is wider than the master"),

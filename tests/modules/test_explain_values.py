@@ -60,7 +60,7 @@ def test_each_layer_is_said_to_compute_and_save_what_its_rule_says(model):
     assert found["gate"].products == {
         "forward": "e4m3:token x e4m3:block32",
         "dgrad": "e5m2:group64 x e5m2:block64",
-        "wgrad": "e4m3:mx32 x e5m2:group128",
+        "wgrad": "e4m3:token x e5m2:group128",
     }
     assert found["gate"].saved == ("int10:group128", pytest.approx(1.25 + 4 / 128))
     assert found["gate"].spans_tokens is None
