@@ -104,7 +104,10 @@ def factors(comm: Comm, params: Any, mesh: Any) -> Factors | tuple[()]:
     if not comm.auto_scale or mesh is None:
         return ()
     if all(mesh.shape[name] > 1 for name in meshes.AXES):
-        raise ValueError("comm.auto_scale has one factor a parameter; give --mesh one axis, data=N or fsdp=N")
+        raise ValueError(
+            "comm.auto_scale has one factor a parameter; give --mesh one axis, data=N or fsdp=N, or take two "
+            "phases, as the recipe fp8_lm_two_phase does"
+        )
     return init_factors(params, mesh.size)
 
 

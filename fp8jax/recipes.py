@@ -60,9 +60,10 @@ def moss() -> Recipe:
     the others are folded into its codes, so that what is multiplied and kept is e4m3 with one fp32 scale a row, bit for
     bit. It runs as fast as FP8 does and keeps no exponents; `moss_mx` multiplies two-level codes. Level 1 of a row
     needs no pass over the tensor and no scale that spans tokens. Of gradients the paper says nothing; they are scaled
-    likewise, with 4 dB less noise than in e5m2 per tensor (results/pages/moss_snr.md). Automatic scaling
-    needs `fp8jax.track_weights` last in the optimizer's chain, and its bounds in the model after each update (`fp8jax.nnx.set_weight_bounds`, and `fp8jax.linen`'s), as the training
-    program does: a model that never gets them quantizes by the bound of its first weights.
+    likewise, with 4 dB less noise than in e5m2 per tensor (results/pages/moss_snr.md). Automatic scaling needs
+    `fp8jax.track_weights` last in the optimizer's chain, and its bounds in the model after each update
+    (`fp8jax.nnx.set_weight_bounds`, and `fp8jax.linen`'s), as the training program does: a model that never gets them
+    quantizes by the bound of its first weights.
     """
     return Recipe("moss", optimizer=_PLAIN, linear=dataclasses.replace(_MOSS_LINEAR, w_scaling="automatic"))
 
@@ -157,21 +158,35 @@ def fp8_lm() -> Recipe:
     """FP8-LM (Peng et al., 2023): 6 bytes of optimizer a parameter, products and gradients between devices in FP8.
 
     Per-tensor scales everywhere: e4m3 forward and for weight gradients that travel, e5m2 backward, fp16 master weights.
+    Gradients are summed as the paper does (section 2.1): codes under one scale of all devices, by NCCL itself, in one
+    phase, with a factor mu a parameter that follows what saturates (equations 3 to 6). That needs GPUs of compute
+    capability 9.0 (elsewhere than on CUDA sums are in fp32 and are rounded once), a mesh with one axis, and with fsdp
+    whole parameters before each step; and it loses with every addition: of a mean over 1,024 replicas 3 dB are left,
+    where `fp8_lm_two_phase` has 31 (results/pages/fp8_lm_gradients.md).
     """
     return Recipe(
         "fp8_lm",
         weights=Weights("fp16"),
         optimizer=Optimizer("e4m3", "fp16", None, expand=False),
         linear=Linear("e4m3", "e4m3", "e5m2"),
-        comm=Comm("e4m3"),
+        comm=Comm("e4m3", "one_phase", auto_scale=True),
     )
+
+
+def fp8_lm_two_phase() -> Recipe:
+    """`fp8_lm` with another reduction of gradients: codes are sent to the device that sums them in fp32.
+
+    Nothing saturates, so there is no factor and no state; meshes may have both axes, and with fsdp layers' parameters
+    are gathered as codes when they run. Any GPU will do.
+    """
+    return dataclasses.replace(fp8_lm(), name="fp8_lm_two_phase", comm=Comm("e4m3"))
 
 
 _PRESETS: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
         *(bf16, fast, moss, moss_mx, coat, coat_fast, coat_optimizer, coat_activations),
-        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block, int8_fallback, fp8_lm),
+        *(te_current, te_delayed, deepseek, switchback, jetfire, int8_block, int8_fallback, fp8_lm, fp8_lm_two_phase),
     )
 }
 NAMES: tuple[str, ...] = tuple(_PRESETS)

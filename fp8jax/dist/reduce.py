@@ -278,11 +278,14 @@ class _Job:
         used = jnp.float32(1 / self.replicas) if mu is None else mu
         scale = scale * (1 / used)
         codes = shared.encode(x, spec, scale)
+        # NCCL's sums of FP8 saturate; XLA's on other devices give NaN or infinity.
+        sent = codes if choice.on_cuda() else fmt.decode(codes)
         if dim is None:
-            total = lax.psum(codes, self.axes)
+            total = lax.psum(sent, self.axes)
         else:
-            total = lax.psum_scatter(codes, self.axes, scatter_dimension=dim, tiled=True)
+            total = lax.psum_scatter(sent, self.axes, scatter_dimension=dim, tiled=True)
             scale = shared.own(scale, dim, self.axes)
+        total = total if choice.on_cuda() else fmt.encode(total)
         values = fmt.decode(total)
         at_end = jnp.mean((jnp.abs(values) >= fmt.max) | jnp.isnan(values), dtype=jnp.float32)
         if dim is not None:

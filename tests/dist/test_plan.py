@@ -112,7 +112,9 @@ def test_weight_related_volume_falls_as_fp8_lm_says():
     base = fp8jax.Recipe("base", fp8jax.recipes.Weights("bf16", "bf16"), fp8jax.recipes.bf16().optimizer,
                          comm=Comm("fp32"))  # fmt: skip
     stacked = {"w": 1, "embed": 0}
-    sent = [fp8jax.dist.plan(params, recipe, {"fsdp": 8}, stacked=stacked).sent for recipe in (base, "fp8_lm")]
+    sent = [
+        fp8jax.dist.plan(params, recipe, {"fsdp": 8}, stacked=stacked).sent for recipe in (base, "fp8_lm_two_phase")
+    ]
     assert 1 - sent[1] / sent[0] == pytest.approx(0.625, abs=0.005)
     with pytest.raises(ValueError, match="data=0"):
         fp8jax.dist.plan(params, "bf16", {"data": 0})

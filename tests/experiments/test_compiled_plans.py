@@ -17,7 +17,7 @@ FAST = ["te_current:1:2:e4m3"]
 SLOW = [
     "bf16:2:1:", "te_current:1:2:", "deepseek:2:2:e4m3", "bf16:1:2:", "bf16:2:2:", "coat:2:1:", "coat:1:2:",
     "deepseek:1:2:", "int8_block:1:2:", "te_current:2:2:", "bf16:1:2:e4m3", "bf16:2:1:bf16", "coat:1:2:e4m3",
-    "moss:1:2:e4m3", "coat:2:1:e4m3:one_phase", "fp8_lm:1:2:e4m3:one_phase", "fp8_lm:2:2:e4m3",
+    "moss:1:2:e4m3", "coat:2:1:e4m3:one_phase", "fp8_lm:1:2:e4m3:one_phase", "fp8_lm_two_phase:2:2:e4m3",
     "int8_fallback:1:2:e4m3",
 ]  # fmt: skip
 

@@ -154,9 +154,8 @@ def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, 
 
 
 def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before_a_step():
-    comm = fp8jax.recipes.Comm("e4m3", "one_phase", auto_scale=True)
-    recipes = [fp8jax.recipes.coat(), dataclasses.replace(fp8jax.recipes.fp8_lm(), comm=comm)]
+    recipes = [fp8jax.recipes.coat(), fp8jax.recipes.fp8_lm()]
     said = mesh.told(mesh.make(2, 2), recipes)
     assert said.endswith("and its moments; each gathers all parameters before a step with fp8_lm in bf16")
-    assert "gathers" not in mesh.told(mesh.make(2, 2), [*recipes[:1], fp8jax.recipes.fp8_lm()])
+    assert "gathers" not in mesh.told(mesh.make(2, 2), [*recipes[:1], fp8jax.recipes.fp8_lm_two_phase()])
     assert "gathers" not in mesh.told(mesh.make(2, 1), recipes)

@@ -1,7 +1,5 @@
 """Every kind of state that a recipe has goes from 8 devices to 2 and back to 8 through checkpoints, bit for bit."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +10,10 @@ from experiments import config, mesh, train
 from experiments.checkpoint import Checkpoints, flatten
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
-from fp8jax.recipes import Comm
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
 KERNEL = "layers.mlp.up.kernel"
 LAYER = "model_state.layers.mlp.up.dot_general"
-ONE_PHASE = Comm("e4m3", "one_phase", auto_scale=True)
-
 # By recipe: names that its state must have, each with whether the array lies in shards.
 STATES = {
     "te_delayed": {f"{LAYER}.{name}": False for name in ("x", "w", "dy", "seen_x", "seen_w", "slot")},
@@ -34,8 +29,6 @@ STATES = {
 
 def build(name, devices):
     recipe = fp8jax.recipes.get(name)
-    if name == "fp8_lm":
-        recipe = dataclasses.replace(recipe, comm=ONE_PHASE)
     optimizer = train.make_optimizer(config.Config(), recipe)
     return Task.build(LLAMA, optimizer, recipe, remat=False, seed=0, rows=mesh.batches(devices))
 
