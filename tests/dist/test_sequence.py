@@ -73,7 +73,11 @@ def test_products_round_what_was_gathered_to_the_same_codes_again(name):
             continue
         once = operand.make_codes(x, spec, part.own_strategy(side))
         again = operand.make_codes(from_bytes(once).dequantize(jnp.bfloat16), spec, part.own_strategy(side))
-        np.testing.assert_array_equal(np.asarray(once.codes), np.asarray(again.codes))
+        if once.microscale is None:
+            np.testing.assert_array_equal(np.asarray(once.codes), np.asarray(again.codes))
+        else:  # a power of two above a group's largest value is another one where bf16 rounds that up
+            values = (np.asarray(from_bytes(q).dequantize()) for q in (once, again))
+            np.testing.assert_allclose(*values, rtol=2.0**-8, atol=2.0**-9 * float(jnp.max(once.scale)))
         np.testing.assert_allclose(once.scale, again.scale, rtol=2.0**-8)
 
 
