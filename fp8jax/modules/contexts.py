@@ -93,9 +93,9 @@ def plan(
         if isinstance(module, (*norms.LAYERS, *norms.LINEN_LAYERS)):
             choice, why = each.choice(path), norms.why_not(module)
             context = choice.context if choice.context.saved and why is None else None
-            read = _unquantized(modules, each, heads, reading.readers.get(path, {}))
-            alone = bool(read) and len(read) == len(reading.readers[path])
-            parts.append(ContextEntry(path, kind, "norm", context, why or choice.reason, (), read, alone))
+            others = _unquantized(modules, each, heads, reading.readers.get(path, {}))
+            alone = bool(others) and len(others) == len(reading.readers[path])
+            parts.append(ContextEntry(path, kind, "norm", context, why or choice.reason, (), others, alone))
             if replace and why is None and between(choice.recipe):
                 norms.replace(module, choice.recipe)
         elif blocks_nnx.candidate(module):
