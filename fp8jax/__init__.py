@@ -25,7 +25,7 @@ from fp8jax.modules.functions import linear as linear
 from fp8jax.modules.functions import norm_linear as norm_linear
 from fp8jax.modules.functions import rms_norm as rms_norm
 from fp8jax.modules.functions import scaled_linear as scaled_linear
-from fp8jax.modules.rules import Rule as Rule
+from fp8jax.rewrite.rules import Rule as Rule
 from fp8jax.ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.product import quantize_weight as quantize_weight

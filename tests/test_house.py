@@ -17,8 +17,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted(
     p.relative_to(ROOT) for room in ("fp8jax", "pallas_kernels", "experiments") for p in (ROOT / room).rglob("*.py")
 )
-RANKS = {"pallas_kernels": 0, "core": 0, "recipes": 1, "ops": 2, "optim": 3, "dist": 3, "modules": 3, "fp8jax": 4}
-RANKS["experiments"] = 5
+RANKS = {"pallas_kernels": 0, "core": 0, "recipes": 1, "ops": 2, "optim": 3, "dist": 3}
+RANKS |= {"rewrite": 3, "modules": 4, "fp8jax": 5, "experiments": 6}
 
 
 def room(parts: tuple[str, ...]) -> str | None:

@@ -15,7 +15,7 @@ from fp8jax.modules import blocks, blocks_nnx, norms
 from fp8jax.modules.blocks import BlockForms
 from fp8jax.modules.blocks_nnx import Told
 from fp8jax.modules.reading import Reading
-from fp8jax.modules.rules import LayerChoice, Ordered, Rules, between, ordered
+from fp8jax.rewrite.rules import LayerChoice, Ordered, Rules, between, ordered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from flax.nnx import bridge
 from flax.traverse_util import flatten_dict
 
-from fp8jax.modules.rules import Ordered
+from fp8jax.rewrite.rules import Ordered
 
 # Tables that are looked up or added, and what only scales, are no matrices of products.
 _NO_FACTORS = re.compile(r"(.*/)?\w*(embed|pos_|position|token|scale|bias|gamma|beta|mask)\w*")

@@ -22,7 +22,7 @@ from fp8jax.modules.contexts import ContextEntry
 from fp8jax.modules.matrices import BRIDGED, Unknown, is_bridge, is_matrix, not_a_model
 from fp8jax.modules.program import Program, inspect, split
 from fp8jax.modules.reading import Reading
-from fp8jax.modules.rules import Ordered, Rules, choose, ordered
+from fp8jax.rewrite.rules import Ordered, Rules, choose, ordered
 
 _EMBED = "the lookup of an embedding, and its use as a head (attend), are left alone"
 _TIED = "an embedding that a product takes, too: a tied output head; both are left alone"

@@ -12,7 +12,7 @@ from jax import Array
 
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic
-from fp8jax.modules.rules import Rules, ordered
+from fp8jax.rewrite.rules import Rules, ordered
 from fp8jax.modules.scaled import (
     ScaledProduct,
     advanced,
