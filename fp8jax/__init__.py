@@ -25,7 +25,6 @@ from fp8jax.modules.functions import linear as linear
 from fp8jax.modules.functions import norm_linear as norm_linear
 from fp8jax.modules.functions import rms_norm as rms_norm
 from fp8jax.modules.functions import scaled_linear as scaled_linear
-from fp8jax.rewrite.rules import Rule as Rule
 from fp8jax.ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.product import quantize_weight as quantize_weight
@@ -48,6 +47,8 @@ from fp8jax.optim.weight_bounds import measure_weights as measure_weights
 from fp8jax.optim.weight_bounds import track_weights as track_weights
 from fp8jax.optim.weight_bounds import tracked as tracked
 from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
+from fp8jax.rewrite.rules import Rule as Rule
+from fp8jax.rewrite.transform import transform as transform
 
 __version__ = _metadata.version("fp8jax")
 _flax_state.install()

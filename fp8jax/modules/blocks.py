@@ -17,9 +17,9 @@ from fp8jax.modules.expressions import Marks, Terms, marked
 from fp8jax.modules.functions import activation, glu
 from fp8jax.modules.reading import LAYOUTS, PRODUCTS
 from fp8jax.modules.recording import Recording, Section
-from fp8jax.rewrite.rules import between
 from fp8jax.ops.activation import ACTIVATIONS
 from fp8jax.ops.choice import listening, saving
+from fp8jax.rewrite.rules import between
 
 _log = logging.getLogger("fp8jax")
 _AS_WRITTEN = Recipe("as written")

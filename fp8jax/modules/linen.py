@@ -27,9 +27,9 @@ from fp8jax.modules.layers_linen import LAYERS
 from fp8jax.modules.matrices import Unknown, not_a_model
 from fp8jax.modules.provenance import eager
 from fp8jax.modules.reading import Reading
-from fp8jax.rewrite.rules import Ordered, Rule, Rules, between, ordered
 from fp8jax.modules.scaled import observed_operands
 from fp8jax.recipes import linear_part
+from fp8jax.rewrite.rules import Ordered, Rule, Rules, between, ordered
 
 Model = TypeVar("Model", bound=nn.Module)
 _APPLIED = "called through its own apply, with parameters of something else: a tied head, say"

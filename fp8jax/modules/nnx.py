@@ -11,7 +11,6 @@ from fp8jax.core.recipe import Linear
 from fp8jax.modules import blocks_nnx, contexts, custom, heads_nnx, norms
 from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
 from fp8jax.modules.matrices import Unknown, is_bridge, not_a_model
-from fp8jax.rewrite.rules import LayerChoice, Ordered, Rules, choose, ordered
 from fp8jax.modules.scaled import (
     DotGeneralScaling,
     EinsumScaling,
@@ -20,6 +19,7 @@ from fp8jax.modules.scaled import (
     observed_operands,
     stacked_axes,
 )
+from fp8jax.rewrite.rules import LayerChoice, Ordered, Rules, choose, ordered
 
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)

@@ -32,7 +32,7 @@ _PLACED = (*LAYOUTS, "sharding_constraint", "layout_constraint", "reshard", "mes
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class ReadValue:
     """What is known of a value of a program.
 
     Attributes:
@@ -107,9 +107,9 @@ def heads(closed: Any, parameters: Sequence[str | None], wanted: Iterable[str]) 
         wanted: the layers that would be quantized otherwise.
     """
     jaxpr, reading = closed.jaxpr, Reading()
-    known = [Value(matrix=name, data=name is None) for name in parameters]
+    known = [ReadValue(matrix=name, data=name is None) for name in parameters]
     shapes = {v.aval.shape for v, name in zip(jaxpr.invars, parameters, strict=True) if name is None and _floats(v)}
-    outputs = _run(jaxpr, [Value() for _ in jaxpr.constvars], known, reading)
+    outputs = _run(jaxpr, [ReadValue() for _ in jaxpr.constvars], known, reading)
     reasons = {path: f"a router, gate or head: {how} reads its result" for path, how in reading.gates.items()}
     results = [value.results for value in outputs if value.how != "largest"]
     returned = frozenset[str]().union(*results) - reading.products - reasons.keys()
@@ -123,12 +123,12 @@ def _floats(v: Any) -> bool:
     return bool(jax.numpy.issubdtype(v.aval.dtype, jax.numpy.floating))
 
 
-def _run(jaxpr: Any, consts: Sequence[Value], inputs: Sequence[Value], reading: Reading) -> list[Value]:
+def _run(jaxpr: Any, consts: Sequence[ReadValue], inputs: Sequence[ReadValue], reading: Reading) -> list[ReadValue]:
     """What is known of the outputs of a program."""
-    known: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    known: dict[Any, ReadValue] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
-    def look(atom: Any) -> Value:
-        return Value() if isinstance(atom, core.Literal) else known[atom]
+    def look(atom: Any) -> ReadValue:
+        return ReadValue() if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
         results = _apply(eqn, [look(v) for v in eqn.invars], reading)
@@ -136,7 +136,7 @@ def _run(jaxpr: Any, consts: Sequence[Value], inputs: Sequence[Value], reading: 
     return [look(v) for v in jaxpr.outvars]
 
 
-def _apply(eqn: Any, inputs: list[Value], reading: Reading) -> list[Value]:
+def _apply(eqn: Any, inputs: list[ReadValue], reading: Reading) -> list[ReadValue]:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         if "ft_in" in params:  # JAX 0.11
@@ -160,7 +160,7 @@ def _apply(eqn: Any, inputs: list[Value], reading: Reading) -> list[Value]:
     if name == "name" and params["name"].startswith(_TAG):
         path = params["name"].removeprefix(_TAG)
         reading.results[path] = eqn.outvars[0].aval.shape
-        return [Value(frozenset([path]), above | {path}, data=True)]
+        return [ReadValue(frozenset([path]), above | {path}, data=True)]
     if name == "name" and params["name"].startswith(_INPUT):
         path = params["name"].removeprefix(_INPUT)
         reading.normed |= {path} if inputs[0].stage == "norm" else set()
@@ -187,37 +187,37 @@ def _apply(eqn: Any, inputs: list[Value], reading: Reading) -> list[Value]:
     return [value for _ in eqn.outvars]
 
 
-def _read(v: Any, value: Value, reader: str, reading: Reading) -> None:
+def _read(v: Any, value: ReadValue, reader: str, reading: Reading) -> None:
     """Notes that a layer reads a value."""
     for part in value.parts:
         reading.readers.setdefault(part, {})[reader] = str(v.aval.dtype)
 
 
-def _value(name: str, inputs: list[Value]) -> Value:
+def _value(name: str, inputs: list[ReadValue]) -> ReadValue:
     """What an operation makes of a result or a matrix."""
     if name in LAYOUTS and inputs[0].matrix is not None:
         return inputs[0]
     if name == "reduce_max":
-        return Value(inputs[0].results, how="largest")
+        return ReadValue(inputs[0].results, how="largest")
     if name == "sub" and inputs[1].how == "largest" and inputs[0].results == inputs[1].results:
-        return Value(inputs[0].results, how="less")
+        return ReadValue(inputs[0].results, how="less")
     if name not in _SAME:
-        return Value()
+        return ReadValue()
     # The condition of a choice between values and the places of a part may be data.
     operands = {"select_n": inputs[1:], "gather": inputs[:1], "dynamic_slice": inputs[:1]}.get(name, inputs)
     joined = functools.reduce(_join, operands)
     several = sum(bool(v.results) for v in operands) > 1
     clipped = name in ("max", "min") and joined.how != "largest"
-    return Value() if clipped or (several and name in _SCALINGS) else joined
+    return ReadValue() if clipped or (several and name in _SCALINGS) else joined
 
 
-def _stage(eqn: Any, inputs: list[Value]) -> str | None:
+def _stage(eqn: Any, inputs: list[ReadValue]) -> str | None:
     """How far a value is on the way from x to x * rsqrt(mean(x**2) + eps): "square", "sum" of squares along the last
     axis, "mean", its "root", the "inverse" of that, "norm".
 
     Scales and biases are parameters or constants. A mean may be less another one squared, as in a variance.
     """
-    name, first, last = eqn.primitive.name, inputs[0] if inputs else Value(), inputs[-1] if inputs else Value()
+    name, first, last = eqn.primitive.name, inputs[0] if inputs else ReadValue(), inputs[-1] if inputs else ReadValue()
     if name in LAYOUTS:
         return first.stage
     twice = len(inputs) == 2 and eqn.invars[0] is eqn.invars[1]
@@ -249,13 +249,13 @@ def _stage(eqn: Any, inputs: list[Value]) -> str | None:
     return None if data else steps.get(stage, {}).get(name)
 
 
-def _join(a: Value, b: Value) -> Value:
+def _join(a: ReadValue, b: ReadValue) -> ReadValue:
     """What is known of a value that may be either of two, or is computed from both."""
     other = [v for v in (a, b) if v.data and not v.results]
     results = frozenset[str]() if other else a.results | b.results
     hows = {v.how for v in (a, b) if v.results}
     how = hows.pop() if len(hows) == 1 and results else None
-    return Value(
+    return ReadValue(
         results,
         a.above | b.above,
         a.matrix if a.matrix == b.matrix else None,
@@ -265,12 +265,12 @@ def _join(a: Value, b: Value) -> Value:
     )
 
 
-def _inner(program: Any, inputs: list[Value], reading: Reading) -> list[Value]:
+def _inner(program: Any, inputs: list[ReadValue], reading: Reading) -> list[ReadValue]:
     jaxpr = getattr(program, "jaxpr", program)
-    return _run(jaxpr, [Value() for _ in jaxpr.constvars], inputs, reading)
+    return _run(jaxpr, [ReadValue() for _ in jaxpr.constvars], inputs, reading)
 
 
-def _loop(program: Any, inputs: list[Value], consts: int, carries: int, reading: Reading) -> list[Value]:
+def _loop(program: Any, inputs: list[ReadValue], consts: int, carries: int, reading: Reading) -> list[ReadValue]:
     fixed, carry, rest = inputs[:consts], inputs[consts : consts + carries], inputs[consts + carries :]
     while True:
         outputs = _inner(program, [*fixed, *carry, *rest], reading)

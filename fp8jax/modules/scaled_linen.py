@@ -12,7 +12,6 @@ from jax import Array
 
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic
-from fp8jax.rewrite.rules import Rules, ordered
 from fp8jax.modules.scaled import (
     ScaledProduct,
     advanced,
@@ -25,6 +24,7 @@ from fp8jax.modules.scaled import (
 )
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes
+from fp8jax.rewrite.rules import Rules, ordered
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
 

@@ -1,0 +1,196 @@
+"""A program as a graph: a node for each equation, and what is known of each value."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+
+from fp8jax.rewrite import primitives
+from fp8jax.rewrite.primitives import CASTS, LAYOUTS, MARKS, RESHAPES
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array of a program, and what is known of it.
+
+    Attributes:
+        aval: its shape and dtype.
+        node: what computes it; None for inputs and constants.
+        outer: of an input of a nested program, the value around it that it is in the first turn.
+        weight: the parameter that it is, up to casts, layouts and parts.
+        data: it depends on more than parameters and constants.
+        constant: the number that all its elements are, if that is known.
+        array: a constant's value.
+    """
+
+    aval: Any
+    node: "Node | None" = None
+    outer: "Value | None" = None
+    weight: "Weight | None" = None
+    data: bool = False
+    constant: float | None = None
+    array: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+    @property
+    def kind(self) -> str:
+        """The primitive that computes it, or ""."""
+        return "" if self.node is None else self.node.kind
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Weight:
+    """A parameter under layouts.
+
+    Attributes:
+        path: its place in the tree of parameters.
+        stored: the value in its own dtype, and in the order of its elements in memory.
+        layout: the equations that give it another shape; casts are none.
+        moved: they take a part of it, or change the order of its elements.
+    """
+
+    path: str
+    stored: Value
+    layout: tuple["Node", ...] = ()
+    moved: bool = False
+
+
+class Replacement(Protocol):
+    """What stands in place of an equation."""
+
+    def run(self, running: Any, node: "Node") -> Sequence[Any]:
+        """The results, from the operands that `running.array(value)` gives."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """An equation, or what a plan has put in its place.
+
+    Attributes:
+        kind: the primitive's name.
+        operands, results: values.
+        eqn: the equation.
+        scope: the names of the scopes and calls of its program that it stands in.
+        bodies: the programs that it runs, as graphs of their own.
+        sealed: these have a derivative that is not theirs, and are read only.
+        inlined: the nodes of a call, whose values belong to the graph around it; None for no call.
+        operation: what is run in its place.
+    """
+
+    kind: str
+    operands: list[Value]
+    results: list[Value]
+    eqn: Any
+    scope: str = ""
+    bodies: tuple["Graph", ...] = ()
+    sealed: bool = False
+    inlined: "list[Node] | None" = None
+    operation: Replacement | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether a plan has changed it, or something inside of it."""
+        inside = any(node.changed for node in self.inlined or ())
+        return self.operation is not None or inside or any(body.changed for body in self.bodies)
+
+    def line(self) -> str:
+        """Where it was written."""
+        return primitives.line_of(self.eqn)
+
+
+@dataclasses.dataclass(eq=False)
+class Graph:
+    """A program: its inputs, its nodes in their order, its outputs, and the scopes around it."""
+
+    inputs: list[Value]
+    nodes: list[Node]
+    outputs: list[Value]
+    around: str = ""
+
+    @property
+    def changed(self) -> bool:
+        return any(node.changed for node in self.nodes)
+
+    def all(self) -> Iterator[Node]:
+        """The nodes of this program, those of calls in it among them, but not those of nested programs."""
+        yield from _flat(self.nodes)
+
+    def everywhere(self) -> Iterator[Node]:
+        """`all`, and the nodes of nested programs, each after the node that runs it."""
+        for node in self.all():
+            yield node
+            for body in node.bodies:
+                yield from body.everywhere()
+
+
+def _flat(nodes: Sequence[Node]) -> Iterator[Node]:
+    for node in nodes:
+        if node.inlined is None:
+            yield node
+        else:
+            yield from _flat(node.inlined)
+
+
+def readers(graph: Graph) -> dict[Value, int]:
+    """How often each value is read, as an operand or an output."""
+    counts: dict[Value, int] = {}
+    for values in (*(node.operands for node in graph.all()), graph.outputs):
+        for value in values:
+            counts[value] = counts.get(value, 0) + 1
+    return counts
+
+
+def lossless(dtypes: Sequence[Any], wanted: Any) -> bool:
+    """Whether values that were in one dtype after another, the first one last, are those of the first in the last."""
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (*dtypes, wanted)):
+        return len({*dtypes, wanted}) == 1
+    narrow = {dtype for dtype in (*dtypes, wanted) if dtype.itemsize == 2}
+    least = min(dtypes[0].itemsize, wanted.itemsize)
+    return len(narrow) < 2 and all(dtype.itemsize >= least for dtype in dtypes)
+
+
+def before(value: Value, through: Sequence[str] = LAYOUTS, allowed: Callable[[Node], bool] | None = None) -> Value:
+    """What a value is up to layouts and casts of these kinds, each of which must be allowed."""
+    node = value.node
+    while node is not None and node.kind in through and node.operation is None and (allowed is None or allowed(node)):
+        value = node.operands[node.results.index(value)] if node.kind == "optimization_barrier" else node.operands[0]
+        node = value.node
+    return value
+
+
+def origin_of(value: Value) -> Value:
+    """The value whose elements, in their order, another one has: up to marks, reshapes, and casts that lose nothing."""
+    wanted, casts, best = value.dtype, list[Any](), value
+    while True:
+        value = before(value, (*MARKS, *RESHAPES), in_order)
+        if not lossless([value.dtype, *casts[1:]], wanted):
+            return best
+        best = value
+        casts.append(value.dtype)
+        if value.kind not in CASTS or value.node is None or value.node.operation is not None:
+            return best
+        value = value.node.operands[0]
+
+
+def narrow(value: Value) -> Value:
+    """A value before casts that only widen it."""
+    while value.kind in CASTS and value.node is not None and value.node.operation is None:
+        source = value.node.operands[0]
+        if source.dtype.itemsize > value.dtype.itemsize or not lossless([source.dtype], value.dtype):
+            return value
+        value = source
+    return value
+
+
+def in_order(node: Node) -> bool:
+    """Whether a layout keeps all elements in the order in which they lie in memory."""
+    return primitives.same_elements(node.eqn)

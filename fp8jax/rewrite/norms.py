@@ -1,0 +1,146 @@
+"""Norms of any spelling, found by what they compute: (x - mean) / sqrt(variance + eps) * scale + bias, or RMSNorm."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp8jax.rewrite.graph import Node, Value, before, narrow
+from fp8jax.rewrite.primitives import CASTS, LAYOUTS, RESHAPES
+from fp8jax.rewrite.probes import UnlikeError, evaluate
+
+# Rows of several magnitudes: where eps stands shows in the small ones.
+_MAGNITUDES = np.array([1e-5, 1e-3, 0.1, 3.0])[:, None]
+_TOLERANCE = 1e-6
+_ROOTS = ("rsqrt", "sqrt", "pow")
+
+
+class NormForm(NamedTuple):
+    """A norm over the last axis.
+
+    Attributes:
+        x: what is normalized.
+        scales: parameters that the result is multiplied by, (channels,) or one number each, up to axes of length 1.
+        bias: a parameter that is added; or None.
+        eps: added to the mean square or variance.
+        centered: LayerNorm, else RMSNorm.
+    """
+
+    x: Value
+    scales: tuple[Value, ...]
+    bias: Value | None
+    eps: float
+    centered: bool
+
+
+def find(value: Value) -> NormForm | None:
+    """The norm that a value is; None if it is none."""
+    if value.aval.ndim < 1 or value.shape[-1] < 2 or not any(v.kind in _ROOTS for v in _below(value)):
+        return None
+    for x in _inputs(value):
+        if x.shape[-1:] == value.shape[-1:] and (norm := _as_norm(value, x)) is not None:
+            return norm
+    return None
+
+
+def _inputs(value: Value) -> Iterator[Value]:
+    """What means are taken of, or squares of these, less a mean or not."""
+    found = set[Value]()
+    for total in (v for v in _below(value) if v.kind == "reduce_sum" and v.node is not None):
+        squared = before(_operands(total)[0], (*CASTS, *RESHAPES))
+        for v in (squared, *_operands(squared)):
+            v = _plain(v)
+            less_mean = _operands(v)[:1] if v.kind == "sub" else []
+            for x in (*map(_plain, less_mean), v):
+                if x.data and x not in found:
+                    found.add(x)
+                    yield x
+
+
+def _operands(value: Value) -> list[Value]:
+    node: Node | None = value.node
+    return [] if node is None or node.operation is not None else node.operands
+
+
+def _below(value: Value, deepest: int = 24) -> list[Value]:
+    """A value and what it is computed from, the nearest first, up to products and whatever else no norm has."""
+    known = (*_ROOTS, "mul", "div", "add", "sub", "max", "reduce_sum", "square", "integer_pow", *LAYOUTS)
+    found, new = {value: None}, [value]
+    for _ in range(deepest):
+        if len(found) > 64:
+            break
+        new = [o for v in new if v.kind in known for o in _operands(v) if o not in found and o.data]
+        found |= dict.fromkeys(new)
+    return list(found)
+
+
+def _as_norm(value: Value, x: Value) -> NormForm | None:
+    """The norm of `x` that a value is."""
+    random, channels = np.random.default_rng(0), x.shape[-1]
+    rows = random.normal(size=(len(_MAGNITUDES), channels)) * _MAGNITUDES + 0.3 * _MAGNITUDES
+    parameters: dict[Value, Any] = {}
+
+    def leaf(v: Value) -> Any:
+        if v.data:
+            raise UnlikeError
+        v = _vector(v, channels)
+        if v not in parameters:
+            parameters[v] = 1 + 0.5 * random.normal(size=(1, channels if v.aval.size > 1 else 1))
+        return parameters[v]
+
+    at: dict[Value, Any] = {x: rows}
+    try:
+        result = evaluate(value, at, leaf)
+    except UnlikeError:
+        return None
+    if np.shape(result) != rows.shape or len(parameters) > 4 or value.aval.size != x.aval.size:
+        return None
+    for centered, bias in itertools.product((False, True), (None, *parameters)):
+        scales = tuple(v for v in parameters if v is not bias)
+        scale = math.prod((parameters[v] for v in scales), start=np.ones((1, 1)))
+        z = rows - np.mean(rows, -1, keepdims=True) if centered else rows
+        shifted = result if bias is None else result - parameters[bias]
+        eps = _eps(z, shifted / scale, {v.constant for v in at} - {None})
+        if eps is None:
+            continue
+        inverse = 1 / np.sqrt(np.mean(z * z, -1, keepdims=True) + eps)
+        if np.allclose(shifted, z * inverse * scale, rtol=_TOLERANCE, atol=_TOLERANCE * 1e-3):
+            return NormForm(x, scales, bias, eps, centered)
+    return None
+
+
+def _vector(value: Value, channels: int) -> Value:
+    """A parameter before it is spread over rows."""
+    while value.aval.size not in (1, channels) and value.kind == "broadcast_in_dim" and value.node is not None:
+        source = value.node.operands[0]
+        last = value.node.eqn.params["broadcast_dimensions"][-1:] == (value.aval.ndim - 1,)
+        if source.aval.size > 1 and not (last and source.shape[-1] == channels):
+            raise UnlikeError
+        value = source
+    if value.aval.size not in (1, channels) or (value.aval.size > 1 and value.shape[-1] != channels):
+        raise UnlikeError
+    return value
+
+
+def _eps(z: Any, y: Any, constants: set[Any]) -> float | None:
+    """What is added to the mean square of the smallest row, as the constant of the program that it is."""
+    place = np.argmax(np.abs(z[0]))
+    if y[0, place] == 0 or not np.isfinite(y[0, place]):
+        return None
+    eps = float((z[0, place] / y[0, place]) ** 2 - np.mean(z[0] ** 2))
+    nearest = min((c for c in constants if c > 0), key=lambda c: abs(c - eps), default=0.0)
+    return nearest if nearest and math.isclose(nearest, eps, rel_tol=1e-4) else None
+
+
+def _plain(x: Value) -> Value:
+    """A value before casts that widen it, and reshapes that keep its channels."""
+    while x.node is not None and x.node.operation is None:
+        source = (x.node.operands or [x])[0]
+        kept = x.kind in RESHAPES and source.shape[-1:] == x.shape[-1:] and source.aval.size == x.aval.size
+        inner = source if kept else narrow(x)
+        if inner is x:
+            break
+        x = inner
+    return x

@@ -1,0 +1,142 @@
+"""The operations that a plan puts in place of equations: products of a recipe, norms and activations."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from fp8jax.core.recipe import Recipe
+from fp8jax.ops.activation import activate
+from fp8jax.ops.linear import content_key, dot_general, output_spec, rows
+from fp8jax.ops.norm import normalize
+from fp8jax.ops.product import product
+from fp8jax.ops.saved import ITSELF, Origin
+from fp8jax.ops.transformer import attention_output
+from fp8jax.rewrite.graph import Node, Value
+from fp8jax.rewrite.primitives import Equation
+
+
+@dataclasses.dataclass(eq=False)
+class ProductOperation:
+    """A product of data with a parameter, as its equation had it.
+
+    Attributes:
+        recipe: of the product, and of what stands before it.
+        data, weight: the operands; the parameter as it is stored, where no product reads it itself: it is quantized
+            from all of its bits, and no 16-bit copy of it is kept.
+        layout: the equations between the parameter and the product.
+        side: which operand of the equation the parameter is.
+        root: the value that the data are, up to what keeps their elements: products of one share its codes.
+        kept: a value that is kept in any case and has the elements of the data: nothing else is kept of them.
+    """
+
+    recipe: Recipe
+    data: Value
+    weight: Value
+    layout: tuple[Node, ...]
+    side: int
+    root: Value
+    kept: Value | None = None
+
+    def run(self, running: Any, node: Node) -> Sequence[Array]:
+        result, linear = node.results[0], self.recipe.linear
+        x = running.array(self.data if self.kept is None else self.kept)
+        origin = running.origin(self.root, x)
+        if self.kept is not None:
+            origin = origin._replace(again=(ITSELF, x))
+        known = running.known(x, self.root, origin)
+        key = known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
+        how: Any = {"key": key, "known": known}
+        w = self._laid_out(running)
+        if self.kept is None:
+            y = self._product(node.eqn.params, x, w, how)
+        elif w.ndim == 2 and x.shape[-1] == w.shape[0]:
+            y = product(rows(x, w), w, linear, source=x, spec=output_spec(x, w, None), origin=origin, **how)
+        else:
+            y = attention_output(x, w, recipe=self.recipe, **how)
+        return [y.reshape(result.shape).astype(result.dtype)]
+
+    def _laid_out(self, running: Any) -> Array:
+        w = running.array(self.weight)
+        for step in self.layout:
+            (w,) = Equation(step.eqn, step.scope)([w, *(running.array(operand) for operand in step.operands[1:])])
+        return w  # type: ignore[no-any-return]
+
+    def _product(self, params: dict[str, Any], x: Array, w: Array, how: dict[str, Any]) -> Array:
+        contract, batch = params["dimension_numbers"]
+        dtype, sharding = params["preferred_element_type"] or x.dtype, params.get("out_sharding")
+        if self.side == 1:
+            numbers = contract, batch
+            return dot_general(x, w, numbers, None, dtype, recipe=self.recipe.linear, out_sharding=sharding, **how)
+        # The parameter on the left: its free axes come first. Where axes are Explicit, JAX's own rule places them.
+        n = len(batch[0])
+        own = x.ndim - len(contract[1]) - n
+        y = dot_general(x, w, (contract[::-1], batch[::-1]), None, dtype, recipe=self.recipe.linear, **how)
+        return jnp.moveaxis(y, range(n, n + own), range(y.ndim - own, y.ndim))
+
+
+@dataclasses.dataclass(eq=False)
+class NormOperation:
+    """A norm that keeps its input as a recipe says.
+
+    Attributes:
+        recipe: the recipe.
+        x, scales, bias, eps, centered: as of `fp8jax.rewrite.norms.NormForm`.
+    """
+
+    recipe: Recipe
+    x: Value
+    scales: tuple[Value, ...]
+    bias: Value | None
+    eps: float
+    centered: bool
+
+    def run(self, running: Any, node: Node) -> Sequence[Array]:
+        result = node.results[0]
+        x = running.array(self.x).reshape(result.shape)
+        scales = [_vector(running.array(v), x.shape[-1]) for v in self.scales]
+        scale = math.prod(scales[1:], start=scales[0]) if scales else None
+        bias = None if self.bias is None else _vector(running.array(self.bias), x.shape[-1])
+        y, _, origin = normalize(x, scale, bias, self.recipe, self.eps, result.dtype, centered=self.centered)
+        running.origins[result] = origin
+        return [y]
+
+
+@dataclasses.dataclass(eq=False)
+class ActivationOperation:
+    """An activation that keeps its inputs as a recipe says.
+
+    Attributes:
+        recipe: the recipe. name: of the function. gate, up: its operands.
+    """
+
+    recipe: Recipe
+    name: str
+    gate: Value
+    up: Value | None
+
+    def run(self, running: Any, node: Node) -> Sequence[Array]:
+        result, known = node.results[0], running.known()
+        gate, up = running.array(self.gate), None if self.up is None else running.array(self.up)
+        # In the widest of the dtypes that the model computes it in.
+        dtype = jnp.promote_types(gate.dtype, gate.dtype if up is None else up.dtype)
+        dtype = result.dtype if result.dtype.itemsize > dtype.itemsize else dtype
+        y, origin = activate(self.name, gate.astype(dtype), up if up is None else up.astype(dtype), self.recipe, known)
+        running.origins[result] = origin if y.dtype == result.dtype else as_read(origin, y, result)
+        return [y.astype(result.dtype)]
+
+
+def as_read(origin: Origin, source: Any, x: Any) -> Origin:
+    """What is known of an array that is another one in another shape or dtype."""
+    part = origin.part if source.shape[-1:] == x.shape[-1:] else None
+    if part is not None and source.dtype != x.dtype:
+        part = part.cast(x.dtype)
+    scale = origin.scale if x.dtype in (source.dtype, jnp.bfloat16) else None
+    return Origin(origin.again, part, scale)
+
+
+def _vector(x: Array, channels: int) -> Array:
+    return jnp.broadcast_to(x.reshape(x.size), (channels,)) if x.size == 1 else x.reshape(channels)

@@ -1,0 +1,252 @@
+"""Plans: which products of a program a recipe takes, and the norms and activations before and between them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from fp8jax.rewrite import activations, norms, primitives
+from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, Weight, before, in_order, origin_of, readers
+from fp8jax.rewrite.heads import Flow
+from fp8jax.rewrite.kept import keeps
+from fp8jax.rewrite.operations import ActivationOperation, NormOperation, ProductOperation
+from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
+from fp8jax.rewrite.probes import FUNCTIONS
+from fp8jax.rewrite.rules import LayerChoice, Ordered, between
+
+# What layers of all frameworks call their matrix or vector, and what wraps it.
+_LEAVES = ("kernel", "w", "weight", "weights", "embedding", "scale", "bias", "b", "offset", "gamma", "beta", "value")
+
+
+_UNKNOWN = LayerChoice(None, "")
+
+
+class Entry(NamedTuple):
+    """What becomes of a product, a norm or an activation.
+
+    Attributes:
+        path: of the parameter, or of the product that reads the result.
+        kind: the primitive, "RMSNorm", "LayerNorm", or an activation such as "silu(gate) * up".
+        shape: of the parameter, or of the result.
+        choice: what the rules say; None where it is left as written for another reason.
+        reason: the rule, or why it is left as written.
+        line: where it stands.
+        reads: what a product reads, if that is a norm or an activation of this plan, or kept in any case.
+        product: whether it is a product.
+        kept: whether what a product reads is kept in any case, as attention's output is.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    choice: LayerChoice | None
+    reason: str
+    line: str
+    reads: str = ""
+    product: bool = False
+    kept: bool = False
+
+    @property
+    def taken(self) -> bool:
+        linear = None if self.choice is None else self.choice.linear
+        return linear is not None and (linear.quantized or not self.product)
+
+
+@dataclasses.dataclass(eq=False)
+class _Product:
+    """A product of data with a parameter."""
+
+    graph: Graph
+    node: Node
+    side: int
+    weight: Weight
+    path: str
+    choice: LayerChoice = _UNKNOWN
+
+    @property
+    def data(self) -> Value:
+        return self.node.operands[1 - self.side]
+
+    @property
+    def taken(self) -> bool:
+        return self.choice.linear is not None and self.choice.linear.quantized
+
+
+def layer_path(path: str) -> str:
+    """The path that rules match: of a layer, without what it calls its parameter."""
+    while (parts := path.rpartition("/"))[0] and parts[2] in _LEAVES:
+        path = parts[0]
+    return path
+
+
+def plan(graph: Graph, rules: Ordered) -> tuple[Entry, ...]:
+    """Puts operations of the rules' recipes into a graph; returns what became of each part, in the program's order.
+
+    Raises:
+        ValueError: a rule matches nothing, nothing is left to quantize, or a product asks for a precision that a
+            quantized one cannot give.
+    """
+    entries: dict[Node, Entry] = {}
+    products = list(_products(graph, entries))
+    reasons = Flow(graph, {p.node for p in products}).heads() if rules.default else {}
+    heads = {p.path: reasons[p.node] for p in products if p.node in reasons}
+    for p in products:
+        p.choice = rules.choice(p.path, heads)
+        _check_precision(p)
+        shape, reason = p.weight.stored.shape, p.choice.reason
+        entries[p.node] = Entry(p.path, p.node.kind, shape, p.choice, reason, p.node.line(), product=True)
+    places = list(graph.everywhere())
+    normed = _replace_all(products, rules, entries)
+    _check(products, normed, rules, heads, entries)
+    return tuple(entries[node] for node in places if node in entries)
+
+
+def _check(
+    products: list[_Product], normed: set[str], rules: Ordered, heads: dict[str, str], entries: dict[Node, Entry]
+) -> None:
+    left = [f"{e.path or e.kind} ({e.reason}) at {e.line}" for e in entries.values() if e.choice is None]
+    unknown = f"; left as written: {'; '.join(left[:6])}" if left else ""
+    if not products:
+        raise ValueError(f"the function has no product of data with a parameter that a recipe could take{unknown}")
+    rules.check_all_used([*(p.path for p in products), *normed], heads, unknown=unknown)
+
+
+def _products(graph: Graph, entries: dict[Node, Entry]) -> Iterator[_Product]:
+    """The products of data with a parameter that may be quantized; notes the others."""
+    for node in graph.all():
+        if not node.sealed:
+            for body in node.bodies:
+                yield from _products(body, entries)
+        if node.kind not in primitives.PRODUCTS and node.kind not in primitives.OWN_DERIVATIVE:
+            continue
+        floats = [jnp.issubdtype(value.dtype, jnp.floating) for value in node.operands[:2]]
+        sides = [i for i, value in enumerate(node.operands[:2]) if value.weight is not None and floats[i]]
+        why = _why_not(node, sides, graph.around)
+        if why is None:
+            weight = node.operands[sides[0]].weight
+            assert weight is not None
+            yield _Product(graph, node, sides[0], weight, layer_path(weight.path))
+        elif why:
+            weights = [value.weight for value in node.operands if value.weight is not None]
+            path = layer_path(weights[0].path) if weights else ""
+            shape = node.operands[sides[0]].shape if sides else node.results[0].shape
+            entries[node] = Entry(path, node.kind, shape, None, why, node.line(), product=True)
+
+
+def _why_not(node: Node, sides: list[int], around: str) -> str | None:
+    """Why a product is left as written; None where it need not be, "" where there is nothing to say."""
+    data = [value.data for value in node.operands[:2]]
+    if node.kind in primitives.OWN_DERIVATIVE or node.kind == "pallas_call":
+        matrices = [v for v in node.operands if v.weight is not None and v.aval.ndim > 1]
+        return f"inside {node.kind}, which has a derivative of its own" if matrices else ""
+    if len(sides) != 1 or not data[1 - sides[0]]:
+        both = len(data) == 2 and data[0] != data[1]
+        return "data meet what is computed from parameters or constants" if both else ""
+    if primitives.differentiated(f"{around}/{node.scope}"):
+        return "part of a gradient that the function takes itself; give that gradient's function to fp8jax.transform"
+    if node.kind != "dot_general":
+        return f"fp8jax has no {node.kind}"
+    if not jnp.issubdtype(node.operands[1 - sides[0]].dtype, jnp.floating):
+        return f"its data are {node.operands[1 - sides[0]].dtype}"
+    return None
+
+
+def _check_precision(p: _Product) -> None:
+    asked = p.node.eqn.params["precision"]
+    each = asked if isinstance(asked, tuple) else (asked,)
+    if p.taken and any(x not in (None, lax.Precision.DEFAULT) for x in each):
+        raise ValueError(
+            f"{p.path} asks for precision {asked}, which a quantized product cannot give, at {p.node.line()}; leave "
+            f"the precision out, or the product: [fp8jax.Rule({p.path!r}, None), recipe]"
+        )
+
+
+def _replace_all(products: list[_Product], rules: Ordered, entries: dict[Node, Entry]) -> set[str]:
+    """Puts operations in place of products, and of what stands before them; the paths of norms with a choice."""
+    groups: dict[tuple[Graph, Value], list[_Product]] = {}
+    for p in products:
+        groups.setdefault((p.graph, before(p.data, (*MARKS, *RESHAPES), in_order)), []).append(p)
+    counts, normed = {graph: readers(graph) for graph, _ in groups}, set[str]()
+    for (graph, root), group in groups.items():
+        if rules.between:
+            _replace_before(_made(root, counts[graph]), group, rules, entries, normed)
+        for p in group:
+            if p.taken:
+                entries[p.node] = entries[p.node]._replace(kept=_replace_product(p))
+    return normed
+
+
+def _made(value: Value, counts: dict[Value, int]) -> Value:
+    """What made an array that products read, up to marks and layouts; the casts that end a norm or an activation are
+    part of it where nothing else reads what they cast."""
+    while value.node is not None and value.node.operation is None:
+        kind, source = value.kind, (value.node.operands or [value])[0]
+        last = kind in CASTS and counts.get(source, 0) < 2 and source.kind in FUNCTIONS
+        if last or not (kind in (*CASTS, *MARKS) or (kind in RESHAPES and in_order(value.node))):
+            return value
+        value = before(value, (kind,))
+    return value
+
+
+def _replace_product(p: _Product) -> bool:
+    """Puts the recipe's product in place of one; whether what it reads is kept in any case."""
+    linear = p.choice.linear
+    assert linear is not None
+    kept = _kept(p) if p.choice.context.saved is not None else None
+    stored = not p.weight.moved and linear.spec("w") is not None and linear.spec("w_dgrad") is not None
+    w = p.weight.stored if stored else p.node.operands[p.side]
+    layout = p.weight.layout if stored and kept is None else ()
+    p.node.operation = ProductOperation(p.choice.recipe, p.data, w, layout, p.side, origin_of(p.data), kept)
+    others = [operand for step in layout for operand in step.operands[1:]]
+    p.node.operands = [kept or p.data, w, *others]
+    return kept is not None
+
+
+def _replace_before(
+    value: Value, group: list[_Product], rules: Ordered, entries: dict[Node, Entry], normed: set[str]
+) -> None:
+    """Puts an operation in place of the norm or activation that products read, if that is one."""
+    node = value.node
+    if node is None or node.operation is not None:
+        return
+    readers_choice = next((p.choice for p in group if p.choice.linear is not None), group[0].choice)
+    read, kind = " and ".join(dict.fromkeys(p.path for p in group)), ""
+    choice, path, operands = readers_choice, read, list[Value]()
+    operation: Replacement | None = None
+    if (norm := norms.find(value)) is not None:
+        kind = "LayerNorm" if norm.centered else "RMSNorm"
+        own = [v.weight.path for v in (before(v) for v in norm.scales) if v.weight is not None]
+        if own:
+            path = layer_path(own[0])
+            choice = rules.choice(path)
+            normed.add(path)
+        operands = [norm.x, *norm.scales, *([] if norm.bias is None else [norm.bias])]
+        operation = NormOperation(choice.recipe, *norm)
+    elif between(choice.recipe) and (activation := activations.find(value)) is not None:
+        name, gate, up = activation
+        kind = f"{name}(gate){'' if up is None else ' * up'}"
+        operands = [gate, *([] if up is None else [up])]
+        operation = ActivationOperation(choice.recipe, name, gate, up)
+    if not kind or not between(choice.recipe):
+        return
+    entries[node] = Entry(path, kind, value.shape, choice, choice.reason, node.line())
+    node.operation, node.operands = operation, operands
+    for p in group:
+        entries[p.node] = entries[p.node]._replace(reads=kind)
+
+
+def _kept(p: _Product) -> Value | None:
+    """What a product reads, if what made it keeps it for its own backward pass, as flash attention does."""
+    contract, batch = p.node.eqn.params["dimension_numbers"]
+    value, n = before(p.data, (*MARKS, *RESHAPES), in_order), len(contract[0])
+    last = tuple(contract[0]) == tuple(range(p.data.aval.ndim - n, p.data.aval.ndim))
+    plain = p.side == 1 and not batch[0] and last and tuple(contract[1]) == tuple(range(n))
+    inputs = math.prod(p.data.shape[p.data.aval.ndim - n :])
+    whole = value.shape[-1:] == (inputs,) or math.prod(value.shape[-2:]) == inputs
+    direct = not p.weight.layout and p.weight.stored.aval.ndim == n + 1 and value.dtype == p.data.dtype
+    if not (plain and whole and direct and value.kind == "custom_vjp_call") or value.node is None:
+        return None
+    return value if keeps(value.node, value) else None

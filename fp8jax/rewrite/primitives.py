@@ -1,0 +1,246 @@
+"""What this room knows of JAX's primitives: their names, the programs in their parameters, and how one is run again.
+
+Whatever may change with a version of JAX is in this file and in no other: names and parameters of equations, and the
+two private names, those of source lines.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax._src import source_info_util
+from jax.extend import core
+
+# What changes no value but its dtype; shapes; places on devices, names and the like.
+CASTS = ("convert_element_type",)
+SAME = (*CASTS, "copy")  # what a probe sees through
+MARKS = (
+    *("copy", "name", "optimization_barrier", "sharding_constraint", "layout_constraint", "reshard"),
+    *("pvary", "pcast", "mesh_cast"),
+)
+RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
+LAYOUTS = (*CASTS, *MARKS, *RESHAPES, "transpose")
+# A part of a parameter is one, too.
+PARTS = ("slice", "dynamic_slice", "split", "rev")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", "scaled_dot", "pallas_call")
+CHOICES = {"top_k": "top_k", "approx_top_k": "top_k", "argmax": "argmax", "argmin": "argmin", "sort": "sort"}
+# What has a derivative of its own; its program says what it computes, and no more.
+OWN_DERIVATIVE = ("custom_jvp_call", "custom_vjp_call")
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+_CHECKPOINTS = ("remat2", "remat", "checkpoint")
+
+
+class Body(NamedTuple):
+    """A program that an equation runs.
+
+    Attributes:
+        jaxpr: the program. consts: of its constant variables.
+        inputs: which operands of the equation its inputs are.
+        varying: the inputs that other turns of a loop replace.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    inputs: range
+    varying: frozenset[int] = frozenset()
+
+
+def called(eqn: Any) -> Body | None:
+    """The program of a call that can be read as a part of the one around it; None for any other equation.
+
+    A jit with shardings, layouts or donated arguments of its own is no such call: these belong to its borders.
+    """
+    if eqn.primitive.name not in _CALLS or _bordered(eqn.params):
+        return None
+    return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], len(eqn.invars))
+
+
+def _bordered(params: dict[str, Any]) -> bool:
+    placed = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    formed = [*params.get("in_layouts", ()), *params.get("out_layouts", ())]
+    places = any(type(s).__name__ != "UnspecifiedValue" for s in placed) or any(x is not None for x in formed)
+    return places or any(params.get("donated_invars", ()))
+
+
+def bodies(eqn: Any) -> tuple[Body, ...]:
+    """The programs in an equation that are read as programs of their own; of those that are not known, none."""
+    name, params, n = eqn.primitive.name, eqn.params, len(eqn.invars)
+    if name in _CALLS:
+        return (_closed(params.get("jaxpr") or params["call_jaxpr"], n),)
+    if name in (*_CHECKPOINTS, "shard_map"):
+        return (_closed(params["jaxpr"], n),)
+    if name in OWN_DERIVATIVE:
+        return (_closed(params["call_jaxpr"], n),)
+    if name == "scan":
+        consts, carries = scan_parts(params)
+        inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+        # A carry that each turn passes on is no other in the next: Flax carries the parameters of a module so.
+        fixed = [inner.outvars[i] is inner.invars[consts + i] for i in range(carries)]
+        varying = frozenset(consts + i for i, same in enumerate(fixed) if not same)
+        return (_closed(params["jaxpr"], n)._replace(varying=varying),)
+    if name == "cond":
+        return tuple(_closed(branch, n - 1, 1) for branch in params["branches"])
+    if name == "while":
+        first, consts = params["cond_nconsts"], params["body_nconsts"]
+        varying = frozenset(range(consts, n - first))
+        return (_closed(params["body_jaxpr"], n - first, first)._replace(varying=varying),)
+    return ()
+
+
+def _closed(program: Any, count: int, first: int = 0) -> Body:
+    jaxpr = getattr(program, "jaxpr", program)
+    return Body(jaxpr, getattr(program, "consts", ()), range(first, first + count))
+
+
+def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants of its loop, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].unpack()  # JAX >= 0.11
+    return len(consts), len(carries)
+
+
+def stacked(eqn: Any) -> tuple[range, int]:
+    """The operands of a loop of which each turn gets a row, and the number of turns; else none, and 1."""
+    if eqn.primitive.name != "scan":
+        return range(0), 1
+    return range(sum(scan_parts(eqn.params)), len(eqn.invars)), eqn.params["length"]
+
+
+Run = Callable[..., list[Any]]
+
+
+def run_again(eqn: Any, operands: list[Any], run: Sequence[Run], carried: Any = (), rows: Any = ()) -> list[Any]:
+    """Runs an equation with programs, with others in their place.
+
+    Args:
+        eqn: the equation, of which `bodies` gives the programs.
+        operands: its operands.
+        run: for each program `run(inputs, carried, rows)`, which returns its outputs.
+        carried: further arrays, in any structure, that each turn gets.
+        rows: likewise, of which each turn of a scan gets a row.
+    """
+    name, params, body = eqn.primitive.name, eqn.params, run[0]
+    if name == "scan":
+        consts, carries = scan_parts(params)
+        fixed = operands[:consts]
+
+        def turn(carry: list[Any], row: Any) -> tuple[list[Any], list[Any]]:
+            results = body([*fixed, *carry, *row[0]], carried, row[1])
+            return results[:carries], results[carries:]
+
+        how = {key: params[key] for key in ("length", "reverse", "unroll", "_split_transpose") if key in params}
+        carry, ys = lax.scan(turn, operands[consts : consts + carries], (operands[consts + carries :], rows), **how)
+        return [*carry, *ys]
+    if name == "while":
+        first, consts = params["cond_nconsts"], params["body_nconsts"]
+        held, fixed = operands[:first], operands[first : first + consts]
+        condition = core.jaxpr_as_fun(closed_jaxpr(params["cond_jaxpr"]))
+        body_of = lambda carry: body([*fixed, *carry], carried, rows)  # noqa: E731
+        carry = operands[first + consts :]
+        return list(lax.while_loop(lambda carry: condition(*held, *carry)[0], body_of, carry))
+    if name == "cond":
+        branches = [lambda xs, more, r=r: r(xs, *more) for r in run]
+        return list(lax.switch(operands[0], branches, operands[1:], (carried, rows)))
+    once = lambda operands, carried, rows: body(list(operands), carried, rows)  # noqa: E731
+    if name in _CHECKPOINTS:
+        policy = {"policy": params["policy"], "prevent_cse": params["prevent_cse"]}
+        return list(jax.checkpoint(once, **policy)(operands, carried, rows))
+    if name == "shard_map":
+        how = {"mesh": params["mesh"], "check_vma": params["check_vma"]}
+        how["axis_names"] = set(params.get("newly_manual_axes", params.get("manual_axes", ())))
+        whole = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), (carried, rows))
+        mapped = jax.shard_map(
+            lambda operands, more: once(operands, *more),
+            in_specs=(list(params["in_specs"]), whole),
+            out_specs=list(params["out_specs"]),
+            **how,
+        )
+        return list(mapped(operands, (carried, rows)))
+    return list(_jit_again(params, once, operands, (carried, rows)))
+
+
+def _jit_again(params: dict[str, Any], once: Run, operands: list[Any], more: Any) -> list[Any]:
+    """A jit with its borders: where its arguments and results are, which of them it may overwrite, and its options."""
+
+    def call(*arguments: Any) -> list[Any]:
+        return once(arguments[:-1], *arguments[-1])
+
+    call.__name__ = call.__qualname__ = params["name"]
+    donated = tuple(i for i, donated in enumerate(params["donated_invars"]) if donated)
+    again = jax.jit(
+        call,
+        in_shardings=(*params["in_shardings"], None),
+        out_shardings=list(params["out_shardings"]),
+        donate_argnums=donated,
+        keep_unused=params["keep_unused"],
+        inline=params["inline"],
+    )
+    return again(*operands, more)  # type: ignore[no-any-return]
+
+
+def closed_jaxpr(program: Any) -> Any:
+    """A program with its constants, whether JAX has given them to it or not."""
+    return program if hasattr(program, "consts") else core.ClosedJaxpr(program, ())
+
+
+@contextlib.contextmanager
+def place_of(eqn: Any, scope: str) -> Iterator[None]:
+    """Where an equation stood: its scopes, its line in the user's code, its mesh and other settings."""
+    with contextlib.ExitStack() as stack:
+        for name in filter(None, scope.split("/")):
+            stack.enter_context(jax.named_scope(name))
+        stack.enter_context(source_info_util.user_context(eqn.source_info.traceback))
+        stack.enter_context(eqn.ctx.manager)
+        yield
+
+
+class Equation:
+    """One equation as a function of its operands, under the scopes of the calls around it."""
+
+    def __init__(self, eqn: Any, scope: str) -> None:
+        self._names = [i for i, v in enumerate(eqn.invars) if not isinstance(v, core.Literal)]
+        variables = dict.fromkeys(eqn.invars[i] for i in self._names)
+        info = core.DebugInfo("equation", "fp8jax", ("x",) * len(variables), ("y",) * len(eqn.outvars))
+        program = core.Jaxpr((), list(variables), list(eqn.outvars), [eqn], eqn.effects, info)
+        self._call = core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))
+        own = str(eqn.source_info.name_stack)
+        self._around = [name for name in scope.removesuffix(own).strip("/").split("/") if name]
+        self._variables = [eqn.invars[i] for i in self._names]
+
+    def __call__(self, operands: Sequence[Any]) -> list[Any]:
+        values = dict(zip(self._variables, (operands[i] for i in self._names), strict=True))
+        with contextlib.ExitStack() as stack:
+            for name in self._around:
+                stack.enter_context(jax.named_scope(name))
+            return list(self._call(*values.values()))
+
+
+def differentiated(scope: str) -> bool:
+    """Whether an equation is part of a derivative that the program takes itself, by the scopes that JAX gives it."""
+    return "jvp(" in scope or "transpose(" in scope
+
+
+def line_of(eqn: Any) -> str:
+    """The line that an equation was written in: the user's own, or else the nearest that is not JAX's."""
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else list(traceback.frames)
+    others = [f for f in frames if not f.file_name.startswith((_JAX, "<frozen"))]
+    own = [f for f in others if "site-packages" not in f.file_name and "dist-packages" not in f.file_name]
+    if not others:
+        return "an unknown line"
+    frame = (own or others)[0]
+    return f"{frame.file_name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
+
+
+_JAX = jax.__file__.rpartition("/")[0]
+
+
+def same_elements(eqn: Any) -> bool:
+    """Whether a layout keeps all elements in the order in which they lie in memory."""
+    return eqn.primitive.name != "transpose" and math.prod(eqn.invars[0].aval.shape) == math.prod(
+        eqn.outvars[0].aval.shape
+    )

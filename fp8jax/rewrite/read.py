@@ -1,0 +1,146 @@
+"""Reads a program: one node for each equation, and for each value whether it is a parameter, data or a constant."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from fp8jax.rewrite import primitives
+from fp8jax.rewrite.graph import Graph, Node, Value, Weight
+from fp8jax.rewrite.primitives import CASTS, LAYOUTS, MARKS, PARTS, RESHAPES, Body
+
+# What is computed of constants while they are read, such as the divisor of a variance.
+_FOLDED = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "gt": np.greater}
+
+
+def read(closed: Any, paths: Sequence[str | None]) -> Graph:
+    """The graph of a program.
+
+    Args:
+        closed: the program, with its constants.
+        paths: for each input the path of the parameter that it is; None for data.
+    """
+    jaxpr = getattr(closed, "jaxpr", closed)
+    inputs = []
+    for variable, path in zip(jaxpr.invars, paths, strict=True):
+        value = Value(variable.aval, data=path is None)
+        value.weight = None if path is None else Weight(path, value)
+        inputs.append(value)
+    return _graph(Body(jaxpr, closed.consts, range(0)), inputs, "")
+
+
+def _graph(program: Body, inputs: list[Value], around: str) -> Graph:
+    nodes: list[Node] = []
+    graph = Graph(inputs, nodes, [], around)
+    graph.outputs = _read(program, graph, nodes, "")
+    return graph
+
+
+def _read(program: Body, graph: Graph, nodes: list[Node], scope: str, inputs: list[Value] | None = None) -> list[Value]:
+    """Appends the nodes of a graph's program, or of one that it calls with these inputs; returns its outputs."""
+    jaxpr = program.jaxpr
+    known: dict[Any, Value] = dict(zip(jaxpr.invars, graph.inputs if inputs is None else inputs, strict=True))
+    known |= {v: _constant(v.aval, c) for v, c in zip(jaxpr.constvars, program.consts, strict=True)}
+
+    def look(atom: Any) -> Value:
+        return _constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [look(atom) for atom in eqn.invars]
+        here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+        inner = primitives.called(eqn)
+        if inner is not None:
+            inlined: list[Node] = []
+            name = f"{eqn.primitive.name}({eqn.params.get('name', '')})"
+            results = _read(inner, graph, inlined, "/".join(filter(None, (here, name))), operands)
+            node = Node(eqn.primitive.name, operands, results, eqn, here, inlined=inlined)
+        else:
+            node = _node(eqn, operands, here, "/".join(filter(None, (graph.around, here))))
+            results = _chosen(node) or node.results
+        nodes.append(node)
+        known |= dict(zip(eqn.outvars, results, strict=True))
+    return [look(atom) for atom in jaxpr.outvars]
+
+
+def _node(eqn: Any, operands: list[Value], scope: str, around: str) -> Node:
+    node = Node(eqn.primitive.name, operands, [], eqn, scope)
+    data = any(value.data for value in operands)
+    node.results = [Value(v.aval, node, data=data) for v in eqn.outvars]
+    if node.kind == "optimization_barrier":
+        for result, operand in zip(node.results, operands, strict=True):
+            result.data, result.weight = (
+                operand.data,
+                operand.weight and dataclasses.replace(operand.weight, moved=True),
+            )
+        return node
+    node.sealed = node.kind in primitives.OWN_DERIVATIVE
+    node.bodies = tuple(_body(eqn, program, operands, around) for program in primitives.bodies(eqn))
+    for body in node.bodies:
+        # The condition of a choice is data, and so may be what is carried.
+        for result, inside in zip(node.results, body.outputs, strict=False):
+            result.data = result.data or inside.data
+    if len(node.results) == 1:
+        node.results[0].constant = _folded(node)
+    if operands and operands[0].weight is not None:
+        for result in node.results:
+            result.weight = _laid_out(operands[0].weight, node)
+    return node
+
+
+def _body(eqn: Any, program: Body, operands: list[Value], around: str) -> Graph:
+    inputs = []
+    rows, _ = primitives.stacked(eqn)
+    for place, (variable, i) in enumerate(zip(program.jaxpr.invars, program.inputs, strict=True)):
+        operand, varies = operands[i], place in program.varying
+        value = Value(variable.aval, outer=operand, data=operand.data or varies)
+        value.constant = None if varies or i in rows else operand.constant
+        if operand.weight is not None and not varies:
+            value.weight = Weight(operand.weight.path, value)
+        inputs.append(value)
+    return _graph(program, inputs, around)
+
+
+def _constant(aval: Any, array: Any) -> Value:
+    number = None
+    if not isinstance(array, jax.core.Tracer) and np.ndim(array) == 0 and _is_number(aval.dtype):
+        number = float(array)
+    return Value(aval, constant=number, array=array)
+
+
+def _is_number(dtype: Any) -> bool:
+    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    return real or jnp.issubdtype(dtype, jnp.bool_)
+
+
+def _folded(node: Node) -> float | None:
+    """The number that all elements of a node's result are, if its operands say so."""
+    numbers = [value.constant for value in node.operands]
+    if not numbers or numbers[0] is None:
+        return None
+    if node.kind in (*CASTS, *MARKS, *RESHAPES, "transpose", "slice"):
+        return numbers[0] if _is_number(node.results[0].dtype) else None
+    if node.kind in _FOLDED and len(numbers) == 2 and numbers[1] is not None:
+        return float(_FOLDED[node.kind](numbers[0], numbers[1]))
+    return None
+
+
+def _chosen(node: Node) -> list[Value] | None:
+    """The operand that a choice with a constant condition gives."""
+    if node.kind != "select_n" or node.operands[0].constant is None:
+        return None
+    return [node.operands[1 + int(node.operands[0].constant)]]
+
+
+def _laid_out(weight: Weight, node: Node) -> Weight | None:
+    """What a layout or a part of a parameter is; None for what is computed of it."""
+    if node.kind in CASTS:
+        return weight if jnp.issubdtype(node.results[0].dtype, jnp.floating) else None
+    if node.kind not in (*LAYOUTS, *PARTS, "stop_gradient") or any(value.data for value in node.operands):
+        return None
+    # What carries a name may be kept under it, and no gradient passes to what is stopped: both are read as written.
+    moved = weight.moved or node.kind in ("name", "stop_gradient") or not primitives.same_elements(node.eqn)
+    return dataclasses.replace(weight, layout=(*weight.layout, node), moved=moved)

@@ -1,0 +1,118 @@
+"""Runs a graph: what its outputs need, in the order of the program, operations where a plan has put them."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fp8jax.ops.saved import NOTHING, Origin
+from fp8jax.rewrite import primitives
+from fp8jax.rewrite.graph import Graph, Node, Value
+from fp8jax.rewrite.known import Cotangents, Known
+from fp8jax.rewrite.operations import as_read
+from fp8jax.rewrite.primitives import Equation
+
+
+class Schedule(NamedTuple):
+    """What is run of a graph: each node, and the nodes of calls of which more is read or changed than the results."""
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+    steps: dict[Node, Equation]
+    bodies: dict[Node, "tuple[Schedule, ...]"]
+
+
+def schedule(graph: Graph, *, apart: bool = False) -> Schedule:
+    """What a graph needs to be run.
+
+    Args:
+        graph: of a program, planned or not.
+        apart: whether calls and nested programs are taken apart that nothing has changed; else they run as they are.
+    """
+    wanted = set(graph.outputs)
+    nodes = tuple(reversed([*_needed(graph.nodes, wanted, apart)]))
+    bodies = {
+        node: tuple(schedule(body, apart=apart) for body in node.bodies)
+        for node in nodes
+        if not node.sealed and node.operation is None and node.bodies and (node.changed or apart)
+    }
+    plain = [node for node in nodes if node.operation is None and node not in bodies]
+    return Schedule(graph, nodes, {node: Equation(node.eqn, node.scope) for node in plain}, bodies)
+
+
+def _needed(nodes: Sequence[Node], wanted: set[Value], apart: bool) -> Iterator[Node]:
+    """The nodes that give the values wanted, or have effects, the last one first; adds what they read."""
+    for node in reversed(nodes):
+        if node.inlined is not None and (apart or node.changed or wanted & _inside(node)):
+            yield from _needed(node.inlined, wanted, apart)
+        elif not wanted.isdisjoint(node.results) or (node.eqn.effects and node.operation is None):
+            wanted.update(node.operands)
+            yield node
+
+
+def _inside(node: Node) -> set[Value]:
+    """The values of a call that are none of its results."""
+    made = {value for inner in node.inlined or () for value in (*inner.results, *_inside(inner))}
+    return made.difference(node.results)
+
+
+class Running:
+    """One run of a graph.
+
+    Attributes:
+        origins: what operations have said of their results, for those that read them.
+        states: of scalings, by their places; `fp8jax.rewrite.states`.
+    """
+
+    def __init__(self, plan: Schedule, arrays: Sequence[Any], states: Mapping[str, Any]) -> None:
+        self._plan, self.states = plan, states
+        self._arrays: dict[Value, Any] = dict(zip(plan.graph.inputs, arrays, strict=True))
+        self.origins: dict[Value, Origin] = {}
+        self._shared: dict[Any, Any] = {}
+        self._cotangents = Cotangents()
+        self._readers: list[Known] = []
+
+    def array(self, value: Value) -> Any:
+        """What a value is in this run."""
+        return value.array if value.array is not None else self._arrays[value]
+
+    def origin(self, value: Value, x: Any) -> Origin:
+        """What is known of an array that has the elements of a value."""
+        return as_read(self.origins[value], value, x) if value in self.origins else NOTHING
+
+    def known(self, x: Any = None, value: Value | None = None, origin: Origin = NOTHING) -> Known:
+        """What an operation may ask: of the array `x` that it reads, which is made of a value, and in its backward pass
+        of gradients. Readers of one value share what they make of it."""
+        reader = Known(self._cotangents, x, value, origin, self._shared)
+        self._readers.append(reader)
+        return reader
+
+    def outputs(self) -> list[Any]:
+        """Runs the graph."""
+        plan = self._plan
+        for node in plan.nodes:
+            if node.operation is not None:
+                with primitives.place_of(node.eqn, node.scope):
+                    results = node.operation.run(self, node)
+            elif node in plan.bodies:
+                with primitives.place_of(node.eqn, node.scope):
+                    results = self._nested(node, plan.bodies[node])
+            else:
+                results = plan.steps[node]([self.array(value) for value in node.operands])
+            for value, array in zip(node.results, results, strict=True):
+                if value.array is None:
+                    self._arrays.setdefault(value, array)
+        for reader in self._readers:
+            reader.forget()
+        return [self.array(value) for value in plan.graph.outputs]
+
+    def _nested(self, node: Node, bodies: Sequence[Schedule]) -> list[Any]:
+        def run(plan: Schedule, inputs: Sequence[Any], states: Any, rows: Any) -> list[Any]:
+            return Running(plan, inputs, {**states, **rows}).outputs()
+
+        return primitives.run_again(
+            node.eqn,
+            [self.array(value) for value in node.operands],
+            [functools.partial(run, plan) for plan in bodies],
+            {},
+            {},
+        )

@@ -1,0 +1,173 @@
+"""`fp8jax.transform`: quantization as a transformation of JAX functions."""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fp8jax.rewrite.explanation import Explanation
+from fp8jax.rewrite.plan import Entry, plan
+from fp8jax.rewrite.read import read
+from fp8jax.rewrite.rules import Ordered, Rules, ordered
+from fp8jax.rewrite.run import Running, Schedule, schedule
+
+_MOST_PLANS = 64
+
+
+class _Planned(NamedTuple):
+    schedule: Schedule
+    entries: tuple[Entry, ...]
+    structure: Any
+    run: Callable
+    compiled: Callable
+
+
+class Transformed:
+    """A function with the products of recipes, as `transform` returns it; called as the function.
+
+    It may be differentiated, compiled, mapped, and called in loops, as the function may. A plan is made once for each
+    structure, shape, dtype and sharding of the arguments. Called outside of `jax.jit` it is compiled.
+    """
+
+    def __init__(
+        self, fn: Callable, rules: Ordered, params: tuple[int | str, ...], static: tuple[int | str, ...]
+    ) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._rules, self._params, self._static = fn, rules, params, static
+        self._calls: dict[Hashable, Callable] = {}
+        self._plans: dict[int, tuple[Any, _Planned]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arrays, made = self._planned(args, kwargs)
+        inside = any(isinstance(x, jax.core.Tracer) for x in arrays)
+        run = made.run if inside else made.compiled
+        return jax.tree.unflatten(made.structure, run(arrays, {}))
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What becomes of each product with a parameter, and of what stands before it; nothing is computed.
+
+        Args:
+            args, kwargs: of a call, arrays or `jax.ShapeDtypeStruct`.
+
+        Returns:
+            An `Explanation`; print it. It names the line of each part in your code, or else in the library's.
+
+        Raises:
+            ValueError: as the call.
+        """
+        return Explanation(self._planned(args, kwargs)[1].entries)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Planned]:
+        """The arrays among the arguments of a call, and the plan for it."""
+        flat, structure = jax.tree.flatten_with_path((args, kwargs))
+        fixed = {i: x for i, (path, x) in enumerate(flat) if self._is_static(path, x)}
+        arrays = [x for i, (_, x) in enumerate(flat) if i not in fixed]
+        key = structure, tuple((i, type(x), x) for i, x in fixed.items())
+        try:
+            call = self._calls.get(key)
+        except TypeError:
+            bad = next(x for x in fixed.values() if type(x).__hash__ is None)
+            raise TypeError(f"an argument that is no array must be hashable, not {bad!r}") from None
+        if call is None:
+            call = self._calls[key] = _over_arrays(self._fn, structure, len(flat), fixed)
+        # JAX keeps the program: a call like one before is not traced again.
+        program, shapes = jax.make_jaxpr(call, return_shape=True)(arrays)
+        known = self._plans.get(id(program))
+        if known is not None:
+            return arrays, known[1]
+        places = [_place(path) for path, _ in flat]
+        if unknown := [place for place in self._params if place not in places]:
+            raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays")
+        paths = [self._path(path) for i, (path, _) in enumerate(flat) if i not in fixed]
+        made = self._make(program, paths, jax.tree.structure(shapes))
+        if not any(isinstance(c, jax.core.Tracer) for c in program.consts):  # what closes over a trace is for one call
+            while len(self._plans) >= _MOST_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[id(program)] = program, made
+        return arrays, made
+
+    def _make(self, program: Any, paths: Sequence[str | None], structure: Any) -> _Planned:
+        graph = read(program, paths)
+        entries = plan(graph, self._rules)
+        made = schedule(graph)
+        run = lambda arrays, states: Running(made, arrays, states).outputs()  # noqa: E731
+        return _Planned(made, entries, structure, run, jax.jit(run))
+
+    def _is_static(self, path: Any, x: Any) -> bool:
+        """Whether a leaf is no array but a setting: of other values, the function is another one."""
+        place = _place(path)
+        numbers = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex)
+        return place in self._static or isinstance(x, bool) or not isinstance(x, numbers)
+
+    def _path(self, path: Any) -> str | None:
+        """The path of a parameter; None for data."""
+        place = _place(path)
+        if place not in self._params:
+            return None
+        first = (str(place),) if len(self._params) > 1 else ()
+        return "/".join(filter(None, (*first, jax.tree_util.keystr(path[2:], simple=True, separator="/"))))
+
+
+def _over_arrays(fn: Callable, structure: Any, count: int, fixed: dict[int, Any]) -> Callable:
+    """A function of the arrays among the leaves of its arguments."""
+
+    def call(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        args, kwargs = jax.tree.unflatten(structure, [fixed[i] if i in fixed else next(rest) for i in range(count)])
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def _place(path: Any) -> int | str:
+    """Which argument a leaf of (args, kwargs) is part of."""
+    return path[1].key if path[0].idx == 1 else path[1].idx  # type: ignore[no-any-return]
+
+
+def transform(
+    fn: Callable,
+    rules: Rules,
+    *,
+    params: int | str | Sequence[int | str] = 0,
+    static: int | str | Sequence[int | str] = (),
+) -> Transformed:
+    """A function whose products of data with parameters are those of a recipe, whatever framework it is written in.
+
+        fast = fp8jax.transform(loss_fn, "coat")
+        loss, grads = jax.value_and_grad(fast)(params, batch)
+        print(fast.explain(params, batch))
+
+    The function is traced, as `jax.jit` does it; its program is read, and operations of the recipe take the place of
+    equations: products of data with a parameter, at any depth of scans, checkpoints, conditions and calls; where the
+    recipe says what is kept of their inputs, or on a GPU makes codes at once, norms (RMSNorm, LayerNorm) and
+    activations (SiLU and GELU, gated or not) before them in any spelling; and what reads flash attention's output
+    keeps no copy of it. Norms and activations are known by their values at probes. Everything else is run as it is
+    written, under its own scopes and lines: what has a derivative of its own (`jax.custom_vjp`, `jax.custom_jvp`),
+    products of data with what is computed from parameters, products of a gradient that the function takes itself,
+    convolutions, `jax.lax.ragged_dot`. `explain` tells of each.
+
+    Args:
+        fn: any function that `jax.jit` can compile. To differentiate, differentiate what this returns.
+        rules: a `Recipe` or a preset's name, for all products but those of embeddings, output heads and routers; or a
+            sequence of `fp8jax.Rule`, the first match wins, after which a recipe may stand for all others. Rules match
+            the path of a parameter in its tree, steps joined by "/", without a last step such as "kernel" or "w":
+            "layers/mlp/up". A head is a product whose result the function returns or takes the softmax of; a router
+            one whose result goes into softmax, top_k, argmax or sort.
+        params: the arguments that hold parameters, by place or name. Of several, paths begin with the place or name.
+        static: arguments that are settings, as `static_argnums` of `jax.jit`. Leaves that are no arrays and no numbers,
+            such as booleans, strings and functions, are so in any case.
+
+    Returns:
+        A `Transformed`.
+
+    Raises:
+        ValueError: the rules quantize nothing; or from a call, a rule matches nothing, there is no product of data with
+            a parameter, or one asks for a precision that a quantized product cannot give.
+        TypeError: the rules are of another type, or `fn` is no function.
+    """
+    if not callable(fn):
+        raise TypeError(f"fp8jax.transform takes a function of parameters and data, not {fn!r}")
+    chosen = tuple((x,) if isinstance(x, (int, str)) else tuple(x) for x in (params, static))
+    return Transformed(fn, ordered(rules), *chosen)

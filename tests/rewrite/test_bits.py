@@ -1,0 +1,163 @@
+"""The same bits and kept bytes as `fp8jax.nnx.quantize`, `fp8jax.linen.quantize` and functions called by hand."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from tests.distance import relative
+from tests.programs import dots, residuals
+
+WIDTH, INNER, HEADS, TOKENS = 32, 64, 2, 16
+X = jax.random.normal(jax.random.key(1), (2, TOKENS, WIDTH), jnp.bfloat16)
+
+
+@jax.custom_vjp
+def flash(q, k, v):
+    """Attention whose backward pass keeps its result, as flash attention's does."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def _backward(saved, dy):
+    return jax.vjp(functools.partial(jax.nn.dot_product_attention, is_causal=True), *saved[:3])[1](dy)
+
+
+flash.defvjp(lambda q, k, v: (lambda y: (y, (q, k, v, y)))(flash(q, k, v)), _backward)
+
+
+class Block(nnx.Module):
+    """A block of a Llama, as a user writes it."""
+
+    def __init__(self, rngs):
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        self.n1, self.n2 = (nnx.RMSNorm(WIDTH, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2))
+        self.q, self.k, self.v, self.o = (linear(WIDTH, WIDTH) for _ in range(4))
+        self.gate, self.up, self.down = linear(WIDTH, INNER), linear(WIDTH, INNER), linear(INNER, WIDTH)
+
+    def __call__(self, x):
+        y, heads = self.n1(x), (*x.shape[:2], HEADS, WIDTH // HEADS)
+        x = x + self.o(flash(*(f(y).reshape(heads) for f in (self.q, self.k, self.v))).reshape(x.shape))
+        y = self.n2(x)
+        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+
+
+GRAPH, STATE = nnx.split(Block(nnx.Rngs(0)))
+PARAMS = nnx.to_pure_dict(STATE)
+
+
+def as_written(params, x):
+    return nnx.merge(GRAPH, params)(x)
+
+
+def by_hand(params, x, recipe):
+    """The block of functions that know what each other has made."""
+    norm = lambda name, x: fp8jax.rms_norm(x, params[name]["scale"].astype(x.dtype), recipe=recipe)  # noqa: E731
+    linear = lambda name, x: fp8jax.linear(x, params[name]["kernel"], recipe=recipe)  # noqa: E731
+    y, heads = norm("n1", x), (*x.shape[:2], HEADS, WIDTH // HEADS)
+    attended = flash(*(linear(name, y).reshape(heads) for name in "qkv"))
+    x = x + fp8jax.attention_output(attended, params["o"]["kernel"], recipe=recipe)
+    y = norm("n2", x)
+    return x + linear("down", fp8jax.glu(linear("gate", y), linear("up", y), recipe=recipe))
+
+
+def gradients(fn, params, x):
+    loss = lambda p, x: jnp.mean(jnp.square(fn(p, x).astype(jnp.float32)))  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss, (0, 1) if jnp.issubdtype(x.dtype, jnp.floating) else 0))(params, x)
+
+
+def kept(fn, params, x):
+    """What a call keeps for its backward pass besides parameters, in order."""
+    shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
+    return sorted((d, s) for d, s in residuals(jax.jit(fn), params, x) if s not in shapes and s[::-1] not in shapes)
+
+
+def size(arrays):
+    """Bytes."""
+    return sum(int(np.prod(shape)) * jnp.dtype(dtype).itemsize for dtype, shape in arrays)
+
+
+def assert_equal(got, want):
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("name", ["te_current", "coat", "coat_fast"])
+def test_a_block_of_nnx_and_one_by_hand(name):
+    recipe = getattr(fp8jax.recipes, name)()
+    graph, state = nnx.split(fp8jax.nnx.quantize(nnx.merge(GRAPH, STATE), recipe))
+    fast, swapped = fp8jax.transform(as_written, recipe), lambda p, x: nnx.merge(graph, p)(x)
+    assert size(kept(fast, PARAMS, X)) == size(kept(swapped, nnx.to_pure_dict(state), X))
+    got = gradients(fast, PARAMS, X)
+    if name == "coat":
+        hand = functools.partial(by_hand, recipe=recipe)
+        assert kept(fast, PARAMS, X) == kept(hand, PARAMS, X)
+        assert_equal(got, gradients(hand, PARAMS, X))
+    else:
+        assert_equal(got, gradients(swapped, nnx.to_pure_dict(state), X))
+        assert 0 < relative(got[1], gradients(as_written, PARAMS, X)[1]) < 0.2
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
+        y, heads = nn.LayerNorm(dtype=jnp.bfloat16)(x), (*x.shape[:2], HEADS, WIDTH // HEADS)
+        q, k, v = (dense(WIDTH, name=name)(y).reshape(heads) for name in "qkv")
+        x = x + dense(WIDTH, name="o")(jax.nn.dot_product_attention(q, k, v).reshape(x.shape))
+        y = nn.RMSNorm(dtype=jnp.bfloat16)(x)
+        return x + dense(WIDTH, name="down")(nn.gelu(dense(INNER, name="up")(y))), None
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(17, WIDTH, dtype=jnp.bfloat16)(tokens)
+        remat = nn.remat(LinenBlock, prevent_cse=False)
+        scan = nn.scan(remat, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x, _ = scan(name="layers")(x, None)
+        return nn.Dense(17, use_bias=False, dtype=jnp.bfloat16, name="out")(nn.RMSNorm(dtype=jnp.bfloat16)(x))
+
+
+def test_scanned_and_checkpointed_layers_of_linen():
+    name, model, tokens = "coat", Decoder(), jnp.arange(32).reshape(2, 16) % 17
+    variables = model.init(jax.random.key(0), tokens)
+    fast = fp8jax.transform(lambda params, tokens: model.apply({"params": params}, tokens), name)
+    quantized = fp8jax.linen.quantize(model, name)
+    swapped = lambda params, tokens: quantized.apply({"params": params}, tokens)  # noqa: E731
+    params = variables["params"]
+    # The head is found by what becomes of its result: the whole model reads no rule on its name.
+    (head,) = [e for e in fast.explain(params, tokens).left if e.product]
+    assert (head.path, "output head" in head.reason) == ("out", True)
+    assert kept(fast, params, tokens) == kept(swapped, params, tokens)
+    assert_equal(gradients(fast, params, tokens), gradients(swapped, params, tokens))
+
+
+def test_stochastic_rounding_draws_the_same():
+    """Keys come from the data, one for all products of an array."""
+    recipe, params = fp8jax.recipes.jetfire(), {"q": PARAMS["q"]["kernel"], "k": PARAMS["k"]["kernel"]}
+    written = lambda p, x: jnp.sin(x @ p["q"].astype(x.dtype)) + x @ p["k"].astype(x.dtype)  # noqa: E731
+
+    class Two(nnx.Module):
+        def __init__(self):
+            linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+            self.q, self.k = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+
+        def __call__(self, x):
+            return jnp.sin(self.q(x)) + self.k(x)
+
+    graph, _ = nnx.split(fp8jax.nnx.quantize(Two(), recipe))
+    swapped = lambda p, x: nnx.merge(graph, {n: {"kernel": w} for n, w in p.items()})(x)  # noqa: E731
+    assert_equal(gradients(fp8jax.transform(written, recipe), params, X), gradients(swapped, params, X))
+
+
+def test_products_are_of_eight_bits():
+    fast = fp8jax.transform(as_written, "coat")
+    found = dots(jax.grad(lambda p, x: jnp.sum(fast(p, x).astype(jnp.float32))), PARAMS, X)
+    assert found.count(("float8_e4m3fn", "float8_e4m3fn")) == 7  # forward
+    assert found.count(("float8_e5m2", "float8_e4m3fn")) == found.count(("float8_e4m3fn", "float8_e5m2")) == 7

@@ -1,0 +1,156 @@
+"""What computes a norm or an activation, in any spelling, is found; what only looks like one is left as written.
+
+Where something is found, the function is the same and its gradients are those of the codes that are kept of inputs.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import fp8jax
+from fp8jax.recipes import Context
+from tests.distance import relative
+
+WIDTH, INNER = 32, 48
+# Products are as written here, so that nothing but what is kept makes a difference.
+KEEPS = dataclasses.replace(fp8jax.recipes.bf16(), name="keeps", context=Context("e4m3:group16", "lean"))
+SHAPES = {"up": (WIDTH, INNER), "gate": (WIDTH, INNER), "down": (INNER, WIDTH), "square": (WIDTH, WIDTH)}
+SHAPES |= {"n": (WIDTH,), "m": (WIDTH,), "tokens": (6, 1), "one": (1,)}
+P = {name: 0.3 * jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(SHAPES.items())}
+X = jax.random.normal(jax.random.key(9), (2, 6, WIDTH)) + 0.2
+BF16 = jnp.bfloat16
+silu, sigmoid, tanh = jax.nn.silu, jax.nn.sigmoid, jnp.tanh
+
+
+def mean(x, axis=-1):
+    return jnp.mean(x, axis, keepdims=True)
+
+
+def rms(x, scale, of=None, eps=1e-6):
+    return x * lax.rsqrt(mean(jnp.square(x if of is None else of)) + eps) * scale
+
+
+def between(f):
+    return lambda p, x: f(x @ p["gate"], x @ p["up"], p) @ p["down"]
+
+
+def before(f):
+    return lambda p, x: f(x, p) @ p["square"]
+
+
+@jax.custom_jvp
+def own_silu(x):
+    return silu(x)
+
+
+own_silu.defjvp(lambda x, t: (silu(*x), t[0]))
+ACTIVATIONS = {
+    "silu(g) * u": between(lambda g, u, p: silu(g) * u),
+    "u * g / (1 + exp(-g))": between(lambda g, u, p: u * g / (1 + jnp.exp(-g))),
+    "g * (1 + tanh(g / 2)) / 2": between(lambda g, u, p: g * (1 + tanh(g / 2)) / 2),
+    "gelu": between(lambda g, u, p: jax.nn.gelu(g, approximate=False) * u),
+    "gelu of tanh": between(lambda g, u, p: jax.nn.gelu(g)),
+    "gelu by erf": between(lambda g, u, p: u * (0.5 * g * (1 + lax.erf(g * 0.70710678)))),
+    "gelu by hand": between(lambda g, u, p: 0.5 * g * (1 + tanh(0.79788456 * (g + 0.044715 * g**3)))),
+    "silu(2g) * u, of 2g": between(lambda g, u, p: silu(2 * g) * u),
+    "silu(clip(g)) * u, of clip(g)": between(lambda g, u, p: silu(jnp.clip(g, -3, 3)) * u),
+    "silu(stop_gradient(g)) * u, of that": between(lambda g, u, p: silu(lax.stop_gradient(g)) * u),
+    "silu(g + bias) * (u * 2)": between(lambda g, u, p: silu(g + p["down"][:, 0]) * (u * 2)),
+    "silu(g) * u, cast": between(lambda g, u, p: (silu(g.astype(BF16)) * u.astype(BF16)).astype(g.dtype)),
+    "times that of other tokens": between(lambda g, u, p: silu(g) * jnp.roll(silu(g), 1, 1)),
+    "halves": lambda p, x: (lambda a, b: silu(a) * b)(*jnp.split(x @ p["gate"], 2, -1)) @ p["down"][: INNER // 2],
+}  # fmt: skip
+NO_ACTIVATIONS = {
+    "quick gelu": between(lambda g, u, p: g * sigmoid(1.702 * g) * u),
+    "twice": between(lambda g, u, p: silu(g) * u * 2),
+    "u squared": between(lambda g, u, p: silu(g) * u * u),
+    "sum": between(lambda g, u, p: silu(g) + u),
+    "sigmoid": between(lambda g, u, p: sigmoid(g) * u),
+    "mish": between(lambda g, u, p: jax.nn.mish(g)),
+    "softplus": between(lambda g, u, p: jax.nn.softplus(g)),
+    "silu(g) * g": between(lambda g, u, p: silu(g) * g),
+    "relu": between(lambda g, u, p: jax.nn.relu(g) * u),
+    "leaky": between(lambda g, u, p: silu(g) * u + 0.01 * g),
+    "a corner far out": between(lambda g, u, p: jnp.minimum(silu(g), 500.0) * u),
+    "a choice": between(lambda g, u, p: jnp.where(g > 0, silu(g), silu(g)) * u),
+    "a derivative of its own": between(lambda g, u, p: own_silu(g) * u),
+    "stopped in the middle": between(lambda g, u, p: g * lax.stop_gradient(sigmoid(g)) * u),
+    "stopped at the end": between(lambda g, u, p: lax.stop_gradient(silu(g)) * u + 0 * u),
+    "times a parameter": between(lambda g, u, p: silu(g) * p["down"][:, 0]),
+    "silu(1.01 g)": between(lambda g, u, p: g * sigmoid(1.01 * g) * u),
+    "three factors": between(lambda g, u, p: silu(g) * u * tanh(u)),
+    "a power": between(lambda g, u, p: silu(g) ** 2 * u),
+}
+NORMS = {
+    "rms": before(lambda x, p: rms(x, p["n"])),
+    "x / sqrt": before(lambda x, p: x / jnp.sqrt(mean(x * x) + 1e-5) * p["n"]),
+    "power": before(lambda x, p: p["n"] * (x * (mean(x**2) + 1e-5) ** -0.5)),
+    "1 + scale": before(lambda x, p: rms(x, 1 + p["n"])),
+    "no scale": before(lambda x, p: rms(x, 1.0)),
+    "one scale": before(lambda x, p: rms(x, p["one"])),
+    "two scales": before(lambda x, p: rms(x, p["n"]) * p["m"]),
+    "sum of squares by hand": before(lambda x, p: x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) / WIDTH + 1e-6)),
+    "in fp32": before(lambda x, p: rms(x.astype(jnp.bfloat16).astype(jnp.float32), p["n"])),
+    "layer norm": before(
+        lambda x, p: (x - mean(x)) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * p["n"] + p["m"]
+    ),
+    "layer norm of squares": before(lambda x, p: (x - mean(x)) * lax.rsqrt(mean(x * x) - mean(x) ** 2 + 1e-5) * p["n"]),
+    "layer norm, clipped": before(
+        lambda x, p: (x - mean(x)) * lax.rsqrt(jnp.maximum(mean(x * x) - mean(x) ** 2, 0) + 1e-5) * p["n"]
+    ),
+    "of heads": before(lambda x, p: rms(x.reshape(2, 6, 4, 8), 1.0).reshape(x.shape)),
+    "of a sum": before(lambda x, p: rms(x + tanh(x), p["n"])),
+}
+NO_NORMS = {
+    "of another": before(lambda x, p: rms(x, p["n"], x + 1)),
+    "stopped": before(lambda x, p: x * lax.stop_gradient(lax.rsqrt(mean(x * x) + 1e-6)) * p["n"]),
+    "adaptive": before(lambda x, p: rms(x, tanh(x))),
+    "adaptive by rows": before(lambda x, p: rms(x, tanh(x[..., :1]))),
+    "first axis": before(lambda x, p: x * lax.rsqrt(mean(x * x, 1) + 1e-6)),
+    "no mean": before(lambda x, p: x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)),
+    "eps outside": before(lambda x, p: x / (jnp.sqrt(mean(x * x)) + 1e-3)),
+    "no eps": before(lambda x, p: x * lax.rsqrt(mean(x * x))),
+    "scale of tokens": before(lambda x, p: rms(x, p["tokens"])),
+    "sharper": before(lambda x, p: x * (mean(x * x) + 1e-6) ** -0.6),
+    "mean not taken away": before(lambda x, p: x * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * p["n"]),
+    "half the mean": before(lambda x, p: (x - 0.5 * mean(x)) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)),
+    "unbiased": before(lambda x, p: (x - mean(x)) * lax.rsqrt(jnp.var(x, -1, keepdims=True, ddof=1) + 1e-5)),
+    "absolute": before(lambda x, p: x / (mean(jnp.abs(x)) + 1e-6)),
+    "clipped mean square": before(lambda x, p: x * lax.rsqrt(jnp.maximum(mean(x * x), 1e-2))),
+    "of a part": before(lambda x, p: x * lax.rsqrt(mean(x[..., :8] ** 2) + 1e-6)),
+    "bias of data": before(lambda x, p: rms(x, p["n"]) + x),
+}
+
+
+def found(fn):
+    """What is replaced besides products."""
+    return [entry.kind for entry in fp8jax.transform(fn, KEEPS).explain(P, X).entries if not entry.product]
+
+
+@pytest.mark.parametrize("name", [*ACTIVATIONS, *NORMS])
+def test_found_by_what_it_computes(name):
+    fn = {**ACTIVATIONS, **NORMS}[name]
+    (kind,) = found(fn)
+    assert kind.startswith(("silu", "gelu") if name in ACTIVATIONS else ("RMSNorm", "LayerNorm"))
+    assert ("LayerNorm" in kind) == ("layer norm" in name)
+    assert ("gelu(" in kind) == (name in ("gelu", "gelu by erf"))
+
+    def run(f):
+        loss = lambda p, x: (jnp.sum(jnp.sin(y := f(p, x))), y)  # noqa: E731
+        (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(P, X)
+        return y, gradients
+
+    (want, expected), (got, gradients) = run(fn), run(fp8jax.transform(fn, KEEPS))
+    # Forward the same, but for the rounding of sums, or of three operations in bf16.
+    assert relative(got, want) < (1e-2 if "cast" in name else 1e-6)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        # e4m3 has steps of 1/8 of what is kept.
+        assert relative(a, b) < 0.06 if b.any() else not a.any()
+
+
+@pytest.mark.parametrize("name", [*NO_ACTIVATIONS, *NO_NORMS])
+def test_left_as_written(name):
+    assert found({**NO_ACTIVATIONS, **NO_NORMS}[name]) == []

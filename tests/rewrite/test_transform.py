@@ -1,0 +1,321 @@
+"""`fp8jax.transform`: functions of plain arrays and of other frameworks, rules, heads, settings, errors."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import fp8jax
+from tests.distance import relative
+from tests.programs import dots, residuals
+
+WIDTH, INNER = 32, 48
+FP8 = ("float8_e4m3fn", "float8_e4m3fn")
+
+
+def normal(i, *shape):
+    return 0.2 * jax.random.normal(jax.random.key(i), shape)
+
+
+P = {"up": normal(0, WIDTH, INNER), "down": normal(1, INNER, WIDTH)}
+X = 5 * normal(2, 4, 8, WIDTH).astype(jnp.bfloat16)
+
+
+def mlp(p, x):
+    return jnp.tanh(x @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
+
+
+def eight_bit(fn, *args):
+    return dots(fn, *args).count(FP8)
+
+
+def loss(fn):
+    return lambda p, *args: jnp.sum(jnp.sin(fn(p, *args).astype(jnp.float32)))
+
+
+def assert_near(fn, *args, rules="te_current", products=2):
+    """Gradients as far from those as written as 8 bits are, and this many products in 8 bits."""
+    fast = fp8jax.transform(fn, rules)
+    assert eight_bit(fast, *args) == products
+    want, got = (jax.jit(jax.grad(loss(f)))(*args) for f in (fn, fast))
+    assert 0 < relative(got, want) < 0.25
+    return fast
+
+
+def test_layers_of_plain_arrays_in_a_scan():
+    """Products with more axes by einsum, stacked parameters that are cast as one, an embedding and a head."""
+    p = {"embed": normal(0, 17, WIDTH), "out": normal(1, WIDTH, 17)}
+    p["layers"] = {"q": normal(2, 3, WIDTH, 2, 8), "o": normal(3, 3, 2, 8, WIDTH), "n": jnp.ones((3, WIDTH))}
+
+    def layer(x, w):
+        h = x.astype(jnp.float32)
+        h = (h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-5)).astype(x.dtype) * w["n"]
+        q = jnp.einsum("btd,dhc->bthc", h, w["q"])
+        return x + jnp.einsum("bthc,hcd->btd", jnp.tanh(q), w["o"]), None
+
+    def decoder(p, tokens):
+        p = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
+        return lax.scan(layer, p["embed"][tokens], p["layers"])[0] @ p["out"]
+
+    tokens = jnp.arange(32).reshape(4, 8) % 17
+    fast = assert_near(decoder, p, tokens, rules="coat")
+    explained = fast.explain(p, tokens)
+    assert [e.path for e in explained.quantized] == ["layers/n", "layers/q", "layers/o"]
+    assert [(e.path, e.kind) for e in explained.left] == [("out", "dot_general")]
+    assert "an output head: the function returns its result" in str(explained)
+    # A loss inside of the function hides its outputs; its softmax finds the head.
+    entropy = lambda p, t: -jnp.mean(jax.nn.log_softmax(decoder(p, t).astype(jnp.float32))[..., 0])  # noqa: E731
+    (head,) = fp8jax.transform(entropy, "coat").explain(p, tokens).left
+    assert (head.path, head.reason) == ("out", "a router, gate or head: softmax reads its result")
+
+
+def test_parameters_on_the_left():
+    """As Equinox has them, under vmap."""
+    p = {"w": normal(0, INNER, WIDTH), "v": normal(1, WIDTH, INNER)}
+    row = lambda p, x: p["v"] @ jnp.tanh(p["w"] @ x)  # noqa: E731
+    fn = lambda p, x: jax.vmap(jax.vmap(row, (None, 0)), (None, 0))(p, x)  # noqa: E731
+    assert_near(fn, p, X.astype(jnp.float32))
+    got = jax.jit(fp8jax.transform(fn, "te_current"))(p, X.astype(jnp.float32))
+    hidden = jnp.tanh(fp8jax.linear(X.astype(jnp.float32), p["w"].T, recipe="te_current"))
+    np.testing.assert_array_equal(got, fp8jax.linear(hidden, p["v"].T, recipe="te_current"))
+
+
+def branches(p, x):
+    return lax.cond(x[0, 0, 0] > 0, lambda x: mlp(p, x), lambda x: x - mlp(p, x), x)
+
+
+def repeated(p, x):
+    return lax.fori_loop(0, 3, lambda _, x: x + mlp(p, x), x)
+
+
+def checkpointed(p, x):
+    return jax.checkpoint(mlp, policy=jax.checkpoint_policies.nothing_saveable)(p, x)
+
+
+def spread(p, x):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(mlp, mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P("d"))(p, x)
+
+
+def placed(p, x):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.jit(mlp, out_shardings=jax.NamedSharding(mesh, jax.P("d")))(p, x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "products"), [(branches, 4), (repeated, 2), (checkpointed, 2), (spread, 2), (placed, 2)]
+)
+def test_products_inside_other_programs(fn, products):
+    assert_near(fn, P, X, products=products)
+
+
+def test_an_inner_jit_keeps_its_name_shardings_and_donation():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    to = jax.NamedSharding(mesh, jax.P("d"))
+    fn = lambda p, x: jax.jit(mlp, out_shardings=to, donate_argnums=1)(p, x * 2)  # noqa: E731
+    fast = fp8jax.transform(fn, "te_current")
+    (eqn,) = [e for e in jax.make_jaxpr(fast)(P, X).eqns if e.primitive.name == "jit"]
+    assert eqn.params["name"] == "mlp"
+    assert eqn.params["donated_invars"] == (False, False, True)
+    assert eqn.params["out_shardings"] == (to,)
+    assert eight_bit(fast, P, X) == 2
+
+
+def test_calls_that_nothing_changes_stay():
+    """What is written is run: an inner jit without a product in it is one still."""
+    fn = lambda p, x: jax.jit(jnp.cumsum)(jax.nn.silu(mlp(p, x)))  # noqa: E731
+    names = [e.params.get("name") for e in jax.make_jaxpr(fp8jax.transform(fn, "te_current"))(P, X).eqns]
+    assert {"silu", "cumsum"} <= set(names)
+
+
+def test_rules_match_paths_of_parameters():
+    p = {"a": P, "b": {"mlp": {"up": {"kernel": P["up"]}, "down": {"w": {"value": P["down"]}}}}}
+
+    def fn(p, x):
+        b = p["b"]["mlp"]
+        return mlp({"up": b["up"]["kernel"], "down": b["down"]["w"]["value"]}, mlp(p["a"], x))
+
+    first, *rest = (fp8jax.Rule("a/.*", None), fp8jax.Rule("b/mlp/up", "deepseek"), "te_current")
+    explained = fp8jax.transform(fn, [first, *rest]).explain(p, X)
+    assert [e.path for e in explained.left] == ["a/up", "a/down"]
+    assert [(e.path, e.choice.linear.x) for e in explained.quantized] == [
+        ("b/mlp/up", "e4m3:group128"),
+        ("b/mlp/down", "e4m3"),
+    ]
+    with pytest.raises(ValueError, match="no layer is left for 'nothing' to match; the layers are a/down, a/up, b/mlp"):
+        fp8jax.transform(fn, [fp8jax.Rule("nothing", "coat"), "coat"])(p, X)
+
+
+def test_routers_are_left():
+    p = {"choose": normal(0, WIDTH, 4), **P}
+
+    def fn(p, x):
+        best, _ = lax.top_k(jax.nn.softmax((x @ p["choose"].astype(x.dtype)).astype(jnp.float32)), 1)
+        return mlp(p, x) * best.astype(x.dtype)
+
+    explained = fp8jax.transform(fn, "te_current").explain(p, X)
+    assert [(e.path, e.reason.partition(":")[0]) for e in explained.left] == [("choose", "a router, gate or head")]
+    # A rule that names it has its way.
+    asked = fp8jax.transform(fn, [fp8jax.Rule("choose", "te_current"), "te_current"])
+    assert len(asked.explain(p, X).quantized) == 3
+
+
+def test_a_part_that_returns_its_projections_is_quantized():
+    fn = lambda p, x: (x @ p["up"].astype(x.dtype), x @ p["gate"].astype(x.dtype))  # noqa: E731
+    p = {"up": P["up"], "gate": P["up"]}
+    assert len(fp8jax.transform(fn, "te_current").explain(p, X).quantized) == 2
+
+
+class Layer(NamedTuple):
+    """A module as Equinox has them: arrays and settings are leaves of one tree."""
+
+    w: jax.Array
+    function: object
+    scaled: bool
+
+    def __call__(self, x, *, train):
+        y = self.function(x @ self.w.astype(x.dtype))
+        return y * 2 if train or self.scaled else y
+
+
+def test_settings_are_static():
+    """Booleans, functions and strings among the arguments; others by name."""
+    layers = [Layer(P["up"], jnp.tanh, True), Layer(P["down"], jnp.sin, False)]
+    traced = []
+
+    def fn(layers, x, times, how="sum", *, train):
+        traced.append(how)
+        for layer in layers * times:
+            x = layer(x, train=train)
+        return getattr(jnp, how)(x)
+
+    fast = fp8jax.transform(fn, "te_current", static="times")
+    y = fast(layers, X, times=1, train=True)
+    assert y == fast(layers, X, times=1, train=True)
+    assert len(traced) == 1
+    assert fast(layers, X, times=1, how="mean", train=False) != y
+    assert len(fast.explain(layers, X, times=2, train=True).quantized) == 4
+    # True and 1 are equal, and no setting is a number.
+    assert fp8jax.transform(lambda p, x, n: mlp(p, x) * n, "te_current")(P, X, 1).shape == X.shape
+    with pytest.raises(TypeError, match="an argument that is no array must be hashable"):
+        fp8jax.transform(lambda p, x, s: mlp(p, x), "te_current")(P, X, {1})
+
+
+def test_gradients_that_a_function_takes_itself_are_as_written():
+    """First-order meta-learning: the inner step is the model as written, the outer products are quantized."""
+
+    def meta(p, x):
+        grads = jax.grad(lambda p: jnp.sum(jnp.sin(mlp(p, x))))(p)
+        return mlp(jax.tree.map(lambda w, g: w - 0.01 * g, p, grads), x)
+
+    with pytest.raises(
+        ValueError, match="no product of data with a parameter that a recipe could take; left as written"
+    ):
+        fp8jax.transform(meta, "te_current")(P, X)
+    both = lambda p, x: mlp(p, x) + meta(p, x)  # noqa: E731
+    fast = fp8jax.transform(both, "te_current")
+    assert eight_bit(fast, P, X) == 2
+    reasons = {e.reason for e in fast.explain(P, X).left}
+    assert any("part of a gradient that the function takes itself" in reason for reason in reasons)
+    want, got = (jax.grad(loss(f))(P, X) for f in (both, fast))
+    assert 0 < relative(got, want) < 0.15
+
+
+def test_what_has_a_derivative_of_its_own_is_as_written():
+    @jax.custom_vjp
+    def product(w, x):
+        return x @ w.astype(x.dtype)
+
+    product.defvjp(
+        lambda w, x: (product(w, x), None), lambda _, dy: (jnp.ones((WIDTH, INNER)), jnp.zeros(X.shape, X.dtype))
+    )
+    fn = lambda p, x: product(p["up"], x) @ p["down"].astype(x.dtype)  # noqa: E731
+    fast = fp8jax.transform(fn, "te_current")
+    (left,) = fast.explain(P, X).left
+    assert (left.path, left.reason) == ("up", "inside custom_vjp_call, which has a derivative of its own")
+    np.testing.assert_array_equal(jax.grad(loss(fast))(P, X)["up"], 1)
+
+
+def test_frozen_parameters_get_no_gradient():
+    fn = lambda p, x: mlp({**p, "up": lax.stop_gradient(p["up"])}, x)  # noqa: E731
+    fast = fp8jax.transform(fn, "te_current")
+    assert eight_bit(fast, P, X) == 2
+    assert not jax.grad(loss(fast))(P, X)["up"].any()
+
+
+def test_adapters_of_sixteen_bits_beside_a_base_of_eight():
+    """LoRA by hand: base and adapter read one array."""
+    p = {**P, "lora_a": normal(5, WIDTH, 4), "lora_b": normal(6, 4, INNER)}
+
+    def fn(p, x):
+        c = {k: w.astype(x.dtype) for k, w in p.items()}
+        return jnp.tanh(x @ c["up"] + x @ c["lora_a"] @ c["lora_b"] * 2) @ c["down"]
+
+    fast = assert_near(fn, p, X, rules=[fp8jax.Rule(".*lora.*", None), "coat"])
+    assert [e.path for e in fast.explain(p, X).left] == ["lora_a", "lora_b"]
+
+
+def test_effects_leaks_and_lines():
+    def fn(p, x):
+        jax.debug.print("seen")
+        return mlp(p, x)
+
+    fast = fp8jax.transform(fn, "te_current")
+    with jax.checking_leaks():
+        jax.make_jaxpr(jax.grad(loss(fast)))(P, X)
+    assert "debug_callback" in str(jax.make_jaxpr(fast)(P, X)) or "debug_print" in str(jax.make_jaxpr(fast)(P, X))
+    lines = {e.line for e in fast.explain(P, X).quantized}
+    assert all(re.search(r"test_transform.py:\d+ \(mlp\)", line) for line in lines)
+    # The line of a product that is replaced is its products' own, and its scope.
+    text = jax.jit(jax.named_scope("block")(fast)).lower(P, X).as_text(debug_info=True)
+    assert "block/fp8jax:e4m3*e4m3/dot_general" in text
+    assert text.count('test_transform.py"') > 2
+
+
+def test_closures_over_traces():
+    """What closes over values of a trace has a plan for one call."""
+
+    def outer(x, scale):
+        return fp8jax.transform(lambda p, x: mlp(p, x) * scale, "te_current")(P, x)
+
+    for scale in (1.0, 2.0):
+        got = jax.jit(outer)(X, jnp.bfloat16(scale))
+        np.testing.assert_array_equal(got, jax.jit(fp8jax.transform(mlp, "te_current"))(P, X) * jnp.bfloat16(scale))
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"up asks for precision .*HIGHEST.* cannot give, at .*test_transform.py:\d+"):
+        fp8jax.transform(lambda p, x: jnp.dot(x, p["up"].astype(x.dtype), precision="highest"), "coat")(P, X)
+    with pytest.raises(TypeError, match="takes a function of parameters and data, not 3"):
+        fp8jax.transform(3, "coat")
+    with pytest.raises(ValueError, match="coats"):
+        fp8jax.transform(mlp, "coats")
+    with pytest.raises(ValueError, match="has no product of data with a parameter"):
+        fp8jax.transform(lambda p, x: x, "coat")(P, X)
+    with pytest.raises(ValueError, match="params=3"):
+        fp8jax.transform(mlp, "coat", params=3)(P, X)
+
+
+def test_several_arguments_of_parameters():
+    fn = lambda base, extra, x: mlp({**base, **extra}, x)  # noqa: E731
+    fast = fp8jax.transform(fn, [fp8jax.Rule("1/.*", None), "te_current"], params=(0, 1))
+    explained = fast.explain({"up": P["up"]}, {"down": P["down"]}, X)
+    assert ([e.path for e in explained.quantized], [e.path for e in explained.left]) == (["0/up"], ["1/down"])
+
+
+def test_nothing_is_computed_to_explain():
+    kinds = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (P, X))
+    assert len(fp8jax.transform(mlp, "coat").explain(*kinds).quantized) == 2
+
+
+def test_fewer_bytes_are_kept():
+    """Codes in place of 16-bit inputs; nothing of what activations make again."""
+    fn = lambda p, x: jax.nn.silu(x @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)  # noqa: E731
+    kept = lambda f: [r for r in residuals(jax.jit(functools.partial(f, P)), X) if len(r[1]) > 2]  # noqa: E731
+    assert {d for d, s in kept(fn) if s[-1] == INNER} == {"bfloat16"}
+    assert {d for d, s in kept(fp8jax.transform(fn, "coat")) if s[-1] == INNER} == {"uint8"}
