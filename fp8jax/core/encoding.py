@@ -42,7 +42,9 @@ def encode(
     counted = formats.where(jnp.isfinite(measured), measured, 0)
     bad = None
     if fmt.inf is None:
-        bad = ~jnp.isfinite(x) | ((x < 0) & (not fmt.signed))
+        bad = ~jnp.isfinite(x)
+        if not fmt.signed:
+            bad |= x <= -formats.TINY  # smaller ones count as zeros
     if scale is None:
         if bad is not None and not spec.expand:
             # The maximum says it, too; a NaN would be lost where devices share a block.
@@ -59,6 +61,8 @@ def encode(
         scale = formats.where(blocks.reduce(bad.astype(jnp.float32), block_shape, jnp.max, 0.0) <= 0, scale, jnp.nan)
     elif bad is not None:
         scale = formats.where(largest < jnp.inf, scale, jnp.nan)
+    if spec.scale_format != "fp32":
+        scale = jnp.minimum(scale, _largest_scale(spec.scale_format, spec.format))
     scale = formats.round_to(scale, formats.get(spec.scale_format))
     # Products with reciprocals throughout: XLA makes them of quotients by constants and scalars in some programs and
     # not in others, and the codes must not depend on that.
@@ -74,7 +78,13 @@ def encode(
         k, top = (blocks.spread(s, x.shape, block_shape) for s in (exponent.astype(jnp.float32), exact * fmt.max))
         y = fmt.max * expansion.power(magnitude, top, k)
     else:
-        y = magnitude * blocks.spread(1 / exact, x.shape, block_shape)
+        if fmt.max >= 4:
+            y = magnitude * blocks.spread(1 / exact, x.shape, block_shape)
+        else:
+            # Scales are as large as values here, and beyond 2^126 have no normal number as their reciprocal.
+            unit = jnp.where(exact > 2.0**125, np.float32(2.0**-32), 1.0)
+            y = magnitude * blocks.spread(unit, x.shape, block_shape)
+            y = y * blocks.spread(1 / (exact * unit), x.shape, block_shape)
         if fixed and fmt.inf is not None:
             # In units of a given scale a finite value may lie beyond fp32; it is none of the infinite ones.
             y = jnp.where(jnp.isfinite(magnitude), jnp.minimum(y, fmt.max), y)
@@ -100,6 +110,15 @@ def encode(
         fading = jnp.stack([jnp.broadcast_to(fading[0], k.shape), expansion.power(fading[1], 1.0, k)])
     codes = fmt.encode(jnp.copysign(y, x), key, drawn, fading)
     return Parts(packing.pack(codes, spec.axis) if spec.packed else codes, scale, exponent, microscale)
+
+
+@functools.cache
+def _largest_scale(scale_format: str, name: str) -> float:
+    """The largest number of a format that times the largest code of another is finite in fp32."""
+    limit, dtype = formats.FP32.max / formats.get(name).max, formats.get(scale_format).dtype
+    bits = np.asarray(limit, dtype).view(np.uint16)  # limits are positive
+    largest = (bits - np.uint16(1)).view(dtype) if float(bits.view(dtype)) > limit else bits.view(dtype)
+    return float(largest)
 
 
 def _microscale(largest: Array, spec: QuantSpec, fmt: formats.Format) -> Array:

@@ -14,7 +14,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
+from fp8jax import QuantSpec, quantize
 from fp8jax.core import expansion, formats
+from fp8jax.core.qtensor import quantize_with_scale
 from tests.programs import count
 
 SPECS = ["e4m3", "e5m2", "e4m3:group128", "e5m2:group32", "e4m3:group128+expand", "e5m2:group48+expand"]
@@ -294,3 +296,42 @@ def test_metadata_is_rounded_in_a_way_that_no_compiler_may_skip():
     """XLA on GPUs removes the cast of an fp32 value to bf16 and back; the codes would then not fit the stored value."""
     for spec in ("e4m3:group128+expand", fp8jax.QuantSpec("e4m3", "group", 128, scale_format="bf16")):
         assert count(lambda x, spec=spec: fp8jax.quantize(x, spec), "reduce_precision", jnp.ones((4, 128))) >= 1
+
+
+SCALED = [fmt.name for fmt in formats.ALL if fmt.scaled and fmt.name != "e8m0"]
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("scale_format", ["fp32", "bf16"])
+def test_blocks_up_to_the_largest_numbers_have_the_codes_of_ordinary_ones(name, scale_format):
+    """A power of two changes scales alone, be it 2^127; and what is largest in fp32 has a finite scale."""
+    spec = QuantSpec(name, "group", 64, scale_format=scale_format)
+    x = np.abs(np.random.default_rng(0).standard_normal((3, 64))).astype(np.float32)
+    x *= 0.99 / x.max(-1, keepdims=True)
+    want, got = quantize(jnp.asarray(x), spec), quantize(jnp.asarray(x * np.float32(2.0**127) * 2), spec)
+    np.testing.assert_array_equal(np.asarray(got.codes).view(np.uint8), np.asarray(want.codes).view(np.uint8))
+    np.testing.assert_array_equal(
+        np.float64(np.float32(got.scale)), np.float64(np.float32(want.scale)) * np.float64(2.0**128)
+    )
+    for expand in (False, True):
+        top = quantize(
+            jnp.asarray([np.finfo(np.float32).max, 1e38], jnp.float32), dataclasses.replace(spec, expand=expand)
+        )
+        top.validate()
+        decoded = np.asarray(top.dequantize(), np.float64)
+        assert np.isfinite(decoded).all()
+        np.testing.assert_allclose(decoded, [np.finfo(np.float32).max, 1e38], rtol=2.0**-3)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("kind", ["own", "given"])
+def test_negative_subnormals_count_as_zeros_of_an_unsigned_format(expand, kind):
+    if expand and kind == "given":
+        pytest.skip("expanded blocks have no given scales")
+    spec = QuantSpec("ude8", "group", 4, expand=expand)
+    given = None if kind == "own" else jnp.full((1, 1), 0.5)
+    for tiny, visible in ((-1e-42, False), (-1e-45, False), (-0.0, False), (-1.2e-38, True)):
+        q = quantize_with_scale(jnp.array([[tiny, 0.5, 0.25, 0.0]], jnp.float32), spec, given)
+        decoded = np.asarray(q.dequantize())
+        assert np.isnan(decoded).all() if visible else np.isfinite(decoded).all(), tiny
+        assert visible or (decoded[0, [0, 3]] == 0).all()
