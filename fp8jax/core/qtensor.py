@@ -21,8 +21,10 @@ from fp8jax.core.spec import QuantSpec
 VERSION = 1
 # Of packed codes; no optimizer's state has them. Version 1 had the five bytes of four codes side by side.
 PACKED_VERSION = 2
-# Of the arrays beside the codes, in the order of the fields.
-KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in ("scale", "expansion", "microscale"))
+# The arrays beside the codes in the order of leaves, which is that of the alphabet: a dict of them, as Orbax restores
+# without a target, then has its leaves in the same order.
+BESIDE = ("expansion", "microscale", "scale")
+KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in BESIDE)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -80,7 +82,7 @@ class QTensor:
     length: int | None = None
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[QuantSpec, int | None]]:
-        return (self.codes, self.scale, self.expansion, self.microscale), (self.spec, self.length)
+        return (self.codes, *(getattr(self, name) for name in BESIDE)), (self.spec, self.length)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[QuantSpec, int | None]]:
         children, static = self.tree_flatten()
@@ -88,7 +90,10 @@ class QTensor:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[QuantSpec, int | None], children: Iterable[Any]) -> "QTensor":
-        return cls(*children, *static)  # type: ignore[call-arg]  # as many as there are fields
+        codes, *rest = children
+        beside = dict(zip(BESIDE, rest, strict=True))
+        _check_order(static[0], (codes, *rest))
+        return cls(codes, **beside, spec=static[0], length=static[1])
 
     @property
     def storage_key(self) -> str:
@@ -163,6 +168,29 @@ class QTensor:
             k = np.asarray(self.expansion, np.float32)
             if not ((k >= expansion.LOWEST) & (k <= expansion.HIGHEST)).all():
                 raise ValueError(f"expansion exponents must lie in [{expansion.LOWEST}, {expansion.HIGHEST}]")
+
+
+@functools.cache
+def _dtypes(spec: QuantSpec) -> tuple[np.dtype | None, ...]:
+    """The dtypes of the leaves; None for those that there are not."""
+    fmt = formats.get(spec.format)
+    codes = np.dtype(np.uint8) if spec.packed else fmt.dtype
+    exponents = expansion.DTYPE if spec.expand else None
+    bytes_ = np.dtype(np.uint8) if spec.granularity == "mx" else None
+    return codes, exponents, bytes_, formats.get(spec.scale_format).dtype
+
+
+def _check_order(spec: QuantSpec, leaves: tuple[Any, ...]) -> None:
+    """Refuses the arrays of a QTensor in another order than that of its leaves; other children are no arrays of one."""
+    want, got = _dtypes(spec), tuple(getattr(leaf, "dtype", None) for leaf in leaves)
+    if got == want or sorted(map(str, got)) != sorted(map(str, want)):
+        return
+    names = ("codes", *BESIDE)
+    listed = ", ".join(f"{name} {dtype}" for name, dtype in zip(names, want, strict=True) if dtype is not None)
+    raise ValueError(
+        f"leaves of dtypes {', '.join(str(dtype) for dtype in got if dtype is not None)} are not in the order of those "
+        f"of a QTensor of {spec}, which are {listed}; restore into a template, such as jax.eval_shape(tx.init, params)"
+    )
 
 
 @functools.cache

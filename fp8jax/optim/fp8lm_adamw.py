@@ -29,18 +29,20 @@ class FP8LMState(NamedTuple):
 
     Attributes:
         count: steps taken, int32 scalar.
+        largest: largest magnitudes of the three others, for each scale, of which the next step makes its bounds; None
+            for what is kept in fp32.
         master: master weights: the tree of the parameters with an fp16 `QTensor` or an fp32 array for each.
         mu: first moments, an e4m3 `QTensor` or an fp32 array each.
         nu: second moments, an fp16 `QTensor` or an fp32 array each.
-        largest: largest magnitudes of these three, for each scale, of which the next step makes its bounds; None for
-            what is kept in fp32.
+
+    Fields are in the order of the alphabet, as in a dict of them.
     """
 
     count: Array  # type: ignore[assignment]  # optax calls it so; tuple.count is shadowed
+    largest: Any
     master: optax.Params
     mu: optax.Updates
     nu: optax.Updates
-    largest: Any
 
 
 def fp8lm_adamw(
@@ -193,7 +195,7 @@ def fp8lm_adamw(
 
         masters = jax.tree.map(master, params, depths)
         maxima = jax.tree.map(largest, masters, is_leaf=moments.is_quantized)
-        state = FP8LMState(jnp.zeros([], jnp.int32), masters, zeros("mu"), zeros("nu"), maxima)
+        state = FP8LMState(jnp.zeros([], jnp.int32), maxima, masters, zeros("mu"), zeros("nu"))
         return moments.beside(params, state)
 
     def advance(form: Form, grads: Any, state: FP8LMState, params: Any, adam: adamw.Adam) -> tuple[Any, FP8LMState]:
@@ -220,7 +222,8 @@ def fp8lm_adamw(
         fused, rest = iter(fp8lm.apply(form, quantized, adam, impl)), iter(_plain(form, plain, adam))
         rows = [next(fused if isinstance(leaf.master, QTensor) else rest) for leaf in leaves]
         result, *new = (structure.unflatten([row[i] for row in rows]) for i in range(5))
-        return result, FP8LMState(adam.count, *new)
+        master, first, second, maxima = new
+        return result, FP8LMState(adam.count, maxima, master, first, second)
 
     def adam_of(state: FP8LMState, **gate: Any) -> adamw.Adam:
         checks.state(state, FP8LMState)

@@ -4,6 +4,7 @@
 later version of the storage gets a file of its own, and goes on to read this one.
 """
 
+import itertools
 import pathlib
 import re
 
@@ -159,8 +160,14 @@ def test_the_golden_state_loads_and_goes_on(name):
     chex.assert_trees_all_close(updates, saved["updates"], rtol=1e-5, atol=1e-9)
     chex.assert_trees_all_equal_shapes_and_dtypes(new, expected)
     # Bit for bit, but for the last bits of fp32 scales, which another compiler may compute in another order; its
-    # logarithm may move one exponent or code of 128 across a tie.
+    # logarithm may move one exponent or code of 128 across a tie. How first moments without expansion are rounded is
+    # newer than the golden state: to one of the codes around.
+    faded = [q.codes for q in quantized(new) if q.spec.underflow == "zero" and not q.spec.expand]
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
+        if any(a is codes for codes in faded):
+            a, b = (np.abs(np.asarray(x).view(np.int8) & (0x7F if x.dtype != jnp.int8 else -1)) for x in (a, b))
+            assert np.abs(a.astype(int) - b).max() <= 1
+            continue
         same = np.isclose(a, b, rtol=2.0**-21, atol=0) if np.asarray(a).dtype == np.float32 else np.asarray(a) == b
         assert np.sum(~same) <= (np.size(a) >= 128), name
 
@@ -179,3 +186,59 @@ def test_to_go_on_with_other_storage_a_state_is_quantized_again():
 
 if __name__ == "__main__":
     write()
+
+
+def restored_as_a_dict(path, state):
+    """The leaves as Orbax restores them without a target: of nested dicts, in the order of the alphabet."""
+    with v0.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+        checkpointer.wait_until_finished()
+        return jax.tree.leaves(checkpointer.restore(path))
+
+
+SAVED = {
+    "expanded": adamw,
+    "plain": lambda: adamw(expand=False),
+    "code books": lambda: around("de8", "ude8"),
+    "bf16 scales": lambda: fp8jax.compress_state(
+        optax.adamw(1e-2), {"*": QuantSpec("e4m3", "group", 64, scale_format="bf16", expand=True)}, min_size=1
+    ),
+    "fp8lm": lambda: fp8jax.fp8lm_adamw(1e-2, min_size=1),
+    "fp8lm in groups": lambda: fp8jax.fp8lm_adamw(1e-2, group_size=64, min_size=1),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_leaves_that_orbax_restores_without_a_target_are_in_the_order_of_the_state(name, tmp_path):
+    state, template = trained(SAVED[name]())
+    leaves = restored_as_a_dict(tmp_path / "state", state)
+    chex.assert_trees_all_equal(jax.tree.unflatten(jax.tree.structure(template), leaves), state)
+    assert quantized(state)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "e4m3:group4+expand",
+        "e5m2:group4+expand",
+        "de8:group4+expand",
+        "e4m3:mx4",
+        "int10:group4",
+        "fp16:group4",
+        "int8",
+    ],
+)
+def test_leaves_in_any_other_order_are_refused_by_their_dtypes(text):
+    q = fp8jax.quantize(jax.random.normal(jax.random.key(0), (4, 8)), text)
+    structure, leaves = jax.tree.structure(q), jax.tree.leaves(q)
+    for order in itertools.permutations(range(len(leaves))):
+        mixed = [leaves[i] for i in order]
+        if list(order) == sorted(order):
+            np.testing.assert_array_equal(jax.tree.unflatten(structure, mixed).dequantize(), q.dequantize())
+            continue
+        with pytest.raises(ValueError, match="are not in the order of those of a QTensor"):
+            jax.tree.unflatten(structure, mixed)
+    # What is no array of a QTensor passes, as under jax.tree.map.
+    assert jax.tree.leaves(jax.tree.map(lambda x: x.shape, q, is_leaf=None)) != []
+    jax.tree.map(lambda x: x.astype(jnp.float32), q)
+    jax.tree.map(lambda x: None, q)
