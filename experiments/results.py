@@ -63,11 +63,12 @@ STEPS = ("te_current", "coat", "coat_fast", "moss", "fast", "fp8_lm", "int8_fall
 ONE_GPU = (
     bench("step", 330, "--mesh", "one", "--rounds", "3", "--torch", "torch bf16", "torchao tensorwise",
           "--arm", *STEPS),
-    bench("models", 260, "--rounds", "3", "--limit", "220"),
+    bench("models", 240, "--rounds", "3", "--limit", "220"),
     bench("layer", 90, "--lengths", "4096"),
     bench("optimizer", 110),
     bench("gemm", 130, "--limit", "110"),
     table("coat_speed", 110),
+    bench("peers", 90),
     bench("quantize", 70),
     bench("gemm_int8", 70, "--limit", "55", "--shapes", "4"),
     bench("linear", 80, "--model", "7b", "--tokens", "16384"),

@@ -1,7 +1,7 @@
 """Benchmarks of kernels, layers and steps on GPUs: `python -m experiments.bench NAME [options]`.
 
-NAME is one of `BENCHES`. Each prints its rows and the
-flags of XLA that it runs with, writes results/CARD/NAME.json and a plot, and takes `--help`.
+NAME is one of `BENCHES`. Each prints its rows and the flags of XLA that it runs with, writes results/CARD/NAME.json and
+a plot, and takes `--help`.
 """
 
 import importlib
@@ -19,6 +19,7 @@ BENCHES = (
     "quantize",
     "linear",
     "scaling",
+    "peers",
     "reduce",
     "cold",
 )

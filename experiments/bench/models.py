@@ -101,8 +101,10 @@ class UserArm:
                 model, tx = fp8jax.nnx.quantize(model, recipe), fp8jax.optimizer(recipe, RATE, weight_decay=DECAY)
             return model, nnx.Optimizer(model, optax.chain(clip, tx), wrt=nnx.Param)
 
-        graph, shapes = nnx.split(nnx.eval_shape(lambda: begun(nnx.Rngs(0))))
-        self.begin = jax.jit(lambda: nnx.state(begun(nnx.Rngs(0))))
+        # A generator that compiles fast.
+        start = lambda: begun(nnx.Rngs(jax.random.key(0, impl="rbg")))  # noqa: E731
+        graph, shapes = nnx.split(nnx.eval_shape(start))
+        self.begin = jax.jit(lambda: nnx.state(start()))
         self.data = plain.batch(user.kind, size, length, outputs)
 
         def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:

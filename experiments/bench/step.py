@@ -69,8 +69,8 @@ class Settings(NamedTuple):
     unroll: int | None = None
 
 
-def settings(name: str) -> Settings:
-    """The recipe of an arm, what it recomputes, and how it runs.
+def parsed(name: str) -> tuple[fp8jax.Recipe, str, bool]:
+    """The recipe of an arm, what follows its name, and whether layers run in a loop; asks for no device.
 
     Raises:
         ValueError: there is no such recipe, or what follows its name is unknown.
@@ -83,6 +83,16 @@ def settings(name: str) -> Settings:
     elif how and how not in (*KEEPING, PLAIN):
         listed = [*KEEPING, *GRADIENTS, PLAIN, LOOP]
         raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {listed}")
+    return recipe, how, loop
+
+
+def settings(name: str) -> Settings:
+    """The recipe of an arm, what it recomputes, and how it runs.
+
+    Raises:
+        ValueError: as `parsed`.
+    """
+    recipe, how, loop = parsed(name)
     remat = False if name == BF16 else KEEPING.get(how, fastest(recipe))
     return Settings(recipe, remat, how != PLAIN, 1 if loop else None)
 
@@ -204,7 +214,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     try:
         for arm in options.arm:
-            settings(arm)
+            parsed(arm)
     except ValueError as error:
         parser.error(str(error))
     if timing.dry():
@@ -260,37 +270,34 @@ def _arm(llama: LlamaConfig, where: str, options: argparse.Namespace, name: str)
 
 
 def built(names: Sequence[str], make: Callable[[str], StepArm]) -> dict[str, StepArm]:
-    """The arms that compile and run a step; others are told of. One is compiled while the next one is traced.
+    """The arms that compile and run a step; others are told of.
+
+    One is compiled while the next one is traced; nothing runs then, for XLA measures which products are fastest.
 
     Raises:
         RuntimeError: the first, which all are compared with, does not run.
     """
     arms: dict[str, StepArm] = {}
+    waiting: tuple[str, StepArm, Any] | None = None
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        started: dict[str, tuple[StepArm, Any, float]] = {}
-
-        def finish(name: str) -> None:
-            arm, compiling, start = started.pop(name)
-            compiling.result()
-            jax.block_until_ready(arm())
-            arm.stop()
-            arms[name] = arm
-            print(f"  {name}: ready in {time.perf_counter() - start:.0f} s", flush=True)
-
         for name in [*names, None]:
-            waiting = list(started)
-            if name is not None:
-                start = time.perf_counter()
+            start, arm = time.perf_counter(), None
+            try:
+                arm = None if name is None else make(name)
+            except Exception as problem:
+                _failed(str(name), problem)
+            if waiting is not None:
+                before, ready, compiling = waiting
                 try:
-                    arm = make(name)
-                    started[name] = arm, pool.submit(getattr, arm, "program"), start
-                except Exception as problem:
-                    _failed(name, problem)
-            for before in waiting:
-                try:
-                    finish(before)
+                    compiling.result()
+                    jax.block_until_ready(ready())
+                    ready.stop()
+                    arms[before] = ready
                 except Exception as problem:
                     _failed(before, problem)
+            waiting = None if name is None or arm is None else (name, arm, pool.submit(getattr, arm, "program"))
+            if name is not None:
+                print(f"  {name}: traced, and the one before ran, in {time.perf_counter() - start:.0f} s", flush=True)
     if names[0] not in arms:
         raise RuntimeError(f"{names[0]!r}, which all arms are compared with, does not run")
     return arms

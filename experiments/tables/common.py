@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,6 @@ def write(
         device=device or jax.devices()[0].device_kind,
         rows=listed,
         notes=notes,
-        versions={"fp8jax": metadata.version("fp8jax")},
         date=date,
     )
     if figure is not None:

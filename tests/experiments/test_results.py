@@ -107,14 +107,14 @@ def test_it_takes_at_most_25_minutes_of_one_gpu():
 def test_the_list_says_what_changed_since(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("FP8JAX_COMMIT", "abcdef1234")
     monkeypatch.setattr(record, "since", lambda of: {"111": "commits since: 2 of fp8jax"}.get(of, ""))
-    for card, name, commit in (("h9", "step", "abcdef1234"), ("h9x2", "step", "111"), ("cpu", "plans", "222")):
+    for card, name, commit in (("h9", "step", "abcdef1234"), ("h9x2", "reduce", "111"), ("cpu", "plans", "222")):
         (tmp_path / card).mkdir(exist_ok=True)
         content = {"rows": [{"commit": commit, "device": "d"}]}
         (tmp_path / card / f"{name}.json").write_text(json.dumps(content))
     assert results.main(["--results", str(tmp_path), "--list"]) == 0
     told = capsys.readouterr().out
     one, two, cpu = (told.index(kind) for kind in ("one GPU:", "two GPUs:", "CPU:"))
-    assert one < told.index("step: h9: done") < two < told.index("step: h9x2: 111: commits since: 2 of fp8jax") < cpu
+    assert one < told.index("step: h9: done") < two < told.index("reduce: h9x2: 111: commits since: 2 of fp8jax") < cpu
     assert "plans: cpu: 222: no change since" in told
     assert "gemm: missing" in told
 

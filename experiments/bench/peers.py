@@ -1,0 +1,269 @@
+"""AdamW in 8 bits beside its peers: the same gradients for all, and how far each one's updates lie from exact ones.
+
+Each optimizer, at its defaults but for the learning rate, betas and no weight decay, gets the gradients of a stream one
+step after the other; its update is compared with AdamW's in float64. The figure is the norm of the difference over the
+norm of the exact update, over all leaves that are compressed, the worst of some steps (50, 100, 110, 200, 210, 300,
+400). Parameters stand at 0, so that nothing but the moments differs; `fp8lm_adamw` keeps weights of its own, in fp16.
+What is not installed, or needs a GPU that is not there, is left out, and told.
+
+Streams: normal noise whose scales are log-normal over the elements (sigma 1 and 3), which from step 200 on is 100 times
+larger or smaller; of equal scales, with 1 or 16 of 128 columns whose gradient is 0 from step 50 on (dead), with one
+gradient of 1e4 at step 100 (outlier), and of size 1e-8 (tiny); an embedding of which 2 % of the rows have a gradient in
+a step (rare); and the gradients of a real training of a small Llama ("training"). A code that decodes to 0 in the
+second moment makes an update of m / eps: errors above 1 are such explosions.
+"""
+
+import argparse
+import functools
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch's optimizers need room beside JAX.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # torchao's arithmetic as it is written, for any number of leaves.
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fp8jax
+from experiments import data
+from experiments.bench import timing
+from experiments.tables import fp8_lm_precision
+from experiments.tokenizer import Bytes
+
+RATE, B1, EPS, STEPS = 1e-3, 0.9, 1e-8, 400
+B2S = (0.95, 0.999)
+CHECKS = (50, 100, 110, 200, 210, 300, 400)
+SHAPES = {"w": (128, 256), "rows": (2, 4096), "bias": (512,)}
+SMALLEST = 4096  # elements of a leaf that all of them compress
+ERROR = "error of the update"
+OURS = "fp8jax.compressed_adamw"
+
+Tree = Mapping[str, np.ndarray]
+"""Of a stream each leaf has the steps as its first axis."""
+
+
+def ours(b2: float) -> dict[str, optax.GradientTransformationExtraArgs]:
+    """Optimizers of JAX: the default of ours, ways to have it otherwise, and optax's."""
+    settings: dict[str, Any] = {"b2": b2, "weight_decay": 0.0}
+    return {
+        "optax.adamw, fp32": optax.with_extra_args_support(optax.adamw(RATE, **settings)),
+        OURS: fp8jax.compressed_adamw(RATE, **settings),
+        f"{OURS}, no expansion": fp8jax.compressed_adamw(RATE, expand=False, **settings),
+        f"{OURS}, de8 and ude8": fp8jax.compressed_adamw(RATE, mu="de8", nu="ude8", expand=False, **settings),
+        "fp8jax.fp8lm_adamw": fp8jax.fp8lm_adamw(RATE, **settings),
+    }
+
+
+# By name the package, and where its class lies.
+PEERS = {
+    "torch.optim.AdamW, fp32": ("torch", "torch.optim", "AdamW"),
+    "torchao AdamW8bit": ("torchao", "torchao.optim", "AdamW8bit"),
+    "torchao AdamWFp8": ("torchao", "torchao.optim", "AdamWFp8"),
+    "torchao AdamW4bit": ("torchao", "torchao.optim", "AdamW4bit"),
+    "bitsandbytes AdamW8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
+    "FlashOptim FlashAdamW": ("flashoptim", "flashoptim", "FlashAdamW"),
+}
+
+
+def normal(rng: np.random.Generator, scales: Tree) -> dict[str, np.ndarray]:
+    """Noise of these scales, one step."""
+    return {k: (rng.standard_normal(s.shape) * s).astype(np.float32) for k, s in scales.items()}
+
+
+def stream(name: str, steps: int = STEPS) -> dict[str, np.ndarray]:
+    """The gradients of a stream, by leaf, (steps, ...)."""
+    rng = np.random.default_rng(sum(map(ord, name)))
+    if name == "training":
+        return recorded(steps)
+    if name == "rare rows":
+        rows = (rng.standard_normal((steps, 1000, 64)) * 1e-3).astype(np.float32)
+        rows[np.arange(1000) % 50 != np.arange(steps)[:, None] % 50] = 0
+        return {"embedding": rows}
+    if name.startswith("sigma"):
+        sigma = float(name.split()[1].rstrip(","))
+        scales = {k: 1e-3 * np.exp(sigma * rng.standard_normal(s)) for k, s in SHAPES.items()}
+    else:
+        scales = {k: np.full(s, 1e-8 if name == "tiny" else 1e-3) for k, s in SHAPES.items()}
+    listed = []
+    for t in range(steps):
+        by = {"larger": 100.0, "smaller": 0.01}.get(name.rpartition(" ")[2], 1.0) if t >= 200 else 1.0
+        g = normal(rng, {k: by * s for k, s in scales.items()})
+        if "dead" in name and t >= 50:
+            for k in ("w", "rows"):
+                g[k][:, 40 : 40 + int(name.split()[0])] = 0
+        if name == "outlier" and t == 100:
+            g["w"][3, 100] = g["rows"][1, 1000] = 1e4
+        listed.append(g)
+    return {k: np.stack([g[k] for g in listed]) for k in SHAPES}
+
+
+STREAMS = ("training", "sigma 1", "sigma 3", "sigma 1, larger", "sigma 1, smaller", "rare rows", "outlier", "tiny",
+           "1 dead", "16 dead")  # fmt: skip
+
+
+@functools.cache
+def recorded(steps: int) -> dict[str, np.ndarray]:
+    """The gradients of a small Llama that AdamW trains in fp32 on the standard library's sources, by leaf."""
+    corpus = data.read_corpus([], 0.05)
+    batches = data.train_batches(data.encode(corpus, Bytes(), 64).train, 64, 8, seed=0)
+    tokens_SxBxT = np.stack([next(batches) for _ in range(steps)])
+    task = fp8_lm_precision.make_task(fp8_lm_precision.LLAMA, 0)
+    tx = optax.adamw(RATE, B1, 0.999)
+
+    @jax.jit
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        _, grads, _ = task.gradients(params, {}, tokens)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, grads
+
+    params = jax.jit(task.init)().params
+    state, listed = tx.init(params), list[Any]()
+    for tokens in tokens_SxBxT:
+        params, state, grads = step(params, state, tokens)
+        listed.append({jax.tree_util.keystr(k): np.asarray(g) for k, g in jax.tree_util.tree_leaves_with_path(grads)})
+    # A few leaves of each kind are enough.
+    names = [name for name in listed[0] if listed[0][name].size >= SMALLEST]
+    return {name: np.stack([g[name] for g in listed]) for name in names}
+
+
+def exact(gradients: Tree, b2: float) -> dict[str, np.ndarray]:
+    """AdamW's updates over the learning rate, in float64: moments from zero, bias corrected, no decay."""
+    updates = {}
+    for name, g in gradients.items():
+        m, v, listed = np.zeros(g.shape[1:]), np.zeros(g.shape[1:]), []
+        for t, x in enumerate(g.astype(np.float64), 1):
+            m, v = B1 * m + (1 - B1) * x, b2 * v + (1 - b2) * x * x
+            listed.append(-(m / (1 - B1**t)) / (np.sqrt(v / (1 - b2**t)) + EPS))
+        updates[name] = np.stack(listed)
+    return updates
+
+
+def by_jax(tx: optax.GradientTransformationExtraArgs, gradients: Tree) -> tuple[dict[str, np.ndarray], float]:
+    """Updates of each step over the learning rate, and bytes of state a parameter."""
+    arrays = {k: jnp.asarray(g) for k, g in gradients.items()}
+    params = {k: jnp.zeros(g.shape[1:]) for k, g in arrays.items()}
+
+    @jax.jit
+    def run(params: Any, arrays: Any) -> tuple[Any, Any]:
+        def step(carry: Any, g: Any) -> Any:
+            params, state = carry
+            updates, state = tx.update(g, state, params)
+            # The state may hold weights of its own, to which the parameters must agree.
+            return (optax.apply_updates(params, updates), state), updates
+
+        (_, state), updates = jax.lax.scan(step, (params, tx.init(params)), arrays)
+        return updates, state
+
+    updates, state = run(params, arrays)
+    size = sum(x.nbytes for x in jax.tree.leaves(state)) / sum(p.size for p in params.values())
+    return {k: np.asarray(u, np.float64) / RATE for k, u in updates.items()}, size
+
+
+def by_torch(make: Callable[..., Any], gradients: Tree, b2: float, device: str) -> tuple[dict[str, np.ndarray], float]:
+    """The same of a class of torch's kind."""
+    torch = importlib.import_module("torch")
+    params = {k: torch.nn.Parameter(torch.zeros(g.shape[1:], device=device)) for k, g in gradients.items()}
+    optimizer = make(list(params.values()), lr=RATE, betas=(B1, b2), eps=EPS, weight_decay=0.0)
+    arrays = {k: torch.from_numpy(np.ascontiguousarray(g)).to(device) for k, g in gradients.items()}
+    listed = []
+    for t in range(len(next(iter(gradients.values())))):
+        for k, p in params.items():
+            with torch.no_grad():
+                p.zero_()
+            p.grad = arrays[k][t]
+        optimizer.step()
+        listed.append({k: p.detach().clone() for k, p in params.items()})
+    updates = {k: np.stack([u[k].double().cpu().numpy() for u in listed]) / RATE for k in params}
+    held = sum(
+        _bytes(torch, x) for p in params.values() for name, x in optimizer.state[p].items() if "qmap" not in name
+    )
+    return updates, held / sum(p.numel() for p in params.values())
+
+
+def _bytes(torch: Any, x: Any) -> int:
+    """Of a state: a tensor, or one that is made of others, without tables of codes that all share."""
+    if not isinstance(x, torch.Tensor):
+        return 0
+    if hasattr(x, "__tensor_flatten__") and type(x) is not torch.Tensor:
+        return sum(_bytes(torch, getattr(x, name)) for name in x.__tensor_flatten__()[0] if name != "qmap")
+    return int(x.numel() * x.element_size())
+
+
+def errors(updates: Tree, truth: Tree) -> tuple[float, int]:
+    """The worst error of the checked steps, infinite where an update is not finite, and the number of such steps."""
+    names = [k for k, u in truth.items() if u[0].size >= SMALLEST]
+    count = len(truth[names[0]])
+    broken = sum(not all(np.isfinite(updates[k][t]).all() for k in names) for t in range(count))
+    worst = 0.0
+    for step in [step for step in CHECKS if step <= count] or [count]:
+        off = sum(float(np.sum((updates[k][step - 1] - truth[k][step - 1]) ** 2)) for k in names)
+        size = sum(float(np.sum(truth[k][step - 1] ** 2)) for k in names)
+        worst = max(worst, np.sqrt(off / size) if np.isfinite(off) else np.inf)
+    return worst, broken
+
+
+def available(device: str) -> dict[str, Callable[..., Any]]:
+    """The peers that can run here; others are told of."""
+    found = {}
+    if not os.environ.get("TRITON_CACHE_DIR"):
+        os.environ.pop("TRITON_CACHE_DIR", None)  # jax-triton empties it, and torch cannot do with that.
+    for name, (package, module, kind) in PEERS.items():
+        try:
+            made = getattr(importlib.import_module(module), kind)
+            torch = importlib.import_module("torch")
+            parameter = torch.nn.Parameter(torch.zeros(SMALLEST, device=device))
+            parameter.grad = torch.ones_like(parameter)
+            made([parameter], lr=RATE).step()
+            found[name] = made
+        except Exception as error:  # Packages that miss a GPU or a library fail in ways of their own.
+            print(f"  {name}: left out ({package}: {type(error).__name__}: {str(error)[:120]})", flush=True)
+    return found
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="peers", description=__doc__)
+    parser.add_argument("--streams", nargs="+", choices=STREAMS, default=list(STREAMS))
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    options = parser.parse_args(argv)
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    peers = available(device)
+    versions = {package: importlib.metadata.version(package) for package in {PEERS[name][0] for name in peers}}
+    notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
+    left = [name for name in PEERS if name not in peers]
+    notes += [f"Not installed or not to be run here, and left out: {', '.join(left)}."] if left else []
+    notes += ["bitsandbytes' code for CPUs is not that for GPUs: it never rounds a second moment to 0."]
+    rows: list[timing.Row] = []
+    for name in ["sigma 1"] if timing.dry() else options.streams:
+        gradients = stream(name, 20 if timing.dry() else STEPS)
+        for b2 in B2S[:1] if timing.dry() else B2S:
+            truth = exact(gradients, b2)
+            runs = {kind: functools.partial(by_jax, tx, gradients) for kind, tx in ours(b2).items()}
+            runs |= {kind: functools.partial(by_torch, made, gradients, b2, device) for kind, made in peers.items()}
+            rows += compare(name, b2, truth, runs)
+    timing.write("peers", "AdamW in 8 bits beside its peers", rows, notes, versions, options.out)
+
+
+def compare(
+    name: str, b2: float, truth: Tree, runs: Mapping[str, Callable[[], tuple[Tree, float]]]
+) -> list[timing.Row]:
+    """Rows of a stream: errors as a table of optimizers by streams, and bytes of state."""
+    rows, table = [], f"b2 {b2:g}"
+    for kind, run in runs.items():
+        updates, size = run()
+        error, broken = errors(updates, truth)
+        for metric, value, unit in ((ERROR, error, "1"), ("bytes a parameter", size, "B")):
+            told = value if np.isfinite(value) else None
+            row = timing.row(f"{name}, {table}", kind, metric, told, unit)
+            first = name == STREAMS[0]
+            if metric == ERROR or first:
+                title = f"{ERROR}, {table}" if metric == ERROR else f"bytes of state a parameter, {table}"
+                rows.append(row | {"table": title, "pivot": (kind, name if metric == ERROR else "bytes")})
+        if broken:
+            rows.append(timing.row(f"{name}, {table}", kind, "steps that are not finite", broken, "1"))
+    return rows

@@ -1,0 +1,105 @@
+"""The comparison of 8-bit AdamWs: its truth against optax, its errors against planted updates, and what is left out."""
+
+import numpy as np
+import optax
+import pytest
+
+from experiments.bench import peers, timing
+
+GRADIENTS = {"w": np.random.default_rng(0).normal(size=(12, 64, 64)).astype(np.float32)}
+
+
+@pytest.mark.parametrize("b2", peers.B2S)
+def test_the_truth_is_adamw_s(b2):
+    tx = optax.adamw(1.0, peers.B1, b2, peers.EPS, weight_decay=0.0)
+    params = {"w": np.zeros((64, 64), np.float32)}
+    state, truth = tx.init(params), peers.exact(GRADIENTS, b2)
+    for t in range(12):
+        updates, state = tx.update({"w": GRADIENTS["w"][t]}, state, params)
+        np.testing.assert_allclose(truth["w"][t], updates["w"], rtol=2e-4, atol=2e-5)
+    exact, _ = peers.by_jax(peers.ours(b2)["optax.adamw, fp32"], GRADIENTS)
+    assert peers.errors(exact, truth) == (pytest.approx(0, abs=1e-5), 0)
+
+
+def test_errors_are_the_worst_of_the_checked_steps_over_leaves_that_all_compress():
+    truth = {"w": np.ones((120, 64, 64)), "bias": np.ones((120, 8))}
+    updates = {k: x.copy() for k, x in truth.items()}
+    updates["w"][49] *= 1.25  # step 50 is checked, 51 is not; a bias is not compressed
+    updates["w"][50] *= 9
+    updates["bias"][49] = 7
+    assert peers.errors(updates, truth) == (pytest.approx(0.25), 0)
+    updates["w"][109] *= 1.5
+    assert peers.errors(updates, truth)[0] == pytest.approx(0.5)
+    updates["w"][7, 0, 0] = np.nan
+    assert peers.errors(updates, truth) == (pytest.approx(0.5), 1)
+    updates["w"][99, 0, 0] = np.nan
+    assert peers.errors(updates, truth) == (np.inf, 2)
+
+
+def test_streams_are_what_they_say():
+    small = {name: peers.stream(name, 210) for name in peers.STREAMS if name != "training"}
+    dead = small["16 dead"]["w"]
+    assert (dead[60, :, 40:56] == 0).all()
+    assert (dead[60, :, 56:] != 0).all()
+    assert (dead[49] != 0).all()
+    assert (small["1 dead"]["rows"][60] == 0).sum() == 2
+    assert small["outlier"]["w"][100].max() == 1e4
+    assert small["outlier"]["w"][101].max() < 1
+    for name, by in (("larger", 100), ("smaller", 0.01)):
+        g = small[f"sigma 1, {name}"]["w"]
+        assert np.std(g[200:]) / np.std(g[:200]) == pytest.approx(by, rel=0.1)
+    assert np.std(small["tiny"]["w"]) == pytest.approx(1e-8, rel=0.1)
+    rare = small["rare rows"]["embedding"][3]
+    assert np.flatnonzero(rare.any(1)).tolist() == list(range(3, 1000, 50))
+    spread = np.std(np.log(np.abs(small["sigma 3"]["w"]).mean(0)))
+    assert spread == pytest.approx(3, rel=0.1)
+
+
+def test_what_is_not_there_or_does_not_run_is_left_out_and_told(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "PEERS", {"none": ("absent", "absent_package", "A"), "broken": ("json", "json", "nope")})
+    assert peers.available("cpu") == {}
+    told = capsys.readouterr().out
+    assert "none: left out (absent: ModuleNotFoundError" in told
+    assert "broken: left out (json: AttributeError" in told
+
+
+def test_rows_name_stream_and_optimizer_and_lose_no_explosion(capsys):
+    truth = {"w": np.ones((3, 64, 64))}
+    broken = {"w": np.full((3, 64, 64), np.nan)}
+    runs = {"exact": lambda: (truth, 8.0), "half": lambda: ({"w": truth["w"] * 0.5}, 2.0), "nan": lambda: (broken, 1.0)}
+    rows = peers.compare(peers.STREAMS[0], 0.95, truth, runs)
+    found = {(r["impl"], r["metric"]): r["value"] for r in rows}
+    assert (found["exact", peers.ERROR], found["half", peers.ERROR], found["nan", peers.ERROR]) == (0, 0.5, None)
+    assert found["nan", "steps that are not finite"] == 3
+    assert found["half", "bytes a parameter"] == 2
+    assert {r["pivot"] for r in rows if r["metric"] == peers.ERROR} == {(name, peers.STREAMS[0]) for name in runs}
+
+
+def test_a_torch_optimizer_sees_the_same_gradients():
+    torch = pytest.importorskip("torch")
+    updates, size = peers.by_torch(torch.optim.AdamW, GRADIENTS, 0.95, "cpu")
+    assert peers.errors(updates, peers.exact(GRADIENTS, 0.95)) == (pytest.approx(0, abs=1e-5), 0)
+    assert size == pytest.approx(8, abs=0.01)
+
+
+def test_recorded_gradients_are_those_of_a_training(monkeypatch):
+    """Of another loss at each step, and of every leaf that is compressed."""
+    peers.recorded.cache_clear()
+    found = peers.recorded(3)
+    peers.recorded.cache_clear()
+    assert all(g.shape[0] == 3 and g[0].size >= peers.SMALLEST for g in found.values())
+    assert len(found) >= 5
+    for g in found.values():
+        assert np.isfinite(g).all()
+        assert not np.array_equal(g[0], g[1])
+
+
+def test_a_dry_run_takes_one_short_stream(monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setenv("FP8JAX_DRY", "1")
+    monkeypatch.setattr(peers, "available", lambda device: {})
+    monkeypatch.setattr(peers, "ours", lambda b2: {peers.OURS: optax.with_extra_args_support(optax.adamw(peers.RATE))})
+    monkeypatch.setattr(timing, "write", lambda *of, **_: seen.update(rows=of[2], notes=of[3]))
+    peers.main(["--out", str(tmp_path)])
+    assert {r["impl"] for r in seen["rows"]} == {peers.OURS}
+    assert any("left out: torch.optim.AdamW, fp32, torchao" in note for note in seen["notes"])
