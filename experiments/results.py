@@ -57,7 +57,7 @@ def table(name: str, seconds: float, *options: str) -> Job:
     return Job(name, (f"experiments.tables.{name}", *options, "--results"), seconds)
 
 
-STEPS = ("te_current", "coat", "coat_fast", "moss", "fast", "fp8_lm", "int8_fallback", "int8_block", "bf16",
+STEPS = ("te_current", "coat", "coat_fast", "moss", "fast", "fp8_lm", "moss_mx", "int8_fallback", "int8_block", "bf16",
          "te_current, none of our kernels")  # fmt: skip
 # In the order of their importance.
 ONE_GPU = (
@@ -80,7 +80,7 @@ TWO_GPUS = (
           "coat, 8-bit gradients, one phase", file="step_two"),
     bench("reduce", 120),
     bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
-          "fp8_lm", file="step_7b"),
+          "fp8_lm", "fp8_lm_two_phase", file="step_7b"),
     bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
           file="step_7b_fit"),
 )  # fmt: skip
