@@ -1,5 +1,6 @@
 """fp8jax: training large JAX models in 8 bits."""
 
+import contextlib as _contextlib
 import importlib as _importlib
 from importlib import metadata as _metadata
 from typing import Any as _Any
@@ -50,7 +51,9 @@ from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
 from fp8jax.rewrite.rules import Rule as Rule
 from fp8jax.rewrite.transform import transform as transform
 
-__version__ = _metadata.version("fp8jax")
+__version__ = "unknown"  # of a checkout that is on the path and not installed
+with _contextlib.suppress(_metadata.PackageNotFoundError):
+    __version__ = _metadata.version("fp8jax")
 _flax_state.install()
 
 

@@ -99,6 +99,21 @@ else:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+def test_a_checkout_that_is_not_installed_is_imported():
+    code = """
+from importlib import metadata
+known = metadata.version
+def version(name):
+    if name == "fp8jax":
+        raise metadata.PackageNotFoundError(name)
+    return known(name)
+metadata.version = version
+import fp8jax
+assert fp8jax.__version__ == "unknown"
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_examples_in_docstrings_run():
     attempted = 0
     for path in FILES:
