@@ -10,13 +10,16 @@ from jax import Array
 
 from fp8jax.core.recipe import Recipe
 from fp8jax.ops.activation import activate
-from fp8jax.ops.linear import content_key, dot_general, output_spec, rows
+from fp8jax.ops.linear import content_key, dot_general, in_order, output_spec, rows
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import product
 from fp8jax.ops.saved import ITSELF, Origin
+from fp8jax.ops.scaled import scaled_linear
+from fp8jax.ops.sharding import merge
 from fp8jax.ops.transformer import attention_output
 from fp8jax.rewrite.graph import Node, Value
 from fp8jax.rewrite.primitives import Equation
+from fp8jax.rewrite.states import Use, observed_beside
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,6 +34,7 @@ class ProductOperation:
         side: which operand of the equation the parameter is.
         root: the value that the data are, up to what keeps their elements: products of one share its codes.
         kept: a value that is kept in any case and has the elements of the data: nothing else is kept of them.
+        use: which product with the parameter it is, if its scaling keeps a state.
     """
 
     recipe: Recipe
@@ -40,8 +44,11 @@ class ProductOperation:
     side: int
     root: Value
     kept: Value | None = None
+    use: Use | None = None
 
     def run(self, running: Any, node: Node) -> Sequence[Array]:
+        if self.use is not None and self.use.key in running.states:
+            return [self._scaled(running, node)]
         result, linear = node.results[0], self.recipe.linear
         x = running.array(self.data if self.kept is None else self.kept)
         origin = running.origin(self.root, x)
@@ -58,6 +65,23 @@ class ProductOperation:
         else:
             y = attention_output(x, w, recipe=self.recipe, **how)
         return [y.reshape(result.shape).astype(result.dtype)]
+
+    def _scaled(self, running: Any, node: Node) -> Array:
+        """The product under a scaling that keeps a state."""
+        contract, _ = node.eqn.params["dimension_numbers"]
+        result, linear, n = node.results[0], self.recipe.linear, len(contract[0])
+        order = contract if self.side == 1 else contract[::-1]
+        left, right = in_order(running.array(self.data), self._laid_out(running), (order, ((), ())))
+        lead, outputs = left.ndim - n, right.ndim - n
+        x, w = merge(left, *[1] * lead, n), merge(right, n, outputs)
+        known = running.known(x, self.root, running.origin(self.root, x))
+        key = known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
+        state, slots = running.states[self.use.key]  # type: ignore[union-attr]
+        y, seen = scaled_linear(x, w, state, slots.dy, recipe=linear, key=key, known=known)
+        y = observed_beside(y, slots, seen).reshape(*left.shape[:lead], *right.shape[n:])
+        if self.side == 0:
+            y = jnp.moveaxis(y, range(lead), range(y.ndim - lead, y.ndim))
+        return y.astype(result.dtype)
 
     def _laid_out(self, running: Any) -> Array:
         w = running.array(self.weight)

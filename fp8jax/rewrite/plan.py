@@ -1,5 +1,6 @@
 """Plans: which products of a program a recipe takes, and the norms and activations before and between them."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from fp8jax.core.recipe import Linear
 from fp8jax.rewrite import activations, norms, primitives
 from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, Weight, before, in_order, origin_of, readers
 from fp8jax.rewrite.heads import Flow
@@ -16,6 +18,7 @@ from fp8jax.rewrite.operations import ActivationOperation, NormOperation, Produc
 from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.rules import LayerChoice, Ordered, between
+from fp8jax.rewrite.states import Use, levels_of, scaling_names
 
 # What layers of all frameworks call their matrix or vector, and what wraps it.
 _LEAVES = ("kernel", "w", "weight", "weights", "embedding", "scale", "bias", "b", "offset", "gamma", "beta", "value")
@@ -64,6 +67,7 @@ class _Product:
     side: int
     weight: Weight
     path: str
+    around: tuple[tuple[Node, Graph], ...]
     choice: LayerChoice = _UNKNOWN
 
     @property
@@ -82,12 +86,15 @@ def layer_path(path: str) -> str:
     return path
 
 
-def plan(graph: Graph, rules: Ordered) -> tuple[Entry, ...]:
-    """Puts operations of the rules' recipes into a graph; returns what became of each part, in the program's order.
+def plan(graph: Graph, rules: Ordered) -> tuple[tuple[Entry, ...], dict[Use, Linear]]:
+    """Puts operations of the rules' recipes into a graph.
+
+    Returns:
+        What became of each part, in the program's order; and the products whose scaling keeps a state.
 
     Raises:
-        ValueError: a rule matches nothing, nothing is left to quantize, or a product asks for a precision that a
-            quantized one cannot give.
+        ValueError: a rule matches nothing, nothing is left to quantize, a product asks for a precision that a
+            quantized one cannot give, or one with batch axes is to have a scaling that observes its operands.
     """
     entries: dict[Node, Entry] = {}
     products = list(_products(graph, entries))
@@ -101,7 +108,29 @@ def plan(graph: Graph, rules: Ordered) -> tuple[Entry, ...]:
     places = list(graph.everywhere())
     normed = _replace_all(products, rules, entries)
     _check(products, normed, rules, heads, entries)
-    return tuple(entries[node] for node in places if node in entries)
+    return tuple(entries[node] for node in places if node in entries), _uses(products)
+
+
+def _uses(products: list[_Product]) -> dict[Use, Linear]:
+    """Numbers the products of each parameter whose scaling keeps a state."""
+    uses: dict[Use, Linear] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    for p in products:
+        operation = p.node.operation
+        if not isinstance(operation, ProductOperation) or not operation.recipe.linear.states:
+            continue
+        linear, path = operation.recipe.linear, p.weight.path
+        if any(p.node.eqn.params["dimension_numbers"][1]):
+            if any(scaling.observes for scaling in linear.states.values()):
+                raise ValueError(
+                    f"{p.path} has batch axes, at {p.node.line()}: under {scaling_names(linear)} scaling a product has "
+                    f"one state. Leave it out, [fp8jax.Rule({p.path!r}, None), recipe], or take current scaling"
+                )
+            continue
+        operation.use = Use(path, counts[path], levels_of(p.around, p.weight.stored))
+        counts[path] += 1
+        uses[operation.use] = linear
+    return uses
 
 
 def _check(
@@ -114,12 +143,14 @@ def _check(
     rules.check_all_used([*(p.path for p in products), *normed], heads, unknown=unknown)
 
 
-def _products(graph: Graph, entries: dict[Node, Entry]) -> Iterator[_Product]:
+def _products(
+    graph: Graph, entries: dict[Node, Entry], around: tuple[tuple[Node, Graph], ...] = ()
+) -> Iterator[_Product]:
     """The products of data with a parameter that may be quantized; notes the others."""
     for node in graph.all():
         if not node.sealed:
             for body in node.bodies:
-                yield from _products(body, entries)
+                yield from _products(body, entries, (*around, (node, body)))
         if node.kind not in primitives.PRODUCTS and node.kind not in primitives.OWN_DERIVATIVE:
             continue
         floats = [jnp.issubdtype(value.dtype, jnp.floating) for value in node.operands[:2]]
@@ -128,7 +159,7 @@ def _products(graph: Graph, entries: dict[Node, Entry]) -> Iterator[_Product]:
         if why is None:
             weight = node.operands[sides[0]].weight
             assert weight is not None
-            yield _Product(graph, node, sides[0], weight, layer_path(weight.path))
+            yield _Product(graph, node, sides[0], weight, layer_path(weight.path), around)
         elif why:
             weights = [value.weight for value in node.operands if value.weight is not None]
             path = layer_path(weights[0].path) if weights else ""

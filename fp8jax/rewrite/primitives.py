@@ -103,11 +103,33 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carries)
 
 
-def stacked(eqn: Any) -> tuple[range, int]:
-    """The operands of a loop of which each turn gets a row, and the number of turns; else none, and 1."""
-    if eqn.primitive.name != "scan":
-        return range(0), 1
-    return range(sum(scan_parts(eqn.params)), len(eqn.invars)), eqn.params["length"]
+class Turns(NamedTuple):
+    """The turns of a loop, or the devices of a mesh: what runs once for each of them.
+
+    Attributes:
+        times: how many.
+        rows: the operands of which each gets a row.
+        axes: of the mesh.
+    """
+
+    times: int
+    rows: range = range(0)
+    axes: tuple[str, ...] = ()
+
+
+def turns(eqn: Any) -> Turns | None:
+    """How often an equation runs its program at once or in turn, if that is counted; else None."""
+    if eqn.primitive.name == "scan":
+        return Turns(eqn.params["length"], range(sum(scan_parts(eqn.params)), len(eqn.invars)))
+    if eqn.primitive.name == "shard_map":
+        mesh = eqn.params["mesh"]
+        axes = tuple(name for name in mesh.axis_names if name in _manual_axes(eqn.params))
+        return Turns(math.prod(mesh.shape[name] for name in axes), axes=axes)
+    return None
+
+
+def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    return params.get("newly_manual_axes", params.get("manual_axes", frozenset()))  # type: ignore[no-any-return]
 
 
 Run = Callable[..., list[Any]]
@@ -121,7 +143,7 @@ def run_again(eqn: Any, operands: list[Any], run: Sequence[Run], carried: Any = 
         operands: its operands.
         run: for each program `run(inputs, carried, rows)`, which returns its outputs.
         carried: further arrays, in any structure, that each turn gets.
-        rows: likewise, of which each turn of a scan gets a row.
+        rows: likewise, of which each turn of a scan, or each device, gets a row.
     """
     name, params, body = eqn.primitive.name, eqn.params, run[0]
     if name == "scan":
@@ -151,15 +173,15 @@ def run_again(eqn: Any, operands: list[Any], run: Sequence[Run], carried: Any = 
         return list(jax.checkpoint(once, **policy)(operands, carried, rows))
     if name == "shard_map":
         how = {"mesh": params["mesh"], "check_vma": params["check_vma"]}
-        how["axis_names"] = set(params.get("newly_manual_axes", params.get("manual_axes", ())))
-        whole = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), (carried, rows))
+        how["axis_names"] = set(_manual_axes(params))
+        whole, each = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(turns(eqn).axes)  # type: ignore[union-attr]
         mapped = jax.shard_map(
-            lambda operands, more: once(operands, *more),
-            in_specs=(list(params["in_specs"]), whole),
+            lambda operands, carried, rows: once(operands, carried, jax.tree.map(lambda row: row[0], rows)),
+            in_specs=(list(params["in_specs"]), whole, each),
             out_specs=list(params["out_specs"]),
             **how,
         )
-        return list(mapped(operands, (carried, rows)))
+        return list(mapped(operands, carried, rows))
     return list(_jit_again(params, once, operands, (carried, rows)))
 
 

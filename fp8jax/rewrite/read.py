@@ -93,7 +93,8 @@ def _node(eqn: Any, operands: list[Value], scope: str, around: str) -> Node:
 
 def _body(eqn: Any, program: Body, operands: list[Value], around: str) -> Graph:
     inputs = []
-    rows, _ = primitives.stacked(eqn)
+    turns = primitives.turns(eqn)
+    rows = turns.rows if turns is not None else range(0)
     for place, (variable, i) in enumerate(zip(program.jaxpr.invars, program.inputs, strict=True)):
         operand, varies = operands[i], place in program.varying
         value = Value(variable.aval, outer=operand, data=operand.data or varies)

@@ -10,15 +10,20 @@ from fp8jax.rewrite.graph import Graph, Node, Value
 from fp8jax.rewrite.known import Cotangents, Known
 from fp8jax.rewrite.operations import as_read
 from fp8jax.rewrite.primitives import Equation
+from fp8jax.rewrite.states import Use
 
 
 class Schedule(NamedTuple):
-    """What is run of a graph: each node, and the nodes of calls of which more is read or changed than the results."""
+    """What is run of a graph: each node, and the nodes of calls of which more is read or changed than the results.
+
+    `uses` are the products in it, and in nested programs, whose scaling keeps a state.
+    """
 
     graph: Graph
     nodes: tuple[Node, ...]
     steps: dict[Node, Equation]
     bodies: dict[Node, "tuple[Schedule, ...]"]
+    uses: tuple[Use, ...]
 
 
 def schedule(graph: Graph, *, apart: bool = False) -> Schedule:
@@ -36,7 +41,9 @@ def schedule(graph: Graph, *, apart: bool = False) -> Schedule:
         if not node.sealed and node.operation is None and node.bodies and (node.changed or apart)
     }
     plain = [node for node in nodes if node.operation is None and node not in bodies]
-    return Schedule(graph, nodes, {node: Equation(node.eqn, node.scope) for node in plain}, bodies)
+    uses = [use for node in nodes if (use := getattr(node.operation, "use", None)) is not None]
+    uses += [use for each in bodies.values() for body in each for use in body.uses]
+    return Schedule(graph, nodes, {node: Equation(node.eqn, node.scope) for node in plain}, bodies, tuple(uses))
 
 
 def _needed(nodes: Sequence[Node], wanted: set[Value], apart: bool) -> Iterator[Node]:
@@ -60,11 +67,12 @@ class Running:
 
     Attributes:
         origins: what operations have said of their results, for those that read them.
-        states: of scalings, by their places; `fp8jax.rewrite.states`.
+        states: what each use of a parameter reads of its scaling, and its slots, by path and number.
+        level: how many counted loops and meshes stand around.
     """
 
-    def __init__(self, plan: Schedule, arrays: Sequence[Any], states: Mapping[str, Any]) -> None:
-        self._plan, self.states = plan, states
+    def __init__(self, plan: Schedule, arrays: Sequence[Any], states: Mapping[Any, Any], level: int = 0) -> None:
+        self._plan, self.states, self._level = plan, states, level
         self._arrays: dict[Value, Any] = dict(zip(plan.graph.inputs, arrays, strict=True))
         self.origins: dict[Value, Origin] = {}
         self._shared: dict[Any, Any] = {}
@@ -106,13 +114,20 @@ class Running:
         return [self.array(value) for value in plan.graph.outputs]
 
     def _nested(self, node: Node, bodies: Sequence[Schedule]) -> list[Any]:
-        def run(plan: Schedule, inputs: Sequence[Any], states: Any, rows: Any) -> list[Any]:
-            return Running(plan, inputs, {**states, **rows}).outputs()
+        counted = primitives.turns(node.eqn) is not None
+        carried: dict[Any, Any] = {}
+        rows: dict[Any, Any] = {}
+        for use in dict.fromkeys(use for plan in bodies for use in plan.uses if use.key in self.states):
+            state, slots = self.states[use.key]
+            # Each turn and device has slots of its own; a state, where it has a weight of its own.
+            own = counted and use.levels[self._level].stacked
+            carried[use.key] = None if own else state, None if counted else slots
+            rows[use.key] = state if own else None, slots if counted else None
 
-        return primitives.run_again(
-            node.eqn,
-            [self.array(value) for value in node.operands],
-            [functools.partial(run, plan) for plan in bodies],
-            {},
-            {},
-        )
+        def run(plan: Schedule, inputs: Sequence[Any], carried: Any, rows: Any) -> list[Any]:
+            both = {key: [a if b is None else b for a, b in zip(carried[key], rows[key], strict=True)] for key in rows}
+            return Running(plan, inputs, both, self._level + counted).outputs()
+
+        operands = [self.array(value) for value in node.operands]
+        runs = [functools.partial(run, plan) for plan in bodies]
+        return primitives.run_again(node.eqn, operands, runs, carried, rows)

@@ -1,17 +1,19 @@
 """`fp8jax.transform`: quantization as a transformation of JAX functions."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from fp8jax.core.recipe import Linear
 from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.plan import Entry, plan
 from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.run import Running, Schedule, schedule
+from fp8jax.rewrite.states import States, Use, advance, by_use, init, scaling_names, with_bounds
 
 _MOST_PLANS = 64
 
@@ -19,6 +21,8 @@ _MOST_PLANS = 64
 class _Planned(NamedTuple):
     schedule: Schedule
     entries: tuple[Entry, ...]
+    uses: dict[Use, Linear]
+    paths: tuple[str | None, ...]
     structure: Any
     run: Callable
     compiled: Callable
@@ -39,11 +43,55 @@ class Transformed:
         self._calls: dict[Hashable, Callable] = {}
         self._plans: dict[int, tuple[Any, _Planned]] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, states: States | None = None, **kwargs: Any) -> Any:
         arrays, made = self._planned(args, kwargs)
-        inside = any(isinstance(x, jax.core.Tracer) for x in arrays)
+        _check_states(states, made.uses)
+        inside = any(isinstance(x, jax.core.Tracer) for x in (*arrays, *jax.tree.leaves(states)))
         run = made.run if inside else made.compiled
-        return jax.tree.unflatten(made.structure, run(arrays, {}))
+        return jax.tree.unflatten(made.structure, run(arrays, states or {}))
+
+    def init(self, *args: Any, **kwargs: Any) -> States:
+        """The states of scalings before the first step, by the paths of parameters; {} where no recipe keeps any.
+
+            states = fast.init(params, batch)
+            grads, observed = jax.grad(lambda p, s: loss(fast(p, batch, states=s)), argnums=(0, 1))(params, states)
+            states = fast.advance(states, observed)
+
+        What a call observes of its operands, such as their largest magnitudes, is the gradient of its states, and so
+        comes through scans, checkpoints, conditions and meshes; a call that is not differentiated observes nothing.
+        Under `jax.vmap` map the states too (or gradients of the batch's elements are summed).
+
+        Args:
+            args, kwargs: of a call. Scalings that start from the weights, as automatic scaling, measure the parameters.
+
+        Raises:
+            ValueError: as the call; or products of one parameter cannot have one state.
+        """
+        arrays, made = self._planned(args, kwargs)
+        weights = {path: x for path, x in zip(made.paths, arrays, strict=True) if path is not None}
+        return init(made.uses, weights)
+
+    def advance(self, states: States, observed: States, *, axis_name: Any = None) -> States:
+        """The states after a step.
+
+        Args:
+            states: before the step.
+            observed: the gradient of the step's loss by the states; of microbatches the largest (counts summed).
+            axis_name: mesh axes of replicas, where `jax.shard_map` is around the call, whose observations are merged.
+        """
+        return advance(states, observed, axis_name)
+
+    def set_weight_bounds(self, states: States, bounds: Mapping[tuple[str, ...], Any]) -> States:
+        """The states with the bounds of weights under automatic scaling: take it after each update of the optimizer.
+
+        Args:
+            states: of `init`.
+            bounds: what `fp8jax.weight_bounds` reads from the state of an optimizer of the same parameters.
+
+        Raises:
+            ValueError: the optimizer follows other parameters.
+        """
+        return with_bounds(states, bounds)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What becomes of each product with a parameter, and of what stands before it; nothing is computed.
@@ -90,10 +138,10 @@ class Transformed:
 
     def _make(self, program: Any, paths: Sequence[str | None], structure: Any) -> _Planned:
         graph = read(program, paths)
-        entries = plan(graph, self._rules)
+        entries, uses = plan(graph, self._rules)
         made = schedule(graph)
-        run = lambda arrays, states: Running(made, arrays, states).outputs()  # noqa: E731
-        return _Planned(made, entries, structure, run, jax.jit(run))
+        run = lambda arrays, states: Running(made, arrays, by_use(states)).outputs()  # noqa: E731
+        return _Planned(made, entries, uses, tuple(paths), structure, run, jax.jit(run))
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""
@@ -108,6 +156,20 @@ class Transformed:
             return None
         first = (str(place),) if len(self._params) > 1 else ()
         return "/".join(filter(None, (*first, jax.tree_util.keystr(path[2:], simple=True, separator="/"))))
+
+
+def _check_states(states: States | None, uses: dict[Use, Linear]) -> None:
+    """Raises ValueError where products have no state that their scaling needs."""
+    for use, linear in uses.items():
+        known = None if states is None else states.get(use.path)
+        if known is not None and use.number < len(known.slots):
+            continue
+        if states or any(scaling.observes for scaling in linear.states.values()):
+            what = "of which the given states have none" if states else "and no states are given"
+            raise ValueError(
+                f"{scaling_names(linear)} scaling of {use.path} keeps a state, {what}: take those of init(params, "
+                "...), and call with states=..."
+            )
 
 
 def _over_arrays(fn: Callable, structure: Any, count: int, fixed: dict[int, Any]) -> Callable:

@@ -1,0 +1,197 @@
+"""States of scalings: read by calls, observed as gradients through every kind of program, and advanced."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import fp8jax
+from tests.programs import dots
+
+WIDTH, INNER = 16, 32
+DELAYED = dataclasses.replace(
+    fp8jax.recipes.te_delayed(), linear=dataclasses.replace(fp8jax.recipes.te_delayed().linear, history=3)
+)
+P = {"up": 0.2 * jax.random.normal(jax.random.key(0), (WIDTH, INNER)), "down": jnp.ones((INNER, WIDTH)) / 8}
+X = jax.random.normal(jax.random.key(1), (4, 6, WIDTH))
+
+
+def mlp(p, x):
+    return jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+def largest(x, axis=None):
+    return np.max(np.abs(np.asarray(x, np.float64)), axis)
+
+
+def observed(fn, p, x, recipe=DELAYED, states=None):
+    """The transformed function, its states, and what one differentiated call observes."""
+    fast = fp8jax.transform(fn, recipe)
+    states = fast.init(p, x) if states is None else states
+    loss = lambda states, p: jnp.sum(jnp.sin(fast(p, x, states=states)))  # noqa: E731
+    return fast, states, jax.jit(jax.grad(loss))(states, p)
+
+
+def test_one_step_observes_and_advances():
+    fast, states, seen = observed(mlp, P, X)
+    assert jax.tree.map(jnp.shape, states["up"].state) == ((3,), (3,), (3,))
+    (slots,) = seen["up"].slots
+    np.testing.assert_allclose([slots.x, slots.w], [largest(X), largest(P["up"])], rtol=1e-6)
+    dy = jax.grad(lambda h: jnp.sum(jnp.sin(jnp.tanh(h) @ P["down"])))(X @ P["up"])
+    np.testing.assert_allclose(slots.dy, largest(dy), rtol=0.1)  # the products after it are quantized
+    # States get no gradient of their own.
+    assert not any(leaf.any() for leaf in jax.tree.leaves(seen["up"].state))
+    new = fast.advance(states, seen)
+    np.testing.assert_array_equal(new["up"].state.x, [slots.x, 0, 0])
+    assert not any(leaf.any() for leaf in jax.tree.leaves(new["up"].slots))
+    # The next call reads them: a scale for twice the magnitude makes other codes.
+    later = jax.tree.map(lambda s: 2.5 * s, new)
+    assert (fast(P, X, states=later) != fast(P, X, states=states)).any()
+
+
+def test_the_same_bits_as_layers_of_nnx():
+    """Three steps of delayed scaling: results, gradients and histories."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+            self.up, self.down = linear(WIDTH, INNER), linear(INNER, WIDTH)
+
+        def __call__(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+    model = fp8jax.nnx.quantize(Model(nnx.Rngs(0)), DELAYED)
+    graph, params, rest = nnx.split(Model(nnx.Rngs(0)), nnx.Param, ...)
+    params = nnx.to_pure_dict(params)
+    fast = fp8jax.transform(lambda p, x: nnx.merge(graph, p, rest)(x), DELAYED)
+    states = fast.init(params, X)
+    wrt = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
+    theirs = nnx.jit(nnx.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x))), argnums=nnx.DiffState(0, wrt)))
+    ours = jax.jit(jax.value_and_grad(lambda p, s, x: jnp.sum(jnp.sin(fast(p, x, states=s))), (0, 1)))
+    for i in range(3):
+        x = X * (i + 1)
+        value, grads = theirs(model, x)
+        grads = fp8jax.nnx.advance_scaling(model, grads)
+        got, (own, seen) = ours(params, states, x)
+        states = fast.advance(states, seen)
+        assert got == value
+        jax.tree.map(np.testing.assert_array_equal, own, nnx.to_pure_dict(grads))
+        for name in ("up", "down"):
+            layer, state = getattr(model, name).dot_general, states[f"{name}/kernel"].state
+            for operand in ("x", "w", "dy"):
+                np.testing.assert_array_equal(getattr(state, operand), getattr(layer, operand)[...])
+
+
+STACKED = jax.tree.map(lambda w: jnp.stack([w, 2 * w, 3 * w]), P)
+
+
+def scanned(p, x):
+    layer = jax.checkpoint(lambda x, w: (x + mlp(w, x), None))
+    return lax.scan(layer, x, p)[0]
+
+
+def test_stacked_layers_have_states_of_their_own():
+    """Through scan and checkpoint; each layer observes its own operands."""
+    fast, states, seen = observed(scanned, STACKED, X)
+    assert states["up"].state.x.shape == (3, 3)
+    (slots,) = seen["up"].slots
+    np.testing.assert_allclose(slots.w, largest(STACKED["up"], (1, 2)), rtol=1e-6)
+    inputs = [X]
+    for i in range(2):
+        inputs.append(inputs[-1] + mlp(jax.tree.map(lambda w, i=i: w[i], STACKED), inputs[-1]))
+    np.testing.assert_allclose(slots.x, [largest(x) for x in inputs], rtol=0.05)
+    np.testing.assert_array_equal(fast.advance(states, seen)["up"].state.w[:, 0], slots.w)
+
+
+def test_a_shared_layer_observes_the_largest_of_its_turns():
+    """Cotangents sum, and magnitudes must not."""
+    fn = lambda p, x: lax.fori_loop(0, 3, lambda i, x: x * 0.5 + 0 * mlp(p, x), x)  # noqa: E731
+    fast, states, seen = observed(fn, P, X)
+    assert (states["up"].state.x.shape, states["up"].slots[0].x.shape) == ((3,), (3,))
+    new = fast.advance(states, seen)["up"].state
+    np.testing.assert_allclose([new.x[0], new.w[0]], [largest(X), largest(P["up"])], rtol=1e-6)
+
+
+def test_two_uses_of_one_parameter_have_one_state():
+    fn = lambda p, x: mlp(p, x) + mlp(p, 3 * x)  # noqa: E731
+    fast, states, seen = observed(fn, P, X)
+    assert len(states["up"].slots) == 2
+    new = fast.advance(states, seen)["up"].state
+    np.testing.assert_allclose([new.x[0], new.w[0]], [3 * largest(X), largest(P["up"])], rtol=1e-6)
+
+
+def test_a_branch_that_is_not_taken_observes_nothing():
+    fn = lambda p, x: lax.cond(x[0, 0, 0] > 1e3, lambda x: mlp(p, 9 * x), lambda x: mlp(p, x), x)  # noqa: E731
+    _, _, seen = observed(fn, P, X)
+    taken = sorted(float(slots.x) for slots in seen["up"].slots)
+    np.testing.assert_allclose(taken, [0, largest(X)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_devices_of_a_mesh_observe_their_own(checked):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P("d")}
+    fn = lambda p, x: jax.shard_map(mlp, mesh=mesh, check_vma=checked, **specs)(p, x)  # noqa: E731
+    x = X.at[:2].multiply(0.5)
+    fast, states, seen = observed(fn, P, x)
+    (slots,) = seen["up"].slots
+    np.testing.assert_allclose(slots.x, [largest(x[:2]), largest(x[2:])], rtol=1e-6)
+    np.testing.assert_allclose(fast.advance(states, seen)["up"].state.w[0], largest(P["up"]), rtol=1e-6)
+
+
+def test_thresholds_count_blocks():
+    """int8_fallback: counts sum, where magnitudes take the largest."""
+    fast, states, seen = observed(lambda p, x: mlp(p, x) + mlp(p, x * 100), P, X, "int8_fallback")
+    used, blocks = np.sum([slots.x for slots in seen["up"].slots], 0)
+    assert (blocks, used > 0) == (2, True)
+    state = fast.advance(states, seen)["up"].state
+    assert state.x == states["up"].state.x * 1.3  # more than three in ten
+    assert state.w is None
+
+
+def test_bounds_of_weights_come_from_the_optimizer():
+    """Automatic scaling: measured at the start, then set; without states weights have their own scales."""
+    fast = fp8jax.transform(scanned, "moss")
+    states = fast.init(STACKED, X)
+    np.testing.assert_allclose(states["up"].state.w, largest(STACKED["up"], (1, 2)), rtol=1e-6)
+    bounds = {("up",): 7 * states["up"].state.w, ("down",): states["down"].state.w}
+    new = fast.set_weight_bounds(states, bounds)
+    np.testing.assert_array_equal(new["up"].state.w, bounds["up",])
+    assert (fast(STACKED, X, states=new) != fast(STACKED, X, states=states)).any()
+    np.testing.assert_array_equal(fast(STACKED, X), fast(STACKED, X, states=states))
+    with pytest.raises(ValueError, match="the optimizer follows no parameter down"):
+        fast.set_weight_bounds(states, {("up",): bounds["up",]})
+
+
+def test_recipes_without_a_state():
+    fast = fp8jax.transform(mlp, "coat")
+    assert fast.init(P, X) == {}
+    np.testing.assert_array_equal(fast(P, X, states={}), fast(P, X))
+
+
+def test_bad_states():
+    fast = fp8jax.transform(mlp, DELAYED)
+    with pytest.raises(ValueError, match="delayed scaling of up keeps a state, and no states are given"):
+        fast(P, X)
+    states = fast.init(P, X)
+    with pytest.raises(ValueError, match="of down keeps a state, of which the given states have none"):
+        fast(P, X, states={"up": states["up"]})
+    experts = {"w": jnp.ones((3, WIDTH, WIDTH))}
+    with pytest.raises(ValueError, match="w has batch axes"):
+        fp8jax.transform(lambda p, x: jnp.einsum("ebd,edf->ebf", x, p["w"]), DELAYED).init(experts, X[:3])
+    fn = lambda p, x: scanned(p, x) + mlp(jax.tree.map(lambda w: w[0], p), x)  # noqa: E731
+    with pytest.raises(ValueError, match="it has one state: leave one out"):
+        fp8jax.transform(fn, DELAYED).init(STACKED, X)
+
+
+def test_states_are_stacked_for_abstract_parameters():
+    fast = fp8jax.transform(scanned, DELAYED)
+    kinds = jax.eval_shape(fast.init, STACKED, X)
+    assert jax.tree.map(jnp.shape, kinds) == jax.tree.map(jnp.shape, fast.init(STACKED, X))
+    found = dots(lambda p, s: fast(p, X, states=s), STACKED, kinds)
+    assert found == [("float8_e4m3fn", "float8_e4m3fn")] * 2
