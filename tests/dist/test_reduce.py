@@ -219,6 +219,23 @@ def test_factors_follow_saturation_and_come_back_slowly(mesh):
     assert factors.mu["apart"] == before  # a gradient that is no number says nothing of the factor
 
 
+def test_the_saturated_part_of_a_scattered_sum_is_that_of_the_whole_on_every_device(mesh):
+    """All that saturates, twelve elements, lies in the first device's part."""
+    g = np.zeros((DEVICES, 16, 6), np.float32)
+    g[:, :2] = 1
+    comm, spec = Comm("e4m3", "one_phase", auto_scale=True), P(AXES)
+    factors = init_factors(g[0], DEVICES)._replace(mu=jnp.float32(1))
+
+    def body(g, factors):
+        _, new = reduce_scatter_gradients(g[0], AXES, comm, specs=spec, min_size=0, factors=factors)
+        return jax.tree.map(lambda x: x[None], new)
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=(P(AXES), P()), out_specs=P(AXES), check_vma=False)
+    new = jax.jit(run)(g, factors)
+    np.testing.assert_allclose(new.saturated, 12 / 96, rtol=1e-6)
+    np.testing.assert_array_equal(new.mu, 0.5)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_on_one_device_is_nan_on_all(bad, mesh):
     g = np.ones((DEVICES, 4, 32), np.float32)
