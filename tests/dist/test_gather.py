@@ -13,7 +13,7 @@ import fp8jax
 from fp8jax.dist import gather_weights, partition, slices
 from tests.dist import programs
 
-SPECS = ["e4m3", "int8:block32", "e4m3:mx32+token", "e4m3:token", "e5m2:group32"]
+SPECS = ["e4m3", "int8:block32", "e4m3:mx32+token", "e5m2:mx32+ocp", "e4m3:token", "e5m2:group32"]
 W = jax.random.normal(jax.random.key(0), (256, 64)) * jnp.exp(jax.random.normal(jax.random.key(1), (256, 1)))
 
 
@@ -71,6 +71,16 @@ def test_a_layer_gathers_its_codes_again_in_the_backward_pass(name, mesh):
     for found, want in ((dw, want_w), (dx, want_x)):
         error = np.linalg.norm(np.float32(found) - np.float32(want)) / np.linalg.norm(np.float32(want))
         assert error < 0.1  # scales of gradients are those of each device's part of the batch
+
+
+def test_what_is_not_cut_over_all_axes_or_has_one_axis_comes_back_as_it_is(mesh):
+    weights = {"whole": W, "bias": W[:, 0], "cut": W}
+    specs = {"whole": P(), "bias": P("fsdp"), "cut": P("fsdp")}
+    run = mapped(mesh, functools.partial(gather_weights, axes="fsdp", specs=specs), (specs,), specs | {"cut": P()})
+    found = jax.jit(run)(weights)
+    for name in ("whole", "bias"):
+        np.testing.assert_array_equal(found[name], weights[name])
+    assert (found["cut"] != W).any()
 
 
 def test_gradients_of_gathered_weights_travel_as_asked(mesh):

@@ -1,5 +1,6 @@
 """A plan's collectives are those of compiled programs, and its memory that of arrays."""
 
+import dataclasses
 import functools
 
 import jax
@@ -123,3 +124,72 @@ def test_weight_related_volume_falls_as_fp8_lm_says():
              for name, size in (("fp8_lm", 8e10), ("bf16", 0.0), ("fp8_lm", 0.0))]  # fmt: skip
     assert peaks == ["loss", "backward pass", "reduction"]
     assert np.isfinite(fp8jax.dist.plan(params, "coat", {"data": 2}).sent)
+
+
+BLOCKS = fp8jax.recipes.Linear("e4m3:group16", "e4m3:block16", "e4m3:group16", x_wgrad="e4m3:group16",
+                               dy_wgrad="e4m3:group16")  # fmt: skip
+LAYERS = {"w": (2, 64, 256), "embed": (32, 64), "norm": (64,)}
+# Worked out by hand for the parameters above, of which "w" stacks two layers; bytes of w are 32,768 times those of an
+# element, of the table 2,048 times. By recipe: (kind, dtype, devices): bytes, times.
+EXCHANGED = {
+    ("te_current", 2, 4): {
+        ("all-gather", "f8e4m3fn", 4): 2 * 32768 // 4,  # forward and backward
+        ("all-gather", "bf16", 4): 2 * 2048 // 4,
+        ("reduce-scatter", "bf16", 4): 2 * (32768 + 2048),
+        ("all-reduce", "bf16", 2): 2 * (32768 + 2048) // 4,
+        ("all-reduce", "f32", 8): 4 * 64,
+    },
+    ("blocks", 2, 4): {
+        ("all-gather", "u8", 4): 2 * 32768 // 4,
+        ("all-gather", "f32", 4): 2 * 4 * (2 * 4 * 16) // 4,  # scales of blocks
+        ("all-gather", "bf16", 4): 2 * 2048 // 4,
+        ("all-to-all", "u8", 4): 32768,
+        ("reduce-scatter", "f32", 4): 4 * 2048,  # too small for codes
+        ("all-reduce", "f32", 4): 4 * (2 + 64),  # a scale a layer, the norm
+        ("all-to-all", "u8", 2): 32768 // 4,
+        ("all-gather", "u8", 2): 32768 // 4 // 2,
+        ("all-reduce", "f32", 2): 4 * (2 + 2 + 2048 // 4 + 64),  # scales of both phases
+    },
+    ("factors", 1, 4): {
+        ("all-gather", "bf16", 4): 2 * (32768 + 2048) // 4,  # once, and whole
+        ("reduce-scatter", "f8e4m3fn", 4): 32768,
+        ("reduce-scatter", "f32", 4): 4 * 2048,
+        ("all-reduce", "f32", 4): 4 * (2 + 64),
+    },
+    ("factors", 4, 1): {
+        ("all-reduce", "f8e4m3fn", 4): 32768,
+        ("all-reduce", "f32", 4): 4 * (2 + 2048 + 64),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "data", "fsdp"), EXCHANGED)
+def test_what_travels_is_what_the_sizes_of_the_parameters_say(name, data, fsdp):
+    params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in LAYERS.items()}
+    plain = fp8jax.recipes.te_current()
+    recipe = {
+        "te_current": plain,
+        "blocks": dataclasses.replace(plain, linear=BLOCKS, comm=Comm("e4m3")),
+        "factors": dataclasses.replace(fp8jax.recipes.fp8_lm(), comm=Comm("e4m3", "one_phase", auto_scale=True)),
+    }[name]
+    stacked = {"w": 1, "embed": 0, "norm": 0}
+    found = fp8jax.dist.plan(params, recipe, {"data": data, "fsdp": fsdp}, stacked=stacked)
+    assert totals(found.collectives) == EXCHANGED[name, data, fsdp]
+
+
+def test_memory_is_that_of_the_moment_that_holds_most():
+    params = {"w": jax.ShapeDtypeStruct((2, 64, 256), jnp.float32)}
+    whole = 32768
+    how = {"stacked": 1, "microbatches": 2, "unsharded": 77.0}
+    recipe = dataclasses.replace(fp8jax.recipes.te_current(), comm=Comm("e4m3"))
+    for activations, peak, rows in (
+        (1e6, "loss", {"activations": 1e6, "logits": 5.0}),
+        (1.0, "reduction", {"gradients": 4 * whole / 4, "codes of gradients": 2 * whole / 4}),
+    ):
+        mesh = {"data": 2, "fsdp": 4}
+        found = fp8jax.dist.plan(params, recipe, mesh, activations=activations, logits=5.0, **how)
+        always = dict.fromkeys(("parameters", "first moments", "second moments", "sums of gradients"), 4 * whole / 4)
+        assert found.peak == peak
+        assert found.memory == always | rows | {"gathered weights": 77.0, "runtime": 1.5e9}
+    with pytest.raises(TypeError, match="a whole Recipe"):
+        fp8jax.dist.plan(params, BLOCKS, {})

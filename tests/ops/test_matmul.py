@@ -267,7 +267,7 @@ def test_on_a_gpu_without_bf16_products_have_operands_of_fp16_which_do_not_overf
     for found in (text, mixed):
         products = re.findall(r"stablehlo\.dot_general.*: \(tensor<\d+x\d+x(\w+)>, tensor<\d+x\d+x(\w+)>\)", found)
         assert products == [("f16", "f16")]
-    for right in (qb, b):
+    for right in (qb, b, b.astype(jnp.float16)):
         left, other = (
             np.asarray(x.dequantize() if isinstance(x, fp8jax.QTensor) else x, np.float64) for x in (qa, right)
         )
