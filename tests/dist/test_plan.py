@@ -128,37 +128,38 @@ def test_weight_related_volume_falls_as_fp8_lm_says():
 
 BLOCKS = fp8jax.recipes.Linear("e4m3:group16", "e4m3:block16", "e4m3:group16", x_wgrad="e4m3:group16",
                                dy_wgrad="e4m3:group16")  # fmt: skip
-LAYERS = {"w": (2, 64, 256), "embed": (32, 64), "norm": (64,)}
-# Worked out by hand for the parameters above, of which "w" stacks two layers; bytes of w are 32,768 times those of an
-# element, of the table 2,048 times. By recipe: (kind, dtype, devices): bytes, times.
+LAYERS = {"w": (2, 64, 256), "mid": (64, 64), "embed": (32, 64), "norm": (64,)}
+W, MID, EMBED, NORM = 32768, 4096, 2048, 64
+# Worked out by hand for the parameters above, of which "w" stacks two layers, and "embed" is too small for codes.
+# By recipe and mesh: (kind, dtype, devices): bytes, of all times.
 EXCHANGED = {
     ("te_current", 2, 4): {
-        ("all-gather", "f8e4m3fn", 4): 2 * 32768 // 4,  # forward and backward
-        ("all-gather", "bf16", 4): 2 * 2048 // 4,
-        ("reduce-scatter", "bf16", 4): 2 * (32768 + 2048),
-        ("all-reduce", "bf16", 2): 2 * (32768 + 2048) // 4,
-        ("all-reduce", "f32", 8): 4 * 64,
+        ("all-gather", "f8e4m3fn", 4): 2 * W // 4,  # forward and backward
+        ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
+        ("reduce-scatter", "bf16", 4): 2 * (W + MID + EMBED),
+        ("all-reduce", "bf16", 2): 2 * (W + MID + EMBED) // 4,
+        ("all-reduce", "f32", 8): 4 * NORM,
     },
     ("blocks", 2, 4): {
-        ("all-gather", "u8", 4): 2 * 32768 // 4,
+        ("all-gather", "u8", 4): 2 * W // 4,
         ("all-gather", "f32", 4): 2 * 4 * (2 * 4 * 16) // 4,  # scales of blocks
-        ("all-gather", "bf16", 4): 2 * 2048 // 4,
-        ("all-to-all", "u8", 4): 32768,
-        ("reduce-scatter", "f32", 4): 4 * 2048,  # too small for codes
-        ("all-reduce", "f32", 4): 4 * (2 + 64),  # a scale a layer, the norm
-        ("all-to-all", "u8", 2): 32768 // 4,
-        ("all-gather", "u8", 2): 32768 // 4 // 2,
-        ("all-reduce", "f32", 2): 4 * (2 + 2 + 2048 // 4 + 64),  # scales of both phases
+        ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
+        ("all-to-all", "u8", 4): W + MID,
+        ("reduce-scatter", "f32", 4): 4 * EMBED,
+        ("all-reduce", "f32", 4): 4 * (2 + 1 + NORM),  # a scale a layer and matrix, the norm
+        ("all-to-all", "u8", 2): (W + MID) // 4,
+        ("all-gather", "u8", 2): (W + MID) // 4 // 2,
+        ("all-reduce", "f32", 2): 4 * (2 * (2 + 1) + EMBED // 4 + NORM),  # scales of both phases
     },
     ("factors", 1, 4): {
-        ("all-gather", "bf16", 4): 2 * (32768 + 2048) // 4,  # once, and whole
-        ("reduce-scatter", "f8e4m3fn", 4): 32768,
-        ("reduce-scatter", "f32", 4): 4 * 2048,
-        ("all-reduce", "f32", 4): 4 * (2 + 64),
+        ("all-gather", "bf16", 4): 2 * (W + MID + EMBED) // 4,  # once, and whole
+        ("reduce-scatter", "f8e4m3fn", 4): W + MID,
+        ("reduce-scatter", "f32", 4): 4 * EMBED,
+        ("all-reduce", "f32", 4): 4 * (2 + 1 + NORM),
     },
     ("factors", 4, 1): {
-        ("all-reduce", "f8e4m3fn", 4): 32768,
-        ("all-reduce", "f32", 4): 4 * (2 + 2048 + 64),
+        ("all-reduce", "f8e4m3fn", 4): W + MID,
+        ("all-reduce", "f32", 4): 4 * (2 + 1 + EMBED + NORM),
     },
 }  # fmt: skip
 
@@ -172,7 +173,7 @@ def test_what_travels_is_what_the_sizes_of_the_parameters_say(name, data, fsdp):
         "blocks": dataclasses.replace(plain, linear=BLOCKS, comm=Comm("e4m3")),
         "factors": dataclasses.replace(fp8jax.recipes.fp8_lm(), comm=Comm("e4m3", "one_phase", auto_scale=True)),
     }[name]
-    stacked = {"w": 1, "embed": 0, "norm": 0}
+    stacked = {"w": 1, "mid": 0, "embed": 0, "norm": 0}
     found = fp8jax.dist.plan(params, recipe, {"data": data, "fsdp": fsdp}, stacked=stacked)
     assert totals(found.collectives) == EXCHANGED[name, data, fsdp]
 

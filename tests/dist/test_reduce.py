@@ -119,6 +119,7 @@ def test_sums_of_codes_are_exact_in_any_order(count):
         rng.choice([-1, 1], (count, 512)) * rng.uniform(0, 448, (count, 512)) ** rng.uniform(0, 1, (count, 512))
     ).astype(ml_dtypes.float8_e4m3fn)
     codes[:4, 0] = 448, 2.0**-9, -448, 2.0**-9
+    codes[: count * 3 // 5, 1], codes[count * 3 // 5 :, 1] = 448, 2.0**-9
     want = codes.astype(np.float64).sum(0).astype(np.float32)
     fmt = fp8jax.formats.get("e4m3")
     for order in (np.arange(count), rng.permutation(count)):
