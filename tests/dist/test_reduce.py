@@ -113,7 +113,7 @@ def test_codes_are_the_means_of_the_devices_codes(mesh, gradients):
 
 @pytest.mark.parametrize("count", [8, 8192])
 def test_sums_of_codes_are_exact_in_any_order(count):
-    """Those of thousands of codes of e4m3 do not fit into fp32 on the way: they are summed as integers, rounded once."""
+    """Those of thousands of codes of e4m3 do not fit into fp32 on the way: they are summed as integers."""
     rng = np.random.default_rng(0)
     codes = rng.integers(1, 126, (count, 64)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
     want = codes.astype(np.float64).sum(0).astype(np.float32)
