@@ -15,6 +15,8 @@ from jax import Array
 
 from fp8jax.core import derivatives
 
+E4M3_DTYPE, E5M2_DTYPE = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+
 # XLA flushes fp32 subnormals on some backends and keeps them on others; the quantizers treat them as zeros on all.
 TINY = float(np.finfo(np.float32).tiny)
 
@@ -39,7 +41,7 @@ class Format:
     Attributes:
         name: the name used in specs, recipes and on the command line.
         dtype: dtype of the codes.
-        bits: bits that a code takes in storage; 10-bit codes are packed, four in five bytes.
+        bits: bits of a code. It is stored as one element of `dtype`, which may have more, unless it is packed.
         max: largest finite magnitude that a code stands for.
         smallest: smallest non-zero magnitude that a code stands for (a subnormal, where the format has them).
         smallest_normal: smallest magnitude with the full relative precision; `smallest` where there is no such notion.
@@ -48,6 +50,11 @@ class Format:
         inf: what the code of an infinity decodes to (Inf, or NaN where the format has none); None for a format that
             can represent neither, where the scale of the block becomes NaN instead.
         codebook: the values of all codes in increasing order, for formats given by a table.
+        packing: how codes are packed, "four_in_five": 10-bit integers, four in five bytes (`fp8jax.core.packing`); None
+            are not.
+
+    Raises:
+        ValueError: the packing is unknown or not for such codes, codes have more bits than the dtype, or XLA has none.
     """
 
     name: str
@@ -60,10 +67,21 @@ class Format:
     signed: bool = True
     inf: float | None = None
     codebook: tuple[float, ...] | None = None
+    packing: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.packing not in (None, "four_in_five"):
+            raise ValueError(f"format {self.name!r}: unknown packing {self.packing!r}; it is 'four_in_five' or None")
+        if self.packing and (self.bits, self.is_float, self.codebook) != (10, False, None):
+            raise ValueError(f"format {self.name!r}: packing 'four_in_five' is for 10-bit integers; give packing=None")
+        if self.is_float and self.bits not in (4, 8, 16, 32):
+            raise ValueError(f"format {self.name!r}: XLA makes no floating-point numbers of {self.bits} bits")
+        if self.bits > 8 * self.dtype.itemsize:
+            raise ValueError(f"format {self.name!r}: {self.bits} bits do not fit into {self.dtype}")
 
     @property
     def bytes_per_element(self) -> float:
-        return self.bits / 8
+        return self.bits / 8 if self.packing else float(self.dtype.itemsize)
 
     @property
     def scaled(self) -> bool:
@@ -77,7 +95,12 @@ class Format:
     @property
     def multiplies(self) -> bool:
         """Whether matrix units take the codes as they are."""
-        return self.bits == 8 and self.codebook is None
+        return self.is_fp8 or (self.dtype == np.int8 and self.bits == 8)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether codes are of the two FP8 dtypes that GPUs have and kernels are written for."""
+        return self.dtype in (E4M3_DTYPE, E5M2_DTYPE)
 
     @property
     def expansion_range(self) -> float:
@@ -134,14 +157,19 @@ class Format:
         if noise is not None:
             step = _step(finite, self)
             finite = jnp.clip(jnp.floor(finite / step + noise) * step, -self.max, self.max)
-        assert self.inf is not None
+        if self.bits < 16 and not self.is_fp8 and noise is None:
+            # Some emitters of XLA cast to others than the two by way of fp16, and so round twice.
+            step = _step(finite, self)
+            finite = jnp.round(finite * (1 / step)) * step
+        if self.inf is None:  # the scale of the block says it
+            return jax.lax.optimization_barrier(jnp.where(jnp.isnan(y), 0.0, finite).astype(self.dtype))
         infinite = y
         if np.isnan(self.inf):
             quiet = jax.lax.bitcast_convert_type(y, jnp.int32) | np.int32(1 << 22)  # with its sign
             infinite = jax.lax.bitcast_convert_type(quiet, jnp.float32)
         codes = jnp.where(jnp.isinf(y), infinite, finite).astype(self.dtype)
-        # For `decode`: where XLA casts to 16 bits and back it leaves both out, on a GPU.
-        return jax.lax.optimization_barrier(codes) if self.bits == 16 else codes
+        # For `decode`: where XLA casts to another dtype and back it leaves both out, on a GPU.
+        return codes if self.is_fp8 else jax.lax.optimization_barrier(codes)
 
     def _faded(self, y: Array, fading: Array) -> Array:
         """Values whose decay rounding to nearest would undo, moved so that it takes them up or down by the noise."""
@@ -170,13 +198,13 @@ class Format:
 
     def decode(self, codes: Array) -> Array:
         """The fp32 values of codes, in units of the format; raises ValueError where FP8 codes are differentiated."""
-        if self.is_float and self.bits == 8:
+        if self.is_fp8:
             codes = derivatives.refuse(derivatives.VALUES, codes)
         if self.name == "e8m0":
             return decode_e8m0(codes)
         if self.codebook is not None:
             return jnp.take(jnp.asarray(self.codebook, jnp.float32), codes.astype(jnp.int32), axis=0)
-        return fp8_values(codes) if self.is_float and self.bits == 8 else codes.astype(jnp.float32)
+        return fp8_values(codes) if self.is_fp8 else codes.astype(jnp.float32)
 
 
 def _step(y: Array, fmt: Format) -> Array:
@@ -256,18 +284,18 @@ def _floating(name: str, dtype: type) -> Format:
     return Format(
         name=name,
         dtype=np.dtype(dtype),
-        bits=8 * np.dtype(dtype).itemsize,
+        bits=int(info.bits),
         max=float(info.max),
         smallest=float(info.smallest_subnormal),
         smallest_normal=float(info.smallest_normal),
         mantissa_bits=int(info.nmant),
-        inf=inf,
+        inf=None if np.isfinite(inf) else inf,  # of 4 bits there is neither NaN nor Inf
     )
 
 
-def _integer(name: str, dtype: type, bits: int) -> Format:
+def _integer(name: str, dtype: type, bits: int, packing: str | None = None) -> Format:
     # Symmetric: the lowest code is not used, so that negation is exact.
-    return Format(name, np.dtype(dtype), bits, 2.0 ** (bits - 1) - 1, 1.0, 1.0, 0)
+    return Format(name, np.dtype(dtype), bits, 2.0 ** (bits - 1) - 1, 1.0, 1.0, 0, packing=packing)
 
 
 def _dynamic_exponent(name: str, signed: bool) -> Format:
@@ -290,7 +318,7 @@ def _dynamic_exponent(name: str, signed: bool) -> Format:
 E4M3 = _floating("e4m3", ml_dtypes.float8_e4m3fn)
 E5M2 = _floating("e5m2", ml_dtypes.float8_e5m2)
 INT8 = _integer("int8", np.int8, 8)
-INT10 = _integer("int10", np.int16, 10)
+INT10 = _integer("int10", np.int16, 10, "four_in_five")
 E8M0 = Format("e8m0", np.dtype(np.uint8), 8, 2.0**127, 2.0**-127, 2.0**-127, 0, signed=False, inf=float("nan"))
 DE8 = _dynamic_exponent("de8", signed=True)
 UDE8 = _dynamic_exponent("ude8", signed=False)

@@ -158,7 +158,7 @@ class QuantSpec:
     @property
     def packed(self) -> bool:
         """Whether codes are packed along `axis`, as those of int10 are."""
-        return formats.get(self.format).bits % 8 != 0
+        return formats.get(self.format).packing is not None
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the codes of an array of this shape: the same, but for packed formats."""

@@ -40,8 +40,8 @@ class Optimizer:
             raise ValueError("nu_rounding 'stochastic' is for codes and bf16, but nu is 'fp32'; leave it 'auto'")
         compressed = [m for m in (self.mu, self.nu) if formats.get(m).scaled]
         for moment in compressed:
-            if formats.get(moment).bits % 8:
-                raise ValueError(f"{moment!r} codes are packed, which suits activations; give moments 8 or 16 bits")
+            if formats.get(moment).bits not in (8, 16):
+                raise ValueError(f"{moment!r} codes have {formats.get(moment).bits} bits; give moments 8 or 16 bits")
         size = self.group_size
         if compressed and size is None and self.expand:
             raise ValueError("optimizer.expand raises groups to powers; give a group_size, or expand=False")

@@ -43,8 +43,8 @@ def all_reduce_gradients(
     part of everybody's codes, sums these exactly, and quantizes the mean with a scale of its own largest magnitude; all
     gather those codes. No step saturates. For e4m3 and int8 the result has the same bits in whatever order devices
     come. In one phase NCCL adds the codes: at each addition it rounds to 8 bits, and what is too large becomes the
-    largest code (XLA on CPUs adds in fp16, rounds once, and makes NaN of sums of e4m3 that are too large). How many did
-    is told by `Factors.saturated`, and keeps `Factors.mu` in check.
+    largest code; off CUDA codes are added in fp32 and rounded once, which of two devices gives the same bits. How many
+    became the largest code is told by `Factors.saturated`, and keeps `Factors.mu` in check.
 
     Where any device has a NaN or Inf, all that shares its scale becomes NaN on every device: the tensor or the group.
 
@@ -276,7 +276,8 @@ class _Job:
         """The mean by a sum of codes, and the part of it at the end of the range."""
         fmt = formats.get(spec.format)
         used = jnp.float32(1 / self.replicas) if mu is None else mu
-        scale = scale * (1 / used)
+        # No larger than what has a normal number as its reciprocal.
+        scale = jnp.minimum(scale * (1 / used), 2.0**126)
         codes = shared.encode(x, spec, scale)
         # NCCL's sums of FP8 saturate; XLA's on other devices give NaN or infinity.
         sent = codes if choice.on_cuda() else fmt.decode(codes)

@@ -278,7 +278,7 @@ def _unfit(x: Array, spec: QuantSpec | None) -> str | None:
     if spec is None:
         return None
     grouped = spec.granularity == "group" and x.ndim > 0 and spec.axis in (-1, x.ndim - 1)
-    if not (grouped and (formats.get(spec.format).is_float or spec.packed)):
+    if not (grouped and (formats.get(spec.format).is_fp8 or spec.packed)):
         return f"it keeps codes of FP8 or of ten bits in groups along the last axis, not {spec}"
     if spec.expand or spec.stacked or spec.underflow != "zero" or spec.rounding != "nearest":
         return f"it keeps plain codes rounded to nearest, not {spec}"

@@ -59,7 +59,7 @@ def choose(a: Any, b: Any) -> tuple[Choice, Kernel | Literal["cublas", "native"]
 
 
 def _fp8(a: QTensor, b: QTensor) -> bool:
-    return all(formats.get(q.spec.format).is_float for q in (a, b))
+    return all(formats.get(q.spec.format).is_fp8 for q in (a, b))
 
 
 def _int8(a: QTensor, b: QTensor) -> bool:

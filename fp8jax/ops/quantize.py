@@ -143,7 +143,7 @@ def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None) -> _Ho
 def _choose(x: Any, how: _How, scale: Array | None, impl: str) -> Choice:
     if len(x.shape) != 2:
         raise ValueError(f"quantize takes matrices, not shape {x.shape}; use jax.vmap for stacks of them")
-    fp8 = any(spec and formats.get(spec.format).is_float for spec in how.specs)
+    fp8 = any(spec and formats.get(spec.format).is_fp8 for spec in how.specs)
     return triton_or_xla(impl, lambda: missing_triton("quantize_triton", fp8=fp8) or _unsupported(x, how, scale))
 
 

@@ -38,8 +38,16 @@ def from_bytes(saved: QTensor) -> QTensor:
 
 
 def _cast_bytes(codes: Array, dtype: DTypeLike) -> Array:
-    """Codes of one byte as another type of one byte; wider ones as they are."""
-    return lax.bitcast_convert_type(codes, dtype) if codes.dtype.itemsize == 1 else codes
+    """Codes of one byte as another type of one byte, of whose bits they may have four; wider ones as they are."""
+    if codes.dtype.itemsize > 1:
+        return codes
+    if _bits(codes.dtype) == 4:
+        return lax.bitcast_convert_type(codes, jnp.uint4).astype(dtype)
+    return lax.bitcast_convert_type(codes.astype(jnp.uint4) if _bits(dtype) == 4 else codes, dtype)
+
+
+def _bits(dtype: DTypeLike) -> int:
+    return int((jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits)
 
 
 def keep(x: Array, spec: QuantSpec) -> QTensor:

@@ -215,7 +215,7 @@ def _stored(name: str, how: str | QuantSpec, group_size: int | None, expand: boo
         raise ValueError(f"moments[{name!r}] must be the name of a format or a QuantSpec, not {how!r}")
     if name in storage.FIRST_MOMENTS and not formats.get(spec.format).signed:
         raise ValueError(f"moments[{name!r}]: {spec.format!r} has no signs, but first moments do")
-    if spec.packed or spec.granularity == "mx" or spec.rounding != "nearest":
+    if formats.get(spec.format).bits not in (8, 16) or spec.granularity == "mx" or spec.rounding != "nearest":
         raise ValueError(
             f"moments[{name!r}]: {spec} is no storage of moments: give 8 or 16 bits, unlike mx, to nearest"
         )

@@ -360,3 +360,31 @@ def test_gradients_left_as_codes_are_clipped_by_what_they_stand_for():
     np.testing.assert_array_equal(clipped["w"].codes, q["w"].codes)
     tx = fp8jax.clip_by_global_norm(1e3)
     jax.tree.map(np.testing.assert_array_equal, tx.update(q, tx.init(q))[0], q)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_sums_that_leave_the_range_are_the_largest_code_in_either_reduction(name, mesh):
+    """Half of the elements do, with a factor of 1: fp32 sums of codes, clipped and encoded by ml_dtypes."""
+    g = np.abs(np.random.default_rng(7).standard_normal((DEVICES, 16, 32))).astype(np.float32)
+    factors = fp8jax.dist.Factors(jnp.float32(1), jnp.float32(0))
+    settings = {"axes": AXES, "comm": Comm(name, "one_phase", auto_scale=True), "factors": factors, "min_size": 0}
+    fmt = fp8jax.formats.get(name)
+    unit = np.abs(g).max() * np.float32(1 / fmt.max)
+    total = (g * (1 / unit)).astype(fmt.dtype).astype(np.float64).sum(0)
+    assert (total > fmt.max).mean() > 0.2
+    want = np.clip(total, -fmt.max, fmt.max).astype(fmt.dtype).astype(np.float64) * unit / DEVICES
+    whole = on_each(mesh, functools.partial(all_reduce_gradients, **settings))
+    part = on_each(mesh, functools.partial(reduce_scatter_gradients, specs=P(AXES), **settings), (P(AXES), WHOLE))
+    for reduce in (whole, part):
+        mean, new = jax.jit(reduce)(g)
+        np.testing.assert_allclose(np.asarray(mean), want, rtol=1e-6)
+        assert float(new.saturated) == pytest.approx((total >= fmt.max).mean(), abs=0.02)
+
+
+def test_gradients_close_to_the_largest_number_survive_one_phase(mesh):
+    """As of 256 devices: a scale whose reciprocal is no normal number would make zeros of all codes."""
+    g = np.full((DEVICES, 8, 16), 3e38, np.float32)
+    factors = fp8jax.dist.Factors(jnp.float32(2.0**-8), jnp.float32(0))
+    comm = Comm("e4m3", "one_phase", auto_scale=True)
+    reduce = functools.partial(all_reduce_gradients, axes=AXES, comm=comm, factors=factors, min_size=0)
+    np.testing.assert_allclose(jax.jit(on_each(mesh, reduce))(g)[0], 3e38, rtol=2.0**-4)

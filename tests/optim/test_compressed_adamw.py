@@ -219,7 +219,7 @@ def test_apply_if_finite_skips_a_nan_and_keeps_the_state():
         ({"mu": "ude8"}, "mu 'ude8' has no signs, but first moments do"),
         ({"mu": "e8m0"}, "has no signs"),
         ({"nu": "e8m0"}, "'e8m0' holds scales, not tensors"),
-        ({"nu": "int10"}, "packed"),
+        ({"nu": "int10"}, "codes have 10 bits; give moments 8 or 16"),
         ({"group_size": 3.5}, "group_size must be a positive integer, not 3.5"),
         ({"group_size": float("nan")}, "group_size must be a positive integer, not nan"),
         ({"b2": float("nan")}, "b2 must lie in"),
