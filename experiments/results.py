@@ -68,7 +68,7 @@ ONE_GPU = (
     bench("optimizer", 110),
     bench("gemm", 130, "--limit", "110"),
     table("coat_speed", 110),
-    bench("peers", 90),
+    bench("peers", 110),
     bench("quantize", 70),
     bench("gemm_int8", 70, "--limit", "55", "--shapes", "4"),
     bench("linear", 80, "--model", "7b", "--tokens", "16384"),

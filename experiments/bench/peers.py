@@ -48,6 +48,7 @@ Tree = Mapping[str, np.ndarray]
 """Of a stream each leaf has the steps as its first axis."""
 
 
+@functools.cache
 def ours(b2: float) -> dict[str, optax.GradientTransformationExtraArgs]:
     """Optimizers of JAX: the default of ours, ways to have it otherwise, and optax's."""
     settings: dict[str, Any] = {"b2": b2, "weight_decay": 0.0}
@@ -127,7 +128,6 @@ def recorded(steps: int) -> dict[str, np.ndarray]:
     for tokens in tokens_SxBxT:
         params, state, grads = step(params, state, tokens)
         listed.append({jax.tree_util.keystr(k): np.asarray(g) for k, g in jax.tree_util.tree_leaves_with_path(grads)})
-    # A few leaves of each kind are enough.
     names = [name for name in listed[0] if listed[0][name].size >= SMALLEST]
     return {name: np.stack([g[name] for g in listed]) for name in names}
 
@@ -144,10 +144,9 @@ def exact(gradients: Tree, b2: float) -> dict[str, np.ndarray]:
     return updates
 
 
-def by_jax(tx: optax.GradientTransformationExtraArgs, gradients: Tree) -> tuple[dict[str, np.ndarray], float]:
-    """Updates of each step over the learning rate, and bytes of state a parameter."""
-    arrays = {k: jnp.asarray(g) for k, g in gradients.items()}
-    params = {k: jnp.zeros(g.shape[1:]) for k, g in arrays.items()}
+@functools.cache
+def _program(tx: optax.GradientTransformationExtraArgs) -> Any:
+    """From parameters and gradients of all steps to updates and the last state; compiled once for streams alike."""
 
     @jax.jit
     def run(params: Any, arrays: Any) -> tuple[Any, Any]:
@@ -160,7 +159,14 @@ def by_jax(tx: optax.GradientTransformationExtraArgs, gradients: Tree) -> tuple[
         (_, state), updates = jax.lax.scan(step, (params, tx.init(params)), arrays)
         return updates, state
 
-    updates, state = run(params, arrays)
+    return run
+
+
+def by_jax(tx: optax.GradientTransformationExtraArgs, gradients: Tree) -> tuple[dict[str, np.ndarray], float]:
+    """Updates of each step over the learning rate, and bytes of state a parameter."""
+    arrays = {k: jnp.asarray(g) for k, g in gradients.items()}
+    params = {k: jnp.zeros(g.shape[1:]) for k, g in arrays.items()}
+    updates, state = _program(tx)(params, arrays)
     size = sum(x.nbytes for x in jax.tree.leaves(state)) / sum(p.size for p in params.values())
     return {k: np.asarray(u, np.float64) / RATE for k, u in updates.items()}, size
 
