@@ -1,0 +1,43 @@
+"""Settings of a recipe that contradict each other are refused where they are made, with the value and the fix."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import fp8jax
+from fp8jax.core.recipe import Comm, Linear, Optimizer, Recipe, Weights
+from fp8jax.ops.scaled import ScalingState
+
+BLOCK = "int8:block32"
+THRESHOLD = Linear(BLOCK, BLOCK, BLOCK, scaling="threshold")
+DELAYED = Linear("e4m3", "e4m3", "e5m2", scaling="delayed")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Comm("e4m3", "three_phase"), "unknown comm.form 'three_phase'; it is one of"),
+        (lambda: Comm(None, auto_scale=True), "auto_scale=True are of 8-bit gradients, but comm.gradients is None"),
+        (lambda: Comm("bf16", "one_phase"), "comm.form 'one_phase' and .* comm.gradients is 'bf16'; give 'e4m3'"),
+        (lambda: Comm("e4m3:token"), "'e4m3:token': scales are shared by a tensor or by groups"),
+        (lambda: Comm("e4m3:group16+expand"), "without expansion, as 'e4m3'"),
+        (lambda: Comm("e4m3+stochastic"), "'e4m3.stochastic' must round to nearest and have fp32 scales"),
+        (lambda: dataclasses.replace(DELAYED, interval=0), "linear.interval must be positive, not 0"),
+        (lambda: Linear(*["e4m3:block32"] * 3, scaling="threshold"), "is of int8 blocks, not of"),
+        (lambda: dataclasses.replace(THRESHOLD, w="int8:block16"), "x and w in the same blocks .* w='int8:block16'"),
+        (lambda: dataclasses.replace(THRESHOLD, saved=None, x_wgrad=None, dy_wgrad=None), "codes to save, .*=None"),
+        (lambda: dataclasses.replace(DELAYED, scaling="threshold"), "give x specs of granularity 'block'"),
+        (lambda: Recipe("mine", optimizer=Optimizer("e4m3", "e4m3", None, expand=False)), "give a group_size"),
+        (lambda: Recipe("mine", weights=Weights("fp16")), "master 'fp16' goes with Optimizer.*, not Optimizer"),
+        (lambda: Recipe("mine", linear="e4m3"), "linear must be of type Linear, not 'e4m3'"),
+        (lambda: fp8jax.QuantSpec("e4m3", stacked=2).block_shape((4,)), "stacks 2 leading axes; .* shape .4,. has"),
+        (lambda: fp8jax.scaled_linear(jnp.ones((2, 4)), jnp.ones((4, 3)), fp8jax.init_scaling(DELAYED), recipe=DELAYED),
+         "give scaled_linear a slot"),
+        (lambda: fp8jax.weight_scale(jnp.ones((4, 3)), ScalingState(), recipe=DELAYED),
+         "the scaling of w keeps a state, and none is given"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
