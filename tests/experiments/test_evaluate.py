@@ -221,6 +221,7 @@ def test_the_command_line_prints_all_three(finished, tmp_path, capsys):
         "step 8; linear layers as te_current",
         "accuracy, per byte",
         "quantized, token by token",
+        "leak, 20 tokens",
         "2 questions",
     ):
         assert part in shown, shown

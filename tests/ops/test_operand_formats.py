@@ -141,3 +141,26 @@ def test_scales_of_any_granularity_run_along_the_contraction_of_their_product(fo
     check(part, {}, False)
     if part.spec("w_dgrad") != part.spec("w") and not part.spec("w").folds:
         check(part, {}, True)
+
+
+@pytest.mark.parametrize("form", ["x and dy", "w"])
+@pytest.mark.parametrize(
+    "forms", [PAIRS[4], BLOCKS[0], {"x": None, "w": None, "dy": None}], ids=["tensor", "blocks", "16 bits"]
+)
+def test_of_mixed_dtypes_each_result_is_rounded_to_its_own_alone(forms, form):
+    """A gradient in fp32 beside an input in bf16 has fp32's bits, and is no rounded one that was cast."""
+    low = {"x and dy": (True, False, True), "w": (False, True, False)}[form]
+    arrays = [a.astype(ml_dtypes.bfloat16) if cast else a for a, cast in zip(problem(), low, strict=True)]
+    part = Linear(**forms)
+    y, back = jax.vjp(lambda x, w: fp8jax.linear(x, w, recipe=part), *map(jnp.asarray, arrays[:2]))
+    got = y, *back(jnp.asarray(arrays[2]))
+    if not part.quantized:  # one operand in bf16 makes the product one of bf16
+        arrays = [a.astype(ml_dtypes.bfloat16) for a in arrays]
+    wide = [a.astype(np.float32) for a in arrays]
+    for name, found, exact, cast in zip(
+        ("y", "dx", "dw"), got, want(part, *wide, {}), (*low[:1], *low[:2]), strict=True
+    ):
+        assert found.dtype == (jnp.bfloat16 if cast else jnp.float32), name
+        assert relative(found, exact) < (2.0**-8 if cast else 1e-6), name
+        if not cast:
+            assert (np.asarray(found) != np.asarray(found).astype(ml_dtypes.bfloat16).astype(np.float32)).any(), name
