@@ -24,6 +24,7 @@ from fp8jax.modules.functions import glu_linear as glu_linear
 from fp8jax.modules.functions import layer_norm as layer_norm
 from fp8jax.modules.functions import linear as linear
 from fp8jax.modules.functions import norm_linear as norm_linear
+from fp8jax.modules.functions import ragged_dot as ragged_dot
 from fp8jax.modules.functions import rms_norm as rms_norm
 from fp8jax.modules.functions import scaled_linear as scaled_linear
 from fp8jax.ops.cross_entropy import linear_cross_entropy as linear_cross_entropy

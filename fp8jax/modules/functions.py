@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from fp8jax.modules.provenance import REGISTRY
 from fp8jax.ops import activation as activations
 from fp8jax.ops import linear as products
-from fp8jax.ops import norm, scaled, transformer
+from fp8jax.ops import norm, ragged, scaled, transformer
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -36,3 +36,4 @@ norm_linear = _knowing(transformer.norm_linear)
 attention_output = _knowing(transformer.attention_output)
 glu_linear = _knowing(transformer.glu_linear)
 linear = _knowing(products.linear)
+ragged_dot = _knowing(ragged.ragged_dot)

@@ -8,11 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from fp8jax.core.recipe import Recipe
+from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.activation import activate
 from fp8jax.ops.linear import content_key, dot_general, in_order, output_spec, rows
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import product
+from fp8jax.ops.ragged import ragged_dot
 from fp8jax.ops.saved import ITSELF, Origin
 from fp8jax.ops.scaled import scaled_linear
 from fp8jax.ops.sharding import merge
@@ -100,6 +101,27 @@ class ProductOperation:
         own = x.ndim - len(contract[1]) - n
         y = dot_general(x, w, (contract[::-1], batch[::-1]), None, dtype, recipe=self.recipe.linear, **how)
         return jnp.moveaxis(y, range(n, n + own), range(y.ndim - own, y.ndim))
+
+
+@dataclasses.dataclass(eq=False)
+class RaggedOperation:
+    """A product of groups of tokens with a matrix each.
+
+    Attributes:
+        linear: the recipe. data, weight, groups: the operands. root: as of `ProductOperation`.
+    """
+
+    linear: Linear
+    data: Value
+    weight: Value
+    groups: Value
+    root: Value
+
+    def run(self, running: Any, node: Node) -> Sequence[Array]:
+        x, w, groups = (running.array(value) for value in (self.data, self.weight, self.groups))
+        known = running.known(x, self.root, running.origin(self.root, x))
+        key = known.share(x, "key", lambda: content_key(x)) if self.linear.stochastic else None
+        return [ragged_dot(x, w, groups, recipe=self.linear, key=key, known=known).astype(node.results[0].dtype)]
 
 
 @dataclasses.dataclass(eq=False)

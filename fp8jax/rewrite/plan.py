@@ -14,7 +14,7 @@ from fp8jax.rewrite import activations, norms, primitives
 from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, Weight, before, in_order, origin_of, readers
 from fp8jax.rewrite.heads import Flow
 from fp8jax.rewrite.kept import keeps
-from fp8jax.rewrite.operations import ActivationOperation, NormOperation, ProductOperation
+from fp8jax.rewrite.operations import ActivationOperation, NormOperation, ProductOperation, RaggedOperation
 from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.rules import LayerChoice, Ordered, between
@@ -117,14 +117,14 @@ def _uses(products: list[_Product]) -> dict[Use, Linear]:
     counts: collections.Counter[str] = collections.Counter()
     for p in products:
         operation = p.node.operation
-        if not isinstance(operation, ProductOperation) or not operation.recipe.linear.states:
+        linear, path = p.choice.linear, p.weight.path
+        if operation is None or linear is None or not linear.states:
             continue
-        linear, path = operation.recipe.linear, p.weight.path
-        if any(p.node.eqn.params["dimension_numbers"][1]):
+        if not isinstance(operation, ProductOperation) or any(p.node.eqn.params["dimension_numbers"][1]):
             if any(scaling.observes for scaling in linear.states.values()):
                 raise ValueError(
-                    f"{p.path} has batch axes, at {p.node.line()}: under {scaling_names(linear)} scaling a product has "
-                    f"one state. Leave it out, [fp8jax.Rule({p.path!r}, None), recipe], or take current scaling"
+                    f"{p.path} has batch axes or groups, at {p.node.line()}: under {scaling_names(linear)} scaling a "
+                    f"product has one state. Leave it out, [fp8jax.Rule({p.path!r}, None), recipe], or take current scaling"
                 )
             continue
         operation.use = Use(path, counts[path], levels_of(p.around, p.weight.stored))
@@ -178,8 +178,9 @@ def _why_not(node: Node, sides: list[int], around: str) -> str | None:
         return "data meet what is computed from parameters or constants" if both else ""
     if primitives.differentiated(f"{around}/{node.scope}"):
         return "part of a gradient that the function takes itself; give that gradient's function to fp8jax.transform"
-    if node.kind != "dot_general":
-        return f"fp8jax has no {node.kind}"
+    ragged = node.kind == "ragged_dot_general" and sides == [1] and primitives.ragged_by_rows(node.eqn)
+    if node.kind != "dot_general" and not ragged:
+        return f"fp8jax has no {node.kind}{' of this form' if 'ragged' in node.kind else ''}"
     if not jnp.issubdtype(node.operands[1 - sides[0]].dtype, jnp.floating):
         return f"its data are {node.operands[1 - sides[0]].dtype}"
     return None
@@ -222,12 +223,24 @@ def _made(value: Value, counts: dict[Value, int]) -> Value:
     return value
 
 
+def _read_as_stored(p: _Product) -> bool:
+    """Whether a product's parameter is quantized as it is stored: all products quantize it, and nothing moves it."""
+    linear = p.choice.linear
+    quantized = linear is not None and linear.spec("w") is not None and linear.spec("w_dgrad") is not None
+    return quantized and not p.weight.moved
+
+
 def _replace_product(p: _Product) -> bool:
     """Puts the recipe's product in place of one; whether what it reads is kept in any case."""
     linear = p.choice.linear
     assert linear is not None
+    if p.node.kind == "ragged_dot_general":
+        data, w, groups = p.node.operands
+        w = p.weight.stored if _read_as_stored(p) and not p.weight.layout else w
+        p.node.operands, p.node.operation = [data, w, groups], RaggedOperation(linear, data, w, groups, origin_of(data))
+        return False
     kept = _kept(p) if p.choice.context.saved is not None else None
-    stored = not p.weight.moved and linear.spec("w") is not None and linear.spec("w_dgrad") is not None
+    stored = _read_as_stored(p)
     w = p.weight.stored if stored else p.node.operands[p.side]
     layout = p.weight.layout if stored and kept is None else ()
     p.node.operation = ProductOperation(p.choice.recipe, p.data, w, layout, p.side, origin_of(p.data), kept)

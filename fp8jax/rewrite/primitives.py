@@ -241,6 +241,14 @@ class Equation:
             return list(self._call(*values.values()))
 
 
+def ragged_by_rows(eqn: Any) -> bool:
+    """Whether a ragged product is that of `jax.lax.ragged_dot`: (tokens, inputs) by (groups, inputs, outputs)."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    plain = tuple(map(tuple, numbers.dot_dimension_numbers[0])) == ((1,), (1,))
+    ragged = tuple(numbers.lhs_ragged_dimensions) == tuple(numbers.rhs_group_dimensions) == (0,)
+    return plain and ragged and not any(numbers.dot_dimension_numbers[1]) and eqn.params.get("group_offset") is None
+
+
 def differentiated(scope: str) -> bool:
     """Whether an equation is part of a derivative that the program takes itself, by the scopes that JAX gives it."""
     return "jvp(" in scope or "transpose(" in scope

@@ -85,7 +85,9 @@ def _node(eqn: Any, operands: list[Value], scope: str, around: str) -> Node:
             result.data = result.data or inside.data
     if len(node.results) == 1:
         node.results[0].constant = _folded(node)
-    if operands and operands[0].weight is not None:
+    if node.kind in ("mul", "div") and not data:
+        node.results[0].weight = _scaled(node)
+    elif operands and operands[0].weight is not None:
         for result in node.results:
             result.weight = _laid_out(operands[0].weight, node)
     return node
@@ -134,6 +136,12 @@ def _chosen(node: Node) -> list[Value] | None:
     if node.kind != "select_n" or node.operands[0].constant is None:
         return None
     return [node.operands[1 + int(node.operands[0].constant)]]
+
+
+def _scaled(node: Node) -> Weight | None:
+    """The one matrix among the operands of a multiplication by constants or other parameters; it is read as written."""
+    matrices = [v.weight for v in node.operands if v.weight is not None and v.weight.stored.aval.ndim > 1]
+    return dataclasses.replace(matrices[0], moved=True) if len(matrices) == 1 else None
 
 
 def _laid_out(weight: Weight, node: Node) -> Weight | None:

@@ -260,6 +260,55 @@ def test_adapters_of_sixteen_bits_beside_a_base_of_eight():
     assert [e.path for e in fast.explain(p, X).left] == ["lora_a", "lora_b"]
 
 
+def test_matrices_that_are_scaled():
+    """By a constant, or a parameter; the gradient of both is the product's."""
+    p = {**P, "scale": jnp.full((INNER,), 0.5)}
+
+    def fn(p, x):
+        return jnp.tanh(x @ (0.5 * p["up"] * p["scale"]).astype(x.dtype)) @ (p["down"] / 2).astype(x.dtype)
+
+    fast = assert_near(fn, p, X)
+    assert [e.path for e in fast.explain(p, X).quantized] == ["up", "down"]
+    # What is a sum of parameters is no matrix that a rule could name.
+    merged = lambda p, x: x @ (p["up"] + p["down"].T).astype(x.dtype) @ p["down"].astype(x.dtype)  # noqa: E731
+    (left,) = fp8jax.transform(merged, "coat").explain(P, X).left
+    assert left.reason == "data meet what is computed from parameters or constants"
+
+
+def test_experts_by_groups_of_tokens():
+    """`jax.lax.ragged_dot` of sorted tokens: the router stays, and what the activation makes again is not kept."""
+    p = {"choose": normal(0, WIDTH, 3), "up": normal(1, 3, WIDTH, INNER), "down": normal(2, 3, INNER, WIDTH)}
+
+    def experts(p, x):
+        tokens = x.reshape(-1, WIDTH)
+        expert = jnp.argmax(tokens @ p["choose"].astype(x.dtype), -1)
+        order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=3)
+        h = jax.nn.silu(lax.ragged_dot(tokens[order], p["up"].astype(x.dtype), sizes))
+        return lax.ragged_dot(h, p["down"].astype(x.dtype), sizes)[jnp.argsort(order)].reshape(x.shape)
+
+    fast = fp8jax.transform(experts, "coat")
+    explained = fast.explain(p, X)
+    assert [e.path for e in explained.quantized if e.product] == ["up", "down"]
+    assert [e.path for e in explained.left] == ["choose"]
+    want, got = (jax.jit(jax.grad(loss(f)))(p, X) for f in (experts, fast))
+    assert 0 < relative(got, want) < 0.25
+    kept = residuals(jax.jit(functools.partial(fast, p)), X)
+    assert {d for d, s in kept if s == (32, INNER)} == {"uint8"}
+    # Under a scaling with a state a product of groups has none.
+    with pytest.raises(ValueError, match="up has batch axes or groups"):
+        fp8jax.transform(experts, "te_delayed").init(p, X)
+
+
+def test_experts_as_one_batched_product():
+    p = {"up": normal(1, 3, WIDTH, INNER), "down": normal(2, 3, INNER, WIDTH)}
+
+    def experts(p, x):
+        h = jax.nn.silu(jnp.einsum("btd,edf->ebtf", x, p["up"].astype(x.dtype)))
+        return jnp.sum(jnp.einsum("ebtf,efd->ebtd", h, p["down"].astype(x.dtype)), 0)
+
+    assert_near(experts, p, X, rules="coat")
+
+
 def test_effects_leaks_and_lines():
     def fn(p, x):
         jax.debug.print("seen")

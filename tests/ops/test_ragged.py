@@ -1,0 +1,66 @@
+"""`fp8jax.ragged_dot` by oracles in NumPy: each group's product, of the values of its codes."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp8jax
+from tests.distance import relative
+from tests.programs import residuals
+
+TOKENS, INPUTS, OUTPUTS = 10, 8, 6
+X = jax.random.normal(jax.random.key(0), (TOKENS, INPUTS))
+W = jax.random.normal(jax.random.key(1), (3, INPUTS, OUTPUTS)) * jnp.array([1.0, 0.1, 30.0])[:, None, None]
+SIZES = jnp.array([4, 0, 5])  # an empty group, and a token in none
+OF = np.array([0] * 4 + [2] * 5)
+
+
+def rounded(x, fmt=ml_dtypes.float8_e4m3fn):
+    """The values of codes with one scale."""
+    scale = np.max(np.abs(x)) / float(ml_dtypes.finfo(fmt).max) if x.size else 1.0
+    return (np.asarray(x, np.float64) / scale).astype(np.float32).astype(fmt).astype(np.float64) * scale
+
+
+def test_each_group_by_its_own_matrix():
+    y, back = jax.vjp(lambda x, w: fp8jax.ragged_dot(x, w, SIZES, recipe="te_current"), X, W)
+    dy = jax.random.normal(jax.random.key(2), y.shape)
+    x, w, g = (
+        rounded(np.asarray(X)),
+        [rounded(np.asarray(m)) for m in W],
+        rounded(np.asarray(dy), ml_dtypes.float8_e5m2),
+    )
+    want = np.stack([x[i] @ w[e] for i, e in enumerate(OF)] + [np.zeros(OUTPUTS)])
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    dx, dw = back(dy)
+    want = np.stack([g[i] @ w[e].T for i, e in enumerate(OF)] + [np.zeros(INPUTS)])
+    np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    want = np.stack([x[:9][e == OF].T @ g[:9][e == OF] for e in range(3)])
+    np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", ["coat", "deepseek", "moss", "jetfire", "int8_block", "switchback", "fast"])
+def test_recipes_lie_near_the_product(name):
+    x, w, sizes = jax.random.normal(jax.random.key(0), (64, 128)), 0.1 * jnp.ones((2, 128, 32)), jnp.array([40, 24])
+    w = w + 0.1 * jax.random.normal(jax.random.key(1), w.shape)
+    key = jax.random.key(3)
+    run = lambda f: jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1)))(x, w)  # noqa: E731
+    got = run(lambda x, w: fp8jax.ragged_dot(x, w, sizes, recipe=name, key=key))
+    assert 0 < relative(got, run(lambda x, w: jax.lax.ragged_dot(x, w, sizes))) < 0.25
+
+
+def test_codes_are_saved():
+    kept = residuals(lambda x, w: fp8jax.ragged_dot(x, w, SIZES, recipe="te_current"), X, W)
+    assert [d for d, s in kept if s == X.shape] == ["uint8"]
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"not \(10, 8\), \(3, 6, 8\) and \(3,\)"):
+        fp8jax.ragged_dot(X, W.transpose(0, 2, 1), SIZES, recipe="coat")
+    with pytest.raises(TypeError, match="group_sizes of integers, not float32"):
+        fp8jax.ragged_dot(X, W, SIZES.astype(jnp.float32), recipe="coat")
+    with pytest.raises(ValueError, match="stochastically"):
+        fp8jax.ragged_dot(X, W, SIZES, recipe="jetfire")
+    with pytest.raises(ValueError, match="delayed scaling has a state"):
+        fp8jax.ragged_dot(X, W, SIZES, recipe="te_delayed")
