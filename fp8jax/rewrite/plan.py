@@ -124,7 +124,8 @@ def _uses(products: list[_Product]) -> dict[Use, Linear]:
             if any(scaling.observes for scaling in linear.states.values()):
                 raise ValueError(
                     f"{p.path} has batch axes or groups, at {p.node.line()}: under {scaling_names(linear)} scaling a "
-                    f"product has one state. Leave it out, [fp8jax.Rule({p.path!r}, None), recipe], or take current scaling"
+                    f"product has one state. Leave it out, [fp8jax.Rule({p.path!r}, None), recipe], or take a recipe "
+                    "with current scaling"
                 )
             continue
         operation.use = Use(path, counts[path], levels_of(p.around, p.weight.stored))
