@@ -12,8 +12,10 @@ own shards, all see the same folder, and digests are sums over elements, which n
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +34,24 @@ _State = TypeVar("_State")
 
 class DamagedError(UserError):
     """A checkpoint's bytes are not those that were saved."""
+
+
+def quiet() -> None:
+    """Keeps off the terminal what Orbax leaves of errors that it has raised: logs, and tracebacks of pending tasks."""
+    global _shown
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    if sys.unraisablehook is not _show:
+        _shown, sys.unraisablehook = sys.unraisablehook, _show
+
+
+_shown: Callable[[Any], object] = sys.unraisablehook
+
+
+def _show(unraisable: Any) -> None:
+    # TensorStore calls back for each read that was under way when the first one failed.
+    if str(unraisable.exc_value) != "Event loop is closed":
+        _shown(unraisable)
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -96,12 +116,17 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, *, clean: bool = True) -> None:
         self.folder = folder.absolute()
-        if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"{folder} is a file, where the checkpoints' folder should be; move it away")
+        if os.path.lexists(self.folder) and not self.folder.is_dir():
+            what = "a link to nothing" if self.folder.is_symlink() and not self.folder.exists() else "a file"
+            raise UserError(f"{folder} is {what}, where the checkpoints' folder should be; move it away")
         if clean:
             # Orbax's own cleaning goes on in the background after `close`, and takes saves of the next object.
             with hosts.agreement():
                 for remains in self.folder.glob("*.orbax-checkpoint-tmp") if hosts.first() else ():
+                    if remains.is_symlink() or not remains.is_dir():
+                        raise UserError(
+                            f"{remains} is no folder, where Orbax writes a checkpoint to a folder; move it away"
+                        )
                     shutil.rmtree(remains)
         self._orbax = ocp.training.Checkpointer(
             self.folder, preservation_policy=ocp.training.preservation_policies.LatestN(keep)

@@ -22,7 +22,7 @@ from rich.table import Table
 import fp8jax
 from experiments import config as configuration
 from experiments import data, report, scoring, train
-from experiments.checkpoint import Checkpoints, DamagedError
+from experiments.checkpoint import Checkpoints, DamagedError, quiet
 from experiments.config import Config, UserError, check_same, flatten_fields
 from experiments.task import Task
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
@@ -115,6 +115,7 @@ class Question:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, evaluates, and returns the exit code."""
+    quiet()
     console = report.make_console()
     try:
         evaluate(tyro.cli(Evaluation, args=argv, prog="python -m experiments.evaluate"), console)
@@ -212,7 +213,7 @@ def load(folder: Path, name: str) -> Trained:
 
 def _read_config(folder: Path) -> Config:
     try:
-        fields = json.loads((folder / "config.json").read_text())["all"]
+        fields = report.parse_json((folder / "config.json").read_text())["all"]
         sections = {"data": configuration.Data, "model": configuration.Model, "optim": configuration.Optim}
         parts: dict[str, Any] = {name: section(**fields[name]) for name, section in sections.items()}
         parts["data"] = dataclasses.replace(parts["data"], data=tuple(parts["data"].data))
@@ -262,7 +263,7 @@ def read_questions(path: Path) -> list[Question]:
             continue
         where = f"--choices {path}, line {number}"
         try:
-            row = json.loads(line)
+            row = report.parse_json(line)
         except ValueError as error:
             raise UserError(f"{where}: no JSON ({error})") from None
         if not isinstance(row, dict) or not {"context", "choices", "answer"} <= set(row):

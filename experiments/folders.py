@@ -1,12 +1,11 @@
 """The folder of a run: its configuration, its tokenizer, and whether there is anything to resume."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from experiments import data
+from experiments import data, report
 from experiments.config import Config, UserError, check_same
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 
@@ -18,7 +17,7 @@ def has_progress(folder: Path) -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     try:
-        saved = json.loads((folder / "config.json").read_text())
+        saved = report.parse_json((folder / "config.json").read_text())
         if not isinstance(saved, dict):
             raise ValueError("no JSON object")
         return saved

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import re
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,11 +22,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments import relay
 from experiments.config import Run, UserError
 
 # Exit code of a process that goes on no longer because another one has ended.
 GONE = 5
 _NETWORK = re.compile(r"[A-Z_]+: .*(gloo|nccl|coordination service|barrier)", re.IGNORECASE | re.DOTALL)
+# The relay of this process, and what is held while it ends, so that it says why once.
+_relayed: subprocess.Popen[str] | None = None
+_ending = threading.Lock()
 # Bytes of the message that a process sends to the others.
 _MESSAGE = 1000
 
@@ -40,8 +46,9 @@ class Agreed(UserError):
 def join(settings: Run) -> None:
     """Joins the other processes of a run; does nothing for a command line without `--coordinator`.
 
-    `--coordinator auto` leaves address, number and count to what `jax.distributed.initialize` finds: Slurm, Open MPI,
-    Kubernetes and others.
+    From here on this process ends with a message and exit code `GONE` when another one ends, whatever it is doing:
+    `experiments/relay.py` says how. `--coordinator auto` leaves address, number and count to what
+    `jax.distributed.initialize` finds (Slurm, Open MPI, Kubernetes and others), and the end of a process to JAX.
 
     Raises:
         UserError: no cluster is found, or the address is impossible.
@@ -49,11 +56,12 @@ def join(settings: Run) -> None:
     if not settings.coordinator:
         return
     patience = settings.patience
+    where: dict[str, Any] = {}
     if settings.coordinator == "auto":
-        where, who = None, "--coordinator auto: this process"
+        who = "--coordinator auto: this process"
     else:
-        where = settings.coordinator
-        who = f"--coordinator {where}: process {settings.process_id} of {settings.process_count}"
+        who = f"--coordinator {settings.coordinator}: process {settings.process_id} of {settings.process_count}"
+        where = {"num_processes": settings.process_count, "process_id": settings.process_id, **_relay(settings, who)}
 
     def give_up() -> None:
         print(
@@ -68,11 +76,10 @@ def join(settings: Run) -> None:
     timer.start()
     try:
         jax.distributed.initialize(
-            where,
-            settings.process_count,
-            settings.process_id,
+            **where,
             initialization_timeout=patience + 60,
-            heartbeat_timeout_seconds=patience,
+            # A client sends a heartbeat twice in this time. A relay looks for them, more often than the coordinator.
+            heartbeat_timeout_seconds=-(-_silence(settings) * 4 // 3),
             shutdown_timeout_seconds=patience,
         )
     except (ValueError, RuntimeError) as error:  # XLA's errors are RuntimeErrors
@@ -83,6 +90,32 @@ def join(settings: Run) -> None:
         ) from None
     finally:
         timer.cancel()
+
+
+def _relay(settings: Run, who: str) -> dict[str, Any]:
+    """Starts this process's relay, and a thread that hears it; how `jax.distributed.initialize` gets to it."""
+    global _relayed
+    host, port = settings.coordinator.rsplit(":", 1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        service = free.getsockname()[1]
+    numbers = (settings.process_id, host, port, service, _silence(settings))
+    command = [sys.executable, "-I", "-S", relay.__file__, *map(str, numbers)]
+    process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1, start_new_session=True)
+    assert process.stdout is not None
+    lines = process.stdout
+    said, what = (lines.readline().strip() or "error its relay has ended").split(" ", 1)
+    if said == "error":
+        raise UserError(f"{who} cannot listen at port {port} ({what}); give another port")
+    _relayed = process
+
+    def hear() -> None:
+        line = lines.readline()
+        ended = f"process {line.split()[1]} is gone" if line else "its relay has ended"
+        end(GONE, False, gone_message(f"process {settings.process_id} of {settings.process_count}", ended))
+
+    threading.Thread(target=hear, daemon=True).start()
+    own = {"coordinator_address": f"127.0.0.1:{what}"}
+    return own if settings.process_id else own | {"coordinator_bind_address": f"127.0.0.1:{service}"}
 
 
 def several() -> bool:
@@ -174,15 +207,35 @@ def signals(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, signum: int | N
     return jax.make_array_from_callback((mesh.size,), sharding, lambda index: here)
 
 
-def end(code: int, agreed: bool) -> int:
-    """The exit code, where all processes end with it; else this one ends here, since the others may never come.
+def _silence(settings: Run) -> int:
+    """Seconds without a heartbeat until a process counts as gone: of fewer than 3 heartbeats would take too many."""
+    return max(settings.patience, 3)
+
+
+def gone_message(who: str, why: str) -> str:
+    """What a process says that ends because another one has."""
+    return (
+        f"error: {who} ends: another one has ended, or cannot be reached ({why}). Start all again: training goes on "
+        "from the newest checkpoint"
+    )
+
+
+def end(code: int, agreed: bool, message: str = "") -> int:
+    """Prints a message, and gives the exit code, where all processes end with it; else this one ends here.
 
     Args:
         code: of this process.
-        agreed: all processes know of it.
+        agreed: all processes know of it; else the others may never come.
+        message: for standard error; of what is agreed, process 0 says it alone.
     """
-    if several() and not agreed:
-        _abandon(code)
+    with _ending:
+        if message and (not agreed or first()):
+            print(message, file=sys.stderr)
+        if not agreed and (_relayed is not None or several()):
+            _abandon(code)
+    if _relayed is not None and _relayed.stdin is not None:
+        with contextlib.suppress(OSError):
+            _relayed.stdin.write("bye\n")
     return code
 
 

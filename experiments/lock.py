@@ -1,7 +1,6 @@
 """One process at a time writes to a run."""
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -46,7 +45,7 @@ def hold(folder: Path) -> Iterator[None]:
 
 def _read_owner(path: Path) -> str:
     try:
-        other = json.loads(path.read_text())
+        other = report.parse_json(path.read_text())
         return f"process {other['pid']} on {other['host']} (since {other['since']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

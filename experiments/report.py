@@ -62,6 +62,14 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
+def parse_json(text: str) -> Any:
+    """As `json.loads`; ValueError also for what is nested so deep that Python gives up."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
 def size(count: float) -> str:
     """Bytes for people: 1,536 is 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -99,6 +107,34 @@ class Result:
     def moment_bytes(self) -> float:
         """Bytes of both moments per parameter."""
         return (self.state_bytes["mu"] + self.state_bytes["nu"]) / self.parameters
+
+
+def read_result(path: Path) -> tuple[Result, dict[str, Any]]:
+    """What result.json holds: the result, and the configuration that it is of.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not what this program writes of a training that went well; names what is wrong.
+    """
+    saved = parse_json(path.read_text())
+    if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
+        raise ValueError("no configuration in it")
+    fields = saved.get("result")
+    if not isinstance(fields, dict) or set(fields) != {field.name for field in dataclasses.fields(Result)}:
+        raise ValueError("not the fields of a result")
+    state_bytes = fields["state_bytes"]
+    counts: dict[str, Any] = state_bytes if isinstance(state_bytes, dict) else {"state_bytes": state_bytes}
+    counts = {name: fields[name] for name in ("steps", "parameters")} | {"mu": None, "nu": None} | counts
+    for name, value in counts.items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} is {value!r}, not a number of them")
+    for name in ("train_loss", "valid_loss", "tokens_per_s"):
+        if type(fields[name]) not in (int, float) or not math.isfinite(fields[name]):
+            raise ValueError(f"{name} is {fields[name]!r}, no finite number")
+    for name in ("recipe", "text"):
+        if not isinstance(fields[name], str):
+            raise ValueError(f"{name} is {fields[name]!r}, no text")
+    return Result(**fields), saved["config"]
 
 
 class RunLog:
@@ -260,7 +296,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
-            row = json.loads(line)
+            row = parse_json(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int) and ("valid_loss" in row or set(row) >= _ROW):
                 rows.append(row)
     return rows

@@ -14,7 +14,6 @@ processes has ended; 130 and 143 stopped by SIGINT or SIGTERM.
 import contextlib
 import dataclasses
 import json
-import logging
 import platform
 import shlex
 import signal
@@ -34,7 +33,7 @@ from rich.text import Text
 
 import fp8jax
 from experiments import data, folders, generate, hosts, lock, mesh, parallel, report
-from experiments.checkpoint import Checkpoints
+from experiments.checkpoint import Checkpoints, quiet
 from experiments.config import Config, UserError, check_same, flag, flatten_fields, parse
 from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
@@ -51,24 +50,21 @@ _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recipe] = fp8jax.recipes.get) -> int:
     """Parses the command line, trains, and returns the exit code; `recipe` looks the names of `--recipe` up."""
     command = shlex.join(["python", "-m", "experiments.train", *(sys.argv[1:] if argv is None else argv)])
-    # What Orbax logs with tracebacks it raises, too.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    quiet()
     try:
         config = parse(argv, __doc__)
         hosts.join(config.run)
         # Only now: the service that joins processes takes signals for itself.
         with StopSignals() as stop:
             run(config, report.make_console(quiet=not hosts.first()), stop, recipe)
-        return 0
+        return hosts.end(0, agreed=True)
     except Exception as error:
         explanation = _explain(error, command)
         if explanation is None and not hosts.several():
             raise
         code, message = explanation or (1, "".join(traceback.format_exception(error)).rstrip())
         agreed = isinstance(error, (hosts.Agreed, NotFinite)) or (isinstance(error, Stopped) and error.step is not None)
-        if hosts.first() or not agreed:
-            print(message, file=sys.stderr)
-        return hosts.end(code, agreed)
+        return hosts.end(code, agreed, message)
 
 
 def _explain(error: Exception, command: str) -> tuple[int, str] | None:
@@ -91,11 +87,8 @@ def _explain(error: Exception, command: str) -> tuple[int, str] | None:
                 "more --microbatches, --remat blocks, or a smaller --model"
             )
         case Exception() if hosts.gone(error):
-            return hosts.GONE, (
-                f"error: process {jax.process_index()} of {jax.process_count()} ends: another one has ended, or cannot "
-                f"be reached ({str(error).splitlines()[0][:200]}). Start all again: training goes on from the newest "
-                f"checkpoint"
-            )
+            who = f"process {jax.process_index()} of {jax.process_count()}"
+            return hosts.GONE, hosts.gone_message(who, str(error).splitlines()[0][:200])
     return None
 
 
@@ -197,9 +190,8 @@ def _train_recipe(
     finished = folder / "result.json"
     if finished.exists():
         try:
-            saved = json.loads(finished.read_text())
-            known, result = saved["config"], report.Result(**saved["result"])
-        except (ValueError, KeyError, TypeError) as error:
+            result, known = report.read_result(finished)
+        except ValueError as error:
             console.print(f"{finished} is damaged ({error!r}): made again from the newest checkpoint, if any")
         else:
             check_same(known, identity, folder)

@@ -1,7 +1,12 @@
 """A full disk, torn and missing files, and a second process end in a message and an exit code, or change no result."""
 
+import asyncio
+import dataclasses
 import errno
+import gc
 import json
+import logging
+import math
 import os
 import re
 import shutil
@@ -9,14 +14,15 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from experiments import lock, report, train
-from experiments.config import BusyError, DiskError
+from experiments import checkpoint, evaluate, folders, lock, report, train
+from experiments.config import BusyError, DiskError, UserError
 from experiments.task import Task
 
 ROOT = Path(__file__).parents[2]
@@ -36,14 +42,95 @@ def content(folder):
     return result, (folder / "bf16" / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("torn", ['{"result": {"recipe": "bf1', '{"config": {}, "result": {"recipe": "bf16"}}'])
+DEEP = "[" * 200_000
+
+
+@pytest.mark.parametrize("torn", ['{"result": {"recipe": "bf1', '{"config": {}, "result": {"recipe": "bf16"}}', "NaN"])
 def test_torn_result_is_told_and_made_again(argv, finished, copy, capsys, torn):
-    (copy / "bf16" / "result.json").write_text(torn)
+    path = copy / "bf16" / "result.json"
+    path.write_text(re.sub('("valid_loss": ).*,', r"\1NaN,", path.read_text()) if torn == "NaN" else torn)
     assert train.main([*argv, *BF16, "--run", copy.name]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"bf16/result\.json is damaged \(.*\): made again from the newest checkpoint, if any", shown)
     assert "step 8/8" not in shown
     assert content(copy) == content(finished)
+
+
+WRONG = {
+    "train_loss": math.inf, "valid_loss": math.nan, "tokens_per_s": "5", "steps": 8.0, "parameters": -1, "recipe": 3,
+    "text": None, "state_bytes": {"mu": 3},
+}  # fmt: skip
+
+
+def test_a_result_with_a_field_that_cannot_be_is_damaged(finished, tmp_path):
+    text, path = (finished / "bf16" / "result.json").read_text(), tmp_path / "result.json"
+    path.write_text(text)
+    result, config = report.read_result(path)
+    assert (dataclasses.asdict(result), config) == (json.loads(text)["result"], json.loads(text)["config"])
+    assert set(WRONG) == {field.name for field in dataclasses.fields(report.Result)}
+    for name, value in WRONG.items():
+        whole = json.loads(text)
+        whole["result"][name] = value
+        path.write_text(json.dumps(whole))
+        with pytest.raises(ValueError, match="nu is None" if name == "state_bytes" else f"{name} is "):
+            report.read_result(path)
+    for other in ("[]", '{"result": {}}', DEEP):
+        path.write_text(other)
+        with pytest.raises(ValueError):  # noqa: PT011 (what is wrong is different each time)
+            report.read_result(path)
+
+
+def test_json_that_is_nested_too_deep_is_damaged_wherever_it_is_read(argv, finished, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(DEEP)
+    with pytest.raises(UserError, match=r"config\.json cannot be read \(nested too deep\); start afresh"):
+        folders.read_config(tmp_path)
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        evaluate._read_config(tmp_path)
+    with pytest.raises(UserError, match="line 1: no JSON"):
+        evaluate.read_questions(tmp_path / "config.json")
+    assert report.read_metrics(tmp_path / "config.json") == []
+    assert lock._read_owner(tmp_path / "config.json") == "another process"
+
+
+@pytest.mark.parametrize("kind", ["file", "link to a folder", "link to nothing"])
+def test_what_is_no_folder_where_orbax_writes_is_named(tmp_path, kind):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").write_text("")
+
+    def put(path):
+        path.parent.mkdir(exist_ok=True)
+        if kind == "file":
+            path.write_text("")
+        else:
+            path.symlink_to(tmp_path / ("elsewhere" if kind == "link to a folder" else "nowhere"))
+
+    put(tmp_path / "run" / "7.orbax-checkpoint-tmp")
+    with pytest.raises(UserError, match=r"7\.orbax-checkpoint-tmp is no folder, .*; move it away"):
+        checkpoint.Checkpoints(tmp_path / "run", 1)
+    assert (tmp_path / "elsewhere" / "precious").exists()
+    put(tmp_path / "checkpoints")
+    if kind == "link to a folder":
+        checkpoint.Checkpoints(tmp_path / "checkpoints", 1).close()
+        return
+    with pytest.raises(UserError, match=f"is a {kind}, where the checkpoints' folder should be; move it away"):
+        checkpoint.Checkpoints(tmp_path / "checkpoints", 1)
+
+
+def test_what_orbax_leaves_of_an_error_is_not_shown(monkeypatch, caplog):
+    """Of reads under way when one failed: tasks that nobody looks at, and calls back to a loop that is closed."""
+    seen = []
+    logging.getLogger("asyncio").setLevel(logging.NOTSET)
+    monkeypatch.setattr(sys, "unraisablehook", lambda x: seen.append(str(x.exc_value)))
+    checkpoint.quiet()
+    checkpoint.quiet()
+    loop = asyncio.new_event_loop()
+    loop.create_future().set_exception(ValueError("nobody looks at it"))
+    loop.close()
+    gc.collect()
+    assert not caplog.records
+    for text in ("Event loop is closed", "of the user"):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text)))
+    assert seen == ["of the user"]
 
 
 def test_deleted_metrics_change_no_result(argv, finished, copy, capsys):

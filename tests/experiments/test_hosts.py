@@ -102,17 +102,35 @@ def test_four_processes_with_two_devices_each_train_as_one_process(argv, out, tm
     check_close(*(losses(out / name / "mixed") for name in ("turns", "straight")))
 
 
+def check_dies(processes, which):
+    """Of processes of which one is killed the others end with one line and exit code 5."""
+    codes, _, complaints = end(processes)
+    assert codes == [-signal.SIGKILL if i == which else 5 for i in range(len(codes))], complaints
+    for i, text in enumerate(complaints):
+        text = re.sub(r"^\[Gloo\].*\n", "", text, flags=re.MULTILINE)
+        if i != which:
+            assert re.fullmatch(rf"error: process {i} of {len(codes)} ends: another one has ended, .*\n", text), text
+
+
+@pytest.mark.parametrize(("which", "at"), [(0, 0), (1, 0), (0, 2), (1, 2)])
+def test_one_of_two_dies_and_the_other_says_so(argv, which, at):
+    """While the other compiles, or after the first step."""
+    command = [*argv, "--recipe", "bf16", "--layers", "1", "--run", f"two_{which}_{at}", "--mesh", "fsdp=2"]
+    check_dies(start(2, command, stop=(which, at, signal.SIGKILL)), which)
+
+
 @pytest.mark.slow
-def test_one_of_four_dies_the_others_end_and_the_restart_resumes(argv, out, whole):
-    command = [*argv, *MANY, "--run", "killed", "--mesh", "data=2,fsdp=2"]
-    codes, _, complaints = end(start(4, command, stop=(3, 5, signal.SIGKILL)))
-    assert codes[3] == -signal.SIGKILL
-    assert all(code == 5 for code in codes[:3]), (codes, complaints)
-    assert all("another one has ended" in text for text in complaints[:3])
-    codes, said, complaints = end(start(4, command))
-    assert codes == [0] * 4, complaints
-    assert "resuming from step 4" in said[0]
-    assert sorted(losses(out / "killed" / "mixed")["loss"]) == [1, 2, 3, 4, 5, 6]
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("at", [0, 5])
+def test_one_of_four_dies_the_others_end_and_the_restart_resumes(argv, out, which, at):
+    run = f"killed_{which}_{at}"
+    command = [*argv, *MANY, "--run", run, "--mesh", "data=2,fsdp=2"]
+    check_dies(start(4, command, stop=(which, at, signal.SIGKILL)), which)
+    if at and which in (0, 3):
+        codes, said, complaints = end(start(4, command))
+        assert codes == [0] * 4, complaints
+        assert "resuming from step 4" in said[0]
+        assert sorted(losses(out / run / "mixed")["loss"]) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
