@@ -134,6 +134,17 @@ def test_one_of_four_dies_the_others_end_and_the_restart_resumes(argv, out, whic
 
 
 @pytest.mark.slow
+def test_a_process_that_is_silent_counts_as_gone(argv):
+    command = [*argv, "--recipe", "bf16", "--run", "silent", "--mesh", "fsdp=2"]
+    processes = start(2, command, stop=(1, 2, signal.SIGSTOP), patience=5)
+    try:
+        assert "process 1 is gone" in processes[0].communicate(timeout=240)[1]
+    finally:
+        processes[1].kill()
+    assert processes[0].returncode == 5
+
+
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_set_aside_by_all(argv, out):
     command = [*argv, *MANY, "--run", "hurt", "--mesh", "fsdp=2"]
     assert end(start(2, command))[0] == [0, 0]
@@ -160,7 +171,7 @@ def test_a_damaged_checkpoint_is_set_aside_by_all(argv, out):
     ],
 )
 def test_processes_that_differ_end_with_the_same_message(argv, differs, message):
-    codes, _, complaints = end(start(2, [*argv, *MANY, "--run", "differ"], **differs))
+    codes, _, complaints = end(start(2, [*argv, *MANY, "--run", "differ", "--mesh", "fsdp=2"], **differs))
     assert codes == [2, 2], complaints
     assert message in complaints[0]
 
