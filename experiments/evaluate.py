@@ -24,6 +24,7 @@ from experiments import config as configuration
 from experiments import data, report, scoring, train
 from experiments.checkpoint import Checkpoints, DamagedError, quiet
 from experiments.config import Config, UserError, check_same, flatten_fields
+from experiments.result import parse_json
 from experiments.task import Task
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 
@@ -213,7 +214,7 @@ def load(folder: Path, name: str) -> Trained:
 
 def _read_config(folder: Path) -> Config:
     try:
-        fields = report.parse_json((folder / "config.json").read_text())["all"]
+        fields = parse_json((folder / "config.json").read_text())["all"]
         sections = {"data": configuration.Data, "model": configuration.Model, "optim": configuration.Optim}
         parts: dict[str, Any] = {name: section(**fields[name]) for name, section in sections.items()}
         parts["data"] = dataclasses.replace(parts["data"], data=tuple(parts["data"].data))
@@ -263,7 +264,7 @@ def read_questions(path: Path) -> list[Question]:
             continue
         where = f"--choices {path}, line {number}"
         try:
-            row = report.parse_json(line)
+            row = parse_json(line)
         except ValueError as error:
             raise UserError(f"{where}: no JSON ({error})") from None
         if not isinstance(row, dict) or not {"context", "choices", "answer"} <= set(row):

@@ -5,8 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import data, report
+from experiments import data
 from experiments.config import Config, UserError, check_same
+from experiments.result import parse_json
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
 
 
@@ -17,7 +18,7 @@ def has_progress(folder: Path) -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     try:
-        saved = report.parse_json((folder / "config.json").read_text())
+        saved = parse_json((folder / "config.json").read_text())
         if not isinstance(saved, dict):
             raise ValueError("no JSON object")
         return saved

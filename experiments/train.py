@@ -37,6 +37,7 @@ from experiments.checkpoint import Checkpoints, quiet
 from experiments.config import Config, UserError, check_same, flag, flatten_fields, parse
 from experiments.flags import recommend
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
+from experiments.result import Result, read_result
 from experiments.task import Task, TrainState, decay_mask, recomputed, schedule
 from experiments.tokenizer import Bytes, Tokenizer
 from fp8jax.modules.compiled import describe
@@ -92,9 +93,7 @@ def _explain(error: Exception, command: str) -> tuple[int, str] | None:
     return None
 
 
-def run(
-    config: Config, console: Console, stop: StopSignals, recipe: Callable[[str], fp8jax.Recipe]
-) -> list[report.Result]:
+def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[str], fp8jax.Recipe]) -> list[Result]:
     """Trains every recipe of the configuration in turn and reports.
 
     Raises:
@@ -122,7 +121,7 @@ def _run(
     devices: jax.sharding.Mesh,
     console: Console,
     stop: StopSignals,
-) -> list[report.Result]:
+) -> list[Result]:
     with hosts.agreement():
         if hosts.first():
             folders.prepare(config, console)
@@ -182,7 +181,7 @@ def _train_recipe(
     tokenizer: Tokenizer,
     console: Console,
     stop: StopSignals,
-) -> report.Result:
+) -> Result:
     """Trains one recipe from its newest checkpoint, or from the start; or returns its result where it is finished."""
     console.rule(f"recipe {recipe.name}, {config.recipe.index(folder.name) + 1} of {len(config.recipe)}", align="left")
     # Through JSON, as it comes back from a checkpoint.
@@ -190,7 +189,7 @@ def _train_recipe(
     finished = folder / "result.json"
     if finished.exists():
         try:
-            result, known = report.read_result(finished)
+            result, known = read_result(finished)
         except ValueError as error:
             console.print(f"{finished} is damaged ({error!r}): made again from the newest checkpoint, if any")
         else:

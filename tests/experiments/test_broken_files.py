@@ -23,6 +23,7 @@ from orbax.checkpoint import v1 as ocp
 
 from experiments import checkpoint, evaluate, folders, lock, report, train
 from experiments.config import BusyError, DiskError, UserError
+from experiments.result import Result, read_result
 from experiments.task import Task
 
 ROOT = Path(__file__).parents[2]
@@ -65,19 +66,19 @@ WRONG = {
 def test_a_result_with_a_field_that_cannot_be_is_damaged(finished, tmp_path):
     text, path = (finished / "bf16" / "result.json").read_text(), tmp_path / "result.json"
     path.write_text(text)
-    result, config = report.read_result(path)
+    result, config = read_result(path)
     assert (dataclasses.asdict(result), config) == (json.loads(text)["result"], json.loads(text)["config"])
-    assert set(WRONG) == {field.name for field in dataclasses.fields(report.Result)}
+    assert set(WRONG) == {field.name for field in dataclasses.fields(Result)}
     for name, value in WRONG.items():
         whole = json.loads(text)
         whole["result"][name] = value
         path.write_text(json.dumps(whole))
         with pytest.raises(ValueError, match="nu is None" if name == "state_bytes" else f"{name} is "):
-            report.read_result(path)
+            read_result(path)
     for other in ("[]", '{"result": {}}', DEEP):
         path.write_text(other)
         with pytest.raises(ValueError):  # noqa: PT011 (what is wrong is different each time)
-            report.read_result(path)
+            read_result(path)
 
 
 def test_json_that_is_nested_too_deep_is_damaged_wherever_it_is_read(argv, finished, tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import report
-from experiments.report import Result
+from experiments.result import Result
 
 
 def cells(table):
