@@ -224,7 +224,7 @@ def _train_recipe(
     if folder.name == fp8jax.recipes.AUTO:
         console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().computed}")
     console.print(recipe.explain())
-    with listening() as told, saving() as saved:
+    with listening() as told, saving() as kept:
         # A state comes out as it went in: the next step is the same program.
         step = jax.jit(
             _signalled(task) if hosts.several() else task.step, donate_argnums=0, out_shardings=(placed, everywhere)
@@ -234,7 +234,7 @@ def _train_recipe(
             inputs = (*inputs, hosts.signals(devices, None))
         compiled = step.lower(*inputs).compile()
     _print_plan(console, task, abstract, compiled)
-    residuals = [f"saved {line}" for line in saved]
+    residuals = [f"saved {line}" for line in kept]
     for line in [*summary(told), *residuals, *describe(compiled, told, jax.default_backend())]:
         console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
 
