@@ -54,6 +54,7 @@ ARMS: dict[str, ParityArm] = {
     "int8_fallback": ParityArm(fp8jax.recipes.int8_fallback()),
     "int8_block": ParityArm(fp8jax.recipes.int8_block()),
     "fp8_lm": ParityArm(fp8jax.recipes.fp8_lm()),
+    "fp8_lm_two_phase": ParityArm(fp8jax.recipes.fp8_lm_two_phase()),
     "coat_optimizer": ParityArm(fp8jax.recipes.coat_optimizer()),
     "coat_activations": ParityArm(fp8jax.recipes.coat_activations()),
     f"{CONTROL}_one_bit": ParityArm(fp8jax.recipes.coat(), "forward", 2),
