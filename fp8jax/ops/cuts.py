@@ -199,15 +199,15 @@ def dimensions(text: str) -> Dimensions:
 
 
 def notation(spec: QuantSpec, shape: Sequence[int], names: str) -> tuple[str, ...]:
-    """How a quantized array of this shape may be cut, from the names of its axes: for each of its parts."""
+    """How a quantized array of this shape may be cut, from the names of its axes: for each of its leaves in order."""
 
     def of_blocks(block: Sequence[int]) -> str:
         return " ".join(_of_block(name, b, spec) for name, b in zip(names.split(), block, strict=True))
 
-    parts = [names, of_blocks(spec.block_shape(shape))]
-    parts += [parts[1]] if spec.expand else []
-    parts += [of_blocks(spec.micro_shape(shape))] if spec.granularity == "mx" else []
-    return tuple(parts)
+    scale = of_blocks(spec.block_shape(shape))
+    exponents = [scale] if spec.expand else []
+    bytes_ = [of_blocks(spec.micro_shape(shape))] if spec.granularity == "mx" else []
+    return names, *exponents, *bytes_, scale
 
 
 def _of_block(name: str, block: int, spec: QuantSpec) -> str:

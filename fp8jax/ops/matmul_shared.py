@@ -54,7 +54,7 @@ def shared(
             return cut.total(function(out, a, b), "k", "m n").astype(dtype)
 
     parts = notation(base(a).spec, a.shape, "m k")
-    ins = (parts, parts, parts[1]) if isinstance(a, Pair) else parts, notation(b.spec, b.shape, "n k")
+    ins = (parts, parts, parts[-1]) if isinstance(a, Pair) else parts, notation(b.spec, b.shape, "n k")
     about = static, isinstance(a, Pair), str(jnp.dtype(dtype)), base(a).spec, b.spec
     product: Array = partitioned(
         "product" if kernel else "plain_product", about, multiply, (a, b), ins, "m n",

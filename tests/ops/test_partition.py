@@ -172,7 +172,7 @@ def test_inside_shard_map_arrays_are_a_devices_own():
         ("e4m3:group16", ("m n", "m n/16")),
         ("int8:block32", ("m n", "m/32 n/32")),
         ("e4m3:group128+expand", ("m n", "m n/128", "m n/128")),
-        ("e4m3:mx32", ("m n", "- -", "m n/32")),
+        ("e4m3:mx32", ("m n", "m n/32", "- -")),
     ],
 )
 def test_notation_of_a_spec(spec, wanted):
