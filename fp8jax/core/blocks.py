@@ -19,6 +19,11 @@ def counts(shape: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
     return tuple(-(-n // b) for n, b in zip(shape, blocks, strict=True))
 
 
+def as_row(vector: Array, ndim: int) -> Array:
+    """A vector of channels with so many axes, (1, ..., channels), as `jax_numpy_rank_promotion="raise"` asks for."""
+    return jnp.expand_dims(vector, tuple(range(ndim - vector.ndim)))
+
+
 def reduce(x: Array, blocks: Sequence[int], op: Callable[..., Array], initial: float) -> Array:
     """Reduces each block of `x` to one value.
 

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
+from fp8jax.core.blocks import as_row
+
 _BIAS = 512
 
 
@@ -24,7 +26,7 @@ def pack(codes: Array, axis: int) -> Array:
     last = jnp.moveaxis(codes, axis, -1).astype(jnp.int32) + _BIAS
     last = jnp.pad(last, [(0, 0)] * (last.ndim - 1) + [(0, -last.shape[-1] % 4)], constant_values=_BIAS)
     fours = last.reshape(*last.shape[:-1], last.shape[-1] // 4, 4)
-    high = jnp.sum((fours >> 8) << jnp.arange(0, 8, 2), axis=-1)
+    high = jnp.sum((fours >> 8) << _shifts(fours.ndim), axis=-1, dtype=jnp.int32)
     packed = jnp.concatenate([last & 0xFF, high], axis=-1).astype(jnp.uint8)
     return jnp.moveaxis(packed, -1, axis)
 
@@ -40,6 +42,11 @@ def unpack(packed: Array, axis: int, length: int) -> Array:
     last = jnp.moveaxis(packed, axis, -1).astype(jnp.int32)
     fours = last.shape[-1] // 5
     low, high = last[..., : 4 * fours], last[..., 4 * fours :]
-    high = (high[..., None] >> jnp.arange(0, 8, 2)) & 3
+    high = (high[..., None] >> _shifts(high.ndim + 1)) & 3
     codes = (low | (high.reshape(low.shape) << 8)) - _BIAS
     return jnp.moveaxis(codes[..., :length].astype(jnp.int16), -1, axis)
+
+
+def _shifts(ndim: int) -> Array:
+    """How far the high bits of four codes lie in their byte, along the last of so many axes."""
+    return as_row(jnp.arange(0, 8, 2, dtype=jnp.int32), ndim)

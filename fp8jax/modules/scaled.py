@@ -168,7 +168,9 @@ class LayerScaling(ScaledProduct, nnx.Module):
         for name, state in (jax.eval_shape(states, kernel) if abstract else states(kernel)).items():
             setattr(self, name, ScalingVariable(state))
         if observes(linear, "dy"):
-            self.slot = GradientStatistic(jax.ShapeDtypeStruct(layers, jnp.float32) if abstract else jnp.zeros(layers))
+            self.slot = GradientStatistic(
+                jax.ShapeDtypeStruct(layers, jnp.float32) if abstract else jnp.zeros(layers, jnp.float32)
+            )
         self.held: Any = nnx.data(None)
 
     def read(self, w: Array) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:

@@ -50,7 +50,7 @@ class LinenScaling(ScaledProduct):
                 if observes(self.linear, operand):
                     self.scope.variable(SCALING, f"seen_{operand}", nothing_seen, self.linear, operand)
             if observes(self.linear, "dy"):
-                slot = self.scope.variable(STATISTICS, "slot", jnp.zeros, ()).value
+                slot = self.scope.variable(STATISTICS, "slot", jnp.zeros, (), jnp.float32).value
         except (ModifyScopeVariableError, ScopeCollectionNotFound, ScopeVariableNotFoundError) as error:
             raise ValueError(f"{self.name()} has {scaling_names(self.linear)} scaling: {self._absent()}") from error
         return ScalingState(**states), slot, None

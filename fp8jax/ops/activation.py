@@ -157,7 +157,7 @@ class Activation:
         plain = saved.gate.spec.granularity in ("tensor", "token", "group")
         if not plain or gradient.array.shape != saved.gate.shape:
             return fused.Foreseen()
-        slopes = [jnp.asarray(SLOPE)]
+        slopes = [jnp.float32(SLOPE)]
         if saved.up is not None:
             assert isinstance(saved.up, QTensor)
             slopes = [SLOPE * _largest(saved.up), _largest(saved.gate)]

@@ -102,8 +102,9 @@ def advanced(grads: Any, mu: Any, nu: Any, adam: Adam) -> tuple[Any, Any, Any]:
         g = jax.tree.map(lambda x: x * adam.factor, g)
     m = optax.tree.update_moment(g, jax.tree.map(load, mu, is_leaf=_is_quantized), adam.b1, 1)
     v = optax.tree.update_moment_per_elem_norm(g, jax.tree.map(load, nu, is_leaf=_is_quantized), adam.b2, 2)
-    m_hat = optax.tree.bias_correction(m, adam.b1, adam.count)
-    v_hat = optax.tree.bias_correction(v, adam.b2, adam.count)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a number to an integer's power
+        m_hat = optax.tree.bias_correction(m, adam.b1, adam.count)
+        v_hat = optax.tree.bias_correction(v, adam.b2, adam.count)
     d = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + adam.eps_root) + adam.eps), m_hat, v_hat)
     return d, m, v
 

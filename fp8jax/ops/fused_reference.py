@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fp8jax.core import formats, packing, scaling
+from fp8jax.core.blocks import as_row
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 
@@ -37,8 +38,8 @@ def statistics(x: Array, eps: float, *, centered: bool) -> tuple[Array, Array]:
 
 def normalized(z: Array, inverse: Array, scale: Array | None, bias: Array | None) -> Array:
     """A norm's result in fp32, from what `statistics` returns."""
-    y = z * (inverse if scale is None else inverse * scale.astype(jnp.float32))
-    return y if bias is None else y + bias.astype(jnp.float32)
+    y = z * (inverse if scale is None else inverse * as_row(scale.astype(jnp.float32), z.ndim))
+    return y if bias is None else y + as_row(bias.astype(jnp.float32), z.ndim)
 
 
 def norm_cotangents(
@@ -46,7 +47,7 @@ def norm_cotangents(
 ) -> tuple[Array, Array | None, Array | None]:
     """Those of a norm's input, scale and bias, in fp32, from that of its result."""
     dy, normal, rows = dy.astype(jnp.float32), z * inverse, tuple(range(dy.ndim - 1))
-    t = dy if scale is None else dy * scale.astype(jnp.float32)
+    t = dy if scale is None else dy * as_row(scale.astype(jnp.float32), dy.ndim)
     dx = t - normal * jnp.mean(t * normal, -1, keepdims=True)
     if centered:
         dx = dx - jnp.mean(t, -1, keepdims=True)

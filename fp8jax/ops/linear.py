@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, derivatives
+from fp8jax.core.blocks import as_row
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.ops.product import QuantizedWeight, input_source, multiply, product
 from fp8jax.ops.saved import BLANK, Origin, Provenance
@@ -53,7 +54,7 @@ def linear(
     """
     spec = output_spec(x, w, out_sharding)
     y = product(rows(x, w), w, stateless(recipe), key, source=x, quantized=quantized, spec=spec, known=known)
-    return y if bias is None else y + bias.astype(y.dtype)
+    return y if bias is None else y + as_row(bias.astype(y.dtype), y.ndim)
 
 
 def dot_general(

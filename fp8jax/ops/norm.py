@@ -201,7 +201,7 @@ def normalize(
 
 def _bound(scale: Array | None, bias: Array | None, channels: int, to: QuantSpec) -> Array:
     """The scale of a norm's result from a bound on it: no value of a row is more than the root of all their squares."""
-    bound = math.sqrt(channels) * (jnp.ones(()) if scale is None else scaling.largest_magnitude(scale))
+    bound = math.sqrt(channels) * (jnp.float32(1) if scale is None else scaling.largest_magnitude(scale))
     if bias is not None:
         bound = bound + scaling.largest_magnitude(bias)
     bound = jnp.minimum(1.01 * bound, np.finfo(np.float32).max)

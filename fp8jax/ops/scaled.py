@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core import formats
+from fp8jax.core.blocks import as_row
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Stateful, Threshold
 from fp8jax.ops.linear import output_spec, rows
@@ -108,8 +109,8 @@ def scaled_linear(
         n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in observed
     }
     if observes(part, "dy"):
-        observed["dy"] = jnp.zeros([])
-    return (y if bias is None else y + bias.astype(y.dtype)), Observed(**observed)
+        observed["dy"] = jnp.zeros((), jnp.float32)
+    return (y if bias is None else y + as_row(bias.astype(y.dtype), y.ndim)), Observed(**observed)
 
 
 def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str) -> Array | None:
