@@ -19,6 +19,14 @@ def counts(shape: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
     return tuple(-(-n // b) for n, b in zip(shape, blocks, strict=True))
 
 
+def covers(length: int, n: int) -> bool:
+    """Whether a block of this length holds a whole dimension; not where a symbolic one (`jax.export`) leaves it open."""
+    try:
+        return bool(length >= n)
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
+
+
 def as_row(vector: Array, ndim: int) -> Array:
     """A vector of channels with so many axes, (1, ..., channels), as `jax_numpy_rank_promotion="raise"` asks for."""
     return jnp.expand_dims(vector, tuple(range(ndim - vector.ndim)))

@@ -46,10 +46,10 @@ def by_position(
     length = sizes[-1] if row is None else row
     index, column = jnp.zeros(padded, jnp.uint32), places[-1]
     for size, place in zip(sizes[:-1], places[:-1], strict=True):
-        index = index * np.uint32(size) + place
+        index = index * _word(size) + place
     # Eight rows have a multiple of eight elements: no product here needs more than 32 bits to be right modulo 2^32.
-    within = (index & 7) * np.uint32(length) + column
-    noise = ((index >> 3) * np.uint32(length) + (within >> 3)) * np.uint32(STRIDE) + words[0]
+    within = (index & 7) * _word(length) + column
+    noise = ((index >> 3) * _word(length) + (within >> 3)) * np.uint32(STRIDE) + words[0]
     noise = (noise ^ (noise >> 16)) * np.uint32(0x7FEB352D)
     noise = (noise ^ (noise >> 15) ^ words[1]) * np.uint32(0x846CA68B)
     noise = noise ^ (noise >> 16)
@@ -97,6 +97,11 @@ def of_key(key: Array) -> Array:
     for word in data:
         first = _mixed(first + word * np.uint32(STRIDE))
     return jnp.stack([first, _mixed(data[-1] ^ first * np.uint32(SALT_STRIDE))])
+
+
+def _word(size: Any) -> ArrayLike:
+    """A length as a uint32; of a dimension without a number, as of `jax.export`, the number it will have."""
+    return np.uint32(size) if isinstance(size, (int, np.integer)) else jnp.asarray(size).astype(jnp.uint32)
 
 
 def _mixed(x: Array) -> Array:

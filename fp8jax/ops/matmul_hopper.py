@@ -115,7 +115,7 @@ def contraction_length(q: QTensor) -> int:
     if q.spec.granularity == "mx":
         return q.spec.group_size or 0
     length = q.spec.block_shape(q.shape)[1]
-    return 0 if length >= q.shape[1] else length
+    return 0 if blocks.covers(length, q.shape[1]) else length
 
 
 def kernel_of(a: Any, b: Any) -> Kernel | None:
