@@ -20,7 +20,7 @@ def counts(shape: Sequence[int], blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 def covers(length: int, n: int) -> bool:
-    """Whether a block of this length holds a whole dimension; not where a symbolic one (`jax.export`) leaves it open."""
+    """Whether a block of this length holds a whole dimension; False where a symbolic one leaves it open."""
     try:
         return bool(length >= n)
     except jax.errors.InconclusiveDimensionOperation:
