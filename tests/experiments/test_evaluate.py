@@ -13,8 +13,13 @@ import numpy as np
 import pytest
 
 import fp8jax
+from experiments import config as configuration
 from experiments import data, evaluate, report, scoring, train
+from experiments.config import Config
 from experiments.evaluate import Evaluation
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
+from experiments.tokenizer import Bytes
 
 VOCAB = 11
 TABLE = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32)
@@ -86,6 +91,46 @@ def test_quantized_models_leak_exactly_where_scales_span_tokens(trained, recipe,
     np.testing.assert_array_equal(*prefixes)
     if not leaks:
         np.testing.assert_allclose(prefixes[0], whole[0], atol=0.02)
+
+
+def small(recipe):
+    """A model that was not trained, of the recipe, and its state before the first step."""
+    settings = Config(data=configuration.Data(seq_len=16))
+    shape = LlamaConfig(vocab=VOCAB, dim=32, layers=1, heads=2, kv_heads=1, mlp_dim=48)
+    task = Task.build(shape, train.make_optimizer(settings, recipe), recipe, remat=False, seed=0)
+    state = jax.jit(task.init)()
+    return evaluate.Trained(settings, recipe, task, state.params, state.model_state, 0, Bytes())
+
+
+def test_a_model_with_states_is_evaluated_with_those_it_was_trained_to():
+    trained = small(fp8jax.recipes.te_delayed())
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (1, 16)).astype(np.int32)
+    histories = jax.tree.map(lambda x: jnp.full_like(x, 0.05), trained.model_state)
+    seen = dataclasses.replace(trained, model_state=histories)
+    fresh, found = (np.asarray(t.model(t.recipe.linear)(t.params, tokens), np.float32) for t in (trained, seen))
+    want = np.asarray(trained.task.model(trained.params, histories)(tokens), np.float32)
+    np.testing.assert_array_equal(found, want)
+    assert np.linalg.norm(found - fresh) > 0.1 * np.linalg.norm(fresh)  # inputs beyond a twentieth saturated
+
+
+def test_thresholds_of_a_recipe_that_a_model_was_not_trained_with_settle_on_the_text_first(monkeypatch):
+    """They are divided by 1.3 a pass while too few blocks fall back, from 1 on; products then have those residuals."""
+    block = "int8:block16"
+    linear = fp8jax.recipes.Linear(block, block, block, scaling="threshold", fallback_rates=(1.0, 1.0))
+    trained, passes = small(fp8jax.recipes.bf16()), []
+    monkeypatch.setattr(evaluate, "SETTLING", 3)
+    observed = Task.observed
+    monkeypatch.setattr(Task, "observed", lambda task, params, state, batch: passes.append(batch.shape) or observed(
+        task, params, state, batch))  # fmt: skip
+    model, seen = Task.model, []
+    monkeypatch.setattr(Task, "model", lambda task, params, state: seen.append(state) or model(task, params, state))
+    text = np.random.default_rng(3).integers(0, VOCAB, 40).astype(np.int32)
+    jax.eval_shape(trained.model(linear, text), trained.params, text[None, :16])
+    assert passes == [(3, 17)]  # of 40 tokens, traced once
+    up = seen[-1]["layers"]["mlp"]["down"]["dot_general"]["threshold_x"]
+    np.testing.assert_allclose(up, 1.3**-3, rtol=1e-5)
+    jax.eval_shape(trained.model(linear), trained.params, text[None, :16])
+    np.testing.assert_array_equal(seen[-1]["layers"]["mlp"]["down"]["dot_general"]["threshold_x"], 1)
 
 
 @pytest.mark.slow
