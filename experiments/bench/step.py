@@ -135,7 +135,7 @@ class StepArm:
         self.tokens = jax.device_put(
             jax.random.randint(jax.random.key(1), (batch * count, length + 1), 0, model.vocab, jnp.int32), rows
         )
-        self.begin = jax.jit(self.task.init, out_shardings=placed)
+        self.begin: Any = jax.jit(self.task.init, out_shardings=placed)
         places = {"in_shardings": (placed, rows), "out_shardings": (placed, None)}
         with choice.target(kernels=kernels):
             self.build = timing.lowered(self.task.step, self.shapes, self.tokens, donate_argnums=0, **places)
@@ -145,6 +145,12 @@ class StepArm:
     def program(self) -> Any:
         """The compiled step."""
         return self.build()
+
+    def prepare(self) -> None:
+        """Compiles the step, and what makes its state."""
+        self.program  # noqa: B018
+        if not timing.dry():
+            self.begin = self.begin.lower().compile()
 
     def start(self) -> None:
         """Makes the state."""
@@ -295,7 +301,7 @@ def built(names: Sequence[str], make: Callable[[str], StepArm]) -> dict[str, Ste
                     arms[before] = ready
                 except Exception as problem:
                     _failed(before, problem)
-            waiting = None if name is None or arm is None else (name, arm, pool.submit(getattr, arm, "program"))
+            waiting = None if name is None or arm is None else (name, arm, pool.submit(arm.prepare))
             if name is not None:
                 print(f"  {name}: traced, and the one before ran, in {time.perf_counter() - start:.0f} s", flush=True)
     if names[0] not in arms:

@@ -62,6 +62,7 @@ def test_a_user_s_model_trains_in_both(monkeypatch):
     losses = {}
     for recipe in ("bf16", "coat"):
         arm = models.UserArm(user, recipe)
+        arm.prepare()
         losses[recipe] = [float(arm()) for _ in range(3)]
         arm.stop()
         assert arm.state is None

@@ -67,6 +67,9 @@ class PlantedArm:
         PlantedArm.clock += self.took
         return self.name
 
+    def prepare(self):
+        pass
+
     def stop(self):
         PlantedArm.live -= 1
         self.running = False
