@@ -18,6 +18,7 @@ class Value:
         aval: its shape and dtype.
         node: what computes it; None for inputs and constants.
         outer: of an input of a nested program, the value around it that it is in the first turn.
+        once: that it is in every turn, as a whole.
         weight: the parameter that it is, up to casts, layouts and parts.
         data: it depends on more than parameters and constants.
         constant: the number that all its elements are, if that is known.
@@ -27,6 +28,7 @@ class Value:
     aval: Any
     node: "Node | None" = None
     outer: "Value | None" = None
+    once: bool = False
     weight: "Weight | None" = None
     data: bool = False
     constant: float | None = None
@@ -141,11 +143,15 @@ def _flat(nodes: Sequence[Node]) -> Iterator[Node]:
 
 
 def readers(graph: Graph) -> dict[Value, int]:
-    """How often each value is read, as an operand or an output."""
+    """How often each value of a program, and of those in it, is read, as an operand or an output."""
     counts: dict[Value, int] = {}
-    for values in (*(node.operands for node in graph.all()), graph.outputs):
-        for value in values:
-            counts[value] = counts.get(value, 0) + 1
+    todo = [graph]
+    while todo:
+        inner = todo.pop()
+        for values in (*(node.operands for node in inner.all()), inner.outputs):
+            for value in values:
+                counts[value] = counts.get(value, 0) + 1
+        todo += [body for node in inner.all() for body in node.bodies]
     return counts
 
 

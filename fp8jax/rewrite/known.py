@@ -34,6 +34,22 @@ class Cotangents(Provenance):
         return origin if reference() is x and trace == get_opaque_trace_state() else NOTHING
 
 
+def carry(origin: Origin) -> tuple[Any, Callable[[Any], Origin]]:
+    """The arrays of what is known, and what makes it of the same arrays in another trace."""
+    again, part, scale = origin.again, origin.part, origin.scale
+    arrays = again and again[1], part and part.arrays, scale and scale[1]
+
+    def rebuild(arrays: Any) -> Origin:
+        saved, operands, number = arrays
+        return Origin(
+            None if again is None else (again[0], saved),
+            None if part is None else part.of(*operands),
+            None if scale is None else (scale[0], number),
+        )
+
+    return arrays, rebuild
+
+
 class Known(Provenance):
     """What one operation is told.
 

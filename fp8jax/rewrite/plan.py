@@ -106,7 +106,7 @@ def plan(graph: Graph, rules: Ordered) -> tuple[tuple[Entry, ...], dict[Use, Lin
         shape, reason = p.weight.stored.shape, p.choice.reason
         entries[p.node] = Entry(p.path, p.node.kind, shape, p.choice, reason, p.node.line(), product=True)
     places = list(graph.everywhere())
-    normed = _replace_all(products, rules, entries)
+    normed = _replace_all(graph, products, rules, entries)
     _check(products, normed, rules, heads, entries)
     return tuple(entries[node] for node in places if node in entries), _uses(products)
 
@@ -197,15 +197,15 @@ def _check_precision(p: _Product) -> None:
         )
 
 
-def _replace_all(products: list[_Product], rules: Ordered, entries: dict[Node, Entry]) -> set[str]:
+def _replace_all(graph: Graph, products: list[_Product], rules: Ordered, entries: dict[Node, Entry]) -> set[str]:
     """Puts operations in place of products, and of what stands before them; the paths of norms with a choice."""
     groups: dict[tuple[Graph, Value], list[_Product]] = {}
     for p in products:
         groups.setdefault((p.graph, before(p.data, (*MARKS, *RESHAPES), in_order)), []).append(p)
-    counts, normed = {graph: readers(graph) for graph, _ in groups}, set[str]()
-    for (graph, root), group in groups.items():
+    counts, normed = readers(graph), set[str]()
+    for (_, root), group in groups.items():
         if rules.between:
-            _replace_before(_made(root, counts[graph]), group, rules, entries, normed)
+            _replace_before(_made(root, counts), group, rules, entries, normed)
         for p in group:
             if p.taken:
                 entries[p.node] = entries[p.node]._replace(kept=_replace_product(p))
@@ -213,14 +213,18 @@ def _replace_all(products: list[_Product], rules: Ordered, entries: dict[Node, E
 
 
 def _made(value: Value, counts: dict[Value, int]) -> Value:
-    """What made an array that products read, up to marks and layouts; the casts that end a norm or an activation are
-    part of it where nothing else reads what they cast."""
+    """What made an array that products read, up to marks and layouts, in this program or in one around it; the casts
+    that end a norm or an activation are part of it where nothing else reads what they cast."""
+    while value.outer is not None and value.once:
+        value = value.outer
     while value.node is not None and value.node.operation is None:
         kind, source = value.kind, (value.node.operands or [value])[0]
         last = kind in CASTS and counts.get(source, 0) < 2 and source.kind in FUNCTIONS
         if last or not (kind in (*CASTS, *MARKS) or (kind in RESHAPES and in_order(value.node))):
             return value
         value = before(value, (kind,))
+        while value.outer is not None and value.once:
+            value = value.outer
     return value
 
 
@@ -255,6 +259,9 @@ def _replace_before(
 ) -> None:
     """Puts an operation in place of the norm or activation that products read, if that is one."""
     node = value.node
+    if node is not None and isinstance(node.operation, (NormOperation, ActivationOperation)):
+        for p in group:
+            entries[p.node] = entries[p.node]._replace(reads=entries[node].kind)
     if node is None or node.operation is not None:
         return
     readers_choice = next((p.choice for p in group if p.choice.linear is not None), group[0].choice)

@@ -117,6 +117,11 @@ class Turns(NamedTuple):
     axes: tuple[str, ...] = ()
 
 
+def once(eqn: Any) -> bool:
+    """Whether an equation runs its program once, or again with the same operands: a checkpoint, a call, a choice."""
+    return eqn.primitive.name in (*_CHECKPOINTS, *_CALLS, "cond")
+
+
 def turns(eqn: Any) -> Turns | None:
     """How often an equation runs its program at once or in turn, if that is counted; else None."""
     if eqn.primitive.name == "scan":
@@ -167,29 +172,29 @@ def run_again(eqn: Any, operands: list[Any], run: Sequence[Run], carried: Any = 
     if name == "cond":
         branches = [lambda xs, more, r=r: r(xs, *more) for r in run]
         return list(lax.switch(operands[0], branches, operands[1:], (carried, rows)))
-    once = lambda operands, carried, rows: body(list(operands), carried, rows)  # noqa: E731
+    whole = lambda operands, carried, rows: body(list(operands), carried, rows)  # noqa: E731
     if name in _CHECKPOINTS:
         policy = {"policy": params["policy"], "prevent_cse": params["prevent_cse"]}
-        return list(jax.checkpoint(once, **policy)(operands, carried, rows))
+        return list(jax.checkpoint(whole, **policy)(operands, carried, rows))
     if name == "shard_map":
         how = {"mesh": params["mesh"], "check_vma": params["check_vma"]}
         how["axis_names"] = set(_manual_axes(params))
-        whole, each = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(turns(eqn).axes)  # type: ignore[union-attr]
+        same, each = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(turns(eqn).axes)  # type: ignore[union-attr]
         mapped = jax.shard_map(
-            lambda operands, carried, rows: once(operands, carried, jax.tree.map(lambda row: row[0], rows)),
-            in_specs=(list(params["in_specs"]), whole, each),
+            lambda operands, carried, rows: whole(operands, carried, jax.tree.map(lambda row: row[0], rows)),
+            in_specs=(list(params["in_specs"]), same, each),
             out_specs=list(params["out_specs"]),
             **how,
         )
         return list(mapped(operands, carried, rows))
-    return list(_jit_again(params, once, operands, (carried, rows)))
+    return list(_jit_again(params, whole, operands, (carried, rows)))
 
 
-def _jit_again(params: dict[str, Any], once: Run, operands: list[Any], more: Any) -> list[Any]:
+def _jit_again(params: dict[str, Any], body: Run, operands: list[Any], more: Any) -> list[Any]:
     """A jit with its borders: where its arguments and results are, which of them it may overwrite, and its options."""
 
     def call(*arguments: Any) -> list[Any]:
-        return once(arguments[:-1], *arguments[-1])
+        return body(arguments[:-1], *arguments[-1])
 
     call.__name__ = call.__qualname__ = params["name"]
     donated = tuple(i for i, donated in enumerate(params["donated_invars"]) if donated)

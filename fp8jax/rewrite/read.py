@@ -99,7 +99,7 @@ def _body(eqn: Any, program: Body, operands: list[Value], around: str) -> Graph:
     rows = turns.rows if turns is not None else range(0)
     for place, (variable, i) in enumerate(zip(program.jaxpr.invars, program.inputs, strict=True)):
         operand, varies = operands[i], place in program.varying
-        value = Value(variable.aval, outer=operand, data=operand.data or varies)
+        value = Value(variable.aval, outer=operand, once=primitives.once(eqn), data=operand.data or varies)
         value.constant = None if varies or i in rows else operand.constant
         if operand.weight is not None and not varies:
             value.weight = Weight(operand.weight.path, value)

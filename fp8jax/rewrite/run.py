@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fp8jax.ops.saved import NOTHING, Origin
 from fp8jax.rewrite import primitives
-from fp8jax.rewrite.graph import Graph, Node, Value
-from fp8jax.rewrite.known import Cotangents, Known
+from fp8jax.rewrite.graph import Graph, Node, Value, origin_of
+from fp8jax.rewrite.known import Cotangents, Known, carry
 from fp8jax.rewrite.operations import as_read
 from fp8jax.rewrite.primitives import Equation
 from fp8jax.rewrite.states import Use
@@ -71,10 +72,17 @@ class Running:
         level: how many counted loops and meshes stand around.
     """
 
-    def __init__(self, plan: Schedule, arrays: Sequence[Any], states: Mapping[Any, Any], level: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Schedule,
+        arrays: Sequence[Any],
+        states: Mapping[Any, Any],
+        level: int = 0,
+        origins: Mapping[Value, Origin] = MappingProxyType({}),
+    ) -> None:
         self._plan, self.states, self._level = plan, states, level
         self._arrays: dict[Value, Any] = dict(zip(plan.graph.inputs, arrays, strict=True))
-        self.origins: dict[Value, Origin] = {}
+        self.origins: dict[Value, Origin] = dict(origins)
         self._shared: dict[Any, Any] = {}
         self._cotangents = Cotangents()
         self._readers: list[Known] = []
@@ -124,10 +132,25 @@ class Running:
             carried[use.key] = None if own else state, None if counted else slots
             rows[use.key] = state if own else None, slots if counted else None
 
-        def run(plan: Schedule, inputs: Sequence[Any], carried: Any, rows: Any) -> list[Any]:
+        facts = [self._facts(plan.graph) for plan in bodies] if primitives.once(node.eqn) else [{} for _ in bodies]
+        moved = [{i: carry(origin) for i, origin in each.items()} for each in facts]
+        arrays = [{i: arrays for i, (arrays, _) in each.items()} for each in moved]
+
+        def run(place: int, inputs: Sequence[Any], more: Any, rows: Any) -> list[Any]:
+            (carried, arrays), plan = more, bodies[place]
+            origins = {plan.graph.inputs[i]: rebuild(arrays[place][i]) for i, (_, rebuild) in moved[place].items()}
             both = {key: [a if b is None else b for a, b in zip(carried[key], rows[key], strict=True)] for key in rows}
-            return Running(plan, inputs, both, self._level + counted).outputs()
+            return Running(plan, inputs, both, self._level + counted, origins).outputs()
 
         operands = [self.array(value) for value in node.operands]
-        runs = [functools.partial(run, plan) for plan in bodies]
-        return primitives.run_again(node.eqn, operands, runs, carried, rows)
+        runs = [functools.partial(run, place) for place in range(len(bodies))]
+        return primitives.run_again(node.eqn, operands, runs, (carried, arrays), rows)
+
+    def _facts(self, body: Graph) -> dict[int, Origin]:
+        """What is known of the inputs of a nested program, by their places."""
+        found = {}
+        for i, value in enumerate(body.inputs):
+            source = origin_of(value.outer) if value.outer is not None else value
+            if source in self.origins and body.changed:
+                found[i] = as_read(self.origins[source], source, value)
+        return found

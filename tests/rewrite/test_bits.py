@@ -161,3 +161,19 @@ def test_products_are_of_eight_bits():
     found = dots(jax.grad(lambda p, x: jnp.sum(fast(p, x).astype(jnp.float32))), PARAMS, X)
     assert found.count(("float8_e4m3fn", "float8_e4m3fn")) == 7  # forward
     assert found.count(("float8_e5m2", "float8_e4m3fn")) == found.count(("float8_e4m3fn", "float8_e5m2")) == 7
+
+
+@pytest.mark.parametrize("around", [jax.checkpoint, lambda f: lambda x: jax.lax.cond(x[0, 0, 0] < 99, f, jnp.sin, x)])
+def test_a_norm_outside_and_its_products_inside_are_one(around):
+    """What is known of an array goes into programs that read it: the bits of both in one place."""
+    p = {"n": PARAMS["n1"]["scale"], **{name: PARAMS[name]["kernel"] for name in ("q", "k")}}
+
+    def layers(p, x, around):
+        h = x.astype(jnp.float32)
+        y = (h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)).astype(x.dtype) * p["n"].astype(x.dtype)
+        return jnp.tanh(y @ p["q"].astype(x.dtype)) + around(lambda y: jnp.tanh(y @ p["k"].astype(x.dtype)))(y)
+
+    here, there = (functools.partial(layers, around=f) for f in (lambda f: f, around))
+    fast = fp8jax.transform(there, "coat")
+    assert [e.reads for e in fast.explain(p, X).quantized if e.product] == ["RMSNorm", "RMSNorm"]
+    assert_equal(gradients(fast, p, X), gradients(fp8jax.transform(here, "coat"), p, X))
