@@ -17,7 +17,7 @@ from fp8jax.dist.collectives import Collective, collectives
 from fp8jax.ops import operand
 from fp8jax.ops.saved import from_bytes
 from tests.dist import blocks, programs
-from tests.distance import relative
+from tests.distance import order, relative
 from tests.programs import outputs
 
 CUT, WHOLE, COLUMNS = P(None, "tensor"), P(), P(None, None, "tensor")
@@ -26,6 +26,8 @@ STATELESS = [
     n for n in fp8jax.recipes.NAMES if not any(p.observes for p in fp8jax.recipes.get(n).linear.states.values())
 ]
 QUANTIZED = [name for name in STATELESS if fp8jax.recipes.get(name).linear.quantized]
+# Half a step of e4m3, uniform within it.
+ROUNDING = 2.0**-4 / 3**0.5
 # Groups and blocks that devices of the tests do not cut: no scale depends on how many there are.
 FINE = dataclasses.replace(
     fp8jax.recipes.deepseek(),
@@ -126,37 +128,52 @@ def pair(f, x, t):
     return jax.jit(lambda p, x: (lambda y, back: (y, back(t)))(*jax.vjp(f, p, x)))
 
 
-def block_errors(recipe, sums, devices, check=True):
+@functools.cache
+def on_one_device(recipe):
+    x, t = jax.random.normal(jax.random.key(9), (2, 1, 64, blocks.WIDTH))
+    return pair(functools.partial(blocks.layer, recipe=recipe), x, t)(blocks.params(), x)
+
+
+def trees(recipe, sums, devices, check=True):
+    """Result, gradient of the input and of each weight: of devices, of one, and of one in fp32."""
     p, (x, t) = blocks.params(), jax.random.normal(jax.random.key(9), (2, 1, 64, blocks.WIDTH))
-    plain = fp8jax.recipes.bf16()
-    exact, one = (pair(functools.partial(blocks.layer, recipe=r), x, t)(p, x) for r in (plain, recipe))
     layer = functools.partial(blocks.parallel_layer, recipe=recipe, sums=sums)
     got = pair(mapped(layer, (blocks.SPECS, CUT), CUT, devices, check), x, t)(p, x)
     assert got[0].sharding.spec == CUT
     names = sorted(p)
-    flat = [(tree[0], tree[1][1], *(tree[1][0][name] for name in names)) for tree in (got, one, exact)]
+    made = (got, on_one_device(recipe), on_one_device(fp8jax.recipes.bf16()))
+    return [(tree[0], tree[1][1], *(tree[1][0][name] for name in names)) for tree in made]
+
+
+def block_errors(recipe, sums, devices, check=True):
+    flat = trees(recipe, sums, devices, check)
     return [(relative(a, b), relative(a, c), relative(b, c)) for a, b, c in zip(*flat, strict=True)]
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_a_layer_in_bf16s_form_is_that_of_one_device(devices):
     """Exact but for the order of sums: here in fp32 throughout, result and all gradients, norms' scales included."""
-    assert max(error for error, *_ in block_errors(fp8jax.recipes.bf16(), None, devices)) < 2e-6
+    assert max(error for error, *_ in block_errors(fp8jax.recipes.bf16(), None, devices)) < order(blocks.INNER)
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_codes_of_a_layer_do_not_depend_on_the_mesh(devices):
     """With scales that devices do not cut, and plain sums, 8 bits give one device's result and gradient of the input.
 
-    The weights' gradients that read a gathered gradient quantize it along tokens: what one device rounds once has been
+    But for the order of sums, and where that lets a code flip at a tie, which happens about once here: all codes of
+    that token may then be others from there on. In the forward pass most tokens do not see it; gradients sum it. The
+    weights' gradients that read a gathered gradient quantize it along tokens: what one device rounds once has been
     rounded along channels before.
     """
-    (result, *_), (of_x, *_), *others = block_errors(FINE, "fp32", devices)
-    assert max(result, of_x) < 2e-6
-    names = sorted(blocks.SPECS)
-    # Between two roundings and one lie three, each uniform within half a step of e4m3.
-    for name, (found, *_) in zip(names, others, strict=True):
-        assert found < (2.0**-4 if name in ("out", "down") else 2e-6), name
+    (got, of_x, *found), (want, want_x, *one), _ = trees(FINE, "fp32", devices)
+    tokens = [relative(a, b) for a, b in zip(got[0], want[0], strict=True)]
+    assert np.median(tokens) < order(blocks.INNER)
+    # Two roundings apart, in four tokens.
+    flipped = 2**0.5 * ROUNDING * (4 / len(tokens)) ** 0.5
+    assert max(relative(got, want), relative(of_x, want_x)) < flipped
+    # Between two roundings and one lie three.
+    for name, a, b in zip(sorted(blocks.SPECS), found, one, strict=True):
+        assert relative(a, b) < (3**0.5 * ROUNDING if name in ("out", "down") else flipped), name
 
 
 @pytest.mark.parametrize(
@@ -166,7 +183,7 @@ def test_codes_of_a_layer_do_not_depend_on_the_mesh(devices):
 )  # fmt: skip
 def test_a_layer_in_8_bits_is_as_far_from_fp32_as_on_one_device(name, devices):
     """Errors add in squares: of four boundaries with sums, half a step of e4m3 each, uniform within it."""
-    boundary = 2.0**-4 / 3**0.5
+    boundary = ROUNDING
     for found, from_exact, of_one in block_errors(fp8jax.recipes.get(name), None, devices, check=False):
         assert from_exact < np.hypot(of_one, 2 * boundary)
         assert found < np.hypot(np.hypot(of_one, from_exact), 2 * boundary)
