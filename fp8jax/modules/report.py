@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 
 from fp8jax.core.recipe import Linear, folding
 from fp8jax.core.spec import QuantSpec
-from fp8jax.modules import blocks_nnx, contexts, heads_nnx
+from fp8jax.modules import blocks_nnx, contexts, heads_nnx, training
 from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
 from fp8jax.modules.blocks_nnx import Told
@@ -185,7 +185,7 @@ def _explain_nnx(model: nnx.Module, rules: Ordered, sample: Any, keywords: Any) 
 
         read, reading = heads_nnx.by_reading(model, wanted, call, arrays)
     layers = _layers(modules, rules, _nnx_kernel, heads, reading)
-    with blocks_nnx.listening(nnx_modules.modules(quantized)) as told:
+    with blocks_nnx.listening(nnx_modules.modules(quantized)) as told, training.inspected():
         program = _nnx_program(quantized, sample, keywords) if sample or keywords else None
     parts = contexts.plan(modules, rules, told if program else None, heads=heads, reading=reading)
     return Report(layers, program, parts, _notes(layers, rules, read, unknown))

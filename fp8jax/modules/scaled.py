@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic
+from fp8jax.modules import training
 from fp8jax.modules.dots import aside, check_products, key_of, like_a_product
 from fp8jax.modules.functions import scaled_linear
 from fp8jax.ops.linear import DimensionNumbers, check_precision, einsum_by, in_order
@@ -182,6 +183,7 @@ class LayerScaling(ScaledProduct, nnx.Module):
             return
         for operand in ("x", "w"):
             if (value := getattr(observed, operand)) is not None:
+                value = training.observed(value, self.kind, scaling_names(self.linear))
                 seen = getattr(self, f"seen_{operand}")
                 seen[...] = self.linear.states[operand].merged(seen[...], value)
 
@@ -229,7 +231,8 @@ def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: Any = Non
         optimizer.update(model, fp8jax.nnx.advance_scaling(model, grads))
 
     Under gradient accumulation call it once a step, with the statistics of the microbatches merged by maximum
-    (gradients are summed); under data parallelism in `jax.shard_map`, with `axis_name`.
+    (gradients are summed); under data parallelism in `jax.shard_map`, with `axis_name`. Where a model is trained and
+    this is never called, a warning says so, once in a process.
 
     Args:
         model: a model that `fp8jax.nnx.quantize` gave a recipe with delayed scaling.
@@ -247,6 +250,7 @@ def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: Any = Non
     layers = [(path, m) for path, m in layers if observed_operands(m.linear)]
     if not layers:
         raise ValueError("the model has no layer with delayed scaling, or another that observes its operands")
+    training.advances()
     statistics, rest = nnx.split_state(grads, GradientStatistic, ...)
     seen = dict(nnx.to_flat_state(statistics))
     for path, module in layers:

@@ -1,0 +1,114 @@
+"""Says once that a model with states of scaling is trained, and that nobody advances them.
+
+Python sees a step of training while it is traced, and once more when the whole program is lowered: what layers observe
+goes through an operation that does nothing else than look then whether `advance_scaling` was ever called. Outside of
+programs many gradients must have followed each other.
+"""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from jax import Array
+from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.interpreters import ad, batching, mlir
+
+# So many gradients outside of a program may be the microbatches of one step.
+_MICROBATCHES = 16
+
+
+class _Steps:
+    """What is known in this process.
+
+    Attributes:
+        advanced: whether states have ever been advanced, or it has been said that they are not.
+        gradients: how many were taken outside of programs.
+        last: a weak reference to the trace of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.advanced, self.gradients = False, 0
+        self.last: Any = None
+
+
+_steps = _Steps()
+
+
+@contextlib.contextmanager
+def inspected() -> Iterator[None]:
+    """Within it a program is looked at, and no model trained."""
+    before, _steps.advanced = _steps.advanced, True
+    try:
+        yield
+    finally:
+        _steps.advanced = before
+
+
+def advances() -> None:
+    """Notes that states are advanced."""
+    _steps.advanced = True
+
+
+def observed(value: Array, layer: str, names: str) -> Array:
+    """What a call of a layer observed, as it is; where the call is differentiated, for a warning.
+
+    Args:
+        value: the observation.
+        layer: what messages call the layer.
+        names: of its scalings.
+    """
+    if _steps.advanced:
+        return value
+    # As with JAX's record of a trace: where it has other names, nothing is said.
+    trace: Any = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
+    outermost, differentiated = None, False
+    while hasattr(trace, "parent_trace"):
+        outermost = trace
+        differentiated |= type(trace).__name__ in ("LinearizeTrace", "JVPTrace")
+        trace = trace.parent_trace
+    if not differentiated:
+        return value
+    if hasattr(outermost, "frame"):
+        result: Array = _LOOK.bind(value, layer=layer, names=names)
+        return result
+    if _steps.last is None or _steps.last() is not outermost:
+        _steps.gradients, _steps.last = _steps.gradients + 1, weakref.ref(outermost)
+        if _steps.gradients > _MICROBATCHES:
+            _look(layer, names)
+    return value
+
+
+def _look(layer: str, names: str) -> None:
+    """Warns where states were never advanced, once."""
+    if _steps.advanced:
+        return
+    _steps.advanced = True
+    warnings.warn(
+        f"{layer} with {names} scaling is trained in a program that never calls fp8jax.nnx.advance_scaling: unless it "
+        "is called after it, once a step, scales and thresholds stay what they were at first. Write grads = "
+        "fp8jax.nnx.advance_scaling(model, grads) before the optimizer's update, or take a recipe with current scaling",
+        stacklevel=2,
+    )
+
+
+def _lowered(context: Any, value: Any, *, layer: str, names: str) -> list[Any]:
+    _look(layer, names)
+    return [value]
+
+
+def _batched(values: Any, dims: Any, **how: Any) -> tuple[Any, Any]:
+    return _LOOK.bind(*values, **how), dims[0]
+
+
+def _differentiated(primals: Any, tangents: Any, **how: Any) -> tuple[Any, Any]:
+    return _LOOK.bind(*primals, **how), tangents[0]
+
+
+_LOOK = Primitive("fp8jax_observed")
+_LOOK.def_impl(lambda value, **_: value)
+_LOOK.def_abstract_eval(lambda value, **_: value)
+ad.primitive_jvps[_LOOK] = _differentiated
+batching.primitive_batchers[_LOOK] = _batched
+mlir.register_lowering(_LOOK, _lowered)

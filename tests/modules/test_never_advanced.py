@@ -1,0 +1,105 @@
+"""A trainer that never calls `advance_scaling` is told, once; nobody else is."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import fp8jax
+from fp8jax.modules import training
+
+X = jax.random.normal(jax.random.key(0), (8, 16))
+MESSAGE = "scaling is trained in a program that never calls fp8jax.nnx.advance_scaling"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """As in a process that has trained nothing yet."""
+    monkeypatch.setattr(training, "_steps", training._Steps())
+
+
+class Layers(nnx.Module):
+    """Two layers in a loop, which differentiates a program of its own."""
+
+    def __init__(self):
+        make = lambda key: nnx.Linear(16, 16, rngs=nnx.Rngs(key))  # noqa: E731
+        self.layers = nnx.vmap(make)(jax.random.split(jax.random.key(1), 2))
+
+    def __call__(self, x):
+        return nnx.scan(nnx.remat(lambda x, layer: layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.layers
+        )
+
+
+MODELS = {"layer": lambda: nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0))), "loop": Layers}
+
+
+def quantized(name, model="layer"):
+    return fp8jax.nnx.quantize(MODELS[model](), fp8jax.Rule(".*", name))
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+@nnx.jit
+def never(model, optimizer, x):
+    optimizer.update(model, nnx.grad(loss)(model, x))
+
+
+@nnx.jit
+def each_step(model, optimizer, x):
+    wrt = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
+    grads = nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model, x)
+    optimizer.update(model, fp8jax.nnx.advance_scaling(model, grads))
+
+
+def told(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in caught if MESSAGE in str(one.message)]
+
+
+def train(step, name, model="layer", steps=3):
+    model = quantized(name, model)
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
+    for _ in range(steps):
+        step(model, optimizer, X)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("te_delayed", "delayed"), ("int8_fallback", "threshold")])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_trainer_that_never_advances_states_is_told_once(name, kind, model):
+    """Both trained with their initial state for ever, without a word."""
+    (message,) = told(lambda: train(never, name, model))
+    assert message.startswith(f"an nnx.Linear with {kind} {MESSAGE}")
+    assert told(lambda: train(never, name)) == []
+
+
+@pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
+def test_who_advances_states_is_told_nothing(name):
+    assert told(lambda: train(each_step, name)) == []
+    assert told(lambda: train(never, name)) == []  # another model, in a process that knows
+
+
+@pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
+def test_outside_of_programs_microbatches_are_told_nothing(name):
+    model = quantized(name)
+    wrt = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
+    take = lambda: nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model, X)  # noqa: E731
+    assert told(lambda: [take() for _ in range(16)]) == []
+    assert len(told(take)) == 1
+    assert told(take) == []
+
+
+def test_nothing_is_told_of_a_gradient_that_is_no_training():
+    model = quantized("te_delayed")
+    assert told(lambda: nnx.jit(loss)(model, X)) == []  # a call
+    assert told(lambda: fp8jax.explain(MODELS["layer"](), fp8jax.Rule(".*", "te_delayed"), X)) == []
+    assert told(lambda: train(never, "moss")) == []  # its states are the optimizer's
+    model.eval()
+    assert told(lambda: nnx.jit(nnx.grad(loss))(model, X)) == []
