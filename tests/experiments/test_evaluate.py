@@ -273,7 +273,9 @@ def test_the_command_line_prints_all_three(finished, tmp_path, capsys):
     assert re.search(r"chance\s+│\s+0.4167", shown)
 
 
-def test_the_likeliest_choice_is_taken_per_byte_too(trained):
+def test_the_likeliest_choice_is_taken_per_byte_too(trained, monkeypatch):
+    lengths, score = [], scoring.score_continuations
+    monkeypatch.setattr(scoring, "score_continuations", lambda *args: lengths.append(args[-1]) or score(*args))
     questions = [evaluate.Question("x", ("\u00fc", "w1 w2 w3 w4 w5"), 0)]
 
     def scorer(params, tokens_NxT):
@@ -281,6 +283,7 @@ def test_the_likeliest_choice_is_taken_per_byte_too(trained):
         return jnp.where(tokens_NxT[:, 1:] < 128, -1.0, -3.0)
 
     assert evaluate.answer(trained, scorer, questions) == [(0, 1)]
+    assert lengths == [16]  # as long as sequences were in training
 
     def of_bytes(params, tokens_NxT):
         return jnp.where(tokens_NxT[:, 1:] < 128, -1.5, -1.0)

@@ -165,6 +165,15 @@ def test_einsum_and_dot_general_have_the_axes_of_jax(subscripts, shapes):
     np.testing.assert_allclose(np.asarray(plain), np.asarray(want(x, w)), rtol=1e-5, atol=1e-5)
 
 
+def test_results_have_the_dtype_that_is_preferred():
+    recipe, numbers = fp8jax.recipes.te_current(), (((1,), (0,)), ((), ()))
+    x, w = jnp.ones((4, 32), jnp.bfloat16), jnp.ones((32, 8), jnp.bfloat16)
+    for dtype in (None, jnp.float32, jnp.float16):
+        want = dtype or jnp.bfloat16
+        assert fp8jax.dot_general(x, w, numbers, None, dtype, recipe=recipe).dtype == want
+        assert fp8jax.einsum("td,dh->th", x, w, None, dtype, recipe=recipe).dtype == want
+
+
 def test_batched_products_have_scales_of_their_own():
     recipe = fp8jax.recipes.te_current()
     x = jnp.stack([jnp.ones((4, 32)), 1e-6 * jax.random.normal(KEY, (4, 32))])

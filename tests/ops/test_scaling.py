@@ -133,6 +133,22 @@ def test_evaluation_reads_the_state_and_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, state))
 
 
+@pytest.mark.parametrize("name", ["te_delayed", "int8_fallback"])
+def test_a_linear_with_a_state_adds_its_bias_and_reads_weights_that_are_held(name):
+    recipe = fp8jax.recipes.get(name)
+    state, bias, key = fp8jax.init_scaling(recipe, W), jnp.arange(16.0), jax.random.key(3)
+    slot = jnp.zeros([]) if "dy" in recipe.linear.states else None
+    key = key if recipe.linear.stochastic else None
+
+    def run(w, **how):
+        return fp8jax.scaled_linear(X, w, state, slot, recipe=recipe, key=key, **how)[0]
+
+    plain = run(W)
+    np.testing.assert_array_equal(run(W, bias=bias), plain + bias)
+    held = fp8jax.quantize_weight(W, recipe=recipe, scale=fp8jax.weight_scale(W, state, recipe=recipe))
+    np.testing.assert_array_equal(run(0 * W, quantized=held), plain)
+
+
 def test_delayed_recipes_are_refused_where_there_is_no_state():
     with pytest.raises(ValueError, match=r"call fp8jax.scaled_linear"):
         fp8jax.linear(X, W, recipe=RECIPE)
