@@ -86,7 +86,7 @@ def layer_path(path: str) -> str:
     return path
 
 
-def plan(graph: Graph, rules: Ordered) -> tuple[tuple[Entry, ...], dict[Use, Linear]]:
+def plan(graph: Graph, rules: Ordered) -> tuple[dict[Node, Entry], dict[Use, Linear]]:
     """Puts operations of the rules' recipes into a graph.
 
     Returns:
@@ -108,7 +108,7 @@ def plan(graph: Graph, rules: Ordered) -> tuple[tuple[Entry, ...], dict[Use, Lin
     places = list(graph.everywhere())
     normed = _replace_all(graph, products, rules, entries)
     _check(products, normed, rules, heads, entries)
-    return tuple(entries[node] for node in places if node in entries), _uses(products)
+    return {node: entries[node] for node in places if node in entries}, _uses(products)
 
 
 def _uses(products: list[_Product]) -> dict[Use, Linear]:

@@ -137,6 +137,14 @@ def _manual_axes(params: dict[str, Any]) -> frozenset[str]:
     return params.get("newly_manual_axes", params.get("manual_axes", frozenset()))  # type: ignore[no-any-return]
 
 
+def first_turn(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    """What the program of an equation gets in its first turn, of the operands that are its inputs."""
+    counted = turns(eqn)
+    rows = range(0) if counted is None else counted.rows
+    last = counted.times - 1 if eqn.params.get("reverse") and counted is not None else 0
+    return [x[last] if i in rows else x for i, x in enumerate(inputs)]
+
+
 Run = Callable[..., list[Any]]
 
 

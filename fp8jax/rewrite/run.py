@@ -27,15 +27,17 @@ class Schedule(NamedTuple):
     uses: tuple[Use, ...]
 
 
-def schedule(graph: Graph, *, apart: bool = False) -> Schedule:
+def schedule(graph: Graph, *, apart: bool = False, effects: bool = True) -> Schedule:
     """What a graph needs to be run.
 
     Args:
         graph: of a program, planned or not.
         apart: whether calls and nested programs are taken apart that nothing has changed; else they run as they are.
+        effects: whether what has effects is run, even if nothing reads it.
     """
-    wanted = set(graph.outputs)
-    nodes = tuple(reversed([*_needed(graph.nodes, wanted, apart)]))
+    given = set(graph.inputs)
+    wanted = set(graph.outputs) - given
+    nodes = tuple(reversed([*_needed(graph.nodes, wanted, given, apart, effects)]))
     bodies = {
         node: tuple(schedule(body, apart=apart) for body in node.bodies)
         for node in nodes
@@ -47,13 +49,13 @@ def schedule(graph: Graph, *, apart: bool = False) -> Schedule:
     return Schedule(graph, nodes, {node: Equation(node.eqn, node.scope) for node in plain}, bodies, tuple(uses))
 
 
-def _needed(nodes: Sequence[Node], wanted: set[Value], apart: bool) -> Iterator[Node]:
+def _needed(nodes: Sequence[Node], wanted: set[Value], given: set[Value], apart: bool, effects: bool) -> Iterator[Node]:
     """The nodes that give the values wanted, or have effects, the last one first; adds what they read."""
     for node in reversed(nodes):
         if node.inlined is not None and (apart or node.changed or wanted & _inside(node)):
-            yield from _needed(node.inlined, wanted, apart)
-        elif not wanted.isdisjoint(node.results) or (node.eqn.effects and node.operation is None):
-            wanted.update(node.operands)
+            yield from _needed(node.inlined, wanted, given, apart, effects)
+        elif not wanted.isdisjoint(node.results) or (effects and node.eqn.effects and node.operation is None):
+            wanted.update(value for value in node.operands if value not in given)
             yield node
 
 

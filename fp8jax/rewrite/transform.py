@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from fp8jax.core.recipe import Linear
+from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.plan import Entry, plan
 from fp8jax.rewrite.read import read
@@ -26,6 +27,15 @@ class _Planned(NamedTuple):
     structure: Any
     run: Callable
     compiled: Callable
+
+
+class _Call(NamedTuple):
+    """The arrays of a call, its program, the shapes of what it returns, and where the arrays are in the arguments."""
+
+    arrays: list[Any]
+    program: Any
+    shapes: Any
+    places: list[Any]
 
 
 class Transformed:
@@ -49,6 +59,27 @@ class Transformed:
         inside = any(isinstance(x, jax.core.Tracer) for x in (*arrays, *jax.tree.leaves(states)))
         run = made.run if inside else made.compiled
         return jax.tree.unflatten(made.structure, run(arrays, states or {}))
+
+    def check(self, *args: Any, **kwargs: Any) -> Comparison:
+        """Compares each operation with what it stands for, on the arrays that the function as written gives it.
+
+        Its result, and the gradients of its operands for a random gradient of its result, are to be as near to those as
+        written as the formats of the recipe explain. Of loops the first turn is looked at, of conditions each branch;
+        what is in `jax.shard_map` is not. States of scalings are left out: scales are the arrays' own.
+
+        Args:
+            args, kwargs: of a call.
+
+        Returns:
+            A `Comparison`; its `first` is the first operation that is further off, or None. Print it.
+
+        Raises:
+            ValueError: as the call.
+        """
+        call = self._traced(args, kwargs)
+        written, planned = (read(call.program, self._paths(call.places)) for _ in range(2))
+        entries, _ = plan(planned, self._rules)
+        return check(written, planned, entries, call.arrays)
 
     def init(self, *args: Any, **kwargs: Any) -> States:
         """The states of scalings before the first step, by the paths of parameters; {} where no recipe keeps any.
@@ -107,11 +138,10 @@ class Transformed:
         """
         return Explanation(self._planned(args, kwargs)[1].entries)
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Planned]:
-        """The arrays among the arguments of a call, and the plan for it."""
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """The program of a call."""
         flat, structure = jax.tree.flatten_with_path((args, kwargs))
         fixed = {i: x for i, (path, x) in enumerate(flat) if self._is_static(path, x)}
-        arrays = [x for i, (_, x) in enumerate(flat) if i not in fixed]
         key = structure, tuple((i, type(x), x) for i, x in fixed.items())
         try:
             call = self._calls.get(key)
@@ -120,28 +150,39 @@ class Transformed:
             raise TypeError(f"an argument that is no array must be hashable, not {bad!r}") from None
         if call is None:
             call = self._calls[key] = _over_arrays(self._fn, structure, len(flat), fixed)
+        leaves = [(path, x) for i, (path, x) in enumerate(flat) if i not in fixed]
+        arrays = [x for _, x in leaves]
         # JAX keeps the program: a call like one before is not traced again.
         program, shapes = jax.make_jaxpr(call, return_shape=True)(arrays)
-        known = self._plans.get(id(program))
+        return _Call(arrays, program, shapes, [path for path, _ in leaves])
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Planned]:
+        """The arrays among the arguments of a call, and the plan for it."""
+        call = self._traced(args, kwargs)
+        known = self._plans.get(id(call.program))
         if known is not None:
-            return arrays, known[1]
-        places = [_place(path) for path, _ in flat]
-        if unknown := [place for place in self._params if place not in places]:
-            raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays")
-        paths = [self._path(path) for i, (path, _) in enumerate(flat) if i not in fixed]
-        made = self._make(program, paths, jax.tree.structure(shapes))
-        if not any(isinstance(c, jax.core.Tracer) for c in program.consts):  # what closes over a trace is for one call
+            return call.arrays, known[1]
+        made = self._make(call.program, self._paths(call.places), jax.tree.structure(call.shapes))
+        # What closes over values of a trace has a plan for one call.
+        if not any(isinstance(c, jax.core.Tracer) for c in call.program.consts):
             while len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
-            self._plans[id(program)] = program, made
-        return arrays, made
+            self._plans[id(call.program)] = call.program, made
+        return call.arrays, made
+
+    def _paths(self, places: Sequence[Any]) -> list[str | None]:
+        """For each array its path in the parameters; None for data."""
+        arguments = [_place(path) for path in places]
+        if unknown := [place for place in self._params if place not in arguments]:
+            raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays")
+        return [self._path(path) for path in places]
 
     def _make(self, program: Any, paths: Sequence[str | None], structure: Any) -> _Planned:
         graph = read(program, paths)
         entries, uses = plan(graph, self._rules)
         made = schedule(graph)
         run = lambda arrays, states: Running(made, arrays, by_use(states)).outputs()  # noqa: E731
-        return _Planned(made, entries, uses, tuple(paths), structure, run, jax.jit(run))
+        return _Planned(made, tuple(entries.values()), uses, tuple(paths), structure, run, jax.jit(run))
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""

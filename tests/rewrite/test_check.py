@@ -1,0 +1,68 @@
+"""`Transformed.check`: each operation is compared with what it stands for."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import fp8jax
+from fp8jax.rewrite import activations, norms
+
+WIDTH, INNER = 32, 48
+SHAPES = {"n": (2, WIDTH), "gate": (2, WIDTH, INNER), "up": (2, WIDTH, INNER), "down": (2, INNER, WIDTH)}
+P = {name: 0.2 * jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(SHAPES.items())}
+X = jax.random.normal(jax.random.key(9), (2, 8, WIDTH), jnp.bfloat16)
+
+
+def layers(p, x):
+    """A scan over checkpointed layers, with an effect that has nothing to do with them."""
+
+    def layer(x, w):
+        w = {name: leaf.astype(x.dtype) for name, leaf in w.items()}
+        h = x.astype(jnp.float32)
+        h = (h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)).astype(x.dtype) * w["n"]
+        jax.debug.callback(lambda _: None, h[0, 0, 0])
+        return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
+
+    return lax.scan(jax.checkpoint(layer), x, p)[0]
+
+
+@pytest.mark.parametrize("recipe", ["coat", "te_delayed", "jetfire"])
+def test_operations_are_within_the_error_of_their_recipe(recipe):
+    found = fp8jax.transform(layers, recipe).check(P, X)
+    kinds = ["dot_general", "dot_general", "dot_general"]
+    if recipe == "coat":
+        kinds = ["RMSNorm", *kinds[:2], "silu(gate) * up", *kinds[2:]]
+    assert [d.entry.kind for d in found.deviations] == kinds
+    assert found.first is None, found
+    assert all(d.forward > 0 and d.gradient > 0 for d in found.deviations if d.entry.product)
+    assert "every operation is within its recipe's error" in str(found)
+
+
+def test_the_first_that_is_further_off_is_named(monkeypatch):
+    """As if an activation had been taken for another, or a norm's eps for a larger one."""
+    find = activations.find
+    monkeypatch.setattr(activations, "find", lambda v: (a := find(v)) and a._replace(name="gelu"))
+    found = fp8jax.transform(layers, "coat").check(P, X)
+    assert found.first is not None
+    assert (found.first.entry.path, found.first.entry.kind) == ("down", "gelu(gate) * up")
+    assert "unexplained: down gelu(gate) * up: forward" in str(found)
+    assert "test_check.py" in str(found)
+    find_norm = norms.find
+    monkeypatch.setattr(norms, "find", lambda v: (n := find_norm(v)) and n._replace(eps=0.1))
+    first = fp8jax.transform(layers, "coat").check(P, X).first
+    assert first is not None
+    assert first.entry.kind == "RMSNorm"
+
+
+def test_a_wrong_gradient_is_seen(monkeypatch):
+    """The forward values are right, and the derivative is another one."""
+    from fp8jax.ops import activation
+
+    backward = activation.Activation.backward
+    wrong = lambda *args: (tuple(1.5 * ct for ct in backward(*args)[0]), ())  # noqa: E731
+    monkeypatch.setattr(activation.Activation, "backward", wrong)
+    first = fp8jax.transform(layers, "coat").check(P, X).first
+    assert first is not None
+    assert first.entry.kind == "silu(gate) * up"
+    assert first.forward < first.forward_allowed
