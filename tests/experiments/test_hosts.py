@@ -32,8 +32,9 @@ def port():
 def start(count, argv, devices=1, stop=(0, 0, 0), **differs):
     """Processes of one run; `stop` is (which, before its step, signal); `differs` are flags of the last one."""
     where = f"localhost:{port()}"
-    env = dict(os.environ, XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}", PYTHONPATH=str(ROOT))
-    env |= {"JAX_PLATFORMS": "cpu"}
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
+    flags += f" --xla_force_host_platform_device_count={devices}"
+    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     processes = []
     for i in range(count):
         at, signum = stop[1:] if i == stop[0] else (0, 0)
