@@ -130,6 +130,7 @@ def salt(name: str) -> int:
     return zlib.crc32(name.encode()) >> 2 | 0x40000001
 
 
-def salted(words: Array, number: int) -> Array:
+def salted(words: Array, number: ArrayLike) -> Array:
     """The words of a step for the parameter that has this salt."""
-    return jnp.stack([words[0] + np.uint32(number), words[1] ^ np.uint32(number * SALT_STRIDE & 0xFFFFFFFF)])
+    own = jnp.asarray(number, jnp.uint32)
+    return jnp.stack([words[0] + own, words[1] ^ (own * np.uint32(SALT_STRIDE))])

@@ -4,19 +4,21 @@
 for quantized moments where it can run, and the reference for everything else.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
 from fp8jax.core import noise
 from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor, quantize_by_position, quantize_with_scale
-from fp8jax.ops import adamw_fused
+from fp8jax.ops import adamw_fused, alike
 from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
@@ -162,14 +164,37 @@ def _leaves(
 
 
 def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
+    """The step in plain JAX: of parameters with quantized moments one by one, of the others all at once."""
+    words = next((leaf.nu_noise for leaf in leaves if leaf.nu_noise is not None), None)
+    numbered = [
+        (dataclasses.replace(leaf, nu_noise=None, salt=0), None if leaf.nu_noise is None else np.uint32(leaf.salt))
+        for leaf in leaves
+    ]
+    static, scalars = adam.parts()
+    rows = iter(alike.each(_row, (form, static), (scalars, words), [row for row in numbered if row[0].quantized]))
+    plain = [_salted(words, *row) for row in numbered if not row[0].quantized]
+    rest = iter(_rows(form, adam, plain))
+    return [next(rows if leaf.quantized else rest) for leaf in leaves]
+
+
+def _salted(words: Array | None, leaf: Leaf, salt: Any) -> Leaf:
+    """A leaf with words of noise of its own, of those of the step and its salt."""
+    return leaf if salt is None else dataclasses.replace(leaf, nu_noise=noise.salted(words, salt))
+
+
+def _row(static: Any, common: Any, row: tuple[Leaf, Any]) -> tuple[Array, Moment, Moment]:
+    (form, constants), (scalars, words) = static, common
+    return _rows(form, Adam(**dict(constants), **scalars), [_salted(words, *row)])[0]
+
+
+def _rows(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
+    """The step of some parameters, whose words of noise are their own."""
     grads, mus, nus = ([getattr(leaf, name) for leaf in leaves] for name in ("grad", "mu", "nu"))
-    words = [None if leaf.nu_noise is None else noise.salted(leaf.nu_noise, leaf.salt) for leaf in leaves]
     directions, *moments = advanced(grads, mus, nus, adam)
     fading = noise.fading(adam.count, adam.b1)
     mus = [store(m, mu, fading=fading) for m, mu in zip(moments[0], mus, strict=True)]
     nus = [
-        store(v, nu, noise, row=leaf.padded_row)
-        for leaf, v, nu, noise in zip(leaves, moments[1], nus, words, strict=True)
+        store(v, nu, leaf.nu_noise, row=leaf.padded_row) for leaf, v, nu in zip(leaves, moments[1], nus, strict=True)
     ]
     results = []
     for leaf, d in zip(leaves, directions, strict=True):

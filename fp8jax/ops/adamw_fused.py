@@ -51,6 +51,21 @@ class Adam:
     applied: Any = None
     max_direction: Any = None
 
+    def parts(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Array]]:
+        """What a program is traced for, and its arguments: `Adam(**dict(static), **scalars)` is the same again.
+
+        Decays that are numbers are of the first kind: what is left of one is exact where it is taken before rounding.
+        """
+        fields = vars(self)
+        static = {
+            name: x for name, x in fields.items() if x is None or (name in ("b1", "b2") and not isinstance(x, Array))
+        }
+        scalars = {name: jnp.asarray(x) for name, x in fields.items() if name not in static}
+        scalars = {
+            name: x.astype(jnp.float32) if name not in ("count", "applied") else x for name, x in scalars.items()
+        }
+        return tuple(static.items()), scalars
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,

@@ -18,6 +18,7 @@ from jax import Array
 
 from fp8jax.core import blocks, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.ops import alike
 from fp8jax.ops.adamw import load
 from fp8jax.ops.adamw_fused import Adam, Form, Place, placed
 from fp8jax.ops.choice import Choice, capability, missing_triton, placed_like, tell, triton_or_xla, vary_with
@@ -99,8 +100,13 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
     impls = [tell("fp8lm_adamw", choose(leaf, impl)).impl for leaf in leaves]
 
     def each(which: Sequence[str], leaves: Sequence[MasterLeaf]) -> list[StepResult]:
-        run = {"triton": _fused, "xla": _reference}
-        rows = [run[name](form, adam, leaf) for name, leaf in zip(which, leaves, strict=True)]
+        static, scalars = adam.parts()
+        plain = [leaf for name, leaf in zip(which, leaves, strict=True) if name == "xla"]
+        rest = iter(alike.each(_row, (form, static), scalars, plain))
+        rows = [
+            _fused(form, adam, leaf) if name == "triton" else next(rest)
+            for name, leaf in zip(which, leaves, strict=True)
+        ]
         scalars = list(vars(adam).values())
         return [vary_with(row, leaf, scalars) for row, leaf in zip(rows, leaves, strict=True)]
 
@@ -190,6 +196,11 @@ def _scalars(adam: Adam, decays: bool) -> Any:
         *(1 / (1 - adam.b1**adam.count), 1 / (1 - adam.b2**adam.count)),
         *(adam.eps, adam.eps_root, noise.fading(adam.count)[0], adam.factor, adam.applied),
     )
+
+
+def _row(static: Any, scalars: Any, leaf: MasterLeaf) -> StepResult:
+    form, constants = static
+    return _reference(form, Adam(**dict(constants), **scalars), leaf)
 
 
 def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:

@@ -13,7 +13,7 @@ from jax import Array
 from fp8jax.core import formats, noise
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.spec import QuantSpec
-from fp8jax.ops import adamw
+from fp8jax.ops import adamw, alike
 from fp8jax.optim import checks, variables
 from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
@@ -113,8 +113,11 @@ def compress_state(
         changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
         # As it was stored: no step changes a type of the state.
         fading = _fading(new)
-        return changes, jax.tree.map(
-            lambda old, new: _store_as(old, new, fading), state, new, is_leaf=storage.is_quantized
+        leaves, treedef = jax.tree.flatten(state, is_leaf=storage.is_quantized)
+        rows = list(zip(leaves, treedef.flatten_up_to(new), strict=True))
+        stored = iter(alike.each(_store_as, None, fading, [row for row in rows if isinstance(row[0], QTensor)]))
+        return changes, treedef.unflatten(
+            [next(stored) if isinstance(row[0], QTensor) else _store_as(None, fading, row) for row in rows]
         )
 
     return optax.GradientTransformationExtraArgs(*variables.looking_through(init, update))
@@ -143,8 +146,11 @@ class _Plan(NamedTuple):
 
     def load(self) -> optax.OptState:
         """The state with every moment in fp32."""
+        wide = iter(alike.each(_load, None, None, [x for x in self.leaves if isinstance(x, QTensor)]))
         pairs = zip(self.leaves, self.stored, strict=True)
-        return self.treedef.unflatten([x if how is None else adamw.load(x) for x, how in pairs])
+        return self.treedef.unflatten(
+            [next(wide) if isinstance(x, QTensor) else x if how is None else adamw.load(x) for x, how in pairs]
+        )
 
 
 def _plan(state: optax.OptState, params: Any, rules: Mapping[str, _Stored], known: Mapping[str, _Stored]) -> _Plan:
@@ -243,8 +249,13 @@ def _fading(state: optax.OptState) -> Array | None:
     return noise.fading(sum(counts[1:], counts[0])) if counts else None
 
 
-def _store_as(old: QTensor | Array, new: Array, fading: Array | None) -> QTensor | Array:
+def _load(_: None, __: None, moment: QTensor) -> Array:
+    return adamw.load(moment)
+
+
+def _store_as(_: None, fading: Array | None, row: tuple[QTensor | Array, Array]) -> QTensor | Array:
     """A leaf of the new state, stored in the way of the old one; keys and counts pass."""
+    old, new = row
     if isinstance(old, QTensor):
         return adamw.store(new, old, fading=fading if old.spec.underflow == "zero" else None)
     return adamw.store(new, old) if jnp.issubdtype(old.dtype, jnp.floating) else new
