@@ -179,7 +179,9 @@ def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Arr
 
 def _salted(words: Array | None, leaf: Leaf, salt: Any) -> Leaf:
     """A leaf with words of noise of its own, of those of the step and its salt."""
-    return leaf if salt is None else dataclasses.replace(leaf, nu_noise=noise.salted(words, salt))
+    if salt is None or words is None:
+        return leaf
+    return dataclasses.replace(leaf, nu_noise=noise.salted(words, salt))
 
 
 def _row(static: Any, common: Any, row: tuple[Leaf, Any]) -> tuple[Array, Moment, Moment]:

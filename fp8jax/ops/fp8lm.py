@@ -100,9 +100,9 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
     impls = [tell("fp8lm_adamw", choose(leaf, impl)).impl for leaf in leaves]
 
     def each(which: Sequence[str], leaves: Sequence[MasterLeaf]) -> list[StepResult]:
-        static, scalars = adam.parts()
+        static, arguments = adam.parts()
         plain = [leaf for name, leaf in zip(which, leaves, strict=True) if name == "xla"]
-        rest = iter(alike.each(_row, (form, static), scalars, plain))
+        rest = iter(alike.each(_row, (form, static), arguments, plain))
         rows = [
             _fused(form, adam, leaf) if name == "triton" else next(rest)
             for name, leaf in zip(which, leaves, strict=True)

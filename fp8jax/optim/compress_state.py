@@ -113,6 +113,7 @@ def compress_state(
         changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
         # As it was stored: no step changes a type of the state.
         fading = _fading(new)
+        treedef: Any
         leaves, treedef = jax.tree.flatten(state, is_leaf=storage.is_quantized)
         rows = list(zip(leaves, treedef.flatten_up_to(new), strict=True))
         stored = iter(alike.each(_store_as, None, fading, [row for row in rows if isinstance(row[0], QTensor)]))
