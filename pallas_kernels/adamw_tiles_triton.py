@@ -20,9 +20,9 @@ _HUGE = tl.constexpr(0x58800000)
 # before chunks, as 3.6 does by itself. It is a run in a chunk that a thread takes, as long as that is the longer one.
 _GROUPS = tl.constexpr(2)
 # Where, after a gate of two if there is one, the limits of both kinds of tiles stand among the scalars.
-_CAREFUL, _ORDINARY = tl.constexpr(20), tl.constexpr(21)
+_CAREFUL, _ORDINARY = tl.constexpr(21), tl.constexpr(22)
 # Scalars of every step.
-_END = tl.constexpr(20)
+_END = tl.constexpr(21)
 
 
 @triton.jit
@@ -86,21 +86,31 @@ def _noise_of_groups(
 
 @triton.jit
 def _store_moment(
-    x: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor, offsets: tl.tensor,
-    mask: tl.tensor, group: tl.tensor, there: tl.tensor, previous: tl.tensor, noise: tl.tensor,
+    x: tl.tensor, ranged: tl.tensor, peak: tl.tensor, pointer: tl.tensor, scale_ptr: tl.tensor, exponent_ptr: tl.tensor,
+    offsets: tl.tensor, mask: tl.tensor, group: tl.tensor, there: tl.tensor, previous: tl.tensor, noise: tl.tensor,
     inside: tl.tensor, decay: tl.tensor, drawn: tl.tensor,
     MASKED: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
 ) -> None:  # fmt: skip
     stored = x
     if HOW.scaled:
         code = pointer.dtype.element_ty
-        stored, scale, exponent = encode.encode(x, previous, noise, inside, decay, drawn, code, HOW, QUICK, PAIRED)
+        stored, scale, exponent = encode.encode(
+            x, ranged, peak, previous, noise, inside, decay, drawn, code, HOW, QUICK, PAIRED
+        )
         _store(scale_ptr, group, scale, there, MASKED)
         if HOW.expanded:
             _store(exponent_ptr, group, exponent, there, MASKED)
     elif HOW.dropped > 0:
         stored = codec.round_stochastically(x, noise, inside, PAIRED)
     _store(pointer, offsets, stored, mask, MASKED)
+
+
+@triton.jit
+def _rest(v: tl.tensor, before: tl.tensor, peak: tl.tensor, MEMBERS: tl.constexpr) -> tl.tensor:
+    """What second moments of silent members become, given what they were before this step."""
+    low = tl.maximum(before, peak * MEMBERS.lowest)
+    rest = tl.where(before < peak * MEMBERS.near, low, peak * MEMBERS.raised)
+    return tl.where(before < peak * MEMBERS.raised, rest, v)
 
 
 @triton.jit
@@ -112,7 +122,7 @@ def careful(
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, MASKED: tl.constexpr,
     ALIGNED: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr, GATED: tl.constexpr, CUT: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
-    QUICK: tl.constexpr,
+    MEMBERS: tl.constexpr, QUICK: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of any groups. Moments, and in a step the weight, are written where they were read."""
     group = tile * TILE + tl.arange(0, TILE)
@@ -155,12 +165,25 @@ def careful(
     # The second moment comes first, here and below: the assembler then needs fewest registers.
     g = codec.fp32(g)
     if GATED:
-        g = g * tl.load(scalars_ptr + 20)
+        g = g * tl.load(scalars_ptr + 21)
     w = codec.fp32(w) if WEIGHT else 0.0
     v = codec.multiply_add(g * g, b2_rest, codec.decode(nu, nu_scale, nu_exponent, b2, NU))
     m = codec.multiply_add(g, b1_rest, codec.decode(mu, mu_scale, mu_exponent, b1, MU))
     inverse_root = codec.inverse_root(v + least)
     change = m * codec.over_negative(inverse_root, tl.fma(inverse_root, negative_eps, -1.0))
+    v_peak, m_peak, m_ranged = encode.peak(v, False, QUICK), encode.peak(m, True, QUICK), m
+    largest = codec.from_bits(v_peak)
+    inverse_root = codec.inverse_root(largest + least)
+    direction = codec.over_negative(inverse_root, tl.fma(inverse_root, negative_eps, -1.0)) * codec.from_bits(m_peak)
+    if NU.expanded:
+        limit = direction * MEMBERS.silent
+        smallest = tl.min(tl.min(tl.abs(change), axis=1), axis=1)
+        if tl.max((smallest < limit).to(tl.int32), axis=0) > 0:
+            silent = (tl.abs(change) < codec.per_group(limit)) & (tl.abs(g) < _TINY) & (v > 0)
+            before = v * tl.load(scalars_ptr + 20)
+            v = tl.where(silent, _rest(v, before, codec.per_group(largest), MEMBERS), v)
+    if MU.expanded:
+        m, m_ranged = encode.without_idle(m, change, direction * MEMBERS.idle)
     if CUT:
         change = tl.where(tl.abs(change) < float("inf"), _cut(change, scalars_ptr + _CAREFUL + 2 * GATED), change)
     if WEIGHT:
@@ -177,12 +200,12 @@ def careful(
         noise = _noise_of_groups(group, inside, words_ptr, salt, inner, stride, SIZE, RUNS, _END + 2 * GATED + 2 * CUT)
     drawn = tl.load(scalars_ptr + _END + 2 * GATED + 2 * CUT + 2 * (NU.dropped > 0)) if MU.mantissa > 0 else 0.0
     _store_moment(
-        v, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there, nu_exponent, noise, inside,
-        b2, drawn, MASKED, NU, QUICK, ALIGNED,
+        v, v, v_peak, nu_ptr + base, nu_scale_ptr, nu_exponent_ptr, offsets, mask, group, there,
+        nu_exponent, noise, inside, b2, drawn, MASKED, NU, QUICK, ALIGNED,
     )  # fmt: skip
     _store_moment(
-        m, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there, mu_exponent, noise, inside,
-        b1, drawn, MASKED, MU, QUICK, ALIGNED,
+        m, m_ranged, m_peak, mu_ptr + base, mu_scale_ptr, mu_exponent_ptr, offsets, mask, group, there,
+        mu_exponent, noise, inside, b1, drawn, MASKED, MU, QUICK, ALIGNED,
     )  # fmt: skip
 
 
@@ -224,7 +247,7 @@ def ordinary(
     inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr,
     STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, GATED: tl.constexpr, CUT: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr, MEMBERS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A tile of whole groups; 0 where it was updated, 1 where it is left as it was.
 
@@ -262,13 +285,19 @@ def ordinary(
     m_largest, m_smallest = encode.ordinary_extremes(m, True)
     v_least, m_least = codec.bits(b2_per_rest * (_TINY * NU.max)), codec.bits(b1_per_rest * (_SMALL * MU.max))
     special = (v_smallest < v_least) | (m_smallest < m_least) | (tl.maximum(v_largest, m_largest) > _HUGE)
+    # A first moment so small may be that of a silent member.
+    special |= m_smallest < codec.bits(codec.from_bits(m_largest) * MEMBERS.silent)
     case = tl.max(tl.where(special, 2, tl.where(v_smallest < codec.bits(eps_is_small_from), 1, 0)), axis=0)
     v_k = encode.ordinary_exponents(v_largest, v_smallest, b2_rest, b2_per_rest, nu_exponent, NU)
     if case < 2:
         pointer = (weight_ptr if STEP else result_ptr) + base
+        root = codec.root(codec.from_bits(v_largest) + eps_root)
+        idle = codec.from_bits(m_largest) * codec.reciprocal(root + eps) * MEMBERS.idle
         if case == 0:
             r = codec.inverse_root(v)
             change = m * (r * tl.fma(r, slope, 1.0))
+            m, m_ranged = encode.without_idle(m, change, idle)
+            m_smallest = encode.smallest(m_ranged)
             if CUT:
                 change = _cut(change, scalars_ptr + _ORDINARY + 2 * GATED)
             _store_result(
@@ -276,6 +305,8 @@ def ordinary(
             )
         else:
             change = m * codec.reciprocal(codec.root(v + eps_root) + eps)
+            m, m_ranged = encode.without_idle(m, change, idle)
+            m_smallest = encode.smallest(m_ranged)
             if CUT:
                 change = _cut(change, scalars_ptr + _ORDINARY + 2 * GATED)
             _store_result(

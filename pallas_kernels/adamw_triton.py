@@ -62,9 +62,10 @@ class AdamWScalars(NamedTuple):
 
         With r = sqrt(v + eps_root * correction2), direction = m / (r + eps * c) * c / correction1, c the root of
         `correction2`. Under the root, zero counts as the smallest normal number. From the ninth on they are for
-        moments that are taken as m / b1_rest and v / b2_rest, both rests times the factor. Then come, where the step
-        has them, the factor and whether it is applied; the largest direction over what takes either kind of moments
-        to it; two words for noise, as they are; and `drawn`: so all that a step needs is made at once.
+        moments that are taken as m / b1_rest and v / b2_rest, both rests times the factor. The last of these takes the
+        second moment of a member without a gradient to what it was. Then come, where the step has them, the factor and
+        whether it is applied; the largest direction over what takes either kind of moments to it; two words for noise,
+        as they are; and `drawn`: so all that a step needs is made at once.
         """
         rate, weight_decay, b1, b1_rest, b2, b2_rest, correction1, correction2, eps, eps_root = (
             jnp.asarray(x, jnp.float32) for x in self[:10]
@@ -73,6 +74,10 @@ class AdamWScalars(NamedTuple):
         careful = correction / correction1
         least = jnp.maximum(eps_root * correction2, np.finfo(np.float32).tiny)
         values = [-rate * careful, weight_decay / careful, b1, b1_rest, b2, b2_rest, least, -eps * correction]
+        # Second moments that do not fall, from what they fell to; the first step has none.
+        b2 = jnp.maximum(b2, np.finfo(np.float32).tiny)
+        before = 1 - (1 - correction2) / b2
+        before_decay = jnp.where(before > b2_rest / 2, correction2 / before, 1) / b2
 
         if self.factor is not None:
             b1_rest, b2_rest = b1_rest * self.factor, b2_rest * jnp.square(self.factor)
@@ -85,6 +90,7 @@ class AdamWScalars(NamedTuple):
         small_from = jnp.where(eps_root == 0, jnp.square(128 * eps), jnp.inf)
         values += [rate, decay, -_SLOPE * eps, eps, b1_rest, b2_rest, b1 / b1_rest, b2 / b2_rest]
         values += [jnp.where(tame, 1 / b1_rest, jnp.inf), 1 / b2_rest, eps_root * correction2 / b2_rest, small_from]
+        values.append(before_decay)
         if self.gated:
             gate = (1.0 if x is None else x for x in (self.factor, self.applied))
             values += [jnp.asarray(x).astype(jnp.float32) for x in gate]
@@ -96,6 +102,22 @@ class AdamWScalars(NamedTuple):
         if self.drawn is not None:
             values.append(jnp.asarray(self.drawn, jnp.float32))
         return jnp.stack(values)
+
+
+class Members(NamedTuple):
+    """Members of a group that no longer matter, and what is stored of them; static.
+
+    With D = max |m| / (sqrt(max v) + eps) of a group, a member is idle, or silent if it has no gradient, where its
+    direction is under the share of D of that name. The first moment of an idle one becomes 0. The second one of a
+    silent one stays as it is, at least `lowest` of the group's largest; from `near` on it becomes `raised` of that;
+    what is larger falls on.
+    """
+
+    idle: float
+    silent: float
+    raised: float
+    near: float
+    lowest: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,10 +181,11 @@ def _adamw(
     CUT: tl.constexpr,
     MU: tl.constexpr,
     NU: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ) -> None:
     """A tile of groups: as an ordinary one where it is, else carefully, in parts of fewer elements a thread."""
     if GATED:  # noqa: SIM102 (one is known at compile time)
-        if tl.load(scalars_ptr + 21) == 0:
+        if tl.load(scalars_ptr + 22) == 0:
             return
     program = tl.program_id(0)
     left = tl.full((), 1, tl.int32)
@@ -170,7 +193,7 @@ def _adamw(
         left = tiles.ordinary(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
             nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, salt, inner, stride, result_ptr,
-            SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, CUT, MU, NU,
+            SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, CUT, MU, NU, MEMBERS,
         )  # fmt: skip
     if not ORDINARY or left > 0:
         for part in range(PARTS):
@@ -178,7 +201,7 @@ def _adamw(
                 program * PARTS + part, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
                 nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, groups, groups_of_row,
                 vectors_of_row, salt, inner, stride, result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED,
-                ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, CUT, MU, NU,
+                ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, CUT, MU, NU, MEMBERS,
                 not SHORT and not ORDINARY,
             )  # fmt: skip
 
@@ -221,6 +244,7 @@ def adamw(
     *,
     mu_storage: Storage | None,
     nu_storage: Storage | None,
+    members: Members,
     group_size: int,
     form: Literal["update", "step"],
     dtype: Any = None,
@@ -243,6 +267,8 @@ def adamw(
             an update is undefined.
         mu_storage: how the codes of the first moment are made; None for plain values.
         nu_storage: likewise of the second moment.
+        members: what is stored of members that no longer matter: no first moment and another second one, in codes with
+            range expansion.
         group_size: elements along the last axis that share a scale, a power of two from 16 to 1024.
         form: "update" returns the change of the weight, "step" the new weight.
         dtype: dtype of an update; None takes the weight's, or without one the gradient's. A step keeps the weight's.
@@ -333,6 +359,7 @@ def adamw(
         CUT=scalars.max_direction is not None,
         MU=mu_storage.static if mu_storage else codec.PLAIN,
         NU=nu_storage.static if nu_storage else codec.NOISY_BF16 if noisy else codec.PLAIN,
+        MEMBERS=members,
     )
     return results[-1], tuple(results[: len(mu)]), tuple(results[len(mu) : -1])
 

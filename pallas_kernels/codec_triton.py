@@ -281,12 +281,12 @@ def decode_logarithms(
 def add_decoded(
     x: tl.tensor, codes: tl.tensor, scale: tl.tensor, exponent: tl.tensor, factor: tl.tensor, HOW: tl.constexpr
 ) -> tl.tensor:
-    """x + `decode` of signed codes with range expansion, in fewer instructions; may be NaN where a code is zero."""
+    """x + `decode` of signed codes with range expansion, in fewer instructions."""
     values = codes.to(tl.float32)
     inverse = reciprocal(exponent.to(tl.float32))
     offset = tl.fma(inverse, -HOW.log2_max, log2_abs(scale * HOW.max * factor))
-    # Each value times what it is to be multiplied by: the sign comes with it.
-    power = exp2(tl.fma(log2_abs(values), per_group(inverse - 1.0), per_group(offset)))
+    # Each value times what it is to be multiplied by: the sign comes with it. That of zero has to be finite.
+    power = exp2(tl.minimum(tl.fma(log2_abs(values), per_group(inverse - 1.0), per_group(offset)), 126.0))
     return multiply_add(values, power, x)
 
 

@@ -14,31 +14,60 @@ _LARGEST_FINITE = tl.constexpr(0x7F7FFFFF)
 
 
 @triton.jit
-def extremes(x: tl.tensor, SIGNED: tl.constexpr, QUICK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of each group the bits of the largest finite magnitude, and those of the smallest non-zero one, less one; and x.
+def peak(x: tl.tensor, SIGNED: tl.constexpr, QUICK: tl.constexpr) -> tl.tensor:
+    """Bits of the largest finite magnitude of each group, 0 where there is none.
 
-    Less one, zero is the largest unsigned integer. A group of zeros gets 0 and that. The quick way counts zeros, Inf
-    and NaN as values, and a program that has some goes the other way as well; unsigned, its Inf are NaN from then on.
+    The quick way takes Inf and NaN for values, and a program that has some goes the other way as well.
     """
     magnitude = codec.bits(x) & _MAGNITUDE if SIGNED else codec.bits(x)
     if QUICK:
         largest = tl.max(tl.max(magnitude, axis=1), axis=1)
-        smallest = (tl.min(tl.min(magnitude, axis=1), axis=1) - 1).to(tl.uint32, bitcast=True)
-        if tl.max(tl.maximum(largest.to(tl.uint32, bitcast=True), smallest), axis=0) > _LARGEST_FINITE:
-            largest, smallest = _careful_extremes(magnitude)
-            if not SIGNED:
-                x = tl.where(magnitude > _LARGEST_FINITE, float("nan"), x)
+        if tl.max(largest.to(tl.uint32, bitcast=True), axis=0) > _LARGEST_FINITE:
+            largest = _largest_finite(magnitude)
     else:
-        largest, smallest = _careful_extremes(magnitude)
-    return largest, smallest, x
+        largest = _largest_finite(magnitude)
+    return largest
 
 
 @triton.jit
-def _careful_extremes(magnitude: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def _largest_finite(magnitude: tl.tensor) -> tl.tensor:
     largest = tl.max(tl.max(magnitude + _FINITE_TO_TOP, axis=1), axis=1)
+    return tl.maximum(largest, _FINITE_TO_TOP) - _FINITE_TO_TOP
+
+
+@triton.jit
+def smallest_less_one(magnitude: tl.tensor, QUICK: tl.constexpr) -> tl.tensor:
+    """Of each group the bits of the smallest non-zero magnitude, less one; of zeros alone, the largest integer.
+
+    The quick way takes zeros for values, and a program that has some goes the other way as well.
+    """
+    magnitude = codec.bits(magnitude)
+    if QUICK:
+        smallest = (tl.min(tl.min(magnitude, axis=1), axis=1) - 1).to(tl.uint32, bitcast=True)
+        if tl.max(smallest, axis=0) > _LARGEST_FINITE:
+            smallest = _smallest_less_one(magnitude)
+    else:
+        smallest = _smallest_less_one(magnitude)
+    return smallest
+
+
+@triton.jit
+def _smallest_less_one(magnitude: tl.tensor) -> tl.tensor:
     smallest = (magnitude - 1).to(tl.uint32, bitcast=True)
-    smallest = tl.min(tl.min(smallest, axis=1), axis=1)
-    return tl.maximum(largest, _FINITE_TO_TOP) - _FINITE_TO_TOP, smallest
+    return tl.min(tl.min(smallest, axis=1), axis=1)
+
+
+@triton.jit
+def without_idle(m: tl.tensor, direction: tl.tensor, limit: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """m with 0, and its magnitudes with Inf, where its direction is under its group's limit."""
+    idle = tl.abs(direction) < codec.per_group(limit)
+    return tl.where(idle, 0.0, m), tl.where(idle, float("inf"), tl.abs(m))
+
+
+@triton.jit
+def smallest(magnitude: tl.tensor) -> tl.tensor:
+    """Bits of the smallest magnitude of each group."""
+    return tl.min(tl.min(codec.bits(magnitude), axis=1), axis=1)
 
 
 @triton.jit
@@ -163,26 +192,28 @@ def encode_ordinary(
 
 @triton.jit
 def encode(
-    x: tl.tensor, previous: tl.tensor, noise: tl.tensor, place: tl.tensor, decay: tl.tensor, drawn: tl.tensor,
+    x: tl.tensor, ranged: tl.tensor, largest_bits: tl.tensor, previous: tl.tensor, noise: tl.tensor, place: tl.tensor,
+    decay: tl.tensor, drawn: tl.tensor,
     CODE: tl.constexpr, HOW: tl.constexpr, QUICK: tl.constexpr, PAIRED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Codes of the values of a tile, and scale and exponent of each group; unexpanded, the exponents are no matter.
 
-    Of codes that are rounded stochastically `previous` are the exponents until now, and `noise`, `place` and PAIRED are
-    as of `round_stochastically`; `decay` and `drawn` are as of `codec.faded`, for codes that are.
+    Given `peak` of each group, and magnitudes of which the smallest are to have codes. Of codes that are rounded
+    stochastically `previous` are the exponents until now, and `noise`, `place` and PAIRED are as of
+    `round_stochastically`; `decay` and `drawn` are as of `codec.faded`, for codes that are.
     """
-    largest_bits, smallest, marked = extremes(x, HOW.signed, QUICK)
     largest = codec.from_bits(largest_bits)
     scale = tl.where(largest_bits > 0, tl.maximum(largest * (1 / HOW.max), _TINY), 1.0)
     if HOW.expanded:
         top = tl.maximum(largest, _TINY * HOW.max)
+        smallest = smallest_less_one(ranged, QUICK)
         spans = (codec.bits(top) - 1).to(tl.uint32, bitcast=True) > smallest
         smallest = codec.from_bits((smallest + 1).to(tl.int32, bitcast=True))
         exponent, k, offset = exponents(codec.log2_abs(scale * HOW.max), smallest, spans, previous, HOW)
-        y = codec.exp2(tl.fma(codec.log2_abs(marked), codec.per_group(k), codec.per_group(offset)))
+        y = codec.exp2(tl.fma(codec.log2_abs(x), codec.per_group(k), codec.per_group(offset)))
     else:
         exponent, k = scale.to(tl.bfloat16), scale
-        y = tl.abs(marked) * codec.per_group(tl.div_rn(1.0, scale))
+        y = tl.abs(x) * codec.per_group(tl.div_rn(1.0, scale))
         if HOW.smallest > 0:
             y = tl.where((x != 0) & (y < HOW.smallest), HOW.smallest, y)
         if HOW.mantissa > 0:
@@ -194,8 +225,6 @@ def encode(
         # Of ~x, since the lowest bit of Inf is 0; the signs turn as codes, four at a time.
         codes = codec.from_bits(codec.ends_of_inverted(codec.bits(y), codec.bits(x))).to(CODE)
         codes = codec.turned(codes.to(tl.int8, bitcast=True)).to(CODE, bitcast=True)
-    elif QUICK:
-        codes = y.to(CODE)
     else:
         codes = codec.from_bits(codec.bits(y) | 1).to(CODE)
     if tl.float8e5 == CODE:

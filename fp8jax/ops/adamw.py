@@ -23,6 +23,7 @@ from fp8jax.ops.adamw_fused import Adam as Adam
 from fp8jax.ops.adamw_fused import Form, Leaf
 from fp8jax.ops.adamw_fused import Moment as Moment
 from fp8jax.ops.choice import placed_like, tell, vary_with
+from fp8jax.ops.members import settled
 
 
 def step(
@@ -194,9 +195,13 @@ def _rows(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, M
     grads, mus, nus = ([getattr(leaf, name) for leaf in leaves] for name in ("grad", "mu", "nu"))
     directions, *moments = advanced(grads, mus, nus, adam)
     fading = noise.fading(adam.count, adam.b1)
-    mus = [store(m, mu, fading=fading) for m, mu in zip(moments[0], mus, strict=True)]
+    pairs = [
+        settled(g, d, m, v, mu, nu, adam)
+        for g, d, m, v, mu, nu in zip(grads, directions, *moments, mus, nus, strict=True)
+    ]
+    mus = [store(m, mu, fading=fading) for (m, _), mu in zip(pairs, mus, strict=True)]
     nus = [
-        store(v, nu, leaf.nu_noise, row=leaf.padded_row) for leaf, v, nu in zip(leaves, moments[1], nus, strict=True)
+        store(v, nu, leaf.nu_noise, row=leaf.padded_row) for leaf, (_, v), nu in zip(leaves, pairs, nus, strict=True)
     ]
     results = []
     for leaf, d in zip(leaves, directions, strict=True):

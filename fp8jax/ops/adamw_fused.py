@@ -19,6 +19,11 @@ from fp8jax.ops.choice import Choice, capability, check_impl, missing_triton, tr
 from fp8jax.ops.cuts import Cut
 from fp8jax.ops.partition import partitioned
 
+# Members of a group that no longer matter, as `fp8jax.ops.members.settled` takes them: shares of a group's direction,
+# and of its largest second moment.
+IDLE, SILENT = 1 / 40, 2.0**-24
+RAISED, NEAR, LOWEST = 1 / 2, 1 / 8, 1 / 128
+
 Moment = QTensor | Array
 Form = Literal["update", "step"]
 
@@ -214,6 +219,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
             adamw_triton.AdamWScalars(*x.scalars),
             mu_storage=storage[0],
             nu_storage=storage[1],
+            members=members(),
             group_size=size,
             form=form,
             dtype=dtype,
@@ -331,6 +337,13 @@ def _restored(parts: tuple[Array, ...], like: Moment) -> Moment:
         return parts[0]
     exponents = parts[2] if like.spec.expand else None
     return dataclasses.replace(like, codes=parts[0], scale=parts[1], expansion=exponents)
+
+
+def members() -> Any:
+    """`fp8jax.ops.members` as the kernel takes it."""
+    from pallas_kernels import adamw_triton
+
+    return adamw_triton.Members(IDLE, SILENT, RAISED, NEAR, LOWEST)
 
 
 def _storage(moment: Moment, signed: bool, stochastic: bool = False) -> Any:

@@ -224,6 +224,12 @@ def compressed_adamw(
     `jax.shard_map` positions are those of the local arrays, like all else there). Groups keep their exponents while
     their range allows. How a moment is rounded is no part of its state: the setting can change in mid-run.
 
+    A group's exponent comes from its smallest magnitude, so members that no longer matter (a dead unit, a pruned
+    column) are left out: a first moment whose update is under 1/40 of the group's largest is stored as 0, and the
+    second moment of a member without gradients stops to fall some 45 steps after the last one. Live members, however
+    small, keep theirs; one that gets gradients more rarely than that, among others, is updated as if they came every
+    45 steps (`fp8jax.ops.members.settled`).
+
     A gradient that is NaN or Inf makes its own moments NaN, as in optax; chain `optax.apply_if_finite` around the
     transformation to skip such steps. So does one beyond 1.8e19, whose square overflows fp32. Under
     `optax.inject_hyperparams`, name `group_size` and `min_size` in `static_args` if you pass them.

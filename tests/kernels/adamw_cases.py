@@ -59,6 +59,26 @@ def decoded(q):
     return np.sign(codes) * scale * top * (np.abs(codes) / top) ** (1 / k)
 
 
+def settled(g, m, v, adam=ADAM, size=128):
+    """What is to be stored of moments in float64, where members of a group no longer matter; group by group."""
+    b1, b2, t, eps = (float(x) for x in (adam.b1, adam.b2, adam.count, adam.eps))
+    m, v = m.copy(), v.copy()
+    for i in range(0, g.shape[-1], size):
+        for row in range(g.shape[0]):
+            part = np.s_[row, i : i + size]
+            a, b = m[part], v[part]
+            d = np.abs(a) / (1 - b1**t) / (np.sqrt(b / (1 - b2**t)) + eps)
+            top, best = b.max(), np.abs(a).max() / (1 - b1**t) / (np.sqrt(b.max() / (1 - b2**t)) + eps)
+            for j in np.flatnonzero((g[part] == 0) & (d < 2.0**-24 * best) & (b > 0)):
+                before = b[j] / b2 * (1 - b2**t) / (1 - b2 ** (t - 1))
+                if before < top / 8:
+                    b[j] = max(before, top / 128)
+                elif before < top / 2:
+                    b[j] = top / 2
+            a[d < best / 40] = 0
+    return m, v
+
+
 def codes_that_differ(a, b):
     x, y = (np.asarray(q.codes).astype(np.float32) for q in (a, b))
     return np.mean((x != y) & ~(np.isnan(x) & np.isnan(y)))

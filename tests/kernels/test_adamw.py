@@ -22,7 +22,7 @@ from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import quantize
 from fp8jax.ops import adamw
 from fp8jax.ops import choice as choices
-from tests.kernels.adamw_cases import ADAM, codes_that_differ, decoded, spec, special, stored, tree
+from tests.kernels.adamw_cases import ADAM, codes_that_differ, decoded, settled, spec, special, stored, tree
 
 HERE = pathlib.Path(__file__).resolve().parent
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
@@ -31,6 +31,9 @@ triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reas
 def test_the_reference_is_adamw_in_float64():
     # Without the rows that hold NaN, Inf and values close to fp32's largest.
     w, g, m, v = (np.delete(special((32, 500), seed), [5, 6, 10], axis=0) for seed in range(4))
+    # Members without gradients, whose second moments are at all heights.
+    g[-8:, ::3], m[-8:, ::3], v[:8, ::3] = 0, 0, np.abs(v[:8].max()) * np.geomspace(1e-3, 1, 167, dtype=np.float32)
+    g[-4:, 1::3] = 0
     mu, nu = stored(m, "e4m3"), stored(v[::-1] ** 2, "e5m2", moment="nu")
     new, mu1, nu1 = jax.jit(functools.partial(adamw.step, adam=ADAM, impl="xla"))(g, mu, nu, w)
     m64, v64 = 0.9 * decoded(mu) + 0.1 * g.astype(np.float64), 0.999 * decoded(nu) + 0.001 * g.astype(np.float64) ** 2
@@ -38,7 +41,7 @@ def test_the_reference_is_adamw_in_float64():
     want = w - 1e-3 * (d + 0.1 * w.astype(np.float64))
     # Rounding the new weight; the change is exact to 1e-5 (fp32's 1 - 0.999^3 alone loses 2e-5 of itself).
     np.testing.assert_allclose(np.asarray(new), want, rtol=2**-23, atol=np.abs(d).max() * 1e-3 * 1e-4)
-    for q, values in ((mu1, m64), (nu1, v64)):
+    for q, values in zip((mu1, nu1), settled(g, m64, v64), strict=True):
         assert codes_that_differ(q, quantize(jnp.asarray(values.astype(np.float32)), q.spec)) < 2e-4
 
 
@@ -207,28 +210,28 @@ def test_the_table_has_log2_of_every_code(name):
 # What the kernel becomes, without a GPU. Instructions are counted in what the assembler makes of Triton's PTX.
 
 CONFIGURATIONS = {
-    "fp32 weights": ({"shape": (512, 1024), "weight": "float32"}, 55, 10),
-    "bf16 weights, stochastic": ({"shape": (512, 1024), "weight": "bfloat16", "stochastic": True}, 42, 8.5),
+    "fp32 weights": ({"shape": (512, 1024), "weight": "float32"}, 66, 10),
+    "bf16 weights, stochastic": ({"shape": (512, 1024), "weight": "bfloat16", "stochastic": True}, 47, 8.5),
     "bf16 weights and second moment, stochastic": (
         {"shape": (512, 1024), "weight": "bfloat16", "stochastic": True, "nu_stochastic": True},
-        56,
+        61,
         8.5,
     ),
-    "update": ({"shape": (512, 1024), "weight": "float32", "form": "update"}, 56, 10),
+    "update": ({"shape": (512, 1024), "weight": "float32", "form": "update"}, 66, 10),
     "no expansion": ({"shape": (512, 1024), "weight": "float32", "expand": False}, 54, 2),
-    "e5m2": ({"shape": (512, 1024), "weight": "float32", "nu": "e5m2"}, 62, 10),
-    "bf16 second moment": ({"shape": (512, 1024), "weight": "float32", "nu": "bf16"}, 44, 6),
-    "short last group": ({"shape": (512, 1000), "weight": "float32"}, 64, 10),
-    "unaligned rows": ({"shape": (33, 1001), "weight": "float32"}, 102, 12),
-    "groups of 16": ({"shape": (512, 1024), "weight": "float32", "size": 16}, 51, 10),
-    "groups of 1024": ({"shape": (512, 2048), "weight": "float32", "size": 1024}, 51, 10),
-    "bf16 weights": ({"shape": (512, 1024), "weight": "bfloat16"}, 39, 8.5),
-    "bf16 update": ({"shape": (512, 1024), "weight": "bfloat16", "form": "update"}, 39, 8.5),
-    "stochastic second moment": ({"shape": (512, 1024), "weight": "float32", "nu_stochastic": True}, 73, 10),
-    "fp32 weights, gated": ({"shape": (512, 1024), "weight": "float32", "gated": True}, 57, 10),
-    "bf16 weights, gated": ({"shape": (512, 1024), "weight": "bfloat16", "gated": True}, 40, 8.5),
-    "fp32 weights, gated and cut": ({"shape": (512, 1024), "weight": "float32", "gated": True, "cut": True}, 61, 10),
-    "bf16 weights, gated and cut": ({"shape": (512, 1024), "weight": "bfloat16", "gated": True, "cut": True}, 42, 8.5),
+    "e5m2": ({"shape": (512, 1024), "weight": "float32", "nu": "e5m2"}, 71, 10),
+    "bf16 second moment": ({"shape": (512, 1024), "weight": "float32", "nu": "bf16"}, 54, 6),
+    "short last group": ({"shape": (512, 1000), "weight": "float32"}, 72, 10),
+    "unaligned rows": ({"shape": (33, 1001), "weight": "float32"}, 115, 12),
+    "groups of 16": ({"shape": (512, 1024), "weight": "float32", "size": 16}, 63, 10),
+    "groups of 1024": ({"shape": (512, 2048), "weight": "float32", "size": 1024}, 62, 10),
+    "bf16 weights": ({"shape": (512, 1024), "weight": "bfloat16"}, 44, 8.5),
+    "bf16 update": ({"shape": (512, 1024), "weight": "bfloat16", "form": "update"}, 44, 8.5),
+    "stochastic second moment": ({"shape": (512, 1024), "weight": "float32", "nu_stochastic": True}, 83, 10),
+    "fp32 weights, gated": ({"shape": (512, 1024), "weight": "float32", "gated": True}, 66, 10),
+    "bf16 weights, gated": ({"shape": (512, 1024), "weight": "bfloat16", "gated": True}, 44, 8.5),
+    "fp32 weights, gated and cut": ({"shape": (512, 1024), "weight": "float32", "gated": True, "cut": True}, 69, 10),
+    "bf16 weights, gated and cut": ({"shape": (512, 1024), "weight": "bfloat16", "gated": True, "cut": True}, 45, 8.5),
     "bf16 weights, all of it": (
         {
             "shape": (512, 1024),
@@ -238,7 +241,7 @@ CONFIGURATIONS = {
             "gated": True,
             "cut": True,
         },
-        59,
+        62,
         8.5,
     ),
 }
@@ -368,7 +371,7 @@ def test_lowers_for_hopper_within_an_instruction_budget(which, tmp_path):
         assert counted[1] <= special_functions, name
         assert counted[2] == 0, f"registers spill to memory: {name}"
         if settings["weight"] == "bfloat16":
-            assert counted[3] <= 128, f"fewer than 16 warps at a time: {name}"
+            assert counted[3] <= 168, f"fewer than 12 warps at a time: {name}"
 
 
 def memory(form):

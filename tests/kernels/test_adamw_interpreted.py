@@ -240,6 +240,7 @@ def compare_shards() -> None:
     scalars = adamw_triton.AdamWScalars(1e-3, 0.1, 0.9, 0.1, 0.999, 0.001, 1 - 0.9**3, 1 - 0.999**3, 1e-8, 0.0)
     _, _, nu = adamw_triton.adamw(
         leaf[0][cut], leaf[3][cut], *moments, scalars, mu_storage=storages[0], nu_storage=storages[1], group_size=128,
+        members=adamw_fused.members(),
         form="step", nu_seed=words, salt=noise.salt(""), run=(2, 4),
     )  # fmt: skip
     np.testing.assert_array_equal(np.asarray(nu[0]).view(np.uint8), np.asarray(whole[2].codes)[cut].view(np.uint8))
@@ -263,6 +264,27 @@ def compare_gated(weight: str) -> None:
         shorter = jax.tree.leaves(run(dataclasses.replace(ADAM, applied=applied, max_direction=0.1)))
         assert [np.asarray(x).tobytes() for x in shorter[1:]] == plain[1:]
         assert np.asarray(shorter[0]).tobytes() != plain[0]
+
+
+def compare_members(weight: str) -> None:
+    """Groups with idle and silent members, some in ordinary tiles, are stored as by the reference."""
+    from tests.kernels.test_adamw_gpu import check_equal
+
+    random = np.random.default_rng(0)
+    g, m, w = (random.standard_normal((32, 256)).astype(np.float32) for _ in range(3))
+    v = 1 + random.random((32, 256), np.float32)
+    m[:, ::5] *= 1e-5  # idle, and zero next time
+    g[:, ::5] *= 1e-4
+    for columns, size in ((np.s_[1::8], 0.9), (np.s_[2::8], 0.2), (np.s_[3::8], 0.05), (np.s_[4::8], 1e-6)):
+        g[16:, columns], m[16:, columns], v[16:, columns] = 0, 0, v[16:, columns] * size  # silent, at all heights
+    g[24:] *= 1e-6  # with the gradients also of the others gone
+    leaf = (jnp.asarray(g), stored(m, "e4m3"), stored(v, "e4m3", moment="nu"), jnp.asarray(w).astype(weight))
+    adam = dataclasses.replace(ADAM, b2=0.95)
+    want, got = (adamw.step(*leaf, adam, impl=impl) for impl in ("xla", "triton"))
+    check_equal(want, got, leaf, adam)
+    before, after = (np.asarray(x.dequantize()) for x in (leaf[2], got[2]))
+    assert np.all(np.asarray(got[1].codes).astype(np.float32)[:24, ::5] == 0)
+    assert np.all(after[16:, 3::8] > before[16:, 3::8] * 0.99)
 
 
 def check_largest(form: str, weight: str) -> None:
@@ -303,6 +325,7 @@ def main() -> None:
     compare_shards()
     for weight in ("bfloat16", "float32"):
         compare_gated(weight)
+        compare_members(weight)
         for form in ("step", "update"):
             check_largest(form, weight)
     print(f"{len(part(CASES, which)) + len(part(NOISY, which))} cases")
