@@ -61,8 +61,8 @@ STEPS = ("te_current", "coat", "coat_fast", "moss", "fast", "fp8_lm", "moss_mx",
          "te_current, none of our kernels")  # fmt: skip
 # In the order of their importance.
 ONE_GPU = (
-    bench("step", 330, "--mesh", "one", "--rounds", "3", "--torch", "torch bf16", "torchao tensorwise",
-          "--arm", *STEPS),
+    bench("step", 330, "--mesh", "one", "--rounds", "3", "--steps", "4", "--limit", "240",
+          "--torch", "torch bf16", "torchao tensorwise", "--arm", *STEPS),
     bench("models", 240, "--rounds", "3", "--limit", "220"),
     bench("layer", 90, "--lengths", "4096"),
     bench("optimizer", 110),
@@ -212,7 +212,7 @@ def measure(jobs: Sequence[Job], commit: str, device: str, options: argparse.Nam
             left[job.name] = f"needs {job.seconds:.0f} s, {max(room, 0):.0f} are left"
             continue
         begin = time.monotonic()
-        problem = run(job, options.results, logs / f"{job.name}.log", min(room, max(4 * job.seconds, 300)))
+        problem = run(job, options.results, logs / f"{job.name}.log", min(room, max(2 * job.seconds, 120)))
         if problem is None and not options.dry and (found := state(folder / f"{job.name}.json", commit)) != "done":
             problem = f"ran, and left a file that is {found}"
         print(f"{job.name}: {problem or 'done'}, {time.monotonic() - begin:.0f} s", flush=True)

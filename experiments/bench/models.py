@@ -76,7 +76,7 @@ MODELS = {
 ARMS = {
     "llama1b": ("bf16", "coat", "coat_fast", "te_current"),
     "vitl": ("bf16", "coat_fast"),
-    "gpt350m": ("bf16", "coat", "coat_fast"),
+    "gpt350m": ("bf16", "coat_fast"),
 }
 
 

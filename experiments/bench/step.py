@@ -215,6 +215,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further arm is compiled")
     parser.add_argument("--name", default="step", help="of the file")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
@@ -256,7 +257,7 @@ def measure(
         batches = f"{options.batch}" if options.fit is None else f"what fits in {options.fit:g} GB"
         case = f"{options.model}, {place}, {batches} x {options.length} tokens"
         names = list(dict.fromkeys([AGAIN, *options.arm]))
-        arms = built(names, functools.partial(_arm, llama, where, options))
+        arms = built(names, functools.partial(_arm, llama, where, options), options.limit)
         table += [timing.row(case, name, "failed", None, "") for name in names if name not in arms]
         stop = lambda name, arms=arms: arms[name].stop()  # noqa: E731
         times = timing.in_turns(dict(arms), options.rounds, dict.fromkeys(arms, options.steps), stop)
@@ -275,8 +276,8 @@ def _arm(llama: LlamaConfig, where: str, options: argparse.Namespace, name: str)
     return StepArm(name, llama, batch, options.length, where)
 
 
-def built(names: Sequence[str], make: Callable[[str], StepArm]) -> dict[str, StepArm]:
-    """The arms that compile and run a step; others are told of.
+def built(names: Sequence[str], make: Callable[[str], StepArm], limit: float = math.inf) -> dict[str, StepArm]:
+    """The arms that compile and run a step; others are told of, as those not started within so many seconds.
 
     One is compiled while the next one is traced; nothing runs then, for XLA measures which products are fastest.
 
@@ -285,11 +286,15 @@ def built(names: Sequence[str], make: Callable[[str], StepArm]) -> dict[str, Ste
     """
     arms: dict[str, StepArm] = {}
     waiting: tuple[str, StepArm, Any] | None = None
+    begin = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         for name in [*names, None]:
             start, arm = time.perf_counter(), None
+            late = start - begin > limit
+            if late and name is not None:
+                print(f"  {name}: left out, the time limit is reached", flush=True)
             try:
-                arm = None if name is None else make(name)
+                arm = None if name is None or late else make(name)
             except Exception as problem:
                 _failed(str(name), problem)
             if waiting is not None:
@@ -302,7 +307,7 @@ def built(names: Sequence[str], make: Callable[[str], StepArm]) -> dict[str, Ste
                 except Exception as problem:
                     _failed(before, problem)
             waiting = None if name is None or arm is None else (name, arm, pool.submit(arm.prepare))
-            if name is not None:
+            if arm is not None:
                 print(f"  {name}: traced, and the one before ran, in {time.perf_counter() - start:.0f} s", flush=True)
     if names[0] not in arms:
         raise RuntimeError(f"{names[0]!r}, which all arms are compared with, does not run")

@@ -23,7 +23,7 @@ BF16 = 2.0**-8
 
 def options(out, **given):
     usual = {"model": "tiny", "arm": ["coat"], "mesh": ["one"], "batch": 2, "length": TOKENS, "rounds": 2, "steps": 4,
-             "out": out, "fit": None, "name": "step"}  # fmt: skip
+             "out": out, "fit": None, "name": "step", "limit": 1e9}  # fmt: skip
     return argparse.Namespace(**(usual | given))
 
 
@@ -110,6 +110,11 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch,
     assert "coat failed: MemoryError RESOURCE_EXHAUSTED" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="which all arms are compared with, does not run"):
         step.built(["coat", "bf16"], FullArm)
+    assert list(step.built([step.AGAIN, "bf16"], PlantedArm, limit=1e9)) == [step.AGAIN, "bf16"]
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr(step.time, "perf_counter", lambda: float(next(clock)))
+    assert list(step.built([step.AGAIN, "bf16"], PlantedArm, limit=15)) == [step.AGAIN]
+    assert "bf16: left out, the time limit is reached" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["data", "fsdp"])
