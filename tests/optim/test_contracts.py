@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -111,3 +112,90 @@ def test_parameters_may_lie_on_two_meshes_of_the_same_devices(make, form, kind):
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-7)
         assert got[name].sharding.is_equivalent_to(places[name], 2)
         assert state.mu[name].codes.sharding.is_equivalent_to(places[name], 2)
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@both
+def test_a_step_that_is_not_applied_leaves_all_bits(make):
+    tx, grads = make(1e-2), jax.tree.map(lambda x: x * jnp.linspace(0.1, 1, x.shape[-1]), PARAMS)
+    step = jax.jit(tx.step)
+    params, state = step(grads, tx.init(PARAMS), PARAMS)
+    left = step(grads, state, params, applied=jnp.bool_(False))
+    assert bits(left) == bits((params, state))
+    assert bits(step(grads, state, params, applied=jnp.bool_(True))) != bits((params, state))
+
+
+@both
+def test_a_factor_multiplies_gradients(make):
+    tx, grads = make(1e-2, eps=1.0, weight_decay=0.0), jax.tree.map(lambda x: x * 4, PARAMS)
+    state = tx.init(PARAMS)
+    got, _ = tx.step(grads, state, PARAMS, factor=0.25)
+    want, _ = tx.step(PARAMS, state, PARAMS)
+    other, _ = tx.step(grads, state, PARAMS)
+    for name in PARAMS:
+        np.testing.assert_array_equal(got[name], want[name])
+        assert np.abs(got[name] - other[name]).max() > 1e-3
+
+
+@both
+@forms
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")], ids=" ".join)
+def test_results_have_the_dtype_of_the_parameters(make, form, dtypes):
+    tx = make(1e-2)
+    grads, params = (jax.tree.map(lambda x, d=d: x.astype(d), PARAMS) for d in dtypes)
+    result, new = getattr(tx, form)(grads, tx.init(params), params)
+    assert {str(x.dtype) for x in jax.tree.leaves(result)} == {dtypes[1]}
+    # The first moment of a gradient of one magnitude, in fp32 whatever the dtypes.
+    np.testing.assert_allclose(new.mu["b"], 0.1 * 5, rtol=1e-6)
+
+
+@both
+@forms
+def test_an_impl_that_cannot_run_raises(make, form):
+    for tx in (make(1e-2, impl="triton"), fp8jax.optimizer(RECIPES[make.func], 1e-2, min_size=512, impl="triton")):
+        with pytest.raises(
+            (ValueError, NotImplementedError), match=r"impl 'triton' cannot run|not found for platform cpu"
+        ):
+            getattr(tx, form)(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+RECIPES = {fp8jax.compressed_adamw: "coat", fp8jax.fp8lm_adamw: "fp8_lm"}
+
+
+@both
+def test_the_smallest_size_arrives_through_a_recipe(make):
+    for smallest, quantized in ((512, True), (513, False)):
+        state = fp8jax.optimizer(RECIPES[make.func], 1e-2, min_size=smallest).init(PARAMS)
+        assert isinstance(state.mu["w"], fp8jax.QTensor) == quantized
+
+
+NOISY = {"compressed_adamw": {"nu_rounding": "stochastic"}, "fp8lm_adamw": {"master_rounding": "stochastic"}}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_each_parameter_has_noise_of_its_own(name):
+    tx = BOTH[name](1e-2, **NOISY[name])
+    x = jnp.broadcast_to(jnp.linspace(0.5, 1, 512), (4, 512))
+    params = {"u": x, "v": x}
+    _, state = tx.step(params, tx.init(params), params)
+    stored = state.nu if name == "compressed_adamw" else state.master
+    assert (np.asarray(stored["u"].codes) != np.asarray(stored["v"].codes)).mean() > 0.05
+
+
+@both
+def test_the_clip_and_the_schedule_arrive(make):
+    tx = fp8jax.clipped(1.0, make(lambda count: jnp.where(count == 0, 0.5, 0.25), eps=1.0, weight_decay=0.0))
+    chain = optax.chain(optax.clip_by_global_norm(1.0), make(optax.piecewise_constant_schedule(0.5, {1: 0.5}), eps=1.0,
+                                                             weight_decay=0.0))  # fmt: skip
+    state, other = tx.init(PARAMS), chain.init(PARAMS)
+    params = PARAMS
+    for _ in range(2):
+        updates, other = chain.update(PARAMS, other, params)
+        want = optax.apply_updates(params, updates)
+        params, state = tx.step(PARAMS, state, params)
+        for name in PARAMS:
+            np.testing.assert_allclose(params[name], want[name], rtol=1e-3)
+        assert 0 < np.abs(params["b"] - PARAMS["b"]).max() < 0.2
