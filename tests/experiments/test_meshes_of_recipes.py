@@ -1,9 +1,8 @@
 """The training step of each recipe on many devices, with Auto and with Explicit mesh axes, against that of one device.
 
 All is computed in fp32, with given keys. In bf16 XLA rounds or leaves out the rounding between two operations, as it
-fuses them, and keys that are made of an input would be others. So what a token makes is the same bits on any number of
-devices, as are its codes; sums over tokens, which are gradients of weights, differ by their order. A code that differed
-would change them by parts in ten thousand.
+fuses them, and keys that are made of an input would be others. So what differs is the order of sums: over tokens, which
+are gradients of weights, and on some CPUs over channels, too. A code may then flip at a tie.
 """
 
 import contextlib
@@ -22,6 +21,7 @@ from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.modules import dots
 from fp8jax.recipes import Comm
+from tests.distance import relative
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
 # With fewer tokens on a device XLA sums the products of a row in another order.
@@ -32,6 +32,8 @@ KINDS = (AxisType.Auto, AxisType.Explicit)
 ORDER = 2 * TOKENS.size**0.5 * 2.0**-24
 # How many of the optimizer's codes may be others: those of sums that lie as near to a tie. A step of e4m3 is 2^-3.
 TIES = 1e-3
+# How far results may then lie apart: two roundings, in four tokens of all; their squares twice as far.
+FLIPPED = 2 * 2**0.5 * 2.0**-4 / 3**0.5 * (4 / TOKENS[:, 1:].size) ** 0.5
 # Auto axes and several microbatches are in test_contracts.
 FAST = {("te_delayed", "both", AxisType.Explicit)}
 ALL = [(name, where, kind) for name in fp8jax.recipes.NAMES for where in MESHES for kind in KINDS]
@@ -81,16 +83,23 @@ def test_a_step_on_many_devices_is_that_of_one(name, where, kind):
     cut = jax.P() if where == "data" else jax.P(None, "fsdp")
     assert after.params["layers"]["mlp"]["up"]["kernel"].sharding.spec == cut
     assert saved[0].sharding.num_devices == 8
-    for x, y in zip(saved, want_saved, strict=True):
-        np.testing.assert_array_equal(np.asarray(x), y)
+    pairs = [(np.asarray(x), y) for x, y in zip(saved, want_saved, strict=True)]
+    flips = [np.mean(x != y) for x, y in pairs if x.dtype.itemsize == 1]
+    assert max(flips, default=0) <= TIES
+    # Codes of gradients are not saved: those may flip unseen.
+    forward = FLIPPED if any(flips) else ORDER
+    backward = FLIPPED if fp8jax.recipes.get(name).linear.quantized else ORDER
+    for x, y in pairs:
+        if x.dtype.itemsize > 1:
+            np.testing.assert_array_less(relative(x, y) if y.any() else np.abs(x).max(), forward)
     assert metrics["healthy"]
-    for metric in ("loss", "grad_norm"):
-        np.testing.assert_allclose(metrics[metric], want_metrics[metric], rtol=ORDER)
+    for metric, near in (("loss", forward), ("grad_norm", backward)):
+        np.testing.assert_allclose(metrics[metric], want_metrics[metric], rtol=near)
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(want), strict=True):
         x, label = np.asarray(x), jax.tree_util.keystr(path)
         if "opt_state" in label and x.dtype.itemsize == 1:
             assert np.mean(x != y) <= TIES, label
         elif jnp.issubdtype(x.dtype, np.floating):
-            assert np.linalg.norm(x.astype(np.float64) - y) <= ORDER * np.linalg.norm(y.astype(np.float64)), label
+            assert np.linalg.norm(x.astype(np.float64) - y) <= backward * np.linalg.norm(y.astype(np.float64)), label
         else:
             np.testing.assert_array_equal(x, y, err_msg=label)
