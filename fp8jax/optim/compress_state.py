@@ -40,7 +40,8 @@ def compress_state(
     A moment is a leaf of the state that stands at a parameter's place in a copy of the tree of parameters and has its
     shape. Counts, hyperparameters and Adafactor's factored rows and columns are none, and stay as they are. A moment
     goes by the path of its tree in the state, such as "0.mu", or "inner_states.muon.inner_state.0.mu". The names in
-    which optax keeps moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3 unless `moments` says otherwise;
+    which optax keeps moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3 unless `moments` says otherwise,
+    and sums and maxima (`GROWING`: of Adagrad and AMSGrad) in fp32, for codes to nearest would stop them or hold them;
     any other has to be in `moments`. What is not a first moment by its name never decodes to zero where it is not.
 
     Args:
@@ -87,7 +88,7 @@ def compress_state(
     )
     rules = {key: _stored(key, how, size, expand) for key, how in (moments or {}).items()}
     names = (*storage.FIRST_MOMENTS, *storage.SECOND_MOMENTS)
-    known = {name: _stored(name, DEFAULT, size, expand) for name in names}
+    known = {name: _stored(name, "fp32" if name in storage.GROWING else DEFAULT, size, expand) for name in names}
     inner = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> optax.OptState:

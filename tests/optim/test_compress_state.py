@@ -378,3 +378,24 @@ def test_state_of_arrays_on_an_automatic_mesh_is_sharded_like_them():
     p = {"w": jax.device_put(jnp.ones((8, 1024)), jax.NamedSharding(mesh, P(None, "x")))}
     state = OURS(optax.lion(1e-2)).init(p)
     assert {leaf.sharding.spec for leaf in jax.tree.leaves(state[0].mu)} == {P(None, "x")}
+
+
+def test_sums_and_maxima_are_compressed_only_where_that_is_asked_for():
+    """Rare features among others: a sum that is rounded to nearest is not what was added to it."""
+    p = {"w": jnp.zeros((4, 128))}
+    tx, exact = (wrap(optax.adagrad(1.0)) for wrap in (OURS, lambda tx: tx))
+
+    def after(tx):
+        def step(state, t):
+            g = jax.random.normal(jax.random.fold_in(jax.random.key(0), t), (4, 128))
+            updates, state = tx.update({"w": jnp.where((jnp.arange(128) % 4 == 0) & (t % 20 > 0), 0, g)}, state, p)
+            return state, updates["w"]
+
+        return jax.jit(lambda: jax.lax.scan(step, tx.init(p), jnp.arange(201)))()[1][-1]
+
+    np.testing.assert_allclose(after(tx), after(exact), rtol=1e-5)
+    asked = fp8jax.compress_state(optax.adagrad(1.0), {"sum_of_squares": "e4m3"}, min_size=0).init(p)
+    assert isinstance(optax.tree.get(asked, "sum_of_squares")["w"], QTensor)
+    state = OURS(optax.amsgrad(1e-3)).init(p)
+    assert isinstance(optax.tree.get(state, "nu")["w"], QTensor)
+    assert optax.tree.get(state, "nu_max")["w"].dtype == jnp.float32

@@ -29,7 +29,7 @@ OPTIMIZERS = {
         4,
     ),
     "adam": (around(optax.adam), 0.1, 4),
-    "amsgrad": (around(optax.amsgrad), 0.1, 6),
+    "amsgrad": (around(optax.amsgrad), 0.1, 4),
     "lion": (around(lambda rate: optax.lion(rate, weight_decay=0.0)), 0.01, 2),
     "momentum": (around(lambda rate: optax.sgd(rate, momentum=0.9)), 0.001, 2),
     "rmsprop": (around(lambda rate: optax.rmsprop(rate, momentum=0.9)), 0.01, 4),
