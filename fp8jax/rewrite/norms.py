@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8jax.rewrite.graph import Node, Value, before, narrow
-from fp8jax.rewrite.primitives import CASTS, LAYOUTS, RESHAPES
+from fp8jax.rewrite.graph import Node, Value, narrow
+from fp8jax.rewrite.primitives import LAYOUTS, RESHAPES
 from fp8jax.rewrite.probes import UnlikeError, evaluate
 
 # Rows of several magnitudes: where eps stands shows in the small ones.
@@ -49,7 +49,7 @@ def _inputs(value: Value) -> Iterator[Value]:
     """What means are taken of, or squares of these, less a mean or not."""
     found = set[Value]()
     for total in (v for v in _below(value) if v.kind == "reduce_sum" and v.node is not None):
-        squared = before(_operands(total)[0], (*CASTS, *RESHAPES))
+        squared = _plain(_operands(total)[0])
         for v in (squared, *_operands(squared)):
             v = _plain(v)
             less_mean = _operands(v)[:1] if v.kind == "sub" else []

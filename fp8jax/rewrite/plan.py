@@ -152,7 +152,7 @@ def _products(
         if not node.sealed:
             for body in node.bodies:
                 yield from _products(body, entries, (*around, (node, body)))
-        if node.kind not in primitives.PRODUCTS and node.kind not in primitives.OWN_DERIVATIVE:
+        if node.kind not in primitives.PRODUCTS and not node.sealed and not primitives.unread(node.eqn):
             continue
         floats = [jnp.issubdtype(value.dtype, jnp.floating) for value in node.operands[:2]]
         sides = [i for i, value in enumerate(node.operands[:2]) if value.weight is not None and floats[i]]
@@ -171,9 +171,10 @@ def _products(
 def _why_not(node: Node, sides: list[int], around: str) -> str | None:
     """Why a product is left as written; None where it need not be, "" where there is nothing to say."""
     data = [value.data for value in node.operands[:2]]
-    if node.kind in primitives.OWN_DERIVATIVE or node.kind == "pallas_call":
+    if node.sealed or primitives.unread(node.eqn):
         matrices = [v for v in node.operands if v.weight is not None and v.aval.ndim > 1]
-        return f"inside {node.kind}, which has a derivative of its own" if matrices else ""
+        why = "has a derivative of its own" if node.sealed else "is not read"
+        return f"inside {node.kind}, which {why}" if matrices else ""
     if len(sides) != 1 or not data[1 - sides[0]]:
         both = len(data) == 2 and data[0] != data[1]
         return "data meet what is computed from parameters or constants" if both else ""

@@ -90,6 +90,13 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
     return ()
 
 
+def unread(eqn: Any) -> bool:
+    """Whether an equation holds programs that `bodies` does not give, or runs a kernel."""
+    values = [v for value in eqn.params.values() for v in (value if isinstance(value, (tuple, list)) else (value,))]
+    programs = any(hasattr(getattr(value, "jaxpr", value), "eqns") for value in values)
+    return eqn.primitive.name == "pallas_call" or (programs and called(eqn) is None and not bodies(eqn))
+
+
 def _closed(program: Any, count: int, first: int = 0) -> Body:
     jaxpr = getattr(program, "jaxpr", program)
     return Body(jaxpr, getattr(program, "consts", ()), range(first, first + count))

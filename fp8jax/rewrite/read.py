@@ -147,7 +147,12 @@ def _scaled(node: Node) -> Weight | None:
 def _laid_out(weight: Weight, node: Node) -> Weight | None:
     """What a layout or a part of a parameter is; None for what is computed of it."""
     if node.kind in CASTS:
-        return weight if jnp.issubdtype(node.results[0].dtype, jnp.floating) else None
+        if not jnp.issubdtype(node.results[0].dtype, jnp.floating):
+            return None
+        # Codes of a quantized parameter are no values to quantize: these are what they are cast to.
+        stored = weight.stored.dtype
+        plain = jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1
+        return weight if plain else dataclasses.replace(weight, moved=True)
     if node.kind not in (*LAYOUTS, *PARTS, "stop_gradient") or any(value.data for value in node.operands):
         return None
     # What carries a name may be kept under it, and no gradient passes to what is stopped: both are read as written.

@@ -41,6 +41,10 @@ def before(f):
     return lambda p, x: f(x, p) @ p["square"]
 
 
+def rounded(x):
+    return x.astype(BF16).astype(jnp.float32)
+
+
 @jax.custom_jvp
 def own_silu(x):
     return silu(x)
@@ -98,6 +102,9 @@ NORMS = {
         lambda x, p: (x - mean(x)) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * p["n"] + p["m"]
     ),
     "layer norm of squares": before(lambda x, p: (x - mean(x)) * lax.rsqrt(mean(x * x) - mean(x) ** 2 + 1e-5) * p["n"]),
+    "layer norm, rounded first": before(
+        lambda x, p: (lambda z: (z - mean(z)) * lax.rsqrt(mean(z * z) - mean(z) ** 2 + 1e-5))(rounded(x)) * p["n"]
+    ),
     "layer norm, clipped": before(
         lambda x, p: (x - mean(x)) * lax.rsqrt(jnp.maximum(mean(x * x) - mean(x) ** 2, 0) + 1e-5) * p["n"]
     ),

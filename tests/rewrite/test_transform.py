@@ -275,6 +275,34 @@ def test_matrices_that_are_scaled():
     assert left.reason == "data meet what is computed from parameters or constants"
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_parameters_that_are_stored_in_fewer_bits(dtype):
+    """A base of a fine-tuned model: what is multiplied is its value in 16 bits, times a scale."""
+    p = {"up": (40 * P["up"]).astype(dtype), "scale": jnp.full((INNER,), 1 / 40), "down": P["down"]}
+
+    def fn(p, x):
+        base = lax.stop_gradient(p["up"].astype(x.dtype)) * p["scale"].astype(x.dtype)
+        return jnp.tanh(x @ base) @ p["down"].astype(x.dtype)
+
+    fast = fp8jax.transform(fn, "te_current")
+    assert eight_bit(fast, p, X) == 2
+    run = lambda f: jax.grad(lambda q: loss(f)({**p, **q}, X))({"down": p["down"], "scale": p["scale"]})  # noqa: E731
+    assert 0 < relative(run(fast), run(fn)) < 0.25
+    plain = lambda p, x: x @ p["up"].astype(x.dtype) @ p["down"].astype(x.dtype)  # noqa: E731
+    assert relative(fp8jax.transform(plain, "te_current")(p, X), plain(p, X)) < 0.15
+
+
+def test_programs_that_are_not_read_are_told():
+    @jax.custom_batching.custom_vmap
+    def product(w, x):
+        return x @ w.astype(x.dtype)
+
+    product.def_vmap(lambda size, batched, w, x: (product(w, x), True))
+    fast = fp8jax.transform(lambda p, x: product(p["up"], x) @ p["down"].astype(x.dtype), "te_current")
+    (left,) = fast.explain(P, X).left
+    assert (left.path, left.reason) == ("up", "inside custom_vmap_call, which is not read")
+
+
 def test_experts_by_groups_of_tokens():
     """`jax.lax.ragged_dot` of sorted tokens: the router stays, and what the activation makes again is not kept."""
     p = {"choose": normal(0, WIDTH, 3), "up": normal(1, 3, WIDTH, INNER), "down": normal(2, 3, INNER, WIDTH)}
