@@ -199,3 +199,35 @@ def test_the_clip_and_the_schedule_arrive(make):
         for name in PARAMS:
             np.testing.assert_allclose(params[name], want[name], rtol=1e-3)
         assert 0 < np.abs(params["b"] - PARAMS["b"]).max() < 0.2
+
+
+@both
+@pytest.mark.parametrize("b2", [0.95, 0.999])
+def test_a_second_moment_is_not_zero_where_the_gradient_was_not(make, b2):
+    tx, g = make(1e-2, b2=b2), jnp.tile(10.0 ** jnp.linspace(-14, 0, 128), (4, 1)).at[0, 0].set(0)
+    params = {"w": PARAMS["w"]}
+    _, state = jax.jit(tx.step)({"w": g}, tx.init(params), params)
+    np.testing.assert_array_equal(np.asarray(state.nu["w"].dequantize()) > 0, np.asarray(g) > 0)
+
+
+def test_master_weights_decay_and_not_their_working_copy():
+    tx = fp8jax.fp8lm_adamw(2.0**-3, weight_decay=0.5, min_size=512)
+    copy = jax.tree.map(lambda x: x + 1, PARAMS)
+    for form in ("update", "step"):
+        found, _ = change(tx, form, ZEROS, tx.init(PARAMS), copy)
+        for name, x in found.items():
+            np.testing.assert_array_equal(x, np.float64(PARAMS[name]) * (1 - 2.0**-4) - np.float64(copy[name]), name)
+
+
+@both
+def test_microbatches_of_multi_steps_are_one_step_of_their_mean(make):
+    tx = make(1e-2)
+    parts = optax.MultiSteps(tx, 2)
+    state = parts.init(PARAMS)
+    update = jax.jit(parts.update)
+    first, state = update(ZEROS, state, PARAMS)
+    assert not any(x.any() for x in jax.tree.leaves(first))
+    second, _ = update(jax.tree.map(lambda x: 2 * x, PARAMS), state, PARAMS)
+    want, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    for name in PARAMS:
+        np.testing.assert_allclose(second[name], want[name], rtol=1e-5, atol=1e-6)
