@@ -78,6 +78,7 @@ NO_ACTIVATIONS = {
     "silu(g) * g": between(lambda g, u, p: silu(g) * g),
     "relu": between(lambda g, u, p: jax.nn.relu(g) * u),
     "leaky": between(lambda g, u, p: silu(g) * u + 0.01 * g),
+    "softly capped far out": between(lambda g, u, p: 500 * tanh(silu(g) / 500) * u),
     "a corner far out": between(lambda g, u, p: jnp.minimum(silu(g), 500.0) * u),
     "a choice": between(lambda g, u, p: jnp.where(g > 0, silu(g), silu(g)) * u),
     "a derivative of its own": between(lambda g, u, p: own_silu(g) * u),

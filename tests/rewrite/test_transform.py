@@ -147,6 +147,11 @@ def test_rules_match_paths_of_parameters():
         ("b/mlp/up", "e4m3:group128"),
         ("b/mlp/down", "e4m3"),
     ]
+    # As Haiku names its parameters.
+    haiku = {"net/~/up": {"w": P["up"], "b": jnp.zeros(INNER)}, "net/~/down": {"w": P["down"]}}
+    net = lambda p, x: jnp.tanh(x @ p["net/~/up"]["w"] + p["net/~/up"]["b"]) @ p["net/~/down"]["w"]  # noqa: E731
+    explained = fp8jax.transform(net, [fp8jax.Rule("net/~/up", None), "coat"]).explain(haiku, X.astype(jnp.float32))
+    assert ([e.path for e in explained.left], [e.path for e in explained.quantized]) == (["net/~/up"], ["net/~/down"])
     with pytest.raises(ValueError, match="no layer is left for 'nothing' to match; the layers are a/down, a/up, b/mlp"):
         fp8jax.transform(fn, [fp8jax.Rule("nothing", "coat"), "coat"])(p, X)
 
