@@ -86,6 +86,7 @@ class Node:
         sealed: these have a derivative that is not theirs, and are read only.
         inlined: the nodes of a call, whose values belong to the graph around it; None for no call.
         operation: what is run in its place.
+        call: the equation of the call that it stands in, or None.
     """
 
     kind: str
@@ -97,6 +98,7 @@ class Node:
     sealed: bool = False
     inlined: "list[Node] | None" = None
     operation: Replacement | None = None
+    call: Any = None
 
     @property
     def changed(self) -> bool:
@@ -106,7 +108,7 @@ class Node:
 
     def line(self) -> str:
         """Where it was written."""
-        return primitives.line_of(self.eqn)
+        return primitives.line_of(self.eqn, self.call)
 
 
 @dataclasses.dataclass(eq=False)

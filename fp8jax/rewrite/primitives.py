@@ -274,16 +274,29 @@ def differentiated(scope: str) -> bool:
     return "jvp(" in scope or "transpose(" in scope
 
 
-def line_of(eqn: Any) -> str:
-    """The line that an equation was written in: the user's own, or else the nearest that is not JAX's."""
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else list(traceback.frames)
-    others = [f for f in frames if not f.file_name.startswith((_JAX, "<frozen"))]
-    own = [f for f in others if "site-packages" not in f.file_name and "dist-packages" not in f.file_name]
-    if not others:
+def line_of(eqn: Any, call: Any = None) -> str:
+    """The line that an equation was written in: the user's own, or else the nearest that is not JAX's.
+
+    Args:
+        eqn: the equation.
+        call: that of the call that it stands in. JAX keeps programs of calls, with the lines of the first one: where
+            the user has no line inside of the call, it is that of the call itself.
+    """
+    frames, own = _frames(eqn)
+    if call is not None and len(_frames(call)[1]) >= len(own):
+        frames, own = _frames(call)
+    if not frames:
         return "an unknown line"
-    frame = (own or others)[0]
+    frame = (own or frames)[0]
     return f"{frame.file_name}:{frame.line_num} ({frame.function_name.rpartition('.')[2]})"
+
+
+def _frames(eqn: Any) -> tuple[list[Any], list[Any]]:
+    """The frames of an equation that are not JAX's, and those of them that are the user's, the innermost first."""
+    traceback = eqn.source_info.traceback
+    every = [] if traceback is None else list(traceback.frames)
+    others = [f for f in every if not f.file_name.startswith((_JAX, "<frozen"))]
+    return others, [f for f in others if "site-packages" not in f.file_name and "dist-packages" not in f.file_name]
 
 
 _JAX = jax.__file__.rpartition("/")[0]

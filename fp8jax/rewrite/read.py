@@ -57,6 +57,8 @@ def _read(program: Body, graph: Graph, nodes: list[Node], scope: str, inputs: li
             inlined: list[Node] = []
             name = f"{eqn.primitive.name}({eqn.params.get('name', '')})"
             results = _read(inner, graph, inlined, "/".join(filter(None, (here, name))), operands)
+            for each in inlined:
+                each.call = eqn
             node = Node(eqn.primitive.name, operands, results, eqn, here, inlined=inlined)
         else:
             node = _node(eqn, operands, here, "/".join(filter(None, (graph.around, here))))

@@ -359,6 +359,17 @@ def test_effects_leaks_and_lines():
     assert text.count('test_transform.py"') > 2
 
 
+def test_lines_of_functions_that_jax_has_traced_before():
+    def fn(p, x):
+        p = {name: w.astype(x.dtype) for name, w in p.items()}
+        x = jax.nn.silu(x @ p["up"]) @ p["down"]
+        return jax.nn.silu(x @ p["up"]) @ p["down"]
+
+    first = fn.__code__.co_firstlineno
+    lines = [e.line for e in fp8jax.transform(fn, "coat").explain(P, X).entries if "silu" in e.kind]
+    assert [int(line.split(":")[1].split()[0]) - first for line in lines] == [2, 3]
+
+
 def test_closures_over_traces():
     """What closes over values of a trace has a plan for one call."""
 
