@@ -126,6 +126,28 @@ def test_an_inner_jit_keeps_its_name_shardings_and_donation():
     assert eight_bit(fast, P, X) == 2
 
 
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_meshes_change_no_code(kind):
+    """Batches on two devices, a parameter on the left, too: results as on one, gradients as of functions by hand."""
+
+    def fn(p, x):
+        return mlp(p, x) + jnp.einsum("dc,btc->btd", p["left"].astype(x.dtype), jnp.tanh(x))
+
+    def by_hand(p, x):
+        linear = functools.partial(fp8jax.linear, recipe="te_current")
+        return linear(jnp.tanh(linear(x, p["up"])), p["down"]) + linear(jnp.tanh(x), p["left"].T)
+
+    p, mesh = {**P, "left": normal(4, WIDTH, WIDTH)}, jax.make_mesh((2,), ("d",), axis_types=(kind,))
+    fast = fp8jax.transform(fn, "te_current")
+    want = jax.jit(fast)(p, X)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, jax.NamedSharding(mesh, spec)) for a, spec in ((p, jax.P()), (X, jax.P("d")))]
+        assert eight_bit(fast, *placed) == 3
+        np.testing.assert_array_equal(jax.device_get(jax.jit(fast)(*placed)), want)
+        got, expected = (jax.jit(jax.grad(loss(f)))(*placed) for f in (fast, by_hand))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(expected))
+
+
 def test_calls_that_nothing_changes_stay():
     """What is written is run: an inner jit without a product in it is one still."""
     fn = lambda p, x: jax.jit(jnp.cumsum)(jax.nn.silu(mlp(p, x)))  # noqa: E731
