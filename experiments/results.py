@@ -97,7 +97,6 @@ CPU = (
     table("moss_snr", 400),
     table("fp8_lm_gradients", 200),
     table("moss_scaling", 300),
-    table("fp8_lm_precision", 600),
     table("int8_leak", 900),
     table("int8_fallback", 900),
     table("int8_diverges", 1800),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench import record
-from experiments.tables import claims
+from experiments.tables import claims, quotes
 
 HEAD = """# Results
 
@@ -240,16 +240,17 @@ def written(folder: Path) -> dict[str, str]:
 
 
 def with_figures(readme: str, folder: Path) -> str:
-    """A README with its first figures as the files of a folder give them, between two comments.
+    """A README with its first figures, between two comments, and those of its sentences as the files give them.
 
     Raises:
-        ValueError: as `read`, or the comments are missing.
+        ValueError: as `read` and `quotes.written`, or the comments are missing.
     """
     before, start, rest = readme.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
         raise ValueError(f"README.md lacks {START!r} or {END!r}")
-    return f"{before}{start}\n{claims.first_screen(read(folder))}\n{end}{after}"
+    results = read(folder)
+    return quotes.written(f"{before}{start}\n{claims.first_screen(results)}\n{end}{after}", results)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,181 @@
+"""Sentences of README.md that quote figures, each of which is looked up in results/CARD/NAME.json and written there.
+
+A quote is a sentence with a place for each figure. README must hold each sentence once, with any figures and any line
+breaks; `written` puts in what the files give. A figure of ours that stands in README outside of these is found by a
+test (tests/experiments/test_readme.py).
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.tables import claims
+
+Result = Mapping[str, Any]
+Look = Callable[[Result], float | None]
+
+
+class Figure(NamedTuple):
+    """A figure: the file it is in, how it is looked up there, and how it is written."""
+
+    bench: str
+    look: Look
+    form: str = ".2f"
+
+
+class Quote(NamedTuple):
+    """A sentence with `{}` for each figure, and `{card}` for the card that measured the first of them."""
+
+    text: str
+    figures: tuple[Figure, ...]
+
+
+def one(impl: str, metric: str, field: str, baseline: str | None = None, case: str = "") -> Look:
+    """The one figure of these; None where there is none or several."""
+
+    def look(result: Result) -> float | None:
+        found = claims.find(result, impl, metric, field, baseline, case)
+        return found[0] if len(found) == 1 else None
+
+    return look
+
+
+def ratio(bench: str, impl: str, metric: str, baseline: str | None = None, case: str = "", form: str = ".2f") -> Figure:
+    """A ratio."""
+    return Figure(bench, one(impl, metric, "ratio", baseline, case), form)
+
+
+def value(bench: str, impl: str, metric: str, form: str, case: str = "") -> Figure:
+    """A value."""
+    return Figure(bench, one(impl, metric, "value", None, case), form)
+
+
+def over(above: Look, below: Look) -> Look:
+    """One figure over another."""
+
+    def look(result: Result) -> float | None:
+        top, bottom = above(result), below(result)
+        return top / bottom if top is not None and bottom else None
+
+    return look
+
+
+def _parity(arm: str, column: str, size: str, form: str) -> Figure:
+    def look(result: Result) -> float | None:
+        found = [r["value"] for r in result["rows"] if r["pivot"] == [arm, column] and r["table"] == size]
+        return found[0] if len(found) == 1 else None
+
+    return Figure("training_parity", look, form)
+
+
+def _both(arm: str, loss: str) -> tuple[Figure, Figure]:
+    table = "Seeds of a larger model, each beside bf16's"
+    return (_parity(arm, f"{loss} loss: % above bf16", table, "+.2f"), _parity(arm, f"± ({loss} loss)", table, ".2f"))
+
+
+def _nearest(impl: str) -> Look:
+    """What stochastic rounding of the second moment costs of a step, in %."""
+    name = f"{claims.OURS} step, second moment to nearest"
+    speed = one(f"{claims.OURS} step", "speed", "ratio", name, impl)
+    return lambda result: None if (share := speed(result)) is None else 100 * (1 / share - 1)
+
+
+def _extreme(impl: str, sizes: Sequence[str], pick: Callable[[Sequence[float]], float]) -> Figure:
+    def look(result: Result) -> float | None:
+        found = [x for size in sizes for x in claims.find(result, impl, "time", "ratio", "bf16", f"{size} MiB, fp32")]
+        return pick(found) if found else None
+
+    return Figure("reduce", look)
+
+
+STEP, AGAIN = claims.ONE, claims.AGAIN
+SIZES = ("64", "256", "1024")
+QUOTES = (
+    Quote("in bursts of ten steps on one {card} `tx.update` with `optax.apply_updates` is {} times as fast as "
+          "`optax.adamw`, and `tx.step`, which writes the new weights itself, {} times; over many steps, at a lower "
+          "clock, `tx.step` has {} of the speed of moving its bytes.",
+          (ratio("optimizer", "compressed_adamw update + apply", "speed", "optax.adamw float32"),
+           ratio("optimizer", "compressed_adamw step", "speed", "optax.adamw float32", claims.FP32),
+           ratio("optimizer", "compressed_adamw step", claims.SUSTAINED, "bytes only", claims.FP32))),
+    Quote("on two {card}s `coat` is {} (data parallel) and {} (FSDP) times as fast as bf16 with 1.1 B parameters, {} "
+          "with 6.7 B (FSDP), and {} with the batches that fit in 80 GB a GPU",
+          (ratio("step_two", "coat", "step", AGAIN, claims.DATA), ratio("step_two", "coat", "step", AGAIN, claims.FSDP),
+           ratio("step_7b", "coat", "step", AGAIN), ratio("step_7b_fit", "coat", "tokens/s", AGAIN))),
+    Quote("`moss_mx` has these, at {} times the time of a product with a scale a tensor on one {card}.",
+          (Figure("gemm", over(one("ours tensor", "rate", "value", None, "8192x8192x8192"),
+                               one("ours mx exact", "rate", "value", None, "8192x8192x8192"))),)),
+    Quote("torch's bf16 (`torch.compile`, flash attention) takes {} ms for the step of the first table on one {card}, "
+          "JAX's {}: over it `coat` is {} and `coat_fast` {} times as fast",
+          (value("step", "torch bf16", "step", ".0f", STEP), value("step", AGAIN, "step", ".0f", STEP),
+           *(Figure("step", over(*(one(of, "step", "value", None, STEP) for of in ("torch bf16", name))))
+             for name in ("coat", "coat_fast")))),
+    Quote("`moss` is within it, too ({} ± {} % in training loss, {} ± {} % in validation loss); `fast` is in "
+          "validation loss ({} ± {} %), and its training loss, {} ± {} %, ends a hair outside",
+          (*_both("moss", "training"), *_both("moss", "validation"),
+           *_both("fast", "validation"), *_both("fast", "training"))),
+    Quote("On one {card} a layer of Llama-7B is {} times as fast as bf16's.",
+          (ratio("layer", "int8_fallback", "time", "bf16", "batch 4, length 4096"),)),
+    Quote("It costs {} % of a step of the optimizer with fp32 weights and {} % with bf16 weights",
+          (Figure("optimizer", _nearest("fp32 weights"), ".0f"), Figure("optimizer", _nearest("bf16 weights"), ".0f"))),
+    Quote("the fastest on two GPUs, from 64 MiB on: {} to {} times bf16 left as codes on two {card}s; they lose with "
+          "every addition: {} dB are left at 1,024 replicas, where two phases have {}. Two phases are {} to {} times "
+          "bf16.",
+          (_extreme("e4m3, one phase, left as codes", SIZES, min),
+           _extreme("e4m3, one phase, left as codes", SIZES, max),
+           value("fp8_lm_gradients", "auto-scale (equation 3), 1024 replicas", "SNR", ".0f"),
+           value("fp8_lm_gradients", "ours, two phases, e4m3, 1024 replicas", "SNR", ".0f"),
+           _extreme("e4m3, two phases, left as codes", SIZES, min),
+           _extreme("e4m3, two phases, left as codes", SIZES, max))),
+    Quote("In a whole step of 1.1 B parameters, data parallel, they gain nothing: {} ms with `coat` against {} "
+          "without.",
+          (value("step_two", "coat, 8-bit gradients, one phase", "step", ".0f", claims.DATA),
+           value("step_two", "coat", "step", ".0f", claims.DATA))),
+    Quote("{} dB less noise than e5m2 per tensor",
+          (Figure("moss_snr", lambda result: _less(result), ".0f"),)),
+)  # fmt: skip
+
+
+def _less(result: Result) -> float | None:
+    names = ("both two-level, x shifted (moss)", "all per tensor, gradients e5m2 (te_current)")
+    ours, e5m2 = (one(name, "dw, late", "value")(result) for name in names)
+    return None if ours is None or e5m2 is None else ours - e5m2
+
+
+def pattern(quote: Quote) -> re.Pattern[str]:
+    """Finds a sentence with any figures and line breaks."""
+    words = re.split(r"(\{card\}|\{\}|\s+)", quote.text)
+    forms = {"{}": r"([+-]?\d[\d,.]*?)", "{card}": r"([A-Z]+\d+)"}
+    return re.compile("".join(forms.get(w) or (r"\s+" if w.isspace() else re.escape(w)) for w in words))
+
+
+def latest(of_cards: Mapping[str, Result]) -> tuple[str, Result]:
+    """The card and file that were measured last; of a day's the first by name."""
+    card = max(sorted(of_cards, reverse=True), key=lambda card: of_cards[card]["date"])
+    return card, of_cards[card]
+
+
+def written(readme: str, results: Mapping[str, Mapping[str, Result]]) -> str:
+    """README with the figures of every quote as the files give them.
+
+    Raises:
+        ValueError: a sentence is not there once, or a figure is in no file; the message names it.
+    """
+    for quote in QUOTES:
+        found = list(pattern(quote).finditer(readme))
+        if len(found) != 1:
+            raise ValueError(f"README.md holds this {len(found)} times, not once: {quote.text}")
+        told, card = [], None
+        for figure in quote.figures:
+            where, result = latest(results[figure.bench]) if figure.bench in results else ("", {"rows": []})
+            number = figure.look(result)
+            if number is None:
+                raise ValueError(f"no figure in results/*/{figure.bench}.json for README's sentence: {quote.text}")
+            card = card or where.partition("x")[0].upper()
+            told.append(format(number, figure.form))
+        (match,) = found
+        places = re.findall(r"\{card\}|\{\}", quote.text)
+        numbers = iter(told)
+        new = [card if place == "{card}" else next(numbers) for place in places]
+        for i in range(len(new), 0, -1):
+            readme = readme[: match.start(i)] + str(new[i - 1]) + readme[match.end(i) :]
+    return readme

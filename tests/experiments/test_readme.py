@@ -1,0 +1,118 @@
+"""Figures that README quotes: each is one of the files', and none stands there that no file gives."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.tables import quotes, report
+from experiments.tables.quotes import Figure, Quote
+
+ROOT = Path(__file__).parents[2]
+# What a measurement looks like: a number and what it is of.
+MEASURED = re.compile(r"[+-]?\d[\d.,]*(?= (?:times|x\b|%|ms\b|s\b|dB\b|GB\b|MB\b|TFLOP|bytes a parameter))")
+# Sizes, limits and definitions, which no run gives: the words around them.
+STATED = (
+    "moments take 2.1 bytes a parameter instead of 8",
+    "80 GB a GPU",
+    "train a 13 M model within 0.5 % of bf16's loss",
+    "with 65 M parameters and 301 MB of text",
+    "6 bytes a parameter at rest",
+    "about 31.5 dB",
+)
+
+
+def prose(text: str) -> str:
+    """README without code and the table that is written, on one line."""
+    text = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
+    text = text[: text.index(report.START)] + text[text.index(report.END) :]
+    return re.sub(r"\s+", " ", text)
+
+
+def test_every_figure_in_the_readme_is_looked_up():
+    text = prose((ROOT / "README.md").read_text())
+    for quote in quotes.QUOTES:
+        text, count = quotes.pattern(quote).subn(" ", text)
+        assert count == 1, quote.text
+    for stated in STATED:
+        text = re.sub(re.escape(stated), " ", text, flags=re.IGNORECASE)
+    found = [text[max(0, m.start() - 60) : m.end() + 20] for m in MEASURED.finditer(text)]
+    assert found == [], "figures that no file gives: quote them in experiments/tables/quotes.py, or leave them out"
+
+
+def test_the_search_for_figures_finds_what_is_not_quoted():
+    assert MEASURED.findall("it is 1.32 times as fast, takes 158 ms and 35.2 GB, and is +0.5 % off: 31 dB") == [
+        "1.32", "158", "35.2", "+0.5", "31",
+    ]  # fmt: skip
+    assert not MEASURED.search("groups of 128, H200, three seeds, bf16")
+
+
+def row(case, impl, metric, value, ratio=None, baseline=None):
+    return {"case": case, "impl": impl, "metric": metric, "value": value, "ratio": ratio, "baseline": baseline}
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    speed, time = quotes.ratio("step", "coat", "step", "bf16", "1b"), quotes.value("step", "coat", "step", ".0f", "1b")
+    quote = Quote("`coat` is {} times as fast on one {card}, and takes {} ms", (speed, time))
+    monkeypatch.setattr(quotes, "QUOTES", (quote,))
+    rows = [
+        row("1b, one", "coat", "step", 158.4, 1.3249, "bf16"),
+        row("7b, one", "coat", "step", 999.0, 9.0, "bf16"),
+        row("1b, one", "bf16", "step", 210.0, 1.0, "bf16"),
+    ]
+    return {"step": {"h100": {"date": "2026-01-02", "rows": rows}, "h200": {"date": "2026-01-01", "rows": []}}}
+
+
+def test_figures_are_written_with_the_card_that_measured_them(planted):
+    text = "Before. `coat` is 9.99 times as\n  fast on one H7, and takes 1 ms, after 3."
+    assert quotes.written(text, planted) == (
+        "Before. `coat` is 1.32 times as\n  fast on one H100, and takes 158 ms, after 3."
+    )
+
+
+def test_a_sentence_that_is_not_there_or_a_figure_that_no_file_has_is_named(planted):
+    text = "`coat` is 9.99 times as fast on one H7, and takes 1 ms"
+    with pytest.raises(ValueError, match=r"holds this 0 times, not once: `coat` is \{\} times"):
+        quotes.written("nothing", planted)
+    with pytest.raises(ValueError, match="holds this 2 times"):
+        quotes.written(f"{text} {text}", planted)
+    planted["step"]["h100"]["rows"].pop(0)
+    with pytest.raises(ValueError, match=r"no figure in results/\*/step.json"):
+        quotes.written(text, planted)
+    with pytest.raises(ValueError, match=r"no figure in results/\*/step.json"):
+        quotes.written(text, {})
+
+
+def test_of_several_rows_none_is_taken():
+    look = quotes.one("coat", "step", "value")
+    assert look({"rows": [row("a", "coat", "step", 1.0)]}) == 1
+    assert look({"rows": [row("a", "coat", "step", 1.0), row("b", "coat", "step", 2.0)]}) is None
+
+
+def test_one_over_another_is_not_upside_down():
+    rows = [row("a", "torch", "step", 200.0), row("a", "coat", "step", 100.0)]
+    figure = Figure("step", quotes.over(quotes.one("torch", "step", "value"), quotes.one("coat", "step", "value")))
+    assert figure.look({"rows": rows}) == 2
+    cost = quotes._nearest("fp32")
+    name = "compressed_adamw step"
+    assert cost({"rows": [row("fp32", name, "speed", 1.0, 0.8, f"{name}, second moment to nearest")]}) == (
+        pytest.approx(25)
+    )
+
+
+def test_verdicts_in_words_are_those_of_the_intervals():
+    """README says that moss is within the limit, and fast in validation loss alone."""
+    results = report.read(ROOT / "results")["training_parity"]
+    (result,) = results.values()
+    table = {tuple(r["pivot"]): r["value"] for r in result["rows"] if r["table"].startswith("Seeds of a larger")}
+    inside = {
+        (arm, loss): abs(table[arm, f"{loss} loss: % above bf16"]) + table[arm, f"± ({loss} loss)"] <= 0.5
+        for arm in ("moss", "fast") for loss in ("training", "validation")
+    }  # fmt: skip
+    assert inside == {("moss", "training"): True, ("moss", "validation"): True, ("fast", "validation"): True,
+                      ("fast", "training"): False}  # fmt: skip
+    small = {tuple(r["pivot"]): r["value"] for r in result["rows"] if r["table"].startswith("Many seeds")}
+    for arm in ("coat", "coat_fast", "moss", "fast", "int8_fallback", "fp8_lm_two_phase"):
+        for loss in ("training", "validation"):
+            assert abs(small[arm, f"{loss} loss: % above bf16"]) + small[arm, f"± ({loss} loss)"] <= 0.5, (arm, loss)
