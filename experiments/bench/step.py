@@ -183,6 +183,8 @@ class StepArm:
 
     def exchanged(self) -> dict[str, float]:
         """MB that a device gives or gets in collectives of a step, by kind and dtype; loops count once."""
+        if self.count == 1:
+            return {}
         totals: dict[str, float] = collections.defaultdict(float)
         for line in (self.program.as_text() or "").splitlines():
             if match := _COLLECTIVE.search(line):
@@ -260,13 +262,20 @@ def measure(
         arms = built(names, functools.partial(_arm, llama, where, options), options.limit)
         table += [timing.row(case, name, "failed", None, "") for name in names if name not in arms]
         stop = lambda name, arms=arms: arms[name].stop()  # noqa: E731
-        times = timing.in_turns(dict(arms), options.rounds, dict.fromkeys(arms, options.steps), stop)
         memories = {name: memory(arm.program) for name, arm in arms.items()}
-        for name, arm in arms.items():
-            table += rows(case, name, arm, arms[AGAIN], times, memories)
-        for name, (seconds, needs) in (torch or {}).items() if where == "one" else ():
-            table += common(case, name, seconds, times[AGAIN], arms[AGAIN], arms[AGAIN], needs, memories[AGAIN])
-        save(table, complete=where == places[-1])
+        rounds: dict[str, list[float]] = {name: [] for name in arms}
+        done, before = table, 0
+        # Written after each round, so that what cuts the last one short takes nothing with it.
+        while before < options.rounds:
+            for name, took in timing.in_turns(dict(arms), 1, dict.fromkeys(arms, options.steps), stop).items():
+                rounds[name] += took.rounds
+            before, times = before + 1, {name: timing.Seconds(took) for name, took in rounds.items()}
+            table = list(done)
+            for name, arm in arms.items():
+                table += rows(case, name, arm, arms[AGAIN], times, memories)
+            for name, (seconds, needs) in (torch or {}).items() if where == "one" else ():
+                table += common(case, name, seconds, times[AGAIN], arms[AGAIN], arms[AGAIN], needs, memories[AGAIN])
+            save(table, complete=where == places[-1] and before == options.rounds)
 
 
 def _arm(llama: LlamaConfig, where: str, options: argparse.Namespace, name: str) -> StepArm:

@@ -90,6 +90,21 @@ def test_one_state_at_a_time_and_ratios_are_of_the_recomputed_baseline(monkeypat
     ratios = {r["impl"]: (r["value"], r["ratio"]) for r in content["rows"] if r["metric"] == "step"}
     assert ratios == {step.AGAIN: (5000, 1), "bf16": (4000, 1.25), "coat": (2000, 2.5)}
     assert {name: PlantedArm.order.count(name) for name in ratios} == dict.fromkeys(ratios, 1 + 3 * 2 * 2)
+    # What is cut short in the second round leaves the first one, and says so.
+    taken = []
+
+    def cut(*how):
+        if taken:
+            raise KeyboardInterrupt
+        taken.append(how[1])
+        return {name: timing.Seconds([arm.took]) for name, arm in how[0].items()}
+
+    monkeypatch.setattr(timing, "in_turns", cut)
+    with pytest.raises(KeyboardInterrupt):
+        step.measure(LLAMA, options(tmp_path, arm=["coat"], rounds=3, name="cut"))
+    content = json.loads((tmp_path / "cpu" / "cut.json").read_text())
+    assert not content["complete"]
+    assert {r["impl"]: r["ratio"] for r in content["rows"] if r["metric"] == "step"} == {step.AGAIN: 1, "coat": 2.5}
 
 
 def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch, tmp_path, capsys):
