@@ -21,9 +21,10 @@ HEAD = """# Results
 Written from the files in `results/` by `python -m experiments.tables.report`; do not edit. `make results` measures
 them, each file by one command on one card at one commit. Each line names these and links to a page with all rows, notes
 and the whole command; where a file has rows of several commits, its page says which. What changed in the code since,
-`python -m experiments.results --list` says. A ratio of speed is the baseline's time over ours. Every benchmark runs its
-baseline in the same process, all but `cold` with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/flags.py).
-Where a paper's figure is missing, our copy of the paper does not hold it.
+`python -m experiments.results --list` says. A ratio of speed is the baseline's time over ours. Every benchmark runs
+its baseline in the same process, with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` (experiments/flags.py). Where a
+paper's figure is missing, our copy of the paper does not hold it. On a CPU bitsandbytes runs code of its own, which
+never rounds a second moment to 0.
 """
 # Folders of training runs, which tables are made of.
 RUNS = ("parity", "parity_65m")
