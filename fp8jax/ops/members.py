@@ -5,6 +5,8 @@ column) has moments that fall without end, and would take the codes away from th
 |m| / (sqrt(v) + eps), which falls faster than either moment's place in the group.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -12,6 +14,8 @@ from jax import Array
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.adamw_fused import IDLE, LOWEST, NEAR, RAISED, SILENT, Adam, Moment
+
+_READ = ("count", "b1", "b2", "eps", "eps_root")
 
 
 def settled(
@@ -50,22 +54,30 @@ def settled(
     assert isinstance(stored, QTensor)
     shape = stored.spec.block_shape(m.shape)
 
-    def settle(g: Array, d: Array, m: Array, v: Array, count: Array) -> tuple[Array, Array]:
+    # On a mesh with Explicit axes an array that the function closes over is of another mesh.
+    scalars = {name: x for name, x in vars(adam).items() if name in _READ and isinstance(x, Array)}
+
+    def settle(g: Array, d: Array, m: Array, v: Array, *values: Array) -> tuple[Array, Array]:
+        own = dataclasses.replace(adam, **dict(zip(scalars, values, strict=True)))
+        count = jnp.asarray(own.count)
+
         def peak(x: Array) -> Array:
             return blocks.reduce(formats.where(jnp.isfinite(x), jnp.abs(x), 0), shape, jnp.max, 0.0)
 
-        correction, before = (1 - adam.b2**n for n in (count, jnp.maximum(count - 1, 1)))
+        correction, before = (1 - own.b2**n for n in (count, jnp.maximum(count - 1, 1)))
         m_peak, v_peak = peak(m), peak(v)
-        largest = m_peak / (1 - adam.b1**count) / (jnp.sqrt(v_peak / correction + adam.eps_root) + adam.eps)
+        largest = m_peak / (1 - own.b1**count) / (jnp.sqrt(v_peak / correction + own.eps_root) + own.eps)
         largest, v_peak = (blocks.spread(x, m.shape, shape) for x in (largest, v_peak))
         size = jnp.abs(d)
         silent = (jnp.abs(g) < formats.TINY) & (size < SILENT * largest) & (v > 0)
-        before_decay = v * (correction / before / jnp.maximum(adam.b2, np.float32(formats.TINY)))
+        before_decay = v * (correction / before / jnp.maximum(own.b2, np.float32(formats.TINY)))
         low = jnp.maximum(before_decay, LOWEST * v_peak)
         rest = jnp.where(before_decay < NEAR * v_peak, low, RAISED * v_peak)
         rest = jnp.where(before_decay < RAISED * v_peak, rest, v)
         return jnp.where(size < IDLE * largest, 0, m), jnp.where(silent, rest, v)
 
     g = grad.astype(jnp.float32) if adam.factor is None else grad.astype(jnp.float32) * adam.factor
-    m_settled, v_settled = blocks.on_logical_array(settle, g, direction, m, v, adam.count, like=[m.shape, m.shape])
+    m_settled, v_settled = blocks.on_logical_array(
+        settle, g, direction, m, v, *scalars.values(), like=[m.shape, m.shape]
+    )
     return (m_settled if expanded[0] else m), (v_settled if expanded[1] else v)
