@@ -71,7 +71,9 @@ def encode(
     if spec.expand:
         smallest = blocks.reduce(formats.where(counted > 0, counted, jnp.inf), block_shape, jnp.min, jnp.inf)
         top = jnp.maximum(largest, formats.TINY * fmt.max)
-        if spec.rounding == "stochastic":
+        if spec.expand == "coat":
+            exponent = expansion.exponents(top, smallest, fmt, fmt.max / fmt.smallest)
+        elif spec.rounding == "stochastic":
             exponent = expansion.steady_exponents(top, smallest, fmt, previous)
         else:
             exponent = expansion.exponents(top, smallest, fmt)

@@ -99,7 +99,8 @@ class QTensor:
     def storage_key(self) -> str:
         """What decoding depends on: format, blocks, expansion, packed length, and the version of the storage.
 
-        How values are rounded, and what underflow becomes, are of no matter to who reads codes, and not part of it.
+        How values are rounded, which rule makes exponents, and what underflow becomes, are of no matter to who reads
+        codes, and not part of it.
         """
         return storage_key(self.spec, self.length)
 
@@ -201,7 +202,7 @@ def storage_key(spec: QuantSpec, length: int | None = None) -> str:
     options = [f"{name}{value}" for name, value in details.items() if value != usual[name]]
     if spec.scale_format != "fp32":
         options.append(f"{spec.scale_format}scales")
-    how = str(dataclasses.replace(spec, rounding="nearest"))
+    how = str(dataclasses.replace(spec, rounding="nearest", expand=bool(spec.expand)))
     return f"codes:{'+'.join([how, *options])}:v{PACKED_VERSION if spec.packed else VERSION}"
 
 

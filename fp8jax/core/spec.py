@@ -15,8 +15,15 @@ ROUNDINGS = ("nearest", "stochastic")
 UNDERFLOWS = ("zero", "smallest")
 SCALE_FORMATS = ("fp32", "bf16")
 LEVELS = ("tensor", "token", "none")
-_OPTIONS = {"expand": ("expand", True), "stochastic": ("rounding", "stochastic")}
+EXPANSIONS = (False, True, "coat")
+_OPTIONS: dict = {"expand": ("expand", True), "coat": ("expand", "coat"), "stochastic": ("rounding", "stochastic")}
 _OPTIONS |= {"token": ("level1", "token"), "ocp": ("level1", "none"), "exact": ("exact", True)}
+
+
+def check_expand(expand: bool | str) -> None:
+    """Refuses what is no kind of range expansion."""
+    if expand not in EXPANSIONS:
+        raise ValueError(f"unknown expand {expand!r}; it is one of {', '.join(map(repr, EXPANSIONS))}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +31,7 @@ class QuantSpec:
     """How a tensor is quantized. Hashable and static under `jax.jit`.
 
     The string form, accepted wherever a spec is, is `format[:granularity[size]][+option...]` with the options
-    `expand`, `stochastic`, `token` and `ocp` (these two are the level 1 of "mx") and `exact`, as in `"e4m3"`,
+    `expand`, `coat`, `stochastic`, `token` and `ocp` (these two are the level 1 of "mx") and `exact`, as in `"e4m3"`,
     `"int8:token"`, `"e4m3:group128+expand"`, `"e4m3:mx32+token"`; `str(spec)` gives it back.
     Settings that it cannot say are given to the constructor.
 
@@ -43,7 +50,9 @@ class QuantSpec:
             a step, as of a second moment with b2 = 0.999.
         rounding: "nearest" (ties to even), or "stochastic" (unbiased; `quantize` then needs a key).
         expand: dynamic range expansion (COAT, section 4.2): each block is raised to a power that fits its range to
-            the format's.
+            the format's. True takes our range and keeps exponents under stochastic rounding (`Format.expansion_range`,
+            `expansion.steady_exponents`); "coat" is the paper's: R = max / smallest code (229,376 for e4m3), from the
+            group's largest and smallest at every step. Both decode alike and have one storage key.
         underflow: what a non-zero value under half the smallest code becomes: "zero" as rounding says, or
             "smallest", the smallest code (a second moment must not decode to zero).
         level1: for "mx", the fp32 scale above the powers of two: one a "tensor" (MOSS, section 3.1) or a "token", with
@@ -63,13 +72,14 @@ class QuantSpec:
     stacked: int = 0
     scale_format: str = "fp32"
     rounding: str = "nearest"
-    expand: bool = False
+    expand: bool | str = False
     underflow: str = "zero"
     level1: str = "tensor"
     exact: bool = False
 
     def __post_init__(self) -> None:
         fmt = formats.get(self.format)
+        check_expand(self.expand)
         if not fmt.scaled:
             raise ValueError(f"format {self.format!r} is stored by a cast, without scales; take a narrower one")
         if self.format == "e8m0":
@@ -139,7 +149,7 @@ class QuantSpec:
         scale_bytes = formats.get(self.scale_format).bytes_per_element
         scales = math.prod(blocks.counts(shape, self.block_shape(shape)))
         micro = math.prod(blocks.counts(shape, self.micro_shape(shape))) if self.granularity == "mx" else 0
-        return codes + scales * (scale_bytes + expansion.DTYPE.itemsize * self.expand) + micro
+        return codes + scales * (scale_bytes + expansion.DTYPE.itemsize * bool(self.expand)) + micro
 
     @property
     def folds(self) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from fp8jax.core import formats
-from fp8jax.core.spec import QuantSpec
+from fp8jax.core.spec import QuantSpec, check_expand
 
 NU_ROUNDINGS = ("auto", "nearest", "stochastic")
 
@@ -17,7 +17,7 @@ class Optimizer:
         nu: format of the second moment, likewise; or "fp16" with a scale.
         group_size: elements along the last axis that share a scale; None for one scale a tensor (as with master weights
             in fp16), and where no moment has one.
-        expand: dynamic range expansion of the 8-bit moments.
+        expand: dynamic range expansion of the 8-bit moments: True, False, or "coat" (`QuantSpec.expand`).
         nu_rounding: of a second moment in 8 bits or bf16, "nearest", "stochastic", or "auto", which goes by b2.
 
     Raises:
@@ -28,10 +28,11 @@ class Optimizer:
     mu: str = "e4m3"
     nu: str = "e4m3"
     group_size: int | None = 128
-    expand: bool = True
+    expand: bool | str = True
     nu_rounding: str = "auto"
 
     def __post_init__(self) -> None:
+        check_expand(self.expand)
         if not formats.get(self.mu).signed:
             raise ValueError(f"mu {self.mu!r} has no signs, but first moments do; take 'de8' or 'e4m3'")
         if self.nu_rounding not in NU_ROUNDINGS:

@@ -150,6 +150,8 @@ def _unsupported(leaf: Leaf) -> str | None:
     from pallas_kernels import adamw_triton
 
     specs = [moment.spec for moment in leaf.quantized]
+    if any(spec.expand == "coat" for spec in specs):
+        return "expand='coat' takes exponents as the paper does, which the kernel does not; take expand=True"
     in_groups = all(spec.granularity == "group" and spec.axis in (-1, len(leaf.grad.shape) - 1) for spec in specs)
     if not in_groups or any(spec.rounding != "nearest" or spec.group_size != leaf.group_size for spec in specs):
         stored = " and ".join(map(str, specs))

@@ -23,6 +23,8 @@ def settled(
 ) -> tuple[Array, Array]:
     """The moments as they are to be stored, where `mu` and `nu` are stored as codes with range expansion.
 
+    Moments with the paper's own expansion ("coat") stay as they are: their exponents go by every member.
+
     With D = max |m| / (sqrt(max v) + eps) of a group, in bias-corrected moments, which no group's largest direction is
     less than:
 
@@ -47,7 +49,7 @@ def settled(
     Returns:
         Both moments, fp32. What is not finite stays.
     """
-    expanded = [isinstance(moment, QTensor) and moment.spec.expand for moment in (mu, nu)]
+    expanded = [isinstance(moment, QTensor) and moment.spec.expand not in (False, "coat") for moment in (mu, nu)]
     if not any(expanded):
         return m, v
     stored = mu if expanded[0] else nu

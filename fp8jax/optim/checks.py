@@ -96,6 +96,11 @@ def stored(name: str, path: Any, x: QTensor | Array, how: QuantSpec | formats.Fo
         expected = storage_key(how)
     else:
         expected = "float32"
+    if isinstance(x, QTensor) and isinstance(how, QuantSpec) and x.spec.expand != how.expand:
+        raise ValueError(
+            f"{name} of {_name(path)} is stored with expand={x.spec.expand!r}, but this optimizer has {how.expand!r}; "
+            "fp8jax.convert_state(state, tx, params) converts a state"
+        )
     found = x.storage_key if isinstance(x, QTensor) else str(x.dtype)
     if found != expected:
         raise ValueError(

@@ -29,7 +29,7 @@ def compress_state(
     moments: Mapping[str, str | QuantSpec] | None = None,
     *,
     group_size: int | np.integer = GROUP_SIZE,
-    expand: bool = True,
+    expand: bool | str = True,
     min_size: int | np.integer = MIN_SIZE,
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the moments of an optax transformation in 8 bits between its steps.
@@ -50,7 +50,8 @@ def compress_state(
             are cast, or a `QuantSpec` that says everything. A key is the end of a path and may hold the wildcards of
             `fnmatch` ("nu", "*muon*.mu", "*"); the first that fits counts.
         group_size: elements that share a scale and an exponent.
-        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone.
+        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
+            paper's exponents (`QuantSpec.expand`).
         min_size: smallest parameter, in elements, whose moments are quantized.
 
     Returns:
@@ -209,7 +210,7 @@ def _find(path: _Path, at: Mapping[_Path, Any]) -> int | None:
     return next((n for n in range(len(path) + 1) if path[n:] in at), None)
 
 
-def _stored(name: str, how: str | QuantSpec, group_size: int | None, expand: bool) -> _Stored:
+def _stored(name: str, how: str | QuantSpec, group_size: int | None, expand: bool | str) -> _Stored:
     """How a moment is stored that is given by a format's name or a spec.
 
     Raises:

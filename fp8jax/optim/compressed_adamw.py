@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from fp8jax.core import formats
 from fp8jax.core.recipe import Optimizer
+from fp8jax.core.spec import check_expand
 from fp8jax.ops import adamw
 from fp8jax.ops.choice import check_impl
 from fp8jax.optim import checks, moments, variables
@@ -97,7 +98,7 @@ def scale_by_compressed_adam(
     mu: str = "e4m3",
     nu: str = "e4m3",
     group_size: int | np.integer = GROUP_SIZE,
-    expand: bool = True,
+    expand: bool | str = True,
     nu_rounding: str = "auto",
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
@@ -117,7 +118,8 @@ def scale_by_compressed_adam(
         mu: storage of the first moment: an 8-bit float format ("e4m3", "e5m2"), or "bf16" or "fp32", which are cast.
         nu: storage of the second moment, likewise.
         group_size: elements that share a scale and an exponent.
-        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone.
+        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
+            paper's exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back.
         nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
@@ -167,7 +169,7 @@ def compressed_adamw(
     mu: str = "e4m3",
     nu: str = "e4m3",
     group_size: int | np.integer = GROUP_SIZE,
-    expand: bool = True,
+    expand: bool | str = True,
     nu_rounding: str = "auto",
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
@@ -188,7 +190,8 @@ def compressed_adamw(
         mu: storage of the first moment: an 8-bit float format ("e4m3", "e5m2"), or "bf16" or "fp32", which are cast.
         nu: storage of the second moment, likewise.
         group_size: elements along the last axis that share a scale and an exponent.
-        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone.
+        expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
+            paper's exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back.
         nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
@@ -292,7 +295,7 @@ def _adam(
     mu: str,
     nu: str,
     group_size: int | np.integer,
-    expand: bool,
+    expand: bool | str,
     nu_rounding: str,
     min_size: int | np.integer,
     impl: str,
@@ -303,9 +306,10 @@ def _adam(
     size, smallest = (
         moments.static_integer(name, n) for name, n in (("group_size", group_size), ("min_size", min_size))
     )
+    check_expand(expand)
     compressed = any([formats.get(name).scaled for name in (mu, nu)])
     # A size that is traced is refused by `init`.
-    storage = Optimizer(mu, nu, (size or 1) if compressed else None, expand and compressed, nu_rounding)
+    storage = Optimizer(mu, nu, (size or 1) if compressed else None, expand if compressed else False, nu_rounding)
     specs = {moment: storage.spec(moment) for moment in ("mu", "nu")}
     stored = {name: specs[name] or formats.get(getattr(storage, name)) for name in specs}
     stochastic = nu != "fp32" and rounds_stochastically(nu_rounding, b2)

@@ -1,5 +1,6 @@
 """The state of one optimizer as that of another, to change optimizers in the middle of a run."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -147,7 +148,7 @@ def _store(like: Any, old: Any) -> Any:
     if old.shape != like.shape:
         raise ValueError(f"the old state has an array of shape {old.shape} where the new one has {like.shape}")
     if isinstance(like, QTensor) and isinstance(old, QTensor) and like.storage_key == old.storage_key:
-        return old
+        return old if old.spec == like.spec else dataclasses.replace(old, spec=like.spec)
     values = adamw.load(old)
     return adamw.store(values, like)
 

@@ -126,7 +126,7 @@ def test_special_groups_keep_their_values(spec):
     assert (ratio <= bound).all()
 
 
-def test_exponents_are_those_of_the_paper_within_their_bounds():
+def test_exponents_take_our_range_to_half_the_smallest_normal_within_their_bounds():
     largest = jnp.array([1.0, 1.0, 1.0, 1.0, 0.0, 1e38])
     smallest = jnp.array([1 / 57344, 1.0, 1 - 2**-20, 1e-3, jnp.inf, 1.2e-38])
     k = np.asarray(expansion.exponents(largest, smallest, formats.E4M3), np.float32)
