@@ -289,7 +289,7 @@ def test_any_finite_group_decodes_to_finite_values_of_the_same_signs(values, spe
     if q.spec.expand:
         np.testing.assert_array_equal(got != 0, x != 0)
     # Below fp32's smallest normal a processor has fewer bits, or none.
-    assert np.abs(got).max() <= np.abs(x).max() * np.float64(1 + 1e-6) + 1e-40
+    assert np.abs(got).max() <= np.abs(x).max() * np.float64(1 + 1e-6) + formats.TINY
 
 
 def test_metadata_is_rounded_in_a_way_that_no_compiler_may_skip():
