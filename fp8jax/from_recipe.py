@@ -58,36 +58,11 @@ def optimizer(
     if not isinstance(recipe, Recipe):
         called = f"call it: {getattr(recipe, '__name__', 'recipe')}()" if callable(recipe) else "as recipes.coat()"
         raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {called}")
-    if clip is not None:
-        unclipped = optimizer(
-            recipe,
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            eps_root,
-            weight_decay,
-            mask,
-            min_size=min_size,
-            impl=impl,
-            stacked=stacked,
-        )
-        return clipped(clip, unclipped)
+    make: Callable[..., FusedTransformation] = compressed_adamw
+    common: dict[str, Any] = {"min_size": min_size, "impl": impl}
     if recipe.weights.master == "fp16":
-        return fp8lm_adamw(
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            eps_root,
-            weight_decay,
-            mask,
-            mu=recipe.optimizer.mu,
-            stacked=stacked,
-            min_size=min_size,
-            impl=impl,
-        )
-    storage = {name: value for name, value in dataclasses.asdict(recipe.optimizer).items() if value is not None}
-    return compressed_adamw(
-        learning_rate, b1, b2, eps, eps_root, weight_decay, mask, min_size=min_size, impl=impl, **storage
-    )
+        make, common = fp8lm_adamw, common | {"mu": recipe.optimizer.mu, "stacked": stacked}
+    else:
+        common |= {name: x for name, x in dataclasses.asdict(recipe.optimizer).items() if x is not None}
+    tx = make(learning_rate, b1, b2, eps, eps_root, weight_decay, mask, **common)
+    return tx if clip is None else clipped(clip, tx)
