@@ -4,6 +4,7 @@ Id 0 separates documents in both. For bytes that costs no extra id, since a text
 refuses files that do).
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -46,12 +47,18 @@ class Bytes:
 
 
 class BytePair:
-    """Byte-level byte-pair encoding: every text can be encoded, nothing is unknown."""
+    """Byte-level byte-pair encoding: every text can be encoded, nothing is unknown.
+
+    What it saves is a whole tokenizer: `tokenizers` alone makes the same ids of a document, separator included. A
+    separator's spelling inside a document is ordinary text, so that the file has no added token: one would match it.
+    """
 
     def __init__(self, model: tokenizers.Tokenizer) -> None:
-        self._model = model
-        # A separator's spelling inside a document is ordinary text.
-        self._model.encode_special_tokens = True
+        content = json.loads(model.to_str()) | {"added_tokens": []}
+        self._model = tokenizers.Tokenizer.from_str(json.dumps(content))
+        self._model.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{_SEPARATOR_TEXT} $A", special_tokens=[(_SEPARATOR_TEXT, SEPARATOR)]
+        )
 
     @classmethod
     def train(cls, documents: Sequence[str], vocab: int) -> "BytePair":
@@ -90,10 +97,7 @@ class BytePair:
 
     def encode(self, documents: Sequence[str]) -> np.ndarray:
         dtype = np.uint16 if self.vocab <= 2**16 else np.uint32
-        pieces = []
-        for encoded in self._model.encode_batch(list(documents)):
-            pieces.append(np.array([SEPARATOR, *encoded.ids], dtype))
-        return np.concatenate(pieces)
+        return np.concatenate([np.array(encoded.ids, dtype) for encoded in self._model.encode_batch(list(documents))])
 
     def decode(self, ids: Iterable[int]) -> str:
         groups: list[list[int]] = [[]]

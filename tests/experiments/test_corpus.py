@@ -1,9 +1,11 @@
 """Discovery of text, the split, tokenizers and the loader."""
 
+import json
 import os
 
 import numpy as np
 import pytest
+import tokenizers
 
 from experiments import data
 from experiments.config import UserError
@@ -137,6 +139,32 @@ def test_byte_pairs_round_trip_compress_and_reload(tmp_path):
     (tmp_path / "t.json").write_text("{")
     with pytest.raises(UserError, match=r"t\.json cannot be read"):
         BytePair.load(tmp_path / "t.json")
+
+
+SPELLED = ["a <|document|> b", "", "the <|document|>the\n", "<|document|>"]
+
+
+def test_the_file_of_byte_pairs_alone_gives_the_ids_of_training(tmp_path):
+    tokenizer = BytePair.train(["the cat and the hat <|document|> " * 20], 300)
+    tokenizer.save(tmp_path / "t.json")
+    ids = tokenizer.encode(SPELLED)
+    assert (ids == 0).sum() == len(SPELLED)
+    alone = tokenizers.Tokenizer.from_file(str(tmp_path / "t.json"))
+    np.testing.assert_array_equal(np.concatenate([x.ids for x in alone.encode_batch(SPELLED)]), ids)
+    assert alone.token_to_id("<|document|>") == 0
+    assert [alone.decode(alone.encode(x).ids[1:]) for x in SPELLED] == SPELLED
+
+
+def test_files_of_byte_pairs_of_earlier_runs_give_the_ids_that_they_gave(tmp_path):
+    """Until version 0.1 a file had the separator as an added token, and said nothing of where it is put."""
+    tokenizer = BytePair.train(["the cat and the hat <|document|> " * 20], 300)
+    tokenizer.save(tmp_path / "t.json")
+    old = json.loads((tmp_path / "t.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    old |= {"added_tokens": [{"id": 0, "content": "<|document|>", **flags}], "post_processor": None}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    assert 0 in tokenizers.Tokenizer.from_file(str(tmp_path / "old.json")).encode(SPELLED[0]).ids
+    np.testing.assert_array_equal(BytePair.load(tmp_path / "old.json").encode(SPELLED), tokenizer.encode(SPELLED))
 
 
 def take(iterator, count):
