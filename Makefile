@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.12 $(PYENV_ROOT)/versions/3.12*/bin/python py
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help train test results pages stacks check clean
+.PHONY: help train test results pages release stacks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -42,6 +42,10 @@ check: .venv/test.stamp ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+release: .venv/release.stamp ## build sdist and wheel into dist/, check both as a user gets them, write the release's notes
+	$(BIN)/python .ci/release.py $(ARGS)
 
 clean: ## remove the environments
 	rm -rf .venv .venv-oldest .venv-newest
@@ -49,8 +53,9 @@ clean: ## remove the environments
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 with venv found; name one: make PYTHON=/path/to/python" >&2; exit 1; }
 	"$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 
 .venv/%.stamp: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "installing fp8jax[$*] into .venv (once)"
-	$(INSTALL) --editable '.[$*]'
+	@echo "installing fp8jax and the packages of $* into .venv (once)"
+	$(INSTALL) --editable . --group $*
 	@touch $@

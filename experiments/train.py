@@ -45,7 +45,7 @@ from fp8jax.ops.choice import listening, saving, summary
 
 # Settings of `Run` that all processes must share, or their programs or their order of work differ.
 _EVERYWHERE = ("resume", "checkpoint_every", "keep", "eval_every", "sample_tokens", "mesh", "remat", "unroll")
-_PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
+_PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 def main(argv: Sequence[str] | None = None, recipe: Callable[[str], fp8jax.Recipe] = fp8jax.recipes.get) -> int:
@@ -352,7 +352,7 @@ def _print_setup(
         console.print(f"{name:9}{fields}")
     console.print(f"{'recipes':9}{' '.join(config.recipe)}  seed={config.seed}")
     versions = "  ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
-    console.print(f"{'versions':9}python {platform.python_version()}  {versions}")
+    console.print(f"{'versions':9}python {platform.python_version()}  fp8jax {fp8jax.__version__}  {versions}")
     devices = jax.devices()
     shared = f"; {told}" if used > 1 else ""
     shared = f" in {jax.process_count()} processes{shared}" if hosts.several() else shared

@@ -1,8 +1,8 @@
 """fp8jax: training large JAX models in 8 bits."""
 
-import contextlib as _contextlib
 import importlib as _importlib
-from importlib import metadata as _metadata
+import importlib.util as _util
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from fp8jax import dist as dist
@@ -52,22 +52,81 @@ from fp8jax.optim.weight_bounds import weight_bounds as weight_bounds
 from fp8jax.rewrite.rules import Rule as Rule
 from fp8jax.rewrite.transform import transform as transform
 
-__version__ = "unknown"  # of a checkout that is on the path and not installed
-with _contextlib.suppress(_metadata.PackageNotFoundError):
-    __version__ = _metadata.version("fp8jax")
+if _TYPE_CHECKING:
+    from fp8jax import linen as linen
+    from fp8jax import nnx as nnx
+    from fp8jax.modules.report import explain as explain
+
+__version__ = "0.2.0"  # the only place of it: pyproject.toml reads it here
+
+__all__ = [
+    "CHECKPOINT_NAMES",
+    "QTensor",
+    "QuantSpec",
+    "QuantizedWeight",
+    "Recipe",
+    "Rule",
+    "activation",
+    "adam_limit",
+    "attention_output",
+    "clip_by_global_norm",
+    "clipped",
+    "compress_state",
+    "compressed_adamw",
+    "convert_state",
+    "delayed_linear",
+    "dist",
+    "dot_general",
+    "einsum",
+    "formats",
+    "fp8lm_adamw",
+    "glu",
+    "glu_linear",
+    "init_scaling",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "measure_weights",
+    "norm_linear",
+    "optimizer",
+    "quantize",
+    "quantize_weight",
+    "ragged_dot",
+    "recipes",
+    "rms_norm",
+    "saveable",
+    "scale_by_compressed_adam",
+    "scaled_linear",
+    "state_bytes",
+    "track_weights",
+    "tracked",
+    "transform",
+    "update_scaling",
+    "weight_bounds",
+    "weight_scale",
+    "working_copy",
+]
+_NEED_FLAX = {"nnx": "fp8jax.nnx", "linen": "fp8jax.linen", "explain": "fp8jax.modules.report"}
+if _util.find_spec("flax") is not None:
+    __all__ += ["explain", "linen", "nnx"]
+
 _flax_state.install()
 
 
-_NEED_FLAX = {"nnx": "fp8jax.nnx", "linen": "fp8jax.linen", "explain": "fp8jax.modules.report"}
+def __dir__() -> list[str]:
+    """The public names, with those that need Flax; rooms such as `fp8jax.core` are for whoever changes fp8jax."""
+    return sorted({*__all__, *_NEED_FLAX, *(name for name in globals() if name.startswith("__"))})
 
 
-def __getattr__(name: str) -> _Any:
-    if name not in _NEED_FLAX:
-        raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
-    try:
-        module = _importlib.import_module(_NEED_FLAX[name])
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "flax":
-            raise
-        raise ModuleNotFoundError(f"fp8jax.{name} needs Flax: pip install flax", name="flax") from None
-    return module.explain if name == "explain" else module
+if not _TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _Any:
+        if name not in _NEED_FLAX:
+            raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
+        try:
+            module = _importlib.import_module(_NEED_FLAX[name])
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "flax":
+                raise
+            raise ModuleNotFoundError(f"fp8jax.{name} needs Flax: pip install flax", name="flax") from None
+        return module.explain if name == "explain" else module

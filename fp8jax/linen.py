@@ -5,6 +5,10 @@ from fp8jax.modules.linen import quantize as quantize
 from fp8jax.modules.scaled_linen import advance_scaling as advance_scaling
 from fp8jax.modules.scaled_linen import measure_weights as measure_weights
 from fp8jax.modules.scaled_linen import set_weight_bounds as set_weight_bounds
-from fp8jax.optim.fused_flax import FusedTrainState
+from fp8jax.optim.fused_flax import FusedTrainState as _FusedTrainState
 
-TrainState = FusedTrainState
+TrainState = _FusedTrainState
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_"))

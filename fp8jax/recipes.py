@@ -317,3 +317,9 @@ def context_part(recipe: Recipe | Context | str) -> Context:
     if isinstance(preset, Linear):
         raise TypeError(f"norms and activations follow a Recipe or its part Context, not {preset!r}")
     return preset.context if isinstance(preset, Recipe) else preset
+
+
+def __dir__() -> list[str]:
+    """The presets, the parts of a recipe, and how one is found."""
+    parts = ["Comm", "Context", "Linear", "Optimizer", "Recipe", "Weights"]
+    return [*NAMES, *parts, "DEVICES", "Device", "NAMES", "device", "for_device", "get"]

@@ -29,7 +29,8 @@ install() {
 	local venv=$1 python=$2
 	shift 2
 	test -x "$venv/bin/python" || "$python" -m venv "$venv"
-	"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" --editable '.[test]'
+	"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" --editable . --group test
 	"$venv/bin/python" -m pip list --disable-pip-version-check | grep -iE '^(jax|flax|optax|orbax|triton|numpy|ml.dtypes)'
 }
 
@@ -37,8 +38,8 @@ install() {
 lower_bounds() {
 	"$1" - <<'END'
 import re, tomllib
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-for requirement in project["dependencies"] + project["optional-dependencies"]["train"]:
+written = tomllib.load(open("pyproject.toml", "rb"))
+for requirement in written["project"]["dependencies"] + written["dependency-groups"]["train"]:
     name, bound = re.match(r"([\w.-]+)>=([\w.]+)", requirement).groups()
     print(f"{name}=={bound}" + (f"\njaxlib=={bound}" if name == "jax" else ""))
 END

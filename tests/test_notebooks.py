@@ -72,5 +72,5 @@ def test_the_install_cell_upgrades_colab_and_asks_for_a_restart(path, source, wh
     assert command[:4] == [sys.executable, "-m", "pip", "install"]
     assert "--upgrade" in command
     package = Requirement(command[-1])
-    assert (package.name, package.extras) == ("fp8jax", {"train", "cuda12"} if gpu else {"train"})
+    assert (package.name, package.extras) == ("fp8jax", {"flax", "cuda12"} if gpu else {"flax"})
     assert package.url == where

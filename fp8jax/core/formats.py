@@ -340,3 +340,8 @@ def get(name: str) -> Format:
         if fmt.name == name:
             return fmt
     raise ValueError(f"unknown number format {name!r}; formats are {', '.join(f.name for f in ALL)}")
+
+
+def __dir__() -> list[str]:
+    """The formats, and how one is found."""
+    return ["ALL", "Format", "get", *(f.name.upper() for f in ALL)]

@@ -16,3 +16,26 @@ from fp8jax.dist.sequence import scatter_sequence as scatter_sequence
 from fp8jax.dist.whole import gather_quantized as gather_quantized
 from fp8jax.dist.whole import gathered_again as gathered_again
 from fp8jax.dist.whole import whole_weight as whole_weight
+
+__all__ = [
+    "Factors",
+    "Partition",
+    "Plan",
+    "all_reduce_gradients",
+    "gather_linear",
+    "gather_quantized",
+    "gather_sequence",
+    "gather_weights",
+    "gathered_again",
+    "init_factors",
+    "partition",
+    "plan",
+    "reduce_scatter_gradients",
+    "scatter_sequence",
+    "slices",
+    "whole_weight",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

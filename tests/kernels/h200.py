@@ -24,7 +24,7 @@ MARK = "found: "
 
 
 def wheels() -> bool:
-    """Whether the packages of the extra `compile` exist for this machine; its markers say the same."""
+    """Whether the packages of the group `compile` exist for this machine; its markers say the same."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") and sys.version_info >= (3, 12)
 
 
@@ -33,9 +33,9 @@ def missing() -> str | None:
     if all(importlib.util.find_spec(name) for name in (PLUGIN, "jax_triton")):
         return None
     if wheels():
-        return "the extra 'compile' is not installed: pip install -c constraints.txt -e '.[compile]'"
+        return "the packages of 'compile' are not installed: pip install -c constraints.txt -e . --group compile"
     here = f"{platform.system()} on {platform.machine()} with Python {platform.python_version()}"
-    return f"the packages of the extra 'compile' need Linux on x86_64 or aarch64 and Python 3.12, not {here}"
+    return f"the packages of 'compile' need Linux on x86_64 or aarch64 and Python 3.12, not {here}"
 
 
 def compile_for_h200(function: Callable[..., Any], *shapes: Any, gpus: int = 1, donate: tuple[int, ...] = ()) -> Any:

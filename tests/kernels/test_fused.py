@@ -376,7 +376,7 @@ def registers() -> None:
     print(json.dumps({name: h200.assembled(program, *shapes) for name, (program, *shapes) in programs.items()}))
 
 
-@pytest.mark.skipif(h200.missing() is not None, reason="the extra compile is not installed")
+@pytest.mark.skipif(h200.missing() is not None, reason="the group compile is not installed")
 def test_kernels_compile_for_an_h200_without_spills():
     command = "from tests.kernels import test_fused; test_fused.registers()"
     found = python("-c", command, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")

@@ -94,7 +94,7 @@ def registers() -> None:
 
 
 @triton
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the extra compile is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the group compile is not installed")
 def test_kernels_compile_for_an_h200_without_spills(tmp_path):
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "WORK": str(tmp_path)}
     command = [sys.executable, "-c", "from tests.kernels import test_quantize; test_quantize.registers()"]

@@ -93,7 +93,7 @@ def registers(arch: str = "sm_90a") -> None:
     print(json.dumps(found))
 
 
-@pytest.mark.skipif(h200.missing() is not None, reason="the extra compile is not installed")
+@pytest.mark.skipif(h200.missing() is not None, reason="the group compile is not installed")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80", pytest.param("sm_89", marks=pytest.mark.slow)])
 def test_kernels_compile_without_spills(arch):
     command = f"from tests.kernels import test_ten_bits; test_ten_bits.registers({arch!r})"
@@ -133,7 +133,7 @@ def accesses():
     print(json.dumps(counts))
 
 
-@pytest.mark.skipif(h200.missing() is not None, reason="the extra compile is not installed")
+@pytest.mark.skipif(h200.missing() is not None, reason="the group compile is not installed")
 def test_rows_of_codes_that_begin_at_multiples_of_four_are_accessed_four_bytes_at_a_time():
     """Packed rows of 1,648 channels have 2,060 bytes: on an H200 stores of eight bytes were misaligned there."""
     command = "from tests.kernels import test_ten_bits; test_ten_bits.accesses()"
