@@ -1,11 +1,11 @@
 """Whole training steps of models as users write them, in bf16 and quantized: what a user gains.
 
 The models are those of `experiments.models.plain`, whose code knows nothing of 8 bits; `fp8jax.nnx.quantize` quantizes
-them. The optimizer is what README shows: a chain of `optax.clip_by_global_norm` and `optax.adamw`, or
-`fp8jax.optimizer`, through `nnx.Optimizer`. "step" is the time of a step of many that follow each other without
-waiting; of "step, synchronised" the host reads the loss after each. Nothing is recomputed: bf16 keeps what Flax's
-modules keep, and the baseline is as fast as it gets here. "temporaries" are what the compiled program needs beside its
-arguments.
+them. Gradients are clipped by their global norm; AdamW is optax's in a chain and Flax's `nnx.Optimizer` for bf16, and
+`fp8jax.optimizer(..., clip=)` in `fp8jax.nnx.Optimizer`, as README shows, for the others. "step" is the time of a step
+of many that follow each other without waiting; of "step, synchronised" the host reads the loss after each. Nothing is
+recomputed: bf16 keeps what Flax's modules keep, and the baseline is as fast as it gets here. "temporaries" are what the
+compiled program needs beside its arguments.
 """
 
 import argparse
@@ -96,10 +96,12 @@ class UserArm:
 
         def begun(rngs: nnx.Rngs) -> tuple[nnx.Module, nnx.Optimizer]:
             model = make(outputs, length, rngs)
-            clip, tx = optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY)
-            if recipe != BASE:
-                model, tx = fp8jax.nnx.quantize(model, recipe), fp8jax.optimizer(recipe, RATE, weight_decay=DECAY)
-            return model, nnx.Optimizer(model, optax.chain(clip, tx), wrt=nnx.Param)
+            if recipe == BASE:
+                chain = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY))
+                return model, nnx.Optimizer(model, chain, wrt=nnx.Param)
+            model = fp8jax.nnx.quantize(model, recipe)
+            tx = fp8jax.optimizer(recipe, RATE, weight_decay=DECAY, clip=CLIP)
+            return model, fp8jax.nnx.Optimizer(model, tx, wrt=nnx.Param)
 
         # A generator that compiles fast.
         start = lambda: begun(nnx.Rngs(jax.random.key(0, impl="rbg")))  # noqa: E731
