@@ -53,9 +53,9 @@ clean: ## remove the environments
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 with venv found; name one: make PYTHON=/path/to/python" >&2; exit 1; }
 	"$(PYTHON)" -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 
 .venv/%.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing fp8jax and the packages of $* into .venv (once)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	$(INSTALL) --editable . --group $*
 	@touch $@
