@@ -1,0 +1,195 @@
+"""Presets against the papers that they are named after: formats, granularities, rounding, scalings and rates.
+
+Each row is a sentence of a paper, typed from its text and not from our code. Where a preset departs from its paper the
+row says "ours" and why, and the preset's docstring or RESULTS has the same.
+"""
+
+import dataclasses
+
+import pytest
+
+import fp8jax
+from fp8jax.core.recipe import Recipe
+
+COAT, MOSS = "arXiv 2410.19313", "MOSS (Zhang et al., 2025)"
+INT8, FP8LM = "arXiv 2503.08040", "arXiv 2310.18313"
+OURS = "ours"
+OPERANDS = ("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad", "saved")
+SIXTEEN_BITS = None
+
+
+def e4m3(kind="tensor", size=None, rounding="nearest"):
+    return "e4m3", kind, size, rounding
+
+
+def e5m2(kind="tensor"):
+    return "e5m2", kind, None, "nearest"
+
+
+def int8(kind, size=None, rounding="nearest"):
+    return "int8", kind, size, rounding
+
+
+def all_of(forward, backward):
+    """The operands of a layer that quantizes its input and weight once, and its gradient once."""
+    return dict.fromkeys(("x", "w", "w_dgrad", "x_wgrad", "saved"), forward) | dict.fromkeys(
+        ("dy", "dy_wgrad"), backward
+    )
+
+
+_COAT_LINEAR = all_of(e4m3(), e5m2())
+_COAT_SAYS = f"{COAT}, section 5.2: one scale a tensor; gradients {OURS}: bf16 in its G.5, e5m2 in its code"
+_MX = e4m3("mx", 32)
+_MOSS_LINEAR = all_of(_MX, _MX) | {"w": e4m3(), "w_dgrad": e4m3()}
+_MOSS_SAYS = f"{MOSS}, section 3.1, k2 = 32, weights one scale a tensor; gradients {OURS}: it says nothing"
+_GROUP, _BLOCK = e4m3("group", 128), e4m3("block", 128)
+_INT8, _INT8_SR = int8("block", 128), int8("block", 128, "stochastic")
+_INT8_LINEAR = all_of(_INT8, _INT8_SR) | {"saved": _INT8_SR, "x_wgrad": _INT8_SR}
+_TE = all_of(e4m3(), e5m2())
+_ROW = int8("token")
+# What products read and layers keep, as it is asked for, with one entry an operand.
+LINEAR = {
+    "bf16": (all_of(SIXTEEN_BITS, SIXTEEN_BITS), "the baseline"),
+    "coat_optimizer": (all_of(SIXTEEN_BITS, SIXTEEN_BITS), f"{COAT}, Table 13"),
+    "coat": (_COAT_LINEAR, _COAT_SAYS),
+    "coat_fast": (_COAT_LINEAR, f"{OURS}: coat with scales from bounds"),
+    "coat_activations": (_COAT_LINEAR, f"{COAT}, Table 13"),
+    "moss": (_MOSS_LINEAR, _MOSS_SAYS),
+    "moss_mx": (_MOSS_LINEAR | {"x_wgrad": e4m3("token")}, f"{_MOSS_SAYS}; x_wgrad {OURS}: scales do not transpose"),
+    "fast": (_MOSS_LINEAR, f"{OURS}: MOSS's layers with COAT's contexts and optimizer"),
+    "te_current": (_TE, "Transformer Engine: HYBRID, e4m3 forward and e5m2 backward, one scale a tensor"),
+    "te_delayed": (_TE, "Transformer Engine: HYBRID, e4m3 forward and e5m2 backward, one scale a tensor"),
+    "deepseek": (
+        all_of(_GROUP, _GROUP) | {"w": _BLOCK, "w_dgrad": _BLOCK},
+        "arXiv 2412.19437, section 3.3.2: 1x128 for activations and gradients, 128x128 for weights, e4m3 everywhere",
+    ),
+    "switchback": (
+        {"x": _ROW, "w": int8("tensor"), "w_dgrad": int8("tensor"), "dy": _ROW, "x_wgrad": None, "dy_wgrad": None,
+         "saved": None},
+        "arXiv 2304.13013, algorithm 1: rows for inputs and gradients, a tensor for weights, 16 bits for the third",
+    ),
+    "jetfire": (
+        all_of(int8("block", 32), int8("block", 32, "stochastic")),
+        f"arXiv 2403.12422, and {INT8}, section 3: blocks of 32x32, gradients stochastic",
+    ),
+    "int8_block": (_INT8_LINEAR, f"{INT8}, sections 4.2 and 5.1: 128x128, dY and what is kept of X stochastic"),
+    "int8_fallback": (_INT8_LINEAR, f"{INT8}, sections 4.2 and 5.1: 128x128, dY and what is kept of X stochastic"),
+    "fp8_lm": (_TE, f"{FP8LM}, section 2.3 and appendix A: one scale a tensor, e4m3 forward, e5m2 backward"),
+    "fp8_lm_two_phase": (_TE, f"{FP8LM}, as fp8_lm"),
+}  # fmt: skip
+# Other settings by their path in the recipe, with what says so.
+SETTINGS = {
+    "coat_optimizer": {
+        ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
+        ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
+    },
+    "coat": {
+        ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
+        ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
+        ("linear.scaling", "two_stage"): f"{COAT}, 5.2, Group Scaling",
+        ("context.saved", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
+        ("context.mode", "lean"): f"{OURS}: the paper keeps more, Context(mode='faithful')",
+    },
+    "coat_fast": {
+        ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
+        ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
+        ("linear.scaling", "two_stage"): f"{COAT}, 5.2, Group Scaling",
+        ("linear.fast_accumulation", ("forward", "dgrad", "wgrad")): OURS,
+        ("context.saved", "e4m3:group16"): f"{COAT}, 6.1 and appendix H",
+        ("context.mode", "lean"): OURS, ("context.scales", "bound"): OURS,
+    },
+    "coat_activations": {
+        ("linear.scaling", "two_stage"): f"{COAT}, 5.2, Group Scaling",
+        ("context.saved", "e4m3:group16"): f"{COAT}, 6.1 and appendix H", ("context.mode", "lean"): OURS,
+    },
+    "moss": {
+        ("linear.w_scaling", "automatic"): f"{MOSS}, section 3.2",
+        ("linear.fast_accumulation", ("forward", "dgrad")): OURS,
+    },
+    "moss_mx": {},
+    "fast": {
+        ("optimizer.mu", "e4m3"): f"{COAT}, Table 1", ("optimizer.nu", "e4m3"): f"{COAT}, Table 1",
+        ("optimizer.group_size", 128): f"{COAT}, section 6.1", ("optimizer.expand", True): f"{COAT}, 4.2; range {OURS}",
+        ("linear.fast_accumulation", ("forward", "dgrad")): OURS,
+        ("context.saved", "e4m3:group16"): f"{COAT}, 6.1 and appendix H", ("context.mode", "lean"): OURS,
+    },
+    "te_delayed": {("linear.scaling", "delayed"): "Transformer Engine, DelayedScaling"},
+    "int8_fallback": {
+        ("linear.scaling", "threshold"): f"{INT8}, section 4.4 and appendix D",
+        ("context.saved", "int10:group128"): f"{INT8}, section 5.2",
+    },
+    "fp8_lm": {
+        ("weights.master", "fp16"): f"{FP8LM}, section 2.2, equation 8",
+        ("optimizer.mu", "e4m3"): f"{FP8LM}, section 2.2", ("optimizer.nu", "fp16"): f"{FP8LM}, section 2.2",
+        ("comm.gradients", "e4m3"): f"{FP8LM}, section 2.1", ("comm.form", "one_phase"): f"{FP8LM}, equations 4 to 6",
+        ("comm.auto_scale", True): f"{FP8LM}, equation 3",
+    },
+    "fp8_lm_two_phase": {
+        ("weights.master", "fp16"): f"{FP8LM}, section 2.2, equation 8",
+        ("optimizer.mu", "e4m3"): f"{FP8LM}, section 2.2", ("optimizer.nu", "fp16"): f"{FP8LM}, section 2.2",
+        ("comm.gradients", "e4m3"): f"{FP8LM}, section 2.1",
+    },
+}  # fmt: skip
+# What those leave unsaid: no part of the recipe in 8 bits.
+UNSAID = {
+    "weights.master": "fp32", "weights.compute": "bf16",
+    "optimizer.mu": "fp32", "optimizer.nu": "fp32", "optimizer.group_size": None, "optimizer.expand": False,
+    "optimizer.nu_rounding": "auto", "linear.scaling": "current", "linear.w_scaling": None,
+    "linear.fast_accumulation": ("forward",), "context.saved": None, "context.mode": "faithful",
+    "context.scales": "largest", "comm.gradients": None, "comm.form": "two_phase", "comm.auto_scale": False,
+}  # fmt: skip
+# Rates that scalings read, the same in all presets.
+RATES = {
+    ("history", 1024): "Transformer Engine, DelayedScaling's amax_history_len",
+    ("margin", 0): "Transformer Engine, DelayedScaling's margin",
+    ("interval", 500): f"{MOSS}, Table 9 and appendix D: the default of 500 steps",
+    ("fallback_rates", (0.1, 0.3)): f"{INT8}, section 6",
+    ("fallback_factor", 1.3): f"{INT8}, section 6: alpha",
+}
+
+
+def settings(recipe: Recipe) -> dict:
+    """All fields of a recipe by path, but the operands and the rates of its linear layers."""
+    found = {}
+    for part in ("weights", "optimizer", "linear", "context", "comm"):
+        for field in dataclasses.fields(getattr(recipe, part)):
+            if part != "linear" or field.name not in (*OPERANDS, *(name for name, _ in RATES)):
+                found[f"{part}.{field.name}"] = getattr(getattr(recipe, part), field.name)
+    return found
+
+
+def test_every_preset_has_its_paper():
+    assert set(LINEAR) == set(fp8jax.recipes.NAMES)
+    assert set(SETTINGS) <= set(fp8jax.recipes.NAMES)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_operands_are_those_of_the_paper(name):
+    expected, source = LINEAR[name]
+    linear = fp8jax.recipes.get(name).linear
+    for operand in OPERANDS:
+        spec = linear.spec(operand)
+        found = spec and (spec.format, spec.granularity, spec.group_size, spec.rounding)
+        assert found == expected[operand], f"{operand} of {name}: {source}"
+        assert spec is None or (not spec.expand and spec.scale_format == "fp32" and spec.axis == -1)
+        if spec is not None and spec.granularity == "mx":
+            assert spec.exact == (name == "moss_mx"), "folded into rows, but in moss_mx"
+            assert spec.level1 == "token", f"{MOSS}, Figure 2: k1 of about 10,000 elements, here a row"
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_settings_are_those_of_the_paper(name):
+    found = settings(fp8jax.recipes.get(name))
+    expected = {path: (value, source) for (path, value), source in SETTINGS.get(name, {}).items()}
+    assert expected.keys() <= found.keys()
+    assert found.keys() == UNSAID.keys(), "a new field needs a row"
+    for path, value in found.items():
+        wanted, source = expected.get(path, (UNSAID[path], "no paper asks for it"))
+        assert value == wanted, f"{path} of {name}: {source}"
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_rates_are_those_of_the_papers(name):
+    linear = fp8jax.recipes.get(name).linear
+    for (field, value), source in RATES.items():
+        assert getattr(linear, field) == value, source
