@@ -19,7 +19,7 @@ from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
 
-_OWN = "fp8jax_"
+OWN = "fp8jax_"
 
 
 class ScaledProduct:
@@ -320,18 +320,18 @@ def _tracked(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:
 
 def state_name(weight: str) -> str:
     """Where the variables of a product with a parameter are, in a layer of a user's own class; see `layer_path`."""
-    return f"{_OWN}{weight}"
+    return f"{OWN}{weight}"
 
 
 def layer_path(path: Sequence[Any]) -> tuple[Any, ...]:
     """The path of the layer to which a product's variables belong."""
-    return tuple(path[:-1]) if path and str(path[-1]).startswith(_OWN) else tuple(path)
+    return tuple(path[:-1]) if path and str(path[-1]).startswith(OWN) else tuple(path)
 
 
 def weight_path(path: Sequence[Any]) -> tuple[str, ...]:
     """The path of the weight to whose product the variables at a path belong."""
     layer = layer_path(path)
-    return (*map(str, layer), str(path[-1]).removeprefix(_OWN) if len(layer) < len(path) else "kernel")
+    return (*map(str, layer), str(path[-1]).removeprefix(OWN) if len(layer) < len(path) else "kernel")
 
 
 def kernel_axes(layer: Any) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from jax import Array
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic
 from fp8jax.modules.scaled import (
+    OWN,
     ScaledProduct,
     advanced,
     layer_path,
@@ -75,18 +76,27 @@ class LinenScaling(ScaledProduct):
         return bool(self.scope.get_flag("initializing", False))
 
     def _absent(self) -> str:
-        """What to do where the collections of the layer's variables are not there."""
-        names = [SCALING, *([STATISTICS] if observes(self.linear, "dy") else [])]
-        axes = ", ".join(f'"{name}": 0' for name in ("params", *names))
-        if self._initializing():
-            return (
-                "it runs in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; write "
-                f"variable_axes={{{axes}}} there, or take a recipe with current scaling"
-            )
+        return absent(self.linear, self._initializing())
+
+
+def absent(linear: Linear, initializing: bool) -> str:
+    """What to do where the collections of a layer's variables are not there."""
+    names = [SCALING, *([STATISTICS] if observes(linear, "dy") else [])]
+    axes = ", ".join(f'"{name}": 0' for name in ("params", *names))
+    if initializing:
         return (
-            f"give `apply` the collections {' and '.join(map(repr, names))} that `init` makes, and write "
-            f"variable_axes={{{axes}}} in an `nn.scan` or `nn.vmap` around it; or take a recipe with current scaling"
+            "it runs in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; write "
+            f"variable_axes={{{axes}}} there, or take a recipe with current scaling"
         )
+    return (
+        f"give `apply` the collections {' and '.join(map(repr, names))} that `init` makes, and write "
+        f"variable_axes={{{axes}}} in an `nn.scan` or `nn.vmap` around it; or take a recipe with current scaling"
+    )
+
+
+def variables_path(place: tuple[str, ...]) -> tuple[str, ...]:
+    """Where in their collections the variables of the product with a parameter are."""
+    return place[:-1] if place[-1] == "kernel" else (*place[:-1], f"{OWN}{place[-1]}")
 
 
 def advance_scaling(

@@ -4,7 +4,7 @@ A result that a function returns is an output head's; one that goes into softmax
 router's. Their errors go straight into the loss, or send tokens elsewhere, and both are small.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,10 +29,16 @@ class Flow:
     Args:
         graph: of the whole program.
         products: the nodes of products with parameters.
+        results: how many of the outputs, the first ones, are what the function returns; the rest is its state.
+        arguments: the inputs that are arguments of the function; None for all that are data.
     """
 
-    def __init__(self, graph: Graph, products: set[Node]) -> None:
+    def __init__(
+        self, graph: Graph, products: set[Node], results: int | None = None, arguments: Collection[int] | None = None
+    ) -> None:
         self._graph, self._products = graph, products
+        self._returned = graph.outputs[:results]
+        self._given = graph.inputs if arguments is None else [graph.inputs[i] for i in arguments]
         self._results: dict[Value, frozenset[Node] | None] = {}
 
     def heads(self) -> dict[Node, str]:
@@ -43,8 +49,8 @@ class Flow:
         left, none is: the function is a part, such as projections that are returned.
         """
         reasons = {node: _CHOOSES.format(name) for node, name in self._chosen()}
-        shapes = {v.shape for v in self._graph.inputs if v.data and jnp.issubdtype(v.dtype, jnp.floating)}
-        outputs = [value for value in self._graph.outputs if value.shape not in shapes]
+        shapes = {v.shape for v in self._given if v.data and jnp.issubdtype(v.dtype, jnp.floating)}
+        outputs = [value for value in self._returned if value.shape not in shapes]
         returned = {node for value in outputs for node in self._of(value) or ()} - reasons.keys() - self._multiplied()
         if self._products - reasons.keys() - returned:
             reasons |= dict.fromkeys(returned, _OUTPUT)

@@ -79,7 +79,12 @@ class ProductOperation:
         key = known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
         state, slots = running.states[self.use.key]  # type: ignore[union-attr]
         y, seen = scaled_linear(x, w, state, slots.dy, recipe=linear, key=key, known=known)
-        y = observed_beside(y, slots, seen).reshape(*left.shape[:lead], *right.shape[n:])
+        if running.seen is None:
+            y = observed_beside(y, slots, seen)
+        else:
+            key_of = self.use.key  # type: ignore[union-attr]
+            running.seen |= {(key_of, o): v for o, v in seen._asdict().items() if o != "dy" and v is not None}
+        y = y.reshape(*left.shape[:lead], *right.shape[n:])
         if self.side == 0:
             y = jnp.moveaxis(y, range(lead), range(y.ndim - lead, y.ndim))
         return y.astype(result.dtype)

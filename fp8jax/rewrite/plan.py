@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -79,15 +79,38 @@ class _Product:
         return self.choice.linear is not None and self.choice.linear.quantized
 
 
-def layer_path(path: str) -> str:
-    """The path that rules match: of a layer, without what it calls its parameter."""
-    while (parts := path.rpartition("/"))[0] and parts[2] in _LEAVES:
+class Caller(NamedTuple):
+    """What is known of a program from who calls it.
+
+    Attributes:
+        results: how many of the outputs, the first ones, are what the function returns; the rest is its state. None
+            for all.
+        arguments: the inputs that are arguments of the function; None for all that are data.
+        modules: whether it is a method of a module, which has parameters for other methods, too, and is itself a layer
+            if it has a "kernel".
+    """
+
+    results: int | None = None
+    arguments: Collection[int] | None = None
+    modules: bool = False
+
+
+def layer_path(path: str, modules: bool = False) -> str:
+    """The path that rules match: of a layer, without what it calls its parameter; of a whole model that is one, ""."""
+    while (parts := path.rpartition("/"))[2] in _LEAVES and (parts[0] or modules):
         path = parts[0]
     return path
 
 
-def plan(graph: Graph, rules: Ordered) -> tuple[dict[Node, Entry], dict[Use, Linear]]:
+def plan(
+    graph: Graph, rules: Ordered, caller: Caller = Caller()  # noqa: B008
+) -> tuple[dict[Node, Entry], dict[Use, Linear]]:
     """Puts operations of the rules' recipes into a graph.
+
+    Args:
+        graph: of a program.
+        rules: which recipe is whose.
+        caller: of the program.
 
     Returns:
         What became of each part, in the program's order; and the products whose scaling keeps a state.
@@ -97,8 +120,9 @@ def plan(graph: Graph, rules: Ordered) -> tuple[dict[Node, Entry], dict[Use, Lin
             quantized one cannot give, or one with batch axes is to have a scaling that observes its operands.
     """
     entries: dict[Node, Entry] = {}
-    products = list(_products(graph, entries))
-    reasons = Flow(graph, {p.node for p in products}).heads() if rules.default else {}
+    products = list(_products(graph, entries, caller.modules))
+    flow = Flow(graph, {p.node for p in products}, caller.results, caller.arguments)
+    reasons = flow.heads() if rules.default else {}
     heads = {p.path: reasons[p.node] for p in products if p.node in reasons}
     for p in products:
         p.choice = rules.choice(p.path, heads)
@@ -106,8 +130,9 @@ def plan(graph: Graph, rules: Ordered) -> tuple[dict[Node, Entry], dict[Use, Lin
         shape, reason = p.weight.stored.shape, p.choice.reason
         entries[p.node] = Entry(p.path, p.node.kind, shape, p.choice, reason, p.node.line(), product=True)
     places = list(graph.everywhere())
-    normed = _replace_all(graph, products, rules, entries)
-    _check(products, normed, rules, heads, entries)
+    unread = _unread(graph, caller.modules)
+    normed = _replace_all(graph, products, rules, entries, caller.modules)
+    _check(products, {*normed, *unread}, rules, heads, entries)
     return {node: entries[node] for node in places if node in entries}, _uses(products)
 
 
@@ -139,19 +164,26 @@ def _check(
 ) -> None:
     left = [f"{e.path or e.kind} ({e.reason}) at {e.line}" for e in entries.values() if e.choice is None]
     unknown = f"; left as written: {'; '.join(left[:6])}" if left else ""
-    if not products:
+    if not products and not normed:
         raise ValueError(f"the function has no product of data with a parameter that a recipe could take{unknown}")
     rules.check_all_used([*(p.path for p in products), *normed], heads, unknown=unknown)
 
 
+def _unread(graph: Graph, modules: bool) -> set[str]:
+    """The paths of layers of a module that other methods than this one read."""
+    read = {value for node in graph.everywhere() for value in node.operands} if modules else set()
+    weights = [v.weight for v in graph.inputs if modules and v.weight is not None and v not in read]
+    return {layer_path(w.path, modules) for w in weights if w.path.endswith("kernel") and w.stored.aval.ndim > 1}
+
+
 def _products(
-    graph: Graph, entries: dict[Node, Entry], around: tuple[tuple[Node, Graph], ...] = ()
+    graph: Graph, entries: dict[Node, Entry], modules: bool, around: tuple[tuple[Node, Graph], ...] = ()
 ) -> Iterator[_Product]:
     """The products of data with a parameter that may be quantized; notes the others."""
     for node in graph.all():
         if not node.sealed:
             for body in node.bodies:
-                yield from _products(body, entries, (*around, (node, body)))
+                yield from _products(body, entries, modules, (*around, (node, body)))
         if node.kind not in primitives.PRODUCTS and not node.sealed and not primitives.unread(node.eqn):
             continue
         floats = [jnp.issubdtype(value.dtype, jnp.floating) for value in node.operands[:2]]
@@ -160,10 +192,10 @@ def _products(
         if why is None:
             weight = node.operands[sides[0]].weight
             assert weight is not None
-            yield _Product(graph, node, sides[0], weight, layer_path(weight.path), around)
+            yield _Product(graph, node, sides[0], weight, layer_path(weight.path, modules), around)
         elif why:
             weights = [value.weight for value in node.operands if value.weight is not None]
-            path = layer_path(weights[0].path) if weights else ""
+            path = layer_path(weights[0].path, modules) if weights else ""
             shape = node.operands[sides[0]].shape if sides else node.results[0].shape
             entries[node] = Entry(path, node.kind, shape, None, why, node.line(), product=True)
 
@@ -198,7 +230,9 @@ def _check_precision(p: _Product) -> None:
         )
 
 
-def _replace_all(graph: Graph, products: list[_Product], rules: Ordered, entries: dict[Node, Entry]) -> set[str]:
+def _replace_all(
+    graph: Graph, products: list[_Product], rules: Ordered, entries: dict[Node, Entry], modules: bool
+) -> set[str]:
     """Puts operations in place of products, and of what stands before them; the paths of norms with a choice."""
     groups: dict[tuple[Graph, Value], list[_Product]] = {}
     for p in products:
@@ -206,7 +240,7 @@ def _replace_all(graph: Graph, products: list[_Product], rules: Ordered, entries
     counts, normed = readers(graph), set[str]()
     for (_, root), group in groups.items():
         if rules.between:
-            _replace_before(_made(root, counts), group, rules, entries, normed)
+            normed |= _replace_before(_made(root, counts), group, rules, entries, modules)
         for p in group:
             if p.taken:
                 entries[p.node] = entries[p.node]._replace(kept=_replace_product(p))
@@ -256,15 +290,16 @@ def _replace_product(p: _Product) -> bool:
 
 
 def _replace_before(
-    value: Value, group: list[_Product], rules: Ordered, entries: dict[Node, Entry], normed: set[str]
-) -> None:
-    """Puts an operation in place of the norm or activation that products read, if that is one."""
+    value: Value, group: list[_Product], rules: Ordered, entries: dict[Node, Entry], modules: bool
+) -> set[str]:
+    """Puts an operation in place of the norm or activation that products read, if that is one; the norm's path."""
+    normed = set[str]()
     node = value.node
     if node is not None and isinstance(node.operation, (NormOperation, ActivationOperation)):
         for p in group:
             entries[p.node] = entries[p.node]._replace(reads=entries[node].kind)
     if node is None or node.operation is not None:
-        return
+        return normed
     readers_choice = next((p.choice for p in group if p.choice.linear is not None), group[0].choice)
     read, kind = " and ".join(dict.fromkeys(p.path for p in group)), ""
     choice, path, operands = readers_choice, read, list[Value]()
@@ -273,7 +308,7 @@ def _replace_before(
         kind = "LayerNorm" if norm.centered else "RMSNorm"
         own = [v.weight.path for v in (before(v) for v in norm.scales) if v.weight is not None]
         if own:
-            path = layer_path(own[0])
+            path = layer_path(own[0], modules)
             choice = rules.choice(path)
             normed.add(path)
         operands = [norm.x, *norm.scales, *([] if norm.bias is None else [norm.bias])]
@@ -284,11 +319,12 @@ def _replace_before(
         operands = [gate, *([] if up is None else [up])]
         operation = ActivationOperation(choice.recipe, name, gate, up)
     if not kind or not between(choice.recipe):
-        return
+        return normed
     entries[node] = Entry(path, kind, value.shape, choice, choice.reason, node.line())
     node.operation, node.operands = operation, operands
     for p in group:
         entries[p.node] = entries[p.node]._replace(reads=kind)
+    return normed
 
 
 def _kept(p: _Product) -> Value | None:

@@ -155,7 +155,9 @@ def first_turn(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 Run = Callable[..., list[Any]]
 
 
-def run_again(eqn: Any, operands: list[Any], run: Sequence[Run], carried: Any = (), rows: Any = ()) -> list[Any]:
+def run_again(
+    eqn: Any, operands: list[Any], run: Sequence[Run], carried: Any = (), rows: Any = (), more: int = 0
+) -> list[Any]:
     """Runs an equation with programs, with others in their place.
 
     Args:
@@ -164,8 +166,10 @@ def run_again(eqn: Any, operands: list[Any], run: Sequence[Run], carried: Any = 
         run: for each program `run(inputs, carried, rows)`, which returns its outputs.
         carried: further arrays, in any structure, that each turn gets.
         rows: likewise, of which each turn of a scan, or each device, gets a row.
+        more: how many outputs the programs have beyond their own. They come last, of a scan or a mesh with a row for
+            each turn or device; a `while_loop` gives none.
     """
-    name, params, body = eqn.primitive.name, eqn.params, run[0]
+    name, params, body, own = eqn.primitive.name, eqn.params, run[0], len(eqn.outvars)
     if name == "scan":
         consts, carries = scan_parts(params)
         fixed = operands[:consts]
@@ -181,7 +185,7 @@ def run_again(eqn: Any, operands: list[Any], run: Sequence[Run], carried: Any = 
         first, consts = params["cond_nconsts"], params["body_nconsts"]
         held, fixed = operands[:first], operands[first : first + consts]
         condition = core.jaxpr_as_fun(closed_jaxpr(params["cond_jaxpr"]))
-        body_of = lambda carry: body([*fixed, *carry], carried, rows)  # noqa: E731
+        body_of = lambda carry: body([*fixed, *carry], carried, rows)[:own]  # noqa: E731
         carry = operands[first + consts :]
         return list(lax.while_loop(lambda carry: condition(*held, *carry)[0], body_of, carry))
     if name == "cond":
@@ -195,17 +199,18 @@ def run_again(eqn: Any, operands: list[Any], run: Sequence[Run], carried: Any = 
         how = {"mesh": params["mesh"], "check_vma": params["check_vma"]}
         how["axis_names"] = set(_manual_axes(params))
         same, each = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(turns(eqn).axes)  # type: ignore[union-attr]
-        mapped = jax.shard_map(
-            lambda operands, carried, rows: whole(operands, carried, jax.tree.map(lambda row: row[0], rows)),
-            in_specs=(list(params["in_specs"]), same, each),
-            out_specs=list(params["out_specs"]),
-            **how,
-        )
+
+        def part(operands: Any, carried: Any, rows: Any) -> list[Any]:
+            results = whole(operands, carried, jax.tree.map(lambda row: row[0], rows))
+            return [*results[:own], *(x[None] for x in results[own:])]
+
+        specs = (list(params["in_specs"]), same, each)
+        mapped = jax.shard_map(part, in_specs=specs, out_specs=[*params["out_specs"], *[each] * more], **how)
         return list(mapped(operands, carried, rows))
-    return list(_jit_again(params, whole, operands, (carried, rows)))
+    return list(_jit_again(params, whole, operands, (carried, rows), more))
 
 
-def _jit_again(params: dict[str, Any], body: Run, operands: list[Any], more: Any) -> list[Any]:
+def _jit_again(params: dict[str, Any], body: Run, operands: list[Any], given: Any, more: int) -> list[Any]:
     """A jit with its borders: where its arguments and results are, which of them it may overwrite, and its options."""
 
     def call(*arguments: Any) -> list[Any]:
@@ -216,12 +221,12 @@ def _jit_again(params: dict[str, Any], body: Run, operands: list[Any], more: Any
     again = jax.jit(
         call,
         in_shardings=(*params["in_shardings"], None),
-        out_shardings=list(params["out_shardings"]),
+        out_shardings=[*params["out_shardings"], *[None] * more],
         donate_argnums=donated,
         keep_unused=params["keep_unused"],
         inline=params["inline"],
     )
-    return again(*operands, more)  # type: ignore[no-any-return]
+    return again(*operands, given)  # type: ignore[no-any-return]
 
 
 def closed_jaxpr(program: Any) -> Any:

@@ -72,6 +72,8 @@ class Running:
         origins: what operations have said of their results, for those that read them.
         states: what each use of a parameter reads of its scaling, and its slots, by path and number.
         level: how many counted loops and meshes stand around.
+        seen: what uses have observed of data and parameters, by use and operand, if it is to be told in the forward
+            pass; None where it is the gradient of slots.
     """
 
     def __init__(
@@ -81,8 +83,10 @@ class Running:
         states: Mapping[Any, Any],
         level: int = 0,
         origins: Mapping[Value, Origin] = MappingProxyType({}),
+        forward: bool = False,
     ) -> None:
         self._plan, self.states, self._level = plan, states, level
+        self.seen: dict[tuple[Any, str], Any] | None = {} if forward else None
         self._arrays: dict[Value, Any] = dict(zip(plan.graph.inputs, arrays, strict=True))
         self.origins: dict[Value, Origin] = dict(origins)
         self._shared: dict[Any, Any] = {}
@@ -142,11 +146,21 @@ class Running:
             (carried, arrays), plan = more, bodies[place]
             origins = {plan.graph.inputs[i]: rebuild(arrays[place][i]) for i, (_, rebuild) in moved[place].items()}
             both = {key: [a if b is None else b for a, b in zip(carried[key], rows[key], strict=True)] for key in rows}
-            return Running(plan, inputs, both, self._level + counted, origins).outputs()
+            inner = Running(plan, inputs, both, self._level + counted, origins, self.seen is not None)
+            outputs, seen = inner.outputs(), inner.seen or {}
+            # Of a use in another branch nothing is seen: zeros, as slots are.
+            return [*outputs, *(seen.get((key, o), getattr(both[key][1], o)) for key, o in told)]
 
+        told = [(key, o) for key in rows for o in ("x", "w") if self.seen is not None and self._observes(key, o)]
         operands = [self.array(value) for value in node.operands]
         runs = [functools.partial(run, place) for place in range(len(bodies))]
-        return primitives.run_again(node.eqn, operands, runs, (carried, arrays), rows)
+        results = primitives.run_again(node.eqn, operands, runs, (carried, arrays), rows, len(told))
+        if self.seen is not None:
+            self.seen |= dict(zip(told, results[len(node.results) :], strict=False))
+        return results[: len(node.results)]
+
+    def _observes(self, key: Any, operand: str) -> bool:
+        return getattr(self.states[key][1], operand) is not None
 
     def _facts(self, body: Graph) -> dict[int, Origin]:
         """What is known of the inputs of a nested program, by their places."""
