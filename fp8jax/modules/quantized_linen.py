@@ -23,7 +23,7 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
         raise ValueError("quantize the module before it is bound to variables")
     if hasattr(type(module), "_fp8jax_rules"):
         raise ValueError("the model is quantized already; give the rules to the model it was made from")
-    return _as(_subclass(type(module), ordered(rules, layers)), module)
+    return _again(module, ordered(rules, layers))  # type: ignore[no-any-return]
 
 
 def unquantize(module: Model) -> Model:
@@ -31,7 +31,7 @@ def unquantize(module: Model) -> Model:
     plain = getattr(type(module), "_fp8jax_plain", None)
     if plain is None:
         raise ValueError(f"{type(module).__name__} is not quantized")
-    return _as(plain, module)
+    return _as(plain, module)  # type: ignore[no-any-return]
 
 
 def _as(cls: Any, module: Any) -> Any:
@@ -41,7 +41,8 @@ def _as(cls: Any, module: Any) -> Any:
 
 
 def _again(module: Any, rules: Ordered) -> Any:
-    return _as(_subclass(type(module), rules), module)
+    cls: Any = type(module)
+    return _as(_subclass(cls, rules), module)
 
 
 @functools.lru_cache(maxsize=256)

@@ -103,7 +103,9 @@ def layer_path(path: str, modules: bool = False) -> str:
 
 
 def plan(
-    graph: Graph, rules: Ordered, caller: Caller = Caller()  # noqa: B008
+    graph: Graph,
+    rules: Ordered,
+    caller: Caller = Caller(),  # noqa: B008
 ) -> tuple[dict[Node, Entry], dict[Use, Linear]]:
     """Puts operations of the rules' recipes into a graph.
 
@@ -257,7 +259,8 @@ def _made(value: Value, counts: dict[Value, int]) -> Value:
         last = kind in CASTS and counts.get(source, 0) < 2 and source.kind in FUNCTIONS
         if last or not (kind in (*CASTS, *MARKS) or (kind in RESHAPES and in_order(value.node))):
             return value
-        value = before(value, (kind,))
+        barrier = kind == "optimization_barrier"
+        value = value.node.operands[value.node.results.index(value)] if barrier else source
         while value.outer is not None and value.once:
             value = value.outer
     return value

@@ -178,3 +178,16 @@ def test_a_norm_outside_and_its_products_inside_are_one(around):
     fast = fp8jax.transform(there, "coat")
     assert [e.reads for e in fast.explain(p, X).quantized if e.product] == ["RMSNorm", "RMSNorm"]
     assert_equal(gradients(fast, p, X), gradients(fp8jax.transform(here, "coat"), p, X))
+
+
+def test_a_norm_in_sixteen_bits_that_is_read_in_more_is_made_again():
+    """The cast that ends the norm is part of it, that of its reader is none."""
+    w = PARAMS["q"]["kernel"]
+
+    def layer(w, x):
+        y = (x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)).astype(jnp.bfloat16)
+        return y.astype(jnp.float32) @ w
+
+    fast = fp8jax.transform(layer, "coat")
+    codes = [s for d, s in residuals(fast, w, X.astype(jnp.float32)) if d == "uint8"]
+    assert len(codes) == 1  # of what the norm reads
