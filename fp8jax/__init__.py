@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from fp8jax import dist as dist
+from fp8jax import lora as lora
 from fp8jax import recipes as recipes
 from fp8jax.core import flax_state as _flax_state
 from fp8jax.core import formats as formats
@@ -28,6 +29,8 @@ from fp8jax.modules.functions import ragged_dot as ragged_dot
 from fp8jax.modules.functions import rms_norm as rms_norm
 from fp8jax.modules.functions import scaled_linear as scaled_linear
 from fp8jax.ops.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from fp8jax.ops.frozen import FrozenWeight as FrozenWeight
+from fp8jax.ops.frozen import freeze as freeze
 from fp8jax.ops.product import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.product import quantize_weight as quantize_weight
 from fp8jax.ops.saveable import CHECKPOINT_NAMES as CHECKPOINT_NAMES

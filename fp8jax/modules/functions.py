@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from fp8jax.modules.provenance import REGISTRY
 from fp8jax.ops import activation as activations
 from fp8jax.ops import linear as products
-from fp8jax.ops import norm, ragged, scaled, transformer
+from fp8jax.ops import lora, norm, ragged, scaled, transformer
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,3 +37,4 @@ attention_output = _knowing(transformer.attention_output)
 glu_linear = _knowing(transformer.glu_linear)
 linear = _knowing(products.linear)
 ragged_dot = _knowing(ragged.ragged_dot)
+lora_linear = _knowing(lora.lora_linear)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from fp8jax.core import blocks, derivatives
 from fp8jax.core.blocks import as_row
 from fp8jax.core.recipe import SAME, Linear, Recipe
+from fp8jax.ops.frozen import FrozenWeight, frozen_product
 from fp8jax.ops.product import QuantizedWeight, input_source, multiply, product
 from fp8jax.ops.saved import BLANK, Origin, Provenance
 from fp8jax.ops.sharding import merge, merged, place, product_sharding, spec_of, split, turn
@@ -22,7 +23,7 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 
 def linear(
     x: Array,
-    w: Array,
+    w: Array | FrozenWeight,
     *,
     recipe: Recipe | Linear | str,
     bias: Array | None = None,
@@ -35,7 +36,7 @@ def linear(
 
     Args:
         x: (..., inputs), any floating dtype.
-        w: (inputs, outputs).
+        w: (inputs, outputs); or what `fp8jax.freeze` made of it, which has no gradient.
         recipe: a `Recipe`, its part `Linear`, or a preset's name.
         bias: (outputs,), added in the dtype of the result.
         key: PRNG key for recipes that round stochastically. Inside `jax.shard_map` fold the index of the replica
@@ -50,10 +51,16 @@ def linear(
         (..., outputs) in the dtype of `x`. Gradients have the dtypes of what they are gradients of.
 
     Raises:
-        ValueError: shapes do not match, a key is missing, or `quantized` is of another weight's shape or recipe.
+        ValueError: shapes do not match, a key is missing, or `quantized` is of another weight's shape or recipe; or
+            codes of a frozen weight and of the recipe do not go together.
     """
     spec = output_spec(x, w, out_sharding)
-    y = product(rows(x, w), w, stateless(recipe), key, source=x, quantized=quantized, spec=spec, known=known)
+    if isinstance(w, FrozenWeight):
+        if quantized is not None:
+            raise ValueError("a frozen weight is quantized already: leave out quantized=")
+        y = frozen_product(rows(x, w), w, stateless(recipe), key, source=x, spec=spec, known=known)
+    else:
+        y = product(rows(x, w), w, stateless(recipe), key, source=x, quantized=quantized, spec=spec, known=known)
     return y if bias is None else y + as_row(bias.astype(y.dtype), y.ndim)
 
 
@@ -252,15 +259,17 @@ def content_key(x: Array) -> Array:
     return jax.random.key(blocks.on_logical_array(draw, lax.stop_gradient(x), like=[()])[0])
 
 
-def rows(x: Array, w: Array) -> Array:
+def rows(x: Array, w: Array | FrozenWeight) -> Array:
     """The input (..., inputs) as a matrix (tokens, inputs); raises ValueError where it does not fit the weight."""
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
     return merge(x, x.ndim - 1, 1)
 
 
-def output_spec(x: Array, w: Array, out_sharding: Any) -> tuple[Any, ...] | None:
+def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: Any) -> tuple[Any, ...] | None:
     """The sharding of x @ w: see `fp8jax.ops.sharding.product_sharding`."""
+    if isinstance(w, FrozenWeight):
+        return product_sharding(x, w.codes, (((x.ndim - 1,), (1,)), ((), ())), out_sharding)
     return product_sharding(x, w, (((x.ndim - 1,), (0,)), ((), ())), out_sharding)
 
 

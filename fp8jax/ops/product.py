@@ -152,7 +152,7 @@ def input_source(
     # Layers whose scales come from states of their own share codes under that of the first one.
     strategy, fixed = side.strategy if scale is None else recipe.strategy("x"), scale
     scale = origin.scale_for(recipe) if scale is None else scale
-    subkey = None if side.saved is None else _subkey(key, side.saved, "saved")
+    subkey = None if side.saved is None else key_for(key, side.saved, "saved")
 
     def share(make: Callable[[], Any]) -> Any:
         others = scale if fixed is None else None, None if subkey is None else key
@@ -189,7 +189,7 @@ def multiply(
         through = None
     value, through, w = vary_alike(value, through, w)  # type: ignore[assignment]
     noisy = [s for s in (recipe.spec("dy"), recipe.spec("dy_wgrad")) if s is not None and s.rounding == "stochastic"]
-    noise = _subkey(key, noisy[0], "dy") if noisy else None
+    noise = key_for(key, noisy[0], "dy") if noisy else None
     spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
     how = How(recipe, through is not None, passes, spec, known)
     y, passed = _product(how, value, through, w, of_x, of_w, noise, scales)
@@ -208,7 +208,7 @@ def fall_back(
     spec, saved = side.forward, side.saved
     assert spec is not None
     assert saved is not None
-    subkey = _subkey(key, saved, "saved")
+    subkey = key_for(key, saved, "saved")
     quantizer = functools.partial(fallback.quantize, *lax.stop_gradient((x,)), spec, lax.stop_gradient(threshold))
     pairs: list[Pair] = []
 
@@ -380,7 +380,12 @@ def _row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:
     return 1.01 * bound
 
 
-def _subkey(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
+def key_for(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
+    """The key for codes of one use, "saved" or "dy"; None where their spec rounds to nearest.
+
+    Raises:
+        ValueError: it rounds stochastically, and there is no key.
+    """
     if spec.rounding != "stochastic":
         return None
     if key is None:

@@ -1,0 +1,19 @@
+"""Low-rank adapters on weights that are held as 8-bit codes and not trained.
+
+    base = fp8jax.lora.freeze(params, "e4m3:block128", targets=r".*/kernel")       # a byte a parameter
+    adapters = fp8jax.lora.init(key, base, rank=16, alpha=32, targets=r".*/(q|v)/kernel")
+    y = fp8jax.lora.linear(x, base["q"]["kernel"], adapters["q/kernel"], recipe="te_current")
+    params = fp8jax.lora.merge(base, adapters, jnp.bfloat16)
+
+Differentiate with respect to `adapters`, and give the optimizer these alone.
+"""
+
+from fp8jax.modules.functions import lora_linear as linear
+from fp8jax.ops.lora import Adapter as Adapter
+from fp8jax.ops.lora import freeze_weights as freeze
+from fp8jax.ops.lora import init_adapter as init_adapter
+from fp8jax.ops.lora import init_adapters as init
+from fp8jax.ops.lora import merge_adapter as merge_adapter
+from fp8jax.ops.lora import merge_adapters as merge
+
+__all__ = ["Adapter", "freeze", "init", "init_adapter", "linear", "merge", "merge_adapter"]

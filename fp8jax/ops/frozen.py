@@ -1,0 +1,175 @@
+"""Products with a weight that is not trained: one copy of its codes serves both of them, a byte a parameter.
+
+Nothing is kept for the gradient of such a weight, neither of the weight nor of the input, and there is no copy of it in
+a wider format. Codes are those of the transposed matrix, (outputs, inputs), as 8-bit matrix units read them in the
+forward product; under recomputation that runs twice, and the backward product, which reads them transposed, once.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from fp8jax.core import derivatives, formats
+from fp8jax.core.qtensor import QTensor
+from fp8jax.core.recipe import Linear
+from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.ops import fused
+from fp8jax.ops.matmul import Operand, matmul
+from fp8jax.ops.operand import Source, encode, input_side
+from fp8jax.ops.product import input_source, key_for
+from fp8jax.ops.quantize import quantize, transpose
+from fp8jax.ops.saveable import PRODUCT
+from fp8jax.ops.saved import BLANK, Provenance, from_bytes, to_bytes
+from fp8jax.ops.sharding import Kind, merged, product_sharding, split
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FrozenWeight:
+    """A weight that is not trained, as codes: `freeze` makes it, `fp8jax.linear` multiplies it.
+
+    Attributes:
+        codes: of the transposed matrix, (..., outputs, inputs), as bytes, which may enter differentiated functions.
+            Leading axes stack weights, as of the layers of a scanned model, with scales of their own.
+    """
+
+    codes: QTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(..., inputs, outputs)."""
+        *stacked, outputs, inputs = self.codes.shape
+        return (*stacked, inputs, outputs)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes
+
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
+        """The values, (..., inputs, outputs)."""
+        decode = lambda q: from_bytes(q).dequantize(dtype).T  # noqa: E731
+        for _ in self.shape[:-2]:
+            decode = jax.vmap(decode)
+        return decode(self.codes)  # type: ignore[no-any-return]
+
+
+def freeze(w: Array, spec: QuantSpec | str = "e4m3") -> FrozenWeight:
+    """A weight as codes of 8 bits, rounded to nearest under scales of its own.
+
+    Args:
+        w: (..., inputs, outputs), floating; leading axes stack weights.
+        spec: of the transposed matrix: "e4m3", "e4m3:token" (a scale an output), "e4m3:block128", "e4m3:group128"
+            (along the contraction), "e4m3:mx32", or the same of int8.
+
+    Raises:
+        ValueError: the weight is no matrix, or the spec has other than 8 bits or rounds stochastically.
+    """
+    spec = QuantSpec.parse(spec)
+    if w.ndim < 2:
+        raise ValueError(f"freeze takes weights (..., inputs, outputs), not an array of shape {w.shape}")
+    if formats.get(spec.format).bits != 8 or spec.rounding != "nearest" or spec.stacked or spec.axis != -1:
+        raise ValueError(f"a frozen weight has 8-bit codes rounded to nearest along its last axis, not {spec}")
+
+    def one(w: Array) -> QTensor:
+        turned = quantize(lax.stop_gradient(w), None, spec)[1]
+        assert turned is not None
+        return to_bytes(turned)
+
+    for _ in w.shape[:-2]:
+        one = jax.vmap(one)
+    return FrozenWeight(one(w))
+
+
+class _How(NamedTuple):
+    recipe: Linear
+    spec: tuple[Any, ...] | None
+
+
+class _Saved(NamedTuple):
+    codes: QTensor
+    kind: Kind
+    key: Array | None
+
+
+def frozen_product(
+    x: Array,
+    w: FrozenWeight,
+    recipe: Linear,
+    key: Array | None = None,
+    source: Array | None = None,
+    spec: tuple[Any, ...] | None = None,
+    known: Provenance = BLANK,
+) -> Array:
+    """x @ w, differentiable in x alone.
+
+    Inputs and gradients are quantized as the recipe says, the weight is as it is. The gradient of the input reads the
+    same codes: transposed where their scales serve that (a tensor, blocks, or an output's, which then are part of the
+    gradient that is quantized), else decoded to 16 bits for the time of the product.
+
+    Args:
+        x: (tokens, inputs). w: a weight (inputs, outputs).
+        recipe: its specs of "x" and "dy"; where there is none, codes are decoded to 16 bits for that product.
+        key, source, spec, known: as of `fp8jax.ops.product.product`.
+
+    Raises:
+        ValueError: the recipe's codes are integers and the weight's are not, or the reverse; or a key is missing.
+    """
+    of_w, x_spec, dy_spec = w.codes.spec, recipe.spec("x"), recipe.spec("dy")
+    for name, other in (("x", x_spec), ("dy", dy_spec)):
+        if other is not None and formats.get(other.format).is_float != formats.get(of_w.format).is_float:
+            raise ValueError(
+                f"linear.{name}={other} and a frozen weight of {of_w} are floating and integer codes: freeze the weight "
+                f"in the recipe's kind of format, or take recipe 'bf16', which decodes it"
+            )
+    value, of_x = input_source(x, recipe, key, source, known=known)
+    noise = key_for(key, dy_spec, "dy") if dy_spec is not None else None
+    how = _How(recipe, spec or product_sharding(value, w.codes, (((value.ndim - 1,), (1,)), ((), ()))))
+    return derivatives.passed("a product", _product(how, value, w.codes, of_x, noise), value)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(how: _How, value: Array, codes: QTensor, of_x: Source, key: Array | None) -> Array:
+    return _forward(how, value, codes, of_x, key)[0]
+
+
+def _forward(how: _How, value: Array, codes: QTensor, of_x: Source, key: Array | None) -> tuple[Array, _Saved]:
+    x, recipe = fused.matrix(value), how.recipe
+    spec = merged(how.spec, (value.ndim - 1, 1))
+    rows = of_x.forward(x, input_side(recipe))
+    y = matmul(rows, from_bytes(codes), dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
+    y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
+    return derivatives.refuse(derivatives.TWICE, y, value), _Saved(codes, Kind.of(value), key)
+
+
+def _backward(how: _How, saved: _Saved, dy: Array) -> tuple[Any, ...]:
+    recipe, kind, lead = how.recipe, saved.kind, dy.shape[:-1]
+    rows, columns = _backward_operands(fused.matrix(dy), from_bytes(saved.codes), recipe, saved.key)
+    fast = "dgrad" in recipe.fast_accumulation
+    dx = matmul(rows, columns, dtype=kind.dtype, fast=fast, spec=merged(kind.spec, (len(lead), 1)))
+    return split(dx, (*lead, dx.shape[-1]), kind.spec), None, None, None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _backward_operands(dy: Array, w: QTensor, recipe: Linear, key: Array | None) -> tuple[Operand, Operand]:
+    """The operands of the input's gradient, dy (tokens, outputs) and the weight (inputs, outputs), or decoded ones."""
+    spec = recipe.spec("dy")
+    if w.spec.granularity == "token" and not w.spec.expand:
+        dy = (dy.astype(jnp.float32) * w.scale.astype(jnp.float32).T).astype(dy.dtype)
+        plain = dataclasses.replace(w.spec, granularity="tensor", scale_format="fp32")
+        w = dataclasses.replace(w, scale=jnp.ones((1, 1), jnp.float32), spec=plain)
+    if w.spec.granularity not in TRANSPOSABLE or w.spec.expand:
+        return dy, w.dequantize(jnp.float32 if dy.dtype == jnp.float32 else jnp.bfloat16).T
+    return encode(dy, spec, recipe.own_strategy("dy"), key=key), transpose(w)
