@@ -91,12 +91,12 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3") -> FrozenWeight:
     return FrozenWeight(one(w))
 
 
-class _How(NamedTuple):
+class _FrozenHow(NamedTuple):
     recipe: Linear
     spec: tuple[Any, ...] | None
 
 
-class _Saved(NamedTuple):
+class _FrozenResiduals(NamedTuple):
     codes: QTensor
     kind: Kind
     key: Array | None
@@ -129,30 +129,32 @@ def frozen_product(
     for name, other in (("x", x_spec), ("dy", dy_spec)):
         if other is not None and formats.get(other.format).is_float != formats.get(of_w.format).is_float:
             raise ValueError(
-                f"linear.{name}={other} and a frozen weight of {of_w} are floating and integer codes: freeze the weight "
-                f"in the recipe's kind of format, or take recipe 'bf16', which decodes it"
+                f"linear.{name}={other} and a frozen weight of {of_w} are floating and integer codes: freeze the "
+                f"weight in a format of the recipe's kind, or take recipe 'bf16', which decodes it"
             )
     value, of_x = input_source(x, recipe, key, source, known=known)
     noise = key_for(key, dy_spec, "dy") if dy_spec is not None else None
-    how = _How(recipe, spec or product_sharding(value, w.codes, (((value.ndim - 1,), (1,)), ((), ()))))
+    how = _FrozenHow(recipe, spec or product_sharding(value, w.codes, (((value.ndim - 1,), (1,)), ((), ()))))
     return derivatives.passed("a product", _product(how, value, w.codes, of_x, noise), value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: _How, value: Array, codes: QTensor, of_x: Source, key: Array | None) -> Array:
+def _product(how: _FrozenHow, value: Array, codes: QTensor, of_x: Source, key: Array | None) -> Array:
     return _forward(how, value, codes, of_x, key)[0]
 
 
-def _forward(how: _How, value: Array, codes: QTensor, of_x: Source, key: Array | None) -> tuple[Array, _Saved]:
+def _forward(
+    how: _FrozenHow, value: Array, codes: QTensor, of_x: Source, key: Array | None
+) -> tuple[Array, _FrozenResiduals]:
     x, recipe = fused.matrix(value), how.recipe
     spec = merged(how.spec, (value.ndim - 1, 1))
     rows = of_x.forward(x, input_side(recipe))
     y = matmul(rows, from_bytes(codes), dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
     y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
-    return derivatives.refuse(derivatives.TWICE, y, value), _Saved(codes, Kind.of(value), key)
+    return derivatives.refuse(derivatives.TWICE, y, value), _FrozenResiduals(codes, Kind.of(value), key)
 
 
-def _backward(how: _How, saved: _Saved, dy: Array) -> tuple[Any, ...]:
+def _backward(how: _FrozenHow, saved: _FrozenResiduals, dy: Array) -> tuple[Any, ...]:
     recipe, kind, lead = how.recipe, saved.kind, dy.shape[:-1]
     rows, columns = _backward_operands(fused.matrix(dy), from_bytes(saved.codes), recipe, saved.key)
     fast = "dgrad" in recipe.fast_accumulation
