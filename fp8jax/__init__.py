@@ -64,6 +64,7 @@ __version__ = "0.2.0"  # the only place of it: pyproject.toml reads it here
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "FrozenWeight",
     "QTensor",
     "QuantSpec",
     "QuantizedWeight",
@@ -83,12 +84,14 @@ __all__ = [
     "einsum",
     "formats",
     "fp8lm_adamw",
+    "freeze",
     "glu",
     "glu_linear",
     "init_scaling",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "lora",
     "measure_weights",
     "norm_linear",
     "optimizer",

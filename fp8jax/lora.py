@@ -17,3 +17,7 @@ from fp8jax.ops.lora import merge_adapter as merge_adapter
 from fp8jax.ops.lora import merge_adapters as merge
 
 __all__ = ["Adapter", "freeze", "init", "init_adapter", "linear", "merge", "merge_adapter"]
+
+
+def __dir__() -> list[str]:
+    return __all__

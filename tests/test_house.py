@@ -99,10 +99,12 @@ else:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("module", [fp8jax, fp8jax.nnx, fp8jax.linen, fp8jax.dist, fp8jax.recipes, fp8jax.formats])
+@pytest.mark.parametrize(
+    "module", [fp8jax, fp8jax.nnx, fp8jax.linen, fp8jax.dist, fp8jax.lora, fp8jax.recipes, fp8jax.formats]
+)
 def test_completion_shows_the_public_names_and_no_inner_module(module):
     names = {name for name in dir(module) if not name.startswith("__")}
-    public = {"dist", "formats", "linen", "nnx", "recipes"} if module is fp8jax else set()
+    public = {"dist", "formats", "linen", "lora", "nnx", "recipes"} if module is fp8jax else set()
     assert {name for name in names if inspect.ismodule(getattr(module, name))} == public
     assert not [name for name in names if name.startswith("_")]
     nodes = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ImportFrom)]
