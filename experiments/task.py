@@ -283,7 +283,10 @@ def schedule(optim: Optim) -> optax.Schedule:
 
 
 def decay_mask(params: Any) -> Any:
-    """True for leaves that weight decay applies to: two or more dimensions and no norm (stacked norms have two)."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: x.ndim >= 2 and "norm" not in jax.tree_util.keystr(path), params
-    )
+    """True for leaves that weight decay applies to: two or more axes, no norm, no bias (stacked, both have two)."""
+
+    def decays(path: Any, x: Any) -> bool:
+        name = jax.tree_util.keystr(path)
+        return x.ndim >= 2 and "norm" not in name and "bias" not in name
+
+    return jax.tree_util.tree_map_with_path(decays, params)

@@ -1,6 +1,7 @@
 """A plain Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied or untied head.
 
-With `norm="layer"` it is an OLMo, whose norms are LayerNorms without parameters (Groeneveld et al., 2024, section 2.1).
+Its relatives are settings of it: OLMo, whose norms are LayerNorms without parameters (Groeneveld et al., 2024, section
+2.1), OLMo 2, Mistral, Qwen2.5, Qwen3 and GPT-2. experiments/hub has the settings of each.
 
 Layers are Flax's own, stacked along a leading axis by `nnx.vmap` and run by `nnx.scan`, so that one block is compiled
 whatever the depth. Shapes stand in the names: B sequences, T positions, N = B x T tokens, D width, H query heads, K key
@@ -8,102 +9,77 @@ heads, C channels of a head, V vocabulary. The residual stream is kept as (N, D)
 weight gradient of a 2-D matrix product in bf16 and none for a 3-D one (12 times slower).
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-
-@dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of a Llama. `validate` says which combinations are possible.
-
-    Attributes:
-        vocab: rows of the embedding table.
-        dim: width of the residual stream.
-        layers: number of blocks.
-        heads: query heads; `dim / heads` channels each.
-        kv_heads: key and value heads, shared by `heads / kv_heads` query heads each.
-        mlp_dim: width inside the SwiGLU.
-        tied: whether the output head is the transposed embedding table.
-        rope_theta: base of the rotary frequencies.
-        norm_eps: added to the mean square in RMSNorm, to the variance in LayerNorm.
-        norm: "rms", with a scale, or "layer", with neither scale nor bias.
-    """
-
-    vocab: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    mlp_dim: int
-    tied: bool = False
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    norm: str = "rms"
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one head."""
-        return self.dim // self.heads
-
-    def validate(self) -> None:
-        """Raises ValueError that names the first impossible value."""
-        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "mlp_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dim % self.heads:
-            raise ValueError(f"dim {self.dim} is not divisible by heads {self.heads}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head size, got dim/heads = {self.head_dim}")
-        if self.norm not in ("rms", "layer"):
-            raise ValueError(f"norm must be rms or layer, got {self.norm!r}")
-
-
-def rope_tables(length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every rotary angle: two float32 arrays (length, head_dim / 2)."""
-    frequency_c = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle_TxC = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency_c[None, :]
-    return jnp.cos(angle_TxC), jnp.sin(angle_TxC)
-
-
-def apply_rope(x_BxTxHxC: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> jax.Array:
-    """Rotates channel c against channel c + C/2 by the position's angle, in float32; returns the input's dtype."""
-    first, second = jnp.split(x_BxTxHxC.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos_TxC[None, :, None, :], sin_TxC[None, :, None, :]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BxTxHxC.dtype)
-
+from experiments.models.rope import apply_rope, rope_tables
+from experiments.models.shape import LlamaConfig as LlamaConfig
 
 # Rows of an embedding table up to which a product with one-hot rows is the faster lookup.
 ONE_HOT = 1024
 
 
 def _linear(
-    inner: int, outer: int, std: float, dtype: jax.typing.DTypeLike, param_dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+    inner: int,
+    outer: int,
+    std: float,
+    dtype: jax.typing.DTypeLike,
+    param_dtype: jax.typing.DTypeLike,
+    rngs: nnx.Rngs,
+    bias: bool = False,
 ) -> nnx.Linear:
     init = nnx.initializers.normal(std)
-    return nnx.Linear(inner, outer, use_bias=False, kernel_init=init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    return nnx.Linear(inner, outer, use_bias=bias, kernel_init=init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
 
 def _norm(config: LlamaConfig, **kinds: Any) -> nnx.RMSNorm | nnx.LayerNorm:
     if config.norm == "rms":
         return nnx.RMSNorm(config.dim, epsilon=config.norm_eps, **kinds)
-    return nnx.LayerNorm(config.dim, epsilon=config.norm_eps, use_scale=False, use_bias=False, **kinds)
+    both = config.norm == "layer_bias"
+    return nnx.LayerNorm(config.dim, epsilon=config.norm_eps, use_scale=both, use_bias=both, **kinds)
 
 
-def attend(q_BxTxHxC: jax.Array, k_BxTxKxC: jax.Array, v_BxTxKxC: jax.Array, *, is_causal: bool) -> jax.Array:
-    """Softmax attention by the fastest implementation of the default device; (B, T, H, C)."""
+def attend(
+    q_BxTxHxC: jax.Array, k_BxTxKxC: jax.Array, v_BxTxKxC: jax.Array, *, is_causal: bool, window: int | None = None
+) -> jax.Array:
+    """Softmax attention by the fastest implementation of the default device; (B, T, H, C).
+
+    A causal position sees the last `window` ones, itself included; None sees all.
+    """
     # cuDNN's flash attention exists for 16-bit types on NVIDIA GPUs only.
     flash = jax.default_backend() == "gpu" and q_BxTxHxC.dtype in (jnp.bfloat16, jnp.float16)
+    seen: dict[str, Any] = {}
+    if window is not None and window < q_BxTxHxC.shape[1]:
+        seen = {"local_window_size": (window - 1, 0)}
     return jax.nn.dot_product_attention(
-        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=is_causal, implementation="cudnn" if flash else "xla"
+        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=is_causal, implementation="cudnn" if flash else "xla", **seen
     )
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions so far, of all layers.
+
+    Attributes:
+        keys, values: (layers, B, S, K, C), of S positions at most.
+        length: int32, how many of them there are.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    length: jax.Array
+
+
+def attend_cached(
+    q_BxTxHxC: jax.Array, keys_BxSxKxC: jax.Array, values_BxSxKxC: jax.Array, start: jax.Array, window: int | None
+) -> jax.Array:
+    """As a causal `attend` of positions from `start` on to all S, of which later ones hold anything."""
+    ahead_TxS = jnp.arange(keys_BxSxKxC.shape[1])[None] - (start + jnp.arange(q_BxTxHxC.shape[1]))[:, None]
+    seen_TxS = (ahead_TxS <= 0) if window is None else (ahead_TxS <= 0) & (ahead_TxS > -window)
+    return jax.nn.dot_product_attention(q_BxTxHxC, keys_BxSxKxC, values_BxSxKxC, mask=seen_TxS[None, None])
 
 
 def products_saveable(primitive: Any, *operands: Any, **how: Any) -> bool:
@@ -164,22 +140,50 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
         rows: jax.sharding.NamedSharding | None = None,
     ) -> None:
-        self.config, self.rows, width = config, rows, config.kv_heads * config.head_dim
-        out_std = 0.02 / (2 * config.layers) ** 0.5
-        self.q = _linear(config.dim, config.dim, 0.02, dtype, param_dtype, rngs)
-        self.k = _linear(config.dim, width, 0.02, dtype, param_dtype, rngs)
-        self.v = _linear(config.dim, width, 0.02, dtype, param_dtype, rngs)
-        self.out = _linear(config.dim, config.dim, out_std, dtype, param_dtype, rngs)
+        self.config, self.rows = config, rows
+        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        out_std, of_inputs = 0.02 / (2 * config.layers) ** 0.5, config.bias in ("qkv", "all")
+        self.q = _linear(config.dim, width, 0.02, dtype, param_dtype, rngs, of_inputs)
+        self.k = _linear(config.dim, kv_width, 0.02, dtype, param_dtype, rngs, of_inputs)
+        self.v = _linear(config.dim, kv_width, 0.02, dtype, param_dtype, rngs, of_inputs)
+        self.out = _linear(width, config.dim, out_std, dtype, param_dtype, rngs, config.bias == "all")
+        if config.qk_norm:
+            sizes = (config.head_dim,) * 2 if config.qk_norm == "head" else (width, kv_width)
+            kinds: dict[str, Any] = {"epsilon": config.norm_eps, "dtype": dtype, "param_dtype": param_dtype}
+            self.q_norm, self.k_norm = (nnx.RMSNorm(size, rngs=rngs, **kinds) for size in sizes)
 
     def __call__(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> jax.Array:
-        length, channels = cos_TxC.shape[0], self.config.head_dim
+        qkv = (rows_on(x, self.rows) for x in self.heads(x_NxD, cos_TxC, sin_TxC))
+        mixed_BxTxHxC = attend(*qkv, is_causal=True, window=self.config.window)
+        return self.out(_reshaped(mixed_BxTxHxC, x_NxD.shape[0], self.config.heads * self.config.head_dim))
+
+    def extend(
+        self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What further positions give, with the keys and values of a layer's cache (B, S, K, C) after them."""
+        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC = self.heads(x_NxD, cos_TxC, sin_TxC)
+        at = (0, cache.length, 0, 0)
+        keys = jax.lax.dynamic_update_slice(cache.keys, k_BxTxKxC.astype(cache.keys.dtype), at)
+        values = jax.lax.dynamic_update_slice(cache.values, v_BxTxKxC.astype(cache.values.dtype), at)
+        mixed_BxTxHxC = attend_cached(q_BxTxHxC, keys, values, cache.length, self.config.window)
+        return self.out(mixed_BxTxHxC.reshape(x_NxD.shape[0], -1)), keys, values
+
+    def heads(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries (B, T, H, C), keys and values (B, T, K, C) of sequences as long as the tables of angles."""
+        length, config = cos_TxC.shape[0], self.config
         split = (x_NxD.shape[0] // length, length)
-        q_BxTxHxC = apply_rope(_reshaped(self.q(x_NxD), *split, self.config.heads, channels), cos_TxC, sin_TxC)
-        k_BxTxKxC = apply_rope(_reshaped(self.k(x_NxD), *split, self.config.kv_heads, channels), cos_TxC, sin_TxC)
-        v_BxTxKxC = _reshaped(self.v(x_NxD), *split, self.config.kv_heads, channels)
-        qkv = (rows_on(x, self.rows) for x in (q_BxTxHxC, k_BxTxKxC, v_BxTxKxC))
-        mixed_BxTxHxC = attend(*qkv, is_causal=True)
-        return self.out(_reshaped(mixed_BxTxHxC, *x_NxD.shape))
+
+        def turned(x: jax.Array, norm: str, heads: int) -> jax.Array:
+            if config.qk_norm == "width":
+                x = getattr(self, norm)(x)
+            x = _reshaped(x, *split, heads, config.head_dim)
+            if config.qk_norm == "head":
+                x = getattr(self, norm)(x)
+            return x if config.learned_positions else apply_rope(x, cos_TxC, sin_TxC)
+
+        q_BxTxHxC = turned(self.q(x_NxD), "q_norm", config.heads)
+        k_BxTxKxC = turned(self.k(x_NxD), "k_norm", config.kv_heads)
+        return q_BxTxHxC, k_BxTxKxC, _reshaped(self.v(x_NxD), *split, config.kv_heads, config.head_dim)
 
 
 class SwiGLU(nnx.Module):
@@ -188,17 +192,31 @@ class SwiGLU(nnx.Module):
     def __init__(
         self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, param_dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
     ) -> None:
-        out_std = 0.02 / (2 * config.layers) ** 0.5
-        self.gate = _linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs)
-        self.up = _linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs)
-        self.down = _linear(config.mlp_dim, config.dim, out_std, dtype, param_dtype, rngs)
+        out_std, bias = 0.02 / (2 * config.layers) ** 0.5, config.bias == "all"
+        self.gate = _linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs, bias)
+        self.up = _linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs, bias)
+        self.down = _linear(config.mlp_dim, config.dim, out_std, dtype, param_dtype, rngs, bias)
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x_NxD)) * self.up(x_NxD))
 
 
+class PlainMLP(nnx.Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(
+        self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, param_dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        out_std, bias = 0.02 / (2 * config.layers) ** 0.5, config.bias == "all"
+        self.up = _linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs, bias)
+        self.down = _linear(config.mlp_dim, config.dim, out_std, dtype, param_dtype, rngs, bias)
+
+    def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x_NxD)))
+
+
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+    """x + attention(norm(x)), then x + MLP(norm(x)); with norms after, x + norm(attention(x)) and so on."""
 
     def __init__(
         self,
@@ -210,16 +228,31 @@ class Block(nnx.Module):
         rows: jax.sharding.NamedSharding | None = None,
     ) -> None:
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.rows = rows
+        self.rows, self.norm_after = rows, config.norm_after
         self.attention_norm = _norm(config, **kinds)
         self.attention = Attention(config, rows=rows, **kinds)
         self.mlp_norm = _norm(config, **kinds)
-        self.mlp = SwiGLU(config, **kinds)
+        self.mlp = SwiGLU(config, **kinds) if config.mlp == "swiglu" else PlainMLP(config, **kinds)
 
     def __call__(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> jax.Array:
         x_NxD = rows_on(x_NxD, self.rows)
+        if self.norm_after:
+            x_NxD = x_NxD + self.attention_norm(self.attention(x_NxD, cos_TxC, sin_TxC))
+            return x_NxD + self.mlp_norm(self.mlp(x_NxD))
         x_NxD = x_NxD + self.attention(self.attention_norm(x_NxD), cos_TxC, sin_TxC)
         return x_NxD + self.mlp(self.mlp_norm(x_NxD))
+
+    def extend(
+        self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """As `Attention.extend`."""
+        if self.norm_after:
+            mixed_NxD, keys, values = self.attention.extend(x_NxD, cos_TxC, sin_TxC, cache)
+            x_NxD = x_NxD + self.attention_norm(mixed_NxD)
+            return x_NxD + self.mlp_norm(self.mlp(x_NxD)), keys, values
+        mixed_NxD, keys, values = self.attention.extend(self.attention_norm(x_NxD), cos_TxC, sin_TxC, cache)
+        x_NxD = x_NxD + mixed_NxD
+        return x_NxD + self.mlp(self.mlp_norm(x_NxD)), keys, values
 
 
 class Around(Protocol):
@@ -276,6 +309,9 @@ class Llama(nnx.Module):
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         init = nnx.initializers.normal(0.02)
         self.embed = Embed(config.vocab, config.dim, embedding_init=init, rngs=rngs, **kinds)
+        if config.learned_positions:
+            size = config.learned_positions, config.dim
+            self.embed_position = nnx.Embed(*size, embedding_init=init, rngs=rngs, **kinds)
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -294,7 +330,7 @@ class Llama(nnx.Module):
 
     def decode(self, x_NxD: jax.Array, length: int) -> jax.Array:
         """Embedded sequences of a length T, one after the other in N, to what the head reads, (N, D)."""
-        cos_TxC, sin_TxC = rope_tables(length, self.config.head_dim, self.config.rope_theta)
+        x_NxD, cos_TxC, sin_TxC = self.placed(x_NxD, length)
 
         def block(layer: Block, x_NxD: jax.Array) -> jax.Array:
             if self.around is not None:
@@ -306,6 +342,42 @@ class Llama(nnx.Module):
             block = nnx.remat(block, policy=products_saveable if self.remat == "products" else policy)
         x_NxD = nnx.scan(block, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, unroll=self.unroll)(self.layers, x_NxD)
         return self.norm(rows_on(x_NxD, self.rows))
+
+    def placed(
+        self, x_NxD: jax.Array, length: int, start: jax.typing.ArrayLike = 0
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Embedded sequences with learned positions from `start` on, if there are any, and the tables of rotary ones.
+
+        Raises:
+            ValueError: a sequence is longer than the table of learned positions.
+        """
+        config, learned = self.config, self.config.learned_positions
+        if learned:
+            if length > learned:
+                raise ValueError(f"a sequence of {length} tokens is longer than the {learned} positions of the model")
+            place_TxD = self.embed_position(jnp.asarray(start) + jnp.arange(length))
+            x_NxD = x_NxD + jnp.tile(place_TxD, (x_NxD.shape[0] // length, 1))
+        return x_NxD, *rope_tables(length, config.head_dim, config.rope_theta, config.rope_scaling, start)
+
+    def cache(self, batch: int, length: int) -> Cache:
+        """An empty cache for `extend`, of `batch` sequences of at most `length` tokens."""
+        config = self.config
+        shape = (config.layers, batch, length, config.kv_heads, config.head_dim)
+        dtype = self.embed.dtype
+        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros([], jnp.int32))
+
+    def extend(self, tokens_BxT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Logits (B, V) after the last of further tokens, with a cache that has them; its length must leave room."""
+        batch, length = tokens_BxT.shape
+        x_NxD, cos_TxC, sin_TxC = self.placed(self.embed(tokens_BxT.reshape(-1)), length, cache.length)
+
+        def block(layer: Block, x_NxD: jax.Array, keys: jax.Array, values: jax.Array) -> Any:
+            return layer.extend(x_NxD, cos_TxC, sin_TxC, Cache(keys, values, cache.length))
+
+        scan = nnx.scan(block, in_axes=(0, nnx.Carry, 0, 0), out_axes=(nnx.Carry, 0, 0))
+        x_NxD, keys, values = scan(self.layers, x_NxD, cache.keys, cache.values)
+        last_BxD = self.norm(x_NxD.reshape(batch, length, -1)[:, -1])
+        return self.logits(last_BxD), Cache(keys, values, cache.length + length)
 
     def logits(self, x_NxD: jax.Array) -> jax.Array:
         """What `decode` returned to logits (N, V)."""

@@ -23,7 +23,7 @@ from scipy import stats  # type: ignore[import-untyped]
 import fp8jax
 from experiments import config, data, evaluate, flags, report, train
 from experiments.config import UserError
-from experiments.models.llama import Llama, rope_tables
+from experiments.models.llama import Llama, SwiGLU, rope_tables
 from experiments.tables import common
 from experiments.tables.common import Row
 from experiments.tables.int8_fallback import extremes
@@ -116,6 +116,7 @@ def inputs(model: Llama, tokens_BxT: jax.Array) -> dict[str, np.ndarray]:
     activations: dict[str, list[jax.Array]] = {"q, k and v": [], "gate and up": [], "down": []}
     for i in range(model.config.layers):
         layer = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
+        assert isinstance(layer.mlp, SwiGLU)
         activations["q, k and v"].append(layer.attention_norm(x_NxD))
         x_NxD = x_NxD + layer.attention(activations["q, k and v"][-1], *tables)
         activations["gate and up"].append(layer.mlp_norm(x_NxD))

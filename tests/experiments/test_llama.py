@@ -62,7 +62,7 @@ def test_unknown_size_is_an_error_that_lists_the_sizes():
         ("kv_heads", 3, "heads 4 is not divisible by kv_heads 3"),
         ("dim", 12, "even head size"),
         ("vocab", -1, "vocab must be at least 1, got -1"),
-        ("norm", "none", "norm must be rms or layer, got 'none'"),
+        ("norm", "none", "norm must be rms or layer or layer_bias, got 'none'"),
     ],
 )
 def test_impossible_shapes_are_errors_that_name_the_value(field, value, message):

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import fp8jax
 from experiments import config, folders, generate, report, train
 from experiments import task as tasks
-from experiments.models.llama import LlamaConfig
+from experiments.models.llama import Llama, LlamaConfig
 from experiments.task import Task
 
 TINY = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
@@ -100,6 +101,12 @@ def test_weight_decay_spares_norms_and_nothing_else(task):
     mask = tasks.decay_mask(task.init().params)
     spared = {jax.tree_util.keystr(path) for path, decayed in jax.tree.leaves_with_path(mask) if not decayed}
     assert spared == {"['norm']['scale']", "['layers']['attention_norm']['scale']", "['layers']['mlp_norm']['scale']"}
+
+
+def test_weight_decay_spares_biases_of_stacked_layers_too():
+    model = nnx.eval_shape(lambda: Llama(dataclasses.replace(TINY, bias="qkv"), rngs=nnx.Rngs(0)))
+    mask = tasks.decay_mask(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    assert mask["layers"]["attention"]["q"] == {"kernel": True, "bias": False}
 
 
 def test_run_leaves_its_files(finished):

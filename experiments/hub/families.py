@@ -1,0 +1,278 @@
+"""The families of checkpoints: to add one, add a record to `ALL`, and a case to tests/experiments/hub_cases.py.
+
+A record says how config.json makes a `LlamaConfig` and the reverse, and what each tensor there is called here. Matrices
+lie there as (outputs, inputs), here as (inputs, outputs), and layers are stacked here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments.config import UserError
+from experiments.hub.fields import Fields, rope_fields
+from experiments.models.shape import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        name: theirs; "{}" is the layer's number.
+        paths: the leaves here that lie in it, one after the other along its outputs.
+        turned: whether it is (outputs, inputs).
+        linear: whether it is the weight of a linear layer other than the head, which 8-bit formats quantize.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    turned: bool = False
+    linear: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        """Whether there is one in each layer."""
+        return "{}" in self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What checkpoints of a `model_type` have in common.
+
+    Attributes:
+        name: `model_type`.
+        architecture: the class of transformers.
+        read: fields of config.json to a shape.
+        write: a shape to fields of config.json; what it cannot say, `read` does not give back.
+        tensors: a shape's tensors.
+        unused: names of tensors, by their ends, that older files hold and nobody reads: buffers.
+        prefix: of names, which some files leave out.
+    """
+
+    name: str
+    architecture: str
+    read: Callable[[Fields], LlamaConfig]
+    write: Callable[[LlamaConfig], dict[str, Any]]
+    tensors: Callable[[LlamaConfig], Iterator[Tensor]]
+    unused: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    prefix: str = "model."
+
+
+def _llama(fields: Fields, bias: str = "", **settings: Any) -> LlamaConfig:
+    """What all families but GPT-2 name alike."""
+    theta, scaling = fields.rope()
+    fields.only("hidden_act", "silu", default="silu")
+    fields.only("attention_bias", False)
+    fields.only("mlp_bias", False)
+    heads, dim = fields.number("num_attention_heads"), fields.number("hidden_size")
+    channels = fields.number("head_dim", None)
+    return LlamaConfig(
+        vocab=fields.number("vocab_size"),
+        dim=dim,
+        layers=fields.number("num_hidden_layers"),
+        heads=heads,
+        kv_heads=fields.number("num_key_value_heads", heads),
+        mlp_dim=fields.number("intermediate_size"),
+        tied=fields.take("tie_word_embeddings", False),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=settings.pop("norm_eps", None) or fields.number("rms_norm_eps"),
+        channels=None if channels is None or channels * heads == dim else channels,
+        bias=bias,
+        **settings,
+    )
+
+
+def _llama_fields(config: LlamaConfig, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab,
+        "hidden_size": config.dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        **rope_fields(config.rope_theta, config.rope_scaling),
+        **more,
+    }
+
+
+def _linear(name: str, *paths: str, bias: bool = False, turned: bool = True) -> Iterator[Tensor]:
+    yield Tensor(f"{name}.weight", tuple(f"{path}.kernel" for path in paths), turned, linear=True)
+    if bias:
+        yield Tensor(f"{name}.bias", tuple(f"{path}.bias" for path in paths))
+
+
+def _llama_tensors(config: LlamaConfig) -> Iterator[Tensor]:
+    yield Tensor("model.embed_tokens.weight", ("embed.embedding",))
+    layer, ours = "model.layers.{}.", "layers."
+    for name in ("q", "k", "v"):
+        yield from _linear(f"{layer}self_attn.{name}_proj", f"{ours}attention.{name}", bias=config.bias == "qkv")
+    yield from _linear(f"{layer}self_attn.o_proj", f"{ours}attention.out")
+    for name in ("gate", "up", "down"):
+        yield from _linear(f"{layer}mlp.{name}_proj", f"{ours}mlp.{name}")
+    if config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield Tensor(f"{layer}self_attn.{name}.weight", (f"{ours}attention.{name}.scale",))
+    if config.norm == "rms":
+        after = ("post_attention_layernorm", "post_feedforward_layernorm")
+        first, second = after if config.norm_after else ("input_layernorm", "post_attention_layernorm")
+        yield Tensor(f"{layer}{first}.weight", (f"{ours}attention_norm.scale",))
+        yield Tensor(f"{layer}{second}.weight", (f"{ours}mlp_norm.scale",))
+        yield Tensor("model.norm.weight", ("norm.scale",))
+    if not config.tied:
+        yield Tensor("lm_head.weight", ("head.kernel",), turned=True)
+
+
+def _qwen(fields: Fields, **settings: Any) -> LlamaConfig:
+    # Without use_sliding_window the window is of no effect.
+    fields.only("use_sliding_window", False)
+    fields.take("sliding_window", None)
+    fields.take("max_window_layers", None)
+    fields.layers("full_attention")
+    return _llama(fields, **settings)
+
+
+def _olmo(fields: Fields) -> LlamaConfig:
+    fields.only("clip_qkv")
+    return _llama(fields, norm="layer", norm_eps=1e-5)
+
+
+def _gpt2(fields: Fields) -> LlamaConfig:
+    fields.only("activation_function", "gelu_new", default="gelu_new")
+    fields.only("scale_attn_weights", True)
+    fields.only("scale_attn_by_inverse_layer_idx", False)
+    fields.only("add_cross_attention", False)
+    heads, dim = fields.number("n_head"), fields.number("n_embd")
+    return LlamaConfig(
+        vocab=fields.number("vocab_size"),
+        dim=dim,
+        layers=fields.number("n_layer"),
+        heads=heads,
+        kv_heads=heads,
+        mlp_dim=fields.number("n_inner", 4 * dim),
+        tied=fields.take("tie_word_embeddings", True),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        norm="layer_bias",
+        bias="all",
+        mlp="gelu",
+        learned_positions=fields.number("n_positions"),
+    )
+
+
+def _gpt2_fields(config: LlamaConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab,
+        "n_embd": config.dim,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": config.mlp_dim,
+        "n_positions": config.learned_positions,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": config.tied,
+    }
+
+
+def _gpt2_tensors(config: LlamaConfig) -> Iterator[Tensor]:
+    yield Tensor("transformer.wte.weight", ("embed.embedding",))
+    yield Tensor("transformer.wpe.weight", ("embed_position.embedding",))
+    layer, ours, all_ = "transformer.h.{}.", "layers.", {"bias": True, "turned": False}
+    qkv = [f"{ours}attention.{name}" for name in "qkv"]
+    yield from _linear(f"{layer}attn.c_attn", *qkv, **all_)
+    yield from _linear(f"{layer}attn.c_proj", f"{ours}attention.out", **all_)
+    yield from _linear(f"{layer}mlp.c_fc", f"{ours}mlp.up", **all_)
+    yield from _linear(f"{layer}mlp.c_proj", f"{ours}mlp.down", **all_)
+    norms = {f"{layer}ln_1": f"{ours}attention_norm", f"{layer}ln_2": f"{ours}mlp_norm", "transformer.ln_f": "norm"}
+    for theirs, path in norms.items():
+        yield Tensor(f"{theirs}.weight", (f"{path}.scale",))
+        yield Tensor(f"{theirs}.bias", (f"{path}.bias",))
+    if not config.tied:
+        yield Tensor("lm_head.weight", ("head.kernel",), turned=True)
+
+
+ALL = (
+    Family("llama", "LlamaForCausalLM", _llama, _llama_fields, _llama_tensors),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        lambda fields: _llama(fields, window=fields.number("sliding_window", None)),
+        lambda config: _llama_fields(config, sliding_window=config.window),
+        _llama_tensors,
+    ),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        lambda fields: _qwen(fields, bias="qkv"),
+        lambda config: _llama_fields(config, use_sliding_window=False),
+        _llama_tensors,
+    ),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        lambda fields: _qwen(fields, qk_norm="head"),
+        lambda config: _llama_fields(config, use_sliding_window=False),
+        _llama_tensors,
+    ),
+    Family("olmo", "OlmoForCausalLM", _olmo, _llama_fields, _llama_tensors),
+    Family(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        lambda fields: _llama(fields, norm_after=True, qk_norm="width"),
+        _llama_fields,
+        _llama_tensors,
+    ),
+    Family(
+        "gpt2",
+        "GPT2LMHeadModel",
+        _gpt2,
+        _gpt2_fields,
+        _gpt2_tensors,
+        unused=(".attn.bias", ".attn.masked_bias"),
+        prefix="transformer.",
+    ),
+)
+
+
+def read(path: Path, content: dict[str, Any]) -> tuple[Family, LlamaConfig]:
+    """The family of a config.json and the shape that it describes.
+
+    Raises:
+        UserError: of an unknown architecture, with unknown fields, or impossible.
+    """
+    named = content.get("architectures") or [None]
+    family = next((x for x in ALL if x.name == content.get("model_type")), None)
+    if family is None or named[0] not in (None, family.architecture):
+        known = ", ".join(x.architecture for x in ALL)
+        raise UserError(
+            f"{path}: model_type {content.get('model_type')!r} with architecture {named[0]!r} is not known; "
+            f"known are {known}"
+        )
+    fields = Fields(path, content)
+    try:
+        config = family.read(fields)
+        fields.close()
+        config.validate()
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: {error}") from None
+    return family, config
+
+
+def of(config: LlamaConfig) -> Family:
+    """The family that can hold a model of this shape: the first whose config.json says all of it.
+
+    Raises:
+        UserError: there is none.
+    """
+    for family in ALL:
+        content = {"model_type": family.name, **family.write(config)}
+        try:
+            if read(Path("config.json"), content)[1] == config:
+                return family
+        except UserError:
+            continue
+    raise UserError(f"no known family of checkpoints has a model of this shape: {config}")

@@ -1,0 +1,123 @@
+"""Reading a config.json so that no field is passed over: each is taken, known to be harmless, or refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+from experiments.config import UserError
+from experiments.models.rope import RopeScaling
+
+# What changes no logits: training, generation, bookkeeping, tasks other than language models, how it was computed.
+HARMLESS = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout
+    attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size
+    eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id
+    length_penalty max_length max_position_embeddings min_length model_type n_ctx no_repeat_ngram_size num_beam_groups
+    num_beams num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix
+    pretraining_tp problem_type quantization_config remove_invalid_values reorder_and_upcast_attn repetition_penalty
+    resid_pdrop return_dict return_dict_in_generate sep_token_id summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params temperature
+    tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unsloth_fixed
+    unsloth_version use_bfloat16 use_cache
+    """.split()  # noqa: SIM905
+)
+_REQUIRED = object()
+
+
+class Fields:
+    """The fields of a config.json, each to be read once; `close` refuses what nobody has read."""
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self.path, self._left = path, dict(content)
+
+    def take(self, name: str, default: Any = _REQUIRED) -> Any:
+        """A field's value; the default where it is missing or null.
+
+        Raises:
+            UserError: there is no default.
+        """
+        value = self._left.pop(name, None)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise UserError(f"{self.path} lacks {name}")
+        return default
+
+    def number(self, name: str, default: Any = _REQUIRED) -> Any:
+        """As `take`, of a count or a real number.
+
+        Raises:
+            UserError: it is none.
+        """
+        value = self.take(name, default)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise UserError(f"{self.path}: {name} is {value!r}, not a number")
+        return value
+
+    def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
+        """As `take`, of a field of which only some values are understood.
+
+        Raises:
+            UserError: it has another one.
+        """
+        value = self.take(name, default)
+        if value != default and value not in allowed:
+            known = " or ".join(map(repr, allowed)) or "null"
+            raise UserError(f"{self.path}: {name} is {value!r}, which changes the model; only {known} is supported")
+        return value
+
+    def layers(self, kind: str) -> None:
+        """Refuses layers of another kind than this one, such as "full_attention"."""
+        kinds = self.take("layer_types", [])
+        if set(kinds) - {kind}:
+            raise UserError(f"{self.path}: layer_types has {sorted(set(kinds))}; only {kind} is supported")
+
+    def rope(self) -> tuple[float, RopeScaling | None]:
+        """Base of the rotary frequencies and their scaling, in the words of transformers 5 or in those before.
+
+        Raises:
+            UserError: scaling of another type than "llama3".
+        """
+        theta, parts = self.number("rope_theta", 10_000.0), dict[str, Any]()
+        for name in ("rope_scaling", "rope_parameters"):
+            part = self.take(name, {})
+            if not isinstance(part, dict):
+                raise UserError(f"{self.path}: {name} is {part!r}, not an object")
+            parts |= {k: v for k, v in part.items() if v is not None}
+        old, kind = parts.pop("type", "default"), parts.pop("rope_type", None)
+        kind = old if kind is None else kind
+        theta = parts.pop("rope_theta", theta)
+        scaling = None
+        if kind == "llama3":
+            names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            if missing := [name for name in names if name not in parts]:
+                raise UserError(f"{self.path}: rope scaling llama3 lacks {', '.join(missing)}")
+            scaling = RopeScaling(*(parts.pop(name) for name in names))
+        elif kind != "default":
+            raise UserError(f"{self.path}: rope type {kind!r} is not supported; only 'default' and 'llama3' are")
+        if parts:
+            raise UserError(f"{self.path}: rope {kind} with {parts} is not understood")
+        return theta, scaling
+
+    def close(self) -> None:
+        """Refuses fields that are left, are not null, and may change the model."""
+        left = {k: v for k, v in self._left.items() if v is not None and k not in HARMLESS}
+        if left:
+            listed = ", ".join(f"{k} = {v!r}" for k, v in sorted(left.items()))
+            raise UserError(f"{self.path}: unknown fields, which may change the model: {listed}")
+
+
+def rope_fields(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """What `Fields.rope` reads, in the words that every version understands."""
+    if scaling is None:
+        return {"rope_theta": theta, "rope_scaling": None}
+    rope = {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+    return {"rope_theta": theta, "rope_scaling": rope}

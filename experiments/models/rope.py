@@ -1,0 +1,57 @@
+"""Rotary positions: tables of angles, Llama 3.1's change of frequencies, the rotation. Names as in llama.py."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Slower rotary frequencies for texts longer than those of the first training, as Llama 3.1 has them.
+
+    A frequency that turns less than `low` times within `original_length` positions is divided by `factor`, one that
+    turns more than `high` times stays, and those between are blended by their number of turns.
+
+    Attributes:
+        factor: what the slow frequencies are divided by.
+        low: turns up to which a frequency is divided.
+        high: turns from which it stays.
+        original_length: positions of the first training.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_length: int
+
+    def validate(self) -> None:
+        """Raises ValueError that names the first impossible value."""
+        if not self.factor > 0 or not 0 < self.low < self.high or self.original_length < 1:
+            raise ValueError(f"rope_scaling needs factor > 0, 0 < low < high and original_length > 0, got {self}")
+
+    def __call__(self, frequency_c: jax.Array) -> jax.Array:
+        """Radians a position to those of longer texts."""
+        turns = self.original_length * frequency_c / (2 * math.pi)
+        stays = jnp.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return frequency_c * (stays + (1 - stays) / self.factor)
+
+
+def rope_tables(
+    length: int, head_dim: int, theta: float, scaling: RopeScaling | None = None, start: jax.typing.ArrayLike = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every rotary angle, from position `start` on: two float32 arrays (length, head_dim / 2)."""
+    frequency_c = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        frequency_c = scaling(frequency_c)
+    angle_TxC = (start + jnp.arange(length)).astype(jnp.float32)[:, None] * frequency_c[None, :]
+    return jnp.cos(angle_TxC), jnp.sin(angle_TxC)
+
+
+def apply_rope(x_BxTxHxC: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> jax.Array:
+    """Rotates channel c against channel c + C/2 by the position's angle, in float32; returns the input's dtype."""
+    first, second = jnp.split(x_BxTxHxC.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_TxC[None, :, None, :], sin_TxC[None, :, None, :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BxTxHxC.dtype)

@@ -1,0 +1,86 @@
+"""`LlamaConfig`: what a Llama and its relatives are made by."""
+
+import dataclasses
+
+from experiments.models.rope import RopeScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama. `validate` says which combinations are possible.
+
+    Attributes:
+        vocab: rows of the embedding table.
+        dim: width of the residual stream.
+        layers: number of blocks.
+        heads: query heads; `dim / heads` channels each.
+        kv_heads: key and value heads, shared by `heads / kv_heads` query heads each.
+        mlp_dim: width inside the SwiGLU.
+        tied: whether the output head is the transposed embedding table.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: added to the mean square in RMSNorm, to the variance in LayerNorm.
+        norm: "rms", with a scale; "layer", with neither scale nor bias; or "layer_bias", with both.
+        norm_after: whether norms are of what attention and MLP give, before it is added, not of what they read.
+        qk_norm: RMSNorm of queries and keys before their rotation: "" for none, "head" for one of each head's
+            channels, "width" for one over all heads.
+        channels: of a head; None divides `dim` by `heads`.
+        bias: products that add a bias: "", "qkv", or "all" but the head.
+        mlp: "swiglu", or "gelu" without a gate, by its tanh formula.
+        window: positions that one sees, itself included; None sees all before.
+        rope_scaling: of the rotary frequencies, or None.
+        learned_positions: rows of a table that is added to embedded tokens in place of rotary positions; 0 for none.
+    """
+
+    vocab: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp_dim: int
+    tied: bool = False
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    norm: str = "rms"
+    norm_after: bool = False
+    qk_norm: str = ""
+    channels: int | None = None
+    bias: str = ""
+    mlp: str = "swiglu"
+    window: int | None = None
+    rope_scaling: RopeScaling | None = None
+    learned_positions: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.dim // self.heads if self.channels is None else self.channels
+
+    def validate(self) -> None:
+        """Raises ValueError that names the first impossible value."""
+        for name in ("vocab", "dim", "layers", "heads", "kv_heads", "mlp_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("channels", "window"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {getattr(self, name)}")
+        if self.channels is None and self.dim % self.heads:
+            raise ValueError(f"dim {self.dim} is not divisible by heads {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        if self.head_dim % 2 and not self.learned_positions:
+            raise ValueError(f"rotary positions need an even head size, got {self.head_dim}")
+        if self.learned_positions < 0:
+            raise ValueError(f"learned_positions must be at least 0, got {self.learned_positions}")
+        for name, known in _KINDS.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}")
+        if self.rope_scaling is not None:
+            self.rope_scaling.validate()
+
+
+_KINDS = {
+    "norm": ("rms", "layer", "layer_bias"),
+    "qk_norm": ("", "head", "width"),
+    "bias": ("", "qkv", "all"),
+    "mlp": ("swiglu", "gelu"),
+}

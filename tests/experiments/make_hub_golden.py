@@ -1,0 +1,51 @@
+"""Writes tests/data/hub with transformers (5.24.0, torch 2.14.1): `python -m tests.experiments.make_hub_golden`.
+
+A file a case: config.json as transformers writes it, names and shapes of tensors, and of drawn weights the logits of
+tokens in fp32 and the tokens that greedy search goes on with.
+"""
+
+import json
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+from tests.experiments import hub_cases as cases
+
+
+def make(case: str) -> torch.nn.Module:
+    """transformers' model of a case, with drawn weights."""
+    kind, settings = cases.CASES[case]
+    config = getattr(transformers, kind)(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.from_numpy(cases.draw(name, tuple(weight.shape))))
+    return model
+
+
+def main() -> None:
+    cases.GOLDEN.mkdir(parents=True, exist_ok=True)
+    for case in sys.argv[1:] or cases.CASES:
+        model = make(case)
+        tokens = np.random.RandomState(0).randint(3, cases.VOCAB, (2, cases.LENGTH))
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)).logits.numpy()
+            greedy = model.generate(
+                torch.from_numpy(tokens[:1, :7]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        model.config.architectures = [type(model).__name__]
+        content = {
+            "config": json.loads(model.config.to_json_string()),
+            "shapes": {name: list(x.shape) for name, x in model.named_parameters()},
+            "tokens": tokens.tolist(),
+            "logits": [[[float(f"{x:.7g}") for x in row] for row in rows] for rows in logits.tolist()],
+            "greedy": greedy[0].tolist(),
+        }
+        (cases.GOLDEN / f"{case}.json").write_text(json.dumps(content) + "\n")
+        print(case, np.abs(logits).mean(), len(set(greedy[0].tolist())))
+
+
+if __name__ == "__main__":
+    main()
