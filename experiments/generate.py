@@ -1,54 +1,98 @@
-"""Text from a trained model."""
+"""Text from a checkpoint of Hugging Face: `python -m experiments.generate --help`.
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+    python -m experiments.generate --model DIR --prompt 'Once upon a time' --temperature 0.8 --top-p 0.95
 
-import jax
+Text goes to standard output; what it took, to standard error. Exit codes: 0 done; 2 wrong input.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from typing import Literal
+
 import jax.numpy as jnp
 import numpy as np
+import tyro
+
+from experiments import sampling
+from experiments.config import UserError
+from experiments.hub import load, tokenizer
 
 
-def sample(
-    logits: Callable[[Any, jax.Array], jax.Array],
-    params: Any,
-    prompt: Sequence[int],
-    length: int,
-    key: jax.Array,
-    temperature: float = 0.8,
-    where: jax.sharding.Sharding | None = None,
-) -> list[int]:
-    """Continues a prompt, one token after the other.
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Continue a text with a model of Hugging Face."""
 
-    Every token runs the model over the whole buffer: no cache of keys and values, which a sample of a few lines does
-    not need. Positions after the current one hold zeros, which causal attention does not see.
+    model: str
+    """Folder of the checkpoint, or its name in the local cache."""
+    prompt: str
+    """Text to continue, in the checkpoint's tokenizer, with what its tokenizer puts before a text."""
+    tokens: int = 128
+    """Most tokens to write."""
+    temperature: float = 0.0
+    """Logits are divided by it; 0 takes the most probable token each time."""
+    top_k: int = 0
+    """Choose among so many most probable tokens; 0 for all."""
+    top_p: float = 1.0
+    """Choose among the fewest most probable tokens that together have this probability."""
+    seed: int = 0
+    """The same seed gives the same text."""
+    samples: int = 1
+    """Texts to write, all at once."""
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    """What parameters are held and computed in."""
+    ignore_end: bool = False
+    """Go on after a token that ends a text."""
 
-    Args:
-        logits: (params, tokens (1, length)) to logits (1, length, V).
-        params: what `logits` takes.
-        prompt: token ids; at least one.
-        length: tokens of prompt and continuation together.
-        key: a JAX key; the same key gives the same text.
-        temperature: of the softmax.
-        where: the tokens lie, so that this process can read them; None leaves it to XLA.
 
-    Returns:
-        `length` token ids, the prompt first.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line, writes, and returns the exit code."""
+    try:
+        for text in generate(tyro.cli(Generation, args=argv, prog="python -m experiments.generate")):
+            print(text)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def generate(settings: Generation) -> list[str]:
+    """The texts that the command line asks for, prompt included.
 
     Raises:
-        ValueError: the prompt is empty or leaves no room.
+        UserError: something the user can put right.
     """
-    if not 0 < len(prompt) < length:
-        raise ValueError(f"a prompt needs 1 to {length - 1} tokens (length - 1), got {len(prompt)}")
-    start = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt, jnp.int32))
+    if settings.tokens < 1 or settings.samples < 1:
+        raise UserError(f"--tokens and --samples must be at least 1, got {settings.tokens} and {settings.samples}")
+    choice = sampling.TokenChoice(settings.temperature, settings.top_k, settings.top_p)
+    try:
+        choice.validate()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    loaded = load.load(settings.model, dtype=jnp.dtype(settings.dtype))
+    spelled = tokenizer.read(loaded.folder, loaded.config.vocab)
+    ids = spelled.encode(settings.prompt).ids
+    if not ids:
+        raise UserError("--prompt is empty, and the tokenizer puts nothing before a text; give at least one character")
+    stop = () if settings.ignore_end else tokenizer.ends(loaded.folder)
+    start = time.perf_counter()
+    try:
+        texts = sampling.extend(
+            loaded.model(settings.dtype),
+            np.tile(np.asarray(ids, np.int32), (settings.samples, 1)),
+            len(ids) + settings.tokens,
+            choice,
+            seed=settings.seed,
+            stop=stop,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    count = sum(len(text) - len(ids) for text in texts)
+    print(f"{count} tokens in {time.perf_counter() - start:.1f} s, compilation included", file=sys.stderr)
+    # Decoded together: what the tokenizer writes between tokens depends on those before.
+    return [spelled.decode(text) for text in texts]
 
-    @functools.partial(jax.jit, out_shardings=where)
-    def run(params: Any, tokens_1xT: jax.Array, key: jax.Array) -> jax.Array:
-        def body(i: jax.Array, tokens_1xT: jax.Array) -> jax.Array:
-            logits_V = logits(params, tokens_1xT)[0, i - 1].astype(jnp.float32)
-            token = jax.random.categorical(jax.random.fold_in(key, i), logits_V / temperature)
-            return tokens_1xT.at[0, i].set(token.astype(jnp.int32))
 
-        return jax.lax.fori_loop(len(prompt), length, body, tokens_1xT)
-
-    return np.asarray(run(params, start, key))[0].tolist()
+if __name__ == "__main__":
+    sys.exit(main())

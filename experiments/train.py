@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.text import Text
 
 import fp8jax
-from experiments import data, folders, generate, hosts, lock, mesh, parallel, report
+from experiments import data, folders, hosts, lock, mesh, parallel, report, sampling
 from experiments.checkpoint import Checkpoints, quiet
 from experiments.config import Config, UserError, check_same, flag, flatten_fields, parse
 from experiments.flags import recommend
@@ -335,7 +335,7 @@ def _write_text(config: Config, task: Task, state: TrainState, tokens: data.Toke
     key = jax.random.wrap_key_data(state.rng)
     variables = (state.params, state.model_state)
     where = None if task.rows is None else mesh.whole(task.rows.mesh)
-    ids = generate.sample(lambda v, t: task.model(*v)(t), variables, prompt, length, key, where=where)
+    ids = sampling.sample(lambda v, t: task.model(*v)(t), variables, prompt, length, key, where=where)
     return tokenizer.decode(ids).strip()
 
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import config, folders, generate, report, train
+from experiments import config, folders, report, sampling, train
 from experiments import task as tasks
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.task import Task
@@ -191,18 +191,18 @@ def test_sampling_continues_the_prompt_as_the_model_says():
     def successor(_, tokens):
         return 100.0 * jax.nn.one_hot((tokens + 1) % 7, 7)
 
-    assert generate.sample(successor, None, [3, 4], 8, jax.random.key(0)) == [3, 4, 5, 6, 0, 1, 2, 3]
+    assert sampling.sample(successor, None, [3, 4], 8, jax.random.key(0)) == [3, 4, 5, 6, 0, 1, 2, 3]
     with pytest.raises(ValueError, match="a prompt needs 1 to 3 tokens"):
-        generate.sample(successor, None, [1, 2, 3, 4], 4, jax.random.key(0))
+        sampling.sample(successor, None, [1, 2, 3, 4], 4, jax.random.key(0))
 
 
 def test_sampling_follows_the_key_and_the_probabilities():
     def weighted(_, tokens):
         return jnp.broadcast_to(0.8 * jnp.log(jnp.array([0.7, 0.3, 0.0])), (*tokens.shape, 3))
 
-    drawn = generate.sample(weighted, None, [0], 2001, jax.random.key(1))
-    assert drawn == generate.sample(weighted, None, [0], 2001, jax.random.key(1))
-    assert drawn != generate.sample(weighted, None, [0], 2001, jax.random.key(2))
+    drawn = sampling.sample(weighted, None, [0], 2001, jax.random.key(1))
+    assert drawn == sampling.sample(weighted, None, [0], 2001, jax.random.key(1))
+    assert drawn != sampling.sample(weighted, None, [0], 2001, jax.random.key(2))
     # Five standard deviations of the mean of 2,000 draws.
     assert abs(np.mean(drawn[1:]) - 0.3) < 5 * (0.21 / 2000) ** 0.5
     assert 2 not in drawn

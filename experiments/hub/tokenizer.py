@@ -1,0 +1,56 @@
+"""The tokenizer of a checkpoint, and the ids that end its texts."""
+
+from pathlib import Path
+
+import tokenizers
+
+from experiments.config import UserError
+from experiments.hub.files import read_json
+
+
+def read(folder: Path, vocab: int) -> tokenizers.Tokenizer:
+    """The tokenizer in a folder's tokenizer.json.
+
+    Args:
+        folder: of the checkpoint.
+        vocab: rows of the embedding table.
+
+    Raises:
+        UserError: the file is missing or damaged, or has ids that the table has no row for.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        other = sorted(p.name for p in folder.glob("*.model"))
+        found = f"; {', '.join(other)} is not read: save it again with transformers' fast tokenizer" if other else ""
+        raise UserError(f"{path} is missing{found}")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path} cannot be read ({error})") from None
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    largest = max(ids, key=lambda token: ids[token], default=None)
+    if largest is not None and ids[largest] >= vocab:
+        raise UserError(
+            f"{path} has ids up to {ids[largest]} ({largest!r}), but the checkpoint's embedding table has {vocab} "
+            "rows: it is of another model, or tokens were added and no rows"
+        )
+    return tokenizer
+
+
+def ends(folder: Path) -> tuple[int, ...]:
+    """Ids that end a text, by generation_config.json or else config.json; empty where neither says so.
+
+    Raises:
+        UserError: what is there is no id.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if not (folder / name).is_file():
+            continue
+        ids = read_json(folder / name).get("eos_token_id")
+        if ids is None:
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise UserError(f"{folder / name}: eos_token_id is {ids}, not one id or several")
+        return tuple(ids)
+    return ()
