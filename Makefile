@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.12 $(PYENV_ROOT)/versions/3.12*/bin/python py
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help train test results pages release stacks check clean
+.PHONY: help train test results pages docs release stacks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -34,6 +34,10 @@ pages: .venv/test.stamp ## write RESULTS.md, README's table and results/pages fr
 	$(BIN)/python -m experiments.tables.moss_speed
 	$(BIN)/python -m experiments.tables.training_parity --judge
 	$(BIN)/python -m experiments.tables.report
+
+docs: .venv/docs.stamp ## build the site into docs/_build/html: no warnings, and no link within it leads nowhere
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python docs/generate/links.py
 
 stacks: ## test the oldest supported packages, the pinned and the newest, each in its own environment
 	tests/stacks.sh oldest pinned newest

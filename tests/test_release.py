@@ -58,7 +58,7 @@ def test_workflows_call_what_a_developer_calls():
     commands = {}
     for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
         commands[path.stem] = re.findall(r"- run: (.*)", path.read_text())
-    assert set(commands) == {"ci", "release"}
+    assert set(commands) == {"ci", "docs", "release"}
     for name, lines in commands.items():
         assert lines, name
         for line in lines:
@@ -67,4 +67,5 @@ def test_workflows_call_what_a_developer_calls():
             elif line.split()[0].startswith((".ci/", "tests/")):
                 assert (ROOT / line.split()[0]).stat().st_mode & 0o111, line
     assert ".ci/run" in commands["ci"]
+    assert "make docs" in commands["docs"]
     assert any(line.startswith("make release") for line in commands["release"])

@@ -1,0 +1,187 @@
+"""The documentation: every public name has a page, every block of code runs, every place is filled."""
+
+import os
+import pathlib
+import re
+import sys
+
+import jax
+import matplotlib
+import matplotlib.pyplot as plt
+import pytest
+
+import fp8jax
+from tests import blocks
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS))
+
+from generate import api, figures, links, names, pages, rooms  # noqa: E402
+
+# Pages that people write; the others are made.
+WRITTEN = sorted(
+    path for path in DOCS.rglob("*.md")
+    if not {"_build", "api", "results", "examples"} & set(path.relative_to(DOCS).parts) and path.name != "changelog.md"
+)  # fmt: skip
+# Pages that are notebooks are run when the site is built, too.
+WITH_CODE = [
+    pytest.param(path, marks=[pytest.mark.slow] if "mystnb" in path.read_text() else [], id=str(path.relative_to(DOCS)))
+    for path in WRITTEN if blocks.blocks(path.read_text())
+]  # fmt: skip
+EXAMPLES = names.examples()
+HEADINGS = ("Numerics", "What is stored where", "Cost and loss", "When not to use it", "Source")
+
+
+@pytest.fixture(autouse=True)
+def drawn_aside(monkeypatch, tmp_path):
+    """Plots are drawn and shown nowhere, and a mesh that a page sets is its own."""
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    before = jax.sharding.get_mesh()
+    yield
+    plt.close("all")
+    jax.set_mesh(before)
+
+
+@pytest.mark.parametrize("path", WITH_CODE)
+def test_code_of_a_page_runs(path):
+    namespace: dict = {}
+    for i, block in enumerate(blocks.blocks(path.read_text())):
+        blocks.run(block, f"{path.name}, block {i + 1}", namespace)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES))
+def test_the_example_of_a_name_runs_and_names_it(path):
+    shared = [other for other in sorted(EXAMPLES) if EXAMPLES[other].code == EXAMPLES[path].code]
+    if path == shared[0]:
+        blocks.run(EXAMPLES[path].code, path, {})
+    if path not in ("fp8jax.dist.Partition", "fp8jax.dist.Plan", "fp8jax.dist.Factors", "fp8jax.QTensor",
+                    "fp8jax.delayed_linear", "fp8jax.QuantizedWeight", "fp8jax.recipes.Device"):  # fmt: skip
+        assert path in EXAMPLES[path].code, "an example of a name has the name in it"
+
+
+def test_every_public_name_has_an_example_and_a_page(monkeypatch):
+    public = {name.path for name in names.public()}
+    assert len(public) > 100
+    assert public == set(EXAMPLES)
+    assert {f"fp8jax.{name}" for name in dir(fp8jax) if not name.startswith("__")} <= public | set(names.SPACES)
+    made = api.written()
+    for name in names.public():
+        page = made[f"api/{name.path}.md"]
+        assert page.startswith(f"# {name.path}\n"), name
+        assert EXAMPLES[name.path].code.strip() in page
+        assert f"{name.name} <{name.path}>" in made[f"api/{name.space}.md"]
+    monkeypatch.setattr(fp8jax, "unheard", lambda: None, raising=False)
+    monkeypatch.setattr(fp8jax, "__all__", [*fp8jax.__all__, "unheard"])
+    with pytest.raises(ValueError, match=r"without an example in docs/examples: fp8jax\.unheard"):
+        api.written()
+
+
+def test_a_docstring_becomes_fields_code_and_links():
+    text = """First line of `linear`.
+
+    Args:
+        x: an array,
+            of two axes.
+        w, b: of `fp8jax.other`.
+
+    Raises:
+        ValueError, TypeError: as `linear`.
+
+    Examples:
+        >>> 1 + 1
+        2
+    """
+    made = api.markdown("\n".join(line[4:] if line.startswith("    ") else line for line in text.split("\n")),
+                        {"fp8jax.linear", "fp8jax.other"}, "fp8jax.einsum")  # fmt: skip
+    assert made.startswith("First line of {py:obj}`linear <fp8jax.linear>`.")
+    assert ":param x: an array, of two axes.\n:param w, b: of {py:obj}`fp8jax.other <fp8jax.other>`." in made
+    assert ":raises ValueError: as" in made
+    assert ":raises TypeError: as" in made
+    assert "```pycon\n>>> 1 + 1\n2\n```" in made
+
+
+def test_signatures_are_those_of_the_source():
+    assert api.signature(fp8jax.quantize) == "(x: Array, spec: QuantSpec | str, *, key: Array | None=None) -> QTensor"
+    assert "known" not in api.signature(fp8jax.linear)
+    assert api.signature(fp8jax.recipes.Comm).startswith("(gradients: ")
+
+
+def test_every_recipe_has_a_page_with_all_its_parts():
+    for name in fp8jax.recipes.NAMES:
+        text = (DOCS / "recipes" / f"{name}.md").read_text()
+        assert text.startswith(f"# {name}: ")
+        assert re.findall(r"^## (.*)$", text, re.MULTILINE) == list(HEADINGS), name
+        assert f"<!-- made: stored {name} -->\n" in text
+        assert f"<!-- made: measured {name} -->\n" in text
+        assert re.search(rf"^{name}$", (DOCS / "recipes" / "index.md").read_text(), re.MULTILINE)
+    assert {path.stem for path in (DOCS / "recipes").glob("*.md")} == {*fp8jax.recipes.NAMES, "index"}
+
+
+def test_places_are_filled_with_what_the_files_give():
+    filled = {path: pages.filled(path.read_text()) for path in WRITTEN}
+    assert not [path for path, text in filled.items() if "<!-- made:" in text]
+    coat = filled[DOCS / "recipes" / "coat.md"]
+    assert fp8jax.recipes.coat().explain() in coat
+    ratio = figures.LOOKS["step"].look("coat", figures.results()["step"]["h200"])
+    assert f"[{ratio:.2f} x (H200)](/results/step.md)" in coat
+    assert "| `coat_fast`" not in coat
+    with pytest.raises(KeyError, match="nothing is made under 'nothing'"):
+        pages.filled("<!-- made: nothing -->")
+
+
+def test_recipes_of_the_table_exist_and_their_figures_are_theirs():
+    for choice in figures.CHOICES:
+        assert choice.recipe in fp8jax.recipes.NAMES
+        for figure in choice.figures:
+            assert list(figures.cards(figures.LOOKS[figure], choice.recipe)), (choice.recipe, figure)
+
+
+def test_roles_and_paths_in_pages_lead_somewhere():
+    public = {name.path for name in names.public()}
+    existing = {str(path.relative_to(DOCS).with_suffix("")) for path in WRITTEN} | {"changelog"}
+    existing |= {path.removesuffix(".md") for path in [*pages.results(), *api.written()]}
+    for path in WRITTEN:
+        text = pages.filled(path.read_text())
+        for target in re.findall(r"\{py:obj\}`(?:[^`<]*<)?([\w.]+)>?`", text):
+            assert target in public, (path.name, target)
+        for target in re.findall(r"\{doc\}`(?:[^`<]*<)?([\w./]+)>?`", text):
+            there = target.lstrip("/") if target.startswith("/") else os.path.normpath(
+                path.relative_to(DOCS).parent / target)  # fmt: skip
+            assert there in existing, (path.name, target)
+
+
+def test_code_of_other_libraries_is_read_by_python_at_least():
+    found = 0
+    for path in WRITTEN:
+        for block in re.findall(r"^```py\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
+            compile(block, path.name, "exec")
+            found += 1
+    assert found >= 5
+
+
+def test_output_that_a_page_tells_is_checked():
+    blocks.run("print(1 + 1)  # 2\n\nif True:\n    print(3)  # 4\n", "page", {})
+    with pytest.raises(AssertionError, match="page: print"):
+        blocks.run("x = 3\nprint(x)  # 2\n", "page", {})
+    assert blocks.blocks("```python\na\n```\n```py\nb\n```\n```{code-cell} python\n:tags: [x]\nc\n```\n") == [
+        "a\n",
+        "c\n",
+    ]
+
+
+def test_the_rooms_are_drawn_from_the_imports():
+    arrows, picture = rooms.arrows(), rooms.picture()
+    assert arrows["core", "ops"] > 20
+    assert ("ops", "core") not in arrows
+    rank = {name: y for y, row in enumerate(rooms.ROWS) for name in row}
+    for origin, into in arrows:
+        assert rank[origin] <= rank[into], (origin, into)
+        assert f"<title>{into} imports {arrows[origin, into]} names of {origin}</title>" in picture
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "a.html").write_text('<a href="b.html#there">x</a><a href="b.html#gone">y</a><a href="c.html">z</a>')
+    (tmp_path / "b.html").write_text('<p id="there"></p><a href="https://else.org/">x</a><a href="#there">y</a>')
+    assert links.broken(tmp_path) == ["a.html: b.html#gone", "a.html: c.html"]
