@@ -142,6 +142,10 @@ def _olmo(fields: Fields) -> LlamaConfig:
     return _llama(fields, norm="layer", norm_eps=1e-5)
 
 
+def _olmo_fields(config: LlamaConfig) -> dict[str, Any]:
+    return {k: v for k, v in _llama_fields(config).items() if k not in ("rms_norm_eps", "head_dim")}
+
+
 def _gpt2(fields: Fields) -> LlamaConfig:
     fields.only("activation_function", "gelu_new", default="gelu_new")
     fields.only("scale_attn_weights", True)
@@ -218,7 +222,7 @@ ALL = (
         lambda config: _llama_fields(config, use_sliding_window=False),
         _llama_tensors,
     ),
-    Family("olmo", "OlmoForCausalLM", _olmo, _llama_fields, _llama_tensors),
+    Family("olmo", "OlmoForCausalLM", _olmo, _olmo_fields, _llama_tensors),
     Family(
         "olmo2",
         "Olmo2ForCausalLM",

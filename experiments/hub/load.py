@@ -13,9 +13,10 @@ from flax import nnx
 from experiments import mesh as meshes
 from experiments.checkpoint import flatten
 from experiments.config import UserError
-from experiments.hub import families, files
+from experiments.hub import families, files, quantized
 from experiments.hub.families import Family, Tensor
 from experiments.hub.files import Stored
+from experiments.hub.quantized import EightBits
 from experiments.models.llama import Llama
 from experiments.models.shape import LlamaConfig
 
@@ -43,7 +44,11 @@ class Loaded:
 
 
 def load(
-    source: str | Path, *, mesh: jax.sharding.Mesh | None = None, dtype: jax.typing.DTypeLike | None = None
+    source: str | Path,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    codes: bool = False,
 ) -> Loaded:
     """Reads a checkpoint, one parameter after the other: beside the parameters only one of them is in memory twice.
 
@@ -51,23 +56,30 @@ def load(
         source: a folder, or the name of a model in the local cache.
         mesh: parameters lie on it as in training (`experiments.mesh.state`), with axes "data" and "fsdp"; None puts
             them on the default device.
-        dtype: of parameters; None keeps that of each tensor.
+        dtype: of parameters; None keeps that of each tensor, and makes bfloat16 of 8-bit ones.
+        codes: keep weights that are stored in 8 bits as `FrozenWeight`, their codes and scales, which `fp8jax.linear`
+            and `fp8jax.lora` take; `Loaded.model` does not.
 
     Raises:
         UserError: the checkpoint is of an unknown family, has unknown settings, lacks tensors or has others, or a file
             is damaged. The message names the file and what is wrong.
     """
     folder = files.resolve(source)
-    family, config = families.read(folder / "config.json", files.read_json(folder / "config.json"))
+    content = files.read_json(folder / "config.json")
+    family, config = families.read(folder / "config.json", content)
+    storage = quantized.read(folder / "config.json", content.get("quantization_config"))
     abstract = abstract_params(config)
     places = shardings(abstract, mesh)
-    sources = find(folder, family, config)
+    sources = find(folder, family, config, storage)
     flat = flatten(abstract)
-    leaves = {
-        path: jax.device_put(_read(sources[path], flat[path].shape, dtype), place)
-        for path, place in flatten(places).items()
-    }
-    return Loaded(folder, family, config, jax.tree.unflatten(jax.tree.structure(abstract), list(leaves.values())))
+    leaves = []
+    for path, place in flatten(places).items():
+        parts = sources[path]
+        if codes and storage is not None and all(part.scale is not None for part in parts):
+            leaves.append(_frozen(parts, storage, flat[path].shape, place))
+        else:
+            leaves.append(jax.device_put(_read(parts, storage, flat[path].shape, dtype), place))
+    return Loaded(folder, family, config, jax.tree.unflatten(jax.tree.structure(abstract), leaves))
 
 
 def abstract_params(config: LlamaConfig) -> Any:
@@ -86,25 +98,29 @@ def shardings(abstract: Any, mesh: jax.sharding.Mesh | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A parameter of one layer: a range of the outputs of a stored tensor."""
+    """A parameter of one layer: a range of the outputs of a stored tensor, whose codes may have scales."""
 
     stored: Stored
     turned: bool
     start: int
     size: int
+    scale: Stored | None = None
 
-    def read(self) -> np.ndarray:
+    def read(self, storage: EightBits | None) -> np.ndarray:
         """As the model here has it: (inputs, outputs), or a vector."""
         values = self.stored.read()
+        if storage is not None and self.scale is not None:
+            values = quantized.decode(storage, values, quantized.read_scale(storage, self.stored, self.scale))
         values = values.T if self.turned else values
         return values[..., self.start : self.start + self.size]
 
 
-def find(folder: Path, family: Family, config: LlamaConfig) -> dict[str, list[Part]]:
+def find(folder: Path, family: Family, config: LlamaConfig, storage: EightBits | None = None) -> dict[str, list[Part]]:
     """Where each parameter is stored, by its path here: a part for each layer, or one.
 
     Raises:
-        UserError: tensors are missing, or left over, or have other shapes; tied tables differ.
+        UserError: tensors are missing, or left over, or have other shapes; tied tables differ; or weights are stored in
+            8 bits, and config.json or the scales do not say how.
     """
     found = _named(family, files.tensors(folder))
     flat = flatten(abstract_params(config))
@@ -115,7 +131,11 @@ def find(folder: Path, family: Family, config: LlamaConfig) -> dict[str, list[Pa
             wanted.add(name)
             if name not in found:
                 raise UserError(f"{folder} lacks {name}, which {family.architecture} with this config.json has")
-            _split(found[name], tensor, flat, parts)
+            scale = None
+            if found[name].dtype == quantized.CODES:
+                scale = _scale(folder, name, found, tensor, storage)
+                wanted.add(scale)
+            _split(found[name], tensor, flat, parts, None if scale is None else found[scale])
     left = {name: x for name, x in found.items() if name not in wanted and not name.endswith(family.unused)}
     if config.tied and (head := left.pop("lm_head.weight", None)) is not None:
         _check_tied(head, parts["embed.embedding"][0].stored)
@@ -140,7 +160,20 @@ def _named(family: Family, found: dict[str, Stored]) -> dict[str, Stored]:
     return {name if name.startswith("lm_head.") else family.prefix + name: x for name, x in found.items()}
 
 
-def _split(stored: Stored, tensor: Tensor, flat: dict[str, Any], parts: dict[str, list[Part]]) -> None:
+def _scale(folder: Path, name: str, found: dict[str, Stored], tensor: Tensor, storage: EightBits | None) -> str:
+    """The name of the scales of 8-bit codes."""
+    if storage is None or not tensor.linear or not tensor.turned:
+        why = "config.json has no quantization_config" if storage is None else "only linear layers can be"
+        raise UserError(f"{found[name].file}: {name} is stored in 8 bits, but {why}")
+    scale = f"{name.removesuffix('weight')}{storage.scale}"
+    if scale not in found:
+        raise UserError(f"{folder} lacks {scale}, the scales of {name}; quant_method is {storage.method!r}")
+    return scale
+
+
+def _split(
+    stored: Stored, tensor: Tensor, flat: dict[str, Any], parts: dict[str, list[Part]], scale: Stored | None
+) -> None:
     shapes = [flat[path].shape[1:] if tensor.stacked else flat[path].shape for path in tensor.paths]
     whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
     expected = whole[::-1] if tensor.turned else whole
@@ -148,10 +181,9 @@ def _split(stored: Stored, tensor: Tensor, flat: dict[str, Any], parts: dict[str
         raise UserError(
             f"{stored.file}: {stored.name} is {list(stored.shape)}, but by config.json it is {list(expected)}"
         )
-    _ = stored.dtype
     start = 0
     for path, shape in zip(tensor.paths, shapes, strict=True):
-        parts.setdefault(path, []).append(Part(stored, tensor.turned, start, shape[-1]))
+        parts.setdefault(path, []).append(Part(stored, tensor.turned, start, shape[-1], scale))
         start += shape[-1]
 
 
@@ -163,16 +195,44 @@ def _check_tied(head: Stored, table: Stored) -> None:
         )
 
 
-def _read(parts: list[Part], shape: tuple[int, ...], dtype: jax.typing.DTypeLike | None) -> np.ndarray:
+def _read(
+    parts: list[Part], storage: EightBits | None, shape: tuple[int, ...], dtype: jax.typing.DTypeLike | None
+) -> np.ndarray:
     """A whole parameter in memory, its layers stacked."""
     if dtype is None:
-        dtype = jnp.result_type(*(part.stored.dtype for part in parts))
+        kinds = {jnp.dtype(jnp.bfloat16) if part.scale is not None else part.stored.dtype for part in parts}
+        dtype = jnp.result_type(*kinds)
     whole = np.empty(shape, dtype)
     stacked = len(shape) > len(parts[0].stored.shape)
     for row, part in zip(whole if stacked else whole[None], parts, strict=True):
-        values = part.read()
+        values = part.read(storage)
         with np.errstate(over="ignore"):
             row[...] = values
         if whole.dtype == np.float16 and values.dtype != np.float16 and np.isinf(row).any():
             raise UserError(f"{part.stored.file}: {part.stored.name} has values beyond float16; load as bfloat16")
     return whole
+
+
+def _frozen(parts: list[Part], storage: EightBits, shape: tuple[int, ...], place: Any) -> Any:
+    """As `_read`, of codes: (..., outputs, inputs) with their scales."""
+    *stacked, inputs, outputs = shape
+    codes = np.empty((len(parts), outputs, inputs), quantized.CODES)
+    scales = []
+    for row, part in zip(codes, parts, strict=True):
+        assert part.scale is not None
+        row[...] = part.stored.read()
+        scales.append(quantized.read_scale(storage, part.stored, part.scale))
+    spec = place.spec if isinstance(place, jax.sharding.NamedSharding) else ()
+    # The matrix is turned: what is cut along the last axis but one is cut along the last one.
+    cut = [*spec, *[None] * (len(shape) - len(spec))]
+    cut[-2:] = cut[:-3:-1]
+
+    def put(array: np.ndarray) -> jax.Array:
+        array = array if stacked else array[0]
+        if not isinstance(place, jax.sharding.NamedSharding):
+            return jax.device_put(array, place)
+        axes = zip(cut, array.shape, strict=True)
+        divided = [axis if axis and size % place.mesh.shape[axis] == 0 else None for axis, size in axes]
+        return jax.device_put(array, jax.sharding.NamedSharding(place.mesh, jax.P(*divided)))
+
+    return quantized.frozen(storage, codes, np.stack(scales), put)

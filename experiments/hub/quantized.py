@@ -1,0 +1,184 @@
+"""Weights of linear layers as 8-bit codes in a checkpoint: which formats there are, and what is stored of a matrix.
+
+Both formats store float8_e4m3fn codes (outputs, inputs) and fp32 scales that codes are multiplied by, as fp8jax does:
+
+- compressed-tensors, `weight_scale`: one a tensor (1,), one an output (outputs, 1), or one a block;
+- "fp8" of transformers, after DeepSeek-V3: one a block of 128 x 128, `weight_scale_inv`, which is no inverse.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import fp8jax
+from experiments.config import UserError
+from experiments.hub.files import Stored
+from fp8jax.ops.frozen import FrozenWeight
+from fp8jax.ops.saved import from_bytes, to_bytes
+
+CODES = np.dtype(ml_dtypes.float8_e4m3fn)
+# Specs of the transposed matrix (outputs, inputs).
+SPECS = {"tensor": "e4m3", "channel": "e4m3:token", "block": "e4m3:block128"}
+_METHODS = ("compressed-tensors", "fp8")
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBits:
+    """How the 8-bit weights of a checkpoint are stored.
+
+    Attributes:
+        method: `quant_method`, "compressed-tensors" or "fp8".
+        strategy: what shares a scale: "tensor", "channel" (an output) or "block".
+        block: rows and columns of a block.
+        activations: whether who serves it shall quantize inputs of these layers, too, when they come.
+    """
+
+    method: str
+    strategy: str
+    block: tuple[int, int] = (128, 128)
+    activations: bool = False
+
+    @property
+    def scale(self) -> str:
+        """What the name of a scale ends with."""
+        return "weight_scale_inv" if self.method == "fp8" else "weight_scale"
+
+    def fits(self, outputs: int, inputs: int) -> bool:
+        """Whether readers of the format decode such a matrix rightly.
+
+        transformers 5 takes the blocks of "fp8" from the count of scales, and finds others where 128 does not divide.
+        """
+        return self.method != "fp8" or (outputs % self.block[0] == 0 and inputs % self.block[1] == 0)
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        """Of the scales of a matrix."""
+        if self.strategy == "block":
+            return math.ceil(outputs / self.block[0]), math.ceil(inputs / self.block[1])
+        return (outputs, 1) if self.strategy == "channel" else (1,)
+
+    def fields(self, kept: list[str]) -> dict[str, Any]:
+        """The `quantization_config` of a checkpoint in which the modules `kept` are not quantized."""
+        if self.method == "fp8":
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(self.block),
+                "modules_to_not_convert": kept,
+            }
+        common = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights = {**common, "strategy": self.strategy, "dynamic": False}
+        inputs = {**common, "strategy": "token", "dynamic": True}
+        if self.strategy == "block":
+            weights["block_structure"] = list(self.block)
+            inputs |= {"strategy": "group", "group_size": self.block[1]}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs if self.activations else None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized" if self.activations else "naive-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {**group, "output_activations": None}},
+            "ignore": kept,
+            "kv_cache_scheme": None,
+        }
+
+
+def read(path: Path, fields: dict[str, Any] | None) -> EightBits | None:
+    """What a config.json says of 8-bit weights; None where it says nothing.
+
+    Raises:
+        UserError: weights in another format than those in the module's docstring.
+    """
+    if not fields:
+        return None
+    method = fields.get("quant_method")
+    if method == "fp8":
+        block = fields.get("weight_block_size", [128, 128])
+        _only(path, "fmt", fields.get("fmt"), None, "e4m3", "float8_e4m3fn")
+        _only(path, "activation_scheme", fields.get("activation_scheme"), None, "dynamic")
+        _only(path, "scale_fmt", fields.get("scale_fmt"), None, "float")
+        return EightBits("fp8", "tensor") if block is None else EightBits("fp8", "block", _block(path, block))
+    if method != "compressed-tensors":
+        raise UserError(f"{path}: quant_method {method!r} is not supported; {' and '.join(_METHODS)} are")
+    _only(path, "format", fields.get("format"), None, "float-quantized", "naive-quantized")
+    _only(path, "kv_cache_scheme", fields.get("kv_cache_scheme"), None)
+    groups = fields.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise UserError(f"{path}: config_groups must be one group, of linear layers; got {groups!r}")
+    (group,) = groups.values()
+    weights = group.get("weights") or {}
+    for name, allowed in {
+        "num_bits": (8,),
+        "type": ("float",),
+        "symmetric": (True, None),
+        "dynamic": (False, None),
+    }.items():
+        _only(path, f"weights.{name}", weights.get(name), *allowed)
+    _only(path, "targets", group.get("targets"), ["Linear"])
+    strategy = str(weights.get("strategy"))
+    _only(path, "weights.strategy", strategy, *SPECS)
+    block = _block(path, weights.get("block_structure")) if strategy == "block" else (128, 128)
+    return EightBits(method, strategy, block, group.get("input_activations") is not None)
+
+
+def _only(path: Path, name: str, value: Any, *allowed: Any) -> None:
+    if value not in allowed:
+        raise UserError(f"{path}: quantization_config.{name} is {value!r}; supported are {list(allowed)}")
+
+
+def _block(path: Path, sizes: Any) -> tuple[int, int]:
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise UserError(f"{path}: quantization_config has blocks of {sizes!r}, not [rows, columns]")
+    return sizes[0], sizes[1]
+
+
+def read_scale(storage: EightBits, codes: Stored, scale: Stored) -> np.ndarray:
+    """The scales of a matrix, fp32, with the shape (outputs or blocks, inputs or blocks) or (1, 1).
+
+    Raises:
+        UserError: they have another shape, or are not positive and finite.
+    """
+    outputs, inputs = codes.shape
+    wanted, values = storage.shape(outputs, inputs), scale.read().astype(np.float32)
+    if values.shape != wanted and not (storage.strategy != "block" and values.size == math.prod(wanted)):
+        raise UserError(f"{scale.file}: {scale.name} is {list(values.shape)}, but scales are {list(wanted)}")
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise UserError(f"{scale.file}: {scale.name} has scales that are not positive and finite")
+    return values.reshape(wanted if storage.strategy == "block" else (-1, 1))
+
+
+def decode(storage: EightBits, codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The values of a matrix, fp32 (outputs, inputs)."""
+    rows, columns = codes.shape
+    if storage.strategy == "block":
+        scale = np.repeat(np.repeat(scale, storage.block[0], 0)[:rows], storage.block[1], 1)[:, :columns]
+    return codes.astype(np.float32) * scale
+
+
+def frozen(storage: EightBits, codes: np.ndarray, scale: np.ndarray, put: Any) -> FrozenWeight:
+    """Matrices as they are stored, (..., outputs, inputs), as weights for products here.
+
+    Raises:
+        UserError: blocks are not 128 x 128.
+    """
+    if storage.strategy == "block" and storage.block != (128, 128):
+        raise UserError(f"blocks of {storage.block} are read as values only, not as codes; 128 x 128 are")
+    spec = fp8jax.QuantSpec.parse(SPECS[storage.strategy])
+    return FrozenWeight(to_bytes(fp8jax.QTensor(put(codes), put(scale), None, None, spec)))
+
+
+def encode(w: Any, how: Any, scale: Any = None) -> fp8jax.QTensor:
+    """Codes of a weight (inputs, outputs) as (outputs, inputs).
+
+    Args:
+        w: the parameter, of any floating dtype.
+        how: a spec of the transposed matrix, or the `Linear` of a recipe, whose codes are those of its forward product.
+        scale: given one, as the state of a layer's scaling says; None takes it from the weight.
+    """
+    if isinstance(how, str | fp8jax.QuantSpec):
+        return fp8jax.quantize(w.T, how)
+    return from_bytes(fp8jax.quantize_weight(w, recipe=how, scale=scale).forward)

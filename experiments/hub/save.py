@@ -1,0 +1,264 @@
+"""A model here as a checkpoint of Hugging Face: `save(folder, config, params)`."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+import fp8jax
+from experiments.checkpoint import flatten
+from experiments.config import DiskError, UserError
+from experiments.hub import families, files, load, quantized
+from experiments.hub.families import Tensor
+from experiments.hub.quantized import EightBits
+from experiments.models.shape import LlamaConfig
+
+# What is copied of a checkpoint beside its weights and its config.json.
+BESIDE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedAs:
+    """Linear layers but the head as 8-bit codes.
+
+    Attributes:
+        storage: the format.
+        how: what makes codes of a weight: a spec of the transposed matrix; or the `Linear` of a recipe, whose codes are
+            those of its forward product. Either takes the parameter as it is, as layers do.
+        scales: given scales of weights by path here, as layers' states have them; of a stack, one a layer.
+    """
+
+    storage: EightBits
+    how: Any
+    scales: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Tensors that are made together: their names, shapes and dtypes, and what makes them."""
+
+    kinds: dict[str, tuple[tuple[int, ...], np.dtype]]
+    make: Callable[[], list[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self.kinds.values())
+
+
+def save(
+    folder: Path,
+    config: LlamaConfig,
+    params: Any,
+    *,
+    like: Path | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    eight: EncodedAs | None = None,
+    shard_bytes: int = 5_000_000_000,
+    beside: dict[str, str] | None = None,
+    fields: dict[str, Any] | None = None,
+) -> list[str]:
+    """Writes a checkpoint that transformers loads; what is in memory beside the parameters is one shard.
+
+    A killed write leaves no folder of this name, but one with ".partial" after it.
+
+    Args:
+        folder: made now; it must not be there.
+        config: the model's shape.
+        params: its parameters, as `load` gives them.
+        like: a checkpoint of the same shape, of which config.json, tokenizer and generation settings are kept.
+        dtype: of what is written; None keeps each parameter's.
+        eight: 8-bit codes for linear layers; the rest as `dtype`.
+        shard_bytes: most bytes of a file, unless one tensor has more.
+        beside: further files by name, such as tokenizer.json.
+        fields: further fields of config.json.
+
+    Returns:
+        Modules with matrices that `eight` left as they are, since readers of the format would not decode them rightly.
+
+    Raises:
+        UserError: no family has such a shape, it is not that of `like`, or the folder exists.
+        DiskError: a file cannot be written.
+    """
+    if folder.exists():
+        raise UserError(f"{folder} exists; give another folder, or move it away")
+    content, family = {}, None
+    if like is not None:
+        content = files.read_json(like / "config.json")
+        family, shape = families.read(like / "config.json", content)
+        if shape != config:
+            raise UserError(f"{like} is of another shape, {shape}, than the model, {config}")
+    family = family or families.of(config)
+    if eight is not None and any(tensor.linear and not tensor.turned for tensor in family.tensors(config)):
+        raise UserError(f"{family.architecture} has no linear layers that 8-bit formats know; write bfloat16")
+    flat, kept = flatten(params), list[str]()
+    wanted = flatten(load.abstract_params(config))
+    for path in sorted(set(wanted) ^ set(flat)):
+        raise UserError(f"the parameters {'lack' if path in wanted else 'have'} {path}, unlike a model of {config}")
+    parts = [part for tensor in family.tensors(config) for part in _parts(tensor, config, flat, dtype, eight, kept)]
+    shards = _shards(parts, shard_bytes)
+    content = {"model_type": family.name, "architectures": [family.architecture], **family.write(config), **content}
+    content.pop("quantization_config", None)
+    content |= {"torch_dtype": _common(parts), **(fields or {})}
+    content.pop("dtype", None)
+    if eight is not None:
+        content["quantization_config"] = eight.storage.fields([*([] if config.tied else ["lm_head"]), *kept])
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for source in [] if like is None else [like / name for name in BESIDE]:
+            if source.is_file():
+                shutil.copyfile(source, partial / source.name)
+        for name, text in (beside or {}).items():
+            (partial / name).write_text(text)
+        (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        _write(partial, shards)
+        os.replace(partial, folder)
+    except OSError as error:
+        raise DiskError(
+            f"{folder} cannot be written ({error.strerror or error}); {partial} is what there is"
+        ) from error
+    return kept
+
+
+def _common(parts: list[Written]) -> str:
+    """The dtype of most bytes that are no codes, as config.json names it."""
+    sizes: dict[str, int] = {}
+    for part in parts:
+        for name, (shape, dtype) in part.kinds.items():
+            if dtype != quantized.CODES and "weight_scale" not in name:
+                sizes[dtype.name] = sizes.get(dtype.name, 0) + int(np.prod(shape))
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _parts(
+    tensor: Tensor,
+    config: LlamaConfig,
+    flat: dict[str, Any],
+    dtype: jax.typing.DTypeLike | None,
+    eight: EncodedAs | None,
+    kept: list[str],
+) -> Iterator[Written]:
+    """What is written of a tensor of each layer."""
+    for i, name in enumerate(load.names(tensor, config)):
+        at = i if tensor.stacked else None
+        shapes = [flat[path].shape[1:] if tensor.stacked else flat[path].shape for path in tensor.paths]
+        whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+        shape = whole[::-1] if tensor.turned else whole
+        if eight is not None and tensor.linear:
+            if eight.storage.fits(*shape):
+                scale = f"{name.removesuffix('weight')}{eight.storage.scale}"
+                kinds = {
+                    name: (shape, quantized.CODES),
+                    scale: (eight.storage.shape(*shape), np.dtype(np.float32)),
+                }
+                yield Written(kinds, functools.partial(_codes, tensor, flat, at, eight))
+                continue
+            kept.append(name.removesuffix(".weight"))
+        kind = np.dtype(flat[tensor.paths[0]].dtype if dtype is None else dtype)
+        yield Written({name: (shape, kind)}, functools.partial(_values, tensor, flat, at, kind))
+
+
+def _layer(x: Any, at: int | None) -> Any:
+    return x if at is None else x[at]
+
+
+def _values(tensor: Tensor, flat: dict[str, Any], at: int | None, dtype: np.dtype) -> list[np.ndarray]:
+    parts = [np.asarray(jax.device_get(_layer(flat[path], at))) for path in tensor.paths]
+    whole = np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+    with np.errstate(over="ignore"):
+        cast = whole.astype(dtype)
+    if not np.isfinite(cast.astype(np.float32)).all() and np.isfinite(whole.astype(np.float32)).all():
+        raise UserError(f"{tensor.name.format(at)} has values beyond {dtype.name}; write bfloat16")
+    return [np.ascontiguousarray(cast.T if tensor.turned else cast)]
+
+
+def _codes(tensor: Tensor, flat: dict[str, Any], at: int | None, eight: EncodedAs) -> list[np.ndarray]:
+    (path,) = tensor.paths
+    w = jnp.asarray(_layer(flat[path], at))
+    scale = None if eight.scales is None or path not in eight.scales else _layer(eight.scales[path], at)
+    q = quantized.encode(w, eight.how, scale)
+    return [np.asarray(q.codes), np.asarray(q.scale).reshape(eight.storage.shape(*q.shape))]
+
+
+def _shards(parts: list[Written], limit: int) -> list[list[Written]]:
+    if limit < 1:
+        raise UserError(f"shards need at least 1 byte, got {limit}")
+    shards: list[list[Written]] = [[]]
+    for part in parts:
+        if shards[-1] and sum(x.nbytes for x in shards[-1]) + part.nbytes > limit:
+            shards.append([])
+        shards[-1].append(part)
+    return shards
+
+
+def _write(folder: Path, shards: list[list[Written]]) -> None:
+    places: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        file = files.SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        arrays: dict[str, np.ndarray] = {}
+        for part in shard:
+            arrays |= zip(part.kinds, part.make(), strict=True)
+        for name in arrays:
+            places[name] = file
+        try:
+            save_file(arrays, folder / file, metadata={"format": "pt"})
+        except Exception as error:  # SafetensorError of the file system
+            raise OSError(str(error)) from error
+    if len(shards) > 1:
+        total = sum(part.nbytes for shard in shards for part in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / files.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def eight_bits(name: str, *, activations: bool = False) -> EncodedAs:
+    """A format by name: "tensor", "channel" and "block" of compressed-tensors, "deepseek" of blocks.
+
+    Raises:
+        UserError: there is no such format.
+    """
+    if name == "deepseek":
+        return EncodedAs(EightBits("fp8", "block"), quantized.SPECS["block"])
+    if name not in quantized.SPECS:
+        raise UserError(f"unknown 8-bit format {name!r}; the formats are {', '.join([*quantized.SPECS, 'deepseek'])}")
+    return EncodedAs(EightBits("compressed-tensors", name, activations=activations), quantized.SPECS[name])
+
+
+def of_recipe(recipe: fp8jax.Recipe, *, deepseek: bool = False, activations: bool = False) -> EncodedAs:
+    """The format that holds the codes which a recipe's forward products use.
+
+    Raises:
+        UserError: its weights have no 8-bit codes, or none that a format holds.
+    """
+    spec = recipe.linear.spec("w")
+    strategies = {fp8jax.QuantSpec.parse(text): name for name, text in quantized.SPECS.items()}
+    name = strategies.get(dataclasses.replace(spec, axis=-1)) if spec is not None else None
+    if name is None:
+        raise UserError(
+            f"recipe {recipe.name} multiplies by weights in {spec or 'the format of computation'}, which no format "
+            f"holds; those are {', '.join(quantized.SPECS.values())}"
+        )
+    if deepseek and name != "block":
+        raise UserError(f"recipe {recipe.name} has a scale a {name}, and the deepseek format one a block")
+    storage = EightBits("fp8", "block") if deepseek else EightBits("compressed-tensors", name, activations=activations)
+    return EncodedAs(storage, recipe.linear)
