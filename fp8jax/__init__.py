@@ -47,6 +47,11 @@ from fp8jax.optim.convert_state import convert_state as convert_state
 from fp8jax.optim.fp8lm_adamw import fp8lm_adamw as fp8lm_adamw
 from fp8jax.optim.fp8lm_adamw import working_copy as working_copy
 from fp8jax.optim.moments import state_bytes as state_bytes
+from fp8jax.optim.release import Held as Held
+from fp8jax.optim.release import release as release
+from fp8jax.optim.updates import gradient_norm as gradient_norm
+from fp8jax.optim.updates import updates_norm as updates_norm
+from fp8jax.optim.updates import value_and_updates as value_and_updates
 from fp8jax.optim.weight_bounds import adam_limit as adam_limit
 from fp8jax.optim.weight_bounds import measure_weights as measure_weights
 from fp8jax.optim.weight_bounds import track_weights as track_weights
@@ -65,6 +70,7 @@ __version__ = "0.2.0"  # the only place of it: pyproject.toml reads it here
 __all__ = [
     "CHECKPOINT_NAMES",
     "FrozenWeight",
+    "Held",
     "QTensor",
     "QuantSpec",
     "QuantizedWeight",
@@ -87,6 +93,7 @@ __all__ = [
     "freeze",
     "glu",
     "glu_linear",
+    "gradient_norm",
     "init_scaling",
     "layer_norm",
     "linear",
@@ -99,6 +106,7 @@ __all__ = [
     "quantize_weight",
     "ragged_dot",
     "recipes",
+    "release",
     "rms_norm",
     "saveable",
     "scale_by_compressed_adam",
@@ -108,6 +116,8 @@ __all__ = [
     "tracked",
     "transform",
     "update_scaling",
+    "updates_norm",
+    "value_and_updates",
     "weight_bounds",
     "weight_scale",
     "working_copy",

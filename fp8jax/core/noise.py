@@ -125,6 +125,11 @@ def round_stochastically(x: Array, words: Array, **part: Any) -> Array:
     return jnp.where(jnp.isnan(x), x, jax.lax.bitcast_convert_type(bits, jnp.float32)).astype(jnp.bfloat16)
 
 
+def later(words: Array, eights: ArrayLike) -> Array:
+    """The words of an array that begins so many eights of elements after another, whose words these are."""
+    return words.at[0].add(jnp.asarray(eights).astype(jnp.uint32) * np.uint32(STRIDE))
+
+
 def salt(name: str) -> int:
     """A number for a parameter, from its path alone: odd, from 2^30 on and under 2^31."""
     return zlib.crc32(name.encode()) >> 2 | 0x40000001

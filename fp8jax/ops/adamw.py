@@ -6,8 +6,9 @@ for quantized moments where it can run, and the reference for everything else.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,43 @@ from fp8jax.ops.choice import placed_like, tell, vary_with
 from fp8jax.ops.members import settled
 
 
+class Part(NamedTuple):
+    """Of what the parameters of a step are a part, so that the step has the bits of one of the whole.
+
+    Attributes:
+        name: path of their tree in the whole one, steps joined by "/".
+        layer: which one of stacked parameters they are, int32; None where nothing is stacked.
+    """
+
+    name: str = ""
+    layer: Array | None = None
+
+    def path(self, own: Any) -> str:
+        """The path of a parameter in the whole tree."""
+        return "/".join(filter(None, (self.name, jax.tree_util.keystr(own, simple=True, separator="/"))))
+
+    def before(self, leaf: Leaf) -> Array | None:
+        """How many eights of elements of the stack come before a layer's.
+
+        Raises:
+            ValueError: a layer is no whole number of eights, and noise goes by them.
+        """
+        if self.layer is None or leaf.nu_noise is None:
+            return None
+        rows, last = leaf.grad.shape[:-1], leaf.grad.shape[-1] if leaf.grad.ndim else 1
+        size = math.prod(rows) * (leaf.padded_row or last)
+        if size % 8:
+            raise ValueError(
+                f"a stacked parameter with layers of shape {leaf.grad.shape} has second moments that are rounded "
+                "stochastically, with noise of eight elements each: take layers of a multiple of eight elements, or "
+                "nu_rounding='nearest'"
+            )
+        return self.layer.astype(jnp.uint32) * np.uint32(size // 8)
+
+
+WHOLE = Part()
+
+
 def step(
     grads: Any,
     mu: Any,
@@ -38,6 +76,7 @@ def step(
     nu_stochastic: bool = False,
     key: Array | None = None,
     form: Form = "step",
+    part: Part = WHOLE,
 ) -> tuple[Any, Any, Any]:
     """The new parameters, or the changes to be added to them.
 
@@ -57,17 +96,20 @@ def step(
         key: PRNG key: bf16 parameters are rounded stochastically, so that changes under half a step of bf16 are not
             lost. None rounds to nearest.
         form: "step", or "update" for changes, in the dtypes of the parameters, else of the gradients.
+        part: of what these parameters are a part.
 
     Returns:
         The new parameters, or their changes, and both trees of moments.
 
     Raises:
         ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter: the message says why; a key is
-            given, and no parameter is bf16; or `adam.applied` is, for an update, which nobody adds if it is not taken.
+            given, and no parameter is bf16; `adam.applied` is, for an update, which nobody adds if it is not taken; or
+            as of `Part.before`.
     """
     if form == "update" and adam.applied is not None:
         raise ValueError("adam.applied is for `step`; an update that is not taken is one that nobody adds")
-    leaves, treedef = _leaves(grads, mu, nu, params, decays, key, noise.of_step(adam.count) if nu_stochastic else None)
+    nu_words = noise.of_step(adam.count) if nu_stochastic else None
+    leaves, treedef = _leaves(grads, mu, nu, params, decays, key, nu_words, part)
     if key is not None and all(leaf.noise is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
     impls = [tell("adamw", adamw_fused.choose(leaf, impl)).impl for leaf in leaves]
@@ -146,7 +188,7 @@ def store(
 
 
 def _leaves(
-    grads: Any, mu: Any, nu: Any, params: Any, decays: Any, key: Array | None, nu_words: Array | None
+    grads: Any, mu: Any, nu: Any, params: Any, decays: Any, key: Array | None, nu_words: Array | None, part: Part
 ) -> tuple[list[Leaf], Any]:
     """The leaves of a tree of gradients, each with what belongs to it, and the tree's structure."""
     treedef: Any
@@ -159,9 +201,10 @@ def _leaves(
         words = [random[i] if w.dtype == jnp.bfloat16 else None for i, w in enumerate(weights)]
     mus, nus, which = (treedef.flatten_up_to(tree) for tree in (mu, nu, jax.tree.broadcast(decays, grads)))
     # By names alone: the same in a dict, a dataclass and an NNX state, and whatever else is in the tree.
-    salts = [noise.salt(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in paths]
+    salts = [noise.salt(part.path(path)) for path, _ in paths]
     nu_noise = [nu_words if _is_quantized(moment) or moment.dtype == jnp.bfloat16 else None for moment in nus]
-    return [Leaf(*row) for row in zip(gs, weights, mus, nus, which, words, nu_noise, salts, strict=True)], treedef
+    leaves = [Leaf(*row) for row in zip(gs, weights, mus, nus, which, words, nu_noise, salts, strict=True)]
+    return [dataclasses.replace(leaf, before=part.before(leaf)) for leaf in leaves], treedef
 
 
 def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
@@ -200,9 +243,7 @@ def _rows(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, M
         for g, d, m, v, mu, nu in zip(grads, directions, *moments, mus, nus, strict=True)
     ]
     mus = [store(m, mu, fading=fading) for (m, _), mu in zip(pairs, mus, strict=True)]
-    nus = [
-        store(v, nu, leaf.nu_noise, row=leaf.padded_row) for leaf, (_, v), nu in zip(leaves, pairs, nus, strict=True)
-    ]
+    nus = [store(v, nu, leaf.words, row=leaf.padded_row) for leaf, (_, v), nu in zip(leaves, pairs, nus, strict=True)]
     results = []
     for leaf, d in zip(leaves, directions, strict=True):
         if adam.max_direction is not None:

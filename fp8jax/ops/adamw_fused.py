@@ -74,7 +74,7 @@ class Adam:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["grad", "weight", "mu", "nu", "noise", "nu_noise"],
+    data_fields=["grad", "weight", "mu", "nu", "noise", "nu_noise", "before"],
     meta_fields=["decays", "salt"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +91,8 @@ class Leaf:
         nu_noise: two words of the step for that of a second moment, or None; the parameter's own are these
             with its salt (`fp8jax.core.noise.salted`).
         salt: a number of the parameter's own; static.
+        before: of a layer of stacked parameters, how many eights of elements of the stack come before it, uint32: noise
+            goes by places in the stack. None of a whole parameter.
     """
 
     grad: Array
@@ -101,6 +103,14 @@ class Leaf:
     noise: Array | None
     nu_noise: Array | None = None
     salt: int = 0
+    before: Array | None = None
+
+    @property
+    def words(self) -> Array | None:
+        """`nu_noise` of the part that the leaf is."""
+        if self.nu_noise is None or self.before is None:
+            return self.nu_noise
+        return noise.later(self.nu_noise, self.before)
 
     @property
     def dtype(self) -> np.dtype:
@@ -277,7 +287,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
 
     values = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
     moments = _parts(leaf.mu), _parts(leaf.nu)
-    operands = _Operands(leaf.grad, leaf.weight if reads else None, *moments, values, leaf.noise, leaf.nu_noise)
+    operands = _Operands(leaf.grad, leaf.weight if reads else None, *moments, values, leaf.noise, leaf.words)
     results = _over_leading_axes(call)(*operands)
     # The kernel's parts are of whole groups; what had others on Explicit axes gets these back.
     result, mu, nu = jax.tree.map(placed, results, (leaf.grad if leaf.weight is None else leaf.weight, *moments))
@@ -294,7 +304,7 @@ def placed(x: Array, like: Array) -> Array:
 def _later(words: Array | None, groups: Array, size: int) -> Array:
     """The words of noise of a part that begins so many groups of a size after the whole."""
     assert words is not None
-    return words.at[0].add(groups * np.uint32(size // 8) * np.uint32(noise.STRIDE))
+    return noise.later(words, groups * np.uint32(size // 8))
 
 
 def _over_leading_axes(local: Any) -> Any:

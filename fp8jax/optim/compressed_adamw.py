@@ -53,6 +53,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     applied: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
     max_direction: a scalar, the magnitude that finite directions beyond it are cut to, before rate and weight decay;
         for `fp8jax.tracked`, and not of `fp8lm_adamw`.
+    part: of what the parameters are a part, for `fp8jax.release`; not of `fp8lm_adamw`.
 
     `update` knows the step, so that a copy made of `init` and `update`, as by `_replace` or `jax.tree.map`, has it too.
 
@@ -280,9 +281,10 @@ def compressed_adamw(
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
         max_direction: ArrayLike | None = None,
+        part: adamw.Part = adamw.WHOLE,
     ) -> tuple[optax.Params, CompressedAdamState]:
         scalars = {"factor": factor, "applied": applied, "max_direction": max_direction}
-        return descend(adamw.step, grads, state, params, key=key, **scalars)
+        return descend(adamw.step, grads, state, params, key=key, part=part, **scalars)
 
     return FusedTransformation(*variables.looking_through(init, update, step))
 
@@ -340,6 +342,7 @@ def _adam(
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
         max_direction: ArrayLike | None = None,
+        part: adamw.Part = adamw.WHOLE,
         **options: Any,
     ) -> tuple[Any, CompressedAdamState]:
         checks.state(state, CompressedAdamState)
@@ -351,7 +354,9 @@ def _adam(
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, factor, applied, max_direction)
-        result, mus, nus = form(grads, state.mu, state.nu, params, adam, impl=impl, nu_stochastic=stochastic, **options)
+        result, mus, nus = form(
+            grads, state.mu, state.nu, params, adam, impl=impl, nu_stochastic=stochastic, part=part, **options
+        )
         if applied is not None:
             count = jnp.where(applied, count, state.count)
         return result, CompressedAdamState(count, mus, nus)

@@ -1,0 +1,321 @@
+"""The optimizer inside the backward pass: a block's gradients are used up where they appear, and never all held."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Var
+from jax.typing import ArrayLike
+
+from fp8jax.ops.adamw import Part
+from fp8jax.optim import variables
+from fp8jax.optim.compressed_adamw import CompressedAdamState, FusedTransformation
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "mu", "nu", "count", "factor", "squares", "uses"],
+    meta_fields=["name", "layers", "measured"],
+)
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Parameters with their optimizer state, as a released block takes them.
+
+    All leaves are arrays of floating dtypes, because `value_and_updates` gets the new ones as cotangents of the old.
+
+    Attributes:
+        params: tree of parameters; of `Released.scan`, layers stacked along the first axes.
+        mu, nu: moments, as of `compressed_adamw`.
+        count: steps taken, fp32 scalar, exact up to 2^24.
+        factor: what the next step multiplies gradients by, fp32 scalar: see `clipped`.
+        squares: sum of squares of the last step's gradients, fp32 scalar, before `factor`.
+        uses: how often the last call used these parameters, fp32 scalar: 1, or the result is NaN.
+        name: path of the parameters in a whole tree, on which noise of stochastic rounding depends.
+        layers: how many layers are stacked; None where none are.
+        measured: whether the backward pass takes squares alone, and no step.
+    """
+
+    params: Any
+    mu: Any
+    nu: Any
+    count: Array
+    factor: Array
+    squares: Array
+    uses: Array
+    name: str = ""
+    layers: int | None = None
+    measured: bool = False
+
+    @property
+    def state(self) -> CompressedAdamState:
+        """The state as that of the optimizer itself, for checkpoints and for steps outside of the backward pass."""
+        return CompressedAdamState(self.count.astype(jnp.int32), self.mu, self.nu)
+
+    def clipped(self, max_norm: ArrayLike, norm: ArrayLike) -> "Held":
+        """These with the factor that clips gradients of this global norm.
+
+        Args:
+            max_norm: largest global norm, positive.
+            norm: of all gradients: of this step, from `gradient_norm`, or as it was in the step before.
+        """
+        norm = jnp.asarray(norm, jnp.float32)
+        return dataclasses.replace(self, factor=jnp.where(norm < max_norm, jnp.float32(1.0), max_norm / norm))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["sources", "structure"])
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """What the backward pass of a block reads, without what its parameters and other arguments hold anyway.
+
+    Attributes:
+        arrays: those that are of the call, or of each layer, stacked.
+        sources: for each residual the number of the argument that it is, or None for the next of `arrays`.
+        structure: of all residuals.
+    """
+
+    arrays: Sequence[Array]
+    sources: tuple[int | None, ...]
+    structure: Any
+
+    def backward(self, arguments: Sequence[Array]) -> Callable[..., Any]:
+        own = iter(self.arrays)
+        leaves = [next(own) if source is None else arguments[source] for source in self.sources]
+        return jax.tree.unflatten(self.structure, leaves)  # type: ignore[no-any-return]
+
+
+class Released:
+    """A block whose backward pass applies its optimizer's step, as `release` returns it."""
+
+    def __init__(self, block: Callable[..., Any], tx: FusedTransformation) -> None:
+        self._block, self._tx = block, tx
+        self._once = jax.custom_vjp(lambda held, inputs: block(held.params, *inputs))
+        self._once.defvjp(self._forward, self._backward)
+        self._layers = jax.custom_vjp(self._plain_scan)
+        self._layers.defvjp(self._scan_forward, self._scan_backward)
+
+    def init(self, params: Any, name: str = "", *, stacked: bool = False) -> Held:
+        """The parameters of a block with a state of zeros.
+
+        Args:
+            params: tree of floating arrays.
+            name: path of this tree among all parameters, as "layers/3": with it codes are those of one step over the
+                whole tree, and without any no two blocks may have parameters of one name (their noise were the same).
+            stacked: for `scan`: each parameter stacks those of the layers along its first axis.
+
+        Raises:
+            ValueError: stacked parameters do not have the same number of layers.
+            TypeError: a parameter is not of a floating dtype, or in one of Flax's boxes.
+        """
+        return self.restore(params, self._tx.init(params), name, stacked=stacked)
+
+    def restore(self, params: Any, state: CompressedAdamState, name: str = "", *, stacked: bool = False) -> Held:
+        """Parameters with a state that there is, as `Held.state` gives it, or steps outside of a block made it.
+
+        Args, raises: as of `init`.
+        """
+        if any(map(variables.is_box, jax.tree.leaves((params, state), is_leaf=variables.is_box))):
+            raise TypeError("release takes arrays, not variables or boxes of Flax: take nnx.state's pure values")
+        layers = _layers(params) if stacked else None
+        integers = [x.dtype for x in jax.tree.leaves((params, state.mu, state.nu)) if not _differentiable(x)]
+        if integers:
+            raise TypeError(
+                f"release hands new moments out as cotangents, which arrays of {integers[0]} do not have: take moments "
+                "in e4m3, e5m2, bf16 or fp32"
+            )
+        count, factor, squares, uses = (jnp.asarray(x, jnp.float32) for x in (state.count, 1.0, 0.0, 1.0))
+        return Held(params, state.mu, state.nu, count, factor, squares, uses, name, layers)
+
+    def __call__(self, held: Held, *inputs: Any) -> Any:
+        """The block's result.
+
+        Args:
+            held: of `init` or of the last `value_and_updates`; each may be used once in a call.
+            inputs: of the block; trees of arrays, which have their gradients as ever.
+
+        Raises:
+            ValueError: the parameters are stacked.
+        """
+        if held.layers is not None:
+            raise ValueError(f"{held.name or 'the parameters'} stack {held.layers} layers: call scan(held, x, ...)")
+        return self._once(held, inputs)
+
+    def scan(self, held: Held, x: Any, *shared: Any) -> Any:
+        """The result of all layers, one after another: x = block(layer's parameters, x, *shared).
+
+        `jax.lax.scan` would hold old and new parameters of all layers at once. Here the backward pass carries one stack
+        of them, and writes each layer's in its place; with `donate_argnums` it is the caller's own.
+
+        Args:
+            held: of `init(..., stacked=True)`.
+            x: tree of arrays, which the block returns in the same structure, shapes and dtypes.
+            shared: what all layers read, such as positions; differentiated, too.
+
+        Raises:
+            ValueError: the parameters are not stacked.
+            TypeError: the block's result is not like `x`.
+        """
+        if held.layers is None:
+            raise ValueError(f"{held.name or 'the parameters'} are not stacked: take init(..., stacked=True)")
+        result = jax.eval_shape(self._block, _layer(held.params, 0), x, *shared)
+        if jax.tree.map(_kind, result) != jax.tree.map(_kind, jax.eval_shape(lambda: x)):
+            raise TypeError(f"a block under scan must return what is like x, {x}, not {result}")
+        return self._layers(held, x, shared)
+
+    def _forward(self, held: Held, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        result, backward = jax.vjp(self._block, held.params, *inputs)
+        return result, (held, backward)
+
+    def _backward(self, saved: tuple[Held, Any], cotangent: Any) -> tuple[Held, tuple[Any, ...]]:
+        held, backward = saved
+        gradients, *inputs = backward(cotangent)
+        if held.measured:
+            return _renewed(held, held.params, held.state, sum_of_squares(gradients)), tuple(inputs)
+        params, state = self._step(gradients, held, held.params, held.mu, held.nu, Part(held.name))
+        return _renewed(held, params, state, sum_of_squares(gradients)), tuple(inputs)
+
+    def _plain_scan(self, held: Held, x: Any, shared: tuple[Any, ...]) -> Any:
+        return lax.scan(lambda x, params: (self._block(params, x, *shared), None), x, held.params)[0]
+
+    def _scan_forward(self, held: Held, x: Any, shared: tuple[Any, ...]) -> tuple[Any, Any]:
+        residuals = self._residuals(_layer(held.params, 0), x, shared)
+
+        def one(x: Any, i: Array) -> tuple[Any, list[Array]]:
+            result, backward = jax.vjp(self._block, _layer(held.params, i), x, *shared)
+            pairs = zip(jax.tree.leaves(backward), residuals.sources, strict=True)
+            return result, [leaf for leaf, source in pairs if source is None]
+
+        result, arrays = lax.scan(one, x, jnp.arange(held.layers))
+        return result, (held, shared, dataclasses.replace(residuals, arrays=arrays))
+
+    def _residuals(self, params: Any, x: Any, shared: tuple[Any, ...]) -> _Residuals:
+        """Which residuals of a layer are its parameters, or what all layers share: read from the program."""
+        structure: Any = None
+
+        def call(params: Any, shared: tuple[Any, ...], x: Any) -> list[Array]:
+            nonlocal structure
+            leaves, structure = jax.tree.flatten(jax.vjp(self._block, params, x, *shared)[1])
+            return leaves
+
+        program = jax.make_jaxpr(call)(params, shared, x).jaxpr
+        known = {var: i for i, var in enumerate(program.invars[: len(jax.tree.leaves((params, shared)))])}
+        sources = [known.get(var) if isinstance(var, Var) else None for var in program.outvars]
+        return _Residuals((), tuple(sources), structure)
+
+    def _scan_backward(self, saved: tuple[Held, tuple[Any, ...], _Residuals], cotangent: Any) -> tuple[Held, Any, Any]:
+        held, shared, residuals = saved
+        layers = held.layers or 0
+        fixed = jax.tree.leaves(shared)
+        plain = [i for i, leaf in enumerate(fixed) if _differentiable(leaf)]
+
+        def one(number: Array, carry: Any) -> Any:
+            (stacks, squares), dx, sums = carry
+            i = layers - 1 - number
+            params, mu, nu = _layer(stacks, i)
+            own = dataclasses.replace(residuals, arrays=_layer(residuals.arrays, i))
+            gradients, dx, *others = own.backward([*jax.tree.leaves(params), *fixed])(dx)
+            if not held.measured:
+                new, state = self._step(gradients, held, params, mu, nu, Part(held.name, i))
+                stacks = jax.tree.map(functools.partial(_written, i), stacks, (new, state.mu, state.nu))
+            others = jax.tree.leaves(others)
+            sums = [total + others[i] for total, i in zip(sums, plain, strict=True)]
+            return (stacks, squares + sum_of_squares(gradients)), dx, sums
+
+        begin = (
+            ((held.params, held.mu, held.nu), jnp.float32(0.0)),
+            cotangent,
+            [jnp.zeros_like(fixed[i]) for i in plain],
+        )
+        ((params, mu, nu), squares), dx, sums = lax.fori_loop(0, layers, one, begin)
+        state = CompressedAdamState(held.count + 1, mu, nu)
+        found = dict(zip(plain, sums, strict=True))
+        others = [found.get(i) for i in range(len(fixed))]  # None is no gradient
+        return _renewed(held, params, state, squares), dx, jax.tree.unflatten(jax.tree.structure(shared), others)
+
+    def _step(self, gradients: Any, held: Held, params: Any, mu: Any, nu: Any, part: Part) -> tuple[Any, Any]:
+        state = CompressedAdamState(held.count.astype(jnp.int32), mu, nu)
+        return self._tx.step(gradients, state, params, factor=held.factor, part=part)
+
+
+def _layers(params: Any) -> int:
+    """How many layers are stacked."""
+    lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(params)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"stacked parameters have the layers along their first axes, not of lengths {lengths}")
+    return int(lengths.pop())
+
+
+def _layer(stacks: Any, i: ArrayLike) -> Any:
+    return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, 0, keepdims=False), stacks)
+
+
+def _written(i: Array, stack: Array, layer: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(stack, layer, i, 0)
+
+
+def _kind(x: Any) -> tuple[Any, Any]:
+    return x.shape, x.dtype
+
+
+def _differentiable(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def sum_of_squares(gradients: Any) -> Array:
+    """The sum of squares of a tree of gradients, fp32."""
+    return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)), jnp.float32(0.0))
+
+
+def _renewed(held: Held, params: Any, state: CompressedAdamState, squares: Array) -> Held:
+    count = state.count.astype(jnp.float32)
+    one = jnp.float32(1.0)
+    return dataclasses.replace(held, params=params, mu=state.mu, nu=state.nu, count=count, squares=squares, uses=one)
+
+
+def release(block: Callable[..., Any], tx: FusedTransformation) -> Released:
+    """A block of a model whose parameters are updated inside the backward pass.
+
+    As each block's gradients appear, its optimizer's step runs and they are gone: of a model of n blocks, gradients of
+    one are held, and not of all. Results are those of one `tx.step` over all parameters, noise of stochastic rounding
+    included, but for the last bits of fp32 that XLA computes otherwise in another program.
+
+    What belongs to all gradients at once cannot be done where only one block's are known. A step is taken whatever the
+    loss, so none is skipped for NaN. For clipping by the global norm there are two ways: `Held.clipped` with the norm
+    of the step before (`updates_norm` of its updates), or with that of `gradient_norm`, another backward pass.
+    Gradients of microbatches cannot be summed: `value_and_updates` in a loop over them takes a step for each.
+
+    Args:
+        block: `block(params, x, *others) -> result`, a function that can be differentiated, with products of a recipe
+            or a `jax.checkpoint` or neither. Of arrays that it closes over, none may be differentiated.
+        tx: `compressed_adamw` or `fp8jax.optimizer`, without `clip`, moments in floating dtypes.
+
+    Returns:
+        A `Released`: `.init`, then `(held, x, ...)`, or `.scan(held, x, ...)` for stacked layers.
+
+    Raises:
+        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8lm_adamw` and `fp8jax.clipped`.
+
+    Examples:
+        >>> import fp8jax, jax, jax.numpy as jnp
+        >>> layer = lambda params, x: x + jnp.tanh(x @ params["w"])
+        >>> released = fp8jax.release(layer, fp8jax.optimizer("coat", 3e-4))
+        >>> layers = released.init({"w": jnp.zeros((4, 64, 64))}, "layers", stacked=True)
+        >>> loss = lambda layers, head, x: jnp.mean((released.scan(layers, x) @ head) ** 2)
+        >>> step = jax.jit(fp8jax.value_and_updates(loss, argnums=(0, 1)), donate_argnums=0)
+        >>> value, (layers, head_gradient) = step(layers, jnp.ones((64, 2)), jnp.ones((8, 64)))
+        >>> int(layers.state.count)
+        1
+
+    References:
+        Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, 2023 (LOMO).
+    """
+    if not isinstance(tx, FusedTransformation) or "part" not in inspect.signature(tx.step).parameters:
+        raise TypeError(
+            "release takes compressed_adamw(...), or fp8jax.optimizer(...) of a recipe whose master weights are the "
+            f"parameters and without clip, whose step knows parts of all parameters, not {tx!r}"
+        )
+    return Released(block, tx)
