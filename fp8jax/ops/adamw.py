@@ -27,7 +27,7 @@ from fp8jax.ops.choice import placed_like, tell, vary_with
 from fp8jax.ops.members import settled
 
 
-class Part(NamedTuple):
+class Portion(NamedTuple):
     """Of what the parameters of a step are a part, so that the step has the bits of one of the whole.
 
     Attributes:
@@ -61,7 +61,7 @@ class Part(NamedTuple):
         return self.layer.astype(jnp.uint32) * np.uint32(size // 8)
 
 
-WHOLE = Part()
+WHOLE = Portion()
 
 
 def step(
@@ -76,7 +76,7 @@ def step(
     nu_stochastic: bool = False,
     key: Array | None = None,
     form: Form = "step",
-    part: Part = WHOLE,
+    part: Portion = WHOLE,
 ) -> tuple[Any, Any, Any]:
     """The new parameters, or the changes to be added to them.
 
@@ -104,7 +104,7 @@ def step(
     Raises:
         ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter: the message says why; a key is
             given, and no parameter is bf16; `adam.applied` is, for an update, which nobody adds if it is not taken; or
-            as of `Part.before`.
+            as of `Portion.before`.
     """
     if form == "update" and adam.applied is not None:
         raise ValueError("adam.applied is for `step`; an update that is not taken is one that nobody adds")
@@ -188,7 +188,7 @@ def store(
 
 
 def _leaves(
-    grads: Any, mu: Any, nu: Any, params: Any, decays: Any, key: Array | None, nu_words: Array | None, part: Part
+    grads: Any, mu: Any, nu: Any, params: Any, decays: Any, key: Array | None, nu_words: Array | None, part: Portion
 ) -> tuple[list[Leaf], Any]:
     """The leaves of a tree of gradients, each with what belongs to it, and the tree's structure."""
     treedef: Any

@@ -281,7 +281,7 @@ def compressed_adamw(
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
         max_direction: ArrayLike | None = None,
-        part: adamw.Part = adamw.WHOLE,
+        part: adamw.Portion = adamw.WHOLE,
     ) -> tuple[optax.Params, CompressedAdamState]:
         scalars = {"factor": factor, "applied": applied, "max_direction": max_direction}
         return descend(adamw.step, grads, state, params, key=key, part=part, **scalars)
@@ -342,7 +342,7 @@ def _adam(
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
         max_direction: ArrayLike | None = None,
-        part: adamw.Part = adamw.WHOLE,
+        part: adamw.Portion = adamw.WHOLE,
         **options: Any,
     ) -> tuple[Any, CompressedAdamState]:
         checks.state(state, CompressedAdamState)

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.extend.core import Var
 from jax.typing import ArrayLike
 
-from fp8jax.ops.adamw import Part
+from fp8jax.ops.adamw import Portion
 from fp8jax.optim import variables
 from fp8jax.optim.compressed_adamw import CompressedAdamState, FusedTransformation
 
@@ -175,7 +175,7 @@ class Released:
         gradients, *inputs = backward(cotangent)
         if held.measured:
             return _renewed(held, held.params, held.state, sum_of_squares(gradients)), tuple(inputs)
-        params, state = self._step(gradients, held, held.params, held.mu, held.nu, Part(held.name))
+        params, state = self._step(gradients, held, held.params, held.mu, held.nu, Portion(held.name))
         return _renewed(held, params, state, sum_of_squares(gradients)), tuple(inputs)
 
     def _plain_scan(self, held: Held, x: Any, shared: tuple[Any, ...]) -> Any:
@@ -219,7 +219,7 @@ class Released:
             own = dataclasses.replace(residuals, arrays=_layer(residuals.arrays, i))
             gradients, dx, *others = own.backward([*jax.tree.leaves(params), *fixed])(dx)
             if not held.measured:
-                new, state = self._step(gradients, held, params, mu, nu, Part(held.name, i))
+                new, state = self._step(gradients, held, params, mu, nu, Portion(held.name, i))
                 stacks = jax.tree.map(functools.partial(_written, i), stacks, (new, state.mu, state.nu))
             others = jax.tree.leaves(others)
             sums = [total + others[i] for total, i in zip(sums, plain, strict=True)]
@@ -236,7 +236,7 @@ class Released:
         others = [found.get(i) for i in range(len(fixed))]  # None is no gradient
         return _renewed(held, params, state, squares), dx, jax.tree.unflatten(jax.tree.structure(shared), others)
 
-    def _step(self, gradients: Any, held: Held, params: Any, mu: Any, nu: Any, part: Part) -> tuple[Any, Any]:
+    def _step(self, gradients: Any, held: Held, params: Any, mu: Any, nu: Any, part: Portion) -> tuple[Any, Any]:
         state = CompressedAdamState(held.count.astype(jnp.int32), mu, nu)
         return self._tx.step(gradients, state, params, factor=held.factor, part=part)
 
