@@ -30,7 +30,7 @@ test: .venv/test.stamp ## run the test suite; ARGS passes options to pytest
 results: .venv/test.stamp ## measure what README and RESULTS quote on this host's GPUs, file by file (ARGS=--list says what there is)
 	$(BIN)/python -m experiments.results $(ARGS)
 
-pages: .venv/test.stamp ## write RESULTS.md, README's table and results/pages from the files in results/
+pages: .venv/test.stamp ## write RESULTS.md, results/pages, and the figures of README and docs/ from the files in results/
 	$(BIN)/python -m experiments.tables.moss_speed
 	$(BIN)/python -m experiments.tables.training_parity --judge
 	$(BIN)/python -m experiments.tables.report

@@ -1,8 +1,8 @@
-"""Sentences of README.md that quote figures, each of which is looked up in results/CARD/NAME.json and written there.
+"""Sentences of README.md and of docs/ that quote figures, each looked up in results/CARD/NAME.json and written there.
 
-A quote is a sentence with a place for each figure. README must hold each sentence once, with any figures and any line
-breaks; `written` puts in what the files give. A figure of ours that stands in README outside of these is found by a
-test (tests/experiments/test_readme.py).
+A quote is a sentence with a place for each figure. One page must hold each sentence, once, with any figures and any
+line breaks; `written` puts in what the files give. A figure of ours that stands in a page outside of these is found by
+a test (tests/experiments/test_readme.py).
 """
 
 import re
@@ -154,28 +154,34 @@ def latest(of_cards: Mapping[str, Result]) -> tuple[str, Result]:
     return card, of_cards[card]
 
 
-def written(readme: str, results: Mapping[str, Mapping[str, Result]]) -> str:
-    """README with the figures of every quote as the files give them.
+def written(pages: Mapping[str, str], results: Mapping[str, Mapping[str, Result]]) -> dict[str, str]:
+    """Pages, by name, with the figures of every quote as the files give them.
 
     Raises:
-        ValueError: a sentence is not there once, or a figure is in no file; the message names it.
+        ValueError: a sentence does not stand once in all of them, or a figure is in no file; the message names it.
     """
+    new = dict(pages)
     for quote in QUOTES:
-        found = list(pattern(quote).finditer(readme))
+        found = [(name, match) for name, text in new.items() for match in pattern(quote).finditer(text)]
         if len(found) != 1:
-            raise ValueError(f"README.md holds this {len(found)} times, not once: {quote.text}")
-        told, card = [], None
-        for figure in quote.figures:
-            where, result = latest(results[figure.bench]) if figure.bench in results else ("", {"rows": []})
-            number = figure.look(result)
-            if number is None:
-                raise ValueError(f"no figure in results/*/{figure.bench}.json for README's sentence: {quote.text}")
-            card = card or where.partition("x")[0].upper()
-            told.append(format(number, figure.form))
-        (match,) = found
-        places = re.findall(r"\{card\}|\{\}", quote.text)
-        numbers = iter(told)
-        new = [card if place == "{card}" else next(numbers) for place in places]
-        for i in range(len(new), 0, -1):
-            readme = readme[: match.start(i)] + str(new[i - 1]) + readme[match.end(i) :]
-    return readme
+            raise ValueError(f"README.md and docs/ hold this {len(found)} times, not once: {quote.text}")
+        ((name, match),) = found
+        new[name] = _put(new[name], quote, match, results)
+    return new
+
+
+def _put(page: str, quote: Quote, match: re.Match[str], results: Mapping[str, Mapping[str, Result]]) -> str:
+    """The page with the figures of one quote, where `match` found it."""
+    told, card = [], None
+    for figure in quote.figures:
+        where, result = latest(results[figure.bench]) if figure.bench in results else ("", {"rows": []})
+        number = figure.look(result)
+        if number is None:
+            raise ValueError(f"no figure in results/*/{figure.bench}.json for the sentence: {quote.text}")
+        card = card or where.partition("x")[0].upper()
+        told.append(format(number, figure.form))
+    numbers = iter(told)
+    new = [card if place == "{card}" else next(numbers) for place in re.findall(r"\{card\}|\{\}", quote.text)]
+    for i in range(len(new), 0, -1):
+        page = page[: match.start(i)] + str(new[i - 1]) + page[match.end(i) :]
+    return page

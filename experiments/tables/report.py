@@ -1,4 +1,4 @@
-"""Writes RESULTS.md, a page for each topic, and README's first figures from results/CARD/NAME.json.
+"""Writes RESULTS.md, a page for each topic, and the figures of README and docs/ from results/CARD/NAME.json.
 
     python -m experiments.tables.report
 
@@ -240,18 +240,32 @@ def written(folder: Path) -> dict[str, str]:
     return files
 
 
-def with_figures(readme: str, folder: Path) -> str:
-    """A README with its first figures, between two comments, and those of its sentences as the files give them.
+def quoting(readme: Path) -> dict[str, str]:
+    """README and the pages of docs/ beside it that people write, by path relative to README's folder."""
+    made = ("_build", "api", "results", "examples")
+    pages = [path for path in sorted((readme.parent / "docs").rglob("*.md")) if not set(made) & set(path.parts)]
+    names = [str(path.relative_to(readme.parent)) for path in [readme, *pages] if path.name != "changelog.md"]
+    return {name: (readme.parent / name).read_text() for name in names}
+
+
+def with_figures(pages: Mapping[str, str], folder: Path, readme: str = "README.md") -> dict[str, str]:
+    """Pages with README's first figures, between two comments, and those of all sentences as the files give them.
+
+    Args:
+        pages: what `quoting` reads.
+        folder: of results.
+        readme: the page with the first figures.
 
     Raises:
         ValueError: as `read` and `quotes.written`, or the comments are missing.
     """
-    before, start, rest = readme.partition(START)
+    before, start, rest = pages[readme].partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
-        raise ValueError(f"README.md lacks {START!r} or {END!r}")
+        raise ValueError(f"{readme} lacks {START!r} or {END!r}")
     results = read(folder)
-    return quotes.written(f"{before}{start}\n{claims.first_screen(results)}\n{end}{after}", results)
+    first = f"{before}{start}\n{claims.first_screen(results)}\n{end}{after}"
+    return quotes.written({**pages, readme: first}, results)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -263,7 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         files = {options.results.parent / name: text for name, text in written(options.results).items()}
         if options.readme.exists():
-            files[options.readme] = with_figures(options.readme.read_text(), options.results)
+            new = with_figures(quoting(options.readme), options.results, options.readme.name)
+            files |= {options.readme.parent / name: text for name, text in new.items()}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
