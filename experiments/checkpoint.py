@@ -77,6 +77,13 @@ def checksums(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {k: "".join(f"{int(n):08x}" for n in np.asarray(x)) for k, x in zip(arrays, sums, strict=True)}
 
 
+def digest_of(tree: Any) -> str:
+    """Sixteen hexadecimal digits of all arrays of a tree and their paths, the same however they lie on devices."""
+    arrays = flatten(tree)
+    kinds = {k: f"{x.dtype}{x.shape}" for k, x in arrays.items()}
+    return hashlib.sha256(json.dumps([kinds, checksums(arrays)], sort_keys=True).encode()).hexdigest()[:16]
+
+
 def _sums(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool:
         x = x.astype(jnp.uint8)

@@ -6,6 +6,7 @@ long the program reports: it may change between a start and its resumption.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -116,6 +117,47 @@ class Optim:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters on weights that are not trained. Without a rank all weights are trained."""
+
+    lora_rank: int = 0
+    """Rank of the adapters of linear layers, which alone are trained and saved; 0 for none."""
+    lora_alpha: float = 16.0
+    """What adapters add is multiplied by alpha / rank."""
+    lora_dropout: float = 0.0
+    """Share of the inputs of adapters that are dropped in training."""
+    lora_targets: str = ".*"
+    """Regular expression of whole paths of layers with an adapter, such as "layers/attention/(q|v)"."""
+    base: str = "e4m3"
+    """What weights of linear layers are held in: bf16, or codes of a byte each, under scales of tensors, outputs,
+    blocks or groups along the contraction: e4m3, e4m3:token, e4m3:block128, e4m3:group128, int8, int8:block128."""
+
+    def validate(self) -> None:
+        """Raises UserError that names the first impossible value and the fix."""
+        if self.lora_rank < 0:
+            raise UserError(f"--lora-rank must be at least 0, got {self.lora_rank}")
+        if not self.lora_rank and self != Lora():
+            changed = [k for k, v in dataclasses.asdict(self).items() if v != getattr(Lora, k)]
+            raise UserError(f"{flag(changed[0])} is for adapters: give --lora-rank, too, such as 16")
+        if not 0 < self.lora_alpha < float("inf"):
+            raise UserError(f"--lora-alpha must be positive and finite, got {self.lora_alpha}")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(f"--lora-dropout must be at least 0 and below 1, got {self.lora_dropout}")
+        try:
+            re.compile(self.lora_targets)
+        except re.error as error:
+            raise UserError(f"--lora-targets {self.lora_targets!r} is no regular expression: {error}") from None
+        if self.base == "bf16":
+            return
+        try:
+            spec = fp8jax.QuantSpec.parse(self.base)
+        except ValueError as error:
+            raise UserError(f"--base: {error}") from None
+        if fp8jax.formats.get(spec.format).bits != 8 or spec.rounding != "nearest":
+            raise UserError(f"--base has 8-bit codes rounded to nearest, or is bf16, not {self.base}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """Where the run lives and how it reports."""
 
@@ -172,6 +214,7 @@ class Config:
     data: Data = dataclasses.field(default_factory=Data)
     model: Model = dataclasses.field(default_factory=Model)
     optim: Optim = dataclasses.field(default_factory=Optim)
+    lora: Lora = dataclasses.field(default_factory=Lora)
     run: Run = dataclasses.field(default_factory=Run)
 
     @property
@@ -223,6 +266,7 @@ class Config:
                 f"--run is a name without a leading dot, not a path, got {name!r}; --out is the runs' folder"
             )
         self.model.shape(vocab=256)
+        self.lora.validate()
         self._validate_processes()
         if self.run.mesh:
             try:
@@ -257,7 +301,7 @@ class Config:
         del fields["data"]
         if self.data.tokenizer == "bytes":
             del fields["vocab"]
-        return fields
+        return fields | (dataclasses.asdict(self.lora) if self.lora.lora_rank else {})
 
 
 def flatten_fields(prefix: str, value: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rich.table import Table
 import fp8jax
 from experiments import config as configuration
 from experiments import data, report, scoring, train
+from experiments.adapters import of_base
 from experiments.checkpoint import Checkpoints, DamagedError, quiet
 from experiments.config import Config, UserError, check_same, flatten_fields
 from experiments.result import parse_json
@@ -190,6 +191,8 @@ def load(folder: Path, name: str) -> Trained:
     if name not in here:
         raise UserError(f"--recipe {name}: {folder} has checkpoints of {', '.join(here) or 'no recipe'}")
     config = _read_config(folder)
+    lora = config.lora if config.lora.lora_rank else None
+    recipe = recipe if lora is None else of_base(recipe, lora)
     tokenizer = Bytes() if config.data.tokenizer == "bytes" else BytePair.load(folder / "tokenizer.json")
     task = Task.build(
         config.model.shape(tokenizer.vocab),
@@ -197,6 +200,7 @@ def load(folder: Path, name: str) -> Trained:
         recipe,
         remat=False,
         seed=config.seed,
+        lora=lora,
     )
     with Checkpoints(folder / name / "checkpoints", config.run.keep, clean=False) as checkpoints:
         step = checkpoints.latest()
@@ -209,13 +213,19 @@ def load(folder: Path, name: str) -> Trained:
             state, _ = checkpoints.restore(step, jax.eval_shape(task.init))
         except DamagedError as error:
             raise UserError(f"{error}. Move that folder away to evaluate the checkpoint before it") from None
-    return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer)
+    if lora is None:
+        return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer)
+    # Scored is the model without adapters that computes what they and the base do.
+    base = jax.jit(task.base)()
+    plain = Task.build(task.llama, task.tx, recipe, remat=False, seed=config.seed)
+    return Trained(config, recipe, plain, jax.jit(task.merged)(state.params, base), {}, step, tokenizer)
 
 
 def _read_config(folder: Path) -> Config:
     try:
         fields = parse_json((folder / "config.json").read_text())["all"]
         sections = {"data": configuration.Data, "model": configuration.Model, "optim": configuration.Optim}
+        sections |= {"lora": configuration.Lora} if "lora" in fields else {}
         parts: dict[str, Any] = {name: section(**fields[name]) for name, section in sections.items()}
         parts["data"] = dataclasses.replace(parts["data"], data=tuple(parts["data"].data))
         settings = fields["run"]

@@ -5,7 +5,9 @@ were already dispatched behind it then change nothing either. So a loop may look
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +16,9 @@ import optax
 from flax import nnx
 
 import fp8jax
-from experiments import parallel
-from experiments.config import Optim
+from experiments import adapters, parallel
+from experiments.adapters import BaseVariable
+from experiments.config import Lora, Optim
 from experiments.models.llama import Llama, LlamaConfig
 from fp8jax.dist import Factors
 from fp8jax.ops.choice import missing_triton
@@ -55,6 +58,7 @@ class Task:
         microbatches: parts that a batch is computed in, one after the other.
         rows: how sequences lie on several devices, or None.
         unroll: layers in a turn of the loop over them, as `Llama` takes it.
+        lora: adapters, or None where all weights are trained.
     """
 
     graphdef: nnx.GraphDef[Llama]
@@ -66,6 +70,7 @@ class Task:
     microbatches: int = 1
     rows: jax.sharding.NamedSharding | None = None
     unroll: int | None = None
+    lora: Lora | None = None
 
     @classmethod
     def build(
@@ -79,19 +84,22 @@ class Task:
         microbatches: int = 1,
         rows: jax.sharding.NamedSharding | None = None,
         unroll: int | None = None,
+        lora: Lora | None = None,
     ) -> "Task":
         """Traces the model's structure; no parameter is made."""
+        if lora is not None:
+            recipe = adapters.of_base(recipe, lora)
         # In shard_map arrays are a device's own, and nothing says how they lie.
         inner = rows if recipe.comm.gradients is None else None
-        model = nnx.eval_shape(lambda: _make(llama, recipe, remat, inner, unroll, nnx.Rngs(seed)))
+        model = nnx.eval_shape(lambda: _make(llama, recipe, remat, inner, unroll, nnx.Rngs(seed), lora))
         graphdef = nnx.split(model, nnx.Param, ...)[0]
-        return cls(graphdef, tx, llama, recipe, remat, seed, microbatches, rows, unroll)
+        return cls(graphdef, tx, llama, recipe, remat, seed, microbatches, rows, unroll, lora)
 
     def init(self) -> TrainState:
         """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`."""
         key = jax.random.key(self.seed)
-        model = _make(self.llama, self.recipe, self.remat, self.rows, self.unroll, nnx.Rngs(key))
-        params, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, ...))
+        model = self._made(nnx.Rngs(key))
+        params, _, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, BaseVariable, ...))
         held = fp8jax.formats.get(self.recipe.weights.held).dtype
         return TrainState(
             step=jnp.zeros([], jnp.int32),
@@ -102,6 +110,30 @@ class Task:
             healthy=jnp.array(True),
             factors=parallel.factors(self.recipe.comm, params, self.rows and self.rows.mesh),
         )
+
+    def base(self, params: Any = None) -> Any:
+        """The weights that are not trained, a nested dict, empty without adapters: what `step` takes.
+
+        Args:
+            params: of a model of this shape without adapters; None takes those of the seed.
+        """
+        if self.lora is None:
+            return {}
+        return nnx.to_pure_dict(nnx.state(self._made(nnx.Rngs(jax.random.key(self.seed)), params), BaseVariable))
+
+    def _made(self, rngs: nnx.Rngs, params: Any = None) -> Llama:
+        return _make(self.llama, self.recipe, self.remat, self.rows, self.unroll, rngs, self.lora, params)
+
+    def merged(self, params: Any, base: Any) -> Any:
+        """The parameters of a model without adapters that computes what adapters and base do, matrices in fp32."""
+        model = nnx.merge(self.graphdef, params, base)
+        whole = nnx.to_pure_dict(nnx.state(model, BaseVariable))
+        for path, w in adapters.merged(model).items():
+            *above, name = path.split("/")
+            parent = functools.reduce(lambda tree, step: tree[step], above, whole)
+            bias = {"bias": parent[name]["bias"]} if "bias" in parent[name] else {}
+            parent[name] = {"kernel": w, **bias}
+        return whole
 
     def model(self, params: Any, model_state: Any) -> Llama:
         """The model as it is evaluated: it changes no state."""
@@ -183,13 +215,17 @@ class Task:
         fp8jax.nnx.set_weight_bounds(model, fp8jax.weight_bounds(opt_state))
         return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
-    def step(self, state: TrainState, tokens_BxT: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(
+        self, state: TrainState, tokens_BxT: jax.Array, base: Any = MappingProxyType({})
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update, or none from the first loss or gradient on that is not finite.
+
+        `base` is what the method of this name gives, where there are adapters; none of it is in the state.
 
         Metrics are loss, grad_norm and healthy; and, where sums of gradients have factors, saturated: how many
         elements of these sums lay at the end of the range.
         """
-        inputs, factors = (state.params, state.model_state, tokens_BxT), state.factors
+        inputs, factors = (state.params, adapters.joined(state.model_state, base), tokens_BxT), state.factors
         if self.rows is None or self.recipe.comm.gradients is None:
             loss, grads, model_state = self.gradients(*inputs)
         else:
@@ -208,7 +244,8 @@ class Task:
             updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
             params = keep_or(optax.apply_updates(state.params, updates), state.params)
             opt_state = keep_or(opt_state, state.opt_state)
-        model_state = keep_or(self._bounded(params, model_state, opt_state), state.model_state)
+        model_state = adapters.apart(self._bounded(params, model_state, opt_state), base)
+        model_state = keep_or(model_state, state.model_state)
         step = state.step + healthy.astype(jnp.int32)
         metrics = {"loss": loss, "grad_norm": grad_norm, "healthy": healthy}
         if isinstance(factors, Factors):
@@ -244,11 +281,17 @@ def _make(
     rows: jax.sharding.NamedSharding | None,
     unroll: int | None,
     rngs: nnx.Rngs,
+    lora: Lora | None = None,
+    params: Any = None,
 ) -> Llama:
     # Scaled master weights, which the optimizer keeps, are made of fp32.
     master = "fp32" if recipe.weights.master == "fp16" else recipe.weights.master
     dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (recipe.weights.compute, master))
     model = Llama(llama, dtype=dtype, param_dtype=param_dtype, remat=remat, rows=rows, unroll=unroll, rngs=rngs)
+    if lora is not None:
+        if params is not None:
+            nnx.update(model, params)
+        return adapters.adapt(model, lora, recipe, rngs)
     return fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model
 
 

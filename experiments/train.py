@@ -14,32 +14,32 @@ processes has ended; 130 and 143 stopped by SIGINT or SIGTERM.
 import contextlib
 import dataclasses
 import json
-import platform
 import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from rich.console import Console
 from rich.text import Text
 
 import fp8jax
-from experiments import data, folders, hosts, lock, mesh, parallel, report, sampling
+from experiments import data, folders, hosts, lock, mesh, parallel, peft_files, report, sampling
+from experiments.adapters import joined, of_base
 from experiments.checkpoint import Checkpoints, quiet
 from experiments.config import Config, UserError, check_same, flag, flatten_fields, parse
 from experiments.flags import recommend
+from experiments.introduction import count as count
+from experiments.introduction import print_plan, print_setup
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.result import Result, read_result
 from experiments.task import Task, TrainState, decay_mask, recomputed, schedule
-from experiments.tokenizer import Bytes, Tokenizer
+from experiments.tokenizer import Tokenizer
 from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, saving, summary
 
@@ -100,6 +100,8 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
         UserError, NotFinite, Stopped: as the names say; their messages are for the user.
     """
     recipes = {name: _find(recipe, name) for name in config.recipe}
+    if config.lora.lora_rank:
+        recipes = {name: of_base(each, config.lora) for name, each in recipes.items()}
     try:
         devices = mesh.choose(config.run.mesh, config.data.batch, config.optim.microbatches)
     except ValueError as error:
@@ -150,7 +152,7 @@ def _run(
             if folders.has_progress(config.folder):
                 check_same(folders.read_config(config.folder), shared, config.folder)
             report.write_json(config.folder / "config.json", shared | {"all": dataclasses.asdict(config)})
-    _print_setup(console, config, corpus, tokens, mesh.told(devices, recipes.values()), devices.size)
+    print_setup(console, config, corpus, tokens, mesh.told(devices, recipes.values()), devices.size)
 
     results = []
     for name, each in recipes.items():
@@ -211,8 +213,9 @@ def _train_recipe(
         microbatches=optim.microbatches,
         rows=rows,
         unroll=config.run.unroll,
+        lora=config.lora if config.lora.lora_rank else None,
     )
-    abstract = jax.eval_shape(task.init)
+    abstract, base_shapes = jax.eval_shape(task.init), jax.eval_shape(task.base)
     batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32, sharding=rows)
     placed = everywhere = None
     if rows is not None:
@@ -220,6 +223,7 @@ def _train_recipe(
         abstract = jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, placed
         )
+        base_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), base_shapes)
     # Nothing of the state is in memory yet: what does not fit has been shown before it fails.
     if folder.name == fp8jax.recipes.AUTO:
         console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().computed}")
@@ -229,15 +233,16 @@ def _train_recipe(
         step = jax.jit(
             _signalled(task) if hosts.several() else task.step, donate_argnums=0, out_shardings=(placed, everywhere)
         )
-        inputs: tuple[Any, ...] = (abstract, batch)
+        inputs: tuple[Any, ...] = (abstract, batch, base_shapes)
         if hosts.several():
             inputs = (*inputs, hosts.signals(devices, None))
         compiled = step.lower(*inputs).compile()
-    _print_plan(console, task, abstract, compiled)
+    print_plan(console, task, abstract, base_shapes, compiled)
     residuals = [f"saved {line}" for line in kept]
     for line in [*summary(told), *residuals, *describe(compiled, told, jax.default_backend())]:
         console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
 
+    base = jax.jit(task.base, out_shardings=everywhere)()
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
         saved = checkpoints.resume(abstract, identity, console.print)
@@ -259,10 +264,12 @@ def _train_recipe(
         )
         with log:
             valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
-            loss = jax.jit(task.loss, out_shardings=everywhere)
-            loop = Loop(compiled, loss, batches, valid, optim, config.run, checkpoints, identity, log, stop, rows)
+            calls = with_base(compiled, jax.jit(task.loss, out_shardings=everywhere), base)
+            loop = Loop(*calls, batches, valid, optim, config.run, checkpoints, identity, log, stop, rows)
             state = loop.run(state)
-    text = _write_text(config, task, state, tokens, tokenizer)
+    if task.lora is not None and hosts.first():
+        _write_adapter(folder / "adapter", task, state, console)
+    text = _write_text(config, task, state, base, tokens, tokenizer)
     result = log.result(count(abstract.params), fp8jax.state_bytes(state.opt_state), text)
     if hosts.first():
         report.write_json(finished, {"result": dataclasses.asdict(result), "config": identity})
@@ -272,11 +279,36 @@ def _train_recipe(
     return result
 
 
+def _write_adapter(folder: Path, task: Task, state: TrainState, console: Console) -> None:
+    """The trained adapters in the files of peft, where these have names for them."""
+    assert task.lora is not None
+    found = peft_files.of_params(state.params, task.lora.lora_alpha)
+    try:
+        peft_files.save(folder, found, dropout=task.lora.lora_dropout)
+        console.print(f"adapters: {folder}, as peft reads them")
+    except UserError as error:
+        console.print(f"adapters are in the checkpoints alone: {error}")
+
+
+def with_base(
+    step: Callable[..., Any], loss: Callable[..., Any], base: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A step and a loss as `Loop` calls them, of weights that are not trained."""
+
+    def of_step(state: TrainState, tokens_BxT: jax.Array, *noted: Any) -> Any:
+        return step(state, tokens_BxT, base, *noted)
+
+    def of_loss(params: Any, model_state: Any, tokens_BxT: jax.Array) -> Any:
+        return loss(params, joined(model_state, base), tokens_BxT)
+
+    return of_step, of_loss
+
+
 def _signalled(task: Task) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """A step by which all processes learn of a signal that one of them has received, at the same step."""
 
-    def step(state: TrainState, tokens_BxT: jax.Array, signals: jax.Array) -> Any:
-        state, metrics = task.step(state, tokens_BxT)
+    def step(state: TrainState, tokens_BxT: jax.Array, base: Any, signals: jax.Array) -> Any:
+        state, metrics = task.step(state, tokens_BxT, base)
         return state, metrics | {"signal": signals.max()}
 
     return step
@@ -288,11 +320,6 @@ def keep_programs() -> None:
     All their calls that XLA partitions are fp8jax's own, whose names say what they are.
     """
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-
-
-def count(params: Any) -> int:
-    """Number of parameters."""
-    return sum(x.size for x in jax.tree.leaves(params))
 
 
 def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformationExtraArgs:
@@ -326,63 +353,19 @@ def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:
         raise UserError(f"--recipe: {error}") from None
 
 
-def _write_text(config: Config, task: Task, state: TrainState, tokens: data.Tokens, tokenizer: Tokenizer) -> str:
+def _write_text(
+    config: Config, task: Task, state: TrainState, base: Any, tokens: data.Tokens, tokenizer: Tokenizer
+) -> str:
     """What the model makes of the first tokens of the validation text."""
     length = min(config.run.sample_tokens, config.data.seq_len)
     prompt = tokens.valid[: min(24, length // 2)].tolist()
     if not prompt:
         return ""
     key = jax.random.wrap_key_data(state.rng)
-    variables = (state.params, state.model_state)
+    variables = (state.params, joined(state.model_state, base))
     where = None if task.rows is None else mesh.whole(task.rows.mesh)
     ids = sampling.sample(lambda v, t: task.model(*v)(t), variables, prompt, length, key, where=where)
     return tokenizer.decode(ids).strip()
-
-
-def _print_setup(
-    console: Console, config: Config, corpus: data.Corpus, tokens: data.Tokens, told: str, used: int
-) -> None:
-    for name, section in (("data", config.data), ("model", config.model), ("optim", config.optim), ("run", config.run)):
-        values = {k: v for k, v in dataclasses.asdict(section).items() if v not in (None, "")}
-        if name == "data":
-            if config.data.tokenizer == "bytes":
-                values["vocab"] = Bytes.vocab
-            values["data"] = " ".join(config.data.data) or "the standard library's sources and docs"
-        fields = "  ".join(f"{k}={v}" for k, v in values.items())
-        console.print(f"{name:9}{fields}")
-    console.print(f"{'recipes':9}{' '.join(config.recipe)}  seed={config.seed}")
-    versions = "  ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
-    console.print(f"{'versions':9}python {platform.python_version()}  fp8jax {fp8jax.__version__}  {versions}")
-    devices = jax.devices()
-    shared = f"; {told}" if used > 1 else ""
-    shared = f" in {jax.process_count()} processes{shared}" if hosts.several() else shared
-    console.print(
-        f"{'device':9}{devices[0].device_kind} ({devices[0].platform}), {used} of {len(devices)} used{shared}"
-    )
-    skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
-    console.print(
-        f"{'text':9}{corpus.files} files{skipped}; {len(tokens.train):,} tokens to train on, "
-        f"{len(tokens.valid):,} to validate; {config.data.batch * config.data.seq_len:,} tokens a step"
-    )
-    if corpus.skipped:
-        console.print(f"{'':9}skipped: {', '.join(corpus.skipped[:3])}{' ...' if len(corpus.skipped) > 3 else ''}")
-
-
-def _print_plan(console: Console, task: Task, abstract: TrainState, compiled: Any) -> None:
-    parameters = count(abstract.params)
-    shape = "  ".join(f"{k}={v}" for k, v in dataclasses.asdict(task.llama).items())
-    console.print(f"{parameters:,} parameters: {shape}")
-    weights = sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(abstract.params))
-    moments = fp8jax.state_bytes(abstract.opt_state)
-    state = {
-        "parameters": weights,
-        "gradients": weights,
-        "first moment": moments["mu"],
-        "second moment": moments["nu"],
-        "other optimizer state": moments["other"],
-    }
-    devices = 1 if task.rows is None else task.rows.mesh.size
-    console.print(report.memory_table(state, parameters, compiled.memory_analysis(), devices))
 
 
 if __name__ == "__main__":

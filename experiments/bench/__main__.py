@@ -22,6 +22,7 @@ BENCHES = (
     "peers",
     "reduce",
     "cold",
+    "lora",
 )
 
 

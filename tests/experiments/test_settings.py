@@ -17,6 +17,7 @@ import fp8jax
 from experiments import data, report, task, train
 from experiments import loop as loops
 from experiments.models.llama import Llama, LlamaConfig
+from experiments.tokenizer import Bytes
 
 SHAPE = LlamaConfig(vocab=256, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=64)
 STEPS, WARMUP, LR, FINAL, B1, B2, EPS, DECAY, CLIP = 5, 2, 3e-2, 0.3, 0.7, 0.8, 1e-3, 2.0, 0.3
@@ -233,7 +234,7 @@ def test_the_sampled_text_is_drawn_from_the_seeds_key(ran, plain):
         for i in range(6, 12):
             logits = model(tokens)[0, i - 1] / 0.8
             tokens[0, i] = jax.random.categorical(jax.random.fold_in(key, i), logits)
-        return train.Bytes().decode(tokens[0].tolist()).strip()
+        return Bytes().decode(tokens[0].tolist()).strip()
 
     assert text == drawn(jax.random.fold_in(jax.random.key(5), 1))
     assert text != drawn(jax.random.fold_in(jax.random.key(0), 1))

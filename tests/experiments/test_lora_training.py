@@ -1,0 +1,153 @@
+"""Adapters in the training program: what is trained, saved and resumed, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from experiments import evaluate, train
+from experiments.config import Lora
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
+from tests.distance import relative
+from tests.programs import residuals
+
+SHAPE = LlamaConfig(vocab=40, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=96)
+TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocab, (4, 33)).astype(np.int32)
+
+
+def build(lora=Lora(8), recipe="te_current", remat=False, **settings):  # noqa: B008 (frozen)
+    return Task.build(SHAPE, optax.adamw(2e-2), fp8jax.recipes.get(recipe), remat=remat, seed=0, lora=lora, **settings)
+
+
+def trained(task, steps=4, **settings):
+    state, base = jax.jit(task.init)(), jax.jit(task.base)(**settings)
+    step, losses = jax.jit(task.step), []
+    for _ in range(steps):
+        state, metrics = step(state, TOKENS, base)
+        losses.append(float(metrics["loss"]))
+    return state, base, losses
+
+
+@pytest.mark.parametrize(
+    ("base", "recipe"),
+    [("bf16", "bf16"), ("e4m3", "te_current"), ("e4m3:block128", "deepseek"), ("int8:block128", "int8_block")],
+)
+def test_adapters_learn_beside_any_base(base, recipe):
+    task = build(Lora(8, base=base, lora_targets=".*/(q|v|up)"), recipe)
+    state, held, losses = trained(task, 8)
+    assert losses[-1] < losses[0] - 0.1
+    names = {"/".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
+    assert names == {f"layers/{x}/lora_{y}" for x in ("attention/q", "attention/v", "mlp/up") for y in "ab"}
+    assert jax.tree.leaves(state.model_state) == []
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert sorted(x.shape for x in moments) == sorted(2 * [x.shape for x in jax.tree.leaves(state.params)])
+    size = 1 if base != "bf16" else 2
+    layers = [x for x in jax.tree.leaves(held["layers"]) if x.ndim == 3 and x.size > 100]
+    assert {x.dtype.itemsize for x in layers} == {size}
+    assert sum(x.size for x in layers) == 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 96)
+
+
+def test_a_step_keeps_no_wide_copy_of_the_base_nor_codes_of_inputs_for_it():
+    task = build(remat=False)
+    state, base = jax.jit(task.init)(), jax.jit(task.base)()
+    kept = residuals(lambda params: task.loss(params, base, TOKENS), state.params)
+    weights = {x.shape[1:] for x in jax.tree.leaves(base["layers"]) if x.dtype == jnp.uint8 and x.ndim == 3}
+    weights |= {shape[::-1] for shape in weights}
+    assert len(weights) == 5
+    assert not [k for k in kept if k[0] != "uint8" and k[1][-2:] in weights]
+    assert not [k for k in kept if k[0] == "uint8" and 128 in k[1][-2:]]
+
+
+def test_the_first_loss_is_the_base_s_own_and_merging_changes_nothing():
+    task = build()
+    plain = Task.build(SHAPE, task.tx, fp8jax.recipes.bf16(), remat=False, seed=0)
+    params = plain.init().params
+    state, base, losses = trained(task, 6)
+    # Of the same parameters; e4m3 rounds them, and what they are multiplied with.
+    given = jax.jit(task.base)(params)
+    for got, want in zip(*map(jax.tree.leaves, (given, base)), strict=True):
+        # Scales in another program may be rounded otherwise, by one last place.
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=2e-7)
+    assert losses[0] == pytest.approx(float(plain.loss(params, {}, TOKENS)), abs=0.02)
+    assert losses[-1] < losses[0] - 0.1
+    exact = dataclasses.replace(build(recipe="bf16"), tx=task.tx)
+    merged = jax.jit(task.merged)(state.params, base)
+    got = plain.model(jax.tree.map(lambda x: x.astype(jnp.float32), merged), {})(TOKENS[:, :-1])
+    want = exact.model(state.params, base)(TOKENS[:, :-1])
+    assert relative(got, want) < 0.02
+    assert relative(got, plain.model(params, {})(TOKENS[:, :-1])) > 0.1
+
+
+def test_a_bad_loss_changes_nothing_and_the_base_is_no_output():
+    task = build()
+    state, base = task.init(), task.base()
+    bad = base | {"norm": {"scale": jnp.full(64, np.nan)}}
+    after, metrics = jax.jit(task.step)(state, TOKENS, bad)
+    assert not bool(metrics["healthy"])
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_dropout_is_of_training_alone():
+    task = build(Lora(8, lora_dropout=0.5))
+    state, base, _ = trained(task, 2)
+    same = build()
+    assert float(task.loss(state.params, base, TOKENS)) == float(same.loss(state.params, base, TOKENS))
+    loss = [float(t.step(state, TOKENS, base)[1]["loss"]) for t in (task, same)]
+    assert loss[0] != loss[1]
+    assert loss[0] == pytest.approx(loss[1], rel=0.05)
+
+
+FLAGS = ["--recipe", "te_current", "--lora-rank", "4", "--base", "e4m3:block128", "--lora-dropout", "0.1"]
+
+
+def test_a_run_stops_resumes_exactly_and_is_evaluated(argv, out, capsys):
+    whole, parts = [*argv, *FLAGS, "--run", "lora"], [*argv, *FLAGS, "--run", "lora_parts"]
+    assert train.main(whole) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "adapters: lora_rank=4" in told
+    assert train.main([*parts, "--steps", "4", "--warmup", "2"]) == 0
+    shutil.rmtree(out / "lora_parts")
+    assert train.main(parts) == 0
+    # From the checkpoint in its middle.
+    folder = out / "lora_parts" / "te_current"
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "8")
+    assert train.main(parts) == 0
+    assert "resuming from step 4" in capsys.readouterr().out
+    results = [json.loads((out / run / "te_current" / "result.json").read_text()) for run in ("lora", "lora_parts")]
+    assert results[0]["result"]["valid_loss"] == results[1]["result"]["valid_loss"]
+    assert results[0]["result"]["train_loss"] == results[1]["result"]["train_loss"]
+    size = sum(p.stat().st_size for p in (folder / "checkpoints" / "8").rglob("*") if p.is_file())
+    assert size < 300_000
+    assert evaluate.main(["--run", str(out / "lora"), "--recipe", "te_current"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora-rank", "-1"], "--lora-rank must be at least 0"),
+        (["--base", "e4m3:block128"], "--base is for adapters: give --lora-rank"),
+        (["--lora-rank", "4", "--lora-alpha", "0"], "--lora-alpha must be positive"),
+        (["--lora-rank", "4", "--lora-dropout", "1"], "--lora-dropout must be"),
+        (["--lora-rank", "4", "--lora-targets", "("], "no regular expression"),
+        (["--lora-rank", "4", "--lora-targets", "head"], "matches none of the layers layers/attention/k, "),
+        (["--lora-rank", "64"], "the rank of an adapter"),
+        (["--lora-rank", "4", "--base", "e4m4"], "--base: unknown number format 'e4m4'"),
+        (["--lora-rank", "4", "--base", "int10:group128"], "--base has 8-bit codes"),
+        (["--lora-rank", "4", "--base", "int8"], "te_current multiplies e4m3, and units"),
+        (["--lora-rank", "4", "--recipe", "te_delayed"], "delayed scaling, which keeps a state"),
+    ],
+)
+def test_bad_settings_end_with_a_line_and_code_2(argv, flags, message, capsys):
+    assert train.main([*argv, "--recipe", "te_current", "--run", "lora_bad", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
