@@ -89,7 +89,11 @@ class BytePair:
 
     def save(self, path: Path) -> None:
         """As `report.write_text`."""
-        report.write_text(path, self._model.to_str())
+        report.write_text(path, self.to_str())
+
+    def to_str(self) -> str:
+        """What `save` writes."""
+        return self._model.to_str()
 
     @property
     def vocab(self) -> int:

@@ -171,14 +171,13 @@ def frozen(storage: EightBits, codes: np.ndarray, scale: np.ndarray, put: Any) -
     return FrozenWeight(to_bytes(fp8jax.QTensor(put(codes), put(scale), None, None, spec)))
 
 
-def encode(w: Any, how: Any, scale: Any = None) -> fp8jax.QTensor:
+def encode(w: Any, how: Any) -> fp8jax.QTensor:
     """Codes of a weight (inputs, outputs) as (outputs, inputs).
 
     Args:
         w: the parameter, of any floating dtype.
         how: a spec of the transposed matrix, or the `Linear` of a recipe, whose codes are those of its forward product.
-        scale: given one, as the state of a layer's scaling says; None takes it from the weight.
     """
     if isinstance(how, str | fp8jax.QuantSpec):
         return fp8jax.quantize(w.T, how)
-    return from_bytes(fp8jax.quantize_weight(w, recipe=how, scale=scale).forward)
+    return from_bytes(fp8jax.quantize_weight(w, recipe=how).forward)

@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,12 @@ class EncodedAs:
         storage: the format.
         how: what makes codes of a weight: a spec of the transposed matrix; or the `Linear` of a recipe, whose codes are
             those of its forward product. Either takes the parameter as it is, as layers do.
-        scales: given scales of weights by path here, as layers' states have them; of a stack, one a layer.
+        made: codes by path here that were made before, (..., outputs, inputs), as a trained model's layers hold them.
     """
 
     storage: EightBits
     how: Any
-    scales: Any = None
+    made: Mapping[str, fp8jax.QTensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,10 +195,11 @@ def _values(tensor: Tensor, flat: dict[str, Any], at: int | None, dtype: np.dtyp
 
 def _codes(tensor: Tensor, flat: dict[str, Any], at: int | None, eight: EncodedAs) -> list[np.ndarray]:
     (path,) = tensor.paths
-    w = jnp.asarray(_layer(flat[path], at))
-    scale = None if eight.scales is None or path not in eight.scales else _layer(eight.scales[path], at)
-    q = quantized.encode(w, eight.how, scale)
-    return [np.asarray(q.codes), np.asarray(q.scale).reshape(eight.storage.shape(*q.shape))]
+    if path in eight.made:
+        q = jax.tree.map(lambda x: _layer(x, at), eight.made[path])
+    else:
+        q = quantized.encode(jnp.asarray(_layer(flat[path], at)), eight.how)
+    return [np.asarray(q.codes).view(quantized.CODES), np.asarray(q.scale).reshape(eight.storage.shape(*q.shape))]
 
 
 def _shards(parts: list[Written], limit: int) -> list[list[Written]]:

@@ -1,0 +1,95 @@
+"""Writes a checkpoint of Hugging Face: `python -m experiments.hub --help`.
+
+    python -m experiments.hub --run runs/NAME --recipe coat --out DIR --eight recipe
+    python -m experiments.hub --model DIR --out OTHER --eight block
+
+Exit codes: 0 done; 2 wrong input; 3 a file cannot be written.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+import tyro
+
+from experiments.checkpoint import quiet
+from experiments.config import UserError
+from experiments.hub import export, load, save
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write a trained model, or a checkpoint of Hugging Face, as a checkpoint of Hugging Face."""
+
+    out: Path
+    """Folder to write; it must not be there."""
+    run: Path | None = None
+    """Folder of a run of experiments.train, such as runs/NAME."""
+    recipe: str | None = None
+    """Which of its recipes; the newest checkpoint is taken."""
+    model: str | None = None
+    """In place of a run: folder of a checkpoint of Hugging Face, or its name in the local cache."""
+    dtype: Literal["bfloat16", "float32", "float16", "same"] = "bfloat16"
+    """Of what is written; same keeps what is there."""
+    eight: Literal["none", "recipe", "recipe-deepseek", "tensor", "channel", "block", "deepseek"] = "none"
+    """8-bit codes of linear layers: those that the recipe's layers multiply by (in compressed-tensors, or in DeepSeek's
+    format), or new ones with a scale a tensor, an output (channel) or a block of 128 x 128."""
+    activations: bool = False
+    """Tell servers to quantize the inputs of these layers, too."""
+    shard_gb: float = 5.0
+    """Most GB of a file."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line, writes, and returns the exit code."""
+    quiet()
+    try:
+        kept = write(tyro.cli(Export, args=argv, prog="python -m experiments.hub"))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if kept:
+        print(f"not in 8 bits, for 128 does not divide them: {', '.join(kept)}", file=sys.stderr)
+    return 0
+
+
+def write(settings: Export) -> list[str]:
+    """Does what the command line asks for; returns as `save.save`.
+
+    Raises:
+        UserError: something the user can put right.
+    """
+    if (settings.run is None) == (settings.model is None):
+        raise UserError("give either --run with --recipe, or --model")
+    dtype = None if settings.dtype == "same" else jnp.dtype(settings.dtype)
+    limit, activations = int(settings.shard_gb * 1e9), settings.activations
+    eight = None if settings.eight == "none" else settings.eight
+    if activations and eight in (None, "deepseek", "recipe-deepseek"):
+        raise UserError("--activations is for --eight recipe, tensor, channel and block")
+    if settings.run is not None:
+        if settings.recipe is None:
+            raise UserError("--run needs --recipe, one of those that were trained")
+        return export.from_run(
+            settings.run,
+            settings.recipe,
+            settings.out,
+            dtype=dtype,
+            eight=eight,
+            activations=activations,
+            shard_bytes=limit,
+        )
+    assert settings.model is not None
+    if settings.recipe is not None:
+        raise UserError("--recipe is for --run; --model takes --eight tensor, channel, block or deepseek")
+    loaded = load.load(settings.model)
+    how = None if eight is None else save.eight_bits(eight, activations=activations)
+    return save.save(
+        settings.out, loaded.config, loaded.params, like=loaded.folder, dtype=dtype, eight=how, shard_bytes=limit
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
