@@ -90,8 +90,11 @@ def generate(settings: Generation) -> list[str]:
         raise UserError(str(error)) from None
     count = sum(len(text) - len(ids) for text in texts)
     print(f"{count} tokens in {time.perf_counter() - start:.1f} s, compilation included", file=sys.stderr)
-    # Decoded together: what the tokenizer writes between tokens depends on those before.
-    return [spelled.decode(text) for text in texts]
+    # What the tokenizer puts before a text, and what ends it, are no text. The rest is decoded together: what stands
+    # between tokens depends on those before.
+    plain = spelled.encode(settings.prompt, add_special_tokens=False).ids
+    first = len(ids) - len(plain) if ids[len(ids) - len(plain) :] == plain else 0
+    return [spelled.decode(text[first : -1 if text[-1] in stop else None]) for text in texts]
 
 
 if __name__ == "__main__":

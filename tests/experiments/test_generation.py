@@ -157,8 +157,10 @@ def test_command_line_writes_what_the_model_says(folder, capsys):
     greedy = sampling.extend(model, np.asarray([ids]), len(ids) + 12)[0]
     assert (code, out) == (0, spelled.decode(greedy) + "\n")
     assert "12 tokens in" in err
-    ended = sampling.extend(model, np.asarray([ids]), len(ids) + 30, stop=(4, 39))[0]
-    assert run(capsys, *flags, "--tokens", "30")[1] == spelled.decode(ended) + "\n"
+    end = greedy[len(ids) + 4]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [39, end]}))
+    before = greedy[: greedy.index(end, len(ids))]
+    assert run(capsys, *flags, "--tokens", "30")[1] == spelled.decode(before) + "\n"
     sampled = [*flags, "--tokens", "12", "--temperature", "3", "--top-k", "30", "--samples", "2", "--ignore-end"]
     first, again, other = (run(capsys, *sampled, "--seed", seed)[1] for seed in "778")
     assert first == again != other
