@@ -12,6 +12,7 @@ from experiments import flags
 BENCHES = (
     "step",
     "models",
+    "release",
     "layer",
     "optimizer",
     "gemm",

@@ -12,6 +12,7 @@ from jax import Array, lax
 from jax.extend.core import Var
 from jax.typing import ArrayLike
 
+from fp8jax.core import noise
 from fp8jax.ops.adamw import Portion
 from fp8jax.optim import variables
 from fp8jax.optim.compressed_adamw import CompressedAdamState, FusedTransformation
@@ -91,8 +92,8 @@ class _Residuals:
 class Released:
     """A block whose backward pass applies its optimizer's step, as `release` returns it."""
 
-    def __init__(self, block: Callable[..., Any], tx: FusedTransformation) -> None:
-        self._block, self._tx = block, tx
+    def __init__(self, block: Callable[..., Any], tx: FusedTransformation, key: Array | None) -> None:
+        self._block, self._tx, self._key = block, tx, key
         self._once = jax.custom_vjp(lambda held, inputs: block(held.params, *inputs))
         self._once.defvjp(self._forward, self._backward)
         self._layers = jax.custom_vjp(self._plain_scan)
@@ -238,7 +239,11 @@ class Released:
 
     def _step(self, gradients: Any, held: Held, params: Any, mu: Any, nu: Any, part: Portion) -> tuple[Any, Any]:
         state = CompressedAdamState(held.count.astype(jnp.int32), mu, nu)
-        return self._tx.step(gradients, state, params, factor=held.factor, part=part)
+        key = self._key
+        if key is not None:
+            for number in (state.count, noise.salt(held.name), 0 if part.layer is None else part.layer):
+                key = jax.random.fold_in(key, number)
+        return self._tx.step(gradients, state, params, key=key, factor=held.factor, part=part)
 
 
 def _layers(params: Any) -> int:
@@ -276,7 +281,7 @@ def _renewed(held: Held, params: Any, state: CompressedAdamState, squares: Array
     return dataclasses.replace(held, params=params, mu=state.mu, nu=state.nu, count=count, squares=squares, uses=one)
 
 
-def release(block: Callable[..., Any], tx: FusedTransformation) -> Released:
+def release(block: Callable[..., Any], tx: FusedTransformation, *, key: Array | None = None) -> Released:
     """A block of a model whose parameters are updated inside the backward pass.
 
     As each block's gradients appear, its optimizer's step runs and they are gone: of a model of n blocks, gradients of
@@ -292,6 +297,8 @@ def release(block: Callable[..., Any], tx: FusedTransformation) -> Released:
         block: `block(params, x, *others) -> result`, a function that can be differentiated, with products of a recipe
             or a `jax.checkpoint` or neither. Of arrays that it closes over, none may be differentiated.
         tx: `compressed_adamw` or `fp8jax.optimizer`, without `clip`, moments in floating dtypes.
+        key: PRNG key, one for the whole training: bf16 parameters are rounded stochastically with noise of each step,
+            name and layer, so that they need no copy in fp32. None rounds them to nearest, and loses small changes.
 
     Returns:
         A `Released`: `.init`, then `(held, x, ...)`, or `.scan(held, x, ...)` for stacked layers.
@@ -318,4 +325,4 @@ def release(block: Callable[..., Any], tx: FusedTransformation) -> Released:
             "release takes compressed_adamw(...), or fp8jax.optimizer(...) of a recipe whose master weights are the "
             f"parameters and without clip, whose step knows parts of all parameters, not {tx!r}"
         )
-    return Released(block, tx)
+    return Released(block, tx, key)

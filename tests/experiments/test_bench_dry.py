@@ -17,8 +17,9 @@ FEWER = {
     "step": ["--arm", "coat", "--torch"],
     "models": ["--models", "gpt350m", "--arm", "bf16", "coat"],
     "layer": ["--only", "te_current"],
+    "release": ["--arm", "coat, released", "bf16"],
 }
-SLOW = {"models", "optimizer", "coat_speed", "cold", "reduce", "step"}
+SLOW = {"models", "release", "optimizer", "coat_speed", "cold", "reduce", "step"}
 
 
 @pytest.mark.parametrize(

@@ -338,3 +338,23 @@ def test_a_mesh_changes_no_bit_of_moments():
     _, many = step(released.init(placed, stacked=True), *jax.device_put((rest, shift), sharded()), spread(x), spread(y))
     assert many.params["up"].sharding.spec[1] == "data"
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), many.params, one.params)
+
+
+def test_bf16_weights_move_on_average_as_far_as_fp32_ones():
+    """Changes of a hundredth of bf16's step are lost to nearest, and kept on average with a key."""
+    stack = {"w": jnp.ones((LAYERS, WIDTH, 2 * WIDTH), jnp.bfloat16)}
+    gradients, moved = {"w": jnp.ones((WIDTH, 2 * WIDTH), jnp.bfloat16)}, {}
+    for name, key in (("nearest", None), ("stochastic", jax.random.key(0))):
+        released = fp8jax.release(linear, fp8jax.optimizer("coat", 4e-5, min_size=1024, weight_decay=0), key=key)
+        held = released.init(stack, "layers", stacked=True)
+        loss = lambda held, r=released: r.scan(held, jnp.float32(0), gradients)  # noqa: E731
+        step = jax.jit(fp8jax.value_and_updates(loss))
+        for _ in range(3):
+            _, held = step(held)
+        moved[name] = np.asarray(1 - held.params["w"].astype(jnp.float32))
+    assert held.params["w"].dtype == jnp.bfloat16
+    assert not moved["nearest"].any()
+    steps = moved["stochastic"].ravel()
+    np.testing.assert_allclose(steps.mean(), 3 * 4e-5, rtol=6 / np.sqrt(np.count_nonzero(steps)))
+    layers = moved["stochastic"].reshape(LAYERS, -1)
+    assert not any((layers[i] == layers[j]).all() for i, j in ((0, 1), (1, 2), (0, 2))), "each has noise of its own"
