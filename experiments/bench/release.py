@@ -169,7 +169,8 @@ def main(argv: list[str]) -> None:
         arms[name] = arm
         print(f"    loss {float(arm()):.4f}", flush=True)
         arm.stop()
-    times = timing.in_turns(arms, options.rounds, dict.fromkeys(arms, options.steps), lambda name: arms[name].stop())
+    calls: dict[str, Callable[..., Any]] = {**arms}
+    times = timing.in_turns(calls, options.rounds, dict.fromkeys(arms, options.steps), lambda name: arms[name].stop())
     table = [
         timing.row(case, name, "memory", size, "GB", options.arm[0], needs[options.arm[0]] / size)
         for name, size in needs.items()
