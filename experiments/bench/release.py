@@ -100,11 +100,11 @@ class CardArm:
         return fp8jax.linear_cross_entropy(x, head, tokens[:, 1:].reshape(-1))
 
     def _released_step(self, state: Any, tokens: jax.Array) -> Any:
-        layers, (rest, rest_state) = state
+        block, (layers, (rest, rest_state)) = self.block, state
+        assert block is not None
 
         def loss(layers: Any, rest: Any) -> jax.Array:
-            assert self.block is not None
-            return self._loss(lambda x: self.block.scan(layers, x, *self.tables), rest, tokens)
+            return self._loss(lambda x: block.scan(layers, x, *self.tables), rest, tokens)
 
         value, (layers, grads) = fp8jax.value_and_updates(loss, argnums=(0, 1))(layers, rest)
         return (layers, self.tx.step(grads, rest_state, rest)), value
