@@ -71,9 +71,9 @@ def _forward(
 @triton.jit
 def _backward(
     codes_ptr: tl.tensor, scales_ptr: tl.tensor, dy_ptr: tl.tensor, inverse_ptr: tl.tensor, weight_ptr: tl.tensor,
-    residual_ptr: tl.tensor, dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor, M: tl.constexpr,
-    N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, RESIDUAL: tl.constexpr,
-    AT_ONCE: tl.constexpr, STAGES: tl.constexpr,
+    residual_ptr: tl.tensor, dx_ptr: tl.tensor, dweight_ptr: tl.tensor, dbias_ptr: tl.tensor, peaks_ptr: tl.tensor,
+    M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr,
+    RESIDUAL: tl.constexpr, AT_ONCE: tl.constexpr, STAGES: tl.constexpr, HOW: tl.constexpr,
 ) -> None:  # fmt: skip
     """HIGH rows, AT_ONCE at a time, the next STAGES - 1 on their way."""
     MASKED: tl.constexpr = M % HIGH > 0 or N < WIDE
@@ -87,6 +87,7 @@ def _backward(
     at, g = (row * N)[:, None] + n[None, :], tl.arange(0, WIDE // 8) * 8 // GROUP
     dweight = tl.zeros((1, WIDE), tl.float32)
     dbias = tl.zeros((1, WIDE), tl.float32)
+    top = tl.zeros((1, WIDE), tl.int32)
     if OPERATION.scaled:
         weight = codec.fp32(tl.load(weight_ptr + n, mask=n < N, other=0.0))[None, :]
     for j in tl.range(0, HIGH, AT_ONCE, num_stages=STAGES):
@@ -128,7 +129,10 @@ def _backward(
             residual = codec.fp32(device.load_plain(residual_ptr + first, at, here, MASKED))
         if RESIDUAL:
             dx = dx + residual
-        device.store(dx_ptr + first, at, dx.to(dx_ptr.dtype.element_ty), here, MASKED)
+        rounded = dx.to(dx_ptr.dtype.element_ty)
+        device.store(dx_ptr + first, at, rounded, here, MASKED)
+        top = tl.maximum(top, tl.max(on.ordered(rounded, m, n, M, N, MASKED, HOW), 0)[None, :])
+    tl.store(peaks_ptr + program, device.largest(tl.max(tl.max(top, 1), 0), HOW))
     place, there = program.to(tl.int64) * N + n[None, :], (n < N)[None, :]
     if OPERATION.scaled:
         device.store(dweight_ptr, place, dweight, there, MASKED)
@@ -202,7 +206,7 @@ def backward(
     residual: Array | None = None,
     *,
     compute_capability: int | None = None,
-) -> tuple[Array, Array | None, Array | None]:
+) -> tuple[Array, Array | None, Array | None, Array]:
     """Cotangents of a norm's input, weight and bias from those of its result, dy (M, N).
 
     Args:
@@ -211,7 +215,8 @@ def backward(
         residual: (M, N), the input's cotangent from elsewhere, which is added before the one rounding.
 
     Returns:
-        (M, N) in `dtype`; fp32 (N,) of the weight and of the bias, None where there is none.
+        (M, N) in `dtype`; fp32 (N,) of the weight and of the bias, None where there is none; the largest finite
+        magnitude of the first, an fp32 scalar.
     """
     m, n = dy.shape
     rows, wide = max(1, min(ROWS, m // SUMS)), triton.next_power_of_2(n)
@@ -230,15 +235,17 @@ def backward(
         + dy.dtype.itemsize
         + (0 if residual is None else residual.dtype.itemsize)
     )
-    dx, dweight, dbias = quantize_triton.call(
-        _backward, inputs, [jax.ShapeDtypeStruct((m, n), dtype), *sums], programs, launch, compute_capability,
-        shape=(m, n), OPERATION=operation, RESIDUAL=residual is not None, AT_ONCE=at_once,
+    results = [jax.ShapeDtypeStruct((m, n), dtype), *sums, jax.ShapeDtypeStruct((programs,), jnp.float32)]
+    dx, dweight, dbias, peaks = quantize_triton.call(
+        _backward, inputs, results, programs, launch, compute_capability, shape=(m, n), OPERATION=operation,
+        RESIDUAL=residual is not None, AT_ONCE=at_once, HOW=device.NONE,
         STAGES=3 if 2 * at_once * wide * read < AHEAD else 1,
     )  # fmt: skip
     return (
         dx,
         jnp.sum(dweight, 0) if operation.scaled else None,
         jnp.sum(dbias, 0) if operation.biased else None,
+        jnp.max(peaks),
     )
 
 

@@ -43,12 +43,14 @@ def _quantize(
     columns_ptr: tl.tensor,
     column_scales_ptr: tl.tensor,
     column_powers_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
     M: tl.constexpr,
     N: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
 ) -> None:
     """A tile of HIGH rows and WIDE columns."""
     MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
@@ -66,6 +68,9 @@ def _quantize(
     x2 = device.load_plain(x_ptr + first, at0 + 2 * N, device.inside(m0 + 2, n, M, N), MASKED)
     x3 = device.load_plain(x_ptr + first, at0 + 3 * N, device.inside(m0 + 3, n, M, N), MASKED)
     xs = (x0, x1, x2, x3)
+    if SUMS:
+        total = (codec.fp32(x0, False) + codec.fp32(x1, False)) + (codec.fp32(x2, False) + codec.fp32(x3, False))
+        tl.store(sums_ptr + (program // ACROSS).to(tl.int64) * N + n, tl.sum(total, 0), mask=n < N)
     random1 = tl.zeros((R, WIDE), tl.uint32)
     random2 = random1
     if ROWS.stochastic or COLUMNS.stochastic:
@@ -219,9 +224,10 @@ def quantize(
     column_scale: Array | None = None,
     words: Array | None = None,
     place: Array | None = None,
+    sums: bool = False,
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
-) -> tuple[Quantized | None, Quantized | None]:
+) -> tuple[Quantized | None, Quantized | None, Array | None]:
     """Codes of a matrix and of its transposed copy, in one pass over it.
 
     Args:
@@ -233,11 +239,13 @@ def quantize(
         words: two uint32 words, random and new at every call, for stochastic rounding.
         place: where the matrix is part of a larger one, two uint32 words: the columns of that, and of the part's first
             element, whose row is a multiple of 4, a quarter of its row times these columns plus its column.
+        sums: whether the sums of columns are wanted, too.
         launch: how the work is cut; None takes the measured best.
         compute_capability: of the GPU to compile for, as 90; None asks the GPU.
 
     Returns:
-        What was asked for. Given scales are not returned; those of "same" are the transposed ones of `rows`.
+        What was asked for, last the sums, fp32 (N,). Given scales are not returned; those of "same" are the transposed
+        ones of `rows`.
 
     Raises:
         ValueError: the kernel cannot take these; the message says why.
@@ -247,8 +255,8 @@ def quantize(
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
             options: Any = {"words": words, "place": place, "launch": launch, "compute_capability": compute_capability}
-            first, _ = quantize(x, rows, None, row_scale=row_scale, **options)
-            return first, quantize(x, None, columns, **options)[1]
+            first, _, total = quantize(x, rows, None, row_scale=row_scale, sums=sums, **options)
+            return first, quantize(x, None, columns, **options)[1], total
         rows, columns = columns, "same"
     same = columns == "same"
     coding = rows if same else columns
@@ -276,13 +284,14 @@ def quantize(
     noise = jnp.zeros(4, jnp.uint32)
     if words is not None:
         noise = jnp.concatenate([words, jnp.array([n, 0], jnp.uint32) if place is None else place])
-    grid = -(-m // launch.rows) * -(-n // launch.columns)
-    parts = call(
-        _quantize, [x, *scales, noise], shapes, grid, launch, compute_capability,
-        ROWS=statics[0], COLUMNS=statics[1],
+    down = -(-m // launch.rows)
+    shapes.append(jax.ShapeDtypeStruct((down, n) if sums else (1, 1), jnp.float32))
+    *parts, partial = call(
+        _quantize, [x, *scales, noise], shapes, down * -(-n // launch.columns), launch, compute_capability,
+        ROWS=statics[0], COLUMNS=statics[1], SUMS=sums,
     )  # fmt: skip
     first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
-    return (first if written else None), second
+    return (first if written else None), second, jnp.sum(partial, 0) if sums else None
 
 
 def _best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -> QuantizeLaunch:

@@ -22,8 +22,6 @@ from pallas_kernels.quantize_triton import QuantizeLaunch
 
 # What a tile is: the result of a norm or of an activation, or the cotangent of an activation's gate or up.
 NORM, RESULT, GATE, UP = range(4)
-# Rows of a tile of `peaks`, and so of a sample.
-SAMPLE = 32
 # Stands for what is not given. JAX would make each of its own a kernel, and calls that differ in nothing else apart.
 _ONE = np.ones((1, 1), np.float32)
 FP8_CAPABILITY = quantize_triton.FP8_CAPABILITY
@@ -38,7 +36,7 @@ class Kinds(NamedTuple):
     both: bool
 
 
-def _kinds(kinds: tuple[int, ...]) -> Kinds:
+def kinds_of(kinds: tuple[int, ...]) -> Kinds:
     return Kinds(kinds[0] in (NORM, RESULT), kinds[0] == NORM, kinds[0] == UP, kinds[1:] == (UP,))
 
 
@@ -125,13 +123,14 @@ def _codes(
     first_ptr: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
     activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
     bias: tl.tensor, scale0: tl.tensor, scale1: tl.tensor, scale2: tl.tensor, rows0: tl.tensor, columns0: tl.tensor,
-    rows1: tl.tensor, columns1: tl.tensor, columns2: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr,
-    WIDE: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, AGAIN: tl.constexpr, BY_ROW: tl.constexpr,
+    rows1: tl.tensor, columns1: tl.tensor, columns2: tl.tensor, sums0: tl.tensor, sums1: tl.tensor, M: tl.constexpr,
+    N: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr,
+    HOW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AGAIN: tl.constexpr, BY_ROW: tl.constexpr,
+    SUMS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Codes of a tile, in four slices of every fourth row, as `quantize_triton` makes them.
 
-    With cotangents also transposed ones of the result, as AGAIN says.
+    With cotangents also transposed ones of the result, as AGAIN says, and sums of the tile's columns.
     """
     p = Operands(
         first_ptr, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias
@@ -160,12 +159,17 @@ def _codes(
     else:
         # As if all were finite, and again if not: then what is added up here is not 0.
         nothing = tl.zeros((HIGH // 4, WIDE), tl.float32)
+        total0 = tl.zeros((HIGH // 4, WIDE), tl.float32)
+        total1 = tl.zeros((HIGH // 4, WIDE), tl.float32)
         slices = _slices(p, first, i, top, left, n, M, N, MASKED, OPERATION)
         for j in tl.static_range(4):
             y0, y1, y2 = on.cotangents(slices[j], OPERATION, OPERATION.dtype)
             nothing = tl.fma(y1, 0.0, tl.fma(y0, 0.0, nothing))
             if AGAIN.kind != "none":
                 nothing = tl.fma(y2, 0.0, nothing)
+            if SUMS:
+                total0 += y1 if KINDS.only_up else y0
+                total1 += y1
             if BY_ROW:
                 factor0 = on.row_factors(scale0, top + 4 * i + j, M, True)
                 factor1 = on.row_factors(scale1, top + 4 * i + j, M, True) if BOTH else factor0
@@ -173,6 +177,11 @@ def _codes(
                 y0, y1, y2, factor0, factor1, factor2, words0, words1, words2, j, rows0 + first, rows1 + first,
                 columns2, i, top, n, M, N, MASKED, KINDS, HOW, ROWS, COLUMNS, AGAIN, True,
             )  # fmt: skip
+        if SUMS:
+            place = (program // ACROSS).to(tl.int64) * N + n
+            tl.store(sums0 + place, tl.sum(total0, 0), mask=n < N)
+            if BOTH:
+                tl.store(sums1 + place, tl.sum(total1, 0), mask=n < N)
         if tl.reduce(tl.reduce(nothing, 1, on.larger_or_nan), 0, on.larger_or_nan) != 0:
             words0 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
             words1 = tl.zeros((HIGH // 4, WIDE), tl.uint32)
@@ -193,31 +202,6 @@ def _codes(
             device.store_words(columns1, top, left, i, n, words1, M, N, MASKED)
     if AGAIN.kind != "none":
         device.store_words(columns2, top, left, i, n, words2, M, N, MASKED)
-
-
-@triton.jit
-def _peaks(
-    first: tl.tensor, first_scale: tl.tensor, up: tl.tensor, up_scale: tl.tensor, activated: tl.tensor,
-    activated_scale: tl.tensor, gradient: tl.tensor, inverse: tl.tensor, mean: tl.tensor, weight: tl.tensor,
-    bias: tl.tensor, peaks0: tl.tensor, peaks1: tl.tensor, M: tl.constexpr, N: tl.constexpr, HIGH: tl.constexpr,
-    WIDE: tl.constexpr, OPERATION: tl.constexpr, KINDS: tl.constexpr, HOW: tl.constexpr, EVERY: tl.constexpr,
-) -> None:  # fmt: skip
-    p = Operands(first, first_scale, up, up_scale, activated, activated_scale, gradient, inverse, mean, weight, bias)
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
-    program = tl.program_id(0)
-    top, left = program // ACROSS * (HIGH * EVERY), program % ACROSS * WIDE
-    start = top.to(tl.int64) * N + left
-    at = (tl.arange(0, HIGH) * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    m, n = top + tl.arange(0, HIGH), left + tl.arange(0, WIDE)
-    if KINDS.forward:
-        y0 = on.result(p, start, at, m, left, n, M, N, MASKED, OPERATION, KINDS.norm)
-    else:
-        x = on.operands(p, start, at, m, left, n, M, N, MASKED, OPERATION)
-        y0, y1, _ = on.cotangents(x, OPERATION, OPERATION.dtype)
-        if KINDS.both:
-            tl.store(peaks1 + program, on.peak(y1, m, n, M, N, MASKED, HOW))
-    tl.store(peaks0 + program, on.peak(y0, m, n, M, N, MASKED, HOW))
 
 
 @triton.jit
@@ -290,9 +274,10 @@ def quantize(
     rows: bool,
     columns: bool,
     again: tuple[Array, Any] | None = None,
+    sums: bool = False,
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
-) -> list[tuple[Array | None, Array | None]]:
+) -> Any:
     """Codes of one or two results of an operation under given scales.
 
     Args:
@@ -301,30 +286,36 @@ def quantize(
         scales: for each result an fp32 scalar, or for each one a row, (M,).
         rows, columns: whether codes (M, N) and transposed ones (N, M) are wanted.
         again: scale and dtype of transposed codes of the activation's result, where cotangents are quantized.
+        sums: whether sums of columns of the cotangents are wanted, too.
         launch, compute_capability: as of `quantize_triton.quantize`.
 
     Returns:
-        Of each result codes and transposed codes, last those of `again`; None for what is not wanted.
+        A list, of each result codes and transposed codes, last those of `again`; None for what is not wanted. With
+        `sums` a pair: this list, and that of the sums, fp32 (N,).
     """
     m, n = storage.shape_of(operands.first, operation)
     launch = launch or _best(kinds, n, rows)
     one = (1, 1)
     shapes = [(m, n) if rows else one, (n, m) if columns else one]
     shapes += [*(shapes if len(kinds) == 2 else [one, one]), (n, m) if again else one]
-    tiles = -(-m // launch.rows) * -(-n // launch.columns)
+    down = -(-m // launch.rows)
+    partial = [(down, n) if sums and i < len(kinds) else one for i in range(2)]
     scale_operands = [scales[0], scales[-1], again[0] if again else scales[0]]
     outputs = quantize_triton.call(
         _codes, [*pointers(operands), *(s.reshape(-1, 1) for s in scale_operands)],
-        [jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes], tiles, launch, compute_capability, shape=(m, n),
-        OPERATION=operation, KINDS=_kinds(kinds), HOW=device.Coding("tensor", dtype).static,
-        ROWS=rows, COLUMNS=columns, BY_ROW=scales[0].ndim > 0,
+        [*(jax.ShapeDtypeStruct(s, jnp.uint8) for s in shapes),
+         *(jax.ShapeDtypeStruct(s, jnp.float32) for s in partial)],
+        down * -(-n // launch.columns), launch, compute_capability, shape=(m, n),
+        OPERATION=operation, KINDS=kinds_of(kinds), HOW=device.Coding("tensor", dtype).static,
+        ROWS=rows, COLUMNS=columns, BY_ROW=scales[0].ndim > 0, SUMS=sums,
         AGAIN=device.Coding("tensor", again[1]).static if again else device.NONE,
     )  # fmt: skip
     types = (dtype, dtype, dtype, dtype, again and again[1])
     wanted = [jax.lax.bitcast_convert_type(x, d) if w else None
-              for x, d, w in zip(outputs, types, (rows, columns, rows, columns, again), strict=True)]  # fmt: skip
-    pairs = [(wanted[2 * i], wanted[2 * i + 1]) for i in range(len(kinds))]
-    return [*pairs, (None, wanted[4])] if again else pairs
+              for x, d, w in zip(outputs[:5], types, (rows, columns, rows, columns, again), strict=True)]  # fmt: skip
+    pairs: list[Any] = [(wanted[2 * i], wanted[2 * i + 1]) for i in range(len(kinds))]
+    pairs += [(None, wanted[4])] if again else []
+    return (pairs, [jnp.sum(x, 0) for x in outputs[5 : 5 + len(kinds)]]) if sums else pairs
 
 
 def _best(kinds: tuple[int, ...], channels: int, rows: bool) -> QuantizeLaunch:
@@ -336,29 +327,6 @@ def _best(kinds: tuple[int, ...], channels: int, rows: bool) -> QuantizeLaunch:
     return QuantizeLaunch(64, 128, 8) if len(kinds) == 1 else QuantizeLaunch(64, 64, 8)
 
 
-def peaks(
-    operation: Operation,
-    kinds: tuple[int, ...],
-    operands: Operands,
-    *,
-    every: int = 1,
-    compute_capability: int | None = None,
-) -> list[Array]:
-    """Largest finite magnitudes of results of an operation, fp32 scalars; arguments as of `quantize`.
-
-    Of the rows it takes the first SAMPLE of `every` so many times that number.
-    """
-    m, n = storage.shape_of(operands.first, operation)
-    launch = QuantizeLaunch(SAMPLE, 128, 4)
-    tiles = -(-m // (launch.rows * every)) * -(-n // launch.columns)
-    shapes = [jax.ShapeDtypeStruct((tiles if i < len(kinds) else 1,), jnp.float32) for i in range(2)]
-    outputs = quantize_triton.call(
-        _peaks, pointers(operands), shapes, tiles, launch, compute_capability, shape=(m, n), OPERATION=operation,
-        KINDS=_kinds(kinds), HOW=device.NONE, EVERY=every,
-    )  # fmt: skip
-    return [jnp.max(x) for x in outputs[: len(kinds)]]
-
-
 def ahead(
     operation: Operation,
     operands: Operands,
@@ -368,10 +336,10 @@ def ahead(
     launch: QuantizeLaunch | None = None,
     compute_capability: int | None = None,
 ) -> tuple[Array, list[Array]]:
-    """Codes (N, M) of an activation's result under a given scale, and the `peaks` of its cotangents, in one pass.
+    """Codes (N, M) of an activation's result under a given scale, and the peaks of its cotangents, in one pass.
 
-    Arguments as of `quantize`; `operands.gradient` is that of the result. Under a scale for each row, (M,), the peaks
-    are of each row, (M,), too.
+    Peaks are those of `peaks_triton`, arguments as of `quantize`; `operands.gradient` is that of the result. Under a
+    scale for each row, (M,), the peaks are of each row, (M,), too.
     """
     m, n = storage.shape_of(operands.first, operation)
     launch, by_row = launch or QuantizeLaunch(32, 128, 4), scale.ndim > 0

@@ -98,12 +98,14 @@ class Activation:
         activation: its name. dtype: of its inputs.
         bounded: whether scales of its cotangents come from bounds.
         written: whether kernels write its cotangents, as `fused.written`.
+        biased: whether layers before it have biases, whose gradients are sums of its cotangents.
     """
 
     activation: str
     dtype: DTypeLike
     bounded: bool = False
     written: bool = False
+    biased: bool = False
 
     def again(self, saved: ActivationSaved, gradient: Gradient) -> Made:
         activated = ACTIVATIONS[self.activation](decode(saved.gate))
@@ -143,7 +145,10 @@ class Activation:
             from pallas_kernels.remake_triton import GATE, UP
 
             kinds = (GATE, UP)[: len(cast)]
-            parts = fused.Computation(sources[0], kinds, sources[1], foreseen.peaks, variants=foreseen.variants).parts
+            sums = dict(enumerate(foreseen.sums))
+            parts = fused.Computation(
+                sources[0], kinds, sources[1], foreseen.peaks, None, foreseen.variants, sums
+            ).parts
         spec, scales = foreseen.spec, foreseen.scales or (None,) * len(cast)
         known = (None if spec is None or scale is None else (spec, scale) for scale in scales)
         return cast, tuple(Origin(None, part, scale) for part, scale in zip(parts, known, strict=True))
@@ -163,7 +168,8 @@ class Activation:
             slopes = [SLOPE * _largest(saved.up), _largest(saved.gate)]
         rows, fmt = gradient.rows(), formats.get(spec.format)
         largest = (scaling.largest_magnitude(rows * slope) for slope in slopes)
-        return fused.Foreseen(spec=spec, scales=tuple(scaling.to_scale(bound, fmt) for bound in largest))
+        scales = tuple(scaling.to_scale(bound, fmt) for bound in largest)
+        return fused.Foreseen(spec=spec, scales=scales, summed=self.biased)
 
     def _operands(
         self, saved: ActivationSaved, like: Array, dy: Array | None, *, fp8: bool = True
@@ -191,9 +197,19 @@ def _largest(residual: QTensor) -> Array:
 
 
 def activate(
-    name: str, gate: Array, up: Array | None, recipe: Recipe | Context | str, known: Provenance = BLANK
+    name: str,
+    gate: Array,
+    up: Array | None,
+    recipe: Recipe | Context | str,
+    known: Provenance = BLANK,
+    *,
+    biased: bool = False,
 ) -> tuple[Array, Origin]:
-    """The result of an activation, `glu` where there is an `up`, and what it is made from."""
+    """The result of an activation, `glu` where there is an `up`, and what it is made from.
+
+    `biased` says that linear layers with a bias have made an input: the pass that quantizes its gradient then gives
+    that of the bias, too.
+    """
     context, function, reader = context_part(recipe), _function(name), fused.reader(recipe)
     spare, operation, written = context.lean or context.spec is None or up is None, None, fused.written(recipe)
     if context.spec is not None or fused.at_once(recipe):
@@ -223,7 +239,7 @@ def activate(
         (part,) = result.parts
     inputs = (gate,) if up is None else (gate, up)
     saved = saved if context.spec is None else named(saved, ACTIVATION)
-    how = Activation(name, gate.dtype, context.lean and context.scales == "bound", written)
+    how = Activation(name, gate.dtype, context.lean and context.scales == "bound", written, biased)
     y, _ = differentiable(how, inputs, saved, y, known=known)
     origin = fused.origin(context, how, saved, part, reader, scale, codes)
     y = derivatives.passed("an activation", y, *inputs)

@@ -51,6 +51,7 @@ class Computation:
         peaks: the largest finite magnitude of each array; none where they are not known.
         ahead: of an activation's result whose gradient is known already, what is known of its cotangents.
         variants: codes of all arrays by how they were made.
+        sums: of columns of arrays, by their places, as far as kernels have made them.
     """
 
     operation: Any
@@ -59,6 +60,7 @@ class Computation:
     peaks: tuple[Array, ...] = ()
     ahead: "Foreseen | None" = None
     variants: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    sums: dict[int, Array] = dataclasses.field(default_factory=dict)
 
     @property
     def parts(self) -> "tuple[Output, ...]":
@@ -121,12 +123,16 @@ class Foreseen(NamedTuple):
         peaks: their largest finite magnitudes; or
         spec, scales: how they will be quantized, under given scales; and
         codes: what that makes of them, as they are and transposed.
+        summed: whether the sums of their columns are to be made with the codes: those of the layers' biases.
+        sums: these sums.
     """
 
     peaks: tuple[Array, ...] = ()
     spec: QuantSpec | None = None
     scales: tuple[Array, ...] = ()
     codes: tuple[Any, ...] = ()
+    summed: bool = False
+    sums: tuple[Array, ...] = ()
 
     @property
     def variants(self) -> dict[Any, Any]:

@@ -32,6 +32,7 @@ def codes(
     same: bool,
     scale: Array | None,
     strategy: Scaling,
+    sums: bool = False,
 ) -> tuple[QTensor | None, QTensor | None] | None:
     """Codes of a matrix and of its transposed copy from what it is computed from; None where that is no kernel's.
 
@@ -40,6 +41,7 @@ def codes(
         rows, columns: how `x` and `x.T` are quantized, or None where they are not.
         same: whether both have the same codes; else one of them is None.
         scale, strategy: as of `fp8jax.ops.quantize.quantize`.
+        sums: whether sums of columns are wanted, which `part.result.sums` then has if the codes are made here.
     """
     spec = rows if columns is None else columns
     if spec is None or not (same or rows is None or columns is None) or not fused.takes(spec):
@@ -48,19 +50,28 @@ def codes(
     if how in part.result.variants:
         return part.result.variants[how][part.place]
     if scale is None:
-        part.result.variants[how] = _make(part.result, how, None)
+        part.result.variants[how] = _make(part.result, how, None, sums)
         return part.result.variants[how][part.place]
     if part.result.ahead is not None and rows is None:
         return None, _make_ahead(part.result, spec, scale)
     alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
-    return _make(alone, how, scale)[0]
+    alone.sums = {}
+    pair = _make(alone, how, scale, sums)[0]
+    if alone.sums:
+        part.result.sums[part.place] = alone.sums[0]
+    return pair
 
 
-def _make(result: Computation, how: Any, scale: Array | None) -> list[tuple[QTensor | None, QTensor | None]]:
+def _make(
+    result: Computation, how: Any, scale: Array | None, sums: bool = False
+) -> list[tuple[QTensor | None, QTensor | None]]:
+    from pallas_kernels.remake_triton import GATE, UP
+
     rows, columns, spec, strategy = how
     tell("quantize", FROM_OPERANDS)
     # JAX keeps traced functions: this one must not hold the result, and with it arrays of a trace.
     fmt, operation, kinds = formats.get(spec.format), result.operation, result.kinds
+    sums = sums and kinds[0] in (GATE, UP)
 
     def make(on: Any, operands: Any, scale: Array | None, peaks: tuple[Array, ...]) -> Any:
         if scale is None:
@@ -68,10 +79,13 @@ def _make(result: Computation, how: Any, scale: Array | None) -> list[tuple[QTen
             scales = tuple(scaling.to_scale(strategy.settle(top), fmt) for top in tops)
         else:
             scales = (scaling.usable(scale.reshape(())),)
-        pairs = on.quantize(operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns)
-        return [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)]
+        made = on.quantize(operation, kinds, operands, scales, fmt.dtype, rows=rows, columns=columns, sums=sums)
+        pairs, totals = made if sums else (made, [])
+        return [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)], totals
 
-    return [fused.pair(spec, *parts) for parts in fused.run(make, result.operands, scale, result.peaks)]
+    pairs, totals = fused.run(make, result.operands, scale, result.peaks)
+    result.sums.update(enumerate(totals))
+    return [fused.pair(spec, *parts) for parts in pairs]
 
 
 def _make_ahead(result: Computation, spec: QuantSpec, scale: Array) -> QTensor:
@@ -85,24 +99,25 @@ def _make_ahead(result: Computation, spec: QuantSpec, scale: Array) -> QTensor:
     operation, dtype = result.operation, formats.get(spec.format).dtype
     known = result.ahead
     assert known is not None
-    to = None if known.spec is None else formats.get(known.spec.format).dtype
+    to, summed = None if known.spec is None else formats.get(known.spec.format).dtype, known.summed
 
     def make(on: Any, operands: Any, scale: Array, scales: tuple[Array, ...]) -> Any:
         scale = scaling.usable(scale.reshape(()))
         if not scales:
             codes, peaks = on.ahead(operation, operands, scale, dtype)
-            return codes, scale.reshape(1, 1), tuple(peaks)
-        *pairs, (_, codes) = on.quantize(
-            operation, (GATE, UP)[: len(scales)], operands, scales, to, rows=True, columns=True, again=(scale, dtype)
-        )
+            return codes, scale.reshape(1, 1), tuple(peaks), []
+        how: Any = {"rows": True, "columns": True, "again": (scale, dtype), "sums": summed}
+        made = on.quantize(operation, (GATE, UP)[: len(scales)], operands, scales, to, **how)
+        (*pairs, (_, codes)), totals = made if summed else (made, [])
         parts = [(*pair, s.reshape(1, 1)) for pair, s in zip(pairs, scales, strict=True)]
-        return codes, scale.reshape(1, 1), parts
+        return codes, scale.reshape(1, 1), parts, totals
 
-    codes, used, cotangents = fused.run(make, result.operands, scale, known.scales)
+    codes, used, cotangents, totals = fused.run(make, result.operands, scale, known.scales)
     if known.spec is None:
         result.ahead = known._replace(peaks=cotangents)
     else:
-        result.ahead = known._replace(codes=tuple(fused.pair(known.spec, *parts) for parts in cotangents))
+        pairs = tuple(fused.pair(known.spec, *parts) for parts in cotangents)
+        result.ahead = known._replace(codes=pairs, sums=tuple(totals))
     return QTensor(codes, used, None, None, spec)
 
 

@@ -15,7 +15,14 @@ from fp8jax.ops import fused_reference
 from fp8jax.ops.choice import capability
 from fp8jax.ops.cuts import Cut
 from fp8jax.ops.partition import partitioned
-from pallas_kernels import activation_rows_triton, activation_triton, cotangents_triton, norm_triton, remake_triton
+from pallas_kernels import (
+    activation_rows_triton,
+    activation_triton,
+    cotangents_triton,
+    norm_triton,
+    peaks_triton,
+    remake_triton,
+)
 
 _ROWS, _TILE, _TURNED = "m -", "m n", "n m"
 
@@ -57,14 +64,14 @@ def backward(
     residual: Array | None = None,
 ) -> Any:
     def run(cut: Cut, codes: Array, scales: Array | None, inverse: Array, weight: Any, dy: Array, residual: Any) -> Any:
-        dx, *sums = norm_triton.backward(
+        dx, *sums, peak = norm_triton.backward(
             operation, codes, scales, inverse, weight, dy, dtype, residual, compute_capability=capability()
         )
-        return dx, *(None if total is None else cut.total(total, "m") for total in sums)
+        return dx, *(None if total is None else cut.total(total, "m") for total in sums), cut.maximum(peak, "m")
 
     return partitioned(
         "norm_backward", (operation, str(dtype)), run, (codes, scales, inverse, weight, dy, residual),
-        (_ROWS, _ROWS, "m", "-", _ROWS, _ROWS), (_ROWS, "-", "-"),
+        (_ROWS, _ROWS, "m", "-", _ROWS, _ROWS), (_ROWS, "-", "-", ""),
     )  # fmt: skip
 
 
@@ -112,31 +119,35 @@ def quantize(
     rows: bool,
     columns: bool,
     again: tuple[Array, Any] | None = None,
+    sums: bool = False,
 ) -> Any:
     scale, to = again or (None, None)
 
     def run(cut: Cut, operands: Any, scales: tuple[Array, ...], scale: Array | None) -> Any:
         again = None if scale is None else (scale, to)
-        return remake_triton.quantize(
-            operation, kinds, operands, scales, dtype, rows=rows, columns=columns, again=again,
+        made = remake_triton.quantize(
+            operation, kinds, operands, scales, dtype, rows=rows, columns=columns, again=again, sums=sums,
             compute_capability=capability(),
         )  # fmt: skip
+        return (made[0], [cut.total(total, "m") for total in made[1]]) if sums else made
 
     ins = (_operands(operation), tuple(map(_by_row, scales)), _whole(scale))
-    outs = [(_tile(operation), _turned(operation))] * (len(kinds) + (again is not None))
-    static = (operation, kinds, str(dtype), rows, columns, str(to))
+    outs: Any = [(_tile(operation), _turned(operation))] * (len(kinds) + (again is not None))
+    if sums:
+        outs = outs, ["-" if _packed(operation) else "n"] * len(kinds)
+    static = (operation, kinds, str(dtype), rows, columns, str(to), sums)
     return partitioned("remake", static, run, (operands, scales, scale), ins, outs)
 
 
 def peaks(operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1) -> Any:
     def run(cut: Cut, operands: Any) -> Any:
         rows = operands.first.shape[0]
-        if every > 1 and cut.axes.get("m") and rows % (remake_triton.SAMPLE * every):
+        if every > 1 and cut.axes.get("m") and rows % (peaks_triton.SAMPLE * every):
             # The rows of the sample are those of the whole matrix, which the kernel counts in its own part.
             find = functools.partial(scaling.largest_of_sample, start=cut.start("m", rows))
             maxima = [find(x) for x in fused_reference.results(operation, kinds, operands)]
         else:
-            maxima = remake_triton.peaks(operation, kinds, operands, every=every, compute_capability=capability())
+            maxima = peaks_triton.peaks(operation, kinds, operands, every=every, compute_capability=capability())
         return [cut.maximum(peak, "m n") for peak in maxima]
 
     return partitioned("peaks", (operation, kinds, every), run, (operands,), (_operands(operation),), [""] * len(kinds))

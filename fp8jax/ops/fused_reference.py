@@ -94,16 +94,22 @@ def quantize(
     rows: bool,
     columns: bool,
     again: tuple[Array, Any] | None = None,
-) -> list[tuple[Array | None, Array | None]]:
+    sums: bool = False,
+) -> Any:
+    arrays = results(operation, kinds, operands)
+    codes = [_codes(x, scale, dtype) for x, scale in zip(arrays, scales, strict=True)]
+    pairs = [(c if rows else None, c.T if columns else None) for c in codes]
     if again is not None:
         from pallas_kernels import remake_triton
 
-        first = quantize(operation, kinds, operands, scales, dtype, rows=rows, columns=columns)
         result, (scale, to) = (remake_triton.RESULT,), again
-        return first + quantize(operation, result, operands, (scale,), to, rows=False, columns=True)
-    pairs = zip(results(operation, kinds, operands), scales, strict=True)
-    codes = [_codes(x, scale, dtype) for x, scale in pairs]
-    return [(c if rows else None, c.T if columns else None) for c in codes]
+        pairs += quantize(operation, result, operands, (scale,), to, rows=False, columns=True)
+    return (pairs, [column_sums(x) for x in arrays]) if sums else pairs
+
+
+def column_sums(x: Array) -> Array:
+    """fp32 (N,) of (M, N)."""
+    return jnp.sum(x.astype(jnp.float32), 0)
 
 
 def peaks(operation: Any, kinds: tuple[int, ...], operands: Any, *, every: int = 1) -> list[Array]:
@@ -185,14 +191,15 @@ def backward(
     dy: Array,
     dtype: Any,
     residual: Array | None = None,
-) -> tuple[Array, Array | None, Array | None]:
+) -> tuple[Array, Array | None, Array | None, Array]:
     z, how = _read(operation, codes, scales), {"centered": operation.centered, "biased": operation.biased}
     if operation.exact and operation.centered:
         z = z - jnp.mean(z, -1, keepdims=True)
     dx, *sums = norm_cotangents(z, inverse[:, None], weight, dy, **how)
     if residual is not None:
         dx = dx + residual.astype(jnp.float32)
-    return dx.astype(dtype), *sums  # type: ignore[return-value]
+    dx = dx.astype(dtype)
+    return dx, *sums, scaling.largest_magnitude(dx)  # type: ignore[return-value]
 
 
 def _read(operation: Any, x: Array, scale: Array | None) -> Array:

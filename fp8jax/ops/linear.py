@@ -59,9 +59,9 @@ def linear(
         if quantized is not None:
             raise ValueError("a frozen weight is quantized already: leave out quantized=")
         y = frozen_product(rows(x, w), w, stateless(recipe), key, source=x, spec=spec, known=known)
-    else:
-        y = product(rows(x, w), w, stateless(recipe), key, source=x, quantized=quantized, spec=spec, known=known)
-    return y if bias is None else y + as_row(bias.astype(y.dtype), y.ndim)
+        return y if bias is None else y + as_row(bias.astype(y.dtype), y.ndim)
+    how: Any = {"source": x, "quantized": quantized, "spec": spec, "known": known, "bias": bias}
+    return product(rows(x, w), w, stateless(recipe), key, **how)
 
 
 def dot_general(
@@ -76,6 +76,8 @@ def dot_general(
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
     known: Provenance = BLANK,
+    bias: Array | None = None,
+    pass_on: Callable[[Array], None] | None = None,
 ) -> Array:
     """`jax.lax.dot_general` with the products of a recipe: `lhs` is the input, `rhs` the weight.
 
@@ -87,6 +89,8 @@ def dot_general(
         preferred_element_type: dtype of the result; that of `lhs` if None.
         recipe, key, out_sharding, known: as of `linear`.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
+        bias: (outputs,) for the free axes of `rhs` in one, added in the dtype of `lhs`; there must be no batch axes.
+        pass_on: may be given `lhs` for what else reads it, whose gradients then are added in this backward pass.
 
     Returns:
         The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`.
@@ -97,9 +101,9 @@ def dot_general(
     """
     part = stateless(recipe)
     if not part.quantized and part.saved in (SAME, None):
-        return lax.dot_general(
-            lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
-        )
+        y = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
+        own = rhs.ndim - len(dimension_numbers[0][1]) - len(dimension_numbers[1][1])
+        return y if bias is None else y + bias.astype(y.dtype).reshape(y.shape[y.ndim - own :])
     check_precision(precision)
     spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
     (lhs_contract, _), (lhs_batch, _) = dimension_numbers
@@ -110,6 +114,8 @@ def dot_general(
     first = [n] if batch else []
     x, w = merge(left, *first, len(tokens), c), merge(right, *first, c, len(outputs))
     if batch:
+        if bias is not None:
+            raise ValueError(f"a bias serves one product, not one for each of the batch axes {lhs_batch}")
         if quantized is not None:
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
         keys = None if key is None else place(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
@@ -121,7 +127,8 @@ def dot_general(
         view = last and c == 1
         seen = merged(spec, (*([1] * len(tokens) if view else [len(tokens)]), len(outputs)))
         source = lhs if last else None
-        y = product(x, w, part, key, source, quantized=quantized, spec=seen, view=view, known=known if last else BLANK)
+        how: Any = {"quantized": quantized, "spec": seen, "view": view, "bias": bias, "pass_on": pass_on}
+        y = product(x, w, part, key, source, known=known if last else BLANK, **how)
     return derivatives.passed("dot_general", split(y, (*batch, *tokens, *outputs), spec).astype(dtype), lhs, rhs)
 
 

@@ -109,7 +109,7 @@ class Norm:
 
     def backward(
         self, saved: NormSaved, dy: Array, dtypes: tuple[DTypeLike | None, ...], others: Array | None, foreseen: Any
-    ) -> tuple[tuple[Array | None, ...], tuple[()]]:
+    ) -> tuple[tuple[Array | None, ...], tuple[Origin, ...]]:
         operation = self._fused(saved, dy, fp8=isinstance(saved.codes, Array) or not saved.codes.spec.packed)
         if operation is None:
             how = {"centered": self.centered, "biased": saved.bias is not None}
@@ -118,10 +118,10 @@ class Norm:
 
         operands = (*fused.stored(saved.codes), saved.inverse.reshape(-1), saved.scale, fused.matrix(dy))
         rest = None if others is None else fused.matrix(others)
-        dx, *sums = fused.run(
+        dx, *sums, peak = fused.run(
             lambda on, *arrays: on.backward(operation, *arrays[:-1], dtypes[0], arrays[-1]), *operands, rest
         )
-        return _cast((fused.array(dx, dy), *sums), dtypes), ()
+        return _cast((fused.array(dx, dy), *sums), dtypes), (Origin(peak=peak),)
 
     def _input(self, saved: NormSaved) -> tuple[Array, Array | None]:
         """The input, centered where the norm is, and its mean where that is not taken from what is saved."""

@@ -15,18 +15,18 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.core import derivatives, formats, scaling
+from fp8jax.core.blocks import as_row
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fallback, fused, microscaled
+from fp8jax.ops import cotangent, fallback, fused
 from fp8jax.ops.choice import tell_saved, vary_alike, varying
 from fp8jax.ops.fallback import Pair
-from fp8jax.ops.matmul import Operand, matmul
+from fp8jax.ops.matmul import matmul
 from fp8jax.ops.operand import (
     Blocks,
     Residual,
     Source,
-    encode,
     given,
     input_side,
     make_codes,
@@ -81,14 +81,14 @@ class Residuals(NamedTuple):
 
     Attributes:
         x, w: of its input and its weight, what their sources say.
-        kinds: dtype and sharding of both.
+        kinds: dtype and sharding of both, and of the bias, if there is one.
         key: for gradients rounded stochastically.
         scales: given ones.
     """
 
     x: Residual
     w: Residual
-    kinds: tuple[Kind, Kind]
+    kinds: tuple[Kind, Kind, Kind | None]
     key: Array | None
     scales: Scales | None
 
@@ -105,11 +105,13 @@ def product(
     view: bool = True,
     origin: Origin | None = None,
     known: Provenance = BLANK,
+    bias: Array | None = None,
+    pass_on: Callable[[Array], None] | None = None,
 ) -> Array:
-    """x @ w with the products of a recipe.
+    """x @ w + bias with the products of a recipe.
 
     Args:
-        x: (tokens, inputs).
+        x: (tokens, inputs); where it is no view of `source`, the first axes may be several.
         w: (inputs, outputs).
         recipe: what the products compute with.
         key: PRNG key for recipes that round stochastically.
@@ -120,15 +122,21 @@ def product(
         view: whether `source` is (..., inputs); it may have other axes.
         origin: what `source` is made from; None asks `known`.
         known: what the caller knows of arrays, such as inputs that several products share.
+        bias: (outputs,), added in the dtype of the result; or None.
+        pass_on: is given `source` for what else reads it, whose gradients then are added in this backward pass.
 
     Returns:
-        (..., outputs), as `source` is (..., inputs), else (tokens, outputs), in the dtype of `x`.
+        (..., outputs), as `source` or else `x` is (..., inputs), in the dtype of `x`.
 
     Raises:
         ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
     """
     value, of_x = input_source(x, recipe, key, source, scales and scales.x, view, origin, known)
-    return multiply(value, of_x, w, recipe, key, scales, quantized, spec, known)[0]
+    passes = pass_on is not None and value is source
+    y, passed = multiply(value, of_x, w, recipe, key, scales, quantized, spec, known, passes=passes, bias=bias)
+    if pass_on is not None and passed is not None:
+        pass_on(passed)
+    return y
 
 
 def input_source(
@@ -143,7 +151,7 @@ def input_source(
 ) -> tuple[Array, Source]:
     """The array that gradients flow to, and where its codes come from, for `multiply`; arguments as of `product`."""
     side = input_side(recipe)
-    value, named = (x if source is None or not view else source), (x if source is None else source)
+    value, named, x = (x if source is None or not view else source), (x if source is None else source), fused.matrix(x)
     origin = known.find(named) if origin is None else origin
     if origin.again is not None and origin.again[0] == ITSELF:
         origin = origin._replace(again=(ITSELF, named))
@@ -173,6 +181,7 @@ def multiply(
     known: Provenance = BLANK,
     through: Array | None = None,
     passes: bool = False,
+    bias: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """`product` of a source, as one of several of one input, whose gradients are summed in their backward passes.
 
@@ -180,6 +189,7 @@ def multiply(
         value, of_x: as `input_source` gives them.
         through: the input as the product before passed it on; gradients flow to it.
         passes: whether to pass it on.
+        bias: as of `product`.
 
     Returns:
         The product, and the input for the next one; or None.
@@ -187,13 +197,13 @@ def multiply(
     of_w = of_weight(w, recipe, scale=scales and scales.w, quantized=quantized)
     if through is not None and jax.typeof(through) != jax.typeof(value):  # it may vary over more mesh axes
         through = None
-    value, through, w = vary_alike(value, through, w)  # type: ignore[assignment]
+    value, through, w, bias = vary_alike(value, through, w, bias)  # type: ignore[assignment]
     noisy = [s for s in (recipe.spec("dy"), recipe.spec("dy_wgrad")) if s is not None and s.rounding == "stochastic"]
     noise = key_for(key, noisy[0], "dy") if noisy else None
     spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
     how = How(recipe, through is not None, passes, spec, known)
-    y, passed = _product(how, value, through, w, of_x, of_w, noise, scales)
-    return derivatives.passed("a product", y, value, through, w), passed
+    y, passed = _product(how, value, through, w, bias, of_x, of_w, noise, scales)
+    return derivatives.passed("a product", y, value, through, w, bias), passed
 
 
 def fall_back(
@@ -268,6 +278,7 @@ def _forward(
     value: Array,
     through: Array | None,
     w: Array,
+    bias: Array | None,
     of_x: Source,
     of_w: Source,
     key: Array | None,
@@ -279,15 +290,17 @@ def _forward(
     saved = Residuals(
         of_x.residual(x, rows, sides[0]),
         of_w.residual(w, columns, sides[1]),
-        (Kind.of(value), Kind.of(w)),
+        (Kind.of(value), Kind.of(w), None if bias is None else Kind.of(bias)),
         key,
         scales,
     )
     spec = merged(how.spec, (value.ndim - 1, 1))
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
+    # On the matrix, so that it is part of the product: cuBLASLt adds a row.
+    y = y if bias is None else y + as_row(bias.astype(y.dtype), 2)
     y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
     if recipe.quantized or recipe.spec("saved") is not None:
-        y = derivatives.refuse(derivatives.TWICE, y, (value, through, w))
+        y = derivatives.refuse(derivatives.TWICE, y, (value, through, w, bias))
     held, passed = value if through is None else through, None
     if how.passes:
         passed = mapped_alike(held, y)
@@ -297,7 +310,7 @@ def _forward(
 
 
 def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
-    recipe, (x, w), key = how.recipe, saved.kinds, saved.key
+    recipe, (x, w, bias), key = how.recipe, saved.kinds, saved.key
     scales: Any = saved.scales
     dy, others = cotangents
     lead = dy.shape[:-1]
@@ -311,34 +324,31 @@ def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]
             f"the layer's arrays vary over the mesh axes {sorted(axes)} and the slot of its scaling does not: JAX "
             f"would sum its cotangent, a largest magnitude, over them; give jax.shard_map check_vma=False"
         )
-    quantizer = functools.partial(encode, strategy=recipe.own_strategy("dy"))
     seen = None
     if expected is not None:
         seen = scaling.largest_magnitude(dy)
         assert gradient is not None
         largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
         dy_scale = scaling.to_scale(largest, formats.get(gradient.format))
-    rows_spec, columns_spec, side = recipe.spec("dy"), recipe.spec("dy_wgrad"), input_side(recipe)
+    side = input_side(recipe)
     weight = saved.w.operand(weight_side(recipe), None)
     if 0 in (*dy.shape, *weight.shape):
         side = side._replace(shared=False)  # there are no scales to share
-    dy_rows: Operand
-    dy_columns: Operand
-    if side.shared and rows_spec is not None and rows_spec.folds:
-        dy_rows, dy_columns = microscaled.gradient_operands(dy, rows_spec, saved.x.token_scale, origin.part)
-    elif rows_spec is None or columns_spec is None or rows_spec.folds or columns_spec.folds:
-        keys = (None, None) if key is None else jax.random.split(key)
-        dy_rows = quantizer(dy, rows_spec, key=keys[0], scale=dy_scale, part=origin.part)
-        dy_columns = quantizer(dy, columns_spec, key=keys[1], turned=True, part=origin.part)
-    else:
-        specs = rows_spec, SAME if recipe.dy_wgrad == SAME else columns_spec
-        pair = quantize(dy, *specs, scale=dy_scale, strategy=recipe.own_strategy("dy"), key=key, part=origin.part)
-        dy_rows, dy_columns = pair  # type: ignore[assignment]
+    dy_rows, dy_columns, total = cotangent.quantized(
+        dy,
+        recipe,
+        key=key,
+        scale=dy_scale,
+        origin=origin,
+        shared=side.shared,
+        tokens=saved.x.token_scale,
+        sums=bias is not None,
+    )
     rows_and_inputs = merged(x.spec, (len(lead), 1))
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, spec=rows_and_inputs)
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
     dx = dx if others is None else dx + others
-    bounds = functools.partial(_row_bounds, dy_rows, weight, others)
+    bounds = functools.partial(cotangent.row_bounds, dy_rows, weight, others)
     of_dx = Gradient(
         dx,
         gradient if expected is None else None,
@@ -351,7 +361,8 @@ def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]
     how_wgrad: Any = {"fast": "wgrad" in recipe.fast_accumulation, "turned": recipe.dy_wgrad == SAME}
     dw = matmul(columns, dy_columns, dtype=w.dtype, spec=w.spec, **how_wgrad)
     inputs = (None, dx) if how.through else (dx, None)
-    return *inputs, dw, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
+    db = None if bias is None or total is None else bias.cast(total)
+    return *inputs, dw, db, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
 
 
 def _differentiated(how: How, *operands: Any) -> tuple[tuple[Array, Array | None], Residuals]:
@@ -363,21 +374,6 @@ def _differentiated(how: How, *operands: Any) -> tuple[tuple[Array, Array | None
 
 
 _product.defvjp(_differentiated, _backward)
-
-
-def _row_bounds(a: Operand, b: Operand, others: Array | None) -> Array:
-    """An upper bound of the magnitudes in each row of a @ b.T + others, rounded to 16 bits: fp32 (rows,)."""
-
-    def norms(x: Operand) -> Array:
-        if isinstance(x, QTensor) and x.spec.granularity == "tensor":
-            return norms(x.codes) * jnp.max(x.scale, initial=0.0)
-        values = x.dequantize() if isinstance(x, QTensor) else x.astype(jnp.float32)
-        return jnp.sqrt(jnp.sum(jnp.square(values), -1))
-
-    bound = norms(a) * jnp.max(norms(b), initial=0.0)
-    if others is not None:
-        bound = bound + jnp.max(jnp.abs(fused.matrix(others)), -1, initial=0.0).astype(jnp.float32)
-    return 1.01 * bound
 
 
 def key_for(key: Array | None, spec: QuantSpec, use: str) -> Array | None:

@@ -15,12 +15,14 @@ from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused, fused_codes
 from fp8jax.ops.choice import Choice, capability, missing_triton, on_cuda, run, tell, triton_or_xla
 from fp8jax.ops.cuts import Cut, notation
+from fp8jax.ops.fused_reference import column_sums
 from fp8jax.ops.partition import partitioned
 
 _COLUMNS = noise.salt("columns")
 _KINDS = ("tensor", "token", "group", "block", "mx")  # of the kernel
 Columns = QuantSpec | Literal["same"] | None
 Pair = tuple[QTensor | None, QTensor | None]
+Summed = tuple[Pair, Array | None]
 
 
 def quantize(
@@ -62,6 +64,27 @@ def quantize(
         ValueError: a spec is malformed or does not suit a matrix; a key is missing or not needed; `impl` is unknown,
             or it is "triton" and the kernel cannot run: the message says why.
     """
+    how: Any = {"scale": scale, "strategy": strategy, "key": key, "impl": impl, "part": part}
+    return quantize_and_sum(x, rows, columns, sums=False, **how)[0]
+
+
+def quantize_and_sum(
+    x: Array,
+    rows: QuantSpec | str | None,
+    columns: QuantSpec | str | None = None,
+    *,
+    sums: bool = True,
+    scale: Array | None = None,
+    strategy: Scaling | str = "current",
+    key: Array | None = None,
+    impl: str = "auto",
+    part: fused.Output | None = None,
+    largest: Array | None = None,
+) -> Summed:
+    """`quantize`, and the sums of columns, fp32 (N,), from the same pass; None without `sums`.
+
+    `largest` is the largest finite magnitude of `x`, if that is known: kernels need not look for it.
+    """
     how, strategy = _parse(rows, columns), scaling.find(strategy)
     x = derivatives.refuse(derivatives.CODES, x, scale)
     if (key is not None) != how.stochastic:
@@ -70,13 +93,15 @@ def quantize(
     if 0 in x.shape:
         scale = None  # there is nothing to have one
     if impl == "auto" and part is not None:
-        pair = fused_codes.codes(part, how.rows, how.turned, same=how.same, scale=scale, strategy=strategy)
+        own: Any = {"same": how.same, "scale": scale, "strategy": strategy, "sums": sums}
+        pair = fused_codes.codes(part, how.rows, how.turned, **own)
         if pair is not None:
-            return pair
+            made = part.result.sums.get(part.place)
+            return pair, column_sums(x) if sums and made is None else made
     choice = tell("quantize", _choose(x, how, scale, impl))
-    reference = functools.partial(_reference, how, strategy)
-    kernel = functools.partial(_kernel, how, strategy)
-    result: Pair = run(choice, impl, x, scale, key, kernel=kernel, reference=reference)
+    reference = functools.partial(_reference, how, strategy, sums)
+    kernel = functools.partial(_kernel, how, strategy, sums)
+    result: Summed = run(choice, impl, x, scale, key, largest, kernel=kernel, reference=reference)
     return result
 
 
@@ -118,6 +143,10 @@ class _How:
     @property
     def specs(self) -> tuple[QuantSpec | None, QuantSpec | None]:
         return self.rows, self.turned
+
+    @property
+    def integers(self) -> bool:
+        return any(spec is not None and not formats.get(spec.format).is_float for spec in self.specs)
 
     @property
     def stochastic(self) -> bool:
@@ -167,7 +196,19 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
     return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(fused.coding, how.specs)))
 
 
-def _reference(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
+def _reference(
+    how: _How,
+    strategy: Scaling,
+    sums: bool,
+    x: Array,
+    scale: Array | None,
+    key: Array | None,
+    largest: Array | None,
+) -> Summed:
+    return _codes(how, strategy, x, scale, key), column_sums(x) if sums else None
+
+
+def _codes(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
     if on_cuda() and how.rows is not None and how.turned is not None and not how.same:
         # XLA would compute what makes the matrix where it reduces its columns, which takes three times as long.
         (x,) = lax.optimization_barrier((x,))
@@ -200,7 +241,17 @@ def _reference(how: _How, strategy: Scaling, x: Array, scale: Array | None, key:
     return rows, None if how.turned is None else turned(how.turned, words[1])
 
 
-def _kernel(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
+def _kernel(
+    how: _How,
+    strategy: Scaling,
+    sums: bool,
+    x: Array,
+    scale: Array | None,
+    key: Array | None,
+    largest: Array | None,
+) -> Summed:
+    if how.integers:
+        largest = None  # those are of what is finite
     words = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
     sides = ("m n", "n m")
     scale_axes = None
@@ -208,36 +259,49 @@ def _kernel(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Ar
         axes = sides[how.rows is None].split()[2 - scale.ndim :]
         scale_axes = " ".join(name if k > 1 else "-" for name, k in zip(axes, scale.shape, strict=True))
     outs = [s and notation(s, x.shape[::step], names) for s, step, names in zip(how.specs, (1, -1), sides, strict=True)]
-    make = functools.partial(_one, how, strategy, x.shape)
-    pair: Pair = partitioned(
-        "quantize", (how, strategy, x.shape), make, (x, scale, words), ("m n", scale_axes, "-"), outs,
+    make = functools.partial(_one, how, strategy, sums, x.shape)
+    result: Summed = partitioned(
+        "quantize", (how, strategy, sums, x.shape), make, (x, scale, words, largest),
+        ("m n", scale_axes, "-", None if largest is None else ""), (outs, "n" if sums else None),
         units={"m": 4} if how.stochastic else {},
     )  # fmt: skip
-    return pair
+    return result
 
 
 def _one(
-    how: _How, strategy: Scaling, whole: tuple[int, ...], cut: Cut, x: Array, scale: Array | None, words: Array | None
-) -> Pair:
+    how: _How,
+    strategy: Scaling,
+    sums: bool,
+    whole: tuple[int, ...],
+    cut: Cut,
+    x: Array,
+    scale: Array | None,
+    words: Array | None,
+    known: Array | None,
+) -> Summed:
     """The QTensors of a device's own part of a matrix, whose whole shape is given."""
     from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
 
     alone = how.rows if how.columns is None and "n" not in cut.axes else None
-    if alone and _measured(alone, scale) == alone.granularity == "token" and alone.scale_format == "fp32":
+    if not sums and alone and _measured(alone, scale) == alone.granularity == "token" and alone.scale_format == "fp32":
         coding = fused.coding(alone)
         if quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
             codes, rows, _ = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
-            return QTensor(codes, rows, None, None, alone), None
+            return (QTensor(codes, rows, None, None, alone), None), None
     shapes = (x.shape, x.shape[::-1])
     levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.turned)]
-    asked: Any = {"tensor": "tensor" in levels, "rows": levels[0] == "token", "columns": levels[1] == "token"}
-    largest: tuple[Array | None, ...] = (None, None, None)
+    asked: Any = {
+        "tensor": "tensor" in levels and known is None,
+        "rows": levels[0] == "token",
+        "columns": levels[1] == "token",
+    }
+    largest: tuple[Array | None, ...] = (known, None, None)
     if any(asked.values()):
-        integers = any(s is not None and not formats.get(s.format).is_float for s in how.specs)
-        own = maxima_triton.maxima(x, **asked, integers=integers, compute_capability=capability())
+        own = maxima_triton.maxima(x, **asked, integers=how.integers, compute_capability=capability())
         largest = tuple(
             None if top is None else cut.maximum(top, over) for top, over in zip(own, ("m n", "n", "m"), strict=True)
         )
+        largest = (known if known is not None else largest[0], *largest[1:])
     scales: list[Array | None] = []
     for i, spec in enumerate(how.specs):
         if spec is None or spec.granularity in ("group", "block"):
@@ -255,7 +319,7 @@ def _one(
                 top = strategy.settle(top)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
         scales.append(formats.round_to(value, formats.get(spec.scale_format)))
-    parts = quantize_triton.quantize(
+    *parts, total = quantize_triton.quantize(
         x,
         fused.coding(how.rows),
         "same" if how.same else fused.coding(how.turned),
@@ -263,6 +327,7 @@ def _one(
         column_scale=scales[1],
         words=words,
         place=None if words is None else cut.fours(whole, x.shape),
+        sums=sums,
         compute_capability=capability(),
     )
     tensors: list[QTensor | None] = []
@@ -273,7 +338,7 @@ def _one(
         used = part.scale if own_scale is None else own_scale
         assert used is not None
         tensors.append(QTensor(part.codes, used, None, part.microscale, spec))
-    return tensors[0], tensors[1]
+    return (tensors[0], tensors[1]), None if total is None else cut.total(total, "m")
 
 
 def _level(spec: QuantSpec) -> str:

@@ -150,6 +150,7 @@ class Origin(NamedTuple):
         foreseen: of a gradient, what is known of the cotangents that follow from it; `fp8jax.ops.fused.Foreseen`.
         codes: how the array was quantized before, as a matrix (tokens, inputs), and its codes, as bytes: layers that
             quantize it so read these.
+        peak: of a gradient, its largest finite magnitude, an fp32 scalar.
     """
 
     again: tuple[Remade, Any] | None = None
@@ -157,6 +158,7 @@ class Origin(NamedTuple):
     scale: tuple[Linear | QuantSpec, Array] | None = None
     foreseen: Any = None
     codes: tuple[QuantSpec, QTensor] | None = None
+    peak: Array | None = None
 
     def scale_for(self, *readers: Linear | QuantSpec | None) -> Array | None:
         """The scale that is given to readers, if it is to all of them."""

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fp8jax.core import formats
-from fp8jax.core.blocks import as_row
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Stateful, Threshold
 from fp8jax.ops.linear import output_spec, rows
@@ -101,16 +100,17 @@ def scaled_linear(
     threshold = parts.get("x")
     if isinstance(threshold, Threshold):
         value, blocks = fall_back(matrix, part, key, x, _of(state, "x"), known)
-        y, _ = multiply(value, blocks, w, part, key, fixed, quantized, spec, known)
+        y, _ = multiply(value, blocks, w, part, key, fixed, quantized, spec, known, bias=bias)
         observed["x"] = threshold.count(blocks.pair.used)
     else:
-        y = product(matrix, w, part, key, source=x, scales=fixed, quantized=quantized, spec=spec, known=known)
+        how: Any = {"source": x, "scales": fixed, "quantized": quantized, "spec": spec, "known": known, "bias": bias}
+        y = product(matrix, w, part, key, **how)
     observed |= {
         n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in observed
     }
     if observes(part, "dy"):
         observed["dy"] = jnp.zeros((), jnp.float32)
-    return (y if bias is None else y + as_row(bias.astype(y.dtype), y.ndim)), Observed(**observed)
+    return y, Observed(**observed)
 
 
 def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str) -> Array | None:

@@ -17,7 +17,7 @@ from fp8jax.ops.linear import linears, output_spec, rows, stateless
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import QuantizedWeight, product
 from fp8jax.ops.saved import BLANK, ITSELF, Provenance
-from fp8jax.ops.sharding import merge, merged, split
+from fp8jax.ops.sharding import merge
 from fp8jax.recipes import resolve
 
 
@@ -91,6 +91,7 @@ def attention_output(
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
     known: Provenance = BLANK,
+    bias: Array | None = None,
 ) -> Array:
     """The projection of what attention returns, plus a residual.
 
@@ -104,6 +105,7 @@ def attention_output(
         residual: (..., outputs), or None.
         recipe: as of `norm_linear`.
         quantized: what `quantize_weight` made of `w` as (inputs, outputs); None quantizes it in this call.
+        bias: (outputs,), or None.
         key, out_sharding, known: as of `linear`; the sharding is that of the projection.
 
     Returns:
@@ -121,11 +123,9 @@ def attention_output(
     if recipe.context.saved is not None and origin.again is None:
         origin = origin._replace(again=(ITSELF, y))
     lead, part = y.ndim - 2, stateless(recipe)
-    tokens, matrix = merge(y, lead, 2), merge(w, w.ndim - 1, 1)
-    spec = output_spec(merge(y, *[1] * lead, 2), matrix, out_sharding)
-    of_rows = merged(spec, (lead, 1))
-    out = product(tokens, matrix, part, key, y, None, quantized, of_rows, False, origin, known)
-    out = split(out, (*y.shape[:-2], w.shape[-1]), spec)
+    tokens, matrix = merge(y, *[1] * lead, 2), merge(w, w.ndim - 1, 1)
+    spec = output_spec(tokens, matrix, out_sharding)
+    out = product(tokens, matrix, part, key, y, None, quantized, spec, False, origin, known, bias)
     return out if residual is None else residual + out
 
 

@@ -1,8 +1,10 @@
 """The operations that a plan puts in place of equations: products of a recipe, norms and activations."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,6 +38,8 @@ class ProductOperation:
         root: the value that the data are, up to what keeps their elements: products of one share its codes.
         kept: a value that is kept in any case and has the elements of the data: nothing else is kept of them.
         use: which product with the parameter it is, if its scaling keeps a state.
+        params: of the product's equation.
+        bias: a parameter with an element for each output, which is added; or None.
     """
 
     recipe: Recipe
@@ -46,10 +50,12 @@ class ProductOperation:
     root: Value
     kept: Value | None = None
     use: Use | None = None
+    params: Mapping[str, Any] = MappingProxyType({})
+    bias: Value | None = None
 
     def run(self, running: Any, node: Node) -> Sequence[Array]:
         if self.use is not None and self.use.key in running.states:
-            return [self._scaled(running, node)]
+            return [self._scaled(running, node.results[0])]
         result, linear = node.results[0], self.recipe.linear
         x = running.array(self.data if self.kept is None else self.kept)
         origin = running.origin(self.root, x)
@@ -57,20 +63,26 @@ class ProductOperation:
             origin = origin._replace(again=(ITSELF, x))
         known = running.known(x, self.root, origin)
         key = known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
-        how: Any = {"key": key, "known": known}
+        how: Any = {"key": key, "known": known, "bias": self._bias(running)}
+        if self.kept is None and running.read_later(self.data):
+            # As XLA would make a sum of gradients part of one product, but of three leaves one a pass of its own.
+            how["pass_on"] = functools.partial(running.pass_on, self.data)
         w = self._laid_out(running)
         if self.kept is None:
-            y = self._product(node.eqn.params, x, w, how)
+            y = self._product(x, w, how)
         elif w.ndim == 2 and x.shape[-1] == w.shape[0]:
             y = product(rows(x, w), w, linear, source=x, spec=output_spec(x, w, None), origin=origin, **how)
         else:
             y = attention_output(x, w, recipe=self.recipe, **how)
-        return [y.reshape(result.shape).astype(result.dtype)]
+        return [_shaped(y, result.shape).astype(result.dtype)]
 
-    def _scaled(self, running: Any, node: Node) -> Array:
+    def _bias(self, running: Any) -> Array | None:
+        return None if self.bias is None else running.array(self.bias).reshape(-1)
+
+    def _scaled(self, running: Any, result: Value) -> Array:
         """The product under a scaling that keeps a state."""
-        contract, _ = node.eqn.params["dimension_numbers"]
-        result, linear, n = node.results[0], self.recipe.linear, len(contract[0])
+        contract, _ = self.params["dimension_numbers"]
+        linear, n = self.recipe.linear, len(contract[0])
         order = contract if self.side == 1 else contract[::-1]
         left, right = in_order(running.array(self.data), self._laid_out(running), (order, ((), ())))
         lead, outputs = left.ndim - n, right.ndim - n
@@ -78,7 +90,7 @@ class ProductOperation:
         known = running.known(x, self.root, running.origin(self.root, x))
         key = known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
         state, slots = running.states[self.use.key]  # type: ignore[union-attr]
-        y, seen = scaled_linear(x, w, state, slots.dy, recipe=linear, key=key, known=known)
+        y, seen = scaled_linear(x, w, state, slots.dy, recipe=linear, key=key, known=known, bias=self._bias(running))
         if running.seen is None:
             y = observed_beside(y, slots, seen)
         else:
@@ -95,9 +107,9 @@ class ProductOperation:
             (w,) = Equation(step.eqn, step.scope)([w, *(running.array(operand) for operand in step.operands[1:])])
         return w  # type: ignore[no-any-return]
 
-    def _product(self, params: dict[str, Any], x: Array, w: Array, how: dict[str, Any]) -> Array:
-        contract, batch = params["dimension_numbers"]
-        dtype, sharding = params["preferred_element_type"] or x.dtype, params.get("out_sharding")
+    def _product(self, x: Array, w: Array, how: dict[str, Any]) -> Array:
+        contract, batch = self.params["dimension_numbers"]
+        dtype, sharding = self.params["preferred_element_type"] or x.dtype, self.params.get("out_sharding")
         if self.side == 1:
             numbers = contract, batch
             return dot_general(x, w, numbers, None, dtype, recipe=self.recipe.linear, out_sharding=sharding, **how)
@@ -131,7 +143,7 @@ class RaggedOperation:
 
 @dataclasses.dataclass(eq=False)
 class NormOperation:
-    """A norm that keeps its input as a recipe says.
+    """A norm that keeps its input as a recipe says, and passes it on to what reads it after the norm.
 
     Attributes:
         recipe: the recipe.
@@ -147,12 +159,15 @@ class NormOperation:
 
     def run(self, running: Any, node: Node) -> Sequence[Array]:
         result = node.results[0]
-        x = running.array(self.x).reshape(result.shape)
+        x = _shaped(running.array(self.x), result.shape)
         scales = [_vector(running.array(v), x.shape[-1]) for v in self.scales]
         scale = math.prod(scales[1:], start=scales[0]) if scales else None
         bias = None if self.bias is None else _vector(running.array(self.bias), x.shape[-1])
-        y, _, origin = normalize(x, scale, bias, self.recipe, self.eps, result.dtype, centered=self.centered)
-        running.origins[result] = origin
+        how: Any = {"centered": self.centered, "residual": running.read_later(self.x), "known": running.known()}
+        y, again, running.origins[result] = normalize(x, scale, bias, self.recipe, self.eps, result.dtype, **how)
+        if again is not None:
+            # The backward pass adds the gradients of its other readers, such as a residual stream's sum, to the norm's.
+            running.pass_on(self.x, _shaped(again, self.x.shape))
         return [y]
 
 
@@ -162,12 +177,14 @@ class ActivationOperation:
 
     Attributes:
         recipe: the recipe. name: of the function. gate, up: its operands.
+        biased: whether products with a bias of this plan have made one.
     """
 
     recipe: Recipe
     name: str
     gate: Value
     up: Value | None
+    biased: bool = False
 
     def run(self, running: Any, node: Node) -> Sequence[Array]:
         result, known = node.results[0], running.known()
@@ -175,7 +192,8 @@ class ActivationOperation:
         # In the widest of the dtypes that the model computes it in.
         dtype = jnp.promote_types(gate.dtype, gate.dtype if up is None else up.dtype)
         dtype = result.dtype if result.dtype.itemsize > dtype.itemsize else dtype
-        y, origin = activate(self.name, gate.astype(dtype), up if up is None else up.astype(dtype), self.recipe, known)
+        inputs = gate.astype(dtype), up if up is None else up.astype(dtype)
+        y, origin = activate(self.name, *inputs, self.recipe, known, biased=self.biased)
         running.origins[result] = origin if y.dtype == result.dtype else as_read(origin, y, result)
         return [y.astype(result.dtype)]
 
@@ -187,6 +205,11 @@ def as_read(origin: Origin, source: Any, x: Any) -> Origin:
         part = part.cast(x.dtype)
     scale = origin.scale if x.dtype in (source.dtype, jnp.bfloat16) else None
     return Origin(origin.again, part, scale)
+
+
+def _shaped(x: Array, shape: tuple[int, ...]) -> Array:
+    """An array in a shape; itself if it has that: on a mesh JAX makes an equation of that, too."""
+    return x if x.shape == shape else x.reshape(shape)
 
 
 def _vector(x: Array, channels: int) -> Array:

@@ -3,14 +3,14 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite import activations, norms, primitives
+from fp8jax.rewrite import activations, biases, norms, primitives
 from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, Weight, before, in_order, origin_of, readers
 from fp8jax.rewrite.heads import Flow
 from fp8jax.rewrite.kept import keeps
@@ -69,6 +69,7 @@ class _Product:
     path: str
     around: tuple[tuple[Node, Graph], ...]
     choice: LayerChoice = _UNKNOWN
+    place: Node | None = None  # where the operation stands, if not in the product's own place
 
     @property
     def data(self) -> Value:
@@ -143,7 +144,7 @@ def _uses(products: list[_Product]) -> dict[Use, Linear]:
     uses: dict[Use, Linear] = {}
     counts: collections.Counter[str] = collections.Counter()
     for p in products:
-        operation = p.node.operation
+        operation = (p.place or p.node).operation
         linear, path = p.choice.linear, p.weight.path
         if operation is None or linear is None or not linear.states:
             continue
@@ -240,12 +241,14 @@ def _replace_all(
     for p in products:
         groups.setdefault((p.graph, before(p.data, (*MARKS, *RESHAPES), in_order)), []).append(p)
     counts, normed = readers(graph), set[str]()
+    alone = {inner: biases.only_readers(inner, counts) for inner in {p.graph for p in products}}
     for (_, root), group in groups.items():
         if rules.between:
             normed |= _replace_before(_made(root, counts), group, rules, entries, modules)
         for p in group:
             if p.taken:
-                entries[p.node] = entries[p.node]._replace(kept=_replace_product(p))
+                entry = entries.pop(p.node)._replace(kept=_replace_product(p, alone[p.graph]))
+                entries[p.place or p.node] = entry
     return normed
 
 
@@ -273,8 +276,11 @@ def _read_as_stored(p: _Product) -> bool:
     return quantized and not p.weight.moved
 
 
-def _replace_product(p: _Product) -> bool:
-    """Puts the recipe's product in place of one; whether what it reads is kept in any case."""
+def _replace_product(p: _Product, alone: Mapping[Value, Node]) -> bool:
+    """Puts the recipe's product in place of one and of the sum with its bias; whether what it reads is kept anyway.
+
+    `alone` has the only readers of values.
+    """
     linear = p.choice.linear
     assert linear is not None
     if p.node.kind == "ragged_dot_general":
@@ -286,9 +292,20 @@ def _replace_product(p: _Product) -> bool:
     stored = _read_as_stored(p)
     w = p.weight.stored if stored else p.node.operands[p.side]
     layout = p.weight.layout if stored and kept is None else ()
-    p.node.operation = ProductOperation(p.choice.recipe, p.data, w, layout, p.side, origin_of(p.data), kept)
+    contract, batch = p.node.eqn.params["dimension_numbers"]
+    bias = None
+    if p.side == 1 and not batch[0]:
+        outputs = p.node.operands[1].aval.ndim - len(contract[1])
+        bias = biases.find(p.node, outputs, alone.get(p.node.results[0]))
+    node = p.node if bias is None else bias.sum
+    value = None if bias is None else bias.value
+    data, params = p.data, p.node.eqn.params
+    operation = ProductOperation(
+        p.choice.recipe, data, w, layout, p.side, origin_of(data), kept, params=params, bias=value
+    )
     others = [operand for step in layout for operand in step.operands[1:]]
-    p.node.operands = [kept or p.data, w, *others]
+    node.operation, p.place = operation, node
+    node.operands = [kept or data, w, *others, *([] if value is None else [value])]
     return kept is not None
 
 
@@ -320,7 +337,9 @@ def _replace_before(
         name, gate, up = activation
         kind = f"{name}(gate){'' if up is None else ' * up'}"
         operands = [gate, *([] if up is None else [up])]
-        operation = ActivationOperation(choice.recipe, name, gate, up)
+        made_by = (None if v is None or v.node is None else v.node.operation for v in (gate, up))
+        biased = any(isinstance(o, ProductOperation) and o.bias is not None for o in made_by)
+        operation = ActivationOperation(choice.recipe, name, gate, up, biased)
     if not kind or not between(choice.recipe):
         return normed
     entries[node] = Entry(path, kind, value.shape, choice, choice.reason, node.line())

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
+
 from fp8jax.ops.saved import NOTHING, Origin
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.graph import Graph, Node, Value, origin_of
@@ -17,7 +19,8 @@ from fp8jax.rewrite.states import Use
 class Schedule(NamedTuple):
     """What is run of a graph: each node, and the nodes of calls of which more is read or changed than the results.
 
-    `uses` are the products in it, and in nested programs, whose scaling keeps a state.
+    `uses` are the products in it, and in nested programs, whose scaling keeps a state; `last` is where each value is
+    read for the last time.
     """
 
     graph: Graph
@@ -25,6 +28,7 @@ class Schedule(NamedTuple):
     steps: dict[Node, Equation]
     bodies: dict[Node, "tuple[Schedule, ...]"]
     uses: tuple[Use, ...]
+    last: dict[Value, int]
 
 
 def schedule(graph: Graph, *, apart: bool = False, effects: bool = True) -> Schedule:
@@ -46,7 +50,10 @@ def schedule(graph: Graph, *, apart: bool = False, effects: bool = True) -> Sche
     plain = [node for node in nodes if node.operation is None and node not in bodies]
     uses = [use for node in nodes if (use := getattr(node.operation, "use", None)) is not None]
     uses += [use for each in bodies.values() for body in each for use in body.uses]
-    return Schedule(graph, nodes, {node: Equation(node.eqn, node.scope) for node in plain}, bodies, tuple(uses))
+    last = {value: i for i, node in enumerate(nodes) for value in node.operands}
+    last |= dict.fromkeys(graph.outputs, len(nodes))
+    steps = {node: Equation(node.eqn, node.scope) for node in plain}
+    return Schedule(graph, nodes, steps, bodies, tuple(uses), last)
 
 
 def _needed(nodes: Sequence[Node], wanted: set[Value], given: set[Value], apart: bool, effects: bool) -> Iterator[Node]:
@@ -85,7 +92,7 @@ class Running:
         origins: Mapping[Value, Origin] = MappingProxyType({}),
         forward: bool = False,
     ) -> None:
-        self._plan, self.states, self._level = plan, states, level
+        self._plan, self.states, self._level, self._place = plan, states, level, 0
         self.seen: dict[tuple[Any, str], Any] | None = {} if forward else None
         self._arrays: dict[Value, Any] = dict(zip(plan.graph.inputs, arrays, strict=True))
         self.origins: dict[Value, Origin] = dict(origins)
@@ -96,6 +103,15 @@ class Running:
     def array(self, value: Value) -> Any:
         """What a value is in this run."""
         return value.array if value.array is not None else self._arrays[value]
+
+    def read_later(self, value: Value) -> bool:
+        """Whether anything after the operation that runs now reads a value."""
+        return self._plan.last.get(value, -1) > self._place
+
+    def pass_on(self, value: Value, array: Any) -> None:
+        """Gives the array of a value to those that read it later, who may be told by another type how it varies."""
+        if jax.typeof(array) == jax.typeof(self._arrays[value]):
+            self._arrays[value] = array
 
     def origin(self, value: Value, x: Any) -> Origin:
         """What is known of an array that has the elements of a value."""
@@ -111,7 +127,7 @@ class Running:
     def outputs(self) -> list[Any]:
         """Runs the graph."""
         plan = self._plan
-        for node in plan.nodes:
+        for self._place, node in enumerate(plan.nodes):
             if node.operation is not None:
                 with primitives.place_of(node.eqn, node.scope):
                     results = node.operation.run(self, node)

@@ -18,7 +18,8 @@ import numpy as np
 
 import fp8jax
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import fused, fused_codes, operand, product, quantize
+from fp8jax.ops import activation, cotangent, fused, fused_codes, linear, operand, product, quantize
+from fp8jax.ops.saved import NOTHING, Provenance
 from pallas_kernels import activation_triton, norm_triton
 from tests.kernels.triton_interpreter import prepare
 
@@ -81,6 +82,38 @@ def activation_case(
     return f, (x, w, u, d)
 
 
+class Told(Provenance):
+    """Knows what operations have said of arrays, which may be no tracers."""
+
+    def __init__(self) -> None:
+        self.noted: list[Any] = []
+
+    def note(self, x: Any, origin: Any) -> None:
+        self.noted.append((x, origin))
+
+    def find(self, x: Any) -> Any:
+        return next((origin for other, origin in self.noted if other is x), NOTHING)
+
+
+def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
+    """A perceptron whose layers have biases, as a function and its arguments."""
+    x, w, u, d = (
+        normal(0, ROWS, CHANNELS, dtype=dtype),
+        *(normal(i, CHANNELS, INNER) for i in (1, 2)),
+        normal(3, INNER, 32),
+    )
+    biases = normal(4, INNER), normal(5, INNER), normal(6, 32)
+
+    def f(x: Any, w: Any, u: Any, d: Any, *biases: Any) -> Any:
+        known = Told()
+        layer = lambda x, w, b: linear.linear(x, w.astype(x.dtype), recipe=part, bias=b, known=known)  # noqa: E731
+        inputs = [layer(x, 0.3 * w, biases[0]), *([layer(x, 0.3 * u, biases[1])] if gated else [None])]
+        y, origin = activation.activate(name, *inputs, part, known, biased=True)
+        return product.product(y, d.astype(x.dtype), part.linear, None, origin=origin, bias=biases[2], known=known)
+
+    return f, (x, w, u, d, *biases)
+
+
 def attention_case(part: fp8jax.Recipe) -> Any:
     """A layer whose input is kept anyway, as a function and its arguments."""
     y, w = normal(0, 18, 3, 16), normal(1, 48, INNER)
@@ -117,6 +150,9 @@ CASES = {
     "silu True as it is": _ACTIVATION("silu", True, as_it_is(), jnp.float32, (ROWS,)),
     "silu, rows, as it is": _ACTIVATION("silu", True, as_it_is(**MICRO), jnp.float32, (2, 18)),
     "gelu False rows, as it is": _ACTIVATION("gelu", False, as_it_is(**MICRO), jnp.float32, (ROWS,)),
+    "gelu_tanh False lean, biased": functools.partial(biased_case, "gelu_tanh", False, recipe("lean"), jnp.float32),
+    "silu True bound, biased": functools.partial(biased_case, "silu", True, recipe("bound"), jnp.float32),
+    "gelu False bound, biased": functools.partial(biased_case, "gelu", False, recipe("bound"), jnp.float32),
     "kept anyway": functools.partial(attention_case, recipe("lean", **MICRO)),
     # Before layers of int8 blocks results are written; before others, codes are made of them.
     "rms 1 ten bits": _NORM("rms", 1, ten_bits(), jnp.bfloat16, (ROWS,)),
@@ -134,7 +170,8 @@ CASES = {
 FEW = ("rms 1 lean", "layer 2 faithful", "layer 2 bound", "norm fp32, three axes", "silu True lean",
        "gelu False faithful", "gelu_tanh False lean", "silu True bound", "norm, rows", "norm, rows, faithful",
        "silu, rows", "rms 1 ten bits", "silu True ten bits", "silu True ten bits, lean", "silu, bound, mended",
-       "layer 2 as it is", "silu, rows, as it is", "kept anyway")  # fmt: skip
+       "gelu_tanh False lean, biased", "silu True bound, biased", "layer 2 as it is", "silu, rows, as it is",
+       "kept anyway")  # fmt: skip
 
 
 def run(f: Any, args: Any) -> list[jax.Array]:
@@ -148,7 +185,7 @@ def apart(made: Any, x: Any, rows: Any, columns: Any, scale: Any, strategy: str)
     """Of codes made from operands and those of the matrix itself: the share that differs, and by how many codes."""
     how = quantize._parse(rows, columns)
     share, most = jnp.float32(0), jnp.int32(0)
-    for got, want in zip(made, quantize._reference(how, strategy, x, scale, None), strict=True):
+    for got, want in zip(made, quantize._codes(how, strategy, x, scale, None), strict=True):
         if got is not None:
             a, b = (jax.lax.bitcast_convert_type(q.codes, jnp.uint8).astype(jnp.int32) for q in (got, want))
             # Codes in the order of their values. What lies below 2^-12 of the largest is a difference that cancelled:
@@ -166,7 +203,8 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
     Without them it keeps codes of what operations return that keep their inputs as they are; `again`, it does not, and
     the kernels' references take their places.
     """
-    codes, on_cuda, whole_pair = fused_codes.codes, fused.on_cuda, quantize.quantize
+    codes, on_cuda = fused_codes.codes, fused.on_cuda
+    plain, summed = quantize.quantize, quantize.quantize_and_sum
     seen: list[tuple[Any, Any]] = []
     made: list[Any] = []
 
@@ -176,10 +214,10 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
 
     def watched(x: Any, rows: Any, columns: Any = None, *, scale: Any, strategy: Any, **rest: Any) -> Any:
         made.clear()
-        pair = whole_pair(x, rows, columns, scale=scale, strategy=strategy, **rest)
+        pair, total = summed(x, rows, columns, scale=scale, strategy=strategy, **rest)
         if any(found is not None for found in made):
             seen.append(apart(pair, x, rows, columns, scale, strategy))
-        return pair
+        return pair, total
 
     def counted(make: Any) -> Any:
         def watched(*args: Any) -> Any:
@@ -205,12 +243,14 @@ def compare(f: Any, args: Any, whole: bool = False, again: bool = False) -> tupl
         fused.on_cuda = lambda: True
         return run(f, args), want, seen
 
-    fused_codes.codes, operand.quantize, product.quantize = kernels, watched, watched
+    fused_codes.codes, cotangent.quantize_and_sum = kernels, watched
+    operand.quantize = product.quantize = lambda *args, **how: watched(*args, sums=False, **how)[0]
     try:
         found = (jax.jit(both, compiler_options={"xla_allow_excess_precision": False}) if whole else both)(*args)
     finally:
         fused_codes.codes, fused.on_cuda = codes, on_cuda
-        operand.quantize = product.quantize = whole_pair
+        operand.quantize = product.quantize = plain
+        cotangent.quantize_and_sum = summed
         for name, make in by_rows.items():
             setattr(fused_codes, name, make)
     got, want = ([np.asarray(a, np.float64) for a in arrays] for arrays in found[:2])

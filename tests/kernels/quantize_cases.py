@@ -212,7 +212,7 @@ def wrong_packing(shape: tuple[int, int], dtype: str) -> dict[str, int]:
     finite = jnp.where(jnp.isnan(want.scale), jnp.ones((), want.scale.dtype), want.scale)
     values = np.asarray(dataclasses.replace(want, scale=finite).dequantize())
     row = jnp.zeros(shape).at[m // 2].set(1.0)
-    _, dweight, _ = norm_triton.backward(
+    _, dweight, *_ = norm_triton.backward(
         Operation(scaled=True, format="int10", group=128), want.codes, finite, jnp.full(m, 0.5), jnp.ones(shape[1]),
         row, jnp.float32,
     )  # fmt: skip
@@ -307,6 +307,21 @@ def wrong_where_computed(name: str) -> list[int]:
                 found.append(_differ(codes, expected))
             found.append(int(float(q.scale[0, 0]) != max(scale, given_scales.TINY)))
     return found
+
+
+def wrong_sums(case: Case, impl: str) -> list[int]:
+    """How many sums of columns are not NumPy's in float64, but for the order of fp32, and codes not those without."""
+    x = jax.random.normal(jax.random.key(1), case.shape).astype(case.dtype)
+    how = {"strategy": case.strategy, "impl": impl, "scale": None if case.scale is None else jnp.float32(case.scale)}
+    pair, total = op.quantize_and_sum(x, case.rows, case.columns, **how)
+    wide, far = np.asarray(x).astype(np.float64), 2.0**-24 * 4 * case.shape[0]
+    wrong = [int(np.sum(np.abs(np.asarray(total) - wide.sum(0)) > far))]
+    for a, b in zip(pair, op.quantize(x, case.rows, case.columns, **how), strict=True):
+        wrong += [] if a is None else [_differ(_bytes(a.codes), _bytes(b.codes))]
+    bad = x.at[0, 0].set(jnp.nan).at[case.shape[0] - 1, case.shape[1] - 1].set(jnp.inf)
+    _, total = op.quantize_and_sum(bad, case.rows, case.columns, **how)
+    seen = np.isfinite(np.asarray(total))
+    return [*wrong, int(seen[0]) + int(seen[-1]), int(np.sum(~seen[1:-1]))]
 
 
 def _differ(got: np.ndarray, want: np.ndarray) -> int:

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Largest numbers of registers a thread may take: with them three programs or more share a multiprocessor.
 REGISTERS = {
     "kept of silu": 64, "peaks": 64, "cotangents": 80, "silu again": 64, "silu": 48, "norm": 64,
-    "silu again, peaks": 80, "silu again, cotangents": 80,
+    "silu again, peaks": 80, "silu again, cotangents": 80, "cotangents, sums": 80,
     "kept of silu, codes": 64, "rms norm, codes": 64, "mended": 64,
     "kept of silu, rows": 80, "rms norm, rows": 96, "silu again, peaks of rows": 128, "cotangents of rows": 80,
     "rms norm, rows alone": 96, "silu, rows alone": 80, "exact, peaks of rows": 128, "exact, cotangents of rows": 80,
@@ -43,9 +43,9 @@ def python(*command, **env):
 
 def test_kernels_take_the_references_sample():
     from fp8jax.core import scaling
-    from pallas_kernels import remake_triton
+    from pallas_kernels import peaks_triton
 
-    assert remake_triton.SAMPLE == scaling.SAMPLE
+    assert peaks_triton.SAMPLE == scaling.SAMPLE
 
 
 def check(case, made, share, most, far, bound=2e-3):
@@ -256,7 +256,7 @@ def test_kernels_quantize_what_xla_computes_on_a_gpu(case):
 
 def registers() -> None:
     """Prints `h200.assembled` of each kernel for Llama-7B's activations, and of norms of longer rows."""
-    from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, remake_triton
+    from pallas_kernels import activation_rows_triton, activation_triton, norm_triton, peaks_triton, remake_triton
     from pallas_kernels.operations_triton import IDENTITY, Operation
     from pallas_kernels.remake_triton import GATE, NORM, RESULT, UP, Operands
     from pallas_kernels.scaling_triton import Coding
@@ -283,7 +283,7 @@ def registers() -> None:
         return run
 
     activation = ("first", "first_scale", "up", "up_scale", "gradient")
-    pair = lambda *arrays: remake_triton.peaks(  # noqa: E731
+    pair = lambda *arrays: peaks_triton.peaks(  # noqa: E731
         silu, (GATE, UP), Operands(**dict(zip(activation, arrays, strict=True))), **options
     )
     ahead = lambda *arrays: remake_triton.ahead(  # noqa: E731
@@ -350,6 +350,11 @@ def registers() -> None:
         "exact, peaks": (
             lambda g, u, dy: remake_triton.ahead(exact, Operands(g, up=u, gradient=dy), one, e4m3, **options),
             wide, wide, wide),
+        "cotangents, sums": (
+            lambda *a: remake_triton.quantize(
+                silu, (GATE, UP), Operands(**dict(zip(activation, a, strict=True))), (one, one), e4m3, rows=True,
+                columns=True, sums=True, **options),
+            *kept_of, wide),
         "exact, cotangents of rows": (
             lambda g, u, dy, s: remake_triton.quantize(
                 exact, (GATE, UP), Operands(g, up=u, gradient=dy), (s, s), e4m3, rows=True, columns=True, **options),

@@ -52,9 +52,16 @@ def check_norm(m: int, n: int, wide: bool, dtype: Any, given: tuple[bool, bool, 
         jnp.asarray(normal(4, m, n), dtype),
         jnp.asarray(normal(5, m, n) * np.exp(normal(2, m))[:, None], dtype),
     )
-    found = norm_triton.backward(
+    run = lambda dy: norm_triton.backward(  # noqa: E731
         operation, codes, scales, inverse, weight, dy, dtype, others if residual else None, compute_capability=90
     )
+    *found, peak = run(dy)
+    assert float(peak) == np.abs(np.asarray(found[0]).astype(np.float32)).max()
+    # Rows that are not finite have no say.
+    bad, *_, peak = run(dy.at[m - 1, 3].set(jnp.inf).at[0, 0].set(jnp.nan))
+    magnitudes = np.abs(np.asarray(bad).astype(np.float32))
+    assert not np.isfinite(magnitudes[[0, m - 1]]).any()
+    assert float(peak) == magnitudes[1:-1].max()
 
     wide_ = lambda x: np.asarray(x).astype(np.float64)  # noqa: E731
     normalized = wide_(codes) * np.repeat(wide_(scales), 16, 1) * wide_(inverse)[:, None]

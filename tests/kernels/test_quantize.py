@@ -43,6 +43,7 @@ def check(got, want, few=3e-4):
 # Largest numbers of registers a thread may take: three programs or more share a multiprocessor.
 REGISTERS = {
     "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
+    "tensor, sums": 64,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
     "codes folded": 64, "codes shifted": 64, "fallback blocks": 80, "fallback blocks, drawn": 128,
 }  # fmt: skip
@@ -74,6 +75,7 @@ def registers() -> None:
         "maxima": lambda x: maxima_triton.maxima(x, rows=True, columns=True, **options)[1:],
         "tensor": lambda x: both(x, coding("tensor"), row_scale=one),
         "tensor, e5m2": lambda x: both(x, coding("tensor", e5m2), row_scale=one),
+        "tensor, sums": lambda x: both(x, coding("tensor", e5m2), row_scale=one, sums=True),
         "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, words=words),
         "tokens both ways": lambda x: both(x, coding("token"), coding("token"), row_scale=one, column_scale=wide),
         "groups both ways": lambda x: both(x, group, group),

@@ -198,8 +198,9 @@ def test_a_norm_keeps_and_reads_ten_bits_on_a_gpu_as_the_reference_does(centered
         run = jax.jit(lambda *a: on.backward(operation, *a[:3], weight, a[3], jnp.bfloat16, a[4]))
         return run(*want[:3], dy, others)
 
-    (dx, *sums), (want_dx, *want_sums) = backward(fused_kernels), backward(fused_reference)
+    (dx, *sums, peak), (want_dx, *want_sums, _) = backward(fused_kernels), backward(fused_reference)
     alike(dx, want_dx)
+    assert float(peak) == np.abs(np.asarray(dx).astype(np.float32)).max()
     for a, b in zip(sums, want_sums, strict=True):
         assert (a is None) == (b is None)
         assert a is None or relative(a, b) < 1e-4

@@ -130,6 +130,38 @@ def test_the_bias_is_added_and_differentiated():
     np.testing.assert_allclose(np.asarray(back(target)[0]), np.asarray(target.sum((0, 1))), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_biass_gradient_is_the_sum_of_all_gradients_in_fp32(name):
+    """Of bf16 gradients: not of their codes, nor rounded on the way; the other gradients are those without a bias."""
+    x, w, target = (a.astype(jnp.bfloat16) for a in problem())
+    b, key = jnp.arange(OUTPUTS, dtype=jnp.float32), KEY if LINEAR[name].stochastic else None
+    linear = lambda x, w, b: fp8jax.linear(x, w, recipe=name, bias=b, key=key)  # noqa: E731
+    y, back = jax.vjp(linear, x, w, b)
+    z, plain = jax.vjp(lambda x, w: linear(x, w, None), x, w)
+    *others, db = back(target)
+    assert db.dtype == jnp.float32
+    exact = np.asarray(target, np.float64).sum((0, 1))
+    assert np.all(np.abs(np.asarray(db) - exact) <= 2.0**-24 * TOKENS * np.abs(np.asarray(target)).max())
+    assert all(np.array_equal(np.asarray(one), np.asarray(two)) for one, two in zip(others, plain(target), strict=True))
+    assert np.array_equal(np.asarray(y), np.asarray(z + b.astype(z.dtype)))
+
+
+def test_a_bias_of_heads_is_that_of_the_flat_product():
+    x, w, target = problem()
+    b = jnp.arange(OUTPUTS, dtype=jnp.float32)
+    heads, numbers = w.reshape(INPUTS, 4, -1), (((2,), (0,)), ((), ()))
+    y, back = jax.vjp(lambda b: fp8jax.dot_general(x, heads, numbers, recipe="te_current", bias=b), b)
+    want = fp8jax.linear(x, w, recipe="te_current", bias=b)
+    assert np.array_equal(np.asarray(y.reshape(want.shape)), np.asarray(want))
+    (db,) = back(target.reshape(y.shape))
+    np.testing.assert_allclose(np.asarray(db), np.asarray(target, np.float64).sum((0, 1)), rtol=1e-5, atol=1e-5)
+    plain = fp8jax.dot_general(x, heads, numbers, recipe="bf16", bias=b)
+    np.testing.assert_allclose(np.asarray(plain.reshape(want.shape)), np.asarray(x @ w + b), rtol=2e-2, atol=2e-1)
+    batched = (((2,), (1,)), ((0,), (0,)))
+    with pytest.raises(ValueError, match="a bias serves one product"):
+        fp8jax.dot_general(x, jnp.stack([w, w]), batched, recipe="te_current", bias=b)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
 def test_results_and_gradients_keep_the_dtypes(dtype):
     x, w, _ = problem()

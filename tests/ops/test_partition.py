@@ -202,7 +202,7 @@ def stand_ins(monkeypatch):
         def __getattr__(self, name):
             return lambda *args, compute_capability, **options: getattr(fused_reference, name)(*args, **options)
 
-    for name in ("norm_triton", "activation_triton"):
+    for name in ("norm_triton", "activation_triton", "peaks_triton"):
         monkeypatch.setattr(fused_kernels, name, Reference())
     real = fused_kernels.remake_triton
     monkeypatch.setattr(fused_kernels, "remake_triton", Reference(Operands=real.Operands))
@@ -212,7 +212,9 @@ def stand_ins(monkeypatch):
         found = (jnp.max(y), jnp.max(y, 1), jnp.max(y, 0))
         return tuple(top if wanted else None for top, wanted in zip(found, (tensor, rows, columns), strict=True))
 
-    def quantize(x, rows, columns, *, row_scale, column_scale, words, place, compute_capability):
+    def quantize(x, rows, columns, *, row_scale, column_scale, words, place, sums, compute_capability):
+        total = jnp.sum(x.astype(jnp.float32), 0) if sums else None
+
         def one(y, coding, scale):
             if coding is None:
                 return None
@@ -230,8 +232,8 @@ def stand_ins(monkeypatch):
         if columns == "same":
             first = one(x, rows, row_scale)
             turned = types.SimpleNamespace(codes=first.codes.T, scale=first.scale.T, microscale=None)
-            return first, turned
-        return one(x, rows, row_scale), one(x.T, columns, column_scale)
+            return first, turned, total
+        return one(x, rows, row_scale), one(x.T, columns, column_scale), total
 
     monkeypatch.setattr(maxima_triton, "maxima", maxima)
     monkeypatch.setattr(quantize_triton, "quantize", quantize)
@@ -248,10 +250,13 @@ def stand_ins(monkeypatch):
 def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, columns):
     mesh, x = mesh_of(kind), draw(0, 128, 64)
     how = ops._parse(rows, columns)
-    run = jax.jit(lambda x: ops._kernel(how, scaling.find("current"), x, None, None))
-    wanted = ops._reference(how, scaling.find("current"), x, None, None)
+    known = scaling.largest_magnitude(x) if rows == "e4m3" else None
+    run = jax.jit(lambda x: ops._kernel(how, scaling.find("current"), True, x, None, None, known))
+    wanted, sums = ops._reference(how, scaling.find("current"), True, x, None, None, known)
     for layout in LAYOUTS[:3]:
-        same(jax.tree.leaves(run(place(mesh, x, *layout))), jax.tree.leaves(wanted))
+        found, total = run(place(mesh, x, *layout))
+        same(jax.tree.leaves(found), jax.tree.leaves(wanted))
+        np.testing.assert_allclose(np.asarray(total), np.asarray(sums), rtol=1e-5, atol=1e-4)
 
 
 @both
@@ -259,7 +264,7 @@ def test_noise_goes_by_the_place_in_the_whole_matrix(stand_ins, kind):
     mesh, x, key = mesh_of(kind), draw(0, 64, 32), jax.random.key(0)
     how = ops._parse("int8:token+stochastic", None)
     found = [
-        jax.jit(lambda x: ops._kernel(how, "current", x, None, key)[0].codes)(place(mesh, x, *layout))
+        jax.jit(lambda x: ops._kernel(how, "current", False, x, None, key, None)[0][0].codes)(place(mesh, x, *layout))
         for layout in LAYOUTS
     ]
     for other in found[:-1]:
@@ -292,12 +297,12 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
         (g, gs), (u, us) = parts[:2]
         kept = Operands(g, gs, up=u, up_scale=us, gradient=dy)
         ahead = on.ahead(gated, kept, jnp.float32(0.01), jnp.float8_e4m3fn)
-        cotangents = on.quantize(
-            gated, (GATE, UP), kept, (jnp.float32(0.01),) * 2, jnp.float8_e5m2, rows=True, columns=True
+        cotangents, totals = on.quantize(
+            gated, (GATE, UP), kept, (jnp.float32(0.01),) * 2, jnp.float8_e5m2, rows=True, columns=True, sums=True
         )
         mended = on.mend(exact, x, up, made, jnp.float32(0.02), top > 0)
         exact_parts = (codes, scales, inverse, peak, made, parts, top, sample, ahead, cotangents, mended, back[0])
-        return exact_parts, back[1:]
+        return exact_parts, [*back[1:], *totals]
 
     wanted, sums = jax.jit(lambda *a: everything(fused_reference, *a))(x, up, dy, weight)
     for layout in LAYOUTS[:3]:

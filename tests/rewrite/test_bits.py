@@ -55,14 +55,17 @@ def as_written(params, x):
 
 
 def by_hand(params, x, recipe):
-    """The block of functions that know what each other has made."""
-    norm = lambda name, x: fp8jax.rms_norm(x, params[name]["scale"].astype(x.dtype), recipe=recipe)  # noqa: E731
-    linear = lambda name, x: fp8jax.linear(x, params[name]["kernel"], recipe=recipe)  # noqa: E731
-    y, heads = norm("n1", x), (*x.shape[:2], HEADS, WIDTH // HEADS)
-    attended = flash(*(linear(name, y).reshape(heads) for name in "qkv"))
+    """The block of functions, whose norms and products add the gradients of what else reads their input."""
+
+    def layers(x, norm, names):
+        scale, weights = params[norm]["scale"].astype(x.dtype), [params[name]["kernel"] for name in names]
+        return fp8jax.norm_linear(x, scale, weights, recipe=recipe, residual=True)
+
+    (x, *y), heads = layers(x, "n1", "qkv"), (*x.shape[:2], HEADS, WIDTH // HEADS)
+    attended = flash(*(a.reshape(heads) for a in y))
     x = x + fp8jax.attention_output(attended, params["o"]["kernel"], recipe=recipe)
-    y = norm("n2", x)
-    return x + linear("down", fp8jax.glu(linear("gate", y), linear("up", y), recipe=recipe))
+    x, gate, up = layers(x, "n2", ("gate", "up"))
+    return x + fp8jax.linear(fp8jax.glu(gate, up, recipe=recipe), params["down"]["kernel"], recipe=recipe)
 
 
 def gradients(fn, params, x):
@@ -94,13 +97,14 @@ def test_a_block_of_nnx_and_one_by_hand(name):
     fast, swapped = fp8jax.transform(as_written, recipe), lambda p, x: nnx.merge(graph, p)(x)
     assert size(kept(fast, PARAMS, X)) == size(kept(swapped, nnx.to_pure_dict(state), X))
     got = gradients(fast, PARAMS, X)
-    if name == "coat":
+    if name != "te_current":
         hand = functools.partial(by_hand, recipe=recipe)
         assert kept(fast, PARAMS, X) == kept(hand, PARAMS, X)
         assert_equal(got, gradients(hand, PARAMS, X))
     else:
         assert_equal(got, gradients(swapped, nnx.to_pure_dict(state), X))
-        assert 0 < relative(got[1], gradients(as_written, PARAMS, X)[1]) < 0.2
+    for leaf in (0, 1):
+        assert 0 < relative(got[leaf], gradients(as_written, PARAMS, X)[leaf]) < 0.2
 
 
 class LinenBlock(nn.Module):
@@ -135,7 +139,9 @@ def test_scanned_and_checkpointed_layers_of_linen():
     (head,) = [e for e in fast.explain(params, tokens).left if e.product]
     assert (head.path, "output head" in head.reason) == ("out", True)
     assert kept(fast, params, tokens) == kept(swapped, params, tokens)
-    assert_equal(gradients(fast, params, tokens), gradients(swapped, params, tokens))
+    (loss, grads), (wanted, others) = gradients(fast, params, tokens), gradients(swapped, params, tokens)
+    assert loss == wanted
+    assert relative(grads, others) < 0.05  # gradients of residuals are added before they are rounded
 
 
 def test_stochastic_rounding_draws_the_same():

@@ -1,0 +1,70 @@
+"""Biases, found where a parameter is added to nothing but a product's result, as a row to each token."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from fp8jax.rewrite.graph import Graph, Node, Value, before, in_order
+from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
+
+_SUMS = ("add", "add_any")
+
+
+class BiasForm(NamedTuple):
+    """A sum of a product and a bias.
+
+    Attributes:
+        sum: the node that adds.
+        value: the parameter, with the elements of the outputs in their order; as it is stored, if that is only cast.
+    """
+
+    sum: Node
+    value: Value
+
+
+def find(node: Node, outputs: int, reader: Node | None) -> BiasForm | None:
+    """The sum that a product's result is part of; None if it is none.
+
+    Args:
+        node: the product, whose result has the weight's own axes last.
+        outputs: how many these are.
+        reader: the only node that reads its result.
+    """
+    (result,) = node.results
+    if reader is None or reader.kind not in _SUMS or reader.operation is not None:
+        return None
+    others = [value for value in reader.operands if value is not result]
+    if len(others) != 1 or reader.results[0].shape != result.shape or _explicit(result):
+        return None
+    vector = _vector(others[0], result.shape, result.aval.ndim - outputs)
+    if vector is None or vector.data or vector.weight is None:
+        return None
+    if vector.kind in CASTS and vector.node is not None and vector.dtype == result.dtype:
+        source = vector.node.operands[0]
+        vector = source if jnp.issubdtype(source.dtype, jnp.floating) and source.dtype.itemsize > 1 else vector
+    same = {value.dtype for value in (result, others[0], reader.results[0])} == {result.dtype}
+    return BiasForm(reader, before(vector, (*MARKS, *RESHAPES), in_order)) if same else None
+
+
+def only_readers(graph: Graph, counts: dict[Value, int]) -> dict[Value, Node]:
+    """The node that reads a value, for each of a program that is read once."""
+    return {v: node for node in graph.all() for v in node.operands if counts.get(v) == 1}
+
+
+def _vector(value: Value, shape: tuple[int, ...], lead: int) -> Value | None:
+    """What is spread over the first axes of a shape and has the elements of the others, in their order."""
+    value, wanted = before(value, MARKS), [i for i in range(lead, len(shape)) if shape[i] > 1]
+    places: Sequence[int] = range(value.aval.ndim)
+    if value.shape == shape and value.kind == "broadcast_in_dim" and value.node is not None:
+        places = value.node.eqn.params["broadcast_dimensions"]
+        (value,) = value.node.operands
+    # Its other axes are of one element, which JAX spreads.
+    wide = [place for place, n in zip(places, value.shape, strict=True) if n > 1]
+    return before(value, (*MARKS, *RESHAPES), in_order) if wide == wanted != [] else None
+
+
+def _explicit(value: Value) -> bool:
+    """Whether the array lies on Explicit mesh axes: there its sum says how the result lies."""
+    sharding: Any = getattr(value.aval, "sharding", None)
+    return bool(sharding is not None and sharding.mesh.explicit_axes)
