@@ -185,3 +185,18 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
     (tmp_path / "a.html").write_text('<a href="b.html#there">x</a><a href="b.html#gone">y</a><a href="c.html">z</a>')
     (tmp_path / "b.html").write_text('<p id="there"></p><a href="https://else.org/">x</a><a href="#there">y</a>')
     assert links.broken(tmp_path) == ["a.html: b.html#gone", "a.html: c.html"]
+
+
+def test_commands_in_pages_are_those_of_the_program():
+    """Modules exist, and flags are fields of a program's settings."""
+    sources = "\n".join(path.read_text() for path in (ROOT / "experiments").rglob("*.py"))
+    found = 0
+    for path in [ROOT / "README.md", *WRITTEN]:
+        for line in re.findall(r"python -m (experiments[^\n`#]*)", path.read_text()):
+            module, *words = line.split()
+            place = ROOT / module.replace(".", "/")
+            assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), (path.name, line)
+            for flag in re.findall(r"--([\w-]+)", " ".join(words)):
+                assert re.search(rf"\b{flag.replace('-', '_')}\b|--{flag}\b", sources), (path.name, flag)
+                found += 1
+    assert found > 10
