@@ -12,13 +12,19 @@ from typing import Any
 import fp8jax
 from fp8jax.modules.report import Report
 from fp8jax.optim.compressed_adamw import FusedTransformation
+from fp8jax.optim.release import Released
 from fp8jax.rewrite.transform import Transformed
 
 from . import names
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What these return has methods that users call.
-RETURNED = {"fp8jax.transform": Transformed, "fp8jax.compressed_adamw": FusedTransformation, "fp8jax.explain": Report}
+RETURNED = {
+    "fp8jax.transform": Transformed,
+    "fp8jax.compressed_adamw": FusedTransformation,
+    "fp8jax.explain": Report,
+    "fp8jax.release": Released,
+}
 _SECTIONS = {"Args": "param", "Attributes": "attribute", "Returns": "returns", "Raises": "raises", "Yields": "yields"}
 _PLAIN = {"Warns": "Warns", "Examples": "Examples", "Example": "Examples", "References": "References"}
 
