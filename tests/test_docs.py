@@ -192,7 +192,7 @@ def test_commands_in_pages_are_those_of_the_program():
     sources = "\n".join(path.read_text() for path in (ROOT / "experiments").rglob("*.py"))
     found = 0
     for path in [ROOT / "README.md", *WRITTEN]:
-        for line in re.findall(r"python -m (experiments[^\n`#]*)", path.read_text()):
+        for line in re.findall(r"python -m (experiments[^\n`#;]*)", path.read_text()):
             module, *words = line.split()
             place = ROOT / module.replace(".", "/")
             assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), (path.name, line)
