@@ -5,6 +5,7 @@ import importlib.util as _util
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from fp8jax import checkpoint_policies as checkpoint_policies
 from fp8jax import dist as dist
 from fp8jax import lora as lora
 from fp8jax import recipes as recipes
@@ -79,6 +80,7 @@ __all__ = [
     "activation",
     "adam_limit",
     "attention_output",
+    "checkpoint_policies",
     "clip_by_global_norm",
     "clipped",
     "compress_state",

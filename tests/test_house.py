@@ -104,7 +104,8 @@ else:
 )
 def test_completion_shows_the_public_names_and_no_inner_module(module):
     names = {name for name in dir(module) if not name.startswith("__")}
-    public = {"dist", "formats", "linen", "lora", "nnx", "recipes"} if module is fp8jax else set()
+    modules = {"checkpoint_policies", "dist", "formats", "linen", "lora", "nnx", "recipes"}
+    public = modules if module is fp8jax else set()
     assert {name for name in names if inspect.ismodule(getattr(module, name))} == public
     assert not [name for name in names if name.startswith("_")]
     nodes = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ImportFrom)]

@@ -200,7 +200,7 @@ class Plain:
         shared = side.one_scale and isinstance(operand, QTensor)
         values = matrix if self.values is None else self.values
         scale = operand.scale if shared else given(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
-        return Matrix(values, scale)
+        return Matrix(values, named(scale, BESIDE))
 
 
 @jax.tree_util.register_dataclass

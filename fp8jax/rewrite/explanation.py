@@ -32,7 +32,21 @@ class Explanation:
         if self.left:
             rows = [(e.path or "-", e.kind, _shape(e), e.reason, e.line) for e in self.left]
             parts.append(_table([("left as written", "operation", "shape", "why", "where"), *rows]))
+        if told := self._told_again():
+            parts.append(told)
         return "\n\n".join(parts)
+
+    def _told_again(self) -> str:
+        """How many products are computed again in the backward pass, and what keeps them."""
+        products = [entry for entry in self.entries if entry.product and entry.taken]
+        again = sum(entry.again for entry in products)
+        if not again:
+            return ""
+        keep = "give it policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, or leave it out: norms and"
+        return (
+            f"{again} of {len(products)} products are computed again in the backward pass under your jax.checkpoint; "
+            f"{keep} activations of a recipe with a context keep codes alone"
+        )
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

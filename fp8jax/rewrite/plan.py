@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -40,6 +40,7 @@ class Entry(NamedTuple):
         reads: what a product reads, if that is a norm or an activation of this plan, or kept in any case.
         product: whether it is a product.
         kept: whether what a product reads is kept in any case, as attention's output is.
+        again: whether a product is computed again in the backward pass: no policy of the checkpoints around keeps it.
     """
 
     path: str
@@ -51,6 +52,7 @@ class Entry(NamedTuple):
     reads: str = ""
     product: bool = False
     kept: bool = False
+    again: bool = False
 
     @property
     def taken(self) -> bool:
@@ -131,7 +133,9 @@ def plan(
         p.choice = rules.choice(p.path, heads)
         _check_precision(p)
         shape, reason = p.weight.stored.shape, p.choice.reason
-        entries[p.node] = Entry(p.path, p.node.kind, shape, p.choice, reason, p.node.line(), product=True)
+        again = any(primitives.computes_again(node.eqn) for node, _ in p.around)
+        how: dict[str, Any] = {"product": True, "again": again}
+        entries[p.node] = Entry(p.path, p.node.kind, shape, p.choice, reason, p.node.line(), **how)
     places = list(graph.everywhere())
     unread = _unread(graph, caller.modules)
     normed = _replace_all(graph, products, rules, entries, caller.modules)

@@ -14,6 +14,8 @@ from jax import lax
 from jax._src import source_info_util
 from jax.extend import core
 
+from fp8jax.ops.policies import keeps_products, with_products
+
 # What changes no value but its dtype; shapes; places on devices, names and the like.
 CASTS = ("convert_element_type",)
 SAME = (*CASTS, "copy")  # what a probe sees through
@@ -129,6 +131,11 @@ def once(eqn: Any) -> bool:
     return eqn.primitive.name in (*_CHECKPOINTS, *_CALLS, "cond")
 
 
+def computes_again(eqn: Any) -> bool:
+    """Whether an equation is a checkpoint whose policy has products computed again in the backward pass."""
+    return eqn.primitive.name in _CHECKPOINTS and not keeps_products(eqn.params["policy"])
+
+
 def turns(eqn: Any) -> Turns | None:
     """How often an equation runs its program at once or in turn, if that is counted; else None."""
     if eqn.primitive.name == "scan":
@@ -193,7 +200,7 @@ def run_again(
         return list(lax.switch(operands[0], branches, operands[1:], (carried, rows)))
     whole = lambda operands, carried, rows: body(list(operands), carried, rows)  # noqa: E731
     if name in _CHECKPOINTS:
-        policy = {"policy": params["policy"], "prevent_cse": params["prevent_cse"]}
+        policy = {"policy": with_products(params["policy"]), "prevent_cse": params["prevent_cse"]}
         return list(jax.checkpoint(whole, **policy)(operands, carried, rows))
     if name == "shard_map":
         how = {"mesh": params["mesh"], "check_vma": params["check_vma"]}

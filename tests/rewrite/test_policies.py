@@ -1,0 +1,109 @@
+"""Policies of `jax.checkpoint`: products in 8 bits are kept where JAX's own would be, and computed again elsewhere."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.ops import choice
+from tests.programs import count, dots, residuals
+
+WIDTH, INNER, TOKENS = 32, 64, 16
+X = jax.random.normal(jax.random.key(1), (TOKENS, WIDTH), jnp.bfloat16)
+P = {
+    name: 0.2 * jax.random.normal(jax.random.key(i), shape)
+    for i, (name, shape) in enumerate({"gate": (WIDTH, INNER), "up": (WIDTH, INNER), "down": (INNER, WIDTH)}.items())
+}
+POLICIES = jax.checkpoint_policies
+FORWARD = ("float8_e4m3fn", "float8_e4m3fn")
+
+
+def block(p, x):
+    h = x.astype(jnp.float32)
+    y = (h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+    w = {name: a.astype(x.dtype) for name, a in p.items()}
+    return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
+
+
+def loss(fn):
+    return lambda p, x: jnp.sum(jnp.sin(fn(p, x).astype(jnp.float32)))
+
+
+def kernels(fn):
+    """How many products a GPU's program has."""
+    with choice.target(capability=90):
+        return count(fn, "mosaic_call", P, X)
+
+
+def counted(policy, recipe="coat", on_gpu=False):
+    """How often forward products stand in the program of a gradient, and that gradient's function."""
+    inner = block if policy == "none" else jax.checkpoint(block, policy=policy)
+    fast = fp8jax.transform(lambda p, x: inner(p, x), recipe)  # traced anew
+    grads = jax.grad(loss(fast))
+    if on_gpu:
+        return kernels(grads), grads, fast
+    return dots(grads, P, X).count(FORWARD), grads, fast
+
+
+@pytest.mark.parametrize("recipe", ["coat", "te_current"])
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_products_are_computed_once_where_dots_are_kept_and_twice_elsewhere(recipe, on_gpu):
+    """On a GPU a product is a branch, which JAX's policies do not look into: each stands there as often."""
+    once, want, _ = counted("none", recipe, on_gpu)
+    for policy in (POLICIES.dots_saveable, POLICIES.dots_with_no_batch_dims_saveable, POLICIES.everything_saveable):
+        found, grads, _ = counted(policy, recipe, on_gpu)
+        assert found == once
+        if not on_gpu:
+            for a, b in zip(jax.tree.leaves(grads(P, X)), jax.tree.leaves(want(P, X)), strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    for policy in (None, POLICIES.nothing_saveable, POLICIES.save_only_these_names("other")):
+        # The last product's result is not read again.
+        assert counted(policy, recipe, on_gpu)[0] == once + 2
+
+
+def test_kept_bytes_are_codes_where_the_backward_pass_reads_codes():
+    """Of gate and up, whose products would be 2 bytes an element, codes with scales of groups."""
+    names = {(dtype, shape) for dtype, shape in residuals(counted(POLICIES.dots_saveable)[2], P, X)}
+    assert ("bfloat16", (TOKENS, INNER)) not in names
+    assert ("uint8", (TOKENS, INNER)) in names
+    plain = residuals(jax.checkpoint(block, policy=POLICIES.dots_saveable), P, X)
+    assert ("bfloat16", (TOKENS, INNER)) in plain
+
+
+def test_functions_take_the_policy():
+    layer = functools.partial(fp8jax.linear, recipe="te_current")
+    two = lambda p, x: layer(jnp.sin(layer(x, p["gate"])), p["down"])  # noqa: E731
+
+    def computed(policy):
+        return kernels(jax.grad(loss(jax.checkpoint(lambda p, x: two(p, x), policy=policy))))
+
+    with_products, once = fp8jax.checkpoint_policies.with_products, kernels(jax.grad(loss(lambda p, x: two(p, x))))
+    assert once == 6
+    assert computed(with_products(POLICIES.dots_saveable)) == once
+    # JAX's own policy does not look into kernels: this is what it misses.
+    assert computed(POLICIES.dots_saveable) == computed(with_products(POLICIES.nothing_saveable)) == once + 1
+
+
+def test_answers_are_the_policys_own_and_equal_ones_are_one():
+    offload = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
+    policy = fp8jax.checkpoint_policies.with_products(offload)
+    name, kind = jax.make_jaxpr(lambda x: jax.ad_checkpoint.checkpoint_name(x, "fp8jax_product"))(X).eqns[0], X.aval
+    moved = policy(name.primitive, kind, name="fp8jax_product")
+    assert (moved.src, moved.dst) == ("device", "pinned_host")
+    assert type(policy(name.primitive, kind, name="theirs")).__name__ == "RecomputeType"
+    with_products = fp8jax.checkpoint_policies.with_products
+    assert with_products(POLICIES.dots_saveable) == with_products(with_products(POLICIES.dots_saveable))
+    assert hash(with_products(POLICIES.dots_saveable)) == hash(with_products(POLICIES.dots_saveable))
+    assert with_products(None) is None
+    with pytest.raises(TypeError, match="takes a policy such as"):
+        with_products("dots_saveable")
+
+
+def test_explain_tells_of_products_that_are_computed_again():
+    told = str(counted(None)[2].explain(P, X))
+    assert "3 of 3 products are computed again in the backward pass" in told
+    for policy in ("none", POLICIES.dots_saveable):
+        assert "computed again" not in str(counted(policy)[2].explain(P, X))
