@@ -10,6 +10,7 @@ import hashlib
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
@@ -185,24 +186,31 @@ class _Windows:
         return self._tokens[start : start + self._seq_len + 1].astype(np.int32)
 
 
+def _rows(tokens: np.ndarray, seq_len: int) -> Any:
+    """The sequences of tokens, one after the other; packed ones as they are."""
+    return tokens if tokens.ndim == 3 else _Windows(tokens, seq_len)
+
+
 def train_batches(tokens: np.ndarray, seq_len: int, batch: int, seed: int) -> grain.DatasetIterator:
-    """An endless iterator of int32 batches (batch, seq_len + 1), reshuffled every epoch.
+    """An endless iterator of int32 batches (batch, seq_len + 1), of packed rows (batch, 3, seq_len + 1).
+
+    They are reshuffled every epoch.
 
     `get_state()` is a small dict for the checkpoint, `set_state` goes back to it exactly. The order is a function of
     the tokens' number, seq_len, batch and seed.
     """
-    dataset = grain.MapDataset.source(_Windows(tokens, seq_len)).seed(seed).shuffle().repeat()
+    dataset = grain.MapDataset.source(_rows(tokens, seq_len)).seed(seed).shuffle().repeat()
     dataset = dataset.batch(batch, drop_remainder=True)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
 def valid_batches(tokens: np.ndarray, seq_len: int, batch: int, most: int) -> np.ndarray:
-    """Fixed validation batches, int32 (count, rows, seq_len + 1), spread evenly over the split.
+    """Fixed validation batches, int32 (count, rows, seq_len + 1), or packed, spread evenly over the split.
 
     At most `most` batches of `batch` rows; a split with fewer sequences gives one batch of all of them.
     """
-    windows = _Windows(tokens, seq_len)
+    windows = _rows(tokens, seq_len)
     rows = min(batch, len(windows))
     count = min(most, len(windows) // rows)
     picks = np.linspace(0, len(windows) - 1, count * rows).astype(int)
-    return np.stack([windows[i] for i in picks]).reshape(count, rows, seq_len + 1)
+    return np.stack([windows[i] for i in picks]).reshape(count, rows, *windows[0].shape)

@@ -85,8 +85,8 @@ class Loop:
     Attributes:
         step, loss: compiled `Task.step` (its first argument donated) and `Task.loss`. Of several processes the step
             takes `hosts.signals` besides and gives their maximum among its metrics, as "signal".
-        batches: iterator of int32 (B, T + 1) with a `get_state()` that is JSON.
-        valid: validation batches (count, rows, T + 1).
+        batches: iterator of int32 (B, T + 1), or packed (B, 3, T + 1), with a `get_state()` that is JSON.
+        valid: validation batches (count, rows, T + 1), or packed.
         config: what a checkpoint records and compares.
         rows: how batches lie on several devices, or None.
     """
@@ -147,7 +147,7 @@ class Loop:
             done += 1
             # Only now is the step before this one waited for, so that the device always has work.
             clock = self._settle(behind, clock)
-            behind = _Dispatched(done, tokens_BxT.size - len(tokens_BxT), metrics)
+            behind = _Dispatched(done, len(tokens_BxT) * (tokens_BxT.shape[-1] - 1), metrics)
 
     @property
     def _signum(self) -> int | None:

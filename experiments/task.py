@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 import fp8jax
-from experiments import adapters, parallel
+from experiments import adapters, packing, parallel
 from experiments.adapters import BaseVariable
 from experiments.config import Lora, Optim
 from experiments.models.llama import Llama, LlamaConfig
@@ -144,12 +144,13 @@ class Task:
     def observed(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> Any:
         """The model state after a forward pass of tokens (B, T + 1), for scalings that observe no gradients."""
         model = nnx.merge(self.graphdef, params, model_state)
-        model(tokens_BxT[:, :-1])
+        tokens_BxT, _, segments_BxT = packing.parts(tokens_BxT)
+        model(tokens_BxT[:, :-1], None if segments_BxT is None else segments_BxT[:, :-1])
         fp8jax.nnx.advance_scaling(model, nnx.State({}))
         return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
     def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
-        """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1)."""
+        """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1), or packed (B, 3, T + 1)."""
         return _cross_entropy(self.model(params, model_state), tokens_BxT)
 
     def gradients(
@@ -199,7 +200,7 @@ class Task:
 
     def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
         """The microbatches of a batch, (count, B / count, T), each spread over all devices."""
-        shape = (self.microbatches, len(tokens_BxT) // self.microbatches, tokens_BxT.shape[1])
+        shape = (self.microbatches, len(tokens_BxT) // self.microbatches, *tokens_BxT.shape[1:])
         if self.rows is None or self.recipe.comm.gradients is not None:
             return tokens_BxT.reshape(shape)
         rows = jax.sharding.NamedSharding(self.rows.mesh, jax.P(None, *self.rows.spec))
@@ -270,8 +271,15 @@ def _accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
 
 
 def _cross_entropy(model: Llama, tokens_BxT: jax.Array) -> jax.Array:
-    logits_BxTxV = model(tokens_BxT[:, :-1]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:]).mean()
+    """The mean over all tokens, of packed ones over answers."""
+    tokens_BxT, answers_BxT, segments_BxT = packing.parts(tokens_BxT)
+    segments_BxT = None if segments_BxT is None else segments_BxT[:, :-1]
+    logits_BxTxV = model(tokens_BxT[:, :-1], segments_BxT).astype(jnp.float32)
+    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:])
+    if answers_BxT is None:
+        return losses_BxT.mean()
+    weights_BxT = answers_BxT[:, 1:].astype(jnp.float32)
+    return jnp.sum(losses_BxT * weights_BxT) / jnp.maximum(jnp.sum(weights_BxT), 1)
 
 
 def _make(

@@ -44,17 +44,25 @@ def _norm(config: LlamaConfig, **kinds: Any) -> nnx.RMSNorm | nnx.LayerNorm:
 
 
 def attend(
-    q_BxTxHxC: jax.Array, k_BxTxKxC: jax.Array, v_BxTxKxC: jax.Array, *, is_causal: bool, window: int | None = None
+    q_BxTxHxC: jax.Array,
+    k_BxTxKxC: jax.Array,
+    v_BxTxKxC: jax.Array,
+    *,
+    is_causal: bool,
+    window: int | None = None,
+    segments_BxT: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention by the fastest implementation of the default device; (B, T, H, C).
 
-    A causal position sees the last `window` ones, itself included; None sees all.
+    A causal position sees the last `window` ones, itself included, and those of its own segment; None sees all.
     """
     # cuDNN's flash attention exists for 16-bit types on NVIDIA GPUs only.
     flash = jax.default_backend() == "gpu" and q_BxTxHxC.dtype in (jnp.bfloat16, jnp.float16)
     seen: dict[str, Any] = {}
     if window is not None and window < q_BxTxHxC.shape[1]:
         seen = {"local_window_size": (window - 1, 0)}
+    if segments_BxT is not None:
+        seen["mask"] = (segments_BxT[:, :, None] == segments_BxT[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=is_causal, implementation="cudnn" if flash else "xla", **seen
     )
@@ -152,9 +160,11 @@ class Attention(nnx.Module):
             kinds: dict[str, Any] = {"epsilon": config.norm_eps, "dtype": dtype, "param_dtype": param_dtype}
             self.q_norm, self.k_norm = (nnx.RMSNorm(size, rngs=rngs, **kinds) for size in sizes)
 
-    def __call__(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> jax.Array:
         qkv = (rows_on(x, self.rows) for x in self.heads(x_NxD, cos_TxC, sin_TxC))
-        mixed_BxTxHxC = attend(*qkv, is_causal=True, window=self.config.window)
+        mixed_BxTxHxC = attend(*qkv, is_causal=True, window=self.config.window, segments_BxT=segments_BxT)
         return self.out(_reshaped(mixed_BxTxHxC, x_NxD.shape[0], self.config.heads * self.config.head_dim))
 
     def extend(
@@ -234,12 +244,12 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, **kinds)
         self.mlp = SwiGLU(config, **kinds) if config.mlp == "swiglu" else PlainMLP(config, **kinds)
 
-    def __call__(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> jax.Array:
+    def __call__(self, x_NxD: jax.Array, *tables: jax.Array | None) -> jax.Array:
         x_NxD = rows_on(x_NxD, self.rows)
         if self.norm_after:
-            x_NxD = x_NxD + self.attention_norm(self.attention(x_NxD, cos_TxC, sin_TxC))
+            x_NxD = x_NxD + self.attention_norm(self.attention(x_NxD, *tables))
             return x_NxD + self.mlp_norm(self.mlp(x_NxD))
-        x_NxD = x_NxD + self.attention(self.attention_norm(x_NxD), cos_TxC, sin_TxC)
+        x_NxD = x_NxD + self.attention(self.attention_norm(x_NxD), *tables)
         return x_NxD + self.mlp(self.mlp_norm(x_NxD))
 
     def extend(
@@ -323,19 +333,23 @@ class Llama(nnx.Module):
         if not config.tied:
             self.head = _linear(config.dim, config.vocab, 0.02, dtype, param_dtype, rngs)
 
-    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        """Integer tokens (B, T) to logits (B, T, V) in the compute dtype."""
-        x_NxD = self.decode(self.embed(_reshaped(tokens_BxT, tokens_BxT.size)), tokens_BxT.shape[1])
+    def __call__(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+        """Integer tokens (B, T) to logits (B, T, V) in the compute dtype; none sees those of another segment."""
+        x_NxD = self.embed(_reshaped(tokens_BxT, tokens_BxT.size))
+        x_NxD = self.decode(x_NxD, tokens_BxT.shape[1], segments_BxT)
         return _reshaped(self.logits(x_NxD), *tokens_BxT.shape, self.config.vocab)
 
-    def decode(self, x_NxD: jax.Array, length: int) -> jax.Array:
+    def decode(self, x_NxD: jax.Array, length: int, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Embedded sequences of a length T, one after the other in N, to what the head reads, (N, D)."""
-        x_NxD, cos_TxC, sin_TxC = self.placed(x_NxD, length)
+        if segments_BxT is not None and self.config.learned_positions:
+            raise ValueError("segments need rotary positions, which are relative; this model has learned ones")
+        x_NxD, *angles = self.placed(x_NxD, length)
+        tables = (*angles, segments_BxT) if segments_BxT is not None else tuple(angles)
 
         def block(layer: Block, x_NxD: jax.Array) -> jax.Array:
             if self.around is not None:
-                return self.around(layer, lambda layer: layer(x_NxD, cos_TxC, sin_TxC))
-            return layer(x_NxD, cos_TxC, sin_TxC)
+                return self.around(layer, lambda layer: layer(x_NxD, *tables))
+            return layer(x_NxD, *tables)
 
         if self.remat or self.around is not None:
             policy = self.around.policy if self.around is not None and not self.remat else None

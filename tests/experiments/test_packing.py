@@ -1,0 +1,153 @@
+"""Packed rows: each document alone in what it sees and what its loss is."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import fp8jax
+from experiments import data, packing
+from experiments.config import UserError
+from experiments.models.llama import Llama, LlamaConfig
+from experiments.packing import Document
+from experiments.task import Task
+from tests.distance import relative
+
+SHAPE = LlamaConfig(vocab=40, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48)
+EXACT = dataclasses.replace(fp8jax.recipes.bf16(), weights=fp8jax.recipes.Weights("fp32", "fp32"))
+
+
+def documents(count=30, longest=14, seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(3, longest, count)
+    return [Document(rng.integers(1, 40, n).astype(np.int32), (rng.random(n) < 0.5).astype(np.int8)) for n in sizes]
+
+
+def found(rows):
+    """The documents of rows, with their answers, by their tokens."""
+    pieces = {}
+    for tokens, answers, segments in rows:
+        for number in range(1, segments.max() + 1):
+            here = segments == number
+            assert (np.diff(np.flatnonzero(here)) == 1).all()
+            pieces[tuple(tokens[here])] = answers[here]
+    return pieces
+
+
+def test_each_document_is_whole_in_one_row_of_one_split():
+    given = documents()
+    packed = packing.pack(given, 0.2, 20, whole=True)
+    train, valid = found(packed.train), found(packed.valid)
+    assert not set(train) & set(valid)
+    wanted = {tuple(d.ids): d.answers for d in given if d.answers[1:].any()}
+    both = train | valid
+    assert both.keys() == wanted.keys()
+    for ids, answers in both.items():
+        assert answers[0] == 0
+        np.testing.assert_array_equal(answers[1:], wanted[ids][1:])
+    size = sum(map(len, valid)) / sum(map(len, both))
+    assert 0.15 < size < 0.35
+    assert packed.filled > 0.85
+    assert packed.left_out == len(given) - len(wanted)
+    assert (packed.train[:, 1][packed.train[:, 2] == 0] == 0).all()
+    assert packed.answers == sum(a.sum() for a in train.values())
+
+
+def test_long_documents_are_cut_or_go_on():
+    long = [Document(np.arange(25) % 39 + 1, np.ones(25, np.int8)), *documents(6)]
+    cut, going = (packing.pack(long, 0.01, 9, whole=whole) for whole in (True, False))
+    assert cut.cut == going.cut >= 1
+    sizes = [sorted(len(p) for p in found(np.concatenate([x.train, x.valid]))) for x in (cut, going)]
+    assert max(sizes[0]) == max(sizes[1]) == 10
+    assert sum(sizes[1]) >= sum(sizes[0]) + 15
+
+
+def test_the_order_of_documents_and_their_copies_do_not_matter():
+    given = documents()
+    one, other = (packing.pack(d, 0.2, 20, whole=True) for d in (given, [*given[::-1], given[3]]))
+    assert one.fingerprint == other.fingerprint
+    changed = [Document(given[0].ids, 1 - given[0].answers), *given[1:]]
+    assert packing.pack(changed, 0.2, 20, whole=True).fingerprint != one.fingerprint
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_no_token_sees_another_document(window):
+    packed = packing.pack(documents(), 0.2, 20, whole=True)
+    rows = packed.train[:4]
+    config = dataclasses.replace(SHAPE, window=window)
+    model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    together = np.asarray(model(rows[:, 0], rows[:, 2]))
+    crossing = np.asarray(model(rows[:, 0]))
+    different = 0
+    for row, logits, without in zip(rows, together, crossing, strict=True):
+        for number in range(1, row[2].max() + 1):
+            here = row[2] == number
+            alone = np.asarray(model(row[0][None, here]))[0]
+            assert relative(logits[here], alone) < 2e-5
+            different += relative(without[here], alone) > 1e-3
+    assert different > 3
+
+
+def task(**settings):
+    return Task.build(SHAPE, optax.sgd(1.0), EXACT, remat=False, seed=0, **settings)
+
+
+def test_the_loss_is_the_mean_over_answers_and_gradients_are_its():
+    rows = packing.pack(documents(), 0.2, 20, whole=True).train[:4]
+    each = task()
+    params = each.init().params
+    total, count = 0.0, 0
+    for row in rows:
+        for number in range(1, row[2].max() + 1):
+            here = row[2] == number
+            ids, answers = row[0][here], row[1][here]
+            logits = np.asarray(each.model(params, {})(ids[None, :-1])[0], np.float64)
+            losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(ids) - 1), ids[1:]]
+            total, count = total + (losses * answers[1:]).sum(), count + answers[1:].sum()
+    assert float(each.loss(params, {}, rows)) == pytest.approx(total / count, rel=1e-5)
+    # Tokens that are no answers, and the filling, have no part in it but as what answers are read after.
+    filled = rows.copy()
+    filled[:, 0][filled[:, 2] == 0] = 7
+    assert float(each.loss(params, {}, filled)) == pytest.approx(total / count, rel=1e-5)
+    state, _ = jax.jit(each.step)(each.init(), rows)
+    want = jax.grad(lambda p: each.loss(p, {}, rows))(params)
+    assert relative(jax.tree.map(lambda a, b: a - b, params, state.params), want) < 1e-4
+
+
+def test_microbatches_take_rows_whole():
+    rows = packing.pack(documents(), 0.2, 20, whole=True).train[:4]
+    parts = task(microbatches=2)
+    params = parts.init().params
+    loss = parts.gradients(params, {}, jnp.asarray(rows))[0]
+    halves = [float(parts.loss(params, {}, rows[i : i + 2])) for i in (0, 2)]
+    assert float(loss) == pytest.approx(np.mean(halves), rel=1e-5)
+
+
+def test_batches_of_rows_resume_exactly():
+    packed = packing.pack(documents(), 0.2, 20, whole=True)
+    batches = data.train_batches(packed.train, 20, 2, seed=3)
+    first = [next(batches) for _ in range(3)]
+    state = batches.get_state()
+    rest = [next(batches) for _ in range(6)]
+    again = data.train_batches(packed.train, 20, 2, seed=3)
+    again.set_state(state)
+    for one, other in zip(rest, [next(again) for _ in range(6)], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert first[0].shape == (2, 3, 21)
+    assert data.valid_batches(packed.valid, 20, 2, 2).shape[2:] == (3, 21)
+
+
+def test_bad_input_is_refused():
+    one = documents(1)
+    with pytest.raises(UserError, match="1 different documents; give at least one for training and one more"):
+        packing.pack(one * 3, 0.2, 20, whole=True)
+    silent = [Document(d.ids, 0 * d.answers) for d in documents()]
+    with pytest.raises(UserError, match="--seq-len 20: no document of a split has an answer"):
+        packing.pack(silent, 0.2, 20, whole=True)
+    learned = Llama(dataclasses.replace(SHAPE, learned_positions=32), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="segments need rotary positions"):
+        learned(jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8), jnp.int32))
