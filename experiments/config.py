@@ -42,7 +42,11 @@ class Data:
     """Text and how it is cut."""
 
     data: tuple[str, ...] = ()
-    """Files, folders and globs of UTF-8 text. None: the sources and docs of Python's own standard library."""
+    """Files, folders and globs of UTF-8 text, or of .jsonl or .parquet, with a text or a conversation ("messages") in a
+    line or row; these are packed, and do not see each other. None: the sources and docs of Python's own standard
+    library."""
+    field: str = "text"
+    """Field of a line or row that holds its text."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     """Bytes, or byte-pair encoding trained on the training split and saved with the run."""
     vocab: int = 4096
@@ -61,6 +65,9 @@ class Data:
 class Model:
     """Which Llama. Numbers given here replace the size's own."""
 
+    init: str = ""
+    """Folder of a Hugging Face checkpoint to start from, or its name in the local cache: with its shape, tokenizer and
+    template of conversations, of which answers are learned."""
     model: Annotated[str, tyro.conf.arg(help=f"A size: {', '.join(sizes.NAMES)}.")] = "5m"
     layers: int | None = None
     """Blocks, one after the other."""
@@ -81,7 +88,9 @@ class Model:
         Raises:
             UserError: unknown size, or an impossible shape.
         """
-        settings = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in ("model", "tied")}
+        settings = {
+            k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in ("init", "model", "tied")
+        }
         try:
             llama = dataclasses.replace(sizes.get(self.model, vocab, tied=self.tied), **settings)
             llama.validate()
@@ -266,6 +275,11 @@ class Config:
                 f"--run is a name without a leading dot, not a path, got {name!r}; --out is the runs' folder"
             )
         self.model.shape(vocab=256)
+        if self.model.init:
+            given = [k for k, v in dataclasses.asdict(self.model).items() if k != "init" and v != getattr(Model, k)]
+            given += [k for k in ("tokenizer", "vocab") if getattr(self.data, k) != getattr(Data, k)]
+            if given:
+                raise UserError(f"{flag(given[0])} is the checkpoint's own: leave it out with --init")
         self.lora.validate()
         self._validate_processes()
         if self.run.mesh:
@@ -301,7 +315,7 @@ class Config:
         del fields["data"]
         if self.data.tokenizer == "bytes":
             del fields["vocab"]
-        return fields | (dataclasses.asdict(self.lora) if self.lora.lora_rank else {})
+        return fields | dataclasses.asdict(self.lora)
 
 
 def flatten_fields(prefix: str, value: Any) -> dict[str, Any]:
@@ -319,13 +333,18 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+# What runs had before there were these settings.
+_ADDED = dataclasses.asdict(Lora()) | {"field": Data.field, "init": Model.init}
+
+
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
     """Compares a stored configuration with today's.
 
     Raises:
         UserError: a field differs; names each with its old and new value, and the ways out.
     """
-    changed = [f"{k} was {saved.get(k)!r}, now {v!r}" for k, v in now.items() if saved.get(k) != v]
+    before = _ADDED | dict(saved)
+    changed = [f"{k} was {before.get(k)!r}, now {v!r}" for k, v in now.items() if before.get(k) != v]
     if changed:
         raise UserError(
             f"{where} was made with another configuration: {'; '.join(changed)}. "

@@ -30,12 +30,14 @@ class Corpus:
         train, valid: the two splits; no document is in both.
         files: how many files were read.
         skipped: names of files in folders and globs that are not text.
+        records: `experiments.records.Record`s, where documents are packed; they are split when they are tokens.
     """
 
     train: tuple[str, ...]
     valid: tuple[str, ...]
     files: int
     skipped: tuple[str, ...]
+    records: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,7 @@ def find_files(patterns: Sequence[str]) -> list[tuple[Path, bool]]:
     return list(files.values())
 
 
-def _read(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
     """The file's text, or None where it is binary (a zero byte) or not UTF-8.
 
     Raises:
@@ -130,7 +132,7 @@ def read_corpus(patterns: Sequence[str], valid_fraction: float) -> Corpus:
     documents: dict[str, str] = {}
     skipped = []
     for path, named in files:
-        text = _read(path)
+        text = read_text(path)
         if text is None and named:
             raise UserError(f"--data {path}: the file is binary or not UTF-8; convert it to UTF-8 text or leave it out")
         if text is None:

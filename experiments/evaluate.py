@@ -21,7 +21,7 @@ from rich.table import Table
 
 import fp8jax
 from experiments import config as configuration
-from experiments import data, report, scoring, train
+from experiments import data, records, report, scoring, start, train
 from experiments.adapters import of_base
 from experiments.checkpoint import Checkpoints, DamagedError, quiet
 from experiments.config import Config, UserError, check_same, flatten_fields
@@ -193,9 +193,11 @@ def load(folder: Path, name: str) -> Trained:
     config = _read_config(folder)
     lora = config.lora if config.lora.lora_rank else None
     recipe = recipe if lora is None else of_base(recipe, lora)
-    tokenizer = Bytes() if config.data.tokenizer == "bytes" else BytePair.load(folder / "tokenizer.json")
+    bpe = config.data.tokenizer == "bpe"
+    own = start.tokenizer(config) if config.model.init else None
+    tokenizer = own or (BytePair.load(folder / "tokenizer.json") if bpe else Bytes())
     task = Task.build(
-        config.model.shape(tokenizer.vocab),
+        start.shape(config, tokenizer),
         train.make_optimizer(config, recipe),
         recipe,
         remat=False,
@@ -216,7 +218,7 @@ def load(folder: Path, name: str) -> Trained:
     if lora is None:
         return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer)
     # Scored is the model without adapters that computes what they and the base do.
-    base = jax.jit(task.base)()
+    base = jax.jit(task.base)(start.params(config, None))
     plain = Task.build(task.llama, task.tx, recipe, remat=False, seed=config.seed)
     return Trained(config, recipe, plain, jax.jit(task.merged)(state.params, base), {}, step, tokenizer)
 
@@ -242,6 +244,8 @@ def read_texts(settings: Evaluation, trained: Trained) -> dict[str, tuple[str, .
         UserError: as `data.read_corpus`; files in folders and globs that are no text are passed over.
     """
     if not settings.data:
+        if trained.config.model.init or records.among(trained.config.data.data):
+            raise UserError("the run was trained on packed records; name texts to score with --data")
         corpus = data.read_corpus(trained.config.data.data, trained.config.data.valid_fraction)
         return {"validation split": corpus.valid}
     texts: dict[str, tuple[str, ...]] = {}

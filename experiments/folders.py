@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments import data
+from experiments import data, start
 from experiments.config import Config, UserError, check_same
 from experiments.result import parse_json
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
@@ -46,7 +46,9 @@ def prepare(config: Config, console: Console) -> None:
 
 
 def get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
-    """Bytes; or the byte-pair encoding of the run, trained now where the run has nothing to resume."""
+    """Bytes, or the checkpoint's; or the encoding of the run, trained now where the run has nothing to resume."""
+    if config.model.init:
+        return start.tokenizer(config)
     if config.data.tokenizer == "bytes":
         return Bytes()
     if has_progress(config.folder):
@@ -57,4 +59,6 @@ def get_tokenizer(config: Config, corpus: data.Corpus) -> Tokenizer:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
+    if config.model.init:
+        return start.tokenizer(config)
     return Bytes() if config.data.tokenizer == "bytes" else BytePair.load(config.folder / "tokenizer.json")

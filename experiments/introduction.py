@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 import fp8jax
-from experiments import data, hosts, report
+from experiments import data, hosts, packing, report
 from experiments.config import Config
 from experiments.task import Task, TrainState
 from experiments.tokenizer import Bytes
@@ -20,13 +20,17 @@ _PACKAGES = ("fp8jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 def print_setup(
-    console: Console, config: Config, corpus: data.Corpus, tokens: data.Tokens, told: str, used: int
+    console: Console, config: Config, corpus: data.Corpus, tokens: data.Tokens | packing.Packed, told: str, used: int
 ) -> None:
     """What a run reads and runs on; `told` is of the mesh, `used` how many devices it has."""
     for name, section in (("data", config.data), ("model", config.model), ("optim", config.optim), ("run", config.run)):
         values = {k: v for k, v in dataclasses.asdict(section).items() if v not in (None, "")}
+        if name == "model" and config.model.init:
+            values = {"init": config.model.init}
         if name == "data":
-            if config.data.tokenizer == "bytes":
+            if config.model.init:
+                del values["tokenizer"], values["vocab"]
+            elif config.data.tokenizer == "bytes":
                 values["vocab"] = Bytes.vocab
             values["data"] = " ".join(config.data.data) or "the standard library's sources and docs"
         fields = "  ".join(f"{k}={v}" for k, v in values.items())
@@ -41,10 +45,17 @@ def print_setup(
         f"{'device':9}{devices[0].device_kind} ({devices[0].platform}), {used} of {len(devices)} used{shared}"
     )
     skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
-    console.print(
-        f"{'text':9}{corpus.files} files{skipped}; {len(tokens.train):,} tokens to train on, "
-        f"{len(tokens.valid):,} to validate; {config.data.batch * config.data.seq_len:,} tokens a step"
-    )
+    if isinstance(tokens, packing.Packed):
+        console.print(
+            f"{'records':9}{tokens.documents:,} of {corpus.files} files; {len(tokens.train):,} rows to train on, "
+            f"{tokens.filled:.1%} filled, {tokens.answers:,} tokens to learn; {len(tokens.valid):,} rows to validate; "
+            f"{tokens.cut:,} longer than a row, {tokens.left_out:,} without an answer in one"
+        )
+    else:
+        console.print(
+            f"{'text':9}{corpus.files} files{skipped}; {len(tokens.train):,} tokens to train on, "
+            f"{len(tokens.valid):,} to validate; {config.data.batch * config.data.seq_len:,} tokens a step"
+        )
     if corpus.skipped:
         console.print(f"{'':9}skipped: {', '.join(corpus.skipped[:3])}{' ...' if len(corpus.skipped) > 3 else ''}")
 

@@ -91,7 +91,7 @@ def pack(documents: Sequence[Document], valid_fraction: float, seq_len: int, *, 
     """Both splits of documents as rows of seq_len + 1 tokens.
 
     Args:
-        documents: in any order.
+        documents: in any order; a single one is taken apart.
         valid_fraction: share of the tokens for validation, whole documents.
         seq_len: targets of a row.
         whole: whether what is longer than a row is cut at its end, as conversations are; else it goes on in the next.
@@ -99,6 +99,8 @@ def pack(documents: Sequence[Document], valid_fraction: float, seq_len: int, *, 
     Raises:
         UserError: no document has an answer within a row, of either split.
     """
+    if len(documents) == 1 and not whole:
+        documents = list(_pieces(documents[0], seq_len + 1, whole))
     rows, cut, left_out = [], 0, 0
     for each in split(documents, valid_fraction):
         pieces = []

@@ -95,10 +95,14 @@ class Task:
         graphdef = nnx.split(model, nnx.Param, ...)[0]
         return cls(graphdef, tx, llama, recipe, remat, seed, microbatches, rows, unroll, lora)
 
-    def init(self) -> TrainState:
-        """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`."""
+    def init(self, params: Any = None) -> TrainState:
+        """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`.
+
+        Args:
+            params: of a model of this shape, in place of those of the seed; with adapters they are the base's.
+        """
         key = jax.random.key(self.seed)
-        model = self._made(nnx.Rngs(key))
+        model = self._made(nnx.Rngs(key), params)
         params, _, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, BaseVariable, ...))
         held = fp8jax.formats.get(self.recipe.weights.held).dtype
         return TrainState(
@@ -296,9 +300,10 @@ def _make(
     master = "fp32" if recipe.weights.master == "fp16" else recipe.weights.master
     dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (recipe.weights.compute, master))
     model = Llama(llama, dtype=dtype, param_dtype=param_dtype, remat=remat, rows=rows, unroll=unroll, rngs=rngs)
+    if params is not None:
+        own = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        nnx.update(model, jax.tree.map(lambda new, old: new.astype(old.dtype), params, own))
     if lora is not None:
-        if params is not None:
-            nnx.update(model, params)
         return adapters.adapt(model, lora, recipe, rngs)
     return fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model
 

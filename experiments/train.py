@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.text import Text
 
 import fp8jax
-from experiments import data, folders, hosts, lock, mesh, parallel, peft_files, report, sampling
+from experiments import data, folders, hosts, lock, mesh, packing, parallel, peft_files, report, sampling, start
 from experiments.adapters import joined, of_base
-from experiments.checkpoint import Checkpoints, quiet
+from experiments.checkpoint import Checkpoints, digest_of, quiet
 from experiments.config import Config, UserError, check_same, flag, flatten_fields, parse
 from experiments.flags import recommend
 from experiments.introduction import count as count
@@ -133,13 +133,13 @@ def _run(
     stop.check()
 
     with hosts.agreement():
-        corpus = data.read_corpus(config.data.data, config.data.valid_fraction)
+        corpus = start.read(config)
         if hosts.first():
             tokenizer = folders.get_tokenizer(config, corpus)
     with hosts.agreement():
         if not hosts.first():
             tokenizer = folders.load_tokenizer(config)
-        tokens = data.encode(corpus, tokenizer, config.data.seq_len)
+        tokens = start.encode(config, corpus, tokenizer)
     stop.check()
     shared = config.mathematics() | {"text": tokens.fingerprint}
     hosts.check_same(
@@ -179,7 +179,7 @@ def _train_recipe(
     devices: jax.sharding.Mesh,
     folder: Path,
     shared: dict[str, Any],
-    tokens: data.Tokens,
+    tokens: data.Tokens | packing.Packed,
     tokenizer: Tokenizer,
     console: Console,
     stop: StopSignals,
@@ -202,7 +202,7 @@ def _train_recipe(
         folder.mkdir(parents=True, exist_ok=True)
 
     sizes, optim = config.data, config.optim
-    llama = config.model.shape(tokenizer.vocab)
+    llama = start.shape(config, tokenizer)
     rows = mesh.batches(devices) if devices.size > 1 else None
     task = Task.build(
         llama,
@@ -216,7 +216,8 @@ def _train_recipe(
         lora=config.lora if config.lora.lora_rank else None,
     )
     abstract, base_shapes = jax.eval_shape(task.init), jax.eval_shape(task.base)
-    batch = jax.ShapeDtypeStruct((sizes.batch, sizes.seq_len + 1), jnp.int32, sharding=rows)
+    row = (3, sizes.seq_len + 1) if tokens.train.ndim == 3 else (sizes.seq_len + 1,)
+    batch = jax.ShapeDtypeStruct((sizes.batch, *row), jnp.int32, sharding=rows)
     placed = everywhere = None
     if rows is not None:
         placed, everywhere = mesh.state(devices, abstract), mesh.whole(devices)
@@ -242,16 +243,20 @@ def _train_recipe(
     for line in [*summary(told), *residuals, *describe(compiled, told, jax.default_backend())]:
         console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
 
-    base = jax.jit(task.base, out_shardings=everywhere)()
+    params = start.params(config, devices if rows is not None else None)
+    if params is not None and task.lora is not None:
+        identity |= {"base_of": digest_of(params)}
+    base = jax.jit(task.base, out_shardings=everywhere)(params)
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
         saved = checkpoints.resume(abstract, identity, console.print)
         if saved is None:
-            state, meta = jax.jit(task.init, out_shardings=placed)(), dict[str, Any](step=0, log=())
+            state, meta = jax.jit(task.init, out_shardings=placed)(params), dict[str, Any](step=0, log=())
         else:
             state, meta = saved
             batches.set_state(meta["loader"])
             console.print(f"resuming from step {meta['step']}")
+        del params
         log = report.RunLog(
             folder,
             console,
@@ -354,11 +359,11 @@ def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:
 
 
 def _write_text(
-    config: Config, task: Task, state: TrainState, base: Any, tokens: data.Tokens, tokenizer: Tokenizer
+    config: Config, task: Task, state: TrainState, base: Any, tokens: data.Tokens | packing.Packed, tokenizer: Tokenizer
 ) -> str:
     """What the model makes of the first tokens of the validation text."""
     length = min(config.run.sample_tokens, config.data.seq_len)
-    prompt = tokens.valid[: min(24, length // 2)].tolist()
+    prompt = start.prompt(tokens, min(24, length // 2))
     if not prompt:
         return ""
     key = jax.random.wrap_key_data(state.rng)

@@ -244,7 +244,7 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, **kinds)
         self.mlp = SwiGLU(config, **kinds) if config.mlp == "swiglu" else PlainMLP(config, **kinds)
 
-    def __call__(self, x_NxD: jax.Array, *tables: jax.Array | None) -> jax.Array:
+    def __call__(self, x_NxD: jax.Array, *tables: jax.Array) -> jax.Array:
         x_NxD = rows_on(x_NxD, self.rows)
         if self.norm_after:
             x_NxD = x_NxD + self.attention_norm(self.attention(x_NxD, *tables))

@@ -1,0 +1,201 @@
+"""Fine-tuning from a checkpoint: conversations by its template, answers, weights, and adapters on it."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from experiments import chat, config, evaluate, start, train
+from experiments.config import UserError
+from experiments.models.llama import Llama, LlamaConfig
+from experiments.records import Record
+
+pytest.importorskip("safetensors")
+pytest.importorskip("jinja2")
+TEMPLATE = """{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+TALK = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "6, of course."},
+)
+SHAPE = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_dim": 48}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint of random weights with a tokenizer and a template."""
+    from experiments.hub import save
+
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(["What is it? It is of course brief. user assistant system"] * 3, trainer)
+    llama = LlamaConfig(vocab=304, **SHAPE)
+    params = nnx.to_pure_dict(nnx.state(Llama(llama, rngs=nnx.Rngs(3)), nnx.Param))
+    save.save(folder, llama, params, dtype=jnp.bfloat16)
+    model.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "bos_token": None, "chat_template": TEMPLATE}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": model.token_to_id("<|im_end|>")}))
+    return folder
+
+
+def spelled(checkpoint):
+    return start.tokenizer(train.parse(["--init", str(checkpoint)]))
+
+
+def test_answers_are_the_assistant_s_messages_with_their_end(checkpoint):
+    tokenizer = spelled(checkpoint)
+    document = start.conversation(Record("x:1", None, TALK), chat.Template(checkpoint), tokenizer.model)
+    runs, inside = [], False
+    for i, answer in zip(document.ids, document.answers, strict=True):
+        if answer and not inside:
+            runs.append([])
+        inside = bool(answer)
+        if answer:
+            runs[-1].append(int(i))
+    said = [tokenizer.model.decode(run, skip_special_tokens=False) for run in runs]
+    assert said == ["It is 4.<|im_end|>\n", "6, of course.<|im_end|>\n"]
+
+
+def test_text_and_answers_are_transformers_own(checkpoint):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    template = chat.Template(checkpoint)
+    for ask in (False, True):
+        want = theirs.apply_chat_template(list(TALK), tokenize=False, add_generation_prompt=ask)
+        assert template.render(TALK, "x", ask=ask) == want
+    want = theirs.apply_chat_template(
+        list(TALK), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
+    )
+    ours = start.conversation(Record("x:1", None, TALK), template, spelled(checkpoint).model)
+    assert ours.ids.tolist() == want["input_ids"]
+    # Theirs ends with the tag; ours has the line break after it, too.
+    differ = np.flatnonzero(ours.answers != np.array(want["assistant_masks"]))
+    assert {spelled(checkpoint).model.decode([int(ours.ids[i])]) for i in differ} <= {"\n"}
+    assert len(differ) == 2
+
+
+def test_bad_templates_and_conversations_are_named(checkpoint, tmp_path):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    with pytest.raises(UserError, match="has no template of conversations"):
+        chat.Template(folder)
+    source = folder / "chat_template.jinja"
+    source.write_text("{% if %}")
+    with pytest.raises(UserError, match="its template of conversations is none"):
+        chat.Template(folder)
+    source.write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UserError, match=r"f:7: the template of conversations refuses it \(roles must alternate\)"):
+        chat.Template(folder).spans(TALK, "f:7")
+    source.write_text("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match="f:7: the template writes what comes before message 2 otherwise"):
+        chat.Template(folder).spans(TALK, "f:7")
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read"):
+        chat.Template(folder)
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("talks") / "talks.jsonl"
+    rows = []
+    for i in range(40):
+        asked = {"role": "user", "content": f"What is {i} + {i}?"}
+        rows.append({"messages": [asked, {"role": "assistant", "content": f"It is {2 * i}."}]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+FLAGS = (  # noqa: SIM905 (a command line reads best as one)
+    "--seq-len 48 --batch 4 --steps 8 --warmup 2 --lr 2e-3 --log-every 2 --checkpoint-every 4 --eval-every 4 "
+    "--eval-batches 2 --sample-tokens 24 --mesh data=1 --valid-fraction 0.2"
+).split()
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora-rank", "4"]], ids=["whole", "adapters"])
+def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, capsys, lora):
+    name = "tuned_lora" if lora else "tuned"
+    argv = [*FLAGS, "--init", str(checkpoint), "--data", str(talks), "--out", str(out), "--run", name,
+            "--recipe", "te_current", *lora]  # fmt: skip
+    assert train.main(argv) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "40 of 1 files" in told
+    folder = out / name / "te_current"
+    whole = json.loads((folder / "result.json").read_text())["result"]
+    # The first loss is the checkpoint's own on the first batch of the seed.
+    settings = train.parse(argv)
+    tokenizer = start.tokenizer(settings)
+    packed = start.encode(settings, start.read(settings), tokenizer)
+    from experiments import data
+    from experiments.hub import load
+
+    batch = next(data.train_batches(packed.train, 48, 4, settings.seed))
+    loaded = load.load(checkpoint)
+    logits = loaded.model(jnp.float32)(batch[:, 0, :-1], batch[:, 2, :-1]).astype(jnp.float32)
+    losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, batch[:, 0, 1:, None], -1)[..., 0]
+    mean = float((losses * batch[:, 1, 1:]).sum() / batch[:, 1, 1:].sum())
+    first = json.loads((out / name / "te_current" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(mean, abs=0.02)
+    (folder / "result.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "8")
+    assert train.main(argv) == 0
+    assert "resuming from step 4" in capsys.readouterr().out
+    again = json.loads((folder / "result.json").read_text())["result"]
+    assert again["valid_loss"] == whole["valid_loss"]
+    if lora:
+        from experiments import peft_files
+
+        assert len(peft_files.load(folder / "adapter")) == 7
+    text = talks.with_name("text.txt")
+    text.write_text("What is it? It is of course brief. " * 20)
+    scored = ["--run", str(out / name), "--recipe", "te_current", "--data", str(text)]
+    assert evaluate.main(scored) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dim", "64"], "--dim is the checkpoint's own"),
+        (["--tokenizer", "bpe"], "--tokenizer is the checkpoint's own"),
+    ],
+)
+def test_what_the_checkpoint_says_is_not_given_too(checkpoint, talks, out, flags, message, capsys):
+    argv = [*FLAGS, "--init", str(checkpoint), "--data", str(talks), "--out", str(out), "--run", "bad", *flags]
+    assert train.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none_is_told(talks, out, capsys):
+    argv = [*FLAGS, "--init", "no/such", "--data", str(talks), "--out", str(out), "--run", "bad"]
+    assert train.main(argv) == 2
+    assert "no/such is no folder" in capsys.readouterr().err
+    assert config.Config().model.init == ""
