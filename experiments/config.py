@@ -101,16 +101,20 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-    """AdamW with a linear warm-up and a cosine decay. The recipe says how its state is stored."""
+    """AdamW with a linear warm-up and a schedule. The recipe says how its state is stored."""
 
     steps: int = 200
     """Updates of each recipe."""
     lr: float = 1e-3
     """Peak learning rate."""
     final_lr: float = 0.1
-    """Learning rate that the cosine ends at, after the last step, as a share of the peak."""
+    """Learning rate that the schedule ends at, after the last step, as a share of the peak; not of constant."""
     warmup: int = 20
     """Steps of the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up; wsd (warm-up, stable, decay) is constant, and falls linearly at the end."""
+    decay: float = 0.2
+    """Share of the steps, the last ones, in which wsd falls."""
     b1: float = 0.9
     """Decay of the first moment."""
     b2: float = 0.95
@@ -123,6 +127,11 @@ class Optim:
     """Largest global norm of the gradient."""
     microbatches: int = 1
     """Parts that a batch is computed in, one after the other, to save memory; their gradients are averaged."""
+
+    @property
+    def decay_start(self) -> int:
+        """The step from which wsd falls."""
+        return self.steps - round(self.decay * self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +205,10 @@ class Run:
     unroll: int | None = None
     """Layers in one turn of the loop over them: more run faster on a GPU and take longer to compile.
     None: all on a GPU, else one."""
+    profile: int = 0
+    """Steps to trace, after the first two, to OUT/RUN/RECIPE/profile, for TensorBoard or Perfetto; 0 for none."""
+    wandb: str = ""
+    """Project of Weights & Biases to log to as well, where its package is installed."""
     coordinator: str = ""
     """HOST:PORT of process 0, where several processes train together, on one host or several; each is given the same
     command line but for --process-id, and sees the same --out. auto: what jax.distributed finds (Slurm, Open MPI)."""
@@ -238,7 +251,7 @@ class Config:
             (self.optim, ("steps", "microbatches"), 1),
             (self.run, ("log_every", "checkpoint_every", "keep", "eval_every"), 1),
             (self.optim, ("warmup",), 0),
-            (self.run, ("sample_tokens",), 0),
+            (self.run, ("sample_tokens", "profile"), 0),
             (self, ("seed",), 0),
         )
         for section, names, least in sections:
@@ -259,6 +272,13 @@ class Config:
             raise UserError(f"--weight-decay must be finite and not negative, got {self.optim.weight_decay}")
         if self.optim.warmup >= self.optim.steps:
             raise UserError(f"--warmup {self.optim.warmup} must be below --steps {self.optim.steps}")
+        if not 0 < self.optim.decay <= 1:
+            raise UserError(f"--decay is a share of --steps, above 0 and at most 1, got {self.optim.decay}")
+        if self.optim.schedule == "wsd" and not self.optim.warmup <= self.optim.decay_start < self.optim.steps:
+            raise UserError(
+                f"--decay {self.optim.decay}: wsd falls from step {self.optim.decay_start} on, which must lie between "
+                f"--warmup {self.optim.warmup} and --steps {self.optim.steps}"
+            )
         if self.data.batch % self.optim.microbatches:
             raise UserError(f"--microbatches {self.optim.microbatches} must divide --batch {self.data.batch}")
         if not 0 < self.data.valid_fraction < 1:
@@ -334,7 +354,12 @@ def flag(field: str) -> str:
 
 
 # What runs had before there were these settings.
-_ADDED = dataclasses.asdict(Lora()) | {"field": Data.field, "init": Model.init}
+_ADDED = dataclasses.asdict(Lora()) | {
+    "field": Data.field,
+    "init": Model.init,
+    "schedule": Optim.schedule,
+    "decay": Optim.decay,
+}
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:

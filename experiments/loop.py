@@ -14,6 +14,7 @@ from experiments import hosts, mesh
 from experiments.checkpoint import Checkpoints
 from experiments.config import Optim, Run
 from experiments.report import RunLog
+from experiments.speed import Trace
 from experiments.task import TrainState, schedule
 
 
@@ -89,6 +90,7 @@ class Loop:
         valid: validation batches (count, rows, T + 1), or packed.
         config: what a checkpoint records and compares.
         rows: how batches lie on several devices, or None.
+        trace: of some steps.
     """
 
     step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
@@ -102,6 +104,7 @@ class Loop:
     log: RunLog
     stop: StopSignals
     rows: jax.sharding.NamedSharding | None = None
+    trace: Trace = dataclasses.field(default_factory=Trace)
 
     def __post_init__(self) -> None:
         self._told = 0
@@ -113,7 +116,7 @@ class Loop:
             NotFinite: a loss or gradient was not finite; nothing of it was applied.
             Stopped: a signal came, to any of several processes; the last finished step is saved.
         """
-        done = saved = int(state.step)
+        done = saved = first = int(state.step)
         behind: _Dispatched | None = None
         clock = time.perf_counter()
         while True:
@@ -142,6 +145,7 @@ class Loop:
                     continue
             if last:
                 return state
+            self.trace.before(done - first, state)
             tokens_BxT = next(self.batches)
             state, metrics = self.step(state, mesh.place(tokens_BxT, self.rows), *self._noted())
             done += 1

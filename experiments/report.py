@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,6 +83,8 @@ class RunLog:
         steps: the last step.
         every: steps between progress lines where the output is no terminal.
         writes: False in a process that leaves the files to another one; it reads what they hold at first.
+        share: of the devices' peak that one token a second is (MFU), or None.
+        also: called with each row, too.
 
     Raises:
         DiskError: a file cannot be written; so do all methods that write.
@@ -99,7 +101,10 @@ class RunLog:
         every: int,
         recent: Sequence[dict[str, Any]] = (),
         writes: bool = True,
+        share: float | None = None,
+        also: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
+        self._share, self._also = share, also
         self._console, self._recipe, self._steps, self._every, self._writes = console, recipe, steps, every, writes
         self._path = folder / "metrics.jsonl"
         rows = [row for row in read_metrics(self._path) if row["step"] <= resumed]
@@ -164,17 +169,19 @@ class RunLog:
         """Records a finished step; `saturated` elements of its gradients, where sums in 8 bits can saturate."""
         row = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_s": tokens_per_s}
         row |= {} if saturated is None else {"saturated": saturated}
+        row |= {} if self._share is None else {"mfu": tokens_per_s * self._share}
         self.train[step] = row
         self._write(row)
         shown = self._last(self._every, step)
         mean = statistics.fmean(r["loss"] for r in shown)
         speed = statistics.median(r["tokens_per_s"] for r in shown)
+        used = "" if self._share is None else f" mfu {speed * self._share:.1%}"
         lost = "" if saturated is None else f" saturated {sum(r.get('saturated', 0) for r in shown):.0f}"
         if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{mean:.3f}{lost}", speed=f"{speed:,.0f}")
+            self._bar.update(self._task, completed=step, loss=f"{mean:.3f}{lost}", speed=f"{speed:,.0f}{used}")
         elif step % self._every == 0 or step == self._steps:
             self._console.print(
-                f"step {step}/{self._steps} loss {mean:.3f} tokens/s {speed:.0f} lr {lr:.2e} "
+                f"step {step}/{self._steps} loss {mean:.3f} tokens/s {speed:.0f}{used} lr {lr:.2e} "
                 f"grad_norm {grad_norm:.2f}{lost} recipe {self._recipe}"
             )
 
@@ -212,6 +219,8 @@ class RunLog:
     def _write(self, row: dict[str, Any]) -> None:
         if not self._writes:
             return
+        if self._also is not None:
+            self._also(row)
         step = row["step"]
         with writing(self._path):
             self._file.write(json.dumps(row) + "\n")

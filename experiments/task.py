@@ -332,10 +332,17 @@ def recomputed(how: str, recipe: fp8jax.Recipe) -> bool | str:
 
 
 def schedule(optim: Optim) -> optax.Schedule:
-    """Linear warm-up, then cosine decay that reaches `final_lr` of the peak after the last step."""
-    return optax.warmup_cosine_decay_schedule(
-        0.0 if optim.warmup else optim.lr, optim.lr, optim.warmup, optim.steps, optim.lr * optim.final_lr
-    )
+    """Linear warm-up, then `optim.schedule`; all but "constant" end at `final_lr` of the peak, after the last step."""
+    first, last = 0.0 if optim.warmup else optim.lr, optim.lr * optim.final_lr
+    if optim.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(first, optim.lr, optim.warmup, optim.steps, last)
+    warm = optax.linear_schedule(first, optim.lr, max(optim.warmup, 1))
+    hold = optax.constant_schedule(optim.lr)
+    if optim.schedule == "constant":
+        return optax.join_schedules([warm, hold], [optim.warmup])
+    falls = optim.warmup if optim.schedule == "linear" else optim.decay_start
+    fall = optax.linear_schedule(optim.lr, last, optim.steps - falls)
+    return optax.join_schedules([warm, hold, fall], [optim.warmup, falls])
 
 
 def decay_mask(params: Any) -> Any:

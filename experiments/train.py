@@ -29,7 +29,20 @@ from rich.console import Console
 from rich.text import Text
 
 import fp8jax
-from experiments import data, folders, hosts, lock, mesh, packing, parallel, peft_files, report, sampling, start
+from experiments import (
+    data,
+    folders,
+    hosts,
+    lock,
+    mesh,
+    packing,
+    parallel,
+    peft_files,
+    report,
+    sampling,
+    start,
+    wandb_log,
+)
 from experiments.adapters import joined, of_base
 from experiments.checkpoint import Checkpoints, digest_of, quiet
 from experiments.config import Config, UserError, check_same, flag, flatten_fields, parse
@@ -38,6 +51,7 @@ from experiments.introduction import count as count
 from experiments.introduction import print_plan, print_setup
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.result import Result, read_result
+from experiments.speed import Trace, share_of_peak
 from experiments.task import Task, TrainState, decay_mask, recomputed, schedule
 from experiments.tokenizer import Tokenizer
 from fp8jax.modules.compiled import describe
@@ -108,6 +122,7 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
         raise UserError(f"--mesh {error}") from None
     with contextlib.ExitStack() as stack:
         with hosts.agreement():
+            wandb_log.check(config.run.wandb)
             try:
                 config.run.out.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -247,7 +262,7 @@ def _train_recipe(
     if params is not None and task.lora is not None:
         identity |= {"base_of": digest_of(params)}
     base = jax.jit(task.base, out_shardings=everywhere)(params)
-    with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints:
+    with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints, contextlib.ExitStack() as stack:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
         saved = checkpoints.resume(abstract, identity, console.print)
         if saved is None:
@@ -257,6 +272,8 @@ def _train_recipe(
             batches.set_state(meta["loader"])
             console.print(f"resuming from step {meta['step']}")
         del params
+        also = stack.enter_context(wandb_log.rows(config.run.wandb if hosts.first() else "", folder, identity))
+        used = share_of_peak(llama, abstract.params, base_shapes, sizes.seq_len, devices.size)
         log = report.RunLog(
             folder,
             console,
@@ -266,11 +283,13 @@ def _train_recipe(
             steps=optim.steps,
             every=config.run.log_every,
             writes=hosts.first(),
+            share=used,
+            also=also,
         )
-        with log:
+        with log, Trace(folder / "profile", config.run.profile) as trace:
             valid = data.valid_batches(tokens.valid, sizes.seq_len, sizes.batch, sizes.eval_batches)
             calls = with_base(compiled, jax.jit(task.loss, out_shardings=everywhere), base)
-            loop = Loop(*calls, batches, valid, optim, config.run, checkpoints, identity, log, stop, rows)
+            loop = Loop(*calls, batches, valid, optim, config.run, checkpoints, identity, log, stop, rows, trace)
             state = loop.run(state)
     if task.lora is not None and hosts.first():
         _write_adapter(folder / "adapter", task, state, console)
