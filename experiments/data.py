@@ -30,7 +30,7 @@ class Corpus:
         train, valid: the two splits; no document is in both.
         files: how many files were read.
         skipped: names of files in folders and globs that are not text.
-        records: `experiments.records.Record`s, where documents are packed; they are split when they are tokens.
+        records: `experiments.records.TextRecord`s, where documents are packed; they are split when they are tokens.
     """
 
     train: tuple[str, ...]

@@ -18,7 +18,7 @@ MESSAGES = "messages"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class Record(NamedTuple):
+class TextRecord(NamedTuple):
     """A text, or a conversation.
 
     Attributes:
@@ -41,14 +41,14 @@ def among(patterns: Sequence[str]) -> bool:
     return any(path.suffix in (*LINES, *PARQUET) for path, _ in data.find_files(patterns))
 
 
-def read(patterns: Sequence[str], field: str) -> tuple[list[Record], int, list[str]]:
+def read(patterns: Sequence[str], field: str) -> tuple[list[TextRecord], int, list[str]]:
     """All records, how many files they are from, and the names of files in folders and globs that are no text.
 
     Raises:
         UserError: a file cannot be read, a line is empty, is no JSON, or has neither a conversation nor the field. The
             message names the file and the line.
     """
-    found, skipped = list[Record](), list[str]()
+    found, skipped = list[TextRecord](), list[str]()
     files = data.find_files(patterns)
     for path, named in files:
         if path.suffix in LINES:
@@ -60,13 +60,13 @@ def read(patterns: Sequence[str], field: str) -> tuple[list[Record], int, list[s
                 raise UserError(f"--data {path}: the file is binary or not UTF-8; convert it, or leave it out")
             skipped.append(str(path))
         elif text.strip():
-            found.append(Record(str(path), text))
+            found.append(TextRecord(str(path), text))
     if not found:
         raise UserError(f"--data {' '.join(patterns)}: no text and no conversation in {len(files)} files")
     return found, len(files), skipped
 
 
-def _lines(path: Path, field: str) -> Iterator[Record]:
+def _lines(path: Path, field: str) -> Iterator[TextRecord]:
     try:
         text = path.read_bytes().decode()
     except OSError as error:
@@ -88,7 +88,7 @@ def _lines(path: Path, field: str) -> Iterator[Record]:
         yield record(value, field, where)
 
 
-def _rows(path: Path, field: str) -> Iterator[Record]:
+def _rows(path: Path, field: str) -> Iterator[TextRecord]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ModuleNotFoundError:
@@ -109,7 +109,7 @@ def _rows(path: Path, field: str) -> Iterator[Record]:
         raise UserError(f"{path} has the columns {', '.join(file.schema_arrow.names)}: neither {MESSAGES} nor {field}")
 
 
-def record(value: Any, field: str, where: str) -> Record:
+def record(value: Any, field: str, where: str) -> TextRecord:
     """A record from what a line or row holds.
 
     Raises:
@@ -125,7 +125,7 @@ def record(value: Any, field: str, where: str) -> Record:
             what = "is empty" if text == "" else f"is {json.dumps(text, default=str)[:40]}" if field in value else ""
             told = f"{field} {what}, no text" if what else f"neither {MESSAGES} nor {field} (it has {has})"
             raise UserError(f"{where}: {told}; --field names the field of the text")
-        return Record(where, text)
+        return TextRecord(where, text)
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{where}: {MESSAGES} is no list of messages")
     for i, message in enumerate(messages):
@@ -135,4 +135,4 @@ def record(value: Any, field: str, where: str) -> Record:
             raise UserError(f"{where}: message {i} has the role {message.get('role')!r}; roles are {', '.join(_ROLES)}")
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where}: no message is of the assistant, so there is no answer to learn")
-    return Record(where, None, tuple(messages))
+    return TextRecord(where, None, tuple(messages))

@@ -125,9 +125,9 @@ def read(config: Config) -> data.Corpus:
     return data.Corpus(texts, (), files, tuple(skipped), tuple(found))
 
 
-def _stdlib() -> tuple[list[records.Record], int, list[str]]:
+def _stdlib() -> tuple[list[records.TextRecord], int, list[str]]:
     corpus = data.read_corpus((), 0.5)
-    return [records.Record("the standard library", text) for text in corpus.train + corpus.valid], corpus.files, []
+    return [records.TextRecord("the standard library", text) for text in corpus.train + corpus.valid], corpus.files, []
 
 
 def encode(config: Config, corpus: data.Corpus, spelled: Tokenizer) -> data.Tokens | packing.Packed:
@@ -157,7 +157,7 @@ def _whole(text: str, spelled: Tokenizer) -> Document:
     return Document(ids, np.ones(len(ids), np.int8))
 
 
-def conversation(record: records.Record, template: chat.Template, model: tokenizers.Tokenizer) -> Document:
+def conversation(record: records.TextRecord, template: chat.Template, model: tokenizers.Tokenizer) -> Document:
     """The tokens of a conversation; answers are those that lie within the assistant's messages."""
     text, spans = template.spans(record.messages, record.where)
     encoded = model.encode(text, add_special_tokens=False)

@@ -13,7 +13,7 @@ from flax import nnx
 from experiments import chat, config, evaluate, start, train
 from experiments.config import UserError
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.records import Record
+from experiments.records import TextRecord
 
 pytest.importorskip("safetensors")
 pytest.importorskip("jinja2")
@@ -74,7 +74,7 @@ def spelled(checkpoint):
 
 def test_answers_are_the_assistant_s_messages_with_their_end(checkpoint):
     tokenizer = spelled(checkpoint)
-    document = start.conversation(Record("x:1", None, TALK), chat.Template(checkpoint), tokenizer.model)
+    document = start.conversation(TextRecord("x:1", None, TALK), chat.Template(checkpoint), tokenizer.model)
     runs, inside = [], False
     for i, answer in zip(document.ids, document.answers, strict=True):
         if answer and not inside:
@@ -96,7 +96,7 @@ def test_text_and_answers_are_transformers_own(checkpoint):
     want = theirs.apply_chat_template(
         list(TALK), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
     )
-    ours = start.conversation(Record("x:1", None, TALK), template, spelled(checkpoint).model)
+    ours = start.conversation(TextRecord("x:1", None, TALK), template, spelled(checkpoint).model)
     assert ours.ids.tolist() == want["input_ids"]
     # Theirs ends with the tag; ours has the line break after it, too.
     differ = np.flatnonzero(ours.answers != np.array(want["assistant_masks"]))

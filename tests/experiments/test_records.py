@@ -73,7 +73,7 @@ def test_rows_of_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"messages": [TALK, TALK]}), path)
-    assert records.read([str(path)], "text")[0][1] == records.Record(f"{path}:2", None, tuple(TALK))
+    assert records.read([str(path)], "text")[0][1] == records.TextRecord(f"{path}:2", None, tuple(TALK))
     parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
     with pytest.raises(UserError, match=r"a.parquet:2: text is null"):
         records.read([str(path)], "text")
