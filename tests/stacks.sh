@@ -39,7 +39,9 @@ lower_bounds() {
 	"$1" - <<'END'
 import re, tomllib
 written = tomllib.load(open("pyproject.toml", "rb"))
-for requirement in written["project"]["dependencies"] + written["dependency-groups"]["train"]:
+groups = written["dependency-groups"]
+of_hub = [requirement for requirement in groups["hub"] if isinstance(requirement, str)]
+for requirement in written["project"]["dependencies"] + groups["train"] + of_hub:
     name, bound = re.match(r"([\w.-]+)>=([\w.]+)", requirement).groups()
     print(f"{name}=={bound}" + (f"\njaxlib=={bound}" if name == "jax" else ""))
 END

@@ -95,6 +95,7 @@ BROKEN = {
     "rope type of old": ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope type 'linear' is not"),
     "rope fields": ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "llama3 lacks low_freq_factor"),
     "rope rest": ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "rope text": ({"rope_parameters": "llama3"}, "rope_parameters is 'llama3', not an object"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "bias": ({"attention_bias": True}, "attention_bias is True"),
     "bias of the MLP": ({"mlp_bias": True}, "mlp_bias is True"),

@@ -1,0 +1,56 @@
+"""Models of Hugging Face's families in the training program: what is quantized, and a loss that falls."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from experiments.hub.load import load
+from experiments.task import Task
+from tests.experiments import hub_cases as cases
+from tests.programs import dots
+
+
+def started(folder, case, recipe):
+    """The program of a recipe, its state with a checkpoint's parameters, and tokens."""
+    made = cases.golden(case)
+    loaded = load(cases.write(folder, made["config"], made["shapes"]), dtype=jnp.float32)
+    recipe = fp8jax.recipes.get(recipe)
+    task = Task.build(loaded.config, fp8jax.optimizer(recipe, 1e-3), recipe, remat=False, seed=0)
+    state = jax.eval_shape(task.init)
+    assert jax.tree.map(lambda x: x.shape, state.params) == jax.tree.map(lambda x: x.shape, loaded.params)
+    return task, loaded.params, jnp.asarray(made["tokens"])
+
+
+@pytest.mark.parametrize("case", ["llama31", "mistral_window", "qwen2", "qwen3", "olmo2", "gpt2"])
+def test_every_linear_layer_but_the_head_has_8_bit_products(case, tmp_path):
+    task, params, tokens = started(tmp_path, case, "te_current")
+    state = jax.eval_shape(task.init).model_state
+    eight = [pair for pair in dots(task.loss, params, state, tokens) if any("float8" in kind for kind in pair)]
+    assert len(eight) == (6 if case == "gpt2" else 7)
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe"),
+    [
+        ("qwen3", "te_current"),
+        pytest.param("gpt2", "coat", marks=pytest.mark.slow),
+        pytest.param("olmo2", "coat", marks=pytest.mark.slow),
+        pytest.param("mistral_window", "deepseek", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_trains_on(case, recipe, tmp_path):
+    task, params, tokens = started(tmp_path, case, recipe)
+    state = jax.jit(task.init)()
+    state = state._replace(params=params, opt_state=jax.jit(task.tx.init)(params))
+    made = np.asarray(cases.golden(case)["logits"])[:, :-1]
+    logits = made - np.log(np.exp(made).sum(-1, keepdims=True))
+    exact = -np.take_along_axis(logits, np.asarray(tokens)[:, 1:, None], -1).mean()
+    step, losses = jax.jit(task.step), []
+    for _ in range(12):
+        state, metrics = step(state, tokens)
+        losses.append(float(metrics["loss"]))
+    # 8-bit products of sharp attention are off by a third of the logits, and the loss by far less.
+    assert abs(losses[0] - exact) < 0.1 * exact
+    assert losses[-1] < 0.6 * losses[0]
