@@ -16,10 +16,24 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks():
-    assert len(NOTEBOOKS) >= 3
+    assert len(NOTEBOOKS) >= 5
+
+
+# The first three each time, the others in CI's slow part.
+RUN = [pytest.param(p, marks=[pytest.mark.slow] if p.stem > "04" else [], id=p.stem) for p in NOTEBOOKS]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_and_its_script_are_one(path):
+    """Edit either, then `jupytext --sync notebooks/*.ipynb`."""
+    jupytext = pytest.importorskip("jupytext")
+    notebook, script = (jupytext.read(path.with_suffix(kind)) for kind in (".ipynb", ".py"))
+    cells = [[(cell.cell_type, cell.source.strip()) for cell in pair.cells] for pair in (notebook, script)]
+    assert cells[0] == cells[1]
+    assert notebook.metadata["jupytext"]["formats"] == "ipynb,py:percent"
+
+
+@pytest.mark.parametrize("path", RUN)
 def test_a_notebook_runs_and_draws(path, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     notebook = nbformat.read(path, as_version=4)

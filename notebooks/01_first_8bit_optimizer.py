@@ -1,0 +1,115 @@
+# %% [markdown]
+# # Your first 8-bit optimizer
+#
+# Adam keeps two moments of every gradient, in fp32: 8 bytes a parameter. `fp8jax.compressed_adamw` keeps them as 8-bit
+# floats with a scale for each 128 of them, and takes 2.1. This notebook trains the same small network with both and
+# compares the losses and the bytes. It runs in under a minute on a CPU.
+#
+# On Colab any runtime will do. A T4 has no FP8 and computes bf16 as fp32, but 8-bit states save the same memory there: keep
+# models in fp16 or fp32.
+
+# %%
+# On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
+import importlib.util, os, pathlib, shutil, subprocess, sys
+
+# Where fp8jax comes from: the https address of its git repository, a folder that holds it, or a name on a package index.
+SOURCE = os.environ.get("FP8JAX_SOURCE", "")
+
+if "google.colab" in sys.modules and importlib.util.find_spec("fp8jax") is None:
+    if not SOURCE:
+        raise SystemExit("Write the address of fp8jax's repository, or its folder, into SOURCE above.")
+    gpu = shutil.which("nvidia-smi")
+    package = "fp8jax[flax,cuda12]" if gpu else "fp8jax[flax]"
+    if "://" in SOURCE:
+        package += f" @ git+{SOURCE.removeprefix('git+')}"
+    elif os.path.isdir(SOURCE):
+        package += f" @ {pathlib.Path(SOURCE).resolve().as_uri()}"
+    elif SOURCE != "fp8jax":
+        raise SystemExit(f"SOURCE is {SOURCE!r}, which is no address with ://, no folder, and not 'fp8jax'.")
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", package], check=True)
+    # Colab has loaded its own, older JAX.
+    raise SystemExit("Installed. Now restart: Runtime > Restart session, then Runtime > Run all.")
+
+# %%
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import optax
+
+import fp8jax
+
+
+# %% [markdown]
+# A network with one hidden layer learns a random smooth function of 64 numbers.
+
+# %%
+def init(key):
+    k1, k2 = jax.random.split(key)
+    return {
+        "up": jax.random.normal(k1, (64, 1024)) / 8,
+        "bias": jnp.zeros(1024),
+        "down": jax.random.normal(k2, (1024, 128)) / 32,
+    }
+
+
+def network(params, x):
+    return jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+
+
+teacher = init(jax.random.key(1))
+
+
+def loss(params, key):
+    x = jax.random.normal(key, (256, 64))
+    return jnp.mean((network(params, x) - network(teacher, x)) ** 2)
+
+
+# %% [markdown]
+# Any optax transformation fits in: only `optax.adamw` becomes `fp8jax.compressed_adamw`.
+
+# %%
+def train(adamw, steps=300):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw(3e-3, weight_decay=0.01))
+    params = init(jax.random.key(0))
+    state = tx.init(params)
+
+    def step(carry, key):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, key)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    keys = jax.random.split(jax.random.key(2), steps)
+    (params, state), losses = jax.jit(lambda carry: jax.lax.scan(step, carry, keys))((params, state))
+    return losses, fp8jax.state_bytes(state), state
+
+
+plain, plain_bytes, _ = train(optax.adamw)
+eight, eight_bytes, state = train(fp8jax.compressed_adamw)
+for name, size in (("fp32", plain_bytes), ("8-bit", eight_bytes)):
+    print(f"{name:>6}: first moments {size['mu']:,} bytes, second {size['nu']:,}")
+print(f"final loss: fp32 {plain[-10:].mean():.5f}, 8-bit {eight[-10:].mean():.5f}")
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), width_ratios=[2, 1])
+left.semilogy(plain, label="fp32 moments")
+left.semilogy(eight, "--", label="8-bit moments")
+left.set(xlabel="step", ylabel="loss")
+left.legend()
+right.bar(["fp32", "8-bit"], [(b["mu"] + b["nu"]) / 2**20 for b in (plain_bytes, eight_bytes)])
+right.set_ylabel("moments, MiB")
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# What is stored? Each moment is a `QTensor`: codes of the parameter's shape, and for each group of 128 a scale and an
+# exponent. The exponent expands the group's range to that of the format (COAT, section 4.2). Small parameters, like the
+# bias, stay in fp32.
+
+# %%
+adam = optax.tree.get(state, "mu")
+for name, moment in adam.items():
+    if isinstance(moment, fp8jax.QTensor):
+        print(f"{name}: codes {moment.codes.dtype} {moment.codes.shape}, scales {moment.scale.shape}")
+    else:
+        print(f"{name}: {moment.dtype} {moment.shape}")
