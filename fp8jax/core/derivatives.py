@@ -5,11 +5,15 @@ beyond 448. So JAX's own rules give a gradient without a word, and no one sees t
 """
 
 import functools
+import re
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend import source_info_util
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 Tree = TypeVar("Tree")
 
@@ -23,8 +27,13 @@ VALUES = (
     "differentiated. Differentiate with respect to the values that q.dequantize() returns"
 )
 TWICE = (
-    "an operation that computes or saves in 8 bits was differentiated twice: the gradient of its gradient would be 0. "
-    "Give this part of the model recipe 'bf16', or differentiate it once"
+    "{} computes or saves in 8 bits and was differentiated twice: the gradient of its gradient would be 0. Give this "
+    "part of the model recipe 'bf16', or differentiate it once: jax.lax.stop_gradient around an inner gradient makes "
+    "it a constant for the outer one, as first-order MAML does"
+)
+FORWARD = (
+    "{} computes or saves in 8 bits and has a derivative in reverse mode only; jax.jvp, jax.linearize, jax.jacfwd and "
+    "jax.hessian go forward. Take jax.grad, jax.vjp or jax.jacrev, or leave this part of the model as it is written"
 )
 
 
@@ -37,6 +46,78 @@ def refuse(reason: str, values: Tree, others: Any = ()) -> Tree:
 @refuse.defjvp
 def _refused(reason: str, primals: Any, tangents: Any) -> Any:
     raise ValueError(reason)
+
+
+def named(operation: str) -> str:
+    """An operation as messages name it: with the `jax.named_scope` around it, where there is one."""
+    scope = re.sub(r"\w*\(|\)", "", str(source_info_util.current_name_stack())).strip("/")  # without "jvp(...)"
+    return f"{operation} in {scope!r}" if scope else operation
+
+
+def once(operation: str, values: Tree, others: Any = ()) -> Tree:
+    """`values`, floats that an operation computes from `others`, and that have no derivative by these.
+
+    The derivative may be asked for as long as it is not used, as under `jax.lax.stop_gradient`: ValueError is raised
+    where a cotangent comes back to it, or where it is evaluated in forward mode. Nothing of it is in a program that
+    differentiates once. `jax.vmap` maps all values where it maps one of the others.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    rest = [x for x in jax.tree.leaves(others) if jnp.issubdtype(x.dtype, jnp.floating)]
+    result: Tree = jax.tree.unflatten(structure, _once.bind(*leaves, *rest, operation=operation, count=len(leaves)))
+    return result
+
+
+def token(operation: str, *inputs: Array | None) -> Array:
+    """An empty array for a function with a backward pass of its own, which takes it as an operand and a residual.
+
+    Its derivative by the inputs is as that of `once`: so forward mode is told before JAX comes to the function, and a
+    backward pass knows the inputs whose derivative its results have not.
+    """
+    return once(operation, jnp.zeros((0,), jnp.float32), inputs)
+
+
+def _differentiated(primals: Any, tangents: Any, *, count: int, **how: Any) -> tuple[Any, Any]:
+    # Tangents that are 0 stand for no array; the first ones are there for their types.
+    first = [ad.instantiate_zeros(t) for t in tangents[:count]]
+    others = [t for t in tangents[count:] if type(t) is not ad.Zero]
+    return _once.bind(*primals, count=count, **how), _lost.bind(*first, *others, count=count, **how)
+
+
+def _never(*_: Any, operation: str, **__: Any) -> Any:
+    raise ValueError(FORWARD.format(operation))
+
+
+def _transposed(cotangents: Any, *operands: Any, operation: str, **_: Any) -> Any:
+    if all(type(ct) is ad.Zero for ct in cotangents):
+        return [None] * len(operands)
+    raise ValueError(TWICE.format(operation))
+
+
+def _batched(primitive: Primitive, axis: Any, operands: Any, dims: Any, *, count: int, **how: Any) -> Any:
+    if all(d is None for d in dims):
+        return primitive.bind(*operands, count=count, **how), [None] * count
+    place = axis.size, axis.explicit_mesh_axis
+    operands = [batching.bdim_at_front(x, d, *place) for x, d in zip(operands, dims, strict=True)]
+    return primitive.bind(*operands, count=count, **how), [0] * count
+
+
+def _first(*operands: Any, count: int, **_: Any) -> list[Any]:
+    return list(operands[:count])
+
+
+# The first operands; and of tangents a linear map, of which no more is known than that it is not 0.
+_once, _lost = Primitive("fp8jax_once"), Primitive("fp8jax_lost")
+for _primitive in (_once, _lost):
+    _primitive.multiple_results = True
+    _primitive.def_abstract_eval(_first)
+    batching.fancy_primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
+_once.def_impl(_first)
+mlir.register_lowering(_once, lambda _, *operands, **how: _first(*operands, **how))
+ad.primitive_jvps[_once] = _differentiated
+_lost.def_impl(_never)
+mlir.register_lowering(_lost, lambda _, *operands, **how: _never(**how))
+ad.primitive_jvps[_lost] = lambda primals, tangents, **how: _never(**how)
+ad.primitive_transposes[_lost] = _transposed
 
 
 def passed(name: str, result: Array, *inputs: Array | None) -> Array:

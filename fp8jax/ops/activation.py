@@ -240,7 +240,7 @@ def activate(
     inputs = (gate,) if up is None else (gate, up)
     saved = saved if context.spec is None else named(saved, ACTIVATION)
     how = Activation(name, gate.dtype, context.lean and context.scales == "bound", written, biased)
-    y, _ = differentiable(how, inputs, saved, y, known=known)
+    y, _ = differentiable(how, inputs, saved, y, known=known, name="an activation")
     origin = fused.origin(context, how, saved, part, reader, scale, codes)
     y = derivatives.passed("an activation", y, *inputs)
     known.note(y, origin)

@@ -192,7 +192,7 @@ def normalize(
     else:
         stored = stored._replace(codes=named(stored.codes, NORM), inverse=named(stored.inverse, NORM))
     how = Norm(centered, dtype)
-    y, again = differentiable(how, (x, scale, bias), stored, y, residual=residual, known=known)
+    y, again = differentiable(how, (x, scale, bias), stored, y, residual=residual, known=known, name="a norm")
     origin = fused.origin(context, how, stored, part, reader, bound, codes)
     y = derivatives.passed("a norm", y, x, scale, bias)
     known.note(y, origin)

@@ -67,6 +67,7 @@ class How(NamedTuple):
         passes: whether it passes its input on.
         spec: the sharding of its result on a mesh with Explicit axes, else None.
         known: what the caller knows of gradients.
+        name: for messages.
     """
 
     recipe: Linear
@@ -74,6 +75,7 @@ class How(NamedTuple):
     passes: bool
     spec: tuple[Any, ...] | None
     known: Provenance
+    name: str
 
 
 class Residuals(NamedTuple):
@@ -84,6 +86,7 @@ class Residuals(NamedTuple):
         kinds: dtype and sharding of both, and of the bias, if there is one.
         key: for gradients rounded stochastically.
         scales: given ones.
+        token: of the arrays that gradients flow to; None where nothing is in 8 bits.
     """
 
     x: Residual
@@ -91,6 +94,7 @@ class Residuals(NamedTuple):
     kinds: tuple[Kind, Kind, Kind | None]
     key: Array | None
     scales: Scales | None
+    token: Array | None
 
 
 def product(
@@ -201,8 +205,11 @@ def multiply(
     noisy = [s for s in (recipe.spec("dy"), recipe.spec("dy_wgrad")) if s is not None and s.rounding == "stochastic"]
     noise = key_for(key, noisy[0], "dy") if noisy else None
     spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
-    how = How(recipe, through is not None, passes, spec, known)
-    y, passed = _product(how, value, through, w, bias, of_x, of_w, noise, scales)
+    name = derivatives.named(f"a product of {value.shape} and {w.shape}")
+    narrow = recipe.quantized or recipe.spec("saved") is not None
+    token = derivatives.token(name, value, through, w, bias) if narrow else None
+    how = How(recipe, through is not None, passes, spec, known, name)
+    y, passed = _product(how, value, through, w, bias, of_x, of_w, noise, scales, token)
     return derivatives.passed("a product", y, value, through, w, bias), passed
 
 
@@ -283,24 +290,27 @@ def _forward(
     of_w: Source,
     key: Array | None,
     scales: Scales | None,
+    token: Array | None,
 ) -> tuple[tuple[Array, Array | None], Residuals]:
     recipe, x = how.recipe, fused.matrix(value)
     sides = input_side(recipe), weight_side(recipe)
-    rows, columns = of_x.forward(x, sides[0]), of_w.forward(w, sides[1])
+    values = (x, w) if token is None else lax.stop_gradient((x, w))
+    rows, columns = of_x.forward(values[0], sides[0]), of_w.forward(values[1], sides[1])
     saved = Residuals(
         of_x.residual(x, rows, sides[0]),
         of_w.residual(w, columns, sides[1]),
         (Kind.of(value), Kind.of(w), None if bias is None else Kind.of(bias)),
         key,
         scales,
+        token,
     )
     spec = merged(how.spec, (value.ndim - 1, 1))
     y = matmul(rows, columns, dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
     # On the matrix, so that it is part of the product: cuBLASLt adds a row.
     y = y if bias is None else y + as_row(bias.astype(y.dtype), 2)
     y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
-    if recipe.quantized or recipe.spec("saved") is not None:
-        y = derivatives.refuse(derivatives.TWICE, y, (value, through, w, bias))
+    if token is not None:
+        y = derivatives.once(how.name, y, token)
     held, passed = value if through is None else through, None
     if how.passes:
         passed = mapped_alike(held, y)
@@ -310,12 +320,18 @@ def _forward(
 
 
 def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
+    origin = how.known.find(cotangents[0])
+    if saved.token is None:
+        return _gradients(how, saved, origin, *cotangents)
+    results = _gradients(how, *lax.stop_gradient((saved, origin, *cotangents)))
+    return derivatives.once(how.name, results, (cotangents, saved.token))
+
+
+def _gradients(how: How, saved: Residuals, origin: Origin, dy: Array, others: Array | None) -> tuple[Any, ...]:
     recipe, (x, w, bias), key = how.recipe, saved.kinds, saved.key
     scales: Any = saved.scales
-    dy, others = cotangents
     lead = dy.shape[:-1]
     gradient = recipe.spec("dy")
-    origin = how.known.find(dy)
     expected, slot = (None, None) if scales is None else (scales.dy, scales.slot)
     dy_scale = None if expected is not None else origin.scale_for(gradient, recipe.spec("dy_wgrad"))
     dy = fused.matrix(dy)
@@ -362,7 +378,7 @@ def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]
     dw = matmul(columns, dy_columns, dtype=w.dtype, spec=w.spec, **how_wgrad)
     inputs = (None, dx) if how.through else (dx, None)
     db = None if bias is None or total is None else bias.cast(total)
-    return *inputs, dw, db, None, None, None, scales and Scales(slot=seen)  # type: ignore[arg-type]
+    return *inputs, dw, db, None, None, None, scales and Scales(slot=seen), None  # type: ignore[arg-type]
 
 
 def _differentiated(how: How, *operands: Any) -> tuple[tuple[Array, Array | None], Residuals]:

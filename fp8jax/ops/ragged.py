@@ -62,18 +62,22 @@ def ragged_dot(
             raise ValueError(f"the recipe rounds dy stochastically ({specs[0]}): pass key=jax.random.key(...)")
         noise = jax.random.fold_in(key, 1)
     value, w = vary_alike(value, w)  # type: ignore[assignment]
-    y: Array = _ragged(part, value, w, of_x, group_sizes, noise)
+    name = derivatives.named(f"ragged_dot of {x.shape} and {w.shape}")
+    narrow = part.quantized or part.spec("saved") is not None
+    token = derivatives.token(name, value, w) if narrow else None
+    y: Array = _ragged(part, name, value, w, of_x, group_sizes, noise, token)
     return derivatives.passed("ragged_dot", y, x, w)
 
 
 class _Saved(NamedTuple):
-    """What a product saves: what its input's source says, the matrices, the groups, a key for gradients."""
+    """What a product saves: what its input's source says, the matrices, the groups, a key for gradients, a token."""
 
     x: Residual
     w: Array
     group_sizes: Array
     key: Array | None
     kind: Kind
+    token: Array | None
 
 
 def _values(operand: Any, dtype: Any) -> Array:
@@ -95,25 +99,39 @@ def _sides(recipe: Linear) -> tuple[Side, Side]:
     return input_side(recipe)._replace(shared=False), weight_side(recipe)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged(recipe: Linear, x: Array, w: Array, of_x: Source, group_sizes: Array, key: Array | None) -> Array:
-    return _forward(recipe, x, w, of_x, group_sizes, key)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ragged(recipe: Linear, name: str, *operands: Any) -> Array:
+    return _forward(recipe, name, *operands)[0]
 
 
 def _forward(
-    recipe: Linear, x: Array, w: Array, of_x: Source, group_sizes: Array, key: Array | None
+    recipe: Linear,
+    name: str,
+    x: Array,
+    w: Array,
+    of_x: Source,
+    group_sizes: Array,
+    key: Array | None,
+    token: Array | None,
 ) -> tuple[Array, _Saved]:
     side, weights = _sides(recipe)
-    rows = of_x.forward(x, side)
-    matrices = _matrices(w, weights.forward, weights, x.dtype, turned=True)
+    a, b = (x, w) if token is None else lax.stop_gradient((x, w))
+    rows = of_x.forward(a, side)
+    matrices = _matrices(b, weights.forward, weights, x.dtype, turned=True)
     y = lax.ragged_dot(_values(rows, x.dtype), matrices, group_sizes)
     y = checkpoint_name(y.astype(x.dtype), PRODUCT)
-    if recipe.quantized or recipe.spec("saved") is not None:
-        y = derivatives.refuse(derivatives.TWICE, y, (x, w))
-    return y, _Saved(of_x.residual(x, rows, side), w, group_sizes, key, Kind.of(x))
+    if token is not None:
+        y = derivatives.once(name, y, token)
+    return y, _Saved(of_x.residual(x, rows, side), w, group_sizes, key, Kind.of(x), token)
 
 
-def _backward(recipe: Linear, saved: _Saved, dy: Array) -> tuple[Any, ...]:
+def _backward(recipe: Linear, name: str, saved: _Saved, dy: Array) -> tuple[Any, ...]:
+    if saved.token is None:
+        return _gradients(recipe, saved, dy)
+    return derivatives.once(name, _gradients(recipe, *lax.stop_gradient((saved, dy))), (dy, saved.token))
+
+
+def _gradients(recipe: Linear, saved: _Saved, dy: Array) -> tuple[Any, ...]:
     (side, weights), dtype = _sides(recipe), saved.kind.dtype
     keys = (None, None) if saved.key is None else jax.random.split(saved.key)
     strategy = recipe.own_strategy("dy")
@@ -129,7 +147,7 @@ def _backward(recipe: Linear, saved: _Saved, dy: Array) -> tuple[Any, ...]:
     bound = functools.partial(jnp.full, (dy.shape[0],), jnp.inf)  # nothing is known of its rows
     inputs = _values(saved.x.operand(side, Gradient(dx, None, bound)), dtype).T
     (dw,) = jax.linear_transpose(lambda w: product(inputs, w), jax.ShapeDtypeStruct(saved.w.shape, dtype))(columns)
-    return dx, dw.astype(saved.w.dtype), None, None, None
+    return dx, dw.astype(saved.w.dtype), None, None, None, None
 
 
 _ragged.defvjp(_forward, _backward)

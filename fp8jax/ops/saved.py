@@ -204,6 +204,7 @@ def differentiable(
     *,
     residual: bool = False,
     known: Provenance = BLANK,
+    name: str = "an operation",
 ) -> tuple[Array, Array | None]:
     """The result `y` of an operation on `inputs`, whose backward pass reads nothing but `saved`.
 
@@ -214,39 +215,46 @@ def differentiable(
         y: the result, computed from the values of the inputs.
         residual: whether other readers of the first input take it from here.
         known: what the caller knows of arrays.
+        name: of the operation, for messages.
 
     Returns:
         `y`, and the first input for its other readers, or None.
     """
     y, *inputs = vary_alike(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
-    result: tuple[Array, Array | None] = _differentiable((how, residual, known), tuple(inputs), saved, y)
+    name = derivatives.named(name)
+    token = derivatives.token(name, *inputs)
+    result: tuple[Array, Array | None] = _differentiable((how, residual, known, name), tuple(inputs), saved, y, token)
     return result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array) -> tuple[Array, Array | None]:
-    return _forward(static, inputs, saved, y)[0]
+def _differentiable(
+    static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array, token: Array
+) -> tuple[Array, Array | None]:
+    return _forward(static, inputs, saved, y, token)[0]
 
 
-def _forward(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array) -> tuple[Any, Any]:
-    _, residual, _ = static
+def _forward(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array, token: Array) -> tuple[Any, Any]:
+    _, residual, _, name = static
     kinds = tuple(None if x is None else Kind.of(x) for x in inputs)
-    y, x = derivatives.refuse(derivatives.TWICE, y, inputs), inputs[0]
+    y, x = derivatives.once(name, y, token), inputs[0]
     if residual and x is not None:
-        return (mapped_alike(y, x), mapped_alike(x, y)), (saved, kinds)
-    return (y, None), (saved, kinds)
+        return (mapped_alike(y, x), mapped_alike(x, y)), (saved, kinds, token)
+    return (y, None), (saved, kinds, token)
 
 
-def _backward(static: Any, residuals: Any, cotangents: Any) -> tuple[Any, None, None]:
-    (how, _, known), (saved, kinds), (dy, others) = static, residuals, cotangents
+def _backward(static: Any, residuals: Any, cotangents: Any) -> tuple[Any, None, None, None]:
+    (how, _, known, name), (saved, kinds, token), (dy, others) = static, residuals, cotangents
     dtypes = tuple(None if kind is None else kind.dtype for kind in kinds)
-    gradients, origins = how.backward(saved, dy, dtypes, others, known.find(dy).foreseen)
+    values = lax.stop_gradient((dy, others))
+    gradients, origins = how.backward(saved, values[0], dtypes, values[1], known.find(dy).foreseen)
     placed = tuple(
         None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(gradients, kinds, strict=True)
     )
+    placed = derivatives.once(name, placed, (dy, others, token))
     for ct, origin in zip(placed, origins, strict=False):
         known.note(ct, origin)
-    return placed, None, None
+    return placed, None, None, None
 
 
 _differentiable.defvjp(_forward, _backward)

@@ -1,0 +1,170 @@
+"""Second derivatives of operations in 8 bits: refused where they are used, and nowhere else (first-order MAML)."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from fp8jax.core import derivatives
+from fp8jax.ops.linear import linears
+from fp8jax.ops.saved import NOTHING
+
+
+def draw(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+X, W = draw(0, 32, 64), {"up": draw(1, 64, 64) / 8, "scale": jnp.ones(64), "experts": draw(2, 2, 64, 32) / 8}
+RECIPES = ("te_current", "coat_fast", "moss", "int8_block", "switchback")
+
+
+def loss(w, x, recipe="coat"):
+    recipe = getattr(fp8jax.recipes, recipe)()
+    key = jax.random.key(2) if recipe.linear.stochastic else None
+    y = fp8jax.rms_norm(x, w["scale"], recipe=recipe)
+    with jax.named_scope("mlp/up"):
+        y = fp8jax.linear(y, w["up"], recipe=recipe, key=key)
+    y = fp8jax.glu(y, y, recipe=recipe)
+    if "experts" in w:
+        y = fp8jax.ragged_dot(y, w["experts"], jnp.array([10, 22]), recipe=recipe, key=key)
+    return jnp.sum(y.astype(jnp.float32) ** 2)
+
+
+def moved(w, g):
+    return jax.tree.map(lambda w, g: w - 0.01 * g, w, g)
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_first_order_maml_is_the_gradient_at_the_moved_weights(recipe):
+    """Bit for bit."""
+
+    def inner(w):
+        return jax.grad(loss)(w, X, recipe)
+
+    def outer(w):
+        return loss(moved(w, jax.lax.stop_gradient(inner(w))), 2 * X, recipe)
+
+    got = jax.jit(jax.grad(outer))(W)
+    want = jax.jit(lambda w: jax.grad(loss)(moved(w, inner(w)), 2 * X, recipe))(W)
+    same(got, want)
+    assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(got))
+
+
+STEPS = {
+    "eager": lambda f: lambda w, x: f(w, x),
+    "checkpoint": lambda f: jax.checkpoint(f),
+    "jit within": lambda f: jax.jit(f),
+    "vmap": lambda f: lambda w, x: jnp.mean(jax.vmap(f, (None, 0))(w, jnp.stack([x, -x]))),
+}
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_it_is_so_through_transformations_and_inner_loops(how):
+    f = STEPS[how](loss)
+    gradient = jax.jit(jax.grad(f))
+    # JAX maps lax.ragged_dot over the tokens' axis alone.
+    weights = {name: w for name, w in W.items() if how != "vmap" or name != "experts"}
+
+    def outer(w):
+        def step(w, x):
+            return moved(w, jax.lax.stop_gradient(jax.grad(f)(w, x))), None
+
+        w, _ = jax.lax.scan(step, w, jnp.stack([X, X[::-1]]))
+        return f(w, 2 * X)
+
+    got, w = jax.jit(jax.grad(outer))(weights), weights
+    for x in (X, X[::-1]):
+        w = moved(w, gradient(w, x))
+    want = gradient(w, 2 * X)
+    # Programs compiled apart differ by the order of sums, as codes at ties do.
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-2 * float(jnp.max(jnp.abs(b))))
+
+
+OPERATIONS = {
+    "a product": lambda x, w: fp8jax.linear(x, w, recipe="coat"),
+    "a product passed on": lambda x, w: sum(linears(x, (w, w), recipe="coat", origin=NOTHING, quantized=(None, None))),
+    "a norm": lambda x, w: fp8jax.rms_norm(x, w[0], recipe="coat"),
+    "an activation": lambda x, w: fp8jax.glu(x, w[:32], recipe="coat"),
+    "ragged_dot": lambda x, w: fp8jax.ragged_dot(x, jnp.stack([w, w]), jnp.array([10, 22]), recipe="coat"),
+}
+SECOND = {
+    # Through the result alone, the cotangent alone, and what is saved alone.
+    "value": lambda f: jax.grad(lambda w: jax.value_and_grad(f, 1)(X, w)[0]),
+    "cotangent": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(lambda x: f(x, W["up"], w[0, 0]))(X))),
+    "saved, x": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f)(X, w) ** 2)),
+    "saved, w": lambda f: jax.grad(lambda w: jnp.sum(jax.grad(f, 1)(X * w[0, 0], W["up"]) ** 2)),
+    "jacrev": lambda f: jax.jacrev(lambda w: jnp.sum(jax.grad(f, 1)(X, w * w), -1)),
+    "jitted": lambda f: jax.jit(jax.grad(lambda w: jnp.sum(jax.jit(jax.grad(f))(X, w) ** 2))),
+    "vmap": lambda f: jax.grad(lambda w: jnp.sum(jax.vmap(jax.grad(f), (None, 0))(X, jnp.stack([w, -w])) ** 2)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("how", SECOND)
+def test_a_second_derivative_that_is_used_raises(how, name):
+    if (how, name) == ("vmap", "ragged_dot"):
+        pytest.skip("JAX maps lax.ragged_dot over the tokens' axis alone")
+
+    def f(x, w, factor=1.0):
+        return jnp.sum(OPERATIONS[name](x, w)) * factor
+
+    with pytest.raises(ValueError, match=f"{name.removesuffix(' passed on')}.*differentiated twice.*MAML"):
+        jax.eval_shape(SECOND[how](f), W["up"])
+
+
+FORWARD = {
+    "jvp": lambda f: jax.jvp(f, (W,), (W,)),
+    "jitted": lambda f: jax.jit(lambda w: jax.jvp(f, (w,), (w,))).lower(W),
+    "of a program": lambda f: jax.jvp(jax.jit(f), (W,), (W,)),
+    "scan": lambda f: jax.jvp(lambda w: jax.lax.scan(lambda c, _: (c + f(w), None), 0.0, None, 2)[0], (W,), (W,)),
+    "linearize": lambda f: jax.linearize(f, W)[1](W),
+    "jacfwd": lambda f: jax.jacfwd(lambda factor: f({"up": factor * W["up"]}))(1.0),
+    "product with the Hessian": lambda f: jax.jvp(jax.grad(f), (W,), (W,)),
+    "hessian": lambda f: jax.jit(jax.hessian(f)).lower(W),
+}
+
+
+@pytest.mark.parametrize("how", FORWARD)
+def test_forward_mode_names_the_operation_and_what_to_take(how):
+    def f(w):
+        with jax.named_scope("mlp/up"):
+            return jnp.sum(fp8jax.linear(X, w["up"], recipe="coat"))
+
+    message = r"a product of \(32, 64\) and \(64, 64\) in 'mlp/up' .* reverse mode only.*jax.jvp.*Take jax.grad"
+    with pytest.raises(ValueError, match=message):
+        FORWARD[how](f)
+
+
+@pytest.mark.parametrize(("f", "name"), [
+    (lambda x: fp8jax.rms_norm(x, recipe="coat"), "a norm"),
+    (lambda x: fp8jax.activation(x, activation="gelu", recipe="coat"), "an activation"),
+    (lambda x: fp8jax.ragged_dot(x, W["experts"], jnp.array([10, 22]), recipe="moss"), "ragged_dot"),
+])  # fmt: skip
+def test_so_do_other_operations(f, name):
+    with pytest.raises(ValueError, match=f"^{name}.* reverse mode only"):
+        jax.jvp(f, (X,), (X,))
+
+
+def test_a_program_that_differentiates_once_is_the_same_without(monkeypatch):
+    def program():
+        compiled = jax.jit(jax.value_and_grad(lambda w: loss(w, X))).lower(W).compile().as_text()
+        # The names of operations, and where they are written, aside.
+        lines = re.sub(r", (metadata|stack_frame_id)=(\{[^}]*\}|\d+)", "", compiled).splitlines()
+        return [line for line in lines if not re.match(r"\d+ |[A-Z][A-Za-z]+$|$", line)]
+
+    def kept():
+        return sorted((x.shape, str(x.dtype)) for x in jax.tree.leaves(jax.vjp(lambda w: loss(w, X), W)[1]) if x.size)
+
+    own, saved = program(), kept()
+    monkeypatch.setattr(derivatives, "token", lambda *_: None)
+    jax.clear_caches()
+    assert program() == own
+    assert kept() == saved
