@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from fp8jax.core import formats, noise
+from fp8jax.core import expansion, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, alike
@@ -19,6 +19,10 @@ from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
 
 DEFAULT = "e4m3"
+# The smallest exponent of a group. The moments of members without gradients fall without end, and which they are is not
+# known, as it is in Adam. With 0.7 a group of e4m3 spans 6e6: live members whose gradients are 2,000 times smaller keep
+# their second moments, and beside dead ones updates are 0.10 off, not 0.2 and more.
+LOWEST = 0.7
 
 _Stored: TypeAlias = QuantSpec | formats.Format
 _Path: TypeAlias = tuple[Any, ...]
@@ -260,6 +264,7 @@ def _store_as(_: None, fading: Array | None, row: tuple[QTensor | Array, Array])
     """A leaf of the new state, stored in the way of the old one; keys and counts pass."""
     old, new = row
     if isinstance(old, QTensor):
+        new = expansion.bounded(new, old.spec, LOWEST)
         return adamw.store(new, old, fading=fading if old.spec.underflow == "zero" else None)
     return adamw.store(new, old) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
