@@ -323,7 +323,8 @@ def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]
     origin = how.known.find(cotangents[0])
     if saved.token is None:
         return _gradients(how, saved, origin, *cotangents)
-    results = _gradients(how, *lax.stop_gradient((saved, origin, *cotangents)))
+    saved_values, values = lax.stop_gradient((saved, cotangents))
+    results = _gradients(how, saved_values, origin, *values)
     return derivatives.once(how.name, results, (cotangents, saved.token))
 
 
