@@ -114,6 +114,32 @@ def encode(
     return Parts(packing.pack(codes, spec.axis) if spec.packed else codes, scale, exponent, microscale)
 
 
+def bounded(x: Array, spec: QuantSpec, lowest: float) -> Array:
+    """Values whose groups get exponents of at least `lowest`, so that one tiny member takes no codes from the others.
+
+    Magnitudes below a group's largest / R^(1 / lowest), with R the range of the format, become 0, or where the spec
+    keeps what is not zero from decoding to it (underflow "smallest"), that bound. Specs without expansion, and with the
+    paper's ("coat"), leave all values as they are.
+
+    Args:
+        x: array of a floating dtype, to be quantized as `spec` says.
+        spec: how.
+        lowest: the smallest exponent, in (0, 16].
+    """
+    if spec.expand is not True:
+        return x
+    shape, reach = spec.block_shape(x.shape), formats.get(spec.format).expansion_range ** (-1 / lowest)
+
+    def bound(x: Array) -> tuple[Array]:
+        size = jnp.abs(x.astype(jnp.float32))
+        largest = blocks.reduce(formats.where(jnp.isfinite(size), size, 0), shape, jnp.max, 0.0)
+        least = blocks.spread(largest * np.float32(reach), x.shape, shape)
+        instead = least if spec.underflow == "smallest" else jnp.zeros_like(least)
+        return (jnp.where((size > 0) & (size < least), jnp.copysign(instead, x).astype(x.dtype), x),)
+
+    return blocks.on_logical_array(bound, x, like=[x.shape])[0]
+
+
 @functools.cache
 def _largest_scale(scale_format: str, name: str) -> float:
     """The largest number of a format that times the largest code of another is finite in fp32."""

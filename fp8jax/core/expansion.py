@@ -5,9 +5,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from fp8jax.core import blocks, formats
 from fp8jax.core.formats import BF16, Format, round_to
-from fp8jax.core.spec import QuantSpec
 
 LOWEST, HIGHEST = 1 / 16, 16.0
 DTYPE = BF16.dtype
@@ -32,32 +30,6 @@ def exponents(largest: Array, smallest: Array, fmt: Format, ratio: float | None 
     octaves = jnp.where(spans, jnp.log2(largest) - jnp.log2(smallest), 1.0)
     exponent = jnp.clip(np.log2(ratio or fmt.expansion_range) / octaves, LOWEST, HIGHEST)
     return round_to(jnp.where(spans, exponent, 1.0), BF16)
-
-
-def bounded(x: Array, spec: QuantSpec, lowest: float) -> Array:
-    """Values whose groups get exponents of at least `lowest`, so that one tiny member takes no codes from the others.
-
-    Magnitudes below a group's largest / R^(1 / lowest), with R the range of the format, become 0, or where the spec
-    keeps what is not zero from decoding to it (underflow "smallest"), that bound. Specs without expansion, and with the
-    paper's ("coat"), leave all values as they are.
-
-    Args:
-        x: array of a floating dtype, to be quantized as `spec` says.
-        spec: how.
-        lowest: the smallest exponent, in (0, 16].
-    """
-    if spec.expand is not True:
-        return x
-    shape, reach = spec.block_shape(x.shape), formats.get(spec.format).expansion_range ** (-1 / lowest)
-
-    def bound(x: Array) -> tuple[Array]:
-        size = jnp.abs(x.astype(jnp.float32))
-        largest = blocks.reduce(formats.where(jnp.isfinite(size), size, 0), shape, jnp.max, 0.0)
-        least = blocks.spread(largest * np.float32(reach), x.shape, shape)
-        instead = least if spec.underflow == "smallest" else jnp.zeros_like(least)
-        return (jnp.where((size > 0) & (size < least), jnp.copysign(instead, x).astype(x.dtype), x),)
-
-    return blocks.on_logical_array(bound, x, like=[x.shape])[0]
 
 
 # Shares of the octaves of a format's normal codes: those that a group takes which gets a new exponent, and the fewest

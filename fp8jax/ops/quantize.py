@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fp8jax.core import blocks, derivatives, formats, noise, scaling
+from fp8jax.core import blocks, derivatives, encoding, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
@@ -219,6 +219,7 @@ def _codes(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Arr
     def one(y: Array, spec: QuantSpec | None, words: Array | None) -> QTensor | None:
         if spec is None:
             return None
+        y = encoding.bounded(y, spec, 1.0)
         given = scale is not None and spec.granularity in ("tensor", "token")
         s = how.scale_for(spec, scale) if given else None  # type: ignore[arg-type]
         if s is None and spec.granularity == "tensor" and not strategy.own:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from fp8jax.core import derivatives
+from fp8jax.core import derivatives, encoding
 from fp8jax.core.qtensor import quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.saved import from_bytes, to_bytes
@@ -51,7 +51,8 @@ def saveable(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") -> Arr
         x: (..., channels), any floating dtype.
         name: as of `jax.ad_checkpoint.checkpoint_name`; several values may share one.
         spec: a `QuantSpec` or its string form. Of a string scales are stored in bf16 where they are by default in fp32,
-            as those of `Context.saved`: 1.125 bytes an element for "e4m3:group16".
+            as those of `Context.saved`: 1.125 bytes an element for "e4m3:group16". With "+expand" a value under
+            1/57,344 of its group's largest (e4m3) becomes 0: no tiny one takes codes from the others (exponent >= 1).
 
     Returns:
         (..., channels) in the dtype of `x`. NaN and Inf stay visible.
@@ -66,7 +67,7 @@ def saveable(x: Array, name: str, spec: QuantSpec | str = "e4m3:group16") -> Arr
         raise ValueError(f"saveable takes no key and rounds to nearest, not {spec!r}; leave out '+stochastic'")
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"saveable takes (..., channels) of a floating dtype, not {x.dtype}{list(x.shape)}")
-    codes = named(to_bytes(quantize(lax.stop_gradient(x), how)), name)
+    codes = named(to_bytes(quantize(encoding.bounded(lax.stop_gradient(x), how, 1.0), how)), name)
     return derivatives.passed("saveable", _rounded(x, from_bytes(codes).dequantize(x.dtype)), x)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from fp8jax.core import derivatives, formats
+from fp8jax.core import derivatives, encoding, formats
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
@@ -52,7 +52,7 @@ def _bits(dtype: DTypeLike) -> int:
 
 def keep(x: Array, spec: QuantSpec) -> QTensor:
     """The values of an array as codes in bytes, with scales along its last axis."""
-    return to_bytes(quantize(lax.stop_gradient(x), spec))
+    return to_bytes(quantize(encoding.bounded(lax.stop_gradient(x), spec, 1.0), spec))
 
 
 def decode(saved: QTensor | Array) -> Array:

@@ -121,6 +121,7 @@ def scale_by_compressed_adam(
         group_size: elements that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
             paper's exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back.
+            There a member whose gradient is gone takes the codes of its group's others, as in the paper.
         nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.
@@ -193,6 +194,7 @@ def compressed_adamw(
         group_size: elements along the last axis that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
             paper's exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back.
+            There a member whose gradient is gone takes the codes of its group's others, as in the paper.
         nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         min_size: smallest parameter, in elements, whose moments are quantized.

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 import fp8jax
+from fp8jax.ops import saved
+from fp8jax.ops.quantize import quantize
+from tests.distance import relative
 from tests.programs import residuals
 
 save_names = jax.checkpoint_policies.save_only_these_names
@@ -102,3 +105,18 @@ def test_bad_input_is_named():
         fp8jax.saveable(X, "h", "int8:block32+stochastic")
     with pytest.raises(ValueError, match="floating dtype, not int32"):
         fp8jax.saveable(jnp.arange(4), "h")
+
+
+@pytest.mark.parametrize("make", [
+    lambda x: fp8jax.saveable(x, "x", "e4m3:group128+expand"),
+    lambda x: saved.decode(saved.keep(x, fp8jax.QuantSpec.parse("e4m3:group128+expand"))),
+    lambda x: quantize(x, "e4m3:group128+expand")[0].dequantize(),
+])  # fmt: skip
+def test_a_tiny_member_takes_no_codes_from_the_others_of_its_group(make):
+    x = jax.random.normal(jax.random.key(0), (64, 128))
+    tiny = x.at[:, 7].set(1e-20)
+    others = np.arange(128) != 7
+    plain, beside = (relative(make(y)[:, others], x[:, others]) for y in (x, tiny))
+    # Half a step of 3 bits, evenly spread: 1.8 % of a value. Expansion leaves less, compression several times more.
+    assert beside < max(1.3 * plain, 0.02)
+    assert np.all(np.asarray(make(tiny))[:, 7] == 0)
