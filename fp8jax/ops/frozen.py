@@ -94,6 +94,7 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3") -> FrozenWeight:
 class _FrozenHow(NamedTuple):
     recipe: Linear
     spec: tuple[Any, ...] | None
+    name: str
 
 
 class _FrozenResiduals(NamedTuple):
@@ -134,32 +135,35 @@ def frozen_product(
             )
     value, of_x = input_source(x, recipe, key, source, known=known)
     noise = key_for(key, dy_spec, "dy") if dy_spec is not None else None
-    how = _FrozenHow(recipe, spec or product_sharding(value, w.codes, (((value.ndim - 1,), (1,)), ((), ()))))
-    return derivatives.passed("a product", _product(how, value, w.codes, of_x, noise), value)
+    spec = spec or product_sharding(value, w.codes, (((value.ndim - 1,), (1,)), ((), ())))
+    name = derivatives.named(f"a product of {value.shape} and a frozen weight")
+    y = _product(_FrozenHow(recipe, spec, name), value, w.codes, of_x, noise, derivatives.token(name, value))
+    return derivatives.passed("a product", y, value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: _FrozenHow, value: Array, codes: QTensor, of_x: Source, key: Array | None) -> Array:
-    return _forward(how, value, codes, of_x, key)[0]
+def _product(how: _FrozenHow, value: Array, *others: Any) -> Array:
+    return _forward(how, value, *others)[0]
 
 
 def _forward(
-    how: _FrozenHow, value: Array, codes: QTensor, of_x: Source, key: Array | None
+    how: _FrozenHow, value: Array, codes: QTensor, of_x: Source, key: Array | None, token: Array
 ) -> tuple[Array, _FrozenResiduals]:
-    x, recipe = fused.matrix(value), how.recipe
+    x, recipe = fused.matrix(lax.stop_gradient(value)), how.recipe
     spec = merged(how.spec, (value.ndim - 1, 1))
     rows = of_x.forward(x, input_side(recipe))
     y = matmul(rows, from_bytes(codes), dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
     y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
-    return derivatives.refuse(derivatives.TWICE, y, value), _FrozenResiduals(codes, Kind.of(value), key)
+    return derivatives.once(how.name, y, token), _FrozenResiduals(codes, Kind.of(value), key)
 
 
 def _backward(how: _FrozenHow, saved: _FrozenResiduals, dy: Array) -> tuple[Any, ...]:
     recipe, kind, lead = how.recipe, saved.kind, dy.shape[:-1]
-    rows, columns = _backward_operands(fused.matrix(dy), from_bytes(saved.codes), recipe, saved.key)
+    rows, columns = _backward_operands(fused.matrix(lax.stop_gradient(dy)), from_bytes(saved.codes), recipe, saved.key)
     fast = "dgrad" in recipe.fast_accumulation
     dx = matmul(rows, columns, dtype=kind.dtype, fast=fast, spec=merged(kind.spec, (len(lead), 1)))
-    return split(dx, (*lead, dx.shape[-1]), kind.spec), None, None, None
+    dx = split(dx, (*lead, dx.shape[-1]), kind.spec)
+    return derivatives.once(how.name, dx, dy), None, None, None, None
 
 
 _product.defvjp(_forward, _backward)

@@ -320,15 +320,22 @@ def _forward(
 
 
 def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
-    origin = how.known.find(cotangents[0])
-    if saved.token is None:
-        return _gradients(how, saved, origin, *cotangents)
-    saved_values, values = lax.stop_gradient((saved, cotangents))
-    results = _gradients(how, saved_values, origin, *values)
-    return derivatives.once(how.name, results, (cotangents, saved.token))
+    origin, token = how.known.find(cotangents[0]), saved.token
+    if token is None:
+        results, foreseen = _gradients(how, saved, origin, *cotangents)
+    else:
+        saved, values = lax.stop_gradient((saved, cotangents))
+        results, foreseen = _gradients(how, saved, origin, *values)
+        results = derivatives.once(how.name, results, (cotangents, token))
+    if foreseen is not None:
+        how.known.note(results[1 if how.through else 0], Origin(foreseen=foreseen))
+    return results
 
 
-def _gradients(how: How, saved: Residuals, origin: Origin, dy: Array, others: Array | None) -> tuple[Any, ...]:
+def _gradients(
+    how: How, saved: Residuals, origin: Origin, dy: Array, others: Array | None
+) -> tuple[tuple[Any, ...], Any]:
+    """The cotangents of all operands, and what is known of those that follow from that of the input."""
     recipe, (x, w, bias), key = how.recipe, saved.kinds, saved.key
     scales: Any = saved.scales
     lead = dy.shape[:-1]
@@ -373,13 +380,12 @@ def _gradients(how: How, saved: Residuals, origin: Origin, dy: Array, others: Ar
         dy_rows if side.shared and isinstance(dy_rows, QTensor) else None,
     )
     columns = saved.x.operand(side, of_dx)
-    if of_dx.foreseen is not None:
-        how.known.note(dx, Origin(foreseen=of_dx.foreseen))
     how_wgrad: Any = {"fast": "wgrad" in recipe.fast_accumulation, "turned": recipe.dy_wgrad == SAME}
     dw = matmul(columns, dy_columns, dtype=w.dtype, spec=w.spec, **how_wgrad)
     inputs = (None, dx) if how.through else (dx, None)
     db = None if bias is None or total is None else bias.cast(total)
-    return *inputs, dw, db, None, None, None, scales and Scales(slot=seen), None  # type: ignore[arg-type]
+    slots = scales and Scales(slot=seen)  # type: ignore[call-arg]
+    return (*inputs, dw, db, None, None, None, slots, None), of_dx.foreseen
 
 
 def _differentiated(how: How, *operands: Any) -> tuple[tuple[Array, Array | None], Residuals]:

@@ -9,8 +9,12 @@ import pytest
 
 import fp8jax
 from fp8jax.core import derivatives
+from fp8jax.ops import linear, norm
+from fp8jax.ops.frozen import freeze
+from fp8jax.ops.fused import Foreseen
 from fp8jax.ops.linear import linears
-from fp8jax.ops.saved import NOTHING
+from fp8jax.ops.operand import SavedCodes
+from fp8jax.ops.saved import NOTHING, Blank
 
 
 def draw(seed, *shape):
@@ -150,6 +154,57 @@ def test_forward_mode_names_the_operation_and_what_to_take(how):
 ])  # fmt: skip
 def test_so_do_other_operations(f, name):
     with pytest.raises(ValueError, match=f"^{name}.* reverse mode only"):
+        jax.jvp(f, (X,), (X,))
+
+
+class Known(Blank):
+    """Which arrays are asked for, and of which something is said."""
+
+    def __init__(self):
+        self.asked, self.noted = [], []
+
+    def find(self, x):
+        self.asked.append(x)
+        return NOTHING
+
+    def note(self, x, origin):
+        self.noted.append(x)
+
+
+def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypatch):
+    known, operand = Known(), SavedCodes.operand
+
+    def foreseeing(self, side, gradient):
+        gradient.foreseen = Foreseen()
+        return operand(self, side, gradient)
+
+    monkeypatch.setattr(SavedCodes, "operand", foreseeing)
+
+    @jax.jit
+    def program(x):
+        def f(x):
+            y = norm.rms_norm(x, recipe="coat", known=known)
+            return jnp.sum(linear.linear(y, W["up"], recipe="coat", known=known))
+
+        y, back = jax.vjp(f, x)
+        known.noted.clear()
+        return back(y)
+
+    program(X)
+    assert any(known.noted[0] is x for x in known.asked)
+
+
+def test_products_with_frozen_weights_are_differentiated_once_by_the_input():
+    w = freeze(W["up"])
+
+    def f(x):
+        return jnp.sum(fp8jax.linear(x, w, recipe="te_current") ** 2)
+
+    x = X - jax.grad(f)(X)
+    np.testing.assert_array_equal(jax.grad(lambda x: f(x - jax.lax.stop_gradient(jax.grad(f)(x))))(X), jax.grad(f)(x))
+    with pytest.raises(ValueError, match=r"a frozen weight.*differentiated twice"):
+        jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))(X)
+    with pytest.raises(ValueError, match=r"a frozen weight.* reverse mode only"):
         jax.jvp(f, (X,), (X,))
 
 
