@@ -22,10 +22,10 @@ from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.operand import Source, encode, input_side
-from fp8jax.ops.product import input_source, key_for
+from fp8jax.ops.product import input_source
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.saveable import PRODUCT
-from fp8jax.ops.saved import BLANK, Provenance, from_bytes, to_bytes
+from fp8jax.ops.saved import BLANK, Provenance, from_bytes, key_for, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 
 

@@ -18,7 +18,7 @@ from fp8jax.core import derivatives, formats, scaling
 from fp8jax.core.blocks import as_row
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
-from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
+from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops import cotangent, fallback, fused
 from fp8jax.ops.choice import tell_saved, vary_alike, varying
 from fp8jax.ops.fallback import Pair
@@ -37,7 +37,7 @@ from fp8jax.ops.operand import (
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.saveable import INPUT, PRODUCT, named
-from fp8jax.ops.saved import BLANK, ITSELF, Gradient, Origin, Provenance, mapped_alike, to_bytes
+from fp8jax.ops.saved import BLANK, ITSELF, Gradient, Origin, Provenance, key_for, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
 
@@ -397,16 +397,3 @@ def _differentiated(how: How, *operands: Any) -> tuple[tuple[Array, Array | None
 
 
 _product.defvjp(_differentiated, _backward)
-
-
-def key_for(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
-    """The key for codes of one use, "saved" or "dy"; None where their spec rounds to nearest.
-
-    Raises:
-        ValueError: it rounds stochastically, and there is no key.
-    """
-    if spec.rounding != "stochastic":
-        return None
-    if key is None:
-        raise ValueError(f"the recipe rounds {use} stochastically ({spec}): pass key=jax.random.key(...)")
-    return jax.random.fold_in(key, {"saved": 0, "dy": 1}[use])

@@ -60,6 +60,19 @@ def decode(saved: QTensor | Array) -> Array:
     return saved.astype(jnp.float32) if isinstance(saved, Array) else from_bytes(saved).dequantize()
 
 
+def key_for(key: Array | None, spec: QuantSpec, use: str) -> Array | None:
+    """The key for codes of one use, "saved" or "dy"; None where their spec rounds to nearest.
+
+    Raises:
+        ValueError: it rounds stochastically, and there is no key.
+    """
+    if spec.rounding != "stochastic":
+        return None
+    if key is None:
+        raise ValueError(f"the recipe rounds {use} stochastically ({spec}): pass key=jax.random.key(...)")
+    return jax.random.fold_in(key, {"saved": 0, "dy": 1}[use])
+
+
 def mapped_alike(x: Array, y: Array) -> Array:
     """`x`, which `jax.vmap` maps where it maps `y`.
 
