@@ -65,16 +65,16 @@ def _llama(fields: Fields, bias: str = "", **settings: Any) -> LlamaConfig:
     fields.only("hidden_act", "silu", default="silu")
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
-    heads, dim = fields.number("num_attention_heads"), fields.number("hidden_size")
-    channels = fields.number("head_dim", None)
+    heads, dim = fields.count("num_attention_heads"), fields.count("hidden_size")
+    channels = fields.count("head_dim", None)
     return LlamaConfig(
-        vocab=fields.number("vocab_size"),
+        vocab=fields.count("vocab_size"),
         dim=dim,
-        layers=fields.number("num_hidden_layers"),
+        layers=fields.count("num_hidden_layers"),
         heads=heads,
-        kv_heads=fields.number("num_key_value_heads", heads),
-        mlp_dim=fields.number("intermediate_size"),
-        tied=fields.take("tie_word_embeddings", False),
+        kv_heads=fields.count("num_key_value_heads", heads),
+        mlp_dim=fields.count("intermediate_size"),
+        tied=fields.only("tie_word_embeddings", True, default=False),
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=settings.pop("norm_eps", None) or fields.number("rms_norm_eps"),
@@ -151,20 +151,20 @@ def _gpt2(fields: Fields) -> LlamaConfig:
     fields.only("scale_attn_weights", True)
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("add_cross_attention", False)
-    heads, dim = fields.number("n_head"), fields.number("n_embd")
+    heads, dim = fields.count("n_head"), fields.count("n_embd")
     return LlamaConfig(
-        vocab=fields.number("vocab_size"),
+        vocab=fields.count("vocab_size"),
         dim=dim,
-        layers=fields.number("n_layer"),
+        layers=fields.count("n_layer"),
         heads=heads,
         kv_heads=heads,
-        mlp_dim=fields.number("n_inner", 4 * dim),
-        tied=fields.take("tie_word_embeddings", True),
+        mlp_dim=fields.count("n_inner", 4 * dim),
+        tied=fields.only("tie_word_embeddings", False, default=True),
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
         norm="layer_bias",
         bias="all",
         mlp="gelu",
-        learned_positions=fields.number("n_positions"),
+        learned_positions=fields.count("n_positions"),
     )
 
 
@@ -204,7 +204,7 @@ ALL = (
     Family(
         "mistral",
         "MistralForCausalLM",
-        lambda fields: _llama(fields, window=fields.number("sliding_window", None)),
+        lambda fields: _llama(fields, window=fields.count("sliding_window", None)),
         lambda config: _llama_fields(config, sliding_window=config.window),
         _llama_tensors,
     ),
@@ -249,6 +249,8 @@ def read(path: Path, content: dict[str, Any]) -> tuple[Family, LlamaConfig]:
         UserError: of an unknown architecture, with unknown fields, or impossible.
     """
     named = content.get("architectures") or [None]
+    if not isinstance(named, list):
+        raise UserError(f"{path}: architectures is {named!r}, not a list of names")
     family = next((x for x in ALL if x.name == content.get("model_type")), None)
     if family is None or named[0] not in (None, family.architecture):
         known = ", ".join(x.architecture for x in ALL)

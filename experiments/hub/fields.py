@@ -1,5 +1,6 @@
 """Reading a config.json so that no field is passed over: each is taken, known to be harmless, or refused by name."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,21 @@ class Fields:
         return default
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """As `take`, of a count or a real number.
+        """As `take`, of a finite number.
 
         Raises:
             UserError: it is none.
         """
         value = self.take(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        if value is not None and not _finite(value):
             raise UserError(f"{self.path}: {name} is {value!r}, not a number")
+        return value
+
+    def count(self, name: str, default: Any = _REQUIRED) -> Any:
+        """As `number`, of a whole one."""
+        value = self.number(name, default)
+        if value is not None and not isinstance(value, int):
+            raise UserError(f"{self.path}: {name} is {value!r}, not a whole number")
         return value
 
     def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
@@ -89,6 +97,8 @@ class Fields:
         old, kind = parts.pop("type", "default"), parts.pop("rope_type", None)
         kind = old if kind is None else kind
         theta = parts.pop("rope_theta", theta)
+        if wrong := {k: v for k, v in {"rope_theta": theta, **parts}.items() if not _finite(v)}:
+            raise UserError(f"{self.path}: rope settings {wrong} are not numbers")
         scaling = None
         if kind == "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -107,6 +117,10 @@ class Fields:
         if left:
             listed = ", ".join(f"{k} = {v!r}" for k, v in sorted(left.items()))
             raise UserError(f"{self.path}: unknown fields, which may change the model: {listed}")
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def rope_fields(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:

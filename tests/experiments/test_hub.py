@@ -102,6 +102,11 @@ BROKEN = {
     "clip": ({"clip_qkv": 8.0}, r"clip_qkv = 8\.0"),
     "window": ({"sliding_window": 16}, "sliding_window = 16"),
     "text": ({"hidden_size": "wide"}, "hidden_size is 'wide', not a number"),
+    "half a layer": ({"num_hidden_layers": 1.5}, r"num_hidden_layers is 1\.5, not a whole number"),
+    "no number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a number"),
+    "rope number": ({"rope_parameters": {"rope_theta": "big"}}, "rope settings .*'big'.* are not numbers"),
+    "tied text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+    "architectures": ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', not a list"),
     "missing": ({"hidden_size": None}, "lacks hidden_size"),
     "shape": ({"num_attention_heads": 5}, "heads 5"),
     "sizes": ({"intermediate_size": 64}, r"mlp\.gate_proj\.weight is \[48, 32\], but by config\.json it is \[64, 32\]"),
@@ -173,9 +178,9 @@ def _header_of_a_gigabyte(folder):
     path.write_bytes((1 << 30).to_bytes(8, "little") + path.read_bytes()[8:])
 
 
-def _outside(folder, name="../model.safetensors"):
+def _outside(folder, name="../model.safetensors", tensor="model.norm.weight"):
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"]["model.norm.weight"] = name
+    index["weight_map"][tensor] = name
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -190,6 +195,7 @@ FILES = {
     "outside": (_outside, r"index\.json names '\.\./model\.safetensors', which is not a file of this folder"),
     "absolute": (lambda f: _outside(f, "/etc/passwd"), "names '/etc/passwd'"),
     "elsewhere": (lambda f: _outside(f, "model-00001-of-00002.safetensors"), "model.norm.weight"),
+    "in none": (lambda f: _outside(f, "model-00001-of-00002.safetensors", "more"), "safetensors lacks more, which"),
     "nowhere": (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "is missing; .*names it"),
     "integers": (_integers, r"model-00002-of-00002\.safetensors: .* is stored as I32; weights are F32, F16, BF16"),
     "index": (lambda f: (f / "model.safetensors.index.json").write_text("[1]"), "holds list, not a JSON object"),
