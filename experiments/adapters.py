@@ -6,6 +6,7 @@ seed, and is an argument of a step, which returns none of it.
 """
 
 import dataclasses
+import functools
 import re
 import zlib
 from typing import Any
@@ -149,6 +150,39 @@ def merged(model: Llama) -> dict[str, jax.Array]:
             whole = fp8jax.lora.merge_adapter(values, layer.adapter) if layer.adapts else values
             weights["/".join(map(str, path))] = whole
     return weights
+
+
+def values_of(params: Any) -> Any:
+    """Parameters as arrays: zeros in place of codes, which `with_codes` puts into what is made of them."""
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.bfloat16) if isinstance(x, fp8jax.FrozenWeight) else x, params, is_leaf=_frozen
+    )
+
+
+def with_codes(base: Any, params: Any, lora: Lora) -> Any:
+    """A base whose layers hold those codes that given parameters have.
+
+    Raises:
+        UserError: they are of another spec than the base's.
+    """
+    for path, w in jax.tree_util.tree_leaves_with_path(params, is_leaf=_frozen):
+        if not _frozen(w):
+            continue
+        *layer, _ = (key.key for key in path)
+        if lora.base == "bf16" or w.codes.spec != fp8jax.QuantSpec.parse(lora.base):
+            raise UserError(
+                f"--base {lora.base}: the checkpoint holds codes, {w.codes.spec}; give --base {w.codes.spec}"
+            )
+        held: Any = {"held": dict(enumerate(jax.tree.leaves(w)))}
+        bias = {k: v for k, v in functools.reduce(lambda tree, step: tree[step], layer, base).items() if k == "bias"}
+        for step in reversed(layer):
+            held, bias = {step: held | bias}, {}
+        base = joined(apart(base, held), held)
+    return base
+
+
+def _frozen(x: Any) -> bool:
+    return isinstance(x, fp8jax.FrozenWeight)
 
 
 def joined(one: Any, other: Any) -> Any:

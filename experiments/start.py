@@ -74,10 +74,15 @@ def shape(config: Config, tokenizer: Tokenizer) -> LlamaConfig:
 def params(config: Config, mesh: jax.sharding.Mesh | None) -> Any:
     """The parameters of the checkpoint, as they are stored; None without one.
 
+    Of a base in 8 bits, weights that are stored in 8 bits are `FrozenWeight`s.
+
     Raises:
         UserError: as `experiments.hub.load.load`.
     """
-    return _hub("load").load(config.model.init, mesh=mesh).params if config.model.init else None
+    if not config.model.init:
+        return None
+    codes = bool(config.lora.lora_rank) and config.lora.base != "bf16"
+    return _hub("load").load(config.model.init, mesh=mesh, codes=codes).params
 
 
 def tokenizer(config: Config) -> CheckpointTokenizer:
@@ -169,6 +174,8 @@ def conversation(record: records.TextRecord, template: chat.Template, model: tok
 
 def prompt(tokens: data.Tokens | packing.Packed, longest: int) -> list[int]:
     """The beginning of the validation text, or of its first document up to an answer: what a sample goes on from."""
+    if longest < 1:
+        return []
     if isinstance(tokens, data.Tokens):
         return [int(i) for i in tokens.valid[:longest]]
     ids, answers, segments = tokens.valid[0]

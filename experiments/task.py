@@ -102,7 +102,7 @@ class Task:
             params: of a model of this shape, in place of those of the seed; with adapters they are the base's.
         """
         key = jax.random.key(self.seed)
-        model = self._made(nnx.Rngs(key), params)
+        model = self._made(nnx.Rngs(key), adapters.values_of(params))
         params, _, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, BaseVariable, ...))
         held = fp8jax.formats.get(self.recipe.weights.held).dtype
         return TrainState(
@@ -119,11 +119,17 @@ class Task:
         """The weights that are not trained, a nested dict, empty without adapters: what `step` takes.
 
         Args:
-            params: of a model of this shape without adapters; None takes those of the seed.
+            params: of a model of this shape without adapters; None takes those of the seed. Of a `FrozenWeight` in it
+                the codes are the base's, as they are.
+
+        Raises:
+            UserError: codes are of another spec than the base's.
         """
         if self.lora is None:
             return {}
-        return nnx.to_pure_dict(nnx.state(self._made(nnx.Rngs(jax.random.key(self.seed)), params), BaseVariable))
+        values = adapters.values_of(params)
+        made = self._made(nnx.Rngs(jax.random.key(self.seed)), values)
+        return adapters.with_codes(nnx.to_pure_dict(nnx.state(made, BaseVariable)), params, self.lora)
 
     def _made(self, rngs: nnx.Rngs, params: Any = None) -> Llama:
         return _make(self.llama, self.recipe, self.remat, self.rows, self.unroll, rngs, self.lora, params)

@@ -181,6 +181,38 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
     assert evaluate.main(scored) == 0
 
 
+def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, tmp_path, capsys):
+    import fp8jax
+    from experiments import adapters
+    from experiments.hub import load, save
+    from experiments.task import Task
+
+    plain = load.load(checkpoint)
+    folder = tmp_path / "eight"
+    save.save(folder, plain.config, plain.params, like=checkpoint, eight=save.eight_bits("channel"))
+    settings = train.parse(["--init", str(folder), "--lora-rank", "4", "--base", "e4m3:token"])
+    params = start.params(settings, None)
+    recipe = adapters.of_base(fp8jax.recipes.te_current(), settings.lora)
+    task = Task.build(plain.config, train.make_optimizer(settings, recipe), recipe, remat=False, seed=0,
+                      lora=settings.lora)  # fmt: skip
+    base = jax.jit(task.base)(params)
+    assert jax.tree.structure(base) == jax.tree.structure(jax.eval_shape(task.base))
+    for part, name in (("attention", "q"), ("mlp", "down")):
+        stored = params["layers"][part][name]["kernel"]
+        assert isinstance(stored, fp8jax.FrozenWeight)
+        held = base["layers"][part][name]["held"]
+        for one, other in zip((held[0], held[1]), jax.tree.leaves(stored), strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    np.testing.assert_array_equal(
+        np.asarray(base["embed"]["embedding"]), np.asarray(plain.params["embed"]["embedding"])
+    )
+    argv = [*FLAGS, "--init", str(folder), "--data", str(talks), "--out", str(out), "--run", "eight", "--recipe",
+            "te_current", "--lora-rank", "4", "--sample-tokens", "0"]  # fmt: skip
+    assert train.main(argv) == 2
+    assert "the checkpoint holds codes, e4m3:token; give --base e4m3:token" in capsys.readouterr().err
+    assert train.main([*argv, "--base", "e4m3:token"]) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
