@@ -12,7 +12,7 @@ import tokenizers
 from flax import nnx
 
 import fp8jax
-from experiments import evaluate
+from experiments import evaluate, start
 from experiments.config import UserError
 from experiments.hub import save
 from experiments.tokenizer import SEPARATOR, BytePair, Bytes, Tokenizer
@@ -48,28 +48,25 @@ def from_run(
         UserError: as `evaluate.load` and `save.save`.
     """
     trained = evaluate.load(run, recipe)
-    how = None
+    config, how = trained.config, None
     if eight in ("recipe", "recipe-deepseek"):
+        if config.lora.lora_rank:
+            raise UserError(
+                f"{run} trained adapters, whose products stand beside those of the base's codes: there are no codes of "
+                "both; write 16 bits, or new codes with --eight tensor, channel, block or deepseek"
+            )
         of_recipe = save.of_recipe(trained.recipe, deepseek=eight != "recipe", activations=activations)
         how = dataclasses.replace(of_recipe, made=held_codes(trained))
     elif eight is not None:
         how = save.eight_bits(eight, activations=activations)
-    text = tokenizer_files(trained.tokenizer, trained.config.data.seq_len)
-    fields = {
-        "max_position_embeddings": trained.config.data.seq_len,
-        "bos_token_id": SEPARATOR,
-        "eos_token_id": SEPARATOR,
-    }
-    return save.save(
-        out,
-        trained.task.llama,
-        trained.params,
-        dtype=dtype,
-        eight=how,
-        shard_bytes=shard_bytes,
-        beside=text,
-        fields=fields,
-    )
+    settings: dict[str, Any] = {"dtype": dtype, "eight": how, "shard_bytes": shard_bytes}
+    if config.model.init:
+        # Its tokenizer and settings are those of the checkpoint that it started from.
+        return save.save(out, trained.task.llama, trained.params, like=start.resolve(config), **settings)
+    length = config.data.seq_len
+    fields = {"max_position_embeddings": length, "bos_token_id": SEPARATOR, "eos_token_id": SEPARATOR}
+    beside = tokenizer_files(trained.tokenizer, length)
+    return save.save(out, trained.task.llama, trained.params, beside=beside, fields=fields, **settings)
 
 
 def held_codes(trained: evaluate.Trained) -> Mapping[str, fp8jax.QTensor]:

@@ -179,6 +179,18 @@ def test_a_checkpoint_is_tuned_on_answers_and_resumes(checkpoint, talks, out, ca
     text.write_text("What is it? It is of course brief. " * 20)
     scored = ["--run", str(out / name), "--recipe", "te_current", "--data", str(text)]
     assert evaluate.main(scored) == 0
+    from experiments.hub import __main__ as hub
+
+    # Exported, it has the tokenizer and the settings that it started from.
+    run, exported = ["--run", str(out / name), "--recipe", "te_current"], out / f"{name}_exported"
+    assert hub.main([*run, "--out", str(exported), "--dtype", "float32"]) == 0
+    tuned, expected = load.load(exported).params, evaluate.load(out / name, "te_current").params
+    jax.tree.map(np.testing.assert_array_equal, tuned, jax.tree.map(lambda x: np.asarray(x, np.float32), expected))
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (exported / file).read_text() == (checkpoint / file).read_text()
+    code = hub.main([*run, "--out", str(out / f"{name}_8"), "--eight", "recipe"])
+    assert code == (2 if lora else 0)
+    assert ("trained adapters" in capsys.readouterr().err) == bool(lora)
 
 
 def test_codes_of_a_checkpoint_are_the_base_as_they_are(checkpoint, talks, out, tmp_path, capsys):
