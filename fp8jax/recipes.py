@@ -248,6 +248,23 @@ def for_device(capability: int | None = None) -> Recipe:
     return get(device(capability).recipe)
 
 
+def for_shapes(recipe: Recipe | str = "auto") -> Recipe:
+    """A recipe that leaves products in 16 bits where 8 bits lose time, such as k and v of grouped queries.
+
+    `fp8jax.transform` decides for each product when it first sees its shapes, by rates of the GPU that
+    `python -m experiments.bench rates` measures (`fp8jax.ops.gains`), and `explain` says what each gains. Of a GPU
+    whose rates are not known every product is taken. Tokens are those of the program: where an automatic mesh cuts
+    them, count with fewer.
+
+    Args:
+        recipe: a `Recipe` or a preset's name.
+    """
+    whole = resolve(recipe)
+    if not isinstance(whole, Recipe):
+        raise TypeError(f"for_shapes takes a whole recipe or a preset's name, not {recipe!r}")
+    return dataclasses.replace(whole, linear=dataclasses.replace(whole.linear, select="gains"))
+
+
 def device(capability: int | None = None) -> Device:
     """What `for_device` takes, and what runs in 8 bits with it."""
     if capability is None:

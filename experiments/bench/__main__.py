@@ -24,6 +24,7 @@ BENCHES = (
     "reduce",
     "cold",
     "lora",
+    "rates",
 )
 
 

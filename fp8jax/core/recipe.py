@@ -48,8 +48,8 @@ class Linear:
             changes to that end, once a step.
         interval: steps after which automatic scaling measures a weight again.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
-            tensor cores of Hopper keep; the others promote partial sums to fp32, as Transformer Engine does in its
-            backward pass.
+            tensor cores of Hopper keep; the others promote sums to fp32, as Transformer Engine's backward pass does.
+        select: "all" products, or what "gains" time by them (`fp8jax.recipes.for_shapes`).
 
     Raises:
         ValueError: a spec is malformed, or settings contradict each other.
@@ -70,6 +70,7 @@ class Linear:
     fallback_factor: float = 1.3
     interval: int = 500
     fast_accumulation: tuple[str, ...] = ("forward",)
+    select: str = "all"
 
     def __post_init__(self) -> None:
         for field in ("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad", "saved"):
@@ -106,15 +107,14 @@ class Linear:
                 names = ", ".join(NAMES)
                 raise ValueError(f"unknown linear.{field} {getattr(self, field)!r}; it is one of {names}")
         self._check_states()
-        unknown = set(self.fast_accumulation) - set(self.products())
-        if unknown:
-            raise ValueError(
-                f"linear.fast_accumulation names {sorted(unknown)}; products are {', '.join(self.products())}"
-            )
-        if self.history < 1:
-            raise ValueError(f"linear.history must be positive, not {self.history}")
-        if self.interval < 1:
-            raise ValueError(f"linear.interval must be positive, not {self.interval}")
+        if unknown := set(self.fast_accumulation) - set(self.products()):
+            names = ", ".join(self.products())
+            raise ValueError(f"linear.fast_accumulation names {sorted(unknown)}; products are {names}")
+        if self.select not in ("all", "gains"):
+            raise ValueError(f"linear.select is 'all' or 'gains', not {self.select!r}")
+        for field in ("history", "interval"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"linear.{field} must be positive, not {getattr(self, field)}")
 
     def _check_states(self) -> None:
         """Raises ValueError for operands that their scaling has no scales for."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.core.recipe import Linear
+from fp8jax.ops import gains
 from fp8jax.rewrite import activations, biases, norms, primitives
 from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, Weight, before, in_order, origin_of, readers
 from fp8jax.rewrite.heads import Flow
@@ -247,13 +248,40 @@ def _replace_all(
     counts, normed = readers(graph), set[str]()
     alone = {inner: biases.only_readers(inner, counts) for inner in {p.graph for p in products}}
     for (_, root), group in groups.items():
-        if rules.between:
+        asked = [p for p in group if p.choice.linear is not None and p.choice.linear.select == "gains"]
+        if asked:
+            _leave_losing(_made(root, counts), asked, entries)
+        if rules.between and (not asked or any(p.taken for p in group)):
             normed |= _replace_before(_made(root, counts), group, rules, entries, modules)
         for p in group:
             if p.taken:
                 entry = entries.pop(p.node)._replace(kept=_replace_product(p, alone[p.graph]))
                 entries[p.place or p.node] = entry
     return normed
+
+
+def _leave_losing(value: Value, asked: list[_Product], entries: dict[Node, Entry]) -> None:
+    """Leaves those products of a value in 16 bits that lose time in 8 bits; says of each what it gains."""
+    rates, linear = gains.of_device(), asked[0].choice.linear
+    made = value.node is not None and between(asked[0].choice.recipe)
+    if rates is not None and made and value.node is not None and value.node.operation is None:
+        made = norms.find(value) is not None or activations.find(value) is not None
+    for p in asked:
+        contract, batch = p.node.eqn.params.get("dimension_numbers", ((), ((),)))
+        reason, seconds = entries[p.node].reason, None
+        if rates is not None and linear is not None and p.node.kind == "dot_general" and not batch[0]:
+            inputs = math.prod(p.data.shape[i] for i in contract[1 - p.side])
+            tokens = math.prod(p.data.shape) // inputs
+            shape = tokens, inputs, math.prod(p.node.operands[p.side].shape) // inputs
+            seconds = gains.gain(*shape, linear, made=made, readers=len(asked), rates=rates)
+        if seconds is None:
+            reason += "; what it gains is not known" if rates is not None else "; no rates of this GPU are known"
+        elif seconds > 0:
+            reason += f"; gains about {1e6 * seconds:.0f} us of a step"
+        else:
+            reason = f"gains nothing at {tokens:,} tokens: {-1e6 * seconds:.0f} us slower in 8 bits"
+            p.choice = LayerChoice(None, reason)
+        entries[p.node] = entries[p.node]._replace(reason=reason, choice=p.choice)
 
 
 def _made(value: Value, counts: dict[Value, int]) -> Value:

@@ -71,3 +71,16 @@ def test_a_user_s_model_trains_in_both(monkeypatch):
     assert losses["bf16"][2] < losses["bf16"][0]
     assert losses["bf16"] == pytest.approx(losses["coat"], rel=0.02)
     assert losses["bf16"] != losses["coat"]
+
+
+def test_rates_run_and_a_dry_run_leaves_the_table_alone(monkeypatch, capsys, tmp_path):
+    from experiments.bench import rates
+    from fp8jax.ops.gains import Rates
+
+    monkeypatch.setenv("FP8JAX_DRY", "1")
+    table = tmp_path / "rates.json"
+    rates.main(["--table", str(table), "--device", "none"])
+    told = capsys.readouterr().out
+    entry = json.loads(told[told.index("{") :])
+    assert set(Rates._fields) <= set(entry)
+    assert not table.exists()
