@@ -130,6 +130,17 @@ def test_a_run_stops_resumes_exactly_and_is_evaluated(argv, out, capsys):
     assert evaluate.main(["--run", str(out / "lora"), "--recipe", "te_current"]) == 0
 
 
+def test_adapters_train_alike_on_a_mesh(argv, out, capsys):
+    losses = {}
+    for mesh in ("data=1", "data=2,fsdp=2"):
+        run = f"lora_{mesh[-1]}"
+        flags = ["--recipe", "te_current", "--lora-rank", "4", "--mesh", mesh, "--run", run]
+        assert train.main([*argv, *flags]) == 0
+        losses[mesh] = json.loads((out / run / "te_current" / "result.json").read_text())["result"]["valid_loss"]
+    assert losses["data=2,fsdp=2"] == pytest.approx(losses["data=1"], rel=2e-3)
+    assert "error" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
