@@ -91,6 +91,7 @@ CPU = (
     table("coat_memory", 60),
     table("int8_memory", 60),
     table("second_moment", 90),
+    table("coat_expansion", 60),
     table("coat_optimizer", 400),
     table("coat_activations", 200),
     table("moss_snr", 400),
