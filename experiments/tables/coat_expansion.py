@@ -8,6 +8,7 @@ gradients, at several steps. Xi et al., COAT, section 4.2, ICLR 2025.
 import sys
 from collections.abc import Iterator, Mapping
 
+import jax.numpy as jnp
 import numpy as np
 
 import fp8jax
@@ -41,7 +42,7 @@ def stored(x: np.ndarray, moment: str, expand: bool | str) -> np.ndarray:
     """What `compressed_adamw` would decode of a moment, without its rule for dead members."""
     underflow = "zero" if moment == "mu" else "smallest"
     spec = fp8jax.QuantSpec("e4m3", "group", 128, expand=expand, underflow=underflow)
-    return np.asarray(fp8jax.quantize(x.astype(np.float32), spec).dequantize(), np.float64)
+    return np.asarray(fp8jax.quantize(jnp.asarray(x, jnp.float32), spec).dequantize(), np.float64)
 
 
 def error(gradients: Mapping[str, np.ndarray], b2: float, expand: bool | str) -> float:

@@ -101,7 +101,8 @@ def test_a_moment_stored_too_coarsely_fails_the_same_comparison():
 def test_around_adamw_it_is_compressed_adamw(moments, expand, dtype):
     mu, nu = moments
     storage = {"expand": expand, "min_size": 300}
-    ours = fp8jax.compress_state(optax.adamw(1e-2, weight_decay=0.1), {"mu": mu, "nu": nu}, **storage)
+    moments = {"mu": mu, "nu": nu}
+    ours = fp8jax.compress_state(optax.adamw(1e-2, weight_decay=0.1), moments, **storage, nu_rounding="nearest")
     settings = {"mu": mu, "nu": nu, "nu_rounding": "nearest", "impl": "xla", **storage}
     theirs = fp8jax.compressed_adamw(1e-2, weight_decay=0.1, **settings)
     p = params(dtype)
@@ -148,7 +149,7 @@ def test_every_format_stores_within_its_error_and_keeps_zeros(make, mu, nu, expa
     An unexpanded first moment of which it is not known how it decays has one of the two codes around it.
     """
     if make == "compress_state":
-        tx = OURS(optax.adamw(1e-3, b1=0.5, b2=0.5), {"mu": mu, "nu": nu}, expand=expand)
+        tx = OURS(optax.adamw(1e-3, b1=0.5, b2=0.5), {"mu": mu, "nu": nu}, expand=expand, nu_rounding="nearest")
     else:
         tx = fp8jax.compressed_adamw(1e-3, b1=0.5, b2=0.5, mu=mu, nu=nu, expand=expand, min_size=0, impl="xla")
     p = {"w": jnp.zeros((4, 128))}
@@ -404,11 +405,11 @@ def test_sums_and_maxima_are_compressed_only_where_that_is_asked_for():
 
 @pytest.mark.parametrize("make", [lambda: optax.adamw(1.0, b2=0.95, weight_decay=0.0)])
 def test_dead_members_take_few_codes_from_the_others(make):
-    """How far updates are off; without the bounds on exponents 0.2 after 400 steps, and growing."""
+    """How far updates are off; without the bounds on exponents 0.19 to 0.3 after 400 steps, and growing."""
     dead, at = test_members.gradients(0)
     found, _ = test_members.run(fp8jax.compress_state(make(), min_size=0), 0.95, at, (120, 400))
     small = np.arange(128) < 8
-    for which, most in ((~dead & ~small, 0.1), (~dead & small, 0.14)):
+    for which, most in ((~dead & ~small, 0.12), (~dead & small, 0.16)):
         for ours, exact in found:
             assert np.all(test_members.error(ours, exact, which) < most)
 
@@ -425,3 +426,33 @@ def test_live_members_of_any_scale_keep_their_second_moments():
     ours, exact = (x[..., :8] for x in found)
     gain = np.sum(ours * exact) / np.sum(exact**2)
     assert 0.9 < gain < 1.1
+
+
+@pytest.mark.parametrize("make", [
+    optax.adam,
+    optax.adabelief,
+    optax.yogi,
+    optax.lamb,
+    lambda rate: optax.adafactor(rate, factored=False, multiply_by_parameter_scale=False, clipping_threshold=None),
+])  # fmt: skip
+def test_slow_averages_follow_rare_gradients(make):
+    """At optax's own decays, 0.999; to nearest 0.62 to 0.77 of the exact update after 1,000 steps."""
+    rare, steps = np.arange(128) % 8 == 0, 1000
+    params = jnp.full((8, 128), 0.1)
+
+    def gradient(step):
+        noise, on = (jax.random.fold_in(jax.random.key(seed), step) for seed in (0, 1))
+        here = ~rare | (jax.random.uniform(on, params.shape) < 0.02)
+        return jnp.where(here, 1e-2 * jax.random.normal(noise, params.shape), 0)
+
+    def run(tx):
+        def step(state, t):
+            return tx.update(gradient(t), state, params)[::-1]
+
+        state = jax.lax.fori_loop(0, steps - 100, lambda t, state: step(state, t)[0], tx.init(params))
+        return jax.lax.scan(step, state, jnp.arange(steps - 100, steps))[1]
+
+    exact, ours = (np.asarray(jax.jit(run, static_argnums=0)(tx), np.float64)[..., rare] for tx in (
+        make(1.0), fp8jax.compress_state(make(1.0), min_size=0)
+    ))  # fmt: skip
+    assert 0.93 < np.sum(ours * exact) / np.sum(exact**2) < 1.07
