@@ -65,6 +65,9 @@ def _llama(fields: Fields, bias: str = "", **settings: Any) -> LlamaConfig:
     fields.only("hidden_act", "silu", default="silu")
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
+    # Of other kinds of rotary positions, which files of some families say that they have not.
+    fields.only("rope_interleaved", False)
+    fields.only("use_mrope", False)
     heads, dim = fields.count("num_attention_heads"), fields.count("hidden_size")
     channels = fields.count("head_dim", None)
     return LlamaConfig(

@@ -107,6 +107,8 @@ BROKEN = {
     "rope number": ({"rope_parameters": {"rope_theta": "big"}}, "rope settings .*'big'.* are not numbers"),
     "tied text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
     "architectures": ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', not a list"),
+    "interleaved": ({"rope_interleaved": True}, "rope_interleaved is True"),
+    "three axes": ({"use_mrope": True}, "use_mrope is True"),
     "missing": ({"hidden_size": None}, "lacks hidden_size"),
     "shape": ({"num_attention_heads": 5}, "heads 5"),
     "sizes": ({"intermediate_size": 64}, r"mlp\.gate_proj\.weight is \[48, 32\], but by config\.json it is \[64, 32\]"),
@@ -141,6 +143,15 @@ def test_settings_of_a_family_that_change_its_mathematics_are_refused(case, chan
     (folder / "config.json").write_text(json.dumps(made["config"] | change))
     with pytest.raises(UserError, match=message):
         load(folder)
+
+
+def test_fields_that_published_files_have_besides_are_of_no_matter(tmp_path):
+    folder, made = checkpoint(tmp_path, "llama3")
+    plain = load(folder).config
+    besides = {"rope_interleaved": False, "use_mrope": False, "is_llama_config": True, "max_sequence_length": 64}
+    besides |= {"pretraining_tp": 1, "torch_dtype": "bfloat16", "_name_or_path": "x", "transformers.js_config": {}}
+    (folder / "config.json").write_text(json.dumps(made["config"] | besides))
+    assert load(folder).config == plain
 
 
 def test_both_spellings_of_rotary_settings_are_read(tmp_path):
