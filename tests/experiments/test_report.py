@@ -1,11 +1,13 @@
 """What tables and plots show, against figures computed by hand."""
 
+import io
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from experiments import report
 from experiments.result import Result
@@ -27,6 +29,15 @@ def test_recipes_are_compared_with_the_first():
     )
     assert shown["a"] == ["2.5000", "2.0000", "1.0000", f"{math.e**2:.3f}", "8.0 KiB", "8.192", "1,234"]
     assert shown["b"] == ["2.2500", "2.5000", "1.2500", f"{math.e**2.5:.3f}", "3.0 KiB", "3.072", "100"]
+
+
+def test_the_comparison_fits_into_80_columns_with_whole_names():
+    rows = [result(name, 12.3456, 10.25, 4096, 4096, 1234567.4) for name in ("bf16", "fp8_lm_two_phase")]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(report.comparison_table(rows))
+    text = console.export_text()
+    assert all(word in text for word in ("fp8_lm_two_phase", "12.3456", "28282.542", "1,234,567"))
+    assert "…" not in text
 
 
 def test_memory_is_listed_by_part_and_as_xla_counts_it():
