@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import data, report, task, train
+from experiments import config, data, report, task, train
 from experiments import loop as loops
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.tokenizer import Bytes
@@ -274,3 +274,25 @@ def test_settings_of_the_model_arrive(ran):
     assert config.model.shape(300) == LlamaConfig(300, 64, 3, 8, 4, 96, tied=False, norm="layer")
     assert train.parse(["--tied"]).model.shape(256).tied
     assert ran[1].llama == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("recipe", "b1", "b2"), [("bf16", 0.9, 0.95), ("moss", 0.9, 0.95), ("moss", 0.99, 0.95), ("fp8_lm", 0.9, 0.95)]
+)
+def test_every_optimizer_clips_gradients_by_their_common_norm(recipe, b1, b2):
+    """Of recipes whose weights' bounds are tracked, too, with and without a limit on them."""
+    settings = config.Config(optim=config.Optim(lr=0.1, warmup=0, b1=b1, b2=b2, clip=0.5, weight_decay=0.0))
+    tx = train.make_optimizer(settings, getattr(fp8jax.recipes, recipe)())
+    params = {"w": jnp.ones((8, 128)), "b": jnp.ones(16)}
+    draws = [jax.tree.map(lambda x, i=i: jax.random.normal(jax.random.key(i), x.shape), params) for i in (0, 1)]
+    # The norm of the first is some 3,000, of the second 0.3; Adam itself knows no scale, but their ratio.
+    large, small = (jax.tree.map(lambda g, k=k: k * g, draw) for k, draw in zip((100.0, 0.01), draws, strict=True))
+    clipped = jax.tree.map(lambda g: g * (0.5 / optax.tree.norm(large)), large)
+
+    def second(first):
+        _, state = tx.update(first, tx.init(params), params)
+        return tx.update(small, state, params)[0]
+
+    got, want = second(large), second(clipped)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-4), got, want)
+    assert optax.tree.norm(small) < 0.5
