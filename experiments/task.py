@@ -284,7 +284,9 @@ def _cross_entropy(model: Llama, tokens_BxT: jax.Array) -> jax.Array:
     """The mean over all tokens, of packed ones over answers."""
     tokens_BxT, answers_BxT, segments_BxT = packing.parts(tokens_BxT)
     segments_BxT = None if segments_BxT is None else segments_BxT[:, :-1]
-    logits_BxTxV = model(tokens_BxT[:, :-1], segments_BxT).astype(jnp.float32)
+    # What is done around each layer is done to layers that are quantized each by itself.
+    call = model if model.around is None else functools.partial(Llama.__call__, model)
+    logits_BxTxV = call(tokens_BxT[:, :-1], segments_BxT).astype(jnp.float32)
     losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:])
     if answers_BxT is None:
         return losses_BxT.mean()

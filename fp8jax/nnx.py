@@ -1,17 +1,14 @@
 """Flax NNX: `quantize` for models that were not written for it, and what their training steps may need."""
 
 from fp8jax.modules.nnx import quantize as quantize
+from fp8jax.modules.nnx import unquantize as unquantize
 from fp8jax.modules.scaled import GradientStatistic as GradientStatistic
+from fp8jax.modules.scaled import QuantizedWeightVariable as QuantizedWeightVariable
 from fp8jax.modules.scaled import ScalingVariable as ScalingVariable
 from fp8jax.modules.scaled import advance_scaling as advance_scaling
 from fp8jax.modules.scaled import measure_weights as measure_weights
 from fp8jax.modules.scaled import set_weight_bounds as set_weight_bounds
-from fp8jax.modules.weights import QuantizedWeightVariable as QuantizedWeightVariable
 from fp8jax.modules.weights import quantize_weights as quantize_weights
-from fp8jax.optim.fused_flax import FusedOptimizer as _FusedOptimizer
+from fp8jax.optim.fused_flax import FusedOptimizer
 
-Optimizer = _FusedOptimizer
-
-
-def __dir__() -> list[str]:
-    return sorted(name for name in globals() if not name.startswith("_"))
+Optimizer = FusedOptimizer

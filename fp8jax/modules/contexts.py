@@ -4,18 +4,24 @@ import collections
 import dataclasses
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import nnx
 
 from fp8jax.core.recipe import Context
-from fp8jax.modules import blocks, blocks_nnx, norms
+from fp8jax.modules import blocks, norms
 from fp8jax.modules.blocks import BlockForms
-from fp8jax.modules.blocks_nnx import Told
 from fp8jax.modules.reading import Reading
 from fp8jax.rewrite.rules import LayerChoice, Ordered, Rules, between, ordered
+
+
+class Told(NamedTuple):
+    """What calls of modules have told, by their paths: of activations, and of layers that read what attention keeps."""
+
+    blocks: dict[str, BlockForms]
+    residuals: dict[str, set[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +90,6 @@ def plan(
         replace: whether to do so, in place, before linear layers are replaced.
     """
     each, parts, reading = ordered(rules), list[ContextEntry](), reading or Reading()
-    paths = {id(module): path for path, module in modules.items()}
     unseen = _unseen(modules, each, heads) if told else collections.defaultdict[str, list[str]](list)
     for path, module in modules.items() if each.contexts or (replace and each.between) else ():
         choices: dict[str, LayerChoice] = {}
@@ -98,22 +103,6 @@ def plan(
             parts.append(ContextEntry(path, kind, "norm", context, why or choice.reason, (), others, alone))
             if replace and why is None and between(choice.recipe):
                 norms.replace(module, choice.recipe)
-        elif blocks_nnx.candidate(module):
-            choices = {name: each.choice(paths[id(layer)], heads) for name, layer in blocks_nnx.layers(module).items()}
-            recipes = {name: choice.recipe for name, choice in choices.items()}
-            if replace and any(map(between, recipes.values())):
-                blocks_nnx.replace(module, recipes)
-            rest = [choice for name, choice in choices.items() if not any(name in form.layers for form in of)]
-            # Beside activations, what is left alone, as a router, needs no line.
-            if rest and not (of and not any(map(_context, rest))):
-                choice = next(filter(_context, rest), rest[0])
-                context, residuals = _context(choice), tuple(sorted(told.residuals.get(path, ()))) if told else ()
-                quiet = residuals or block.gaps or isinstance(module, nnx.MultiHeadAttention)
-                hint = "" if context is None or quiet else _hint(told)
-                if residuals or not block.gaps:
-                    parts.append(
-                        ContextEntry(path, kind, None, context if residuals else None, choice.reason + hint, residuals)
-                    )
         if path in reading.norms and not isinstance(module, (*norms.LAYERS, *norms.LINEN_LAYERS)):
             inner = any(other != path and other.startswith(f"{path}/" if path else "") for other in modules)
             parts.append(ContextEntry(path, kind, None, None, norms.RETURNED if inner else norms.OWN_CLASS))

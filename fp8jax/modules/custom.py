@@ -5,13 +5,11 @@ takes a parameter of it, up to casts and layouts, and data. So it matters not ho
 `jnp.dot`, `jnp.einsum` and `jax.lax.dot_general` are one operation there. All else runs as it was written.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
-from flax import nnx
 from jax import Array
 from jax.extend import core
 
@@ -20,7 +18,7 @@ from fp8jax.modules.dots import DotGeneral
 from fp8jax.modules.program import split
 from fp8jax.modules.provenance import JITS
 from fp8jax.modules.reading import LAYOUTS
-from fp8jax.modules.scaled import DotGeneralScaling, GradientStatistic, ScalingVariable, observed_operands, state_name
+from fp8jax.modules.scaled import observed_operands, state_name
 from fp8jax.modules.scaled_linen import LinenScaling
 
 
@@ -129,45 +127,3 @@ def call_linen(module: nn.Module, linear: Linear, args: Any, kwargs: Any) -> Any
         return LinenScaling(linear, module.scope.push(state_name(weight), reuse=True)).dot_general
 
     return _call(run, variables.get("params", {}), (args, kwargs), product, name)
-
-
-def replace_nnx(path: str, module: Any, linear: Linear, subclass: Callable[[type, Callable], type]) -> None:
-    """Makes an NNX layer of a user's own class compute with the products of a recipe, in place.
-
-    Args:
-        path: of the layer, for messages.
-        module: the layer.
-        linear: the recipe of its products.
-        subclass: makes a subclass with another `__call__`.
-    """
-    if observed_operands(linear):
-        for name, param in list(vars(module).items()):
-            if isinstance(param, nnx.Param) and param.ndim > 1:
-                scaling = DotGeneralScaling(linear, param.get_value(), kind=f"a layer of class {type(module).__name__}")
-                setattr(module, state_name(name), nnx.data(scaling))
-    object.__setattr__(module, "__class__", _layer_class(type(module), linear, subclass))  # type: ignore[arg-type]
-
-
-def _own(path: Sequence[Any], value: Any) -> bool:
-    """Whether a variable is a parameter that the module holds itself; modules inside it are quantized by themselves."""
-    return len(path) == 1 and isinstance(value, nnx.Param)
-
-
-@functools.cache
-def _layer_class(cls: Any, linear: Linear, subclass: Callable[[type, Callable], type]) -> type:
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graph, params, rest = nnx.split(self, _own, ...)  # type: ignore[misc]
-
-        def run(params: Any, args: Any, kwargs: Any) -> Any:
-            module = nnx.merge(graph, params, rest, copy=True)
-            y = cls.__call__(module, *args, **kwargs)
-            return y, nnx.state(module, nnx.Not(nnx.Any(nnx.Param, ScalingVariable, GradientStatistic)))
-
-        def product(weight: str) -> Callable[..., Array]:
-            return getattr(self, state_name(weight), DotGeneral(linear))
-
-        y, state = _call(run, params, (args, kwargs), product, cls.__name__)
-        nnx.update(self, state)
-        return y
-
-    return subclass(cls, __call__)

@@ -20,12 +20,13 @@ from fp8jax.modules import training
 from fp8jax.modules.scaled import nothing_seen
 from fp8jax.modules.scaled_linen import SCALING, STATISTICS, absent, variables_path
 from fp8jax.ops.scaled import Observed, ScalingState, observes
+from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.graph import Graph
-from fp8jax.rewrite.plan import Caller, Entry, plan
+from fp8jax.rewrite.plan import Entry, plan
 from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Ordered
 from fp8jax.rewrite.run import Running, schedule
-from fp8jax.rewrite.states import TrackedScaling, Use, init, scaling_names
+from fp8jax.rewrite.states import Given, TrackedScaling, Use, init, scaling_names
 
 Place = tuple[str, ...]
 # Parameters, and all other collections.
@@ -71,6 +72,8 @@ def transformed(method: Callable, root: Root) -> Callable:
     def run(method: Method, others: Any) -> Any:
         states: dict[Any, Any] = {}
         for use, linear in method.uses.items():
+            if not linear.states:
+                continue
             number, place = method.places[use.path]
             states[use.key] = _read(others[number], place, use, linear)
         running = Running(schedule(method.graph), method.arrays, states, forward=True)
@@ -172,7 +175,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm")
 
 
-def _read(collections: Mapping[str, Any], place: Place, use: Use, linear: Linear) -> tuple[ScalingState, Observed]:
+def _read(collections: Mapping[str, Any], place: Place, use: Use, linear: Linear) -> Given:
     """What a product reads of its scaling's variables, and the slots of what it observes."""
     path = variables_path(place)
     own, slot = _find(collections, SCALING, path), None
@@ -189,7 +192,7 @@ def _read(collections: Mapping[str, Any], place: Place, use: Use, linear: Linear
     if slot is not None:
         each = [level.times if level.stacked else 1 for level in use.levels]
         slots["dy"] = jnp.broadcast_to(slot.reshape(each), times)
-    return ScalingState(**{operand: own[name] for operand, name in names.items()}), Observed(**slots)
+    return Given(ScalingState(**{operand: own[name] for operand, name in names.items()}), Observed(**slots))
 
 
 def _find(collections: Mapping[str, Any], name: str, path: Place) -> Mapping[str, Any]:

@@ -1,155 +1,210 @@
-"""Quantizes the linear layers of Flax NNX models that were not written for it."""
+"""Quantizes Flax NNX models that were not written for it: their calls are transformed, with `fp8jax.rewrite`."""
 
-import math
-from collections.abc import Iterable
+import copyreg
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
+from jax import lax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.modules import blocks_nnx, contexts, custom, heads_nnx, norms
-from fp8jax.modules.dots import DotGeneral, Einsum, SharedPromotion, check_replaceable
-from fp8jax.modules.matrices import Unknown, is_bridge, not_a_model
+from fp8jax.modules import functional
+from fp8jax.modules.functional import ModuleMethod, Names, stacked_axes
+from fp8jax.modules.matrices import is_matrix, not_a_model
 from fp8jax.modules.scaled import (
-    DotGeneralScaling,
-    EinsumScaling,
+    Holder,
     LayerScaling,
-    no_batches,
     observed_operands,
-    stacked_axes,
+    state_name,
 )
-from fp8jax.rewrite.rules import LayerChoice, Ordered, Rules, choose, ordered
+from fp8jax.rewrite.explanation import Explanation
+from fp8jax.rewrite.rules import Ordered, Rules, ordered
+from fp8jax.rewrite.states import ParameterState
 
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+# What holds matrices that no product of a recipe takes.
+_OTHERS = (nnx.Embed, nnx.Conv, nnx.ConvTranspose)
 
 
-def quantize(model: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Model:
-    """A copy of a model whose linear layers compute with a recipe.
+@dataclasses.dataclass(frozen=True)
+class QuantizedAs:
+    """How the calls of a quantized module are transformed.
 
-    Parameters keep their names, shapes and values, so checkpoints fit both ways. The layers are `nnx.Linear`,
-    `nnx.LinearGeneral` (also those inside `nnx.MultiHeadAttention`) and `nnx.Einsum`, at any depth, stacked by
-    `nnx.vmap` or not. Build the `nnx.Optimizer` from the copy.
+    Attributes:
+        rules: on the paths of layers.
+        prefix: the module's path in its model; "" where no rule of the user's asks for it.
+        methods: the names of the methods that are transformed.
+        whole: it is the model itself, and so something in it is to be quantized.
+    """
 
-    A recipe with a `Context` also changes what `nnx.RMSNorm` and `nnx.LayerNorm` keep of their inputs, and what
-    activations keep: wherever a layer reads f(gate(x)) * up(x) or f(up(x)) of other layers of its module, f being SiLU
-    or GELU, whatever else the module computes. This is found in each call, with its arguments and settings: modules
-    that hold several `nnx.Linear` or `nnx.LinearGeneral`, as attributes or in an `nnx.List` or `nnx.Dict`, are traced
-    aside, as copies, so a call must have no effects but on the module and its arguments. Layers that a module calls
-    more than once, or inside a loop, an `nnx.jit` or an `nnx.remat` of its own, and layers put in after this, are left
-    as they are; write `fp8jax.glu(gate, up, recipe=...)` or `fp8jax.activation(x, recipe=...)` there. Such modules and
-    their layers have classes of their own, which `pickle` does not find; `nnx.split` their states instead.
-    Layers that read the output of flash attention keep no copy of it. Of a recipe without one, norms and activations
-    before layers with FP8 inputs of one scale a tensor or a row make, on a GPU, the codes that these read.
+    rules: Ordered
+    prefix: str
+    methods: tuple[str, ...]
+    whole: bool
 
-    A recipe with delayed scaling, or `int8_fallback`, adds variables to its layers; `fp8jax.nnx.advance_scaling` says
-    how to train them. A class of your own gets a state for each parameter NAME of two axes or more, in `fp8jax_NAME`;
-    layers of it must not be stacked by `nnx.vmap` then, and no such layer may multiply along batch axes.
 
-    A recipe, not a rule, leaves alone what is an embedding, head or router: by its usual names, and by shapes, because
-    the model is not run here. A head is an `nnx.Linear` that the outermost module holds itself and whose outputs
-    nothing in the model takes; a router one with as many outputs as there are experts beside it, or a `gate` that is no
-    half of a gated activation. `fp8jax.explain(model, rules, *sample)` names those that only their readers give away.
+class QuantizedMeta(type(nnx.Module)):  # type: ignore[misc]
+    """Classes of quantized modules, which pickle makes again from the class as written."""
+
+
+def _reduce(cls: Any) -> Any:
+    if "_fp8jax_settings" not in vars(cls):
+        return cls.__qualname__
+    return quantized_class, (cls._fp8jax_written, cls._fp8jax_settings)
+
+
+copyreg.pickle(QuantizedMeta, _reduce)  # type: ignore[arg-type]
+
+
+@functools.cache
+def quantized_class(written: Any, settings: QuantizedAs) -> type:
+    """The subclass of a module's class whose methods are transformed; in all else it is that class."""
+    names = ("__module__", "__qualname__", "__doc__")
+    body = {name: getattr(written, name) for name in names}
+    body |= {"_fp8jax_written": written, "_fp8jax_settings": settings}
+    body |= {name: _method(written, name, settings) for name in settings.methods if callable(getattr(written, name, 0))}
+    meta: Any = _metaclass(type(written))  # type: ignore[arg-type]
+    return meta(written.__name__, (written,), body, pytree=written._pytree__is_pytree)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _metaclass(meta: type) -> Any:
+    if issubclass(QuantizedMeta, meta):
+        return QuantizedMeta
+    made = type(meta.__name__, (QuantizedMeta, meta), {})
+    copyreg.pickle(made, _reduce)  # type: ignore[arg-type]
+    return made
+
+
+def _method(written: Any, name: str, settings: QuantizedAs) -> Callable:
+    function = getattr(written, name)
+    method = ModuleMethod(
+        function, name, settings.rules, settings.prefix, settings.whole and name == "__call__", _unwrap
+    )
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        holders: dict[str, Holder] = {}
+
+        def held(call: Any) -> dict[str, ParameterState]:
+            holders.update(_holders(self, call.variables))
+            return {path: holder.given() for path, holder in holders.items()}
+
+        try:
+            y, noted = functional.run(self, method, args, kwargs, held)
+        except jax.errors.ConcretizationTypeError:
+            # It looks at values: it runs as it is written, and the modules that it calls are transformed.
+            if any(is_matrix(name, param.shape) for name, param in params(self).items()):
+                raise
+            return function(self, *args, **kwargs)
+        for path, seen in noted.items():
+            holders[path].note(seen)
+        return y
+
+    return call
+
+
+def _holders(module: nnx.Module, variables: Sequence[Any]) -> dict[str, Holder]:
+    """What holds the states and the codes of a module's parameters, by the paths of these."""
+    if not any(isinstance(v, Holder.VARIABLES) for v in variables):
+        return {}
+    found = [(path, m) for path, m in nnx.iter_modules(module) if isinstance(m, Holder)]
+    return {"/".join(m.weight_path(path)): m for path, m in found}
+
+
+def _unwrap(module: nnx.Module) -> Callable[[], None]:
+    """Gives all modules in one the classes as they are written, until what it returns is called."""
+    changed = [m for _, m in nnx.iter_modules(module) if "_fp8jax_settings" in vars(type(m))]
+    classes = [type(m) for m in changed]
+    for m, cls in zip(changed, classes, strict=True):
+        object.__setattr__(m, "__class__", cls._fp8jax_written)  # type: ignore[attr-defined]
+
+    def wrap() -> None:
+        for m, cls in zip(changed, classes, strict=True):
+            object.__setattr__(m, "__class__", cls)
+
+    return wrap
+
+
+def quantize(
+    model: Model, rules: Rules, *, layers: Iterable[type] = (), methods: Sequence[str] = ("__call__",)
+) -> Model:
+    """A copy of a model whose products with parameters are computed with a recipe.
+
+    Parameters keep their names, shapes and values, so checkpoints fit both ways. A call of the copy is traced, read and
+    run again with operations of the recipe, as `fp8jax.transform` does it with a function: products of data with a
+    parameter in any spelling, of Flax's layers and of classes of a model's own, in `nnx.jit`, `nnx.scan`, `nnx.remat`
+    and loops, in stacks of `nnx.vmap`; where the recipe says what is kept of them, norms and activations of any
+    spelling before such products; and what reads flash attention's output keeps no copy of it. All else is run as it
+    is written, and what a call does to variables, modules and random keys is done. Build the `nnx.Optimizer` from the
+    copy. It is an instance of the model's class, and can be pickled; `unquantize` is the way back.
+
+    Every module in it is transformed by itself, too: where a part is called from outside, as `model.layers[0](x)`, its
+    products are those of the recipe. A method that `methods` does not name runs as it is written, and the modules that
+    it calls are transformed; so does a call that looks at values of arrays, which cannot be traced.
+
+    Outside of a compiled function a call is compiled, once for each structure of its arguments, as `nnx.jit` does it:
+    Python numbers among them are settings. A recipe with delayed scaling, or `int8_fallback`, adds variables to its
+    layers; `fp8jax.nnx.advance_scaling` says how to train them. They stand in the layer's `dot_general` or `einsum_op`;
+    of classes of a model's own for each parameter NAME of two axes or more in `fp8jax_NAME`, and these must not be
+    stacked by `nnx.vmap` then. No product may have batch axes under such a recipe.
+
+    A recipe, not a rule, leaves embeddings, output heads and routers alone: by their usual names, and by what becomes
+    of their results in the call: the model returns a head's, and softmax, top_k or argmax reads a router's.
 
     Args:
         model: any NNX module; it is not changed.
         rules: a `Recipe` or a preset's name, used for all layers but embeddings, output heads and routers; or a
             sequence of `fp8jax.Rule` on paths such as `"layers/attention/q"`, the first match wins, after which a
-            recipe may stand for all other layers.
-        layers: classes of your own that are layers, too: where `__call__` multiplies data by a parameter of the module,
-            spelled with `@`, `jnp.dot`, `jnp.einsum` or `jax.lax.dot_general`, the recipe's product takes its place.
-            Without them a warning names the modules that hold matrices and are not known.
+            recipe may stand for all other layers. Of a module with several matrices a rule may also name one of them,
+            as `"mlp/w1"`.
+        layers: not needed: classes of a model's own are found. Those given must be in the model.
+        methods: the methods that are transformed as a whole, of the model and of the modules in it that have them.
 
     Returns:
-        The copy. `fp8jax.explain(model, rules, *sample)` says what became of each layer.
+        The copy. `fp8jax.explain(copy, *sample)` says what becomes of each part of a call.
 
     Raises:
         TypeError: the model is no NNX module, or the rules are of another type.
-        ValueError: a rule matches no layer, the model has none, a layer has a product of its own already, or batch axes
-            under a scaling that observes operands; from a call, if only this tells. Likewise where another library has
-            changed a layer, as one that adds LoRA adapters, or in a call changes JAX's products.
+        ValueError: a rule matches no layer; the model has none, or is quantized already; `methods` or `layers` names
+            what is not there. From a call: there is no product that a recipe could take, one asks for a precision that
+            a quantized product cannot give, or has batch axes under a scaling that observes operands.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(not_a_model("fp8jax.nnx.quantize takes an NNX module", model))
-    quantized, unknown, size = substitute(model, ordered(rules, layers))
-    unknown.warn(ordered(rules, layers), size)
-    return quantized
-
-
-def substitute(model: Model, rules: Ordered) -> tuple[Model, Unknown, int]:
-    """What `quantize` returns, the modules that are not known, and the size of the kernels that are quantized."""
-    changed = [path for path, module in modules(model).items() if _is_quantized(module)]
+    each = dataclasses.replace(ordered(rules, layers), layers=())
+    submodules = modules(model)
+    _check_kernels(submodules)
+    changed = [path for path, m in submodules.items() if isinstance(type(m), QuantizedMeta)]
     if changed:
-        raise ValueError(f"{changed[0]} is quantized already; give the rules to the model it was made from")
-    _check_kernels(modules(model))
+        what = changed[0] or "the model"
+        raise ValueError(f"{what} is quantized already; give the rules to the model it was made from")
+    for cls in ordered(rules, layers).layers:
+        if not any(isinstance(m, cls) for m in submodules.values()):
+            raise ValueError(f"layers= has {cls.__name__}, of which the model has no module; it may be left out")
+    for name in methods:
+        if not any(callable(getattr(m, name, None)) for m in submodules.values()):
+            raise ValueError(f"no module of the model has the method {name!r} that methods= names")
     quantized = nnx.clone(model)
-    submodules, heads, unknown = modules(quantized), *leave(modules(quantized), rules)
-    linears = {path: module for path, module in submodules.items() if isinstance(module, (*LAYERS, *rules.layers))}
-    chosen = choose(
-        [*linears, *contexts.norm_paths(submodules, rules)], rules, heads, unknown.classes, unknown.message()
-    )
-    _check_batches(linears, chosen)
-    contexts.plan(submodules, rules, heads=heads, replace=True)
-    size = 0
-    for path, layer in linears.items():
-        linear = chosen[path].linear
-        if linear is None or not linear.quantized:
-            continue
-        size += sum(math.prod(p.shape) for p in params(layer).values() if len(p.shape) > 1)
-        if isinstance(layer, LAYERS):
-            _replace(path, layer, linear)
-        else:
-            custom.replace_nnx(path, layer, linear, blocks_nnx.with_call)
-    return quantized, unknown, size
-
-
-def _is_quantized(module: Any) -> bool:
-    """Whether a module computes with a recipe, or keeps what one says, because of `quantize`."""
-    ours = (DotGeneral, Einsum, LayerScaling, SharedPromotion, norms.RMSNorm, norms.LayerNorm)
-    parts = (getattr(module, name, None) for name in ("dot_general", "einsum_op", "promote_dtype"))
-    return hasattr(type(module), "_fp8jax_written") or any(isinstance(x, ours) for x in (module, *parts))
-
-
-def leave(submodules: dict[str, Any], rules: Ordered) -> tuple[dict[str, str], Unknown]:
-    """The heads and routers of a model that a recipe leaves alone, with the reason, and modules that are not known.
-
-    Args:
-        submodules: all modules of the model, by path.
-        rules: as `ordered` gives them.
-    """
-    unknown = Unknown()
+    submodules = modules(quantized)
+    chosen = _chosen(submodules, each)
+    for holder, name, linear in chosen.values():
+        # Automatic scaling, which observes nothing, has bounds of layers whose matrices are (inputs, outputs).
+        if observed_operands(linear) or (linear.states and isinstance(submodules[holder], LAYERS[:2])):
+            _hold(submodules[holder], name, linear)
+    taken = {holder for holder, _, _ in chosen.values()} | set(_contexts(submodules, each))
     for path, module in submodules.items():
-        if not isinstance(module, (*LAYERS, *rules.layers)):
-            unknown.add(path, module, held(module) if is_bridge(module) else params(module))
-    return heads_nnx.by_shape(submodules) if rules.default else {}, unknown
-
-
-def params(module: Any) -> dict[str, Any]:
-    """The parameters that a module holds itself."""
-    return {name: v for name, v in vars(module).items() if isinstance(v, nnx.Param)}
-
-
-def held(bridge: Any) -> dict[str, Any]:
-    """The parameters of a bridge and of all that it holds, in dicts as Linen's."""
-    return {name: v for name, v in vars(bridge).items() if isinstance(v, (nnx.Param, dict)) and name[0] != "_"}
-
-
-def modules(model: nnx.Module) -> dict[str, Any]:
-    """All modules of a model, by path; a module that stands in several places, by its first."""
-    return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-
-
-def _replace(path: str, layer: Any, linear: Linear) -> None:
-    check_replaceable(path, layer)
-    _check_adapters(path, layer)
-    if layer.promote_dtype is promote_dtype:
-        layer.promote_dtype = SharedPromotion(promote_dtype, linear)
-    operands: Any = (linear, layer.kernel.get_value(), stacked_axes(layer), f"an nnx.{type(layer).__name__}")
-    if isinstance(layer, nnx.Einsum):
-        layer.einsum_op = nnx.data(EinsumScaling(*operands)) if observed_operands(linear) else Einsum(linear)
-    else:
-        layer.dot_general = nnx.data(DotGeneralScaling(*operands)) if linear.states else DotGeneral(linear)
+        if any(callable(getattr(type(module), name, None)) for name in methods) and any(
+            _inside(holder, path) for holder in taken
+        ):
+            settings, cls = QuantizedAs(each, _prefix(path, each), tuple(methods), module is quantized), type(module)
+            object.__setattr__(module, "__class__", quantized_class(cls, settings))  # type: ignore[arg-type]
+    return quantized
 
 
 def _check_kernels(submodules: dict[str, Any]) -> None:
@@ -162,32 +217,137 @@ def _check_kernels(submodules: dict[str, Any]) -> None:
             )
 
 
-def _check_adapters(path: str, layer: Any) -> None:
-    """Raises ValueError for a layer of Flax that holds adapters, which it does not read itself."""
-    adapters = [name for name, param in params(layer).items() if isinstance(param, nnx.LoRAParam)]
-    if adapters:
-        raise ValueError(
-            f"{path or 'the model'} has adapters of another library, {', '.join(adapters)}, which a quantized product "
-            "would lose. Merge them into the weights, or take adapters that are modules, as nnx.LoRA"
-        )
+def _contexts(submodules: dict[str, Any], rules: Ordered) -> Iterator[str]:
+    """The paths of layers and norms of which rules say what is kept of what they read."""
+    for path, module in submodules.items():
+        if params(module) and rules.choice(path).context.saved is not None:
+            yield path
 
 
-def _check_batches(layers: dict[str, Any], chosen: dict[str, LayerChoice]) -> None:
-    """Raises ValueError where layers have batch axes, and rules that give them a scaling which observes operands."""
-    parts = {path: chosen[path].linear for path, layer in layers.items() if _has_batches(layer)}
-    batched = {path: part for path, part in parts.items() if part is not None and observed_operands(part)}
-    if batched:
-        part = next(iter(batched.values()))
-        first, *others = [path for path, of in batched.items() if of == part]
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        told = f" (as have {', '.join(others[:3])}{more})" if others else ""
-        raise no_batches(f"{first}{told}", part)
+def _inside(path: str, other: str) -> bool:
+    return not other or path == other or path.startswith(f"{other}/")
 
 
-def _has_batches(layer: Any) -> bool:
-    """Whether a layer multiplies along batch axes, as far as can be known before it runs."""
-    if isinstance(layer, nnx.Einsum):
-        terms, _, out = (layer.einsum_str or "").replace("...", "").partition("->")
-        a, _, b = terms.partition(",")
-        return bool(set(a) & set(b) & set(out))
-    return bool(getattr(layer, "batch_axis", None)) and isinstance(layer, nnx.LinearGeneral)
+def _prefix(path: str, rules: Ordered) -> str:
+    """What of a module's path its own rules need: layers that differ in it alone share their programs."""
+    return path if rules.own else ""
+
+
+def candidates(submodules: dict[str, Any], rules: Ordered) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """The parameters whose products a recipe may take, by path: the module that holds each, and its name in it; and the
+    paths of modules with a vector that scales."""
+    matrices, norms = dict[str, tuple[str, str]](), list[str]()
+    for holder, module in submodules.items():
+        if isinstance(module, (*_OTHERS, Holder)):
+            continue
+        for name, param in params(module).items():
+            path = "/".join(filter(None, (holder, name)))
+            if not functional.is_parameter(param, path.split("/"), rules):
+                continue
+            if name == "scale":
+                norms.append(holder)
+            elif is_matrix(name.rpartition("/")[2], param.shape) and jnp.issubdtype(param.dtype, jnp.floating):
+                matrices[path] = holder, name
+    return matrices, norms
+
+
+def names(matrices: Iterable[str], path: str) -> tuple[str, ...]:
+    """The path of a parameter's layer, and others that rules may match; see `Names`."""
+    return Names("", [(each, (2, 2)) for each in matrices])(path)
+
+
+def _chosen(submodules: dict[str, Any], rules: Ordered) -> dict[str, tuple[str, str, Linear]]:
+    """The parameters whose products rules give a recipe: by path, the module that holds it, its name in it, the recipe.
+
+    Raises:
+        ValueError: a rule matches nothing, or there is no such parameter.
+    """
+    matrices, norms = candidates(submodules, rules)
+    find = Names("", [(path, (2, 2)) for path in matrices])
+    paths = {path: find(path) for path in matrices}
+    rules.check_all_used(
+        [*(first for first, *_ in paths.values()), *(norms if matrices else [])],
+        also={first: also for first, *also in paths.values()},
+    )
+    choices = {path: rules.choice(first, also=also).linear for path, (first, *also) in paths.items()}
+    return {p: (*matrices[p], linear) for p, linear in choices.items() if linear is not None and linear.quantized}
+
+
+def params(module: Any) -> dict[str, Any]:
+    """The parameters that a module holds itself, in containers of Python or not, by their paths in it."""
+    return dict(_params(vars(module), ""))
+
+
+def _params(held: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in held.items() if isinstance(held, dict) else enumerate(held):
+        if isinstance(value, nnx.Param):
+            yield f"{path}{name}", value
+        elif isinstance(value, (dict, list, tuple)) and not str(name).startswith("_"):
+            yield from _params(value, f"{path}{name}/")
+
+
+def modules(model: nnx.Module) -> dict[str, Any]:
+    """All modules of a model, by path; a module that stands in several places, by its first."""
+    return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+
+
+def _hold(layer: Any, name: str, linear: Linear) -> None:
+    """Puts the state of a parameter's products beside it."""
+    value, cls = params(layer)[name].get_value(), _written(layer).__name__
+    if isinstance(layer, LAYERS) and name == "kernel":
+        einsum = isinstance(layer, nnx.Einsum)
+        place = "einsum_op" if einsum else "dot_general"
+        how: Any = {"written": getattr(layer, place), "product": jnp.einsum if einsum else lax.dot_general}
+        scaling = LayerScaling(linear, value, name, stacked_axes(layer), f"an nnx.{cls}", **how)
+    else:
+        place = state_name(name.replace("/", "_"))
+        scaling = LayerScaling(linear, value, name, 0, f"a layer of class {cls}")
+    setattr(layer, place, nnx.data(scaling))
+
+
+def _written(module: Any) -> type:
+    """The class of a module as it is written."""
+    classes: Any = type(module).__mro__
+    return next((c._fp8jax_written for c in classes if "_fp8jax_written" in vars(c)), type(module))
+
+
+def settings_of(module: Any) -> QuantizedAs | None:
+    """How the calls of a module are transformed; None where they are not."""
+    return getattr(type(module), "_fp8jax_settings", None)
+
+
+def unquantize(model: Model) -> Model:
+    """The model as it was written, with the parameters of a quantized one.
+
+    Args:
+        model: what `quantize` returned; it is not changed.
+
+    Raises:
+        TypeError: the model is no NNX module.
+        ValueError: it is not quantized.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(not_a_model("fp8jax.nnx.unquantize takes an NNX module", model))
+    if not any(settings_of(m) for m in modules(model).values()):
+        raise ValueError("the model is not quantized")
+    plain = nnx.clone(model)
+    for module in modules(plain).values():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Holder):
+                if value.product is None:
+                    delattr(module, name)
+                else:
+                    setattr(module, name, nnx.static(value.written))
+        if settings_of(module):
+            object.__setattr__(module, "__class__", _written(module))
+    return plain
+
+
+def explanation(model: Any, args: Any, kwargs: Any) -> Explanation:
+    """What becomes of each part of a call of a quantized model."""
+    settings = settings_of(model)
+    assert settings is not None
+    method = ModuleMethod(
+        _written(model).__call__, "__call__", settings.rules, settings.prefix, settings.whole, _unwrap
+    )
+    return functional.explain(model, method, args, kwargs)

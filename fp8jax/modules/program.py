@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fp8jax.modules.compiled import Product as Product
 from fp8jax.modules.compiled import read, widened
@@ -94,3 +95,17 @@ def _walk(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
                 inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
                     yield from _walk(inner, inner_times)
+
+
+def split_abstract(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    arrays, rebuild = split(tree)
+    return [abstract(x) for x in arrays], rebuild
+
+
+def abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def mean_square(outputs: Any) -> jax.Array:
+    floats = [y.astype(jnp.float32) for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
+    return sum((jnp.mean(y * y) for y in floats), jnp.float32(0))

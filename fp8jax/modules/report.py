@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from fp8jax.core.recipe import Linear, folding
+from fp8jax.core.recipe import Linear, Recipe, folding
 from fp8jax.core.spec import QuantSpec
-from fp8jax.modules import blocks_nnx, contexts, heads_nnx, training
+from fp8jax.modules import contexts, training
 from fp8jax.modules import linen as linen_modules
 from fp8jax.modules import nnx as nnx_modules
-from fp8jax.modules.blocks_nnx import Told
-from fp8jax.modules.contexts import ContextEntry
+from fp8jax.modules.contexts import ContextEntry, Told
 from fp8jax.modules.matrices import BRIDGED, Unknown, is_bridge, is_matrix, not_a_model
-from fp8jax.modules.program import Program, inspect, split
+from fp8jax.modules.program import Program, abstract, inspect, mean_square, split_abstract
 from fp8jax.modules.reading import Reading
-from fp8jax.rewrite.rules import Ordered, Rules, choose, ordered
+from fp8jax.rewrite.plan import Entry
+from fp8jax.rewrite.rules import Ordered, Rule, Rules, choose, ordered
 
 _EMBED = "the lookup of an embedding, and its use as a head (attend), are left alone"
 _TIED = "an embedding that a product takes, too: a tied output head; both are left alone"
@@ -165,37 +165,123 @@ def explain(model: Any, rules: Rules, *sample: Any, layers: Iterable[type] = (),
         ValueError: as `quantize`.
     """
     if isinstance(model, nnx.Module):
+        if isinstance(type(model), nnx_modules.QuantizedMeta) and not isinstance(rules, _RULES):
+            return _explain_quantized(model, (rules, *sample), keywords)
         return _explain_nnx(model, ordered(rules, layers), sample, keywords)
     if isinstance(model, nn.Module):
         return _explain_linen(model, ordered(rules, layers), sample, keywords)
     raise TypeError(not_a_model("explain takes an NNX or Linen module", model))
 
 
+_RULES = (str, Recipe, Linear, Rule, list, tuple, Ordered)
+
+
 def _explain_nnx(model: nnx.Module, rules: Ordered, sample: Any, keywords: Any) -> Report:
-    modules, (quantized, unknown, _) = nnx_modules.modules(model), nnx_modules.substitute(model, rules)
-    heads, _ = nnx_modules.leave(modules, rules)
-    reading, read = Reading(), dict[str, str]()
-    if sample or keywords:
-        arrays, rebuild = _split((sample, keywords))
-        wanted = {p: m for p, m in modules.items() if isinstance(m, nnx_modules.LAYERS)}
+    quantized = nnx_modules.quantize(model, rules)
+    modules = nnx_modules.modules(quantized)
+    if not sample and not keywords:
+        layers, parts = _chosen_nnx(modules, rules)
+        hint = "activations and attention between layers are known in a call: give explain sample inputs"
+        return Report(layers, None, parts, (hint,) if rules.contexts else ())
+    return _explain_quantized(quantized, sample, keywords)
 
-        def call(model: Any, arrays: list[Any]) -> Any:
-            args, kwargs = rebuild(arrays)
-            return model(*args, **kwargs)
 
-        read, reading = heads_nnx.by_reading(model, wanted, call, arrays)
-    layers = _layers(modules, rules, _nnx_kernel, heads, reading)
-    with blocks_nnx.listening(nnx_modules.modules(quantized)) as told, training.inspected():
-        program = _nnx_program(quantized, sample, keywords) if sample or keywords else None
-    parts = contexts.plan(modules, rules, told if program else None, heads=heads, reading=reading)
-    return Report(layers, program, parts, _notes(layers, rules, read, unknown))
+def _explain_quantized(quantized: nnx.Module, sample: Any, keywords: Any) -> Report:
+    settings = nnx_modules.settings_of(quantized)
+    assert settings is not None
+    modules, rules = nnx_modules.modules(quantized), settings.rules
+    with training.inspected():
+        entries = _entries_nnx(quantized, sample, keywords)
+        program = _nnx_program(quantized, sample, keywords)
+    layers = tuple(_layer_nnx(modules, entry) for entry in entries if entry.product)
+    known = {layer.path for layer in layers}
+    layers += tuple(layer for layer in _others_nnx(modules, rules) if layer.path not in known)
+    parts = tuple(_part_nnx(modules, entry) for entry in entries if not entry.product or entry.kept)
+    return Report(tuple({(x.path, x.kernel): x for x in reversed(layers)}.values())[::-1], program, parts)
+
+
+def _entries_nnx(model: nnx.Module, sample: Any, keywords: Any) -> tuple[Entry, ...]:
+    graph, state = nnx.split(model)
+    arrays, rebuild = split_abstract((sample, keywords))
+    found: list[Entry] = []
+
+    def call(state: Any, arrays: list[Any]) -> None:
+        args, kwargs = rebuild(arrays)
+        found.extend(nnx_modules.explanation(nnx.merge(graph, state, copy=True), args, kwargs).entries)
+
+    jax.eval_shape(call, jax.tree.map(abstract, state), arrays)
+    return tuple(found)
+
+
+def _holder(modules: dict[str, Any], path: str) -> Any:
+    """The module that a layer is, or that holds the parameter at a path."""
+    while path not in modules and path:
+        path = path.rpartition("/")[0]
+    return modules.get(path)
+
+
+def _layer_nnx(modules: dict[str, Any], entry: Entry) -> Layer:
+    module = _holder(modules, entry.path)
+    linear = entry.choice.linear if entry.taken and entry.choice is not None else None
+    reason = entry.reason if entry.choice is not None else f"{entry.reason}, at {entry.line}"
+    reason = next((text for kinds, text in _REASONS if isinstance(module, kinds)), reason)
+    return Layer(entry.path, type(module).__name__, entry.shape, linear, reason, _dtype(module))
+
+
+def _dtype(module: Any) -> str | None:
+    dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None)
+    return str(jnp.dtype(dtype)) if dtype else None
+
+
+def _chosen_nnx(modules: dict[str, Any], rules: Ordered) -> tuple[tuple[Layer, ...], tuple[ContextEntry, ...]]:
+    """What the rules say of the paths of a model; what its program adds is not known."""
+    layers, parts = list[Layer](), list[ContextEntry]()
+    matrices, norms = nnx_modules.candidates(modules, rules)
+    for path, (holder, name) in matrices.items():
+        shown, *also = nnx_modules.names(matrices, path)
+        choice = rules.choice(shown, also=also)
+        shape = tuple(nnx_modules.params(modules[holder])[name].shape)
+        layers.append(
+            Layer(shown, type(modules[holder]).__name__, shape, choice.linear, choice.reason, _dtype(modules[holder]))
+        )
+    for path in norms if rules.contexts else ():
+        choice = rules.choice(path)
+        context = choice.context if choice.context.saved else None
+        parts.append(ContextEntry(path, type(modules[path]).__name__, "norm", context, choice.reason))
+    known = {layer.path for layer in layers}
+    return (*layers, *(x for x in _others_nnx(modules, rules) if x.path not in known)), tuple(parts)
+
+
+def _others_nnx(modules: dict[str, Any], rules: Ordered) -> Iterator[Layer]:
+    for path, module in modules.items():
+        matrix = _nnx_kernel(path, module)
+        shape = None if matrix is None else tuple(matrix.shape)
+        reason = next((text for kinds, text in _REASONS if isinstance(module, kinds)), None)
+        if reason is None and isinstance(module, nnx_modules.LAYERS):
+            reason = f"{rules.choice(path).reason}; no product of it is in this call"
+        if reason is not None:
+            yield Layer(path, type(module).__name__, shape, None, reason)
+
+
+def _part_nnx(modules: dict[str, Any], entry: Entry) -> ContextEntry:
+    module, choice = modules.get(entry.path), entry.choice
+    assert choice is not None
+    if entry.kept:
+        holder, _, name = entry.path.rpartition("/")
+        kind = type(_holder(modules, holder)).__name__
+        return ContextEntry(holder, kind, None, choice.context, choice.reason, (name,))
+    norm = entry.kind in ("RMSNorm", "LayerNorm")
+    kind = entry.kind if module is None or not norm else type(module).__name__
+    context = choice.context if choice.context.saved else None
+    computes = "norm" if norm else entry.kind
+    return ContextEntry(entry.path, kind, computes, context, choice.reason, (), entry.readers, entry.alone)
 
 
 def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any) -> Report:
     if not sample and not keywords:
         raise TypeError("a Linen model has layers only while it runs: give explain sample inputs too")
     copy, known = linen_modules.quantize(model, rules), (*linen_modules.LAYERS, *rules.layers)
-    arrays, rebuild = _split((sample, keywords))
+    arrays, rebuild = split_abstract((sample, keywords))
 
     def init(module: nn.Module, arrays: list[Any]) -> Any:
         args, kwargs = rebuild(arrays)
@@ -242,11 +328,10 @@ def _layers(
     for path, module in submodules.items():
         matrix = kernel(path, module)
         shape = None if matrix is None else tuple(matrix.shape)
-        dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None)
         described = (path, type(module).__name__, shape)
         if isinstance(module, known):
             choice = chosen[path]
-            layers.append(Layer(*described, choice.linear, choice.reason, str(jnp.dtype(dtype)) if dtype else None))
+            layers.append(Layer(*described, choice.linear, choice.reason, _dtype(module)))
             continue
         reason = next((text for kinds, text in _REASONS if isinstance(module, kinds)), None)
         if reason == _EMBED and f"{path}/embedding" in reading.multiplied:
@@ -277,41 +362,27 @@ def _matrix(params: dict[str, Any]) -> Any:
 
 def _nnx_program(model: nnx.Module, sample: Any, keywords: Any) -> Program:
     graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
-    arrays, rebuild = _split((sample, keywords))
+    arrays, rebuild = split_abstract((sample, keywords))
 
     def loss(params: Any, rest: Any, arrays: list[Any]) -> jax.Array:
         args, kwargs = rebuild(arrays)
-        return _mean_square(nnx.merge(graph, params, rest, copy=True)(*args, **kwargs))  # type: ignore[operator]
+        return mean_square(nnx.merge(graph, params, rest, copy=True)(*args, **kwargs))  # type: ignore[operator]
 
-    return inspect(jax.grad(loss), *jax.tree.map(_abstract, (params, rest, arrays)))
+    return inspect(jax.grad(loss), *jax.tree.map(abstract, (params, rest, arrays)))
 
 
 def _linen_program(model: nn.Module, variables: Any, sample: Any, keywords: Any) -> Program:
     state = {name: values for name, values in variables.items() if name != "params"}
-    arrays, rebuild = _split((sample, keywords))
+    arrays, rebuild = split_abstract((sample, keywords))
 
     def loss(params: Any, state: Any, arrays: list[Any]) -> jax.Array:
         args, kwargs = rebuild(arrays)
         rngs = {"params": jax.random.key(0)}
         variables = {"params": params, **state}
         y, _ = nn.Module.apply(model, variables, *args, rngs=rngs, mutable=list(state), **kwargs)
-        return _mean_square(y)
+        return mean_square(y)
 
     return inspect(jax.grad(loss), variables["params"], state, arrays)
-
-
-def _split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    arrays, rebuild = split(tree)
-    return [_abstract(x) for x in arrays], rebuild
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _mean_square(outputs: Any) -> jax.Array:
-    floats = [y.astype(jnp.float32) for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
-    return sum((jnp.mean(y * y) for y in floats), jnp.float32(0))
 
 
 def _spans_tokens(spec: QuantSpec) -> bool:

@@ -18,6 +18,7 @@ from fp8jax.ops.linear import DimensionNumbers, check_precision, einsum_by, in_o
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
+from fp8jax.rewrite.states import Noted, ParameterState
 
 OWN = "fp8jax_"
 
@@ -135,25 +136,89 @@ class GradientStatistic(nnx.Variable):
     """A slot whose cotangent is the largest magnitude of a gradient; never an argument of an optimizer."""
 
 
-class LayerScaling(ScaledProduct, nnx.Module):
-    """The product of one NNX layer, with its state.
+class QuantizedWeightVariable(nnx.Variable):
+    """Codes or scales of a weight; they follow from parameters, and are no state of their own."""
+
+
+class WeightVariables(nnx.Module):
+    """A `QuantizedWeight` as variables, so that loops over stacked layers take it apart."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        leaves, self.tree = jax.tree.flatten(weight)
+        self.leaves = nnx.List([QuantizedWeightVariable(leaf) for leaf in leaves])
+
+    def weight(self) -> QuantizedWeight:
+        return jax.tree.unflatten(self.tree, [leaf[...] for leaf in self.leaves])
+
+
+class Holder(nnx.Module):
+    """What an NNX model holds for the products with one parameter, besides it. It stands where a layer of Flax has the
+    function that multiplies, and is called as that; or in an attribute of its own.
+
+    Attributes:
+        linear: the recipe of the products.
+        weight: the path of the parameter in its layer.
+        written: what the layer has there; None also for JAX's own function.
+        product: JAX's function that it stands for; None in an attribute of its own.
+        held: the weight quantized for all microbatches of a step, or None; `fp8jax.nnx.quantize_weights` sets it.
+    """
+
+    VARIABLES: tuple[type, ...] = (QuantizedWeightVariable,)
+
+    def __init__(self, linear: Linear, weight: str, written: Any, product: Any) -> None:
+        self.linear, self.weight, self.written, self.product = linear, weight, written, product
+        self.held: Any = nnx.data(None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.written or self.product)(*args, **kwargs)
+
+    def weight_path(self, path: Sequence[Any]) -> tuple[str, ...]:
+        """The path of the parameter, for that of the holder."""
+        return (*map(str, path[:-1]), *self.weight.split("/"))
+
+    def stacked(self) -> tuple[int, ...]:
+        """The sizes of the first axes of the parameter, those of stacked layers; `nnx.scan` takes them off."""
+        assert self.held is not None
+        codes: tuple[int, ...] = self.held.weight().forward.codes.shape
+        return codes[:-2]
+
+    def given(self) -> ParameterState:
+        return ParameterState(self.linear, self.stacked(), weight=None if self.held is None else self.held.weight())
+
+    def note(self, observed: Noted) -> None:
+        """Merges what a call observed into what was seen."""
+
+
+class LayerScaling(Holder):
+    """The state of the scaling of one parameter's products, in an NNX model.
 
     Attributes:
         x, w, dy, or as `Stateful.variable` names them: states, fp32, with the leading axes of stacked layers.
         seen_x, seen_w: what the calls since the last update observed, fp32.
         slot: fp32 (...), zeros.
-        held: the weight quantized for all microbatches of a step, or None; `fp8jax.nnx.quantize_weights` sets it.
         use_running_average: read the states and note nothing, as `model.eval()` sets it.
 
     Args:
         linear: the recipe of its products.
         kernel: the weight, (..., and at least two axes), an array or a shape.
+        weight: as of `Holder`.
         stacked: how many of its first axes are those of stacked layers.
         kind: of layer, for messages; no path, because layers that differ in nothing else share their traces.
+        written, product: as of `Holder`.
     """
 
-    def __init__(self, linear: Linear, kernel: Array, stacked: int = 0, kind: str = "a layer") -> None:
-        self.linear, self.kind = linear, kind
+    def __init__(
+        self,
+        linear: Linear,
+        kernel: Array,
+        weight: str,
+        stacked: int = 0,
+        kind: str = "a layer",
+        written: Any = None,
+        product: Any = None,
+    ) -> None:
+        super().__init__(linear, weight, written, product)
+        self.kind = kind
         self.use_running_average = False
         layers = kernel.shape[:stacked]
 
@@ -172,23 +237,26 @@ class LayerScaling(ScaledProduct, nnx.Module):
             self.slot = GradientStatistic(
                 jax.ShapeDtypeStruct(layers, jnp.float32) if abstract else jnp.zeros(layers, jnp.float32)
             )
-        self.held: Any = nnx.data(None)
 
-    def read(self, w: Array) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
+    def stacked(self) -> tuple[int, ...]:
+        for operand in ("x", "w"):
+            if observes(self.linear, operand):
+                seen: tuple[int, ...] = getattr(self, f"seen_{operand}").shape
+                return seen[: len(seen) - len(self.linear.states[operand].statistic)]
+        shape: tuple[int, ...] = (self.slot if hasattr(self, "slot") else self.tracked()).shape
+        return shape
+
+    def given(self) -> ParameterState:
         slot = self.slot[...] if hasattr(self, "slot") else None
-        return self.state(), slot, None if self.held is None else self.held.weight()
+        return super().given()._replace(state=self.state(), slot=slot)
 
-    def note(self, observed: Observed) -> None:
+    def note(self, observed: Noted) -> None:
         if self.use_running_average:
             return
-        for operand in ("x", "w"):
-            if (value := getattr(observed, operand)) is not None:
-                value = training.observed(value, self.kind, scaling_names(self.linear))
-                seen = getattr(self, f"seen_{operand}")
-                seen[...] = self.linear.states[operand].merged(seen[...], value)
-
-    def name(self) -> str:
-        return self.kind
+        for operand, value in observed.items():
+            value = training.observed(value, self.kind, scaling_names(self.linear))
+            seen = getattr(self, f"seen_{operand}")
+            seen[...] = self.linear.states[operand].merged(seen[...], value)
 
     def state(self) -> ScalingState:
         return ScalingState(**{o: getattr(self, p.variable(o))[...] for o, p in self.linear.states.items()})
@@ -209,16 +277,7 @@ class LayerScaling(ScaledProduct, nnx.Module):
             getattr(self, f"seen_{operand}")[...] = value
 
 
-class DotGeneralScaling(LayerScaling):
-    """The product of a layer that calls `jax.lax.dot_general`."""
-
-    __call__ = ScaledProduct.dot_general
-
-
-class EinsumScaling(LayerScaling):
-    """The product of a layer that calls `jnp.einsum`."""
-
-    __call__ = ScaledProduct.einsum
+Holder.VARIABLES = (ScalingVariable, GradientStatistic, QuantizedWeightVariable)
 
 
 def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: Any = None) -> nnx.State:
@@ -314,8 +373,7 @@ def _tracked(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:
     layers = [(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, LayerScaling) and m.linear.tracked]
     if not layers:
         raise ValueError("the model has no layer with automatic weight scaling")
-    # In a layer of Flax the product is an attribute of its own.
-    return [(weight_path(path if layer_path(path) != path else path[:-1]), m) for path, m in layers]
+    return [(m.weight_path(path), m) for path, m in layers]
 
 
 def state_name(weight: str) -> str:
@@ -332,20 +390,3 @@ def weight_path(path: Sequence[Any]) -> tuple[str, ...]:
     """The path of the weight to whose product the variables at a path belong."""
     layer = layer_path(path)
     return (*map(str, layer), str(path[-1]).removeprefix(OWN) if len(layer) < len(path) else "kernel")
-
-
-def kernel_axes(layer: Any) -> tuple[int, int]:
-    """How many of the last axes of a layer's kernel are inputs and outputs; `nnx.vmap` puts others before them."""
-    if isinstance(layer, nnx.Linear):
-        return 1, 1
-    return len(_tuple(layer.in_features)), len(_tuple(layer.out_features))
-
-
-def stacked_axes(layer: Any) -> int:
-    """How many axes of a layer's kernel `nnx.vmap` has put before its own."""
-    own = len(layer.kernel_shape) if isinstance(layer, nnx.Einsum) else sum(kernel_axes(layer))
-    return layer.kernel.ndim - own
-
-
-def _tuple(features: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (features,) if isinstance(features, int) else tuple(features)

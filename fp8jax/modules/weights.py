@@ -6,42 +6,17 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.modules.dots import DotGeneral
-from fp8jax.modules.scaled import LayerScaling, kernel_axes
+from fp8jax.modules.functional import kernel_axes
+from fp8jax.modules.nnx import settings_of
+from fp8jax.modules.scaled import Holder, LayerScaling, WeightVariables
 from fp8jax.ops.product import QuantizedWeight, quantize_weight
 from fp8jax.ops.scaled import weight_scale
 from fp8jax.ops.sharding import merge
 
 Model = TypeVar("Model", bound=nnx.Module)
-
-
-class QuantizedWeightVariable(nnx.Variable):
-    """Codes or scales of a weight; they follow from parameters, and are no state of their own."""
-
-
-class WeightVariables(nnx.Module):
-    """A `QuantizedWeight` as variables, so that loops over stacked layers take it apart."""
-
-    def __init__(self, weight: QuantizedWeight) -> None:
-        leaves, self.tree = jax.tree.flatten(weight)
-        self.leaves = nnx.List([QuantizedWeightVariable(leaf) for leaf in leaves])
-
-    def weight(self) -> QuantizedWeight:
-        return jax.tree.unflatten(self.tree, [leaf[...] for leaf in self.leaves])
-
-
-class HeldDotGeneral(nnx.Module):
-    """`DotGeneral` of one layer whose weight is given quantized."""
-
-    def __init__(self, dot_general: DotGeneral, weight: QuantizedWeight) -> None:
-        self.dot_general = dot_general
-        self.held = WeightVariables(weight)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Array:
-        return self.dot_general(*args, **kwargs, quantized=self.held.weight())
 
 
 Quantizer = Callable[[str, Array, Linear, Array | None], QuantizedWeight | None]
@@ -85,27 +60,27 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer) -> Model:
 
 
 def _hold(layer: Any, quantizer: Callable[[Array, Linear, Array | None], QuantizedWeight | None]) -> bool:
-    dot_general = layer.dot_general
-    linear: Linear | None = getattr(dot_general, "linear", None)
-    if not isinstance(dot_general, (DotGeneral, LayerScaling)) or linear is None:
+    settings = settings_of(layer)
+    linear = None if settings is None else settings.rules.choice(settings.prefix).linear
+    if linear is None or linear.spec("w") is None or linear.spec("w_dgrad") is None:
         return False
-    if linear.spec("w") is None or linear.spec("w_dgrad") is None or getattr(layer, "batch_axis", None):
+    if getattr(layer, "batch_axis", None):
         return False
     inputs, outputs = kernel_axes(layer)
     kernel = layer.kernel[...]
     stacked = kernel.ndim - inputs - outputs
     matrix = merge(kernel, *[1] * stacked, inputs, outputs)
-    if isinstance(dot_general, LayerScaling):
-        scale = _mapped(lambda w, state: weight_scale(w, state, recipe=linear), stacked)(matrix, dot_general.state())
+    holder = layer.dot_general
+    if isinstance(holder, LayerScaling):
+        scale = _mapped(lambda w, state: weight_scale(w, state, recipe=linear), stacked)(matrix, holder.state())
         weight = _mapped(lambda w, s: quantizer(w, linear, s), stacked)(matrix, scale)
     else:
         weight = _mapped(lambda w: quantizer(w, linear, None), stacked)(matrix)
     if weight is None:
         return False
-    if isinstance(dot_general, LayerScaling):
-        dot_general.held = nnx.data(WeightVariables(weight))
-    else:
-        layer.dot_general = nnx.data(HeldDotGeneral(dot_general, weight))
+    if not isinstance(holder, Holder):
+        layer.dot_general = holder = nnx.data(Holder(linear, "kernel", layer.dot_general, lax.dot_general))
+    layer.dot_general.held = nnx.data(WeightVariables(weight))
     return True
 
 

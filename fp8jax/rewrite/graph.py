@@ -193,7 +193,8 @@ def narrow(value: Value) -> Value:
     """A value before casts that only widen it."""
     while value.kind in CASTS and value.node is not None and value.node.operation is None:
         source = value.node.operands[0]
-        if source.dtype.itemsize > value.dtype.itemsize or not lossless([source.dtype], value.dtype):
+        wider = source.dtype.itemsize > value.dtype.itemsize
+        if wider or source.dtype.itemsize < 2 or not lossless([source.dtype], value.dtype):
             return value
         value = source
     return value

@@ -17,12 +17,12 @@ from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import product
 from fp8jax.ops.ragged import ragged_dot
 from fp8jax.ops.saved import ITSELF, Origin
-from fp8jax.ops.scaled import scaled_linear
-from fp8jax.ops.sharding import merge
+from fp8jax.ops.scaled import Observed, scaled_linear
+from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
 from fp8jax.ops.transformer import attention_output
 from fp8jax.rewrite.graph import Node, Value
 from fp8jax.rewrite.primitives import Equation
-from fp8jax.rewrite.states import Use, observed_beside
+from fp8jax.rewrite.states import Given, Use, observed_beside
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,7 +37,7 @@ class ProductOperation:
         side: which operand of the equation the parameter is.
         root: the value that the data are, up to what keeps their elements: products of one share its codes.
         kept: a value that is kept in any case and has the elements of the data: nothing else is kept of them.
-        use: which product with the parameter it is, if its scaling keeps a state.
+        use: which product with the parameter it is, if that has one matrix.
         params: of the product's equation.
         bias: a parameter with an element for each output, which is added; or None.
     """
@@ -54,8 +54,9 @@ class ProductOperation:
     bias: Value | None = None
 
     def run(self, running: Any, node: Node) -> Sequence[Array]:
-        if self.use is not None and self.use.key in running.states:
-            return [self._scaled(running, node.results[0])]
+        given = Given() if self.use is None else running.states.get(self.use.key, Given())
+        if given.state is not None:
+            return [self._scaled(running, node.results[0], given)]
         result, linear = node.results[0], self.recipe.linear
         x = running.array(self.data if self.kept is None else self.kept)
         origin = running.origin(self.root, x)
@@ -63,7 +64,7 @@ class ProductOperation:
             origin = origin._replace(again=(ITSELF, x))
         known = running.known(x, self.root, origin)
         key = known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
-        how: Any = {"key": key, "known": known, "bias": self._bias(running)}
+        how: Any = {"key": key, "known": known, "bias": self._bias(running), "quantized": self._held(given)}
         if self.kept is None and running.read_later(self.data):
             # As XLA would make a sum of gradients part of one product, but of three leaves one a pass of its own.
             how["pass_on"] = functools.partial(running.pass_on, self.data)
@@ -79,27 +80,46 @@ class ProductOperation:
     def _bias(self, running: Any) -> Array | None:
         return None if self.bias is None else running.array(self.bias).reshape(-1)
 
-    def _scaled(self, running: Any, result: Value) -> Array:
+    def _scaled(self, running: Any, result: Value, given: Given) -> Array:
         """The product under a scaling that keeps a state."""
-        contract, _ = self.params["dimension_numbers"]
-        linear, n = self.recipe.linear, len(contract[0])
-        order = contract if self.side == 1 else contract[::-1]
-        left, right = in_order(running.array(self.data), self._laid_out(running), (order, ((), ())))
+        linear, contract = self.recipe.linear, self._contracted()
+        n, numbers = len(contract[0]), (contract, ((), ()))
+        weight = self._laid_out(running)
+        data = running.array(self.data if self.kept is None else self.kept).reshape(self.data.shape)
+        left, right = in_order(data, weight, numbers)
         lead, outputs = left.ndim - n, right.ndim - n
+        spec = product_sharding(data, weight, numbers, self.params.get("out_sharding") if self.side == 1 else None)
         x, w = merge(left, *[1] * lead, n), merge(right, n, outputs)
-        known = running.known(x, self.root, running.origin(self.root, x))
+        origin = running.origin(self.root, x)
+        origin = origin if self.kept is None else origin._replace(again=(ITSELF, x))
+        known = running.known(x, self.root, origin)
         key = known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
-        state, slots = running.states[self.use.key]  # type: ignore[union-attr]
-        y, seen = scaled_linear(x, w, state, slots.dy, recipe=linear, key=key, known=known, bias=self._bias(running))
+        how: Any = {"key": key, "known": known, "quantized": self._held(given), "bias": self._bias(running)}
+        how["out_sharding"] = named(merged(spec, (*[1] * lead, outputs)), data, weight)
+        slots = given.slots or Observed()
+        assert given.state is not None
+        y, seen = scaled_linear(x, w, given.state, slots.dy, recipe=linear, **how)
         if running.seen is None:
             y = observed_beside(y, slots, seen)
         else:
-            key_of = self.use.key  # type: ignore[union-attr]
-            running.seen |= {(key_of, o): v for o, v in seen._asdict().items() if o != "dy" and v is not None}
-        y = y.reshape(*left.shape[:lead], *right.shape[n:])
+            of = self.use.key  # type: ignore[union-attr]
+            running.seen |= {(of, o): v for o, v in seen._asdict().items() if o != "dy" and v is not None}
+        y = split(y, (*left.shape[:lead], *right.shape[n:]), spec)
         if self.side == 0:
             y = jnp.moveaxis(y, range(lead), range(y.ndim - lead, y.ndim))
         return y.astype(result.dtype)
+
+    def _contracted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of the data and of the parameter that are summed over, in the parameter's order."""
+        pair = self.params["dimension_numbers"][0]
+        pairs = sorted(zip(pair[1 - self.side], pair[self.side], strict=True), key=lambda axes: axes[1])
+        data, weight = zip(*pairs, strict=True) if pairs else ((), ())
+        return data, weight
+
+    def _held(self, given: Given) -> Any:
+        """The weight in codes, if the product reads the matrix (inputs, outputs) that these are of."""
+        _, contract = self._contracted()
+        return None if self.layout or tuple(contract) != tuple(range(len(contract))) else given.weight
 
     def _laid_out(self, running: Any) -> Array:
         w = running.array(self.weight)
@@ -108,15 +128,15 @@ class ProductOperation:
         return w  # type: ignore[no-any-return]
 
     def _product(self, x: Array, w: Array, how: dict[str, Any]) -> Array:
-        contract, batch = self.params["dimension_numbers"]
+        contract, batch = self._contracted(), self.params["dimension_numbers"][1]
         dtype, sharding = self.params["preferred_element_type"] or x.dtype, self.params.get("out_sharding")
         if self.side == 1:
             numbers = contract, batch
             return dot_general(x, w, numbers, None, dtype, recipe=self.recipe.linear, out_sharding=sharding, **how)
         # The parameter on the left: its free axes come first. Where axes are Explicit, JAX's own rule places them.
         n = len(batch[0])
-        own = x.ndim - len(contract[1]) - n
-        y = dot_general(x, w, (contract[::-1], batch[::-1]), None, dtype, recipe=self.recipe.linear, **how)
+        own = x.ndim - len(contract[0]) - n
+        y = dot_general(x, w, (contract, batch[::-1]), None, dtype, recipe=self.recipe.linear, **how)
         return jnp.moveaxis(y, range(n, n + own), range(y.ndim - own, y.ndim))
 
 

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import lax
 from fp8jax.core.recipe import Linear
 from fp8jax.ops import gains
 from fp8jax.rewrite import activations, biases, norms, primitives
+from fp8jax.rewrite.caller import Caller, layer_path
 from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, Weight, before, in_order, origin_of, readers
 from fp8jax.rewrite.heads import Flow
 from fp8jax.rewrite.kept import keeps
@@ -20,10 +21,6 @@ from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.rules import LayerChoice, Ordered, between
 from fp8jax.rewrite.states import Use, levels_of, scaling_names
-
-# What layers of all frameworks call their matrix or vector, and what wraps it.
-_LEAVES = ("kernel", "w", "weight", "weights", "embedding", "scale", "bias", "b", "offset", "gamma", "beta", "value")
-
 
 _UNKNOWN = LayerChoice(None, "")
 
@@ -42,6 +39,8 @@ class Entry(NamedTuple):
         product: whether it is a product.
         kept: whether what a product reads is kept in any case, as attention's output is.
         again: whether a product is computed again in the backward pass: no policy of the checkpoints around keeps it.
+        readers: of a norm or an activation, the products that read it and save no codes of it, each with the dtype.
+        alone: there are no others.
     """
 
     path: str
@@ -54,6 +53,8 @@ class Entry(NamedTuple):
     product: bool = False
     kept: bool = False
     again: bool = False
+    readers: tuple[tuple[str, str], ...] = ()
+    alone: bool = False
 
     @property
     def taken(self) -> bool:
@@ -70,6 +71,7 @@ class _Product:
     side: int
     weight: Weight
     path: str
+    others: tuple[str, ...]
     around: tuple[tuple[Node, Graph], ...]
     choice: LayerChoice = _UNKNOWN
     place: Node | None = None  # where the operation stands, if not in the product's own place
@@ -82,28 +84,10 @@ class _Product:
     def taken(self) -> bool:
         return self.choice.linear is not None and self.choice.linear.quantized
 
-
-class Caller(NamedTuple):
-    """What is known of a program from who calls it.
-
-    Attributes:
-        results: how many of the outputs, the first ones, are what the function returns; the rest is its state. None
-            for all.
-        arguments: the inputs that are arguments of the function; None for all that are data.
-        modules: whether it is a method of a module, which has parameters for other methods, too, and is itself a layer
-            if it has a "kernel".
-    """
-
-    results: int | None = None
-    arguments: Collection[int] | None = None
-    modules: bool = False
-
-
-def layer_path(path: str, modules: bool = False) -> str:
-    """The path that rules match: of a layer, without what it calls its parameter; of a whole model that is one, ""."""
-    while (parts := path.rpartition("/"))[2] in _LEAVES and (parts[0] or modules):
-        path = parts[0]
-    return path
+    @property
+    def saves(self) -> bool:
+        """Whether it saves codes of its data."""
+        return self.choice.linear is not None and self.choice.linear.spec("saved") is not None
 
 
 def plan(
@@ -119,39 +103,42 @@ def plan(
         caller: of the program.
 
     Returns:
-        What became of each part, in the program's order; and the products whose scaling keeps a state.
+        What became of each part, in the program's order; and the products with one parameter, with their recipes.
 
     Raises:
         ValueError: a rule matches nothing, nothing is left to quantize, a product asks for a precision that a
             quantized one cannot give, or one with batch axes is to have a scaling that observes its operands.
     """
     entries: dict[Node, Entry] = {}
-    products = list(_products(graph, entries, caller.modules))
+    products = list(_products(graph, entries, caller))
     flow = Flow(graph, {p.node for p in products}, caller.results, caller.arguments)
     reasons = flow.heads() if rules.default else {}
     heads = {p.path: reasons[p.node] for p in products if p.node in reasons}
     for p in products:
-        p.choice = rules.choice(p.path, heads)
+        p.choice = rules.choice(p.path, heads, p.others)
         _check_precision(p)
         shape, reason = p.weight.stored.shape, p.choice.reason
         again = any(primitives.computes_again(node.eqn) for node, _ in p.around)
         how: dict[str, Any] = {"product": True, "again": again}
         entries[p.node] = Entry(p.path, p.node.kind, shape, p.choice, reason, p.node.line(), **how)
     places = list(graph.everywhere())
-    unread = _unread(graph, caller.modules)
-    normed = _replace_all(graph, products, rules, entries, caller.modules)
-    _check(products, {*normed, *unread}, rules, heads, entries)
+    normed = _replace_all(graph, products, rules, entries, caller)
+    normed |= _unread(graph, caller.modules)
+    if caller.whole:
+        _check(products, normed, entries)
+    if caller.names is None:
+        rules.check_all_used([*(p.path for p in products), *normed], heads, unknown=_left(entries))
     return {node: entries[node] for node in places if node in entries}, _uses(products)
 
 
 def _uses(products: list[_Product]) -> dict[Use, Linear]:
-    """Numbers the products of each parameter whose scaling keeps a state."""
+    """Numbers the products of each parameter, each of which may have a state or be given its weight in codes."""
     uses: dict[Use, Linear] = {}
     counts: collections.Counter[str] = collections.Counter()
     for p in products:
         operation = (p.place or p.node).operation
         linear, path = p.choice.linear, p.weight.path
-        if operation is None or linear is None or not linear.states:
+        if operation is None or linear is None:
             continue
         if not isinstance(operation, ProductOperation) or any(p.node.eqn.params["dimension_numbers"][1]):
             if any(scaling.observes for scaling in linear.states.values()):
@@ -167,14 +154,16 @@ def _uses(products: list[_Product]) -> dict[Use, Linear]:
     return uses
 
 
-def _check(
-    products: list[_Product], normed: set[str], rules: Ordered, heads: dict[str, str], entries: dict[Node, Entry]
-) -> None:
-    left = [f"{e.path or e.kind} ({e.reason}) at {e.line}" for e in entries.values() if e.choice is None]
-    unknown = f"; left as written: {'; '.join(left[:6])}" if left else ""
+def _check(products: list[_Product], normed: set[str], entries: dict[Node, Entry]) -> None:
     if not products and not normed:
-        raise ValueError(f"the function has no product of data with a parameter that a recipe could take{unknown}")
-    rules.check_all_used([*(p.path for p in products), *normed], heads, unknown=unknown)
+        left = _left(entries)
+        raise ValueError(f"the function has no product of data with a parameter that a recipe could take{left}")
+
+
+def _left(entries: dict[Node, Entry]) -> str:
+    """What to say of products that are left as written, in an error."""
+    left = [f"{e.path or e.kind} ({e.reason}) at {e.line}" for e in entries.values() if e.choice is None]
+    return f"; left as written: {'; '.join(left[:6])}" if left else ""
 
 
 def _unread(graph: Graph, modules: bool) -> set[str]:
@@ -185,13 +174,13 @@ def _unread(graph: Graph, modules: bool) -> set[str]:
 
 
 def _products(
-    graph: Graph, entries: dict[Node, Entry], modules: bool, around: tuple[tuple[Node, Graph], ...] = ()
+    graph: Graph, entries: dict[Node, Entry], caller: Caller, around: tuple[tuple[Node, Graph], ...] = ()
 ) -> Iterator[_Product]:
     """The products of data with a parameter that may be quantized; notes the others."""
     for node in graph.all():
         if not node.sealed:
             for body in node.bodies:
-                yield from _products(body, entries, modules, (*around, (node, body)))
+                yield from _products(body, entries, caller, (*around, (node, body)))
         if node.kind not in primitives.PRODUCTS and not node.sealed and not primitives.unread(node.eqn):
             continue
         floats = [jnp.issubdtype(value.dtype, jnp.floating) for value in node.operands[:2]]
@@ -200,10 +189,11 @@ def _products(
         if why is None:
             weight = node.operands[sides[0]].weight
             assert weight is not None
-            yield _Product(graph, node, sides[0], weight, layer_path(weight.path, modules), around)
+            path, *others = caller.paths(weight.path)
+            yield _Product(graph, node, sides[0], weight, path, tuple(others), around)
         elif why:
             weights = [value.weight for value in node.operands if value.weight is not None]
-            path = layer_path(weights[0].path, modules) if weights else ""
+            path = caller.paths(weights[0].path)[0] if weights else ""
             shape = node.operands[sides[0]].shape if sides else node.results[0].shape
             entries[node] = Entry(path, node.kind, shape, None, why, node.line(), product=True)
 
@@ -233,13 +223,13 @@ def _check_precision(p: _Product) -> None:
     each = asked if isinstance(asked, tuple) else (asked,)
     if p.taken and any(x not in (None, lax.Precision.DEFAULT) for x in each):
         raise ValueError(
-            f"{p.path} asks for precision {asked}, which a quantized product cannot give, at {p.node.line()}; leave "
-            f"the precision out, or the product: [fp8jax.Rule({p.path!r}, None), recipe]"
+            f"{p.path} asks for precision {asked}, which a quantized product cannot give, at {p.node.line()}; set "
+            f"its precision to None, or leave it out with a rule: [fp8jax.Rule({p.path!r}, None), recipe]"
         )
 
 
 def _replace_all(
-    graph: Graph, products: list[_Product], rules: Ordered, entries: dict[Node, Entry], modules: bool
+    graph: Graph, products: list[_Product], rules: Ordered, entries: dict[Node, Entry], caller: Caller
 ) -> set[str]:
     """Puts operations in place of products, and of what stands before them; the paths of norms with a choice."""
     groups: dict[tuple[Graph, Value], list[_Product]] = {}
@@ -252,11 +242,15 @@ def _replace_all(
         if asked:
             _leave_losing(_made(root, counts), asked, entries)
         if rules.between and (not asked or any(p.taken for p in group)):
-            normed |= _replace_before(_made(root, counts), group, rules, entries, modules)
+            normed |= _replace_before(_made(root, counts), group, rules, entries, caller)
         for p in group:
             if p.taken:
                 entry = entries.pop(p.node)._replace(kept=_replace_product(p, alone[p.graph]))
                 entries[p.place or p.node] = entry
+    if not products and caller.names is not None and rules.between:
+        # A norm that is called by itself: what reads it is not here.
+        for value in graph.outputs[: caller.results]:
+            normed |= _replace_before(_made(value, counts), [], rules, entries, caller)
     return normed
 
 
@@ -320,7 +314,8 @@ def _replace_product(p: _Product, alone: Mapping[Value, Node]) -> bool:
         w = p.weight.stored if _read_as_stored(p) and not p.weight.layout else w
         p.node.operands, p.node.operation = [data, w, groups], RaggedOperation(linear, data, w, groups, origin_of(data))
         return False
-    kept = _kept(p) if p.choice.context.saved is not None else None
+    # What a scaling observes of the data is that of their codes, which are kept then.
+    kept = _kept(p) if p.choice.context.saved is not None and "x" not in linear.states else None
     stored = _read_as_stored(p)
     w = p.weight.stored if stored else p.node.operands[p.side]
     layout = p.weight.layout if stored and kept is None else ()
@@ -342,7 +337,7 @@ def _replace_product(p: _Product, alone: Mapping[Value, Node]) -> bool:
 
 
 def _replace_before(
-    value: Value, group: list[_Product], rules: Ordered, entries: dict[Node, Entry], modules: bool
+    value: Value, group: list[_Product], rules: Ordered, entries: dict[Node, Entry], caller: Caller
 ) -> set[str]:
     """Puts an operation in place of the norm or activation that products read, if that is one; the norm's path."""
     normed = set[str]()
@@ -352,7 +347,8 @@ def _replace_before(
             entries[p.node] = entries[p.node]._replace(reads=entries[node].kind)
     if node is None or node.operation is not None:
         return normed
-    readers_choice = next((p.choice for p in group if p.choice.linear is not None), group[0].choice)
+    choices = [p.choice for p in group if p.choice.linear is not None] or [p.choice for p in group]
+    readers_choice = choices[0] if choices else _UNKNOWN
     read, kind = " and ".join(dict.fromkeys(p.path for p in group)), ""
     choice, path, operands = readers_choice, read, list[Value]()
     operation: Replacement | None = None
@@ -360,8 +356,8 @@ def _replace_before(
         kind = "LayerNorm" if norm.centered else "RMSNorm"
         own = [v.weight.path for v in (before(v) for v in norm.scales) if v.weight is not None]
         if own:
-            path = layer_path(own[0], modules)
-            choice = rules.choice(path)
+            path, *also = caller.paths(own[0])
+            choice = rules.choice(path, also=also)
             normed.add(path)
         operands = [norm.x, *norm.scales, *([] if norm.bias is None else [norm.bias])]
         operation = NormOperation(choice.recipe, *norm)
@@ -374,7 +370,9 @@ def _replace_before(
         operation = ActivationOperation(choice.recipe, name, gate, up, biased)
     if not kind or not between(choice.recipe):
         return normed
-    entries[node] = Entry(path, kind, value.shape, choice, choice.reason, node.line())
+    others = tuple(dict.fromkeys((p.path, str(p.data.dtype)) for p in group if not p.saves))
+    alone = not any(p.saves for p in group)
+    entries[node] = Entry(path, kind, value.shape, choice, choice.reason, node.line(), readers=others, alone=alone)
     node.operation, node.operands = operation, operands
     for p in group:
         entries[p.node] = entries[p.node]._replace(reads=kind)

@@ -134,7 +134,12 @@ def _folded(node: Node) -> float | None:
 
 
 def _chosen(node: Node) -> list[Value] | None:
-    """The operand that a choice with a constant condition gives."""
+    """The operand that a choice with a constant condition gives, or what two transpositions give that are none."""
+    source = node.operands[0].node if node.kind == "transpose" else None
+    if source is not None and source.kind == "transpose":
+        first, last = source.eqn.params["permutation"], node.eqn.params["permutation"]
+        if [first[i] for i in last] == list(range(len(last))):
+            return source.operands[:1]
     if node.kind != "select_n" or node.operands[0].constant is None:
         return None
     return [node.operands[1 + int(node.operands[0].constant)]]

@@ -111,6 +111,15 @@ class Ordered:
                 raise ValueError(f"{which} quantizes no product; leave the model as it is, or give a rule with None")
 
     @property
+    def own(self) -> tuple[Rule, ...]:
+        """The user's rules on paths."""
+        return self.rules[: self._own]
+
+    def asks(self, *paths: str) -> bool:
+        """Whether a rule of the user's matches one of these paths of a layer."""
+        return any(re.fullmatch(rule.path, path) for rule in self.own for path in paths)
+
+    @property
     def _own(self) -> int:
         """How many of the first rules are the user's."""
         return len(self.rules) - (len(_DEFAULT) + 1 if self.default else 0)
@@ -130,14 +139,15 @@ class Ordered:
         """Whether layers may read codes under scales that what stands before them knows, not they."""
         return any(rule.context.scales == "bound" for rule in self.rules)
 
-    def choice(self, path: str, heads: Mapping[str, str] = _NONE) -> LayerChoice:
+    def choice(self, path: str, heads: Mapping[str, str] = _NONE, also: Sequence[str] = ()) -> LayerChoice:
         """What the first rule that matches a path says.
 
         Args:
             path: of a layer.
+            also: other paths of the layer.
             heads: layers that are outputs or choose, with the reason; a recipe for all others leaves them alone.
         """
-        i = self._first(path)
+        i = self._first(path, *also)
         if i is None:
             return LayerChoice(None, "no rule matches")
         ours = [*(name for name, _ in _DEFAULT), "the recipe"]
@@ -147,7 +157,12 @@ class Ordered:
         return LayerChoice(self.rules[i].linear, reason, self.rules[i].context)
 
     def check_all_used(
-        self, paths: Iterable[str], heads: Mapping[str, str] = _NONE, others: Iterable[str] = (), unknown: str = ""
+        self,
+        paths: Iterable[str],
+        heads: Mapping[str, str] = _NONE,
+        others: Iterable[str] = (),
+        unknown: str = "",
+        also: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
     ) -> None:
         """Raises ValueError where a rule is the first match of none of the paths, or there are none.
 
@@ -156,11 +171,14 @@ class Ordered:
             heads: as `choice` takes them.
             others: of modules that hold matrices and are not known; rules may leave them alone.
             unknown: what to say of these.
+            also: other paths of these layers.
         """
         paths = sorted(paths)
         if not paths:
             raise ValueError(f"the model has no linear layer that fp8jax knows how to quantize{unknown}")
-        used = {self._first(path) for path in paths if self.choice(path, heads).reason != heads.get(path)}
+        all_of = {path: also.get(path, ()) for path in paths}
+        left = {path for path in paths if self.choice(path, heads, all_of[path]).reason == heads.get(path)}
+        used = {self._first(path, *all_of[path]) for path in paths if path not in left}
         used |= {self._first(path) for path in others if self.choice(path).linear is None}
         free = range(self._own, len(self.rules) - 1)
         unused = [i for i in range(len(self.rules)) if i not in used and i not in free]
@@ -169,8 +187,9 @@ class Ordered:
             why = " (embeddings, heads and routers are left alone unless a rule names them)" if self.default else ""
             raise ValueError(f"no layer is left for {names} to match; the layers are {', '.join(paths)}{why}{unknown}")
 
-    def _first(self, path: str) -> int | None:
-        return next((i for i, rule in enumerate(self.rules) if re.fullmatch(rule.path, path)), None)
+    def _first(self, *paths: str) -> int | None:
+        matches = lambda rule: any(re.fullmatch(rule.path, path) for path in paths)  # noqa: E731
+        return next((i for i, rule in enumerate(self.rules) if matches(rule)), None)
 
 
 Rules = Recipe | Linear | str | Rule | Sequence[Rule | Recipe | Linear | str] | Ordered

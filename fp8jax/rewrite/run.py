@@ -13,14 +13,14 @@ from fp8jax.rewrite.graph import Graph, Node, Value, origin_of
 from fp8jax.rewrite.known import Cotangents, Known, carry
 from fp8jax.rewrite.operations import as_read
 from fp8jax.rewrite.primitives import Equation
-from fp8jax.rewrite.states import Use
+from fp8jax.rewrite.states import Given, Use
 
 
 class Schedule(NamedTuple):
     """What is run of a graph: each node, and the nodes of calls of which more is read or changed than the results.
 
-    `uses` are the products in it, and in nested programs, whose scaling keeps a state; `last` is where each value is
-    read for the last time.
+    `uses` are the products in it, and in nested programs, that may be given a state or their weight in codes; `last` is
+    where each value is read for the last time.
     """
 
     graph: Graph
@@ -77,7 +77,7 @@ class Running:
 
     Attributes:
         origins: what operations have said of their results, for those that read them.
-        states: what each use of a parameter reads of its scaling, and its slots, by path and number.
+        states: what each use of a parameter is given, by path and number.
         level: how many counted loops and meshes stand around.
         seen: what uses have observed of data and parameters, by use and operand, if it is to be told in the forward
             pass; None where it is the gradient of slots.
@@ -87,7 +87,7 @@ class Running:
         self,
         plan: Schedule,
         arrays: Sequence[Any],
-        states: Mapping[Any, Any],
+        states: Mapping[Any, Given],
         level: int = 0,
         origins: Mapping[Value, Origin] = MappingProxyType({}),
         forward: bool = False,
@@ -148,11 +148,12 @@ class Running:
         carried: dict[Any, Any] = {}
         rows: dict[Any, Any] = {}
         for use in dict.fromkeys(use for plan in bodies for use in plan.uses if use.key in self.states):
-            state, slots = self.states[use.key]
-            # Each turn and device has slots of its own; a state, where it has a weight of its own.
+            state, slots, weight = self.states[use.key]
+            # Each turn and device has slots of its own; a state and a weight, where it has a parameter of its own.
             own = counted and use.levels[self._level].stacked
-            carried[use.key] = None if own else state, None if counted else slots
-            rows[use.key] = state if own else None, slots if counted else None
+            given = Given(None if own else state, None if counted else slots, None if own else weight)
+            carried[use.key] = given
+            rows[use.key] = Given(state if own else None, slots if counted else None, weight if own else None)
 
         facts = [self._facts(plan.graph) for plan in bodies] if primitives.once(node.eqn) else [{} for _ in bodies]
         moved = [{i: carry(origin) for i, origin in each.items()} for each in facts]
@@ -161,11 +162,12 @@ class Running:
         def run(place: int, inputs: Sequence[Any], more: Any, rows: Any) -> list[Any]:
             (carried, arrays), plan = more, bodies[place]
             origins = {plan.graph.inputs[i]: rebuild(arrays[place][i]) for i, (_, rebuild) in moved[place].items()}
-            both = {key: [a if b is None else b for a, b in zip(carried[key], rows[key], strict=True)] for key in rows}
+            pairs = {key: zip(carried[key], rows[key], strict=True) for key in rows}
+            both = {key: Given(*(a if b is None else b for a, b in pair)) for key, pair in pairs.items()}
             inner = Running(plan, inputs, both, self._level + counted, origins, self.seen is not None)
             outputs, seen = inner.outputs(), inner.seen or {}
             # Of a use in another branch nothing is seen: zeros, as slots are.
-            return [*outputs, *(seen.get((key, o), getattr(both[key][1], o)) for key, o in told)]
+            return [*outputs, *(seen.get((key, o), getattr(both[key].slots, o)) for key, o in told)]
 
         told = [(key, o) for key in rows for o in ("x", "w") if self.seen is not None and self._observes(key, o)]
         operands = [self.array(value) for value in node.operands]
@@ -176,7 +178,7 @@ class Running:
         return results[: len(node.results)]
 
     def _observes(self, key: Any, operand: str) -> bool:
-        return getattr(self.states[key][1], operand) is not None
+        return getattr(self.states[key].slots, operand) is not None
 
     def _facts(self, body: Graph) -> dict[int, Origin]:
         """What is known of the inputs of a nested program, by their places."""

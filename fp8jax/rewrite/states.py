@@ -8,7 +8,7 @@ each turn and device. `advance` merges them as the scaling asks.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax import Array
 
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.choice import vary_alike
+from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.graph import Graph, Node, Value
@@ -35,7 +36,12 @@ class Level(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One product with a parameter: its path, the use's number, and the loops and meshes around it, outermost first."""
+    """One product with a parameter.
+
+    Attributes:
+        path: of the parameter. number: of the use, among those of this parameter.
+        levels: the loops and meshes around it, outermost first.
+    """
 
     path: str
     number: int
@@ -48,6 +54,36 @@ class Use(NamedTuple):
     @property
     def stacked(self) -> tuple[int, ...]:
         return tuple(level.times for level in self.levels if level.stacked)
+
+
+Noted = dict[str, Array]
+
+
+class Given(NamedTuple):
+    """What a product is given: the state of its scaling, slots for what it observes, and its weight in codes."""
+
+    state: ScalingState | None = None
+    slots: Observed | None = None
+    weight: QuantizedWeight | None = None
+
+
+class ParameterState(NamedTuple):
+    """What the caller holds for the products of one parameter, with leading axes where the parameter is stacked.
+
+    Attributes:
+        linear: the recipe that the state was made for.
+        stacked: the sizes of the leading axes.
+        state: the state of their scaling, or None.
+        slot: fp32, (*stacked,); its cotangent is the largest magnitude of the gradients of all uses. None where the
+            gradient's scaling keeps no state.
+        weight: the parameter in codes, (*stacked, inputs, outputs), or None.
+    """
+
+    linear: Linear
+    stacked: tuple[int, ...]
+    state: ScalingState | None = None
+    slot: Array | None = None
+    weight: QuantizedWeight | None = None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["state", "slots"], meta_fields=["linear", "merged"])
@@ -79,8 +115,7 @@ def init(uses: Mapping[Use, Linear], weights: Mapping[str, Any]) -> States:
         weights: the parameters, by their paths.
     """
     states: States = {}
-    for path, each in itertools.groupby(sorted(uses), key=lambda use: use.path):
-        group = list(each)
+    for path, group in _groups(use for use in uses if uses[use].states):
         linear, stacked = uses[group[0]], group[0].stacked
         if any(use.stacked != stacked or uses[use] != linear for use in group):
             raise ValueError(
@@ -112,22 +147,103 @@ def advance(states: States, observed: States, axis_name: Any = None) -> States:
     """The states after a step; see `Transformed.advance`."""
     new = {}
     for path, tracked in states.items():
-        linear, merged = tracked.linear, dict[str, Array]()
-        for slots, shared in zip(observed[path].slots, tracked.merged, strict=True):
-            for operand, seen in slots._asdict().items():
-                if seen is None:
-                    continue
-                scaling = linear.states[operand]
-                axes = tuple(i for i, several in enumerate(shared) if several)
-                # The gradient's statistic is a magnitude in any case.
-                whole = jnp.sum(seen, axes) if scaling.merge == "sum" and operand != "dy" else jnp.max(seen, axes)
-                before = merged.get(operand)
-                merged[operand] = whole if before is None else scaling.merged(before, whole)
+        linear = tracked.linear
+        slots = [{o: x for o, x in slots._asdict().items() if x is not None} for slots in observed[path].slots]
+        merged = _merged(linear, slots, tracked.merged)
         if axis_name is not None:
             merged = {o: linear.states[o].over_replicas(seen, axis_name) for o, seen in merged.items()}
         state = update_scaling(tracked.state, Observed(**merged), linear) if merged else tracked.state
         new[path] = dataclasses.replace(tracked, state=state)
     return new
+
+
+def _merged(linear: Linear, each: Sequence[Noted], shared: Sequence[tuple[bool, ...]]) -> Noted:
+    """What the uses of a parameter have observed, merged as the scaling asks.
+
+    Args:
+        linear: their recipe.
+        each: of each use, by operand.
+        shared: for each use which leading axes are turns or devices that share the state.
+    """
+    merged: Noted = {}
+    for noted, several in zip(each, shared, strict=True):
+        axes = tuple(i for i, one in enumerate(several) if one)
+        for operand, seen in noted.items():
+            scaling = linear.states[operand]
+            # The gradient's statistic is a magnitude in any case.
+            whole = jnp.sum(seen, axes) if scaling.merge == "sum" and operand != "dy" else jnp.max(seen, axes)
+            before = merged.get(operand)
+            merged[operand] = whole if before is None else scaling.merged(before, whole)
+    return merged
+
+
+def merged_uses(seen: Mapping[tuple[tuple[str, int], str], Array], uses: Mapping[Use, Linear]) -> dict[str, Noted]:
+    """What was observed in the forward pass, by the paths of parameters.
+
+    Args:
+        seen: by use and operand.
+        uses: all of them, with their recipes.
+    """
+    noted: dict[tuple[str, int], Noted] = {}
+    for (key, operand), value in seen.items():
+        noted.setdefault(key, {})[operand] = value
+    return {
+        path: _merged(
+            uses[group[0]],
+            [noted[use.key] for use in group],
+            [tuple(not level.stacked for level in use.levels) for use in group],
+        )
+        for path, group in _groups(use for use in uses if use.key in noted)
+    }
+
+
+def _groups(uses: Iterable[Use]) -> Iterator[tuple[str, list[Use]]]:
+    for path, each in itertools.groupby(sorted(uses), key=lambda use: use.path):
+        yield path, list(each)
+
+
+def held_by_use(held: Mapping[str, ParameterState], uses: Mapping[Use, Linear]) -> dict[tuple[str, int], Given]:
+    """What each use is given of what the caller holds for its parameter.
+
+    Raises:
+        ValueError: the recipe of a product keeps a state that is not held, or one of another shape.
+    """
+    given: dict[tuple[str, int], Given] = {}
+    for path, group in _groups(uses):
+        linear, has = uses[group[0]], held.get(path)
+        if has is None or (linear.states and has.state is None):
+            if any(scaling.observes for scaling in linear.states.values()):
+                raise ValueError(f"the model holds no state of {scaling_names(linear)} scaling for {path}")
+            continue
+        if any(use.stacked != has.stacked for use in group):
+            raise ValueError(
+                f"products with {path} run in loops over {group[0].stacked} of it, and there are codes or states "
+                f"for {has.stacked}: run it in nnx.scan over its first axes, or leave it out by a rule"
+            )
+        slots: Sequence[Any] = [None] * len(group)
+        if has.slot is not None:
+            slots = _spread(has.slot, tuple(use.levels for use in group))
+        for use, slot in zip(group, slots, strict=True):
+            own = _slots(linear, tuple(level.times for level in use.levels)) if has.state is not None else Observed()
+            given[use.key] = Given(has.state, own._replace(dy=slot), has.weight)
+    return given
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _spread(slot: Array, uses: tuple[tuple[Level, ...], ...]) -> tuple[Array, ...]:
+    """A slot for each turn and device of each use; the cotangent of the one is the largest of those of all."""
+    axes = [tuple(i for i, level in enumerate(levels) if not level.stacked) for levels in uses]
+    shapes = [tuple(level.times for level in levels) for levels in uses]
+    each = zip(axes, shapes, strict=True)
+    return tuple(jnp.broadcast_to(jnp.expand_dims(slot, own), shape) for own, shape in each)
+
+
+def _spread_back(uses: tuple[tuple[Level, ...], ...], _: None, cotangents: tuple[Array, ...]) -> tuple[Array]:
+    axes = [tuple(i for i, level in enumerate(levels) if not level.stacked) for levels in uses]
+    return (functools.reduce(jnp.maximum, (jnp.max(x, own) for x, own in zip(cotangents, axes, strict=True))),)
+
+
+_spread.defvjp(lambda slot, uses: (_spread(slot, uses), None), _spread_back)
 
 
 def with_bounds(states: States, bounds: Mapping[tuple[str, ...], Array]) -> States:
@@ -147,9 +263,9 @@ def with_bounds(states: States, bounds: Mapping[tuple[str, ...], Array]) -> Stat
     return new
 
 
-def by_use(states: States) -> dict[tuple[str, int], tuple[ScalingState, Observed]]:
+def by_use(states: States) -> dict[tuple[str, int], Given]:
     """What each use of a parameter reads and where its observations go."""
-    return {(path, i): (t.state, slots) for path, t in states.items() for i, slots in enumerate(t.slots)}
+    return {(path, i): Given(t.state, slots) for path, t in states.items() for i, slots in enumerate(t.slots)}
 
 
 def scaling_names(linear: Linear) -> str:

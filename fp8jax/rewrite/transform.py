@@ -8,13 +8,26 @@ import jax
 import numpy as np
 
 from fp8jax.core.recipe import Linear
+from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.plan import Entry, plan
 from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.run import Running, Schedule, schedule
-from fp8jax.rewrite.states import States, Use, advance, by_use, init, scaling_names, with_bounds
+from fp8jax.rewrite.states import (
+    Noted,
+    ParameterState,
+    States,
+    Use,
+    advance,
+    by_use,
+    held_by_use,
+    init,
+    merged_uses,
+    scaling_names,
+    with_bounds,
+)
 
 _MOST_PLANS = 64
 
@@ -46,9 +59,15 @@ class Transformed:
     """
 
     def __init__(
-        self, fn: Callable, rules: Ordered, params: tuple[int | str, ...], static: tuple[int | str, ...]
+        self,
+        fn: Callable,
+        rules: Ordered,
+        params: tuple[int | str, ...],
+        static: tuple[int | str, ...],
+        caller: Callable[[Any], Caller] = lambda results: Caller(),
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
+        self._caller = caller
         self._fn, self._rules, self._params, self._static = fn, rules, params, static
         self._calls: dict[Hashable, Callable] = {}
         self._plans: dict[int, tuple[Any, _Planned]] = {}
@@ -57,8 +76,27 @@ class Transformed:
         arrays, made = self._planned(args, kwargs)
         _check_states(states, made.uses)
         inside = any(isinstance(x, jax.core.Tracer) for x in (*arrays, *jax.tree.leaves(states)))
-        run = made.run if inside else made.compiled
-        return jax.tree.unflatten(made.structure, run(arrays, states or {}))
+        outputs, _ = (made.run if inside else made.compiled)(arrays, by_use(states or {}), noting=False)
+        return jax.tree.unflatten(made.structure, outputs)
+
+    def with_held(self, held: Mapping[str, ParameterState], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Noted]]:
+        """The function's results, and what was observed of inputs and weights, by the paths of parameters.
+
+        A call without `held` does without states: automatic scaling measures the weights, and others cannot be called.
+
+        Args:
+            held: what the caller holds of states and weights in codes, by the paths of parameters; what is observed of
+                gradients is the cotangent of their slots.
+            args, kwargs: of a call.
+
+        Raises:
+            ValueError: as the call; or the recipe of a product keeps a state that is not held, or one of another shape.
+        """
+        arrays, made = self._planned(args, kwargs)
+        given = held_by_use(held, made.uses)
+        inside = any(isinstance(x, jax.core.Tracer) for x in (*arrays, *jax.tree.leaves(given)))
+        outputs, noted = (made.run if inside else made.compiled)(arrays, given, noting=True)
+        return jax.tree.unflatten(made.structure, outputs), merged_uses(noted, made.uses)
 
     def check(self, *args: Any, **kwargs: Any) -> Comparison:
         """Compares each operation with what it stands for, on the arrays that the function as written gives it.
@@ -78,7 +116,7 @@ class Transformed:
         """
         call = self._traced(args, kwargs)
         written, planned = (read(call.program, self._paths(call.places)) for _ in range(2))
-        entries, _ = plan(planned, self._rules)
+        entries, _ = plan(planned, self._rules, self._caller(call.shapes))
         return check(written, planned, entries, call.arrays)
 
     def init(self, *args: Any, **kwargs: Any) -> States:
@@ -162,7 +200,7 @@ class Transformed:
         known = self._plans.get(id(call.program))
         if known is not None:
             return call.arrays, known[1]
-        made = self._make(call.program, self._paths(call.places), jax.tree.structure(call.shapes))
+        made = self._make(call.program, self._paths(call.places), call.shapes)
         # What closes over values of a trace has a plan for one call.
         if not any(isinstance(c, jax.core.Tracer) for c in call.program.consts):
             while len(self._plans) >= _MOST_PLANS:
@@ -177,12 +215,18 @@ class Transformed:
             raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays")
         return [self._path(path) for path in places]
 
-    def _make(self, program: Any, paths: Sequence[str | None], structure: Any) -> _Planned:
+    def _make(self, program: Any, paths: Sequence[str | None], shapes: Any) -> _Planned:
         graph = read(program, paths)
-        entries, uses = plan(graph, self._rules)
+        entries, uses = plan(graph, self._rules, self._caller(shapes))
+        structure = jax.tree.structure(shapes)
         made = schedule(graph)
-        run = lambda arrays, states: Running(made, arrays, by_use(states)).outputs()  # noqa: E731
-        return _Planned(made, tuple(entries.values()), uses, tuple(paths), structure, run, jax.jit(run))
+
+        def run(arrays: list[Any], given: Any, noting: bool) -> tuple[list[Any], Any]:
+            running = Running(made, arrays, given, forward=noting)
+            return running.outputs(), running.seen
+
+        compiled = jax.jit(run, static_argnames="noting")
+        return _Planned(made, tuple(entries.values()), uses, tuple(paths), structure, run, compiled)
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""
@@ -202,6 +246,8 @@ class Transformed:
 def _check_states(states: States | None, uses: dict[Use, Linear]) -> None:
     """Raises ValueError where products have no state that their scaling needs."""
     for use, linear in uses.items():
+        if not linear.states:
+            continue
         known = None if states is None else states.get(use.path)
         if known is not None and use.number < len(known.slots):
             continue
@@ -272,5 +318,5 @@ def transform(
     """
     if not callable(fn):
         raise TypeError(f"fp8jax.transform takes a function of parameters and data, not {fn!r}")
-    chosen = tuple((x,) if isinstance(x, (int, str)) else tuple(x) for x in (params, static))
-    return Transformed(fn, ordered(rules), *chosen)
+    held, fixed = ((x,) if isinstance(x, (int, str)) else tuple(x) for x in (params, static))
+    return Transformed(fn, ordered(rules), held, fixed)

@@ -19,8 +19,8 @@ import fp8jax
 from experiments import config, mesh, train
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
-from fp8jax.modules import dots
 from fp8jax.recipes import Comm
+from fp8jax.rewrite import operations
 from tests.distance import relative
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
@@ -43,7 +43,7 @@ ALL = [(name, where, kind) for name in fp8jax.recipes.NAMES for where in MESHES 
 def settings():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "SMALLEST", 1024)
-        patch.setattr(dots, "content_key", lambda x: jax.random.key(x.size))
+        patch.setattr(operations, "content_key", lambda x: jax.random.key(x.size))
         yield
 
 

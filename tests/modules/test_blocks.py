@@ -50,28 +50,45 @@ def halves(m, x):
     return m.c(up * nnx.gelu(gate))
 
 
+def twice(y, m):
+    return (m.c(jax.nn.silu(m.a(y)) * m.b(y)).astype(y.dtype), None)
+
+
+def by_hand(m, x):
+    h = m.up(x)
+    return m.down(0.5 * h * (1 + jax.scipy.special.erf(h / 2**0.5)))
+
+
+def by_tanh(m, x):
+    h = m.up(x)
+    return m.down(0.5 * h * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (h + 0.044715 * h**3))))
+
+
+SILU, GELU, TANH = "silu(gate)", "gelu(gate)", "gelu_tanh(gate)"
 KNOWN = {
-    "c(silu(a(x)) * b(x))": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x))),
-    "c(silu(b(x)) * a(x))": Perceptron(lambda m, x: x + m.c(m.a(x) * nnx.swish(m.b(x))), bias=True),
-    "c(gelu_tanh(a(x)) * b(x))": Perceptron(lambda m, x: m.c(nnx.gelu(m.a(x * x)) * m.b(jnp.sin(x)))),
-    "c(gelu(a(x)) * b(x))": Perceptron(lambda m, x: m.c(jax.nn.gelu(m.a(x), approximate=False) * m.b(x))),
-    "c(gelu_tanh(gate) * up), up, gate = split(a(x))": Perceptron(halves, doubled=True),
-    "down(gelu_tanh(up(x)))": Short(lambda m, x: m.down(nnx.gelu(m.up(x)))),
-    "down(silu(up(x)))": Short(lambda m, x: m.down((h := m.up(x)) * jax.nn.sigmoid(h))),
-    "layers/2(silu(layers/0(x)))": nnx.Sequential(linear(), jax.nn.silu, linear(INNER, WIDTH, 1)),
+    "silu": (f"{SILU} * up", Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x)))),
+    "swapped": (f"{SILU} * up", Perceptron(lambda m, x: x + m.c(m.a(x) * nnx.swish(m.b(x))), bias=True)),
+    "two inputs": (f"{TANH} * up", Perceptron(lambda m, x: m.c(nnx.gelu(m.a(x * x)) * m.b(jnp.sin(x))))),
+    "gelu": (f"{GELU} * up", Perceptron(lambda m, x: m.c(jax.nn.gelu(m.a(x), approximate=False) * m.b(x)))),
+    "halves": (f"{TANH} * up", Perceptron(halves, doubled=True)),
+    "short": (TANH, Short(lambda m, x: m.down(nnx.gelu(m.up(x))))),
+    "sigmoid": (SILU, Short(lambda m, x: m.down((h := m.up(x)) * jax.nn.sigmoid(h)))),
+    "sequential": (SILU, nnx.Sequential(linear(), jax.nn.silu, linear(INNER, WIDTH, 1))),
+    "by hand": (GELU, Short(by_hand)),
+    "by tanh": (TANH, Short(by_tanh)),
 }
+SLOW = ("swapped", "two inputs", "short", "sigmoid")
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=[] if i in (0, 3, 4, 7) else pytest.mark.slow) for i, form in enumerate(KNOWN)]
-)
-def test_perceptrons_are_known_by_what_they_compute(form):
-    model, x = KNOWN[form], inputs(2, 6, WIDTH)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in KNOWN])
+def test_perceptrons_are_known_by_what_they_compute(name):
+    (form, model), x = KNOWN[name], inputs(2, 6, WIDTH)
     assert found(model, x) == [form]
     quantized, written = both(model)
     assert isinstance(quantized, type(model))
-    assert_same(quantized(x), written(x))
-    inputs_of_layers = 2 if "x * x" in form or form == "c(gelu_tanh(a(x)) * b(x))" else 1
+    # Forward it is the same function, of which an order of sums may differ.
+    assert relative(quantized(x), written(x)) < 1e-3
+    inputs_of_layers = 2 if name == "two inputs" else 1
     assert codes(written, x) == {WIDTH: inputs_of_layers, INNER: 1}
     gated = 2 if "*" in form else 1
     assert codes(quantized, x) == {WIDTH: inputs_of_layers, INNER: gated}
@@ -81,20 +98,22 @@ def test_perceptrons_are_known_by_what_they_compute(form):
     assert_same(*(nnx.to_pure_dict(nnx.state(m)) for m in (quantized, model)))
 
 
+def test_a_loop_and_a_layer_that_is_called_twice_keep_codes():
+    loop = Perceptron(lambda m, x: jax.lax.scan(lambda y, _: twice(y, m), x, length=2)[0])
+    again = Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.a(x)))
+    rounded = lambda h: h.astype(jnp.float8_e5m2).astype(h.dtype)  # noqa: E731
+    cast = Perceptron(lambda m, x: m.c(jax.nn.silu(rounded(m.a(x))) * m.b(x)))
+    for model in (loop, again, cast):
+        assert found(model, inputs()) == [f"{SILU} * up"]
+        quantized, written = both(model)
+        assert codes(quantized, inputs())[INNER] > codes(written, inputs())[INNER]
+        assert relative(quantized(inputs()), written(inputs())) < 1e-3
+
+
 UNKNOWN = {
     "another activation": Perceptron(lambda m, x: m.c(jax.nn.relu(m.a(x)) * m.b(x))),
     "a factor": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x) * 0.5)),
     "a sum": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x) + x[..., :1])),
-    "a layer that is called twice": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.a(x))),
-    "a cast": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x).astype(jnp.float16)) * m.b(x))),
-    "casts that round": Perceptron(
-        lambda m, x: m.c(jax.nn.silu((h := m.a(x)).astype(jnp.float8_e5m2).astype(h.dtype)) * m.b(x))
-    ),
-    "a loop": Perceptron(
-        lambda m, x: jax.lax.scan(lambda y, _: (m.c(jax.nn.silu(m.a(y)) * m.b(y)).astype(y.dtype), None), x, length=2)[
-            0
-        ]
-    ),
     "a value": Perceptron(lambda m, x: m.c(jax.nn.silu(m.a(x)) * m.b(x)) if x.ravel()[0] > 9 else m.c(m.a(x))),
 }
 
@@ -106,22 +125,8 @@ def test_what_computes_anything_else_is_left_as_it_is(name):
     assert_same(quantized(x), written(x))
     if name == "a value":
         return
-    (part,) = fp8jax.explain(model, COAT, x).parts
-    advice = "relu(), which is not recognised: codes are kept of silu, gelu, gelu_tanh alone"
-    advice = advice if name == "another activation" else "call fp8jax.glu(gate, up)"
-    assert (part.computes, advice in part.reason) == (None, True)
-    assert (part.keeps, part.attention) == ("as written", ())
+    assert found(model, x) == []
     assert codes(quantized, x) == codes(written, x)
-
-
-def by_hand(m, x):
-    h = m.up(x)
-    return m.down(0.5 * h * (1 + jax.scipy.special.erf(h / 2**0.5)))
-
-
-def by_tanh(m, x):
-    h = m.up(x)
-    return m.down(0.5 * h * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (h + 0.044715 * h**3))))
 
 
 class Dropping(Short):
@@ -135,36 +140,19 @@ class NormFirst(nnx.Module):
         self.scale, self.rest = nnx.Param(jnp.ones(WIDTH)), Short(by_tanh)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.rest(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * self.scale[...])
+        return self.rest(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * self.scale[...])
 
 
-@pytest.mark.parametrize(
-    ("model", "reasons"),
-    [
-        (Short(by_hand), ["down reads up through add, div, erf, mul, which is not recognised: call fp8jax.glu"]),
-        (Dropping(lambda m, x: m.down(m.dropout(nnx.gelu(m.up(x))))), ["down reads up through dropout, which is not"]),
-        (
-            NormFirst(),
-            [
-                "up reads a norm written by hand: call fp8jax.rms_norm",
-                "down reads up through add, integer_pow, mul, tanh",
-            ],
-        ),
-    ],
-    ids=["GELU by hand", "dropout", "a norm and GELU by hand"],
-)
-def test_explain_names_what_is_not_recognised(model, reasons):
-    parts = fp8jax.explain(model, COAT, inputs()).parts
-    assert [part.computes for part in parts] == [None] * len(reasons)
-    for part, reason in zip(parts, reasons, strict=True):
-        assert part.reason.startswith(reason)
-        assert part.keeps == "as written"
+def test_a_norm_and_an_activation_by_hand_are_known_and_dropout_hides_one():
+    parts = [part.computes for part in fp8jax.explain(NormFirst(), COAT, inputs()).parts]
+    assert parts == ["norm", TANH]
+    assert found(Dropping(lambda m, x: m.down(m.dropout(nnx.gelu(m.up(x))))), inputs()) == []
 
 
 def test_a_block_that_is_not_known_keeps_codes_by_the_hook():
     x = inputs()
-    written = Perceptron(lambda m, x: m.c(0.5 * jax.nn.silu(m.a(x)) * m.b(x)))
-    hooked = Perceptron(lambda m, x: m.c(0.5 * fp8jax.glu(m.a(x), m.b(x), recipe=COAT)))
+    written = Perceptron(lambda m, x: m.c(jnp.abs(jax.nn.silu(m.a(x)) * m.b(x))))
+    hooked = Perceptron(lambda m, x: m.c(jnp.abs(fp8jax.glu(m.a(x), m.b(x), recipe=COAT))))
     assert relative(*(fp8jax.nnx.quantize(m, COAT)(x) for m in (written, hooked))) < 0.01
     assert [codes(fp8jax.nnx.quantize(m, COAT), x)[INNER] for m in (written, hooked)] == [1, 3]
 
@@ -192,7 +180,6 @@ class Decoder(nnx.Module):
 
 
 MASK = jnp.arange(12).reshape(2, 6) % 5 > 0
-MLP = "down(silu(gate(x)) * up(x))"
 # Of both norms their input, which q, k and v, and gate and up, make again; of the perceptron gate and up.
 LEAN = {WIDTH: 2, INNER: 2}
 
@@ -213,11 +200,8 @@ def test_a_perceptron_in_a_block_with_attention_masks_and_dropout_keeps_gate_and
     # What is traced aside, to recognise them, is no part of the program.
     counted = Counter(name for name, _ in report.program.choices)
     assert (counted["norm"], counted["activation"]) == (2, 1)
-    parts = report.parts
-    told = {(part.computes, part.context): part.reason for part in parts if part.computes != "norm"}
-    assert told[MLP, COAT.context] == "the recipe"
-    assert "call fp8jax.glu" in told[None, None]
-    assert len(told) == 2
+    (part,) = [part for part in report.parts if part.computes != "norm"]
+    assert (part.path, part.computes, part.context) == ("down", f"{SILU} * up", COAT.context)
     (attention,) = [p for p in fp8jax.explain(model, COAT, X).parts if p.attention]
     assert attention.keeps == "o: no copy of what attention keeps"
 
@@ -255,7 +239,7 @@ def test_loops_checkpoints_and_jit_keep_what_one_call_keeps():
     kept = {}
     for remat in (False, True):
         quantized = fp8jax.nnx.quantize(Stack(remat), COAT)
-        assert found(Stack(remat), X) == [MLP]
+        assert found(Stack(remat), X) == [f"{SILU} * up"]
         kept[remat] = codes(quantized, X)
     assert kept == {False: {WIDTH: 3, INNER: 2}, True: {}}
     quantized, written = both(Decoder(nnx.Rngs(0)))
@@ -272,7 +256,7 @@ def test_loops_checkpoints_and_jit_keep_what_one_call_keeps():
 
 
 def test_a_model_that_is_quantized_already_is_refused():
-    quantized = fp8jax.nnx.quantize(KNOWN["down(gelu_tanh(up(x)))"], FAITHFUL)
+    quantized = fp8jax.nnx.quantize(KNOWN["short"][1], FAITHFUL)
     for again in (fp8jax.nnx.quantize, fp8jax.explain):
         with pytest.raises(ValueError, match="quantized already"):
             again(quantized, COAT)

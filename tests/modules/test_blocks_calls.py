@@ -14,7 +14,6 @@ from tests.distance import relative
 from tests.modules.residuals import (
     COAT,
     INNER,
-    LINEAR_ONLY,
     WIDTH,
     Short,
     X,
@@ -82,20 +81,20 @@ class Chooses(nnx.Module):
 
 def test_each_call_is_recognised_by_itself():
     model = Chooses()
-    tanh, silu = ([f"downs/{i}({f}(ups/{i}(x)))" for i in range(2)] for f in ("gelu_tanh", "silu"))
+    tanh, silu = ([f"{f}(gate)"] * 2 for f in ("gelu_tanh", "silu"))
     assert [found(model, X, how) for how in (None, True, 1)] == [tanh, silu, tanh]
     assert found(model, X, which=(1,)) == tanh[1:]
-    assert found(model, X, which=(1, 1)) == []
+    assert found(model, X, which=(1, 1)) == tanh
     quantized, written = both(model)
     for how, which in itertools.product((True, 1), ((0, 1), (0, 0))):
         assert_same(quantized(X, how, which=which), written(X, how, which=which))
-    assert 0 == wide(quantized, X, how=True) < wide(quantized, X, how=True, which=(0, 0))
+    assert wide(quantized, X, how=True) == wide(quantized, X, how=True, which=(0, 0)) == 0
     for scale in (2.0, 1.0, 3.0):
         quantized.config.scale = written.config.scale = scale
         assert_same(quantized(X), written(X))
 
 
-def test_layers_that_modules_share_are_left_as_they_are():
+def test_layers_that_modules_share_keep_codes_in_both():
     class Outer(nnx.Module):
         def __init__(self) -> None:
             self.inner = Short(plain)
@@ -105,10 +104,10 @@ def test_layers_that_modules_share_are_left_as_they_are():
             return self.inner(x) + self.down(jax.nn.silu(self.up(x)))
 
     model = Outer()
-    assert found(model, X) == ["down(gelu_tanh(up(x)))"]
+    assert found(model, X) == ["gelu_tanh(gate)", "silu(gate)"]
     quantized, written = both(model)
-    assert_same(quantized(X), written(X))
-    assert 0 < wide(quantized, X) < wide(written, X)
+    assert relative(quantized(X), written(X)) < 1e-3
+    assert 0 == wide(quantized, X) < wide(written, X)
 
 
 def test_mapped_models_keep_what_one_call_keeps():
@@ -143,9 +142,8 @@ class Checkpointed(Jitted):
         return self.down(self.compute(self.up(x)))
 
 
-def test_layers_inside_another_trace_are_left_as_they_are():
+def test_layers_inside_other_programs_are_known():
     def mixed(m, x):
-        # What is known in its own trace is known; what comes from another is not.
         inside = jax.jit(lambda x: m.down(nnx.gelu(m.up(x))))(x)
         outside = jax.checkpoint(lambda x: m.b(x))(x)
         return inside + m.c(jax.nn.silu(m.a(x)) * m.d(x)) + m.f(jax.nn.silu(m.e(x)) * outside)
@@ -163,9 +161,8 @@ def test_layers_inside_another_trace_are_left_as_they_are():
     def half_inside(m, x):
         return m.down(nnx.gelu(jax.jit(lambda x: m.up(x))(x)))
 
-    assert found(Several(), X) == ["c(silu(a(x)) * d(x))"]
-    assert found(Short(half_inside), X) == []
-    assert found(Jitted(), X) == found(Checkpointed(), X) == []
+    assert found(Several(), X) == ["gelu_tanh(gate)", "silu(gate) * up", "silu(gate) * up"]
+    assert [found(m, X) for m in (Short(half_inside), Jitted(), Checkpointed())] == [["gelu_tanh(gate)"]] * 3
     for model in (Several(), Short(half_inside), Jitted(), Checkpointed()):
         quantized, written = both(model)
         for _ in range(2):
@@ -197,43 +194,13 @@ def runs(model) -> list[int]:
     return counts
 
 
-def differentiated(model):
-    return jax.grad(lambda x: jnp.sum(model(x)))
-
-
-def test_nothing_runs_aside_where_nothing_is_saved():
+def test_a_call_is_traced_once_and_outside_of_programs_never_again():
     model = fp8jax.nnx.quantize(Nested([Nested([])]), COAT)
-    assert runs(model) == [2, 2]
-    np.testing.assert_allclose(model(X), jax.jit(lambda x: model(x))(X), rtol=1e-5)
-
-
-def test_recognition_runs_modules_inside_each_other_once_aside():
-    beside, inside = Nested([Nested([]) for _ in range(5)]), Nested([Nested([Nested([Nested([])])])])
-    # The outer one and what it holds once aside, however deep.
-    assert runs(differentiated(fp8jax.nnx.quantize(beside, COAT))) == [6 + 6] * 2
-    assert runs(differentiated(fp8jax.nnx.quantize(inside, COAT))) == [4 + 4] * 2
-    assert runs(differentiated(fp8jax.nnx.quantize(inside, LINEAR_ONLY))) == [4, 4]
-
-
-class Row(nnx.Module):
-    """Modules that are alike, in one that has no layers of its own."""
-
-    def __init__(self, count: int) -> None:
-        self.blocks = nnx.List([Nested([]) for _ in range(count)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_modules_that_are_alike_run_aside_once_in_a_traced_program():
-    model = fp8jax.nnx.quantize(Row(5), COAT)
-    # Without a program around them each may read other globals than the one before.
-    assert runs(differentiated(model)) == [5 + 5] * 2
-    traced = lambda x: jax.jit(lambda x: model(x))(x)  # noqa: E731
-    assert runs(traced) == [5 + 1] * 2
-    assert runs(jax.grad(lambda x: jnp.sum(traced(x)))) == [5 + 1] * 2
+    assert runs(model) == [2, 0]
+    assert runs(jax.grad(lambda x: jnp.sum(model(x)))) == [2, 2]
+    compiled = jax.jit(lambda x: model(x))
+    assert runs(compiled) == [2, 0]
+    np.testing.assert_allclose(model(X), compiled(X), rtol=1e-5)
 
 
 jitted = nnx.jit(lambda inner, x: inner(x))
@@ -260,7 +227,7 @@ def test_functions_that_jax_has_traced_aside_keep_codes_in_the_call():
     stacked = nnx.vmap(Stacked)(nnx.Rngs(0).split(2))
     for run, inner in ((lambda m, x: jitted(m.inner, x), Short(plain)), (lambda m, x: scanned(x, m.inner), stacked)):
         model = Above(run, inner)
-        assert found(model, X) == ["down(gelu_tanh(up(x)))"]
+        assert found(model, X) == ["gelu_tanh(gate)"]
         quantized, written = both(model)
         few, many = (
             sum(d != "uint8" and s[-1:] == (INNER,) and len(s) > 2 for d, s in kept_by(m, X))
@@ -274,16 +241,11 @@ def test_functions_that_jax_has_traced_aside_keep_codes_in_the_call():
 FACTOR = 1.0
 
 
-def scaled(m, x):
-    return m.down(FACTOR * nnx.gelu(m.up(x)) if FACTOR != 1 else nnx.gelu(m.up(x)))
-
-
-def test_globals_may_change_between_calls(monkeypatch):
-    quantized, written = both(Short(scaled))
-    for factor in (1.0, 3.0, 1.0):
-        monkeypatch.setitem(globals(), "FACTOR", factor)
-        assert_same(quantized(X), written(X))
-        assert (wide(quantized, X) == 0) == (factor == 1)
+def test_a_new_program_reads_globals_anew(monkeypatch):
+    quantized, _ = both(Short(lambda m, x: FACTOR * m.down(nnx.gelu(m.up(x)))))
+    first = np.asarray(jax.jit(lambda x: quantized(x))(X), np.float32)
+    monkeypatch.setitem(globals(), "FACTOR", 4.0)
+    np.testing.assert_array_equal(np.asarray(jax.jit(lambda x: quantized(x))(X), np.float32), 4 * first)
 
 
 def test_layers_may_be_called_by_keyword_and_modules_need_not_be_pytrees():
@@ -352,4 +314,4 @@ def test_what_no_gradient_needs_is_not_kept_anyway():
 
 
 def test_a_product_beside_an_activation_hides_it_not():
-    assert found(Beside(weighed), X) == ["b(silu(a(x)))"]
+    assert found(Beside(weighed), X) == ["silu(gate)"]

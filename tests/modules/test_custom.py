@@ -60,50 +60,37 @@ class Model(nnx.Module):
         return x + self.down(jnp.tanh(self.own(self.known(x))))
 
 
-LEAVES = r"fp8jax leaves 80 % of the matrix parameters as they are, .*: down \(Own: kernel \(128, 64\)\), own \(Own.*"
-
-
 def test_what_is_not_known_is_named_in_a_warning_with_its_share():
-    with pytest.warns(UserWarning, match=LEAVES + r"Give layers=\[Own\] to quantize"):
-        quantized = fp8jax.nnx.quantize(Model(), TE)
-    assert eight_of(quantized, X) == 1
     with pytest.warns(
         UserWarning, match=r"fp8jax leaves 86 % .*: gating_up \(Einsum: w \(2, 64, 128\)\), linear \(Ein"
     ):
         jax.eval_shape(fp8jax.linen.quantize(Gemma(), TE).init, KEY, X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Rules that name what is to be quantized, or not, and models that are known whole.
-        fp8jax.nnx.quantize(Model(), fp8jax.Rule("known", TE))
-        fp8jax.nnx.quantize(Model(), [fp8jax.Rule("own|down", None), fp8jax.Rule(".*", TE)])
-        fp8jax.nnx.quantize(Model(), TE, layers=[Own])
+        # In NNX own classes are known; Linen's are where they are named.
+        assert eight_of(fp8jax.nnx.quantize(Model(), TE), X) == 3
         jax.eval_shape(fp8jax.linen.quantize(Gemma(), TE, layers=[Einsum]).init, KEY, X)
         jax.eval_shape(fp8jax.linen.quantize(Nanodo(), TE).init, KEY, TOKENS)
-        # `explain` lists it.
-        assert re.match(LEAVES, fp8jax.explain(Model(), TE).notes[0])
 
 
 def test_an_error_names_what_holds_matrices_where_nothing_is_known():
-    model = nnx.Sequential(Own(8, 8, "@", nnx.Rngs(0)), Own(8, 8, "@", nnx.Rngs(0)))
-    message = (
-        r"no linear layer that fp8jax knows .*matrices: layers/0 \(Own: kernel \(8, 8\)\), layers/1 .*layers=\[Own\]"
-    )
-    with pytest.raises(ValueError, match=message):
-        fp8jax.nnx.quantize(model, TE)
     with pytest.raises(
         ValueError, match=r"no linear layer that fp8jax knows .* the model itself \(Conv1D: kernel \(4, 64"
     ):
         fp8jax.linen.quantize(Conv1D(4), TE).init(KEY, X)
-    assert eight_of(fp8jax.nnx.quantize(model, TE, layers=[Own]), jnp.ones((3, 8))) == 2
+    model = nnx.Sequential(Own(8, 8, "@", nnx.Rngs(0)), Own(8, 8, "@", nnx.Rngs(0)))
+    for layers in ((), [Own]):
+        assert eight_of(fp8jax.nnx.quantize(model, TE, layers=layers), jnp.ones((3, 8))) == 2
 
 
 @pytest.mark.parametrize("how", ["@", "einsum", "weight first", "dot_general"])
 def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(how):
     model = Model(how)
-    quantized = fp8jax.nnx.quantize(model, DEEPSEEK, layers=[Own])
+    quantized = fp8jax.nnx.quantize(model, DEEPSEEK)
     assert isinstance(quantized.own, Own)
     got = quantized.own(X)
-    w, x = model.own.kernel[...].astype(jnp.bfloat16), X.astype(jnp.bfloat16)
+    # The parameter is quantized from all of its bits.
+    w, x = model.own.kernel[...], X.astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(fp8jax.linear(x, w, recipe=DEEPSEEK), got.dtype))
     assert quantized.own.calls[...] == 1
     jax.tree.map(
@@ -115,8 +102,8 @@ def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(how):
 
     got, want = (nnx.jit(nnx.grad(loss))(m) for m in (quantized, model))
     assert 0 < relative(got["own"]["kernel"][...], want["own"]["kernel"][...]) < 0.15
-    report = fp8jax.explain(model, DEEPSEEK, X, layers=[Own])
-    assert [(layer.path, layer.kind) for layer in report.quantized] == [
+    report = fp8jax.explain(model, DEEPSEEK, X)
+    assert sorted((layer.path, layer.kind) for layer in report.quantized) == [
         ("down", "Own"),
         ("known", "Linear"),
         ("own", "Own"),
@@ -148,17 +135,8 @@ def test_layers_of_a_users_class_in_linen(model, x, classes, products):
 
 
 def test_classes_that_are_no_layers_are_refused():
-    class Adds(nnx.Module):
-        def __init__(self) -> None:
-            self.w, self.inner = nnx.Param(jnp.ones((4, 4))), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.inner(x) + self.w[0]
-
-    with pytest.raises(
-        ValueError, match=r"Adds is in layers=, but its call holds no product of data with one of its own"
-    ):
-        fp8jax.nnx.quantize(Adds(), TE, layers=Adds)(jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match="layers= has Model, of which the model has no module; it may be left out"):
+        fp8jax.nnx.quantize(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), TE, layers=Model)
     with pytest.raises(TypeError, match=r"layers are classes of modules, such as layers=\[MyDense\], not 'Own'"):
         fp8jax.nnx.quantize(Model(), TE, layers=["Own"])
 
@@ -180,7 +158,7 @@ def test_a_precision_that_a_class_asks_for_is_refused():
         def __call__(self, x):
             return jnp.dot(x, self.w[...], precision="highest")
 
-    with pytest.raises(ValueError, match="takes no precision"):
+    with pytest.raises(ValueError, match="asks for precision"):
         fp8jax.nnx.quantize(Exact(), fp8jax.Rule(".*", TE), layers=[Exact])(jnp.ones((2, 4)))
 
 

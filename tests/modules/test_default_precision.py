@@ -58,7 +58,7 @@ def own_class(precision):
         def __call__(self, x):
             return lax.dot_general(x, self.w[...], (((1,), (0,)), ((), ())), precision=precision)
 
-    return of_nnx(Own(), layers=[Own])
+    return of_nnx(Own())
 
 
 def of_linen(layer, recipe=TE):

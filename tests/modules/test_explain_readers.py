@@ -1,5 +1,7 @@
 """What `explain` says of norms whose readers stay as they are, of norms that a model returns, and of biases."""
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -64,7 +66,7 @@ def test_what_is_said_to_be_kept_is_kept():
         kept = kept_by(fp8jax.nnx.quantize(Model(), rules), X)
         assert said.count("keeps it in bfloat16") == copies
         # One more is the sum that the gate multiplies.
-        assert kept.count(("bfloat16", X.shape)) == copies + 1
+        assert sum(dtype == "bfloat16" and math.prod(shape) == X.size for dtype, shape in kept) == copies + 1
 
 
 def test_a_tied_head_keeps_what_a_norm_gives_it():
@@ -81,9 +83,8 @@ def test_a_model_that_returns_a_norm_written_by_hand_is_no_norm():
             h = self.up(x)
             return h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * self.outnorm[...]
 
-    (part,) = [part for part in fp8jax.explain(Ends(), COAT, X).parts if "norm" in part.reason]
-    assert (part.path, part.kind) == ("", "Ends")
-    assert part.reason == "it returns a norm written by hand: call fp8jax.rms_norm or fp8jax.layer_norm for it"
+    # No product reads it: there is nothing to keep it for.
+    assert fp8jax.explain(Ends(), COAT, X).parts == ()
 
 
 class Heads(nnx.Module):

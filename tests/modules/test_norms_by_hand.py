@@ -1,4 +1,4 @@
-"""Norms written by hand in models of either kind: `explain` names them, with what to call instead."""
+"""Norms written by hand: in NNX they are known; in Linen `explain` names them, with what to call instead."""
 
 import functools
 from collections.abc import Callable
@@ -139,30 +139,38 @@ def listed(model: Any, rules: Any = COAT) -> list[tuple[str, str]]:
     return [(p.path, p.reason) for p in fp8jax.explain(model, rules, X).parts if p.computes is None]
 
 
+def normed(model: Any, rules: Any = COAT) -> list[str]:
+    """Paths of what is known as a norm."""
+    return [p.path for p in fp8jax.explain(model, rules, X).parts if p.computes == "norm"]
+
+
 @pytest.mark.parametrize("function", NORMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("inside", "entry"), [(True, ("", READ)), (False, ("before", OWN))], ids=["inside", "class"])
-def test_linen_and_nnx_list_a_norm_written_by_hand(function, inside, entry):
-    for model in perceptrons(function, inside):
-        assert listed(model) == [entry], type(model)
+def test_a_norm_written_by_hand_is_known_in_nnx_and_listed_in_linen(function, inside, entry):
+    linen, own = perceptrons(function, inside)
+    assert listed(linen) == [entry]
+    assert normed(own) == [entry[0]]
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if i % 2 else ()) for i, name in enumerate(OTHERS)]
 )
-def test_what_is_no_norm_of_the_last_axis_is_not_listed(name):
+def test_what_is_no_norm_of_the_last_axis_is_neither(name):
     for inside in (True, False):
-        for model in perceptrons(OTHERS[name], inside):
-            assert listed(model) == [], (type(model), inside)
+        linen, own = perceptrons(OTHERS[name], inside)
+        assert listed(linen) == normed(own) == [], inside
 
 
 def test_loops_and_rules_leave_the_norm_in_the_list():
-    for model in (LinenStack(rms), NnxStack(rms)):
-        assert listed(model) == [("block", READ)], type(model)
+    assert listed(LinenStack(rms)) == [("block", READ)]
+    assert normed(NnxStack(rms)) == ["block"]
     rules = [fp8jax.Rule("gate", None), fp8jax.Rule(".*", COAT)]
-    for model in perceptrons(rms, True):
-        assert listed(model, rules) == [("", READ.replace("gate and up read", "up reads"))], type(model)
-        # Of a recipe that keeps no codes of norms there is nothing to say.
-        assert listed(model, fp8jax.recipes.te_current()) == []
+    linen, own = perceptrons(rms, True)
+    assert listed(linen, rules) == [("", READ.replace("gate and up read", "up reads"))]
+    assert normed(own, rules) == [""]
+    # Of a recipe that keeps no codes of norms there is nothing to say.
+    te = fp8jax.recipes.te_current()
+    assert listed(linen, te) == normed(own, te) == []
 
 
 def test_the_norms_of_flax_are_not_written_by_hand():

@@ -1,4 +1,4 @@
-"""Libraries that change JAX's products while a model runs, as Qwix's LoRA does: refused by layers, unseen by the rest.
+"""Libraries that change JAX's products while a model runs, as Qwix's LoRA does: refused in Linen, unseen by operations.
 
 `tests.modules.patches` does what such a library does; adapters that are modules of their own work.
 """
@@ -63,33 +63,19 @@ def test_no_product_of_an_operation_is_seen(name, how):
 
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("name", ["te_current", "coat", "te_delayed", "int8_fallback"])
-def test_a_layer_refuses_to_run_under_a_change_and_runs_after_it(name, how):
+def test_a_layer_runs_under_a_change_in_nnx_and_refuses_to_in_linen(name, how):
     model = fp8jax.nnx.quantize(Model(), name)
-    einsum = fp8jax.nnx.quantize(nnx.Einsum("td,dh->th", (32, 64), rngs=nnx.Rngs(0)), fp8jax.Rule("", name))
     linen = fp8jax.linen.quantize(LinenModel(), name)
     variables, want = linen.init(KEY, X), np.asarray(model(X))
     with CHANGES[how](lambda original, *args, **kwargs: original(*args, **kwargs)):
         name = "jax.numpy.einsum" if how == "einsum" else "jax.lax.dot_general"
-        for call in (lambda: model(X), lambda: einsum(X), lambda: linen.apply(variables, X)):
-            with pytest.raises(ValueError, match=f"another library has changed {name}.*take adapters that are modules"):
-                jax.eval_shape(call)
+        np.testing.assert_allclose(np.asarray(model(X)), want, rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match=f"another library has changed {name}.*take adapters that are modules"):
+            jax.eval_shape(lambda: linen.apply(variables, X))
+    with CHANGES[how](lambda original, *args, **kwargs: 2 * original(*args, **kwargs)):
+        # Layers of Flax hold the function itself: a name that is another one does not reach them.
+        assert (np.asarray(model(X)) != want).any() == (how == "code")
     np.testing.assert_array_equal(np.asarray(model(X)), want)
-
-
-@pytest.mark.parametrize("name", ["te_current", "coat", "te_delayed"])
-def test_adapters_of_another_library_are_refused_in_both_orders(name):
-    """The adapter's part was lost, 73 % of the output, and its parameters held tracers."""
-    with pytest.raises(ValueError, match=LOST):
-        patches.with_adapters(fp8jax.nnx.quantize(Model(), name), X)
-    adapted = patches.with_adapters(Model(), X)
-    assert isinstance(adapted.up.kernel_lora_a, nnx.LoRAParam)
-    message = "down has adapters of another library, kernel_lora_a, kernel_lora_b, which a quantized product would lose"
-    with pytest.raises(ValueError, match=message):
-        fp8jax.nnx.quantize(adapted, name)
-    del adapted.down.kernel_lora_a, adapted.down.kernel_lora_b
-    rest = fp8jax.nnx.quantize(adapted, [fp8jax.Rule("up", None), name])
-    with pytest.raises(ValueError, match=LOST):
-        rest(X)
 
 
 @pytest.mark.parametrize("name", ["te_current", "coat", "te_delayed"])

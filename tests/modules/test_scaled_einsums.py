@@ -160,7 +160,7 @@ def train(model, optimizer, x):
 @pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
 def test_attention_of_einsums_trains_in_nnx(make, recipe):
     plain = Attention(make, nnx.Rngs(0))
-    model = fp8jax.nnx.quantize(plain, recipe, layers=[NnxEinsum])
+    model = fp8jax.nnx.quantize(plain, recipe)
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     weights, states = (nnx.to_flat_state(nnx.state(model, of)) for of in (nnx.Param, fp8jax.nnx.ScalingVariable))
     names = {"".join(map(str, path[-2:-1])) for path, _ in states}
@@ -168,7 +168,7 @@ def test_attention_of_einsums_trains_in_nnx(make, recipe):
     assert [path for path, _ in weights] == [path for path, _ in nnx.to_flat_state(nnx.state(plain, nnx.Param))]
     assert 0 < relative(nnx.jit(lambda m: m(X))(model), plain(X)) < 0.1
     assert make is nnx.Einsum or model.q.calls[...] == 1
-    nnx.update(model, nnx.state(fp8jax.nnx.quantize(plain, recipe, layers=[NnxEinsum])))
+    nnx.update(model, nnx.state(fp8jax.nnx.quantize(plain, recipe)))
     losses = [float(train(model, optimizer, X)) for _ in range(2)]
     assert losses[1] < losses[0]
     product = model.kv.einsum_op if make is nnx.Einsum else model.kv.fp8jax_w
@@ -185,7 +185,7 @@ def test_attention_of_einsums_trains_in_nnx(make, recipe):
 
 
 def test_evaluation_reads_the_states_of_einsums_and_writes_none():
-    model = fp8jax.nnx.quantize(Attention(NnxEinsum, nnx.Rngs(0)), DELAYED, layers=[NnxEinsum])
+    model = fp8jax.nnx.quantize(Attention(NnxEinsum, nnx.Rngs(0)), DELAYED)
     model.eval()
     before = jax.tree.map(np.asarray, nnx.state(model, fp8jax.nnx.ScalingVariable))
     model(X)
@@ -283,18 +283,18 @@ def test_attention_of_einsums_trains_in_linen(own, recipe):
 
 @RECIPES
 def test_products_with_batch_axes_are_refused_with_what_to_do(recipe):
-    said = r" has batch axes: under (delayed|threshold) scaling .*Leave it out, \[fp8jax.Rule\(its path, None\), recipe"
+    said = r" has batch axes.*: under (delayed|threshold) scaling .*Leave it out, \[fp8jax.Rule\(.*, None\), recipe"
     experts, x = nnx.Einsum("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0)), jnp.ones((2, 8, WIDTH))
     general = nnx.LinearGeneral(WIDTH, WIDTH, batch_axis={0: 2}, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"layers/0 \(as have layers/1\)" + said):
-        fp8jax.nnx.quantize(nnx.Sequential(experts, general), recipe)
+    for model, path in ((nnx.Sequential(experts, general), "layers/0"), (general, "")):
+        with pytest.raises(ValueError, match=f"{path}{said}"):
+            fp8jax.nnx.quantize(model, recipe)(x)
     late = fp8jax.nnx.quantize(nnx.Einsum("bd,df->bf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0)), recipe)
+    own = fp8jax.nnx.quantize(NnxEinsum("ebd,edf->ebf", (2, WIDTH, WIDTH), nnx.Rngs(0)), recipe)
+    for call in (lambda: late(x, "ebd,edf->ebf"), lambda: own(x)):
+        with pytest.raises(ValueError, match=said):
+            call()
     shapes = re.escape("multiplies (2, 8, 32) by (2, 32, 32) and")
-    with pytest.raises(ValueError, match=f"an nnx.Einsum {shapes}{said}"):
-        late(x, "ebd,edf->ebf")
-    own = NnxEinsum("ebd,edf->ebf", (2, WIDTH, WIDTH), nnx.Rngs(0))
-    with pytest.raises(ValueError, match=f"a layer of class NnxEinsum {shapes}{said}"):
-        fp8jax.nnx.quantize(own, recipe, layers=[NnxEinsum])(x)
 
     class Experts(nn.Module):
         @nn.compact
@@ -310,7 +310,7 @@ MIXED = dataclasses.replace(DELAYED, w_scaling="automatic")
 
 @pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
 def test_bounds_of_an_optimizer_reach_the_weights_of_einsums(make):
-    model = fp8jax.nnx.quantize(Attention(make, nnx.Rngs(0)), MIXED, layers=[NnxEinsum])
+    model = fp8jax.nnx.quantize(Attention(make, nnx.Rngs(0)), MIXED)
     weight, product = ("kernel", "einsum_op") if make is nnx.Einsum else ("w", "fp8jax_w")
     tx = optax.chain(optax.sgd(0.0), fp8jax.track_weights())
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -339,7 +339,7 @@ def test_bounds_reach_the_weights_of_einsums_in_linen(own):
 @pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
 def test_einsums_of_shapes_alone_get_the_states_of_arrays(make):
     of = lambda: Attention(make, nnx.Rngs(0))  # noqa: E731
-    quantize = lambda model: nnx.state(fp8jax.nnx.quantize(model, MIXED, layers=[NnxEinsum]))  # noqa: E731
+    quantize = lambda model: nnx.state(fp8jax.nnx.quantize(model, MIXED))  # noqa: E731
     abstract, whole = quantize(nnx.eval_shape(of)), nnx.eval_shape(lambda: quantize(of()))
     assert len(jax.tree.leaves(nnx.filter_state(abstract, fp8jax.nnx.ScalingVariable))) == 3 * 4
     assert nnx.to_pure_dict(abstract) == nnx.to_pure_dict(whole)
@@ -384,7 +384,7 @@ def test_own_classes_under_scan_have_a_state_for_each_layer_and_weight():
 
 
 def test_explain_tells_of_einsums_with_states():
-    for model, layers in ((Attention(NnxEinsum, nnx.Rngs(0)), [NnxEinsum]), (LinenAttention(True), [LinenEinsum])):
+    for model, layers in ((Attention(NnxEinsum, nnx.Rngs(0)), ()), (LinenAttention(True), [LinenEinsum])):
         report = fp8jax.explain(model, DELAYED, X, layers=layers)
         assert sum(p.executed for p in report.program.traced if p.eight_bit) == 9
         assert len(report.quantized) == 3
@@ -404,7 +404,7 @@ class Perceptron(nnx.Module):
 
 
 def test_each_weight_of_an_own_class_has_a_state_whatever_is_done_to_it_before():
-    model = fp8jax.nnx.quantize(Perceptron(nnx.Rngs(0)), DELAYED, layers=[Perceptron])
+    model = fp8jax.nnx.quantize(Perceptron(nnx.Rngs(0)), DELAYED)
     layer = lambda *sizes: nnx.Linear(*sizes, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))  # noqa: E731
     linears = fp8jax.nnx.quantize(nnx.Dict(up=layer(WIDTH, 48), down=layer(48, WIDTH)), DELAYED)
     linears.up.kernel[...] = model.up[...].T.astype(jnp.bfloat16)
@@ -421,13 +421,14 @@ def test_each_weight_of_an_own_class_has_a_state_whatever_is_done_to_it_before()
     for got, want in ((model.fp8jax_up, linears.up.dot_general), (model.fp8jax_down, linears.down.dot_general)):
         for operand in ("x", "w", "dy"):
             assert getattr(want, operand)[0] > 0
-            np.testing.assert_array_equal(getattr(got, operand)[...], getattr(want, operand)[...])
+            # Of a parameter all bits are read, which the linear layers' had no more.
+            np.testing.assert_allclose(getattr(got, operand)[...], getattr(want, operand)[...], rtol=2.0**-5)
 
 
 @pytest.mark.parametrize("make", [nnx.Einsum, NnxEinsum], ids=["nnx.Einsum", "own class"])
 def test_einsums_of_recipes_that_observe_nothing_have_no_state(make):
     """Automatic scaling takes no bound there, and batch axes are no matter: the weight's own scale is as good."""
     einsum = make("ebd,edf->ebf", (2, WIDTH, WIDTH), rngs=nnx.Rngs(0))
-    model, x = fp8jax.nnx.quantize(einsum, "moss", layers=[NnxEinsum]), jnp.ones((2, 8, WIDTH))
+    model, x = fp8jax.nnx.quantize(einsum, "moss"), jnp.ones((2, 8, WIDTH))
     assert not jax.tree.leaves(nnx.state(model, fp8jax.nnx.ScalingVariable))
     assert 0 < relative(model(x), einsum(x)) < 0.1

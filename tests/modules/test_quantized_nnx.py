@@ -1,0 +1,347 @@
+"""Quantized NNX models as objects: pickled, tabulated, taken back, called in parts, with adapters and states."""
+
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.nnx.nn.lora import LoRAParam
+
+import fp8jax
+from tests.distance import relative
+from tests.modules import patches
+from tests.programs import dots
+
+WIDTH, INNER, HEADS = 32, 64, 2
+X = jax.random.normal(jax.random.key(0), (2, 6, WIDTH))
+TE, COAT = fp8jax.recipes.te_current(), fp8jax.recipes.coat()
+EIGHT = ("float8_e4m3fn",) * 2
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.gate, self.up = (nnx.Linear(WIDTH, INNER, rngs=rngs) for _ in range(2))
+        self.down, self.dropout = nnx.Linear(INNER, WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.norm(x)
+        return x + self.dropout(self.down(nnx.silu(self.gate(h)) * self.up(h)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Mlp(rngs) for _ in range(2)])
+        self.steps = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def encode(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def __call__(self, x, *, deep: bool = True):
+        self.steps[...] += 1
+        return self.encode(x) if deep else self.layers[0](x)
+
+
+def model(rngs=0):
+    return Model(nnx.Rngs(rngs))
+
+
+def eight(m, call=lambda m, x: m(x)):
+    """How many forward products of a call of a model have 8 bits."""
+    graph, state = nnx.split(m)
+    return dots(lambda state, x: call(nnx.merge(graph, state, copy=True), x), state, X).count(EIGHT)
+
+
+def settled(m):
+    m.eval()
+    return m
+
+
+@pytest.mark.parametrize("name", ["te_current", "te_delayed"])
+@pytest.mark.parametrize("library", ["pickle", "cloudpickle"])
+def test_a_quantized_model_is_pickled_with_its_state(library, name):
+    pickler = pickle if library == "pickle" else pytest.importorskip("cloudpickle")
+    one = settled(fp8jax.nnx.quantize(model(), name))
+    one.layers[0].down.kernel[...] *= 2
+    other = pickle.loads(pickler.dumps(one))
+    assert isinstance(other, Model)
+    assert type(other) is type(one) or library == "cloudpickle"
+    np.testing.assert_array_equal(other(X), one(X))
+    assert eight(other) == 6
+    graph, state = pickle.loads(pickler.dumps(nnx.split(one)))
+    np.testing.assert_array_equal(nnx.merge(graph, state)(X), one(X))
+
+
+def test_a_class_made_of_a_quantized_one_is_itself():
+    base = type(fp8jax.nnx.quantize(model(), TE))
+    Mine = type(base)("Mine", (base,), {"__call__": lambda self, x: 2 * base.__call__(self, x)})
+    one, mine = (settled(fp8jax.nnx.quantize(model(), TE)) for _ in range(2))
+    mine.__class__ = Mine
+    np.testing.assert_array_equal(mine(X), 2 * one(X))
+
+
+def test_it_is_tabulated():
+    table = nnx.tabulate(fp8jax.nnx.quantize(model(), TE), X)
+    plain = nnx.tabulate(model(), X)
+    assert [line for line in table.splitlines() if "Total" in line] == [
+        line for line in plain.splitlines() if "Total" in line
+    ]
+    assert "Model" in table
+
+
+@pytest.mark.parametrize("name", ["te_current", "int8_fallback"])
+def test_the_way_back_gives_the_model_as_written_with_trained_parameters(name):
+    plain = settled(model())
+    quantized = settled(fp8jax.nnx.quantize(plain, name))
+    quantized.layers[1].up.kernel[...] *= 3
+    back = fp8jax.nnx.unquantize(quantized)
+    assert type(back) is Model
+    assert jax.tree.structure(nnx.state(back)) == jax.tree.structure(nnx.state(plain))
+    plain.layers[1].up.kernel[...] *= 3
+    np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(back, X), nnx.jit(lambda m, x: m(x))(plain, X))
+    assert eight(back) == 0
+    assert nnx.graphdef(back) == nnx.graphdef(plain)
+    assert type(quantized) is not Model  # it is not changed
+    with pytest.raises(ValueError, match="not quantized"):
+        fp8jax.nnx.unquantize(plain)
+    with pytest.raises(TypeError, match="takes an NNX module"):
+        fp8jax.nnx.unquantize({})
+
+
+def test_a_part_called_from_outside_is_quantized():
+    quantized = settled(fp8jax.nnx.quantize(model(), COAT))
+    for call, products in (
+        (lambda m, x: m.layers[0](x), 3),
+        (lambda m, x: m.layers[1].up(x), 1),
+        (lambda m, x: m.encode(x), 6),
+        (lambda m, x: m(x, deep=False), 3),
+        (lambda m, x: m(x), 6),
+    ):
+        assert eight(quantized, call) == products
+    np.testing.assert_allclose(quantized.encode(X), quantized(X), rtol=1e-5, atol=1e-5)
+    # Its layers have the paths of the whole model.
+    rules = [fp8jax.Rule("layers/0/.*", None), TE]
+    quantized = settled(fp8jax.nnx.quantize(model(), rules))
+    assert [eight(quantized, lambda m, x, i=i: m.layers[i](x)) for i in range(2)] == [0, 3]
+
+
+def test_methods_that_are_named_are_transformed_whole():
+    """A product by a parameter in a method itself, beside those of modules that it calls."""
+
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.w, self.mlp = nnx.Param(jnp.eye(WIDTH)), Mlp(rngs)
+
+        def score(self, x):
+            return x + self.mlp(x) @ self.w[...]
+
+        def __call__(self, x):
+            return self.score(x)
+
+    written = settled(Tied(nnx.Rngs(0)))
+    whole, parts = (fp8jax.nnx.quantize(written, TE, methods=m) for m in (("__call__", "score"), ("__call__",)))
+    assert [eight(m) for m in (whole, parts)] == [4, 4]
+    assert [eight(m, lambda m, x: m.score(x)) for m in (whole, parts)] == [4, 3]
+    with pytest.raises(ValueError, match="no module of the model has the method 'embed' that methods= names"):
+        fp8jax.nnx.quantize(written, TE, methods=("embed",))
+
+
+def test_what_a_call_does_to_the_model_and_its_arguments_is_done():
+    """Counts, keys of dropout, what is sown, caches among the arguments, settings, new modules."""
+
+    class Does(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.up, self.count = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Variable(jnp.zeros(()))
+            self.drop = nnx.data(None)
+            self.called = 0
+
+        def __call__(self, x, cache, rngs, names):
+            self.count[...] += 1
+            self.called += 1
+            if self.drop is None:
+                self.drop = nnx.Dropout(0.5)
+            y = self.up(x)
+            cache["seen"][...] += jnp.sum(x)
+            self.last = nnx.Cache(y)
+            return self.drop(y, rngs=rngs), {"names": names, "cache": cache, "three": 3, "none": None}
+
+    def run(m):
+        cache, rngs = nnx.Dict(seen=nnx.Cache(jnp.zeros(()))), nnx.Rngs(dropout=1)
+        ys = []
+        for _ in range(2):
+            y, more = m(X, cache, rngs, ["a", "b"])
+            assert more["cache"] is cache
+            assert (more["names"], more["three"], more["none"]) == (["a", "b"], 3, None)
+            ys.append(y)
+        return ys, m, cache, rngs
+
+    written, quantized = run(Does()), run(fp8jax.nnx.quantize(Does(), TE))
+    for found in (written, quantized):
+        ys, m, cache, rngs = found
+        assert (float(m.count[...]), m.called, int(rngs.dropout.count[...])) == (2, 2, 2)
+        np.testing.assert_allclose(cache.seen[...], 2 * jnp.sum(X), rtol=1e-5)
+        assert (np.asarray(ys[0]) != np.asarray(ys[1])).any()
+    # The same elements are dropped, and the rest is near.
+    for got, want in zip(quantized[0], written[0], strict=True):
+        np.testing.assert_array_equal(np.asarray(got) == 0, np.asarray(want) == 0)
+        assert 0 < relative(got, want) < 0.1
+    np.testing.assert_array_equal(quantized[1].last[...] != 0, True)
+
+
+def test_explain_takes_a_quantized_model():
+    quantized = fp8jax.nnx.quantize(settled(model()), TE)
+    report = fp8jax.explain(quantized, X)
+    assert [layer.path for layer in report.quantized] == [
+        f"layers/{i}/{name}" for i in range(2) for name in ("gate", "up", "down")
+    ]
+    assert sum(p.written for p in report.program.traced if p.eight_bit) == 3 * 6
+
+
+def test_adapters_of_a_library_that_changes_products_keep_their_part():
+    """As Qwix's LoRA: what it adds to a layer's product is computed, whether it comes before quantization or after."""
+    written = patches.with_adapters(settled(model()), X)
+    for _, layer in nnx.iter_modules(written):
+        if isinstance(layer, nnx.Linear):
+            layer.kernel_lora_b[...] = 0.1 * jnp.ones_like(layer.kernel_lora_b[...])
+    want = written(X)
+    before = fp8jax.nnx.quantize(written, [fp8jax.Rule(".*lora.*", None), TE])
+    after = patches.with_adapters(settled(fp8jax.nnx.quantize(settled(model()), TE)), X)
+    assert isinstance(after.layers[0].up.kernel_lora_a, LoRAParam)
+    state = nnx.to_flat_state(nnx.state(written, LoRAParam))
+    nnx.update(after, nnx.from_flat_state(state))
+    for quantized in (before, after):
+        assert 0 < relative(quantized(X), want) < 0.1
+        assert relative(quantized(X), model()(X)) > 0.2
+        grads = nnx.grad(lambda m: jnp.sum(m(X) ** 2), argnums=nnx.DiffState(0, LoRAParam))(quantized)
+        wanted = nnx.grad(lambda m: jnp.sum(m(X) ** 2), argnums=nnx.DiffState(0, LoRAParam))(written)
+        assert relative(jax.tree.leaves(grads), jax.tree.leaves(wanted)) < 0.15
+
+
+class DenseGeneral(nnx.Module):
+    """As in MaxText: any axes, a precision that is a pair of defaults, a kernel in fp32."""
+
+    def __init__(self, inputs, outputs, axis, rngs):
+        self.axis, self.dtype = axis, jnp.bfloat16
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (*inputs, *outputs)) / 6)
+
+    def __call__(self, x):
+        axis = tuple(a % x.ndim for a in self.axis)
+        default = jax.lax.Precision.DEFAULT
+        numbers = ((axis, tuple(range(len(axis)))), ((), ()))
+        kernel = jnp.asarray(self.kernel[...], self.dtype)
+        return jax.lax.dot_general(x.astype(self.dtype), kernel, numbers, precision=(default, default))
+
+
+class GemmaEinsum(nnx.Module):
+    """As in bonsai's and DeepMind's Gemma: the subscripts come with the call."""
+
+    def __init__(self, shape, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), shape) / 6)
+
+    def __call__(self, subscripts, x):
+        return jnp.einsum(subscripts, x, self.w[...].astype(x.dtype))
+
+
+class Attention(nnx.Module):
+    def __init__(self, style, rngs):
+        self.style, channels = style, WIDTH // HEADS
+        if style == "gemma":
+            self.qkv = GemmaEinsum((3, HEADS, WIDTH, channels), rngs)
+            self.out = GemmaEinsum((HEADS, channels, WIDTH), rngs)
+        else:
+            self.q, self.k, self.v = (DenseGeneral((WIDTH,), (HEADS, channels), (-1,), rngs) for _ in range(3))
+            self.out = DenseGeneral((HEADS, channels), (WIDTH,), (-2, -1), rngs)
+
+    def __call__(self, x):
+        if self.style == "gemma":
+            q, k, v = self.qkv("btd,sndh->sbtnh", x)
+            return x + self.out("btnh,nhd->btd", jax.nn.dot_product_attention(q, k, v))
+        return x + self.out(jax.nn.dot_product_attention(self.q(x), self.k(x), self.v(x)))
+
+
+@pytest.mark.parametrize(("style", "products"), [("gemma", 2), ("maxtext", 4)])
+def test_layers_of_other_libraries_are_found_and_train(style, products):
+    written = Attention(style, nnx.Rngs(0))
+    quantized = fp8jax.nnx.quantize(written, COAT)
+    assert eight(quantized) == products
+    assert 0 < relative(quantized(X), written(X)) < 0.1
+    optimizer = nnx.Optimizer(quantized, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(m, optimizer):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(X) - 1) ** 2))(m)
+        optimizer.update(m, grads)
+        return loss
+
+    losses = [float(step(quantized, optimizer)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+def test_static_arguments_modes_and_meshes():
+    """A default Explicit mesh; train and eval; nnx.remat and nnx.vmap around a quantized module."""
+    plain = model()
+    quantized = fp8jax.nnx.quantize(plain, TE)
+    outputs = [quantized(X), quantized(X)]
+    assert (np.asarray(outputs[0]) != np.asarray(outputs[1])).any()  # dropout
+    quantized.eval()
+    want = quantized(X)
+    np.testing.assert_array_equal(want, quantized(X))
+    np.testing.assert_allclose(nnx.remat(lambda m, x: m(x))(quantized, X), want, rtol=1e-5, atol=1e-5)
+    mapped = nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(quantized, jnp.stack([X, X]))
+    np.testing.assert_allclose(mapped[1], want, rtol=1e-5, atol=1e-5)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+        y = nnx.jit(lambda m, x: m(x))(quantized, x)
+        np.testing.assert_allclose(np.asarray(y), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_statistic_is_the_largest_of_two_uses():
+    """Cotangents sum; the statistic of a layer that is called twice is the larger one."""
+    delayed = dataclasses.replace(fp8jax.recipes.te_delayed().linear, history=3)
+
+    class Twice(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return 3.0 * self.up(x) + 5.0 * self.up(2 * x)
+
+    quantized = fp8jax.nnx.quantize(Twice(), fp8jax.Rule("up", delayed))
+    wrt = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
+    grads = nnx.grad(lambda m: jnp.sum(m(X)), argnums=nnx.DiffState(0, wrt))(quantized)
+    fp8jax.nnx.advance_scaling(quantized, grads)
+    np.testing.assert_allclose(quantized.up.dot_general.dy[0], 5.0)
+    np.testing.assert_allclose(quantized.up.dot_general.x[0], 2 * jnp.abs(X).max(), rtol=1e-6)
+
+
+def test_arguments_that_have_no_hash_are_refused_with_the_method():
+    class Takes(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x, config):
+            return self.up(x)
+
+    quantized = fp8jax.nnx.quantize(Takes(), fp8jax.Rule("up", TE))
+    with pytest.raises(TypeError, match=r"an argument of Takes.__call__ .* must be hashable"):
+        quantized(X, {"a"})
+
+
+def test_held_weights_are_those_of_each_call():
+    quantized = settled(fp8jax.nnx.quantize(model(), TE))
+    held = fp8jax.nnx.quantize_weights(quantized)
+    want = np.asarray(quantized(X))
+    np.testing.assert_allclose(held(X), want, rtol=1e-5, atol=1e-6)
+    # The codes are read, and not the kernels.
+    for layer in held.layers:
+        layer.up.kernel[...] *= 2
+    np.testing.assert_allclose(held(X), want, rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(nnx.state(held, nnx.Param)) == jax.tree.structure(nnx.state(quantized, nnx.Param))
