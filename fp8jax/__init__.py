@@ -64,7 +64,7 @@ from fp8jax.rewrite.transform import transform as transform
 if _TYPE_CHECKING:
     from fp8jax import linen as linen
     from fp8jax import nnx as nnx
-    from fp8jax.modules.report import explain as explain
+    from fp8jax.modules.explain import explain as explain
 
 __version__ = "0.2.0"  # the only place of it: pyproject.toml reads it here
 
@@ -124,7 +124,7 @@ __all__ = [
     "weight_scale",
     "working_copy",
 ]
-_NEED_FLAX = {"nnx": "fp8jax.nnx", "linen": "fp8jax.linen", "explain": "fp8jax.modules.report"}
+_NEED_FLAX = {"nnx": "fp8jax.nnx", "linen": "fp8jax.linen", "explain": "fp8jax.modules.explain"}
 if _util.find_spec("flax") is not None:
     __all__ += ["explain", "linen", "nnx"]
 

@@ -2,6 +2,7 @@
 
 from fp8jax.modules.linen import make_dot_general_cls as make_dot_general_cls
 from fp8jax.modules.linen import quantize as quantize
+from fp8jax.modules.linen import unquantize as unquantize
 from fp8jax.modules.scaled_linen import advance_scaling as advance_scaling
 from fp8jax.modules.scaled_linen import measure_weights as measure_weights
 from fp8jax.modules.scaled_linen import set_weight_bounds as set_weight_bounds

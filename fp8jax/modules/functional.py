@@ -227,7 +227,7 @@ def _transformed(
     ]
     arguments = frozenset(i for i, kind in enumerate(places) if kind == "argument")
     names = Names(method.prefix, shapes)
-    caller = lambda results: Caller(results.results, arguments, names=names, whole=method.whole)  # noqa: E731
+    caller = lambda results: Caller(results.results, arguments, names=names, whole=method.whole, checks=False)  # noqa: E731
     return Transformed(call, method.rules, (0,), (), caller)
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from fp8jax.modules.compiled import Product as Product
 from fp8jax.modules.compiled import read, widened
-from fp8jax.modules.reading import PRODUCTS
 from fp8jax.ops.choice import Choice, listening, saving, summary
+from fp8jax.rewrite.primitives import PRODUCTS
 
 
 @dataclasses.dataclass(frozen=True)

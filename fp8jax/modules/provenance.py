@@ -157,22 +157,6 @@ class Registry(threading.local):
 REGISTRY = Registry()
 
 
-def carried(origin: Origin) -> tuple[Any, Callable[[Any], Origin]]:
-    """The arrays of what is known, and what makes it of the same arrays in another trace."""
-    again, part, scale = origin.again, origin.part, origin.scale
-    arrays = again and again[1], part and part.arrays, scale and scale[1]
-
-    def rebuild(arrays: Any) -> Origin:
-        saved, operands, number = arrays
-        return Origin(
-            None if again is None else (again[0], saved),
-            None if part is None else part.of(*operands),
-            None if scale is None else (scale[0], number),
-        )
-
-    return arrays, rebuild
-
-
 _UNKNOWN = object()
 
 
@@ -185,12 +169,6 @@ def program_of(state: Any) -> Any:
         outermost = weakref.ref(trace) if hasattr(trace, "frame") else outermost
         trace = trace.parent_trace
     return _UNKNOWN if trace is None else outermost
-
-
-def eager() -> bool:
-    """Whether operations run at once, neither traced nor differentiated nor mapped: nothing is saved of them."""
-    trace = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
-    return trace is not None and not hasattr(trace, "parent_trace")
 
 
 def _reference(x: Any) -> Callable[[], Any]:

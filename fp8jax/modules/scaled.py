@@ -6,85 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
-from jax.typing import DTypeLike
+from jax import Array
 
 from fp8jax.core.recipe import Linear
 from fp8jax.core.scaling import Automatic
 from fp8jax.modules import training
-from fp8jax.modules.dots import aside, check_products, key_of, like_a_product
-from fp8jax.modules.functions import scaled_linear
-from fp8jax.ops.linear import DimensionNumbers, check_precision, einsum_by, in_order
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
-from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
+from fp8jax.ops.sharding import merge
 from fp8jax.rewrite.states import Noted, ParameterState
 
 OWN = "fp8jax_"
-
-
-class ScaledProduct:
-    """Products of one layer's inputs with its weight, under a scaling that keeps a state; a subclass says where.
-
-    Its variables, each where the recipe's scaling needs it: states, by the names that `Stateful.variable` gives, which
-    are `x`, `w` and `dy` under delayed scaling; `seen_x` and `seen_w`, what calls observed since the last update; and
-    `slot`, whose cotangent is the largest magnitude of the output's gradient.
-    """
-
-    linear: Linear
-
-    def read(self, w: Array) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
-        """The layer's state, its slot, and its quantized weight if that is held; `w` is the weight as a matrix."""
-        raise NotImplementedError
-
-    def note(self, observed: Observed) -> None:
-        """Merges what a call observed into what was seen, except in evaluation."""
-        raise NotImplementedError
-
-    def name(self) -> str:
-        """What messages call the layer."""
-        raise NotImplementedError
-
-    def dot_general(
-        self,
-        lhs: Array,
-        rhs: Array,
-        dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> Array:
-        """`scaled_linear` called as layers call `jax.lax.dot_general`: `lhs` is the input, `rhs` the weight.
-
-        Raises:
-            ValueError: there are batch axes, `precision` asks for what a quantized product cannot give, or another
-                library has changed JAX's products.
-        """
-        (contract, _), batch = dimension_numbers
-        if any(batch):
-            raise no_batches(f"{self.name()} multiplies {lhs.shape} by {rhs.shape} and", self.linear)
-        check_products()
-        if aside(self.linear):
-            options: Any = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-            return like_a_product(lambda x, w: lax.dot_general(x, w, dimension_numbers, **options), lhs, rhs)
-        check_precision(precision)
-        left, right = in_order(lhs, rhs, dimension_numbers)
-        n = len(contract)
-        lead, outputs = lhs.ndim - n, rhs.ndim - n
-        spec = product_sharding(lhs, rhs, dimension_numbers, out_sharding)
-        x, w = merge(left, *[1] * lead, n), merge(right, n, outputs)
-        state, slot, held = self.read(w)
-        sharding = named(merged(spec, (*[1] * lead, outputs)), lhs, rhs)
-        options = {"key": key_of(lhs, self.linear), "quantized": held, "out_sharding": sharding}
-        y, observed = scaled_linear(x, w, state, slot, recipe=self.linear, **options)
-        self.note(observed)
-        y = split(y, (*left.shape[:lead], *right.shape[n:]), spec)
-        return y.astype(preferred_element_type or lhs.dtype)
-
-    def einsum(self, *args: Any, **kwargs: Any) -> Array:
-        """`dot_general` called as layers call `jnp.einsum`."""
-        return einsum_by(self.dot_general, *args, **kwargs)
 
 
 def observed_operands(linear: Linear) -> list[str]:
@@ -95,14 +27,6 @@ def observed_operands(linear: Linear) -> list[str]:
 def scaling_names(linear: Linear) -> str:
     """The names of the scalings of a recipe that keep states."""
     return " and ".join(sorted({linear.scaling_name(operand) for operand in linear.states}))
-
-
-def no_batches(layers: str, linear: Linear) -> ValueError:
-    """The error for products with batch axes, which have no state each; `layers` is the sentence's beginning."""
-    return ValueError(
-        f"{layers} has batch axes: under {scaling_names(linear)} scaling a layer has one state, and takes one product. "
-        "Leave it out, [fp8jax.Rule(its path, None), recipe], or take a recipe with current scaling"
-    )
 
 
 def nothing_seen(linear: Linear, operand: str, stacked: tuple[int, ...] = ()) -> Array:

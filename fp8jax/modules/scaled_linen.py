@@ -1,82 +1,28 @@
 """Scaling with a state in Linen models: states and statistics of gradients in collections of their own."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-from flax.errors import ModifyScopeVariableError, ScopeCollectionNotFound, ScopeVariableNotFoundError
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from fp8jax.core.recipe import OPERANDS, Linear
 from fp8jax.core.scaling import Automatic
+from fp8jax.modules import training
 from fp8jax.modules.scaled import (
     OWN,
-    ScaledProduct,
     advanced,
     layer_path,
-    nothing_seen,
     observed_operands,
     of_stacked,
-    scaling_names,
     weight_path,
 )
-from fp8jax.ops.product import QuantizedWeight
-from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes
+from fp8jax.ops.scaled import ScalingState, observes
 from fp8jax.rewrite.rules import Rules, ordered
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
-
-
-@dataclasses.dataclass(frozen=True)
-class LinenScaling(ScaledProduct):
-    """The product of one Linen layer while it runs; its variables are in the layer's scope.
-
-    States and what was seen are in the collection "fp8jax_scaling", the slot in "fp8jax_statistics".
-    """
-
-    linear: Linear
-    scope: Any
-
-    def read(self, w: Array) -> tuple[ScalingState, Array | None, QuantizedWeight | None]:
-        slot = None
-        try:
-            states = {
-                operand: self.scope.variable(SCALING, part.variable(operand), self._init, operand, w).value
-                for operand, part in self.linear.states.items()
-            }
-            for operand in ("x", "w"):
-                if observes(self.linear, operand):
-                    self.scope.variable(SCALING, f"seen_{operand}", nothing_seen, self.linear, operand)
-            if observes(self.linear, "dy"):
-                slot = self.scope.variable(STATISTICS, "slot", jnp.zeros, (), jnp.float32).value
-        except (ModifyScopeVariableError, ScopeCollectionNotFound, ScopeVariableNotFoundError) as error:
-            raise ValueError(f"{self.name()} has {scaling_names(self.linear)} scaling: {self._absent()}") from error
-        return ScalingState(**states), slot, None
-
-    def note(self, observed: Observed) -> None:
-        if not self.scope.is_mutable_collection(SCALING) or self._initializing():
-            return
-        for operand in ("x", "w"):
-            if (value := getattr(observed, operand)) is not None:
-                seen: Any = self.scope.get_variable(SCALING, f"seen_{operand}")
-                merged = self.linear.states[operand].merged(seen, value)
-                self.scope.put_variable(SCALING, f"seen_{operand}", merged)
-
-    def name(self) -> str:
-        return "/".join(layer_path(self.scope.path)) or "the layer"
-
-    def _init(self, operand: str, weight: Array) -> Array:
-        state: Array = getattr(init_scaling(self.linear, weight), operand)
-        return state
-
-    def _initializing(self) -> bool:
-        return bool(self.scope.get_flag("initializing", False))
-
-    def _absent(self) -> str:
-        return absent(self.linear, self._initializing())
 
 
 def absent(linear: Linear, initializing: bool) -> str:
@@ -115,8 +61,7 @@ def advance_scaling(
         scaling = fp8jax.linen.advance_scaling(scaling, seen)
 
     Under gradient accumulation call it once a step: hand the scaling from one microbatch to the next, and merge the
-    statistics by maximum (gradients are summed); under data parallelism in `jax.shard_map`, give `axis_name`. A layer
-    that is called twice in one step sees the sum of its calls' gradients' maxima.
+    statistics by maximum (gradients are summed); under data parallelism in `jax.shard_map`, give `axis_name`.
 
     Args:
         scaling: the collection "fp8jax_scaling" after the step's last `apply`.
@@ -131,6 +76,7 @@ def advance_scaling(
     Raises:
         ValueError: the two collections are not of the same layers, or the rules are missing.
     """
+    training.advances()
     flat, slots = flatten_dict(scaling), flatten_dict(statistics)
     layers = {path[:-1] for path in flat}
     others = {path[:-1] for path in slots}
@@ -192,7 +138,7 @@ def _linear(layer: tuple[str, ...], variables: Mapping[str, Array], rules: Rules
     """The recipe of a layer's product with these variables in the collection of states."""
     name = "/".join(layer_path(layer))
     if rules is not None:
-        linear = ordered(rules).choice(name).linear
+        linear = ordered(rules).choice(name, also=["/".join(weight_path(layer))]).linear
         if linear is None or not {part.variable(o) for o, part in linear.states.items()} <= set(variables):
             raise ValueError(f"{name} has other variables of scaling than the rules give it")
         return linear

@@ -51,13 +51,21 @@ def advances() -> None:
     _steps.advanced = True
 
 
-def observed(value: Array, layer: str, names: str) -> Array:
+# How states are advanced in each of Flax's interfaces.
+_ADVANCE = {
+    "nnx": "grads = fp8jax.nnx.advance_scaling(model, grads) before the optimizer's update",
+    "linen": "scaling = fp8jax.linen.advance_scaling(scaling, seen), for the collection that apply has written",
+}
+
+
+def observed(value: Array, layer: str, names: str, interface: str = "nnx") -> Array:
     """What a call of a layer observed, as it is; where the call is differentiated, for a warning.
 
     Args:
         value: the observation.
         layer: what messages call the layer.
         names: of its scalings.
+        interface: of Flax, "nnx" or "linen".
     """
     if _steps.advanced:
         return value
@@ -71,30 +79,30 @@ def observed(value: Array, layer: str, names: str) -> Array:
     if not differentiated:
         return value
     if hasattr(outermost, "frame"):
-        result: Array = _LOOK.bind(value, layer=layer, names=names)
+        result: Array = _LOOK.bind(value, layer=layer, names=names, interface=interface)
         return result
     if _steps.last is None or _steps.last() is not outermost:
         _steps.gradients, _steps.last = _steps.gradients + 1, weakref.ref(outermost)
         if _steps.gradients > _MICROBATCHES:
-            _look(layer, names)
+            _look(layer, names, interface)
     return value
 
 
-def _look(layer: str, names: str) -> None:
+def _look(layer: str, names: str, interface: str) -> None:
     """Warns where states were never advanced, once."""
     if _steps.advanced:
         return
     _steps.advanced = True
     warnings.warn(
-        f"{layer} with {names} scaling is trained in a program that never calls fp8jax.nnx.advance_scaling: unless it "
-        "is called after it, once a step, scales and thresholds stay what they were at first. Write grads = "
-        "fp8jax.nnx.advance_scaling(model, grads) before the optimizer's update, or take a recipe with current scaling",
+        f"{layer} with {names} scaling is trained in a program that never calls fp8jax.{interface}.advance_scaling: "
+        "unless it is called after it, once a step, scales and thresholds stay what they were at first. Write "
+        f"{_ADVANCE[interface]}, or take a recipe with current scaling",
         stacklevel=2,
     )
 
 
-def _lowered(context: Any, value: Any, *, layer: str, names: str) -> list[Any]:
-    _look(layer, names)
+def _lowered(context: Any, value: Any, **how: Any) -> list[Any]:
+    _look(**how)
     return [value]
 
 

@@ -16,9 +16,10 @@ class Caller(NamedTuple):
         arguments: the inputs that are arguments of the function; None for all that are data.
         modules: whether it is a method of a module, which has parameters for other methods, too, and is itself a layer
             if it has a "kernel".
-        names: gives for the path of a parameter that of its layer, and others that rules may match; who gives it has
-            checked that the rules match something. None for the path without what layers call their parameter.
+        names: gives for the path of a parameter that of its layer, and others that rules may match. None for the path
+            without what layers call their parameter.
         whole: there is to be a product that a recipe could take.
+        checks: each rule is to match something.
     """
 
     results: int | None = None
@@ -26,6 +27,7 @@ class Caller(NamedTuple):
     modules: bool = False
     names: Callable[[str], tuple[str, ...]] | None = None
     whole: bool = True
+    checks: bool = True
 
     def paths(self, path: str) -> tuple[str, ...]:
         """For the path of a parameter that of its layer, and others that rules may match."""
@@ -34,6 +36,9 @@ class Caller(NamedTuple):
 
 def layer_path(path: str, modules: bool = False) -> str:
     """The path that rules match: of a layer, without what it calls its parameter; of a whole model that is one, ""."""
-    while (parts := path.rpartition("/"))[2] in _LEAVES and (parts[0] or modules):
-        path = parts[0]
-    return path
+    steps = path.split("/")
+    if steps[-1] == "value" and steps[-2:-1] and steps[-2] in _LEAVES:  # in a box with metadata
+        steps.pop()
+    if steps[-1] in _LEAVES and (modules or len(steps) > 1):
+        steps.pop()
+    return "/".join(steps)

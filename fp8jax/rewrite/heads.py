@@ -20,7 +20,7 @@ _SAME = (
 _SCALINGS = ("mul", "div", "add", "sub", "add_any")
 # The operands of these that are values, not conditions or places.
 _VALUES = {"select_n": slice(1, None), "gather": slice(0, 1), "dynamic_slice": slice(0, 1)}
-_OUTPUT, _CHOOSES = "an output head: the function returns its result", "a router, gate or head: {} reads its result"
+OUTPUT, _CHOOSES = "an output head: the function returns its result", "a router, gate or head: {} reads its result"
 
 
 class Flow:
@@ -53,7 +53,7 @@ class Flow:
         outputs = [value for value in self._returned if value.shape not in shapes]
         returned = {node for value in outputs for node in self._of(value) or ()} - reasons.keys() - self._multiplied()
         if self._products - reasons.keys() - returned:
-            reasons |= dict.fromkeys(returned, _OUTPUT)
+            reasons |= dict.fromkeys(returned, OUTPUT)
         return reasons
 
     def _chosen(self) -> Iterator[tuple[Node, str]]:

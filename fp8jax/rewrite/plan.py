@@ -12,9 +12,9 @@ from jax import lax
 from fp8jax.core.recipe import Linear
 from fp8jax.ops import gains
 from fp8jax.rewrite import activations, biases, norms, primitives
-from fp8jax.rewrite.caller import Caller, layer_path
+from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, Weight, before, in_order, origin_of, readers
-from fp8jax.rewrite.heads import Flow
+from fp8jax.rewrite.heads import OUTPUT, Flow
 from fp8jax.rewrite.kept import keeps
 from fp8jax.rewrite.operations import ActivationOperation, NormOperation, ProductOperation, RaggedOperation
 from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
@@ -23,6 +23,8 @@ from fp8jax.rewrite.rules import LayerChoice, Ordered, between
 from fp8jax.rewrite.states import Use, levels_of, scaling_names
 
 _UNKNOWN = LayerChoice(None, "")
+# Layers by their paths, each with the other paths that rules may match.
+Also = dict[str, tuple[str, ...]]
 
 
 class Entry(NamedTuple):
@@ -113,7 +115,10 @@ def plan(
     products = list(_products(graph, entries, caller))
     flow = Flow(graph, {p.node for p in products}, caller.results, caller.arguments)
     reasons = flow.heads() if rules.default else {}
+    # Who reads a layer's result on in another place wants that as all others.
+    inner = {p.path for p in products if p.node not in reasons}
     heads = {p.path: reasons[p.node] for p in products if p.node in reasons}
+    heads = {path: why for path, why in heads.items() if why != OUTPUT or path not in inner}
     for p in products:
         p.choice = rules.choice(p.path, heads, p.others)
         _check_precision(p)
@@ -123,11 +128,14 @@ def plan(
         entries[p.node] = Entry(p.path, p.node.kind, shape, p.choice, reason, p.node.line(), **how)
     places = list(graph.everywhere())
     normed = _replace_all(graph, products, rules, entries, caller)
-    normed |= _unread(graph, caller.modules)
-    if caller.whole:
-        _check(products, normed, entries)
-    if caller.names is None:
-        rules.check_all_used([*(p.path for p in products), *normed], heads, unknown=_left(entries))
+    others = _unread(graph, caller) | normed
+    if caller.whole and not products and not others:
+        raise ValueError(
+            f"the function has no product of data with a parameter that a recipe could take{_left(entries)}"
+        )
+    if caller.checks:
+        also = others | {p.path: p.others for p in products}
+        rules.check_all_used(also, heads, unknown=_left(entries), also=also)
     return {node: entries[node] for node in places if node in entries}, _uses(products)
 
 
@@ -154,23 +162,18 @@ def _uses(products: list[_Product]) -> dict[Use, Linear]:
     return uses
 
 
-def _check(products: list[_Product], normed: set[str], entries: dict[Node, Entry]) -> None:
-    if not products and not normed:
-        left = _left(entries)
-        raise ValueError(f"the function has no product of data with a parameter that a recipe could take{left}")
-
-
 def _left(entries: dict[Node, Entry]) -> str:
     """What to say of products that are left as written, in an error."""
     left = [f"{e.path or e.kind} ({e.reason}) at {e.line}" for e in entries.values() if e.choice is None]
     return f"; left as written: {'; '.join(left[:6])}" if left else ""
 
 
-def _unread(graph: Graph, modules: bool) -> set[str]:
+def _unread(graph: Graph, caller: Caller) -> Also:
     """The paths of layers of a module that other methods than this one read."""
-    read = {value for node in graph.everywhere() for value in node.operands} if modules else set()
-    weights = [v.weight for v in graph.inputs if modules and v.weight is not None and v not in read]
-    return {layer_path(w.path, modules) for w in weights if w.path.endswith("kernel") and w.stored.aval.ndim > 1}
+    read = {value for node in graph.everywhere() for value in node.operands} if caller.modules else set()
+    weights = [v.weight for v in graph.inputs if caller.modules and v.weight is not None and v not in read]
+    each = [caller.paths(w.path) for w in weights if w.path.endswith("kernel") and w.stored.aval.ndim > 1]
+    return {path: tuple(others) for path, *others in each}
 
 
 def _products(
@@ -230,12 +233,12 @@ def _check_precision(p: _Product) -> None:
 
 def _replace_all(
     graph: Graph, products: list[_Product], rules: Ordered, entries: dict[Node, Entry], caller: Caller
-) -> set[str]:
+) -> Also:
     """Puts operations in place of products, and of what stands before them; the paths of norms with a choice."""
     groups: dict[tuple[Graph, Value], list[_Product]] = {}
     for p in products:
         groups.setdefault((p.graph, before(p.data, (*MARKS, *RESHAPES), in_order)), []).append(p)
-    counts, normed = readers(graph), set[str]()
+    counts, normed = readers(graph), Also()
     alone = {inner: biases.only_readers(inner, counts) for inner in {p.graph for p in products}}
     for (_, root), group in groups.items():
         asked = [p for p in group if p.choice.linear is not None and p.choice.linear.select == "gains"]
@@ -279,13 +282,14 @@ def _leave_losing(value: Value, asked: list[_Product], entries: dict[Node, Entry
 
 
 def _made(value: Value, counts: dict[Value, int]) -> Value:
-    """What made an array that products read, up to marks and layouts, in this program or in one around it; the casts
-    that end a norm or an activation are part of it where nothing else reads what they cast."""
+    """What made an array that products read, up to marks and layouts, in this program or in one around it; a cast to
+    fewer bits that ends a norm or an activation is part of it where nothing else reads what it casts."""
     while value.outer is not None and value.once:
         value = value.outer
     while value.node is not None and value.node.operation is None:
         kind, source = value.kind, (value.node.operands or [value])[0]
-        last = kind in CASTS and counts.get(source, 0) < 2 and source.kind in FUNCTIONS
+        narrows = kind in CASTS and value.dtype.itemsize < source.dtype.itemsize
+        last = narrows and counts.get(source, 0) < 2 and source.kind in FUNCTIONS
         if last or not (kind in (*CASTS, *MARKS) or (kind in RESHAPES and in_order(value.node))):
             return value
         barrier = kind == "optimization_barrier"
@@ -338,9 +342,9 @@ def _replace_product(p: _Product, alone: Mapping[Value, Node]) -> bool:
 
 def _replace_before(
     value: Value, group: list[_Product], rules: Ordered, entries: dict[Node, Entry], caller: Caller
-) -> set[str]:
+) -> Also:
     """Puts an operation in place of the norm or activation that products read, if that is one; the norm's path."""
-    normed = set[str]()
+    normed = Also()
     node = value.node
     if node is not None and isinstance(node.operation, (NormOperation, ActivationOperation)):
         for p in group:
@@ -358,7 +362,7 @@ def _replace_before(
         if own:
             path, *also = caller.paths(own[0])
             choice = rules.choice(path, also=also)
-            normed.add(path)
+            normed[path] = tuple(also)
         operands = [norm.x, *norm.scales, *([] if norm.bias is None else [norm.bias])]
         operation = NormOperation(choice.recipe, *norm)
     elif between(choice.recipe) and (activation := activations.find(value)) is not None:
@@ -368,6 +372,8 @@ def _replace_before(
         made_by = (None if v is None or v.node is None else v.node.operation for v in (gate, up))
         biased = any(isinstance(o, ProductOperation) and o.bias is not None for o in made_by)
         operation = ActivationOperation(choice.recipe, name, gate, up, biased)
+    if kind and choice.linear is None and rules.contexts:
+        entries[node] = Entry(path, kind, value.shape, choice, choice.reason, node.line())
     if not kind or not between(choice.recipe):
         return normed
     others = tuple(dict.fromkeys((p.path, str(p.data.dtype)) for p in group if not p.saves))

@@ -308,10 +308,12 @@ def _frames(eqn: Any) -> tuple[list[Any], list[Any]]:
     traceback = eqn.source_info.traceback
     every = [] if traceback is None else list(traceback.frames)
     others = [f for f in every if not f.file_name.startswith((_JAX, "<frozen"))]
-    return others, [f for f in others if "site-packages" not in f.file_name and "dist-packages" not in f.file_name]
+    libraries = ("/site-packages/", "/dist-packages/", _OURS)
+    return others, [f for f in others if not any(library in f.file_name for library in libraries)]
 
 
 _JAX = jax.__file__.rpartition("/")[0]
+_OURS = __file__.rpartition("/rewrite/")[0]
 
 
 def same_elements(eqn: Any) -> bool:

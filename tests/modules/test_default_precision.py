@@ -63,7 +63,7 @@ def own_class(precision):
 
 def of_linen(layer, recipe=TE):
     model = fp8jax.linen.quantize(layer, fp8jax.Rule("", recipe))
-    return model.apply(model.init(KEY, X), X)
+    return model.apply(model.clone(precision=None).init(KEY, X), X)
 
 
 def dense(precision):

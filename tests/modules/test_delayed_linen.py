@@ -109,20 +109,36 @@ def test_stacked_layers_have_histories_of_their_own_where_scan_lifts_them():
         assert len(set(newest[:, 0].tolist())) == 3
 
 
+class Around(nn.Module):
+    """A loop around a quantized part."""
+
+    inner: nn.Module
+    axes: tuple[str, ...] = ("params",)
+
+    @nn.compact
+    def __call__(self, x):
+        lifted = {"variable_axes": dict.fromkeys(self.axes, 0), "split_rngs": {"params": True}}
+        return nn.scan(lambda part, x, _: (jnp.tanh(part(x)), None), length=3, **lifted)(self.inner, x, None)[0]
+
+
 @pytest.mark.parametrize(
     ("recipe", "names"),
     [(DELAYED, '"fp8jax_scaling": 0, "fp8jax_statistics": 0'), ("int8_fallback", '"fp8jax_scaling": 0')],
 )
-def test_a_scan_without_an_axis_for_states_is_told_what_to_write(recipe, names):
-    said = "ScanBody_0/Dense_0 has .* in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; "
+def test_a_loop_around_a_part_is_told_which_axes_to_write(recipe, names):
+    part = fp8jax.linen.quantize(nn.Dense(16), fp8jax.Rule("", recipe))
+    said = "the layer has .* in an `nn.scan` or `nn.vmap` that has no axis for the variables of this scaling; "
     axes = re.escape(f'write variable_axes={{"params": 0, {names}}} there')
     with pytest.raises(ValueError, match=said + axes):
-        fp8jax.linen.quantize(Stack(), recipe).init(KEY, X)
+        Around(part).init(KEY, X)
     # What it says works.
-    model = fp8jax.linen.quantize(Stack(("params", *re.findall(r"fp8jax_\w+", names))), recipe)
+    model = Around(part, ("params", *re.findall(r"fp8jax_\w+", names)))
     variables = model.init(KEY, X)
     assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(variables))
-    model.apply(variables, X, mutable=["fp8jax_scaling"])
+    _, new = model.apply(variables, X, mutable=["fp8jax_scaling"])
+    seen = np.asarray(new["fp8jax_scaling"]["inner"]["seen_x"])
+    assert len(seen) == 3
+    assert (np.max(seen.reshape(3, -1), 1) > 0).all()
 
 
 def test_collections_of_other_layers_are_refused():

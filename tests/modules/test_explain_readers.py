@@ -71,7 +71,7 @@ def test_what_is_said_to_be_kept_is_kept():
 
 def test_a_tied_head_keeps_what_a_norm_gives_it():
     found = keeps(LinenModel(tied=True), [fp8jax.Rule("gate", None), COAT])
-    assert found["last"] == "e4m3:group16; a product of no layer keeps it in bfloat16"
+    assert found["last"] == "e4m3:group16; table keeps it in bfloat16"
 
 
 def test_a_model_that_returns_a_norm_written_by_hand_is_no_norm():

@@ -1,7 +1,6 @@
 """Scalings with a state in einsum layers: Flax's own and classes as in Gemma and Qwen3, in NNX and in Linen."""
 
 import dataclasses
-import re
 
 import flax.linen as nn
 import jax
@@ -294,14 +293,13 @@ def test_products_with_batch_axes_are_refused_with_what_to_do(recipe):
     for call in (lambda: late(x, "ebd,edf->ebf"), lambda: own(x)):
         with pytest.raises(ValueError, match=said):
             call()
-    shapes = re.escape("multiplies (2, 8, 32) by (2, 32, 32) and")
 
     class Experts(nn.Module):
         @nn.compact
         def __call__(self, x):
             return nn.Einsum((2, WIDTH, WIDTH), "ebd,edf->ebf", name="experts")(x)
 
-    with pytest.raises(ValueError, match=f"experts {shapes}{said}"):
+    with pytest.raises(ValueError, match=f"experts{said}"):
         fp8jax.linen.quantize(Experts(), recipe).init(KEY, x)
 
 
@@ -384,10 +382,10 @@ def test_own_classes_under_scan_have_a_state_for_each_layer_and_weight():
 
 
 def test_explain_tells_of_einsums_with_states():
-    for model, layers in ((Attention(NnxEinsum, nnx.Rngs(0)), ()), (LinenAttention(True), [LinenEinsum])):
-        report = fp8jax.explain(model, DELAYED, X, layers=layers)
-        assert sum(p.executed for p in report.program.traced if p.eight_bit) == 9
-        assert len(report.quantized) == 3
+    for model, products in ((Attention(NnxEinsum, nnx.Rngs(0)), 3), (LinenAttention(True), 5)):
+        report = fp8jax.explain(model, DELAYED, X)
+        assert sum(p.executed for p in report.program.traced if p.eight_bit) == 3 * products
+        assert len(report.quantized) == products
 
 
 class Perceptron(nnx.Module):

@@ -1,0 +1,360 @@
+"""Quantized Linen models as what Flax's users do with models: collections, keys, bindings, copies, other libraries."""
+
+import copy
+import functools
+import pickle
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+
+import fp8jax
+from fp8jax.modules import linen, training
+from tests.distance import relative
+from tests.modules import patches
+from tests.programs import dots
+
+TE, KEY, WIDTH = fp8jax.recipes.te_current(), jax.random.key(0), 16
+X = jax.random.normal(KEY, (4, 6, WIDTH))
+
+
+def eight(fn, *args) -> int:
+    return sum("8" in a and "8" in b for a, b in dots(fn, *args))
+
+
+class Everything(nn.Module):
+    """Dropout, running statistics, what is sown, a cache, and results that are no arrays."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = False, power: int = 1):
+        x = nn.BatchNorm(use_running_average=not train, name="norm")(nn.Dense(2 * WIDTH, name="up")(x))
+        calls = self.variable("cache", "calls", lambda: jnp.zeros((), jnp.int32))
+        if not self.is_initializing():
+            calls.value += 1
+        x = nn.Dropout(0.5, deterministic=not train)(nn.silu(x) ** power)
+        self.sow("intermediates", "inner", x)
+        return {"y": nn.Dense(WIDTH, name="down")(x), "power": power, "name": "everything", "none": None}
+
+    def halves(self, x):
+        return jnp.split(self(x)["y"], 2, axis=-1)
+
+
+def test_collections_keys_and_results_of_any_kind_come_out_as_they_do():
+    plain, model = Everything(), fp8jax.linen.quantize(Everything(), TE)
+    variables = plain.init(KEY, X)
+    jax.tree.map(np.testing.assert_array_equal, variables, model.init(KEY, X))
+    how = {"rngs": {"dropout": jax.random.key(5)}, "mutable": ["batch_stats", "cache", "intermediates"]}
+    (got, after), (want, written) = (m.apply(variables, X, True, power=2, **how) for m in (model, plain))
+    assert eight(lambda v: model.apply(v, X, True, **how)[0]["y"], variables) == 2
+    assert {name: got[name] for name in ("power", "name", "none")} == {"power": 2, "name": "everything", "none": None}
+    assert 0 < relative(got["y"], want["y"]) < 0.1
+    assert jax.tree.structure(after) == jax.tree.structure(written)
+    assert after["cache"]["calls"] == 1
+    dropped = [np.asarray(w["intermediates"]["inner"][0]) == 0 for w in (after, written)]
+    np.testing.assert_array_equal(*dropped)  # by the same key
+    assert relative(after["batch_stats"], written["batch_stats"]) < 0.05
+    left, right = model.apply(variables, X, method="halves", mutable=["cache"])[0]
+    assert left.shape == right.shape == (4, 6, WIDTH // 2)
+
+
+class Nested(nn.Module):
+    def setup(self):
+        self.inner, self.listed = Everything(), self.make(2)
+
+    def make(self, count):
+        return [nn.Dense(WIDTH) for _ in range(count)]
+
+    def __call__(self, x):
+        x = self.inner(x)["y"]
+        return self.listed[1](nn.relu(self.listed[0](x)))
+
+
+def test_parts_that_are_called_from_outside_are_quantized_by_the_same_rules():
+    model = fp8jax.linen.quantize(Nested(), [fp8jax.Rule("inner/up", None), fp8jax.Rule("listed_1", None), TE])
+    variables = Nested().init(KEY, X)
+    bound, mutable = model.bind(variables, mutable=["cache"]), {"mutable": ["cache"]}
+    assert eight(lambda x: model.bind(variables, **mutable)(x), X) == 2
+    assert eight(lambda x: model.bind(variables, **mutable).inner(x)["y"], X) == 1  # "down" by the rule for all
+    assert eight(lambda x: model.bind(variables).listed[0](x), X) == 1
+    assert eight(lambda x: model.bind(variables).listed[1](x), X) == 0
+    inner = functools.partial(model.apply, variables, method=lambda m, x: m.inner(x)["y"], **mutable)
+    assert eight(inner, X) == 1
+    np.testing.assert_array_equal(inner(X)[0], bound.inner(X)["y"])
+    assert type(bound.inner) is not Everything
+    assert isinstance(bound.inner, Everything)
+
+
+@pytest.mark.parametrize("dumps", ["pickle", "cloudpickle", "deepcopy"])
+def test_copies_of_models_are_equal_and_quantized(dumps):
+    model = fp8jax.linen.quantize(Nested(), [fp8jax.Rule("inner/.*", TE)])
+    if dumps == "deepcopy":
+        again = copy.deepcopy(model)
+    else:
+        module = pytest.importorskip(dumps)
+        again = pickle.loads(module.dumps(model))
+    assert again == model != Nested()
+    assert eight(functools.partial(again.apply, mutable=["cache"]), Nested().init(KEY, X), X) == 2
+
+
+def test_the_way_back():
+    model = fp8jax.linen.quantize(Nested(), "te_delayed")
+    plain = fp8jax.linen.unquantize(model)
+    assert plain == Nested()
+    variables = model.init(KEY, X)
+    rest = {name: values for name, values in variables.items() if not name.startswith("fp8jax_")}
+    jax.tree.map(np.testing.assert_array_equal, rest, plain.init(KEY, X))
+    with pytest.raises(ValueError, match="Nested is not quantized"):
+        fp8jax.linen.unquantize(plain)
+
+
+def test_a_table_of_a_model_is_that_of_the_model():
+    tables = [nn.tabulate(m, KEY)(X) for m in (Nested(), fp8jax.linen.quantize(Nested(), TE))]
+    assert tables[0] == tables[1]
+
+
+class MaxTextLike(nn.Module):
+    """A layer as in MaxText: a class of its own, a kernel of more axes, both operands cast, a pair of precisions."""
+
+    features: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        shape = (x.shape[-1], *self.features)
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "heads", "kv")[: len(shape)])
+        kernel = jnp.asarray(self.param("kernel", init, shape), jnp.bfloat16)
+        precision = lax.Precision.DEFAULT
+        contract = ((x.ndim - 1,), (0,))
+        return lax.dot_general(x.astype(jnp.bfloat16), kernel, (contract, ((), ())), precision=(precision, precision))
+
+
+class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = MaxTextLike((2, 12), name="q")(x)
+        return x + MaxTextLike((WIDTH,), name="out")(jnp.tanh(h.reshape(*x.shape[:-1], 24)))
+
+
+@pytest.mark.parametrize("name", ["te_current", "te_delayed"])
+def test_layers_as_in_maxtext_with_partitioned_parameters(name):
+    model = fp8jax.linen.quantize(Layers(), name)
+    variables, plain = model.init(KEY, X), Layers().init(KEY, X)
+    assert jax.tree.structure(variables["params"]) == jax.tree.structure(plain["params"])
+    assert isinstance(variables["params"]["q"]["kernel"], nn.LogicallyPartitioned)
+    assert eight(model.apply, variables, X) == 2
+    assert 0 < relative(model.apply(variables, X), Layers().apply(plain, X)) < 0.1
+    if name == "te_delayed":
+        assert set(variables["fp8jax_scaling"]) == {"q", "out"}
+        _, new = model.apply(variables, X, mutable=["fp8jax_scaling"])
+        np.testing.assert_allclose(new["fp8jax_scaling"]["q"]["seen_x"], jnp.abs(X).max(), rtol=1e-2)
+
+
+class Scanned(nn.Module):
+    """Layers in a loop of Flax that knows nothing of scalings."""
+
+    @nn.compact
+    def __call__(self, x):
+        body = nn.remat(Body, prevent_cse=False)
+        return nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(name="layers")(
+            x, None
+        )[0]
+
+
+class Body(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(WIDTH, name="a")(nn.silu(nn.Dense(WIDTH, name="b")(x))), None
+
+
+def test_a_loop_needs_no_axes_for_the_collections_of_scalings():
+    model = fp8jax.linen.quantize(Scanned(), "te_delayed")
+    variables = jax.jit(model.init)(KEY, X)
+    kernel = variables["params"]["layers"]["a"]["kernel"]
+
+    @jax.jit
+    def step(variables):
+        def loss(params, statistics):
+            collections = variables | {"params": params, "fp8jax_statistics": statistics}
+            y, new = model.apply(collections, X, mutable=["fp8jax_scaling"])
+            return jnp.mean(y**2), new["fp8jax_scaling"]
+
+        take = jax.grad(loss, (0, 1), has_aux=True)
+        (grads, seen), scaling = take(variables["params"], variables["fp8jax_statistics"])
+        return grads, fp8jax.linen.advance_scaling(scaling, seen)
+
+    grads, scaling = step(variables)
+    newest = {name: np.asarray(scaling["layers"]["a"][name])[:, 0] for name in ("x", "w", "dy")}
+    np.testing.assert_allclose(newest["w"], jnp.abs(kernel).max((1, 2)), rtol=1e-6)
+    assert all(len({*values.tolist()}) == 3 and (values > 0).all() for values in newest.values())
+    exact = jax.grad(lambda p: jnp.mean(Scanned().apply({"params": p}, X) ** 2))(variables["params"])
+    assert 0 < relative(grads, exact) < 0.2
+
+
+def test_adapters_that_another_library_adds_to_products_keep_their_part():
+    """The adapter's part was lost, and later refused."""
+    a, b = jax.random.normal(KEY, (WIDTH, 2)), jax.random.normal(KEY, (2, WIDTH))
+
+    def adapted(original, lhs, rhs, *args, **kwargs):
+        y = original(lhs, rhs, *args, **kwargs)
+        numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
+        return y + original(original(lhs, a, numbers), b, numbers) if rhs.shape == (WIDTH, WIDTH) else y
+
+    plain, model = nn.Dense(WIDTH, use_bias=False), fp8jax.linen.quantize(nn.Dense(WIDTH, use_bias=False), TE)
+    variables = plain.init(KEY, X)
+    alone = model.apply(variables, X)
+    with patches.code_changed(adapted):
+        y = model.apply(variables, X)
+        assert eight(model.apply, variables, X) == 1
+    np.testing.assert_allclose(y - alone, X @ a @ b, rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(model.apply(variables, X), alone)
+
+
+def test_a_gradient_inside_of_a_loss_is_that_of_first_order():
+    """MAML of first order: a step of an inner loss, without its derivative."""
+    model = fp8jax.linen.quantize(nn.Sequential([nn.Dense(WIDTH), nn.silu, nn.Dense(WIDTH)]), fp8jax.Rule(".*", TE))
+    plain = fp8jax.linen.unquantize(model)
+    params = plain.init(KEY, X)
+
+    def outer(apply, params):
+        inner = lambda p: jnp.mean(apply(p, X[:2]) ** 2)  # noqa: E731
+        step = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(inner)(lax.stop_gradient(params)))
+        return jnp.mean(jnp.sin(apply(step, X[2:])))
+
+    got, want = (jax.jit(jax.value_and_grad(functools.partial(outer, m.apply)))(params) for m in (model, plain))
+    assert relative(got[0], want[0]) < 0.1
+    assert 0 < relative(got[1], want[1]) < 0.2
+
+
+def test_a_model_is_exported_for_batches_of_any_size():
+    model = fp8jax.linen.quantize(nn.Sequential([nn.Dense(WIDTH), nn.silu, nn.Dense(WIDTH)]), fp8jax.Rule(".*", TE))
+    variables = model.init(KEY, X[0])
+    (batch,) = export.symbolic_shape("batch")
+    shape = jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
+    exported = export.export(jax.jit(model.apply))(variables, shape)
+    for n in (2, 6):
+        np.testing.assert_allclose(
+            exported.call(variables, X[0, :n]), model.apply(variables, X[0, :n]), rtol=1e-5, atol=1e-5
+        )
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(num_heads=2, decode=True, name="attention")(x, mask=None)
+
+
+def test_a_cache_for_decoding_is_made_at_full_length_and_read_token_by_token():
+    model, plain = fp8jax.linen.quantize(Decoder(), fp8jax.Rule(".*", "te_delayed")), Decoder()
+    variables = model.init(KEY, X)
+    cache = variables["cache"]
+    assert jax.tree.structure(cache) == jax.tree.structure(plain.init(KEY, X)["cache"])
+    assert len(variables["fp8jax_scaling"]["attention"]) == 4
+    for i in range(2):
+        y, new = model.apply(variables | {"cache": cache}, X[:, i : i + 1], mutable=["cache"])
+        want, written = plain.apply({"params": variables["params"], "cache": cache}, X[:, i : i + 1], mutable=["cache"])
+        assert relative(y, want) < 0.1
+        assert relative(new["cache"], written["cache"]) < 0.1
+        cache = new["cache"]
+    assert cache["attention"]["cache_index"] == 2
+
+
+def test_what_looks_at_values_is_told_so_by_jax():
+    class Looks(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(WIDTH)(x) if x.sum() != 0 else x
+
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        fp8jax.linen.quantize(Looks(), TE).apply(Looks().init(KEY, X), X)
+
+
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH, name="a")(x + jax.random.normal(self.make_rng("noise"), x.shape))
+
+
+class Around(nn.Module):
+    inner: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(self.inner(self.inner(x)) + jax.random.normal(self.make_rng("noise"), x.shape))
+
+
+def test_what_a_model_around_a_part_initializes_is_that_of_the_plain_model():
+    keys = {"params": KEY, "noise": jax.random.key(9)}
+    plain = Around(Noisy()).init_with_output(keys, X)
+    quantized = Around(fp8jax.linen.quantize(Noisy(), fp8jax.Rule("a", TE)))
+    jax.tree.map(np.testing.assert_array_equal, plain, quantized.init_with_output(keys, X))
+    assert eight(lambda v: quantized.apply(v, X, rngs={"noise": KEY}), plain[1]) == 2
+
+
+@pytest.mark.parametrize("name", ["coat", "te_delayed"])
+def test_explicit_meshes(name):
+    model = fp8jax.linen.quantize(Scanned(), name)
+    variables = model.init(KEY, X)
+
+    @jax.jit
+    def loss(params, x):
+        y, _ = model.apply(variables | {"params": params}, x, mutable=["fp8jax_scaling"])
+        return jnp.mean(jnp.sin(y) ** 2)
+
+    want = jax.value_and_grad(loss)(variables["params"], X)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+        params = jax.device_put(variables["params"], jax.NamedSharding(mesh, jax.P()))
+        variables = jax.device_put(variables, jax.NamedSharding(mesh, jax.P()))
+        got = jax.value_and_grad(loss)(params, x)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_a_trainer_that_never_advances_states_is_told_how(monkeypatch):
+    monkeypatch.setattr(training, "_steps", training._Steps())
+    model = fp8jax.linen.quantize(nn.Dense(WIDTH), fp8jax.Rule("", "te_delayed"))
+    variables = model.init(KEY, X)
+
+    def loss(statistics, scaling):
+        collections = {"params": variables["params"], "fp8jax_statistics": statistics, "fp8jax_scaling": scaling}
+        y, new = model.apply(collections, X, mutable=["fp8jax_scaling"])
+        return jnp.mean(y**2), new["fp8jax_scaling"]
+
+    given = variables["fp8jax_statistics"], variables["fp8jax_scaling"]
+    with pytest.warns(
+        UserWarning, match=r"never calls fp8jax\.linen\.advance_scaling: .*Write scaling = fp8jax\.linen"
+    ):
+        jax.jit(jax.grad(loss, has_aux=True))(*given)
+    monkeypatch.setattr(training, "_steps", training._Steps())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        @jax.jit
+        def step(statistics, scaling):
+            seen, scaling = jax.grad(loss, has_aux=True)(statistics, scaling)
+            return fp8jax.linen.advance_scaling(scaling, seen)
+
+        step(*given)
+
+
+def test_a_plan_names_lines_of_the_model():
+    (entry, *_) = linen.entries(fp8jax.linen.quantize(Layers(), TE), Layers().init(KEY, X), (X,), {})
+    assert entry.line.split(":")[0] == __file__
+    assert entry.path == "q"
+
+
+class Named(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for name in ("value", "scale", "w"):
+            x = x + nn.Dense(WIDTH, name=name)(jnp.tanh(x))
+        return x
+
+
+def test_layers_with_the_names_of_parameters_have_their_paths():
+    model = fp8jax.linen.quantize(Named(), [fp8jax.Rule("value", TE), fp8jax.Rule("scale", None), fp8jax.Rule("w", TE)])
+    assert eight(model.apply, Named().init(KEY, X), X) == 2
