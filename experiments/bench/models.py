@@ -74,7 +74,7 @@ MODELS = {
                          _sized(plain.PlainGPT, 64, 2, 4), "text", 16, 1024, 50_304),
 }  # fmt: skip
 ARMS = {
-    "llama1b": ("bf16", "coat", "coat_fast", "te_current"),
+    "llama1b": ("bf16", "coat", "coat_fast"),
     "vitl": ("bf16", "coat_fast"),
     "gpt350m": ("bf16", "coat_fast"),
 }
