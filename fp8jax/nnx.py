@@ -9,6 +9,10 @@ from fp8jax.modules.scaled import advance_scaling as advance_scaling
 from fp8jax.modules.scaled import measure_weights as measure_weights
 from fp8jax.modules.scaled import set_weight_bounds as set_weight_bounds
 from fp8jax.modules.weights import quantize_weights as quantize_weights
-from fp8jax.optim.fused_flax import FusedOptimizer
+from fp8jax.optim.fused_flax import FusedOptimizer as _FusedOptimizer
 
-Optimizer = FusedOptimizer
+Optimizer = _FusedOptimizer
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_"))
