@@ -140,24 +140,28 @@ def _lifted(method: Callable, root: Root, run: Callable[[PlannedMethod, Any], An
         def inner(scope_fn: Callable, repack: Callable, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
             # Where variables are initialized none is there yet but parameters.
             given = (groups[0], tuple({} for _ in groups[1])) if fresh else groups
-            roots: list[Any] = []
+            told: list[tuple[Place, bool]] = []  # no scope, which would keep what it holds
 
             def call(groups: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
                 scopes = scope_fn(groups, rngs)
-                roots[:] = [scope for scope in dict.fromkeys(scopes) if scope.parent is None]
+                roots = [scope for scope in dict.fromkeys(scopes) if scope.parent is None]
+                told[:] = [(scope.path, scope.is_mutable_collection(SCALING)) for scope in roots]
                 for scope in scopes:
                     scope.flags = root.flags(scope)
                 return core(scopes, *args, **kwargs), repack(scopes)
 
-            return run(_planned(call, root, roots, (given, rngs, args, kwargs)), groups[1])
+            return run(_planned(call, root, told, (given, rngs, args, kwargs)), groups[1])
 
         return lift.pack(inner, _GROUPS, _GROUPS, (True,), enable_kwargs=True)  # type: ignore[no-any-return]
 
     return nn.transforms.decorator_lift_transform(transform, method)  # type: ignore[no-any-return]
 
 
-def _planned(call: Callable, root: Root, scopes: Sequence[Any], arguments: Any) -> PlannedMethod:
-    """Traces, reads and plans a call with these variables, keys and arguments; it tells its scopes."""
+def _planned(call: Callable, root: Root, scopes: Sequence[tuple[Place, bool]], arguments: Any) -> PlannedMethod:
+    """Traces, reads and plans a call with these variables, keys and arguments.
+
+    It tells the paths of its scopes, and whether each takes variables of scalings.
+    """
     leaves, structure = jax.tree.flatten_with_path(arguments)
     arrays = [(path, x) for path, x in leaves if _is_array(x)]
     fixed: list[Any] = []
@@ -178,7 +182,7 @@ def _planned(call: Callable, root: Root, scopes: Sequence[Any], arguments: Any) 
         if path[0].idx == 0 and path[1].idx == 0:
             steps = [step for step in path[4:] if step != GetAttrKey("value")]  # of metadata around a parameter
             place = tuple(keystr((step,), simple=True) for step in steps)
-            scope = scopes[path[2].idx].path
+            scope, _ = scopes[path[2].idx]
             whole = scope[len(root.path) :] if scope[: len(root.path)] == root.path else scope
             places["/".join((*whole, *place))] = path[2].idx, place
     given = [i for i, (path, _) in enumerate(arrays) if path[0].idx > 1]
@@ -193,7 +197,7 @@ def _planned(call: Callable, root: Root, scopes: Sequence[Any], arguments: Any) 
         whole = [next(rest) if x is None else x[0] for x in kept]
         return jax.tree.unflatten(of_results, whole[:count]), jax.tree.unflatten(of_more, whole[count:])
 
-    mutable = [scope.is_mutable_collection(SCALING) for scope in scopes]
+    mutable = [takes for _, takes in scopes]
     return PlannedMethod(graph, tuple(entries.values()), uses, [x for _, x in arrays], places, mutable, rebuild)
 
 
