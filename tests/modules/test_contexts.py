@@ -114,7 +114,7 @@ def test_rules_choose_for_norms_by_their_path_and_for_activations_by_the_layer_t
 
     everything = fp8jax.Rule(".*", COAT)
     assert kept(everything) == {"norm": COAT.context, "mlp/c": COAT.context}
-    assert kept(fp8jax.Rule("norm", None), everything) == {"mlp/c": COAT.context}
+    assert kept(fp8jax.Rule("norm", None), everything) == {"norm": None, "mlp/c": COAT.context}
     assert kept(fp8jax.Rule("mlp/c", None), everything) == {"norm": COAT.context}
     assert kept(fp8jax.Rule("mlp/[ab]", None), everything) == {"norm": COAT.context, "mlp/c": COAT.context}
     assert kept(fp8jax.Rule("mlp/.*", LINEAR_ONLY), fp8jax.Rule("norm", FAITHFUL)) == {"norm": FAITHFUL.context}
