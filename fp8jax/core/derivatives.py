@@ -11,11 +11,15 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 Tree = TypeVar("Tree")
+
+# The name of a token for policies of `jax.checkpoint`: where it is not kept, what it depends on seems to be read again.
+TOKEN = "fp8jax_token"
 
 CODES = (
     "a gradient through 8-bit codes would be 0: the cast to codes was differentiated, or an operation in 8 bits twice. "
@@ -73,7 +77,7 @@ def token(operation: str, *inputs: Array | None) -> Array:
     Its derivative by the inputs is as that of `once`: so forward mode is told before JAX comes to the function, and a
     backward pass knows the inputs whose derivative its results have not.
     """
-    return once(operation, jnp.zeros((0,), jnp.float32), inputs)
+    return checkpoint_name(once(operation, jnp.zeros((0,), jnp.float32), inputs), TOKEN)  # type: ignore[no-any-return]
 
 
 def _differentiated(primals: Any, tangents: Any, *, count: int, **how: Any) -> tuple[Any, Any]:

@@ -11,10 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from fp8jax.core.derivatives import TOKEN
 from fp8jax.ops.saveable import BESIDE, CHECKPOINT_NAMES, PRODUCT
 
 Policy = Callable[..., Any]
-_OURS = (*CHECKPOINT_NAMES, PRODUCT, BESIDE)
+_OURS = (*CHECKPOINT_NAMES, PRODUCT, BESIDE, TOKEN)
 
 
 def with_products(policy: Policy | None) -> Policy | None:
