@@ -18,11 +18,8 @@ STATED = (
     "with 65 M parameters and 301 MB of text",
     "about 31.5 dB",
     "block of 128 x 128",
-    "1 x 2,048 tokens",
     # What programs that were compiled for an H200 count, each beside its command; no card measured them.
     "needs 12 GB by XLA's count",
-    "needs 69.7 GB in `coat` without and 43.8 GB with it",
-    "rounds stochastically, 30.5 GB",
     # Of a host's memory, by a test's own run.
     "2.72 GB at the peak for 2.21 GB of weights in shards of 0.5 GB",
 )
