@@ -117,9 +117,11 @@ def test_keys_say_all_that_decoding_needs_and_nothing_else():
 GOLDENS = {
     "e4m3 expanded": lambda: adamw(group_size=16),
     "e5m2": lambda: adamw(mu="e5m2", nu="e5m2", expand=False, group_size=16),
-    "code books expanded": lambda: around("de8", "ude8"),
+    "code books expanded": lambda: around("de8", "ude8", nu_rounding="nearest"),
     "int8 and bf16": lambda: around("int8", "bf16", expand=False),
-    "adafactor": lambda: fp8jax.compress_state(optax.adafactor(1e-2, momentum=0.9), group_size=16, min_size=1),
+    "adafactor": lambda: fp8jax.compress_state(
+        optax.adafactor(1e-2, momentum=0.9), group_size=16, min_size=1, nu_rounding="nearest"
+    ),
 }
 
 
