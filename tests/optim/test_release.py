@@ -221,8 +221,10 @@ def test_clipping_in_two_passes_is_that_of_optax():
     grads = jax.grad(lambda stack: written(block, stack, rest, shift, x, y))(stack)
     state = tx.init({"layers": stack})
     plain, state = tx.step({"layers": grads}, state, {"layers": stack}, factor=limit / norm)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), new.params, plain["layers"])
-    np.testing.assert_allclose(new.mu["up"].dequantize(), state.mu["layers"]["up"].dequantize(), rtol=0.13, atol=1e-9)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-4), new.params, plain["layers"])  # of 3e-3
+    moments = new.mu["up"].dequantize(), state.mu["layers"]["up"].dequantize()
+    # A few codes are at a tie, or one exponent and so a group of 128 of these 24,576.
+    assert np.mean(~np.isclose(*moments, rtol=1e-3, atol=1e-9)) < 0.02
     assert float(held.clipped(2 * float(norm), norm).factor) == 1.0
 
 
