@@ -13,9 +13,10 @@ import numpy as np
 from experiments import hosts, mesh
 from experiments.checkpoint import Checkpoints
 from experiments.config import Optim, Run
+from experiments.optimizer import schedule
 from experiments.report import RunLog
 from experiments.speed import Trace
-from experiments.task import TrainState, schedule
+from experiments.task import TrainState
 
 
 class NotFinite(Exception):

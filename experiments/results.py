@@ -62,7 +62,9 @@ def table(name: str, seconds: float, *options: str) -> Job:
 STEP = ("--mesh", "one", "--rounds", "3", "--steps", "4")
 ONE_GPU = (
     bench("step", 300, *STEP, "--torch", "torch bf16", "--arm", "te_current", "coat", "coat_fast", "moss", "fast"),
-    bench("models", 400, "--rounds", "3", "--limit", "330"),
+    bench("models", 240, "--models", "llama1b", "--rounds", "3"),
+    *(bench("models", 240, "--models", name, "--rounds", "3", file=f"models_{name}")
+      for name in ("vitl", "gpt350m", "gpt124m")),
     bench("release", 140),
     bench("layer", 70, "--lengths", "4096"),
     bench("optimizer", 110),

@@ -18,8 +18,8 @@ from flax import nnx
 import fp8jax
 from experiments import adapters, packing, parallel
 from experiments.adapters import BaseVariable
-from experiments.config import Lora, Optim
 from experiments.models.llama import Llama, LlamaConfig
+from experiments.sections import Lora
 from fp8jax.dist import Factors
 from fp8jax.ops.choice import missing_triton
 from fp8jax.ops.fused import at_once
@@ -337,27 +337,3 @@ def recomputed(how: str, recipe: fp8jax.Recipe) -> bool | str:
         return fastest(recipe) if jax.default_backend() == "gpu" else False
     names: dict[str, bool | str] = {"none": False, "products": "products", "blocks": True}
     return names[how]
-
-
-def schedule(optim: Optim) -> optax.Schedule:
-    """Linear warm-up, then `optim.schedule`; all but "constant" end at `final_lr` of the peak, after the last step."""
-    first, last = 0.0 if optim.warmup else optim.lr, optim.lr * optim.final_lr
-    if optim.schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(first, optim.lr, optim.warmup, optim.steps, last)
-    warm = optax.linear_schedule(first, optim.lr, max(optim.warmup, 1))
-    hold = optax.constant_schedule(optim.lr)
-    if optim.schedule == "constant":
-        return optax.join_schedules([warm, hold], [optim.warmup])
-    falls = optim.warmup if optim.schedule == "linear" else optim.decay_start
-    fall = optax.linear_schedule(optim.lr, last, optim.steps - falls)
-    return optax.join_schedules([warm, hold, fall], [optim.warmup, falls])
-
-
-def decay_mask(params: Any) -> Any:
-    """True for leaves that weight decay applies to: two or more axes, no norm, no bias (stacked, both have two)."""
-
-    def decays(path: Any, x: Any) -> bool:
-        name = jax.tree_util.keystr(path)
-        return x.ndim >= 2 and "norm" not in name and "bias" not in name
-
-    return jax.tree_util.tree_map_with_path(decays, params)

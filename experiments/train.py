@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from rich.console import Console
 from rich.text import Text
 
@@ -36,7 +35,6 @@ from experiments import (
     lock,
     mesh,
     packing,
-    parallel,
     peft_files,
     report,
     sampling,
@@ -50,9 +48,10 @@ from experiments.flags import recommend
 from experiments.introduction import count as count
 from experiments.introduction import print_plan, print_setup
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
+from experiments.optimizer import make_optimizer as make_optimizer
 from experiments.result import Result, read_result
 from experiments.speed import Trace, share_of_peak
-from experiments.task import Task, TrainState, decay_mask, recomputed, schedule
+from experiments.task import Task, TrainState, recomputed
 from experiments.tokenizer import Tokenizer
 from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, saving, summary
@@ -344,30 +343,6 @@ def keep_programs() -> None:
     All their calls that XLA partitions are fp8jax's own, whose names say what they are.
     """
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-
-
-def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformationExtraArgs:
-    """Clipping by global norm, the recipe's AdamW with decay on matrices only, and what follows bounds of weights."""
-    optim = config.optim
-    adamw = fp8jax.optimizer(
-        recipe,
-        schedule(optim),
-        b1=optim.b1,
-        b2=optim.b2,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        mask=decay_mask,
-        stacked=parallel.stacked,
-    )
-    if not recipe.linear.tracked:
-        return fp8jax.clipped(optim.clip, adamw)
-    limit = None
-    if optim.b1**2 < optim.b2:
-        limit = fp8jax.adam_limit(schedule(optim), optim.b1, optim.b2, optim.weight_decay)
-    if limit is not None and recipe.weights.master != "fp16":
-        return fp8jax.clipped(optim.clip, fp8jax.tracked(adamw, limit, recipe.linear.interval))
-    tracker = fp8jax.track_weights(recipe.linear.interval, limit)
-    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw, tracker)
 
 
 def _find(recipe: Callable[[str], fp8jax.Recipe], name: str) -> fp8jax.Recipe:

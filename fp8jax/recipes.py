@@ -237,7 +237,9 @@ DEVICES = (
 
 
 def for_device(capability: int | None = None) -> Recipe:
-    """The preset for a GPU: what `recipe="auto"` stands for. `device(capability).computed` says what runs in 8 bits.
+    """The preset for a GPU. `device(capability).computed` says what runs in 8 bits.
+
+    `recipe="auto"` is this one, by `for_shapes`: layers that it makes no faster are left in 16 bits.
 
     Args:
         capability: compute capability, as 80 for an A100; None asks JAX's default device, 0 is none of CUDA.
@@ -248,18 +250,25 @@ def for_device(capability: int | None = None) -> Recipe:
     return get(device(capability).recipe)
 
 
-def for_shapes(recipe: Recipe | str = "auto") -> Recipe:
-    """A recipe that leaves products in 16 bits where 8 bits lose time, such as k and v of grouped queries.
+def for_shapes(recipe: Recipe | str | None = None) -> Recipe:
+    """A recipe that leaves products in 16 bits where 8 bits lose time, as the projection after attention in a small
+    model.
 
-    `fp8jax.transform` decides for each product when it first sees its shapes, by rates of the GPU that
-    `python -m experiments.bench rates` measures (`fp8jax.ops.gains`), and `explain` says what each gains. Of a GPU
-    whose rates are not known every product is taken. Tokens are those of the program: where an automatic mesh cuts
-    them, count with fewer.
+    `fp8jax.transform`, and `quantize` for Flax models, decide for each layer when they first see its shapes, by rates
+    of the GPU that `python -m experiments.bench rates` measures (fp8jax/core/rates.json), and `explain` says what each
+    gains. Of a device without rates, a CPU among them, those of an H100 are assumed, so that a model is the same
+    wherever it runs. Tokens are those of a device where the mesh is known (Explicit axes, `jax.set_mesh`,
+    `jax.shard_map`), else those of the program. Functions such as `fp8jax.linear` decide nothing: they do what they are
+    called for.
 
     Args:
-        recipe: a `Recipe` or a preset's name.
+        recipe: a `Recipe` or a preset's name; None takes that of the device (`for_device`), as "auto" does.
+
+    Raises:
+        TypeError: it is a part of a recipe.
+        ValueError: no preset has this name.
     """
-    whole = resolve(recipe)
+    whole = for_device() if recipe is None else resolve(recipe)
     if not isinstance(whole, Recipe):
         raise TypeError(f"for_shapes takes a whole recipe or a preset's name, not {recipe!r}")
     return dataclasses.replace(whole, linear=dataclasses.replace(whole.linear, select="gains"))
@@ -280,13 +289,13 @@ AUTO = "auto"
 
 
 def get(name: str) -> Recipe:
-    """The preset called `name`; of "auto", that for the default device (`for_device`).
+    """The preset called `name`; of "auto", that for the default device, in layers that gain (`for_shapes`).
 
     Raises:
         ValueError: no preset has this name; the message lists those there are.
     """
     if name == AUTO:
-        return for_device()
+        return for_shapes()
     if name not in _PRESETS:
         raise ValueError(f"unknown recipe {name!r}; recipes are {', '.join(NAMES)}, and {AUTO}")
     return _PRESETS[name]()
@@ -339,4 +348,4 @@ def context_part(recipe: Recipe | Context | str) -> Context:
 def __dir__() -> list[str]:
     """The presets, the parts of a recipe, and how one is found."""
     parts = ["Comm", "Context", "Linear", "Optimizer", "Recipe", "Weights"]
-    return [*NAMES, *parts, "DEVICES", "Device", "NAMES", "device", "for_device", "get"]
+    return [*NAMES, *parts, "DEVICES", "Device", "NAMES", "device", "for_device", "for_shapes", "get"]

@@ -5,7 +5,8 @@ them. Gradients are clipped by their global norm; AdamW is optax's in a chain an
 `fp8jax.optimizer(..., clip=)` in `fp8jax.nnx.Optimizer`, as README shows, for the others. "step" is the time of a step
 of many that follow each other without waiting; of "step, synchronised" the host reads the loss after each. Nothing is
 recomputed: bf16 keeps what Flax's modules keep, and the baseline is as fast as it gets here. "temporaries" are what the
-compiled program needs beside its arguments.
+compiled program needs beside its arguments. "auto" is the recipe of the device where layers gain, "auto:coat" that one
+where they gain (`fp8jax.recipes.for_shapes`).
 """
 
 import argparse
@@ -72,12 +73,25 @@ MODELS = {
                       "images", 256, 224, 1000),
     "gpt350m": UserModel("GPT-2 350M, 16 x 1,024 tokens", _sized(plain.PlainGPT, 1024, 24, 16),
                          _sized(plain.PlainGPT, 64, 2, 4), "text", 16, 1024, 50_304),
+    "gpt124m": UserModel("GPT-2 124M, 32 x 1,024 tokens", _sized(plain.PlainGPT, 768, 12, 12),
+                         _sized(plain.PlainGPT, 64, 2, 4), "text", 32, 1024, 50_304),
 }  # fmt: skip
 ARMS = {
     "llama1b": ("bf16", "coat", "coat_fast"),
     "vitl": ("bf16", "coat_fast"),
     "gpt350m": ("bf16", "coat_fast"),
+    "gpt124m": ("bf16", "coat_fast", "auto:coat_fast"),
 }
+
+
+def recipe_of(arm: str) -> fp8jax.Recipe:
+    """The recipe of an arm: a preset's name, or "auto:" and one, which is taken where layers gain.
+
+    Raises:
+        ValueError: no preset has this name.
+    """
+    start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
+    return fp8jax.recipes.get(arm) if start or name == arm else fp8jax.recipes.for_shapes(name)
 
 
 def loss(model: Any, inputs: jax.Array, labels: jax.Array) -> jax.Array:
@@ -99,8 +113,8 @@ class UserArm:
             if recipe == BASE:
                 chain = optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, weight_decay=DECAY))
                 return model, nnx.Optimizer(model, chain, wrt=nnx.Param)
-            model = fp8jax.nnx.quantize(model, recipe)
-            tx = fp8jax.optimizer(recipe, RATE, weight_decay=DECAY, clip=CLIP)
+            model = fp8jax.nnx.quantize(model, recipe_of(recipe))
+            tx = fp8jax.optimizer(recipe_of(recipe), RATE, weight_decay=DECAY, clip=CLIP)
             return model, fp8jax.nnx.Optimizer(model, tx, wrt=nnx.Param)
 
         # A generator that compiles fast.
@@ -149,16 +163,19 @@ class UserArm:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="models", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--arm", nargs="+", help="recipes, bf16 the first (default: a choice for each model)")
+    parser.add_argument("--arm", nargs="+", help="recipes, bf16 first (default: each model's own)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
     parser.add_argument("--limit", type=float, default=600, help="seconds after which no further model is started")
+    parser.add_argument("--name", default="models", help="of the results file")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
+    for arm in options.arm or ():
+        recipe_of(arm)
     timing.need_gpu()
     notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
     notes.append("Arms run in turns, in another order in each round, each from a state made anew; medians.")
-    save = functools.partial(timing.write, "models", "Training steps of models as users write them", notes=notes,
+    save = functools.partial(timing.write, options.name, "Training steps of models as users write them", notes=notes,
                              versions={}, out=options.out)  # fmt: skip
     start, table = time.perf_counter(), list[timing.Row]()
     for name in options.models:
@@ -172,13 +189,22 @@ def main(argv: list[str]) -> None:
 
 def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace) -> list[timing.Row]:
     """Rows of one model."""
+    start = time.perf_counter()
+
+    def prepared(recipe: str, arm: UserArm, traced: float) -> None:
+        begin = time.perf_counter()
+        arm.prepare()
+        print(f"  {recipe}: traced in {traced:.0f} s, compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # One is compiled while the next one is traced.
         arms, waiting = {}, list[Any]()
         for recipe in recipes:
+            begin = time.perf_counter()
             arms[recipe] = UserArm(user, recipe)
-            waiting.append(pool.submit(arms[recipe].prepare))
+            waiting.append(pool.submit(prepared, recipe, arms[recipe], time.perf_counter() - begin))
         for done in waiting:
             done.result()
+    print(f"  ready after {time.perf_counter() - start:.0f} s", flush=True)
     calls: dict[str, Callable[[], Any]] = {}
     for recipe, arm in arms.items():
         print(f"  {recipe}: loss {float(arm()):.4f}", flush=True)

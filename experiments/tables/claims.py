@@ -163,8 +163,10 @@ def error(impl: str, case: str) -> Callable[[Result], str | None]:
     return look
 
 
-# Cases of `experiments.bench.models`, and what they are.
-USERS = {"Llama 1.1B": "Llama of 1.1 B parameters", "ViT-L/16": "ViT-L/16", "GPT-2 350M": "GPT-2 of 350 M parameters"}
+# Results files of `experiments.bench.models`, the case in each, and what it is.
+USERS = {"models": ("Llama 1.1B", "Llama of 1.1 B parameters"), "models_vitl": ("ViT-L/16", "ViT-L/16"),
+         "models_gpt350m": ("GPT-2 350M", "GPT-2 of 350 M parameters"),
+         "models_gpt124m": ("GPT-2 124M", "GPT-2 of 124 M parameters")}  # fmt: skip
 SUSTAINED = "speed, sustained"
 PEER_OURS = "fp8jax.compressed_adamw"
 PEERS = {"torchao 8-bit": "torchao AdamW8bit", "torchao FP8": "torchao AdamWFp8",
@@ -203,10 +205,9 @@ CLAIMS: list[Claim] = [
           ratio("te_current, none of our kernels", "step", AGAIN, ONE)),
     Claim("A training step of a user's Llama of 1.1 B parameters: `coat`; steps follow each other without waiting",
           "models", ratio("coat", "step", "bf16", "Llama 1.1B")),
-    *(Claim(f"The same of a user's {text}: `coat_fast`", "models", ratio("coat_fast", "step", "bf16", name))
-      for name, text in USERS.items()),
-    Claim("The same where the host reads the loss after each step: `coat_fast`, Llama; ViT; GPT-2", "models",
-          several(*(ratio("coat_fast", "step, synchronised", "bf16", name) for name in USERS))),
+    *(Claim(f"The same of a user's {text}: `coat_fast`; and where the host reads the loss after each step", name,
+            several(*(ratio("coat_fast", f"step{how}", "bf16", case) for how in ("", ", synchronised"))))
+      for name, (case, text) in USERS.items()),
     Claim("Memory to train all of a Llama-2-7B on one GPU, 1 x 2,048 tokens: `coat`; updated in the backward pass "
           "(`fp8jax.release`); that with weights in bf16", "release",
           several(*(value(f"coat{how}", "memory", "GB") for how in ("", ", released")),

@@ -23,9 +23,10 @@ from experiments import data
 from experiments.config import UserError
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
+from experiments.optimizer import decay_mask
 from experiments.tables import common
 from experiments.tables.common import Row
-from experiments.task import Task, decay_mask
+from experiments.task import Task
 from experiments.tokenizer import Bytes
 from fp8jax.core import formats
 

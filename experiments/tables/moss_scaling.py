@@ -17,9 +17,10 @@ import fp8jax
 from experiments import data
 from experiments.config import Config, Optim
 from experiments.models.llama import LlamaConfig
+from experiments.optimizer import schedule
 from experiments.tables import common
 from experiments.tables.common import Row
-from experiments.task import Task, schedule
+from experiments.task import Task
 from experiments.tokenizer import Bytes
 from experiments.train import make_optimizer
 

@@ -49,7 +49,7 @@ class Linear:
         interval: steps after which automatic scaling measures a weight again.
         fast_accumulation: which of the products "forward", "dgrad" and "wgrad" may sum with the fewer bits that FP8
             tensor cores of Hopper keep; the others promote sums to fp32, as Transformer Engine's backward pass does.
-        select: "all" products, or what "gains" time by them (`fp8jax.recipes.for_shapes`).
+        select: "all" products, or in models what "gains" time by them (`fp8jax.recipes.for_shapes`).
 
     Raises:
         ValueError: a spec is malformed, or settings contradict each other.

@@ -15,7 +15,7 @@ from fp8jax.modules.dots import DotGeneral
 from fp8jax.modules.matrices import not_a_model
 from fp8jax.modules.methods_linen import Place, Root, initialized, planned, transformed
 from fp8jax.recipes import linear_part
-from fp8jax.rewrite.plan import Entry
+from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 
 Model = TypeVar("Model", bound=nn.Module)

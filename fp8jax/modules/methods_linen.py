@@ -22,8 +22,9 @@ from fp8jax.modules.scaled import nothing_seen
 from fp8jax.modules.scaled_linen import SCALING, STATISTICS, absent, variables_path
 from fp8jax.ops.scaled import ScalingState, observes
 from fp8jax.rewrite.caller import Caller
+from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.graph import Graph
-from fp8jax.rewrite.plan import Entry, plan
+from fp8jax.rewrite.plan import plan
 from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Ordered
 from fp8jax.rewrite.run import Running, schedule

@@ -1,12 +1,14 @@
-"""What a linear layer gains in 8 bits on a GPU, by rates that `python -m experiments.bench rates` measures there.
+"""What linear layers gain in 8 bits on a GPU, by rates that `python -m experiments.bench rates` measures there.
 
 Products are faster; what quantizes their operands moves bytes and costs launches. Of layers that are small, or whose
-input no norm and no activation makes codes of, that is more than the products gain.
+input no norm and no activation makes codes of, that is more than the products gain. Layers that read one array share
+its codes, so that they are weighed together.
 """
 
 import functools
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,8 +24,11 @@ _WEIGHT, _WEIGHT_MAXIMUM = 8 + 2 - 6 + 6, 4
 # The result's gradient: read, and codes both ways. The input's: codes both ways, and those made again; or, where an
 # operation makes its codes, no pass but that one.
 _GRADIENT, _GRADIENT_MAXIMUM, _INPUT, _INPUT_MADE, _INPUT_MAXIMUM = 4, 2, 6, 2.2, 2
-_LAUNCHES = 10
-_TIMED = ("tensor", "token", "mx")  # what products of these rates have
+# Where a product beside stays in 16 bits, what a norm or an activation makes is written in these, too.
+_BESIDE = 2
+_LAUNCHES, _LAUNCHES_INPUT = 8, 2
+_TIMED, _FORMATS = ("tensor", "token", "mx"), ("e4m3", "e5m2")  # what products of these rates have
+_ASSUMED = "H100"  # of a device that has no rates
 
 
 class Rates(NamedTuple):
@@ -51,39 +56,52 @@ def table() -> tuple[Rates, ...]:
     return tuple(Rates(**{k: entry[k] for k in Rates._fields}) for entry in json.loads(TABLE.read_text()))
 
 
-def of_device() -> Rates | None:
-    """Those of the GPU that programs are traced for; None where they are not known."""
-    if aimed().capability is not None:
-        names = {90: "H100"}.get(aimed().capability or 0, "")  # compiled ahead of time
-    else:
-        names = jax.devices()[0].device_kind
-    return next((rates for rates in table() if names and rates.device in names), None)
+def of_device() -> tuple[Rates, bool]:
+    """Those of the GPU that programs are traced for, and whether they are an H100's because there are none of it."""
+    kind = {90: _ASSUMED}.get(aimed().capability or 0, "")  # compiled ahead of time
+    if aimed().capability is None:
+        kind = jax.devices()[0].device_kind
+    known = [rates for rates in table() if rates.device in kind]
+    return (known or [rates for rates in table() if rates.device == _ASSUMED])[0], not known
 
 
-def gain(
-    tokens: int, inputs: int, outputs: int, recipe: Linear, *, made: bool, readers: int, rates: Rates
-) -> float | None:
-    """Seconds that a step gains by a layer in 8 bits, forward and backward; None where no rates say.
+def gain(tokens: int, inputs: int, outputs: int, recipe: Linear, rates: Rates) -> float | None:
+    """Seconds that a step gains by a layer in 8 bits, forward and backward, but for its input's codes; None where no
+    rates say.
 
     Args:
         tokens, inputs, outputs: of the layer, on one device.
         recipe: its products.
-        made: whether a norm or an activation makes its input's codes.
-        readers: how many layers share them.
         rates: of the GPU.
     """
     specs = {operand: recipe.spec(operand) for operand in ("x", "w", "dy")}
-    if any(spec is None or spec.granularity not in _TIMED for spec in specs.values()):
+    if any(s is None or s.granularity not in _TIMED or s.format not in _FORMATS for s in specs.values()):
         return None
-    maximum = {operand: _measured(spec) for operand, spec in specs.items()}
     fast = len(recipe.fast_accumulation) / 3
     eight = fast / rates.fast + (1 - fast) / rates.promoted
     products = 6 * tokens * inputs * outputs * (1 / rates.sixteen - eight)
-    moved: float = (_WEIGHT + _WEIGHT_MAXIMUM * maximum["w"]) * inputs * outputs
-    moved += (_GRADIENT + _GRADIENT_MAXIMUM * maximum["dy"]) * tokens * outputs
-    own = _INPUT_MADE if made else _INPUT + _INPUT_MAXIMUM * maximum["x"]
-    moved += own * tokens * inputs / readers
+    moved: float = (_WEIGHT + _WEIGHT_MAXIMUM * _measured(specs["w"])) * inputs * outputs
+    moved += (_GRADIENT + _GRADIENT_MAXIMUM * _measured(specs["dy"])) * tokens * outputs
     return products - moved / rates.memory - _LAUNCHES * rates.launch
+
+
+def codes(tokens: int, inputs: int, recipe: Linear, rates: Rates, *, made: bool) -> float:
+    """Seconds that codes of an input cost, for all layers that read it; `made` by a norm or an activation."""
+    own = _INPUT_MADE if made else _INPUT + _INPUT_MAXIMUM * _measured(recipe.spec("x"))
+    return own * tokens * inputs / rates.memory + _LAUNCHES_INPUT * rates.launch
+
+
+def beside(tokens: int, inputs: int, rates: Rates, *, made: bool) -> float:
+    """Seconds that the input costs in 16 bits, too, where some of the layers that read it are left in these."""
+    return _BESIDE * tokens * inputs / rates.memory if made else 0.0
+
+
+def best(each: Sequence[float], codes: float, beside: float) -> tuple[int, ...]:
+    """Which of the layers that read one array are best in 8 bits, by their gains: all, none, or those that gain."""
+    some = [i for i, seconds in enumerate(each) if seconds > 0]
+    ways = {(): 0.0, tuple(range(len(each))): sum(each) - codes}
+    ways.setdefault(tuple(some), sum(each[i] for i in some) - codes - beside)
+    return max(ways, key=ways.__getitem__)
 
 
 def _measured(spec: QuantSpec | None) -> bool:

@@ -12,9 +12,9 @@ from fp8jax.core import formats
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
 from fp8jax.rewrite import primitives
+from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.graph import Graph, Node, Value
 from fp8jax.rewrite.operations import ProductOperation
-from fp8jax.rewrite.plan import Entry
 from fp8jax.rewrite.primitives import Equation
 from fp8jax.rewrite.run import Running, schedule
 

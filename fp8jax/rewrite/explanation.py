@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from fp8jax.rewrite.plan import Entry
+from fp8jax.rewrite.entries import Entry
+
+_NAMED = 6  # layers that a sentence lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +34,7 @@ class Explanation:
         if self.left:
             rows = [(e.path or "-", e.kind, _shape(e), e.reason, e.line) for e in self.left]
             parts.append(_table([("left as written", "operation", "shape", "why", "where"), *rows]))
-        if told := self._told_again():
-            parts.append(told)
+        parts += [told for told in (self._told_again(), gained(self.entries)) if told]
         return "\n\n".join(parts)
 
     def _told_again(self) -> str:
@@ -47,6 +48,25 @@ class Explanation:
             f"{again} of {len(products)} products are computed again in the backward pass under your jax.checkpoint; "
             f"{keep} activations of a recipe with a context keep codes alone"
         )
+
+
+def gained(entries: Sequence[Entry]) -> str:
+    """What the products of a plan gain in a step, and which would be better left; "" where nothing is known."""
+    known = [entry for entry in entries if entry.rates]
+    if not known:
+        return ""
+    total = 1e3 * sum((entry.gain or 0.0) * entry.times for entry in known)
+    count = sum(entry.gain is not None for entry in known)
+    told = f"8 bits gain about {total:.2g} ms a step in {count} products, by rates of {known[0].rates}"
+    losing = [entry for entry in known if entry.loses]
+    if not losing:
+        return told
+    paths = list(dict.fromkeys(entry.path for entry in losing))
+    named = ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else "")
+    tokens = " or ".join(f"{n:,}" for n in sorted({entry.tokens for entry in losing}))
+    does = "gains" if len(paths) == 1 else "gain"
+    rule = f"give Rule({paths[0]!r}, None), or take fp8jax.recipes.for_shapes(recipe)"
+    return f"{told}; {named} {does} nothing at {tokens} tokens: {rule}"
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

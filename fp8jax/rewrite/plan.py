@@ -1,19 +1,18 @@
 """Plans: which products of a program a recipe takes, and the norms and activations before and between them."""
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import gains
-from fp8jax.rewrite import activations, biases, norms, primitives
+from fp8jax.rewrite import activations, biases, norms, primitives, weighing
 from fp8jax.rewrite.caller import Caller
-from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, Weight, before, in_order, origin_of, readers
+from fp8jax.rewrite.entries import Entry, ReadWeight
+from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, before, in_order, origin_of, readers
 from fp8jax.rewrite.heads import OUTPUT, Flow
 from fp8jax.rewrite.kept import keeps
 from fp8jax.rewrite.operations import ActivationOperation, NormOperation, ProductOperation, RaggedOperation
@@ -25,71 +24,6 @@ from fp8jax.rewrite.states import Use, levels_of, scaling_names
 _UNKNOWN = LayerChoice(None, "")
 # Layers by their paths, each with the other paths that rules may match.
 Also = dict[str, tuple[str, ...]]
-
-
-class Entry(NamedTuple):
-    """What becomes of a product, a norm or an activation.
-
-    Attributes:
-        path: of the parameter, or of the product that reads the result.
-        kind: the primitive, "RMSNorm", "LayerNorm", or an activation such as "silu(gate) * up".
-        shape: of the parameter, or of the result.
-        choice: what the rules say; None where it is left as written for another reason.
-        reason: the rule, or why it is left as written.
-        line: where it stands.
-        reads: what a product reads, if that is a norm or an activation of this plan, or kept in any case.
-        product: whether it is a product.
-        kept: whether what a product reads is kept in any case, as attention's output is.
-        again: whether a product is computed again in the backward pass: no policy of the checkpoints around keeps it.
-        readers: of a norm or an activation, the products that read it and save no codes of it, each with the dtype.
-        alone: there are no others.
-    """
-
-    path: str
-    kind: str
-    shape: tuple[int, ...]
-    choice: LayerChoice | None
-    reason: str
-    line: str
-    reads: str = ""
-    product: bool = False
-    kept: bool = False
-    again: bool = False
-    readers: tuple[tuple[str, str], ...] = ()
-    alone: bool = False
-
-    @property
-    def taken(self) -> bool:
-        linear = None if self.choice is None else self.choice.linear
-        return linear is not None and (linear.quantized or not self.product)
-
-
-@dataclasses.dataclass(eq=False)
-class _Product:
-    """A product of data with a parameter."""
-
-    graph: Graph
-    node: Node
-    side: int
-    weight: Weight
-    path: str
-    others: tuple[str, ...]
-    around: tuple[tuple[Node, Graph], ...]
-    choice: LayerChoice = _UNKNOWN
-    place: Node | None = None  # where the operation stands, if not in the product's own place
-
-    @property
-    def data(self) -> Value:
-        return self.node.operands[1 - self.side]
-
-    @property
-    def taken(self) -> bool:
-        return self.choice.linear is not None and self.choice.linear.quantized
-
-    @property
-    def saves(self) -> bool:
-        """Whether it saves codes of its data."""
-        return self.choice.linear is not None and self.choice.linear.spec("saved") is not None
 
 
 def plan(
@@ -139,7 +73,7 @@ def plan(
     return {node: entries[node] for node in places if node in entries}, _uses(products)
 
 
-def _uses(products: list[_Product]) -> dict[Use, Linear]:
+def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
     """Numbers the products of each parameter, each of which may have a state or be given its weight in codes."""
     uses: dict[Use, Linear] = {}
     counts: collections.Counter[str] = collections.Counter()
@@ -178,7 +112,7 @@ def _unread(graph: Graph, caller: Caller) -> Also:
 
 def _products(
     graph: Graph, entries: dict[Node, Entry], caller: Caller, around: tuple[tuple[Node, Graph], ...] = ()
-) -> Iterator[_Product]:
+) -> Iterator[ReadWeight]:
     """The products of data with a parameter that may be quantized; notes the others."""
     for node in graph.all():
         if not node.sealed:
@@ -193,7 +127,7 @@ def _products(
             weight = node.operands[sides[0]].weight
             assert weight is not None
             path, *others = caller.paths(weight.path)
-            yield _Product(graph, node, sides[0], weight, path, tuple(others), around)
+            yield ReadWeight(graph, node, sides[0], weight, path, tuple(others), around)
         elif why:
             weights = [value.weight for value in node.operands if value.weight is not None]
             path = caller.paths(weights[0].path)[0] if weights else ""
@@ -221,7 +155,7 @@ def _why_not(node: Node, sides: list[int], around: str) -> str | None:
     return None
 
 
-def _check_precision(p: _Product) -> None:
+def _check_precision(p: ReadWeight) -> None:
     asked = p.node.eqn.params["precision"]
     each = asked if isinstance(asked, tuple) else (asked,)
     if p.taken and any(x not in (None, lax.Precision.DEFAULT) for x in each):
@@ -232,20 +166,20 @@ def _check_precision(p: _Product) -> None:
 
 
 def _replace_all(
-    graph: Graph, products: list[_Product], rules: Ordered, entries: dict[Node, Entry], caller: Caller
+    graph: Graph, products: list[ReadWeight], rules: Ordered, entries: dict[Node, Entry], caller: Caller
 ) -> Also:
     """Puts operations in place of products, and of what stands before them; the paths of norms with a choice."""
-    groups: dict[tuple[Graph, Value], list[_Product]] = {}
+    groups: dict[tuple[Graph, Value], list[ReadWeight]] = {}
     for p in products:
         groups.setdefault((p.graph, before(p.data, (*MARKS, *RESHAPES), in_order)), []).append(p)
     counts, normed = readers(graph), Also()
     alone = {inner: biases.only_readers(inner, counts) for inner in {p.graph for p in products}}
     for (_, root), group in groups.items():
-        asked = [p for p in group if p.choice.linear is not None and p.choice.linear.select == "gains"]
-        if asked:
-            _leave_losing(_made(root, counts), asked, entries)
+        made = _made(root, counts)
+        asked = weighing.choose(made, group, entries)
         if rules.between and (not asked or any(p.taken for p in group)):
-            normed |= _replace_before(_made(root, counts), group, rules, entries, caller)
+            normed |= _replace_before(made, group, rules, entries, caller)
+        weighing.tell(made, group, entries)
         for p in group:
             if p.taken:
                 entry = entries.pop(p.node)._replace(kept=_replace_product(p, alone[p.graph]))
@@ -255,30 +189,6 @@ def _replace_all(
         for value in graph.outputs[: caller.results]:
             normed |= _replace_before(_made(value, counts), [], rules, entries, caller)
     return normed
-
-
-def _leave_losing(value: Value, asked: list[_Product], entries: dict[Node, Entry]) -> None:
-    """Leaves those products of a value in 16 bits that lose time in 8 bits; says of each what it gains."""
-    rates, linear = gains.of_device(), asked[0].choice.linear
-    made = value.node is not None and between(asked[0].choice.recipe)
-    if rates is not None and made and value.node is not None and value.node.operation is None:
-        made = norms.find(value) is not None or activations.find(value) is not None
-    for p in asked:
-        contract, batch = p.node.eqn.params.get("dimension_numbers", ((), ((),)))
-        reason, seconds = entries[p.node].reason, None
-        if rates is not None and linear is not None and p.node.kind == "dot_general" and not batch[0]:
-            inputs = math.prod(p.data.shape[i] for i in contract[1 - p.side])
-            tokens = math.prod(p.data.shape) // inputs
-            shape = tokens, inputs, math.prod(p.node.operands[p.side].shape) // inputs
-            seconds = gains.gain(*shape, linear, made=made, readers=len(asked), rates=rates)
-        if seconds is None:
-            reason += "; what it gains is not known" if rates is not None else "; no rates of this GPU are known"
-        elif seconds > 0:
-            reason += f"; gains about {1e6 * seconds:.0f} us of a step"
-        else:
-            reason = f"gains nothing at {tokens:,} tokens: {-1e6 * seconds:.0f} us slower in 8 bits"
-            p.choice = LayerChoice(None, reason)
-        entries[p.node] = entries[p.node]._replace(reason=reason, choice=p.choice)
 
 
 def _made(value: Value, counts: dict[Value, int]) -> Value:
@@ -299,14 +209,14 @@ def _made(value: Value, counts: dict[Value, int]) -> Value:
     return value
 
 
-def _read_as_stored(p: _Product) -> bool:
+def _read_as_stored(p: ReadWeight) -> bool:
     """Whether a product's parameter is quantized as it is stored: all products quantize it, and nothing moves it."""
     linear = p.choice.linear
     quantized = linear is not None and linear.spec("w") is not None and linear.spec("w_dgrad") is not None
     return quantized and not p.weight.moved
 
 
-def _replace_product(p: _Product, alone: Mapping[Value, Node]) -> bool:
+def _replace_product(p: ReadWeight, alone: Mapping[Value, Node]) -> bool:
     """Puts the recipe's product in place of one and of the sum with its bias; whether what it reads is kept anyway.
 
     `alone` has the only readers of values.
@@ -341,7 +251,7 @@ def _replace_product(p: _Product, alone: Mapping[Value, Node]) -> bool:
 
 
 def _replace_before(
-    value: Value, group: list[_Product], rules: Ordered, entries: dict[Node, Entry], caller: Caller
+    value: Value, group: list[ReadWeight], rules: Ordered, entries: dict[Node, Entry], caller: Caller
 ) -> Also:
     """Puts an operation in place of the norm or activation that products read, if that is one; the norm's path."""
     normed = Also()
@@ -385,7 +295,7 @@ def _replace_before(
     return normed
 
 
-def _kept(p: _Product) -> Value | None:
+def _kept(p: ReadWeight) -> Value | None:
     """What a product reads, if what made it keeps it for its own backward pass, as flash attention does."""
     contract, batch = p.node.eqn.params["dimension_numbers"]
     value, n = before(p.data, (*MARKS, *RESHAPES), in_order), len(contract[0])

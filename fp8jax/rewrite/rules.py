@@ -57,8 +57,10 @@ class Rule:
 
     @property
     def empty(self) -> bool:
-        """Whether the recipe changes nothing in a model."""
-        return self.linear is not None and not self.linear.quantized and self.context.saved is None
+        """Whether the recipe changes nothing in a model, and was not asked for as what is best on this device."""
+        linear = self.linear
+        asked = linear is not None and linear.select == "gains"
+        return linear is not None and not linear.quantized and self.context.saved is None and not asked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,9 @@ import numpy as np
 from fp8jax.core.recipe import Linear
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.check import Comparison, check
+from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.explanation import Explanation
-from fp8jax.rewrite.plan import Entry, plan
+from fp8jax.rewrite.plan import plan
 from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.run import Running, Schedule, schedule

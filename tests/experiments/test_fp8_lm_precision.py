@@ -7,8 +7,8 @@ import optax
 import pytest
 
 from experiments.models.llama import LlamaConfig
+from experiments.optimizer import decay_mask
 from experiments.tables import fp8_lm_precision
-from experiments.task import decay_mask
 
 TINY = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 9)).astype(np.int32)

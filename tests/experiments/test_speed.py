@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from experiments import config, report, speed, task, train
+from experiments import config, optimizer, report, speed, train
 from experiments.config import Lora, Optim
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
@@ -27,9 +27,9 @@ SHAPE = LlamaConfig(vocab=50, dim=32, layers=3, heads=4, kv_heads=2, mlp_dim=64)
     ],
 )
 def test_schedules_go_through_their_points(name, rates):
-    rate = task.schedule(Optim(steps=100, warmup=10, lr=2.0, final_lr=0.1, schedule=name))
+    rate = optimizer.schedule(Optim(steps=100, warmup=10, lr=2.0, final_lr=0.1, schedule=name))
     np.testing.assert_allclose([float(rate(step)) for step in rates], list(rates.values()), atol=1e-6)
-    assert float(task.schedule(Optim(steps=100, warmup=0, lr=2.0, schedule=name))(0)) == 2.0
+    assert float(optimizer.schedule(Optim(steps=100, warmup=0, lr=2.0, schedule=name))(0)) == 2.0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 from experiments.config import Config, Optim
 from experiments.models.llama import LlamaConfig
-from experiments.task import Task, schedule
+from experiments.optimizer import schedule
+from experiments.task import Task
 from experiments.train import make_optimizer
 from fp8jax.core.scaling import Automatic
 

@@ -1,0 +1,59 @@
+"""The optimizer that a configuration and a recipe ask for."""
+
+from typing import Any
+
+import jax
+import optax
+
+import fp8jax
+from experiments import parallel
+from experiments.config import Config
+from experiments.sections import Optim
+
+
+def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformationExtraArgs:
+    """Clipping by global norm, the recipe's AdamW with decay on matrices only, and what follows bounds of weights."""
+    optim = config.optim
+    adamw = fp8jax.optimizer(
+        recipe,
+        schedule(optim),
+        b1=optim.b1,
+        b2=optim.b2,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        mask=decay_mask,
+        stacked=parallel.stacked,
+    )
+    if not recipe.linear.tracked:
+        return fp8jax.clipped(optim.clip, adamw)
+    limit = None
+    if optim.b1**2 < optim.b2:
+        limit = fp8jax.adam_limit(schedule(optim), optim.b1, optim.b2, optim.weight_decay)
+    if limit is not None and recipe.weights.master != "fp16":
+        return fp8jax.clipped(optim.clip, fp8jax.tracked(adamw, limit, recipe.linear.interval))
+    tracker = fp8jax.track_weights(recipe.linear.interval, limit)
+    return optax.chain(optax.clip_by_global_norm(optim.clip), adamw, tracker)
+
+
+def schedule(optim: Optim) -> optax.Schedule:
+    """Linear warm-up, then `optim.schedule`; all but "constant" end at `final_lr` of the peak, after the last step."""
+    first, last = 0.0 if optim.warmup else optim.lr, optim.lr * optim.final_lr
+    if optim.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(first, optim.lr, optim.warmup, optim.steps, last)
+    warm = optax.linear_schedule(first, optim.lr, max(optim.warmup, 1))
+    hold = optax.constant_schedule(optim.lr)
+    if optim.schedule == "constant":
+        return optax.join_schedules([warm, hold], [optim.warmup])
+    falls = optim.warmup if optim.schedule == "linear" else optim.decay_start
+    fall = optax.linear_schedule(optim.lr, last, optim.steps - falls)
+    return optax.join_schedules([warm, hold, fall], [optim.warmup, falls])
+
+
+def decay_mask(params: Any) -> Any:
+    """True for leaves that weight decay applies to: two or more axes, no norm, no bias (stacked, both have two)."""
+
+    def decays(path: Any, x: Any) -> bool:
+        name = jax.tree_util.keystr(path)
+        return x.ndim >= 2 and "norm" not in name and "bias" not in name
+
+    return jax.tree_util.tree_map_with_path(decays, params)

@@ -1,0 +1,223 @@
+"""The sections of the training program's configuration: frozen dataclasses, a command line's options each.
+
+The section that a field stands in says what changing it means. `Data`, `Model`, `Optim` and `Lora` (and the recipe and
+the seed) change the mathematics: a checkpoint made with other values is refused. `Run` only says where, how often and
+how long the program reports: it may change between a start and its resumption.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+import fp8jax
+from experiments.models import sizes
+from experiments.models.llama import LlamaConfig
+
+
+class UserError(Exception):
+    """Something the user can put right. The message is one line that names the value and the fix."""
+
+    exit_code = 2
+
+
+class DiskError(UserError):
+    """A file could not be written."""
+
+    exit_code = 3
+
+
+class BusyError(UserError):
+    """Another process is at work on the run."""
+
+    exit_code = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Text and how it is cut."""
+
+    data: tuple[str, ...] = ()
+    """Files, folders and globs of UTF-8 text, or of .jsonl or .parquet, with a text or a conversation ("messages") in a
+    line or row; these are packed, and do not see each other. None: the sources and docs of Python's own standard
+    library."""
+    field: str = "text"
+    """Field of a line or row that holds its text."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """Bytes, or byte-pair encoding trained on the training split and saved with the run."""
+    vocab: int = 4096
+    """Vocabulary of the byte-pair encoding; bytes always have 256."""
+    seq_len: int = 256
+    """Tokens of one sequence."""
+    batch: int = 8
+    """Sequences of one step."""
+    valid_fraction: float = 0.05
+    """Share of the text that is kept back for validation."""
+    eval_batches: int = 16
+    """Most validation batches of one evaluation; the same for all recipes of a run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Which Llama. Numbers given here replace the size's own."""
+
+    init: str = ""
+    """Folder of a Hugging Face checkpoint to start from, or its name in the local cache: with its shape, tokenizer and
+    template of conversations, of which answers are learned."""
+    model: Annotated[str, tyro.conf.arg(help=f"A size: {', '.join(sizes.NAMES)}.")] = "5m"
+    layers: int | None = None
+    """Blocks, one after the other."""
+    dim: int | None = None
+    """Width of the residual stream."""
+    heads: int | None = None
+    """Attention heads; they share the width."""
+    kv_heads: int | None = None
+    """Heads of keys and values; they divide --heads."""
+    mlp_dim: int | None = None
+    """Width of the MLP's hidden layer."""
+    tied: bool = False
+    """Use the embedding table as output head too."""
+
+    def shape(self, vocab: int) -> LlamaConfig:
+        """The Llama that this section asks for.
+
+        Raises:
+            UserError: unknown size, or an impossible shape.
+        """
+        settings = {
+            k: v for k, v in dataclasses.asdict(self).items() if v is not None and k not in ("init", "model", "tied")
+        }
+        try:
+            llama = dataclasses.replace(sizes.get(self.model, vocab, tied=self.tied), **settings)
+            llama.validate()
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        return llama
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    """AdamW with a linear warm-up and a schedule. The recipe says how its state is stored."""
+
+    steps: int = 200
+    """Updates of each recipe."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    final_lr: float = 0.1
+    """Learning rate that the schedule ends at, after the last step, as a share of the peak; not of constant."""
+    warmup: int = 20
+    """Steps of the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up; wsd (warm-up, stable, decay) is constant, and falls linearly at the end."""
+    decay: float = 0.2
+    """Share of the steps, the last ones, in which wsd falls."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Applied to matrices, not to norms."""
+    clip: float = 1.0
+    """Largest global norm of the gradient."""
+    microbatches: int = 1
+    """Parts that a batch is computed in, one after the other, to save memory; their gradients are averaged."""
+
+    @property
+    def decay_start(self) -> int:
+        """The step from which wsd falls."""
+        return self.steps - round(self.decay * self.steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters on weights that are not trained. Without a rank all weights are trained."""
+
+    lora_rank: int = 0
+    """Rank of the adapters of linear layers, which alone are trained and saved; 0 for none."""
+    lora_alpha: float = 16.0
+    """What adapters add is multiplied by alpha / rank."""
+    lora_dropout: float = 0.0
+    """Share of the inputs of adapters that are dropped in training."""
+    lora_targets: str = ".*"
+    """Regular expression of whole paths of layers with an adapter, such as "layers/attention/(q|v)"."""
+    base: str = "e4m3"
+    """What weights of linear layers are held in: bf16, or codes of a byte each, under scales of tensors, outputs,
+    blocks or groups along the contraction: e4m3, e4m3:token, e4m3:block128, e4m3:group128, int8, int8:block128."""
+
+    def validate(self) -> None:
+        """Raises UserError that names the first impossible value and the fix."""
+        if self.lora_rank < 0:
+            raise UserError(f"--lora-rank must be at least 0, got {self.lora_rank}")
+        if not self.lora_rank and self != Lora():
+            changed = [k for k, v in dataclasses.asdict(self).items() if v != getattr(Lora, k)]
+            raise UserError(f"{flag(changed[0])} is for adapters: give --lora-rank, too, such as 16")
+        if not 0 < self.lora_alpha < float("inf"):
+            raise UserError(f"--lora-alpha must be positive and finite, got {self.lora_alpha}")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(f"--lora-dropout must be at least 0 and below 1, got {self.lora_dropout}")
+        try:
+            re.compile(self.lora_targets)
+        except re.error as error:
+            raise UserError(f"--lora-targets {self.lora_targets!r} is no regular expression: {error}") from None
+        if self.base == "bf16":
+            return
+        try:
+            spec = fp8jax.QuantSpec.parse(self.base)
+        except ValueError as error:
+            raise UserError(f"--base: {error}") from None
+        if fp8jax.formats.get(spec.format).bits != 8 or spec.rounding != "nearest":
+            raise UserError(f"--base has 8-bit codes rounded to nearest, or is bf16, not {self.base}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Where the run lives and how it reports."""
+
+    run: str = "train"
+    """Name of the run: its files are OUT/RUN."""
+    out: Path = Path("runs")
+    """Folder of all runs."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest checkpoint, if any. never: move an old run of this name aside and start afresh."""
+    log_every: int = 10
+    """Steps between lines of progress."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; there is one after the last step, too."""
+    keep: int = 2
+    """Newest checkpoints that stay on disk."""
+    eval_every: int = 50
+    """Steps between validations; there is one after the last step, too."""
+    sample_tokens: int = 160
+    """Length of the text that the trained model writes at the end, its prompt included; 0 for none."""
+    mesh: str = ""
+    """Devices by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Empty: data parallel
+    over all of them, or over as many as divide a microbatch. Several processes use all of theirs."""
+    remat: Literal["auto", "none", "products", "blocks"] = "auto"
+    """What the backward pass computes again: nothing, all of a block but its products and attention, or whole blocks.
+    auto: products on a GPU where neither the recipe's contexts save operations nor kernels write what layers read, else
+    none."""
+    unroll: int | None = None
+    """Layers in one turn of the loop over them: more run faster on a GPU and take longer to compile.
+    None: all on a GPU, else one."""
+    profile: int = 0
+    """Steps to trace, after the first two, to OUT/RUN/RECIPE/profile, for TensorBoard or Perfetto; 0 for none."""
+    wandb: str = ""
+    """Project of Weights & Biases to log to as well, where its package is installed."""
+    coordinator: str = ""
+    """HOST:PORT of process 0, where several processes train together, on one host or several; each is given the same
+    command line but for --process-id, and sees the same --out. auto: what jax.distributed finds (Slurm, Open MPI)."""
+    process_id: int | None = None
+    """Number of this process, from 0."""
+    process_count: int | None = None
+    """How many processes there are."""
+    patience: int = 120
+    """Seconds that processes wait for each other at the start, and until one that is silent counts as gone."""
+
+
+def flag(field: str) -> str:
+    """The command line's spelling of a field."""
+    return "--" + field.replace("_", "-")

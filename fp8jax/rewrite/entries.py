@@ -1,0 +1,83 @@
+"""What a plan says of each part of a program, and the products that it finds there."""
+
+import dataclasses
+from typing import NamedTuple
+
+from fp8jax.rewrite.graph import Graph, Node, Value, Weight
+from fp8jax.rewrite.rules import LayerChoice
+
+_UNKNOWN = LayerChoice(None, "")
+
+
+class Entry(NamedTuple):
+    """What becomes of a product, a norm or an activation.
+
+    Attributes:
+        path: of the parameter, or of the product that reads the result.
+        kind: the primitive, "RMSNorm", "LayerNorm", or an activation such as "silu(gate) * up".
+        shape: of the parameter, or of the result.
+        choice: what the rules say; None where it is left as written for another reason.
+        reason: the rule, or why it is left as written.
+        line: where it stands.
+        reads: what a product reads, if that is a norm or an activation of this plan, or kept in any case.
+        product: whether it is a product.
+        kept: whether what a product reads is kept in any case, as attention's output is.
+        again: whether a product is computed again in the backward pass: no policy of the checkpoints around keeps it.
+        readers: of a norm or an activation, the products that read it and save no codes of it, each with the dtype.
+        alone: there are no others.
+        gain: seconds that a product gains each time in 8 bits, by rates; None where none say, or it is left.
+        rates: those of which device (`fp8jax.ops.gains`).
+        loses: it would be better left in 16 bits.
+        tokens: of it, on a device. times: how often it runs in a step.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    choice: LayerChoice | None
+    reason: str
+    line: str
+    reads: str = ""
+    product: bool = False
+    kept: bool = False
+    again: bool = False
+    readers: tuple[tuple[str, str], ...] = ()
+    alone: bool = False
+    gain: float | None = None
+    rates: str = ""
+    loses: bool = False
+    tokens: int = 0
+    times: int = 1
+
+    @property
+    def taken(self) -> bool:
+        linear = None if self.choice is None else self.choice.linear
+        return linear is not None and (linear.quantized or not self.product)
+
+
+@dataclasses.dataclass(eq=False)
+class ReadWeight:
+    """A product of data with a parameter."""
+
+    graph: Graph
+    node: Node
+    side: int
+    weight: Weight
+    path: str
+    others: tuple[str, ...]
+    around: tuple[tuple[Node, Graph], ...]
+    choice: LayerChoice = _UNKNOWN
+    place: Node | None = None  # where the operation stands, if not in the product's own place
+
+    @property
+    def data(self) -> Value:
+        return self.node.operands[1 - self.side]
+
+    @property
+    def taken(self) -> bool:
+        return self.choice.linear is not None and self.choice.linear.quantized
+
+    @property
+    def saves(self) -> bool:
+        """Whether it saves codes of its data."""
+        return self.choice.linear is not None and self.choice.linear.spec("saved") is not None
