@@ -70,7 +70,7 @@ ONE_GPU = (
     bench("optimizer", 110),
     bench("gemm", 125, "--limit", "100"),
     table("coat_speed", 100, "--hidden", "4096"),
-    bench("peers", 110),
+    bench("peers", 130),
     bench("step", 260, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback", "bf16",
           "te_current, none of our kernels", file="step_more"),
     bench("quantize", 65),
@@ -118,12 +118,14 @@ def distinct() -> tuple[Job, ...]:
 
 
 def gpus() -> tuple[str, int]:
-    """The name of this host's GPUs, and their number; "" and 0 without one."""
+    """The name of this host's GPUs, and their number, of visible ones; "" and 0 without one."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return "", 0
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     names = done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        names = names[: len(visible.split(","))]
     return (names[0], len(names)) if names else ("", 0)
 
 

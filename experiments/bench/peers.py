@@ -14,11 +14,13 @@ second moment makes an update of m / eps: errors above 1 are such explosions.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import importlib
 import importlib.metadata
+import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +63,14 @@ def ours(b2: float) -> dict[str, optax.GradientTransformationExtraArgs]:
     }
 
 
-# By name the package, and where its class lies.
-PEERS = {
-    "torch.optim.AdamW, fp32": ("torch", "torch.optim", "AdamW"),
-    "torchao AdamW8bit": ("torchao", "torchao.optim", "AdamW8bit"),
-    "torchao AdamWFp8": ("torchao", "torchao.optim", "AdamWFp8"),
-    "torchao AdamW4bit": ("torchao", "torchao.optim", "AdamW4bit"),
-    "bitsandbytes AdamW8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit"),
-    "FlashOptim FlashAdamW": ("flashoptim", "flashoptim", "FlashAdamW"),
+# By name the package, where its class lies, and options without which it refuses fp32 parameters.
+PEERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "torch.optim.AdamW, fp32": ("torch", "torch.optim", "AdamW", {}),
+    "torchao AdamW8bit": ("torchao", "torchao.optim", "AdamW8bit", {}),
+    "torchao AdamWFp8": ("torchao", "torchao.optim", "AdamWFp8", {}),
+    "torchao AdamW4bit": ("torchao", "torchao.optim", "AdamW4bit", {}),
+    "bitsandbytes AdamW8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
+    "FlashOptim FlashAdamW": ("flashoptim", "flashoptim", "FlashAdamW", {"master_weight_bits": None}),
 }
 
 
@@ -216,12 +218,12 @@ def errors(updates: Tree, truth: Tree) -> tuple[float, int]:
 
 def available(device: str) -> dict[str, Callable[..., Any]]:
     """The peers that can run here; others are told of."""
-    found = {}
+    found = dict[str, Callable[..., Any]]()
     if not os.environ.get("TRITON_CACHE_DIR"):
         os.environ.pop("TRITON_CACHE_DIR", None)  # jax-triton empties it, and torch cannot do with that.
-    for name, (package, module, kind) in PEERS.items():
+    for name, (package, module, kind, settings) in PEERS.items():
         try:
-            made = getattr(importlib.import_module(module), kind)
+            made = functools.partial(getattr(importlib.import_module(module), kind), **settings)
             torch = importlib.import_module("torch")
             parameter = torch.nn.Parameter(torch.zeros(SMALLEST, device=device))
             parameter.grad = torch.ones_like(parameter)
@@ -235,6 +237,8 @@ def available(device: str) -> dict[str, Callable[..., Any]]:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="peers", description=__doc__)
     parser.add_argument("--streams", nargs="+", choices=STREAMS, default=list(STREAMS))
+    parser.add_argument("--processes", type=int, default=min(8, max(1, (os.cpu_count() or 1) // 2)),
+                        help="streams at a time, each in a process of its own; nothing here is timed")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
@@ -244,15 +248,26 @@ def main(argv: list[str]) -> None:
     left = [name for name in PEERS if name not in peers]
     notes += [f"Not installed or not to be run here, and left out: {', '.join(left)}."] if left else []
     notes += ["bitsandbytes' code for CPUs is not that for GPUs: it never rounds a second moment to 0."]
-    rows: list[timing.Row] = []
-    for name in ["sigma 1"] if timing.dry() else options.streams:
-        gradients = stream(name, 20 if timing.dry() else STEPS)
-        for b2 in B2S[:1] if timing.dry() else B2S:
-            truth = exact(gradients, b2)
-            runs = {kind: functools.partial(by_jax, tx, gradients) for kind, tx in ours(b2).items()}
-            runs |= {kind: functools.partial(by_torch, made, gradients, b2, device) for kind, made in peers.items()}
-            rows += compare(name, b2, truth, runs)
+    names, kinds = ["sigma 1"] if timing.dry() else options.streams, tuple(peers)
+    if options.processes == 1 or len(names) == 1:
+        listed = [of_stream(name, kinds, device) for name in names]
+    else:
+        with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+            listed = list(pool.map(of_stream, names, [kinds] * len(names), [device] * len(names)))
+    rows = [row for rows in listed for row in rows]
     timing.write("peers", "AdamW in 8 bits beside its peers", rows, notes, versions, options.out)
+
+
+def of_stream(name: str, kinds: Collection[str], device: str) -> list[timing.Row]:
+    """Rows of a stream: all of ours, and these peers."""
+    gradients, rows = stream(name, 20 if timing.dry() else STEPS), list[timing.Row]()
+    peers = {kind: made for kind, made in available(device).items() if kind in kinds}
+    for b2 in B2S[:1] if timing.dry() else B2S:
+        truth = exact(gradients, b2)
+        runs = {kind: functools.partial(by_jax, tx, gradients) for kind, tx in ours(b2).items()}
+        runs |= {kind: functools.partial(by_torch, made, gradients, b2, device) for kind, made in peers.items()}
+        rows += compare(name, b2, truth, runs)
+    return rows
 
 
 def compare(

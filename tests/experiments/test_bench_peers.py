@@ -56,7 +56,9 @@ def test_streams_are_what_they_say():
 
 
 def test_what_is_not_there_or_does_not_run_is_left_out_and_told(monkeypatch, capsys):
-    monkeypatch.setattr(peers, "PEERS", {"none": ("absent", "absent_package", "A"), "broken": ("json", "json", "nope")})
+    monkeypatch.setattr(
+        peers, "PEERS", {"none": ("absent", "absent_package", "A", {}), "broken": ("json", "json", "nope", {})}
+    )
     assert peers.available("cpu") == {}
     told = capsys.readouterr().out
     assert "none: left out (absent: ModuleNotFoundError" in told

@@ -174,3 +174,14 @@ def test_a_commit_is_that_of_the_code_that_runs(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_folders_are_named_after_cards(device, card):
     assert record.card(device) == card
+
+
+def test_only_visible_gpus_count(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H9 80GB'\necho 'NVIDIA H9 80GB'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert results.gpus() == ("NVIDIA H9 80GB", 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert results.gpus() == ("NVIDIA H9 80GB", 1)
