@@ -34,30 +34,34 @@ def print_setup(
                 values["vocab"] = Bytes.vocab
             values["data"] = " ".join(config.data.data) or "the standard library's sources and docs"
         fields = "  ".join(f"{k}={v}" for k, v in values.items())
-        console.print(f"{name:9}{fields}")
-    console.print(f"{'recipes':9}{' '.join(config.recipe)}  seed={config.seed}")
+        report.told(console, f"{name:9}{fields}", 9)
+    report.told(console, f"{'recipes':9}{' '.join(config.recipe)}  seed={config.seed}", 9)
     versions = "  ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
-    console.print(f"{'versions':9}python {platform.python_version()}  fp8jax {fp8jax.__version__}  {versions}")
+    report.told(console, f"{'versions':9}python {platform.python_version()}  {versions}", 9)
     devices = jax.devices()
     shared = f"; {told}" if used > 1 else ""
     shared = f" in {jax.process_count()} processes{shared}" if hosts.several() else shared
-    console.print(
-        f"{'device':9}{devices[0].device_kind} ({devices[0].platform}), {used} of {len(devices)} used{shared}"
-    )
+    kind = f"{devices[0].device_kind} ({devices[0].platform})"
+    report.told(console, f"{'device':9}{kind}, {used} of {len(devices)} used{shared}", 9)
     skipped = f", {len(corpus.skipped)} skipped as no UTF-8 text" if corpus.skipped else ""
     if isinstance(tokens, packing.Packed):
-        console.print(
+        report.told(
+            console,
             f"{'records':9}{tokens.documents:,} of {corpus.files} files; {len(tokens.train):,} rows to train on, "
             f"{tokens.filled:.1%} filled, {tokens.answers:,} tokens to learn; {len(tokens.valid):,} rows to validate; "
-            f"{tokens.cut:,} longer than a row, {tokens.left_out:,} without an answer in one"
+            f"{tokens.cut:,} longer than a row, {tokens.left_out:,} without an answer in one",
+            9,
         )
     else:
-        console.print(
+        report.told(
+            console,
             f"{'text':9}{corpus.files} files{skipped}; {len(tokens.train):,} tokens to train on, "
-            f"{len(tokens.valid):,} to validate; {config.data.batch * config.data.seq_len:,} tokens a step"
+            f"{len(tokens.valid):,} to validate; {config.data.batch * config.data.seq_len:,} tokens a step",
+            9,
         )
     if corpus.skipped:
-        console.print(f"{'':9}skipped: {', '.join(corpus.skipped[:3])}{' ...' if len(corpus.skipped) > 3 else ''}")
+        more = " ..." if len(corpus.skipped) > 3 else ""
+        report.told(console, f"{'':9}skipped: {', '.join(corpus.skipped[:3])}{more}", 9)
 
 
 def print_plan(console: Console, task: Task, abstract: TrainState, base: Any, compiled: Any) -> None:
@@ -66,12 +70,13 @@ def print_plan(console: Console, task: Task, abstract: TrainState, base: Any, co
     if task.lora is not None:
         held = jax.tree.leaves(base)
         told = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(task.lora).items())
-        console.print(
+        report.told(
+            console,
             f"adapters: {told}; not trained: {nbytes(held) / 2**20:,.1f} MiB of a base that checkpoints do not hold; "
-            "blocks run with the recipe's products alone, contexts are left out"
+            "blocks run with the recipe's products alone, contexts are left out",
         )
     shape = "  ".join(f"{k}={v}" for k, v in dataclasses.asdict(task.llama).items())
-    console.print(f"{parameters:,} parameters: {shape}")
+    report.told(console, f"{parameters:,} parameters: {shape}", 4)
     weights = nbytes(jax.tree.leaves(abstract.params))
     moments = fp8jax.state_bytes(abstract.opt_state)
     state = {

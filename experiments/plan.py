@@ -21,6 +21,7 @@ from experiments.models import sizes
 from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
 from experiments.tables import flash
 from experiments.task import changes_layers
+from fp8jax.core.tables import sentence
 from fp8jax.dist import Plan, plan
 from fp8jax.ops import choice
 
@@ -153,10 +154,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     devices = where["data"] * where["fsdp"]
-    print(f"{options.model}, recipe {recipe.name}, {options.mesh}: each of {devices} devices, "
-          f"{options.batch} x {options.length} tokens in {options.microbatches} microbatches")  # fmt: skip
+    parts = f" in {options.microbatches} microbatches" if options.microbatches > 1 else ""
+    each = f"each of {devices} devices" if devices > 1 else "one device"
+    tokens = f"{options.batch} x {options.length} tokens{parts}"
+    print(sentence(f"{options.model}, recipe {recipe.name}, {options.mesh}: {each}, {tokens}"))
     print(plan.table())
-    print("\ngaps are what XLA leaves empty between arrays, as measured on a model of 1.1 B parameters")
+    if "gaps" in plan.memory:
+        print(
+            "\n" + sentence("gaps are what XLA leaves empty between arrays, as measured on a model of 1.1 B parameters")
+        )
     return 0
 
 

@@ -22,6 +22,7 @@ from tensorboardX.summary import scalar
 
 from experiments.config import DiskError
 from experiments.result import RECENT, Result, parse_json
+from fp8jax.core.tables import sentence
 
 _ROW = {"step", "loss", "grad_norm", "lr", "tokens_per_s"}
 
@@ -30,6 +31,11 @@ def make_console(quiet: bool = False) -> Console:
     """A console that wraps to the terminal, and to 120 columns where there is none; a quiet one prints nothing."""
     console = Console(highlight=False, soft_wrap=True, quiet=quiet)
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120, quiet=quiet)
+
+
+def told(console: Console, text: str, indent: int = 0, style: str | None = None) -> None:
+    """Prints a line as it is: a terminal gets it folded at words, a file whole."""
+    console.print(sentence(text, console.width, indent) if console.is_terminal else text, style=style, markup=False)
 
 
 @contextlib.contextmanager

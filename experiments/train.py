@@ -255,7 +255,7 @@ def _train_recipe(
     print_plan(console, task, abstract, base_shapes, compiled)
     residuals = [f"saved {line}" for line in kept]
     for line in [*summary(told), *residuals, *describe(compiled, told, jax.default_backend())]:
-        console.print(line, style="yellow" if line.startswith("WARNING") else "dim", markup=False)
+        report.told(console, line, 4, "yellow" if line.startswith("WARNING") else "dim")
 
     params = start.params(config, devices if rows is not None else None)
     if params is not None and task.lora is not None:

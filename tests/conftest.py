@@ -32,6 +32,8 @@ if not GPU:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
 # Kernels are compiled where a test looks at what they become, not taken from the user's folder.
 os.environ.setdefault("FP8JAX_KERNEL_CACHE", "")
+# Tables and sentences fold at the terminal's width, whatever it is here: where tests read them they are whole.
+os.environ["COLUMNS"] = "300"
 if sys.dont_write_bytecode and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(pathlib.Path(__file__).parents[1] / ".cache" / "bytecode"))
 

@@ -9,6 +9,7 @@ from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.core.storage import NU_ROUNDINGS as NU_ROUNDINGS
 from fp8jax.core.storage import Optimizer as Optimizer
+from fp8jax.core.tables import sentence, table
 from fp8jax.core.weights import Weights as Weights
 
 _XLA, _FP32, _ADAM = Comm(), Weights(), Optimizer()
@@ -375,14 +376,12 @@ class Recipe:
         """The storage plan as a table in text."""
         rows = [(role, stored, computed, f"{size:.4g}") for role, stored, computed, size in self.plan()]
         rows.insert(0, ("role", "stored in", "computed in", "bytes/element"))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines += [folding(self.linear.folds)] if self.linear.folds else []
         how = ""
         if self.linear.quantized:
             how = f", {self.linear.scaling} scaling"
             how += f", weights {self.linear.w_scaling}" if self.linear.w_scaling else ""
-        return "\n".join([f"recipe {self.name}{how}", *lines])
+        folds = [sentence(folding(self.linear.folds))] if self.linear.folds else []
+        return "\n".join([f"recipe {self.name}{how}", table(rows, names=1), *folds])
 
 
 def folding(specs: Iterable[str]) -> str:

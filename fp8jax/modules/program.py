@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fp8jax.core.tables import sentence
 from fp8jax.modules.compiled import Product as Product
 from fp8jax.modules.compiled import read, widened
 from fp8jax.ops.choice import Choice, listening, saving, summary
@@ -46,7 +47,8 @@ class Program:
         lines.append(f"  fp8jax asked for {asked} products, {done} of them run on 8-bit operands")
         lines += [f"  WARNING: {line}" for line in self.widened]
         lines += [f"  saved {line}" for line in self.saved]
-        return "\n".join([*lines, *(f"  {line}" for line in summary(self.choices))])
+        lines += [f"  {line}" for line in summary(self.choices)]
+        return "\n".join(sentence(line, indent=4) for line in lines)
 
 
 def split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

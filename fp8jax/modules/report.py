@@ -1,11 +1,13 @@
 """What `explain` returns: a report on a model, layer by layer, and on what its program really multiplies."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
 from fp8jax.core.recipe import Context, Linear, folding
 from fp8jax.core.spec import QuantSpec
+from fp8jax.core.tables import sentence, table
 from fp8jax.modules.program import Program
 
 
@@ -129,28 +131,29 @@ class Report:
             saved, size = layer.saved
             size_text = "?" if size is None else f"{size:.4g}"
             rows.append((*_name(layer), *layer.products.values(), saved, size_text, layer.reason))
-        skipped: list[tuple[str, ...]] = [("left alone", "kind", "kernel", "why")]
-        skipped += [(*_name(layer), layer.reason) for layer in self.skipped]
-        parts = [_table(rows)]
+        parts = [table(rows, names=3), *map(sentence, self._told())]
+        if self.parts:
+            rows = [("norm, activation or attention", "kind", "computes", "keeps", "chosen by")]
+            rows += [(p.path or "-", p.kind, p.computes or "-", p.keeps, p.reason) for p in self.parts]
+            parts.append(table(rows, names=3))
+        if self.skipped:
+            rows = [("left alone", "kind", "kernel", "why"), *((*_name(x), x.reason) for x in self.skipped)]
+            parts.append(table(rows, names=3))
+        parts += [sentence(f"note: {note}") for note in self.notes]
+        return "\n\n".join([*parts, *([str(self.program)] if self.program else [])])
+
+    def _told(self) -> Iterator[str]:
+        """What of the layers needs a sentence."""
         if self.leaks:
             specs = ", ".join(sorted({str(layer.spans_tokens) for layer in self.leaks}))
-            parts.append(
-                f"scales that span tokens: the inputs of {len(self.leaks)} layers ({specs}). Later tokens change the"
-                " scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
+            yield (
+                f"scales that span tokens: the inputs of {len(self.leaks)} layers ({specs}). Later tokens change the "
+                "scales of earlier ones: evaluate token by token, or take a granularity of tokens or groups."
             )
-        folds = dict.fromkeys(spec for layer in self.quantized if layer.linear for spec in layer.linear.folds)
-        parts += [folding(folds)] if folds else []
+        if folds := dict.fromkeys(spec for layer in self.quantized if layer.linear for spec in layer.linear.folds):
+            yield folding(folds)
         if any(part.context is not None and part.context.lean for part in self.parts):
-            parts.append(
-                "saved inputs: quantized layers that read the result of a lean norm or activation (below) keep none."
-            )
-        if self.parts:
-            lines = [(p.path or "-", p.kind, p.computes or "-", p.keeps, p.reason) for p in self.parts]
-            parts.append(_table([("norm, activation or attention", "kind", "computes", "keeps", "chosen by"), *lines]))
-        if len(skipped) > 1:
-            parts.append(_table(skipped))
-        parts += [f"note: {note}" for note in self.notes]
-        return "\n\n".join([*parts, *([str(self.program)] if self.program else [])])
+            yield "saved inputs: quantized layers that read the result of a lean norm or activation (below) keep none."
 
 
 def _spans_tokens(spec: QuantSpec) -> bool:
@@ -160,9 +163,3 @@ def _spans_tokens(spec: QuantSpec) -> bool:
 
 def _name(layer: Layer) -> tuple[str, str, str]:
     return layer.path or "-", layer.kind, str(layer.kernel or "-").replace(" ", "")
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)

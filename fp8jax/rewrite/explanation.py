@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from fp8jax.core.tables import sentence, table
 from fp8jax.rewrite.entries import Entry
 
 _NAMED = 6  # layers that a sentence lists
@@ -29,12 +30,12 @@ class Explanation:
         return tuple(entry for entry in self.entries if not entry.taken)
 
     def __str__(self) -> str:
-        head = ("parameter", "operation", "shape", "forward", "dgrad", "wgrad", "kept", "reads", "chosen by", "where")
-        parts = [_table([head, *map(_row, self.quantized)])]
+        head = ("parameter", "operation", "shape", "where", "forward", "dgrad", "wgrad", "kept", "reads", "chosen by")
+        parts = [table([head, *map(_row, self.quantized)], names=4)]
         if self.left:
-            rows = [(e.path or "-", e.kind, _shape(e), e.reason, e.line) for e in self.left]
-            parts.append(_table([("left as written", "operation", "shape", "why", "where"), *rows]))
-        parts += [told for told in (self._told_again(), gained(self.entries)) if told]
+            rows = [(e.path or "-", e.kind, _shape(e), e.line, e.reason) for e in self.left]
+            parts.append(table([("left as written", "operation", "shape", "where", "why"), *rows], names=4))
+        parts += [sentence(told) for told in (self._told_again(), gained(self.entries)) if told]
         return "\n\n".join(parts)
 
     def _told_again(self) -> str:
@@ -80,16 +81,10 @@ def _row(entry: Entry) -> tuple[str, ...]:
     else:
         pairs, kept = ["-"] * 3, str(context.spec or "as written")
     return (
-        *(entry.path or "-", entry.kind, _shape(entry), *pairs, kept),
-        *(entry.reads or "-", entry.reason, entry.line),
+        *(entry.path or "-", entry.kind, _shape(entry), entry.line),
+        *(*pairs, kept, entry.reads or "-", entry.reason),
     )
 
 
 def _shape(entry: Entry) -> str:
     return str(entry.shape).replace(" ", "")
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)

@@ -65,10 +65,12 @@ def test_planned_memory_is_that_of_arrays_that_live_at_once(name):
     assert 0.85 * measured < planned(name) < measured
 
 
-def test_the_command_plans_a_model_that_fits_no_machine_here(capsys):
+def test_the_command_plans_a_model_that_fits_no_machine_here(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert plan.main(["--model", "175b", "--recipe", "fp8_lm_two_phase", "--mesh", "fsdp=32"]) == 0
     told = capsys.readouterr().out
     assert "each of 32 devices" in told
+    assert max(map(len, told.splitlines())) <= 80
     assert "all-gather         u8" in told
     assert plan.main(["--model", "1e9"]) == 2
     assert "unknown model size '1e9'" in capsys.readouterr().err

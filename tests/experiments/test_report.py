@@ -104,3 +104,20 @@ def test_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(report.DiskError, match=r"a\.json cannot be written \(No space left on device\)"):
         report.write_json(path, {"a": 2})
     assert path.read_text() == '{\n "a": 1\n}\n'
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_gets_lines_folded_and_a_file_gets_them_whole(terminal):
+    stream = io.StringIO()
+    console = Console(
+        file=stream, width=60, force_terminal=terminal, highlight=False, soft_wrap=True, color_system=None
+    )
+    fields = "  ".join(f"a_setting_of_name_{i}=[{i}]" for i in range(9))
+    report.told(console, f"{'model':9}{fields}", 9)
+    lines = stream.getvalue().splitlines()
+    assert " ".join(stream.getvalue().split()) == " ".join(f"model {fields}".split())
+    if not terminal:
+        assert len(lines) == 1
+        return
+    assert max(map(len, lines)) <= 60
+    assert all(line.startswith(" " * 9 + "a_setting") for line in lines[1:])

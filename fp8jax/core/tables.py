@@ -1,0 +1,90 @@
+"""Tables and sentences as text of the terminal's width."""
+
+import re
+import shutil
+from collections.abc import Sequence
+
+_GAP = 2
+
+
+def terminal_width() -> int:
+    """Columns of the terminal: `COLUMNS` where it is set, else the terminal's own, else 80."""
+    return max(20, shutil.get_terminal_size().columns)
+
+
+def table(rows: Sequence[Sequence[str]], names: int, width: int | None = None) -> str:
+    """Rows as a table. Where it is much too wide, what rows share is written once below them, but for "-".
+
+    Args:
+        rows: of equally many cells; the first is the head.
+        names: how many of the first columns tell one row from another. Rows whose other cells are equal stay together
+            where the table is too wide.
+        width: columns to fit into; None for the terminal's.
+
+    Returns:
+        Lines of at most `width` characters, where it is 40 or more.
+    """
+    width = terminal_width() if width is None else width
+    head, *body = [tuple(row) for row in rows]
+    whole = _widths([head, *body])
+    if _length(whole) <= 1.125 * width or not body:
+        return "\n".join(_lines([head, *body], _fitted(whole, width)))
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in body:
+        groups.setdefault(row[names:], []).append(row[:names])
+    widths = _fitted(_widths([head[:names], *(row[:names] for row in body)]), width)
+    label = max(map(len, head[names:]))
+    parts: list[str] = []
+    for shared, named in groups.items():
+        lines = _lines(named if parts else [head[:names], *named], widths)
+        for title, cell in zip(head[names:], shared, strict=True):
+            lines += _broken(f"  {title:{label}}  {cell}", width, label + 4) if cell != "-" else []
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def sentence(text: str, width: int | None = None, indent: int = 0) -> str:
+    """A sentence in lines of at most `width` characters, the terminal's where it is None; further ones indented."""
+    return "\n".join(_broken(text, terminal_width() if width is None else width, indent))
+
+
+def _broken(text: str, width: int, indent: int = 0) -> list[str]:
+    """Lines of a text, broken at spaces, and where one word is too long after "/" or ","."""
+    indent = min(indent, width // 2)
+    lines = [" " * (len(text) - len(text.lstrip()))]
+    for piece in re.findall(r"\S+\s*", text):
+        if len(lines[-1] + piece.rstrip()) > width and lines[-1].strip():
+            lines.append(" " * indent)
+        lines[-1] += piece
+        while len(lines[-1].rstrip()) > width:
+            cut = max(lines[-1].rfind(mark, indent + 1, width) for mark in "/,") + 1 or width
+            lines[-1:] = [lines[-1][:cut], " " * indent + lines[-1][cut:]]
+    return [line.rstrip() for line in lines]
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+
+def _length(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _fitted(widths: Sequence[int], width: int) -> list[int]:
+    """Widths of columns, the widest made smaller until all fit."""
+    widths = list(widths)
+    while _length(widths) > width and max(widths) > 4:
+        widths[widths.index(max(widths))] -= 1
+    return widths
+
+
+def _lines(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    lines = []
+    for row in rows:
+        cells = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for i in range(max(map(len, cells))):
+            line = (" " * _GAP).join(
+                (cell[i] if i < len(cell) else "").ljust(width) for cell, width in zip(cells, widths, strict=True)
+            )
+            lines.append(line.rstrip())
+    return lines

@@ -1,0 +1,96 @@
+"""Tables and sentences fit into the terminal, and lose nothing by it."""
+
+import re
+
+import pytest
+
+import fp8jax
+from fp8jax.core import tables
+
+HEAD = ("layer", "kind", "kernel", "forward", "saved", "chosen by")
+PAIR = "e4m3:tensor x e4m3:tensor"
+ROWS = [
+    HEAD,
+    ("blocks/0/attention/query", "LinearGeneral", "(64,4,16)", PAIR, "e4m3:tensor", "the recipe"),
+    ("blocks/0/head", "Linear", "(64,64)", "-", "bf16", "a rule that says at length why it leaves this layer alone"),
+    ("blocks/1/attention/query", "LinearGeneral", "(64,4,16)", PAIR, "e4m3:tensor", "the recipe"),
+]
+
+
+def words(text):
+    return sorted(re.findall(r"[^\s]+", text))
+
+
+def test_a_wide_terminal_has_one_line_a_row():
+    lines = tables.table(ROWS, 3, 200).splitlines()
+    assert [re.split(r" {2,}", line) for line in lines] == [list(row) for row in ROWS]
+    # Columns stand below each other.
+    assert len({line.index(cell) for line, cell in zip(lines, ["forward", PAIR, "-  ", PAIR], strict=True)}) == 1
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_a_narrow_one_loses_nothing(width):
+    text = tables.table(ROWS, 3, width)
+    assert max(map(len, text.splitlines())) <= width
+    joined = "".join(text.split())
+    for row in ROWS[1:]:
+        for cell in row[3:]:
+            assert cell == "-" or "".join(cell.split()) in joined
+    # What rows share is written once, below both.
+    assert text.count("the recipe") == 1
+    order = [text.index(part) for part in ("blocks/0/a", "blocks/1/a", "the recipe", "blocks/0/h")]
+    assert order == sorted(order)
+
+
+def test_a_little_too_wide_is_wrapped_within_its_columns():
+    rows = [
+        ("role", "stored in"),
+        ("first moment", "e4m3:group128+expand"),
+        ("what is long", "computed again by a norm"),
+    ]
+    text = tables.table(rows, 1, 35)
+    assert text.splitlines() == [
+        "role          stored in",
+        "first moment  e4m3:group128+expand",
+        "what is long  computed again by a",
+        "              norm",
+    ]
+
+
+def test_a_head_alone():
+    assert tables.table([HEAD], 3, 200) == "  ".join(HEAD)
+    assert max(map(len, tables.table([HEAD], 3, 40).splitlines())) <= 40
+
+
+@pytest.mark.parametrize("width", [12, 20, 33, 79])
+def test_sentences(width):
+    text = "  WARNING: 14 products of e5m2 x e4m3 run in fp32: a/path/of/many/folders/and/a_name.py:10, so look there"
+    folded = tables.sentence(text, width, 4)
+    first, *rest = folded.splitlines()
+    assert first.startswith("  W")
+    assert rest
+    assert all(line.startswith("    ") and line[4] != " " for line in rest)
+    assert max(map(len, folded.splitlines())) <= width
+    assert "".join(folded.split()) == "".join(text.split())
+    assert width < 79 or words(folded) == words(text)
+
+
+def test_the_terminal_says_the_width(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "133")
+    assert tables.terminal_width() == 133
+    monkeypatch.setenv("COLUMNS", "3")
+    assert tables.terminal_width() == 20
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr("os.get_terminal_size", lambda fd: (_ for _ in ()).throw(OSError))
+    assert tables.terminal_width() == 80
+
+
+@pytest.mark.parametrize("name", fp8jax.recipes.NAMES)
+def test_a_recipe_fits_into_80_columns(name, monkeypatch):
+    recipe = fp8jax.recipes.get(name)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, recipe.explain().splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "300")
+    roles = [role for role, *_ in recipe.plan()]
+    lines = recipe.explain().splitlines()
+    assert all(sum(line.startswith(role) for line in lines) >= 1 for role in roles)
