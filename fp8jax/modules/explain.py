@@ -99,7 +99,7 @@ def _entries_nnx(model: nnx.Module, sample: Any, keywords: Any) -> tuple[Entry, 
 
     def call(state: Any, arrays: list[Any]) -> None:
         args, kwargs = rebuild(arrays)
-        found.extend(nnx_modules.explanation(nnx.merge(graph, state, copy=True), args, kwargs).entries)
+        found.extend(nnx_modules.entries(nnx.merge(graph, state, copy=True), args, kwargs))
 
     jax.eval_shape(call, jax.tree.map(abstract, state), arrays)
     return tuple(found)

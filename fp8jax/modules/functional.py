@@ -2,22 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 
 from fp8jax.core import products
-from fp8jax.modules.matrices import is_matrix
-from fp8jax.rewrite.caller import Caller
+from fp8jax.modules.calls import Call, CallLeaf, Names, Results, contents, is_plain, joined, parted, transformed
+from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.rules import Ordered
-from fp8jax.rewrite.states import Noted, ParameterState
+from fp8jax.rewrite.states import ParameterState
 from fp8jax.rewrite.transform import Transformed
 
 _TAG = "fp8jax"
-_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 class ModuleMethod(NamedTuple):
@@ -40,68 +38,44 @@ class ModuleMethod(NamedTuple):
     unwrap: Callable[[Any], Callable[[], None]]
 
 
-class CallLeaf(NamedTuple):
-    """What one leaf of a call is: a "parameter", with its path; another "array" of the module, or of an "argument"; a
-    "setting", with its value; or of what a call leaves what was "given", with its number."""
-
-    kind: str
-    value: Any = None
-    arrays: int = 1
-
-
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["arrays"],
     meta_fields=["structure", "leaves", "results", "changed", "whole"],
 )
 @dataclasses.dataclass(frozen=True)
-class _Results:
+class _Results(Results):
     """What a call leaves.
 
     Attributes:
-        arrays: those of the results, and then new values of variables.
         structure: of the results; where `whole`, the graph of results, module and arguments.
-        leaves: of that.
-        results: how many arrays are of the results.
         changed: which variables have another value.
         whole: more has changed than values of variables, or modules are among the results.
     """
 
-    arrays: list[Any]
-    structure: Any
-    leaves: tuple[CallLeaf, ...]
-    results: int
     changed: tuple[tuple[int, CallLeaf], ...] = ()
     whole: bool = False
 
     def leave(self, call: "SplitCall") -> Any:
         """Does to the module and the arguments of a call what it does, and gives its results."""
         new = iter(self.arrays)
-        leaves = [_value(leaf, call.raw, new) for leaf in self.leaves]
+        leaves = joined(self.leaves, new, given=call.raw)
         if self.whole:
             with nnx.merge_context(_TAG, inner=False) as context:
                 y, *_ = context.unflatten(self.structure, leaves)
             return y
-        for i, leaf in self.changed:
-            call.variables[i].set_raw_value(_value(leaf, call.raw, new))
+        places, changed = zip(*self.changed, strict=True) if self.changed else ((), ())
+        for i, value in zip(places, joined(changed, new, given=call.raw), strict=True):
+            call.variables[i].set_raw_value(value)
         return jax.tree.unflatten(self.structure, leaves)
 
 
 class SplitCall(NamedTuple):
-    """A call, taken apart.
+    """A call, taken apart; its leaves, as values, and as variables or arrays."""
 
-    Attributes:
-        transformed: the method, as a function of parameters by path and other arrays.
-        params, rest: these. variables: the leaves, as variables or arrays, in their order.
-        paths: of the leaves.
-    """
-
-    transformed: Transformed
-    params: dict[str, Any]
-    rest: list[Any]
+    call: Call
     raw: list[Any]
     variables: Sequence[Any]
-    paths: Sequence[Any]
 
 
 def run(
@@ -109,7 +83,7 @@ def run(
     method: ModuleMethod,
     args: Any,
     kwargs: Any,
-    held: Callable[[SplitCall], Mapping[str, ParameterState]],
+    held: Callable[[Sequence[Any]], Mapping[str, ParameterState]],
 ) -> Any:
     """The results of a call, and what its products observed, by the paths of parameters.
 
@@ -119,61 +93,55 @@ def run(
     Args:
         module: a module. method: one of its methods.
         args, kwargs: of the call: arrays, modules and settings in any structure. Python numbers are settings.
-        held: gives what the module holds for its parameters, by paths.
+        held: gives what the module holds for its parameters, by paths, of the leaves as variables.
     """
     with nnx.update_context(_TAG):
         call = _take_apart(module, method, args, kwargs)
-        results, noted = call.transformed.with_held(held(call), call.params, call.rest)
+        results, noted = call.call.planned().with_held(held(call.variables))
         y = results.leave(call)
     return y, noted
 
 
-def explain(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> Any:
-    """The plan of a call, an `Explanation`."""
+def explain(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> tuple[Entry, ...]:
+    """The plan of a call."""
     with nnx.update_context(_TAG):
-        call = _take_apart(module, method, args, kwargs)
-        return call.transformed.explain(call.params, call.rest)
+        return _take_apart(module, method, args, kwargs).call.planned().entries
 
 
 def _take_apart(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any) -> SplitCall:
     with nnx.split_context(_TAG) as context:
         graph, state = context.flatten((module, args, kwargs))
-    paths, variables = state.paths, state.leaves
+    variables = state.leaves
     raw = [_raw(v) for v in variables]
-    leaves = tuple(_leaf(method, *each) for each in zip(paths, variables, raw, strict=True))
-    params = {leaf.value: x for leaf, x in zip(leaves, raw, strict=True) if leaf.kind == "parameter"}
-    rest = [x for leaf, x in zip(leaves, raw, strict=True) if leaf.kind in ("array", "argument")]
+    leaves = tuple(_leaf(method, *each) for each in zip(state.paths, variables, raw, strict=True))
+    params, rest = parted(leaves, raw)
     shapes = tuple((path, x.shape) for path, x in params.items() if hasattr(x, "shape"))
     inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(raw))
     try:
         # In a program a call is traced as often as it stands there; outside of any, once.
-        known = None if inside or products.changed() else _objects(graph, leaves)
+        known = None if inside or products.changed() else _contents(graph, leaves)
         make = _transformed.__wrapped__ if known is None else _transformed
-        transformed = make(method, graph, leaves, shapes, known)
+        made = make(method, graph, leaves, shapes, known)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
         of = f"{type(module).__name__}.{method.name}"
         raise TypeError(f"an argument of {of} that is no array and no module must be hashable: {error}") from None
-    return SplitCall(transformed, params, rest, raw, variables, paths)
+    return SplitCall(Call(made, params, rest), raw, variables)
 
 
-def _objects(graph: Any, leaves: Sequence[CallLeaf]) -> Any:
-    """What objects hold that are compared by identity, and so may change; None where that cannot be told."""
+def _contents(graph: Any, leaves: Sequence[CallLeaf]) -> Any:
+    """As `contents` of the settings of a call; None where that cannot be told."""
     settings = [getattr(value, "value", None) for _, value in graph.attributes]
-    settings += [leaf.value for leaf in leaves if leaf.kind == "setting"]
-    own = [x for x in settings if type(x).__hash__ is object.__hash__ and not callable(x)]
     try:
-        held = tuple(tuple(sorted(vars(x).items())) for x in own)
-        hash(held)
+        return contents(*settings, *(leaf.value for leaf in leaves if leaf.kind == "setting"))
     except TypeError:
         return None
-    return held
 
 
 def _leaf(method: ModuleMethod, path: Any, variable: Any, x: Any) -> CallLeaf:
     parts = jax.tree.leaves(x)
-    if not all(isinstance(part, _ARRAYS) for part in parts):
+    if not all(map(is_plain, parts)):
         return CallLeaf("setting", x)
     if path[0] > 0:
         return CallLeaf("argument", arrays=len(parts))
@@ -190,13 +158,6 @@ def is_parameter(variable: Any, path: Sequence[Any], rules: Ordered, prefix: str
     return rules.asks("/".join(steps), "/".join(steps[:-1]))
 
 
-def _value(leaf: CallLeaf, raw: Sequence[Any], new: Iterator[Any]) -> Any:
-    """What a leaf of the results is."""
-    if leaf.kind == "given":
-        return raw[leaf.value]
-    return leaf.value if leaf.kind == "setting" else next(new)
-
-
 @functools.lru_cache(maxsize=128)
 def _transformed(
     method: ModuleMethod, graph: Any, leaves: tuple[CallLeaf, ...], shapes: Any, known: Any
@@ -207,9 +168,7 @@ def _transformed(
     for each call.
     """
 
-    def call(params: dict[str, Any], rest: list[Any]) -> _Results:
-        arrays = iter(rest)
-        raw = [params[leaf.value] if leaf.kind == "parameter" else _value(leaf, (), arrays) for leaf in leaves]
+    def call(raw: list[Any]) -> _Results:
         with nnx.merge_context(_TAG, inner=True) as context:
             module, args, kwargs = context.unflatten(graph, list(raw))
         wrap = method.unwrap(module)
@@ -217,18 +176,8 @@ def _transformed(
         wrap()
         return _results(graph, raw, y, (module, args, kwargs))
 
-    functools.update_wrapper(call, method.written, updated=())
-    # The parameters come first, by their paths.
-    places = [
-        leaf.kind
-        for leaf in sorted(leaves, key=lambda leaf: leaf.kind != "parameter")
-        for _ in range(leaf.arrays)
-        if leaf.kind != "setting"
-    ]
-    arguments = frozenset(i for i, kind in enumerate(places) if kind == "argument")
     names = Names(method.prefix, shapes)
-    caller = lambda results: Caller(results.results, arguments, names=names, whole=method.whole, checks=False)  # noqa: E731
-    return Transformed(call, method.rules, (0,), (), caller)
+    return transformed(call, method.written, leaves, method.rules, names=names, whole=method.whole, checks=False)
 
 
 def _results(graph: Any, raw: Sequence[Any], y: Any, called: Any) -> _Results:
@@ -270,35 +219,7 @@ def _after(x: Any, given: Mapping[int, int]) -> CallLeaf:
     if id(x) in given:
         return CallLeaf("given", given[id(x)])
     parts = jax.tree.leaves(x)
-    plain = all(isinstance(part, _ARRAYS) for part in parts)
-    return CallLeaf("array", arrays=len(parts)) if plain else CallLeaf("setting", x)
-
-
-class Names:
-    """The paths that rules match, for the path of a parameter in a module.
-
-    That of a layer is that of the module that holds its matrix; of one of several matrices, first its own.
-
-    Args:
-        prefix: the path of the module in its model.
-        shapes: the parameters of the module, by path.
-    """
-
-    def __init__(self, prefix: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        self._prefix = prefix
-        holders = [path.rpartition("/")[0] for path, shape in shapes if is_matrix(path.rpartition("/")[2], shape)]
-        self._several = {holder for holder in holders if holders.count(holder) > 1}
-
-    def __call__(self, path: str) -> tuple[str, ...]:
-        holder = path.rpartition("/")[0]
-        layer = "/".join(filter(None, (self._prefix, holder)))
-        return ("/".join(filter(None, (self._prefix, path))), layer) if holder in self._several else (layer,)
-
-
-def noted_by(held: Mapping[str, Any], noted: Mapping[str, Noted]) -> Iterator[tuple[Any, Noted]]:
-    """What holds each parameter's state, and what was observed of it."""
-    for path, seen in noted.items():
-        yield held[path], seen
+    return CallLeaf("array", arrays=len(parts)) if all(map(is_plain, parts)) else CallLeaf("setting", x)
 
 
 def kernel_axes(layer: Any) -> tuple[int, int]:

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import flax.linen as nn
 import jax
@@ -22,6 +22,24 @@ Model = TypeVar("Model", bound=nn.Module)
 _FLAX = ("scope", "parent", "name", "_state", "_id", "variables", "path")
 
 
+class Settings(NamedTuple):
+    """How methods of a class of quantized modules are transformed.
+
+    Attributes:
+        rules: which recipe is whose.
+        bound: of a part of a bound model, the path of the model's module; else None.
+        steps: of a part of a model, the path to it in the model that was not bound.
+    """
+
+    rules: Ordered
+    bound: Place | None = None
+    steps: Place = ()
+
+    def root(self, scope: Any) -> Root:
+        path = tuple(scope.path) if self.bound is None else self.bound
+        return Root(self.rules, path, self.steps, self.bound is not None or bool(self.steps))
+
+
 def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Model:
     """A copy of a model whose products with parameters compute with a recipe.
 
@@ -31,8 +49,10 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
     a class of your own, in setup or compact, under `nn.scan`, `nn.remat`, `nn.vmap` and `nn.jit`; and for a recipe with
     a `Context` norms and activations by what they compute. Paths of rules are those of the tree of parameters, joined
     by "/", without the last step; where a module holds several matrices, with it, too. The copy may be pickled, and be
-    a part of a larger model. Parts of it that are called through a bound copy, as in `copy.bind(variables).encoder(x)`,
-    follow the same rules.
+    a part of a larger model. Parts of it follow the same rules where they are called from outside: of a bound copy, as
+    `copy.bind(variables).encoder(x)`, and those in fields of one that is not bound, as `copy.encoder.apply(...)`.
+
+    Outside of a compiled function a call is compiled, once for each structure of its arguments, as `nn.jit` does it.
 
     Like a function under `jax.jit`, a model cannot ask for the values of arrays. Python numbers, strings and other
     arguments that are no arrays are settings. What a method returns may hold anything but modules.
@@ -67,9 +87,9 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
         raise TypeError(not_a_model("fp8jax.linen.quantize takes a Linen module", module))
     if module.scope is not None:
         raise ValueError("quantize the module before it is bound to variables")
-    if hasattr(type(module), "_fp8jax_rules"):
+    if hasattr(type(module), "_fp8jax_settings"):
         raise ValueError("the model is quantized already; give the rules to the model it was made from")
-    return _again(module, ordered(rules, layers))  # type: ignore[no-any-return]
+    return _again(module, Settings(ordered(rules, layers)))  # type: ignore[no-any-return]
 
 
 def unquantize(module: Model) -> Model:
@@ -111,8 +131,7 @@ def entries(module: nn.Module, variables: Any, args: Any, kwargs: Any) -> tuple[
     found = list[Entry]()
 
     def call(module: Any, *args: Any, **kwargs: Any) -> None:
-        tell = lambda method: found.extend(method.entries)  # noqa: E731
-        planned(cls._fp8jax_plain.__call__, _root(module), tell)(module, *args, **kwargs)
+        planned(cls._fp8jax_plain.__call__, _root(module), found.extend)(module, *args, **kwargs)
 
     mutable = [name for name in variables if name != "params"]
     how: Any = {"method": call, "rngs": {"params": jax.random.key(0)}, "mutable": mutable}
@@ -140,19 +159,19 @@ def _as(cls: Any, module: Any) -> Any:
     return cls(parent=None, **fields)
 
 
-def _again(module: Any, rules: Ordered) -> Any:
+def _again(module: Any, settings: Settings) -> Any:
     cls: Any = type(module)
-    return _as(_subclass(cls, rules), module)
+    return _as(_subclass(cls, settings), module)
 
 
 @functools.lru_cache(maxsize=256)
-def _subclass(cls: Any, rules: Ordered, whole: Place | None = None) -> Any:
-    """The class of quantized modules of a class; of a part of a model, with the path of the whole model's module."""
+def _subclass(cls: Any, settings: Settings) -> Any:
+    """The class of quantized modules of a class."""
     names = {name for base in cls.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
     names -= {"setup", *(f.name for f in dataclasses.fields(cls)), *(n for n in names if n.startswith("__"))}
     methods = {name: inspect.getattr_static(cls, name) for name in sorted(names | {"__call__"})}
     body: dict[str, Any] = {
-        name: _method(method, rules, whole)
+        name: _method(method, settings)
         for name, method in methods.items()
         if inspect.isfunction(method) and not hasattr(method, "nowrap")
     }
@@ -160,7 +179,7 @@ def _subclass(cls: Any, rules: Ordered, whole: Place | None = None) -> Any:
     def __reduce__(self: Any) -> Any:
         if self.scope is not None:
             raise TypeError("a module that is bound to variables is not pickled: pickle the model and the variables")
-        return _again, (_as(cls, self), rules)
+        return _again, (_as(cls, self), settings)
 
     def __getattribute__(self: Any, name: str) -> Any:
         return _seen_from_outside(self, name, cls.__getattribute__(self, name))
@@ -170,41 +189,49 @@ def _subclass(cls: Any, rules: Ordered, whole: Place | None = None) -> Any:
 
     # The same names, because Flax names a submodule after its class.
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    body |= {"_fp8jax_rules": rules, "_fp8jax_plain": cls, "_fp8jax_whole": whole, "__reduce__": __reduce__}
+    body |= {"_fp8jax_settings": settings, "_fp8jax_plain": cls, "__reduce__": __reduce__}
     body |= {"__getattribute__": nn.nowrap(__getattribute__), "__getattr__": nn.nowrap(__getattr__)}
     return type(cls)(cls.__name__, (cls,), body)
 
 
 def _root(module: Any) -> Root:
-    cls = type(module)
-    part = cls._fp8jax_whole is not None
-    return Root(cls._fp8jax_rules, cls._fp8jax_whole if part else tuple(module.scope.path), part)
+    return type(module)._fp8jax_settings.root(module.scope)  # type: ignore[no-any-return]
 
 
 def _seen_from_outside(module: Any, name: str, value: Any) -> Any:
     """An attribute of a quantized module; where it is a part that someone may call who is neither Flax nor the model,
     the part with the same rules."""
-    if name.startswith("__") or name in _FLAX or not isinstance(value, (nn.Module, list, tuple, dict)):
+    if name.startswith("__") or name in _FLAX or not isinstance(value, (nn.Module, list, tuple, Mapping)):
         return value
-    if module.scope is None or module._state.in_setup or _root(module).inside(module.scope):
+    if module.scope is not None and (module._state.in_setup or _root(module).inside(module.scope)):
         return value
-    if sys._getframe(2).f_globals.get("__name__", "").startswith("flax."):
+    if sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] in ("flax", "fp8jax", "dataclasses"):
         return value
-    return jax.tree.map(functools.partial(_part, module), value, is_leaf=lambda x: isinstance(x, nn.Module))
+    make = functools.partial(_part, module, name)
+    return jax.tree_util.tree_map_with_path(make, value, is_leaf=lambda x: isinstance(x, nn.Module))
 
 
-def _part(module: Any, value: Any) -> Any:
-    """A module inside of a quantized one, with the rules of that one."""
-    if not isinstance(value, nn.Module) or value.scope is None or hasattr(type(value), "_fp8jax_rules"):
+def _part(module: Any, name: str, path: Any, value: Any) -> Any:
+    """A module inside of a quantized one, in an attribute or in a container there, with the rules of that one."""
+    if not isinstance(value, nn.Module) or hasattr(type(value), "_fp8jax_settings"):
         return value
-    root = _root(module)
+    settings: Settings = type(module)._fp8jax_settings
+    if module.scope is None and value.scope is None:
+        # As Flax will call it.
+        own = "_".join((name, *(jax.tree_util.keystr((step,), simple=True) for step in path)))
+        settings = settings._replace(steps=(*settings.steps, own))
+    elif module.scope is None or value.scope is None:
+        return value
+    else:
+        root = _root(module)
+        settings = settings._replace(bound=root.path)
     kind: Any = type(value)
-    part = object.__new__(_subclass(kind, root.rules, root.path))
+    part = object.__new__(_subclass(kind, settings))
     vars(part).update(vars(value))
     return part
 
 
-def _method(method: Callable, rules: Ordered, whole: Place | None) -> Callable:
+def _method(method: Callable, settings: Settings) -> Callable:
     """A method that is transformed where it is called from outside of the model."""
 
     @nn.nowrap
@@ -213,7 +240,7 @@ def _method(method: Callable, rules: Ordered, whole: Place | None) -> Callable:
         scope = self.scope
         if scope is None or self._state.in_setup:
             return method(self, *args, **kwargs)
-        root = Root(rules, tuple(scope.path) if whole is None else whole, whole is not None)
+        root = settings.root(scope)
         if root.inside(scope):
             return method(self, *args, **kwargs)
         if not self.is_initializing():

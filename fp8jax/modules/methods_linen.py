@@ -4,40 +4,31 @@ Flax lifts the method to a function of the module's variables, random keys and a
 planned, and run with operations of recipes. What the method writes into collections comes back beside its result.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.core import lift, unfreeze
-from jax import Array
 from jax.tree_util import GetAttrKey, keystr
 
+from fp8jax.core import products
 from fp8jax.core.recipe import Linear
 from fp8jax.modules import training
-from fp8jax.modules.functional import Names
+from fp8jax.modules.calls import Call, CallLeaf, Names, Results, contents, is_plain, joined, parted
+from fp8jax.modules.calls import transformed as as_function
 from fp8jax.modules.scaled import nothing_seen
-from fp8jax.modules.scaled_linen import SCALING, STATISTICS, absent, variables_path
+from fp8jax.modules.scaled_linen import SCALING, STATISTICS, absent, absent_beside_others, variables_path
 from fp8jax.ops.scaled import ScalingState, observes
-from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.entries import Entry
-from fp8jax.rewrite.graph import Graph
-from fp8jax.rewrite.plan import plan
-from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Ordered
-from fp8jax.rewrite.run import Running, schedule
-from fp8jax.rewrite.states import (
-    Noted,
-    ParameterState,
-    TrackedScaling,
-    Use,
-    held_by_use,
-    init,
-    merged_uses,
-    scaling_names,
-)
+from fp8jax.rewrite.states import Noted, ParameterState, TrackedScaling, Use, scaling_names
+from fp8jax.rewrite.transform import Transformed
 
 Place = tuple[str, ...]
 # Parameters, and all other collections.
@@ -50,11 +41,13 @@ class Root(NamedTuple):
     Attributes:
         rules: which recipe is whose.
         path: where the model is whose paths these match.
+        steps: where the module is in its model, if that was never bound.
         part: it is a part of this model, called by itself.
     """
 
     rules: Ordered
     path: Place
+    steps: Place = ()
     part: bool = False
 
     def inside(self, scope: Any) -> bool:
@@ -65,41 +58,40 @@ class Root(NamedTuple):
         """The flags of such a scope."""
         return scope.flags.copy({"fp8jax": (*scope.flags.get("fp8jax", ()), self._replace(part=False))})
 
+    def place(self, scope: Place) -> Place:
+        """Where in the model the scope at a path is."""
+        whole = scope[len(self.path) :] if scope[: len(self.path)] == self.path else scope
+        return (*self.steps, *whole)
 
-class PlannedMethod(NamedTuple):
-    """The program of a call, planned.
+
+class LiftedCall(NamedTuple):
+    """A call of a method as a function.
 
     Attributes:
-        graph, entries, uses: as `plan` makes them.
-        arrays: its inputs, of which the first are parameters.
+        call: with its arrays.
         places: the number of the scope, and the path in it, of each parameter, by its path.
         mutable: for each scope, whether it takes variables of scalings.
-        rebuild: makes the result, and the collections written, of the program's outputs.
     """
 
-    graph: Graph
-    entries: tuple[Entry, ...]
-    uses: dict[Use, Linear]
-    arrays: list[Any]
+    call: Call
     places: dict[str, tuple[int, Place]]
     mutable: Sequence[bool]
-    rebuild: Callable[[list[Any]], tuple[Any, Any]]
 
 
 def transformed(method: Callable, root: Root) -> Callable:
     """A method with the products of recipes, which is called as it."""
 
-    def run(method: PlannedMethod, others: Any) -> Any:
-        held = {}
-        for use, linear in method.uses.items():
+    def run(lifted: LiftedCall, others: Any) -> Any:
+        planned, held = lifted.call.planned(), {}
+        for use, linear in planned.uses.items():
             if linear.states:
-                number, place = method.places[use.path]
-                held[use.path] = _read(others[number], place, linear, use.stacked)
-        running = Running(schedule(method.graph), method.arrays, held_by_use(held, method.uses), forward=True)
-        y, (params, written) = method.rebuild(running.outputs())
+                number, place = lifted.places[use.path]
+                held[use.path] = _read(others[number], place, linear, use)
+        results, observed = planned.with_held(held)
+        y, (params, written) = jax.tree.unflatten(results.structure, joined(results.leaves, iter(results.arrays)))
         written = tuple(unfreeze(collections) for collections in written)
-        for path, noted in merged_uses(running.seen or {}, method.uses).items():
-            number, place = method.places[path]
+        for path, noted in observed.items():
+            number, place = lifted.places[path]
             if SCALING in written[number]:
                 _note(written[number], place, held[path].linear, noted)
         return y, (params, written)
@@ -110,117 +102,223 @@ def transformed(method: Callable, root: Root) -> Callable:
 def initialized(method: Callable, root: Root) -> Callable:
     """A method that, called as it, adds the variables of scalings for parameters that are there, and nothing else."""
 
-    def run(method: PlannedMethod, others: Any) -> Any:
+    def run(lifted: LiftedCall, others: Any) -> Any:
         new: tuple[dict[str, Any], ...] = tuple({} for _ in others)
-        weights = dict(zip(method.places, method.arrays, strict=False))
-        for path, tracked in init(method.uses, weights).items():
-            number, place = method.places[path]
-            if not method.mutable[number]:
+        planned = lifted.call.planned()
+        stacked = {use.path: use.stacked for use in planned.uses}
+        for path, tracked in planned.init().items():
+            number, place = lifted.places[path]
+            if not lifted.mutable[number]:
                 raise _absent(place, tracked.linear, initializing=True)
-            stacked = next(use.stacked for use in method.uses if use.path == path)
-            _add(new[number], variables_path(place), tracked, stacked)
+            _add(new[number], variables_path(place), tracked, stacked[path])
         return None, (tuple({} for _ in others), new)
 
     return _lifted(method, root, run, fresh=True)
 
 
-def planned(method: Callable, root: Root, tell: Callable[[PlannedMethod], None]) -> Callable:
+def planned(method: Callable, root: Root, tell: Callable[[Sequence[Entry]], None]) -> Callable:
     """A method that, called as it, computes nothing and tells its plan."""
 
-    def run(method: PlannedMethod, others: Any) -> Any:
-        tell(method)
+    def run(lifted: LiftedCall, others: Any) -> Any:
+        tell(lifted.call.planned().entries)
         return None, (tuple({} for _ in others), tuple({} for _ in others))
 
     return _lifted(method, root, run)
 
 
-def _lifted(method: Callable, root: Root, run: Callable[[PlannedMethod, Any], Any], fresh: bool = False) -> Callable:
-    """A method whose call is one of `run` with its planned program; `fresh`, of the program that initializes it."""
+class _Tracing(threading.local):
+    """What Flax gives the call that is traced now: its core, and what makes scopes of variables, and the reverse.
 
-    def transform(core: Callable) -> Callable:
-        def inner(scope_fn: Callable, repack: Callable, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            # Where variables are initialized none is there yet but parameters.
-            given = (groups[0], tuple({} for _ in groups[1])) if fresh else groups
-            told: list[tuple[Place, bool]] = []  # no scope, which would keep what it holds
-
-            def call(groups: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-                scopes = scope_fn(groups, rngs)
-                roots = [scope for scope in dict.fromkeys(scopes) if scope.parent is None]
-                told[:] = [(scope.path, scope.is_mutable_collection(SCALING)) for scope in roots]
-                for scope in scopes:
-                    scope.flags = root.flags(scope)
-                return core(scopes, *args, **kwargs), repack(scopes)
-
-            return run(_planned(call, root, told, (given, rngs, args, kwargs)), groups[1])
-
-        return lift.pack(inner, _GROUPS, _GROUPS, (True,), enable_kwargs=True)  # type: ignore[no-any-return]
-
-    return nn.transforms.decorator_lift_transform(transform, method)  # type: ignore[no-any-return]
-
-
-def _planned(call: Callable, root: Root, scopes: Sequence[tuple[Place, bool]], arguments: Any) -> PlannedMethod:
-    """Traces, reads and plans a call with these variables, keys and arguments.
-
-    It tells the paths of its scopes, and whether each takes variables of scalings.
+    The function of a call is kept, and these, which hold variables, are not.
     """
-    leaves, structure = jax.tree.flatten_with_path(arguments)
-    arrays = [(path, x) for path, x in leaves if _is_array(x)]
-    fixed: list[Any] = []
 
-    def program(arrays: list[Array]) -> list[Any]:
-        rest = iter(arrays)
-        y, written = call(*jax.tree.unflatten(structure, [next(rest) if _is_array(x) else x for _, x in leaves]))
-        results, of_results = jax.tree.flatten(y)
-        more, of_more = jax.tree.flatten(written)
-        outputs = [*results, *more]
-        fixed[:] = of_results, of_more, len(results), [None if _is_array(x) else (x,) for x in outputs]
-        return [x for x in outputs if _is_array(x)]
+    now: tuple[Callable, Callable, Callable] | None = None
 
-    closed = jax.make_jaxpr(program)([x for _, x in arrays])
-    of_results, of_more, count, kept = fixed
-    places = {}
-    for path, _ in arrays:
-        if path[0].idx == 0 and path[1].idx == 0:
+    @contextlib.contextmanager
+    def of(self, *now: Callable) -> Iterator[None]:
+        before, self.now = self.now, now  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self.now = before
+
+
+_tracing = _Tracing()
+
+
+class _Function(NamedTuple):
+    """The function of a call, and the counters of random keys in its scopes after a run, once it has been traced."""
+
+    transformed: Transformed
+    counters: list[dict[Any, Any]]
+
+
+def _lifted(method: Callable, root: Root, run: Callable[[LiftedCall, Any], Any], fresh: bool = False) -> Callable:
+    """A method whose call is one of `run` with its function; `fresh`, of the function that initializes it."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fields = _fields(self)
+
+        def transform(core: Callable) -> Callable:
+            def inner(scope_fn: Callable, repack: Callable, groups: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+                # Where variables are initialized none is there yet but parameters.
+                given = (groups[0], tuple({} for _ in groups[1])) if fresh else groups
+                scopes = _roots(scope_fn(given, rngs))
+                leaves, structure = jax.tree.flatten_with_path((given, rngs, args, kwargs))
+                values = [x for _, x in leaves]
+                kinds, places = _kinds(leaves, root, [scope.path for scope in scopes])
+                function = _function_of(method, root, fields, structure, kinds, values, scopes)
+                call = Call(function.transformed, *parted(kinds, values))
+                mutable = [scope.is_mutable_collection(SCALING) for scope in scopes]
+                with _tracing.of(core, scope_fn, repack):
+                    results = run(LiftedCall(call, places, mutable), groups[1])
+                for scope, counters in zip(scopes, function.counters, strict=True):
+                    scope.rng_counters.update(_copied(counters))
+                return results
+
+            return lift.pack(inner, _GROUPS, _GROUPS, (True,), enable_kwargs=True)  # type: ignore[no-any-return]
+
+        return nn.transforms.decorator_lift_transform(transform, method)(self, *args, **kwargs)
+
+    return call
+
+
+def _roots(scopes: Sequence[Any]) -> list[Any]:
+    return [scope for scope in dict.fromkeys(scopes) if scope.parent is None]
+
+
+def _copied(counters: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Counters of a scope, in which are those of scopes in it."""
+    return {key: _copied(n) if isinstance(n, Mapping) else n for key, n in counters.items()}
+
+
+def _kinds(
+    leaves: Sequence[tuple[Any, Any]], root: Root, scopes: Sequence[Place]
+) -> tuple[tuple[CallLeaf, ...], dict[str, tuple[int, Place]]]:
+    """What the leaves of (groups of variables, keys, arguments, keywords) are, and where its parameters are."""
+    kinds, places = list[CallLeaf](), dict[str, tuple[int, Place]]()
+    for path, x in leaves:
+        if not is_plain(x):
+            kinds.append(CallLeaf("setting", x))
+        elif path[0].idx > 1:
+            kinds.append(CallLeaf("argument"))
+        elif path[0].idx == 0 and path[1].idx == 0:
             steps = [step for step in path[4:] if step != GetAttrKey("value")]  # of metadata around a parameter
-            place = tuple(keystr((step,), simple=True) for step in steps)
-            scope, _ = scopes[path[2].idx]
-            whole = scope[len(root.path) :] if scope[: len(root.path)] == root.path else scope
-            places["/".join((*whole, *place))] = path[2].idx, place
-    given = [i for i, (path, _) in enumerate(arrays) if path[0].idx > 1]
-    graph = read(closed, [*places, *[None] * (len(arrays) - len(places))])
-    results = sum(x is None for x in kept[:count])
-    shapes = [(path, x.shape) for path, (_, x) in zip(places, arrays, strict=False)]
-    caller = Caller(results, given, True, Names("", shapes), not root.part, not root.part)
-    entries, uses = plan(graph, root.rules, caller)
-
-    def rebuild(outputs: list[Any]) -> tuple[Any, Any]:
-        rest = iter(outputs)
-        whole = [next(rest) if x is None else x[0] for x in kept]
-        return jax.tree.unflatten(of_results, whole[:count]), jax.tree.unflatten(of_more, whole[count:])
-
-    mutable = [takes for _, takes in scopes]
-    return PlannedMethod(graph, tuple(entries.values()), uses, [x for _, x in arrays], places, mutable, rebuild)
+            place, number = tuple(keystr((step,), simple=True) for step in steps), path[2].idx
+            kinds.append(CallLeaf("parameter", "/".join((*root.place(scopes[number]), *place))))
+            places[kinds[-1].value] = number, place
+        else:
+            kinds.append(CallLeaf("array"))
+    return tuple(kinds), places
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and x.dtype.kind not in "OSUMm")
+def _function_of(
+    method: Callable,
+    root: Root,
+    fields: Hashable,
+    structure: Any,
+    kinds: tuple[CallLeaf, ...],
+    values: Sequence[Any],
+    scopes: Sequence[Any],
+) -> _Function:
+    """The function of a call. In a program one is made as often as the call stands there; outside of any, once."""
+    shapes = tuple((x.shape, x.dtype) for x in values if is_plain(x))
+    context = tuple((scope.path, repr(scope.mutable), scope.flags) for scope in scopes)
+    inside = any(isinstance(x, jax.core.Tracer) for x in values)
+    drawn = any(n for scope in scopes for n in scope.rng_counters.values())
+    settings = [leaf.value for leaf in kinds if leaf.kind == "setting"]
+    make: Any = _function
+    if fields is None or inside or drawn or any(isinstance(x, nn.Module) for x in settings):
+        make = _function.__wrapped__
+    try:
+        return make(method, root, (fields, contents(*settings)), structure, kinds, shapes, context)  # type: ignore[no-any-return]
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return _function.__wrapped__(method, root, None, structure, kinds, shapes, context)
 
 
-def _read(collections: Mapping[str, Any], place: Place, linear: Linear, stacked: tuple[int, ...]) -> ParameterState:
+@functools.lru_cache(maxsize=128)
+def _function(
+    method: Callable, root: Root, fields: Any, structure: Any, kinds: tuple[CallLeaf, ...], shapes: Any, context: Any
+) -> _Function:
+    counters: list[dict[Any, Any]] = []
+
+    def call(leaves: list[Any]) -> Results:
+        assert _tracing.now is not None
+        core, scope_fn, repack = _tracing.now
+        groups, rngs, args, kwargs = jax.tree.unflatten(structure, leaves)
+        scopes = scope_fn(groups, rngs)
+        roots = _roots(scopes)
+        for scope in scopes:
+            scope.flags = root.flags(scope)
+        y = core(scopes, *args, **kwargs)
+        left, of_left = jax.tree.flatten((y, repack(scopes)))
+        counters[:] = [_copied(scope.rng_counters) for scope in roots]
+        after = tuple(CallLeaf("array") if is_plain(x) else CallLeaf("setting", x) for x in left)
+        count = sum(map(is_plain, jax.tree.leaves(y)))
+        return Results([x for x in left if is_plain(x)], of_left, after, count)
+
+    arrays = [leaf for leaf in kinds if leaf.kind != "setting"]
+    each = zip(arrays, shapes, strict=True)
+    names = Names("", [(leaf.value, shape) for leaf, (shape, _) in each if leaf.kind == "parameter"])
+    how: Any = {"modules": True, "names": names, "whole": not root.part, "checks": not root.part}
+    return _Function(as_function(call, method, kinds, root.rules, **how), counters)
+
+
+def _fields(module: nn.Module) -> Hashable:
+    """What tells the programs of modules apart; None where nothing does, or someone watches their calls."""
+    if products.changed() or _watched():
+        return None
+    seen: dict[int, int] = {}
+
+    def fields(x: Any) -> Hashable:
+        if isinstance(x, nn.Module):
+            if id(x) in seen:
+                return seen[id(x)]
+            seen[id(x)] = len(seen)
+            names = [f.name for f in dataclasses.fields(x) if f.name != "parent"]
+            return type(x), *((name, fields(getattr(x, name, None))) for name in names)
+        if isinstance(x, Mapping):
+            return type(x), *((key, fields(value)) for key, value in x.items())
+        if isinstance(x, (list, tuple)):
+            return type(x), *map(fields, x)
+        return x, contents(x)
+
+    try:
+        found = fields(module)
+        hash(found)
+    except TypeError:
+        return None
+    return found
+
+
+def _watched() -> bool:
+    """Whether someone looks into calls of modules, or intercepts them."""
+    flax: Any = nn.module
+    try:  # Flax's record of this has no public name: where it is another one, each call is traced.
+        looks = any(flax._context.capture_stack) or flax._context.call_info_stack
+        return bool(looks or len(flax._global_interceptor_stack))
+    except (AttributeError, TypeError):
+        return True
+
+
+def _read(collections: Mapping[str, Any], place: Place, linear: Linear, use: Use) -> ParameterState:
     """What the variables of a scaling hold for the products with a parameter."""
     path = variables_path(place)
     own, slot = _find(collections, SCALING, path), _find(collections, STATISTICS, path).get("slot")
     names = {operand: part.variable(operand) for operand, part in linear.states.items()}
     if not set(names.values()) <= set(own) or (slot is None and observes(linear, "dy")):
-        raise _absent(place, linear, initializing=False)
-    return ParameterState(
-        linear, stacked, ScalingState(**{operand: own[name] for operand, name in names.items()}), slot
-    )
+        raise _absent(place, linear, initializing=False, others=bool(collections.get(SCALING)))
+    state = ScalingState(**{operand: own[name] for operand, name in names.items()})
+    return ParameterState(linear, use.stacked, state, slot)
 
 
-def _absent(place: Place, linear: Linear, initializing: bool) -> ValueError:
-    what = absent(linear, initializing)
-    return ValueError(f"{'/'.join(place[:-1]) or 'the layer'} has {scaling_names(linear)} scaling: {what}")
+def _absent(place: Place, linear: Linear, initializing: bool, others: bool = False) -> ValueError:
+    layer = "/".join(place[:-1]) or "the layer"
+    what = absent(linear, initializing) if not others else absent_beside_others(layer)
+    return ValueError(f"{layer} has {scaling_names(linear)} scaling: {what}")
 
 
 def _find(collections: Mapping[str, Any], name: str, path: Place) -> Mapping[str, Any]:

@@ -13,7 +13,8 @@ from jax import lax
 
 from fp8jax.core.recipe import Linear
 from fp8jax.modules import functional
-from fp8jax.modules.functional import ModuleMethod, Names, stacked_axes
+from fp8jax.modules.calls import Names
+from fp8jax.modules.functional import ModuleMethod, stacked_axes
 from fp8jax.modules.matrices import is_matrix, not_a_model
 from fp8jax.modules.scaled import (
     Holder,
@@ -21,7 +22,7 @@ from fp8jax.modules.scaled import (
     observed_operands,
     state_name,
 )
-from fp8jax.rewrite.explanation import Explanation
+from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.states import ParameterState
 
@@ -91,8 +92,8 @@ def _method(written: Any, name: str, settings: QuantizedAs) -> Callable:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         holders: dict[str, Holder] = {}
 
-        def held(call: Any) -> dict[str, ParameterState]:
-            holders.update(_holders(self, call.variables))
+        def held(variables: Sequence[Any]) -> dict[str, ParameterState]:
+            holders.update(_holders(self, variables))
             return {path: holder.given() for path, holder in holders.items()}
 
         try:
@@ -344,7 +345,7 @@ def unquantize(model: Model) -> Model:
     return plain
 
 
-def explanation(model: Any, args: Any, kwargs: Any) -> Explanation:
+def entries(model: Any, args: Any, kwargs: Any) -> tuple[Entry, ...]:
     """What becomes of each part of a call of a quantized model."""
     settings = settings_of(model)
     assert settings is not None

@@ -40,6 +40,15 @@ def absent(linear: Linear, initializing: bool) -> str:
     )
 
 
+def absent_beside_others(layer: str) -> str:
+    """What to do where those of other layers are there, as in a checkpoint of a model that left the layer alone."""
+    return (
+        f"other layers have variables in {SCALING!r} and it has none, as where a checkpoint left it alone. "
+        f"Leave it alone by a rule, [fp8jax.Rule({layer!r}, None), recipe], or add what `init` makes to what was "
+        "saved, {**made, **saved} of flax.traverse_util.flatten_dict(variables)"
+    )
+
+
 def variables_path(place: tuple[str, ...]) -> tuple[str, ...]:
     """Where in their collections the variables of the product with a parameter are."""
     return place[:-1] if place[-1] == "kernel" else (*place[:-1], f"{OWN}{place[-1]}")

@@ -15,8 +15,9 @@ from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.plan import plan
 from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
-from fp8jax.rewrite.run import Running, Schedule, schedule
+from fp8jax.rewrite.run import Running, schedule
 from fp8jax.rewrite.states import (
+    Given,
     Noted,
     ParameterState,
     States,
@@ -34,13 +35,59 @@ _MOST_PLANS = 64
 
 
 class _Planned(NamedTuple):
-    schedule: Schedule
     entries: tuple[Entry, ...]
     uses: dict[Use, Linear]
     paths: tuple[str | None, ...]
     structure: Any
     run: Callable
     compiled: Callable
+
+
+class PlannedCall(NamedTuple):
+    """A call with its plan: what `Transformed.planned` returns."""
+
+    plan: _Planned
+    arrays: list[Any]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """What becomes of each product with a parameter, and of what stands before it."""
+        return self.plan.entries
+
+    @property
+    def uses(self) -> dict[Use, Linear]:
+        """The products with one parameter, and their recipes."""
+        return self.plan.uses
+
+    def init(self) -> States:
+        """The states of scalings before the first step; see `Transformed.init`."""
+        weights = {path: x for path, x in zip(self.plan.paths, self.arrays, strict=True) if path is not None}
+        return init(self.uses, weights)
+
+    def run(self, given: Mapping[Any, Given], *, noting: bool) -> tuple[Any, Any]:
+        """The function's results; `noting`, also what uses observed, else that is the gradient of their slots.
+
+        Args:
+            given: what each use is given, by its key.
+        """
+        inside = any(isinstance(x, jax.core.Tracer) for x in (*self.arrays, *jax.tree.leaves(given)))
+        outputs, seen = (self.plan.run if inside else self.plan.compiled)(self.arrays, given, noting=noting)
+        return jax.tree.unflatten(self.plan.structure, outputs), seen
+
+    def with_held(self, held: Mapping[str, ParameterState]) -> tuple[Any, dict[str, Noted]]:
+        """The function's results, and what was observed of inputs and weights, by the paths of parameters.
+
+        Where nothing is held automatic scaling measures the weights; others that keep a state raise.
+
+        Args:
+            held: what the caller holds of states and weights in codes, by the paths of parameters; what is observed of
+                gradients is the cotangent of their slots.
+
+        Raises:
+            ValueError: the recipe of a product keeps a state that is not held, or one of another shape.
+        """
+        results, seen = self.run(held_by_use(held, self.uses), noting=True)
+        return results, merged_uses(seen, self.uses)
 
 
 class _Call(NamedTuple):
@@ -74,30 +121,30 @@ class Transformed:
         self._plans: dict[int, tuple[Any, _Planned]] = {}
 
     def __call__(self, *args: Any, states: States | None = None, **kwargs: Any) -> Any:
-        arrays, made = self._planned(args, kwargs)
-        _check_states(states, made.uses)
-        inside = any(isinstance(x, jax.core.Tracer) for x in (*arrays, *jax.tree.leaves(states)))
-        outputs, _ = (made.run if inside else made.compiled)(arrays, by_use(states or {}), noting=False)
-        return jax.tree.unflatten(made.structure, outputs)
+        call = self.planned(*args, **kwargs)
+        _check_states(states, call.uses)
+        return call.run(by_use(states or {}), noting=False)[0]
 
-    def with_held(self, held: Mapping[str, ParameterState], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Noted]]:
-        """The function's results, and what was observed of inputs and weights, by the paths of parameters.
-
-        A call without `held` does without states: automatic scaling measures the weights, and others cannot be called.
+    def planned(self, *args: Any, **kwargs: Any) -> "PlannedCall":
+        """A call with its plan; nothing is computed.
 
         Args:
-            held: what the caller holds of states and weights in codes, by the paths of parameters; what is observed of
-                gradients is the cotangent of their slots.
             args, kwargs: of a call.
 
         Raises:
-            ValueError: as the call; or the recipe of a product keeps a state that is not held, or one of another shape.
+            ValueError: as the call.
         """
-        arrays, made = self._planned(args, kwargs)
-        given = held_by_use(held, made.uses)
-        inside = any(isinstance(x, jax.core.Tracer) for x in (*arrays, *jax.tree.leaves(given)))
-        outputs, noted = (made.run if inside else made.compiled)(arrays, given, noting=True)
-        return jax.tree.unflatten(made.structure, outputs), merged_uses(noted, made.uses)
+        call = self._traced(args, kwargs)
+        known = self._plans.get(id(call.program))
+        if known is not None:
+            return PlannedCall(known[1], call.arrays)
+        made = self._make(call.program, self._paths(call.places), call.shapes)
+        # What closes over values of a trace has a plan for one call.
+        if not any(isinstance(c, jax.core.Tracer) for c in call.program.consts):
+            while len(self._plans) >= _MOST_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[id(call.program)] = call.program, made
+        return PlannedCall(made, call.arrays)
 
     def check(self, *args: Any, **kwargs: Any) -> Comparison:
         """Compares each operation with what it stands for, on the arrays that the function as written gives it.
@@ -137,9 +184,7 @@ class Transformed:
         Raises:
             ValueError: as the call; or products of one parameter cannot have one state.
         """
-        arrays, made = self._planned(args, kwargs)
-        weights = {path: x for path, x in zip(made.paths, arrays, strict=True) if path is not None}
-        return init(made.uses, weights)
+        return self.planned(*args, **kwargs).init()
 
     def advance(self, states: States, observed: States, *, axis_name: Any = None) -> States:
         """The states after a step.
@@ -175,7 +220,7 @@ class Transformed:
         Raises:
             ValueError: as the call.
         """
-        return Explanation(self._planned(args, kwargs)[1].entries)
+        return Explanation(self.planned(*args, **kwargs).entries)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The program of a call."""
@@ -195,20 +240,6 @@ class Transformed:
         program, shapes = jax.make_jaxpr(call, return_shape=True)(arrays)
         return _Call(arrays, program, shapes, [path for path, _ in leaves])
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Planned]:
-        """The arrays among the arguments of a call, and the plan for it."""
-        call = self._traced(args, kwargs)
-        known = self._plans.get(id(call.program))
-        if known is not None:
-            return call.arrays, known[1]
-        made = self._make(call.program, self._paths(call.places), call.shapes)
-        # What closes over values of a trace has a plan for one call.
-        if not any(isinstance(c, jax.core.Tracer) for c in call.program.consts):
-            while len(self._plans) >= _MOST_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[id(call.program)] = call.program, made
-        return call.arrays, made
-
     def _paths(self, places: Sequence[Any]) -> list[str | None]:
         """For each array its path in the parameters; None for data."""
         arguments = [_place(path) for path in places]
@@ -227,7 +258,7 @@ class Transformed:
             return running.outputs(), running.seen
 
         compiled = jax.jit(run, static_argnames="noting")
-        return _Planned(made, tuple(entries.values()), uses, tuple(paths), structure, run, compiled)
+        return _Planned(tuple(entries.values()), uses, tuple(paths), structure, run, compiled)
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""

@@ -1,6 +1,7 @@
 """Quantized Linen models as what Flax's users do with models: collections, keys, bindings, copies, other libraries."""
 
 import copy
+import dataclasses
 import functools
 import pickle
 import warnings
@@ -10,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 from jax import export, lax
 
 import fp8jax
 from fp8jax.modules import linen, training
+from fp8jax.rewrite import transform as transforms
 from tests.distance import relative
 from tests.modules import patches
 from tests.programs import dots
@@ -86,6 +89,127 @@ def test_parts_that_are_called_from_outside_are_quantized_by_the_same_rules():
     np.testing.assert_array_equal(inner(X)[0], bound.inner(X)["y"])
     assert type(bound.inner) is not Everything
     assert isinstance(bound.inner, Everything)
+
+
+class Outer(nn.Module):
+    """Modules in fields: one, those of a list, of a dictionary; one of them has another in a field of its own."""
+
+    inner: nn.Module
+    listed: list[nn.Module]
+    named: dict[str, nn.Module]
+
+    def __call__(self, x):
+        return self.named["last"](self.listed[1](self.listed[0](nn.silu(self.inner(x)))))
+
+
+class Holding(nn.Module):
+    dense: nn.Module
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+def test_parts_in_fields_of_a_model_that_is_not_bound_are_quantized_by_the_same_rules():
+    parts = Holding(nn.Dense(WIDTH)), [nn.Dense(WIDTH), nn.Dense(WIDTH)], {"last": nn.Dense(WIDTH)}
+    plain = Outer(*parts)
+    model = fp8jax.linen.quantize(plain, [fp8jax.Rule("listed_1", None), fp8jax.Rule(".*", TE)])
+    variables, of = plain.init(KEY, X), plain.init(KEY, X)["params"]
+    bound = model.bind(variables)
+    own, whole = ((m.inner, m.inner.dense, *m.listed, m.named["last"]) for m in (model, bound))
+    places = of["inner"], of["inner"]["dense"], of["listed_0"], of["listed_1"], of["named_last"]
+    for part, other, params, count in zip(own, whole, places, (1, 1, 1, 0, 1), strict=True):
+        assert eight(part.apply, {"params": params}, X) == eight(other, X) == count
+        np.testing.assert_array_equal(part.apply({"params": params}, X), other(X))
+    assert eight(bound, X) == 3
+    assert (model.inner, hash(model.inner), isinstance(model.inner, Holding)) == (model.inner, hash(model.inner), True)
+    assert (model.inner.dense.features, copy.deepcopy(model.inner)) == (WIDTH, model.inner)
+    assert fp8jax.linen.unquantize(model) == plain
+    assert fp8jax.linen.unquantize(model.inner) == parts[0]
+    fresh = model.inner.init(KEY, X)
+    jax.tree.map(np.testing.assert_array_equal, fresh, parts[0].init(KEY, X))
+    # A part may be a part of another model.
+    other = Outer(model.inner, [nn.Dense(WIDTH), nn.Dense(WIDTH)], {"last": nn.Dense(WIDTH)})
+    assert eight(lambda x: other.apply(variables, x), X) == 1
+    # What is no part of the tree of parameters stays what it is.
+    assert isinstance(model.clone(inner=nn.Dense(WIDTH)).inner, nn.Dense)
+
+
+@dataclasses.dataclass(eq=False)
+class Config:
+    """Compared by identity."""
+
+    scale: float
+
+
+class Configured(nn.Module):
+    config: Config
+    how: object = 1
+
+    @nn.compact
+    def __call__(self, x, train=False, power=1):
+        x = nn.Dropout(0.5, deterministic=not train)(nn.Dense(WIDTH)(self.config.scale * x))
+        return x, type(self.how).__name__, type(power).__name__
+
+
+def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
+    plans, plan = [], transforms.plan
+    monkeypatch.setattr(transforms, "plan", lambda *args: plans.append(1) or plan(*args))
+    config = Config(1.0)
+    model = fp8jax.linen.quantize(Configured(config), TE)
+    variables = model.init(KEY, X)
+
+    def call(*args, of=model, x=X, **how):
+        before = len(plans)
+        y = of.apply(variables, x, *args, **how)
+        return y, len(plans) - before
+
+    (y, *names), count = call()
+    assert (names, count) == (["int", "int"], 1)
+    program = jax.jit(lambda x: model.apply(variables, x)[0])
+    np.testing.assert_array_equal(y, program(X))
+    (again, *_), count = call(x=-X)
+    assert count == 0
+    np.testing.assert_array_equal(again, program(-X))
+    # Other settings, fields and shapes have other programs, and those that compare as equal, too.
+    assert call(power=True)[0][2] == "bool"
+    assert call(power=True)[1] == 0
+    assert call(of=fp8jax.linen.quantize(Configured(config, True), TE))[0][1] == "bool"
+    assert call(x=X[:1])[1] == 1
+    config.scale = 2.0
+    changed, count = call()
+    assert count == 1
+    np.testing.assert_array_equal(changed[0], program(2 * X))
+    # Keys are drawn as they are by the model as written.
+    keys = [{"rngs": {"dropout": jax.random.key(i)}} for i in (1, 1, 2)]
+    dropped = [np.asarray(call(True, **key)[0][0]) == 0 for key in keys]
+    want = [np.asarray(Configured(config).apply(variables, X, True, **key)[0]) == 0 for key in keys]
+    np.testing.assert_array_equal(dropped, want)
+    bound, plain = (m.bind(variables, rngs=keys[0]["rngs"]) for m in (model, Configured(config)))
+    for _ in range(2):
+        np.testing.assert_array_equal(bound(X, True)[0] == 0, plain(X, True)[0] == 0)
+    # Who looks into a call sees it each time.
+    for _ in range(2):
+        _, seen = model.apply(variables, X, capture_intermediates=True, mutable=["intermediates"])
+        assert "Dense_0" in seen["intermediates"]
+    with nn.intercept_methods(lambda call, args, kwargs, context: (plans.append("call"), call(*args, **kwargs))[1]):
+        assert all(call()[1] > 1 for _ in range(2))
+    assert "Dense_0" not in model.apply(variables, X, mutable=["intermediates"])[1].get("intermediates", {})
+
+
+def test_a_checkpoint_without_the_states_of_a_layer_is_told_what_to_do():
+    model = fp8jax.linen.quantize(nn.Sequential([nn.Dense(WIDTH), nn.Dense(WIDTH)]), "te_delayed")
+    made = model.init(KEY, X)
+    flat = traverse_util.flatten_dict(made)
+    saved = {path: leaf for path, leaf in flat.items() if "layers_1" not in path or path[0] == "params"}
+    saved[("fp8jax_scaling", "layers_0", "x")] += 1
+    with pytest.raises(ValueError, match=r"layers_1 has delayed scaling: other layers have.*Rule\('layers_1', None\)"):
+        model.apply(traverse_util.unflatten_dict(saved), X)
+    whole = traverse_util.unflatten_dict({**flat, **saved})
+    assert np.all(np.isfinite(model.apply(whole, X)))
+    left = fp8jax.linen.quantize(nn.Sequential([nn.Dense(WIDTH)] * 2), [fp8jax.Rule("layers_1", None), "te_delayed"])
+    assert np.all(np.isfinite(left.apply(traverse_util.unflatten_dict(saved), X)))
+    with pytest.raises(ValueError, match="give `apply` the collections"):
+        model.apply({"params": made["params"]}, X)
 
 
 @pytest.mark.parametrize("dumps", ["pickle", "cloudpickle", "deepcopy"])

@@ -345,3 +345,27 @@ def test_held_weights_are_those_of_each_call():
         layer.up.kernel[...] *= 2
     np.testing.assert_allclose(held(X), want, rtol=1e-5, atol=1e-6)
     assert jax.tree.structure(nnx.state(held, nnx.Param)) == jax.tree.structure(nnx.state(quantized, nnx.Param))
+
+
+class Kind(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x, power):
+        return self.dense(x), type(power).__name__
+
+
+def test_settings_that_compare_as_equal_are_told_apart():
+    model = fp8jax.nnx.quantize(Kind(nnx.Rngs(0)), TE)
+    assert [model(X, power)[1] for power in (1, True, 1.0, 1)] == ["int", "bool", "float", "int"]
+
+
+def test_a_state_that_lacks_a_layers_scaling_is_taken_and_that_layer_starts_anew():
+    trained, fresh = (fp8jax.nnx.quantize(Model(nnx.Rngs(seed)), "te_delayed") for seed in (0, 1))
+    trained.layers[0].up.dot_general.x[...] += 2
+    saved = nnx.to_flat_state(nnx.state(trained))
+    saved = nnx.from_flat_state([(path, v) for path, v in saved if "gate" not in path or path[-1] == "kernel"])
+    nnx.update(fresh, saved)
+    assert jnp.all(fresh.layers[0].up.dot_general.x[...] == trained.layers[0].up.dot_general.x[...])
+    assert jnp.all(fresh.layers[0].gate.dot_general.x[...] == 0)
+    assert jnp.all(jnp.isfinite(fresh(X)))

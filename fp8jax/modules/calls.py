@@ -1,0 +1,150 @@
+"""Calls of methods of Flax modules as functions of parameters by path, and of other arrays in a list."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fp8jax.modules.matrices import is_matrix
+from fp8jax.rewrite.caller import Caller
+from fp8jax.rewrite.rules import Ordered
+from fp8jax.rewrite.transform import PlannedCall, Transformed
+
+
+class CallLeaf(NamedTuple):
+    """What one leaf of a call is: a "parameter", with its path; another "array" of the module, or of an "argument"; a
+    "setting", with its value; or of what a call leaves what was "given", with its number."""
+
+    kind: str
+    value: Any = None
+    arrays: int = 1
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["structure", "leaves", "results"]
+)
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a call leaves.
+
+    Attributes:
+        arrays: those of the results, and then new values of variables.
+        structure: of all that it leaves.
+        leaves: of that.
+        results: how many arrays are of the results.
+    """
+
+    arrays: list[Any]
+    structure: Any
+    leaves: tuple[CallLeaf, ...]
+    results: int
+
+
+class Call(NamedTuple):
+    """A call, taken apart: the method as a function of parameters and other arrays, and these."""
+
+    transformed: Transformed
+    params: dict[str, Any]
+    rest: list[Any]
+
+    def planned(self) -> PlannedCall:
+        return self.transformed.planned(self.params, self.rest)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether a leaf is an array, of JAX or NumPy, or stands for one."""
+    if isinstance(x, np.ndarray):
+        return x.dtype.kind not in "OSUMm"
+    return isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def parted(leaves: Sequence[CallLeaf], values: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The parameters among the leaves of a call, by path, and its other arrays."""
+    pairs = list(zip(leaves, values, strict=True))
+    params = {leaf.value: x for leaf, x in pairs if leaf.kind == "parameter"}
+    return params, [x for leaf, x in pairs if leaf.kind in ("array", "argument")]
+
+
+def joined(
+    leaves: Sequence[CallLeaf], arrays: Iterator[Any], params: Mapping[str, Any] = {}, given: Sequence[Any] = ()
+) -> list[Any]:
+    """The leaves of a call, or of what it leaves.
+
+    Args:
+        leaves: what they are.
+        arrays: in their order.
+        params: by path.
+        given: what leaves are that were given.
+    """
+
+    def value(leaf: CallLeaf) -> Any:
+        if leaf.kind in ("setting", "given"):
+            return leaf.value if leaf.kind == "setting" else given[leaf.value]
+        return params[leaf.value] if leaf.kind == "parameter" else next(arrays)
+
+    return [value(leaf) for leaf in leaves]
+
+
+def transformed(
+    call: Callable[[list[Any]], Results], written: Callable, leaves: Sequence[CallLeaf], rules: Ordered, **how: Any
+) -> Transformed:
+    """A call as a function of parameters and other arrays.
+
+    Args:
+        call: the call, of its leaves.
+        written: the method, after which it is named.
+        leaves: what they are.
+        rules: on the paths of layers.
+        how: what else is known of its `Caller`.
+    """
+
+    def function(params: dict[str, Any], rest: list[Any]) -> Results:
+        return call(joined(leaves, iter(rest), params))
+
+    functools.update_wrapper(function, written, updated=())
+    # The parameters come first, by their paths.
+    places = [
+        leaf.kind
+        for leaf in sorted(leaves, key=lambda leaf: leaf.kind != "parameter")
+        for _ in range(leaf.arrays)
+        if leaf.kind != "setting"
+    ]
+    arguments = frozenset(i for i, kind in enumerate(places) if kind == "argument")
+    return Transformed(function, rules, (0,), (), lambda results: Caller(results.results, arguments, **how))
+
+
+def contents(*settings: Any) -> Hashable:
+    """What tells settings apart that compare as equal: their types, as of 1 and True, and what objects hold that are
+    compared by identity, and so may change.
+
+    Raises:
+        TypeError: that cannot be told, or a setting is not hashable.
+    """
+    own = [x for x in settings if type(x).__hash__ is object.__hash__ and not callable(x)]
+    held = tuple(tuple(sorted(vars(x).items())) for x in own)
+    hash(held)
+    return tuple(map(type, settings)), held
+
+
+class Names:
+    """The paths that rules match, for the path of a parameter in a module.
+
+    That of a layer is that of the module that holds its matrix; of one of several matrices, first its own.
+
+    Args:
+        prefix: the path of the module in its model.
+        shapes: the parameters of the module, by path.
+    """
+
+    def __init__(self, prefix: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        self._prefix = prefix
+        holders = [path.rpartition("/")[0] for path, shape in shapes if is_matrix(path.rpartition("/")[2], shape)]
+        self._several = {holder for holder in holders if holders.count(holder) > 1}
+
+    def __call__(self, path: str) -> tuple[str, ...]:
+        holder = path.rpartition("/")[0]
+        layer = "/".join(filter(None, (self._prefix, holder)))
+        return ("/".join(filter(None, (self._prefix, path))), layer) if holder in self._several else (layer,)
