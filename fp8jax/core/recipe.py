@@ -1,10 +1,12 @@
 """`Recipe`: what every tensor of a training run is stored and computed in, as independent frozen parts."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from fp8jax.core import formats
 from fp8jax.core.comm import Comm as Comm
+from fp8jax.core.context import Context as Context
 from fp8jax.core.scaling import NAMES, Current, Scaling, Stateful, find
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.core.storage import NU_ROUNDINGS as NU_ROUNDINGS
@@ -12,10 +14,12 @@ from fp8jax.core.storage import Optimizer as Optimizer
 from fp8jax.core.tables import sentence, table
 from fp8jax.core.weights import Weights as Weights
 
-_XLA, _FP32, _ADAM = Comm(), Weights(), Optimizer()
+_XLA, _FP32, _ADAM, _WRITTEN = Comm(), Weights(), Optimizer(), Context()
 
 SAME = "same"
 OPERANDS = ("x", "w", "dy")
+# What "same" is the same as.
+_SOURCES = {"w_dgrad": "w", "dy_wgrad": "dy", "saved": "x", "x_wgrad": "saved"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Linear:
     select: str = "all"
 
     def __post_init__(self) -> None:
-        for field in ("x", "w", "dy", "w_dgrad", "x_wgrad", "dy_wgrad", "saved"):
+        for field in (*OPERANDS, *_SOURCES):
             text = getattr(self, field)
             if text is None or (text == SAME and field not in ("x", "w", "dy")):
                 continue
@@ -142,9 +146,13 @@ class Linear:
         """What the scaling of "x", "w" or "dy" is called."""
         return self.w_scaling if operand == "w" and self.w_scaling is not None else self.scaling
 
+    @functools.cached_property
+    def _strategies(self) -> dict[str, Scaling]:
+        return {operand: find(self.scaling_name(operand), self, operand) for operand in OPERANDS}
+
     def strategy(self, operand: str) -> Scaling:
         """Where the scale of "x", "w" or "dy" comes from."""
-        return find(self.scaling_name(operand), self, operand)
+        return self._strategies[operand]
 
     def own_strategy(self, operand: str) -> Scaling:
         """Where the scale of an operand comes from that none is given for."""
@@ -156,11 +164,10 @@ class Linear:
         """Whether the scale of the weight comes from what the optimizer does: see `fp8jax.track_weights`."""
         return not all(part.observes for part in self.states.values())
 
-    @property
+    @functools.cached_property
     def states(self) -> dict[str, Stateful]:
         """The strategies that keep a state, by operand."""
-        strategies = {operand: self.strategy(operand) for operand in OPERANDS}
-        return {operand: part for operand, part in strategies.items() if isinstance(part, Stateful)}
+        return {operand: part for operand, part in self._strategies.items() if isinstance(part, Stateful)}
 
     def _check_shared(self, context: str | None) -> bool:
         """Whether the weight's gradient reads microscaled codes again, whose scales of tokens its operands share."""
@@ -178,7 +185,7 @@ class Linear:
             )
         return True
 
-    @property
+    @functools.cached_property
     def shares_tokens(self) -> bool:
         """Whether the weight's gradient has scales of tokens to share out among its operands, both then under one scale
         (`fp8jax.ops.microscaled`)."""
@@ -206,24 +213,28 @@ class Linear:
         spec = self.spec("saved")
         return None if spec is None else spec.folded
 
-    @property
+    @functools.cached_property
     def quantized(self) -> bool:
         """Whether any product is."""
         return any(operand is not None for pair in self.products().values() for operand in pair)
 
-    @property
+    @functools.cached_property
     def stochastic(self) -> bool:
         """Whether anything rounds stochastically, so that a key is needed."""
         specs = [self.spec("saved"), *(operand for pair in self.products().values() for operand in pair)]
         return any(spec is not None and spec.rounding == "stochastic" for spec in specs)
 
+    @functools.cached_property
+    def _specs(self) -> dict[str, QuantSpec | None]:
+        own = {field: getattr(self, field) for field in (*OPERANDS, *_SOURCES)}
+        specs = {field: text and QuantSpec.parse(text) for field, text in own.items() if text != SAME}
+        for field in [field for field in _SOURCES if field not in specs]:
+            specs[field] = specs[_SOURCES[field]]
+        return specs
+
     def spec(self, field: str) -> QuantSpec | None:
         """The spec of an operand, with "same" resolved; None for bf16."""
-        text = getattr(self, field)
-        if text == SAME:
-            source = {"w_dgrad": "w", "dy_wgrad": "dy", "saved": "x", "x_wgrad": "saved"}[field]
-            return self.spec(source)
-        return None if text is None else QuantSpec.parse(text)
+        return self._specs[field]
 
     def products(self) -> dict[str, tuple[QuantSpec | None, QuantSpec | None]]:
         """The operands of the three products."""
@@ -234,75 +245,7 @@ class Linear:
         }
 
 
-MODES = ("faithful", "lean")
-SCALES = ("largest", "bound")
 AGAIN = "computed again"
-
-
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """What non-linear operations (norms, gated and plain activations) keep of their inputs for the backward pass.
-
-    What they compute forward, and their gradients, stay in the model's own dtype (COAT, section 5.2 and G.5). An
-    operation that keeps codes can be differentiated once.
-
-    Attributes:
-        saved: string form of the `QuantSpec` of what is kept, (..., channels), with scales along the channels and
-            stored in bf16, such as COAT's "e4m3:group16"; None keeps what JAX keeps, or on a GPU, before layers whose
-            inputs have an FP8 scale a tensor or a row, the inputs alone.
-        mode: "faithful" keeps all that COAT keeps: the input of a norm, gate, up, and the activated gate; linear layers
-            keep their own codes. "lean" keeps only what cannot be computed again cheaply: the input of a norm, gate and
-            up; linear layers that read their results compute them again from those.
-        scales: where the scales come from of what these operations make, as linear layers quantize it per tensor: its
-            "largest" magnitude, for which kernels take a pass over it; or a "bound" on that, which saves the pass.
-            Nothing finite saturates; a bound is some binades above the largest, of which e4m3 has 18 and e5m2 30.
-            A norm's result is at most the root of the channels times its largest scale, plus its largest bias: many
-            binades too much if a scale is hundreds of times the others, or eps is far above the mean squares.
-            An activation's is taken to be at most four times the largest of every 16th 32 rows; where it is larger,
-            that gives the scale, and a second pass the codes. In both the operation makes the codes at once: as the
-            layers of its recipe want them, so it takes the whole recipe (of its context alone it is the largest).
-            What is cast before it is read is quantized anew, under the same scale; and where no layer reads it that
-            quantizes so, codes are made for nothing: a byte an element.
-            Lean, of an activation's e5m2 cotangents by the inequality of Cauchy and Schwarz, from the norms of the next
-            layer's gradient and weight and the largest gate and up of each row. It is the largest where the gradient
-            does not come back directly (it is reshaped, or has several readers), and where what is kept has scales of
-            blocks or microscales.
-
-    Raises:
-        ValueError: a spec is malformed or of no use here, or a mode is unknown or has nothing to apply to.
-    """
-
-    saved: str | None = None
-    mode: str = "faithful"
-    scales: str = "largest"
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"unknown context.mode {self.mode!r}; it is one of {', '.join(MODES)}")
-        if self.scales not in SCALES:
-            raise ValueError(f"unknown context.scales {self.scales!r}; it is one of {', '.join(SCALES)}")
-        if self.saved is None:
-            if self.scales != "largest":
-                raise ValueError(f"context.scales {self.scales!r} needs a format: give context.saved, as e4m3:group16")
-            if self.mode != "faithful":
-                raise ValueError(f"context.mode {self.mode!r} needs a format: give context.saved, such as e4m3:group16")
-            return
-        spec = QuantSpec.parse(self.saved)
-        if spec.granularity == "channel" or spec.axis != -1 or spec.stacked:
-            raise ValueError(f"context.saved {self.saved!r} must have scales along the channels, its last axis")
-        if spec.rounding != "nearest":
-            raise ValueError(f"context.saved {self.saved!r} would need a key in every layer; leave out '+stochastic'")
-
-    @property
-    def spec(self) -> QuantSpec | None:
-        """How an input is kept; None as it is."""
-        if self.saved is None:
-            return None
-        return dataclasses.replace(QuantSpec.parse(self.saved), scale_format="bf16")
-
-    @property
-    def lean(self) -> bool:
-        return self.mode == "lean"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +265,7 @@ class Recipe:
     weights: Weights = _FP32
     optimizer: Optimizer = _ADAM
     linear: Linear = Linear()
-    context: Context = Context()
+    context: Context = _WRITTEN
     comm: Comm = _XLA
 
     def __post_init__(self) -> None:
