@@ -85,7 +85,8 @@ def quantize_and_sum(
 
     `largest` is the largest finite magnitude of `x`, if that is known: kernels need not look for it.
     """
-    how, strategy = _parse(rows, columns), scaling.find(strategy)
+    strategy = scaling.find(strategy)
+    how = _parse(rows, columns, strategy, sums)
     x = derivatives.refuse(derivatives.CODES, x, scale)
     if (key is not None) != how.stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
@@ -99,9 +100,8 @@ def quantize_and_sum(
             made = part.result.sums.get(part.place)
             return pair, column_sums(x) if sums and made is None else made
     choice = tell("quantize", _choose(x, how, scale, impl))
-    reference = functools.partial(_reference, how, strategy, sums)
-    kernel = functools.partial(_kernel, how, strategy, sums)
-    result: Summed = run(choice, impl, x, scale, key, largest, kernel=kernel, reference=reference)
+    ways: Any = {"kernel": functools.partial(_kernel, how), "reference": functools.partial(_reference, how)}
+    result: Summed = run(choice, impl, x, scale, key, largest, **ways)
     return result
 
 
@@ -130,6 +130,8 @@ def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") ->
 class _How:
     rows: QuantSpec | None
     columns: Columns
+    strategy: Scaling
+    sums: bool
 
     @property
     def same(self) -> bool:
@@ -159,9 +161,10 @@ class _How:
         return scaling.for_format(scale, formats.get(first.format), formats.get(spec.format))
 
 
-def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None) -> _How:
+def _parse(rows: QuantSpec | str | None, columns: QuantSpec | str | None, strategy: Scaling, sums: bool) -> _How:
     first = None if rows is None else QuantSpec.parse(rows)
-    how = _How(first, columns if columns is None or columns == "same" else QuantSpec.parse(columns))  # type: ignore[arg-type]
+    second: Any = columns if columns is None or columns == "same" else QuantSpec.parse(columns)
+    how = _How(first, second, strategy, sums)
     if how.same and (first is None or first.granularity not in TRANSPOSABLE):
         raise ValueError(f"columns 'same' needs rows with scales that transpose, not {rows}")
     if how.same and first is not None and first.granularity == "block" and first.axis not in (-1, 1):
@@ -196,19 +199,11 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
     return quantize_triton.unsupported(x.shape, x.dtype, tuple(map(fused.coding, how.specs)))
 
 
-def _reference(
-    how: _How,
-    strategy: Scaling,
-    sums: bool,
-    x: Array,
-    scale: Array | None,
-    key: Array | None,
-    largest: Array | None,
-) -> Summed:
-    return _codes(how, strategy, x, scale, key), column_sums(x) if sums else None
+def _reference(how: _How, x: Array, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
+    return _codes(how, x, scale, key), column_sums(x) if how.sums else None
 
 
-def _codes(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Array | None) -> Pair:
+def _codes(how: _How, x: Array, scale: Array | None, key: Array | None) -> Pair:
     if on_cuda() and how.rows is not None and how.turned is not None and not how.same:
         # XLA would compute what makes the matrix where it reduces its columns, which takes three times as long.
         (x,) = lax.optimization_barrier((x,))
@@ -222,8 +217,8 @@ def _codes(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Arr
         y = encoding.bounded(y, spec, 1.0)
         given = scale is not None and spec.granularity in ("tensor", "token")
         s = how.scale_for(spec, scale) if given else None  # type: ignore[arg-type]
-        if s is None and spec.granularity == "tensor" and not strategy.own:
-            find = functools.partial(strategy.scale, fmt=formats.get(spec.format))
+        if s is None and spec.granularity == "tensor" and not how.strategy.own:
+            find = functools.partial(how.strategy.scale, fmt=formats.get(spec.format))
             (s,) = blocks.on_logical_array(lambda y: (find((), y),), y, like=[()])
         return quantize_with_scale(y, spec, s, words=words if spec.rounding == "stochastic" else None)
 
@@ -242,15 +237,7 @@ def _codes(how: _How, strategy: Scaling, x: Array, scale: Array | None, key: Arr
     return rows, None if how.turned is None else turned(how.turned, words[1])
 
 
-def _kernel(
-    how: _How,
-    strategy: Scaling,
-    sums: bool,
-    x: Array,
-    scale: Array | None,
-    key: Array | None,
-    largest: Array | None,
-) -> Summed:
+def _kernel(how: _How, x: Array, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
     if how.integers:
         largest = None  # those are of what is finite
     words = None if key is None else jax.random.bits(key, (2,), jnp.uint32)
@@ -260,10 +247,10 @@ def _kernel(
         axes = sides[how.rows is None].split()[2 - scale.ndim :]
         scale_axes = " ".join(name if k > 1 else "-" for name, k in zip(axes, scale.shape, strict=True))
     outs = [s and notation(s, x.shape[::step], names) for s, step, names in zip(how.specs, (1, -1), sides, strict=True)]
-    make = functools.partial(_one, how, strategy, sums, x.shape)
+    make = functools.partial(_one, how, x.shape)
     result: Summed = partitioned(
-        "quantize", (how, strategy, sums, x.shape), make, (x, scale, words, largest),
-        ("m n", scale_axes, "-", None if largest is None else ""), (outs, "n" if sums else None),
+        "quantize", (how, x.shape), make, (x, scale, words, largest),
+        ("m n", scale_axes, "-", None if largest is None else ""), (outs, "n" if how.sums else None),
         units={"m": 4} if how.stochastic else {},
     )  # fmt: skip
     return result
@@ -271,8 +258,6 @@ def _kernel(
 
 def _one(
     how: _How,
-    strategy: Scaling,
-    sums: bool,
     whole: tuple[int, ...],
     cut: Cut,
     x: Array,
@@ -284,7 +269,12 @@ def _one(
     from pallas_kernels import maxima_triton, quantize_rows_triton, quantize_triton
 
     alone = how.rows if how.columns is None and "n" not in cut.axes else None
-    if not sums and alone and _measured(alone, scale) == alone.granularity == "token" and alone.scale_format == "fp32":
+    if (
+        not how.sums
+        and alone
+        and _measured(alone, scale) == alone.granularity == "token"
+        and alone.scale_format == "fp32"
+    ):
         coding = fused.coding(alone)
         if quantize_rows_triton.unsupported(x.shape, x.dtype, coding) is None:
             codes, rows, _ = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
@@ -317,7 +307,7 @@ def _one(
             top = largest[0] if _level(spec) == "tensor" else largest[1 + i]
             assert top is not None
             if spec.granularity == "tensor":
-                top = strategy.settle(top)
+                top = how.strategy.settle(top)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
         scales.append(formats.round_to(value, formats.get(spec.scale_format)))
     *parts, total = quantize_triton.quantize(
@@ -328,7 +318,7 @@ def _one(
         column_scale=scales[1],
         words=words,
         place=None if words is None else cut.fours(whole, x.shape),
-        sums=sums,
+        sums=how.sums,
         compute_capability=capability(),
     )
     tensors: list[QTensor | None] = []

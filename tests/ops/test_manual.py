@@ -134,10 +134,10 @@ def test_parts_of_an_axis_are_no_mesh_axes():
 @pytest.mark.parametrize("rows", ["e4m3", "e4m3:token", "e4m3:group16", "e4m3:block16"])
 def test_codes_and_scales_are_those_of_one_device(stand_ins, kinds, rows, check):
     x = draw(0, 2, 64, 32)
-    how = ops._parse(rows, None if rows == "e4m3:group16" else rows if rows == "e4m3:token" else "same")
-    current = scaling.find("current")
-    run = choice.local(lambda x: ops._kernel(how, current, False, x, None, None, None))
-    wanted = [ops._reference(how, current, False, part, None, None, None) for part in x]
+    columns = None if rows == "e4m3:group16" else rows if rows == "e4m3:token" else "same"
+    how = ops._parse(rows, columns, scaling.find("current"), False)
+    run = choice.local(lambda x: ops._kernel(how, x, None, None, None))
+    wanted = [ops._reference(how, part, None, None, None) for part in x]
     with jax.set_mesh(mesh_of(kinds)):
         found = jax.jit(by_hand(run, check))(jax.device_put(x, P("data", "tensor", "fsdp")))
     same(jax.tree.leaves(found), [np.stack(leaves) for leaves in zip(*map(jax.tree.leaves, wanted), strict=True)])

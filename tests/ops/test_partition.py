@@ -249,10 +249,10 @@ def stand_ins(monkeypatch):
 )  # fmt: skip
 def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, columns):
     mesh, x = mesh_of(kind), draw(0, 128, 64)
-    how = ops._parse(rows, columns)
+    how = ops._parse(rows, columns, scaling.find("current"), True)
     known = scaling.largest_magnitude(x) if rows == "e4m3" else None
-    run = jax.jit(lambda x: ops._kernel(how, scaling.find("current"), True, x, None, None, known))
-    wanted, sums = ops._reference(how, scaling.find("current"), True, x, None, None, known)
+    run = jax.jit(lambda x: ops._kernel(how, x, None, None, known))
+    wanted, sums = ops._reference(how, x, None, None, known)
     for layout in LAYOUTS[:3]:
         found, total = run(place(mesh, x, *layout))
         same(jax.tree.leaves(found), jax.tree.leaves(wanted))
@@ -262,9 +262,9 @@ def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, colum
 @both
 def test_noise_goes_by_the_place_in_the_whole_matrix(stand_ins, kind):
     mesh, x, key = mesh_of(kind), draw(0, 64, 32), jax.random.key(0)
-    how = ops._parse("int8:token+stochastic", None)
+    how = ops._parse("int8:token+stochastic", None, scaling.find("current"), False)
     found = [
-        jax.jit(lambda x: ops._kernel(how, "current", False, x, None, key, None)[0][0].codes)(place(mesh, x, *layout))
+        jax.jit(lambda x: ops._kernel(how, x, None, key, None)[0][0].codes)(place(mesh, x, *layout))
         for layout in LAYOUTS
     ]
     for other in found[:-1]:
