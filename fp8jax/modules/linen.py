@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _FLAX = ("scope", "parent", "name", "_state", "_id", "variables", "path")
 
 
-class Settings(NamedTuple):
+class PartSettings(NamedTuple):
     """How methods of a class of quantized modules are transformed.
 
     Attributes:
@@ -89,7 +89,7 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
         raise ValueError("quantize the module before it is bound to variables")
     if hasattr(type(module), "_fp8jax_settings"):
         raise ValueError("the model is quantized already; give the rules to the model it was made from")
-    return _again(module, Settings(ordered(rules, layers)))  # type: ignore[no-any-return]
+    return _again(module, PartSettings(ordered(rules, layers)))  # type: ignore[no-any-return]
 
 
 def unquantize(module: Model) -> Model:
@@ -159,13 +159,13 @@ def _as(cls: Any, module: Any) -> Any:
     return cls(parent=None, **fields)
 
 
-def _again(module: Any, settings: Settings) -> Any:
+def _again(module: Any, settings: PartSettings) -> Any:
     cls: Any = type(module)
     return _as(_subclass(cls, settings), module)
 
 
 @functools.lru_cache(maxsize=256)
-def _subclass(cls: Any, settings: Settings) -> Any:
+def _subclass(cls: Any, settings: PartSettings) -> Any:
     """The class of quantized modules of a class."""
     names = {name for base in cls.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
     names -= {"setup", *(f.name for f in dataclasses.fields(cls)), *(n for n in names if n.startswith("__"))}
@@ -215,7 +215,7 @@ def _part(module: Any, name: str, path: Any, value: Any) -> Any:
     """A module inside of a quantized one, in an attribute or in a container there, with the rules of that one."""
     if not isinstance(value, nn.Module) or hasattr(type(value), "_fp8jax_settings"):
         return value
-    settings: Settings = type(module)._fp8jax_settings
+    settings: PartSettings = type(module)._fp8jax_settings
     if module.scope is None and value.scope is None:
         # As Flax will call it.
         own = "_".join((name, *(jax.tree_util.keystr((step,), simple=True) for step in path)))
@@ -231,7 +231,7 @@ def _part(module: Any, name: str, path: Any, value: Any) -> Any:
     return part
 
 
-def _method(method: Callable, settings: Settings) -> Callable:
+def _method(method: Callable, settings: PartSettings) -> Callable:
     """A method that is transformed where it is called from outside of the model."""
 
     @nn.nowrap

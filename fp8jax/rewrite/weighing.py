@@ -100,6 +100,8 @@ def _weigh(products: list[ReadWeight], made: bool, others: bool) -> _Weighed | N
         if p.node.kind != "dot_general" or batch[0] or p.choice.linear is None:
             return None
         data, weight = _shape_here(p.data), _shape_here(p.node.operands[p.side])
+        if not all(isinstance(n, int) for n in data):  # a symbol, in a program for batches of any size
+            return None
         inputs = math.prod(data[i] for i in contract[1 - p.side])
         tokens = max(math.prod(data) // max(inputs, 1) // _devices(), 1)
         seconds = gains.gain(tokens, inputs, math.prod(weight) // max(inputs, 1), p.choice.linear, rates)
