@@ -23,7 +23,7 @@ from experiments.sections import Lora
 from fp8jax.dist import Factors
 from fp8jax.ops.choice import missing_triton
 from fp8jax.ops.fused import at_once
-from fp8jax.optim.compressed_adamw import FusedTransformation
+from fp8jax.optim.fused import FusedTransformation
 
 
 class TrainState(NamedTuple):

@@ -47,6 +47,8 @@ from fp8jax.optim.compressed_adamw import scale_by_compressed_adam as scale_by_c
 from fp8jax.optim.convert_state import convert_state as convert_state
 from fp8jax.optim.fp8lm_adamw import fp8lm_adamw as fp8lm_adamw
 from fp8jax.optim.fp8lm_adamw import working_copy as working_copy
+from fp8jax.optim.masters import master_weights as master_weights
+from fp8jax.optim.masters import split_masters as split_masters
 from fp8jax.optim.moments import state_bytes as state_bytes
 from fp8jax.optim.release import Held as Held
 from fp8jax.optim.release import release as release
@@ -101,6 +103,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "lora",
+    "master_weights",
     "measure_weights",
     "norm_linear",
     "optimizer",
@@ -113,6 +116,7 @@ __all__ = [
     "saveable",
     "scale_by_compressed_adam",
     "scaled_linear",
+    "split_masters",
     "state_bytes",
     "track_weights",
     "tracked",

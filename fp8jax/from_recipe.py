@@ -11,8 +11,9 @@ from jax import Array
 from fp8jax import recipes
 from fp8jax.core.recipe import Recipe
 from fp8jax.optim.clipped import clipped
-from fp8jax.optim.compressed_adamw import MIN_SIZE, FusedTransformation, ScalarOrSchedule, compressed_adamw
+from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule, compressed_adamw
 from fp8jax.optim.fp8lm_adamw import NONE_STACKED, fp8lm_adamw
+from fp8jax.optim.fused import FusedTransformation
 
 
 def optimizer(
@@ -64,5 +65,6 @@ def optimizer(
         make, common = fp8lm_adamw, common | {"mu": recipe.optimizer.mu, "stacked": stacked}
     else:
         common |= {name: x for name, x in dataclasses.asdict(recipe.optimizer).items() if x is not None}
+        common["master"] = recipe.weights.master if recipe.weights.master not in ("fp32", "bf16") else None
     tx = make(learning_rate, b1, b2, eps, eps_root, weight_decay, mask, **common)
     return tx if clip is None else clipped(clip, tx)

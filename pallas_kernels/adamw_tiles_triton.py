@@ -10,6 +10,7 @@ import triton.language as tl
 
 from pallas_kernels import codec_triton as codec
 from pallas_kernels import encode_triton as encode
+from pallas_kernels import masters_triton as masters
 
 _TINY = tl.constexpr(float(np.finfo(np.float32).tiny))
 # So small a moment's ratio to its code may be subnormal.
@@ -117,12 +118,13 @@ def _rest(v: tl.tensor, before: tl.tensor, peak: tl.tensor, MEMBERS: tl.constexp
 def careful(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
-    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, groups: tl.tensor, groups_of_row: tl.tensor,
-    vectors_of_row: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, rest_ptr: tl.tensor, groups: tl.tensor,
+    groups_of_row: tl.tensor, vectors_of_row: tl.tensor, salt: tl.tensor, inner: tl.tensor, stride: tl.tensor,
+    result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr, MASKED: tl.constexpr,
     ALIGNED: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, WEIGHT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, GATED: tl.constexpr, CUT: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
-    MEMBERS: tl.constexpr, QUICK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, REST: tl.constexpr, GATED: tl.constexpr, CUT: tl.constexpr, MU: tl.constexpr,
+    NU: tl.constexpr, MEMBERS: tl.constexpr, QUICK: tl.constexpr,
 ) -> None:  # fmt: skip
     """A tile of any groups. Moments, and in a step the weight, are written where they were read."""
     group = tile * TILE + tl.arange(0, TILE)
@@ -147,6 +149,7 @@ def careful(
 
     g = _load(grad_ptr + base, offsets, mask, MASKED)
     w = _load(weight_ptr + base, offsets, mask, MASKED) if WEIGHT else 0.0
+    rest = _load(rest_ptr + base, offsets, mask, MASKED) if REST > 0 else 0
     rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
     b1, b1_rest = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
     b2, b2_rest = tl.load(scalars_ptr + 4), tl.load(scalars_ptr + 5)
@@ -166,7 +169,7 @@ def careful(
     g = codec.fp32(g)
     if GATED:
         g = g * tl.load(scalars_ptr + 21)
-    w = codec.fp32(w) if WEIGHT else 0.0
+    w = masters.joined(w, rest, REST) if REST > 0 else codec.fp32(w) if WEIGHT else 0.0
     v = codec.multiply_add(g * g, b2_rest, codec.decode(nu, nu_scale, nu_exponent, b2, NU))
     m = codec.multiply_add(g, b1_rest, codec.decode(mu, mu_scale, mu_exponent, b1, MU))
     inverse_root = codec.inverse_root(v + least)
@@ -193,6 +196,9 @@ def careful(
         eighths = (base >> 3).to(tl.uint32) + (offsets >> 3).to(tl.uint32)
         noise = codec.noise_of_pairs(eighths, offsets, word1, word2)
         result = codec.round_stochastically(result, noise, offsets, ALIGNED)
+    if REST > 0:
+        result, rest = masters.split(result, REST)
+        _store(rest_ptr + base, offsets, rest, mask, MASKED)
     _store((weight_ptr if STEP else result_ptr) + base, offsets, result, mask, MASKED)
 
     noise = offsets
@@ -225,17 +231,20 @@ def _store_ordinary(
 @triton.jit
 def _store_result(
     change: tl.tensor, w: tl.tensor, rate: tl.tensor, decay: tl.tensor, pointer: tl.tensor, offsets: tl.tensor,
-    eighths: tl.tensor, seed_ptr: tl.tensor, STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr,
-    NAN: tl.constexpr,
+    eighths: tl.tensor, seed_ptr: tl.tensor, rest: tl.tensor, rest_ptr: tl.tensor, STEP: tl.constexpr,
+    WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, NAN: tl.constexpr, REST: tl.constexpr,
 ) -> None:  # fmt: skip
     if WEIGHT:
-        w = codec.fp32(w)
+        w = masters.joined(w, rest, REST) if REST > 0 else codec.fp32(w)
         change = tl.fma(w, decay, change)
     result = tl.fma(change, rate, w) if STEP else change * rate
     if STOCHASTIC:
         place = tl.arange(0, offsets.shape[2])[None, None, :]
         noise = codec.noise_of_pairs(eighths, place, tl.load(seed_ptr), tl.load(seed_ptr + 1))
         result = codec.round_stochastically(result, noise, place, True, NAN)
+    if REST > 0:
+        result, rest = masters.split(result, REST)
+        tl.store(rest_ptr + offsets, rest.to(rest_ptr.dtype.element_ty))
     tl.store(pointer + offsets, result.to(pointer.dtype.element_ty))
 
 
@@ -243,11 +252,11 @@ def _store_result(
 def ordinary(
     tile: tl.tensor, grad_ptr: tl.tensor, weight_ptr: tl.tensor, mu_ptr: tl.tensor, mu_scale_ptr: tl.tensor,
     mu_exponent_ptr: tl.tensor, nu_ptr: tl.tensor, nu_scale_ptr: tl.tensor, nu_exponent_ptr: tl.tensor,
-    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, table_ptr: tl.tensor, salt: tl.tensor,
-    inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
+    scalars_ptr: tl.tensor, seed_ptr: tl.tensor, words_ptr: tl.tensor, table_ptr: tl.tensor, rest_ptr: tl.tensor,
+    salt: tl.tensor, inner: tl.tensor, stride: tl.tensor, result_ptr: tl.tensor,
     SIZE: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, RUNS: tl.constexpr, VECTOR: tl.constexpr,
-    STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, GATED: tl.constexpr, CUT: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, MEMBERS: tl.constexpr,
+    STEP: tl.constexpr, WEIGHT: tl.constexpr, STOCHASTIC: tl.constexpr, REST: tl.constexpr, GATED: tl.constexpr,
+    CUT: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr, MEMBERS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A tile of whole groups; 0 where it was updated, 1 where it is left as it was.
 
@@ -265,6 +274,7 @@ def ordinary(
 
     g = tl.load(grad_ptr + base + offsets)
     w = tl.load(weight_ptr + base + offsets) if WEIGHT else 0.0
+    rest = tl.load(rest_ptr + base + offsets) if REST > 0 else 0
     rate, decay, slope, eps = codec.load_four(scalars_ptr + 8)
     b1_rest, b2_rest, b1_ratio, b2_ratio = codec.load_four(scalars_ptr + 12)
     b1_per_rest, b2_per_rest, eps_root, eps_is_small_from = codec.load_four(scalars_ptr + 16)
@@ -275,7 +285,7 @@ def ordinary(
     mu_scale, mu_exponent = tl.load(mu_scale_ptr + group), tl.load(mu_exponent_ptr + group)
 
     # A weight that is not finite makes its tile one for `careful`, where noise is added to NaN with care.
-    MARKED: tl.constexpr = STOCHASTIC and g.dtype == tl.bfloat16
+    MARKED: tl.constexpr = (STOCHASTIC or REST > 0) and g.dtype == tl.bfloat16
     g = codec.fp32(codec.nan_where_not_finite(g, w) if MARKED else g)
     # Looked up, since the unit that computes log2, exp2 and roots is close to its limit.
     logarithms = look_up(nu, table_ptr)
@@ -301,8 +311,9 @@ def ordinary(
             if CUT:
                 change = _cut(change, scalars_ptr + _ORDINARY + 2 * GATED)
             _store_result(
-                change, w, rate, decay, pointer, offsets, eighths, seed_ptr, STEP, WEIGHT, STOCHASTIC, not MARKED
-            )
+                change, w, rate, decay, pointer, offsets, eighths, seed_ptr, rest, rest_ptr + base, STEP, WEIGHT,
+                STOCHASTIC, not MARKED, REST,
+            )  # fmt: skip
         else:
             change = m * codec.reciprocal(codec.root(v + eps_root) + eps)
             m, m_ranged = encode.without_idle(m, change, idle)
@@ -310,8 +321,9 @@ def ordinary(
             if CUT:
                 change = _cut(change, scalars_ptr + _ORDINARY + 2 * GATED)
             _store_result(
-                change, w, rate, decay, pointer, offsets, eighths, seed_ptr, STEP, WEIGHT, STOCHASTIC, not MARKED
-            )
+                change, w, rate, decay, pointer, offsets, eighths, seed_ptr, rest, rest_ptr + base, STEP, WEIGHT,
+                STOCHASTIC, not MARKED, REST,
+            )  # fmt: skip
         m_k = encode.ordinary_exponents(m_largest, m_smallest, b1_rest, b1_per_rest, mu_exponent, MU)
         _store_ordinary(
             m, m_largest, m_k, b1_rest, b1_per_rest,

@@ -151,6 +151,7 @@ def _adamw(
     seed_ptr: tl.tensor,
     words_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    rest_ptr: tl.tensor,
     groups: tl.tensor,
     groups_of_row: tl.tensor,
     vectors_of_row: tl.tensor,
@@ -163,6 +164,7 @@ def _adamw(
     spare4: tl.tensor,
     spare5: tl.tensor,
     spare6: tl.tensor,
+    spare7: tl.tensor,
     result_ptr: tl.tensor,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
@@ -177,6 +179,7 @@ def _adamw(
     STEP: tl.constexpr,
     WEIGHT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    REST: tl.constexpr,
     GATED: tl.constexpr,
     CUT: tl.constexpr,
     MU: tl.constexpr,
@@ -192,16 +195,16 @@ def _adamw(
     if ORDINARY and (not MASKED or (program + 1) * TILE <= groups):
         left = tiles.ordinary(
             program, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr, nu_scale_ptr,
-            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, salt, inner, stride, result_ptr,
-            SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, CUT, MU, NU, MEMBERS,
+            nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, table_ptr, rest_ptr, salt, inner, stride, result_ptr,
+            SIZE, LANES, TILE, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, REST, GATED, CUT, MU, NU, MEMBERS,
         )  # fmt: skip
     if not ORDINARY or left > 0:
         for part in range(PARTS):
             tiles.careful(
                 program * PARTS + part, grad_ptr, weight_ptr, mu_ptr, mu_scale_ptr, mu_exponent_ptr, nu_ptr,
-                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, groups, groups_of_row,
+                nu_scale_ptr, nu_exponent_ptr, scalars_ptr, seed_ptr, words_ptr, rest_ptr, groups, groups_of_row,
                 vectors_of_row, salt, inner, stride, result_ptr, SIZE, LANES * PARTS, TILE // PARTS, SHORT, MASKED,
-                ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, GATED, CUT, MU, NU, MEMBERS,
+                ALIGNED, RUNS, VECTOR, STEP, WEIGHT, STOCHASTIC, REST, GATED, CUT, MU, NU, MEMBERS,
                 not SHORT and not ORDINARY,
             )  # fmt: skip
 
@@ -237,7 +240,7 @@ def unsupported(
 
 def adamw(
     grad: Array,
-    weight: Array | None,
+    weight: Array | tuple[Array, Array] | None,
     mu: tuple[Array, ...],
     nu: tuple[Array, ...],
     scalars: AdamWScalars,
@@ -254,12 +257,13 @@ def adamw(
     run: tuple[int, int] | None = None,
     launch: AdamWLaunch | None = None,
     compute_capability: int | None = None,
-) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+) -> tuple[Array | tuple[Array, Array], tuple[Array, ...], tuple[Array, ...]]:
     """One step of AdamW on one parameter.
 
     Args:
         grad: gradient, any shape (..., n), fp32, bf16 or fp16.
-        weight: the parameter; None only for an update without weight decay.
+        weight: the parameter, or for a step its bf16 high part and the int8 or int16 remainder of its master; None only
+            for an update without weight decay.
         mu: first moment: fp8 codes (..., n), fp32 scales (..., ceil(n / group_size)) and, with range expansion, bf16
             exponents of the scales' shape; or the values in a plain dtype alone.
         nu: second moment, likewise.
@@ -281,8 +285,8 @@ def adamw(
         compute_capability: of the GPU to compile for, as 90; None asks the GPU.
 
     Returns:
-        The change or the new weight, and both moments as they were given. Moments, and in a step the weight, are
-        updated in place where they are donated, and copied first where they are not.
+        The change or the new weight, of parts both, and both moments as they were given. Moments, and in a step the
+        weight, are updated in place where they are donated, and copied first where they are not.
 
     Raises:
         ValueError: the kernel cannot take these arrays; the message says why.
@@ -290,13 +294,20 @@ def adamw(
     step = form == "step"
     if step and weight is None:
         raise ValueError("form 'step' needs the weight")
+    weight, rest = weight if isinstance(weight, tuple) else (weight, None)
+    if (
+        rest is not None
+        and weight is not None
+        and (not step or weight.dtype != jnp.bfloat16 or rest.dtype not in (jnp.int8, jnp.int16))
+    ):
+        raise ValueError("a remainder, int8 or int16, is of a bf16 weight in form 'step'")
     like = grad if weight is None else weight
     dtype = like.dtype if dtype is None or step else dtype
     dtypes = [tuple(x.dtype for x in moment) for moment in (mu, nu)]
     reason = unsupported(grad.shape, grad.dtype, dtype, dtypes[0], dtypes[1], group_size)
     if reason is not None:
         raise ValueError(f"the fused AdamW kernel cannot run: {reason}")
-    if seed is not None and (not step or dtype != jnp.bfloat16):
+    if seed is not None and (not step or dtype != jnp.bfloat16 or rest is not None):
         raise ValueError("stochastic rounding is of the new bf16 weights: form 'step', dtype bfloat16")
     noisy = nu_storage.noise is not None if nu_storage else nu_seed is not None and nu[0].dtype == jnp.bfloat16
     if (nu_seed is not None) != noisy:
@@ -324,9 +335,14 @@ def adamw(
     # The scalars once more: with a pointer of its own to their last two, the program has registers enough.
     inputs += [stand_in, stand_in if seed is None else seed, stand_in]
     inputs.append(jnp.asarray(logarithms(nu[0].dtype)) if ordinary else stand_in)
+    inputs.append(stand_in if rest is None else rest)
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*mu, *nu)]
+    sources = [*range(2, 2 + len(mu)), *range(5, 5 + len(nu))]
+    if rest is not None:
+        outputs.append(jax.ShapeDtypeStruct(rest.shape, rest.dtype))
+        sources.append(len(inputs) - 1)
     outputs.append(jax.ShapeDtypeStruct(grad.shape, dtype))
-    sources = [*range(2, 2 + len(mu)), *range(5, 5 + len(nu)), *[1] * step]
+    sources += [1] * step
     unused = [1] * (_RESULTS - len(outputs))
     results = call_triton.call(
         *inputs,
@@ -355,16 +371,18 @@ def adamw(
         STEP=step,
         WEIGHT=weight is not None,
         STOCHASTIC=seed is not None,
+        REST=0 if rest is None else 8 * rest.dtype.itemsize,
         GATED=scalars.gated,
         CUT=scalars.max_direction is not None,
         MU=mu_storage.static if mu_storage else codec.PLAIN,
         NU=nu_storage.static if nu_storage else codec.NOISY_BF16 if noisy else codec.PLAIN,
         MEMBERS=members,
     )
-    return results[-1], tuple(results[: len(mu)]), tuple(results[len(mu) : -1])
+    result = results[-1] if rest is None else (results[-1], results[-2])
+    return result, tuple(results[: len(mu)]), tuple(results[len(mu) : len(mu) + len(nu)])
 
 
-_RESULTS = 7
+_RESULTS = 8
 
 
 def logarithms(dtype: Any) -> np.ndarray:

@@ -305,7 +305,14 @@ class Recipe:
             stored.append(("gradient between devices", self.comm.spec or self.comm.gradients, "fp32"))
         if self.context.lean:
             stored.append(("input that a norm or activation made", AGAIN, weights.compute))
-        return [self._with_residuals(role, str(how), computed, _bytes(how)) for role, how, computed in stored]
+        return [self._with_residuals(role, str(how), computed, self._bytes(how)) for role, how, computed in stored]
+
+    def _bytes(self, stored: str | QuantSpec) -> float:
+        if stored == AGAIN:
+            return 0.0
+        if stored == self.weights.master:
+            return self.weights.bytes_per_element
+        return formats.get(stored).bytes_per_element if isinstance(stored, str) else stored.bytes_per_element
 
     def _with_residuals(self, role: str, how: str, computed: str, size: float) -> tuple[str, str, str, float]:
         """A row of the plan; of an input whose blocks fall back, with the residuals of as many as there may be."""
@@ -334,9 +341,3 @@ def folding(specs: Iterable[str]) -> str:
         "fp32 scale a row (in the weight's gradient, with one for all); no microscaled product runs, unless a spec has "
         "the option exact"
     )
-
-
-def _bytes(stored: str | QuantSpec) -> float:
-    if stored == AGAIN:
-        return 0.0
-    return formats.get(stored).bytes_per_element if isinstance(stored, str) else stored.bytes_per_element

@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from fp8jax.core import formats
+from fp8jax.core import formats, masters
+from fp8jax.core.masters import Master
 
-_PLAIN = ("bf16", "fp32")
+SCALED = "fp16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,25 +13,42 @@ class Weights:
     """Storage of the parameters.
 
     Attributes:
-        master: format that the optimizer updates: "fp32", "bf16", or "fp16" with a scale for each tensor, which the
-            optimizer keeps in its state (`fp8jax.fp8lm_adamw`); the parameters then are working copies.
-        compute: format of the working copy that layers compute with, "fp32" or "bf16".
+        master: what the optimizer updates, one of `fp8jax.core.masters.NAMES`: "fp32"; "bf16", rounded to nearest, or
+            "bf16+stochastic"; a high part and a remainder beside it, such as "bf16+int8" (24 bits) and "bf16+int16"
+            (fp32's own 32), whose high part is the parameter and the working copy; or "fp16" with a scale for each
+            tensor, which the optimizer keeps in its state (`fp8jax.fp8lm_adamw`): the parameters then are working
+            copies.
+        compute: format of the working copy that layers compute with, "fp32" or "bf16", or that of the high part.
 
     Raises:
-        ValueError: unknown format, or a working copy wider than its master.
+        ValueError: unknown format, or a working copy wider than what is held.
     """
 
     master: str = "fp32"
     compute: str = "bf16"
 
     def __post_init__(self) -> None:
-        for field, allowed in (("master", (*_PLAIN, "fp16")), ("compute", _PLAIN)):
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"weights.{field} {getattr(self, field)!r} is not one of {', '.join(allowed)}")
-        if formats.get(self.compute).dtype.itemsize > formats.get(self.master).dtype.itemsize:
+        allowed = ("fp32", "bf16", *(["fp16"] if self.parts and self.parts.held.name == "fp16" else []))
+        for field, names in (("master", (*masters.NAMES, SCALED)), ("compute", allowed)):
+            if getattr(self, field) not in names:
+                raise ValueError(f"weights.{field} {getattr(self, field)!r} is not one of {', '.join(names)}")
+        if formats.get(self.compute).dtype.itemsize > formats.get(self.master.partition("+")[0]).dtype.itemsize:
             raise ValueError(f"weights.compute {self.compute!r} is wider than the master weights, {self.master!r}")
+        if self.parts and self.parts.held.name == "fp16" and self.compute == "bf16":
+            raise ValueError(f"weights.compute 'bf16' is not the high part of {self.master!r}; give 'fp16'")
+
+    @property
+    def parts(self) -> Master | None:
+        """The master with a remainder beside the parameter; None where there is none."""
+        master = Master(self.master) if self.master in masters.NAMES else None
+        return master if master and master.remainder else None
 
     @property
     def held(self) -> str:
         """Format of the parameters that the caller of the optimizer holds."""
-        return self.compute if self.master == "fp16" else self.master
+        return self.compute if self.master == SCALED else self.master.partition("+")[0]
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of a master weight, remainder included."""
+        return 2.0 if self.master == SCALED else Master(self.master).bytes_per_element

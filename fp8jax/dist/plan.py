@@ -11,6 +11,7 @@ from fp8jax.core import blocks, formats
 from fp8jax.core.comm import Comm
 from fp8jax.core.recipe import Recipe
 from fp8jax.core.spec import QuantSpec
+from fp8jax.core.weights import SCALED
 from fp8jax.dist import chunks
 from fp8jax.dist.chunks import Chunks
 from fp8jax.dist.collectives import Collective
@@ -117,7 +118,9 @@ def plan(
     stored = {role: size for role, _, _, size in recipe.plan()}
     held = formats.get(recipe.weights.held)
     memory = {"parameters": cut * held.bytes_per_element}
-    if recipe.weights.master != recipe.weights.held:
+    if recipe.weights.parts:
+        memory["remainders of weights"] = cut * (stored["master weight"] - held.bytes_per_element)
+    elif recipe.weights.master == SCALED:
         memory["master weights"] = cut * stored["master weight"]
     memory["first moments"] = cut * stored["first moment"]
     memory["second moments"] = cut * stored["second moment"]

@@ -16,13 +16,14 @@ import numpy as np
 import optax
 from jax import Array
 
-from fp8jax.core import noise
+from fp8jax.core import masters, noise
+from fp8jax.core.masters import MasterWeight
 from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor, quantize_by_position, quantize_with_scale
 from fp8jax.ops import adamw_fused, alike
-from fp8jax.ops.adamw_fused import Adam as Adam
-from fp8jax.ops.adamw_fused import Form, Leaf
-from fp8jax.ops.adamw_fused import Moment as Moment
+from fp8jax.ops.adamw_leaf import Adam as Adam
+from fp8jax.ops.adamw_leaf import Form, Leaf, difference
+from fp8jax.ops.adamw_leaf import Moment as Moment
 from fp8jax.ops.choice import placed_like, tell, vary_with
 from fp8jax.ops.members import settled
 
@@ -43,20 +44,30 @@ class Portion(NamedTuple):
         return "/".join(filter(None, (self.name, jax.tree_util.keystr(own, simple=True, separator="/"))))
 
     def before(self, leaf: Leaf) -> Array | None:
-        """How many eights of elements of the stack come before a layer's.
+        """How many eights of elements of the stack come before a layer's second moment; errors as of `_eights`."""
+        if leaf.nu_noise is None:
+            return None
+        last = leaf.grad.shape[-1] if leaf.grad.ndim else 1
+        size = math.prod(leaf.grad.shape[:-1]) * (leaf.padded_row or last)
+        return self._eights(size, leaf.grad.shape, "second moments", "nu_rounding='nearest'")
+
+    def own(self, words: Array, shape: tuple[int, ...]) -> Array:
+        """The words of noise of a layer of a stack, from those of the stack; errors as of `_eights`."""
+        eights = self._eights(math.prod(shape), shape, "weights", "another master")
+        return words if eights is None else noise.later(words, eights)
+
+    def _eights(self, size: int, shape: tuple[int, ...], what: str, fix: str) -> Array | None:
+        """How many eights of elements come before a layer of this size; None of what is not stacked.
 
         Raises:
             ValueError: a layer is no whole number of eights, and noise goes by them.
         """
-        if self.layer is None or leaf.nu_noise is None:
+        if self.layer is None:
             return None
-        rows, last = leaf.grad.shape[:-1], leaf.grad.shape[-1] if leaf.grad.ndim else 1
-        size = math.prod(rows) * (leaf.padded_row or last)
         if size % 8:
             raise ValueError(
-                f"a stacked parameter with layers of shape {leaf.grad.shape} has second moments that are rounded "
-                "stochastically, with noise of eight elements each: take layers of a multiple of eight elements, or "
-                "nu_rounding='nearest'"
+                f"a stacked parameter with layers of shape {shape} has {what} that are rounded stochastically, with "
+                f"noise of eight elements each: take layers of a multiple of eight elements, or {fix}"
             )
         return self.layer.astype(jnp.uint32) * np.uint32(size // 8)
 
@@ -75,6 +86,7 @@ def step(
     impl: str = "auto",
     nu_stochastic: bool = False,
     key: Array | None = None,
+    stochastic: bool = False,
     form: Form = "step",
     part: Portion = WHOLE,
 ) -> tuple[Any, Any, Any]:
@@ -84,7 +96,7 @@ def step(
         grads: tree of gradients of any floating dtype.
         mu: the tree with the first moment, as stored, in each leaf's place.
         nu: the tree with the second moments, likewise.
-        params: tree of the parameters; None, for changes, if none decays.
+        params: tree of the parameters, of which some may be `MasterWeight`s; None, for changes, if none decays.
         adam: the scalars of the step.
         decays: booleans in a tree that is a prefix of `grads`: which parameters decay.
         impl: "xla" is the reference. "auto" is the kernel for quantized parameters on a CUDA GPU, if its packages are
@@ -95,11 +107,14 @@ def step(
             the parameter's path in the tree, and each element's position.
         key: PRNG key: bf16 parameters are rounded stochastically, so that changes under half a step of bf16 are not
             lost. None rounds to nearest.
-        form: "step", or "update" for changes, in the dtypes of the parameters, else of the gradients.
+        stochastic: the same with noise from `adam.count`, path and position, as of `nu_stochastic`.
+        form: "step", or "update" for changes, in the dtypes of the parameters, else of the gradients. Of parameters
+            with a remainder, and of `stochastic` ones, changes are in fp32 (`adamw_leaf.difference`).
         part: of what these parameters are a part.
 
     Returns:
-        The new parameters, or their changes, and both trees of moments.
+        The new parameters, or their changes, and both trees of moments. In a `MasterWeight`'s place there is one, for
+        changes with that of the high part in its place.
 
     Raises:
         ValueError: `impl` is "triton", and the kernel cannot take a quantized parameter: the message says why; a key is
@@ -109,7 +124,8 @@ def step(
     if form == "update" and adam.applied is not None:
         raise ValueError("adam.applied is for `step`; an update that is not taken is one that nobody adds")
     nu_words = noise.of_step(adam.count) if nu_stochastic else None
-    leaves, treedef = _leaves(grads, mu, nu, params, decays, key, nu_words, part)
+    own_words = noise.of_step(adam.count) if stochastic else None
+    leaves, treedef = _leaves(grads, mu, nu, params, decays, key, own_words, nu_words, part)
     if key is not None and all(leaf.noise is None for leaf in leaves):
         raise ValueError("key rounds bf16 parameters stochastically, and there are none")
     impls = [tell("adamw", adamw_fused.choose(leaf, impl)).impl for leaf in leaves]
@@ -188,7 +204,15 @@ def store(
 
 
 def _leaves(
-    grads: Any, mu: Any, nu: Any, params: Any, decays: Any, key: Array | None, nu_words: Array | None, part: Portion
+    grads: Any,
+    mu: Any,
+    nu: Any,
+    params: Any,
+    decays: Any,
+    key: Array | None,
+    own_words: Array | None,
+    nu_words: Array | None,
+    part: Portion,
 ) -> tuple[list[Leaf], Any]:
     """The leaves of a tree of gradients, each with what belongs to it, and the tree's structure."""
     treedef: Any
@@ -198,13 +222,24 @@ def _leaves(
     words: Sequence[Array | None] = [None] * len(gs)
     if key is not None:
         random = jax.random.bits(key, (len(gs), 2), jnp.uint32)
-        words = [random[i] if w.dtype == jnp.bfloat16 else None for i, w in enumerate(weights)]
+        words = [random[i] if _rounds(w) else None for i, w in enumerate(weights)]
+    elif own_words is not None:
+        salts = [noise.salt(f"master/{part.path(path)}") for path, _ in paths]
+        words = [
+            part.own(noise.salted(own_words, salt), w.shape) if _rounds(w) else None
+            for w, salt in zip(weights, salts, strict=True)
+        ]
     mus, nus, which = (treedef.flatten_up_to(tree) for tree in (mu, nu, jax.tree.broadcast(decays, grads)))
     # By names alone: the same in a dict, a dataclass and an NNX state, and whatever else is in the tree.
     salts = [noise.salt(part.path(path)) for path, _ in paths]
     nu_noise = [nu_words if _is_quantized(moment) or moment.dtype == jnp.bfloat16 else None for moment in nus]
     leaves = [Leaf(*row) for row in zip(gs, weights, mus, nus, which, words, nu_noise, salts, strict=True)]
     return [dataclasses.replace(leaf, before=part.before(leaf)) for leaf in leaves], treedef
+
+
+def _rounds(weight: Any) -> bool:
+    """Whether a parameter can be rounded stochastically."""
+    return weight.dtype == jnp.bfloat16 and not isinstance(weight, MasterWeight)
 
 
 def _reference(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:
@@ -250,16 +285,27 @@ def _rows(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, M
             d = cut(d, adam.max_direction)
         if leaf.decays and leaf.weight is not None:
             d = d + adam.weight_decay * leaf.weight.astype(jnp.float32)
-        result = jnp.asarray(-adam.rate, jnp.float32) * d
-        if form == "step":
-            assert leaf.weight is not None
-            result = leaf.weight.astype(jnp.float32) + result
-        results.append(result.astype(leaf.dtype) if leaf.noise is None else round_stochastically(result, leaf.noise))
+        change = jnp.asarray(-adam.rate, jnp.float32) * d
+        results.append(_result(form, leaf, change))
     new = list(zip(results, mus, nus, strict=True))
     if adam.applied is None:
         return new
     old = [(leaf.weight, leaf.mu, leaf.nu) for leaf in leaves]
     return jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), new, old)
+
+
+def _result(form: Form, leaf: Leaf, change: Array) -> Any:
+    """A new parameter, or its change, from the change in fp32."""
+    if form == "update" and not leaf.exact:
+        return change.astype(leaf.dtype)
+    old = leaf.weight
+    assert old is not None
+    new = old.astype(jnp.float32) + change
+    if isinstance(old, MasterWeight):
+        result: Any = masters.split(new, old.high.dtype, old.remainder.dtype)
+    else:
+        result = new.astype(leaf.dtype) if leaf.noise is None else round_stochastically(new, leaf.noise)
+    return difference(result, old) if form == "update" else result
 
 
 def _fused(form: Form, adam: Adam, impls: Sequence[str], leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:

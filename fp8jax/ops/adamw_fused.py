@@ -1,20 +1,24 @@
 """When the fused AdamW kernel can take a parameter, and how it is called."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
 
 from fp8jax.core import expansion, formats, noise
+from fp8jax.core.masters import MasterWeight
 from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor
+from fp8jax.ops.adamw_leaf import Adam as Adam
+from fp8jax.ops.adamw_leaf import Form as Form
+from fp8jax.ops.adamw_leaf import Leaf as Leaf
+from fp8jax.ops.adamw_leaf import Moment as Moment
+from fp8jax.ops.adamw_leaf import difference
 from fp8jax.ops.choice import Choice, capability, check_impl, missing_triton, triton_or_xla
 from fp8jax.ops.cuts import Cut
 from fp8jax.ops.partition import partitioned
@@ -24,119 +28,10 @@ from fp8jax.ops.partition import partitioned
 IDLE, SILENT = 1 / 40, 2.0**-24
 RAISED, NEAR, LOWEST = 1 / 2, 1 / 8, 1 / 128
 
-Moment = QTensor | Array
-Form = Literal["update", "step"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Adam:
-    """The scalars of a step; each may be a traced scalar.
-
-    Attributes:
-        b1: decay of the first moment.
-        b2: decay of the second moment.
-        eps: added to the root of the second moment.
-        eps_root: added to the second moment under the root.
-        count: number of this step, from 1, int32.
-        rate: the change of a weight is -rate * (direction + weight_decay * weight).
-        weight_decay: strength of the decoupled weight decay.
-        factor: what gradients are multiplied by, or None.
-        applied: of a step in place, whether it is taken: where not, parameters and moments stay. None takes it.
-        max_direction: magnitude that finite directions beyond it are cut to, or None.
-    """
-
-    b1: ArrayLike
-    b2: ArrayLike
-    eps: ArrayLike
-    eps_root: ArrayLike
-    count: Array
-    rate: Any = -1.0
-    weight_decay: Any = 0.0
-    factor: Any = None
-    applied: Any = None
-    max_direction: Any = None
-
-    def parts(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Array]]:
-        """What a program is traced for, and its arguments: `Adam(**dict(static), **scalars)` is the same again.
-
-        Decays that are numbers are of the first kind: what is left of one is exact where it is taken before rounding.
-        """
-        fields = vars(self)
-        static = {
-            name: x for name, x in fields.items() if x is None or (name in ("b1", "b2") and not isinstance(x, Array))
-        }
-        scalars = {name: jnp.asarray(x) for name, x in fields.items() if name not in static}
-        scalars = {
-            name: x.astype(jnp.float32) if name not in ("count", "applied") else x for name, x in scalars.items()
-        }
-        return tuple(static.items()), scalars
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["grad", "weight", "mu", "nu", "noise", "nu_noise", "before"],
-    meta_fields=["decays", "salt"],
-)
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What a step needs of one parameter.
-
-    Attributes:
-        grad: gradient.
-        weight: the parameter, or None.
-        mu: first moment as stored.
-        nu: second moment as stored.
-        decays: whether the parameter decays; static.
-        noise: two random words for stochastic rounding of the parameter, or None.
-        nu_noise: two words of the step for that of a second moment, or None; the parameter's own are these
-            with its salt (`fp8jax.core.noise.salted`).
-        salt: a number of the parameter's own; static.
-        before: of a layer of stacked parameters, how many eights of elements of the stack come before it, uint32: noise
-            goes by places in the stack. None of a whole parameter.
-    """
-
-    grad: Array
-    weight: Array | None
-    mu: Moment
-    nu: Moment
-    decays: bool
-    noise: Array | None
-    nu_noise: Array | None = None
-    salt: int = 0
-    before: Array | None = None
-
-    @property
-    def words(self) -> Array | None:
-        """`nu_noise` of the part that the leaf is."""
-        if self.nu_noise is None or self.before is None:
-            return self.nu_noise
-        return noise.later(self.nu_noise, self.before)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of a change of the parameter."""
-        return (self.grad if self.weight is None else self.weight).dtype
-
-    @property
-    def quantized(self) -> list[QTensor]:
-        return [moment for moment in (self.mu, self.nu) if isinstance(moment, QTensor)]
-
-    @property
-    def padded_row(self) -> int | None:
-        """Length of the last axis in whole groups, by which the kernel counts places; None where it never runs."""
-        size = self.quantized[0].spec.group_size if self.quantized else None
-        return None if size is None else -(-self.grad.shape[-1] // size) * size
-
-    @property
-    def group_size(self) -> int:
-        size = self.quantized[0].spec.group_size
-        assert size is not None
-        return size
-
 
 class _Operands(NamedTuple):
     grad: Array
-    weight: Array | None
+    weight: Any
     mu: tuple[Array, ...]
     nu: tuple[Array, ...]
     scalars: tuple[Array | None, ...]
@@ -158,6 +53,9 @@ def choose(leaf: Leaf, impl: str) -> Choice:
 
 def _unsupported(leaf: Leaf) -> str | None:
     from pallas_kernels import adamw_triton
+
+    if isinstance(leaf.weight, MasterWeight) and leaf.dtype != jnp.bfloat16:
+        return f"the kernel has remainders of bf16 master weights, and not of {leaf.dtype}"
 
     specs = [moment.spec for moment in leaf.quantized]
     if any(spec.expand == "coat" for spec in specs):
@@ -219,6 +117,7 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         *(adam.factor, adam.applied, adam.max_direction),
         noise.fading(adam.count)[0] if storage[0] is not None and storage[0].fading else None,
     )
+    asked, form = form, "step" if leaf.exact else form
     reads = form == "step" or (leaf.decays and not (isinstance(adam.weight_decay, float) and adam.weight_decay == 0))
     size = leaf.group_size
 
@@ -279,18 +178,27 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
         moments = [
             (array, *[f"{array}/{size}"] * (len(parts) - 1)) for parts in (x.mu, x.nu)
         ]  # codes or values, then what there is for each group
-        ins = (array, array, *moments, ("",) * len(x.scalars), "-", "-")
+        kinds = str(leaf.dtype), None if rest is None else str(rest.dtype)
+        static = storage, size, kinds, leaf.salt, x.grad.shape, [s is None for s in x.scalars]
+        of_weight = array if rest is None else (array, array)
+        ins = (array, of_weight, *moments, ("",) * len(x.scalars), "-", "-")
         return partitioned(
-            f"adamw_{form}", (storage, size, str(leaf.dtype), leaf.salt, x.grad.shape, [s is None for s in x.scalars]),
-            lambda cut, *own: local(cut, names, shape, _Operands(*own)), operands, ins, (array, *moments),
+            f"adamw_{form}", static,
+            lambda cut, *own: local(cut, names, shape, _Operands(*own)), operands, ins, (of_weight, *moments),
         )  # fmt: skip
 
+    weight: Any = leaf.weight
+    weight, rest = (weight.high, weight.remainder) if isinstance(weight, MasterWeight) else (weight, None)
+    parts = weight if rest is None else (weight, rest)
     values = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in scalars)
     moments = _parts(leaf.mu), _parts(leaf.nu)
-    operands = _Operands(leaf.grad, leaf.weight if reads else None, *moments, values, leaf.noise, leaf.words)
+    operands = _Operands(leaf.grad, parts if reads else None, *moments, values, leaf.noise, leaf.words)
     results = _over_leading_axes(call)(*operands)
     # The kernel's parts are of whole groups; what had others on Explicit axes gets these back.
-    result, mu, nu = jax.tree.map(placed, results, (leaf.grad if leaf.weight is None else leaf.weight, *moments))
+    result, mu, nu = jax.tree.map(placed, results, (leaf.grad if parts is None else parts, *moments))
+    result = result if rest is None else MasterWeight(*result)
+    if asked != form:
+        result = difference(result, leaf.weight)
     return result, _restored(mu, leaf.mu), _restored(nu, leaf.nu)
 
 

@@ -20,7 +20,8 @@ from fp8jax.core import blocks, formats, noise, scaling
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.ops import alike
 from fp8jax.ops.adamw import load
-from fp8jax.ops.adamw_fused import Adam, Form, Place, placed
+from fp8jax.ops.adamw_fused import Place, placed
+from fp8jax.ops.adamw_leaf import Adam, Form
 from fp8jax.ops.choice import Choice, capability, missing_triton, placed_like, tell, triton_or_xla, vary_with
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned

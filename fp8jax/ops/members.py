@@ -13,7 +13,8 @@ from jax import Array
 
 from fp8jax.core import blocks, formats
 from fp8jax.core.qtensor import QTensor
-from fp8jax.ops.adamw_fused import IDLE, LOWEST, NEAR, RAISED, SILENT, Adam, Moment
+from fp8jax.ops.adamw_fused import IDLE, LOWEST, NEAR, RAISED, SILENT
+from fp8jax.ops.adamw_leaf import Adam, Moment
 
 _READ = ("count", "b1", "b2", "eps", "eps_root")
 

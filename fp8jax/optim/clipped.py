@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.adamw import load
 from fp8jax.optim import checks
-from fp8jax.optim.compressed_adamw import FusedTransformation
+from fp8jax.optim.fused import FusedTransformation
 
 
 def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation:

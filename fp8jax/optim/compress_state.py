@@ -14,7 +14,7 @@ from fp8jax.core import encoding, formats, noise
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, alike
-from fp8jax.optim import checks, variables
+from fp8jax.optim import checks, masters, variables
 from fp8jax.optim import moments as storage
 from fp8jax.optim.compressed_adamw import GROUP_SIZE, MIN_SIZE
 
@@ -36,6 +36,7 @@ def compress_state(
     expand: bool | str = True,
     min_size: int | np.integer = MIN_SIZE,
     nu_rounding: str = "stochastic",
+    master: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the moments of an optax transformation in 8 bits between its steps.
 
@@ -61,10 +62,12 @@ def compress_state(
         nu_rounding: how codes of what is not a first moment are rounded: "stochastic", by noise of the step that the
             state counts, which follows slow averages; or "nearest", as where the state counts no steps (RMSProp's,
             Adadelta's).
+        master: what `tx` updates, as of `compressed_adamw`: None, "bf16+stochastic", or high and remainder.
 
     Returns:
-        A transformation with the state of `tx`, where each quantized moment is a `QTensor`. Updates have the dtype of
-        the parameters where `update` is given them, else of the gradients.
+        A transformation with the state of `tx`, where each quantized moment is a `QTensor`; with a `master` that is the
+        `inner` of a `MasterState`. Updates have the dtype of the parameters where `update` is given them, else of the
+        gradients; with `master` as of `compressed_adamw`.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `init`, a key fits no moment, or a leaf shaped like
@@ -104,6 +107,7 @@ def compress_state(
     )
     if nu_rounding not in ("stochastic", "nearest"):
         raise ValueError(f"nu_rounding must be 'stochastic' or 'nearest', not {nu_rounding!r}")
+    of_master = masters.check(master)
     rules = {key: _stored(key, how, size, expand) for key, how in (moments or {}).items()}
     names = (*storage.FIRST_MOMENTS, *storage.SECOND_MOMENTS)
     known = {name: _stored(name, "fp32" if name in storage.GROWING else DEFAULT, size, expand) for name in names}
@@ -143,7 +147,8 @@ def compress_state(
             [next(stored) if isinstance(row[0], QTensor) else _store_as(None, fading, row) for row in rows]
         )
 
-    return optax.GradientTransformationExtraArgs(*variables.looking_through(init, update))
+    functions = (init, update) if of_master is None else masters.around(init, update, of_master)
+    return optax.GradientTransformationExtraArgs(*variables.looking_through(*functions))
 
 
 class _Plan(NamedTuple):

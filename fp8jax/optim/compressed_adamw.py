@@ -1,7 +1,6 @@
 """AdamW whose moments are stored in 8 bits, as an optax transformation (COAT, sections 4.1 and 4.2)."""
 
-import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,11 +11,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from fp8jax.core import formats
+from fp8jax.core.masters import Master
 from fp8jax.core.recipe import Optimizer
 from fp8jax.core.spec import check_expand
 from fp8jax.ops import adamw
 from fp8jax.ops.choice import check_impl
-from fp8jax.optim import checks, moments, variables
+from fp8jax.optim import checks, masters, moments, variables
+from fp8jax.optim.fused import FusedTransformation as FusedTransformation
 
 # NumPy integers, because optax.inject_hyperparams turns arguments that are Python integers into traced arrays.
 GROUP_SIZE = np.int32(128)
@@ -41,53 +42,18 @@ class CompressedAdamState(NamedTuple):
     nu: optax.Updates
 
 
-class FusedTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation that can also apply its update itself.
+class MasterAdamState(NamedTuple):
+    """State of `compressed_adamw` of master weights by parts.
 
-    `step(grads, state, params) -> (params, state)` equals `update` followed by `optax.apply_updates`, without a tree
-    of updates in between: each parameter is read and written once. It takes further arguments by name:
-
-    key: new bf16 parameters are rounded stochastically, so that training needs no fp32 copy of them: rounded to
-        nearest, changes under half a step of bf16 are lost.
-    factor: a scalar that gradients are multiplied by in fp32, in the same pass.
-    applied: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
-    max_direction: a scalar, the magnitude that finite directions beyond it are cut to, before rate and weight decay;
-        for `fp8jax.tracked`, and not of `fp8lm_adamw`.
-    part: of what the parameters are a part, for `fp8jax.release`; not of `fp8lm_adamw`.
-
-    `update` knows the step, so that a copy made of `init` and `update`, as by `_replace` or `jax.tree.map`, has it too.
-
-    Raises:
-        TypeError: there is no step: none is given, and `update` is not that of a fused transformation.
+    Attributes:
+        count, mu, nu: as of `CompressedAdamState`.
+        remainder: the tree of the parameters with the int8 or int16 remainder of each that has one, None for others.
     """
 
-    def __new__(cls, init: Callable, update: Callable, step: Callable | None = None) -> "FusedTransformation":
-        if step is None and not isinstance(update, _Update):
-            raise TypeError(
-                f"FusedTransformation: {update!r} is not the update of a fused transformation, so there is no step; "
-                "give all three, FusedTransformation(init, update, step)"
-            )
-        return super().__new__(cls, init, update if step is None else _Update(update, step))
-
-    @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> "FusedTransformation":
-        return cls(*iterable)
-
-    @property
-    def step(self) -> Callable[..., tuple[optax.Params, optax.OptState]]:
-        """The function that updates parameters themselves."""
-        return self.update.step  # type: ignore[attr-defined, no-any-return]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Update:
-    """The update of a fused transformation, and the step that equals it."""
-
-    update: Callable
-    step: Callable
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.update(*args, **kwargs)
+    count: Array  # type: ignore[assignment]
+    mu: optax.Updates
+    nu: optax.Updates
+    remainder: Any
 
 
 def scale_by_compressed_adam(
@@ -173,6 +139,7 @@ def compressed_adamw(
     group_size: int | np.integer = GROUP_SIZE,
     expand: bool | str = True,
     nu_rounding: str = "auto",
+    master: str | None = None,
     min_size: int | np.integer = MIN_SIZE,
     impl: str = "auto",
 ) -> FusedTransformation:
@@ -197,14 +164,20 @@ def compressed_adamw(
             There a member whose gradient is gone takes the codes of its group's others, as in the paper.
         nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
+        master: what the optimizer updates. None: the parameters as they are. "bf16+stochastic": bf16 parameters,
+            rounded by noise of the step without a key. "bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16": parameters
+            in 16 bits and the rest of their masters in the state, 24 or 32 bits in all (`fp8jax.master_weights`);
+            fp32 parameters beside them are their own masters.
         min_size: smallest parameter, in elements, whose moments are quantized.
         impl: "xla"; "triton", the fused kernel for quantized parameters on CUDA; or "auto", the kernel where it can
             run. `fp8jax.ops.choice.listening` tells which a parameter gets, and why. JAX takes no kernels in a jitted
             program on a GPU whose arrays lie on two automatic meshes: "xla" there.
 
     Returns:
-        A transformation with state `CompressedAdamState`, and `step(grads, state, params) -> (params, state)`, which
-        updates the parameters themselves. Updates have the dtype of the parameters.
+        A transformation with state `CompressedAdamState`, of masters by parts `MasterAdamState`, and
+        `step(grads, state, params) -> (params, state)`, which updates the parameters themselves. Updates have the dtype
+        of the parameters; of bf16 and fp16 ones with `master` they are fp32, and nothing may change them before they
+        are added.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
@@ -254,7 +227,8 @@ def compressed_adamw(
         Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8 Training, ICLR 2025;
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
-    init, advance = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, nu_rounding, min_size, impl)
+    of_master = masters.check(master)
+    init, advance = _adam(b1, b2, eps, eps_root, mu, nu, group_size, expand, nu_rounding, min_size, impl, of_master)
 
     checks.rate(learning_rate)
     checks.number("weight_decay", weight_decay, 0)
@@ -285,6 +259,8 @@ def compressed_adamw(
         max_direction: ArrayLike | None = None,
         part: adamw.Portion = adamw.WHOLE,
     ) -> tuple[optax.Params, CompressedAdamState]:
+        if key is not None and of_master is not None:
+            raise ValueError(f"master {master!r} takes no key: its rounding is a hash of the step, or exact")
         scalars = {"factor": factor, "applied": applied, "max_direction": max_direction}
         return descend(adamw.step, grads, state, params, key=key, part=part, **scalars)
 
@@ -303,6 +279,7 @@ def _adam(
     nu_rounding: str,
     min_size: int | np.integer,
     impl: str,
+    master: Master | None = None,
 ) -> tuple[Callable, Callable]:
     """Checks the arguments; returns `init(params)`, and `advance`, which runs a form of the step and counts it."""
     for name, value, high in (("b1", b1, 1), ("b2", b2, 1), ("eps", eps, np.inf), ("eps_root", eps_root, np.inf)):
@@ -332,7 +309,8 @@ def _adam(
         def zeros(moment: str) -> optax.Updates:
             return jax.tree.map(lambda p: moments.zeros(p, stored[moment], smallest), params)
 
-        return moments.beside(params, CompressedAdamState(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu")))
+        rest = masters.remainders(params, master)
+        return moments.beside(params, _state(jnp.zeros([], jnp.int32), zeros("mu"), zeros("nu"), rest))
 
     def advance(
         form: Callable,
@@ -347,7 +325,8 @@ def _adam(
         part: adamw.Portion = adamw.WHOLE,
         **options: Any,
     ) -> tuple[Any, CompressedAdamState]:
-        checks.state(state, CompressedAdamState)
+        checks.state(state, MasterAdamState if master and master.remainder else CompressedAdamState)
+        remainder = getattr(state, "remainder", None)
         checks.gradients(grads, state.mu)
         if size is not None and smallest is not None:
             for name, how in stored.items():
@@ -356,14 +335,19 @@ def _adam(
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         adam = adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, factor, applied, max_direction)
-        result, mus, nus = form(
-            grads, state.mu, state.nu, params, adam, impl=impl, nu_stochastic=stochastic, part=part, **options
-        )
+        parts = masters.of_state(params, remainder, master)
+        options |= {"impl": impl, "nu_stochastic": stochastic, "stochastic": master is not None and master.stochastic}
+        result, mus, nus = form(grads, state.mu, state.nu, parts, adam, part=part, **options)
         if applied is not None:
             count = jnp.where(applied, count, state.count)
-        return result, CompressedAdamState(count, mus, nus)
+        result, rest = (result, None) if remainder is None else masters.apart(result)
+        return result, _state(count, mus, nus, rest)
 
     return init, advance
+
+
+def _state(count: Array, mu: Any, nu: Any, remainder: Any) -> Any:
+    return CompressedAdamState(count, mu, nu) if remainder is None else MasterAdamState(count, mu, nu, remainder)
 
 
 def rounds_stochastically(nu_rounding: str, b2: Any) -> bool:

@@ -15,6 +15,7 @@ from fp8jax.optim import moments, variables
 from fp8jax.optim.fp8lm_adamw import FP8LMState
 
 _ADAM = ("count", "mu", "nu")
+_REMAINDER = "remainder"
 
 
 def convert_state(state: optax.OptState, tx: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
@@ -26,7 +27,9 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
     taken over. Between any transformation and the same one in `compress_state`, too.
 
     `fp8lm_adamw` makes its master weights of the parameters, and from it `working_copy(state, jnp.float32)` gives
-    parameters without the rounding of a copy in 16 bits.
+    parameters without the rounding of a copy in 16 bits. To masters by parts, `fp8jax.split_masters` gives the high
+    parts that are `params`, and the remainders, which `optax.tree.set(state, remainder=remainder)` puts in the place of
+    zeros; from them, `fp8jax.master_weights(state, params)` gives the parameters in fp32.
 
     Args:
         state: of the optimizer so far.
@@ -115,7 +118,9 @@ def _is_record(node: Any) -> bool:
 
 
 def _is_adam(node: Any) -> bool:
-    return isinstance(node, FP8LMState) or (_is_record(node) and sorted(node._fields) == sorted(_ADAM))
+    return isinstance(node, FP8LMState) or (
+        _is_record(node) and sorted(set(node._fields) - {_REMAINDER}) == sorted(_ADAM)
+    )
 
 
 def _adam(old: Any, new: Any) -> Any:
@@ -129,6 +134,9 @@ def _adam(old: Any, new: Any) -> Any:
                 raise ValueError(f"{name} is of other parameters: {before} before, and {now} now")
             store = _store_scaled if isinstance(new, FP8LMState) else _store
             stored[name] = jax.tree.map(store, tree, values, is_leaf=moments.is_quantized)
+    rests = [getattr(x, _REMAINDER, None) for x in (old, new)]
+    if None not in rests and _structure(rests[0]) == _structure(rests[1]):
+        stored[_REMAINDER] = jax.tree.map(_store, rests[1], rests[0])
     new = new._replace(**stored)
     if not isinstance(new, FP8LMState):
         return new
@@ -144,13 +152,23 @@ def _structure(tree: Any) -> Any:
 def _store(like: Any, old: Any) -> Any:
     """Values, stored in one way, as they are stored in another; what is of no floating dtype as it is."""
     if not isinstance(old, QTensor) and not (hasattr(old, "dtype") and jnp.issubdtype(old.dtype, jnp.floating)):
-        return old
+        return _remainder(like, old)
     if old.shape != like.shape:
         raise ValueError(f"the old state has an array of shape {old.shape} where the new one has {like.shape}")
     if isinstance(like, QTensor) and isinstance(old, QTensor) and like.storage_key == old.storage_key:
         return old if old.spec == like.spec else dataclasses.replace(old, spec=like.spec)
     values = adamw.load(old)
     return adamw.store(values, like)
+
+
+def _remainder(like: Any, old: Any) -> Any:
+    """The remainder of a master with as many bits as another's; whatever else is of an integer dtype as it is."""
+    kinds = [getattr(x, "dtype", None) for x in (old, like)]
+    if kinds == [jnp.int8, jnp.int16]:
+        return old.astype(jnp.int16) * 256
+    if kinds == [jnp.int16, jnp.int8]:
+        return jnp.clip((old.astype(jnp.int32) + 128) // 256, -128, 127).astype(jnp.int8)
+    return old
 
 
 def _store_scaled(like: Any, old: Any) -> Any:

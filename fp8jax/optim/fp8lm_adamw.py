@@ -14,10 +14,11 @@ from fp8jax.core import formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, fp8lm
-from fp8jax.ops.adamw_fused import Form
+from fp8jax.ops.adamw_leaf import Form
 from fp8jax.ops.choice import check_impl
 from fp8jax.optim import checks, moments, variables
-from fp8jax.optim.compressed_adamw import MIN_SIZE, FusedTransformation, ScalarOrSchedule
+from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule
+from fp8jax.optim.fused import FusedTransformation
 
 ROUNDINGS = ("nearest", "stochastic")
 # An argument that is a Python integer, optax.inject_hyperparams would turn into a traced array.

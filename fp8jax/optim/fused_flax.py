@@ -7,7 +7,7 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from fp8jax.optim.compressed_adamw import FusedTransformation
+from fp8jax.optim.fused import FusedTransformation
 
 
 def _fused(tx: Any, whose: str) -> FusedTransformation:

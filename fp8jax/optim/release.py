@@ -15,7 +15,8 @@ from jax.typing import ArrayLike
 from fp8jax.core import noise
 from fp8jax.ops.adamw import Portion
 from fp8jax.optim import variables
-from fp8jax.optim.compressed_adamw import CompressedAdamState, FusedTransformation
+from fp8jax.optim.compressed_adamw import CompressedAdamState
+from fp8jax.optim.fused import FusedTransformation
 
 
 @functools.partial(

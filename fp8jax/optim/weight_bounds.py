@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from fp8jax.core.scaling import Automatic
 from fp8jax.optim import checks, moments, variables
-from fp8jax.optim.compressed_adamw import FusedTransformation
+from fp8jax.optim.fused import FusedTransformation
 
 ScalarOrSchedule: TypeAlias = float | Array | optax.Schedule
 Limit: TypeAlias = Callable[[Array, Array], Array]

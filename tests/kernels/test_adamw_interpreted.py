@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.core import noise
+from fp8jax.core import masters, noise
 from fp8jax.ops import adamw, adamw_fused, partition
 from tests.kernels.adamw_cases import ADAM, special, stored
 
@@ -85,7 +85,7 @@ def prepare() -> None:
 
     tools.patch_once()
     tools.NAMES |= {np.dtype(ml_dtypes.float8_e4m3fn): tl.float8e4nv, np.dtype(ml_dtypes.float8_e5m2): tl.float8e5}
-    tools.NAMES |= {np.dtype(ml_dtypes.bfloat16): tl.bfloat16}
+    tools.NAMES |= {np.dtype(ml_dtypes.bfloat16): tl.bfloat16, np.dtype(np.int16): tl.int16}
 
     def call(
         *args: Any, kernel: Any, results: Any, programs: int, aliases: dict[int, int], warps: int,
@@ -287,6 +287,40 @@ def compare_members(weight: str) -> None:
     assert np.all(after[16:, 3::8] > before[16:, 3::8] * 0.99)
 
 
+def compare_parts(remainder: str) -> None:
+    """Of masters by parts the same as of fp32 ones, split: bit for bit where both take tiles with care."""
+    random = np.random.default_rng(0)
+    for shape, exact in (((12, 200), True), ((20, 256), False)):
+        g, m, w = (
+            special(shape, seed) if exact else random.standard_normal(shape).astype(np.float32) for seed in range(3)
+        )
+        w = w * 10.0 ** random.uniform(-30, 2, shape).astype(np.float32)
+        w[0, :3], w[1, 1] = (np.inf, -np.inf, 0.0), np.nan
+        weight = masters.split(jnp.asarray(w), jnp.bfloat16, jnp.dtype(remainder))
+        rest = (jnp.asarray(g * 0.1), stored(m, "e4m3"), stored(m**2, "e4m3", moment="nu"))
+        value = masters.join(weight.high, weight.remainder)
+        want, got = (adamw.step(*rest, x, ADAM, impl="triton") for x in (value, weight))
+        for other in ("xla", "triton"):
+            adam = dataclasses.replace(ADAM, applied=jnp.bool_(False))
+            kept = jax.tree.leaves(adamw.step(*rest, weight, adam, impl=other))
+            for a, b in zip(kept, jax.tree.leaves((weight, *rest[1:])), strict=True):
+                assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        found = np.asarray(masters.join(got[0].high, got[0].remainder))
+        if exact:
+            expected = masters.split(want[0], jnp.bfloat16, jnp.dtype(remainder))
+            np.testing.assert_array_equal(got[0].remainder, expected.remainder)
+            np.testing.assert_array_equal(np.asarray(got[0].high, np.float32), np.asarray(expected.high, np.float32))
+            for a, b in zip(jax.tree.leaves(want[1:]), jax.tree.leaves(got[1:]), strict=True):
+                np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+        again = masters.split(jnp.asarray(found), jnp.bfloat16, jnp.dtype(remainder))
+        np.testing.assert_array_equal(again.remainder, got[0].remainder)
+        last = 2.0**-15 if remainder == "int8" else 2.0**-22
+        np.testing.assert_allclose(found, want[0], rtol=last, atol=2e-5 * ADAM.rate)
+        changes = adamw.update(*rest, weight, ADAM, impl="triton")[0]
+        ahead = (weight.high.astype(jnp.float32) + changes.high).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(np.asarray(ahead, np.float32), np.asarray(got[0].high, np.float32))
+
+
 def check_largest(form: str, weight: str) -> None:
     """No direction is longer than the largest but for rounding; many are as long, whichever kind their tile is."""
     most, rate = 2.0**-3, 2.0**-4
@@ -323,6 +357,8 @@ def main() -> None:
     for shape, expand, form in (("whole", True, "step"), ("short groups", False, "update")):
         compare_noise_of_bf16(shape, expand, form)
     compare_shards()
+    for remainder in masters.REMAINDERS:
+        compare_parts(remainder)
     for weight in ("bfloat16", "float32"):
         compare_gated(weight)
         compare_members(weight)

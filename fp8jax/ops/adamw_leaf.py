@@ -1,0 +1,143 @@
+"""What a step of AdamW needs of one parameter, and its scalars; the change that takes a parameter to its new bits."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from fp8jax.core import noise
+from fp8jax.core.masters import MasterWeight
+from fp8jax.core.qtensor import QTensor
+
+Moment = QTensor | Array
+Form = Literal["update", "step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam:
+    """The scalars of a step; each may be a traced scalar.
+
+    Attributes:
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        eps_root: added to the second moment under the root.
+        count: number of this step, from 1, int32.
+        rate: the change of a weight is -rate * (direction + weight_decay * weight).
+        weight_decay: strength of the decoupled weight decay.
+        factor: what gradients are multiplied by, or None.
+        applied: of a step in place, whether it is taken: where not, parameters and moments stay. None takes it.
+        max_direction: magnitude that finite directions beyond it are cut to, or None.
+    """
+
+    b1: ArrayLike
+    b2: ArrayLike
+    eps: ArrayLike
+    eps_root: ArrayLike
+    count: Array
+    rate: Any = -1.0
+    weight_decay: Any = 0.0
+    factor: Any = None
+    applied: Any = None
+    max_direction: Any = None
+
+    def parts(self) -> tuple[tuple[tuple[str, Any], ...], dict[str, Array]]:
+        """What a program is traced for, and its arguments: `Adam(**dict(static), **scalars)` is the same again.
+
+        Decays that are numbers are of the first kind: what is left of one is exact where it is taken before rounding.
+        """
+        fields = vars(self)
+        static = {
+            name: x for name, x in fields.items() if x is None or (name in ("b1", "b2") and not isinstance(x, Array))
+        }
+        scalars = {name: jnp.asarray(x) for name, x in fields.items() if name not in static}
+        scalars = {
+            name: x.astype(jnp.float32) if name not in ("count", "applied") else x for name, x in scalars.items()
+        }
+        return tuple(static.items()), scalars
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["grad", "weight", "mu", "nu", "noise", "nu_noise", "before"],
+    meta_fields=["decays", "salt"],
+)
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a step needs of one parameter.
+
+    Attributes:
+        grad: gradient.
+        weight: the parameter, or None; a `MasterWeight` where it has a remainder.
+        mu: first moment as stored.
+        nu: second moment as stored.
+        decays: whether the parameter decays; static.
+        noise: two random words for stochastic rounding of the parameter, or None.
+        nu_noise: two words of the step for that of a second moment, or None; the parameter's own are these
+            with its salt (`fp8jax.core.noise.salted`).
+        salt: a number of the parameter's own; static.
+        before: of a layer of stacked parameters, how many eights of elements of the stack come before it, uint32: noise
+            goes by places in the stack. None of a whole parameter.
+    """
+
+    grad: Array
+    weight: Array | MasterWeight | None
+    mu: Moment
+    nu: Moment
+    decays: bool
+    noise: Array | None
+    nu_noise: Array | None = None
+    salt: int = 0
+    before: Array | None = None
+
+    @property
+    def words(self) -> Array | None:
+        """`nu_noise` of the part that the leaf is."""
+        if self.nu_noise is None or self.before is None:
+            return self.nu_noise
+        return noise.later(self.nu_noise, self.before)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of a change of the parameter."""
+        return (self.grad if self.weight is None else self.weight).dtype
+
+    @property
+    def exact(self) -> bool:
+        """Whether a change of the parameter is of its bits: it has a remainder, or is rounded stochastically."""
+        return isinstance(self.weight, MasterWeight) or self.noise is not None
+
+    @property
+    def quantized(self) -> list[QTensor]:
+        return [moment for moment in (self.mu, self.nu) if isinstance(moment, QTensor)]
+
+    @property
+    def padded_row(self) -> int | None:
+        """Length of the last axis in whole groups, by which the kernel counts places; None where it never runs."""
+        size = self.quantized[0].spec.group_size if self.quantized else None
+        return None if size is None else -(-self.grad.shape[-1] // size) * size
+
+    @property
+    def group_size(self) -> int:
+        size = self.quantized[0].spec.group_size
+        assert size is not None
+        return size
+
+
+def difference(new: Any, old: Any) -> Any:
+    """What takes a parameter to its new bits when it is added in fp32; of a `MasterWeight` in its high part's place.
+
+    A parameter that comes 2^17 times nearer to zero at once gets no bits of its own so, but of the sum: to 2^-24 of
+    what it was. It has no remainder then.
+    """
+    high, before = ((x.high if isinstance(x, MasterWeight) else x).astype(jnp.float32) for x in (new, old))
+    change = high - before
+    if not isinstance(new, MasterWeight):
+        return change
+    added = (before + change).astype(new.dtype) == new.high
+    return MasterWeight(change, jnp.where(added, new.remainder, jnp.zeros_like(new.remainder)))

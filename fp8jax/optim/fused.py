@@ -1,0 +1,56 @@
+"""`FusedTransformation`: an optax transformation with a step that updates parameters where they are."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import optax
+
+
+class FusedTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation that can also apply its update itself.
+
+    `step(grads, state, params) -> (params, state)` equals `update` followed by `optax.apply_updates`, without a tree
+    of updates in between: each parameter is read and written once. It takes further arguments by name:
+
+    key: new bf16 parameters are rounded stochastically, so that training needs no fp32 copy of them: rounded to
+        nearest, changes under half a step of bf16 are lost.
+    factor: a scalar that gradients are multiplied by in fp32, in the same pass.
+    applied: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
+    max_direction: a scalar, the magnitude that finite directions beyond it are cut to, before rate and weight decay;
+        for `fp8jax.tracked`, and not of `fp8lm_adamw`.
+    part: of what the parameters are a part, for `fp8jax.release`; not of `fp8lm_adamw`.
+
+    `update` knows the step, so that a copy made of `init` and `update`, as by `_replace` or `jax.tree.map`, has it too.
+
+    Raises:
+        TypeError: there is no step: none is given, and `update` is not that of a fused transformation.
+    """
+
+    def __new__(cls, init: Callable, update: Callable, step: Callable | None = None) -> "FusedTransformation":
+        if step is None and not isinstance(update, _Update):
+            raise TypeError(
+                f"FusedTransformation: {update!r} is not the update of a fused transformation, so there is no step; "
+                "give all three, FusedTransformation(init, update, step)"
+            )
+        return super().__new__(cls, init, update if step is None else _Update(update, step))
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> "FusedTransformation":
+        return cls(*iterable)
+
+    @property
+    def step(self) -> Callable[..., tuple[optax.Params, optax.OptState]]:
+        """The function that updates parameters themselves."""
+        return self.update.step  # type: ignore[attr-defined, no-any-return]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Update:
+    """The update of a fused transformation, and the step that equals it."""
+
+    update: Callable
+    step: Callable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.update(*args, **kwargs)

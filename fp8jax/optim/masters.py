@@ -1,0 +1,216 @@
+"""Master weights by parts beside an optimizer: parameters in 16 bits, their remainders in the optimizer's state."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fp8jax.core import masters, noise
+from fp8jax.core.masters import Master, MasterWeight
+from fp8jax.ops.adamw import load
+from fp8jax.ops.adamw_leaf import difference
+from fp8jax.optim import moments, variables
+
+
+class MasterState(NamedTuple):
+    """State of a transformation around which `compress_state` keeps masters.
+
+    Attributes:
+        count: steps taken, int32 scalar, of which noise is made.
+        inner: of the transformation.
+        remainder: as of `MasterAdamState`.
+    """
+
+    count: Array  # type: ignore[assignment]  # tuple.count is shadowed
+    inner: optax.OptState
+    remainder: Any
+
+
+def check(name: str | None) -> Master | None:
+    """The master of an optimizer's argument; None where the parameters are the masters as they are.
+
+    Raises:
+        ValueError: the name is unknown, or of masters that need no argument.
+    """
+    if name is None:
+        return None
+    master = Master(name)
+    if master.remainder is None and not master.stochastic:
+        raise ValueError(f"master {name!r} is what parameters of that dtype are by themselves; leave it out")
+    return master
+
+
+def remainders(params: Any, master: Master | None) -> Any:
+    """The remainders of parameters that have been rounded to their high parts: zeros, and None for those in fp32.
+
+    Raises:
+        TypeError: a parameter has another dtype.
+        ValueError: no parameter has the dtype of high parts.
+    """
+    if master is None:
+        return None
+    rest, high = master.remainder, master.held.dtype
+
+    def one(path: Any, param: Any) -> Any:
+        if param.dtype == jnp.float32:
+            return None
+        if param.dtype != high:
+            where = jax.tree_util.keystr(path) or "the parameter"
+            raise TypeError(f"{where} has dtype {param.dtype}, but master {master.name!r} has {high} beside fp32")
+        return None if rest is None else jnp.zeros_like(param, dtype=rest)
+
+    found = jax.tree_util.tree_map_with_path(one, params)
+    leaves = jax.tree.leaves(params)
+    if leaves and all(x.dtype == jnp.float32 for x in leaves):
+        raise ValueError(
+            f"master {master.name!r} keeps parameters in {high}, and all are in float32: give "
+            + ("params.astype of that dtype" if rest is None else "those of fp8jax.split_masters(params, master)")
+        )
+    return None if rest is None else found
+
+
+def of_state(params: Any, remainder: Any, master: Master | None) -> Any:
+    """The parameters joined with the remainders of an optimizer's state.
+
+    Raises:
+        ValueError: the state is of an optimizer with another master; or a parameter's remainder is of another kind.
+    """
+    rest = master.remainder if master else None
+    found = sorted({str(x.dtype) for x in jax.tree.leaves(remainder)})
+    expected = [] if rest is None else [str(rest)]
+    if found != expected or (remainder is None) != (rest is None):
+        has = f"remainders in {' and '.join(found)}" if found else "no remainders"
+        raise ValueError(
+            f"the state has {has}, but this optimizer's master is {master.name if master else 'the parameters'!r}; "
+            "fp8jax.convert_state(state, tx, params) makes a state of the other"
+        )
+    return joined(params, remainder)
+
+
+def joined(params: Any, remainder: Any) -> Any:
+    """The parameters with a `MasterWeight` in place of each that has a remainder."""
+    if remainder is None:
+        return params
+    structure: Any = jax.tree.structure(params)
+    pairs = zip(jax.tree.leaves(params), structure.flatten_up_to(remainder), strict=True)
+    return structure.unflatten([high if rest is None else MasterWeight(high, rest) for high, rest in pairs])
+
+
+def apart(tree: Any) -> tuple[Any, Any]:
+    """High parts, or what stands in their place, and remainders, of a tree that `joined` has made."""
+    high = jax.tree.map(lambda x: x.high if _is_master(x) else x, tree, is_leaf=_is_master)
+    return high, jax.tree.map(lambda x: x.remainder if _is_master(x) else None, tree, is_leaf=_is_master)
+
+
+def around(init: Callable, update: Callable, master: Master) -> tuple[Callable, Callable]:
+    """`init` and `update` of a transformation, made to update masters in fp32, of which the caller holds high parts."""
+
+    def init_masters(params: optax.Params) -> MasterState:
+        return MasterState(jnp.zeros([], jnp.int32), init(params), remainders(params, master))
+
+    def update_masters(
+        updates: optax.Updates, state: MasterState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, MasterState]:
+        if params is None:
+            raise ValueError("an optimizer of master weights needs the parameters: call update(grads, state, params)")
+        parts = of_state(params, state.remainder, master)
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), parts, is_leaf=_is_master)
+        changes, inner = update(updates, state.inner, wide, **extra_args)
+        count = optax.safe_increment(state.count)
+        words = noise.of_step(count)
+
+        def stored(path: Any, change: Array, value: Array, old: Any) -> Any:
+            new = value + change
+            if isinstance(old, MasterWeight):
+                return difference(masters.split(new, old.high.dtype, old.remainder.dtype), old)
+            if not master.stochastic or old.dtype != jnp.bfloat16:
+                return change.astype(old.dtype)
+            salt = noise.salt(f"master/{jax.tree_util.keystr(path, simple=True, separator='/')}")
+            return difference(noise.round_stochastically(new, noise.salted(words, salt)), old)
+
+        found = jax.tree_util.tree_map_with_path(stored, changes, wide, parts)
+        found, rest = (found, None) if state.remainder is None else apart(found)
+        return found, MasterState(count, inner, rest)
+
+    return init_masters, update_masters
+
+
+def split_masters(params: Any, master: str) -> tuple[Any, Any]:
+    """Parameters in fp32 as high parts, which the model computes with, and remainders, which the optimizer keeps.
+
+    An optimizer's `init(params)` takes high parts, and begins with remainders of zero. Of parameters that are known
+    better than that, these are put in: `optax.tree.set(tx.init(high), remainder=remainder)`.
+
+    Args:
+        params: tree of arrays of floating dtypes.
+        master: "bf16+int8", "bf16+int16", "fp16+int8" or "fp16+int16": how exact they are, `fp8jax.core.masters` says.
+
+    Returns:
+        Two trees of that structure; each high part is the float of 16 bits next to the master.
+
+    Raises:
+        ValueError: `master` is not one of these.
+
+    Examples:
+        >>> import fp8jax, jax.numpy as jnp
+        >>> high, remainder = fp8jax.split_masters({"w": jnp.full((2, 2), 0.1)}, "bf16+int16")
+        >>> high["w"].dtype, remainder["w"].dtype
+        (dtype(bfloat16), dtype('int16'))
+    """
+    how = Master(master)
+    if how.remainder is None:
+        raise ValueError(f"master {master!r} has no remainder; take one of bf16 or fp16 with +int8 or +int16")
+    high, rest = how.held.dtype, how.remainder
+    return apart(jax.tree.map(lambda x: masters.split(x.astype(jnp.float32), high, rest), params))
+
+
+def master_weights(state: optax.OptState, params: optax.Params) -> optax.Params:
+    """The master weights of a training state in fp32, to export or to evaluate: more exact than the parameters.
+
+    Args:
+        state: of `compressed_adamw`, `fp8lm_adamw`, `compress_state`, `fp8jax.optimizer`, also within a chain.
+        params: the parameters that belong to it.
+
+    Returns:
+        The tree of the parameters: masters by parts joined, scaled ones decoded, and parameters that are their own
+        masters as they are.
+
+    Examples:
+        >>> import fp8jax, jax.numpy as jnp
+        >>> tx = fp8jax.compressed_adamw(3e-4, master="bf16+int8")
+        >>> params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+        >>> params, state = tx.step(params, tx.init(params), params)
+        >>> fp8jax.master_weights(state, params)["w"].dtype
+        dtype('float32')
+    """
+    bare, found = variables.bare(params), None
+    for node in _records(variables.bare(state)):
+        if getattr(node, "remainder", None) is not None:
+            found = joined(bare, node.remainder)
+        elif hasattr(node, "master"):
+            found = node.master
+    if found is None:
+        return params
+    values = [load(x) if moments.is_quantized(x) else x.astype(jnp.float32) if _is_master(x) else x
+              for x in jax.tree.leaves(found, is_leaf=lambda x: moments.is_quantized(x) or _is_master(x))]  # fmt: skip
+    return variables.structured(values, params)
+
+
+def _records(tree: Any) -> Any:
+    """The named tuples of a state, outer ones first."""
+    for node in jax.tree.leaves(tree, is_leaf=_is_record):
+        if _is_record(node):
+            yield node
+            for field in node:
+                yield from _records(field)
+
+
+def _is_record(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _is_master(node: Any) -> bool:
+    return isinstance(node, MasterWeight)

@@ -1,0 +1,292 @@
+"""Master weights by parts in the optimizers: the values of fp32 masters, and bits that no way of applying changes."""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fp8jax
+from fp8jax.core import masters
+
+PARTS = ("bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16")
+ALL = (*PARTS, "bf16+stochastic")
+RATE = 1e-3
+MADE = {
+    "compressed_adamw": lambda **how: fp8jax.compressed_adamw(RATE, b2=0.95, weight_decay=0.1, min_size=1024, **how),
+    "lion": lambda **how: fp8jax.compress_state(optax.lion(RATE, weight_decay=0.1), min_size=1024, **how),
+}
+
+
+def parameters():
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {
+        "w": jax.random.normal(keys[0], (32, 256)) * 10.0 ** jnp.linspace(-6, 1, 32)[:, None],
+        "layers": {"w": jax.random.normal(keys[1], (3, 8, 128)) / 8, "b": jnp.zeros(24)},
+    }
+
+
+def gradients(step):
+    leaves, tree = jax.tree.flatten(parameters())
+    keys = jax.random.split(jax.random.key(100 + step), len(leaves))
+    return tree.unflatten([jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)])
+
+
+def begin(tx, master, params=None):
+    """High parts and a state that knows the rest of the parameters."""
+    params = parameters() if params is None else params
+    if master not in PARTS:
+        high = jax.tree.map(lambda x: x.astype(masters.Master(master).held.dtype), params)
+        return high, tx.init(high)
+    high, remainder = fp8jax.split_masters(params, master)
+    return high, optax.tree.set(tx.init(high), remainder=remainder)
+
+
+def updated(tx, params, state, steps=3):
+    update = jax.jit(tx.update)
+    for i in range(steps):
+        changes, state = update(gradients(i), state, params)
+        params = optax.apply_updates(params, changes)
+    return params, state
+
+
+def stepped(tx, params, state, steps=3, **how):
+    step = jax.jit(functools.partial(tx.step, **how))
+    for i in range(steps):
+        params, state = step(gradients(i), state, params)
+    return params, state
+
+
+def equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def held_in(master):
+    return masters.Master(master).held.dtype
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_32_bits_are_fp32_masters(name):
+    """To the last bit, in the program of `update`, where neither way adds more than the change."""
+    exact = updated(MADE[name](), parameters(), MADE[name]().init(parameters()))
+    tx = MADE[name](master="bf16+int16")
+    params, state = updated(tx, *begin(tx, "bf16+int16"))
+    found = fp8jax.master_weights(state, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), found, exact[0])
+    high, _ = fp8jax.split_masters(found, "bf16+int16")
+    equal(high, params)
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("master", PARTS)
+@pytest.mark.parametrize("name", MADE)
+def test_masters_are_fp32s_to_their_last_bits(name, master):
+    """Off by half a last place a step at most, and by what weight decay makes of that."""
+    steps = 4
+    exact, _ = updated(MADE[name](), parameters(), MADE[name]().init(parameters()), steps)
+    tx = MADE[name](master=master)
+    params, state = updated(tx, *begin(tx, master), steps)
+    mantissa = {"bf16": 7, "fp16": 10}[master[:4]] + 8 * np.dtype(masters.Master(master).remainder).itemsize
+    lowest = {"bf16": -126, "fp16": -14}[master[:4]]
+    for a, b, start in zip(
+        *map(jax.tree.leaves, (fp8jax.master_weights(state, params), exact, parameters())), strict=True
+    ):
+        largest = np.maximum(np.abs(start), np.abs(b)) + steps * RATE
+        last = 2.0 ** (np.maximum(np.frexp(largest)[1] - 1, lowest) - min(mantissa, 23))
+        assert (np.abs(np.asarray(a, np.float64) - b) <= (steps + 1) * last).all()
+
+
+@pytest.mark.parametrize("master", ALL)
+def test_step_and_update_give_the_same_bits(master):
+    tx = MADE["compressed_adamw"](master=master)
+    ours, theirs = stepped(tx, *begin(tx, master)), updated(tx, *begin(tx, master))
+    equal(ours, theirs)
+    assert jax.tree.map(lambda x: x.dtype, ours[1]) == jax.tree.map(lambda x: x.dtype, begin(tx, master)[1])
+    assert {x.dtype for x in jax.tree.leaves(ours[0])} == {held_in(master)}
+
+
+def test_small_changes_are_kept():
+    """Of a weight of one that moves by 1e-5 a step, a thousandth of bf16's half step."""
+    moved, params = {}, {"w": jnp.ones((32, 256), jnp.bfloat16)}
+    for master in (None, *ALL):
+        tx = fp8jax.compressed_adamw(1e-5, weight_decay=0.0, master=master)
+        own = jax.tree.map(lambda x: x.astype(held_in(master or "bf16")), params)  # noqa: B023
+        state, step = tx.init(own), jax.jit(tx.step)
+        for _ in range(20):
+            own, state = step(jax.tree.map(jnp.ones_like, own), state, own)
+        moved[master] = 1 - np.asarray(fp8jax.master_weights(state, own)["w"], np.float64)
+    assert not moved[None].any()
+    for master in PARTS:
+        mantissa = {"bf16+int8": 15, "fp16+int8": 18}.get(master, 23)
+        np.testing.assert_allclose(moved[master], 2e-4, rtol=2e-3, atol=20 * 2.0 ** -(mantissa + 2))
+    steps = moved["bf16+stochastic"]
+    np.testing.assert_allclose(steps.mean(), 2e-4, rtol=6 / np.sqrt(np.count_nonzero(steps)))
+
+
+@pytest.mark.parametrize("master", ["bf16+int8", "bf16+stochastic"])
+@pytest.mark.parametrize("name", MADE)
+def test_a_mesh_changes_no_bit(name, master):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    tx = MADE[name](master=master)
+    params, state = begin(tx, master)
+    where = jax.tree.map(lambda x: NamedSharding(mesh, P(*[None] * (x.ndim - 2), "fsdp")), params)
+    placed = jax.device_put(params, where)
+    fresh = tx.init(placed)
+    remainder = optax.tree.get(state, "remainder")
+    if remainder is not None:
+        assert optax.tree.get(fresh, "remainder")["w"].sharding.spec == P("fsdp")
+        fresh = optax.tree.set(fresh, remainder=jax.device_put(remainder, where))
+    one, many = updated(tx, params, state), updated(tx, placed, fresh)
+    assert many[0]["w"].sharding.spec == P("fsdp")
+    for a, b in zip(*map(jax.tree.leaves, (one[0], many[0])), strict=True):
+        # XLA divides otherwise in another program: last bits of fp32, and the few roundings that hang on them.
+        assert np.mean(np.asarray(a) != np.asarray(b)) < 0.01
+
+
+def test_what_is_refused():
+    params = parameters()
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    for make in MADE.values():
+        with pytest.raises(ValueError, match="unknown master 'bf16\\+int4'"):
+            make(master="bf16+int4")
+        with pytest.raises(ValueError, match="master 'bf16' is what parameters of that dtype are"):
+            make(master="bf16")
+        with pytest.raises(ValueError, match="all are in float32: give those of"):
+            make(master="bf16+int8").init(params)
+        with pytest.raises(TypeError, match="dtype bfloat16, but master 'fp16\\+int8' has float16"):
+            make(master="fp16+int8").init(half)
+        state = make(master="bf16+int8").init(half)
+        with pytest.raises(ValueError, match="remainders in int8"):
+            make(master="bf16+int16").update(gradients(0), state, half)
+        with pytest.raises(
+            (ValueError, TypeError), match=r"remainders in int8|a CompressedAdamState, not a MasterAdamS"
+        ):
+            make(master="bf16+stochastic").update(gradients(0), state, half)
+        with pytest.raises((ValueError, TypeError), match=r"no remainders, but|a MasterAdamState, not a Compressed"):
+            make(master="bf16+int8").update(gradients(0), make(master="bf16+stochastic").init(half), half)
+        with pytest.raises(ValueError, match="needs the parameters"):
+            make(master="bf16+int8").update(gradients(0), state)
+    tx = MADE["compressed_adamw"](master="bf16+int8")
+    with pytest.raises(ValueError, match="takes no key"):
+        tx.step(gradients(0), tx.init(half), half, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="a CompressedAdamState, not a MasterAdamState"):
+        MADE["compressed_adamw"]().update(gradients(0), tx.init(half), half)
+    with pytest.raises(ValueError, match="has no remainder"):
+        fp8jax.split_masters(params, "bf16+stochastic")
+
+
+def test_parameters_in_fp32_beside_parts_are_their_own_masters():
+    params = {"w": jnp.ones((8, 256), jnp.bfloat16), "norm": jnp.ones(8)}
+    grads = jax.tree.map(jnp.ones_like, params)
+    for make in MADE.values():
+        tx = make(master="bf16+int16")
+        state = tx.init(params)
+        changes, state = tx.update(grads, state, params)
+        new = optax.apply_updates(params, changes)
+        assert new["norm"].dtype == jnp.float32
+        assert jax.tree.leaves(state.remainder)[0].shape == (8, 256)
+        exact = make()
+        changes, _ = exact.update(grads, exact.init(params), params)
+        np.testing.assert_array_equal(new["norm"], optax.apply_updates(params, changes)["norm"])
+        assert fp8jax.master_weights(state, new)["norm"] is new["norm"]
+
+
+def test_a_step_that_is_not_applied_changes_nothing():
+    tx = MADE["compressed_adamw"](master="bf16+int8")
+    before = begin(tx, "bf16+int8")
+    equal(stepped(tx, *before, steps=1, applied=jnp.bool_(False)), before)
+
+
+def test_inside_optaxs_wrappers():
+    tx = optax.chain(optax.clip_by_global_norm(1e9), MADE["compressed_adamw"](master="bf16+int16"))
+    wrapped = optax.apply_if_finite(optax.MultiSteps(tx, 1), 3)
+    params, state = updated(wrapped, *begin(wrapped, "bf16+int16"))
+    plain = MADE["compressed_adamw"](master="bf16+int16")
+    other, own = updated(plain, *begin(plain, "bf16+int16"))
+    values = fp8jax.master_weights(state, params), fp8jax.master_weights(own, other)
+    for a, b in zip(*map(jax.tree.leaves, values), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(128, param_dtype=jnp.bfloat16)(x)
+
+
+@pytest.mark.parametrize("master", ["bf16+int8", "bf16+stochastic"])
+def test_flax_holds_them(master):
+    """NNX's and Linen's own classes with `update`, and ours with `step`: the same bits."""
+    make, x = functools.partial(MADE["compressed_adamw"], master=master), jnp.ones((4, 64), jnp.bfloat16)
+    loss = lambda y: jnp.mean(jnp.square(y.astype(jnp.float32) - 1))  # noqa: E731
+    found = []
+    for kind in (nnx.Optimizer, fp8jax.nnx.Optimizer):
+        model = nnx.Linear(64, 128, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        optimizer = kind(model, make(), wrt=nnx.Param)
+        for _ in range(3):
+            optimizer.update(model, nnx.grad(lambda m: loss(m(x)))(model))
+        found.append((nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(optimizer.opt_state))))
+        assert model.kernel[...].dtype == jnp.bfloat16
+        values = fp8jax.master_weights(nnx.as_pure(optimizer.opt_state), nnx.as_pure(nnx.state(model, nnx.Param)))
+        assert values["kernel"].dtype == (jnp.float32 if "int" in master else jnp.bfloat16)
+    equal(*found)
+    found = []
+    for kind in (train_state.TrainState, fp8jax.linen.TrainState):
+        model = Model()
+        params = model.init(jax.random.key(0), x)
+        state = kind.create(apply_fn=model.apply, params=params, tx=make())
+        for _ in range(3):
+            grads = jax.grad(lambda p: loss(model.apply(p, x)))(state.params)  # noqa: B023
+            state = state.apply_gradients(grads=grads)
+        found.append((state.params, state.opt_state))
+    equal(*found)
+
+
+def test_orbax_keeps_them(tmp_path):
+    tx = MADE["compressed_adamw"](master="bf16+int16")
+    before = stepped(tx, *begin(tx, "bf16+int16"))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", before)
+        checkpointer.wait_until_finished()
+        after = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: before))
+    equal(before, after)
+
+
+def test_converted_from_fp32_masters_and_back():
+    plain, tx = MADE["compressed_adamw"](), MADE["compressed_adamw"](master="bf16+int16")
+    params, state = updated(plain, parameters(), plain.init(parameters()))
+    high, remainder = fp8jax.split_masters(params, "bf16+int16")
+    own = optax.tree.set(fp8jax.convert_state(state, tx, high), remainder=remainder)
+    equal(fp8jax.master_weights(own, high), params)
+    equal(fp8jax.convert_state(own, plain, params), state)
+    again = fp8jax.convert_state(own, tx, high)
+    equal(again, own)
+    narrow = fp8jax.convert_state(own, MADE["compressed_adamw"](master="bf16+int8"), high)
+    for a, b in zip(*map(jax.tree.leaves, (fp8jax.master_weights(narrow, high), params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2.0**-15)  # a last place of 24 bits, at the highest remainder
+    wide = fp8jax.convert_state(narrow, tx, high)
+    equal(fp8jax.master_weights(wide, high), fp8jax.master_weights(narrow, high))
+
+
+def test_recipes_say_it():
+    recipe = fp8jax.recipes.get("coat")
+    for master in ALL:
+        compute = "fp16" if master.startswith("fp16") else "bf16"
+        own = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, master=master, compute=compute))
+        tx = fp8jax.optimizer(own, RATE, clip=1.0)
+        _, state = begin(tx, master)
+        found = jax.tree.leaves(optax.tree.get(state, "remainder"))
+        assert {str(x.dtype) for x in found} == ({master.partition("+")[2]} if master in PARTS else set())
+        size = {"fp16+int16": 4, "bf16+int16": 4, "bf16+stochastic": 2}.get(master, 3)
+        assert ("master weight", master, "fp32", size) in own.plan()
