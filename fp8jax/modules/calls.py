@@ -10,8 +10,9 @@ import numpy as np
 
 from fp8jax.modules.matrices import is_matrix
 from fp8jax.rewrite.caller import Caller
+from fp8jax.rewrite.planned import PlannedCall
 from fp8jax.rewrite.rules import Ordered
-from fp8jax.rewrite.transform import PlannedCall, Transformed
+from fp8jax.rewrite.transform import Transformed
 
 
 class CallLeaf(NamedTuple):

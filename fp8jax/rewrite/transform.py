@@ -10,84 +10,24 @@ import numpy as np
 from fp8jax.core.recipe import Linear
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.check import Comparison, check
-from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.explanation import Explanation
 from fp8jax.rewrite.plan import plan
+from fp8jax.rewrite.planned import CallPlan, PlannedCall
 from fp8jax.rewrite.read import read
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.run import Running, schedule
 from fp8jax.rewrite.states import (
-    Given,
-    Noted,
-    ParameterState,
     States,
     Use,
     advance,
     by_use,
-    held_by_use,
-    init,
-    merged_uses,
     scaling_names,
     with_bounds,
 )
 
 _MOST_PLANS = 64
-
-
-class _Planned(NamedTuple):
-    entries: tuple[Entry, ...]
-    uses: dict[Use, Linear]
-    paths: tuple[str | None, ...]
-    structure: Any
-    run: Callable
-    compiled: Callable
-
-
-class PlannedCall(NamedTuple):
-    """A call with its plan: what `Transformed.planned` returns."""
-
-    plan: _Planned
-    arrays: list[Any]
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """What becomes of each product with a parameter, and of what stands before it."""
-        return self.plan.entries
-
-    @property
-    def uses(self) -> dict[Use, Linear]:
-        """The products with one parameter, and their recipes."""
-        return self.plan.uses
-
-    def init(self) -> States:
-        """The states of scalings before the first step; see `Transformed.init`."""
-        weights = {path: x for path, x in zip(self.plan.paths, self.arrays, strict=True) if path is not None}
-        return init(self.uses, weights)
-
-    def run(self, given: Mapping[Any, Given], *, noting: bool) -> tuple[Any, Any]:
-        """The function's results; `noting`, also what uses observed, else that is the gradient of their slots.
-
-        Args:
-            given: what each use is given, by its key.
-        """
-        inside = any(isinstance(x, jax.core.Tracer) for x in (*self.arrays, *jax.tree.leaves(given)))
-        outputs, seen = (self.plan.run if inside else self.plan.compiled)(self.arrays, given, noting=noting)
-        return jax.tree.unflatten(self.plan.structure, outputs), seen
-
-    def with_held(self, held: Mapping[str, ParameterState]) -> tuple[Any, dict[str, Noted]]:
-        """The function's results, and what was observed of inputs and weights, by the paths of parameters.
-
-        Where nothing is held automatic scaling measures the weights; others that keep a state raise.
-
-        Args:
-            held: what the caller holds of states and weights in codes, by the paths of parameters; what is observed of
-                gradients is the cotangent of their slots.
-
-        Raises:
-            ValueError: the recipe of a product keeps a state that is not held, or one of another shape.
-        """
-        results, seen = self.run(held_by_use(held, self.uses), noting=True)
-        return results, merged_uses(seen, self.uses)
+# What is traced; other leaves of arguments are settings.
+_ARRAYS, _NUMBERS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic), (int, float, complex)
 
 
 class _Call(NamedTuple):
@@ -113,19 +53,21 @@ class Transformed:
         params: tuple[int | str, ...],
         static: tuple[int | str, ...],
         caller: Callable[[Any], Caller] = lambda results: Caller(),
+        traced: tuple[type, ...] = (*_ARRAYS, *_NUMBERS),
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
+        self._traced_types = traced
         self._caller = caller
         self._fn, self._rules, self._params, self._static = fn, rules, params, static
         self._calls: dict[Hashable, Callable] = {}
-        self._plans: dict[int, tuple[Any, _Planned]] = {}
+        self._plans: dict[int, tuple[Any, CallPlan]] = {}
 
     def __call__(self, *args: Any, states: States | None = None, **kwargs: Any) -> Any:
         call = self.planned(*args, **kwargs)
         _check_states(states, call.uses)
         return call.run(by_use(states or {}), noting=False)[0]
 
-    def planned(self, *args: Any, **kwargs: Any) -> "PlannedCall":
+    def planned(self, *args: Any, **kwargs: Any) -> PlannedCall:
         """A call with its plan; nothing is computed.
 
         Args:
@@ -247,7 +189,7 @@ class Transformed:
             raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays")
         return [self._path(path) for path in places]
 
-    def _make(self, program: Any, paths: Sequence[str | None], shapes: Any) -> _Planned:
+    def _make(self, program: Any, paths: Sequence[str | None], shapes: Any) -> CallPlan:
         graph = read(program, paths)
         entries, uses = plan(graph, self._rules, self._caller(shapes))
         structure = jax.tree.structure(shapes)
@@ -258,13 +200,12 @@ class Transformed:
             return running.outputs(), running.seen
 
         compiled = jax.jit(run, static_argnames="noting")
-        return _Planned(tuple(entries.values()), uses, tuple(paths), structure, run, compiled)
+        return CallPlan(tuple(entries.values()), uses, tuple(paths), structure, run, compiled)
 
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""
         place = _place(path)
-        numbers = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex)
-        return place in self._static or isinstance(x, bool) or not isinstance(x, numbers)
+        return place in self._static or isinstance(x, bool) or not isinstance(x, self._traced_types)
 
     def _path(self, path: Any) -> str | None:
         """The path of a parameter; None for data."""
@@ -348,7 +289,30 @@ def transform(
             a parameter, or one asks for a precision that a quantized product cannot give.
         TypeError: the rules are of another type, or `fn` is no function.
     """
+    return _transformed(fn, rules, params, static)
+
+
+def _transformed(fn: Callable, rules: Rules, params: Any, static: Any, **how: Any) -> Transformed:
     if not callable(fn):
         raise TypeError(f"fp8jax.transform takes a function of parameters and data, not {fn!r}")
     held, fixed = ((x,) if isinstance(x, (int, str)) else tuple(x) for x in (params, static))
-    return Transformed(fn, ordered(rules), held, fixed)
+    return Transformed(fn, ordered(rules), held, fixed, **how)
+
+
+def filter_transform(fn: Callable, rules: Rules, *, params: int | str | Sequence[int | str] = 0) -> Transformed:
+    """`transform` of a function of modules that are pytrees, as Equinox's: arrays are traced, all else is a setting.
+
+        fast = fp8jax.filter_transform(loss_fn, "coat")
+        loss, grads = equinox.filter_value_and_grad(fast)(model, batch)
+
+    So a model may hold numbers that it branches on, such as a rate of dropout, as `equinox.filter_jit` has it: for each
+    value there is a program of its own. What the function returns are arrays.
+
+    Args:
+        fn: a function of a module, or of a tree with modules.
+        rules: as of `transform`; paths are those of fields: "layers/0/up".
+        params: the arguments that hold modules, as of `transform`.
+
+    Returns, raises: as `transform`. A setting that is not hashable raises TypeError.
+    """
+    return _transformed(fn, rules, params, (), traced=_ARRAYS)

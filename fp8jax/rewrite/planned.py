@@ -1,0 +1,76 @@
+"""Calls of a transformed function with their plans."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from fp8jax.core.recipe import Linear
+from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.states import Given, Noted, ParameterState, States, Use, held_by_use, init, merged_uses
+
+
+class CallPlan(NamedTuple):
+    """The plan of all calls that are alike.
+
+    Attributes:
+        entries: what becomes of each part.
+        uses: the products with one parameter, and their recipes.
+        paths: of the arrays in the parameters; None for data.
+        structure: of the results.
+        run, compiled: the program, of arrays and of what uses are given.
+    """
+
+    entries: tuple[Entry, ...]
+    uses: dict[Use, Linear]
+    paths: tuple[str | None, ...]
+    structure: Any
+    run: Callable
+    compiled: Callable
+
+
+class PlannedCall(NamedTuple):
+    """A call with its plan: what `Transformed.planned` returns."""
+
+    plan: CallPlan
+    arrays: list[Any]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """What becomes of each product with a parameter, and of what stands before it."""
+        return self.plan.entries
+
+    @property
+    def uses(self) -> dict[Use, Linear]:
+        """The products with one parameter, and their recipes."""
+        return self.plan.uses
+
+    def init(self) -> States:
+        """The states of scalings before the first step; see `Transformed.init`."""
+        weights = {path: x for path, x in zip(self.plan.paths, self.arrays, strict=True) if path is not None}
+        return init(self.uses, weights)
+
+    def run(self, given: Mapping[Any, Given], *, noting: bool) -> tuple[Any, Any]:
+        """The function's results; `noting`, also what uses observed, else that is the gradient of their slots.
+
+        Args:
+            given: what each use is given, by its key.
+        """
+        inside = any(isinstance(x, jax.core.Tracer) for x in (*self.arrays, *jax.tree.leaves(given)))
+        outputs, seen = (self.plan.run if inside else self.plan.compiled)(self.arrays, given, noting=noting)
+        return jax.tree.unflatten(self.plan.structure, outputs), seen
+
+    def with_held(self, held: Mapping[str, ParameterState]) -> tuple[Any, dict[str, Noted]]:
+        """The function's results, and what was observed of inputs and weights, by the paths of parameters.
+
+        Where nothing is held automatic scaling measures the weights; others that keep a state raise.
+
+        Args:
+            held: what the caller holds of states and weights in codes, by the paths of parameters; what is observed of
+                gradients is the cotangent of their slots.
+
+        Raises:
+            ValueError: the recipe of a product keeps a state that is not held, or one of another shape.
+        """
+        results, seen = self.run(held_by_use(held, self.uses), noting=True)
+        return results, merged_uses(seen, self.uses)

@@ -1,0 +1,71 @@
+"""`fp8jax.filter_transform`: functions of Equinox modules, with numbers and functions among their leaves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fp8jax
+from tests.programs import dots
+
+eqx = pytest.importorskip("equinox")
+WIDTH, INNER = 32, 48
+FP8 = ("float8_e4m3fn", "float8_e4m3fn")
+X = jax.random.normal(jax.random.key(2), (8, WIDTH))
+
+
+class Net(eqx.Module):
+    norm: eqx.nn.RMSNorm
+    layers: list[eqx.nn.Linear]
+    dropout: eqx.nn.Dropout
+    act: object
+    factor: float
+
+    def __init__(self, factor=2.0, act=jnp.tanh):
+        first, second = jax.random.split(jax.random.key(0))
+        self.norm = eqx.nn.RMSNorm(WIDTH)
+        self.layers = [eqx.nn.Linear(WIDTH, INNER, key=first), eqx.nn.Linear(INNER, WIDTH, key=second)]
+        self.dropout, self.act, self.factor = eqx.nn.Dropout(0.5, inference=True), act, factor
+
+    def __call__(self, x):
+        x = self.norm(x)
+        if self.factor > 1:
+            x = self.factor * x
+        return self.dropout(self.layers[1](self.act(self.layers[0](x))))
+
+
+def loss(model, x):
+    return jnp.mean((jax.vmap(model)(x) - x) ** 2)
+
+
+@pytest.mark.parametrize("recipe", ["te_current", "coat"])
+def test_equinox_differentiates_it_and_its_values_are_those_of_a_plain_function(recipe):
+    model, fast = Net(), fp8jax.filter_transform(loss, recipe)
+    value, grads = eqx.filter_value_and_grad(fast)(model, X)
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+    plain = fp8jax.transform(lambda params, x: loss(eqx.combine(params, rest), x), recipe)
+    want, by_hand = jax.jit(jax.value_and_grad(plain))(params, X)
+    inside, again = eqx.filter_jit(eqx.filter_value_and_grad(fast))(model, X)
+    np.testing.assert_array_equal([value, inside], [want, want])
+    for each in (grads, again):
+        assert jax.tree.structure(each) == jax.tree.structure(by_hand)
+        jax.tree.map(np.testing.assert_array_equal, each, by_hand)
+    assert dots(lambda p: fast(eqx.combine(p, rest), X), params).count(FP8) == 2
+
+
+def test_numbers_and_functions_are_settings():
+    fast = fp8jax.filter_transform(loss, "te_current")
+    values = [float(fast(Net(*how), X)) for how in ((2.0,), (1.0,), (2.0, jnp.sin), (2.0,))]
+    assert len(set(values)) == 3
+    assert values[0] == values[3]
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        fp8jax.transform(loss, "te_current")(Net(), X)
+
+
+def test_rules_go_by_the_paths_of_fields():
+    rules = [fp8jax.Rule("layers/0", None), "te_current"]
+    explained = fp8jax.filter_transform(lambda x, model: loss(model, x), rules, params=1).explain(X, Net())
+    assert [e.path for e in explained.left if e.product] == ["layers/0"]
+    assert [e.path for e in explained.quantized] == ["layers/1"]
+    with pytest.raises(TypeError, match="takes a function"):
+        fp8jax.filter_transform(3, "te_current")
