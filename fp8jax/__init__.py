@@ -93,6 +93,7 @@ __all__ = [
     "dist",
     "dot_general",
     "einsum",
+    "filter_transform",
     "formats",
     "fp8lm_adamw",
     "freeze",
