@@ -20,10 +20,11 @@ from experiments import mesh, parallel
 from experiments.models import sizes
 from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
 from experiments.tables import flash
-from experiments.task import changes_layers
+from experiments.task import changes_layers, in_chunks
 from fp8jax.core.tables import sentence
 from fp8jax.dist import Plan, plan
 from fp8jax.ops import choice
+from fp8jax.ops.cross_entropy import CHUNK_BYTES, MOST_CHUNKS
 
 # Bytes for each entry of the logits where most of them live at once: their gradient in fp32, and its cast to bf16. Read
 # from the program of a bf16 model of two layers, compiled for an H200; no measured memory was used.
@@ -106,12 +107,17 @@ def of(
         tokens: of one microbatch on one device.
         microbatches: parts that a batch is computed in.
         recompute: as of `saved_per_token`.
+
+    Logits are there as `--logits auto` has them.
     """
     params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     layer = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(params) if mesh.stacked(path)) / llama.layers
     activations = tokens * llama.layers * saved_per_token(llama, recipe, recompute)
-    # The last hidden state before and after its norm, and the head's matrix, in bf16.
-    of_loss = tokens * (LOGITS * llama.vocab + 2 * 2 * llama.dim)
+    # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.
+    chunked = in_chunks("auto", tokens, llama.vocab)
+    at_once = max(CHUNK_BYTES / (4 * llama.vocab), tokens / MOST_CHUNKS) if chunked else tokens
+    of_loss = at_once * LOGITS * llama.vocab + tokens * 2 * 2 * llama.dim
+    of_loss += 4 * llama.vocab * llama.dim if chunked else 0
     of_loss += 0 if recipe.weights.held == recipe.weights.compute else 2 * llama.vocab * llama.dim
     step = plan(
         params,

@@ -200,6 +200,9 @@ class Run:
     """What the backward pass computes again: nothing, all of a block but its products and attention, or whole blocks.
     auto: products on a GPU where neither the recipe's contexts save operations nor kernels write what layers read, else
     none."""
+    logits: Literal["auto", "whole", "chunked"] = "auto"
+    """Logits of all tokens of a microbatch at once, or of a chunk of tokens at a time, which takes less memory.
+    auto: chunked where a device would have more than 2 GiB of them in fp32, as of 16,384 tokens and 32,768 entries."""
     unroll: int | None = None
     """Layers in one turn of the loop over them: more run faster on a GPU and take longer to compile.
     None: all on a GPU, else one."""

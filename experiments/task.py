@@ -19,6 +19,7 @@ import fp8jax
 from experiments import adapters, packing, parallel
 from experiments.adapters import BaseVariable
 from experiments.models.llama import Llama, LlamaConfig
+from experiments.models.parts import reshaped
 from experiments.sections import Lora
 from fp8jax.dist import Factors
 from fp8jax.ops.choice import missing_triton
@@ -59,6 +60,7 @@ class Task:
         rows: how sequences lie on several devices, or None.
         unroll: layers in a turn of the loop over them, as `Llama` takes it.
         lora: adapters, or None where all weights are trained.
+        chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`).
     """
 
     graphdef: nnx.GraphDef[Llama]
@@ -71,6 +73,7 @@ class Task:
     rows: jax.sharding.NamedSharding | None = None
     unroll: int | None = None
     lora: Lora | None = None
+    chunked: bool = False
 
     @classmethod
     def build(
@@ -85,6 +88,7 @@ class Task:
         rows: jax.sharding.NamedSharding | None = None,
         unroll: int | None = None,
         lora: Lora | None = None,
+        chunked: bool = False,
     ) -> "Task":
         """Traces the model's structure; no parameter is made."""
         if lora is not None:
@@ -93,7 +97,7 @@ class Task:
         inner = rows if recipe.comm.gradients is None else None
         model = nnx.eval_shape(lambda: _make(llama, recipe, remat, inner, unroll, nnx.Rngs(seed), lora))
         graphdef = nnx.split(model, nnx.Param, ...)[0]
-        return cls(graphdef, tx, llama, recipe, remat, seed, microbatches, rows, unroll, lora)
+        return cls(graphdef, tx, llama, recipe, remat, seed, microbatches, rows, unroll, lora, chunked)
 
     def init(self, params: Any = None) -> TrainState:
         """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`.
@@ -161,7 +165,7 @@ class Task:
 
     def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
         """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1), or packed (B, 3, T + 1)."""
-        return _cross_entropy(self.model(params, model_state), tokens_BxT)
+        return _cross_entropy(self.model(params, model_state), tokens_BxT, self.chunked)
 
     def gradients(
         self,
@@ -193,7 +197,7 @@ class Task:
                 own = jax.tree.map(lambda x: x, (noted, rest))
                 weights = weights if whole is None else whole.outside_of_layers(weights)
                 model = nnx.merge(graphdef, weights, slots, *own)
-                return _cross_entropy(model, tokens_BxT), nnx.state(model, fp8jax.nnx.ScalingVariable)
+                return _cross_entropy(model, tokens_BxT, self.chunked), nnx.state(model, fp8jax.nnx.ScalingVariable)
 
             (value, new), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, slots)
             return new, (value, nnx.to_pure_dict(grads), seen)
@@ -280,14 +284,21 @@ def _accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
     return jax.lax.scan(add, (noted, start), parts)[0]
 
 
-def _cross_entropy(model: Llama, tokens_BxT: jax.Array) -> jax.Array:
-    """The mean over all tokens, of packed ones over answers."""
+def _cross_entropy(model: Llama, tokens_BxT: jax.Array, chunked: bool) -> jax.Array:
+    """The mean over all tokens, of packed ones over answers; `chunked` never has the logits of all tokens."""
     tokens_BxT, answers_BxT, segments_BxT = packing.parts(tokens_BxT)
     segments_BxT = None if segments_BxT is None else segments_BxT[:, :-1]
+    method = "hidden" if chunked else "__call__"
     # What is done around each layer is done to layers that are quantized each by itself.
-    call = model if model.around is None else functools.partial(Llama.__call__, model)
-    logits_BxTxV = call(tokens_BxT[:, :-1], segments_BxT).astype(jnp.float32)
-    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:])
+    around = model.around is not None
+    call = functools.partial(getattr(Llama, method), model) if around else getattr(model, method)
+    y, labels_BxT = call(tokens_BxT[:, :-1], segments_BxT), tokens_BxT[:, 1:]
+    if chunked:
+        w, axis = model.output
+        counts = None if answers_BxT is None else reshaped(answers_BxT[:, 1:] != 0, labels_BxT.size)
+        labels = reshaped(labels_BxT, labels_BxT.size)
+        return fp8jax.linear_cross_entropy(y, w, labels, where=counts, vocabulary_axis=axis)
+    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(y.astype(jnp.float32), labels_BxT)
     if answers_BxT is None:
         return losses_BxT.mean()
     weights_BxT = answers_BxT[:, 1:].astype(jnp.float32)
@@ -313,7 +324,8 @@ def _make(
         nnx.update(model, jax.tree.map(lambda new, old: new.astype(old.dtype), params, own))
     if lora is not None:
         return adapters.adapt(model, lora, recipe, rngs)
-    return fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model
+    methods = ("__call__", "hidden")
+    return fp8jax.nnx.quantize(model, recipe, methods=methods) if changes_layers(recipe) else model
 
 
 def changes_layers(recipe: fp8jax.Recipe) -> bool:
@@ -337,3 +349,12 @@ def recomputed(how: str, recipe: fp8jax.Recipe) -> bool | str:
         return fastest(recipe) if jax.default_backend() == "gpu" else False
     names: dict[str, bool | str] = {"none": False, "products": "products", "blocks": True}
     return names[how]
+
+
+# Of fp32 logits, beyond which the loss takes a chunk of them at a time.
+WHOLE_BYTES = 2**31
+
+
+def in_chunks(how: str, tokens: int, vocab: int) -> bool:
+    """The option `--logits` as `Task` takes it, of so many tokens that a device has logits of at once."""
+    return how == "chunked" or (how == "auto" and 4 * tokens * vocab > WHOLE_BYTES)

@@ -51,13 +51,13 @@ from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.optimizer import make_optimizer as make_optimizer
 from experiments.result import Result, read_result
 from experiments.speed import Trace, share_of_peak
-from experiments.task import Task, TrainState, recomputed
+from experiments.task import Task, TrainState, in_chunks, recomputed
 from experiments.tokenizer import Tokenizer
 from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, saving, summary
 
 # Settings of `Run` that all processes must share, or their programs or their order of work differ.
-_EVERYWHERE = ("resume", "checkpoint_every", "keep", "eval_every", "sample_tokens", "mesh", "remat", "unroll")
+_EVERYWHERE = ("resume", "checkpoint_every", "keep", "eval_every", "sample_tokens", "mesh", "remat", "logits", "unroll")
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain")
 
 
@@ -228,6 +228,9 @@ def _train_recipe(
         rows=rows,
         unroll=config.run.unroll,
         lora=config.lora if config.lora.lora_rank else None,
+        chunked=in_chunks(
+            config.run.logits, sizes.batch * sizes.seq_len // optim.microbatches // devices.size, llama.vocab
+        ),
     )
     abstract, base_shapes = jax.eval_shape(task.init), jax.eval_shape(task.base)
     row = (3, sizes.seq_len + 1) if tokens.train.ndim == 3 else (sizes.seq_len + 1,)

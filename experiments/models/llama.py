@@ -10,30 +10,21 @@ weight gradient of a 2-D matrix product in bf16 and none for a 3-D one (12 times
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.models.rope import apply_rope, rope_tables
+from experiments.models.attention import Attention, Cache
+from experiments.models.attention import attend as attend
+from experiments.models.parts import linear, reshaped, rows_of, rows_on
+from experiments.models.rope import apply_rope as apply_rope
+from experiments.models.rope import rope_tables
 from experiments.models.shape import LlamaConfig as LlamaConfig
 
 # Rows of an embedding table up to which a product with one-hot rows is the faster lookup.
 ONE_HOT = 1024
-
-
-def _linear(
-    inner: int,
-    outer: int,
-    std: float,
-    dtype: jax.typing.DTypeLike,
-    param_dtype: jax.typing.DTypeLike,
-    rngs: nnx.Rngs,
-    bias: bool = False,
-) -> nnx.Linear:
-    init = nnx.initializers.normal(std)
-    return nnx.Linear(inner, outer, use_bias=bias, kernel_init=init, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
 
 def _norm(config: LlamaConfig, **kinds: Any) -> nnx.RMSNorm | nnx.LayerNorm:
@@ -41,53 +32,6 @@ def _norm(config: LlamaConfig, **kinds: Any) -> nnx.RMSNorm | nnx.LayerNorm:
         return nnx.RMSNorm(config.dim, epsilon=config.norm_eps, **kinds)
     both = config.norm == "layer_bias"
     return nnx.LayerNorm(config.dim, epsilon=config.norm_eps, use_scale=both, use_bias=both, **kinds)
-
-
-def attend(
-    q_BxTxHxC: jax.Array,
-    k_BxTxKxC: jax.Array,
-    v_BxTxKxC: jax.Array,
-    *,
-    is_causal: bool,
-    window: int | None = None,
-    segments_BxT: jax.Array | None = None,
-) -> jax.Array:
-    """Softmax attention by the fastest implementation of the default device; (B, T, H, C).
-
-    A causal position sees the last `window` ones, itself included, and those of its own segment; None sees all.
-    """
-    # cuDNN's flash attention exists for 16-bit types on NVIDIA GPUs only.
-    flash = jax.default_backend() == "gpu" and q_BxTxHxC.dtype in (jnp.bfloat16, jnp.float16)
-    seen: dict[str, Any] = {}
-    if window is not None and window < q_BxTxHxC.shape[1]:
-        seen = {"local_window_size": (window - 1, 0)}
-    if segments_BxT is not None:
-        seen["mask"] = (segments_BxT[:, :, None] == segments_BxT[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=is_causal, implementation="cudnn" if flash else "xla", **seen
-    )
-
-
-class Cache(NamedTuple):
-    """Keys and values of the positions so far, of all layers.
-
-    Attributes:
-        keys, values: (layers, B, S, K, C), of S positions at most.
-        length: int32, how many of them there are.
-    """
-
-    keys: jax.Array
-    values: jax.Array
-    length: jax.Array
-
-
-def attend_cached(
-    q_BxTxHxC: jax.Array, keys_BxSxKxC: jax.Array, values_BxSxKxC: jax.Array, start: jax.Array, window: int | None
-) -> jax.Array:
-    """As a causal `attend` of positions from `start` on to all S, of which later ones hold anything."""
-    ahead_TxS = jnp.arange(keys_BxSxKxC.shape[1])[None] - (start + jnp.arange(q_BxTxHxC.shape[1]))[:, None]
-    seen_TxS = (ahead_TxS <= 0) if window is None else (ahead_TxS <= 0) & (ahead_TxS > -window)
-    return jax.nn.dot_product_attention(q_BxTxHxC, keys_BxSxKxC, values_BxSxKxC, mask=seen_TxS[None, None])
 
 
 def products_saveable(primitive: Any, *operands: Any, **how: Any) -> bool:
@@ -101,27 +45,6 @@ def products_saveable(primitive: Any, *operands: Any, **how: Any) -> bool:
     return product or "attention" in primitive.name
 
 
-def rows_on(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
-    """An array whose first axis, of sequences or tokens, lies so; XLA alone may cut channels where parameters are.
-
-    What the devices do not divide, such as one sequence that is sampled, is left to XLA.
-    """
-    if sharding is None or x.shape[0] % sharding.mesh.size:
-        return x
-    return jax.lax.with_sharding_constraint(x, sharding) if _rows_of(x) is None else jax.sharding.reshard(x, sharding)
-
-
-def _rows_of(x: jax.Array) -> jax.sharding.NamedSharding | None:
-    """How the first axis of an array lies on a mesh with Explicit axes, where JAX asks how a result lies; else None."""
-    where = jax.typeof(x).sharding
-    return jax.sharding.NamedSharding(where.mesh, jax.P(*where.spec[:1])) if where.mesh.explicit_axes else None
-
-
-def _reshaped(x: jax.Array, *shape: int) -> jax.Array:
-    """An array in another shape, whose first axis lies as before."""
-    return jnp.reshape(x, shape, out_sharding=_rows_of(x))
-
-
 class Embed(nnx.Embed):
     """Looks rows up in a table; in a small one, as bytes need, by a product with one-hot rows.
 
@@ -131,69 +54,9 @@ class Embed(nnx.Embed):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         if self.num_embeddings > ONE_HOT or out_sharding is not None:
-            return super().__call__(inputs, out_sharding or _rows_of(inputs))
+            return super().__call__(inputs, out_sharding or rows_of(inputs))
         (table_VxD,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype)
         return jax.nn.one_hot(inputs, self.num_embeddings, dtype=table_VxD.dtype) @ table_VxD
-
-
-class Attention(nnx.Module):
-    """Causal self-attention with rotary positions; `kv_heads` keys and values serve `heads` queries."""
-
-    def __init__(
-        self,
-        config: LlamaConfig,
-        *,
-        dtype: jax.typing.DTypeLike,
-        param_dtype: jax.typing.DTypeLike,
-        rngs: nnx.Rngs,
-        rows: jax.sharding.NamedSharding | None = None,
-    ) -> None:
-        self.config, self.rows = config, rows
-        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        out_std, of_inputs = 0.02 / (2 * config.layers) ** 0.5, config.bias in ("qkv", "all")
-        self.q = _linear(config.dim, width, 0.02, dtype, param_dtype, rngs, of_inputs)
-        self.k = _linear(config.dim, kv_width, 0.02, dtype, param_dtype, rngs, of_inputs)
-        self.v = _linear(config.dim, kv_width, 0.02, dtype, param_dtype, rngs, of_inputs)
-        self.out = _linear(width, config.dim, out_std, dtype, param_dtype, rngs, config.bias == "all")
-        if config.qk_norm:
-            sizes = (config.head_dim,) * 2 if config.qk_norm == "head" else (width, kv_width)
-            kinds: dict[str, Any] = {"epsilon": config.norm_eps, "dtype": dtype, "param_dtype": param_dtype}
-            self.q_norm, self.k_norm = (nnx.RMSNorm(size, rngs=rngs, **kinds) for size in sizes)
-
-    def __call__(
-        self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, segments_BxT: jax.Array | None = None
-    ) -> jax.Array:
-        qkv = (rows_on(x, self.rows) for x in self.heads(x_NxD, cos_TxC, sin_TxC))
-        mixed_BxTxHxC = attend(*qkv, is_causal=True, window=self.config.window, segments_BxT=segments_BxT)
-        return self.out(_reshaped(mixed_BxTxHxC, x_NxD.shape[0], self.config.heads * self.config.head_dim))
-
-    def extend(
-        self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, cache: Cache
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What further positions give, with the keys and values of a layer's cache (B, S, K, C) after them."""
-        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC = self.heads(x_NxD, cos_TxC, sin_TxC)
-        at = (0, cache.length, 0, 0)
-        keys = jax.lax.dynamic_update_slice(cache.keys, k_BxTxKxC.astype(cache.keys.dtype), at)
-        values = jax.lax.dynamic_update_slice(cache.values, v_BxTxKxC.astype(cache.values.dtype), at)
-        mixed_BxTxHxC = attend_cached(q_BxTxHxC, keys, values, cache.length, self.config.window)
-        return self.out(mixed_BxTxHxC.reshape(x_NxD.shape[0], -1)), keys, values
-
-    def heads(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries (B, T, H, C), keys and values (B, T, K, C) of sequences as long as the tables of angles."""
-        length, config = cos_TxC.shape[0], self.config
-        split = (x_NxD.shape[0] // length, length)
-
-        def turned(x: jax.Array, norm: str, heads: int) -> jax.Array:
-            if config.qk_norm == "width":
-                x = getattr(self, norm)(x)
-            x = _reshaped(x, *split, heads, config.head_dim)
-            if config.qk_norm == "head":
-                x = getattr(self, norm)(x)
-            return x if config.learned_positions else apply_rope(x, cos_TxC, sin_TxC)
-
-        q_BxTxHxC = turned(self.q(x_NxD), "q_norm", config.heads)
-        k_BxTxKxC = turned(self.k(x_NxD), "k_norm", config.kv_heads)
-        return q_BxTxHxC, k_BxTxKxC, _reshaped(self.v(x_NxD), *split, config.kv_heads, config.head_dim)
 
 
 class SwiGLU(nnx.Module):
@@ -203,9 +66,9 @@ class SwiGLU(nnx.Module):
         self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, param_dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
     ) -> None:
         out_std, bias = 0.02 / (2 * config.layers) ** 0.5, config.bias == "all"
-        self.gate = _linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs, bias)
-        self.up = _linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs, bias)
-        self.down = _linear(config.mlp_dim, config.dim, out_std, dtype, param_dtype, rngs, bias)
+        self.gate = linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs, bias)
+        self.up = linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs, bias)
+        self.down = linear(config.mlp_dim, config.dim, out_std, dtype, param_dtype, rngs, bias)
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x_NxD)) * self.up(x_NxD))
@@ -218,8 +81,8 @@ class PlainMLP(nnx.Module):
         self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, param_dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
     ) -> None:
         out_std, bias = 0.02 / (2 * config.layers) ** 0.5, config.bias == "all"
-        self.up = _linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs, bias)
-        self.down = _linear(config.mlp_dim, config.dim, out_std, dtype, param_dtype, rngs, bias)
+        self.up = linear(config.dim, config.mlp_dim, 0.02, dtype, param_dtype, rngs, bias)
+        self.down = linear(config.mlp_dim, config.dim, out_std, dtype, param_dtype, rngs, bias)
 
     def __call__(self, x_NxD: jax.Array) -> jax.Array:
         return self.down(jax.nn.gelu(self.up(x_NxD)))
@@ -331,13 +194,17 @@ class Llama(nnx.Module):
         self.layers = stack(rngs)
         self.norm = _norm(config, rngs=rngs, **kinds)
         if not config.tied:
-            self.head = _linear(config.dim, config.vocab, 0.02, dtype, param_dtype, rngs)
+            self.head = linear(config.dim, config.vocab, 0.02, dtype, param_dtype, rngs)
 
     def __call__(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Integer tokens (B, T) to logits (B, T, V) in the compute dtype; none sees those of another segment."""
-        x_NxD = self.embed(_reshaped(tokens_BxT, tokens_BxT.size))
-        x_NxD = self.decode(x_NxD, tokens_BxT.shape[1], segments_BxT)
-        return _reshaped(self.logits(x_NxD), *tokens_BxT.shape, self.config.vocab)
+        x_NxD = self.hidden(tokens_BxT, segments_BxT)
+        return reshaped(self.logits(x_NxD), *tokens_BxT.shape, self.config.vocab)
+
+    def hidden(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
+        """Integer tokens (B, T) to what the head reads, (N, D)."""
+        x_NxD = self.embed(reshaped(tokens_BxT, tokens_BxT.size))
+        return self.decode(x_NxD, tokens_BxT.shape[1], segments_BxT)
 
     def decode(self, x_NxD: jax.Array, length: int, segments_BxT: jax.Array | None = None) -> jax.Array:
         """Embedded sequences of a length T, one after the other in N, to what the head reads, (N, D)."""
@@ -395,4 +262,9 @@ class Llama(nnx.Module):
 
     def logits(self, x_NxD: jax.Array) -> jax.Array:
         """What `decode` returned to logits (N, V)."""
-        return self.embed.attend(x_NxD, _rows_of(x_NxD)) if self.config.tied else self.head(x_NxD)
+        return self.embed.attend(x_NxD, rows_of(x_NxD)) if self.config.tied else self.head(x_NxD)
+
+    @property
+    def output(self) -> tuple[jax.Array, int]:
+        """The head's matrix and which of its axes the vocabulary is."""
+        return (self.embed.embedding[...], 0) if self.config.tied else (self.head.kernel[...], 1)

@@ -1,0 +1,121 @@
+"""Causal self-attention with rotary positions, and its cache of keys and values.
+
+Shapes stand in the names, as in `experiments.models.llama`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from experiments.models.parts import linear, reshaped, rows_on
+from experiments.models.rope import apply_rope
+from experiments.models.shape import LlamaConfig
+
+
+def attend(
+    q_BxTxHxC: jax.Array,
+    k_BxTxKxC: jax.Array,
+    v_BxTxKxC: jax.Array,
+    *,
+    is_causal: bool,
+    window: int | None = None,
+    segments_BxT: jax.Array | None = None,
+) -> jax.Array:
+    """Softmax attention by the fastest implementation of the default device; (B, T, H, C).
+
+    A causal position sees the last `window` ones, itself included, and those of its own segment; None sees all.
+    """
+    # cuDNN's flash attention exists for 16-bit types on NVIDIA GPUs only.
+    flash = jax.default_backend() == "gpu" and q_BxTxHxC.dtype in (jnp.bfloat16, jnp.float16)
+    seen: dict[str, Any] = {}
+    if window is not None and window < q_BxTxHxC.shape[1]:
+        seen = {"local_window_size": (window - 1, 0)}
+    if segments_BxT is not None:
+        seen["mask"] = (segments_BxT[:, :, None] == segments_BxT[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=is_causal, implementation="cudnn" if flash else "xla", **seen
+    )
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions so far, of all layers.
+
+    Attributes:
+        keys, values: (layers, B, S, K, C), of S positions at most.
+        length: int32, how many of them there are.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    length: jax.Array
+
+
+def attend_cached(
+    q_BxTxHxC: jax.Array, keys_BxSxKxC: jax.Array, values_BxSxKxC: jax.Array, start: jax.Array, window: int | None
+) -> jax.Array:
+    """As a causal `attend` of positions from `start` on to all S, of which later ones hold anything."""
+    ahead_TxS = jnp.arange(keys_BxSxKxC.shape[1])[None] - (start + jnp.arange(q_BxTxHxC.shape[1]))[:, None]
+    seen_TxS = (ahead_TxS <= 0) if window is None else (ahead_TxS <= 0) & (ahead_TxS > -window)
+    return jax.nn.dot_product_attention(q_BxTxHxC, keys_BxSxKxC, values_BxSxKxC, mask=seen_TxS[None, None])
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions; `kv_heads` keys and values serve `heads` queries."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        dtype: jax.typing.DTypeLike,
+        param_dtype: jax.typing.DTypeLike,
+        rngs: nnx.Rngs,
+        rows: jax.sharding.NamedSharding | None = None,
+    ) -> None:
+        self.config, self.rows = config, rows
+        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        out_std, of_inputs = 0.02 / (2 * config.layers) ** 0.5, config.bias in ("qkv", "all")
+        self.q = linear(config.dim, width, 0.02, dtype, param_dtype, rngs, of_inputs)
+        self.k = linear(config.dim, kv_width, 0.02, dtype, param_dtype, rngs, of_inputs)
+        self.v = linear(config.dim, kv_width, 0.02, dtype, param_dtype, rngs, of_inputs)
+        self.out = linear(width, config.dim, out_std, dtype, param_dtype, rngs, config.bias == "all")
+        if config.qk_norm:
+            sizes = (config.head_dim,) * 2 if config.qk_norm == "head" else (width, kv_width)
+            kinds: dict[str, Any] = {"epsilon": config.norm_eps, "dtype": dtype, "param_dtype": param_dtype}
+            self.q_norm, self.k_norm = (nnx.RMSNorm(size, rngs=rngs, **kinds) for size in sizes)
+
+    def __call__(
+        self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, segments_BxT: jax.Array | None = None
+    ) -> jax.Array:
+        qkv = (rows_on(x, self.rows) for x in self.heads(x_NxD, cos_TxC, sin_TxC))
+        mixed_BxTxHxC = attend(*qkv, is_causal=True, window=self.config.window, segments_BxT=segments_BxT)
+        return self.out(reshaped(mixed_BxTxHxC, x_NxD.shape[0], self.config.heads * self.config.head_dim))
+
+    def extend(
+        self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What further positions give, with the keys and values of a layer's cache (B, S, K, C) after them."""
+        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC = self.heads(x_NxD, cos_TxC, sin_TxC)
+        at = (0, cache.length, 0, 0)
+        keys = jax.lax.dynamic_update_slice(cache.keys, k_BxTxKxC.astype(cache.keys.dtype), at)
+        values = jax.lax.dynamic_update_slice(cache.values, v_BxTxKxC.astype(cache.values.dtype), at)
+        mixed_BxTxHxC = attend_cached(q_BxTxHxC, keys, values, cache.length, self.config.window)
+        return self.out(mixed_BxTxHxC.reshape(x_NxD.shape[0], -1)), keys, values
+
+    def heads(self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries (B, T, H, C), keys and values (B, T, K, C) of sequences as long as the tables of angles."""
+        length, config = cos_TxC.shape[0], self.config
+        split = (x_NxD.shape[0] // length, length)
+
+        def turned(x: jax.Array, norm: str, heads: int) -> jax.Array:
+            if config.qk_norm == "width":
+                x = getattr(self, norm)(x)
+            x = reshaped(x, *split, heads, config.head_dim)
+            if config.qk_norm == "head":
+                x = getattr(self, norm)(x)
+            return x if config.learned_positions else apply_rope(x, cos_TxC, sin_TxC)
+
+        q_BxTxHxC = turned(self.q(x_NxD), "q_norm", config.heads)
+        k_BxTxKxC = turned(self.k(x_NxD), "k_norm", config.kv_heads)
+        return q_BxTxHxC, k_BxTxKxC, reshaped(self.v(x_NxD), *split, config.kv_heads, config.head_dim)

@@ -1,0 +1,136 @@
+"""The training program's loss with logits of a chunk of tokens at a time: that of whole logits, in less memory."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from experiments import mesh, packing, task, train
+from experiments.config import Config, UserError
+from experiments.models.llama import LlamaConfig
+from experiments.task import Task
+from fp8jax.ops import cross_entropy
+from fp8jax.recipes import Comm, Weights
+from tests.distance import relative
+
+SHAPE = LlamaConfig(vocab=61, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=64)
+TOKENS = np.random.default_rng(0).integers(0, SHAPE.vocab, (8, 17)).astype(np.int32)
+EXACT = dataclasses.replace(fp8jax.recipes.bf16(), weights=Weights("fp32", "fp32"))
+
+
+def documents():
+    """Of 3 to 12 tokens, two thirds of them answers."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(3, 13, 60)
+    return [packing.Document(rng.integers(1, 60, n), (np.arange(n) % 3 > 0).astype(np.int8)) for n in lengths]
+
+
+ROWS = packing.pack(documents(), 0.2, 16, whole=True).train[:8]  # what they do not fill is zeros
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch):
+    """Small ones."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * SHAPE.vocab * 24)
+
+
+def both(recipe=EXACT, shape=SHAPE, tokens=TOKENS, devices=None, **settings):
+    """Loss in evaluation, metrics of a step and the weights after it, of whole and of chunked logits."""
+    found = []
+    for chunked in (False, True):
+        rows = None if devices is None else mesh.batches(devices)
+        each = Task.build(shape, optax.sgd(1.0), recipe, remat=False, seed=0, rows=rows, chunked=chunked, **settings)
+        state, placed = each.init(), None
+        if rows is not None:
+            placed = mesh.state(devices, jax.eval_shape(each.init))
+            state = jax.device_put(state, placed)
+        placed_tokens = mesh.place(tokens, rows) if rows is not None else jnp.asarray(tokens)
+        loss = float(jax.jit(each.loss)(state.params, state.model_state, placed_tokens))
+        after, metrics = jax.jit(each.step, out_shardings=(placed, None))(state, placed_tokens)
+        steps = jax.tree.map(lambda a, b: np.asarray(b, np.float64) - np.asarray(a), state.params, after.params)
+        found.append((loss, {k: float(v) for k, v in metrics.items()}, steps))
+    return found
+
+
+def agree(found, losses, steps):
+    (loss, metrics, step), (chunked_loss, chunked_metrics, chunked_step) = found
+    assert chunked_loss == pytest.approx(loss, rel=losses)
+    assert chunked_metrics == pytest.approx(metrics, rel=max(losses, steps))
+    assert relative(chunked_step, step) < steps
+    assert all(np.linalg.norm(x) > 0 for x in jax.tree.leaves(step))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tokens", [TOKENS, ROWS], ids=["text", "packed"])
+def test_losses_and_gradients_are_those_of_whole_logits(tied, tokens):
+    agree(both(shape=dataclasses.replace(SHAPE, tied=tied), tokens=tokens), 1e-6, 1e-5)
+
+
+def test_in_microbatches():
+    agree(both(tokens=ROWS, microbatches=2), 1e-6, 1e-5)
+
+
+def test_beside_layers_in_8_bits():
+    """The head is left as it is. Of logits in bf16, which whole ones are, half a step is 2^-9."""
+    agree(both(recipe=fp8jax.recipes.coat()), 2e-3, 0.05)
+    found = both(recipe=dataclasses.replace(fp8jax.recipes.coat(), weights=Weights("fp32", "fp32")), tokens=ROWS)
+    # Gradients that differ in their last bit may be rounded to other codes of e5m2, a step of 2^-2 apart.
+    agree(found, 1e-6, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("where", "comm"),
+    [({"data": 8, "fsdp": 1}, Comm()), ({"data": 2, "fsdp": 2}, Comm()), ({"data": 1, "fsdp": 4}, Comm("fp32"))],
+    ids=["data", "both", "in shard_map"],
+)
+def test_on_several_devices(where, comm, monkeypatch):
+    """With a head in shards, and with layers that are gathered one by one."""
+    monkeypatch.setattr(mesh, "SMALLEST", 256)
+    agree(both(dataclasses.replace(EXACT, comm=comm), devices=mesh.make(**where)), 1e-6, 1e-5)
+
+
+def test_logits_are_never_whole():
+    """Nothing in the program of a step has a row of logits for each token."""
+    tokens = TOKENS.shape[0] * (TOKENS.shape[1] - 1)
+    shape = dataclasses.replace(SHAPE, vocab=1031)  # too large for a lookup by one-hot rows
+    for chunked in (False, True):
+        each = Task.build(shape, optax.sgd(1.0), EXACT, remat=False, seed=0, chunked=chunked)
+        text = str(jax.make_jaxpr(each.step)(jax.eval_shape(each.init), TOKENS))
+        shapes = [f"[{tokens},{shape.vocab}]", f"[8,16,{shape.vocab}]"]
+        assert any(each in text for each in shapes) != chunked
+
+
+@pytest.mark.parametrize(
+    ("how", "tokens", "vocab", "chunked"),
+    [("auto", 16384, 32_000, False), ("auto", 16384, 32_769, True), ("auto", 4096, 128_256, False),
+     ("auto", 16384, 128_256, True), ("whole", 16384, 128_256, False), ("chunked", 8, 8, True)],
+)  # fmt: skip
+def test_auto_goes_by_the_bytes_of_logits(how, tokens, vocab, chunked):
+    assert task.in_chunks(how, tokens, vocab) == chunked
+
+
+def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
+    """Tokens are those of a device's microbatch."""
+    seen = {}
+
+    def build(*args, **settings):
+        seen.update(settings)
+        raise UserError("seen")
+
+    monkeypatch.setattr(train.Task, "build", build)
+    (tmp_path / "text.txt").write_text("abc def " * 3000)
+    flags = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path), "--recipe", "bf16", "--model", "5m",
+             "--batch", "8", "--seq-len", "64", "--microbatches", "2"]  # fmt: skip
+    for i, (how, limit, wanted) in enumerate(
+        [("chunked", 2**31, True), ("whole", 1, False), ("auto", 2**31, False), ("auto", 4 * 4 * 64 * 256 - 1, True),
+         ("auto", 4 * 4 * 64 * 256, False)]
+    ):  # fmt: skip
+        monkeypatch.setattr(task, "WHOLE_BYTES", limit)
+        assert train.main([*flags, "--run", str(i), "--logits", how, "--mesh", "data=1"]) == 2
+        assert seen["chunked"] == wanted, (how, limit)
+    assert "seen" in capsys.readouterr().err
+    assert Config().run.logits == "auto"
