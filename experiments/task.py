@@ -288,11 +288,13 @@ def _cross_entropy(model: Llama, tokens_BxT: jax.Array, chunked: bool) -> jax.Ar
     """The mean over all tokens, of packed ones over answers; `chunked` never has the logits of all tokens."""
     tokens_BxT, answers_BxT, segments_BxT = packing.parts(tokens_BxT)
     segments_BxT = None if segments_BxT is None else segments_BxT[:, :-1]
-    method = "hidden" if chunked else "__call__"
-    # What is done around each layer is done to layers that are quantized each by itself.
-    around = model.around is not None
-    call = functools.partial(getattr(Llama, method), model) if around else getattr(model, method)
-    y, labels_BxT = call(tokens_BxT[:, :-1], segments_BxT), tokens_BxT[:, 1:]
+    labels_BxT = tokens_BxT[:, 1:]
+    if model.around is not None:
+        # What is done around each layer is done to layers that are quantized each by itself.
+        y = Llama.hidden(model, tokens_BxT[:, :-1], segments_BxT)
+        y = y if chunked else reshaped(model.logits(y), *labels_BxT.shape, model.config.vocab)
+    else:
+        y = (model.hidden if chunked else model)(tokens_BxT[:, :-1], segments_BxT)
     if chunked:
         w, axis = model.output
         counts = None if answers_BxT is None else reshaped(answers_BxT[:, 1:] != 0, labels_BxT.size)

@@ -12,8 +12,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import config, folders, report, sampling, train
-from experiments import task as tasks
+from experiments import config, folders, optimizer, report, sampling, train
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.task import Task
 
@@ -92,20 +91,20 @@ def test_divergence_ends_the_program_before_the_update(argv, out, capsys):
 
 def test_schedule_warms_up_and_ends_at_its_share_of_the_peak():
     optim = config.Optim(steps=100, warmup=10, lr=2.0, final_lr=0.1)
-    rate = tasks.schedule(optim)
+    rate = optimizer.schedule(optim)
     np.testing.assert_allclose([rate(0), rate(5), rate(10), rate(55), rate(100)], [0, 1, 2, 1.1, 0.2], atol=1e-6)
-    assert float(tasks.schedule(config.Optim(steps=100, warmup=0, lr=2.0))(0)) == 2.0
+    assert float(optimizer.schedule(config.Optim(steps=100, warmup=0, lr=2.0))(0)) == 2.0
 
 
 def test_weight_decay_spares_norms_and_nothing_else(task):
-    mask = tasks.decay_mask(task.init().params)
+    mask = optimizer.decay_mask(task.init().params)
     spared = {jax.tree_util.keystr(path) for path, decayed in jax.tree.leaves_with_path(mask) if not decayed}
     assert spared == {"['norm']['scale']", "['layers']['attention_norm']['scale']", "['layers']['mlp_norm']['scale']"}
 
 
 def test_weight_decay_spares_biases_of_stacked_layers_too():
     model = nnx.eval_shape(lambda: Llama(dataclasses.replace(TINY, bias="qkv"), rngs=nnx.Rngs(0)))
-    mask = tasks.decay_mask(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    mask = optimizer.decay_mask(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     assert mask["layers"]["attention"]["q"] == {"kernel": True, "bias": False}
 
 
