@@ -304,9 +304,7 @@ def test_every_claim_about_a_file_that_is_there_names_rows_of_it():
     results = report.read(ROOT / "results")
     found = {c.text: any(map(c.ours, results.get(c.bench, {}).values())) for c in claims.CLAIMS}
     # Benchmarks, and arms of them, that have not run yet at a commit that is known: RESULTS.md says so of each.
-    waiting = {
-        c.text for c in claims.CLAIMS if c.bench in ("coat_speed", "linear", "step_more") or "GPT-2 of" in c.text
-    }
+    waiting = {c.text for c in claims.CLAIMS if c.bench == "models_vitl"}
     assert {text for text, ours in found.items() if not ours} == waiting
     made = {job.name for job in (*runner.ONE_GPU, *runner.TWO_GPUS, *runner.CPU, *runner.DERIVED)}
     assert {claim.bench for claim in claims.CLAIMS} <= made, "a figure that no command makes"
