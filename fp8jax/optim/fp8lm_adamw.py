@@ -199,7 +199,14 @@ def fp8lm_adamw(
         state = FP8LMState(jnp.zeros([], jnp.int32), maxima, masters, zeros("mu"), zeros("nu"))
         return moments.beside(params, state)
 
-    def advance(form: Form, grads: Any, state: FP8LMState, params: Any, adam: adamw.Adam) -> tuple[Any, FP8LMState]:
+    def advance(
+        form: Form,
+        grads: Any,
+        state: FP8LMState,
+        params: Any,
+        adam: adamw.Adam,
+        part: adamw.Portion = adamw.WHOLE,
+    ) -> tuple[Any, FP8LMState]:
         """The changes of parameters or new ones, of the stored master weights, and the state."""
         if params is None:
             raise ValueError("fp8lm_adamw needs the parameters: call update(grads, state, params)")
@@ -215,7 +222,9 @@ def fp8lm_adamw(
                 for path, x, depth in zip(paths, columns[i], depths, strict=True):
                     checks.stored(name, path, x, stored(name, depth), in_codes(x, depth))
         words = noise.of_step(adam.count) if master_rounding == "stochastic" else None
-        salted = [fp8lm.salted(words, jax.tree_util.keystr(p, simple=True, separator="/")) for p in paths]
+        salted = [fp8lm.salted(words, part.path(path)) for path in paths]
+        pairs = zip(salted, jax.tree.leaves(params), strict=True)
+        salted = [None if own is None else part.own(own, x.shape) for own, x in pairs]
         which = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
         leaves = [fp8lm.MasterLeaf(*row) for row in zip(*columns, salted, which, strict=True)]
         quantized = [leaf for leaf in leaves if isinstance(leaf.master, QTensor)]
@@ -246,10 +255,11 @@ def fp8lm_adamw(
         key: None = None,
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
+        part: adamw.Portion = adamw.WHOLE,
     ) -> tuple[optax.Params, FP8LMState]:
         if key is not None:
             raise ValueError("fp8lm_adamw keeps master weights and takes no key; give master_rounding='stochastic'")
-        new, advanced = advance("step", grads, state, params, adam_of(state, factor=factor, applied=applied))
+        new, advanced = advance("step", grads, state, params, adam_of(state, factor=factor, applied=applied), part)
         if applied is not None:
             advanced = advanced._replace(count=jnp.where(applied, advanced.count, state.count))
         return new, advanced

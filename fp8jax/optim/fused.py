@@ -19,7 +19,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     applied: a boolean scalar; where it is False, parameters and state stay as they are, without a copy of either.
     max_direction: a scalar, the magnitude that finite directions beyond it are cut to, before rate and weight decay;
         for `fp8jax.tracked`, and not of `fp8lm_adamw`.
-    part: of what the parameters are a part, for `fp8jax.release`; not of `fp8lm_adamw`.
+    part: of what the parameters are a part, for `fp8jax.release`.
 
     `update` knows the step, so that a copy made of `init` and `update`, as by `_replace` or `jax.tree.map`, has it too.
 

@@ -15,58 +15,10 @@ from jax.typing import ArrayLike
 from fp8jax.core import noise
 from fp8jax.ops.adamw import Portion
 from fp8jax.optim import variables
-from fp8jax.optim.compressed_adamw import CompressedAdamState
+from fp8jax.optim.fp8lm_adamw import FP8LMState
 from fp8jax.optim.fused import FusedTransformation
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["params", "mu", "nu", "count", "factor", "squares", "uses"],
-    meta_fields=["name", "layers", "measured"],
-)
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """Parameters with their optimizer state, as a released block takes them.
-
-    All leaves are arrays of floating dtypes, because `value_and_updates` gets the new ones as cotangents of the old.
-
-    Attributes:
-        params: tree of parameters; of `Released.scan`, layers stacked along the first axes.
-        mu, nu: moments, as of `compressed_adamw`.
-        count: steps taken, fp32 scalar, exact up to 2^24.
-        factor: what the next step multiplies gradients by, fp32 scalar: see `clipped`.
-        squares: sum of squares of the last step's gradients, fp32 scalar, before `factor`.
-        uses: how often the last call used these parameters, fp32 scalar: 1, or the result is NaN.
-        name: path of the parameters in a whole tree, on which noise of stochastic rounding depends.
-        layers: how many layers are stacked; None where none are.
-        measured: whether the backward pass takes squares alone, and no step.
-    """
-
-    params: Any
-    mu: Any
-    nu: Any
-    count: Array
-    factor: Array
-    squares: Array
-    uses: Array
-    name: str = ""
-    layers: int | None = None
-    measured: bool = False
-
-    @property
-    def state(self) -> CompressedAdamState:
-        """The state as that of the optimizer itself, for checkpoints and for steps outside of the backward pass."""
-        return CompressedAdamState(self.count.astype(jnp.int32), self.mu, self.nu)
-
-    def clipped(self, max_norm: ArrayLike, norm: ArrayLike) -> "Held":
-        """These with the factor that clips gradients of this global norm.
-
-        Args:
-            max_norm: largest global norm, positive.
-            norm: of all gradients: of this step, from `gradient_norm`, or as it was in the step before.
-        """
-        norm = jnp.asarray(norm, jnp.float32)
-        return dataclasses.replace(self, factor=jnp.where(norm < max_norm, jnp.float32(1.0), max_norm / norm))
+from fp8jax.optim.held import Held as Held
+from fp8jax.optim.held import carried, dtypes_of, natural
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["sources", "structure"])
@@ -115,7 +67,7 @@ class Released:
         """
         return self.restore(params, self._tx.init(params), name, stacked=stacked)
 
-    def restore(self, params: Any, state: CompressedAdamState, name: str = "", *, stacked: bool = False) -> Held:
+    def restore(self, params: Any, state: Any, name: str = "", *, stacked: bool = False) -> Held:
         """Parameters with a state that there is, as `Held.state` gives it, or steps outside of a block made it.
 
         Args, raises: as of `init`.
@@ -123,14 +75,8 @@ class Released:
         if any(map(variables.is_box, jax.tree.leaves((params, state), is_leaf=variables.is_box))):
             raise TypeError("release takes arrays, not variables or boxes of Flax: take nnx.state's pure values")
         layers = _layers(params) if stacked else None
-        integers = [x.dtype for x in jax.tree.leaves((params, state.mu, state.nu)) if not _differentiable(x)]
-        if integers:
-            raise TypeError(
-                f"release hands new moments out as cotangents, which arrays of {integers[0]} do not have: take moments "
-                "in e4m3, e5m2, bf16 or fp32"
-            )
         count, factor, squares, uses = (jnp.asarray(x, jnp.float32) for x in (state.count, 1.0, 0.0, 1.0))
-        return Held(params, state.mu, state.nu, count, factor, squares, uses, name, layers)
+        return Held(params, carried(state), count, factor, squares, uses, dtypes_of(state), name, layers)
 
     def __call__(self, held: Held, *inputs: Any) -> Any:
         """The block's result.
@@ -175,10 +121,11 @@ class Released:
     def _backward(self, saved: tuple[Held, Any], cotangent: Any) -> tuple[Held, tuple[Any, ...]]:
         held, backward = saved
         gradients, *inputs = backward(cotangent)
-        if held.measured:
-            return _renewed(held, held.params, held.state, sum_of_squares(gradients)), tuple(inputs)
-        params, state = self._step(gradients, held, held.params, held.mu, held.nu, Portion(held.name))
-        return _renewed(held, params, state, sum_of_squares(gradients)), tuple(inputs)
+        params, stored, count = held.params, held.stored, held.count
+        if not held.measured:
+            params, stored = self._step(gradients, held, params, stored, Portion(held.name))
+            count = count + 1
+        return _renewed(held, params, stored, count, sum_of_squares(gradients)), tuple(inputs)
 
     def _plain_scan(self, held: Held, x: Any, shared: tuple[Any, ...]) -> Any:
         return lax.scan(lambda x, params: (self._block(params, x, *shared), None), x, held.params)[0]
@@ -210,41 +157,51 @@ class Released:
 
     def _scan_backward(self, saved: tuple[Held, tuple[Any, ...], _Residuals], cotangent: Any) -> tuple[Held, Any, Any]:
         held, shared, residuals = saved
-        layers = held.layers or 0
+        layers, keep = held.layers or 0, isinstance(held.stored, FP8LMState)
         fixed = jax.tree.leaves(shared)
         plain = [i for i, leaf in enumerate(fixed) if _differentiable(leaf)]
 
         def one(number: Array, carry: Any) -> Any:
             (stacks, squares), dx, sums = carry
             i = layers - 1 - number
-            params, mu, nu = _layer(stacks, i)
+            params, stored = _layer(stacks[0], i), _layer(stacks[1], i, keep=keep)
             own = dataclasses.replace(residuals, arrays=_layer(residuals.arrays, i))
             gradients, dx, *others = own.backward([*jax.tree.leaves(params), *fixed])(dx)
             if not held.measured:
-                new, state = self._step(gradients, held, params, mu, nu, Portion(held.name, i))
-                stacks = jax.tree.map(functools.partial(_written, i), stacks, (new, state.mu, state.nu))
+                part = Portion(held.name, i)
+                if keep:  # its scales are told by their stacked axes
+                    own = jax.tree.map(lambda x: x[None], (gradients, params))
+                    new, stored = self._step(own[0], held, own[1], stored, part)
+                else:
+                    new, stored = self._step(gradients, held, params, stored, part)
+                stacks = jax.tree.map(functools.partial(_written, i), stacks, (new, stored))
             others = jax.tree.leaves(others)
             sums = [total + others[i] for total, i in zip(sums, plain, strict=True)]
             return (stacks, squares + sum_of_squares(gradients)), dx, sums
 
         begin = (
-            ((held.params, held.mu, held.nu), jnp.float32(0.0)),
+            ((held.params, held.stored), jnp.float32(0.0)),
             cotangent,
             [jnp.zeros_like(fixed[i]) for i in plain],
         )
-        ((params, mu, nu), squares), dx, sums = lax.fori_loop(0, layers, one, begin)
-        state = CompressedAdamState(held.count + 1, mu, nu)
+        ((params, stored), squares), dx, sums = lax.fori_loop(0, layers, one, begin)
         found = dict(zip(plain, sums, strict=True))
         others = [found.get(i) for i in range(len(fixed))]  # None is no gradient
-        return _renewed(held, params, state, squares), dx, jax.tree.unflatten(jax.tree.structure(shared), others)
+        count = held.count if held.measured else held.count + 1
+        return (
+            _renewed(held, params, stored, count, squares),
+            dx,
+            jax.tree.unflatten(jax.tree.structure(shared), others),
+        )
 
-    def _step(self, gradients: Any, held: Held, params: Any, mu: Any, nu: Any, part: Portion) -> tuple[Any, Any]:
-        state = CompressedAdamState(held.count.astype(jnp.int32), mu, nu)
+    def _step(self, gradients: Any, held: Held, params: Any, stored: Any, part: Portion) -> tuple[Any, Any]:
+        state = natural(stored, held.dtypes, held.count)
         key = self._key
         if key is not None:
             for number in (state.count, noise.salt(held.name), 0 if part.layer is None else part.layer):
                 key = jax.random.fold_in(key, number)
-        return self._tx.step(gradients, state, params, key=key, factor=held.factor, part=part)
+        params, state = self._tx.step(gradients, state, params, key=key, factor=held.factor, part=part)
+        return params, carried(state)
 
 
 def _layers(params: Any) -> int:
@@ -255,8 +212,8 @@ def _layers(params: Any) -> int:
     return int(lengths.pop())
 
 
-def _layer(stacks: Any, i: ArrayLike) -> Any:
-    return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, 0, keepdims=False), stacks)
+def _layer(stacks: Any, i: ArrayLike, keep: bool = False) -> Any:
+    return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, 0, keepdims=keep), stacks)
 
 
 def _written(i: Array, stack: Array, layer: Array) -> Array:
@@ -276,10 +233,9 @@ def sum_of_squares(gradients: Any) -> Array:
     return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)), jnp.float32(0.0))
 
 
-def _renewed(held: Held, params: Any, state: CompressedAdamState, squares: Array) -> Held:
-    count = state.count.astype(jnp.float32)
-    one = jnp.float32(1.0)
-    return dataclasses.replace(held, params=params, mu=state.mu, nu=state.nu, count=count, squares=squares, uses=one)
+def _renewed(held: Held, params: Any, stored: Any, count: Array, squares: Array) -> Held:
+    new = {"params": params, "stored": stored, "count": count, "squares": squares, "uses": jnp.float32(1.0)}
+    return dataclasses.replace(held, **new)
 
 
 def release(block: Callable[..., Any], tx: FusedTransformation, *, key: Array | None = None) -> Released:
@@ -297,15 +253,17 @@ def release(block: Callable[..., Any], tx: FusedTransformation, *, key: Array | 
     Args:
         block: `block(params, x, *others) -> result`, a function that can be differentiated, with products of a recipe
             or a `jax.checkpoint` or neither. Of arrays that it closes over, none may be differentiated.
-        tx: `compressed_adamw` or `fp8jax.optimizer`, without `clip`, moments in floating dtypes.
+        tx: `compressed_adamw`, `fp8lm_adamw` (with `stacked=1` for stacked layers), or `fp8jax.optimizer`, without
+            `clip`.
         key: PRNG key, one for the whole training: bf16 parameters are rounded stochastically with noise of each step,
-            name and layer, so that they need no copy in fp32. None rounds them to nearest, and loses small changes.
+            name and layer, so that they need no copy in fp32. None rounds them to nearest, and loses small changes; a
+            `master` of `tx` needs no key.
 
     Returns:
         A `Released`: `.init`, then `(held, x, ...)`, or `.scan(held, x, ...)` for stacked layers.
 
     Raises:
-        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8lm_adamw` and `fp8jax.clipped`.
+        TypeError: `tx` cannot take a step of a part of all parameters, as `fp8jax.clipped`.
 
     Examples:
         >>> import fp8jax, jax, jax.numpy as jnp
@@ -323,7 +281,7 @@ def release(block: Callable[..., Any], tx: FusedTransformation, *, key: Array | 
     """
     if not isinstance(tx, FusedTransformation) or "part" not in inspect.signature(tx.step).parameters:
         raise TypeError(
-            "release takes compressed_adamw(...), or fp8jax.optimizer(...) of a recipe whose master weights are the "
-            f"parameters and without clip, whose step knows parts of all parameters, not {tx!r}"
+            "release takes compressed_adamw(...), fp8lm_adamw(...) or fp8jax.optimizer(...) without clip, whose step "
+            f"knows parts of all parameters, not {tx!r}"
         )
     return Released(block, tx, key)
