@@ -5,18 +5,25 @@
     y = fp8jax.lora.linear(x, base["q"]["kernel"], adapters["q/kernel"], recipe="te_current")
     params = fp8jax.lora.merge(base, adapters, jnp.bfloat16)
 
+Of a model that was not written for it, `adapt` puts both in the place of its parameters:
+
+    fast = fp8jax.transform(loss, "te_current")
+    grads = jax.grad(lambda adapters: fast(fp8jax.lora.adapt(base, adapters), batch))(adapters)
+
 Differentiate with respect to `adapters`, and give the optimizer these alone.
 """
 
 from fp8jax.modules.functions import lora_linear as linear
+from fp8jax.ops.lora import AdaptedWeight as AdaptedWeight
 from fp8jax.ops.lora import Adapter as Adapter
+from fp8jax.ops.lora import adapt as adapt
 from fp8jax.ops.lora import freeze_weights as freeze
 from fp8jax.ops.lora import init_adapter as init_adapter
 from fp8jax.ops.lora import init_adapters as init
 from fp8jax.ops.lora import merge_adapter as merge_adapter
 from fp8jax.ops.lora import merge_adapters as merge
 
-__all__ = ["Adapter", "freeze", "init", "init_adapter", "linear", "merge", "merge_adapter"]
+__all__ = ["AdaptedWeight", "Adapter", "adapt", "freeze", "init", "init_adapter", "linear", "merge", "merge_adapter"]
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,8 @@
 """Flax NNX: `quantize` for models that were not written for it, and what their training steps may need."""
 
+from fp8jax.modules.lora_nnx import adapters as adapters
+from fp8jax.modules.lora_nnx import lora as lora
+from fp8jax.modules.lora_nnx import merge_lora as merge_lora
 from fp8jax.modules.nnx import quantize as quantize
 from fp8jax.modules.nnx import unquantize as unquantize
 from fp8jax.modules.scaled import GradientStatistic as GradientStatistic
@@ -8,6 +11,7 @@ from fp8jax.modules.scaled import ScalingVariable as ScalingVariable
 from fp8jax.modules.scaled import advance_scaling as advance_scaling
 from fp8jax.modules.scaled import measure_weights as measure_weights
 from fp8jax.modules.scaled import set_weight_bounds as set_weight_bounds
+from fp8jax.modules.untrained import UntrainedVariable as UntrainedVariable
 from fp8jax.modules.weights import quantize_weights as quantize_weights
 from fp8jax.optim.fused_flax import FusedOptimizer as _FusedOptimizer
 

@@ -118,7 +118,7 @@ def _layer(modules: dict[str, Any], entry: Entry) -> Layer:
     reason = entry.reason if entry.choice is not None else f"{entry.reason}, at {entry.line}"
     if linear is None:
         reason = next((text for kinds, text in _REASONS if isinstance(module, kinds)), reason)
-    return Layer(entry.path, type(module).__name__, entry.shape, linear, reason, _dtype(module))
+    return Layer(entry.path, type(module).__name__, entry.shape, linear, reason, _dtype(module), entry.held)
 
 
 def _dtype(module: Any) -> str | None:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from fp8jax.core import products
 from fp8jax.modules.calls import Call, CallLeaf, Names, Results, contents, is_plain, joined, parted, transformed
+from fp8jax.modules.untrained import UntrainedVariable, with_adapters
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.rules import Ordered
 from fp8jax.rewrite.states import ParameterState
@@ -115,6 +116,7 @@ def _take_apart(module: nnx.Module, method: ModuleMethod, args: Any, kwargs: Any
     raw = [_raw(v) for v in variables]
     leaves = tuple(_leaf(method, *each) for each in zip(state.paths, variables, raw, strict=True))
     params, rest = parted(leaves, raw)
+    params = with_adapters(state.paths, variables, params)
     shapes = tuple((path, x.shape) for path, x in params.items() if hasattr(x, "shape"))
     inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(raw))
     try:
@@ -146,14 +148,15 @@ def _leaf(method: ModuleMethod, path: Any, variable: Any, x: Any) -> CallLeaf:
     if path[0] > 0:
         return CallLeaf("argument", arrays=len(parts))
     if is_parameter(variable, path[1:], method.rules, method.prefix):
-        return CallLeaf("parameter", "/".join(map(str, path[1:])), len(parts))
+        # What is held in the place of a parameter is one array of the program.
+        return CallLeaf("parameter", "/".join(map(str, path[1:])))
     return CallLeaf("array", arrays=len(parts))
 
 
 def is_parameter(variable: Any, path: Sequence[Any], rules: Ordered, prefix: str = "") -> bool:
     """Whether products with a variable are a recipe's; with an adapter's, beside a layer, only where a rule asks."""
     if not isinstance(variable, nnx.LoRAParam):
-        return isinstance(variable, nnx.Param)
+        return isinstance(variable, (nnx.Param, UntrainedVariable))
     steps = [*filter(None, [prefix]), *map(str, path)]
     return rules.asks("/".join(steps), "/".join(steps[:-1]))
 
@@ -171,23 +174,32 @@ def _transformed(
     def call(raw: list[Any]) -> _Results:
         with nnx.merge_context(_TAG, inner=True) as context:
             module, args, kwargs = context.unflatten(graph, list(raw))
+        untrained = _untrained((module, args, kwargs), leaves)
         wrap = method.unwrap(module)
         y = method.written(module, *args, **kwargs)
         wrap()
-        return _results(graph, raw, y, (module, args, kwargs))
+        return _results(graph, raw, y, (module, args, kwargs), untrained)
 
     names = Names(method.prefix, shapes)
     return transformed(call, method.written, leaves, method.rules, names=names, whole=method.whole, checks=False)
 
 
-def _results(graph: Any, raw: Sequence[Any], y: Any, called: Any) -> _Results:
+def _untrained(called: Any, leaves: Sequence[CallLeaf]) -> dict[int, int]:
+    """The variables that are not trained, by identity, with their numbers: a loop gives them again, as other arrays."""
+    if not any(leaf.kind == "parameter" for leaf in leaves):
+        return {}
+    _, state = nnx.graphlib.flatten(called, graph=True)
+    return {id(v): i for i, v in enumerate(state.leaves) if isinstance(v, UntrainedVariable)}
+
+
+def _results(graph: Any, raw: Sequence[Any], y: Any, called: Any, untrained: Mapping[int, int]) -> _Results:
     """What a call leaves of the leaves that it was given, in its trace."""
     given = {id(x): i for i, x in enumerate(raw)}
     after, state = nnx.graphlib.flatten(called, graph=True)
     values = [_raw(v) for v in state.leaves]
     plain = jax.tree.leaves(y, is_leaf=_is_graph)
     if after == graph and not any(map(_is_graph, plain)):
-        changed = [i for i, x in enumerate(values) if x is not raw[i]]
+        changed = [i for i, x in enumerate(values) if x is not raw[i] and id(state.leaves[i]) not in untrained]
         if all(isinstance(state.leaves[i], nnx.Variable) for i in changed):
             found, structure = jax.tree.flatten(y)
             left = [_after(x, given) for x in found]
@@ -200,7 +212,8 @@ def _results(graph: Any, raw: Sequence[Any], y: Any, called: Any) -> _Results:
     with nnx.split_context(_TAG) as context:
         after, state = context.flatten((y, *called))
     found = [_raw(v) for v in state.leaves]
-    left = [_after(x, given) for x in found]
+    same = (untrained.get(id(v)) for v in state.leaves)
+    left = [_after(x, given) if i is None else CallLeaf("given", i) for i, x in zip(same, found, strict=True)]
     pairs = list(zip(state.paths, left, strict=True))
     new = [x for x, leaf in zip(found, left, strict=True) if leaf.kind == "array"]
     count = sum(leaf.arrays for path, leaf in pairs if path[0] == 0 and leaf.kind == "array")

@@ -26,6 +26,7 @@ from fp8jax.modules.scaled import nothing_seen
 from fp8jax.modules.scaled_linen import SCALING, STATISTICS, absent, absent_beside_others, variables_path
 from fp8jax.ops.scaled import ScalingState, observes
 from fp8jax.rewrite.entries import Entry
+from fp8jax.rewrite.held import is_held, leaf_in
 from fp8jax.rewrite.rules import Ordered
 from fp8jax.rewrite.states import Noted, ParameterState, TrackedScaling, Use, scaling_names
 from fp8jax.rewrite.transform import Transformed
@@ -165,7 +166,8 @@ def _lifted(method: Callable, root: Root, run: Callable[[LiftedCall, Any], Any],
                 # Where variables are initialized none is there yet but parameters.
                 given = (groups[0], tuple({} for _ in groups[1])) if fresh else groups
                 scopes = _roots(scope_fn(given, rngs))
-                leaves, structure = jax.tree.flatten_with_path((given, rngs, args, kwargs))
+                everything = (given, rngs, args, kwargs)
+                leaves, structure = jax.tree.flatten_with_path(everything, is_leaf=leaf_in(given[0]))
                 values = [x for _, x in leaves]
                 kinds, places = _kinds(leaves, root, [scope.path for scope in scopes])
                 function = _function_of(method, root, fields, structure, kinds, values, scopes)
@@ -199,7 +201,7 @@ def _kinds(
     """What the leaves of (groups of variables, keys, arguments, keywords) are, and where its parameters are."""
     kinds, places = list[CallLeaf](), dict[str, tuple[int, Place]]()
     for path, x in leaves:
-        if not is_plain(x):
+        if not (is_plain(x) or is_held(x)):
             kinds.append(CallLeaf("setting", x))
         elif path[0].idx > 1:
             kinds.append(CallLeaf("argument"))
@@ -223,9 +225,9 @@ def _function_of(
     scopes: Sequence[Any],
 ) -> _Function:
     """The function of a call. In a program one is made as often as the call stands there; outside of any, once."""
-    shapes = tuple((x.shape, x.dtype) for x in values if is_plain(x))
+    shapes = tuple((x.shape, x.dtype) for x in values if is_plain(x) or is_held(x))
     context = tuple((scope.path, repr(scope.mutable), scope.flags) for scope in scopes)
-    inside = any(isinstance(x, jax.core.Tracer) for x in values)
+    inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
     drawn = any(n for scope in scopes for n in scope.rng_counters.values())
     settings = [leaf.value for leaf in kinds if leaf.kind == "setting"]
     make: Any = _function

@@ -22,6 +22,7 @@ from fp8jax.modules.scaled import (
     observed_operands,
     state_name,
 )
+from fp8jax.modules.untrained import UntrainedVariable, as_written
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
 from fp8jax.rewrite.states import ParameterState
@@ -120,6 +121,7 @@ def _holders(module: nnx.Module, variables: Sequence[Any]) -> dict[str, Holder]:
 
 def _unwrap(module: nnx.Module) -> Callable[[], None]:
     """Gives all modules in one the classes as they are written, until what it returns is called."""
+    variables_back = as_written(module)
     changed = [m for _, m in nnx.iter_modules(module) if "_fp8jax_settings" in vars(type(m))]
     classes = [type(m) for m in changed]
     for m, cls in zip(changed, classes, strict=True):
@@ -128,6 +130,7 @@ def _unwrap(module: nnx.Module) -> Callable[[], None]:
     def wrap() -> None:
         for m, cls in zip(changed, classes, strict=True):
             object.__setattr__(m, "__class__", cls)
+        variables_back()
 
     return wrap
 
@@ -193,12 +196,12 @@ def quantize(
             raise ValueError(f"no module of the model has the method {name!r} that methods= names")
     quantized = nnx.clone(model)
     submodules = modules(quantized)
-    chosen = _chosen(submodules, each)
-    for holder, name, linear in chosen.values():
+    products = chosen(submodules, each)
+    for holder, name, linear in products.values():
         # Automatic scaling, which observes nothing, has bounds of layers whose matrices are (inputs, outputs).
         if observed_operands(linear) or (linear.states and isinstance(submodules[holder], LAYERS[:2])):
             _hold(submodules[holder], name, linear)
-    taken = {holder for holder, _, _ in chosen.values()} | set(_contexts(submodules, each))
+    taken = {holder for holder, _, _ in products.values()} | set(_contexts(submodules, each))
     for path, module in submodules.items():
         if any(callable(getattr(type(module), name, None)) for name in methods) and any(
             _inside(holder, path) for holder in taken
@@ -257,7 +260,7 @@ def names(matrices: Iterable[str], path: str) -> tuple[str, ...]:
     return Names("", [(each, (2, 2)) for each in matrices])(path)
 
 
-def _chosen(submodules: dict[str, Any], rules: Ordered) -> dict[str, tuple[str, str, Linear]]:
+def chosen(submodules: dict[str, Any], rules: Ordered) -> dict[str, tuple[str, str, Linear]]:
     """The parameters whose products rules give a recipe: by path, the module that holds it, its name in it, the recipe.
 
     Raises:
@@ -282,7 +285,7 @@ def params(module: Any) -> dict[str, Any]:
 
 def _params(held: Any, path: str) -> Iterator[tuple[str, Any]]:
     for name, value in held.items() if isinstance(held, dict) else enumerate(held):
-        if isinstance(value, nnx.Param):
+        if isinstance(value, (nnx.Param, UntrainedVariable)):
             yield f"{path}{name}", value
         elif isinstance(value, (dict, list, tuple)) and not str(name).startswith("_"):
             yield from _params(value, f"{path}{name}/")
@@ -332,6 +335,8 @@ def unquantize(model: Model) -> Model:
         raise TypeError(not_a_model("fp8jax.nnx.unquantize takes an NNX module", model))
     if not any(settings_of(m) for m in modules(model).values()):
         raise ValueError("the model is not quantized")
+    if any(isinstance(v, UntrainedVariable) for m in modules(model).values() for v in params(m).values()):
+        raise ValueError("the model has adapters: take fp8jax.nnx.unquantize(fp8jax.nnx.merge_lora(model))")
     plain = nnx.clone(model)
     for module in modules(plain).values():
         for name, value in list(vars(module).items()):

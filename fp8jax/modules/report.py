@@ -9,6 +9,7 @@ from fp8jax.core.recipe import Context, Linear, folding
 from fp8jax.core.spec import QuantSpec
 from fp8jax.core.tables import sentence, table
 from fp8jax.modules.program import Program
+from fp8jax.rewrite.held import Held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Layer:
         linear: what its products compute in; None where it is left alone.
         reason: the rule that matched, or why it is left alone.
         dtype: what it computes in where nothing is quantized; None if its inputs say.
+        held: what stands in the place of its weight, which is not trained.
     """
 
     path: str
@@ -30,6 +32,7 @@ class Layer:
     linear: Linear | None
     reason: str
     dtype: str | None = None
+    held: Held | None = None
 
     @property
     def products(self) -> dict[str, str]:
@@ -37,6 +40,10 @@ class Layer:
         if self.linear is None:
             return {}
         plain = self.dtype or "as written"
+        if self.held is not None:
+            pairs = {"forward": "x", "dgrad": "dy"}
+            weight = self.held.spec or plain
+            return {k: f"{self.linear.spec(v) or plain} x {weight}" for k, v in pairs.items()} | {"wgrad": "-"}
         return {
             name: f"{left or plain} x {right or plain}" if left or right else plain
             for name, (left, right) in self.linear.taken().items()
@@ -45,7 +52,9 @@ class Layer:
     @property
     def saved(self) -> tuple[str, float | None]:
         """What is kept of the input for the backward pass, and its bytes an element, None where unknown."""
-        spec = self.linear.kept() if self.linear else None
+        spec = self.linear.kept() if self.linear and self.held is None else None
+        if self.held is not None and not self.held.rank:
+            return "nothing", 0.0
         if spec is not None:
             return str(spec), spec.bytes_per_element
         return self.dtype or "as written", float(jnp.dtype(self.dtype).itemsize) if self.dtype else None

@@ -12,6 +12,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.modules.functional import kernel_axes
 from fp8jax.modules.nnx import settings_of
 from fp8jax.modules.scaled import Holder, LayerScaling, WeightVariables
+from fp8jax.modules.untrained import UntrainedVariable
 from fp8jax.ops.product import QuantizedWeight, quantize_weight
 from fp8jax.ops.scaled import weight_scale
 from fp8jax.ops.sharding import merge
@@ -67,6 +68,8 @@ def _hold(layer: Any, quantizer: Callable[[Array, Linear, Array | None], Quantiz
     if getattr(layer, "batch_axis", None):
         return False
     inputs, outputs = kernel_axes(layer)
+    if isinstance(layer.kernel, UntrainedVariable):
+        return False
     kernel = layer.kernel[...]
     stacked = kernel.ndim - inputs - outputs
     matrix = merge(kernel, *[1] * stacked, inputs, outputs)

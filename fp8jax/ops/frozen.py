@@ -26,7 +26,7 @@ from fp8jax.ops.product import input_source
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.saveable import PRODUCT
 from fp8jax.ops.saved import BLANK, Provenance, from_bytes, key_for, to_bytes
-from fp8jax.ops.sharding import Kind, merged, product_sharding, split
+from fp8jax.ops.sharding import Kind, merge, merged, product_sharding, split
 
 
 @jax.tree_util.register_dataclass
@@ -37,15 +37,25 @@ class FrozenWeight:
     Attributes:
         codes: of the transposed matrix, (..., outputs, inputs), as bytes, which may enter differentiated functions.
             Leading axes stack weights, as of the layers of a scanned model, with scales of their own.
+        dtype: static; of the array that it stands for, to a model that reads it as a parameter.
+        inputs, outputs: static; the sizes of the parameter's own axes, where it has several for either.
     """
 
     codes: QTensor
+    dtype: Any = dataclasses.field(default=jnp.dtype(jnp.bfloat16), metadata={"static": True})
+    inputs: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    outputs: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(..., inputs, outputs)."""
+        """(..., inputs, outputs); of the parameter with its own axes, where these are several."""
         *stacked, outputs, inputs = self.codes.shape
-        return (*stacked, inputs, outputs)
+        return (*stacked, *(self.inputs or (inputs,)), *(self.outputs or (outputs,)))
+
+    @property
+    def matrix(self) -> "FrozenWeight":
+        """The same as a matrix, or a stack of such."""
+        return dataclasses.replace(self, inputs=(), outputs=())
 
     @property
     def ndim(self) -> int:
@@ -57,27 +67,36 @@ class FrozenWeight:
         return self.codes.nbytes
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
-        """The values, (..., inputs, outputs)."""
+        """The values, in the shape of the weight."""
         decode = lambda q: from_bytes(q).dequantize(dtype).T  # noqa: E731
-        for _ in self.shape[:-2]:
+        for _ in self.codes.shape[:-2]:
             decode = jax.vmap(decode)
-        return decode(self.codes)  # type: ignore[no-any-return]
+        return decode(self.codes).reshape(self.shape)  # type: ignore[no-any-return]
+
+    def __jax_array__(self, *_: Any) -> Any:
+        raise TypeError(
+            f"a frozen weight {self.shape} is no array: multiply it by fp8jax.linear, call the model through "
+            "fp8jax.transform, fp8jax.nnx.quantize or fp8jax.linen.quantize, or take its values with dequantize()"
+        )
+
+    __getitem__ = __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __jax_array__
 
 
-def freeze(w: Array, spec: QuantSpec | str = "e4m3") -> FrozenWeight:
+def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1, 1)) -> FrozenWeight:
     """A weight as codes of 8 bits, rounded to nearest under scales of its own.
 
     Args:
         w: (..., inputs, outputs), floating; leading axes stack weights.
         spec: of the transposed matrix: "e4m3", "e4m3:token" (a scale an output), "e4m3:block128", "e4m3:group128"
             (along the contraction), "e4m3:mx32", or the same of int8.
+        axes: how many of the last axes are inputs and outputs: (1, 2) for a projection (channels, heads, width).
 
     Raises:
         ValueError: the weight is no matrix, or the spec has other than 8 bits or rounds stochastically.
     """
-    spec = QuantSpec.parse(spec)
-    if w.ndim < 2:
-        raise ValueError(f"freeze takes weights (..., inputs, outputs), not an array of shape {w.shape}")
+    spec, (ins, outs) = QuantSpec.parse(spec), axes
+    if min(axes) < 1 or w.ndim < sum(axes):
+        raise ValueError(f"freeze takes weights (..., inputs, outputs), with axes={axes}, not of shape {w.shape}")
     if formats.get(spec.format).bits != 8 or spec.rounding != "nearest" or spec.stacked or spec.axis != -1:
         raise ValueError(f"a frozen weight has 8-bit codes rounded to nearest along its last axis, not {spec}")
 
@@ -86,9 +105,12 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3") -> FrozenWeight:
         assert turned is not None
         return to_bytes(turned)
 
-    for _ in w.shape[:-2]:
+    lead = w.ndim - ins - outs
+    inputs, outputs = w.shape[lead : lead + ins], w.shape[lead + ins :]
+    for _ in range(lead):
         one = jax.vmap(one)
-    return FrozenWeight(one(w))
+    codes = one(merge(w, *[1] * lead, ins, outs))
+    return FrozenWeight(codes, w.dtype, inputs if ins > 1 else (), outputs if outs > 1 else ())
 
 
 class _FrozenHow(NamedTuple):
@@ -126,19 +148,25 @@ def frozen_product(
     Raises:
         ValueError: the recipe's codes are integers and the weight's are not, or the reverse; or a key is missing.
     """
-    of_w, x_spec, dy_spec = w.codes.spec, recipe.spec("x"), recipe.spec("dy")
-    for name, other in (("x", x_spec), ("dy", dy_spec)):
-        if other is not None and formats.get(other.format).is_float != formats.get(of_w.format).is_float:
-            raise ValueError(
-                f"linear.{name}={other} and a frozen weight of {of_w} are floating and integer codes: freeze the "
-                f"weight in a format of the recipe's kind, or take recipe 'bf16', which decodes it"
-            )
+    check_kinds(recipe, w.codes.spec)
+    dy_spec = recipe.spec("dy")
     value, of_x = input_source(x, recipe, key, source, known=known)
     noise = key_for(key, dy_spec, "dy") if dy_spec is not None else None
     spec = spec or product_sharding(value, w.codes, (((value.ndim - 1,), (1,)), ((), ())))
     name = derivatives.named(f"a product of {value.shape} and a frozen weight")
     y = _product(_FrozenHow(recipe, spec, name), value, w.codes, of_x, noise, derivatives.token(name, value))
     return derivatives.passed("a product", y, value)
+
+
+def check_kinds(recipe: Linear, held: QuantSpec) -> None:
+    """Raises ValueError where a recipe's codes are integers and a weight's are not, or the reverse."""
+    for name in ("x", "dy"):
+        other = recipe.spec(name)
+        if other is not None and formats.get(other.format).is_float != formats.get(held.format).is_float:
+            raise ValueError(
+                f"linear.{name}={other} and a frozen weight of {held} are floating and integer codes: freeze the "
+                f"weight in a format of the recipe's kind, or take recipe 'bf16', which decodes it"
+            )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -5,6 +5,7 @@ where the device has them; adapters are computed in the input's dtype.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -51,6 +52,39 @@ class Adapter:
 
 
 Weight = Array | FrozenWeight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptedWeight:
+    """A parameter that is not trained with the adapter beside it, in a model's parameters: `adapt` puts it there.
+
+    Attributes:
+        weight: an array or what `freeze` made of it. adapter: of this weight as a matrix.
+    """
+
+    weight: Weight
+    adapter: Adapter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.weight.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.weight.dtype
+
+    def __jax_array__(self, *_: Any) -> Any:
+        raise TypeError(
+            f"a weight {self.shape} with an adapter is no array: call the model through fp8jax.transform, "
+            "fp8jax.nnx.quantize or fp8jax.linen.quantize, or merge it with fp8jax.lora.merge"
+        )
+
+    __getitem__ = __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __jax_array__
 
 
 def init_adapter(
@@ -122,7 +156,12 @@ def adapted(x: Array, adapter: Adapter, dropout: float = 0.0, key: Array | None 
 
 def check_fits(adapter: Adapter, shape: tuple[int, ...], name: str = "the weight") -> None:
     """Raises ValueError where an adapter is not of a weight of this shape, or its factors of different ranks."""
-    if adapter.a.shape[-1] != adapter.b.shape[-2] or adapter.shape != tuple(shape):
+    own, stacked = tuple(shape), adapter.a.ndim - 2
+    # Of the axes of a parameter that are inputs or outputs, some may be several.
+    fits = own[:stacked] == adapter.shape[:-2] and any(
+        (math.prod(own[stacked:i]), math.prod(own[i:])) == adapter.shape[-2:] for i in range(stacked + 1, len(own))
+    )
+    if adapter.a.shape[-1] != adapter.b.shape[-2] or not fits:
         raise ValueError(
             f"an adapter with a {tuple(adapter.a.shape)} and b {tuple(adapter.b.shape)} does not fit {name}, "
             f"{tuple(shape)}"
@@ -142,13 +181,42 @@ def merge_adapter(w: Weight, adapter: Adapter, dtype: DTypeLike | None = None) -
     check_fits(adapter, w.shape)
     values = w.dequantize() if isinstance(w, FrozenWeight) else w
     delta = jnp.matmul(adapter.a.astype(jnp.float32), adapter.b.astype(jnp.float32), precision="highest")
-    return (values.astype(jnp.float32) + adapter.scale * delta).astype(dtype or values.dtype)
+    return (values.astype(jnp.float32) + adapter.scale * delta.reshape(w.shape)).astype(dtype or values.dtype)
+
+
+def adapt(params: Any, adapters: Mapping[str, Adapter]) -> Any:
+    """The tree with adapters beside the weights of their paths, for a model that `fp8jax` transforms.
+
+    `fp8jax.transform`, `fp8jax.linen.quantize` and the checkpointing, scanning and sharding in what they transform take
+    such a tree, and one with frozen weights, in place of the parameters that the model was written for: a product with
+    such a weight is `fp8jax.lora.linear`.
+
+    Args:
+        params: tree of arrays or frozen weights. adapters: by path, as of `init`.
+
+    Raises:
+        ValueError: there is no weight of a path, or one of another shape.
+    """
+    known = _known(params, adapters)
+    for path, adapter in adapters.items():
+        check_fits(adapter, known[path].shape, path)
+    return _replaced(params, {path: AdaptedWeight(known[path], adapter) for path, adapter in adapters.items()})
+
+
+def _known(params: Any, adapters: Mapping[str, Adapter]) -> dict[str, Any]:
+    known = paths(params)
+    if unknown := sorted(set(adapters) - set(known)):
+        raise ValueError(f"there is no weight {unknown[0]!r} for an adapter; the weights are {', '.join(known)}")
+    return known
+
+
+def _whole(x: Any) -> bool:
+    return isinstance(x, (FrozenWeight, QTensor, Adapter, AdaptedWeight))
 
 
 def paths(params: Any) -> dict[str, Any]:
     """The leaves of a tree of parameters by path, steps joined by "/"; frozen weights and QTensors are leaves."""
-    whole = lambda x: isinstance(x, (FrozenWeight, QTensor, Adapter))  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=whole)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_whole)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
@@ -170,7 +238,14 @@ def matching(params: Any, targets: str) -> dict[str, Any]:
 
 
 def init_adapters(
-    key: Array, params: Any, *, rank: int, alpha: float, targets: str, dtype: DTypeLike = jnp.float32
+    key: Array,
+    params: Any,
+    *,
+    rank: int,
+    alpha: float,
+    targets: str,
+    dtype: DTypeLike = jnp.float32,
+    axes: tuple[int, int] = (1, 1),
 ) -> dict[str, Adapter]:
     """Adapters of the matrices of a tree whose paths match, by path: what is trained, and an optimizer has states of.
 
@@ -179,26 +254,39 @@ def init_adapters(
         params: tree of arrays or frozen weights (..., inputs, outputs).
         rank, alpha, dtype: as of `init_adapter`.
         targets: regular expression of whole paths, such as r".*/(q|v)/kernel".
+        axes: of arrays, as of `freeze`; what is frozen knows its own.
 
     Raises:
         ValueError: nothing matches; or as `init_adapter`.
     """
     found = matching(params, targets)
     return {
-        path: init_adapter(jax.random.fold_in(key, i), w.shape, rank, alpha, dtype)
+        path: init_adapter(jax.random.fold_in(key, i), matrix_shape(w, axes), rank, alpha, dtype)
         for i, (path, w) in enumerate(sorted(found.items()))
     }
 
 
-def freeze_weights(params: Any, spec: QuantSpec | str = "e4m3", *, targets: str = ".*kernel") -> Any:
+def matrix_shape(w: Any, axes: tuple[int, int]) -> tuple[int, ...]:
+    """(..., inputs, outputs) of a weight that has so many axes for either."""
+    if isinstance(w, FrozenWeight):
+        return w.matrix.shape
+    lead, ins = len(w.shape) - sum(axes), len(w.shape) - axes[1]
+    return (*w.shape[:lead], math.prod(w.shape[lead:ins]), math.prod(w.shape[ins:]))
+
+
+def freeze_weights(
+    params: Any, spec: QuantSpec | str = "e4m3", *, targets: str = ".*kernel", axes: tuple[int, int] = (1, 1)
+) -> Any:
     """The tree with those matrices as codes whose paths match; each is made, and can be freed, one after the other.
+
+    Codes lie on a mesh as the weights do. Args as of `freeze`, and `targets`, a regular expression of whole paths.
 
     Raises:
         ValueError: nothing matches; or as `freeze`.
     """
     found = matching(params, targets)
-    make = jax.jit(freeze, static_argnums=1)
-    return _replaced(params, {path: make(w, QuantSpec.parse(spec)) for path, w in found.items()})
+    make = jax.jit(freeze, static_argnums=(1, 2))
+    return _replaced(params, {path: make(w, QuantSpec.parse(spec), axes) for path, w in found.items()})
 
 
 def merge_adapters(params: Any, adapters: Mapping[str, Adapter], dtype: DTypeLike | None = None) -> Any:
@@ -207,9 +295,7 @@ def merge_adapters(params: Any, adapters: Mapping[str, Adapter], dtype: DTypeLik
     Raises:
         ValueError: there is no weight of a path, or one of another shape.
     """
-    known = paths(params)
-    if unknown := sorted(set(adapters) - set(known)):
-        raise ValueError(f"there is no weight {unknown[0]!r} for an adapter; the weights are {', '.join(known)}")
+    known = _known(params, adapters)
     return _replaced(params, {path: merge_adapter(known[path], each, dtype) for path, each in adapters.items()})
 
 
@@ -217,5 +303,4 @@ def _replaced(params: Any, new: Mapping[str, Any]) -> Any:
     def one(path: Any, x: Any) -> Any:
         return new.get(jax.tree_util.keystr(path, simple=True, separator="/"), x)
 
-    whole = lambda x: isinstance(x, (FrozenWeight, QTensor, Adapter))  # noqa: E731
-    return jax.tree_util.tree_map_with_path(one, params, is_leaf=whole)
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=_whole)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from fp8jax.rewrite.graph import Graph, Node, Value, Weight
+from fp8jax.rewrite.held import StandIn
 from fp8jax.rewrite.rules import LayerChoice
 
 _UNKNOWN = LayerChoice(None, "")
@@ -29,6 +30,7 @@ class Entry(NamedTuple):
         rates: those of which device (`fp8jax.ops.gains`).
         loses: it would be better left in 16 bits.
         tokens: of it, on a device. times: how often it runs in a step.
+        held: what a product has in the place of a parameter.
     """
 
     path: str
@@ -48,6 +50,7 @@ class Entry(NamedTuple):
     loses: bool = False
     tokens: int = 0
     times: int = 1
+    held: StandIn | None = None
 
     @property
     def taken(self) -> bool:
@@ -80,4 +83,5 @@ class ReadWeight:
     @property
     def saves(self) -> bool:
         """Whether it saves codes of its data."""
-        return self.choice.linear is not None and self.choice.linear.spec("saved") is not None
+        linear = self.choice.linear
+        return linear is not None and linear.spec("saved") is not None and self.weight.held is None

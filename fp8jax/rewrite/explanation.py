@@ -78,6 +78,10 @@ def _row(entry: Entry) -> tuple[str, ...]:
         pairs = [f"{x or 'as written'} x {w or 'as written'}" for x, w in linear.products().values()]
         lean = bool(entry.reads) and context.lean
         kept = "nothing of it" if lean or entry.kept else str(linear.spec("saved") or "as written")
+        if entry.held is not None:
+            held = entry.held.spec or "as written"
+            pairs = [f"{linear.spec(operand) or 'as written'} x {held}" for operand in ("x", "dy")] + ["-"]
+            kept = "as written" if entry.held.rank else "nothing of it"
     else:
         pairs, kept = ["-"] * 3, str(context.spec or "as written")
     return (

@@ -57,12 +57,14 @@ class Weight:
         stored: the value in its own dtype, and in the order of its elements in memory.
         layout: the equations that give it another shape; casts are none.
         moved: they take a part of it, or change the order of its elements.
+        held: what is in its place, if that is no array; see `fp8jax.rewrite.held`.
     """
 
     path: str
     stored: Value
     layout: tuple["Node", ...] = ()
     moved: bool = False
+    held: Any = None
 
 
 class Replacement(Protocol):

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.core.recipe import Linear
-from fp8jax.rewrite import activations, biases, norms, primitives, weighing
+from fp8jax.rewrite import activations, biases, held, norms, primitives, weighing
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.entries import Entry, ReadWeight
 from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, before, in_order, origin_of, readers
 from fp8jax.rewrite.heads import OUTPUT, Flow
+from fp8jax.rewrite.held import HeldOperation
 from fp8jax.rewrite.kept import keeps
 from fp8jax.rewrite.operations import ActivationOperation, NormOperation, ProductOperation, RaggedOperation
 from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
@@ -80,7 +81,7 @@ def _uses(products: list[ReadWeight]) -> dict[Use, Linear]:
     for p in products:
         operation = (p.place or p.node).operation
         linear, path = p.choice.linear, p.weight.path
-        if operation is None or linear is None:
+        if operation is None or linear is None or isinstance(operation, HeldOperation):
             continue
         if not isinstance(operation, ProductOperation) or any(p.node.eqn.params["dimension_numbers"][1]):
             if any(scaling.observes for scaling in linear.states.values()):
@@ -181,7 +182,9 @@ def _replace_all(
             normed |= _replace_before(made, group, rules, entries, caller)
         weighing.tell(made, group, entries)
         for p in group:
-            if p.taken:
+            if p.weight.held is not None:
+                entries[p.node] = _replace_held(p, entries[p.node])
+            elif p.taken:
                 entry = entries.pop(p.node)._replace(kept=_replace_product(p, alone[p.graph]))
                 entries[p.place or p.node] = entry
     if not products and caller.names is not None and rules.between:
@@ -248,6 +251,14 @@ def _replace_product(p: ReadWeight, alone: Mapping[Value, Node]) -> bool:
     node.operation, p.place = operation, node
     node.operands = [kept or data, w, *others, *([] if value is None else [value])]
     return kept is not None
+
+
+def _replace_held(p: ReadWeight, entry: Entry) -> Entry:
+    """Puts the product with what is held in place of one, or says that it reads the values."""
+    if not held.replace(p.node, p.side, p.weight, p.choice.linear, p.path, origin_of(p.data)):
+        p.choice = LayerChoice(None, f"{p.weight.held}, but not read as (inputs, outputs): values of 16 bits")
+        return entry._replace(choice=p.choice, reason=p.choice.reason)
+    return entry._replace(reason=f"{entry.reason}; {p.weight.held}", held=p.weight.held)
 
 
 def _replace_before(

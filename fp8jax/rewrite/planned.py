@@ -56,7 +56,7 @@ class PlannedCall(NamedTuple):
         Args:
             given: what each use is given, by its key.
         """
-        inside = any(isinstance(x, jax.core.Tracer) for x in (*self.arrays, *jax.tree.leaves(given)))
+        inside = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((self.arrays, given)))
         outputs, seen = (self.plan.run if inside else self.plan.compiled)(self.arrays, given, noting=noting)
         return jax.tree.unflatten(self.plan.structure, outputs), seen
 

@@ -17,18 +17,20 @@ from fp8jax.rewrite.primitives import CASTS, LAYOUTS, MARKS, PARTS, RESHAPES, Bo
 _FOLDED = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "gt": np.greater}
 
 
-def read(closed: Any, paths: Sequence[str | None]) -> Graph:
+def read(closed: Any, paths: Sequence[str | None], held: Sequence[Any] = ()) -> Graph:
     """The graph of a program.
 
     Args:
         closed: the program, with its constants.
         paths: for each input the path of the parameter that it is; None for data.
+        held: for each what is in its place, `fp8jax.rewrite.held.kind`; none for arrays.
     """
     jaxpr = getattr(closed, "jaxpr", closed)
     inputs = []
-    for variable, path in zip(jaxpr.invars, paths, strict=True):
+    kinds = held or [None] * len(paths)
+    for variable, path, kind in zip(jaxpr.invars, paths, kinds, strict=True):
         value = Value(variable.aval, data=path is None)
-        value.weight = None if path is None else Weight(path, value)
+        value.weight = None if path is None else Weight(path, value, held=kind)
         inputs.append(value)
     return _graph(Body(jaxpr, closed.consts, range(0)), inputs, "")
 
@@ -104,7 +106,8 @@ def _body(eqn: Any, program: Body, operands: list[Value], around: str) -> Graph:
         value = Value(variable.aval, outer=operand, once=primitives.once(eqn), data=operand.data or varies)
         value.constant = None if varies or i in rows else operand.constant
         if operand.weight is not None and not varies:
-            value.weight = Weight(operand.weight.path, value)
+            whole = all(step.kind in MARKS for step in operand.weight.layout)
+            value.weight = Weight(operand.weight.path, value, held=operand.weight.held if whole else None)
         inputs.append(value)
     return _graph(program, inputs, around)
 
@@ -148,7 +151,7 @@ def _chosen(node: Node) -> list[Value] | None:
 def _scaled(node: Node) -> Weight | None:
     """The one matrix among the operands of a multiplication by constants or other parameters; it is read as written."""
     matrices = [v.weight for v in node.operands if v.weight is not None and v.weight.stored.aval.ndim > 1]
-    return dataclasses.replace(matrices[0], moved=True) if len(matrices) == 1 else None
+    return dataclasses.replace(matrices[0], moved=True, held=None) if len(matrices) == 1 else None
 
 
 def _laid_out(weight: Weight, node: Node) -> Weight | None:

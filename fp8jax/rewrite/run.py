@@ -10,6 +10,7 @@ import jax
 from fp8jax.ops.saved import NOTHING, Origin
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.graph import Graph, Node, Value, origin_of
+from fp8jax.rewrite.held import as_array, written
 from fp8jax.rewrite.known import Cotangents, Known, carry
 from fp8jax.rewrite.operations import as_read
 from fp8jax.rewrite.primitives import Equation
@@ -91,7 +92,9 @@ class Running:
         level: int = 0,
         origins: Mapping[Value, Origin] = MappingProxyType({}),
         forward: bool = False,
+        inner: bool = False,
     ) -> None:
+        self._inner = inner
         self._plan, self.states, self._level, self._place = plan, states, level, 0
         self.seen: dict[tuple[Any, str], Any] | None = {} if forward else None
         self._arrays: dict[Value, Any] = dict(zip(plan.graph.inputs, arrays, strict=True))
@@ -101,7 +104,11 @@ class Running:
         self._readers: list[Known] = []
 
     def array(self, value: Value) -> Any:
-        """What a value is in this run."""
+        """What a value is in this run; of what is held in the place of a parameter, its values."""
+        return value.array if value.array is not None else as_array(self._arrays[value])
+
+    def held(self, value: Value) -> Any:
+        """The same, as it is held."""
         return value.array if value.array is not None else self._arrays[value]
 
     def read_later(self, value: Value) -> bool:
@@ -135,13 +142,15 @@ class Running:
                 with primitives.place_of(node.eqn, node.scope):
                     results = self._nested(node, plan.bodies[node])
             else:
-                results = plan.steps[node]([self.array(value) for value in node.operands])
+                results = written(plan.steps[node], node, [self.held(value) for value in node.operands])
             for value, array in zip(node.results, results, strict=True):
                 if value.array is None:
                     self._arrays.setdefault(value, array)
         for reader in self._readers:
             reader.forget()
-        return [self.array(value) for value in plan.graph.outputs]
+        # What a turn of a loop passes on goes as it is held.
+        given = set(plan.graph.inputs) if self._inner else set()
+        return [self.held(v) if v in given else self.array(v) for v in plan.graph.outputs]
 
     def _nested(self, node: Node, bodies: Sequence[Schedule]) -> list[Any]:
         counted = primitives.turns(node.eqn) is not None
@@ -164,13 +173,14 @@ class Running:
             origins = {plan.graph.inputs[i]: rebuild(arrays[place][i]) for i, (_, rebuild) in moved[place].items()}
             pairs = {key: zip(carried[key], rows[key], strict=True) for key in rows}
             both = {key: Given(*(a if b is None else b for a, b in pair)) for key, pair in pairs.items()}
-            inner = Running(plan, inputs, both, self._level + counted, origins, self.seen is not None)
+            inner = Running(plan, inputs, both, self._level + counted, origins, self.seen is not None, loops)
             outputs, seen = inner.outputs(), inner.seen or {}
             # Of a use in another branch nothing is seen: zeros, as slots are.
             return [*outputs, *(seen.get((key, o), getattr(both[key].slots, o)) for key, o in told)]
 
+        loops = node.kind in ("scan", "while")
         told = [(key, o) for key in rows for o in ("x", "w") if self.seen is not None and self._observes(key, o)]
-        operands = [self.array(value) for value in node.operands]
+        operands = [self.held(value) for value in node.operands]
         runs = [functools.partial(run, place) for place in range(len(bodies))]
         results = primitives.run_again(node.eqn, operands, runs, (carried, arrays), rows, len(told))
         if self.seen is not None:

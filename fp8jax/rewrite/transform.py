@@ -11,6 +11,7 @@ from fp8jax.core.recipe import Linear
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation
+from fp8jax.rewrite.held import is_held, kind, leaf_in, stand_in
 from fp8jax.rewrite.plan import plan
 from fp8jax.rewrite.planned import CallPlan, PlannedCall
 from fp8jax.rewrite.read import read
@@ -60,7 +61,7 @@ class Transformed:
         self._caller = caller
         self._fn, self._rules, self._params, self._static = fn, rules, params, static
         self._calls: dict[Hashable, Callable] = {}
-        self._plans: dict[int, tuple[Any, CallPlan]] = {}
+        self._plans: dict[Hashable, tuple[Any, CallPlan]] = {}
 
     def __call__(self, *args: Any, states: States | None = None, **kwargs: Any) -> Any:
         call = self.planned(*args, **kwargs)
@@ -77,15 +78,17 @@ class Transformed:
             ValueError: as the call.
         """
         call = self._traced(args, kwargs)
-        known = self._plans.get(id(call.program))
+        kinds = tuple(map(kind, call.arrays))
+        key = id(call.program), *(kinds if any(kinds) else ())
+        known = self._plans.get(key)
         if known is not None:
             return PlannedCall(known[1], call.arrays)
-        made = self._make(call.program, self._paths(call.places), call.shapes)
+        made = self._make(call.program, self._paths(call.places), call.shapes, kinds)
         # What closes over values of a trace has a plan for one call.
         if not any(isinstance(c, jax.core.Tracer) for c in call.program.consts):
             while len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
-            self._plans[id(call.program)] = call.program, made
+            self._plans[key] = call.program, made
         return PlannedCall(made, call.arrays)
 
     def check(self, *args: Any, **kwargs: Any) -> Comparison:
@@ -105,6 +108,11 @@ class Transformed:
             ValueError: as the call.
         """
         call = self._traced(args, kwargs)
+        if any(map(is_held, call.arrays)):
+            raise ValueError(
+                "check compares a function of arrays: give the values of frozen weights, and merge adapters with "
+                "fp8jax.lora.merge"
+            )
         written, planned = (read(call.program, self._paths(call.places)) for _ in range(2))
         entries, _ = plan(planned, self._rules, self._caller(call.shapes))
         return check(written, planned, entries, call.arrays)
@@ -166,7 +174,8 @@ class Transformed:
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The program of a call."""
-        flat, structure = jax.tree.flatten_with_path((args, kwargs))
+        params = [x for place, x in (*enumerate(args), *kwargs.items()) if place in self._params]
+        flat, structure = jax.tree.flatten_with_path((args, kwargs), is_leaf=leaf_in(params))
         fixed = {i: x for i, (path, x) in enumerate(flat) if self._is_static(path, x)}
         key = structure, tuple((i, type(x), x) for i, x in fixed.items())
         try:
@@ -179,7 +188,7 @@ class Transformed:
         leaves = [(path, x) for i, (path, x) in enumerate(flat) if i not in fixed]
         arrays = [x for _, x in leaves]
         # JAX keeps the program: a call like one before is not traced again.
-        program, shapes = jax.make_jaxpr(call, return_shape=True)(arrays)
+        program, shapes = jax.make_jaxpr(call, return_shape=True)([stand_in(x) for x in arrays])
         return _Call(arrays, program, shapes, [path for path, _ in leaves])
 
     def _paths(self, places: Sequence[Any]) -> list[str | None]:
@@ -189,8 +198,8 @@ class Transformed:
             raise ValueError(f"params={unknown[0]!r} names no argument of this call that holds arrays")
         return [self._path(path) for path in places]
 
-    def _make(self, program: Any, paths: Sequence[str | None], shapes: Any) -> CallPlan:
-        graph = read(program, paths)
+    def _make(self, program: Any, paths: Sequence[str | None], shapes: Any, kinds: Sequence[Any]) -> CallPlan:
+        graph = read(program, paths, kinds)
         entries, uses = plan(graph, self._rules, self._caller(shapes))
         structure = jax.tree.structure(shapes)
         made = schedule(graph)
@@ -205,7 +214,7 @@ class Transformed:
     def _is_static(self, path: Any, x: Any) -> bool:
         """Whether a leaf is no array but a setting: of other values, the function is another one."""
         place = _place(path)
-        return place in self._static or isinstance(x, bool) or not isinstance(x, self._traced_types)
+        return place in self._static or isinstance(x, bool) or not (isinstance(x, self._traced_types) or is_held(x))
 
     def _path(self, path: Any) -> str | None:
         """The path of a parameter; None for data."""
