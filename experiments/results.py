@@ -102,12 +102,14 @@ CPU = (
     table("int8_leak", 900),
     table("int8_fallback", 900),
     table("int8_diverges", 1800),
+    table("finetuning", 1500),
 )
 # From other files, without measuring: after the others.
 DERIVED = (table("moss_speed", 20), table("training_parity", 20, "--judge"))
 TRAINED = {
     "training_parity": "python -m experiments.tables.training_parity --data TEXT, an hour of a GPU for eight seeds",
     "training_parity, 65m": "python -m experiments.tables.training_parity --size 65m --data TEXT, three hours",
+    "finetuning, 60m": "python -m experiments.tables.finetuning --size 60m --data TEXT, eight minutes of a GPU",
     "fp8_lm_precision_125m": "python -m experiments.tables.fp8_lm_precision --model 125m --data TEXT, half an hour",
 }
 

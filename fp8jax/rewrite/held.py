@@ -61,7 +61,7 @@ def kind(x: Any) -> Held | None:
     adapter = x.adapter if isinstance(x, AdaptedWeight) else None
     weight = x.weight if isinstance(x, AdaptedWeight) else x
     spec = weight.codes.spec if isinstance(weight, FrozenWeight) else None
-    shape = adapter.shape if adapter is not None else FrozenWeight(weight.codes).shape
+    shape = adapter.shape if adapter is not None else weight.matrix.shape  # type: ignore[union-attr]
     return Held(spec, shape[-2], shape[-1], 0 if adapter is None else adapter.rank)
 
 
