@@ -129,6 +129,11 @@ def state(mesh: jax.sharding.Mesh, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=lambda x: isinstance(x, fp8jax.QTensor))
 
 
+def on(tree: Any, placed: Any) -> Any:
+    """Shapes of arrays with the shardings that they have."""
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, placed)
+
+
 def stacked(path: Any) -> int:
     """How many leading axes of an array of a state stack layers, from its path: one in the layers of a Llama."""
     return int("layers" in jax.tree_util.keystr(path))

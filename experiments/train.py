@@ -235,13 +235,11 @@ def _train_recipe(
     abstract, base_shapes = jax.eval_shape(task.init), jax.eval_shape(task.base)
     row = (3, sizes.seq_len + 1) if tokens.train.ndim == 3 else (sizes.seq_len + 1,)
     batch = jax.ShapeDtypeStruct((sizes.batch, *row), jnp.int32, sharding=rows)
-    placed = everywhere = None
+    placed = everywhere = base_placed = None
     if rows is not None:
         placed, everywhere = mesh.state(devices, abstract), mesh.whole(devices)
-        abstract = jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), abstract, placed
-        )
-        base_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), base_shapes)
+        base_placed = mesh.state(devices, base_shapes)
+        abstract, base_shapes = mesh.on(abstract, placed), mesh.on(base_shapes, base_placed)
     # Nothing of the state is in memory yet: what does not fit has been shown before it fails.
     if folder.name == fp8jax.recipes.AUTO:
         console.print(f"auto is {recipe.name} here: {fp8jax.recipes.device().computed}")
@@ -263,7 +261,7 @@ def _train_recipe(
     params = start.params(config, devices if rows is not None else None)
     if params is not None and task.lora is not None:
         identity |= {"base_of": digest_of(params)}
-    base = jax.jit(task.base, out_shardings=everywhere)(params)
+    base = jax.jit(task.base, out_shardings=base_placed)(params)
     with Checkpoints(folder / "checkpoints", config.run.keep) as checkpoints, contextlib.ExitStack() as stack:
         batches = data.train_batches(tokens.train, sizes.seq_len, sizes.batch, config.seed)
         saved = checkpoints.resume(abstract, identity, console.print)

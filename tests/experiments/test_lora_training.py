@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fp8jax
-from experiments import evaluate, train
+from experiments import evaluate, mesh, train
 from experiments.config import Lora
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
@@ -132,12 +132,32 @@ def test_a_run_stops_resumes_exactly_and_is_evaluated(argv, out, capsys):
 
 def test_adapters_train_alike_on_a_mesh(argv, out, capsys):
     losses = {}
-    for mesh in ("data=1", "data=2,fsdp=2"):
-        run = f"lora_{mesh[-1]}"
-        flags = ["--recipe", "te_current", "--lora-rank", "4", "--mesh", mesh, "--run", run]
+    for where in ("data=1", "data=2,fsdp=2"):
+        run = f"lora_{where[-1]}"
+        flags = ["--recipe", "te_current", "--lora-rank", "4", "--mesh", where, "--run", run]
         assert train.main([*argv, *flags]) == 0
-        losses[mesh] = json.loads((out / run / "te_current" / "result.json").read_text())["result"]["valid_loss"]
+        losses[where] = json.loads((out / run / "te_current" / "result.json").read_text())["result"]["valid_loss"]
     assert losses["data=2,fsdp=2"] == pytest.approx(losses["data=1"], rel=2e-3)
+    assert "error" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("base", ["e4m3:block128", "bf16"])
+def test_a_base_lies_in_shards(base, argv, out, monkeypatch, capsys):
+    monkeypatch.setattr(mesh, "SMALLEST", 1)
+    losses, held, made = {}, {}, train.with_base
+    for where in ("data=1", "fsdp=2"):
+        keep = lambda step, loss, weights, where=where: (held.update({where: weights}), made(step, loss, weights))[1]  # noqa: E731
+        monkeypatch.setattr(train, "with_base", keep)
+        run = f"shards_{where[-1]}_{base[-3:]}"
+        flags = ["--recipe", "te_current", "--lora-rank", "4", "--mesh", where, "--run", run, "--base", base]
+        assert train.main([*argv, *flags]) == 0
+        losses[where] = json.loads((out / run / "te_current" / "result.json").read_text())["result"]["valid_loss"]
+    assert losses["fsdp=2"] == pytest.approx(losses["data=1"], rel=2e-3)
+    matrices = [x for x in jax.tree.leaves(held["fsdp=2"]["layers"]) if x.ndim == 3 and min(x.shape[1:]) > 1]
+    assert len(matrices) == 7
+    assert all(x.addressable_shards[0].data.shape[1] * 2 == x.shape[1] for x in matrices)
+    for one, other in zip(*(jax.tree.leaves(held[where]) for where in losses), strict=True):
+        np.testing.assert_array_equal(one, other)
     assert "error" not in capsys.readouterr().err
 
 
