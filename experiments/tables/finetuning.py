@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from experiments import train
@@ -55,9 +56,9 @@ class Setting:
 
 SIZES = {
     "tiny": Setting(
-        "--model 5m --dim 128 --layers 3 --heads 4 --kv-heads 2 --mlp-dim 384 --tokenizer bpe --vocab 1024",
-        "--steps 500 --warmup 50 --batch 8 --seq-len 128 --lr 2e-3",
-        "--steps 100 --warmup 10 --batch 8 --seq-len 128",
+        "--model 5m --dim 128 --layers 3 --heads 4 --kv-heads 2 --mlp-dim 384 --tokenizer bpe --vocab 512",
+        "--steps 300 --warmup 30 --batch 8 --seq-len 128 --lr 2e-3",
+        "--steps 60 --warmup 6 --batch 8 --seq-len 128",
         "--lr 5e-4",
         "--lr 5e-3 --lora-rank 8",
     ),
@@ -69,7 +70,7 @@ SIZES = {
         "--lr 1e-3 --lora-rank 16",
     ),
 }
-ALWAYS = "--sample-tokens 0 --eval-every 1000000 --checkpoint-every 1000000 --log-every 100 --eval-batches 16"
+ALWAYS = "--sample-tokens 0 --eval-every 1000000 --checkpoint-every 1000000 --log-every 100 --eval-batches 8"
 Found = dict[str, dict[int, dict[str, float]]]
 """Losses by arm, seed and metric."""
 METRICS = {"training": "training loss of answers", "validation": "validation loss of answers"}
@@ -205,6 +206,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no run begins")
     options = parser.parse_args()
     until = time.monotonic() + options.limit
+    # Seeds share programs.
+    jax.config.update("jax_compilation_cache_dir", str(options.out / "programs"))
     try:
         folder = checkpoint(options.out, options.size, options.data)
         found = losses(options.out, options.size, folder, options.arms, until)
