@@ -44,7 +44,7 @@ TEMPLATE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class TuningSetting:
     """Flags of the training program, for the checkpoint, for fine-tuning, and of learning rates."""
 
     model: str
@@ -55,14 +55,14 @@ class Setting:
 
 
 SIZES = {
-    "tiny": Setting(
+    "tiny": TuningSetting(
         "--model 5m --dim 128 --layers 3 --heads 4 --kv-heads 2 --mlp-dim 384 --tokenizer bpe --vocab 512",
         "--steps 300 --warmup 30 --batch 8 --seq-len 128 --lr 2e-3",
         "--steps 60 --warmup 6 --batch 8 --seq-len 128",
         "--lr 5e-4",
         "--lr 5e-3 --lora-rank 8",
     ),
-    "60m": Setting(
+    "60m": TuningSetting(
         "--model 60m --tokenizer bpe --vocab 8192",
         "--steps 3000 --warmup 200 --batch 64 --seq-len 512 --lr 1e-3",
         "--steps 200 --warmup 20 --batch 32 --seq-len 512",

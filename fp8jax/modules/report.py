@@ -9,7 +9,7 @@ from fp8jax.core.recipe import Context, Linear, folding
 from fp8jax.core.spec import QuantSpec
 from fp8jax.core.tables import sentence, table
 from fp8jax.modules.program import Program
-from fp8jax.rewrite.held import Held
+from fp8jax.rewrite.held import StandIn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Layer:
     linear: Linear | None
     reason: str
     dtype: str | None = None
-    held: Held | None = None
+    held: StandIn | None = None
 
     @property
     def products(self) -> dict[str, str]:

@@ -96,7 +96,9 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1,
     """
     spec, (ins, outs) = QuantSpec.parse(spec), axes
     if min(axes) < 1 or w.ndim < sum(axes):
-        raise ValueError(f"freeze takes weights (..., inputs, outputs), with axes={axes}, not of shape {w.shape}")
+        raise ValueError(
+            f"freeze takes weights (..., inputs, outputs), with axes={axes}, not an array of shape {w.shape}"
+        )
     if formats.get(spec.format).bits != 8 or spec.rounding != "nearest" or spec.stacked or spec.axis != -1:
         raise ValueError(f"a frozen weight has 8-bit codes rounded to nearest along its last axis, not {spec}")
 

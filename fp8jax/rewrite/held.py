@@ -25,7 +25,7 @@ from fp8jax.rewrite.primitives import CASTS, MARKS, PRODUCTS, RESHAPES
 from fp8jax.rewrite.states import scaling_names
 
 
-class Held(NamedTuple):
+class StandIn(NamedTuple):
     """What is held in the place of a parameter: how codes are made, or None; the matrix; the adapter's rank, or 0."""
 
     spec: Any
@@ -54,7 +54,7 @@ def stand_in(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_held(x) else x
 
 
-def kind(x: Any) -> Held | None:
+def kind(x: Any) -> StandIn | None:
     """What is held; None of an array."""
     if not is_held(x):
         return None
@@ -62,7 +62,7 @@ def kind(x: Any) -> Held | None:
     weight = x.weight if isinstance(x, AdaptedWeight) else x
     spec = weight.codes.spec if isinstance(weight, FrozenWeight) else None
     shape = adapter.shape if adapter is not None else weight.matrix.shape  # type: ignore[union-attr]
-    return Held(spec, shape[-2], shape[-1], 0 if adapter is None else adapter.rank)
+    return StandIn(spec, shape[-2], shape[-1], 0 if adapter is None else adapter.rank)
 
 
 def as_array(x: Any) -> Any:
