@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import fp8jax
-from experiments.tables import claims, quotes, report
+from experiments.tables import claims, first_screen, quotes, report
 
 ROOT = pathlib.Path(__file__).parents[2]
 PARITY = {"Many seeds of a small model": "13 M parameters", "Seeds of a larger model, each beside bf16's": "65 M"}
@@ -154,7 +154,7 @@ def choose() -> str:
 
 def first() -> str:
     """README's first table."""
-    return claims.first_screen(results())
+    return first_screen.table(results())
 
 
 def peers() -> str:

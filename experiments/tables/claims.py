@@ -355,42 +355,6 @@ CLAIMS: list[Claim] = [
           "plans", value("13b", "less than bf16 weights and fp32 gradients", "%"), "63 to 65 % (FP8-LM, Table 5)"),
 ]  # fmt: skip
 
-# What README's first screen shows: label, file, metric, unit, digits, and the rows of bf16, `coat` and `coat_fast`.
-# Of rows with one label the first that is measured is shown.
-_STEP, _LAYER = (
-    "A training step of a 1.1 B Llama, 16,384 tokens",
-    "A Llama-7B layer, forward and backward, 16,384 tokens",
-)
-FIRST: list[tuple[str, str, str, str, int, tuple[str, str, str]]] = [
-    ("A training step of a user's Llama of 1.1 B", "models", "step", "ms", 0, ("bf16", "coat", "coat_fast")),
-    (_STEP, "step", "step", "ms", 0, (AGAIN, "coat", "coat_fast")),
-    ("Memory of that step", "step", "memory", "GB", 1, (AGAIN, "coat", "coat_fast")),
-    (_LAYER, "layer", "time", "ms", 1, (AGAIN, "COAT, lean", BOUNDED)),
-    (_LAYER, "layer", "time", "ms", 1, ("bf16", "COAT, lean", BOUNDED)),
-    ("What a layer keeps for its backward pass", "coat_memory", "total", "U", 1, (AGAIN, "COAT, lean", "COAT, lean")),
-    ("Bytes of Adam's moments, a parameter", "training_parity", "bytes of moments a parameter", "", 2,
-     ("bf16", "coat", "coat_fast")),
-]  # fmt: skip
-
-
-def first_screen(results: Mapping[str, Mapping[str, Result]]) -> str:
-    """README's table of before and after, from results by name and card, without rows that are not measured."""
-    rows: dict[tuple[str, str], str] = {}
-    for label, bench, metric, unit, digits, names in FIRST:
-        for card, result in results.get(bench, {}).items():
-            case = {"layer": "batch 4, length 4096", "step": ONE, "models": "Llama 1.1B"}.get(bench, "")
-            looked = [value(name, metric, unit, digits, case)(result) for name in names]
-            figures = [figure for figure in looked if figure]
-            if len(figures) == len(names) and (label, card) not in rows:
-                base = {AGAIN: ", recomputed", "bf16": ", as written"}[names[0]] if bench != "training_parity" else ""
-                figures[0] += base
-                commit = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"]))
-                commit = commit if "," not in commit else "several commits"
-                rows[label, card] = (
-                    f"| {label} | {' | '.join(figures)} | `{short(result['command'])}`, {card.upper()}, {commit} |"
-                )
-    return "\n".join(["| | bf16 | `coat` | `coat_fast` | measured by |", "|---|---:|---:|---:|---|", *rows.values()])
-
 
 def short(command: str) -> str:
     """A command without its options."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench import record
-from experiments.tables import claims, quotes
+from experiments.tables import claims, first_screen, quotes
 
 HEAD = """# Results
 
@@ -264,7 +264,7 @@ def with_figures(pages: Mapping[str, str], folder: Path, readme: str = "README.m
     if not start or not end:
         raise ValueError(f"{readme} lacks {START!r} or {END!r}")
     results = read(folder)
-    first = f"{before}{start}\n{claims.first_screen(results)}\n{end}{after}"
+    first = f"{before}{start}\n{first_screen.table(results)}\n{end}{after}"
     return quotes.written({**pages, readme: first}, results)
 
 

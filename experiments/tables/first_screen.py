@@ -1,0 +1,80 @@
+"""The table on README's first screen: steps and memory before and after, from the newest file of each benchmark."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from experiments.tables import claims
+
+Result = Mapping[str, Any]
+BASES = {claims.AGAIN: ", recomputed", "bf16": ", as written"}
+WRITTEN = ("bf16", "coat", "coat_fast")
+RECOMPUTED = (claims.AGAIN, "coat", "coat_fast")
+
+
+class Headline(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        label: what is measured. Of lines with one label the first that is measured is shown.
+        bench: name of the results file.
+        metric: in that file.
+        unit: behind each figure.
+        digits: behind the point.
+        rows: names of the rows of bf16, `coat` and `coat_fast`; one that was not measured reads "-".
+        case: that the rows' cases begin with.
+        base: what is told of bf16.
+    """
+
+    label: str
+    bench: str
+    metric: str
+    unit: str
+    digits: int
+    rows: tuple[str, str, str]
+    case: str = ""
+    base: str = ""
+
+
+def _user(label: str, bench: str, case: str) -> list[Headline]:
+    """A step of a user's model, in a row of many, and where the host reads the loss after each."""
+    return [
+        Headline(text, bench, metric, "ms", 0, WRITTEN, case, BASES["bf16"])
+        for text, metric in (
+            (f"A training step of a user's {label}", "step"),
+            ("The same, its loss read after each step", "step, synchronised"),
+        )
+    ]
+
+
+LINES = [
+    *_user("Llama of 1.1 B", "models", "Llama 1.1B"),
+    *_user("GPT-2 of 350 M", "models_gpt350m", "GPT-2 350M"),
+    *_user("ViT-L/16, 256 images", "models_vitl", "ViT-L/16"),
+    Headline("A training step of our 1.1 B Llama, 16,384 tokens", "step", "step", "ms", 0, RECOMPUTED, claims.ONE,
+         BASES[claims.AGAIN]),
+    Headline("Memory of that step", "step", "memory", "GB", 1, RECOMPUTED, claims.ONE, BASES[claims.AGAIN]),
+    *(Headline("A Llama-7B layer, forward and backward, 16,384 tokens", "layer", "time", "ms", 1,
+           (base, "COAT, lean", claims.BOUNDED), "batch 4, length 4096", told) for base, told in BASES.items()),
+    Headline("What a layer keeps for its backward pass", "coat_memory", "total", "U", 1,
+         (claims.AGAIN, "COAT, lean", "COAT, lean"), "", BASES[claims.AGAIN]),
+    Headline("Bytes of Adam's moments, a parameter", "training_parity", "bytes of moments a parameter", "", 2, WRITTEN),
+]  # fmt: skip
+
+
+def table(results: Mapping[str, Mapping[str, Result]]) -> str:
+    """The table in Markdown, of results by name and card; a line that no card has both ends of is left out."""
+    rows: dict[tuple[str, str], str] = {}
+    for line in LINES:
+        cards = sorted(results.get(line.bench, {}).items(), key=lambda item: item[1]["date"])
+        if not cards or (line.label, line.bench) in rows:
+            continue
+        card, result = cards[-1]
+        figures = [claims.value(name, line.metric, line.unit, line.digits, line.case)(result) for name in line.rows]
+        if figures[0] is None or figures[-1] is None:
+            continue
+        commits = list(dict.fromkeys(row["commit"] for row in result["rows"]))
+        by = f"`{claims.short(result['command'])}`, {card.upper()}, "
+        by += commits[0] if len(commits) == 1 else "several commits"
+        told = [f"{figures[0]}{line.base}", *(figure or "-" for figure in figures[1:])]
+        rows[line.label, line.bench] = f"| {line.label} | {' | '.join(told)} | {by} |"
+    return "\n".join(["| | bf16 | `coat` | `coat_fast` | measured by |", "|---|---:|---:|---:|---|", *rows.values()])
