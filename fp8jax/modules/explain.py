@@ -19,7 +19,7 @@ from fp8jax.modules.matrices import is_matrix, not_a_model
 from fp8jax.modules.program import Program, abstract, inspect, mean_square, split_abstract
 from fp8jax.modules.report import ContextEntry, Layer, Report
 from fp8jax.rewrite.entries import Entry
-from fp8jax.rewrite.explanation import gained
+from fp8jax.rewrite.explanation import gained, kept_bytes
 from fp8jax.rewrite.rules import Ordered, Rule, Rules, ordered
 
 _EMBED = "the lookup of an embedding, and its use as a head (attend), are left alone"
@@ -87,7 +87,7 @@ def _explain_quantized(quantized: nnx.Module, sample: Any, keywords: Any) -> Rep
     known = {layer.path for layer in layers}
     layers += tuple(layer for layer in _others_nnx(modules, rules) if layer.path not in known)
     parts = tuple(_part(modules, entry) for entry in entries if not entry.product or entry.kept)
-    notes = tuple(filter(None, [gained(entries)]))
+    notes = tuple(filter(None, (kept_bytes(entries), gained(entries))))
     return Report(tuple({(x.path, x.kernel): x for x in reversed(layers)}.values())[::-1], program, parts, notes)
 
 
@@ -199,7 +199,8 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
     known = {layer.path for layer in layers}
     layers += [layer for layer in _others_linen(modules, kernel) if layer.path not in known]
     parts = tuple(_part(modules, entry) for entry in entries if not entry.product or entry.kept)
-    return Report(tuple(dict.fromkeys(layers)), program, parts, tuple(filter(None, [gained(entries)])))
+    notes = tuple(filter(None, (kept_bytes(entries), gained(entries))))
+    return Report(tuple(dict.fromkeys(layers)), program, parts, notes)
 
 
 def _layer_linen(modules: dict[str, Any], kernel: Callable[[str, Any], Any], entry: Entry) -> Layer:

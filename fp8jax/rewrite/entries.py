@@ -31,6 +31,7 @@ class Entry(NamedTuple):
         loses: it would be better left in 16 bits.
         tokens: of it, on a device. times: how often it runs in a step.
         held: what a product has in the place of a parameter.
+        bytes: that it keeps of what it reads for the backward pass; None where that is not known.
     """
 
     path: str
@@ -51,6 +52,7 @@ class Entry(NamedTuple):
     tokens: int = 0
     times: int = 1
     held: StandIn | None = None
+    bytes: int | None = None
 
     @property
     def taken(self) -> bool:

@@ -35,7 +35,8 @@ class Explanation:
         if self.left:
             rows = [(e.path or "-", e.kind, _shape(e), e.line, e.reason) for e in self.left]
             parts.append(table([("left as written", "operation", "shape", "where", "why"), *rows], names=4))
-        parts += [sentence(told) for told in (self._told_again(), gained(self.entries)) if told]
+        told = self._told_again(), kept_bytes(self.entries), gained(self.entries)
+        parts += [sentence(each) for each in told if each]
         return "\n\n".join(parts)
 
     def _told_again(self) -> str:
@@ -49,6 +50,23 @@ class Explanation:
             f"{again} of {len(products)} products are computed again in the backward pass under your jax.checkpoint; "
             f"{keep} activations of a recipe with a context keep codes alone"
         )
+
+
+def kept_bytes(entries: Sequence[Entry]) -> str:
+    """What the operations of a plan keep of their inputs for the backward pass; "" where nothing is known."""
+    each = sorted(((entry.bytes, entry.path or entry.kind) for entry in entries if entry.bytes), reverse=True)
+    if not each:
+        return ""
+    most = ", ".join(f"{path} {_size(size)}" for size, path in each[:3])
+    return f"kept of inputs for the backward pass: {_size(sum(size for size, _ in each))}, most of it by {most}"
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024  # type: ignore[assignment]
+    return f"{count:.4g} GiB"
 
 
 def gained(entries: Sequence[Entry]) -> str:

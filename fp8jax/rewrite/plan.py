@@ -16,6 +16,7 @@ from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, before, in_ord
 from fp8jax.rewrite.heads import OUTPUT, Flow
 from fp8jax.rewrite.held import HeldOperation
 from fp8jax.rewrite.kept import keeps
+from fp8jax.rewrite.kept_bytes import kept_bytes
 from fp8jax.rewrite.operations import ActivationOperation, NormOperation, ProductOperation, RaggedOperation
 from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
 from fp8jax.rewrite.probes import FUNCTIONS
@@ -71,6 +72,8 @@ def plan(
     if caller.checks:
         also = others | {p.path: p.others for p in products}
         rules.check_all_used(also, heads, unknown=_left(entries), also=also)
+    for node, size in kept_bytes(graph, entries):
+        entries[node] = entries[node]._replace(bytes=size)
     return {node: entries[node] for node in places if node in entries}, _uses(products)
 
 

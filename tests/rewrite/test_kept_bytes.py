@@ -1,0 +1,88 @@
+"""Bytes that `explain` says are kept, beside those of what JAX keeps of the program."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import fp8jax
+from tests.programs import residuals
+
+WIDTH, INNER, HEADS = 64, 96, 4
+X = jax.random.normal(jax.random.key(0), (2, 16, WIDTH)).astype(jnp.bfloat16)
+
+
+def draw(i, *shape):
+    return 0.2 * jax.random.normal(jax.random.key(i), shape)
+
+
+GATES = {"gate": draw(1, WIDTH, INNER), "up": draw(2, WIDTH, INNER)}
+P = {"norm": 1 + draw(0, WIDTH), **GATES, "down": draw(3, INNER, WIDTH)}
+
+
+def norm(x, scale):
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
+    return (wide * scale).astype(x.dtype)
+
+
+def mlp(p, x):
+    h = norm(x, p["norm"])
+    return x + (jax.nn.silu(h @ p["gate"].astype(h.dtype)) * (h @ p["up"].astype(h.dtype))) @ p["down"].astype(h.dtype)
+
+
+def stacked(p, x):
+    return jax.lax.scan(lambda x, p: (mlp(p, x), None), x, p)[0]
+
+
+FAITHFUL = dataclasses.replace(fp8jax.recipes.coat().context, mode="faithful")
+
+
+def kept_codes(fn, p):
+    """Bytes of what is kept as codes, each with the scales after it, and of a norm's fp32 root of each token."""
+    found, total = residuals(fn, p, X), 0
+    for i, (dtype, shape) in enumerate(found):
+        if dtype != "uint8":
+            continue
+        (scale, blocks), after = found[i + 1], found[i + 2]
+        total += math.prod(shape) + jnp.dtype(scale).itemsize * math.prod(blocks)
+        total += 4 * math.prod(after[1]) if after == ("float32", (*shape[:-1], 1)) and scale == "bfloat16" else 0
+    return total
+
+
+RECIPES = "coat", "te_current", "moss", "deepseek", "jetfire"
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, dataclasses.replace(fp8jax.recipes.coat(), context=FAITHFUL)])
+def test_bytes_are_those_of_what_is_kept(recipe):
+    fast = fp8jax.transform(mlp, recipe)
+    explained = fast.explain(P, X)
+    total = sum(entry.bytes for entry in explained.quantized)
+    assert total == kept_codes(fast, P) > 0
+    # Of one input that two products read it is the first one's.
+    assert [e.bytes for e in explained.quantized if e.path == "up"] == [0]
+    assert f"kept of inputs for the backward pass: {total / 1024:.4g} KiB" in str(explained)
+
+
+def test_bytes_in_loops_count_each_turn_and_none_is_told_under_a_checkpoint():
+    layers = jax.tree.map(lambda w: jnp.stack([w] * 3), P)
+    one, all_of = (fp8jax.transform(fn, "coat") for fn in (mlp, stacked))
+    bytes_of = lambda fast, p: [e.bytes for e in fast.explain(p, X).quantized]  # noqa: E731
+    assert bytes_of(all_of, layers) == [3 * n for n in bytes_of(one, P)]
+    assert sum(bytes_of(all_of, layers)) == kept_codes(all_of, layers)
+    twice = jax.tree.map(lambda w: jnp.stack([w] * 2), layers)
+    nested = fp8jax.transform(lambda p, x: jax.lax.scan(lambda x, p: (stacked(p, x), None), x, p)[0], "coat")
+    assert bytes_of(nested, twice) == [6 * n for n in bytes_of(one, P)]
+    again = fp8jax.transform(jax.checkpoint(mlp), "coat").explain(P, X)
+    assert {e.bytes for e in again.quantized} == {None}
+    assert "kept of inputs" not in str(again)
+
+
+def test_bytes_of_a_model_are_in_its_report():
+    model = nnx.Sequential(nnx.Linear(WIDTH, INNER, rngs=nnx.Rngs(0)), nnx.Linear(INNER, WIDTH, rngs=nnx.Rngs(0)))
+    sample = jax.ShapeDtypeStruct((32, WIDTH), jnp.bfloat16)
+    note = f"kept of inputs for the backward pass: {(32 * WIDTH + 32 * INNER + 8) / 1024:.4g} KiB"
+    assert any(note in each for each in fp8jax.explain(model, "te_current", sample).notes)
