@@ -4,7 +4,7 @@ One command makes each file of results/CARD/, on one card at one commit. A file 
 is left as it is, so that a run that was cut short goes on where it stopped; nobody edits one. `--list` says what is
 there and, from git, what changed since; `--dry` runs the benchmarks' code on a CPU, small and without measuring.
 
-On one GPU the files of one GPU are made, the most important first, in some 35 minutes on an H100; on two or more
+On one GPU the files of one GPU are made, the most important first, in under an hour on an H100; on two or more
 those of two; with `--cpu` the papers' tables that need none. `TRAINED` takes hours and is told by `--list` alone.
 """
 
@@ -65,7 +65,15 @@ ONE_GPU = (
     bench("models", 240, "--models", "llama1b", "--rounds", "3"),
     *(bench("models", 240, "--models", name, "--rounds", "3", file=f"models_{name}")
       for name in ("vitl", "gpt350m", "gpt124m")),
-    bench("release", 140),
+    bench("release", 240),
+    bench("release", 240, "--batch", "0", "--rounds", "2", "--arm", "coat, released",
+          "coat, released, bf16+int8 masters", "bf16, released, bf16+int8 masters", file="release_most"),
+    bench("release", 200, "--length", "4096", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
+          "fast, released, bf16+int8 masters", file="release_4096"),
+    bench("release", 240, "--model", "8b", "--length", "8192", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", "fast, released, bf16+int8 masters", file="release_8b"),
+    bench("release", 200, "--fit", "40", "--batch", "0", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
+          file="release_40"),
     bench("layer", 70, "--lengths", "4096"),
     bench("optimizer", 110),
     bench("gemm", 125, "--limit", "100"),
@@ -87,6 +95,10 @@ TWO_GPUS = (
           "fp8_lm", "fp8_lm_two_phase", file="step_7b"),
     bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
           file="step_7b_fit"),
+    bench("release", 240, "--model", "13b", "--gpus", "2", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", "coat, bf16+int8 masters", file="release_13b"),
+    bench("release", 240, "--gpus", "2", "--length", "4096", "--batch", "0", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", file="release_two"),
 )  # fmt: skip
 CPU = (
     table("plans", 60),

@@ -1,9 +1,9 @@
 """The table of model sizes. To add a size, add a row.
 
 60m to 350m follow the shapes that the low-memory-optimizer literature trains; 1b and 3b are shaped like today's small
-Llamas; 7b and 13b are Llama 2's, 30b is the first Llama's, and 175b has the width and depth of GPT-3. 5m and 15m are
-for machines without an accelerator. Names that start with olmo- have OLMo's norms; olmo-1b and olmo-7b are OLMo's own
-(Groeneveld et al., 2024, Table 1), of which the first has a tied head.
+Llamas; 7b and 13b are Llama 2's, 8b is Llama 3's, 30b is the first Llama's, and 175b has the width and depth of GPT-3.
+5m and 15m are for machines without an accelerator. Names that start with olmo- have OLMo's norms; olmo-1b and olmo-7b
+are OLMo's own (Groeneveld et al., 2024, Table 1), of which the first has a tied head.
 """
 
 from experiments.models.llama import LlamaConfig
@@ -18,6 +18,7 @@ _TABLE = {
     "1b": (2048, 16, 32, 8, 8192),
     "3b": (3072, 28, 24, 8, 8192),
     "7b": (4096, 32, 32, 32, 11008),
+    "8b": (4096, 32, 32, 8, 14336),
     "13b": (5120, 40, 40, 40, 13824),
     "30b": (6656, 60, 52, 52, 17920),
     "175b": (12288, 96, 96, 96, 32768),

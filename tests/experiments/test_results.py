@@ -97,8 +97,8 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, tmp_path):
     assert "FP8JAX_COMMIT='main' is no commit's hash" in capsys.readouterr().err
 
 
-def test_it_takes_at_most_35_minutes_of_one_gpu():
-    assert sum(job.seconds for job in results.ONE_GPU) <= 35 * 60
+def test_it_takes_at_most_an_hour_of_one_gpu():
+    assert sum(job.seconds for job in results.ONE_GPU) <= 60 * 60
     for jobs in (results.ONE_GPU, results.TWO_GPUS, results.CPU, results.DERIVED):
         assert len({job.name for job in jobs}) == len(jobs)
     assert results.ONE_GPU[0].name == "step"

@@ -1,0 +1,214 @@
+"""A whole Llama's step by a recipe, with its state in as few bytes as the arm's name says, on one GPU or more."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import fp8jax
+from experiments import mesh, speed
+from experiments.bench import timing
+from experiments.models.llama import Block
+from experiments.models.rope import rope_tables
+from experiments.models.shape import LlamaConfig
+
+RELEASED, NARROW, MASTERS = "released", "bf16 weights", " masters"
+RATE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class CardSettings:
+    """What an arm's name says: "RECIPE[, released][, bf16 weights | , MASTER masters]".
+
+    Attributes:
+        recipe: with its master weights.
+        released: whether layers are updated inside the backward pass.
+        narrow: whether layers' weights are bf16 without any master, rounded by a key; `released` alone.
+    """
+
+    recipe: fp8jax.Recipe
+    released: bool
+    narrow: bool
+
+    @classmethod
+    def parse(cls, name: str) -> "CardSettings":
+        """Raises ValueError for a name that says something else."""
+        preset, *how = name.split(", ")
+        recipe = fp8jax.recipes.get(preset)
+        for part in how:
+            if part.endswith(MASTERS):
+                master = part.removesuffix(MASTERS)
+                recipe = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, master=master))
+            elif part not in (RELEASED, NARROW):
+                raise ValueError(f"arm {name!r}: {part!r} is not {RELEASED!r}, {NARROW!r} or 'bf16+int8{MASTERS}'")
+        return cls(recipe, RELEASED in how, NARROW in how)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the parameters of layers."""
+        return jnp.bfloat16 if self.narrow else fp8jax.formats.get(self.recipe.weights.held).dtype
+
+
+class CardArm:
+    """A step over a whole model, and the state that it updates.
+
+    Args:
+        name: as `CardSettings.parse` takes it.
+        model: the shape.
+        batch: sequences on each GPU.
+        length: tokens of a sequence.
+        gpus: devices over which batches and state are cut (FSDP).
+    """
+
+    def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, gpus: int = 1) -> None:
+        self.settings = CardSettings.parse(name)
+        self.config, self.length, self.gpus, self.batch = model, length, gpus, batch
+        self.count = batch * gpus * length
+        recipe = self.settings.recipe
+        self.tx = fp8jax.optimizer(recipe, RATE, b2=0.95, weight_decay=0.1)
+        layer = jax.checkpoint(self._layer(recipe))
+        key = jax.random.key(2) if self.settings.narrow else None
+        self.block = fp8jax.release(layer, self.tx, key=key) if self.settings.released else None
+        self.tables = rope_tables(length, model.head_dim, model.rope_theta, model.rope_scaling)
+        self._plain = layer
+        shapes = jax.eval_shape(self._begun)
+        self.mesh = mesh.make(1, gpus, jax.devices()[:gpus]) if gpus > 1 else None
+        placed = rows = None
+        where: dict[str, Any] = {}
+        if self.mesh is not None:
+            placed, rows = mesh.state(self.mesh, shapes), mesh.batches(self.mesh)
+            where = {"in_shardings": (placed, rows), "out_shardings": (placed, None)}
+        ids = jax.random.randint(jax.random.key(1), (batch * gpus, length + 1), 0, model.vocab, jnp.int32)
+        self.tokens = ids if rows is None else jax.device_put(ids, rows)
+        self.begin = jax.jit(self._begun, out_shardings=placed)
+        step = self._released_step if self.settings.released else self._plain_step
+        self.build = timing.lowered(step, shapes, self.tokens, donate_argnums=0, **where)
+        self.state: Any = None
+
+    def _layer(self, recipe: fp8jax.Recipe) -> Callable[..., jax.Array]:
+        """A layer as a function of its parameters, whose products are the recipe's."""
+        kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": self.settings.dtype}
+        graph, self.shapes = nnx.split(nnx.eval_shape(lambda: Block(self.config, rngs=nnx.Rngs(0), **kinds)))
+
+        def layer(params: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+            leaves = jax.tree.unflatten(jax.tree.structure(self.shapes), jax.tree.leaves(params))
+            return nnx.merge(graph, leaves)(x, cos, sin)
+
+        return fp8jax.transform(layer, recipe) if recipe.linear.quantized else layer
+
+    def _begun(self) -> Any:
+        """The first state, from a generator that compiles fast."""
+        config, key = self.config, jax.random.key(0, impl="rbg")
+        held = jnp.float32 if self.settings.narrow else self.settings.dtype
+
+        def drawn(i: int, *shape: int, dtype: Any = held) -> jax.Array:
+            normal = 0.02 * jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
+            return normal if len(shape) > 1 else jnp.ones(shape, dtype)
+
+        flat, structure = jax.tree.flatten(nnx.to_pure_dict(self.shapes))
+        stack = [
+            jnp.ones((config.layers, *x.shape), x.dtype)
+            if x.ndim < 2
+            else drawn(i, config.layers, *x.shape, dtype=x.dtype)
+            for i, x in enumerate(flat)
+        ]
+        layers, size = jax.tree.unflatten(structure, stack), config.dim
+        rest = {
+            "embed": drawn(101, config.vocab, size),
+            "norm": drawn(102, size),
+            "head": drawn(103, size, config.vocab),
+        }
+        if self.block is not None:
+            held_layers = self.block.init(layers, "layers", stacked=True)
+            return {"layers": held_layers, "rest": rest, "moments": self.tx.init(rest)}
+        params = {"layers": layers, **rest}
+        return {"params": params, "moments": self.tx.init(params)}
+
+    def _loss(self, decode: Callable[[jax.Array], jax.Array], rest: Any, tokens: jax.Array) -> jax.Array:
+        table, head = (rest[name].astype(jnp.bfloat16) for name in ("embed", "head"))
+        x = decode(table[tokens[:, :-1].reshape(-1)])
+        x = fp8jax.rms_norm(x, rest["norm"], recipe="bf16")
+        return fp8jax.linear_cross_entropy(x, head, tokens[:, 1:].reshape(-1))
+
+    def _released_step(self, state: Any, tokens: jax.Array) -> Any:
+        block = self.block
+        assert block is not None
+
+        def loss(layers: Any, rest: Any) -> jax.Array:
+            return self._loss(lambda x: block.scan(layers, x, *self.tables), rest, tokens)
+
+        value, (layers, grads) = fp8jax.value_and_updates(loss, argnums=(0, 1))(state["layers"], state["rest"])
+        rest, moments = self.tx.step(grads, state["moments"], state["rest"])
+        return {"layers": layers, "rest": rest, "moments": moments}, value
+
+    def _plain_step(self, state: Any, tokens: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            one = lambda x, layer: (self._plain(layer, x, *self.tables), None)  # noqa: E731
+            return self._loss(lambda x: lax.scan(one, x, params["layers"])[0], params, tokens)
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        params, moments = self.tx.step(grads, state["moments"], state["params"])
+        return {"params": params, "moments": moments}, value
+
+    @property
+    def weights(self) -> Any:
+        """Shapes of the parameters: layers stacked under "layers", and the rest."""
+        shapes = jax.eval_shape(self._begun)
+        if self.block is None:
+            return shapes["params"]
+        return {"layers": shapes["layers"].params, **shapes["rest"]}
+
+    def planned(self) -> dict[str, float]:
+        """Bytes on each GPU by what they are of, as `fp8jax.dist.plan` counts them before anything is compiled.
+
+        Layers keep their inputs; released ones hold gradients of one layer, and of the embedding and the head.
+        """
+        weights, itemsize = self.weights, jnp.dtype(self.settings.dtype).itemsize
+        inputs = self.config.layers * self.batch * self.length * self.config.dim * 2.0
+        stacked = {name: int(name == "layers") for name in weights}
+        memory = dict(
+            fp8jax.dist.plan(
+                weights, self.settings.recipe, {"fsdp": self.gpus}, stacked=stacked, activations=inputs
+            ).memory
+        )
+        memory.setdefault("activations", inputs)
+        if self.settings.narrow:
+            memory["parameters"] *= itemsize / fp8jax.formats.get(self.settings.recipe.weights.held).dtype.itemsize
+        if self.settings.released:
+            sizes = {name: sum(x.size for x in jax.tree.leaves(tree)) for name, tree in weights.items()}
+            own = sizes.pop("layers") / self.config.layers + sum(sizes.values())
+            memory["gradients"] = own * itemsize / self.gpus
+        return memory
+
+    @property
+    def operations(self) -> float:
+        """Of products and causal attention of a step, none that is computed again."""
+        return self.count * speed.operations(self.config, self.weights, {}, self.length)
+
+    @functools.cached_property
+    def program(self) -> Any:
+        """The compiled step."""
+        return self.build()
+
+    @property
+    def needs(self) -> float:
+        """GB on each GPU of the program and its arguments."""
+        found = self.program.memory_analysis()
+        parts = (found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes)
+        return float(sum(parts) - found.alias_size_in_bytes) / 1e9
+
+    def __call__(self) -> Any:
+        if self.state is None:
+            self.state = self.begin()
+        self.state, value = self.program(self.state, self.tokens)
+        return value
+
+    def stop(self) -> None:
+        """Frees the state."""
+        jax.tree.map(lambda x: x.delete(), self.state)
+        self.state = None
