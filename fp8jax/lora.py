@@ -22,8 +22,22 @@ from fp8jax.ops.lora import init_adapter as init_adapter
 from fp8jax.ops.lora import init_adapters as init
 from fp8jax.ops.lora import merge_adapter as merge_adapter
 from fp8jax.ops.lora import merge_adapters as merge
+from fp8jax.ops.peft import load as load
+from fp8jax.ops.peft import save as save
 
-__all__ = ["AdaptedWeight", "Adapter", "adapt", "freeze", "init", "init_adapter", "linear", "merge", "merge_adapter"]
+__all__ = [
+    "AdaptedWeight",
+    "Adapter",
+    "adapt",
+    "freeze",
+    "init",
+    "init_adapter",
+    "linear",
+    "load",
+    "merge",
+    "merge_adapter",
+    "save",
+]
 
 
 def __dir__() -> list[str]:

@@ -173,6 +173,26 @@ def test_merged_models_have_parameters_again(trained):
         fp8jax.nnx.merge_lora(merged)
 
 
+def test_adapters_in_peft_s_files(trained, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    model, *_ = trained
+    adapters = fp8jax.nnx.adapters(model)
+    names = {path: f"model.layers.{{}}.{path.removeprefix('layers/').replace('/', '_')}" for path in adapters}
+    fp8jax.lora.save(tmp_path, adapters, names)
+    tensors = safetensors.load_file(tmp_path / "adapter_model.safetensors")
+    written = tensors["base_model.model.model.layers.1.up_kernel.lora_B.weight"]
+    np.testing.assert_array_equal(written, np.asarray(adapters["layers/up/kernel"].b[1], np.float32).T)
+    read = fp8jax.lora.load(tmp_path, names)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b, np.float32)), read, dict(adapters))
+    one = {"up/kernel": jax.tree.map(lambda x: x[0], adapters["layers/up/kernel"])}
+    fp8jax.lora.save(tmp_path / "one", one, {"up/kernel": "up"})
+    np.testing.assert_array_equal(
+        fp8jax.lora.load(tmp_path / "one", {"up/kernel": "up"})["up/kernel"].a, one["up/kernel"].a
+    )
+    with pytest.raises(ValueError, match="is stacked 0 times"):
+        fp8jax.lora.save(tmp_path / "one", one, {"up/kernel": "layers.{}.up"})
+
+
 def test_rules_targets_and_a_base_of_its_own_dtype():
     rules = [fp8jax.Rule(".*up", None), "te_current"]
     quantized = fp8jax.nnx.quantize(Model(nnx.Rngs(0)), rules)

@@ -1,0 +1,164 @@
+"""Adapters in the files of `peft`: adapter_config.json and adapter_model.safetensors, written and read.
+
+There a matrix is (outputs, inputs) and each layer has tensors of its own; here it is (inputs, outputs), and layers may
+be stacked.
+"""
+
+import importlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8jax.ops.lora import Adapter
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Settings of peft that change nothing of what a saved adapter computes, and those read here. Any other one, in this
+# version of peft or in a later one, has to be empty.
+_KNOWN = {
+    *("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
+    *("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "init_lora_weights", "layers_pattern"),
+    *("peft_version", "megatron_core", "ensure_weight_tying", "qalora_group_size", "eva_config", "runtime_config"),
+}
+_EMPTY: tuple[Any, ...] = (None, False, "none", {}, [])
+# Of these alone the base is what it was; others, such as PiSSA, train beside another one.
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+def save(
+    folder: Path | str, adapters: Mapping[str, Adapter], names: Mapping[str, str], *, base: str = "", dropout: float = 0
+) -> None:
+    """Writes adapters, fp32, as `peft.PeftModel.from_pretrained(model, folder)` reads them.
+
+    Args:
+        folder: made where missing.
+        adapters: by path, all of one rank and alpha, as `fp8jax.lora.init` or `fp8jax.nnx.adapters` gives them.
+        names: by path the name of the module there, with {} for the number of the layer where layers are stacked:
+            "model.layers.{}.self_attn.q_proj".
+        base: name or folder of the model that they belong to.
+        dropout: that they were trained with.
+
+    Raises:
+        ValueError: a path has no name, or adapters have several ranks or alphas; or a name has {} and its adapter is
+            not stacked once, or the reverse.
+        ModuleNotFoundError: the package safetensors is not installed.
+    """
+    folder, safetensors = Path(folder), _library()
+    if unknown := sorted(set(adapters) - set(names)):
+        raise ValueError(f"{folder}: there is no name for the adapter of {unknown[0]}")
+    if not adapters:
+        raise ValueError(f"{folder}: there are no adapters")
+    first = next(iter(adapters.values()))
+    if any((a.rank, a.alpha) != (first.rank, first.alpha) for a in adapters.values()):
+        raise ValueError(f"{folder}: adapters of several ranks or alphas are not written here")
+    tensors = {}
+    for path, adapter in adapters.items():
+        name, stacked = names[path], "{}" in names[path]
+        if adapter.a.ndim != 2 + stacked:
+            raise ValueError(
+                f"{folder}: the adapter of {path} is stacked {adapter.a.ndim - 2} times, its name is {name}"
+            )
+        for which, factor in (("A", adapter.a), ("B", adapter.b)):
+            values = np.asarray(factor, np.float32)
+            for i, matrix in enumerate(values if stacked else values[None]):
+                tensors[f"base_model.model.{name.format(i)}.lora_{which}.weight"] = np.ascontiguousarray(matrix.T)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "inference_mode": True,
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "lora_dropout": dropout,
+        "target_modules": sorted({names[path].rpartition(".")[2] for path in adapters}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    # The weights last, and in one step: a folder that was cut short has none.
+    part = folder / f"{WEIGHTS}.partial"
+    safetensors.save_file(tensors, part, metadata={"format": "pt"})
+    os.replace(part, folder / WEIGHTS)
+
+
+def load(folder: Path | str, names: Mapping[str, str]) -> dict[str, Adapter]:
+    """Adapters by path, fp32, stacked where the name has {}; of the paths that the files have tensors of.
+
+    Args:
+        folder: with both files. names: as of `save`.
+
+    Raises:
+        ValueError: a file is missing or damaged; a setting changes what is computed in a way that is not known here; or
+            tensors have other names, are missing in some layer, or are of different shapes. The message names it.
+        ModuleNotFoundError: as `save`.
+    """
+    folder, safetensors = Path(folder), _library()
+    rank, alpha = _read_config(folder / CONFIG)
+    try:
+        tensors = safetensors.load_file(folder / WEIGHTS)
+    except Exception as error:  # of the library, and OSError
+        raise ValueError(f"{folder / WEIGHTS} cannot be read ({error})") from None
+    patterns = {path: re.compile(re.escape(name).replace(r"\{\}", r"(\d+)")) for path, name in names.items()}
+    found: dict[str, dict[str, dict[int, np.ndarray]]] = {}
+    for tensor, values in tensors.items():
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", tensor)
+        of = [(path, m) for path, p in patterns.items() if match is not None and (m := p.fullmatch(match[1]))]
+        if match is None or not of:
+            raise ValueError(f"{folder / WEIGHTS}: {tensor} is the name of no adapter known here")
+        (path, m), *_ = of
+        parts = found.setdefault(path, {"A": {}, "B": {}})
+        parts[match[2]][int(m[1]) if m.groups() else 0] = np.asarray(values, np.float32).T
+    layers = sorted(
+        {i for path, parts in found.items() if "{}" in names[path] for each in parts.values() for i in each}
+    )
+    if layers != list(range(len(layers))) or not found:
+        raise ValueError(f"{folder / WEIGHTS} has adapters of the layers {layers}, not of all from 0 on")
+    return {path: _adapter(folder, names[path], parts, layers, rank, alpha) for path, parts in found.items()}
+
+
+def _adapter(
+    folder: Path, name: str, parts: dict[str, dict[int, np.ndarray]], layers: list[int], rank: int, alpha: float
+) -> Adapter:
+    factors, stacked = [], "{}" in name
+    for which, each in parts.items():
+        if missing := [i for i in (layers if stacked else [0]) if i not in each]:
+            raise ValueError(f"{folder / WEIGHTS} lacks lora_{which} of {name.format(missing[0])}")
+        if len(shapes := {x.shape for x in each.values()}) > 1:
+            raise ValueError(f"{folder / WEIGHTS}: lora_{which} of {name} has several shapes, {shapes}")
+        factors.append(np.stack([each[i] for i in layers]) if stacked else each[0])
+    if factors[0].shape[-1] != rank or factors[1].shape[-2] != rank:
+        raise ValueError(f"{folder / CONFIG} has r={rank}; {name} has {factors[0].shape[-1]}")
+    return Adapter(factors[0], factors[1], alpha)  # type: ignore[arg-type]
+
+
+def _read_config(path: Path) -> tuple[int, float]:
+    """The rank and alpha of a configuration whose other settings change nothing."""
+    try:
+        config = json.loads(path.read_text())
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r})") from None
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type is {config.get('peft_type')!r}; known here is 'LORA'")
+    for name, value in config.items():
+        if name not in _KNOWN and value not in _EMPTY:
+            raise ValueError(f"{path}: {name} = {json.dumps(value)} is not known here")
+    if config.get("init_lora_weights", True) not in _STARTS:
+        raise ValueError(f"{path}: init_lora_weights = {config['init_lora_weights']!r} changes the base, too")
+    # Rank-stabilised: alpha over the root of the rank.
+    return rank, alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("safetensors.numpy")
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("peft's files are written and read by safetensors: pip install safetensors") from None
