@@ -5,6 +5,9 @@ all that it depends on: the kernel's source with that of the functions and const
 and what they are specialized for, compile-time constants, options, the GPU's architecture, and the versions of Triton,
 jax-triton and jaxlib. Files are written in one step; one that is damaged is made again.
 
+A compiled kernel travels as PTX alone, without the lines of its source and Triton's own code: jaxlib hashes and
+compares all bytes of each call before each run of a program, on the host: milliseconds for a step of a thousand calls.
+
 The folder is the environment variable FP8JAX_KERNEL_CACHE (where that is empty, nothing is kept), else `fp8jax-triton`
 in JAX's compilation cache if that has a folder, else `fp8jax/triton` in XDG_CACHE_HOME or ~/.cache.
 """
@@ -14,6 +17,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import tempfile
 import types
 from collections.abc import Callable
@@ -50,7 +54,7 @@ def cached(parts: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     where = folder()
     if where is None:
         return make()
-    versions = (triton.__version__, jax_triton.__version__, jaxlib.version.__version__)
+    versions = (triton.__version__, jax_triton.__version__, jaxlib.version.__version__, "PTX without lines")
     path = where / f"{hashlib.sha256(repr((versions, parts)).encode()).hexdigest()}.json"
     try:
         return _read(path)
@@ -90,15 +94,28 @@ def _digest(kernel: dict[str, Any]) -> str:
 
 
 _KERNEL = triton_lib.triton_kernel_call_lib.TritonKernel
+# Lines `.loc` and `.file`, sections for debuggers, and comments. Labels stay: they bound what the assembler reorders.
+_OF_SOURCE = re.compile(
+    r"""^[ \t]*\.(?:loc|file)\b.*\n | ^[ \t]*\.section[ \t]+\.debug_\w+\s*\{[^{}]*\}[ \t]*\n?
+    | ^[ \t]*//.*\n | [ \t]*//.*$""",
+    re.MULTILINE | re.VERBOSE,
+)
 # Compiled kernels of this process by their identity, each with what it was made of.
 _made_of: dict[int, tuple[Any, list[Any]]] = {}
 
 
 def _note(*arguments: Any) -> Any:
-    """Makes a compiled kernel, as jax-triton does, and notes of what."""
-    kernel = _KERNEL(*arguments)
-    _made_of[id(kernel)] = kernel, list(arguments)
+    """Makes a compiled kernel, as jax-triton does but of bare PTX and without Triton's code, and notes of what."""
+    name, warps, clusters, shared, binary, _, *rest = arguments
+    light = [name, warps, clusters, shared, bare(binary), "", *rest]
+    kernel = _KERNEL(*light)
+    _made_of[id(kernel)] = kernel, light
     return kernel
+
+
+def bare(ptx: str) -> str:
+    """PTX without comments and without what tells the lines of its source; it becomes the same machine code."""
+    return _OF_SOURCE.sub("", ptx)
 
 
 def install() -> None:

@@ -45,6 +45,12 @@ def test_a_second_process_compiles_only_what_is_damaged(tmp_path):
     assert (alone, together) == (1, 2)
     files = {path: path.read_text() for path in tmp_path.iterdir()}
     assert len(files) == 2
+    for content in files.values():
+        *_, binary, ttir, _ = json.loads(content)["made"]["kernel"]
+        assert ".entry" in binary
+        # Every byte of a call is hashed on the host before each run.
+        assert not any(word in binary for word in (".loc", ".file", ".debug", "//"))
+        assert ttir == ""
     (damaged,) = (path for path, content in files.items() if "_add" in json.loads(content)["made"]["kernel"][0])
     damaged.write_text(files[damaged].replace("add", "sub", 1))
     alone, together, again, told = in_process(tmp_path)
@@ -52,6 +58,62 @@ def test_a_second_process_compiles_only_what_is_damaged(tmp_path):
     assert again == text, "the stored kernel is another one"
     assert f"{damaged} is damaged" in told
     assert {path: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+def test_bare_code_is_the_same_instructions():
+    from pallas_kernels import stored_triton
+
+    code = """//
+.version 8.7
+.target sm_90a
+\t// .globl\t_add
+.visible .entry _add(
+\t.param .u64 _add_param_0
+)
+.reqntid 32
+{
+\t.reg .b32 \t%r<3>;
+\t.loc\t1 76 0                          // call.py:76:0
+$L__func_begin0:
+\tld.param.b64 \t%rd1, [_add_param_0];
+$L__tmp0:
+\t.loc\t1 77 5                          // call.py:77:5
+\t// begin inline asm
+\tadd.s64 %rd2, %rd1, 4; // inline
+\t// end inline asm
+$L__BB0_2:
+\tret;
+                                        // -- End function
+}
+\t.file\t1 "/a//b.py"
+\t.section\t.debug_abbrev
+\t{
+.b8 1 // abbreviation
+.b8 0
+\t}
+\t.section\t.debug_info
+\t{
+.b32 9
+\t}
+"""
+    assert stored_triton.bare(code).split("\n") == [
+        ".version 8.7",
+        ".target sm_90a",
+        ".visible .entry _add(",
+        "\t.param .u64 _add_param_0",
+        ")",
+        ".reqntid 32",
+        "{",
+        "\t.reg .b32 \t%r<3>;",
+        "$L__func_begin0:",
+        "\tld.param.b64 \t%rd1, [_add_param_0];",
+        "$L__tmp0:",
+        "\tadd.s64 %rd2, %rd1, 4;",
+        "$L__BB0_2:",
+        "\tret;",
+        "}",
+        "",
+    ]
 
 
 def test_what_a_kernel_depends_on_is_in_its_key(monkeypatch, tmp_path, caplog):
