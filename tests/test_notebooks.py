@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import nbformat
 import pytest
@@ -16,7 +17,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks():
-    assert len(NOTEBOOKS) >= 5
+    assert len(NOTEBOOKS) >= 8
 
 
 # The first three each time, the others in CI's slow part.
@@ -45,7 +46,7 @@ def test_a_notebook_runs_and_draws(path, monkeypatch):
     assert sum("steps=12" in cell.source for cell in cells) == 1
     # Raises CellExecutionError, with the traceback of the cell, where one fails.
     NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": path.parent}}
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": path.parent}}
     ).execute()
     outputs = [output for cell in cells for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
@@ -88,3 +89,47 @@ def test_the_install_cell_upgrades_colab_and_asks_for_a_restart(path, source, wh
     package = Requirement(command[-1])
     assert (package.name, package.extras) == ("fp8jax", {"flax", "cuda12"} if gpu else {"flax"})
     assert package.url == where
+
+
+@pytest.mark.parametrize(
+    ("source", "clone"),
+    [
+        (ADDRESS, [ADDRESS]),
+        (f"git+{ADDRESS}", [ADDRESS]),
+        (f"git+{ADDRESS}@v1", ["--branch", "v1", ADDRESS.removesuffix(".git")]),
+    ],
+)
+def test_a_notebook_that_needs_the_training_program_clones_it_on_colab(source, clone, monkeypatch, tmp_path):
+    notebook = nbformat.read(ROOT / "notebooks" / "08_fine_tuning.ipynb", as_version=4)
+    setup, cloning = [cell.source for cell in notebook.cells if cell.cell_type == "code"][:2]
+    calls = []
+
+    def run(command, check):
+        calls.append(command)
+        if command[0] == "git":
+            (tmp_path / command[-1] / "experiments").mkdir(parents=True)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "google.colab", sys)
+    for unknown in ("", "fp8jax"):
+        monkeypatch.setenv("FP8JAX_SOURCE", unknown)
+        names = {}
+        exec(setup, names)
+        with pytest.raises(SystemExit, match="training program"):
+            exec(cloning, names)
+    assert calls == []
+    monkeypatch.setenv("FP8JAX_SOURCE", source)
+    names = {}
+    exec(setup, names)
+    exec(cloning, names)
+    (git, install), _ = calls, names["ROOT"].samefile(tmp_path / "fp8jax")
+    assert git == ["git", "clone", "--quiet", "--depth=1", *clone, "fp8jax"]
+    assert names["ROOT"] == (tmp_path / "fp8jax").resolve()
+    # What is installed is what the group of the training program and of checkpoints asks for, but for what is there.
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    asked = {Requirement(x).name for x in [*groups["train"], *groups["hub"]] if isinstance(x, str)}
+    assert set(install[5:]) == asked - {"flax", "matplotlib"}
+    exec(cloning, names)
+    assert len(calls) == 2, "it is there already"

@@ -196,8 +196,30 @@ def written() -> dict[str, str]:
         rows = [f"| {{doc}}`{name.name} <{name.path}>` | {_first(name)} |" for name in own]
         tree = ["```{toctree}", ":hidden:", "", *(f"{name.name} <{name.path}>" for name in own), "```"]
         pages[f"api/{space}.md"] = "\n".join([f"# {space}", "", words, "", "| | |", "|---|---|", *rows, "", *tree, ""])
-    listing = "\n".join(["```{toctree}", *names.SPACES, "```"])
-    pages["api/index.md"] = f"# API reference\n\nEach public name has a page with an example that runs.\n\n{listing}\n"
+    firsts = {
+        space: (module.__doc__ or "").split("\n\n")[0].replace("\n", " ") for space, module in names.SPACES.items()
+    }
+    rows = [f"| {{doc}}`{space}` | {words} |" for space, words in firsts.items()]
+    every = [f"- {{doc}}`{name.path}`: {_first(name)}" for name in sorted(listed, key=lambda name: name.name.lower())]
+    tree = ["```{toctree}", ":hidden:", "", *names.SPACES, "```"]
+    told = "Each public name has a page with its arguments, errors, source and an example that runs."
+    lines = [
+        "# API reference",
+        "",
+        told,
+        "",
+        "| | |",
+        "|---|---|",
+        *rows,
+        "",
+        "## Every name",
+        "",
+        *every,
+        "",
+        *tree,
+        "",
+    ]
+    pages["api/index.md"] = "\n".join(lines)
     return pages
 
 

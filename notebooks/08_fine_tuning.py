@@ -1,0 +1,123 @@
+# %% [markdown]
+# # Fine-tuning from a folder of Hugging Face
+#
+# The training program reads checkpoints of Hugging Face (Llama, Mistral, Qwen, OLMo, GPT-2), trains them on conversations
+# with any recipe, and writes them back. Here the checkpoint is made first, tiny, by the program itself, so that nothing is
+# downloaded: give `FOLDER` another one and the rest stays as it is. Two minutes on a CPU.
+
+# %%
+# On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
+import importlib.util, os, pathlib, shutil, subprocess, sys
+
+# Where fp8jax comes from: the https address of its git repository, a folder that holds it, or a name on a package index.
+SOURCE = os.environ.get("FP8JAX_SOURCE", "")
+
+if "google.colab" in sys.modules and importlib.util.find_spec("fp8jax") is None:
+    if not SOURCE:
+        raise SystemExit("Write the address of fp8jax's repository, or its folder, into SOURCE above.")
+    gpu = shutil.which("nvidia-smi")
+    package = "fp8jax[flax,cuda12]" if gpu else "fp8jax[flax]"
+    if "://" in SOURCE:
+        package += f" @ git+{SOURCE.removeprefix('git+')}"
+    elif os.path.isdir(SOURCE):
+        package += f" @ {pathlib.Path(SOURCE).resolve().as_uri()}"
+    elif SOURCE != "fp8jax":
+        raise SystemExit(f"SOURCE is {SOURCE!r}, which is no address with ://, no folder, and not 'fp8jax'.")
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", package], check=True)
+    # Colab has loaded its own, older JAX.
+    raise SystemExit("Installed. Now restart: Runtime > Restart session, then Runtime > Run all.")
+
+# %% [markdown]
+# The training program is in the repository, not in the package: on Colab it is cloned, and what it needs is installed.
+
+# %%
+if "google.colab" in sys.modules and not pathlib.Path("fp8jax/experiments").is_dir():
+    if "://" not in SOURCE:
+        raise SystemExit("Write the address of fp8jax's repository into SOURCE above: the training program is there.")
+    address, _, revision = SOURCE.removeprefix("git+").partition(".git@")
+    branch = ["--branch", revision] if revision else []
+    subprocess.run(["git", "clone", "--quiet", "--depth=1", *branch, address, "fp8jax"], check=True)
+    needed = ["filelock", "grain", "huggingface_hub", "jinja2", "orbax-checkpoint", "rich", "safetensors", "tensorboardX"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *needed, "tokenizers", "tyro"], check=True)
+ROOT = next(p.resolve() for p in (pathlib.Path("fp8jax"), pathlib.Path("..")) if (p / "experiments").is_dir())
+
+# %%
+import json
+import random
+import tempfile
+
+import matplotlib.pyplot as plt
+
+WORK = pathlib.Path(tempfile.mkdtemp())
+FOLDER = WORK / "checkpoint"
+
+
+def program(name, *options):
+    """Runs a program of the clone, and shows the end of what it says."""
+    command = [sys.executable, "-m", f"experiments.{name}", *map(str, options)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print("\n".join((done.stdout if done.returncode == 0 else done.stdout + done.stderr).rstrip().splitlines()[-8:]))
+    done.check_returncode()
+
+# %% [markdown]
+# A base model: a few steps on Python's own sources, and its export. Everything that follows is the same with a folder that
+# `hf download` made.
+
+# %%
+shape = ("--layers", 2, "--dim", 64, "--heads", 4, "--kv-heads", 2, "--mlp-dim", 128)
+length = ("--seq-len", 64, "--batch", 16, "--out", WORK / "runs")
+
+
+def train(run, *options, steps=200, lr=4e-3):
+    program("train", "--run", run, *length, "--steps", steps, "--warmup", max(1, steps // 10), "--lr", lr, *options)
+
+
+train("base", "--recipe", "bf16", *shape, "--sample-tokens", 0)
+program("hub", "--run", WORK / "runs" / "base", "--recipe", "bf16", "--out", FOLDER)
+print(sorted(path.name for path in FOLDER.iterdir()))
+
+# %% [markdown]
+# Conversations, one a line, and how the model writes them, which a checkpoint that chats brings along
+# (`chat_template.jinja`). The loss is of the assistant's words alone.
+
+# %%
+random.seed(0)
+people, things = "Ada Bo Cy Di Ed Flo Gus Hal".split(), "stone river lamp book apple train".split()
+lines = []
+for _ in range(600):
+    (giver, taker), thing = random.sample(people, 2), random.choice(things)
+    question = {"role": "user", "content": f"{giver} gives {taker} the {thing}. Who has it?"}
+    lines.append(json.dumps({"messages": [question, {"role": "assistant", "content": f"{taker} has the {thing}."}]}))
+(WORK / "chat.jsonl").write_text("\n".join(lines))
+(FOLDER / "chat_template.jinja").write_text(
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+)
+
+# %% [markdown]
+# The same fine-tuning in bf16, in FP8 with FP8 optimizer states (`coat`), and with adapters on a base that is held as codes
+# (LoRA on 8 bits: `--lora-rank`).
+
+# %%
+start = ("--init", FOLDER, "--data", WORK / "chat.jsonl")
+train("tuned", *start, "--recipe", "bf16", "coat")
+train("adapted", *start, "--recipe", "te_current", "--lora-rank", 8, "--base", "e4m3:block128", lr=2e-2)
+
+# %%
+figure, axes = plt.subplots(figsize=(8, 3.2))
+for run, recipe, style in (("tuned", "bf16", "-"), ("tuned", "coat", "--"), ("adapted", "te_current", ":")):
+    rows = [json.loads(line) for line in (WORK / "runs" / run / recipe / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    axes.plot(losses, style, label=recipe if run == "tuned" else "adapters of rank 8, base in 8 bits")
+axes.set(xlabel="step", ylabel="loss of the assistant's words")
+axes.legend()
+figure.tight_layout()
+plt.show()
+
+# %% [markdown]
+# And back: a folder in 8 bits, with the codes and scales that compressed-tensors and vLLM's readers know.
+
+# %%
+program("hub", "--run", WORK / "runs" / "tuned", "--recipe", "coat", "--out", WORK / "eight", "--eight", "channel")
+for folder in (FOLDER, WORK / "eight"):
+    print(f"{folder.name}: {sum(p.stat().st_size for p in folder.glob('*.safetensors')) / 1024:.0f} KiB of weights")
+program("generate", "--model", WORK / "eight", "--prompt", "user: Ada gives Bo the lamp. Who has it?\nassistant:")
