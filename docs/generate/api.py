@@ -196,30 +196,15 @@ def written() -> dict[str, str]:
         rows = [f"| {{doc}}`{name.name} <{name.path}>` | {_first(name)} |" for name in own]
         tree = ["```{toctree}", ":hidden:", "", *(f"{name.name} <{name.path}>" for name in own), "```"]
         pages[f"api/{space}.md"] = "\n".join([f"# {space}", "", words, "", "| | |", "|---|---|", *rows, "", *tree, ""])
-    firsts = {
-        space: (module.__doc__ or "").split("\n\n")[0].replace("\n", " ") for space, module in names.SPACES.items()
-    }
-    rows = [f"| {{doc}}`{space}` | {words} |" for space, words in firsts.items()]
+    spaces = list[str]()
+    for space, module in names.SPACES.items():
+        words = (module.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        spaces.append(f"| {{doc}}`{space}` | {words} |")
     every = [f"- {{doc}}`{name.path}`: {_first(name)}" for name in sorted(listed, key=lambda name: name.name.lower())]
     tree = ["```{toctree}", ":hidden:", "", *names.SPACES, "```"]
-    told = "Each public name has a page with its arguments, errors, source and an example that runs."
-    lines = [
-        "# API reference",
-        "",
-        told,
-        "",
-        "| | |",
-        "|---|---|",
-        *rows,
-        "",
-        "## Every name",
-        "",
-        *every,
-        "",
-        *tree,
-        "",
-    ]
-    pages["api/index.md"] = "\n".join(lines)
+    intro = "Each public name has a page with its arguments, errors, source and an example that runs."
+    lines = ["# API reference", "", intro, "", "| | |", "|---|---|", *spaces, "", "## Every name", "", *every, ""]
+    pages["api/index.md"] = "\n".join([*lines, *tree, ""])
     return pages
 
 
