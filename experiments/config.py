@@ -81,6 +81,13 @@ class Config:
             )
         if self.data.batch % self.optim.microbatches:
             raise UserError(f"--microbatches {self.optim.microbatches} must divide --batch {self.data.batch}")
+        if self.optim.release and self.optim.microbatches > 1:
+            raise UserError(
+                f"--release {self.optim.release} updates layers as their gradients appear, which so cannot be summed: "
+                f"leave out --microbatches {self.optim.microbatches}, and take a smaller --batch"
+            )
+        if self.optim.release and self.lora.lora_rank:
+            raise UserError(f"--release {self.optim.release} trains all weights: leave out --lora-rank, or it")
         if not 0 < self.data.valid_fraction < 1:
             raise UserError(f"--valid-fraction must be between 0 and 1, got {self.data.valid_fraction}")
         if self.data.tokenizer == "bpe" and self.data.vocab < 257:
@@ -154,6 +161,8 @@ _ADDED = dataclasses.asdict(Lora()) | {
     "init": Model.init,
     "schedule": Optim.schedule,
     "decay": Optim.decay,
+    "master": Optim.master,
+    "release": Optim.release,
 }
 
 

@@ -6,28 +6,26 @@ Without --data the text is the run's own validation split. Exit codes: 0 done; 2
 """
 
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 import fp8jax
-from experiments import config as configuration
-from experiments import data, records, report, scoring, start, train
-from experiments.adapters import of_base
-from experiments.checkpoint import Checkpoints, DamagedError, quiet
-from experiments.config import Config, UserError, check_same, flatten_fields
+from experiments import data, records, report, scoring
+from experiments.checkpoint import quiet
+from experiments.config import UserError, flag
 from experiments.result import parse_json
-from experiments.task import Task
-from experiments.tokenizer import BytePair, Bytes, Tokenizer
+from experiments.trained import SETTLING as SETTLING
+from experiments.trained import Trained as Trained
+from experiments.trained import get_recipe as get_recipe
+from experiments.trained import load as load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,60 +48,6 @@ class Evaluation:
     """Most tokens that are scored of one text; 0 for all."""
     leak_tokens: int = 256
     """Tokens that --leak compares on; each takes a pass of the model."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """A restored model.
-
-    Attributes:
-        config: of the run.
-        recipe: it was trained with.
-        task: its program in training.
-        params: parameters in the master format.
-        model_state: what the model has besides.
-        step: of the checkpoint.
-        tokenizer: of the run.
-    """
-
-    config: Config
-    recipe: fp8jax.Recipe
-    task: Task
-    params: Any
-    model_state: Any
-    step: int
-    tokenizer: Tokenizer
-
-    def model(self, linear: fp8jax.recipes.Linear, tokens: np.ndarray | None = None) -> scoring.Model:
-        """The model with linear layers computed as told: parameters and tokens to logits.
-
-        Thresholds of a recipe that it was not trained with first follow passes of the beginning of these tokens.
-        """
-        if linear == self.recipe.linear:
-            return lambda params, tokens_BxT: self.task.model(params, self.model_state)(tokens_BxT)
-        recipe = dataclasses.replace(self.recipe, linear=linear)
-        task = Task.build(self.task.llama, self.task.tx, recipe, remat=False, seed=self.config.seed)
-        # Of another recipe there are no histories: its first step needs none.
-        fresh = jax.jit(lambda: task.init().model_state)()
-        if tokens is not None and any(part.decides for part in linear.states.values()):
-            length = self.config.data.seq_len + 1
-            batch = np.resize(tokens, (min(SETTLING_ROWS, -(-len(tokens) // length)), length)).astype(np.int32)
-            settle = jax.jit(task.observed)
-            for _ in range(SETTLING):
-                fresh = settle(self.params, fresh, batch)
-
-        def run(params: Any, tokens_BxT: Any) -> jax.Array:
-            model = task.model(params, fresh)
-            if linear.tracked:
-                fp8jax.nnx.measure_weights(model)
-            logits: jax.Array = model(tokens_BxT)
-            return logits
-
-        return run
-
-
-# Passes in which thresholds come to where they would be in training, by a factor 1.3 a pass, and their sequences.
-SETTLING, SETTLING_ROWS = 40, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +83,7 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, Any]:
     for name in ("limit", "leak_tokens"):
         least = 0 if name == "limit" else 1
         if getattr(settings, name) < least:
-            raise UserError(f"{configuration.flag(name)} must be at least {least}, got {getattr(settings, name)}")
+            raise UserError(f"{flag(name)} must be at least {least}, got {getattr(settings, name)}")
     questions = None if settings.choices is None else read_questions(settings.choices)
     trained = load(settings.run, settings.recipe)
     linear = trained.recipe.linear
@@ -168,73 +112,6 @@ def evaluate(settings: Evaluation, console: Console) -> dict[str, Any]:
     if settings.leak:
         figures["leak"] = _print_leak(console, trained, model, tokens[: settings.leak_tokens + 1])
     return figures
-
-
-def get_recipe(name: str, flag: str) -> fp8jax.Recipe:
-    """A preset; UserError, naming the flag, where there is none of this name."""
-    try:
-        return fp8jax.recipes.get(name)
-    except ValueError as error:
-        raise UserError(f"{flag}: {error}") from None
-
-
-def load(folder: Path, name: str) -> Trained:
-    """The newest checkpoint of a recipe of a run.
-
-    Raises:
-        UserError: the run, the recipe or a checkpoint is missing or damaged, or made by another version of the recipe.
-    """
-    recipe = get_recipe(name, "--recipe")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"--run {folder}: no run of experiments.train is there (config.json is missing)")
-    here = sorted(p.parent.name for p in folder.glob("*/checkpoints") if any(x.name.isdigit() for x in p.iterdir()))
-    if name not in here:
-        raise UserError(f"--recipe {name}: {folder} has checkpoints of {', '.join(here) or 'no recipe'}")
-    config = _read_config(folder)
-    lora = config.lora if config.lora.lora_rank else None
-    recipe = recipe if lora is None else of_base(recipe, lora)
-    bpe = config.data.tokenizer == "bpe"
-    own = start.tokenizer(config) if config.model.init else None
-    tokenizer = own or (BytePair.load(folder / "tokenizer.json") if bpe else Bytes())
-    task = Task.build(
-        start.shape(config, tokenizer),
-        train.make_optimizer(config, recipe),
-        recipe,
-        remat=False,
-        seed=config.seed,
-        lora=lora,
-    )
-    with Checkpoints(folder / name / "checkpoints", config.run.keep, clean=False) as checkpoints:
-        step = checkpoints.latest()
-        if step is None:
-            raise UserError(f"--run {folder}: {name} has no complete checkpoint")
-        now = json.loads(json.dumps(flatten_fields("recipe", recipe), default=str))
-        try:
-            saved = checkpoints.read_meta(step)["config"]
-            check_same(saved, {k: v for k, v in now.items() if k in saved}, checkpoints.folder / str(step))
-            state, _ = checkpoints.restore(step, jax.eval_shape(task.init))
-        except DamagedError as error:
-            raise UserError(f"{error}. Move that folder away to evaluate the checkpoint before it") from None
-    if lora is None:
-        return Trained(config, recipe, task, state.params, state.model_state, step, tokenizer)
-    # Scored is the model without adapters that computes what they and the base do.
-    base = jax.jit(task.base)(start.params(config, None))
-    plain = Task.build(task.llama, task.tx, recipe, remat=False, seed=config.seed)
-    return Trained(config, recipe, plain, jax.jit(task.merged)(state.params, base), {}, step, tokenizer)
-
-
-def _read_config(folder: Path) -> Config:
-    try:
-        fields = parse_json((folder / "config.json").read_text())["all"]
-        sections = {"data": configuration.Data, "model": configuration.Model, "optim": configuration.Optim}
-        sections |= {"lora": configuration.Lora} if "lora" in fields else {}
-        parts: dict[str, Any] = {name: section(**fields[name]) for name, section in sections.items()}
-        parts["data"] = dataclasses.replace(parts["data"], data=tuple(parts["data"].data))
-        settings = fields["run"]
-        parts["run"] = configuration.Run(**{**settings, "out": Path(settings["out"])})
-        return Config(recipe=tuple(fields["recipe"]), seed=fields["seed"], **parts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / 'config.json'} cannot be read ({error!r}); train the run again") from None
 
 
 def read_texts(settings: Evaluation, trained: Trained) -> dict[str, tuple[str, ...]]:

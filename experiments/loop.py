@@ -175,8 +175,9 @@ class Loop:
             newest = self.checkpoints.latest()
             saved = "no checkpoint yet" if newest is None else f"newest checkpoint: step {newest}"
             raise NotFinite(
-                f"step {behind.number}: loss {values['loss']}, gradient norm {values['grad_norm']}; not finite, so "
-                f"nothing of it was applied ({saved}). Try a lower --lr, a longer --warmup or a smaller --clip, "
+                f"step {behind.number}: loss {values['loss']}, gradient norm {values['grad_norm']}; not finite"
+                f"{', and applied as --release does' if self.optim.release else ', so nothing of it was applied'} "
+                f"({saved}). Try a lower --lr, a longer --warmup or a smaller --clip, "
                 "with --resume never or a new --run"
             )
         now = time.perf_counter()

@@ -1,20 +1,32 @@
 """The optimizer that a configuration and a recipe ask for."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 import fp8jax
 from experiments import parallel
-from experiments.config import Config
+from experiments.config import Config, UserError
+from experiments.released import ReleasedOptimizer
 from experiments.sections import Optim
 
 
-def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTransformationExtraArgs:
-    """Clipping by global norm, the recipe's AdamW with decay on matrices only, and what follows bounds of weights."""
+def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
+    """Clipping by global norm, the recipe's AdamW with decay on matrices only, and what follows bounds of weights.
+
+    Returns:
+        An optax transformation; for `--release` a `ReleasedOptimizer`.
+
+    Raises:
+        UserError: the recipe is none for `--release`.
+    """
     optim = config.optim
-    adamw = fp8jax.optimizer(
+    make = functools.partial(
+        fp8jax.optimizer,
         recipe,
         schedule(optim),
         b1=optim.b1,
@@ -22,8 +34,15 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTrans
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         mask=decay_mask,
-        stacked=parallel.stacked,
     )
+    adamw = make(stacked=parallel.stacked)
+    if optim.release:
+        if recipe.linear.states or recipe.comm.gradients is not None:
+            what = "scalings with a state" if recipe.linear.states else "sums of gradients of its own"
+            raise UserError(
+                f"--release {optim.release}: recipe {recipe.name} has {what}; take coat, fast or te_current"
+            )
+        return ReleasedOptimizer(make(stacked=np.int32(1)), adamw, optim.clip, optim.release == "twice")
     if not recipe.linear.tracked:
         return fp8jax.clipped(optim.clip, adamw)
     limit = None
@@ -33,6 +52,20 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> optax.GradientTrans
         return fp8jax.clipped(optim.clip, fp8jax.tracked(adamw, limit, recipe.linear.interval))
     tracker = fp8jax.track_weights(recipe.linear.interval, limit)
     return optax.chain(optax.clip_by_global_norm(optim.clip), adamw, tracker)
+
+
+def with_master(recipe: fp8jax.Recipe, master: str) -> fp8jax.Recipe:
+    """The recipe with the master weights of `--master`; as it is where that is empty.
+
+    Raises:
+        UserError: there are no such master weights, or the recipe's are its own.
+    """
+    if not master:
+        return recipe
+    try:
+        return dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, master=master))
+    except ValueError as error:
+        raise UserError(f"--master {master}: {error}") from None
 
 
 def schedule(optim: Optim) -> optax.Schedule:

@@ -65,7 +65,7 @@ ONE_GPU = (
     bench("models", 240, "--models", "llama1b", "--rounds", "3"),
     *(bench("models", 240, "--models", name, "--rounds", "3", file=f"models_{name}")
       for name in ("vitl", "gpt350m", "gpt124m")),
-    bench("release", 240),
+    bench("release", 190, "--rounds", "2"),
     bench("release", 240, "--batch", "0", "--rounds", "2", "--arm", "coat, released",
           "coat, released, bf16+int8 masters", "bf16, released, bf16+int8 masters", file="release_most"),
     bench("release", 200, "--length", "4096", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",

@@ -125,6 +125,12 @@ class Optim:
     """Largest global norm of the gradient."""
     microbatches: int = 1
     """Parts that a batch is computed in, one after the other, to save memory; their gradients are averaged."""
+    master: str = ""
+    """Master weights in place of the recipes' own: fp32, bf16+stochastic, or in parts, bf16+int8 (24 bits) or
+    bf16+int16 (32), of which the model computes with the first."""
+    release: Literal["", "previous", "twice"] = ""
+    """Update each layer inside the backward pass, so that gradients of one are held and not of all; steps are taken
+    whatever the loss. Clipped by the norm of the previous step; or twice: by that of a backward pass before it."""
 
     @property
     def decay_start(self) -> int:

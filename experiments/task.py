@@ -18,8 +18,9 @@ from flax import nnx
 import fp8jax
 from experiments import adapters, packing, parallel
 from experiments.adapters import BaseVariable
+from experiments.losses import accumulate, cross_entropy
 from experiments.models.llama import Llama, LlamaConfig
-from experiments.models.parts import reshaped
+from experiments.released import LAYERS, ReleasedOptimizer, layer_of
 from experiments.sections import Lora
 from fp8jax.dist import Factors
 from fp8jax.ops.choice import missing_triton
@@ -64,7 +65,7 @@ class Task:
     """
 
     graphdef: nnx.GraphDef[Llama]
-    tx: optax.GradientTransformationExtraArgs
+    tx: optax.GradientTransformationExtraArgs | ReleasedOptimizer
     llama: LlamaConfig
     recipe: fp8jax.Recipe
     remat: bool | str
@@ -79,7 +80,7 @@ class Task:
     def build(
         cls,
         llama: LlamaConfig,
-        tx: optax.GradientTransformationExtraArgs,
+        tx: optax.GradientTransformationExtraArgs | ReleasedOptimizer,
         recipe: fp8jax.Recipe,
         *,
         remat: bool | str,
@@ -108,12 +109,18 @@ class Task:
         key = jax.random.key(self.seed)
         model = self._made(nnx.Rngs(key), adapters.values_of(params))
         params, _, model_state = map(nnx.to_pure_dict, nnx.state(model, nnx.Param, BaseVariable, ...))
-        held = fp8jax.formats.get(self.recipe.weights.held).dtype
+        weights = self.recipe.weights
+        held = jax.tree.map(lambda p: p.astype(fp8jax.formats.get(weights.held).dtype), params)
+        if weights.parts:
+            held, remainder = fp8jax.split_masters(params, weights.master)
+            opt_state = optax.tree.set(self.tx.init(held), remainder=remainder)
+        else:
+            opt_state = self.tx.init(params if weights.master == "fp16" else held)
         return TrainState(
             step=jnp.zeros([], jnp.int32),
-            params=jax.tree.map(lambda p: p.astype(held), params),
+            params=held,
             model_state=model_state,
-            opt_state=self.tx.init(params),
+            opt_state=opt_state,
             rng=jax.random.key_data(jax.random.fold_in(key, 1)),
             healthy=jnp.array(True),
             factors=parallel.factors(self.recipe.comm, params, self.rows and self.rows.mesh),
@@ -165,7 +172,7 @@ class Task:
 
     def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
         """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1), or packed (B, 3, T + 1)."""
-        return _cross_entropy(self.model(params, model_state), tokens_BxT, self.chunked)
+        return cross_entropy(self.model(params, model_state), tokens_BxT, self.chunked)
 
     def gradients(
         self,
@@ -197,7 +204,7 @@ class Task:
                 own = jax.tree.map(lambda x: x, (noted, rest))
                 weights = weights if whole is None else whole.outside_of_layers(weights)
                 model = nnx.merge(graphdef, weights, slots, *own)
-                return _cross_entropy(model, tokens_BxT, self.chunked), nnx.state(model, fp8jax.nnx.ScalingVariable)
+                return cross_entropy(model, tokens_BxT, self.chunked), nnx.state(model, fp8jax.nnx.ScalingVariable)
 
             (value, new), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, slots)
             return new, (value, nnx.to_pure_dict(grads), seen)
@@ -205,7 +212,7 @@ class Task:
         if self.microbatches == 1:
             noted, (loss, grads, seen) = one(noted, tokens_BxT)
         else:
-            noted, (loss, grads, seen) = _accumulate(one, noted, self._parts(tokens_BxT))
+            noted, (loss, grads, seen) = accumulate(one, noted, self._parts(tokens_BxT))
             grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
         nnx.update(model, noted)
         if any(part.observes for part in self.recipe.linear.states.values()):
@@ -240,13 +247,15 @@ class Task:
         Metrics are loss, grad_norm and healthy; and, where sums of gradients have factors, saturated: how many
         elements of these sums lay at the end of the range.
         """
+        if isinstance(self.tx, ReleasedOptimizer):
+            return self._released(self.tx, state, tokens_BxT)
         inputs, factors = (state.params, adapters.joined(state.model_state, base), tokens_BxT), state.factors
         if self.rows is None or self.recipe.comm.gradients is None:
             loss, grads, model_state = self.gradients(*inputs)
         else:
             how = self.gradients, self.recipe, self.rows.mesh
             loss, grads, model_state, factors = parallel.gradients(*how, *inputs, factors)
-        grad_norm = optax.tree.norm(grads)
+        grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
         def keep_or(new: Any, old: Any) -> Any:
@@ -267,44 +276,41 @@ class Task:
             metrics["saturated"] = parallel.saturated(factors, grads)
         return TrainState(step, params, model_state, opt_state, state.rng, healthy, factors), metrics
 
+    def _released(
+        self, tx: ReleasedOptimizer, state: TrainState, tokens_BxT: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """`step` with layers that are updated inside the backward pass, whether all is finite or not."""
+        how = self.llama, self.recipe, False, self.rows, self.unroll
+        parts: Any = nnx.split(nnx.eval_shape(lambda: _written(*how, rngs=nnx.Rngs(0))), nnx.Param, ...)
+        graphdef, _, others = parts
 
-def _accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
-    """`one` on equal parts of a batch: means of losses and gradients in fp32, maxima of the gradients' statistics."""
-    count = len(parts)
+        def loss(run: Callable[..., jax.Array], rest: Any) -> jax.Array:
+            # The model's own layers are not called.
+            model = nnx.merge(graphdef, {**rest, LAYERS: state.params[LAYERS]}, others)
+            model.run = run
+            return cross_entropy(model, tokens_BxT, self.chunked)
 
-    def add(carry: Any, tokens_BxT: jax.Array) -> tuple[Any, None]:
-        noted, (loss, grads, seen) = carry
-        noted, (one_loss, one_grads, one_seen) = one(noted, tokens_BxT)
-        grads = jax.tree.map(lambda total, g: total + g.astype(jnp.float32) / count, grads, one_grads)
-        return (noted, (loss + one_loss / count, grads, jax.tree.map(jnp.maximum, seen, one_seen))), None
-
-    loss, grads, seen = jax.eval_shape(one, noted, parts[0])[1]
-    zeros = loss, jax.tree.map(lambda g: g.update(dtype=jnp.float32), grads), seen
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding), zeros)
-    return jax.lax.scan(add, (noted, start), parts)[0]
+        block = layer_of(self.llama, self.recipe, self.remat, self.rows)
+        value, params, opt_state = tx.step(block, loss, state.params, state.opt_state)
+        healthy = state.healthy & jnp.isfinite(value) & jnp.isfinite(opt_state.norm)
+        metrics = {"loss": value, "grad_norm": opt_state.norm, "healthy": healthy}
+        step = state.step + healthy.astype(jnp.int32)
+        return TrainState(step, params, state.model_state, opt_state, state.rng, healthy, state.factors), metrics
 
 
-def _cross_entropy(model: Llama, tokens_BxT: jax.Array, chunked: bool) -> jax.Array:
-    """The mean over all tokens, of packed ones over answers; `chunked` never has the logits of all tokens."""
-    tokens_BxT, answers_BxT, segments_BxT = packing.parts(tokens_BxT)
-    segments_BxT = None if segments_BxT is None else segments_BxT[:, :-1]
-    labels_BxT = tokens_BxT[:, 1:]
-    if model.around is not None:
-        # What is done around each layer is done to layers that are quantized each by itself.
-        y = Llama.hidden(model, tokens_BxT[:, :-1], segments_BxT)
-        y = y if chunked else reshaped(model.logits(y), *labels_BxT.shape, model.config.vocab)
-    else:
-        y = (model.hidden if chunked else model)(tokens_BxT[:, :-1], segments_BxT)
-    if chunked:
-        w, axis = model.output
-        counts = None if answers_BxT is None else reshaped(answers_BxT[:, 1:] != 0, labels_BxT.size)
-        labels = reshaped(labels_BxT, labels_BxT.size)
-        return fp8jax.linear_cross_entropy(y, w, labels, where=counts, vocabulary_axis=axis)
-    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(y.astype(jnp.float32), labels_BxT)
-    if answers_BxT is None:
-        return losses_BxT.mean()
-    weights_BxT = answers_BxT[:, 1:].astype(jnp.float32)
-    return jnp.sum(losses_BxT * weights_BxT) / jnp.maximum(jnp.sum(weights_BxT), 1)
+def _written(
+    llama: LlamaConfig,
+    recipe: fp8jax.Recipe,
+    remat: bool | str,
+    rows: jax.sharding.NamedSharding | None,
+    unroll: int | None,
+    rngs: nnx.Rngs,
+) -> Llama:
+    """The model as it is written, with no word of 8 bits."""
+    # Masters by parts, and scaled ones, which the optimizer keeps, are made of fp32.
+    master = recipe.weights.master if recipe.weights.master in ("fp32", "bf16") else "fp32"
+    dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (recipe.weights.compute, master))
+    return Llama(llama, dtype=dtype, param_dtype=param_dtype, remat=remat, rows=rows, unroll=unroll, rngs=rngs)
 
 
 def _make(
@@ -317,10 +323,7 @@ def _make(
     lora: Lora | None = None,
     params: Any = None,
 ) -> Llama:
-    # Scaled master weights, which the optimizer keeps, are made of fp32.
-    master = "fp32" if recipe.weights.master == "fp16" else recipe.weights.master
-    dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (recipe.weights.compute, master))
-    model = Llama(llama, dtype=dtype, param_dtype=param_dtype, remat=remat, rows=rows, unroll=unroll, rngs=rngs)
+    model = _written(llama, recipe, remat, rows, unroll, rngs)
     if params is not None:
         own = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         nnx.update(model, jax.tree.map(lambda new, old: new.astype(old.dtype), params, own))

@@ -31,15 +31,12 @@ VOCAB = {"8b": 128_256}
 BASE = "coat_optimizer, released"
 ARMS = (
     BASE,
-    "coat, released",
-    "coat_fast, released, bf16 weights",
     "coat, released, bf16+int8 masters",
     "coat, bf16+int8 masters",
-    "coat, released, bf16+stochastic masters",
-    "coat, bf16+stochastic masters",
+    "coat, released",
+    "coat_fast, released, bf16 weights",
     "coat",
     "bf16",
-    "bf16, released",
 )
 DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 
@@ -118,6 +115,9 @@ def main(argv: list[str]) -> None:
         if _peak() > before:
             told(name, "peak", _peak(), "GB")
         arm.stop()
+    notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
+    title = "A Llama of billions of parameters"
+    timing.write(options.name, title, table, notes, {}, options.out, devices=options.gpus, complete=False)
     calls: dict[str, Callable[..., Any]] = {**arms}
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(arms, options.steps), lambda name: arms[name].stop())
     one = speed.peak(jax.devices()[0].device_kind)
@@ -128,5 +128,4 @@ def main(argv: list[str]) -> None:
         table.append(timing.row(case, name, "batch", arm.batch, "sequences a GPU"))
         if one is not None:
             table.append(timing.row(case, name, "MFU", arm.operations / taken / (one * arm.gpus), ""))
-    notes = [" ".join(part.split()) for part in (__doc__ or "").split("\n\n")[1:]]
-    timing.write(options.name, "A Llama of billions of parameters", table, notes, {}, options.out, devices=options.gpus)
+    timing.write(options.name, title, table, notes, {}, options.out, devices=options.gpus)

@@ -35,7 +35,7 @@ def from_run(
         run: its folder.
         recipe: one of its recipes.
         out: folder to write.
-        dtype: of what is written; None keeps that of the parameters in training.
+        dtype: of what is written; None keeps that of the master weights in training.
         eight: 8-bit codes for linear layers: "recipe" for those that its layers multiply by after the last step, with
             the scales that their states have; "recipe-deepseek" for the same in DeepSeek's format; or as
             `save.eight_bits` takes it. None for none.
@@ -62,11 +62,11 @@ def from_run(
     settings: dict[str, Any] = {"dtype": dtype, "eight": how, "shard_bytes": shard_bytes}
     if config.model.init:
         # Its tokenizer and settings are those of the checkpoint that it started from.
-        return save.save(out, trained.task.llama, trained.params, like=start.resolve(config), **settings)
+        return save.save(out, trained.task.llama, trained.masters, like=start.resolve(config), **settings)
     length = config.data.seq_len
     fields = {"max_position_embeddings": length, "bos_token_id": SEPARATOR, "eos_token_id": SEPARATOR}
     beside = tokenizer_files(trained.tokenizer, length)
-    return save.save(out, trained.task.llama, trained.params, beside=beside, fields=fields, **settings)
+    return save.save(out, trained.task.llama, trained.masters, beside=beside, fields=fields, **settings)
 
 
 def held_codes(trained: evaluate.Trained) -> Mapping[str, fp8jax.QTensor]:

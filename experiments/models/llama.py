@@ -179,6 +179,8 @@ class Llama(nnx.Module):
         self.config, self.remat, self.rows, self.unroll = config, remat, rows, unroll
         # How a layer is called; None calls it as it is. Whoever trains a model in parts sets it.
         self.around: Around | None = None
+        # What runs all layers, given embedded sequences and tables, in place of the loop over them here.
+        self.run: Callable[..., jax.Array] | None = None
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         init = nnx.initializers.normal(0.02)
         self.embed = Embed(config.vocab, config.dim, embedding_init=init, rngs=rngs, **kinds)
@@ -212,6 +214,9 @@ class Llama(nnx.Module):
             raise ValueError("segments need rotary positions, which are relative; this model has learned ones")
         x_NxD, *angles = self.placed(x_NxD, length)
         tables = (*angles, segments_BxT) if segments_BxT is not None else tuple(angles)
+
+        if self.run is not None:
+            return self.norm(rows_on(self.run(x_NxD, *tables), self.rows))
 
         def block(layer: Block, x_NxD: jax.Array) -> jax.Array:
             if self.around is not None:

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -22,6 +22,7 @@ import fp8jax
 from experiments import config, data, mesh, report, train
 from experiments.bench import record
 from experiments.models.llama import LlamaConfig
+from experiments.optimizer import with_master
 from experiments.task import Task, TrainState
 from experiments.tokenizer import Bytes
 from fp8jax.core import formats
@@ -69,11 +70,14 @@ class ParityArm:
         recipe: what it computes and stores in.
         product: "forward", "dgrad" or "wgrad": one that is damaged on purpose, of a recipe with `coat`'s formats.
         lost_bits: mantissa bits that the codes lose that this product reads.
+        master, release: as the settings of `experiments.train` of these names.
     """
 
     recipe: fp8jax.Recipe
     product: str | None = None
     lost_bits: int = 0
+    master: str = ""
+    release: Literal["", "previous", "twice"] = ""
 
 
 @contextlib.contextmanager
@@ -125,10 +129,12 @@ def programs(arm: ParityArm, setting: Setting) -> tuple[Callable[..., Any], Call
         `validate(state, sequences)`: int32 (count, batch, length + 1) to fp32 losses (count,).
         Number of parameters.
     """
-    optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr)
-    tx = train.make_optimizer(config.Config(optim=optim), arm.recipe)
+    of = {"master": arm.master, "release": arm.release}
+    optim = config.Optim(steps=setting.steps, warmup=setting.warmup, lr=setting.lr, **of)  # type: ignore[arg-type]
+    recipe = with_master(arm.recipe, arm.master)
+    tx = train.make_optimizer(config.Config(optim=optim), recipe)
     rows = mesh.batches(mesh.make(replicas(arm), 1)) if replicas(arm) > 1 else None
-    task = Task.build(setting.llama, tx, arm.recipe, remat=False, seed=0, rows=rows)
+    task = Task.build(setting.llama, tx, recipe, remat=False, seed=0, rows=rows)
 
     def run(seed: jax.Array, text: jax.Array, starts: jax.Array) -> tuple[TrainState, jax.Array]:
         def step(state: TrainState, starts: jax.Array) -> tuple[TrainState, jax.Array]:

@@ -5,7 +5,7 @@
 
 The first trains every seed of every arm that results/parity/ lacks, one after another on one device, and writes a file
 after each; stopped, or out of time (--limit, in seconds), the same command goes on. Both compare what is there. With
-`--size 65m` runs are of a larger model, in results/parity_65m/.
+`--size 65m` runs are of a larger model, in results/parity_65m/; with `--size 65m_short` they are a tenth as long.
 
 An arm's difference is that of its mean loss from the mean of bf16's seeds. Its noise is that of the differences within
 a seed, which has one start and one order of text for all arms, and no other noise: training is chaotic. An arm passes
@@ -60,6 +60,10 @@ ARMS: dict[str, ParityArm] = {
     f"{CONTROL}_one_bit": ParityArm(fp8jax.recipes.coat(), "forward", 2),
     f"{CONTROL}_wgrad": ParityArm(fp8jax.recipes.coat(), "wgrad", 2),
     # Steps between measurements of automatic scaling's weights; moss has 500.
+    # Masters by parts, rounded stochastically, and layers updated inside the backward pass, beside fp32 masters.
+    "master_bf16_int8": ParityArm(fp8jax.recipes.bf16(), master="bf16+int8"),
+    "master_bf16_stochastic": ParityArm(fp8jax.recipes.bf16(), master="bf16+stochastic"),
+    "released": ParityArm(fp8jax.recipes.bf16(), release="previous"),
     **{f"moss_interval_{steps}": ParityArm(_moss(interval=steps)) for steps in (1, 100, 2000)},
 }
 SEEDS = 8
@@ -73,9 +77,17 @@ SIZES: dict[str, tuple[str, Setting]] = {
         "parity_65m",
         Setting(dim=1024, layers=5, heads=8, mlp_dim=2816, length=1024, steps=4600, warmup=200),
     ),
+    "65m_short": (
+        "parity_65m_short",
+        Setting(dim=1024, layers=5, heads=8, mlp_dim=2816, length=1024, steps=400, warmup=40),
+    ),
 }
 SMALL = "13m"
-TABLES = {"13m": "Many seeds of a small model", "65m": "Seeds of a larger model, each beside bf16's"}
+TABLES = {
+    "13m": "Many seeds of a small model",
+    "65m": "Seeds of a larger model, each beside bf16's",
+    "65m_short": "Seeds of the larger model for 400 steps, each beside bf16's",
+}
 
 Losses = Mapping[str, Mapping[int, Mapping[str, float]]]
 """Arm, seed, metric."""
@@ -243,7 +255,7 @@ def _described(files: Mapping[str, Mapping[str, Any]]) -> str:
 def write(results: Path) -> None:
     """Regenerates results/CARD/training_parity.json, and .png where there are runs of several seeds."""
     losses, files = paired_runs(results, SMALL)
-    larger, larger_files = paired_runs(results, "65m")
+    others = {size: paired_runs(results, size) for size in SIZES if size != SMALL}
     table, notes, figure = list[Row](), list[str](), None
     sources: list[tuple[str, str]] = []
     notes += [
@@ -273,16 +285,19 @@ def write(results: Path) -> None:
             notes.append("The control is not told from a sound arm: what passes here has not been shown to train well.")
     else:
         notes.append("Not run yet with many seeds of a small model.")
-    if BASE in larger:
-        more = rows(larger, TABLES["65m"], paired=True)
-        table += more
-        sources += [source(larger_files[row.case]) for row in more]
-        notes += [f"Larger: {_described(larger_files)}", *told(larger, paired=True)]
+    for size, (larger, larger_files) in others.items():
+        if BASE in larger:
+            more = rows(larger, TABLES[size], paired=True)
+            table += more
+            sources += [source(larger_files[row.case]) for row in more]
+            what = "Larger" if size == "65m" else TABLES[size]
+            notes += [f"{what}: {_described(larger_files)}", *told(larger, paired=True)]
     title = "COAT: training in 8 bits beside bf16 (section 6, Table 13)"
     arguments = "--data 'books/*.txt' --limit 540"
     if not table:
         return
-    date = max(of["date"] for of in (*files.values(), *larger_files.values()))
+    dated = (*files.values(), *(of for _, more_files in others.values() for of in more_files.values()))
+    date = max(of["date"] for of in dated)
     common.write(
         "training_parity", title, table, notes, figure, results, arguments=arguments, device=sources[0][1],
         sources=sources, date=date,

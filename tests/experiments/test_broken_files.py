@@ -21,7 +21,7 @@ import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from experiments import checkpoint, evaluate, folders, lock, report, train
+from experiments import checkpoint, evaluate, folders, lock, report, train, trained
 from experiments.config import BusyError, DiskError, UserError
 from experiments.result import Result, read_result
 from experiments.task import Task
@@ -86,7 +86,7 @@ def test_json_that_is_nested_too_deep_is_damaged_wherever_it_is_read(argv, finis
     with pytest.raises(UserError, match=r"config\.json cannot be read \(nested too deep\); start afresh"):
         folders.read_config(tmp_path)
     with pytest.raises(UserError, match=r"config\.json cannot be read"):
-        evaluate._read_config(tmp_path)
+        trained.read_config(tmp_path)
     with pytest.raises(UserError, match="line 1: no JSON"):
         evaluate.read_questions(tmp_path / "config.json")
     assert report.read_metrics(tmp_path / "config.json") == []

@@ -20,7 +20,7 @@ from experiments.tables import report as tables_report
     [
         (["--recipe", "bf17"], "'bf17'.*coat_optimizer"),
         (["--recipe", "bf16", "bf16"], "names a recipe twice"),
-        (["--model", "8b"], "unknown model size '8b'.*7b"),
+        (["--model", "9b"], "unknown model size '9b'.*7b"),
         (["--heads", "5"], "dim 32 is not divisible by heads 5"),
         (["--kv-heads", "3"], "heads 4 is not divisible by kv_heads 3"),
         (["--layers", "0"], "layers must be at least 1, got 0"),

@@ -118,7 +118,7 @@ def test_thresholds_of_a_recipe_that_a_model_was_not_trained_with_settle_on_the_
     block = "int8:block16"
     linear = fp8jax.recipes.Linear(block, block, block, scaling="threshold", fallback_rates=(1.0, 1.0))
     trained, passes = small(fp8jax.recipes.bf16()), []
-    monkeypatch.setattr(evaluate, "SETTLING", 3)
+    monkeypatch.setattr("experiments.trained.SETTLING", 3)
     observed = Task.observed
     monkeypatch.setattr(Task, "observed", lambda task, params, state, batch: passes.append(batch.shape) or observed(
         task, params, state, batch))  # fmt: skip

@@ -21,8 +21,11 @@ from fp8jax.core import masters
 PARTS = ("bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16")
 ALL = (*PARTS, "bf16+stochastic")
 RATE = 1e-3
+# By XLA: kernels take other approximations for bf16 weights than for fp32 ones, which tests/kernels compares.
 MADE = {
-    "compressed_adamw": lambda **how: fp8jax.compressed_adamw(RATE, b2=0.95, weight_decay=0.1, min_size=1024, **how),
+    "compressed_adamw": lambda **how: fp8jax.compressed_adamw(
+        RATE, b2=0.95, weight_decay=0.1, min_size=1024, impl="xla", **how
+    ),
     "lion": lambda **how: fp8jax.compress_state(optax.lion(RATE, weight_decay=0.1), min_size=1024, **how),
 }
 
@@ -136,6 +139,7 @@ def test_small_changes_are_kept():
 
 @pytest.mark.parametrize("master", ["bf16+int8", "bf16+stochastic"])
 @pytest.mark.parametrize("name", MADE)
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_a_mesh_changes_no_bit(name, master):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     tx = MADE[name](master=master)

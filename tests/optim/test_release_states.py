@@ -76,6 +76,7 @@ def test_blocks_one_by_one_give_it_too(name):
 
 
 @pytest.mark.parametrize("name", ["de8 and ude8", "bf16+int16", "fp16, scaled"])
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_states_lie_on_a_mesh_as_parameters_do(name):
     """fsdp on eight devices: shards of the inputs of matrices, of moments and remainders."""
     dtype, make = HELD[name]

@@ -1,0 +1,124 @@
+"""`--release` and `--master`: the losses of the plain step with fp32 masters, checkpoints, export, what is refused."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fp8jax
+from experiments import config, mesh, train, trained
+from experiments.config import UserError
+from experiments.models.llama import LlamaConfig
+from experiments.optimizer import with_master
+from experiments.released import ReleasedOptimizer
+from experiments.task import Task
+
+LLAMA = LlamaConfig(vocab=128, dim=64, layers=3, heads=4, kv_heads=2, mlp_dim=128)
+OPTIM = config.Optim(steps=8, warmup=0, schedule="constant", lr=3e-3, clip=100.0)
+
+
+def tokens(step, rows=4):
+    return jax.random.randint(jax.random.key(step), (rows, 33), 0, LLAMA.vocab, jnp.int32)
+
+
+def task_of(recipe, optim=OPTIM, remat=False, rows=None, chunked=False):
+    recipe = with_master(fp8jax.recipes.get(recipe), optim.master)
+    tx = train.make_optimizer(config.Config(optim=optim), recipe)
+    return Task.build(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, chunked=chunked)
+
+
+def run(task, steps=3):
+    state, step, seen = jax.jit(task.init)(), jax.jit(task.step, donate_argnums=0), []
+    for i in range(steps):
+        state, metrics = step(state, tokens(i))
+        seen.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+        assert bool(metrics["healthy"])
+    return np.array(seen), state
+
+
+@pytest.mark.parametrize(
+    ("recipe", "how"),
+    [("bf16", {}), ("coat_optimizer", {"remat": True}), ("bf16", {"master": "bf16+int16", "chunked": True})],
+    ids=["bf16", "8-bit moments", "masters by parts"],
+)
+def test_released_layers_train_as_the_plain_step(recipe, how):
+    """The same losses and norms; the state of both has one structure, and nearly the same values."""
+    optim = dataclasses.replace(OPTIM, master=how.pop("master", ""))
+    plain, state = run(task_of(recipe, optim, **how))
+    found, own = run(task_of(recipe, dataclasses.replace(optim, release="previous"), **how))
+    np.testing.assert_allclose(found, plain, rtol=2e-3)
+    inner = state.opt_state[1]
+    assert jax.tree.structure(own.opt_state.inner) == jax.tree.structure(inner)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), own.params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state.params
+    )
+    for a, b in zip(*map(jax.tree.leaves, (own.params, state.params)), strict=True):
+        assert np.mean(np.abs(np.asarray(a, np.float32) - np.asarray(b, np.float32))) < 3e-4  # of 9e-3
+    assert int(own.opt_state.inner.count) == 3
+
+
+@pytest.mark.parametrize("release", ["previous", "twice"])
+def test_both_clippings(release):
+    """The norm that clips is the step's own, or that of the step before: Adam's own steps tell them apart."""
+    small = dataclasses.replace(OPTIM, clip=0.05, release=release)
+    seen, state = run(task_of("bf16", small), 2)
+    plain, expected = run(task_of("bf16", dataclasses.replace(small, release="")), 2)
+    assert seen[0, 1] == pytest.approx(plain[0, 1], rel=1e-3)
+    assert float(state.opt_state.norm) == pytest.approx(seen[1, 1])
+    squares = [jax.tree.leaves(s.nu)[-1] for s in (state.opt_state.inner, expected.opt_state[1])]
+    ratio = float(jnp.mean(squares[0]) / jnp.mean(squares[1]))
+    # First gradients are clipped to 0.05, or not at all.
+    assert ratio == pytest.approx(1, rel=0.05) if release == "twice" else ratio > 10
+
+
+def test_a_mesh_of_shards_changes_nothing_but_rounding():
+    devices = mesh.make(2, 2, jax.devices()[:4])
+    rows = mesh.batches(devices)
+    optim = dataclasses.replace(OPTIM, release="previous", master="bf16+int8")
+    one, _ = run(task_of("coat_optimizer", optim))
+    task = task_of("coat_optimizer", optim, rows=rows)
+    placed = mesh.state(devices, jax.eval_shape(task.init))
+    state = jax.jit(task.init, out_shardings=placed)()
+    step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, mesh.whole(devices)))
+    for i in range(3):
+        state, metrics = step(state, jax.device_put(tokens(i), rows))
+        np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], one[i], rtol=3e-3)
+
+
+def test_what_is_refused():
+    optim = dataclasses.replace(OPTIM, release="previous")
+    with pytest.raises(UserError, match="so cannot be summed: leave out --microbatches 2"):
+        config.Config(optim=dataclasses.replace(optim, microbatches=2)).validate()
+    with pytest.raises(UserError, match="leave out --lora-rank"):
+        config.Config(optim=optim, lora=config.Lora(lora_rank=2)).validate()
+    for name in ("te_delayed", "moss", "int8_fallback"):
+        with pytest.raises(UserError, match="has scalings with a state"):
+            train.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get(name))
+    with pytest.raises(UserError, match="has sums of gradients of its own"):
+        train.make_optimizer(config.Config(optim=optim), fp8jax.recipes.get("fp8_lm"))
+    with pytest.raises(UserError, match=r"--master fp8: weights\.master 'fp8' is not one of"):
+        with_master(fp8jax.recipes.coat(), "fp8")
+    assert isinstance(train.make_optimizer(config.Config(optim=optim), fp8jax.recipes.coat()), ReleasedOptimizer)
+
+
+def test_a_run_goes_on_and_its_export_has_the_masters(tmp_path, capsys):
+    args = ["--recipe", "coat", "--layers", "2", "--dim", "64", "--heads", "2", "--kv-heads", "2", "--mlp-dim", "64",
+            "--seq-len", "32", "--batch", "2", "--eval-batches", "1", "--sample-tokens", "0", "--warmup", "1",
+            "--out", str(tmp_path), "--mesh", "data=1", "--release", "previous", "--master", "bf16+int16",
+            "--checkpoint-every", "2"]  # fmt: skip
+    assert train.main([*args, "--steps", "2"]) == 0, capsys.readouterr()
+    meta = json.loads((tmp_path / "train" / "config.json").read_text())
+    assert (meta["release"], meta["master"]) == ("previous", "bf16+int16")
+    assert train.main([*args, "--steps", "2", "--run", "other", "--release", "twice"]) == 0
+    found = trained.load(tmp_path / "train", "coat")
+    held, masters = (jax.tree.leaves(x) for x in (found.params, found.masters))
+    assert all(x.dtype == jnp.bfloat16 for x in held)
+    assert all(x.dtype == jnp.float32 for x in masters)
+    high, _ = fp8jax.split_masters(found.masters, "bf16+int16")
+    jax.tree.map(np.testing.assert_array_equal, high, found.params)
+    assert any((np.asarray(a) != np.asarray(b, np.float32)).any() for a, b in zip(masters, held, strict=True))
+    assert optax.tree.norm(found.masters) > 0
