@@ -39,7 +39,7 @@ def lora(
 
     Parameters become `UntrainedVariable`s: gradients and optimizer states of `nnx.Param` and of `nnx.LoRAParam` are
     those of adapters. The weights of products that the rules quantize are held as codes, a byte each, and multiplied by
-    them as `fp8jax.lora.linear` does it. Adapters are `nnx.LoRAParam`s `NAME_lora_a` and `NAME_lora_b` of the module
+    them as `fp8jax.lora.linear` does it. Adapters are `nnx.LoRAParam`s `NAME_adapter_a` and `NAME_adapter_b` of the module
     that holds the parameter NAME. Save `nnx.state(model)` as any, or `fp8jax.nnx.adapters(model)`.
 
     Args:
@@ -85,7 +85,7 @@ def lora(
             own, of = _beside(found, holder, name)
             for factor in ("a", "b"):
                 placed = nnx.LoRAParam(getattr(adapter, factor), of=of, alpha=adapter.alpha, factor=factor)
-                setattr(own, f"{of.replace('/', '_')}_lora_{factor}", placed)
+                setattr(own, f"{of.replace('/', '_')}_adapter_{factor}", placed)
         if base is not None:
             value = jax.jit(freeze, static_argnums=(1, 2))(value, QuantSpec.parse(base), axes)
         _exchange(module, name, _untrained(variable, value))

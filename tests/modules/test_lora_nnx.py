@@ -75,9 +75,9 @@ def shapes(state):
 def test_adapters_alone_are_parameters(trained):
     model, optimizer, losses = trained
     names = {"q/kernel", "o/kernel", "up/kernel", "down/kernel", "ws_0"}
-    want = {f"layers/{name}_lora_{factor}" for name in names for factor in "ab"}
+    want = {f"layers/{name}_adapter_{factor}" for name in names for factor in "ab"}
     assert set(shapes(nnx.state(model, nnx.Param))) == set(shapes(nnx.state(model, nnx.LoRAParam))) == want
-    assert shapes(nnx.state(model, nnx.Param))["layers/q/kernel_lora_b"] == (2, RANK, WIDTH)
+    assert shapes(nnx.state(model, nnx.Param))["layers/q/kernel_adapter_b"] == (2, RANK, WIDTH)
     grads = nnx.grad(loss_of)(model)
     assert set(shapes(grads)) == want
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
@@ -133,7 +133,7 @@ def test_a_model_is_what_one_writes_by_hand(trained):
     ours = {k.replace("ws_0", "ws/0"): v for k, v in flat(grads).items()}
     np.testing.assert_array_equal(got, want)
     for path, adapter in theirs.items():
-        for found, exact in ((ours[f"{path}_lora_a"], adapter.a), (ours[f"{path}_lora_b"], adapter.b)):
+        for found, exact in ((ours[f"{path}_adapter_a"], adapter.a), (ours[f"{path}_adapter_b"], adapter.b)):
             found, exact = np.asarray(found, np.float32), np.asarray(exact, np.float32)
             # XLA orders a sum of Flax's norm otherwise: a gradient may be the next number of bf16.
             np.testing.assert_allclose(found, exact, rtol=2.0**-7)

@@ -218,3 +218,24 @@ def test_a_parameter_of_several_axes_is_frozen_as_its_matrix(shape, axes):
     np.testing.assert_array_equal(frozen.dequantize(), fp8jax.freeze(matrix, "e4m3:token").dequantize().reshape(shape))
     with pytest.raises(ValueError, match="axes="):
         fp8jax.freeze(w, axes=(3, 3))
+
+
+@pytest.mark.parametrize("spec", ["e4m3", "e4m3:token"])
+def test_codes_lie_in_shards_as_the_weights_do(spec):
+    """As with fsdp: each device holds a part of the codes, and the step is the same."""
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole, adapters = held(spec)
+    cut = jax.device_put(PARAMS["layers"], jax.NamedSharding(mesh, P(None, "fsdp")))
+    params = {"layers": cut, "head": jax.device_put(PARAMS["head"], jax.NamedSharding(mesh, P()))}
+    base = fp8jax.lora.freeze(params, spec, targets=TARGETS)
+    for name in ("up", "down"):
+        codes = base["layers"][name]["kernel"].codes.codes
+        np.testing.assert_array_equal(codes, whole["layers"][name]["kernel"].codes.codes)
+        assert {shard.data.size * 4 for shard in codes.addressable_shards} == {codes.size}
+        assert codes.addressable_shards[0].data.shape[-1] * 4 == codes.shape[-1], "the inputs are cut, as they were"
+    fast = fp8jax.transform(model, "te_current")
+    x = jax.device_put(jnp.concatenate([X, X]), jax.NamedSharding(mesh, P("fsdp")))
+    want = gradients(lambda a, x: fast(fp8jax.lora.adapt(whole, a), x), adapters, jnp.concatenate([X, X]))
+    got = gradients(lambda a, x: fast(fp8jax.lora.adapt(base, a), x), adapters, x)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative(one, np.asarray(other)) < 2e-2  # a rounding may fall otherwise where a sum has another order
