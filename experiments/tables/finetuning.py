@@ -64,8 +64,8 @@ SIZES = {
     ),
     "60m": TuningSetting(
         "--model 60m --tokenizer bpe --vocab 8192",
-        "--steps 3000 --warmup 200 --batch 64 --seq-len 512 --lr 1e-3",
-        "--steps 200 --warmup 20 --batch 32 --seq-len 512",
+        "--steps 1500 --warmup 100 --batch 32 --seq-len 512 --lr 1e-3 --unroll 1",
+        "--steps 150 --warmup 15 --batch 16 --seq-len 512 --unroll 1",
         "--lr 1e-4",
         "--lr 1e-3 --lora-rank 16",
     ),
