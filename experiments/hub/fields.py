@@ -10,18 +10,19 @@ from experiments.models.rope import RopeScaling
 # What changes no logits: training, generation, bookkeeping, tasks other than language models, how it was computed.
 HARMLESS = frozenset(
     """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures attention_dropout
-    attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size
-    eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    gradient_checkpointing hidden_dropout id2label initializer_range is_decoder is_encoder_decoder is_llama_config
-    label2id length_penalty max_length max_position_embeddings max_sequence_length min_length model_type n_ctx
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_scores pad_token_id prefix pretraining_tp problem_type quantization_config remove_invalid_values
-    reorder_and_upcast_attn repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
-    task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
-    transformers.js_config transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    _attn_implementation _attn_implementation_autoset _commit_hash _model_name_or_path _name_or_path architectures
+    attention_dropout attn_implementation attn_pdrop bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing hidden_dropout id2label initializer_range is_decoder is_encoder_decoder
+    is_llama_config label2id length_penalty max_length max_position_embeddings max_sequence_length min_length
+    model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type quantization_config
+    remove_invalid_values reorder_and_upcast_attn repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    sep_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16
+    use_cache
     """.split()  # noqa: SIM905
 )
 _REQUIRED = object()

@@ -39,8 +39,8 @@ def lora(
 
     Parameters become `UntrainedVariable`s: gradients and optimizer states of `nnx.Param` and of `nnx.LoRAParam` are
     those of adapters. The weights of products that the rules quantize are held as codes, a byte each, and multiplied by
-    them as `fp8jax.lora.linear` does it. Adapters are `nnx.LoRAParam`s `NAME_adapter_a` and `NAME_adapter_b` of the module
-    that holds the parameter NAME. Save `nnx.state(model)` as any, or `fp8jax.nnx.adapters(model)`.
+    them as `fp8jax.lora.linear` does it. Adapters are `nnx.LoRAParam`s `NAME_adapter_a` and `NAME_adapter_b` of the
+    module that holds the parameter NAME. Save `nnx.state(model)` as any, or `fp8jax.nnx.adapters(model)`.
 
     Args:
         model: what `quantize` returned, with current scaling; it is not changed.

@@ -149,7 +149,13 @@ def test_fields_that_published_files_have_besides_are_of_no_matter(tmp_path):
     folder, made = checkpoint(tmp_path, "llama3")
     plain = load(folder).config
     besides = {"rope_interleaved": False, "use_mrope": False, "is_llama_config": True, "max_sequence_length": 64}
-    besides |= {"pretraining_tp": 1, "torch_dtype": "bfloat16", "_name_or_path": "x", "transformers.js_config": {}}
+    besides |= {
+        "pretraining_tp": 1,
+        "torch_dtype": "bfloat16",
+        "_name_or_path": "x",
+        "unk_token_id": 0,
+        "transformers.js_config": {},
+    }
     (folder / "config.json").write_text(json.dumps(made["config"] | besides))
     assert load(folder).config == plain
 
