@@ -13,7 +13,8 @@ from fp8jax.core import blocks, derivatives
 from fp8jax.core.blocks import as_row
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.ops.frozen import FrozenWeight, frozen_product
-from fp8jax.ops.product import QuantizedWeight, input_source, multiply, product
+from fp8jax.ops.inputs import Input, input_source
+from fp8jax.ops.product import QuantizedWeight, multiply, product
 from fp8jax.ops.saved import BLANK, Origin, Provenance
 from fp8jax.ops.sharding import merge, merged, place, product_sharding, spec_of, split, turn
 from fp8jax.recipes import linear_part
@@ -55,13 +56,13 @@ def linear(
             codes of a frozen weight and of the recipe do not go together.
     """
     spec = output_spec(x, w, out_sharding)
+    read, part = Input(rows(x, w), x), stateless(recipe)
     if isinstance(w, FrozenWeight):
         if quantized is not None:
             raise ValueError("a frozen weight is quantized already: leave out quantized=")
-        y = frozen_product(rows(x, w), w, stateless(recipe), key, source=x, spec=spec, known=known)
+        y = frozen_product(read, w, part, key, spec=spec, known=known)
         return y if bias is None else y + as_row(bias.astype(y.dtype), y.ndim)
-    how: Any = {"source": x, "quantized": quantized, "spec": spec, "known": known, "bias": bias}
-    return product(rows(x, w), w, stateless(recipe), key, **how)
+    return product(read, w, part, key, quantized=quantized, spec=spec, known=known, bias=bias)
 
 
 def dot_general(
@@ -120,15 +121,14 @@ def dot_general(
             raise ValueError(f"a quantized weight serves one product, not one for each of the batch axes {lhs_batch}")
         keys = None if key is None else place(jax.random.split(key, x.shape[0]), spec_of(x)[:1], x)
         each = (merged(spec, (len(batch), len(tokens), len(outputs))) or (None,))[1:] or None
-        y = jax.vmap(functools.partial(product, recipe=part, spec=each))(x, w, key=keys)
+        y = jax.vmap(lambda x, w, key: product(Input(x), w, part, key, spec=each))(x, w, keys)
     else:
         # Which axes are contracted is no part of what a shared input is known by; only the usual ones are shared.
         last = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
         view = last and c == 1
         seen = merged(spec, (*([1] * len(tokens) if view else [len(tokens)]), len(outputs)))
-        source = lhs if last else None
-        how: Any = {"quantized": quantized, "spec": seen, "view": view, "bias": bias, "pass_on": pass_on}
-        y = product(x, w, part, key, source, known=known if last else BLANK, **how)
+        how: Any = {"quantized": quantized, "spec": seen, "bias": bias, "pass_on": pass_on}
+        y = product(Input(x, lhs if last else None, view), w, part, key, known=known if last else BLANK, **how)
     return derivatives.passed("dot_general", split(y, (*batch, *tokens, *outputs), spec).astype(dtype), lhs, rhs)
 
 
@@ -236,11 +236,12 @@ def linears(
     part, through, results = stateless(recipe), None, []
     if not weights:
         return ()
-    value, of_x = input_source(rows(x, weights[0]), part, key, x, origin=origin)
+    read = Input(rows(x, weights[0]), x, origin=origin)
+    of_x = input_source(read, part, key)
     for i, (w, held) in enumerate(zip(weights, quantized, strict=True)):
         rows(x, w)
         spec, last = output_spec(x, w, out_sharding), i == len(weights) - 1
-        y, through = multiply(value, of_x, w, part, key, None, held, spec, known, through, passes=not last)
+        y, through = multiply(read.value, of_x, w, part, key, None, held, spec, known, through, passes=not last)
         results.append(y)
     return tuple(results)
 

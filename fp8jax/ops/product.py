@@ -19,25 +19,23 @@ from fp8jax.core.blocks import as_row
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE
-from fp8jax.ops import cotangent, fallback, fused
+from fp8jax.ops import cotangent, fused
 from fp8jax.ops.choice import tell_saved, vary_alike, varying
-from fp8jax.ops.fallback import Pair
+from fp8jax.ops.inputs import Input, gradient_key, input_source
 from fp8jax.ops.matmul import matmul
+from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.operand import (
-    Blocks,
     Residual,
     Source,
     given,
     input_side,
     make_codes,
-    of_input,
     of_weight,
     weight_side,
 )
-from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
-from fp8jax.ops.saveable import INPUT, PRODUCT, named
-from fp8jax.ops.saved import BLANK, ITSELF, Gradient, Origin, Provenance, key_for, mapped_alike, to_bytes
+from fp8jax.ops.saveable import PRODUCT
+from fp8jax.ops.saved import BLANK, Gradient, Origin, Provenance, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
 
@@ -98,16 +96,14 @@ class Residuals(NamedTuple):
 
 
 def product(
-    x: Array,
+    x: Input,
     w: Array,
     recipe: Linear,
     key: Array | None,
-    source: Array | None = None,
+    *,
     scales: Scales | None = None,
     quantized: QuantizedWeight | None = None,
     spec: tuple[Any, ...] | None = None,
-    view: bool = True,
-    origin: Origin | None = None,
     known: Provenance = BLANK,
     bias: Array | None = None,
     pass_on: Callable[[Array], None] | None = None,
@@ -115,62 +111,29 @@ def product(
     """x @ w + bias with the products of a recipe.
 
     Args:
-        x: (tokens, inputs); where it is no view of `source`, the first axes may be several.
+        x: (tokens, inputs), with what is known of it.
         w: (inputs, outputs).
         recipe: what the products compute with.
         key: PRNG key for recipes that round stochastically.
-        source: the user's array that `x` is made of, by which products that share an input are known.
         scales: given scales; None takes them from the tensors.
         quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
         spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
-        view: whether `source` is (..., inputs); it may have other axes.
-        origin: what `source` is made from; None asks `known`.
         known: what the caller knows of arrays, such as inputs that several products share.
         bias: (outputs,), added in the dtype of the result; or None.
-        pass_on: is given `source` for what else reads it, whose gradients then are added in this backward pass.
+        pass_on: is given `x.source` for what else reads it, whose gradients then are added in this backward pass.
 
     Returns:
-        (..., outputs), as `source` or else `x` is (..., inputs), in the dtype of `x`.
+        (..., outputs), as `x.value` is (..., inputs), in the dtype of `x`.
 
     Raises:
         ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
     """
-    value, of_x = input_source(x, recipe, key, source, scales and scales.x, view, origin, known)
-    passes = pass_on is not None and value is source
-    y, passed = multiply(value, of_x, w, recipe, key, scales, quantized, spec, known, passes=passes, bias=bias)
+    of_x = input_source(x, recipe, key, scales and scales.x, known)
+    passes = pass_on is not None and x.value is x.source
+    y, passed = multiply(x.value, of_x, w, recipe, key, scales, quantized, spec, known, passes=passes, bias=bias)
     if pass_on is not None and passed is not None:
         pass_on(passed)
     return y
-
-
-def input_source(
-    x: Array,
-    recipe: Linear,
-    key: Array | None,
-    source: Array | None,
-    scale: Array | None = None,
-    view: bool = True,
-    origin: Origin | None = None,
-    known: Provenance = BLANK,
-) -> tuple[Array, Source]:
-    """The array that gradients flow to, and where its codes come from, for `multiply`; arguments as of `product`."""
-    side = input_side(recipe)
-    value, named, x = (x if source is None or not view else source), (x if source is None else source), fused.matrix(x)
-    origin = known.find(named) if origin is None else origin
-    if origin.again is not None and origin.again[0] == ITSELF:
-        origin = origin._replace(again=(ITSELF, named))
-    part = origin.part if view and named.shape[-1] == x.shape[-1] else None
-    origin = origin._replace(part=part and part.cast(x.dtype))
-    # Layers whose scales come from states of their own share codes under that of the first one.
-    strategy, fixed = side.strategy if scale is None else recipe.strategy("x"), scale
-    scale = origin.scale_for(recipe) if scale is None else scale
-    subkey = None if side.saved is None else key_for(key, side.saved, "saved")
-
-    def share(make: Callable[[], Any]) -> Any:
-        others = scale if fixed is None else None, None if subkey is None else key
-        return known.share(named, (side.saved, strategy, x.shape), make, *others)
-
-    return value, of_input(x, side, key=subkey, scale=scale, origin=origin, share=share)
 
 
 def multiply(
@@ -190,7 +153,7 @@ def multiply(
     """`product` of a source, as one of several of one input, whose gradients are summed in their backward passes.
 
     Args:
-        value, of_x: as `input_source` gives them.
+        value: the array that gradients flow to. of_x: where its codes come from, as `input_source` says.
         through: the input as the product before passed it on; gradients flow to it.
         passes: whether to pass it on.
         bias: as of `product`.
@@ -202,44 +165,13 @@ def multiply(
     if through is not None and jax.typeof(through) != jax.typeof(value):  # it may vary over more mesh axes
         through = None
     value, through, w, bias = vary_alike(value, through, w, bias)  # type: ignore[assignment]
-    noisy = [s for s in (recipe.spec("dy"), recipe.spec("dy_wgrad")) if s is not None and s.rounding == "stochastic"]
-    noise = key_for(key, noisy[0], "dy") if noisy else None
-    spec = spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
+    noise, spec = gradient_key(recipe, key), spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
     name = derivatives.named(f"a product of {value.shape} and {w.shape}")
     narrow = recipe.quantized or recipe.spec("saved") is not None
     token = derivatives.token(name, value, through, w, bias) if narrow else None
     how = How(recipe, through is not None, passes, spec, known, name)
     y, passed = _product(how, value, through, w, bias, of_x, of_w, noise, scales, token)
     return derivatives.passed("a product", y, value, through, w, bias), passed
-
-
-def fall_back(
-    x: Array, recipe: Linear, key: Array | None, source: Array, threshold: Array, known: Provenance = BLANK
-) -> tuple[Array, Blocks]:
-    """As `input_source`, of an input in blocks, of which those fall back that exceed a threshold, fp32 scalar.
-
-    Raises:
-        ValueError: the recipe rounds what it saves stochastically, and there is no key.
-    """
-    side = input_side(recipe)
-    spec, saved = side.forward, side.saved
-    assert spec is not None
-    assert saved is not None
-    subkey = key_for(key, saved, "saved")
-    quantizer = functools.partial(fallback.quantize, *lax.stop_gradient((x,)), spec, lax.stop_gradient(threshold))
-    pairs: list[Pair] = []
-
-    def make() -> QTensor:
-        pair, codes = quantizer(key=subkey if saved == fallback.stochastic(spec) else None)
-        pairs.append(pair)
-        if saved == spec:
-            return to_bytes(pair.base)
-        return make_codes(x, saved, side.strategy, key=subkey) if codes is None else to_bytes(codes)
-
-    use = side.saved, side.strategy, x.shape
-    codes = known.share(source, use, lambda: named(make(), INPUT), None, None if subkey is None else key)
-    # Another product of this input may have made what is saved; thresholds are each layer's own.
-    return source, Blocks(pairs[0] if pairs else quantizer()[0], codes)
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:

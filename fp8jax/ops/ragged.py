@@ -13,9 +13,9 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.choice import vary_alike
+from fp8jax.ops.inputs import Input, gradient_key, input_source
 from fp8jax.ops.linear import stateless
 from fp8jax.ops.operand import Residual, Side, Source, encode, input_side, weight_side
-from fp8jax.ops.product import input_source
 from fp8jax.ops.saveable import PRODUCT
 from fp8jax.ops.saved import BLANK, Gradient, Provenance
 from fp8jax.ops.sharding import Kind
@@ -54,14 +54,8 @@ def ragged_dot(
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"ragged_dot takes group_sizes of integers, not {group_sizes.dtype}")
     part = stateless(recipe)
-    value, of_x = input_source(x, part, key, x, known=known)
-    specs = [spec for spec in (part.spec("dy"), part.spec("dy_wgrad")) if spec is not None]
-    noise = None
-    if any(spec.rounding == "stochastic" for spec in specs):
-        if key is None:
-            raise ValueError(f"the recipe rounds dy stochastically ({specs[0]}): pass key=jax.random.key(...)")
-        noise = jax.random.fold_in(key, 1)
-    value, w = vary_alike(value, w)  # type: ignore[assignment]
+    of_x, noise = input_source(Input(x), part, key, known=known), gradient_key(part, key)
+    value, w = vary_alike(x, w)  # type: ignore[assignment]
     name = derivatives.named(f"ragged_dot of {x.shape} and {w.shape}")
     narrow = part.quantized or part.spec("saved") is not None
     token = derivatives.token(name, value, w) if narrow else None

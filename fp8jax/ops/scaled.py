@@ -9,8 +9,9 @@ from jax import Array, lax
 from fp8jax.core import formats
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Stateful, Threshold
+from fp8jax.ops.inputs import Input, fall_back
 from fp8jax.ops.linear import output_spec, rows
-from fp8jax.ops.product import QuantizedWeight, Scales, fall_back, multiply, product
+from fp8jax.ops.product import QuantizedWeight, Scales, multiply, product
 from fp8jax.ops.saved import BLANK, Provenance
 from fp8jax.recipes import linear_part
 
@@ -103,8 +104,8 @@ def scaled_linear(
         y, _ = multiply(value, blocks, w, part, key, fixed, quantized, spec, known, bias=bias)
         observed["x"] = threshold.count(blocks.pair.used)
     else:
-        how: Any = {"source": x, "scales": fixed, "quantized": quantized, "spec": spec, "known": known, "bias": bias}
-        y = product(matrix, w, part, key, **how)
+        how: Any = {"scales": fixed, "quantized": quantized, "spec": spec, "known": known, "bias": bias}
+        y = product(Input(matrix, x), w, part, key, **how)
     observed |= {
         n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in observed
     }

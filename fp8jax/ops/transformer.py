@@ -13,6 +13,7 @@ from jax import Array
 
 from fp8jax.core.recipe import Recipe
 from fp8jax.ops.activation import activate, check_alike
+from fp8jax.ops.inputs import Input
 from fp8jax.ops.linear import linears, output_spec, rows, stateless
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import QuantizedWeight, product
@@ -125,7 +126,8 @@ def attention_output(
     lead, part = y.ndim - 2, stateless(recipe)
     tokens, matrix = merge(y, *[1] * lead, 2), merge(w, w.ndim - 1, 1)
     spec = output_spec(tokens, matrix, out_sharding)
-    out = product(tokens, matrix, part, key, y, None, quantized, spec, False, origin, known, bias)
+    how: Any = {"quantized": quantized, "spec": spec, "known": known, "bias": bias}
+    out = product(Input(tokens, y, False, origin), matrix, part, key, **how)
     return out if residual is None else residual + out
 
 
@@ -168,7 +170,8 @@ def glu_linear(
         check_alike(gate, up)
     h, origin = activate(activation, gate, up, recipe, known)
     spec = output_spec(h, w, out_sharding)
-    y = product(rows(h, w), w, stateless(recipe), key, h, None, quantized, spec, origin=origin, known=known)
+    read = Input(rows(h, w), h, origin=origin)
+    y = product(read, w, stateless(recipe), key, quantized=quantized, spec=spec, known=known)
     if residual is not None and recipe.context.saved is not None:
         # XLA lets cuBLASLt add in place only to what has no other reader, which saves 5 % of the product's time.
         residual = jax.lax.optimization_barrier(residual)

@@ -12,6 +12,7 @@ from jax import Array
 
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.activation import activate
+from fp8jax.ops.inputs import Input
 from fp8jax.ops.linear import content_key, dot_general, in_order, output_spec, rows
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import product
@@ -72,7 +73,7 @@ class ProductOperation:
         if self.kept is None:
             y = self._product(x, w, how)
         elif w.ndim == 2 and x.shape[-1] == w.shape[0]:
-            y = product(rows(x, w), w, linear, source=x, spec=output_spec(x, w, None), origin=origin, **how)
+            y = product(Input(rows(x, w), x, origin=origin), w, linear, spec=output_spec(x, w, None), **how)
         else:
             y = attention_output(x, w, recipe=self.recipe, **how)
         return [_shaped(y, result.shape).astype(result.dtype)]

@@ -110,7 +110,8 @@ def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
         layer = lambda x, w, b: linear.linear(x, w.astype(x.dtype), recipe=part, bias=b, known=known)  # noqa: E731
         inputs = [layer(x, 0.3 * w, biases[0]), *([layer(x, 0.3 * u, biases[1])] if gated else [None])]
         y, origin = activation.activate(name, *inputs, part, known, biased=True)
-        return product.product(y, d.astype(x.dtype), part.linear, None, origin=origin, bias=biases[2], known=known)
+        read = inputs.Input(y, origin=origin)
+        return product.product(read, d.astype(x.dtype), part.linear, None, bias=biases[2], known=known)
 
     return f, (x, w, u, d, *biases)
 

@@ -17,7 +17,7 @@ from flax import nnx
 import fp8jax
 from fp8jax.core.noise import round_stochastically
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import adamw, product, quantize
+from fp8jax.ops import adamw, inputs, quantize
 from fp8jax.ops.linear import content_key
 from tests.kernels.adamw_cases import ADAM
 
@@ -66,11 +66,11 @@ def test_the_input_and_the_gradient_of_the_output_are_rounded_by_noise_of_their_
 
 def test_a_key_is_used_neither_twice_nor_as_it_is(monkeypatch):
     spec = fp8jax.QuantSpec.parse(NOISY)
-    keys = [KEY, *(product.key_for(KEY, spec, use) for use in ("saved", "dy"))]
+    keys = [KEY, *(inputs.key_for(KEY, spec, use) for use in ("saved", "dy"))]
     assert len({tuple(np.asarray(jax.random.key_data(key))) for key in keys}) == 3
-    assert product.key_for(KEY, fp8jax.QuantSpec.parse("int8"), "dy") is None
-    uses, found = [], product.key_for
-    monkeypatch.setattr(product, "key_for", lambda key, spec, use: uses.append(use) or found(key, spec, use))
+    assert inputs.key_for(KEY, fp8jax.QuantSpec.parse("int8"), "dy") is None
+    uses, found = [], inputs.key_for
+    monkeypatch.setattr(inputs, "key_for", lambda key, spec, use: uses.append(use) or found(key, spec, use))
     fp8jax.linear(HALVES[None], jnp.eye(N), recipe=ALL, key=KEY)
     assert sorted(uses) == ["dy", "saved"]
 
