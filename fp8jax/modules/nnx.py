@@ -83,11 +83,15 @@ def _metaclass(meta: type) -> Any:
     return made
 
 
+def _as_written(written: Any, name: str, settings: QuantizedAs) -> ModuleMethod:
+    """A method of a class as it is written."""
+    whole = settings.whole and name == "__call__"
+    return ModuleMethod(getattr(written, name), name, settings.rules, settings.prefix, whole, _unwrap)
+
+
 def _method(written: Any, name: str, settings: QuantizedAs) -> Callable:
-    function = getattr(written, name)
-    method = ModuleMethod(
-        function, name, settings.rules, settings.prefix, settings.whole and name == "__call__", _unwrap
-    )
+    method = _as_written(written, name, settings)
+    function = method.written
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -354,7 +358,4 @@ def entries(model: Any, args: Any, kwargs: Any) -> tuple[Entry, ...]:
     """What becomes of each part of a call of a quantized model."""
     settings = settings_of(model)
     assert settings is not None
-    method = ModuleMethod(
-        _written(model).__call__, "__call__", settings.rules, settings.prefix, settings.whole, _unwrap
-    )
-    return functional.explain(model, method, args, kwargs)
+    return functional.explain(model, _as_written(_written(model), "__call__", settings), args, kwargs)

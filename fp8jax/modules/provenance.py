@@ -16,13 +16,14 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
 from jax.extend.core import get_opaque_trace_state
 
 from fp8jax.ops.choice import Choice, tell
 from fp8jax.ops.saved import NOTHING, Origin
+from fp8jax.rewrite.graph import lossless
+from fp8jax.rewrite.operations import as_read
 
 Shared = TypeVar("Shared")
 # What changes no value, but for the rounding of casts.
@@ -184,12 +185,8 @@ def _drop(entries: dict[int, Any], key: int, reference: Any) -> None:
 
 def _as(origin: Origin, source: Any, x: Array) -> Origin:
     """What is known of an array that is another one in another shape or dtype."""
-    part = origin.part if source.shape[-1:] == x.shape[-1:] else None
-    if part is not None and source.dtype != x.dtype:
-        part = part.cast(x.dtype)
-    scale = origin.scale if x.dtype in (source.dtype, jnp.bfloat16) else None
     same = source.shape == x.shape and source.dtype == x.dtype
-    return Origin(origin.again, part, scale, origin.foreseen if same else None)
+    return as_read(origin, source, x)._replace(foreseen=origin.foreseen if same else None)
 
 
 def _plain(x: Any) -> Any:
@@ -209,15 +206,6 @@ def _before(x: Any) -> Iterator[Any]:
         x = _operand(x)
         if x is not None and not lossless([x.dtype, *dtypes[1:]], wanted):
             return
-
-
-def lossless(dtypes: list[Any], wanted: Any) -> bool:
-    """Whether values that were in one dtype after another, the first one last, are those of the first in the last."""
-    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (*dtypes, wanted)):
-        return len({*dtypes, wanted}) == 1
-    narrow = {dtype for dtype in (*dtypes, wanted) if dtype.itemsize == 2}
-    least = min(dtypes[0].itemsize, wanted.itemsize)
-    return len(narrow) < 2 and all(dtype.itemsize >= least for dtype in dtypes)
 
 
 def _operand(x: Any) -> Any:

@@ -14,7 +14,7 @@ from fp8jax.modules import training
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.ops.sharding import merge
-from fp8jax.rewrite.states import Noted, ParameterState
+from fp8jax.rewrite.states import Noted, ParameterState, scaling_names
 
 OWN = "fp8jax_"
 
@@ -22,11 +22,6 @@ OWN = "fp8jax_"
 def observed_operands(linear: Linear) -> list[str]:
     """The operands that calls of a layer observe."""
     return [operand for operand in linear.states if observes(linear, operand)]
-
-
-def scaling_names(linear: Linear) -> str:
-    """The names of the scalings of a recipe that keep states."""
-    return " and ".join(sorted({linear.scaling_name(operand) for operand in linear.states}))
 
 
 def nothing_seen(linear: Linear, operand: str, stacked: tuple[int, ...] = ()) -> Array:

@@ -17,7 +17,7 @@ from jax import Array, lax
 from fp8jax import recipes
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.frozen import FrozenWeight, check_kinds
-from fp8jax.ops.linear import content_key, linear
+from fp8jax.ops.linear import linear
 from fp8jax.ops.lora import AdaptedWeight, adapted, merge_adapter
 from fp8jax.ops.sharding import merge
 from fp8jax.rewrite.graph import Node, Value, Weight, in_order
@@ -121,8 +121,8 @@ class HeldOperation:
         order = (*free, *self.contract)
         turned = x if order == tuple(range(x.ndim)) else x.transpose(order)
         value = merge(turned, *[1] * len(free), len(self.contract)) if len(self.contract) > 1 else turned
-        known = running.known(value, self.root if value is x else None, running.origin(self.root, value))
-        key = known.share(value, "key", lambda: content_key(value)) if self.linear.stochastic else None
+        root, origin = self.root if value is x else None, running.origin(self.root, value)
+        known, key = running.reads(value, root, self.linear, origin)
         weight = held.weight if isinstance(held, AdaptedWeight) else held
         w = weight.matrix if isinstance(weight, FrozenWeight) else lax.stop_gradient(weight).reshape(held.adapter.shape)
         y = linear(value, w, recipe=self.linear, key=key, known=known)

@@ -13,7 +13,7 @@ from jax import Array
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.activation import activate
 from fp8jax.ops.inputs import Input
-from fp8jax.ops.linear import content_key, dot_general, in_order, output_spec, rows
+from fp8jax.ops.linear import dot_general, in_order, output_spec, rows
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import product
 from fp8jax.ops.ragged import ragged_dot
@@ -63,8 +63,7 @@ class ProductOperation:
         origin = running.origin(self.root, x)
         if self.kept is not None:
             origin = origin._replace(again=(ITSELF, x))
-        known = running.known(x, self.root, origin)
-        key = known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
+        known, key = running.reads(x, self.root, linear, origin)
         how: Any = {"key": key, "known": known, "bias": self._bias(running), "quantized": self._held(given)}
         if self.kept is None and running.read_later(self.data):
             # As XLA would make a sum of gradients part of one product, but of three leaves one a pass of its own.
@@ -93,8 +92,7 @@ class ProductOperation:
         x, w = merge(left, *[1] * lead, n), merge(right, n, outputs)
         origin = running.origin(self.root, x)
         origin = origin if self.kept is None else origin._replace(again=(ITSELF, x))
-        known = running.known(x, self.root, origin)
-        key = known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
+        known, key = running.reads(x, self.root, linear, origin)
         how: Any = {"key": key, "known": known, "quantized": self._held(given), "bias": self._bias(running)}
         how["out_sharding"] = named(merged(spec, (*[1] * lead, outputs)), data, weight)
         slots = given.slots or Observed()
@@ -157,8 +155,7 @@ class RaggedOperation:
 
     def run(self, running: Any, node: Node) -> Sequence[Array]:
         x, w, groups = (running.array(value) for value in (self.data, self.weight, self.groups))
-        known = running.known(x, self.root, running.origin(self.root, x))
-        key = known.share(x, "key", lambda: content_key(x)) if self.linear.stochastic else None
+        known, key = running.reads(x, self.root, self.linear, running.origin(self.root, x))
         return [ragged_dot(x, w, groups, recipe=self.linear, key=key, known=known).astype(node.results[0].dtype)]
 
 

@@ -136,11 +136,6 @@ class Ordered:
         """Whether `between` holds of any rule's recipe."""
         return any(between(LayerChoice(rule.linear, "", rule.context).recipe) for rule in self.rules)
 
-    @property
-    def bounded(self) -> bool:
-        """Whether layers may read codes under scales that what stands before them knows, not they."""
-        return any(rule.context.scales == "bound" for rule in self.rules)
-
     def choice(self, path: str, heads: Mapping[str, str] = _NONE, also: Sequence[str] = ()) -> LayerChoice:
         """What the first rule that matches a path says.
 
@@ -162,7 +157,6 @@ class Ordered:
         self,
         paths: Iterable[str],
         heads: Mapping[str, str] = _NONE,
-        others: Iterable[str] = (),
         unknown: str = "",
         also: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
     ) -> None:
@@ -171,8 +165,7 @@ class Ordered:
         Args:
             paths: of the layers that can be quantized, and of norms.
             heads: as `choice` takes them.
-            others: of modules that hold matrices and are not known; rules may leave them alone.
-            unknown: what to say of these.
+            unknown: what to say of products that are not known.
             also: other paths of these layers.
         """
         paths = sorted(paths)
@@ -181,7 +174,6 @@ class Ordered:
         all_of = {path: also.get(path, ()) for path in paths}
         left = {path for path in paths if self.choice(path, heads, all_of[path]).reason == heads.get(path)}
         used = {self._first(path, *all_of[path]) for path in paths if path not in left}
-        used |= {self._first(path) for path in others if self.choice(path).linear is None}
         free = range(self._own, len(self.rules) - 1)
         unused = [i for i in range(len(self.rules)) if i not in used and i not in free]
         if unused:
@@ -226,27 +218,3 @@ def ordered(rules: Rules, layers: Iterable[type] = ()) -> Ordered:
             kind = f"recipe {rule.name!r}" if isinstance(rule, Recipe) else repr(rule)
             raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}")
     return Ordered((*own, *ours), default, classes)
-
-
-def choose(
-    paths: Iterable[str],
-    rules: Rules,
-    heads: Mapping[str, str] = _NONE,
-    others: Iterable[str] = (),
-    unknown: str = "",
-) -> dict[str, LayerChoice]:
-    """Matches the paths of all layers that can be quantized against rules.
-
-    Args:
-        paths: of layers and norms.
-        rules: as `ordered` takes them.
-        heads: as `Ordered.choice` takes them.
-        others: as `Ordered.check_all_used` takes them.
-        unknown: likewise.
-
-    Raises:
-        ValueError, TypeError: as `ordered`; or a rule is the first match of no layer, or there is no layer.
-    """
-    paths, each = list(paths), ordered(rules)
-    each.check_all_used(paths, heads, others, unknown)
-    return {path: each.choice(path, heads) for path in paths}

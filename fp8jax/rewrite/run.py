@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fp8jax.core.recipe import Linear
+from fp8jax.ops.linear import content_key
 from fp8jax.ops.saved import NOTHING, Origin
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.graph import Graph, Node, Value, origin_of
@@ -130,6 +132,11 @@ class Running:
         reader = Known(self._cotangents, x, value, origin, self._shared)
         self._readers.append(reader)
         return reader
+
+    def reads(self, x: Any, value: Value | None, linear: Linear, origin: Origin) -> tuple[Known, Any]:
+        """As `known`, for a product; and the key for what it rounds stochastically, one for all readers of a value."""
+        known = self.known(x, value, origin)
+        return known, known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
 
     def outputs(self) -> list[Any]:
         """Runs the graph."""

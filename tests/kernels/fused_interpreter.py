@@ -108,8 +108,8 @@ def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
     def f(x: Any, w: Any, u: Any, d: Any, *biases: Any) -> Any:
         known = Told()
         layer = lambda x, w, b: linear.linear(x, w.astype(x.dtype), recipe=part, bias=b, known=known)  # noqa: E731
-        inputs = [layer(x, 0.3 * w, biases[0]), *([layer(x, 0.3 * u, biases[1])] if gated else [None])]
-        y, origin = activation.activate(name, *inputs, part, known, biased=True)
+        made = [layer(x, 0.3 * w, biases[0]), *([layer(x, 0.3 * u, biases[1])] if gated else [None])]
+        y, origin = activation.activate(name, *made, part, known, biased=True)
         read = inputs.Input(y, origin=origin)
         return product.product(read, d.astype(x.dtype), part.linear, None, bias=biases[2], known=known)
 

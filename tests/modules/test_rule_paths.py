@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax.rewrite.rules import Rule, choose
+from fp8jax.rewrite.rules import Rule
+from tests.modules.chosen import choose
 from tests.programs import dots
 
 TE, INT8 = fp8jax.recipes.te_current(), fp8jax.recipes.int8_block()

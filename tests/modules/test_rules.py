@@ -5,7 +5,8 @@ import re
 import pytest
 
 import fp8jax
-from fp8jax.rewrite.rules import LEFT_ALONE, Rule, choose, ordered
+from fp8jax.rewrite.rules import LEFT_ALONE, Rule, ordered
+from tests.modules.chosen import choose
 
 TE, INT8 = fp8jax.recipes.te_current(), fp8jax.recipes.int8_block()
 PATHS = ["embed", "layers/0/attention/q", "layers/0/mlp/up", "layers/1/attention/q", "layers/1/mlp/up", "lm_head"]

@@ -1,0 +1,11 @@
+"""What rules choose for layers by their paths alone."""
+
+from collections.abc import Iterable, Mapping
+
+from fp8jax.rewrite.rules import LayerChoice, Rules, ordered
+
+
+def choose(paths: Iterable[str], rules: Rules, heads: Mapping[str, str] | None = None) -> dict[str, LayerChoice]:
+    paths, each = list(paths), ordered(rules)
+    each.check_all_used(paths, heads or {})
+    return {path: each.choice(path, heads or {}) for path in paths}
