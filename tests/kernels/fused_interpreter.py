@@ -19,7 +19,7 @@ import numpy as np
 import fp8jax
 from fp8jax.core import scaling
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import activation, cotangent, fused, fused_codes, linear, operand, product, quantize
+from fp8jax.ops import activation, cotangent, fused, fused_codes, inputs, linear, operand, product, quantize
 from fp8jax.ops.saved import NOTHING, Provenance
 from pallas_kernels import activation_triton, norm_triton
 from tests.kernels.triton_interpreter import prepare

@@ -148,6 +148,7 @@ class Configured(nn.Module):
     @nn.compact
     def __call__(self, x, train=False, power=1):
         x = nn.Dropout(0.5, deterministic=not train)(nn.Dense(WIDTH)(self.config.scale * x))
+        self.sow("results", "x", x)
         return x, type(self.how).__name__, type(power).__name__
 
 
@@ -156,7 +157,7 @@ def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
     monkeypatch.setattr(transforms, "plan", lambda *args: plans.append(1) or plan(*args))
     config = Config(1.0)
     model = fp8jax.linen.quantize(Configured(config), TE)
-    variables = model.init(KEY, X)
+    variables = {"params": model.init(KEY, X)["params"]}
 
     def call(*args, of=model, x=X, **how):
         before = len(plans)
@@ -171,7 +172,7 @@ def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
     assert count == 0
     np.testing.assert_array_equal(again, program(-X))
     # Other settings, fields and shapes have other programs, and those that compare as equal, too.
-    assert call(power=True)[0][2] == "bool"
+    assert [call(power=power)[0][2] for power in (1, True, 1.0)] == ["int", "bool", "float"]
     assert call(power=True)[1] == 0
     assert call(of=fp8jax.linen.quantize(Configured(config, True), TE))[0][1] == "bool"
     assert call(x=X[:1])[1] == 1
@@ -179,6 +180,9 @@ def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
     changed, count = call()
     assert count == 1
     np.testing.assert_array_equal(changed[0], program(2 * X))
+    # So have those that may write into other collections.
+    result, written = model.apply(variables, X, mutable=["results"])
+    np.testing.assert_array_equal(written["results"]["x"][0], result[0])
     # Keys are drawn as they are by the model as written.
     keys = [{"rngs": {"dropout": jax.random.key(i)}} for i in (1, 1, 2)]
     dropped = [np.asarray(call(True, **key)[0][0]) == 0 for key in keys]
