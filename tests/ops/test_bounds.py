@@ -119,12 +119,12 @@ def test_by_substitution_bounds_are_of_the_layers_that_rules_quantize(flax, scal
 
     def run(rules):
         scales.clear()
-        if flax == "nnx":
-            with jax.disable_jit():  # a call is compiled otherwise
+        variables = LinenPerceptron().init(jax.random.key(0), x)
+        with jax.disable_jit():  # a call is compiled otherwise
+            if flax == "nnx":
                 fp8jax.nnx.quantize(Perceptron(nnx.Rngs(0)), rules)(x)
-        else:
-            model = LinenPerceptron()
-            fp8jax.linen.quantize(model, rules).apply(model.init(jax.random.key(0), x), x)
+            else:
+                fp8jax.linen.quantize(LinenPerceptron(), rules).apply(variables, x)
         return {np.shape(values)[-1]: given for values, given, _ in scales}
 
     assert run(part) == {CHANNELS: True, OUTPUTS: True}
