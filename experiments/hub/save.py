@@ -121,7 +121,8 @@ def save(
     content |= {"torch_dtype": _common(parts), **(fields or {})}
     content.pop("dtype", None)
     if eight is not None:
-        content["quantization_config"] = eight.storage.fields([*([] if config.tied else ["lm_head"]), *kept])
+        # A tied head has no tensors, and is a linear layer to readers all the same.
+        content["quantization_config"] = eight.storage.fields(["lm_head", *kept])
     partial = folder.with_name(folder.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

@@ -259,6 +259,16 @@ def test_config_says_what_readers_of_a_format_need(tmp_path):
     assert load(tmp_path / "a").config == WIDE
 
 
+@pytest.mark.parametrize(("name", "field"), [("channel", "ignore"), ("deepseek", "modules_to_not_convert")])
+def test_a_tied_head_is_not_counted_as_quantized(name, field, tmp_path):
+    """It has no tensor; readers count every linear layer that is not listed."""
+    tied = dataclasses.replace(WIDE, mlp_dim=384, kv_heads=4, tied=True)
+    save(tmp_path / "a", tied, params(tied), eight=eight_bits(name))
+    fields = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert fields["quantization_config"][field] == ["lm_head"]
+    assert load(tmp_path / "a").config == tied
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [("bf16", "in the format of computation, which no format holds"), ("int8_fallback", "int8:block128, which no")],

@@ -1,5 +1,6 @@
 """Checkpoints between transformers, compressed-tensors and us, where these are installed (`--group hub-test`)."""
 
+import dataclasses
 import json
 
 import jax
@@ -81,22 +82,24 @@ def test_gradients_are_those_of_transformers(case, tmp_path):
         assert relative(x.read(), expected) < 1e-4, name
 
 
-@pytest.mark.parametrize("name", ["tensor", "channel", "block", "deepseek"])
+@pytest.mark.parametrize("name", ["tensor", "channel", "block", "deepseek", "channel, tied", "deepseek, tied"])
 def test_8_bit_folders_are_decoded_to_our_values(name, tmp_path):
     pytest.importorskip("compressed_tensors")
     pytest.importorskip("accelerate")
-    save(tmp_path / "8", WIDE, params(WIDE), eight=eight_bits(name), dtype=jnp.float32)
+    name, _, tied = name.partition(", ")
+    wide = dataclasses.replace(WIDE, tied=bool(tied))
+    save(tmp_path / "8", wide, params(wide), eight=eight_bits(name), dtype=jnp.float32)
     values = load(tmp_path / "8", dtype=jnp.float32)
-    save(tmp_path / "32", WIDE, values.params)
+    save(tmp_path / "32", wide, values.params)
     plain = read(tmp_path / "32")
     eight = read(tmp_path / "8")
     np.testing.assert_array_equal(logits(eight), logits(plain))
-    exact = load_exact(tmp_path)
+    exact = load_exact(tmp_path, wide)
     assert 0.005 < relative(logits(eight), exact) < 0.3
 
 
-def load_exact(folder):
-    save(folder / "exact", WIDE, params(WIDE))
+def load_exact(folder, wide):
+    save(folder / "exact", wide, params(wide))
     return logits(read(folder / "exact"))
 
 
