@@ -3,10 +3,11 @@
 The models are those of `experiments.models.plain`, whose code knows nothing of 8 bits; `fp8jax.nnx.quantize` quantizes
 them. Gradients are clipped by their global norm; AdamW is optax's in a chain and Flax's `nnx.Optimizer` for bf16, and
 `fp8jax.optimizer(..., clip=)` in `fp8jax.nnx.Optimizer`, as README shows, for the others. "step" is the time of a step
-of many that follow each other without waiting; of "step, synchronised" the host reads the loss after each. Nothing is
-recomputed: bf16 keeps what Flax's modules keep, and the baseline is as fast as it gets here. "temporaries" are what the
-compiled program needs beside its arguments. "auto" is the recipe of the device where layers gain, "auto:coat" that one
-where they gain (`fp8jax.recipes.for_shapes`).
+of many that follow each other without waiting; of "step, synchronised" the host reads the loss after each; of "step,
+read late" it reads the loss of the step before when it has started the next. Nothing is recomputed: bf16 keeps what
+Flax's modules keep, and the baseline is as fast as it gets here. "temporaries" are what the compiled program needs
+beside its arguments. "auto" is the recipe of the device where layers gain, "auto:coat" that one where they gain
+(`fp8jax.recipes.for_shapes`).
 """
 
 import argparse
@@ -30,6 +31,7 @@ from experiments.bench import timing
 from experiments.models import plain
 
 BASE, RATE, CLIP, DECAY = "bf16", 3e-4, 1.0, 0.1
+KINDS = ("", ", synchronised", ", read late")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +133,7 @@ class UserArm:
 
         self.build = timing.lowered(step, shapes, *self.data, donate_argnums=0)
         self.state: Any = None
+        self.last: jax.Array | None = None
 
     @functools.cached_property
     def program(self) -> Any:
@@ -154,10 +157,15 @@ class UserArm:
         """One step, and the host reads its loss."""
         return jax.block_until_ready(self())
 
+    def late(self) -> jax.Array:
+        """One step, and the host reads the loss of the one before."""
+        before, self.last = self.last, self()
+        return jax.block_until_ready(self.last if before is None else before)
+
     def stop(self) -> None:
         """Frees the state."""
         jax.tree.map(lambda x: x.delete(), self.state)
-        self.state = None
+        self.state = self.last = None
 
 
 def main(argv: list[str]) -> None:
@@ -209,7 +217,8 @@ def measure(user: UserModel, recipes: Sequence[str], options: argparse.Namespace
     for recipe, arm in arms.items():
         print(f"  {recipe}: loss {float(arm()):.4f}", flush=True)
         arm.stop()
-        calls |= {recipe: arm, f"{recipe}, synchronised": arm.synchronised}
+        kinds: tuple[Callable[[], Any], ...] = (arm, arm.synchronised, arm.late)
+        calls |= {f"{recipe}{end}": call for end, call in zip(KINDS, kinds, strict=True)}
     stop = lambda name: arms[name.partition(",")[0]].stop()  # noqa: E731
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(calls, options.steps), stop)
     needs = {recipe: arm.program.memory_analysis().temp_size_in_bytes / 1e9 for recipe, arm in arms.items()}
@@ -220,9 +229,9 @@ def rows(case: str, times: dict[str, timing.Seconds], needs: dict[str, float]) -
     """Milliseconds of a step and GB of temporaries, against bf16 of the same kind."""
     table = []
     for recipe, size in needs.items():
-        for metric, end in (("step", ""), ("step, synchronised", ", synchronised")):
+        for end in KINDS:
             time_, base = times[f"{recipe}{end}"], times[f"{BASE}{end}"]
             spread = time_.quartiles(lambda t: 1e3 * t)
-            table.append(timing.row(case, recipe, metric, 1e3 * time_, "ms", BASE, base / time_, spread))
+            table.append(timing.row(case, recipe, f"step{end}", 1e3 * time_, "ms", BASE, base / time_, spread))
         table.append(timing.row(case, recipe, "temporaries", size, "GB", BASE, needs[BASE] / size))
     return table
