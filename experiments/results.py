@@ -62,8 +62,8 @@ def table(name: str, seconds: float, *options: str) -> Job:
 STEP = ("--mesh", "one", "--rounds", "3", "--steps", "4")
 ONE_GPU = (
     bench("step", 300, *STEP, "--torch", "torch bf16", "--arm", "te_current", "coat", "coat_fast", "moss", "fast"),
-    bench("models", 240, "--models", "llama1b", "--rounds", "3"),
-    *(bench("models", 240, "--models", name, "--rounds", "3", file=f"models_{name}")
+    bench("models", 150, "--models", "llama1b", "--rounds", "3"),
+    *(bench("models", 150, "--models", name, "--rounds", "3", file=f"models_{name}")
       for name in ("vitl", "gpt350m", "gpt124m")),
     bench("release", 190, "--rounds", "2"),
     bench("release", 240, "--batch", "0", "--rounds", "2", "--arm", "coat, released",
@@ -81,6 +81,8 @@ ONE_GPU = (
     bench("peers", 130),
     bench("step", 260, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback", "bf16",
           "te_current, none of our kernels", file="step_more"),
+    bench("step", 200, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "coat", "coat_fast",
+          file="step_vocab"),
     bench("quantize", 65),
     bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
     bench("linear", 50, "--model", "7b", "--tokens", "16384"),

@@ -34,7 +34,7 @@ from experiments.bench import step_torch, timing
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.tables.coat_memory import AGAIN
-from experiments.task import Task, fastest
+from experiments.task import Task, fastest, in_chunks
 from fp8jax.ops import choice
 from fp8jax.recipes import Comm
 
@@ -48,6 +48,8 @@ GRADIENTS = {"8-bit gradients": Comm("e4m3"), "8-bit gradients, one phase": Comm
 # Or they keep what another choice than training's own keeps, run in a loop over the layers, or by XLA alone.
 KEEPING: dict[str, bool | str] = {"as written": False, "recomputed": "products"}
 PLAIN, LOOP = "none of our kernels", "in a loop"
+# Or the loss has logits of all tokens, or of a chunk at a time; else as `--logits auto` of training has it.
+LOGITS = {"whole logits": False, "logits in chunks": True}
 MESHES = {"one": "one GPU", "data": "data parallel over {}", "fsdp": "FSDP over {}"}
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
@@ -61,12 +63,14 @@ class Settings(NamedTuple):
         remat: what it recomputes.
         kernels: whether ours run.
         unroll: layers in a turn of the loop over them; None for all.
+        chunked: whether the loss takes logits in chunks; None as training does.
     """
 
     recipe: fp8jax.Recipe
     remat: bool | str
     kernels: bool = True
     unroll: int | None = None
+    chunked: bool | None = None
 
 
 def parsed(name: str) -> tuple[fp8jax.Recipe, str, bool]:
@@ -80,8 +84,8 @@ def parsed(name: str) -> tuple[fp8jax.Recipe, str, bool]:
     how, loop = how.removesuffix(LOOP).removesuffix(", "), how.endswith(LOOP)
     if how in GRADIENTS:
         recipe = dataclasses.replace(recipe, comm=GRADIENTS[how])
-    elif how and how not in (*KEEPING, PLAIN):
-        listed = [*KEEPING, *GRADIENTS, PLAIN, LOOP]
+    elif how and how not in (*KEEPING, *LOGITS, PLAIN):
+        listed = [*KEEPING, *GRADIENTS, *LOGITS, PLAIN, LOOP]
         raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {listed}")
     return recipe, how, loop
 
@@ -94,7 +98,7 @@ def settings(name: str) -> Settings:
     """
     recipe, how, loop = parsed(name)
     remat = False if name == BF16 else KEEPING.get(how, fastest(recipe))
-    return Settings(recipe, remat, how != PLAIN, 1 if loop else None)
+    return Settings(recipe, remat, how != PLAIN, 1 if loop else None, LOGITS.get(how))
 
 
 def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigabytes: float) -> int:
@@ -125,10 +129,12 @@ class StepArm:
         count = len(devices)
         self.mesh = mesh.make(1 if where == "fsdp" else count, count if where == "fsdp" else 1, devices)
         self.config, self.count, self.batch, self.length = model, count, batch, length
-        recipe, remat, kernels, unroll = settings(name)
+        recipe, remat, kernels, unroll, chunked = settings(name)
+        chunked = in_chunks("auto", batch * length, model.vocab) if chunked is None else chunked
         optimizer = train.make_optimizer(config.Config(), recipe)
         rows = mesh.batches(self.mesh)
         how: dict[str, Any] = {"remat": remat, "rows": rows if count > 1 else None, "unroll": unroll}
+        how["chunked"] = chunked
         self.task = Task.build(self.config, optimizer, recipe, seed=0, **how)
         self.shapes = jax.eval_shape(self.task.init)
         placed = mesh.state(self.mesh, self.shapes)
@@ -200,6 +206,7 @@ class StepArm:
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="step", description=__doc__)
     parser.add_argument("--model", default="1b", choices=sizes.NAMES)
+    parser.add_argument("--vocab", type=int, default=VOCAB, help="entries of the vocabulary")
     parser.add_argument("--batch", type=int, default=8, help="sequences for each GPU")
     parser.add_argument(
         "--fit", type=float, metavar="GB", help="as many sequences for each GPU as `experiments.plan` says fit, by arm"
@@ -211,7 +218,8 @@ def main(argv: list[str]) -> None:
         default=list(ARMS),
         help="recipes; 'bf16, recomputed' is always there; with ', 8-bit gradients' or ', 8-bit gradients, one phase' "
         "gradients travel so; with ', as written' nothing is recomputed, with ', recomputed' all but products and "
-        f"attention; with ', {PLAIN}' XLA computes all, with ', {LOOP}' layers run in a loop",
+        f"attention; with ', {PLAIN}' XLA computes all, with ', {LOOP}' layers run in a loop, with "
+        f"{' or '.join(repr(', ' + how) for how in LOGITS)} the loss has so many at once",
     )
     parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=list(step_torch.ARMS), help="its arms")
     parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
@@ -228,7 +236,7 @@ def main(argv: list[str]) -> None:
         parser.error(str(error))
     if timing.dry():
         options.batch, options.length = 1, 64
-    llama = DRY if timing.dry() else sizes.get(options.model, VOCAB)
+    llama = DRY if timing.dry() else sizes.get(options.model, options.vocab)
     # Before JAX takes the GPU's memory.
     torch = step_torch.measured(options.torch, llama, options.batch, options.length, options.rounds, options.steps)
     timing.need_gpu()
@@ -257,7 +265,8 @@ def measure(
     for where in places:
         place = MESHES[where].format(jax.device_count())
         batches = f"{options.batch}" if options.fit is None else f"what fits in {options.fit:g} GB"
-        case = f"{options.model}, {place}, {batches} x {options.length} tokens"
+        entries = "" if options.vocab == VOCAB else f", {options.vocab:,} entries"
+        case = f"{options.model}, {place}, {batches} x {options.length} tokens{entries}"
         names = list(dict.fromkeys([AGAIN, *options.arm]))
         arms = built(names, functools.partial(_arm, llama, where, options), options.limit)
         table += [timing.row(case, name, "failed", None, "") for name in names if name not in arms]

@@ -1,6 +1,7 @@
 """The benchmark of a whole step, on a small model: its arms train alike, and bf16 recomputed keeps less."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import types
@@ -24,7 +25,7 @@ BF16 = 2.0**-8
 def options(out, **given):
     usual = {"model": "tiny", "arm": ["coat"], "mesh": ["one"], "batch": 2, "length": TOKENS, "rounds": 2, "steps": 4,
              "out": out, "fit": None, "name": "step", "limit": 1e9}  # fmt: skip
-    return argparse.Namespace(**(usual | given))
+    return argparse.Namespace(**({"vocab": step.VOCAB} | usual | given))
 
 
 def test_all_arms_are_timed_and_compared(monkeypatch, tmp_path):
@@ -288,3 +289,20 @@ def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
         told = {r["metric"]: r for r in step.common("fits", "coat", median, base, arm, again, (1, 2), (2, 2))}
         assert [m for m in ("step", "tokens/s") if told[m]["ratio"]] == [metric]
         assert (told[metric]["ratio"], told[metric]["baseline"]) == (ratio, step.AGAIN)
+
+
+@pytest.mark.parametrize(
+    ("arm", "vocab", "chunked"),
+    [("bf16", 32, False), ("bf16", 2**24, True), ("bf16, whole logits", 2**24, False),
+     ("te_current, logits in chunks", 32, True)],
+)  # fmt: skip
+def test_arms_have_logits_as_training_or_as_their_name_says(arm, vocab, chunked, monkeypatch):
+    """Of 2^6 tokens and 2^24 entries there would be 4 GiB in fp32."""
+    monkeypatch.setenv("FP8JAX_DRY", "1")
+    seen = []
+    monkeypatch.setattr(step.Task, "build", lambda *_, chunked, **__: seen.append(chunked) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step.StepArm(arm, dataclasses.replace(step.DRY, vocab=vocab), 1, 64, "one")
+    assert seen == [chunked]
+    with pytest.raises(ValueError, match="'logits in chunks'"):
+        step.parsed("bf16, half of the logits")
