@@ -178,12 +178,12 @@ def _replace_all(
         groups.setdefault((p.graph, before(p.data, (*MARKS, *RESHAPES), in_order)), []).append(p)
     counts, normed = readers(graph), Also()
     alone = {inner: biases.only_readers(inner, counts) for inner in {p.graph for p in products}}
-    for (_, root), group in groups.items():
+    for (graph_of, root), group in groups.items():
         made = _made(root, counts)
-        asked = weighing.choose(made, group, entries)
+        asked = weighing.choose(made, group, entries, alone[graph_of])
         if rules.between and (not asked or any(p.taken for p in group)):
             normed |= _replace_before(made, group, rules, entries, caller)
-        weighing.tell(made, group, entries)
+        weighing.tell(made, group, entries, alone[graph_of])
         for p in group:
             if p.weight.held is not None:
                 entries[p.node] = _replace_held(p, entries[p.node])

@@ -5,16 +5,17 @@ Where a recipe asks for it (`fp8jax.recipes.for_shapes`) those that lose are lef
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 
 from fp8jax.ops import gains
 from fp8jax.ops.choice import on_cuda, target
-from fp8jax.rewrite import activations, norms
+from fp8jax.rewrite import activations, biases, norms
 from fp8jax.rewrite.entries import Entry, ReadWeight
 from fp8jax.rewrite.graph import Node, Value
+from fp8jax.rewrite.operations import ActivationOperation, NormOperation
 from fp8jax.rewrite.rules import LayerChoice, between
 
 
@@ -33,13 +34,14 @@ class _Weighed(NamedTuple):
 _HOPPER = 90  # what an H100 computes with
 
 
-def choose(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry]) -> bool:
+def choose(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry], alone: Mapping[Value, Node]) -> bool:
     """Leaves those products of a value in 16 bits that lose time in 8, where the recipe asks for that.
 
     Args:
         value: what made the array that they read.
         group: the products.
         entries: of the plan; those of what is left, or of which nothing is known, are changed.
+        alone: the only readers of values.
 
     Returns:
         Whether the recipe of any asks for it.
@@ -52,7 +54,7 @@ def choose(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry]
     asked = [p for p in asked if p.taken]
     if not asked:
         return False
-    known = _weigh(asked, _makes_codes(value, asked[0]), any(p.taken and p not in asked for p in group))
+    known = _weigh(asked, alone, _made_by(value, asked[0]), any(p.taken and p not in asked for p in group))
     for p in asked if known is None else ():
         entries[p.node] = entries[p.node]._replace(reason=f"{p.choice.reason}; what it gains is not known")
     if known is None:
@@ -69,10 +71,10 @@ def choose(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry]
     return True
 
 
-def tell(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry]) -> None:
+def tell(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry], alone: Mapping[Value, Node]) -> None:
     """Notes what the products of a value gain that are taken, and which of them would be better left."""
     taken = [p for p in group if p.taken]
-    known = _weigh(taken, _makes_codes(value, taken[0]), False) if taken else None
+    known = _weigh(taken, alone, _made_by(value, taken[0]), False) if taken else None
     if known is None:
         return
     for i, (p, seconds) in enumerate(zip(taken, known.each, strict=True)):
@@ -81,17 +83,22 @@ def tell(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry]) 
         entries[p.node] = entry._replace(tokens=known.tokens, times=_times(p))
 
 
-def _makes_codes(value: Value, reader: ReadWeight) -> bool:
-    """Whether a norm or an activation makes the codes that a product reads, on a GPU."""
-    if value.node is None or value.node.operation is not None:
-        return value.node is not None
+def _made_by(value: Value, reader: ReadWeight) -> str:
+    """What makes the codes that a product reads, on a GPU: a "norm", an "activation", or ""."""
+    if value.node is None:
+        return ""
+    if value.node.operation is not None:
+        kinds = {NormOperation: "norm", ActivationOperation: "activation"}
+        return kinds.get(type(value.node.operation), "")
     with contextlib.nullcontext() if on_cuda() else target(capability=_HOPPER):
         if not between(reader.choice.recipe):
-            return False
-    return norms.find(value) is not None or activations.find(value) is not None
+            return ""
+    if norms.find(value) is not None:
+        return "norm"
+    return "activation" if activations.find(value) is not None else ""
 
 
-def _weigh(products: list[ReadWeight], made: bool, others: bool) -> _Weighed | None:
+def _weigh(products: list[ReadWeight], alone: Mapping[Value, Node], made: str, others: bool) -> _Weighed | None:
     """What products of one array gain; None where that is not known of one. `others` make its codes in any case."""
     (rates, assumed), each = gains.of_device(), list[float]()
     tokens = inputs = 1
@@ -104,7 +111,9 @@ def _weigh(products: list[ReadWeight], made: bool, others: bool) -> _Weighed | N
             return None
         inputs = math.prod(data[i] for i in contract[1 - p.side])
         tokens = max(math.prod(data) // max(inputs, 1) // _devices(), 1)
-        seconds = gains.gain(tokens, inputs, math.prod(weight) // max(inputs, 1), p.choice.linear, rates)
+        biased = p.side == 1 and biases.find(p.node, len(weight) - len(contract[1]), alone.get(p.node.results[0]))
+        shape = tokens, inputs, math.prod(weight) // max(inputs, 1)
+        seconds = gains.gain(*shape, p.choice.linear, rates, biased=bool(biased))
         if seconds is None:
             return None
         each.append(seconds)

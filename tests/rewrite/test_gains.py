@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
+from fp8jax.modules import explain
 from fp8jax.ops import choice, gains
 
 # In round figures what was measured on an H100.
@@ -59,7 +60,7 @@ def test_what_is_small_is_left_in_16_bits_and_told(known):
     assert "; gains about " in next(entry.reason for entry in told.quantized if entry.path == "down" and entry.product)
     assert " us with q, v" in next(entry.reason for entry in told.quantized if entry.path == "k")
     small = explained(SHAPES, 1024, 4096, 16384, kv=1024)
-    assert taken(small) == {"gate", "up", "down"}
+    assert taken(small) == {*"qkv", "gate", "up", "down"}
     assert "gains nothing at 16,384 tokens: 53 us slower in 8 bits" in str(small)
     assert taken(explained(SHAPES, 1024, 4096, 1024, kv=1024)) == set()
 
@@ -67,9 +68,7 @@ def test_what_is_small_is_left_in_16_bits_and_told(known):
 def test_of_other_recipes_it_is_told_what_would_be_better_left(known):
     told = explained("te_current", 1024, 4096, 16384, kv=1024)
     assert len(taken(told)) == 7
-    assert "; q, k, v, o gain nothing at 16,384 tokens: give Rule('q', None), or take fp8jax.recipes.for_shapes" in str(
-        told
-    )
+    assert "; o gains nothing at 16,384 tokens: give Rule('o', None), or take fp8jax.recipes.for_shapes" in str(told)
     total = sum(entry.gain * entry.times for entry in told.entries if entry.gain is not None)
     assert f"8 bits gain about {1e3 * total:.2g} ms a step in 7 products, by rates of an H100;" in str(told)
     assert "gains nothing" not in str(explained("te_current", 2048, 5632, 16384))
@@ -78,7 +77,7 @@ def test_of_other_recipes_it_is_told_what_would_be_better_left(known):
 def test_a_device_without_rates_is_taken_for_an_h100(known):
     p = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("q", "k", "v", "o", "gate", "up", "down")}
     told = fp8jax.transform(layer, SHAPES).explain(p, jax.ShapeDtypeStruct((1, 16384, 1024), jnp.bfloat16))
-    assert taken(told) == set()
+    assert taken(told) == {*"qkv", "gate", "up", "down"}
     assert "by rates of an H100, assumed here" in str(told)
     assert gains.of_device() == (RATES, True)
     with choice.target(capability=90):
@@ -94,9 +93,12 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
     slow = RATES._replace(sixteen=1e30, fast=1e30, promoted=1e30, launch=0.0)
     # 14 bytes a weight and 6 an element of the result; 2.2 or 8 of the input, once for all that read it.
     assert gains.gain(100, 10, 7, linear, slow) == pytest.approx(-(14 * 70 + 6 * 700) / 2.9e12)
-    assert gains.codes(100, 10, linear, slow, made=True) == pytest.approx(2.2 * 1000 / 2.9e12)
-    assert gains.codes(100, 10, linear, slow, made=False) == pytest.approx(8 * 1000 / 2.9e12)
-    assert gains.codes(100, 10, linear, RATES, made=False) == pytest.approx(8 * 1000 / 2.9e12 + 6.4e-6)
+    assert gains.gain(100, 10, 7, linear, slow, biased=True) == pytest.approx(-(14 * 70 + 2 * 700) / 2.9e12)
+    for made, each in (("norm", -13.8), ("activation", -2.8), ("", 8)):
+        assert gains.codes(100, 10, linear, slow, made=made) == pytest.approx(each * 1000 / 2.9e12)
+    assert gains.codes(100, 10, linear, RATES, made="") == pytest.approx(8 * 1000 / 2.9e12 + 6.4e-6)
+    assert gains.beside(100, 10, slow, made="norm") == pytest.approx(2 * 1000 / 2.9e12)
+    assert gains.beside(100, 10, slow, made="") == 0
     for other in ("deepseek", "switchback", "jetfire"):  # groups, int8
         assert gains.gain(100, 10, 7, fp8jax.recipes.get(other).linear, slow) is None
 
@@ -110,6 +112,7 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
         ([1.0, -2.0], 2.0, 0.0, ()),
         ([1.5, 1.5], 2.0, 0.0, (0, 1)),  # neither alone
         ([-1.0], 0.0, 0.0, ()),
+        ([-1.0, -3.0], -2.0, 0.5, (0,)),  # for the operation that makes the codes
     ],
 )
 def test_layers_that_read_one_array_are_weighed_together(each, codes, beside, best):
@@ -171,6 +174,29 @@ class LinenBlock(nn.Module):
         return x + dense(self.dim, "proj")(jnp.tanh(x)) * jnp.bfloat16(0.5)
 
 
+class Biased(nnx.Module):
+    """A projection as attention has it."""
+
+    def __init__(self, dim, rngs, bias):
+        self.proj = nnx.Linear(dim, dim, use_bias=bias, dtype=jnp.bfloat16, rngs=rngs)
+        self.up = nnx.Linear(dim, 4 * dim, use_bias=bias, dtype=jnp.bfloat16, rngs=rngs)
+        self.down = nnx.Linear(4 * dim, dim, use_bias=bias, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x + jnp.tanh(self.proj(x)))))
+
+
+def test_a_bias_counts(known):
+    """Its gradient is part of the pass that makes codes: 4 bytes an element of the result."""
+    gained = {}
+    for bias in (False, True):
+        model = fp8jax.nnx.quantize(nnx.eval_shape(lambda bias=bias: Biased(512, nnx.Rngs(0), bias)), "te_current")
+        entries = explain._entries_nnx(model, (jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16),), {})
+        gained[bias] = {entry.path: entry.gain for entry in entries if entry.product}
+    for path, outputs in (("proj", 512), ("up", 2048)):
+        assert gained[True][path] - gained[False][path] == pytest.approx(4 * 4096 * outputs / 2.9e12)
+
+
 @pytest.mark.parametrize("recipe", ["te_current", "coat", "te_delayed"])
 def test_flax_models_decide_by_layer(known, recipe):
     """At the tokens that a call has: where layers keep a state, those that stay in 16 bits do without."""
@@ -192,7 +218,7 @@ def test_flax_models_decide_by_layer(known, recipe):
 
 def test_layers_that_are_left_advance_no_state(monkeypatch):
     """Square ones are left; the others' histories go on, and all weights are trained."""
-    monkeypatch.setattr(gains, "gain", lambda tokens, inputs, outputs, *_: 1.0 if inputs != outputs else -1.0)
+    monkeypatch.setattr(gains, "gain", lambda tokens, inputs, outputs, *_, **__: 1.0 if inputs != outputs else -1.0)
     model = fp8jax.nnx.quantize(Block(32, nnx.Rngs(0)), fp8jax.recipes.for_shapes("te_delayed"))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     x = jax.random.normal(jax.random.key(1), (8, 32), jnp.bfloat16)
