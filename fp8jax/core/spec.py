@@ -102,7 +102,9 @@ class QuantSpec:
         if self.granularity not in SIZED and self.group_size is not None:
             raise ValueError(f"group_size={self.group_size} contradicts granularity {self.granularity!r}")
         if self.granularity in SIZED and (self.group_size is None or self.group_size < 1):
-            raise ValueError(f"granularity {self.granularity!r} needs a positive group_size, not {self.group_size!r}")
+            such = f"{self.granularity}{32 if self.granularity == 'mx' else 128}"
+            wants = f"needs a positive group_size, not {self.group_size!r}: write {such}, say"
+            raise ValueError(f"granularity {self.granularity!r} {wants}")
         if self.stacked < 0:
             raise ValueError(f"stacked counts leading axes and cannot be {self.stacked}")
         if self.granularity != "mx" and self.level1 != "tensor":

@@ -149,7 +149,7 @@ EQUINOX = type("Linear", (), {"__module__": "equinox.nn._linear"})
 def test_what_is_no_model_of_flax_is_refused_with_what_to_do(take):
     function = {"fp8jax.nnx.quantize": fp8jax.nnx.quantize, "fp8jax.linen.quantize": fp8jax.linen.quantize}
     call = function.get(take, fp8jax.explain)
-    do = "call fp8jax.linear(x, w, recipe=...), fp8jax.einsum or fp8jax.dot_general where the model multiplies"
+    do = "fp8jax.transform(fn, rules) takes any function of parameters; fp8jax.linear(x, w, recipe=...)"
     for given, message in (
         (EQUINOX(), f"Linear, of Equinox; {do}"),
         (lambda x: x, f"function. Without Flax, {do}"),
@@ -162,5 +162,5 @@ def test_what_is_no_model_of_flax_is_refused_with_what_to_do(take):
 
 def test_an_equinox_model_is_told_what_to_do():
     equinox = pytest.importorskip("equinox")
-    with pytest.raises(TypeError, match=r"not MLP, of Equinox; call fp8jax\.linear"):
+    with pytest.raises(TypeError, match=r"not MLP, of Equinox; fp8jax\.transform"):
         fp8jax.nnx.quantize(equinox.nn.MLP(2, 2, 2, 1, key=KEY), TE)
