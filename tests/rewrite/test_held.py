@@ -114,7 +114,7 @@ HELD = fp8jax.freeze(W)
 ADAPTER = fp8jax.lora.Adapter(0.1 * jax.random.normal(KEYS[4], (WIDTH, 3)), jax.random.normal(KEYS[5], (3, INNER)), 6.0)
 SPELLINGS = {
     "einsum": lambda p, x: jnp.einsum("btd,dh->bth", x, p["w"]),
-    "weight first": lambda p, x: jnp.einsum("dh,btd->bth", p["w"], x),
+    "weight first": lambda p, x: jnp.moveaxis(jax.lax.dot_general(p["w"], x, (((0,), (2,)), ((), ()))), 0, 2),
     "heads": lambda p, x: jnp.einsum("btd,dhc->bthc", x, p["w"].reshape(WIDTH, 4, INNER // 4)).reshape(2, -1, INNER),
     "a vector of tokens": lambda p, x: jax.vmap(jax.vmap(lambda row: row @ p["w"]))(x),
     "choice": lambda p, x: jax.lax.cond(x.sum() > 0, lambda x: x @ p["w"], lambda x: 0 * x @ p["w"], jnp.abs(x)),
@@ -161,6 +161,21 @@ def test_what_reads_no_matrix_reads_the_values(how):
     if how == "transposed":
         assert "not read as (inputs, outputs)" in str(fast.explain(p, X))
         assert relative(fast(p, X)[0], exact) < 1e-5
+
+
+def test_a_square_matrix_that_is_transposed_is_not_read_as_it_is():
+    square = fp8jax.freeze(W[:, :WIDTH])
+    fast = fp8jax.transform(lambda p, x: (x @ p["w"].T, x @ p["other"]), "te_current")
+    p = {"w": square, "other": W}
+    np.testing.assert_allclose(fast(p, X)[0], X @ square.dequantize().T, rtol=1e-5, atol=1e-5)
+    assert "not read as (inputs, outputs)" in str(fast.explain(p, X))
+
+
+@pytest.mark.parametrize("how", ["transposed", "looked up"])
+def test_values_have_no_gradient(how):
+    fast = fp8jax.transform(lambda p, x: (VALUES[how][0](p, x), x @ p["other"]), "te_current")
+    grads = jax.grad(lambda w: fast({"w": w, "other": W}, X)[0].sum(), allow_int=True)(HELD)
+    assert not np.any(grads.codes.scale)
 
 
 def test_a_head_that_rules_leave_alone_is_multiplied_by_its_codes_in_16_bits():
