@@ -14,11 +14,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
+from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -31,6 +32,10 @@ _NETWORK = re.compile(r"[A-Z_]+: .*(gloo|nccl|coordination service|barrier)", re
 # The relay of this process, and what is held while it ends, so that it says why once.
 _relayed: subprocess.Popen[str] | None = None
 _ending = threading.Lock()
+_CANNOT = (
+    "{} cannot join the others ({}); give --coordinator HOST:PORT, or auto on a cluster that jax.distributed knows, "
+    "such as Slurm"
+)
 # Bytes of the message that a process sends to the others.
 _MESSAGE = 1000
 
@@ -47,8 +52,8 @@ def join(settings: Run) -> None:
     """Joins the other processes of a run; does nothing for a command line without `--coordinator`.
 
     From here on this process ends with a message and exit code `GONE` when another one ends, whatever it is doing:
-    `experiments/relay.py` says how. `--coordinator auto` leaves address, number and count to what
-    `jax.distributed.initialize` finds (Slurm, Open MPI, Kubernetes and others), and the end of a process to JAX.
+    `experiments/relay.py` says how. `--coordinator auto` takes address, number and count from what
+    `jax.distributed.initialize` would find (Slurm, Open MPI, Kubernetes and others).
 
     Raises:
         UserError: no cluster is found, or the address is impossible.
@@ -56,12 +61,9 @@ def join(settings: Run) -> None:
     if not settings.coordinator:
         return
     patience = settings.patience
-    where: dict[str, Any] = {}
-    if settings.coordinator == "auto":
-        who = "--coordinator auto: this process"
-    else:
-        who = f"--coordinator {settings.coordinator}: process {settings.process_id} of {settings.process_count}"
-        where = {"num_processes": settings.process_count, "process_id": settings.process_id, **_relay(settings, who)}
+    place = _place(settings)
+    who = f"--coordinator {settings.coordinator}: process {place.number} of {place.count}"
+    where = _relay(place, _silence(settings), who)
 
     def give_up() -> None:
         print(
@@ -77,6 +79,9 @@ def join(settings: Run) -> None:
     try:
         jax.distributed.initialize(
             **where,
+            num_processes=place.count,
+            process_id=place.number,
+            local_device_ids=place.devices,
             initialization_timeout=patience + 60,
             # A client sends a heartbeat twice in this time. A relay looks for them, more often than the coordinator.
             heartbeat_timeout_seconds=-(-_silence(settings) * 4 // 3),
@@ -84,21 +89,39 @@ def join(settings: Run) -> None:
         )
     except (ValueError, RuntimeError) as error:  # XLA's errors are RuntimeErrors
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{who} cannot join the others ({why}); give --coordinator HOST:PORT, or auto on a cluster "
-            "that jax.distributed knows, such as Slurm"
-        ) from None
+        raise UserError(_CANNOT.format(who, why)) from None
     finally:
         timer.cancel()
 
 
-def _relay(settings: Run, who: str) -> dict[str, Any]:
+class _Place(NamedTuple):
+    """A process of a run: its address, its number of how many, and its devices where not all of the host's are its."""
+
+    address: str
+    number: int
+    count: int
+    devices: Sequence[int] | None = None
+
+
+def _place(settings: Run) -> _Place:
+    """Where a process stands, by its command line or by its cluster."""
+    if settings.coordinator != "auto":
+        return _Place(settings.coordinator, settings.process_id, settings.process_count)
+    # As jax.distributed.initialize does it, which would reach the coordinator itself.
+    unknown: Any = (None,) * 5
+    address, count, number, devices = ClusterEnv.auto_detect_unset_distributed_params(*unknown, settings.patience)
+    if address is None or count is None or number is None:
+        raise UserError(_CANNOT.format("--coordinator auto: this process", "there is no cluster"))
+    return _Place(address, number, count, devices)
+
+
+def _relay(place: _Place, silence: int, who: str) -> dict[str, Any]:
     """Starts this process's relay, and a thread that hears it; how `jax.distributed.initialize` gets to it."""
     global _relayed
-    host, port = settings.coordinator.rsplit(":", 1)
+    host, port = place.address.rsplit(":", 1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         service = free.getsockname()[1]
-    numbers = (settings.process_id, host, port, service, _silence(settings))
+    numbers = (place.number, host, port, service, silence)
     command = [sys.executable, "-I", "-S", relay.__file__, *map(str, numbers)]
     process = subprocess.Popen(command, stdin=-1, stdout=-1, text=True, bufsize=1, start_new_session=True)
     assert process.stdout is not None
@@ -111,11 +134,11 @@ def _relay(settings: Run, who: str) -> dict[str, Any]:
     def hear() -> None:
         line = lines.readline()
         ended = f"process {line.split()[1]} is gone" if line else "its relay has ended"
-        end(GONE, False, gone_message(f"process {settings.process_id} of {settings.process_count}", ended))
+        end(GONE, False, gone_message(f"process {place.number} of {place.count}", ended))
 
     threading.Thread(target=hear, daemon=True).start()
     own = {"coordinator_address": f"127.0.0.1:{what}"}
-    return own if settings.process_id else own | {"coordinator_bind_address": f"127.0.0.1:{service}"}
+    return own if place.number else own | {"coordinator_bind_address": f"127.0.0.1:{service}"}
 
 
 def several() -> bool:

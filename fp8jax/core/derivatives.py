@@ -36,8 +36,8 @@ TWICE = (
     "it a constant for the outer one, as first-order MAML does"
 )
 FORWARD = (
-    "{} computes or saves in 8 bits and has a derivative in reverse mode only; jax.jvp, jax.linearize, jax.jacfwd and "
-    "jax.hessian go forward. Take jax.grad, jax.vjp or jax.jacrev, or leave this part of the model as it is written"
+    "{} has a derivative in reverse mode only; jax.jvp, jax.linearize, jax.jacfwd and jax.hessian go forward. Take "
+    "jax.grad, jax.vjp or jax.jacrev, or leave this part of the model as it is written"
 )
 
 
@@ -114,7 +114,9 @@ _once, _lost = Primitive("fp8jax_once"), Primitive("fp8jax_lost")
 for _primitive in (_once, _lost):
     _primitive.multiple_results = True
     _primitive.def_abstract_eval(_first)
-    batching.fancy_primitive_batchers[_primitive] = functools.partial(_batched, _primitive)
+batching.fancy_primitive_batchers[_once] = functools.partial(_batched, _once)
+# In reverse mode it is transposed before anything is mapped.
+batching.fancy_primitive_batchers[_lost] = lambda _, operands, dims, **how: _never(**how)
 _once.def_impl(_first)
 mlir.register_lowering(_once, lambda _, *operands, **how: _first(*operands, **how))
 ad.primitive_jvps[_once] = _differentiated

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fp8jax.core import derivatives
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.cuts import WHOLE, Cut
 from fp8jax.ops.linear import linear, stateless
@@ -121,15 +122,15 @@ def linear_cross_entropy(
         x = jnp.where(counts[..., None], x, 0)  # NaN times a weight of 0 would be NaN in the gradient of `w`.
     if not labels.size:
         return jnp.zeros(labels.shape if reduction == "none" else (), jnp.float32)
-
+    token = derivatives.token(derivatives.named(f"linear_cross_entropy of {x.shape} and {w.shape}"), x, w, bias)
     if reduction == "none":
-        return _each(loss, x, w, bias, key, labels, counts)
+        return _each(loss, x, w, bias, key, labels, counts, token)
     weights = counts.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights), 1.0) if reduction == "mean" else jnp.float32(1)
     if x.dtype == jnp.float16:
         # Gradients of a mean over many tokens are below the smallest fp16: they are divided when they are scaled.
-        return _sum(loss, x, w, bias, key, labels, weights) / total
-    return _sum(loss, x, w, bias, key, labels, weights / total)
+        return _sum(loss, x, w, bias, key, labels, weights, token) / total
+    return _sum(loss, x, w, bias, key, labels, weights / total, token)
 
 
 def _check(x: Array, w: Array, labels: Array, bias: Array | None, where: Array | None, vocabulary_axis: int) -> None:
@@ -278,10 +279,8 @@ def _tokens(x: Array) -> str:
 
 def _losses(loss: _Loss, cut: Cut, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array) -> Array:
     """The loss of each token, (...)."""
-    head, chunks = (
-        _head(loss, w, bias, key, x.dtype),
-        _Chunks.of(x, w.shape[loss.vocabulary_axis], loss.tokens_per_chunk),
-    )
+    head = _head(loss, w, bias, key, x.dtype)
+    chunks = _Chunks.of(x, w.shape[loss.vocabulary_axis], loss.tokens_per_chunk)
 
     def chunk(operands: tuple[Array, Array]) -> Array:
         return _values(loss, cut, _multiply(loss, operands[0], head)[0], operands[1])[0]
@@ -302,10 +301,8 @@ def _gradients(
     loss: _Loss, cut: Cut, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, weights: Array
 ) -> _Gradients:
     """Three products a chunk."""
-    head, chunks = (
-        _head(loss, w, bias, key, x.dtype),
-        _Chunks.of(x, w.shape[loss.vocabulary_axis], loss.tokens_per_chunk),
-    )
+    head = _head(loss, w, bias, key, x.dtype)
+    chunks = _Chunks.of(x, w.shape[loss.vocabulary_axis], loss.tokens_per_chunk)
     tokens = _tokens(x)
 
     def chunk(sums: Any, operands: Any) -> Any:
@@ -348,13 +345,13 @@ def _all_gradients(loss: _Loss, x: Array, w: Array, bias: Array | None, *rest: A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(
-    loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, weights: Array
+    loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, weights: Array, _: Array
 ) -> Array:
     return _weighted(_all_losses(loss, x, w, bias, key, labels), weights)
 
 
 def _sum_forward(loss: _Loss, x: Array, w: Array, bias: Array | None, *rest: Array | None) -> tuple[Array, Any]:
-    gradients = _all_gradients(loss, x, w, bias, *rest)
+    gradients = _all_gradients(loss, x, w, bias, *rest[:-1])
     return gradients.total, (gradients, _dtypes(x, w, bias))
 
 
@@ -374,7 +371,7 @@ def _cotangents(gradients: _Gradients, likes: Any, factor: Array | float) -> Any
         None if g is None else (g.astype(jnp.float32) * factor).astype(like.dtype)
         for g, like in zip(gradients[1:], likes, strict=True)
     ]
-    return (*scaled, None, None, None)
+    return (*scaled, None, None, None, None)
 
 
 _sum.defvjp(_sum_forward, _sum_backward)
@@ -382,13 +379,13 @@ _sum.defvjp(_sum_forward, _sum_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _each(
-    loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, counts: Array
+    loss: _Loss, x: Array, w: Array, bias: Array | None, key: Array | None, labels: Array, counts: Array, _: Array
 ) -> Array:
     return jnp.where(counts, _all_losses(loss, x, w, bias, key, labels), 0.0)
 
 
 def _each_forward(loss: _Loss, *operands: Array | None) -> Any:
-    return _each(loss, *operands), operands
+    return _each(loss, *operands), operands[:-1]
 
 
 def _each_backward(loss: _Loss, residuals: Any, cotangents: Array) -> Any:

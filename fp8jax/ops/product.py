@@ -167,8 +167,7 @@ def multiply(
     value, through, w, bias = vary_alike(value, through, w, bias)  # type: ignore[assignment]
     noise, spec = gradient_key(recipe, key), spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
     name = derivatives.named(f"a product of {value.shape} and {w.shape}")
-    narrow = recipe.quantized or recipe.spec("saved") is not None
-    token = derivatives.token(name, value, through, w, bias) if narrow else None
+    token = derivatives.token(name, value, through, w, bias)
     how = How(recipe, through is not None, passes, spec, known, name)
     y, passed = _product(how, value, through, w, bias, of_x, of_w, noise, scales, token)
     return derivatives.passed("a product", y, value, through, w, bias), passed
@@ -226,6 +225,8 @@ def _forward(
 ) -> tuple[tuple[Array, Array | None], Residuals]:
     recipe, x = how.recipe, fused.matrix(value)
     sides = input_side(recipe), weight_side(recipe)
+    if not recipe.quantized and recipe.spec("saved") is None:
+        token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
     values = (x, w) if token is None else lax.stop_gradient((x, w))
     rows, columns = of_x.forward(values[0], sides[0]), of_w.forward(values[1], sides[1])
     saved = Residuals(

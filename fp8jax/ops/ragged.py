@@ -57,8 +57,7 @@ def ragged_dot(
     of_x, noise = input_source(Input(x), part, key, known=known), gradient_key(part, key)
     value, w = vary_alike(x, w)  # type: ignore[assignment]
     name = derivatives.named(f"ragged_dot of {x.shape} and {w.shape}")
-    narrow = part.quantized or part.spec("saved") is not None
-    token = derivatives.token(name, value, w) if narrow else None
+    token = derivatives.token(name, value, w)
     y: Array = _ragged(part, name, value, w, of_x, group_sizes, noise, token)
     return derivatives.passed("ragged_dot", y, x, w)
 
@@ -109,6 +108,8 @@ def _forward(
     token: Array | None,
 ) -> tuple[Array, _Saved]:
     side, weights = _sides(recipe)
+    if not recipe.quantized and recipe.spec("saved") is None:
+        token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
     a, b = (x, w) if token is None else lax.stop_gradient((x, w))
     rows = of_x.forward(a, side)
     matrices = _matrices(b, weights.forward, weights, x.dtype, turned=True)

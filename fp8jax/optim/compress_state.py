@@ -11,7 +11,7 @@ import optax
 from jax import Array
 
 from fp8jax.core import encoding, formats, noise
-from fp8jax.core.qtensor import QTensor, quantize
+from fp8jax.core.qtensor import QTensor, quantize, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, alike
 from fp8jax.optim import checks, masters, variables
@@ -26,6 +26,13 @@ LOWEST = {"zero": 0.7, "smallest": 0.6}
 
 _Stored: TypeAlias = QuantSpec | formats.Format
 _Path: TypeAlias = tuple[Any, ...]
+
+
+class CountedState(NamedTuple):
+    """The state of a transformation that counts no steps (SGD's, RMSProp's, Adadelta's), and their number."""
+
+    count: Array
+    inner: optax.OptState
 
 
 def compress_state(
@@ -47,8 +54,9 @@ def compress_state(
     shape. Counts, hyperparameters and Adafactor's factored rows and columns are none, and stay as they are. A moment
     goes by the path of its tree in the state, such as "0.mu", or "inner_states.muon.inner_state.0.mu". The names in
     which optax keeps moments (`FIRST_MOMENTS`, `SECOND_MOMENTS`) are stored in e4m3 unless `moments` says otherwise,
-    and sums and maxima (`GROWING`: of Adagrad and AMSGrad) in fp32, for codes to nearest would stop them or hold them;
-    any other has to be in `moments`. What is not a first moment by its name never decodes to zero where it is not.
+    and sums and maxima (`GROWING`: of Adagrad and AMSGrad) in fp32, for codes to nearest would stop them or hold them,
+    as are the averages of Adadelta, each of which is made of the other, errors with it; any other has to be in
+    `moments`. What is not a first moment by its name never decodes to zero where it is not.
 
     Args:
         tx: the transformation, such as `optax.lion(1e-4)`.
@@ -59,15 +67,14 @@ def compress_state(
         expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
             paper's exponents (`QuantSpec.expand`).
         min_size: smallest parameter, in elements, whose moments are quantized.
-        nu_rounding: how codes of what is not a first moment are rounded: "stochastic", by noise of the step that the
-            state counts, which follows slow averages; or "nearest", as where the state counts no steps (RMSProp's,
-            Adadelta's).
+        nu_rounding: how codes of what is not a first moment are rounded: "stochastic", by noise of the step, which
+            follows slow averages; or "nearest".
         master: what `tx` updates, as of `compressed_adamw`: None, "bf16+stochastic", or high and remainder.
 
     Returns:
-        A transformation with the state of `tx`, where each quantized moment is a `QTensor`; with a `master` that is the
-        `inner` of a `MasterState`. Updates have the dtype of the parameters where `update` is given them, else of the
-        gradients; with `master` as of `compressed_adamw`.
+        A transformation with the state of `tx`, where each quantized moment is a `QTensor`; in a `CountedState` where
+        `tx` counts no steps, and with a `master` as the `inner` of a `MasterState`. Updates have the dtype of the
+        parameters where `update` is given them, else of the gradients; with `master` as of `compressed_adamw`.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `init`, a key fits no moment, or a leaf shaped like
@@ -80,11 +87,16 @@ def compress_state(
     at most 0.11 off after 400 steps (0.03 to 0.10 without dead ones), of live ones 1,000 times smaller at most 0.16. In
     place of `optax.adam` and `optax.adamw` take `compressed_adamw`, which knows the dead by their updates.
 
-    A first moment without range expansion is rounded up or down by noise of the step, the same for all elements, so
-    that it reaches zero where no gradient comes, before what divides it does; one with expansion to nearest. To nearest
-    a second moment with b2 from about 0.98 on is too slow: of gradients that come in 2 of 100 steps, updates after
-    1,000 steps are 0.62 of the exact ones at b2 0.999 (Adam, AdaBelief, LAMB; Yogi 0.77, Adafactor 0.68, RMSProp with
-    decay 0.99 0.83). Where the state counts no steps take "fp32" there (bf16 stalls, too).
+    A first moment is rounded up or down by noise of the step, the same for all elements: slow ones (Lion's at b2 0.99,
+    SGD's at 0.99, the second one of AdEMAMix) follow rare gradients so, and fall where none comes, which to nearest
+    they would not. It costs Adam's updates a twentieth more error. To nearest a second moment with b2 from about 0.98
+    on is too slow: of gradients that come in 2 of 100 steps, updates after 1,000 steps are 0.62 of the exact ones at b2
+    0.999 (Adam, AdaBelief, LAMB; Yogi 0.77, Adafactor 0.68, RMSProp with decay 0.99 0.83). "bf16" stalls there, too:
+    it is rounded to nearest.
+
+    A second moment that falls for n steps without a gradient is rounded n times: what is divided by it after 100 steps
+    is off by a third. That matters where a first moment outlives the second, as in `optax.contrib.simplified_ademamix`,
+    whose updates of rare gradients become 1.3 times too large: take {"n": "fp32"} there.
 
     `init` makes the state of `tx` first. Where that does not fit beside the parameters, use `jax.jit(tx.init)`, which
     never holds it.
@@ -121,11 +133,16 @@ def compress_state(
             )
         jax.tree_util.tree_map_with_path(checks.array, params)
         plan = _plan(inner.init(_widen(params)), params, rules, known)
-        return storage.beside(params, plan.store(smallest))
+        stored = plan.store(smallest)
+        if _count(stored) is None:
+            stored = CountedState(jnp.zeros((), jnp.int32), stored)
+        return storage.beside(params, stored)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
+        counted = isinstance(state, CountedState)
+        outer, state = state, state.inner if counted else state
         plan = _plan(state, updates, rules, known)
         if size is not None and smallest is not None:
             plan.check(smallest)
@@ -135,17 +152,23 @@ def compress_state(
         like = updates if params is None else params
         changes = jax.tree.map(lambda u, x: u.astype(x.dtype), changes, like)
         # As it was stored: no step changes a type of the state.
-        count = _count(new)
-        fading = None if count is None else noise.fading(count)
-        words = None if count is None or nu_rounding == "nearest" else noise.of_step(count)
+        count = optax.safe_increment(outer.count) if counted else _count(new)
+        if count is None:
+            raise ValueError(
+                "the state counts no steps, and compress_state rounds by their number: make it by init, or of one that "
+                "an older version has made fp8jax.optim.compress_state.CountedState(jnp.zeros((), jnp.int32), state)"
+            )
+        fading = noise.fading(count)
+        words = None if nu_rounding == "nearest" else noise.of_step(count)
         treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=storage.is_quantized)
         own = [None if words is None else noise.salted(words, _salt(path)) for path, _ in leaves]
         rows = list(zip([leaf for _, leaf in leaves], treedef.flatten_up_to(new), own, strict=True))
         stored = iter(alike.each(_store_as, None, fading, [row for row in rows if isinstance(row[0], QTensor)]))
-        return changes, treedef.unflatten(
+        new = treedef.unflatten(
             [next(stored) if isinstance(row[0], QTensor) else _store_as(None, fading, row) for row in rows]
         )
+        return changes, CountedState(count, new) if counted else new
 
     functions = (init, update) if of_master is None else masters.around(init, update, of_master)
     return optax.GradientTransformationExtraArgs(*variables.looking_through(*functions))
@@ -269,11 +292,17 @@ def _encode(value: Array, param: Any, how: _Stored, min_size: int) -> QTensor | 
 
 
 def _count(state: optax.OptState) -> Array | None:
-    """The sum of the counts in a state, which is another at each step; None where it has none.
+    """The sum of what is called count in a state, which is another at each step; None where nothing is.
 
-    How fast moments decay is not known: first ones are rounded so wherever a decay could be lost.
+    How fast moments decay is not known: first ones are rounded so wherever a decay could be lost. Other integers are
+    no counts of steps: `optax.apply_if_finite` has numbers of those that failed.
     """
-    counts = [x for x in jax.tree.leaves(state) if x.shape == () and jnp.issubdtype(x.dtype, jnp.integer)]
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    counts = [
+        x for path, x in leaves
+        if path and getattr(path[-1], "name", None) == "count"
+        and jnp.shape(x) == () and jnp.issubdtype(x.dtype, jnp.integer)
+    ]  # fmt: skip
     return sum(counts[1:], counts[0]) if counts else None
 
 
@@ -285,13 +314,13 @@ def _load(_: None, __: None, moment: QTensor) -> Array:
     return adamw.load(moment)
 
 
-def _store_as(_: None, fading: Array | None, row: tuple[QTensor | Array, Array, Array | None]) -> QTensor | Array:
+def _store_as(_: None, fading: Array, row: tuple[QTensor | Array, Array, Array | None]) -> QTensor | Array:
     """A leaf of the new state, stored in the way of the old one; keys and counts pass."""
     old, new, words = row
     if isinstance(old, QTensor):
         new = encoding.bounded(new, old.spec, LOWEST[old.spec.underflow])
         first = old.spec.underflow == "zero"
-        return adamw.store(new, old, None if first else words, fading=fading if first else None)
+        return quantize_with_scale(new, old.spec, None, fading=fading) if first else adamw.store(new, old, words)
     return adamw.store(new, old) if jnp.issubdtype(old.dtype, jnp.floating) else new
 
 

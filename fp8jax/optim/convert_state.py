@@ -12,6 +12,7 @@ from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.ops import adamw, fp8lm
 from fp8jax.optim import moments, variables
+from fp8jax.optim.compress_state import CountedState
 from fp8jax.optim.fp8lm_adamw import FP8LMState
 
 _ADAM = ("count", "mu", "nu")
@@ -52,14 +53,30 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
         dtype(float8_e4m3fn)
     """
     template = tx.init(params)
-    old, new = variables.bare(state), variables.bare(template)
+    (old, _), (new, counted) = (_uncounted(variables.bare(x)) for x in (state, template))
     olds, news = (jax.tree_util.tree_leaves_with_path(x, is_leaf=moments.is_quantized) for x in (old, new))
     scaled = any(isinstance(node, FP8LMState) for node in _records(new))
     if not scaled and [path for path, _ in olds] == [path for path, _ in news]:
         converted = jax.tree.map(_store, new, old, is_leaf=moments.is_quantized)
     else:
         converted = _between_adams(old, new)
-    return variables.structured(jax.tree.map(_placed, converted, new), template)
+    leaves = iter(jax.tree.leaves(jax.tree.map(_placed, converted, new)))
+    began = jax.tree.leaves(template)
+    rows = [x if own else next(leaves) for x, own in zip(began, counted, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(template), rows)
+
+
+def _uncounted(state: Any) -> tuple[Any, list[bool]]:
+    """A state without the counts of `compress_state` itself, and which arrays of the state these are."""
+
+    def is_counted(node: Any) -> bool:
+        return isinstance(node, CountedState)
+
+    def marked(node: Any) -> Any:
+        return CountedState(True, jax.tree.map(lambda _: False, node.inner)) if is_counted(node) else False  # type: ignore[arg-type]
+
+    plain = jax.tree.map(lambda node: node.inner if is_counted(node) else node, state, is_leaf=is_counted)
+    return plain, jax.tree.leaves(jax.tree.map(marked, state, is_leaf=is_counted))
 
 
 def _between_adams(old: Any, new: Any) -> Any:

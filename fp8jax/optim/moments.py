@@ -20,8 +20,9 @@ from fp8jax.ops.adamw import Moment
 FIRST_MOMENTS = ("mu", "trace", "ema", "m", "m1", "m2", "exp_avg")
 SECOND_MOMENTS = ("nu", "nu_max", "v", "n", "exp_avg_sq", "sum_of_squares", "e_g", "e_x")
 # Sums and maxima: a sum that is rounded to nearest stops to grow where its terms are under half a step, and a maximum
-# that is rounded up stays up. They are stored in fp32 unless the user says otherwise.
-GROWING = ("sum_of_squares", "nu_max")
+# that is rounded up stays up. Of Adadelta's averages each is made of the other, and errors go round. They are stored in
+# fp32 unless the user says otherwise.
+GROWING = ("sum_of_squares", "nu_max", "e_g", "e_x")
 _ROLES = dict.fromkeys(FIRST_MOMENTS, "mu") | dict.fromkeys((*SECOND_MOMENTS, "v_row", "v_col"), "nu")
 
 # Metadata that a parameter with short groups may add to its codes, relative to them.

@@ -29,8 +29,11 @@ def port():
         return one.getsockname()[1]
 
 
-def start(count, argv, devices=1, stop=(0, 0, 0), **differs):
-    """Processes of one run; `stop` is (which, before its step, signal); `differs` are flags of the last one."""
+def start(count, argv, devices=1, stop=(0, 0, 0), cluster=False, **differs):
+    """Processes of one run; `stop` is (which, before its step, signal); `differs` are flags of the last one.
+
+    In a `cluster` they are a job of Slurm's, by the environment that it gives them.
+    """
     where = f"localhost:{port()}"
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
     flags += f" --xla_force_host_platform_device_count={devices}"
@@ -39,9 +42,13 @@ def start(count, argv, devices=1, stop=(0, 0, 0), **differs):
     for i in range(count):
         at, signum = stop[1:] if i == stop[0] else (0, 0)
         own = [f"--{name.replace('_', '-')}={value}" for name, value in differs.items()] if i == count - 1 else []
-        shared = ["--coordinator", where, "--process-count", str(count), "--patience", "60"]
+        shared = ["--coordinator", where, "--process-count", str(count), "--process-id", str(i)]
+        if cluster:
+            shared = ["--coordinator", "auto"]
+            job = {"JOB_ID": "1", "STEP_NODELIST": "localhost", "NTASKS": str(count), "PROCID": str(i), "LOCALID": "0"}
+            env |= {f"SLURM_{name}": value for name, value in job.items()} | {"JAX_COORDINATOR_PORT": where[10:]}
         command = [sys.executable, "-m", "tests.experiments.process", str(at), str(int(signum))]
-        command += [*argv, *shared, "--process-id", str(i), *own]
+        command += [*argv, *shared, "--patience", "60", *own]
         processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=-1, stderr=-1, text=True))
     return processes
 
@@ -118,6 +125,18 @@ def test_one_of_two_dies_and_the_other_says_so(argv, which, at):
     """While the other compiles, or after the first step."""
     command = [*argv, "--recipe", "bf16", "--layers", "1", "--run", f"two_{which}_{at}", "--mesh", "fsdp=2"]
     check_dies(start(2, command, stop=(which, at, signal.SIGKILL)), which)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "at"), [(0, 0), (1, 0), (0, 2), (1, 2)])
+def test_so_it_is_on_a_cluster(argv, which, at):
+    command = [*argv, "--recipe", "bf16", "--layers", "1", "--run", f"job_{which}_{at}", "--mesh", "fsdp=2"]
+    check_dies(start(2, command, stop=(which, at, signal.SIGKILL), cluster=True), which)
+
+
+def test_without_a_cluster_auto_says_so(argv, capsys):
+    assert train.main([*argv, "--coordinator", "auto"]) == 2
+    assert "this process cannot join the others (there is no cluster); give --coordinator" in capsys.readouterr().err
 
 
 @pytest.mark.slow

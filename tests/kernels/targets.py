@@ -82,7 +82,8 @@ def _linear(part: Any) -> Callable[..., Any]:
 
     specs = [part.spec(role) for role in ("x", "w", "saved", "dy", "dy_wgrad")]
     stochastic = any(spec is not None and spec.rounding == "stochastic" for spec in specs)
-    scaling = dataclasses.replace(part, scaling="current") if part.scaling == "delayed" else part
+    observes = any(strategy.observes for strategy in part.states.values())
+    scaling = dataclasses.replace(part, scaling="current") if observes else part
 
     def program(x: Any, w: Any, dy: Any) -> Any:
         key = jax.random.key(0) if stochastic else None

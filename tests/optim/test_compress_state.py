@@ -113,10 +113,10 @@ def test_around_adamw_it_is_compressed_adamw(moments, expand, dtype):
         g = jax.tree.map(lambda x, step=step: (x * (step - 1.5)).astype(dtype), p)
         u, a = update(g, a, p)
         v, b = reference(g, b, p)
-        # Unexpanded first moments are a code apart: `compressed_adamw` knows by how much they decay.
-        apart = mu == "e5m2" and not expand
+        # First moments are a code apart: `compressed_adamw` knows by how much they decay, or rounds them to nearest.
+        apart = mu != "bf16"
         if apart:
-            assert relative(u, v) < 2.0**-3
+            assert relative(u, v) < (2.0**-3 if mu == "e5m2" else 2.0**-4)
             continue
         # Some programs of XLA round one product of bf16 weights differently.
         chex.assert_trees_all_close(u, v, rtol=1e-6 if dtype == jnp.float32 else 2.0**-7)
@@ -198,7 +198,7 @@ def test_expansion_lowers_the_error_of_every_format():
         for expand in (True, False):
             tx = OURS(optax.sgd(1.0, momentum=0.0), {"trace": name}, expand=expand)
             state = jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[1])(values)
-            decoded = state[0].trace.dequantize()
+            decoded = state.inner[0].trace.dequantize()
             error[expand] = float(jnp.mean(((decoded - values) / values) ** 2))
         assert error[True] < 0.7 * error[False], (name, error)
 
@@ -434,9 +434,13 @@ def test_live_members_of_any_scale_keep_their_second_moments():
     optax.yogi,
     optax.lamb,
     lambda rate: optax.adafactor(rate, factored=False, multiply_by_parameter_scale=False, clipping_threshold=None),
+    lambda rate: optax.rmsprop(rate, decay=0.99),
+    lambda rate: optax.apply_if_finite(optax.rmsprop(rate, decay=0.999), 5),
+    lambda rate: optax.sgd(rate, momentum=0.99),
+    optax.contrib.ademamix,
 ])  # fmt: skip
 def test_slow_averages_follow_rare_gradients(make):
-    """At optax's own decays, 0.999; to nearest 0.62 to 0.77 of the exact update after 1,000 steps."""
+    """At optax's own decays, 0.999; to nearest 0.62 to 0.83 of the exact update after 1,000 steps, of SGD 1.4."""
     rare, steps = np.arange(128) % 8 == 0, 1000
     params = jnp.full((8, 128), 0.1)
 
@@ -456,3 +460,51 @@ def test_slow_averages_follow_rare_gradients(make):
         make(1.0), fp8jax.compress_state(make(1.0), min_size=0)
     ))  # fmt: skip
     assert 0.93 < np.sum(ours * exact) / np.sum(exact**2) < 1.07
+
+
+@pytest.mark.parametrize(("make", "memory"), [(lambda rate: optax.sgd(rate, momentum=0.98), 50), (optax.lion, 100)])
+def test_slow_first_moments_fall_where_no_gradient_comes(make, memory):
+    """To nearest they would stay as they are, and weights without a gradient walk on for ever."""
+    tx, params = OURS(make(1.0)), jnp.zeros((8, 128))
+    alive = np.arange(128) < 64
+
+    def step(state, t):
+        g = jax.random.normal(jax.random.fold_in(jax.random.key(0), t), params.shape)
+        return tx.update(jnp.where(alive | (t < 40), g, 0), state, params)[1], None
+
+    def largest(state):
+        moment = next(x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, QTensor)) if x.shape)
+        return np.abs(np.asarray(moment.dequantize())[:, ~alive]).max()
+
+    run = jax.jit(lambda state, first, count: jax.lax.scan(step, state, first + jnp.arange(count))[0], static_argnums=2)
+    before = run(tx.init(params), 0, 40)
+    after = run(before, 40, 4 * memory)
+    assert 0 < largest(after) < 3 * np.exp(-4) * largest(before)
+
+
+def test_steps_are_counted_for_those_that_count_none():
+    """A state of its own around theirs, in which all is found by its name; others stay as they are."""
+    p = {"w": jnp.ones((8, 128))}
+    for make in (lambda: optax.rmsprop(1e-2), lambda: optax.sgd(1e-2, momentum=0.9)):
+        tx = optax.chain(optax.clip(1.0), OURS(make()))
+        state = tx.init(p)
+        for t in range(3):
+            assert state[1].count == t
+            assert jax.tree.structure(state[1].inner) != jax.tree.structure(make().init(p))  # of QTensors
+            state = tx.update(p, state, p)[1]
+        plain = fp8jax.convert_state(state, optax.chain(optax.clip(1.0), make()), p)
+        assert jax.tree.structure(plain) == jax.tree.structure(optax.chain(optax.clip(1.0), make()).init(p))
+        back = fp8jax.convert_state(plain, tx, p)
+        assert jax.tree.structure(back) == jax.tree.structure(state)
+        assert back[1].count == 0
+        for name in ("nu", "trace"):
+            if (moment := optax.tree.get(state, name)) is not None:
+                np.testing.assert_array_equal(optax.tree.get(plain, name)["w"], moment["w"].dequantize())
+    with pytest.raises(ValueError, match=r"counts no steps.*CountedState\(jnp.zeros"):
+        OURS(optax.sgd(1.0, momentum=0.9)).update(p, state[1].inner, p)
+    state = OURS(optax.lion(1.0)).init(p)
+    assert jax.tree.structure(state, is_leaf=lambda x: isinstance(x, QTensor)) == jax.tree.structure(
+        optax.lion(1.0).init(p)
+    )
+    averages = OURS(optax.adadelta(1.0)).init(p)
+    assert not any(isinstance(x, QTensor) for x in jax.tree.leaves(averages, is_leaf=lambda x: isinstance(x, QTensor)))
