@@ -118,7 +118,7 @@ def test_where_and_how_often_is_no_mathematics():
 # Other values than the defaults, of fields where twice the default is none.
 OTHER = {"tokenizer": "bpe", "model": "15m", "tied": True, "layers": 7, "dim": 7, "heads": 7, "kv_heads": 7,
          "mlp_dim": 7}  # fmt: skip
-MATHEMATICS = [("", "seed"), *((section, field.name) for section in ("data", "model", "optim")
+MATHEMATICS = [("", "seed"), *((section, field.name) for section in ("data", "model", "optim", "lora")
                for field in dataclasses.fields(getattr(Config(), section)) if field.name != "data")]  # fmt: skip
 
 

@@ -145,6 +145,12 @@ def quantized(state):
     return [x for x in leaves if isinstance(x, QTensor)]
 
 
+def place(codes):
+    """How many codes there are below one of the same sign; in a code book or of an integer, the code."""
+    codes = np.asarray(codes)
+    return codes.astype(int) if codes.dtype in (np.uint8, np.int8) else (codes.view(np.int8) & 0x7F).astype(int)
+
+
 @pytest.mark.parametrize("name", GOLDENS)
 def test_the_golden_state_loads_and_goes_on(name):
     golden = serialization.msgpack_restore(GOLDEN.read_bytes())
@@ -162,13 +168,13 @@ def test_the_golden_state_loads_and_goes_on(name):
     chex.assert_trees_all_close(updates, saved["updates"], rtol=1e-5, atol=1e-9)
     chex.assert_trees_all_equal_shapes_and_dtypes(new, expected)
     # Bit for bit, but for the last bits of fp32 scales, which another compiler may compute in another order; its
-    # logarithm may move one exponent or code of 128 across a tie. How first moments without expansion are rounded is
-    # newer than the golden state: to one of the codes around.
-    faded = [q.codes for q in quantized(new) if q.spec.underflow == "zero" and not q.spec.expand]
+    # logarithm may move one exponent or code of 128 across a tie. How first moments are rounded, but those of
+    # `compressed_adamw` with expansion, is newer than the golden state: to one of the codes around.
+    to_nearest = name == "e4m3 expanded"
+    faded = [q.codes for q in quantized(new) if q.spec.underflow == "zero" and not to_nearest]
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
         if any(a is codes for codes in faded):
-            a, b = (np.abs(np.asarray(x).view(np.int8) & (0x7F if x.dtype != jnp.int8 else -1)) for x in (a, b))
-            assert np.abs(a.astype(int) - b).max() <= 1
+            assert np.abs(place(a) - place(b)).max() <= 1
             continue
         same = np.isclose(a, b, rtol=2.0**-21, atol=0) if np.asarray(a).dtype == np.float32 else np.asarray(a) == b
         assert np.sum(~same) <= (np.size(a) >= 128), name
