@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments import checkpoint, config, hosts, mesh, train
+from tests.distance import order
 from tests.experiments.test_mesh import FLAGS, mixed
 
 ROOT = Path(__file__).parents[2]
@@ -65,10 +66,14 @@ def losses(folder):
 
 
 def check_close(found, expected):
-    """The same steps, and losses but for the order of sums, which depends on a process's threads."""
+    """The same steps, and losses but for the order of sums, which depends on a process's threads.
+
+    The longest are over the 256 entries of the vocabulary; what a step differs by goes into all that follow.
+    """
     for kind, values in expected.items():
         assert found[kind].keys() == values.keys()
-        np.testing.assert_allclose(*([x[kind][step] for step in values] for x in (found, expected)), rtol=1e-5)
+        columns = ([x[kind][step] for step in values] for x in (found, expected))
+        np.testing.assert_allclose(*columns, rtol=max(values) * order(256))
 
 
 @pytest.fixture(scope="module")
