@@ -62,7 +62,7 @@ def join(settings: Run) -> None:
         return
     patience = settings.patience
     place = _place(settings)
-    who = f"--coordinator {settings.coordinator}: process {place.number} of {place.count}"
+    who = f"--coordinator {settings.coordinator}: process {place.number} of {place.processes}"
     where = _relay(place, _silence(settings), who)
 
     def give_up() -> None:
@@ -79,7 +79,7 @@ def join(settings: Run) -> None:
     try:
         jax.distributed.initialize(
             **where,
-            num_processes=place.count,
+            num_processes=place.processes,
             process_id=place.number,
             local_device_ids=place.devices,
             initialization_timeout=patience + 60,
@@ -99,20 +99,23 @@ class _Place(NamedTuple):
 
     address: str
     number: int
-    count: int
+    processes: int
     devices: Sequence[int] | None = None
 
 
 def _place(settings: Run) -> _Place:
     """Where a process stands, by its command line or by its cluster."""
     if settings.coordinator != "auto":
+        assert settings.process_id is not None
+        assert settings.process_count is not None
         return _Place(settings.coordinator, settings.process_id, settings.process_count)
     # As jax.distributed.initialize does it, which would reach the coordinator itself.
-    unknown: Any = (None,) * 5
-    address, count, number, devices = ClusterEnv.auto_detect_unset_distributed_params(*unknown, settings.patience)
-    if address is None or count is None or number is None:
+    address, processes, number, devices = ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, settings.patience
+    )
+    if address is None or processes is None or number is None:
         raise UserError(_CANNOT.format("--coordinator auto: this process", "there is no cluster"))
-    return _Place(address, number, count, devices)
+    return _Place(address, number, processes, devices)
 
 
 def _relay(place: _Place, silence: int, who: str) -> dict[str, Any]:
@@ -134,7 +137,7 @@ def _relay(place: _Place, silence: int, who: str) -> dict[str, Any]:
     def hear() -> None:
         line = lines.readline()
         ended = f"process {line.split()[1]} is gone" if line else "its relay has ended"
-        end(GONE, False, gone_message(f"process {place.number} of {place.count}", ended))
+        end(GONE, False, gone_message(f"process {place.number} of {place.processes}", ended))
 
     threading.Thread(target=hear, daemon=True).start()
     own = {"coordinator_address": f"127.0.0.1:{what}"}

@@ -31,7 +31,7 @@ _Path: TypeAlias = tuple[Any, ...]
 class CountedState(NamedTuple):
     """The state of a transformation that counts no steps (SGD's, RMSProp's, Adadelta's), and their number."""
 
-    count: Array
+    count: Array  # type: ignore[assignment]
     inner: optax.OptState
 
 
