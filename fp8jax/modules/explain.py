@@ -87,8 +87,15 @@ def _explain_quantized(quantized: nnx.Module, sample: Any, keywords: Any) -> Rep
     known = {layer.path for layer in layers}
     layers += tuple(layer for layer in _others_nnx(modules, rules) if layer.path not in known)
     parts = tuple(_part(modules, entry) for entry in entries if not entry.product or entry.kept)
-    notes = tuple(filter(None, (kept_bytes(entries), gained(entries))))
-    return Report(tuple({(x.path, x.kernel): x for x in reversed(layers)}.values())[::-1], program, parts, notes)
+    figures = _figures(entries)
+    return Report(
+        tuple({(x.path, x.kernel): x for x in reversed(layers)}.values())[::-1], program, parts, figures=figures
+    )
+
+
+def _figures(entries: Iterable[Entry]) -> tuple[str, ...]:
+    each = tuple(entries)
+    return tuple(filter(None, (kept_bytes(each), gained(each))))
 
 
 def _entries_nnx(model: nnx.Module, sample: Any, keywords: Any) -> tuple[Entry, ...]:
@@ -199,8 +206,7 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
     known = {layer.path for layer in layers}
     layers += [layer for layer in _others_linen(modules, kernel) if layer.path not in known]
     parts = tuple(_part(modules, entry) for entry in entries if not entry.product or entry.kept)
-    notes = tuple(filter(None, (kept_bytes(entries), gained(entries))))
-    return Report(tuple(dict.fromkeys(layers)), program, parts, notes)
+    return Report(tuple(dict.fromkeys(layers)), program, parts, figures=_figures(entries))
 
 
 def _layer_linen(modules: dict[str, Any], kernel: Callable[[str, Any], Any], entry: Entry) -> Layer:

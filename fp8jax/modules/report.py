@@ -113,12 +113,14 @@ class Report:
         program: the products of a forward and backward pass; None without sample inputs.
         parts: norms, activations and attentions, where the rules say what these keep.
         notes: what should be looked at: output heads and routers that are quantized, and matrices that are not known.
+        figures: sentences on what is kept and gained.
     """
 
     layers: tuple[Layer, ...]
     program: Program | None = None
     parts: tuple[ContextEntry, ...] = ()
     notes: tuple[str, ...] = ()
+    figures: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[Layer, ...]:
@@ -149,6 +151,7 @@ class Report:
             rows = [("left alone", "kind", "kernel", "why"), *((*_name(x), x.reason) for x in self.skipped)]
             parts.append(table(rows, names=3))
         parts += [sentence(f"note: {note}") for note in self.notes]
+        parts += [sentence(figure) for figure in self.figures]
         return "\n\n".join([*parts, *([str(self.program)] if self.program else [])])
 
     def _told(self) -> Iterator[str]:

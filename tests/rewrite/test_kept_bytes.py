@@ -85,4 +85,4 @@ def test_bytes_of_a_model_are_in_its_report():
     model = nnx.Sequential(nnx.Linear(WIDTH, INNER, rngs=nnx.Rngs(0)), nnx.Linear(INNER, WIDTH, rngs=nnx.Rngs(0)))
     sample = jax.ShapeDtypeStruct((32, WIDTH), jnp.bfloat16)
     note = f"kept of inputs for the backward pass: {(32 * WIDTH + 32 * INNER + 8) / 1024:.4g} KiB"
-    assert any(note in each for each in fp8jax.explain(model, "te_current", sample).notes)
+    assert any(note in each for each in fp8jax.explain(model, "te_current", sample).figures)
