@@ -185,7 +185,8 @@ def _run(
             console.print(f"{path} lacks steps {gaps}: loss.png has a gap there; the table above does not read it")
     if hosts.first():
         report.plot_losses(config.folder / "loss.png", metrics)
-    console.print(f"loss curves: {config.folder / 'loss.png'}   TensorBoard: tensorboard --logdir {config.folder}")
+    files = f"loss curves: {config.folder / 'loss.png'}   TensorBoard: tensorboard --logdir {config.folder}"
+    report.told(console, files, 4)
     return results
 
 
