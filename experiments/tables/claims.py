@@ -213,6 +213,12 @@ CLAIMS: list[Claim] = [
           several(*(value(f"coat{how}", "memory", "GB") for how in ("", ", released")),
                   value("coat_fast, released, bf16 weights", "memory", "GB")),
           "79.3 GB (COAT, Table 11)", beside("bf16", value("bf16", "memory", "GB"))),
+    Claim("The same in `coat`, master weights in bf16 with a remainder in int8; updated in the backward pass",
+          "release", several(*(value(f"coat{how}, bf16+int8 masters", "memory", "GB") for how in ("", ", released"))),
+          "79.3 GB (COAT, Table 11)"),
+    Claim("Those two: speed over bf16 products with `coat`'s moments and fp32 masters, updated in the backward "
+          "pass", "release",
+          several(*(ratio(f"coat{how}, bf16+int8 masters", "step") for how in ("", ", released")))),
     Claim("That step in `coat`, updated in the backward pass, and with weights in bf16: speed over bf16 products with "
           "`coat`'s moments", "release",
           several(*(ratio(name, "step") for name in ("coat, released", "coat_fast, released, bf16 weights")))),
