@@ -84,10 +84,12 @@ def test_how_libraries_write_it_is_found():
         lambda p, x: jnp.swapaxes(x @ p["w"], 1, 2) + p["b"][:, None],
         lambda p, x: x @ p["w"] - p["b"],
         lambda p, x: x @ p["w"] + p["b"][0],
+        lambda p, x: x @ p["w"] * p["b"],
+        lambda p, x: x @ p["w"] + jnp.linspace(0.0, 3.0, OUT),
     ],
 )
 def test_what_is_no_bias_is_left_as_written(fn):
-    """A product that others read, what depends on data, another axis, another dtype, another sum, a number."""
+    """A product that others read, what depends on data, another axis or dtype, another sum, a number, a constant."""
     x = X.astype(jnp.float32)
     assert biases(fn, x=x) == [False]
     fast = fp8jax.transform(fn, "te_current")
