@@ -103,7 +103,7 @@ def _fallback(
     if DRAWN:
         # By the place in the whole matrix, of which this may be a part; four rows share 32 bits.
         place = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
-        random = device.hash(place + tl.load(noise_ptr + 3), tl.load(noise_ptr), tl.load(noise_ptr + 1))
+        random = device.hashed(place + tl.load(noise_ptr + 3), tl.load(noise_ptr), tl.load(noise_ptr + 1))
     inverse = _spread(device.inverse(scale), SIDE)
     for row in tl.range(0, 4, loop_unroll_factor=1):
         here = device.inside(m0 + row, n, M, N)

@@ -79,9 +79,9 @@ def _quantize(
         four = (top // 4 + i).to(tl.uint32)[:, None] * tl.load(noise_ptr + 2) + n.to(tl.uint32)[None, :]
         four += tl.load(noise_ptr + 3)
         if ROWS.stochastic:
-            random1 = device.hash(four, word1, word2)
+            random1 = device.hashed(four, word1, word2)
         if (COLUMNS.kind != "none" and COLUMNS.kind != "same") and COLUMNS.stochastic:
-            random2 = device.hash(four, word2, word1)
+            random2 = device.hashed(four, word2, word1)
     ordered = tl.zeros((R, WIDE), tl.int32)
     largest0, ordered = device.slice_maxima(x0, ordered, ROWS, COLUMNS)
     largest1, ordered = device.slice_maxima(x1, ordered, ROWS, COLUMNS)

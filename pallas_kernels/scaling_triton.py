@@ -220,7 +220,7 @@ def scaled(x: tl.tensor, inverse: tl.tensor, HOW: tl.constexpr, FINITE: tl.const
 
 
 @triton.jit
-def hash(number: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tensor:
+def hashed(number: tl.tensor, word1: tl.tensor, word2: tl.tensor) -> tl.tensor:
     """32 random bits for each number."""
     mixed = number * 0x9E3779B9 + word1
     mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D

@@ -42,6 +42,7 @@ gc.set_threshold(50_000, 20, 50)
 import jax
 import pytest
 
+from fp8jax.ops import traced
 from tests.kernels import h200
 
 # The kernels for Hopper and their interpreter are of jax 0.11.
@@ -55,6 +56,14 @@ def young_heap() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def own_traces() -> Iterator[None]:
+    """What a test puts in place of a part of a kernel's call is in no trace of an earlier test, nor of a later one."""
+    traced.forget()
+    yield
+    traced.forget()
 
 
 def pytest_configure() -> None:

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax import Array, lax
 
+from fp8jax.ops import traced
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -227,8 +229,13 @@ def triton_or_xla(impl: str, unfit: Callable[[], str | None], kernel: str = "the
 def by_platform(*args: Any, cuda: Callable[..., Any], default: Callable[..., Any], logical: bool = False) -> Any:
     """`cuda(*args)`, a kernel, where the program runs on a CUDA GPU, and elsewhere its reference, `default(*args)`.
 
-    With `logical` the reference knows nothing of Explicit axes.
+    With `logical` the reference knows nothing of Explicit axes. Both are traced once for all calls that are alike, as
+    those of a model's blocks are.
     """
+    return traced.once(functools.partial(_by_platform, cuda, default, logical), *args)
+
+
+def _by_platform(cuda: Callable[..., Any], default: Callable[..., Any], logical: bool, *args: Any) -> Any:
     kernel = local(cuda)
     return lax.platform_dependent(*args, cuda=kernel, default=placed_like(kernel, local(default), args, logical))
 

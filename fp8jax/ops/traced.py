@@ -1,0 +1,72 @@
+"""Functions that are traced once for all calls that are alike, in whatever program they stand.
+
+A model calls the same operations for each of its blocks, and JAX knows a function by its identity: partial functions
+and closures that say the same are others to it, and would be traced anew for each block.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class _Known:
+    """A function that is known by what it says."""
+
+    def __init__(self, function: Callable[..., Any], content: Hashable) -> None:
+        self.function, self._content = function, content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known) and self._content == other._content
+
+
+def once(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, whose trace is that of an earlier call of an equal function with arrays of the same types.
+
+    Functions are equal that have the same code and the same content: what they close over, what is bound to them, and
+    their defaults. The equations stand in the program that is traced, as without this. A function that closes over
+    arrays, or over what has no hash, is traced anew; outside of any trace it is called as it is.
+
+    Args:
+        function: of arrays alone; what it is traced in, such as a mesh and `fp8jax.ops.choice.target`, JAX tells apart.
+        args: trees of arrays.
+    """
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+        return function(*args)
+    try:
+        content = _content(function)
+        hash(content)
+    except TypeError:
+        return function(*args)
+    return _once(_Known(function, content), *args)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _once(known: _Known, *args: Any) -> Any:
+    return known.function(*args)
+
+
+def forget() -> None:
+    """Forgets all traces: what a function calls was replaced, as tests do."""
+    _once.clear_cache()  # type: ignore[attr-defined]
+
+
+def _content(x: Any) -> Hashable:
+    """What tells a function, or what it closes over, from others; TypeError where nothing does."""
+    if isinstance(x, (jax.Array, jax.core.Tracer, np.ndarray)):
+        raise TypeError("an array has no content that is known")
+    if isinstance(x, functools.partial):
+        return "partial", _content(x.func), _content(x.args), _content(tuple(sorted(x.keywords.items())))
+    if isinstance(x, types.FunctionType) and (x.__closure__ or x.__defaults__ or x.__kwdefaults__):
+        held = tuple(cell.cell_contents for cell in x.__closure__ or ())
+        own = x.__defaults__ or (), tuple(sorted((x.__kwdefaults__ or {}).items()))
+        return x.__code__, _content(held), _content(own)
+    if type(x) is tuple:
+        return tuple(_content(each) for each in x)
+    return type(x), x

@@ -1,0 +1,110 @@
+"""Functions that are traced once for all calls that are alike."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fp8jax
+from experiments.models.plain import PlainLlama
+from fp8jax.ops import choice, quantize, traced
+from tests.kernels import h200
+
+SEEN = []
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    traced.forget()
+    SEEN.clear()
+
+
+def noted(name, x, *, factor=2.0):
+    SEEN.append(name)
+    return x * factor
+
+
+def closing(name, factor=2):
+    return lambda x, more=0: noted(name, x, factor=factor) + more
+
+
+def count(*functions, x=None):
+    """How many traces calls of functions in one program take, and what they give."""
+    SEEN.clear()
+    x = jnp.arange(3.0) if x is None else x
+    found = jax.jit(lambda x: [traced.once(f, x) for f in functions])(x)
+    return len(SEEN), found
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: functools.partial(noted, "a"), lambda: functools.partial(noted, "a", factor=3.0),
+             lambda: closing("a"), lambda: functools.partial(closing("a"), more=1),
+             lambda: functools.partial(functools.partial(noted, "a"), factor=4.0)],
+)  # fmt: skip
+def test_functions_that_say_the_same_are_traced_once(make):
+    traces, found = count(make(), make(), make())
+    assert traces == 1
+    for each in found:
+        np.testing.assert_array_equal(each, make()(jnp.arange(3.0)))
+
+
+def test_functions_that_say_something_else_are_not():
+    bound = [functools.partial(noted, name, factor=factor) for name in "ab" for factor in (2, 2.0, True, 3.0)]
+    functions = (*bound, *(closing("a", factor) for factor in (2, 3, 2.0, True)))
+    traces, found = count(*functions)
+    assert traces == len(functions)
+    for f, each in zip(functions, found, strict=True):
+        np.testing.assert_array_equal(each, f(jnp.arange(3.0)))
+
+
+def test_other_types_and_another_target_are_traced_anew():
+    function = functools.partial(noted, "a")
+    assert count(function)[0] == 1
+    assert count(function)[0] == 0
+    assert count(function, x=jnp.ones(4))[0] == 1
+    with choice.target(capability=90):
+        assert count(function)[0] == 1
+    traced.forget()
+    assert count(function)[0] == 1
+
+
+def test_what_closes_over_arrays_is_never_another_array_s():
+    def program(a, b):
+        add = lambda y: lambda x: noted("a", x) + y  # noqa: E731
+        return traced.once(add(a), b), traced.once(add(b), b), traced.once(functools.partial(lambda y, x: x - y, a), b)
+
+    a, b = jnp.ones(2), jnp.full(2, 5.0)
+    for found in (program(a, b), jax.jit(program)(a, b), jax.jit(lambda b: program(a, b))(b)):
+        np.testing.assert_array_equal(found, [[11, 11], [15, 15], [4, 4]])
+
+
+def test_outside_of_a_trace_a_function_sees_arrays():
+    assert traced.once(lambda x: float(x) + 1, jnp.float32(2)) == 3
+
+
+def test_under_transformations():
+    call = lambda x: traced.once(functools.partial(noted, "a"), x).sum()  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(call)(jnp.ones(3)), 2)
+    np.testing.assert_array_equal(jax.vmap(call)(jnp.ones((2, 3))), [6, 6])
+    np.testing.assert_array_equal(jax.jvp(call, (jnp.ones(3),), (jnp.ones(3),))[1], 6)
+
+
+@pytest.mark.skipif(bool(h200.missing()), reason="kernels cannot be traced here")
+def test_blocks_of_a_model_share_the_traces_of_kernels(monkeypatch):
+    """As many for four blocks as for two, once JAX knows what else it caches."""
+    traces = []
+    plain = quantize._one
+    monkeypatch.setattr(quantize, "_one", lambda *args: SEEN.append("kernel") or plain(*args))
+    for layers in (2, 2, 4):
+        traced.forget()
+        SEEN.clear()
+        model = nnx.eval_shape(lambda layers=layers: PlainLlama(64, 64, layers, 4, 2, 128, nnx.Rngs(0)))
+        graph, state = nnx.split(fp8jax.nnx.quantize(model, "te_current"))
+        loss = lambda state, x, graph=graph: nnx.merge(graph, state)(x).astype(jnp.float32).mean()  # noqa: E731
+        with choice.target(capability=90):
+            jax.make_jaxpr(jax.grad(loss, allow_int=True))(state, jax.ShapeDtypeStruct((1, 32), jnp.int32))
+        traces.append(len(SEEN))
+    assert traces[1] == traces[2] > 3
