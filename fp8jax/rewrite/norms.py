@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8jax.rewrite.graph import Node, Value, narrow
 from fp8jax.rewrite.primitives import LAYOUTS, RESHAPES
-from fp8jax.rewrite.probes import UnlikeError, evaluate
+from fp8jax.rewrite.probes import UnlikeError, evaluate, spread_factors
 
 # Rows of several magnitudes: where eps stands shows in the small ones.
 _MAGNITUDES = np.array([1e-5, 1e-3, 0.1, 3.0])[:, None]
@@ -61,7 +61,7 @@ def _inputs(value: Value) -> Iterator[Value]:
 
 def _operands(value: Value) -> list[Value]:
     node: Node | None = value.node
-    return [] if node is None or node.operation is not None else node.operands
+    return [] if node is None or node.operation is not None else spread_factors(node) or node.operands
 
 
 def _below(value: Value, deepest: int = 24) -> list[Value]:

@@ -154,6 +154,8 @@ def _why_not(node: Node, sides: list[int], around: str) -> str | None:
     ragged = node.kind == "ragged_dot_general" and sides == [1] and primitives.ragged_by_rows(node.eqn)
     if node.kind != "dot_general" and not ragged:
         return f"fp8jax has no {node.kind}{' of this form' if 'ragged' in node.kind else ''}"
+    if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
+        return "contracts nothing" if node.operands[sides[0]].aval.ndim > 1 else ""
     if not jnp.issubdtype(node.operands[1 - sides[0]].dtype, jnp.floating):
         return f"its data are {node.operands[1 - sides[0]].dtype}"
     return None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import scipy.special
 
-from fp8jax.rewrite.graph import Value
+from fp8jax.rewrite.graph import Node, Value
 from fp8jax.rewrite.primitives import RESHAPES, SAME
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -73,9 +73,27 @@ def _result(value: Value, at: dict[Value, Any], leaf: Callable[[Value], Any]) ->
         return np.sum(array, -1, keepdims=True)
     if node.kind in SAME:
         return look(node.operands[0])
+    if factors := spread_factors(node):
+        return look(factors[0]) * look(factors[1])
     if node.kind in RESHAPES and _of_rows(node.eqn, node.operands[0].shape, shape):
         return look(node.operands[0])
     return leaf(value)
+
+
+def spread_factors(node: Node) -> list[Value]:
+    """What `einsum("...k,k->...k")` multiplies element by element; nothing of any other node.
+
+    JAX writes it as a product that contracts nothing, with the channels as its batch, and moves these to the end again.
+    """
+    product = node.operands[0].node if node.kind == "transpose" else None
+    if product is None or product.operation is not None or product.kind != "dot_general":
+        return []
+    (contracted, batch), last = product.eqn.params["dimension_numbers"], len(node.eqn.params["permutation"]) - 1
+    factors = product.operands
+    by_channel = all(list(axes) == [x.aval.ndim - 1] for x, axes in zip(factors, batch, strict=True))
+    vector = min(x.aval.ndim for x in factors) == 1
+    back = tuple(node.eqn.params["permutation"]) == (*range(1, last + 1), 0)
+    return list(factors) if by_channel and vector and back and not any(map(len, contracted)) else []
 
 
 def _no_less_than_zero(a: Any, b: Any) -> Any:

@@ -111,6 +111,9 @@ NORMS = {
     ),
     "of heads": before(lambda x, p: rms(x.reshape(2, 6, 4, 8), 1.0).reshape(x.shape)),
     "of a sum": before(lambda x, p: rms(x + tanh(x), p["n"])),
+    "scale by einsum": before(lambda x, p: jnp.einsum("...k,k->...k", rms(x, 1.0), p["n"])),
+    "scale by einsum, first": before(lambda x, p: jnp.einsum("k,btk->btk", p["n"], rms(x, 1.0))),
+    "scale by einsum of rows": lambda p, x: jnp.einsum("tk,k->tk", rms(x[0], 1.0), p["n"]) @ p["square"],
 }
 NO_NORMS = {
     "of another": before(lambda x, p: rms(x, p["n"], x + 1)),
@@ -129,6 +132,12 @@ NO_NORMS = {
     "absolute": before(lambda x, p: x / (mean(jnp.abs(x)) + 1e-6)),
     "clipped mean square": before(lambda x, p: x * lax.rsqrt(jnp.maximum(mean(x * x), 1e-2))),
     "of a part": before(lambda x, p: x * lax.rsqrt(mean(x[..., :8] ** 2) + 1e-6)),
+    "scale of tokens by einsum": before(lambda x, p: jnp.einsum("btk,t->btk", rms(x, 1.0), p["tokens"][:, 0])),
+    "scale of tokens, turned by einsum": lambda p, x: (
+        jnp.einsum("btk,t->bkt", rms(x[..., :6], 1.0), p["tokens"][:, 0]) @ p["square"][:6]
+    ),
+    "rows in another order by einsum": before(lambda x, p: jnp.einsum("btk,k->tbk", rms(x, 1.0), p["n"])),
+    "scale of data by einsum": before(lambda x, p: jnp.einsum("btk,btk->btk", rms(x, 1.0), x)),
     "bias of data": before(lambda x, p: rms(x, p["n"]) + x),
 }
 
@@ -162,3 +171,15 @@ def test_found_by_what_it_computes(name):
 @pytest.mark.parametrize("name", [*NO_ACTIVATIONS, *NO_NORMS])
 def test_left_as_written(name):
     assert found({**NO_ACTIVATIONS, **NO_NORMS}[name]) == []
+
+
+def test_a_scale_by_einsum_is_part_of_its_norm_and_no_product():
+    """So does MaxText write it: a product that contracts nothing, which would be one of codes."""
+    fast = fp8jax.transform(NORMS["scale by einsum"], "coat")
+    told = fast.explain(P, X)
+    assert [(e.path, e.kind) for e in told.entries if e.product] == [("square", "dot_general")]
+    assert told.left == ()
+    outer = fp8jax.transform(lambda p, x: jnp.einsum("btk,kn->btkn", x, p["square"]).sum(2) @ p["square"], "coat")
+    told = outer.explain(P, X)
+    assert [e.reason for e in told.left] == ["contracts nothing"]
+    assert len(told.quantized) == 1
