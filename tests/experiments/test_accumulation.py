@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.task import _accumulate
+from experiments.losses import accumulate
 
 
 @pytest.mark.parametrize("factors", list(itertools.permutations([1.0, 8.0, 3.0])), ids=str)
@@ -19,7 +19,7 @@ def test_parts_merge_by_mean_and_statistics_by_maximum(factors):
         return noted + value, (value, {"w": jnp.array([value, -value])}, {"slot": jnp.array([value, 9 - value])})
 
     tokens = jnp.repeat(jnp.asarray(factors, jnp.float32), 2)[:, None]
-    noted, (loss, grads, seen) = jax.jit(lambda t: _accumulate(one, jnp.float32(0), t.reshape(3, -1, 1)))(tokens)
+    noted, (loss, grads, seen) = jax.jit(lambda t: accumulate(one, jnp.float32(0), t.reshape(3, -1, 1)))(tokens)
     assert float(noted) == 12
     np.testing.assert_allclose([loss, *grads["w"]], [4, 4, -4], rtol=1e-6)
     np.testing.assert_array_equal(seen["slot"], [8, 8])
@@ -33,6 +33,6 @@ def test_gradients_of_16_bits_are_added_up_in_32_whatever_the_order():
             grads = {"w": tokens[0].astype(jnp.bfloat16)}
             return noted, (tokens[0, 0], grads, {})
 
-        _, (_, grads, _) = _accumulate(one, jnp.float32(0), jnp.float32(factors).reshape(3, 1, 1))
+        _, (_, grads, _) = accumulate(one, jnp.float32(0), jnp.float32(factors).reshape(3, 1, 1))
         assert grads["w"].dtype == jnp.float32
         np.testing.assert_allclose(grads["w"], 86, rtol=1e-6)

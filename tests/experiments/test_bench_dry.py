@@ -7,7 +7,6 @@ import os
 
 import pytest
 
-import fp8jax
 from experiments import results
 from experiments.bench import models, step
 
@@ -54,7 +53,8 @@ def test_arms_of_a_job_are_recipes_that_there_are():
             arms = options[options.index("--arm") + 1 :]
             for arm in arms[: next((i for i, a in enumerate(arms) if a.startswith("--")), None)]:
                 step.settings(arm)
-    assert {recipe for arms in models.ARMS.values() for recipe in arms} <= {*fp8jax.recipes.NAMES}
+    for arm in {arm for arms in models.ARMS.values() for arm in arms}:
+        assert models.recipe_of(arm).name
 
 
 def test_a_user_s_model_trains_in_both(monkeypatch):

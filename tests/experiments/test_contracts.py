@@ -20,7 +20,6 @@ from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.core.scaling import Threshold
 from fp8jax.recipes import Comm, Context, Linear, Weights
-from fp8jax.rewrite import operations
 from tests.distance import relative
 
 LLAMA = LlamaConfig(vocab=32, dim=64, layers=2, heads=2, kv_heads=1, mlp_dim=128)
@@ -80,7 +79,7 @@ def build(name, devices=None):
 def settings():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "SMALLEST", 1024)
-        patch.setattr(operations, "content_key", lambda x: jax.random.key(x.size))
+        patch.setattr("fp8jax.rewrite.run.content_key", lambda x: jax.random.key(x.size))
         yield
 
 

@@ -13,7 +13,6 @@ from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm
-from fp8jax.rewrite import operations
 
 LLAMA = LlamaConfig(vocab=64, dim=256, layers=3, heads=4, kv_heads=2, mlp_dim=512)
 TOKENS = jax.random.randint(jax.random.key(1), (8, 33), 0, LLAMA.vocab)
@@ -38,7 +37,7 @@ def compiled(name, comm="fp32", microbatches=1, remat=False, llama=LLAMA):
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
     monkeypatch.setattr(mesh, "SMALLEST", 4096)
-    monkeypatch.setattr(operations, "content_key", lambda x: jax.random.key(x.size))
+    monkeypatch.setattr("fp8jax.rewrite.run.content_key", lambda x: jax.random.key(x.size))
 
 
 def gathers(step):

@@ -50,8 +50,8 @@ def test_every_size_is_possible_and_about_as_large_as_its_name(name):
 
 
 def test_unknown_size_is_an_error_that_lists_the_sizes():
-    with pytest.raises(ValueError, match=r"'8b'.*7b"):
-        sizes.get("8b", 256)
+    with pytest.raises(ValueError, match=r"'9b'.*8b"):
+        sizes.get("9b", 256)
 
 
 @pytest.mark.parametrize(

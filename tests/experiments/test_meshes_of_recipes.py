@@ -20,7 +20,6 @@ from experiments import config, mesh, train
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.recipes import Comm
-from fp8jax.rewrite import operations
 from tests.distance import relative
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
@@ -43,7 +42,7 @@ ALL = [(name, where, kind) for name in fp8jax.recipes.NAMES for where in MESHES 
 def settings():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "SMALLEST", 1024)
-        patch.setattr(operations, "content_key", lambda x: jax.random.key(x.size))
+        patch.setattr("fp8jax.rewrite.run.content_key", lambda x: jax.random.key(x.size))
         yield
 
 

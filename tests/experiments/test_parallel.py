@@ -13,7 +13,6 @@ from experiments.task import Task
 from fp8jax.dist.collectives import collectives
 from fp8jax.ops import linear
 from fp8jax.recipes import Comm
-from fp8jax.rewrite import operations
 
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=1, heads=2, kv_heads=2, mlp_dim=128)
 TOKENS = jax.random.randint(jax.random.key(1), (16, 33), 0, 64)
@@ -114,7 +113,7 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
         jax.debug.callback(lambda *found: seen.append(found), jax.lax.axis_index("data"), jax.random.key_data(key))
         return key
 
-    monkeypatch.setattr(operations, "content_key", noted)
+    monkeypatch.setattr("fp8jax.rewrite.run.content_key", noted)
     args = task.gradients, recipe, devices, state.params, state.model_state
     run = jax.jit(lambda tokens: parallel.gradients(*args, tokens, ())[0])
     for _ in range(2):
