@@ -142,8 +142,10 @@ def _products(
 def _why_not(node: Node, sides: list[int], around: str) -> str | None:
     """Why a product is left as written; None where it need not be, "" where there is nothing to say."""
     data = [value.data for value in node.operands[:2]]
+    matrices = [v for v in node.operands if v.weight is not None and v.aval.ndim > 1]
+    if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
+        return "contracts nothing" if matrices else ""
     if node.sealed or primitives.unread(node.eqn):
-        matrices = [v for v in node.operands if v.weight is not None and v.aval.ndim > 1]
         why = "has a derivative of its own" if node.sealed else "is not read"
         return f"inside {node.kind}, which {why}" if matrices else ""
     if len(sides) != 1 or not data[1 - sides[0]]:
@@ -154,8 +156,6 @@ def _why_not(node: Node, sides: list[int], around: str) -> str | None:
     ragged = node.kind == "ragged_dot_general" and sides == [1] and primitives.ragged_by_rows(node.eqn)
     if node.kind != "dot_general" and not ragged:
         return f"fp8jax has no {node.kind}{' of this form' if 'ragged' in node.kind else ''}"
-    if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
-        return "contracts nothing" if node.operands[sides[0]].aval.ndim > 1 else ""
     if not jnp.issubdtype(node.operands[1 - sides[0]].dtype, jnp.floating):
         return f"its data are {node.operands[1 - sides[0]].dtype}"
     return None

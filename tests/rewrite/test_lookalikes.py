@@ -179,6 +179,8 @@ def test_a_scale_by_einsum_is_part_of_its_norm_and_no_product():
     told = fast.explain(P, X)
     assert [(e.path, e.kind) for e in told.entries if e.product] == [("square", "dot_general")]
     assert told.left == ()
+    shifted = fp8jax.transform(before(lambda x, p: jnp.einsum("...k,k->...k", tanh(x), 1 + p["n"])), "coat")
+    assert [e.path for e in shifted.explain(P, X).entries] == ["square"]
     outer = fp8jax.transform(lambda p, x: jnp.einsum("btk,kn->btkn", x, p["square"]).sum(2) @ p["square"], "coat")
     told = outer.explain(P, X)
     assert [e.reason for e in told.left] == ["contracts nothing"]
