@@ -32,7 +32,9 @@ _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
 )
 
 
-def explain(model: Any, rules: Rules, *sample: Any, layers: Iterable[type] = (), **keywords: Any) -> Report:
+def explain(
+    model: Any, rules: Rules | None = None, *sample: Any, layers: Iterable[type] = (), **keywords: Any
+) -> Report:
     """What the rules make of a model: what each layer computes in and saves, and what is left alone and why.
 
     With sample inputs also the products really in the program of a loss (the mean square of the outputs) and its
@@ -40,7 +42,7 @@ def explain(model: Any, rules: Rules, *sample: Any, layers: Iterable[type] = (),
 
     Args:
         model: an NNX or Linen model, as `fp8jax.nnx.quantize` and `fp8jax.linen.quantize` take it.
-        rules: as they take them.
+        rules: as they take them; not of an NNX model that is quantized, whose own are known.
         sample: arguments of a call of the model, arrays or `jax.ShapeDtypeStruct`. A Linen model needs them, because
             its layers are known only while it runs; so are activations between the layers of an NNX model, and what
             reads their results.
@@ -51,11 +53,15 @@ def explain(model: Any, rules: Rules, *sample: Any, layers: Iterable[type] = (),
         A `Report`; print it.
 
     Raises:
-        TypeError: the model is of neither kind, or a Linen model comes without sample inputs.
+        TypeError: the model is of neither kind, a Linen model comes without sample inputs, or rules are missing.
         ValueError: as `quantize`.
     """
+    quantized = isinstance(type(model), nnx_modules.QuantizedMeta)
+    if rules is None:
+        told = "the arguments of a call of a quantized model: explain(model, x)"
+        raise TypeError(f"explain takes {told if quantized else 'rules or a recipe: explain(model, rules, x)'}")
     if isinstance(model, nnx.Module):
-        if isinstance(type(model), nnx_modules.QuantizedMeta) and not isinstance(rules, _RULES):
+        if quantized and not isinstance(rules, _RULES):
             return _explain_quantized(model, (rules, *sample), keywords)
         return _explain_nnx(model, ordered(rules, layers), sample, keywords)
     if isinstance(model, nn.Module):

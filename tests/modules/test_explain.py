@@ -255,6 +255,11 @@ def test_wrong_arguments_are_refused():
         fp8jax.explain({}, TE)
     with pytest.raises(ValueError, match="no layer is left for 'nothing'"):
         fp8jax.explain(MiniGPT(rngs=nnx.Rngs(0)), fp8jax.Rule("nothing", TE))
+    plain = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="rules or a recipe: explain"):
+        fp8jax.explain(plain)
+    with pytest.raises(TypeError, match=r"arguments of a call of a quantized model: explain\(model, x\)"):
+        fp8jax.explain(fp8jax.nnx.quantize(plain, "te_current"))
 
 
 @pytest.mark.parametrize("make", [lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), lambda: nn.Dense(4)])
