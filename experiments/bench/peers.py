@@ -216,14 +216,20 @@ def errors(updates: Tree, truth: Tree) -> tuple[float, int]:
     return worst, broken
 
 
+def peer(name: str) -> Callable[..., Any]:
+    """A peer's class with its options; raises what its package raises."""
+    _, module, kind, settings = PEERS[name]
+    if not os.environ.get("TRITON_CACHE_DIR"):
+        os.environ.pop("TRITON_CACHE_DIR", None)  # jax-triton empties it, and torch cannot do with that.
+    return functools.partial(getattr(importlib.import_module(module), kind), **settings)
+
+
 def available(device: str) -> dict[str, Callable[..., Any]]:
     """The peers that can run here; others are told of."""
     found = dict[str, Callable[..., Any]]()
-    if not os.environ.get("TRITON_CACHE_DIR"):
-        os.environ.pop("TRITON_CACHE_DIR", None)  # jax-triton empties it, and torch cannot do with that.
-    for name, (package, module, kind, settings) in PEERS.items():
+    for name, (package, *_) in PEERS.items():
         try:
-            made = functools.partial(getattr(importlib.import_module(module), kind), **settings)
+            made = peer(name)
             torch = importlib.import_module("torch")
             parameter = torch.nn.Parameter(torch.zeros(SMALLEST, device=device))
             parameter.grad = torch.ones_like(parameter)
@@ -261,11 +267,10 @@ def main(argv: list[str]) -> None:
 def of_stream(name: str, kinds: Collection[str], device: str) -> list[timing.Row]:
     """Rows of a stream: all of ours, and these peers."""
     gradients, rows = stream(name, 20 if timing.dry() else STEPS), list[timing.Row]()
-    peers = {kind: made for kind, made in available(device).items() if kind in kinds}
     for b2 in B2S[:1] if timing.dry() else B2S:
         truth = exact(gradients, b2)
         runs = {kind: functools.partial(by_jax, tx, gradients) for kind, tx in ours(b2).items()}
-        runs |= {kind: functools.partial(by_torch, made, gradients, b2, device) for kind, made in peers.items()}
+        runs |= {kind: functools.partial(by_torch, peer(kind), gradients, b2, device) for kind in kinds}
         rows += compare(name, b2, truth, runs)
     return rows
 

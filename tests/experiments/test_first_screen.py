@@ -16,7 +16,7 @@ def result(date, commit, **steps):
 
 
 def lines(results):
-    return [line for line in first_screen.table(results).split("\n")[2:]]
+    return first_screen.table(results).split("\n")[2:]
 
 
 def test_the_newest_card_is_shown_with_its_command_and_commit():
