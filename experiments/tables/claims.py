@@ -317,6 +317,12 @@ CLAIMS: list[Claim] = [
           "+0.4 % of log perplexity (COAT, Table 13)"),
     *(Claim(f"Loss of `{name}`, likewise", "training_parity", _difference(name))
       for name in ("coat_fast", "moss", "fast", "int8_fallback", "fp8_lm_two_phase")),
+    Claim("Validation loss after fine-tuning on answers, above bf16's with the same seeds, three seeds: `coat`; `moss`; "
+          "`int8_fallback`", "finetuning",
+          several(*(value(arm, "validation: % above bf16", "%", 2) for arm in ("coat", "moss", "int8_fallback")))),
+    Claim("The same of adapters on codes of e4m3, which train fewer weights: above bf16's of all weights", "finetuning",
+          value("LoRA on e4m3", "validation: % above bf16", "%"), "",
+          beside("adapters on bf16", value("LoRA on bf16", "validation: % above bf16", "%"))),
     Claim("A GLU model with outliers trained on in int8: validation loss above bf16, `int8_fallback`", "int8_diverges",
           value("int8_fallback", "validation loss: % above bf16", "%", 2), "none (Figure 8a)",
           beside("int8_block", value("int8_block", "validation loss: % above bf16", "%", 2))),
