@@ -80,6 +80,14 @@ def call(
     return result
 
 
+@_call.def_impl
+@functools.partial(jax.jit, static_argnames="kernel")
+def _alone(*operands: Array, kernel: Kernel) -> Array:
+    """The kernel outside of any program: one of its own."""
+    result: Array = _call.bind(*operands, kernel=kernel)
+    return result
+
+
 @_call.def_abstract_eval
 def _result(first: Any, *rest: Any, kernel: Kernel) -> Any:
     (out,) = kernel.program.out_avals

@@ -160,3 +160,9 @@ def test_a_batch_is_multiplied_one_by_one():
     assert text.count("@mosaic_gpu_v2(") == 1
     assert "stablehlo.while" in text
     assert "tensor<3x256x384xbf16>" in text
+
+
+def test_a_call_outside_of_jit_is_a_program_of_its_own():
+    """It comes as far as a CPU, which has no such kernel."""
+    with pytest.raises(NotImplementedError, match="platform cpu"):
+        matmul_mosaic.matmul(jnp.zeros(A.shape, A.dtype), jnp.zeros(B.shape, B.dtype))

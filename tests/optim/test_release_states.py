@@ -54,7 +54,9 @@ def test_a_scan_gives_the_state_of_a_plain_step(name):
     for field in set(own._fields) - {"count"}:
         found, expected = getattr(own, field), getattr(state, field)["layers"]
         assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
-        if field == "remainder":  # its unit is fp32's last bit, and a moment's code that flips at a tie moves it further
+        if (
+            field == "remainder"
+        ):  # its unit is fp32's last bit, and a moment's code that flips at a tie moves it further
             pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
             assert all(np.mean(np.abs(np.int32(a) - np.int32(b)) > 2) < 0.05 for a, b in pairs)
         else:
