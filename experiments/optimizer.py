@@ -48,7 +48,7 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
     limit = None
     if optim.b1**2 < optim.b2:
         limit = fp8jax.adam_limit(schedule(optim), optim.b1, optim.b2, optim.weight_decay)
-    if limit is not None and recipe.weights.master != "fp16":
+    if limit is not None and not recipe.scaled_per_tensor:
         return fp8jax.clipped(optim.clip, fp8jax.tracked(adamw, limit, recipe.linear.interval))
     tracker = fp8jax.track_weights(recipe.linear.interval, limit)
     return optax.chain(optax.clip_by_global_norm(optim.clip), adamw, tracker)

@@ -10,6 +10,7 @@ from jax import Array
 
 from fp8jax import recipes
 from fp8jax.core.recipe import Recipe
+from fp8jax.core.weights import SCALED
 from fp8jax.optim.clipped import clipped
 from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule, compressed_adamw
 from fp8jax.optim.fp8lm_adamw import NONE_STACKED, fp8lm_adamw
@@ -33,8 +34,8 @@ def optimizer(
 ) -> FusedTransformation:
     """AdamW whose moments are stored as a recipe says: `compressed_adamw` with the settings of `recipe.optimizer`.
 
-    A recipe that leaves moments in fp32, such as `bf16`, gets the bits of `optax.adamw`; one with master weights in
-    fp16, such as `fp8_lm`, gets `fp8lm_adamw`.
+    A recipe that leaves moments in fp32, such as `bf16`, gets the bits of `optax.adamw`; one whose moments have one
+    scale a tensor, such as `fp8_lm`, gets `fp8lm_adamw`.
 
     Args:
         recipe: a recipe, or the name of one of `fp8jax.recipes`.
@@ -61,10 +62,10 @@ def optimizer(
         raise TypeError(f"optimizer takes a recipe or its name, not {recipe!r}; {called}")
     make: Callable[..., FusedTransformation] = compressed_adamw
     common: dict[str, Any] = {"min_size": min_size, "impl": impl}
-    if recipe.weights.master == "fp16":
+    common["master"] = recipe.weights.master if recipe.weights.master not in ("fp32", "bf16", SCALED) else None
+    if recipe.scaled_per_tensor:
         make, common = fp8lm_adamw, common | {"mu": recipe.optimizer.mu, "stacked": stacked}
     else:
         common |= {name: x for name, x in dataclasses.asdict(recipe.optimizer).items() if x is not None}
-        common["master"] = recipe.weights.master if recipe.weights.master not in ("fp32", "bf16") else None
     tx = make(learning_rate, b1, b2, eps, eps_root, weight_decay, mask, **common)
     return tx if clip is None else clipped(clip, tx)

@@ -1,5 +1,7 @@
 """FP8-LM's AdamW in one pass: fp16 master weights, FP8 first and fp16 second moments, each under one scale a layer.
 
+Or a parameter is its own master weight: fp32, bf16 that is rounded stochastically, or bf16 with a remainder.
+
 The scales of what is written are known before: they come from bounds. Each program tells the largest magnitudes that it
 stored, of which the bounds of the next step are made, so that no pass has to look for them.
 """
@@ -16,6 +18,7 @@ from jax import Array
 
 from pallas_kernels import call_triton
 from pallas_kernels import codec_triton as codec
+from pallas_kernels import masters_triton as masters
 
 PLAIN_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 CODE_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -156,12 +159,18 @@ def _fp8lm(
     GATED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     RUNS: tl.constexpr,
+    KEPT: tl.constexpr,
+    REST: tl.constexpr,
     MU_MAX: tl.constexpr,
     MU_INF: tl.constexpr,
     MU_NORMAL: tl.constexpr,
     MU_MANTISSA: tl.constexpr,
 ) -> None:
-    """A tile of one layer; everything is written where it was read, but for an update and the largest magnitudes."""
+    """A tile of one layer; everything is written where it was read, but for an update and the largest magnitudes.
+
+    Of KEPT arrays that are in codes, both moments are the last. Where they are all, `master_ptr` is of the remainder.
+    """
+    OWN: tl.constexpr = KEPT == 2
     if GATED:  # noqa: SIM102 (one is known at compile time)
         if tl.load(scalars_ptr + 12) == 0:
             return
@@ -174,10 +183,10 @@ def _fp8lm(
     mask = at < length - begin
 
     g = _load(grad_ptr + base, at, mask, MASKED)
-    w = _load(master_ptr + base, at, mask, MASKED)
+    w = 0.0 if OWN and REST == 0 else _load(master_ptr + base, at, mask, MASKED)
     m = _load(mu_ptr + base, at, mask, MASKED)
     v = _load(nu_ptr + base, at, mask, MASKED)
-    p = 0.0 if STEP else _load(weight_ptr + base, at, mask, MASKED)
+    p = 0.0 if STEP and not OWN else _load(weight_ptr + base, at, mask, MASKED)
     tl.debug_barrier()  # the assembler puts no load off past it
     rate, weight_decay = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
     b1, b1_rest = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
@@ -191,53 +200,70 @@ def _fp8lm(
         g = g * tl.load(scales_ptr)
     if GATED:
         g = g * tl.load(scalars_ptr + 11)
-    w = w.to(tl.float32) * tl.load(scales_ptr + layers)
-    m = m.to(tl.float32) * tl.load(scales_ptr + 2 * layers)
+    if OWN:
+        w = masters.joined(p, w, REST) if REST > 0 else codec.fp32(p)
+    else:
+        w = w.to(tl.float32) * tl.load(scales_ptr + layers)  # type: ignore[union-attr]
+    m = m.to(tl.float32) * tl.load(scales_ptr + (KEPT - 1) * layers)
     codes = v.to(tl.float32)
-    v = codes * tl.load(scales_ptr + 3 * layers)
+    v = codes * tl.load(scales_ptr + KEPT * layers)
     # A second moment that is not zero stays so where its scale is tiny.
     v = tl.where((codes > 0) & (v < _TINY), _TINY, v)
     m = b1_rest * g + b1 * m
     v = b2_rest * (g * g) + b2 * v
     direction = (m * correction1) / (tl.sqrt(v * correction2 + eps_root) + eps)
-    w = w - rate * (direction + weight_decay * w)
+    change = -rate * (direction + weight_decay * w)
+    w = w + change
 
     own_largest = largest_ptr + program
     programs = layers * tiles
-    y = _units(w, tl.load(scales_ptr + 7 * layers), _FP16_MAX, 0.0)
+    place, noise = at, at
     if STOCHASTIC:
         place = base + at
         if RUNS:
             run = place // inner
             place = run * stride + (place - run * inner) + tl.load(words_ptr + 2).to(tl.int64)
         noise = codec.noise_of_pairs(place >> 3, place, tl.load(words_ptr), tl.load(words_ptr + 1))
-        noise = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16)
-        signed = _rounded(_signed(y, w), noise)
-        y = tl.abs(signed)
+    if OWN:
+        if REST > 0:
+            w, left = masters.split(w, REST)
+            _store(master_ptr + base, at, left.to(master_ptr.dtype.element_ty), mask, MASKED)
+        elif STOCHASTIC:
+            w = codec.round_stochastically(w, noise, place, False)
+        if STEP:
+            _store(weight_ptr + base, at, w.to(weight_ptr.dtype.element_ty), mask, MASKED)
+        else:
+            _store(result_ptr + base, at, change, mask, MASKED)
     else:
-        signed = _signed(y, w)
-    code = signed.to(tl.float16)
-    _store(master_ptr + base, at, code, mask, MASKED)
-    _tell(own_largest, y, mask, MASKED)
-    held = code.to(tl.float32) * tl.load(scales_ptr + 4 * layers)
-    if STEP:
-        _store(weight_ptr + base, at, held.to(weight_ptr.dtype.element_ty), mask, MASKED)
-    else:
-        change = held - codec.fp32(p)
-        _store(result_ptr + base, at, change.to(result_ptr.dtype.element_ty), mask, MASKED)
+        y = _units(w, tl.load(scales_ptr + 7 * layers), _FP16_MAX, 0.0)
+        if STOCHASTIC:
+            noise = tl.where((place & 1) == 0, noise & 0xFFFF, noise >> 16)
+            signed = _rounded(_signed(y, w), noise)
+            y = tl.abs(signed)
+        else:
+            signed = _signed(y, w)
+        code = signed.to(tl.float16)
+        _store(master_ptr + base, at, code, mask, MASKED)
+        _tell(own_largest, y, mask, MASKED)
+        held = code.to(tl.float32) * tl.load(scales_ptr + 4 * layers)
+        if STEP:
+            _store(weight_ptr + base, at, held.to(weight_ptr.dtype.element_ty), mask, MASKED)
+        else:
+            distance = held - codec.fp32(p)
+            _store(result_ptr + base, at, distance.to(result_ptr.dtype.element_ty), mask, MASKED)
 
-    y = _units(v, tl.load(scales_ptr + 9 * layers), _FP16_MAX, _FP16_SMALLEST)
+    y = _units(v, tl.load(scales_ptr + 3 * KEPT * layers), _FP16_MAX, _FP16_SMALLEST)
     _store(nu_ptr + base, at, _signed(y, v).to(tl.float16), mask, MASKED)
-    _tell(own_largest + 2 * programs, y, mask, MASKED)
+    _tell(own_largest + (KEPT - 1) * programs, y, mask, MASKED)
 
-    y = _units(m, tl.load(scales_ptr + 8 * layers), MU_MAX, 0.0)
+    y = _units(m, tl.load(scales_ptr + (3 * KEPT - 1) * layers), MU_MAX, 0.0)
     y = codec.faded(y, b1, tl.load(scalars_ptr + 10), MU_NORMAL, MU_MANTISSA)
     codes = _signed(y, m).to(mu_ptr.dtype.element_ty).to(tl.int8, bitcast=True)
     # The conversion makes the largest code of Inf.
     infinite = ((codec.bits(m) >> 24) & -0x80) | MU_INF
     codes = tl.where(y == _INF, infinite.to(tl.int8), codes)
     _store(mu_ptr + base, at, codes.to(mu_ptr.dtype.element_ty, bitcast=True), mask, MASKED)
-    _tell(own_largest + programs, y, mask, MASKED)
+    _tell(own_largest + (KEPT - 2) * programs, y, mask, MASKED)
 
 
 def unsupported(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, stochastic: bool = False) -> str | None:
@@ -265,10 +291,8 @@ def unsupported(shape: tuple[int, ...], grad: Any, weight: Any, mu: Any, stochas
 
 def fp8lm(
     grad: Array,
-    weight: Array,
-    master: Array,
-    mu: Array,
-    nu: Array,
+    weight: Array | tuple[Array, Array],
+    codes: tuple[Array, ...],
     scales: Array,
     scalars: FP8LMScalars,
     *,
@@ -277,17 +301,17 @@ def fp8lm(
     run: tuple[int, int] | None = None,
     launch: FP8LMLaunch | None = None,
     compute_capability: int | None = None,
-) -> tuple[Array, Array, Array, Array, Array]:
+) -> tuple[Array | tuple[Array, Array], tuple[Array, ...], Array]:
     """One step of FP8-LM's AdamW on one parameter.
 
     Args:
         grad: gradient, of any shape, fp32, bf16 or fp16, or FP8 codes.
-        weight: the working copy, fp32, bf16 or fp16; read only for an update.
-        master: fp16 codes of the master weight.
-        mu: FP8 codes of the first moment.
-        nu: fp16 codes of the second moment.
-        scales: fp32 (10, layers), where the leading axes of the arrays have so many layers: scales of the gradient's
-            codes, of the three as they are, of the three as they will be, and one over these last, powers of two.
+        weight: the working copy, fp32, bf16 or fp16; read only for an update. Or the master weight itself, fp32; bf16,
+            for a step with `words`; or for a step its bf16 high part and its int8 or int16 remainder.
+        codes: fp16 codes of the master weight, unless `weight` is it; FP8 codes of the first moment; and fp16 ones of
+            the second moment.
+        scales: fp32 (1 + 3 n, layers) for n arrays of codes, where the leading axes have so many layers: scales of the
+            gradient's codes, of these as they are, of them as they will be, and one over these last, powers of two.
         scalars: the scalars of the step. Where it is not applied, everything is as before, but an update and the
             largest magnitudes are undefined.
         form: "update" returns the change of the working copy, "step" the new one.
@@ -299,34 +323,43 @@ def fp8lm(
         compute_capability: of the GPU to compile for, as 90; None asks the GPU.
 
     Returns:
-        The change or the new working copy; the codes of the master weight and of both moments; and the largest finite
-        magnitudes of these three that were stored, in units of the scales and before rounding to nearest, fp32
-        (3, layers, tiles). What is given is updated in place where it is donated.
+        The change or the new weight, of parts both; the codes; and the largest finite magnitudes of these that were
+        stored, in units of the scales and before rounding to nearest, fp32 (n, layers, tiles). What is given is updated
+        in place where it is donated.
 
     Raises:
         ValueError: the kernel cannot take these arrays; the message says why.
     """
+    weight, rest = weight if isinstance(weight, tuple) else (weight, None)
+    *master, mu, nu = codes
+    step = form == "step"
     reason = unsupported(grad.shape, grad.dtype, weight.dtype, mu.dtype, words is not None)
+    if not master and not _is_master(weight, rest, step, words is not None):
+        reason = "a master weight is fp32, or for a step bf16 with words, or with a remainder, int8 or int16"
     if reason is not None:
         raise ValueError(f"the fused kernel of fp8lm_adamw cannot run: {reason}")
-    launch, step, layers = launch or FP8LMLaunch(), form == "step", scales.shape[1]
+    launch, layers = launch or FP8LMLaunch(), scales.shape[1]
     length = grad.size // layers
     vector = VECTOR if length % VECTOR == 0 else 1
     tiles = -(-length // launch.elements)
-    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (master, mu, nu, weight)]
-    outputs.append(jax.ShapeDtypeStruct((3, layers, tiles), jnp.float32))
+    # Beside the moments: the master's codes, or its remainder, or nothing.
+    beside = master or ([] if rest is None else [rest])
+    outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*beside, mu, nu, weight)]
+    outputs.append(jax.ShapeDtypeStruct((len(codes), layers, tiles), jnp.float32))
+    sources = [*range(3 - len(beside), 5), *([1] if step else [])]
     vector_of_scalars = scalars.vector()
-    master, mu, nu, result, largest = call_triton.call(
-        *(grad, weight, master, mu, nu, scales, vector_of_scalars),
+    *found, mu, nu, result, largest = call_triton.call(
+        *(grad, weight, *(beside or [weight]), mu, nu, scales, vector_of_scalars),
         vector_of_scalars if words is None else words,
         *(layers, tiles, length // vector),
         *(run or (1, 1)),
+        *[1] * (1 - len(beside)),
         kernel=_fp8lm,
         results=outputs,
         programs=layers * tiles,
         warps=launch.warps,
         compute_capability=compute_capability,
-        aliases={2: 0, 3: 1, 4: 2} | ({1: 3} if step else {}),
+        aliases={source: i for i, source in enumerate(sources)},
         TILE=launch.elements,
         VECTOR=vector,
         MASKED=length % launch.elements > 0,
@@ -335,12 +368,23 @@ def fp8lm(
         GATED=scalars.gated,
         STOCHASTIC=words is not None,
         RUNS=run is not None,
+        KEPT=len(codes),
+        REST=0 if rest is None else 8 * rest.dtype.itemsize,
         MU_MAX=float(jnp.finfo(mu.dtype).max),
         MU_INF=0x7C if mu.dtype == jnp.float8_e5m2 else 0x7F,
         MU_NORMAL=float(jnp.finfo(mu.dtype).smallest_normal),
         MU_MANTISSA=int(jnp.finfo(mu.dtype).nmant),
     )
-    return result, master, mu, nu, largest
+    if rest is not None:
+        return (result, found[0]), (mu, nu), largest
+    return result, (*found, mu, nu), largest
+
+
+def _is_master(weight: Array, rest: Array | None, step: bool, stochastic: bool) -> bool:
+    if rest is None and not stochastic:
+        return weight.dtype == jnp.float32  # type: ignore[no-any-return]
+    exact = stochastic if rest is None else not stochastic and rest.dtype in (jnp.int8, jnp.int16)
+    return step and exact and weight.dtype == jnp.bfloat16
 
 
 def _either(dtypes: tuple[Any, ...]) -> str:

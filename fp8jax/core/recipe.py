@@ -12,6 +12,7 @@ from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
 from fp8jax.core.storage import NU_ROUNDINGS as NU_ROUNDINGS
 from fp8jax.core.storage import Optimizer as Optimizer
 from fp8jax.core.tables import sentence, table
+from fp8jax.core.weights import SCALED
 from fp8jax.core.weights import Weights as Weights
 
 _XLA, _FP32, _ADAM, _WRITTEN = Comm(), Weights(), Optimizer(), Context()
@@ -274,16 +275,21 @@ class Recipe:
                 name = field.type.__name__  # type: ignore[union-attr]
                 raise TypeError(f"{field.name} must be of type {name}, not {getattr(self, field.name)!r}")
         scaled = [m for m in ("mu", "nu") if self.optimizer.spec(m) is not None and self.optimizer.group_size is None]
-        if scaled and (self.weights.master, self.optimizer.nu) != ("fp16", "fp16"):
+        master, how = self.weights.master, "Optimizer(mu='e4m3', nu='fp16', group_size=None, expand=False)"
+        whole = len(scaled) == 2 and self.optimizer.nu == SCALED and self.optimizer.mu in ("e4m3", "e5m2")
+        if scaled and (not whole or master in ("fp32", "bf16")):
             raise ValueError(
                 f"optimizer.group_size=None stores {' and '.join(scaled)} with one scale a tensor, which goes with "
-                "weights.master='fp16' and nu='fp16' (FP8-LM); give a group_size"
+                f"{how} and weights.master 'fp16' (FP8-LM), or by parts, not with {self.optimizer} and {master!r}; "
+                "give a group_size"
             )
-        if self.weights.master == "fp16" and (len(scaled) < 2 or self.optimizer.mu not in ("e4m3", "e5m2")):
-            raise ValueError(
-                "weights.master 'fp16' goes with Optimizer(mu='e4m3', nu='fp16', group_size=None, expand=False), "
-                f"not {self.optimizer}"
-            )
+        if master == SCALED and not whole:
+            raise ValueError(f"weights.master 'fp16' goes with {how}, not {self.optimizer}")
+
+    @property
+    def scaled_per_tensor(self) -> bool:
+        """Whether moments have one scale a tensor, as in FP8-LM: `fp8jax.fp8lm_adamw`."""
+        return self.optimizer.group_size is None and self.optimizer.spec("mu") is not None
 
     def plan(self) -> list[tuple[str, str, str, float]]:
         """The storage plan: (role, stored in, computed in, bytes an element), metadata of full groups included."""

@@ -16,13 +16,13 @@ import numpy as np
 import optax
 from jax import Array
 
-from fp8jax.core import masters, noise
+from fp8jax.core import noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.noise import round_stochastically
 from fp8jax.core.qtensor import QTensor, quantize_by_position, quantize_with_scale
 from fp8jax.ops import adamw_fused, alike
 from fp8jax.ops.adamw_leaf import Adam as Adam
-from fp8jax.ops.adamw_leaf import Form, Leaf, difference
+from fp8jax.ops.adamw_leaf import Form, Leaf, renewed
 from fp8jax.ops.adamw_leaf import Moment as Moment
 from fp8jax.ops.choice import placed_like, tell, vary_with
 from fp8jax.ops.members import settled
@@ -286,26 +286,12 @@ def _rows(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, M
         if leaf.decays and leaf.weight is not None:
             d = d + adam.weight_decay * leaf.weight.astype(jnp.float32)
         change = jnp.asarray(-adam.rate, jnp.float32) * d
-        results.append(_result(form, leaf, change))
+        results.append(renewed(form, leaf, change))
     new = list(zip(results, mus, nus, strict=True))
     if adam.applied is None:
         return new
     old = [(leaf.weight, leaf.mu, leaf.nu) for leaf in leaves]
     return jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), new, old)
-
-
-def _result(form: Form, leaf: Leaf, change: Array) -> Any:
-    """A new parameter, or its change, from the change in fp32."""
-    if form == "update" and not leaf.exact:
-        return change.astype(leaf.dtype)
-    old = leaf.weight
-    assert old is not None
-    new = old.astype(jnp.float32) + change
-    if isinstance(old, MasterWeight):
-        result: Any = masters.split(new, old.high.dtype, old.remainder.dtype)
-    else:
-        result = new.astype(leaf.dtype) if leaf.noise is None else round_stochastically(new, leaf.noise)
-    return difference(result, old) if form == "update" else result
 
 
 def _fused(form: Form, adam: Adam, impls: Sequence[str], leaves: Sequence[Leaf]) -> list[tuple[Array, Moment, Moment]]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from fp8jax.core import noise
+from fp8jax.core import masters, noise
 from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor
 
@@ -127,6 +127,25 @@ class Leaf:
         size = self.quantized[0].spec.group_size
         assert size is not None
         return size
+
+
+def renewed(form: Form, leaf: Any, change: Array) -> Any:
+    """A new parameter, or its change, from the change in fp32.
+
+    Args:
+        form: "step" or "update".
+        leaf: a `Leaf`, or what has its `weight`, `dtype`, `exact` and `noise`.
+        change: fp32, of the parameter's shape.
+    """
+    if form == "update" and not leaf.exact:
+        return change.astype(leaf.dtype)
+    old = leaf.weight
+    new = old.astype(jnp.float32) + change
+    if isinstance(old, MasterWeight):
+        result: Any = masters.split(new, old.high.dtype, old.remainder.dtype)
+    else:
+        result = new.astype(leaf.dtype) if leaf.noise is None else noise.round_stochastically(new, leaf.noise)
+    return difference(result, old) if form == "update" else result
 
 
 def difference(new: Any, old: Any) -> Any:

@@ -1,4 +1,4 @@
-"""FP8-LM's AdamW on parameters whose master weights and moments share one scale a layer, or a group: a step of it.
+"""FP8-LM's AdamW on parameters whose moments, and master weights, share one scale a layer, or a group: a step of it.
 
 Scales come from bounds, which nothing exceeds and which are known before the step: of the largest magnitudes of what is
 stored, which the step before has told, of the gradient's and of the learning rate. So a step is one pass over its
@@ -17,11 +17,13 @@ import numpy as np
 from jax import Array
 
 from fp8jax.core import blocks, formats, noise, scaling
+from fp8jax.core.masters import MasterWeight
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
+from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import alike
 from fp8jax.ops.adamw import load
 from fp8jax.ops.adamw_fused import Place, placed
-from fp8jax.ops.adamw_leaf import Adam, Form
+from fp8jax.ops.adamw_leaf import Adam, Form, difference, renewed
 from fp8jax.ops.choice import Choice, capability, missing_triton, placed_like, tell, triton_or_xla, vary_with
 from fp8jax.ops.cuts import Cut, notation
 from fp8jax.ops.partition import partitioned
@@ -36,7 +38,7 @@ _ROUNDED_UP = np.float32(1 + 2**-20)
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["grad", "weight", "master", "mu", "nu", "largest", "words"],
+    data_fields=["grad", "weight", "master", "mu", "nu", "largest", "noise"],
     meta_fields=["decays"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -45,42 +47,58 @@ class MasterLeaf:
 
     Attributes:
         grad: gradient, an array or a `QTensor`.
-        weight: the working copy.
-        master: master weight, fp16 codes.
-        mu: first moment, FP8 codes.
-        nu: second moment, fp16 codes.
-        largest: largest magnitudes of these three, stacked along a new first axis, each of its scale's shape.
-        words: two random words for stochastic rounding of the master weight, or None.
+        weight: the working copy of the master weight; or that itself, an array or a `MasterWeight`.
+        master: master weight, fp16 codes, of a parameter that is too small for them fp32; None where `weight` is it.
+        mu: first moment, FP8 codes or fp32.
+        nu: second moment, fp16 codes or fp32.
+        largest: largest magnitudes of what is in codes, stacked along a new first axis, each of its scale's shape.
+        noise: two random words for stochastic rounding of the master weight, or None.
         decays: whether the parameter decays; static.
     """
 
     grad: Any
-    weight: Array
-    master: QTensor
-    mu: QTensor
-    nu: QTensor
+    weight: Array | MasterWeight
+    master: Any
+    mu: Any
+    nu: Any
     largest: Array
-    words: Array | None
+    noise: Array | None
     decays: bool
 
     @property
-    def stored(self) -> tuple[QTensor, QTensor, QTensor]:
-        return self.master, self.mu, self.nu
+    def stored(self) -> tuple[QTensor, ...]:
+        """What is in codes."""
+        return tuple(q for q in (self.master, self.mu, self.nu) if q is not None)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether anything is in codes."""
+        return isinstance(self.mu, QTensor)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the parameter that the caller holds."""
+        return self.weight.dtype
+
+    @property
+    def exact(self) -> bool:
+        """As of `adamw_leaf.Leaf`."""
+        return self.master is None and (isinstance(self.weight, MasterWeight) or self.noise is not None)
 
     @property
     def codes(self) -> bool:
         """Whether the gradient is FP8 codes under scales of the parameter's own kind."""
-        g, spec = self.grad, self.master.spec
+        g, mu = self.grad, self.mu
         if not isinstance(g, QTensor) or g.spec.format not in ("e4m3", "e5m2"):
             return False
-        return (g.spec.granularity, g.scale.shape) == (spec.granularity, self.master.scale.shape)
+        return (g.spec.granularity, g.scale.shape) == (mu.spec.granularity, mu.scale.shape)
 
 
 class StepResult(NamedTuple):
-    """What a step makes of one parameter: its change or its new working copy, and what is stored."""
+    """What a step makes of one parameter: its change or what it is now, and what is stored in codes."""
 
-    result: Array
-    master: QTensor
+    result: Any
+    master: QTensor | None
     mu: QTensor
     nu: QTensor
     largest: Array
@@ -90,7 +108,8 @@ def apply(form: Form, leaves: Sequence[MasterLeaf], adam: Adam, impl: str = "aut
     """A step of some parameters.
 
     Args:
-        form: "update" gives the distance of the working copy from the new master weight, "step" the new working copy.
+        form: "update" gives the distance of a working copy from the new master weight, or the change of a parameter
+            that is its own (`adamw_leaf.renewed`); "step" the new parameter.
         leaves: the parameters.
         adam: the scalars of the step; `applied` is for "step".
         impl: "auto", "xla" or "triton"; see `choose`.
@@ -132,12 +151,12 @@ def choose(leaf: MasterLeaf, impl: str) -> Choice:
 def _unsupported(leaf: MasterLeaf) -> str | None:
     from pallas_kernels import fp8lm_triton
 
-    if leaf.master.spec.granularity != "tensor":
-        return f"scales are of groups of {leaf.master.spec.group_size}, and the kernel takes one a layer"
+    if leaf.mu.spec.granularity != "tensor":
+        return f"scales are of groups of {leaf.mu.spec.group_size}, and the kernel takes one a layer"
+    if isinstance(leaf.weight, MasterWeight) and leaf.dtype != jnp.bfloat16:
+        return f"the kernel has remainders of bf16 master weights, and not of {leaf.dtype}"
     grad = leaf.grad.codes.dtype if leaf.codes else jnp.float32 if isinstance(leaf.grad, QTensor) else leaf.grad.dtype
-    return fp8lm_triton.unsupported(
-        leaf.master.shape, grad, leaf.weight.dtype, leaf.mu.codes.dtype, leaf.words is not None
-    )
+    return fp8lm_triton.unsupported(leaf.mu.shape, grad, leaf.dtype, leaf.mu.codes.dtype, leaf.noise is not None)
 
 
 def largest(q: QTensor) -> Array:
@@ -170,22 +189,21 @@ def scale_above(bound: Array, fmt: formats.Format) -> Array:
 
 
 def _new_scales(leaf: MasterLeaf, adam: Adam) -> list[Array]:
-    """Scales of the master weight and both moments after the step, each of the shape of the present one."""
+    """Scales of what is in codes after the step, each of the shape of the present one."""
     factor = 1.0 if adam.factor is None else adam.factor
     if leaf.codes:
         of_grad = jnp.abs(leaf.grad.scale * factor) * formats.get(leaf.grad.spec.format).max
         of_square = jnp.square(of_grad)
     else:
-        values, block = load(leaf.grad) * factor, leaf.master.spec.block_shape(leaf.master.shape)
+        values, block = load(leaf.grad) * factor, leaf.mu.spec.block_shape(leaf.mu.shape)
         # A gradient that is finite may have a square that is not: its own second moment then is Inf.
         of_grad, of_square = largest_of(values, block), largest_of(jnp.square(values), block)
-    of_weight, of_mu, of_nu = leaf.largest
+    *of_weights, of_mu, of_nu = leaf.largest
     rate = jnp.abs(jnp.asarray(adam.rate, jnp.float32))
-    moved = rate * (_LARGEST_DIRECTION + adam.weight_decay * of_weight)
+    bounds = [w + rate * (_LARGEST_DIRECTION + adam.weight_decay * w) for w in of_weights]
     b1, b2 = (jnp.asarray(b, jnp.float32) for b in (adam.b1, adam.b2))
-    first, second = b1 * of_mu + (1 - b1) * of_grad, b2 * of_nu + (1 - b2) * of_square
-    bounds = zip((of_weight + moved, first, second), leaf.stored, strict=True)
-    return [scale_above(bound, formats.get(q.spec.format)) for bound, q in bounds]
+    bounds += [b1 * of_mu + (1 - b1) * of_grad, b2 * of_nu + (1 - b2) * of_square]
+    return [scale_above(bound, formats.get(q.spec.format)) for bound, q in zip(bounds, leaf.stored, strict=True)]
 
 
 def _scalars(adam: Adam, decays: bool) -> Any:
@@ -214,45 +232,48 @@ def _reference(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     m = b1_rest * g + adam.b1 * load(leaf.mu)
     v = b2_rest * (g * g) + adam.b2 * load(leaf.nu)
     direction = (m * corrections[0]) / (jnp.sqrt(v * corrections[1] + adam.eps_root) + adam.eps)
-    weight = load(leaf.master)
-    weight = weight - rate * (direction + decay * weight)
-    scales, of_master = _new_scales(leaf, adam), leaf.master.spec
-    if leaf.words is not None:
-        of_master = dataclasses.replace(of_master, rounding="stochastic")
-    master = quantize_with_scale(weight, of_master, scales[0], words=leaf.words)
-    master = dataclasses.replace(master, spec=leaf.master.spec)
-    mu = quantize_with_scale(m, leaf.mu.spec, scales[1], fading=noise.fading(adam.count, adam.b1))
-    nu = quantize_with_scale(v, leaf.nu.spec, scales[2])
-    result = load(master)
-    if form == "update":
-        result = result - leaf.weight.astype(jnp.float32)
-    maxima = jnp.stack([largest(q) for q in (master, mu, nu)])
-    row = StepResult(result.astype(leaf.weight.dtype), master, mu, nu, maxima)
+    weight = leaf.weight.astype(jnp.float32) if leaf.master is None else load(leaf.master)
+    change = -rate * (direction + decay * weight)
+    *of_master, of_mu, of_nu = _new_scales(leaf, adam)
+    mu = quantize_with_scale(m, leaf.mu.spec, of_mu, fading=noise.fading(adam.count, adam.b1))
+    nu = quantize_with_scale(v, leaf.nu.spec, of_nu)
+    if leaf.master is None:
+        master, result = None, renewed(form, leaf, change)
+    else:
+        master = _master(weight + change, leaf.master.spec, of_master[0], leaf.noise)
+        result = load(master)
+        result = (result - leaf.weight.astype(jnp.float32) if form == "update" else result).astype(leaf.dtype)
+    maxima = jnp.stack([largest(q) for q in (master, mu, nu) if q is not None])
+    row = StepResult(result, master, mu, nu, maxima)
     if adam.applied is None:
         return row
-    before = StepResult(leaf.weight, *leaf.stored, leaf.largest)
+    before = StepResult(leaf.weight, leaf.master, leaf.mu, leaf.nu, leaf.largest)
     return jax.tree.map(lambda new, old: jnp.where(adam.applied, new, old), row, before)
+
+
+def _master(values: Array, spec: QuantSpec, scale: Array, words: Array | None) -> QTensor:
+    how = spec if words is None else dataclasses.replace(spec, rounding="stochastic")
+    return dataclasses.replace(quantize_with_scale(values, how, scale, words=words), spec=spec)
 
 
 class _MasterOperands(NamedTuple):
     grad: Array
-    weight: Array
-    master: Array
-    mu: Array
-    nu: Array
+    weight: Any
+    codes: tuple[Array, ...]
     grad_scale: Array
     scales: tuple[Array, ...]
     new_scales: tuple[Array, ...]
     scalars: tuple[Array | None, ...]
-    words: Array | None
+    noise: Array | None
 
 
 def _fused(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     from pallas_kernels import fp8lm_triton
 
-    shape, depth, spec = leaf.master.shape, leaf.master.spec.stacked, leaf.master.spec
+    shape, depth, spec = leaf.mu.shape, leaf.mu.spec.stacked, leaf.mu.spec
+    asked, form = form, "step" if leaf.exact else form
     names = [f"axis{i}" for i in range(len(shape))]
-    if leaf.words is not None:
+    if leaf.noise is not None:
         # Noise goes by places in the whole array, which the kernel finds where no more than two axes are cut.
         matrix = (0, max(len(shape) - 2, 1))
         names = [name if i in matrix else "-" for i, name in enumerate(names)]
@@ -261,14 +282,14 @@ def _fused(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
     def local(cut: Cut, *operands: Any) -> Any:
         x = _MasterOperands(*operands)
         parts = [x.grad_scale, *x.scales, *x.new_scales, *(1 / scale for scale in x.new_scales)]
-        words, run = x.words, None
+        words, run = x.noise, None
         if words is not None:
-            place = Place.of(cut, names, shape, x.master.shape)
+            place = Place.of(cut, names, shape, x.grad.shape)
             assert place is not None, "of two axes"
             run = (place.inner, place.stride or 1) if cut.axes else None
             words = jnp.append(words, place.first.astype(jnp.uint32))
-        result, *codes, largest = fp8lm_triton.fp8lm(
-            *x[:5],
+        result, codes, largest = fp8lm_triton.fp8lm(
+            *x[:3],
             jnp.stack([scale.reshape(-1) for scale in parts]),
             fp8lm_triton.FP8LMScalars(*x.scalars),
             form=form,
@@ -283,34 +304,42 @@ def _fused(form: Form, adam: Adam, leaf: MasterLeaf) -> StepResult:
             _scaled(fmt.decode(fmt.encode(one.reshape(scale.shape))), scale)
             for one, fmt, scale in zip(largest, new, x.new_scales, strict=True)
         ]
-        return result, *codes, jnp.stack(rows)
+        return result, codes, jnp.stack(rows)
 
     array, of_scale = notation(spec, shape, " ".join(names))
     scales = _new_scales(leaf, adam)
     scalars = tuple(None if x is None else jnp.asarray(x).astype(jnp.float32) for x in _scalars(adam, leaf.decays))
-    ins = (*[array] * 5, of_scale, (of_scale,) * 3, (of_scale,) * 3, ("",) * len(scalars), "-")
-    outs = (*[array] * 4, f"- {of_scale}")
+    weight: Any = leaf.weight
+    weight = (weight.high, weight.remainder) if isinstance(weight, MasterWeight) else weight
+    of_weight, many = (array, array) if isinstance(weight, tuple) else array, len(leaf.stored)
+    of_codes, of_scales = (array,) * many, (of_scale,) * many
+    ins = (array, of_weight, of_codes, of_scale, of_scales, of_scales, ("",) * len(scalars), "-")
     grad = leaf.grad.codes if leaf.codes else load(leaf.grad) if isinstance(leaf.grad, QTensor) else leaf.grad
-    grad_scale = leaf.grad.scale if leaf.codes else jnp.ones_like(leaf.master.scale)
-    master, mu, nu = leaf.stored
+    grad_scale = leaf.grad.scale if leaf.codes else jnp.ones_like(leaf.mu.scale)
     operands = _MasterOperands(
-        *(grad, leaf.weight, master.codes, mu.codes, nu.codes, grad_scale),
-        *((master.scale, mu.scale, nu.scale), tuple(scales), scalars, leaf.words),
+        *(grad, weight, tuple(q.codes for q in leaf.stored), grad_scale),
+        *(tuple(q.scale for q in leaf.stored), tuple(scales), scalars, leaf.noise),
     )
-    static = (form, str(leaf.mu.spec), leaf.codes, [x is None for x in scalars], leaf.words is None, depth)
-    result, *codes, told = partitioned(f"fp8lm_{form}", static, local, operands, ins, outs)
-    old = StepResult(leaf.weight, *leaf.stored, leaf.largest)
+    kinds = str(leaf.mu.spec), str(jax.tree.map(lambda x: x.dtype, weight)), many
+    static = (form, kinds, leaf.codes, [x is None for x in scalars], leaf.noise is None, depth)
+    result, codes, told = partitioned(
+        f"fp8lm_{form}", static, local, operands, ins, (of_weight, of_codes, f"- {of_scale}")
+    )
+    result = MasterWeight(*result) if isinstance(result, tuple) else result
     if adam.applied is not None:
         scales, told = jax.tree.map(
             lambda new, old: jnp.where(adam.applied, new, old),
             (scales, told), ([q.scale for q in leaf.stored], leaf.largest),
         )  # fmt: skip
-    master, mu, nu = (
+    *master, mu, nu = (
         dataclasses.replace(q, codes=x, scale=scale) for q, x, scale in zip(leaf.stored, codes, scales, strict=True)
     )
-    return jax.tree.map(placed, StepResult(result, master, mu, nu, told), old)
+    new_row = StepResult(result, master[0] if master else None, mu, nu, told)
+    old = StepResult(leaf.weight, leaf.master, leaf.mu, leaf.nu, leaf.largest)
+    row: StepResult = jax.tree.map(placed, new_row, old)
+    return row if asked == form else row._replace(result=difference(row.result, leaf.weight))
 
 
-def salted(words: Array | None, path: str) -> Array | None:
-    """The words of a step for the master weight of the parameter at a path; None for rounding to nearest."""
-    return None if words is None else noise.salted(words, noise.salt(f"master/{path}"))
+def salted(words: Array, path: str) -> Array:
+    """The words of a step for the master weight of the parameter at a path."""
+    return noise.salted(words, noise.salt(f"master/{path}"))

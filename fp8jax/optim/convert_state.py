@@ -11,9 +11,8 @@ import optax
 from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.ops import adamw, fp8lm
-from fp8jax.optim import moments, variables
+from fp8jax.optim import fp8lm_adamw, moments, variables
 from fp8jax.optim.compress_state import CountedState
-from fp8jax.optim.fp8lm_adamw import FP8LMState
 
 _ADAM = ("count", "mu", "nu")
 _REMAINDER = "remainder"
@@ -27,7 +26,7 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
     Wrappers around them (`optax.chain`, `inject_hyperparams`, `masked`, `MultiSteps`) may differ; what both have is
     taken over. Between any transformation and the same one in `compress_state`, too.
 
-    `fp8lm_adamw` makes its master weights of the parameters, and from it `working_copy(state, jnp.float32)` gives
+    `fp8lm_adamw` makes master weights in fp16 of the parameters, and from it `working_copy(state, jnp.float32)` gives
     parameters without the rounding of a copy in 16 bits. To masters by parts, `fp8jax.split_masters` gives the high
     parts that are `params`, and the remainders, which `optax.tree.set(state, remainder=remainder)` puts in the place of
     zeros; from them, `fp8jax.master_weights(state, params)` gives the parameters in fp32.
@@ -55,7 +54,7 @@ def convert_state(state: optax.OptState, tx: optax.GradientTransformation, param
     template = tx.init(params)
     (old, _), (new, counted) = (_uncounted(variables.bare(x)) for x in (state, template))
     olds, news = (jax.tree_util.tree_leaves_with_path(x, is_leaf=moments.is_quantized) for x in (old, new))
-    scaled = any(isinstance(node, FP8LMState) for node in _records(new))
+    scaled = any(map(fp8lm_adamw.is_state, _records(new)))
     if not scaled and [path for path, _ in olds] == [path for path, _ in news]:
         converted = jax.tree.map(_store, new, old, is_leaf=moments.is_quantized)
     else:
@@ -135,29 +134,30 @@ def _is_record(node: Any) -> bool:
 
 
 def _is_adam(node: Any) -> bool:
-    return isinstance(node, FP8LMState) or (
+    return fp8lm_adamw.is_state(node) or (
         _is_record(node) and sorted(set(node._fields) - {_REMAINDER}) == sorted(_ADAM)
     )
 
 
 def _adam(old: Any, new: Any) -> Any:
     """The state of an Adam with the moments of another."""
-    stored = {"count": jnp.asarray(old.count, new.count.dtype)}
+    stored, scaled = {"count": jnp.asarray(old.count, new.count.dtype)}, fp8lm_adamw.is_state(new)
     for name in ("mu", "nu", "master"):
         if hasattr(new, name) and hasattr(old, name):
             tree, values = getattr(new, name), getattr(old, name)
             before, now = _structure(values), _structure(tree)
             if before != now:
                 raise ValueError(f"{name} is of other parameters: {before} before, and {now} now")
-            store = _store_scaled if isinstance(new, FP8LMState) else _store
+            store = _store_scaled if scaled else _store
             stored[name] = jax.tree.map(store, tree, values, is_leaf=moments.is_quantized)
     rests = [getattr(x, _REMAINDER, None) for x in (old, new)]
     if None not in rests and _structure(rests[0]) == _structure(rests[1]):
         stored[_REMAINDER] = jax.tree.map(_store, rests[1], rests[0])
     new = new._replace(**stored)
-    if not isinstance(new, FP8LMState):
+    if not scaled:
         return new
-    kept = [jax.tree.leaves(x, is_leaf=moments.is_quantized) for x in (new.master, new.mu, new.nu)]
+    names = [name for name in ("master", "mu", "nu") if hasattr(new, name)]
+    kept = [jax.tree.leaves(getattr(new, name), is_leaf=moments.is_quantized) for name in names]
     rows = [jnp.stack([*map(fp8lm.largest, row)]) for row in zip(*kept, strict=True) if isinstance(row[0], QTensor)]
     return new._replace(largest=jax.tree.unflatten(jax.tree.structure(new.largest), rows))
 

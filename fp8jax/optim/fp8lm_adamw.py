@@ -14,9 +14,9 @@ from fp8jax.core import formats, noise
 from fp8jax.core.qtensor import QTensor, quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import adamw, fp8lm
-from fp8jax.ops.adamw_leaf import Form
+from fp8jax.ops.adamw_leaf import Form, renewed
 from fp8jax.ops.choice import check_impl
-from fp8jax.optim import checks, moments, variables
+from fp8jax.optim import checks, masters, moments, variables
 from fp8jax.optim.compressed_adamw import MIN_SIZE, ScalarOrSchedule
 from fp8jax.optim.fused import FusedTransformation
 
@@ -26,7 +26,7 @@ NONE_STACKED = np.int32(0)
 
 
 class FP8LMState(NamedTuple):
-    """State of `fp8lm_adamw`.
+    """State of `fp8lm_adamw` with master weights of its own.
 
     Attributes:
         count: steps taken, int32 scalar.
@@ -46,6 +46,23 @@ class FP8LMState(NamedTuple):
     nu: optax.Updates
 
 
+class FP8LMHeldState(NamedTuple):
+    """State of `fp8lm_adamw` with a `master`, whose parameters are their own master weights, but for remainders.
+
+    Attributes:
+        count, mu, nu: as of `FP8LMState`.
+        largest: largest magnitudes of both moments, likewise.
+        remainder: the tree of the parameters with the int8 or int16 remainder of each that has one, None for others;
+            None for "bf16+stochastic".
+    """
+
+    count: Array  # type: ignore[assignment]
+    largest: Any
+    mu: optax.Updates
+    nu: optax.Updates
+    remainder: Any
+
+
 def fp8lm_adamw(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,
@@ -56,6 +73,7 @@ def fp8lm_adamw(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     mu: str = "e4m3",
+    master: str | None = None,
     master_rounding: str = "nearest",
     stacked: Any = NONE_STACKED,
     group_size: int | np.integer | None = None,
@@ -94,7 +112,9 @@ def fp8lm_adamw(
     a gradient stands still. A finite gradient beyond 1.8e19 has an infinite second moment, as in optax, and it alone.
 
     One fp16 step of a weight is 0.05 to 0.1 %: to nearest, changes under half of that are lost, which the paper
-    accepts; stochastically they are kept on average.
+    accepts; stochastically they are kept on average. With `master` the parameters that the caller holds are the master
+    weights, as of `compressed_adamw`: nothing is a copy, and with 8 bits of remainder beside bf16, 24 bits in all are
+    6 bytes a parameter with both moments, where the paper's are 7 with the copy.
 
     Scales come from bounds, which nothing exceeds: each step tells the largest magnitudes that it stored, and those
     after the next one follow from them, the gradient's and the learning rate; they are one to two binades above the
@@ -112,25 +132,28 @@ def fp8lm_adamw(
         mask: tree of booleans with the structure of the parameters, or a function of the parameters that gives one:
             which parameters decay. None decays all.
         mu: format of the first moment, "e4m3" or "e5m2".
-        master_rounding: how master weights are rounded, "nearest" or "stochastic", with noise from the step's number,
-            the parameter's path and the element's position.
+        master: what the optimizer updates. None: master weights in fp16 in its state, the paper's. "bf16+stochastic",
+            "bf16+int8", "bf16+int16", "fp16+int8" and "fp16+int16": the parameters, as of `compressed_adamw`.
+        master_rounding: how master weights in fp16 are rounded, "nearest" or "stochastic", with noise from the step's
+            number, the parameter's path and the element's position.
         stacked: how many leading axes of a parameter stack layers, each of which has scales of its own: an integer, a
             tree of them that is a prefix of the parameters, or a function of the parameters that gives one. Groups are
             of one layer anyway.
         group_size: elements along the last axis that share a scale, such as 128; None for one scale a layer, the
             paper's. A parameter whose scales would take 10 % of its codes keeps all three in fp32.
-        min_size: parameters of fewer elements keep all three in fp32.
+        min_size: parameters of fewer elements keep all three in fp32, with `master` both moments.
         impl: "xla"; "triton", the fused kernel for parameters in codes on CUDA; or "auto", the kernel where it can run.
             JAX takes no kernels in a jitted program on a GPU whose arrays lie on two automatic meshes: "xla" there.
 
     Returns:
-        A transformation with state `FP8LMState`, and `step(grads, state, params) -> (params, state)`, which replaces
-        the parameters. Updates have the dtype of the parameters.
+        A transformation with state `FP8LMState`, with `master` `FP8LMHeldState`, and `step(grads, state, params) ->
+        (params, state)`, which replaces the parameters. Updates have the dtype of the parameters; of bf16 and fp16 ones
+        with `master` they are fp32, and nothing may change them before they are added.
 
     Raises:
         ValueError: an argument is out of range or unknown; or at `update`, a gradient does not have the shape of its
             parameter, or no parameters are given.
-        TypeError: at `init`, a parameter is not of a floating dtype.
+        TypeError: at `init`, a parameter is not of a floating dtype, or not of the one that `master` says.
 
     Examples:
         >>> import fp8jax, jax.numpy as jnp
@@ -150,6 +173,12 @@ def fp8lm_adamw(
         raise ValueError(f"mu {mu!r} is not 'e4m3' or 'e5m2'; fp8jax.compressed_adamw stores others")
     if master_rounding not in ROUNDINGS:
         raise ValueError(f"unknown master_rounding {master_rounding!r}; it is one of {', '.join(ROUNDINGS)}")
+    of_master = masters.check(master)
+    if of_master is not None and master_rounding != "nearest":
+        raise ValueError(
+            f"master_rounding is of master weights in fp16; master {master!r} says how its own are rounded"
+        )
+    kind: Any = FP8LMState if of_master is None else FP8LMHeldState
     check_impl(impl)
     smallest = moments.static_integer("min_size", min_size)
     size = None if group_size is None else moments.static_integer("group_size", group_size)
@@ -163,11 +192,11 @@ def fp8lm_adamw(
         return QuantSpec(fmt, "group", size, underflow=underflow)
 
     def in_codes(x: Any, depth: Any) -> bool:
-        """Whether a parameter is; of one mind for all three."""
+        """Whether a parameter is; of one mind for all that is stored of it."""
         assert smallest is not None
         return moments.is_compressed(x.shape, stored("mu", depth), smallest)
 
-    def init(params: optax.Params) -> FP8LMState:
+    def init(params: optax.Params) -> Any:
         if smallest is None or (size is None and group_size is not None):
             raise ValueError(
                 "group_size and min_size are static: name them in optax.inject_hyperparams, "
@@ -176,7 +205,7 @@ def fp8lm_adamw(
         jax.tree_util.tree_map_with_path(checks.floating, params)
         depths = jax.tree.broadcast(moments.tree_of(stacked, params), params)
 
-        def master(param: Any, depth: Any) -> adamw.Moment:
+        def scaled(param: Any, depth: Any) -> adamw.Moment:
             if not in_codes(param, depth):
                 return jnp.array(param, jnp.float32, copy=True)
             return _master(param, stored("master", depth))
@@ -188,77 +217,88 @@ def fp8lm_adamw(
 
             return jax.tree.map(one, params, depths)
 
-        def largest(x: Any) -> Array | None:
-            if not isinstance(x, QTensor):
-                return None
-            maximum = fp8lm.largest(x)
-            return jnp.stack([maximum, jnp.zeros_like(maximum), jnp.zeros_like(maximum)])
+        def largest(*stored: Any) -> Array | None:
+            return jnp.stack([*map(fp8lm.largest, stored)]) if isinstance(stored[0], QTensor) else None
 
-        masters = jax.tree.map(master, params, depths)
-        maxima = jax.tree.map(largest, masters, is_leaf=moments.is_quantized)
-        state = FP8LMState(jnp.zeros([], jnp.int32), maxima, masters, zeros("mu"), zeros("nu"))
-        return moments.beside(params, state)
+        kept = {"mu": zeros("mu"), "nu": zeros("nu")}
+        own = {} if of_master else {"master": jax.tree.map(scaled, params, depths)}
+        maxima = jax.tree.map(largest, *(own | kept).values(), is_leaf=moments.is_quantized)
+        own = own or {"remainder": masters.remainders(params, of_master)}
+        return moments.beside(params, kind(count=jnp.zeros([], jnp.int32), largest=maxima, **own, **kept))
 
     def advance(
         form: Form,
         grads: Any,
-        state: FP8LMState,
+        state: Any,
         params: Any,
         adam: adamw.Adam,
         part: adamw.Portion = adamw.WHOLE,
-    ) -> tuple[Any, FP8LMState]:
-        """The changes of parameters or new ones, of the stored master weights, and the state."""
+    ) -> tuple[Any, Any]:
+        """The changes of parameters or new ones, and the state."""
         if params is None:
             raise ValueError("fp8lm_adamw needs the parameters: call update(grads, state, params)")
-        checks.gradients(grads, state.master)
+        checks.gradients(grads, state.mu)
         structure: Any = jax.tree.structure(params)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         decays = moments.tree_of(mask, params)
-        parts = grads, params, state.master, state.mu, state.nu, state.largest
-        columns = [structure.flatten_up_to(tree) for tree in parts]
+        if of_master is None:
+            weights, scaled = params, state.master
+        else:
+            weights, scaled = masters.of_state(params, state.remainder, of_master), jax.tree.map(lambda _: None, params)
+        parts = {"master": scaled, "mu": state.mu, "nu": state.nu, "largest": state.largest}
+        columns = {name: structure.flatten_up_to(tree) for name, tree in parts.items()}
         if smallest is not None and (size is not None or group_size is None):
             depths = structure.flatten_up_to(jax.tree.broadcast(moments.tree_of(stacked, params), params))
-            for i, name in enumerate(("master", "mu", "nu"), start=2):
-                for path, x, depth in zip(paths, columns[i], depths, strict=True):
+            for name in ("mu", "nu") if of_master else ("master", "mu", "nu"):
+                for path, x, depth in zip(paths, columns[name], depths, strict=True):
                     checks.stored(name, path, x, stored(name, depth), in_codes(x, depth))
-        words = noise.of_step(adam.count) if master_rounding == "stochastic" else None
-        salted = [fp8lm.salted(words, part.path(path)) for path in paths]
-        pairs = zip(salted, jax.tree.leaves(params), strict=True)
-        salted = [None if own is None else part.own(own, x.shape) for own, x in pairs]
-        which = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
-        leaves = [fp8lm.MasterLeaf(*row) for row in zip(*columns, salted, which, strict=True)]
-        quantized = [leaf for leaf in leaves if isinstance(leaf.master, QTensor)]
-        plain = [leaf for leaf in leaves if not isinstance(leaf.master, QTensor)]
-        fused, rest = iter(fp8lm.apply(form, quantized, adam, impl)), iter(_plain(form, plain, adam))
-        rows = [next(fused if isinstance(leaf.master, QTensor) else rest) for leaf in leaves]
-        result, *new = (structure.unflatten([row[i] for row in rows]) for i in range(5))
-        master, first, second, maxima = new
-        return result, FP8LMState(adam.count, maxima, master, first, second)
+        of_step = noise.of_step(adam.count)
 
-    def adam_of(state: FP8LMState, **gate: Any) -> adamw.Adam:
-        checks.state(state, FP8LMState)
+        def words(path: Any, x: Any) -> Array | None:
+            rounds = master_rounding == "stochastic" or (of_master and of_master.stochastic and x.dtype == jnp.bfloat16)
+            return part.own(fp8lm.salted(of_step, part.path(path)), x.shape) if rounds else None
+
+        salted = [words(path, x) for path, x in zip(paths, jax.tree.leaves(params), strict=True)]
+        which = structure.flatten_up_to(jax.tree.broadcast(True if decays is None else decays, params))
+        given = structure.flatten_up_to(grads), structure.flatten_up_to(weights)
+        leaves = [fp8lm.MasterLeaf(*row) for row in zip(*given, *columns.values(), salted, which, strict=True)]
+        quantized, plain = ([leaf for leaf in leaves if leaf.quantized == kind] for kind in (True, False))
+        fused, rest = iter(fp8lm.apply(form, quantized, adam, impl)), iter(_plain(form, plain, adam))
+        rows = [next(fused if leaf.quantized else rest) for leaf in leaves]
+        result, new_master, *new = (structure.unflatten([row[i] for row in rows]) for i in range(5))
+        kept = dict(zip(("mu", "nu", "largest"), new, strict=True))
+        if of_master is None:
+            return result, FP8LMState(count=adam.count, master=new_master, **kept)
+        result, remainder = (result, None) if state.remainder is None else masters.apart(result)
+        return result, FP8LMHeldState(count=adam.count, remainder=remainder, **kept)
+
+    def adam_of(state: Any, **gate: Any) -> adamw.Adam:
+        checks.state(state, kind)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         count = optax.safe_increment(state.count)
         return adamw.Adam(b1, b2, eps, eps_root, count, rate, weight_decay, **gate)
 
     def update(
-        updates: optax.Updates, state: FP8LMState, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, FP8LMState]:
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
         del extra_args
         return advance("update", updates, state, params, adam_of(state))
 
     def step(
         grads: optax.Updates,
-        state: FP8LMState,
+        state: Any,
         params: optax.Params,
         *,
         key: None = None,
         factor: ArrayLike | None = None,
         applied: ArrayLike | None = None,
         part: adamw.Portion = adamw.WHOLE,
-    ) -> tuple[optax.Params, FP8LMState]:
+    ) -> tuple[optax.Params, Any]:
         if key is not None:
-            raise ValueError("fp8lm_adamw keeps master weights and takes no key; give master_rounding='stochastic'")
+            raise ValueError(
+                "fp8lm_adamw takes no key: its rounding is a hash of the step; give master_rounding='stochastic', or "
+                "master='bf16+stochastic'"
+            )
         new, advanced = advance("step", grads, state, params, adam_of(state, factor=factor, applied=applied), part)
         if applied is not None:
             advanced = advanced._replace(count=jnp.where(applied, advanced.count, state.count))
@@ -267,20 +307,38 @@ def fp8lm_adamw(
     return FusedTransformation(*variables.looking_through(init, update, step))
 
 
+def is_state(node: Any) -> bool:
+    """Whether a node of a tree is the state of `fp8lm_adamw`, whose scales are told by the axes that are stacked."""
+    return isinstance(node, (FP8LMState, FP8LMHeldState))
+
+
 def working_copy(state: FP8LMState, dtype: DTypeLike = jnp.bfloat16) -> optax.Params:
-    """The parameters of the master weights of `fp8lm_adamw`, for who keeps none between steps."""
+    """The parameters of the master weights of `fp8lm_adamw`, for who keeps none between steps.
+
+    Raises:
+        TypeError: the state has none: with `master`, the parameters are their own.
+    """
+    if not isinstance(state, FP8LMState):
+        raise TypeError(
+            f"a {type(state).__name__} has no master weights: fp8jax.master_weights(state, params) gives them"
+        )
     return jax.tree.map(lambda x: adamw.load(x).astype(dtype), state.master, is_leaf=moments.is_quantized)
 
 
 def _plain(form: Form, leaves: Sequence[fp8lm.MasterLeaf], adam: adamw.Adam) -> list[tuple[Any, ...]]:
-    """The step of parameters that are too small for codes, with master weights and moments in fp32."""
+    """The step of parameters that are too small for codes, with moments in fp32, and master weights or their own."""
     columns = ([adamw.load(leaf.grad) for leaf in leaves], [leaf.mu for leaf in leaves], [leaf.nu for leaf in leaves])
     rows = []
     for leaf, direction, m, v in zip(leaves, *adamw.advanced(*columns, adam), strict=True):
-        change = direction + adam.weight_decay * leaf.master if leaf.decays else direction
-        new = leaf.master - jnp.asarray(adam.rate, jnp.float32) * change
+        value = leaf.weight.astype(jnp.float32) if leaf.master is None else leaf.master
+        change = direction + adam.weight_decay * value if leaf.decays else direction
+        change = jnp.asarray(-adam.rate, jnp.float32) * change
+        if leaf.master is None:
+            rows.append((renewed(form, leaf, change), None, m, v, None))
+            continue
+        new = value + change
         result = new - leaf.weight.astype(jnp.float32) if form == "update" else new
-        rows.append((result.astype(leaf.weight.dtype), new, m, v, None))
+        rows.append((result.astype(leaf.dtype), new, m, v, None))
     if adam.applied is None:
         return rows
     old = [(leaf.weight, leaf.master, leaf.mu, leaf.nu, None) for leaf in leaves]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from fp8jax.optim.fp8lm_adamw import FP8LMState
+from fp8jax.optim import fp8lm_adamw
 
 # Integers travel as its bits: whatever converts these to a wider dtype and back leaves them as they are.
 _BITS = jnp.float8_e4m3fn
@@ -84,7 +84,7 @@ def dtypes_of(state: Any) -> tuple[str, ...]:
 def carried(state: Any) -> Any:
     """A state without its count, integers as bits of a floating dtype; axes of layers first."""
     state = state._replace(count=None)
-    if isinstance(state, FP8LMState):  # maxima of three arrays are stacked along their first axis
+    if fp8lm_adamw.is_state(state):  # maxima of arrays are stacked along their first axis
         state = state._replace(largest=jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), state.largest))
     # Two bytes are two of them, along one more axis.
     integer = lambda x: jnp.issubdtype(x.dtype, jnp.integer)  # noqa: E731
@@ -98,6 +98,6 @@ def natural(stored: Any, dtypes: tuple[str, ...], count: ArrayLike) -> Any:
         x if str(x.dtype) == kind else lax.bitcast_convert_type(x, kind) for x, kind in zip(leaves, dtypes, strict=True)
     ]
     state = jax.tree.unflatten(structure, values)
-    if isinstance(state, FP8LMState):
+    if fp8lm_adamw.is_state(state):
         state = state._replace(largest=jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), state.largest))
     return state._replace(count=jnp.asarray(count).astype(jnp.int32))

@@ -14,8 +14,7 @@ from jax.typing import ArrayLike
 
 from fp8jax.core import noise
 from fp8jax.ops.adamw import Portion
-from fp8jax.optim import variables
-from fp8jax.optim.fp8lm_adamw import FP8LMState
+from fp8jax.optim import fp8lm_adamw, variables
 from fp8jax.optim.fused import FusedTransformation
 from fp8jax.optim.held import Held as Held
 from fp8jax.optim.held import carried, dtypes_of, natural
@@ -157,7 +156,7 @@ class Released:
 
     def _scan_backward(self, saved: tuple[Held, tuple[Any, ...], _Residuals], cotangent: Any) -> tuple[Held, Any, Any]:
         held, shared, residuals = saved
-        layers, keep = held.layers or 0, isinstance(held.stored, FP8LMState)
+        layers, keep = held.layers or 0, fp8lm_adamw.is_state(held.stored)
         fixed = jax.tree.leaves(shared)
         plain = [i for i, leaf in enumerate(fixed) if _differentiable(leaf)]
 

@@ -16,13 +16,16 @@ from fp8jax.ops import choice
 from tests.kernels import h200
 
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
-# Whether gradients are codes, dtype of the working copy, rounding of the master weight, columns; registers at most. Of
+# Whether gradients are codes, dtype of the parameter, settings of the master weight, columns; registers at most. Of
 # rows that do not begin on whole words Triton 3.9 makes 210 of them, without spills.
 CONFIGURATIONS = {
-    "codes": (True, "bfloat16", "nearest", 4096, 80),
-    "fp32 gradients": (False, "float32", "nearest", 4096, 80),
-    "stochastic": (True, "bfloat16", "stochastic", 4096, 96),
-    "unaligned": (True, "bfloat16", "nearest", 4095, 216),
+    "codes": (True, "bfloat16", {}, 4096, 80),
+    "fp32 gradients": (False, "float32", {}, 4096, 80),
+    "stochastic": (True, "bfloat16", {"master_rounding": "stochastic"}, 4096, 96),
+    "unaligned": (True, "bfloat16", {}, 4095, 216),
+    "24 bits": (True, "bfloat16", {"master": "bf16+int8"}, 4096, 96),
+    "32 bits": (False, "bfloat16", {"master": "bf16+int16"}, 4096, 96),
+    "bf16, stochastic": (True, "bfloat16", {"master": "bf16+stochastic"}, 4096, 96),
 }
 
 
@@ -68,9 +71,9 @@ def test_what_computes_a_step_is_told_and_an_explicit_kernel_does_not_run_on_cpu
 def assembled():
     """Prints registers, bytes spilled and bytes of shared memory of each configuration."""
     found = {}
-    for name, (codes, dtype, rounding, columns, _) in CONFIGURATIONS.items():
+    for name, (codes, dtype, settings, columns, _) in CONFIGURATIONS.items():
         params, grads = arguments(codes, dtype, columns)
-        tx = optimizer(impl="triton", master_rounding=rounding)
+        tx = optimizer(impl="triton", **settings)
         with choice.target(capability=90):
             found[name] = h200.assembled(tx.step, grads, jax.eval_shape(tx.init, params), params)
     print(json.dumps(found))

@@ -18,20 +18,29 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.core import noise
+from fp8jax.core import masters, noise
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.ops import fp8lm, partition
+from fp8jax.ops.adamw import load
 from fp8jax.ops.adamw_fused import Adam
 from tests.kernels.test_adamw_interpreted import part
 
 SHAPES = {"whole": ((64, 96), 0), "stacked": ((3, 40, 96), 1), "odd": ((3, 17, 41), 1), "vector": ((5000,), 0)}
-# Shape, gradient, working copy, first moment, form, factor, whether master weights are rounded stochastically.
-CASES: list[Any] = [(shape, grad, "bfloat16", "e4m3", form, None, False)
+# Shape, gradient, parameter, first moment, form, factor, and the master weight: fp16 codes, rounded to "nearest" or
+# "stochastic"; "own", the parameter; or a remainder's dtype.
+CASES: list[Any] = [(shape, grad, "bfloat16", "e4m3", form, None, "nearest")
                     for shape in SHAPES for grad in ("e4m3", "float32") for form in ("step", "update")]  # fmt: skip
-CASES += [("stacked", "e5m2", "float32", "e5m2", "step", 0.3, False),
-          ("odd", "bfloat16", "float16", "e5m2", "update", 3.0, False),
-          ("stacked", "e4m3", "bfloat16", "e4m3", "step", None, True),
-          ("odd", "float16", "float32", "e4m3", "update", 0.25, True)]  # fmt: skip
+# In the middle, where "few" of all have every setting.
+CASES[11:11] = [
+          ("stacked", "e5m2", "float32", "e5m2", "step", 0.3, "nearest"),
+          ("stacked", "e4m3", "bfloat16", "e4m3", "step", None, "stochastic"),
+          ("odd", "bfloat16", "float16", "e5m2", "update", 3.0, "nearest"),
+          ("odd", "float16", "float32", "e4m3", "update", 0.25, "stochastic"),
+          ("stacked", "e4m3", "bfloat16", "e4m3", "step", None, "int8"),
+          ("odd", "float32", "bfloat16", "e5m2", "update", 0.25, "int16"),
+          ("odd", "e4m3", "bfloat16", "e4m3", "step", None, "own, stochastic"),
+          ("stacked", "float32", "float32", "e4m3", "update", None, "own"),
+          ("vector", "e4m3", "float32", "e4m3", "step", 0.25, "own")]  # fmt: skip
 # How an array of (6, 8, 64) is cut over devices (4, 2): each device has the bits of its part.
 CUTS = [("x", None, None), (None, "x", None), ("y", "x", None), (None, "y", "x"), (None, None, ("x", "y"))]
 ADAM = Adam(0.9, 0.95, 1e-8, 0.0, jnp.int32(3), 0.02, 0.1)
@@ -46,7 +55,7 @@ def test_interpreted_kernel_has_the_bits_of_the_reference(which):
     command = [sys.executable, "-m", "tests.kernels.test_fp8lm_interpreted", which]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"{len(part(CASES, which))} cases, {len(CUTS) + 2} cuts"
+    assert done.stdout.splitlines()[-1] == f"{len(part(CASES, which))} cases, {len(CUTS) + 6} cuts"
 
 
 def prepare() -> None:
@@ -122,44 +131,55 @@ def assert_equal(want: Any, got: Any) -> None:
         np.testing.assert_array_equal(np.signbit(x) & ~np.isnan(x), np.signbit(y) & ~np.isnan(y), err_msg=str(path))
 
 
-def compare(
-    decays: bool, shape: str, grad: str, weight: str, mu: str, form: Any, factor: Any, stochastic: bool
-) -> None:
-    leaf = dataclasses.replace(leaf_of(*SHAPES[shape], grad, weight, mu), decays=decays)
-    if stochastic:
-        leaf = dataclasses.replace(leaf, words=fp8lm.salted(noise.of_step(3), "w"))
+def with_master(leaf: fp8lm.MasterLeaf, master: str) -> fp8lm.MasterLeaf:
+    if "stochastic" in master:
+        leaf = dataclasses.replace(leaf, noise=fp8lm.salted(noise.of_step(3), "w"))
+    if master in ("nearest", "stochastic"):
+        return leaf
+    value: Any = leaf.weight
+    if "int" in master:
+        value = masters.split(load(leaf.master), jnp.bfloat16, master)
+    return dataclasses.replace(leaf, weight=value, master=None, largest=leaf.largest[1:])
+
+
+def compare(decays: bool, shape: str, grad: str, weight: str, mu: str, form: Any, factor: Any, master: str) -> None:
+    leaf = with_master(dataclasses.replace(leaf_of(*SHAPES[shape], grad, weight, mu), decays=decays), master)
     adam = dataclasses.replace(ADAM, factor=factor)
     (want,), (got,) = (fp8lm.apply(form, [leaf], adam, impl) for impl in ("xla", "triton"))
     assert_equal(want, got)
     assert (np.asarray(got.nu.codes)[np.asarray(leaf.nu.codes) != 0] != 0).all()
-    finite = np.isfinite(np.asarray(want.result).astype(np.float32))
+    change = form == "update" and leaf.master is None
+    new = (want.result.high if change and "int" in master else want.result).astype(jnp.float32)
+    finite = np.isfinite(np.asarray(new))
     assert finite.mean() > 0.99
     assert not finite.all()
-    assert np.mean(np.asarray(want.master.dequantize() != leaf.master.dequantize())[finite]) > 0.5
-    if stochastic:
-        nearest = fp8lm.apply(form, [dataclasses.replace(leaf, words=None)], adam, "triton")[0]
-        assert np.mean(np.asarray(nearest.master.codes != got.master.codes)) > 0.2
+    values = [jnp.zeros_like(new) if change else leaf.weight.astype(jnp.float32), new]
+    if leaf.master is not None:
+        values = [x.master.dequantize() for x in (leaf, want)]
+    assert np.mean(np.asarray(values[0] != values[1])[finite]) > 0.5
+    if "stochastic" in master:
+        nearest = fp8lm.apply(form, [dataclasses.replace(leaf, noise=None)], adam, "xla")[0]
+        pair = [x.result if x.master is None else x.master.codes for x in (nearest, got)]
+        assert np.mean(np.asarray(pair[0] != pair[1])) > 0.2
 
 
-def compare_gated() -> None:
+def compare_gated(master: str) -> None:
     """A step that is not taken writes nothing; one that is has the bits of one without a gate."""
-    leaf = leaf_of((3, 40, 96), 1, "e4m3", "bfloat16", "e4m3", special=False)
+    leaf = with_master(leaf_of((3, 40, 96), 1, "e4m3", "bfloat16", "e4m3", special=False), master)
     plain, taken, left = (
         fp8lm.apply("step", [leaf], dataclasses.replace(ADAM, applied=applied), "triton")[0]
         for applied in (None, jnp.array(True), jnp.array(False))
     )
     assert_equal(plain, taken)
-    assert_equal(fp8lm.StepResult(leaf.weight, *leaf.stored, leaf.largest), left)
+    assert_equal(fp8lm.StepResult(leaf.weight, leaf.master, leaf.mu, leaf.nu, leaf.largest), left)
 
 
-def compare_cuts(stochastic: bool) -> None:
+def compare_cuts(master: str) -> None:
     """On the Explicit axes of a mesh each device updates its part, whose largest magnitudes are compared."""
-    leaf = leaf_of((8, 8, 64), 1, "e4m3", "bfloat16", "e4m3", special=False)
-    if stochastic:
-        leaf = dataclasses.replace(leaf, words=fp8lm.salted(noise.of_step(3), "w"))
+    leaf = with_master(leaf_of((8, 8, 64), 1, "e4m3", "bfloat16", "e4m3", special=False), master)
     with jax.disable_jit():
         (want,) = fp8lm.apply("step", [leaf], ADAM, "triton")
-    for axes in CUTS[:2] if stochastic else CUTS:
+    for axes in CUTS if master == "nearest" else CUTS[:2]:
         # A callback, which the interpreter is here, lives only where JAX lowers it: not in what XLA partitions itself.
         mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
@@ -173,8 +193,8 @@ def compare_cuts(stochastic: bool) -> None:
         run = jax.jit(lambda leaf: fp8lm.apply("step", [leaf], ADAM, "triton")[0])
         with jax.set_mesh(mesh):
             got = run(jax.tree.map(place, leaf))
-            assert len(got.master.codes.sharding.device_set) == 8
-            assert got.master.codes.sharding.spec == jax.P(*axes)
+            assert len(got.mu.codes.sharding.device_set) == 8
+            assert {x.sharding.spec for x in jax.tree.leaves((got.result, got.mu.codes))} == {jax.P(*axes)}
             assert_equal(want, got)
 
 
@@ -187,10 +207,11 @@ def main() -> None:
                 compare(bool((i ^ i >> 1) & 1), *case)
             except Exception as error:
                 raise AssertionError(f"case {case}") from error
-        compare_gated()
-    for stochastic in (False, True):
-        compare_cuts(stochastic)
-    print(f"{len(part(CASES, sys.argv[1]))} cases, {len(CUTS) + 2} cuts")
+        for master in ("nearest", "int8"):
+            compare_gated(master)
+    for master in ("nearest", "stochastic", "int8", "own, stochastic"):
+        compare_cuts(master)
+    print(f"{len(part(CASES, sys.argv[1]))} cases, {len(CUTS) + 6} cuts")
 
 
 if __name__ == "__main__":
