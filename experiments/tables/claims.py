@@ -223,8 +223,8 @@ CLAIMS: list[Claim] = [
     Claim("That step in `coat`, updated in the backward pass, and with weights in bf16: speed over bf16 products with "
           "`coat`'s moments", "release",
           several(*(ratio(name, "step") for name in ("coat, released", "coat_fast, released, bf16 weights")))),
-    Claim("All of a Llama-2-7B on one GPU, the most sequences of 2,048 tokens that fit in 80 GB, updated in the backward "
-          "pass, masters of bf16 and int8: tokens a second in `coat`, sequences", "release_most",
+    Claim("All of a Llama-2-7B on one GPU, the most sequences of 2,048 tokens that fit in 80 GB, updated in the "
+          "backward pass, masters of bf16 and int8: tokens a second in `coat`, sequences", "release_most",
           several(*(value("coat, released, bf16+int8 masters", *what) for what in MOST)),
           "11,351 a GPU, on two, 4 sequences (COAT, Table 11)",
           beside("bf16 products", several(*(value("bf16, released, bf16+int8 masters", *what) for what in MOST)))),
@@ -326,8 +326,8 @@ CLAIMS: list[Claim] = [
           "+0.4 % of log perplexity (COAT, Table 13)"),
     *(Claim(f"Loss of `{name}`, likewise", "training_parity", _difference(name))
       for name in ("coat_fast", "moss", "fast", "int8_fallback", "fp8_lm_two_phase")),
-    Claim("Validation loss after fine-tuning on answers, above bf16's with the same seeds, three seeds: `coat`; `moss`; "
-          "`int8_fallback`", "finetuning",
+    Claim("Validation loss after fine-tuning on answers, above bf16's with the same seeds, three seeds: `coat`; "
+          "`moss`; `int8_fallback`", "finetuning",
           several(*(value(arm, "validation: % above bf16", "%", 2) for arm in ("coat", "moss", "int8_fallback")))),
     Claim("The same of adapters on codes of e4m3, which train fewer weights: above bf16's of all weights", "finetuning",
           value("LoRA on e4m3", "validation: % above bf16", "%"), "",
