@@ -66,7 +66,7 @@ ONE_GPU = (
     *(bench("models", 150, "--models", name, "--rounds", "3", file=f"models_{name}")
       for name in ("vitl", "gpt350m", "gpt124m")),
     bench("release", 190, "--rounds", "2"),
-    bench("release", 240, "--batch", "0", "--rounds", "2", "--arm", "coat, released",
+    bench("release", 240, "--batch", "0", "--rounds", "2", "--arm", "coat_optimizer, released, bf16+int8 masters",
           "coat, released, bf16+int8 masters", "bf16, released, bf16+int8 masters", file="release_most"),
     bench("release", 200, "--length", "4096", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
           "fast, released, bf16+int8 masters", file="release_4096"),

@@ -12,7 +12,7 @@ does not fit is not run.
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,26 @@ def largest(make: Callable[[int], CardArm], room: float) -> CardArm:
             return arm
         batch = min(batch - 1, int(batch * room / arm.needs))
     return one
+
+
+def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str, timing.Seconds], base: str,
+          peak: float | None) -> list[timing.Row]:  # fmt: skip
+    """Rows of an arm that ran: of its step, its tokens a second, its batch and, with a GPU's FLOP/s, its MFU.
+
+    Tokens a second are compared with the base's, steps where the batch is the same.
+    """
+    taken, arm, first = times[name], arms[name], times.get(base)
+    faster = first and (arm.count / taken) / (arms[base].count / first)
+    alike = faster if base in arms and arms[base].batch == arm.batch else None
+    spread = taken.quartiles(lambda t: 1e3 * t)
+    rows = [
+        timing.row(case, name, "step", 1e3 * taken, "ms", base, alike, spread),
+        timing.row(case, name, "tokens", arm.count / taken / arm.gpus, "tokens/s a GPU", base, faster),
+        timing.row(case, name, "batch", arm.batch, "sequences a GPU"),
+    ]
+    if peak is not None:
+        rows.append(timing.row(case, name, "MFU", arm.operations / taken / (peak * arm.gpus), ""))
+    return rows
 
 
 def _peak() -> float:
@@ -121,11 +141,6 @@ def main(argv: list[str]) -> None:
     calls: dict[str, Callable[..., Any]] = {**arms}
     times = timing.in_turns(calls, options.rounds, dict.fromkeys(arms, options.steps), lambda name: arms[name].stop())
     one = speed.peak(jax.devices()[0].device_kind)
-    for name, taken in times.items():
-        spread, arm, first = taken.quartiles(lambda t: 1e3 * t), arms[name], times.get(base)
-        table.append(timing.row(case, name, "step", 1e3 * taken, "ms", base, first and first / taken, spread))
-        table.append(timing.row(case, name, "tokens", arm.count / taken / arm.gpus, "tokens/s a GPU"))
-        table.append(timing.row(case, name, "batch", arm.batch, "sequences a GPU"))
-        if one is not None:
-            table.append(timing.row(case, name, "MFU", arm.operations / taken / (one * arm.gpus), ""))
+    for name in times:
+        table += rates(case, name, arms, times, base, one)
     timing.write(options.name, title, table, notes, {}, options.out, devices=options.gpus)

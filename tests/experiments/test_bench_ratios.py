@@ -1,11 +1,12 @@
 """Ratios and baselines of the benchmarks, from planted times: what is faster has more, and the rival is the fastest."""
 
 import math
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
-from experiments.bench import gemm, gemm_int8, linear, models, quantize, reduce, scaling
+from experiments.bench import gemm, gemm_int8, linear, models, quantize, reduce, release, scaling
 from experiments.bench.timing import Seconds
 
 
@@ -93,3 +94,24 @@ def test_a_loss_read_late_is_that_of_the_step_before():
     arm.stop()
     arm.state = {}
     assert float(arm.late()) == 3
+
+
+def test_a_whole_model_by_tokens_a_second_and_by_steps_of_one_batch():
+    sizes = {"base": 2, "ours": 6, "same": 2}
+    arms = {
+        name: SimpleNamespace(batch=batch, count=batch * 2 * 100, gpus=2, operations=batch * 1e12)
+        for name, batch in sizes.items()
+    }
+    times = planted(base=4.0, ours=6.0, same=5.0)
+    found = {
+        (name, r["metric"]): (r["value"], r["baseline"], r["ratio"])
+        for name in sizes
+        for r in release.rates("c", name, arms, times, "base", 1e12)
+    }
+    assert found["ours", "tokens"] == (100, "base", 2)  # 600 tokens on each of two GPUs in 6 s, against 200 in 4 s
+    assert found["ours", "step"] == (6000, "base", None)
+    assert found["same", "step"] == (5000, "base", 0.8)
+    assert found["ours", "MFU"] == (0.5, None, None)
+    assert found["ours", "batch"][0] == 6
+    assert {r["metric"]: r["ratio"] for r in release.rates("c", "ours", arms, times, "not run", None)} == {
+        "step": None, "tokens": None, "batch": None}  # fmt: skip
