@@ -1,27 +1,31 @@
 """Calls of Triton kernels from JAX: the same with jax-triton before and since 0.4.
 
-Since 0.4 a call is one that XLA can record, with all kernels around it, into a command buffer (a CUDA graph), which
-starts them without the host. Before, it is not, and splits the program: every kernel of it then waits for its own
-launch, which small layers spend more time with than with their work. Here 0.3 makes calls as 0.4 does. (For
-`jax.export` both are custom calls whose check has to be disabled, by the name `triton_kernel_call_ffi`.)
+XLA launches the kernels itself where it can (`launch_triton`). Where it cannot, jax-triton's own calls stay. Since 0.4
+XLA can record those, with all kernels around them, into a command buffer (a CUDA graph), which starts them without the
+host. Before, it cannot, and every kernel of a program then waits for its own launch, which small layers spend more time
+with than with their work. Here 0.3 makes calls as 0.4 does. (For `jax.export` all are custom calls whose check has to
+be disabled, by the name `__gpu$xla.gpu.ptx` or `triton_kernel_call_ffi`.)
 """
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax_triton
+import numpy as np
 import triton
 import triton.language as tl
 from jax import Array, lax
 from jax.interpreters import mlir, partial_eval
 from jax_triton import triton_lib
 
-from pallas_kernels import stored_triton
+from pallas_kernels import launch_triton, stored_triton
 
 stored_triton.install()
+launch_triton.install()
 OLD = "out_shape" in inspect.signature(jax_triton.triton_call).parameters
 _TARGET = "triton_kernel_call_ffi"
 
@@ -71,6 +75,7 @@ def call(
             num_stages=stages,
             compute_capability=compute_capability,
             input_output_aliases=aliases or {},
+            name=launch_triton.NAME,
             **static,
             **version,
         )
@@ -78,37 +83,61 @@ def call(
 
 
 @triton.jit
-def _add(x_ptr: tl.tensor, same_ptr: tl.tensor, sum_ptr: tl.tensor, SIZE: tl.constexpr) -> None:
+def _add(x_ptr: tl.tensor, n: tl.tensor, same_ptr: tl.tensor, sum_ptr: tl.tensor, SIZE: tl.constexpr) -> None:
     at = tl.arange(0, SIZE)
-    x = tl.load(x_ptr + at) + 1
+    x = tl.load(x_ptr + at) + n
     tl.store(x_ptr + at, x)
     tl.store(sum_ptr + at, x)
 
 
+def _sums(x: Array, compute_capability: int | None) -> Sequence[Array]:
+    return call(
+        x, 3, kernel=_add, results=[jax.typeof(x)] * 2, programs=1, warps=1, compute_capability=compute_capability,
+        aliases={0: 0}, SIZE=x.size,
+    )  # fmt: skip
+
+
 def check(compute_capability: int) -> None:
-    """Lowers a small program with a kernel for CUDA; raises what the installed packages raise, if they do."""
+    """Lowers a small program with a kernel for CUDA; raises what the installed packages raise, if they do.
+
+    On a GPU it is tried there, too, whether XLA launches such kernels.
+    """
     x = jax.ShapeDtypeStruct((32,), jnp.float32)
 
     def step(x: Array, _: None) -> tuple[Array, Array]:
-        sums = call(
-            x, kernel=_add, results=[jax.typeof(x)] * 2, programs=1, warps=1, compute_capability=compute_capability,
-            aliases={0: 0}, SIZE=x.size,
-        )  # fmt: skip
+        sums = _sums(x, compute_capability)
         return sums[0], sums[1]
 
     program = jax.jit(lambda x, unread: lax.scan(step, x, length=2)[0])
     program.trace(x, x).lower(lowering_platforms=("cuda",))
+    if jax.devices()[0].platform == "gpu":
+        launch_triton.try_out(_run)
 
 
-def _lower(context: Any, *operands: Any, **parameters: Any) -> Any:
-    """jax-triton 0.3's own lowering, but of calls named `_TARGET`, whose convention it does not know, in that one."""
+def _run() -> None:
+    """Runs a small kernel on this process's first GPU; raises what JAX raises, and where its results are wrong."""
+    x = jax.device_put(np.arange(32, dtype=np.float32), jax.local_devices()[0])
+    for result in jax.jit(lambda x: _sums(x, None))(x):
+        np.testing.assert_array_equal(result, np.arange(32) + 3, "of a kernel that adds 3")
+
+
+def _lower(original: Callable[..., Any], context: Any, *operands: Any, **parameters: Any) -> Any:
+    """A call as XLA's own where it is ours, else, or where that cannot be, as jax-triton's, made as 0.4 makes it."""
+    lower = functools.partial(original, context, *operands, **parameters)
+    if parameters["name"] != launch_triton.NAME:
+        return lower()
+    aliases = dict(parameters["input_output_aliases"])
+    results = launch_triton.call(context, operands, aliases, lower)
+    return results if results is not None else _recorded(lower()) if RECORDED else lower()
+
+
+def _recorded(results: Any) -> Any:
+    """The results of a call of jax-triton 0.3 named `_TARGET`, whose convention it does not know, in that one."""
     from jax.extend.mlir import ir
 
-    results = triton_lib.triton_kernel_call_lowering(triton_lib.get_cuda_backend, context, *operands, **parameters)
-    if parameters["custom_call_target_name"] == _TARGET:
-        attributes = results[0].owner.attributes
-        attributes["backend_config"] = ir.DictAttr.get({"opaque": attributes["backend_config"]})
-        attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4)
+    attributes = results[0].owner.attributes
+    attributes["backend_config"] = ir.DictAttr.get({"opaque": attributes["backend_config"]})
+    attributes["api_version"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 4)
     return results
 
 
@@ -126,7 +155,8 @@ _rule = partial_eval.dce_rules.get(triton_lib.triton_kernel_call_p)
 if _rule is not None and len(inspect.signature(_rule).parameters) == 2:
     partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = _without_unread
 
-# What answers to such calls is in jaxlib 0.11; 0.4 needs that, too.
+# What answers to jax-triton's calls of this kind is in jaxlib 0.11; 0.4 needs that, too.
 RECORDED = OLD and jax.__version_info__ >= (0, 11)
-if RECORDED:
-    mlir.register_lowering(triton_lib.triton_kernel_call_p, _lower, platform="cuda")
+_target = triton_lib.get_cuda_backend if OLD else triton_lib.make_cuda_target
+_original = functools.partial(triton_lib.triton_kernel_call_lowering, _target)
+mlir.register_lowering(triton_lib.triton_kernel_call_p, functools.partial(_lower, _original), platform="cuda")

@@ -54,7 +54,7 @@ def cached(parts: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     where = folder()
     if where is None:
         return make()
-    versions = (triton.__version__, jax_triton.__version__, jaxlib.version.__version__, "PTX without lines")
+    versions = (triton.__version__, jax_triton.__version__, jaxlib.version.__version__, "bare PTX, without indents")
     path = where / f"{hashlib.sha256(repr((versions, parts)).encode()).hexdigest()}.json"
     try:
         return _read(path)
@@ -97,7 +97,7 @@ _KERNEL = triton_lib.triton_kernel_call_lib.TritonKernel
 # Lines `.loc` and `.file`, sections for debuggers, and comments. Labels stay: they bound what the assembler reorders.
 _OF_SOURCE = re.compile(
     r"""^[ \t]*\.(?:loc|file)\b.*\n | ^[ \t]*\.section[ \t]+\.debug_\w+\s*\{[^{}]*\}[ \t]*\n?
-    | ^[ \t]*//.*\n | [ \t]*//.*$""",
+    | ^[ \t]*//.*\n | [ \t]*//.*$ | ^[ \t]+""",
     re.MULTILINE | re.VERBOSE,
 )
 # Compiled kernels of this process by their identity, each with what it was made of.
@@ -107,15 +107,23 @@ _made_of: dict[int, tuple[Any, list[Any]]] = {}
 def _note(*arguments: Any) -> Any:
     """Makes a compiled kernel, as jax-triton does but of bare PTX and without Triton's code, and notes of what."""
     name, warps, clusters, shared, binary, _, *rest = arguments
-    light = [name, warps, clusters, shared, bare(binary), "", *rest]
-    kernel = _KERNEL(*light)
-    _made_of[id(kernel)] = kernel, light
+    return _made([name, warps, clusters, shared, bare(binary), "", *rest])
+
+
+def _made(parts: list[Any]) -> Any:
+    kernel = _KERNEL(*parts)
+    _made_of[id(kernel)] = kernel, parts
     return kernel
 
 
+def parts(kernel: Any) -> list[Any]:
+    """What a compiled kernel was made of: name, warps, clusters, bytes of shared memory, bare PTX, and the rest."""
+    return _made_of[id(kernel)][1]
+
+
 def bare(ptx: str) -> str:
-    """PTX without comments and without what tells the lines of its source; it becomes the same machine code."""
-    return _OF_SOURCE.sub("", ptx)
+    """PTX without comments, indents and what tells the lines of its source; it becomes the same machine code."""
+    return _OF_SOURCE.sub("", ptx).replace(" \t", " ").replace("\t", " ")
 
 
 def install() -> None:
@@ -136,18 +144,18 @@ def _since_04(compile_kernel: Callable[..., Any]) -> Callable[..., Any]:
         def make() -> dict[str, Any]:
             compiled.extend(compile_kernel(self, spec, gpu_target, backend, options))
             result = compiled[3]
-            return {"kernel": _made_of[id(compiled[0])][1], "tensors": list(result.tensordesc_meta or ())}
+            return {"kernel": parts(compiled[0]), "tensors": list(result.tensordesc_meta or ())}
 
-        parts = (
+        of = (
             self.fn.cache_key, sorted(spec.signature.items()), spec.specialization, sorted(spec.constants.items()),
             gpu_target, sorted(options.items()),
         )  # fmt: skip
-        stored = cached(parts, make)
+        stored = cached(of, make)
         if compiled:
             return tuple(compiled)
         name, _, _, shared, binary, ttir, *_ = stored["kernel"]
         result = triton_lib.CompilationResult(binary, name, shared, "", "", tensordesc_meta=stored["tensors"])
-        return _KERNEL(*stored["kernel"]), ttir, backend.parse_options(options), result
+        return _made(stored["kernel"]), ttir, backend.parse_options(options), result
 
     return call
 
@@ -167,16 +175,16 @@ def _before_04(get_or_create: Callable[..., Any]) -> Callable[..., Any]:
                 backend, platform, fn, kinds, scalars, compute_capability=compute_capability, **options
             )
             compiled_now.extend(compiled)
-            return {"kernel": _made_of[id(compiled[0])][1], "attributes": [[*at, of] for at, of in compiled[1].items()]}
+            return {"kernel": parts(compiled[0]), "attributes": [[*at, those] for at, those in compiled[1].items()]}
 
         options["metaparams"] = dict(sorted(options["metaparams"].items()))
         # A scalar is in the program, not in the kernel, but for None and 1, which it is compiled for.
         compiled_for = [(i, kind, value if value is None or value == 1 else ...) for i, kind, value in scalars]
-        parts = (fn.cache_key, platform, kinds, compiled_for, compute_capability, sorted(options.items()))
-        if (key := repr(parts)) not in known:
-            stored = cached(parts, make)
-            attributes = {(i,): of for i, of in stored["attributes"]}
-            known[key] = tuple(compiled_now) if compiled_now else (_KERNEL(*stored["kernel"]), attributes)
+        of = (fn.cache_key, platform, kinds, compiled_for, compute_capability, sorted(options.items()))
+        if (key := repr(of)) not in known:
+            stored = cached(of, make)
+            attributes = {(i,): those for i, those in stored["attributes"]}
+            known[key] = tuple(compiled_now) if compiled_now else (_made(stored["kernel"]), attributes)
         return known[key]
 
     return call

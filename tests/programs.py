@@ -1,6 +1,7 @@
 """What a program is made of: its products and the bytes that it saves for the backward pass."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,11 @@ def chosen(fn: Callable, *args: Any, capability: int | None = None) -> choice.Ch
     with target, choice.listening() as told:
         jax.eval_shape(lambda *args: fn(*args), *args)  # another function each time, so that it is traced
     return told[0][1]
+
+
+def triton_calls(text: str) -> int:
+    """How often a lowered or compiled program calls Triton kernels, whoever launches them."""
+    return len(re.findall(r"""(?:@|custom_call_target=")(?:__gpu\$xla\.gpu\.ptx|triton_kernel_call\w*)[("]""", text))
 
 
 def dots(fn: Callable, *args: Any) -> list[tuple[str, str]]:

@@ -104,7 +104,7 @@ def _products(lines: Iterable[Line]) -> Iterator[tuple[str, tuple[str, ...], str
 
 def _kernel(operation: str, names: list[str]) -> str:
     """The name of a Mosaic or Triton kernel, from the names of the places that its call stands in."""
-    if not ("mosaic" in operation or "triton" in operation) or len(names) < 2:
+    if not any(word in operation for word in ("mosaic", "triton", "xla.gpu.ptx")) or len(names) < 2:
         return ""
     return names[-2]
 

@@ -24,6 +24,7 @@ from fp8jax.core.qtensor import quantize
 from fp8jax.ops import adamw
 from fp8jax.ops import choice as choices
 from tests.kernels.adamw_cases import ADAM, codes_that_differ, decoded, settled, spec, special, stored, tree
+from tests.programs import triton_calls
 
 HERE = pathlib.Path(__file__).resolve().parent
 triton = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
@@ -287,7 +288,7 @@ def count_instructions(name):
     triton_lib.compile_ttir_to_ptx_inplace = lambda *a, **k: compiled.append(original(*a, **k)) or compiled[-1]
     text = lower(**settings).as_text()
     triton_lib.compile_ttir_to_ptx_inplace = original
-    assert "triton_kernel_call" in text
+    assert triton_calls(text)
     tools = pathlib.Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin"
     work = pathlib.Path(os.environ["WORK"])
     # Triton names the version of PTX that a driver here would take, not that of its own assembler.
@@ -403,7 +404,7 @@ def memory(form):
     run = jax.jit(step, donate_argnums=(1, 2)) if form == "step" else jax.jit(tx.update, donate_argnums=1)
     flag = (jax.ShapeDtypeStruct((), jnp.bool_),) if form == "step" else ()
     compiled = run.trace(*map(place, (grads, state, params, *flag))).lower().compile()
-    calls = compiled.as_text().count('custom_call_target="triton_kernel_call')
+    calls = triton_calls(compiled.as_text())
     entry = compiled.as_text().split("ENTRY")[1]
     others = [len(re.findall(rf"= {of} {name}\(", entry)) for of, name in ((r"\w+\[\d\S+", "copy"), (r"\S+", "fusion"))]
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

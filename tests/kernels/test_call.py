@@ -19,9 +19,10 @@ def lowered(function, *shapes):
     return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_calls_are_such_that_xla_records_into_command_buffers():
-    from pallas_kernels import call_triton, quantize_triton
+def test_calls_of_jax_triton_are_such_that_xla_records_into_command_buffers(monkeypatch):
+    from pallas_kernels import call_triton, launch_triton, quantize_triton
 
+    monkeypatch.setenv(launch_triton.VARIABLE, "triton")
     if call_triton.OLD and not call_triton.RECORDED:
         pytest.skip("such calls need jax >= 0.11")
     x = jax.ShapeDtypeStruct((128, 256), jnp.uint8)

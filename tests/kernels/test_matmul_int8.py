@@ -19,6 +19,7 @@ from pallas_kernels.matmul_mosaic import matmul as matmul_scaled
 from tests.kernels import h200
 from tests.kernels import h200_programs as programs
 from tests.kernels.int8_cases import error, operands
+from tests.programs import triton_calls
 
 interpreter = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call")
 RACES = plgpu.InterpretGPUParams(detect_races=True)
@@ -152,7 +153,7 @@ def test_other_gpus_get_the_kernel_in_triton_or_16_bits(capability: int, impl: s
         text = jax.jit(program).trace(codes, codes).lower(lowering_platforms=("cuda",)).as_text()
     assert [c.impl for name, c in told if name == "fallback matmul"] == [impl]
     assert [c.impl for name, c in told if name == "matmul"][-1] == impl
-    assert text.count("@triton_kernel_call_ffi") == calls
+    assert triton_calls(text) == calls
     assert "mosaic" not in text
 
 
