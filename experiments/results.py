@@ -108,6 +108,7 @@ CPU = (
     table("int8_memory", 60),
     table("second_moment", 90),
     table("coat_expansion", 60),
+    table("release_clipping", 600),
     table("coat_optimizer", 400),
     table("coat_activations", 200),
     table("moss_snr", 400),

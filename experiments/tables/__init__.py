@@ -10,6 +10,7 @@
     python -m experiments.tables.deepseek_wgrad     errors of deepseek's weight gradient by the scales of its operands
     python -m experiments.tables.second_moment      second moments in 8 bits, to nearest and stochastically, by b2
     python -m experiments.tables.coat_expansion     our range expansion and the paper's on the moments of a training
+    python -m experiments.tables.release_clipping   clipping where layers are updated in the backward pass
     python -m experiments.tables.finetuning         losses of fine-tuning a checkpoint, of all weights and of adapters
     python -m experiments.tables.moss_scaling       MOSS: Figure 4, equations 8 and 10
     python -m experiments.tables.report             RESULTS.md
