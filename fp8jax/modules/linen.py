@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 import flax.linen as nn
 import jax
 
+from fp8jax.core import products
 from fp8jax.core.recipe import Linear, Recipe
-from fp8jax.modules.dots import DotGeneral
 from fp8jax.modules.matrices import not_a_model
 from fp8jax.modules.methods_linen import Place, Root, initialized, planned, transformed
+from fp8jax.ops.linear import content_key, dot_general
 from fp8jax.recipes import linear_part
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.rules import Ordered, Rules, ordered
@@ -104,6 +105,27 @@ def unquantize(module: Model) -> Model:
     if plain is None:
         raise ValueError(f"{type(module).__name__} is not quantized")
     return _as(plain, module)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+    """`fp8jax.dot_general` with its recipe, called as that; keys for stochastic rounding come from the data.
+
+    Raises:
+        ValueError: another library has changed the products of JAX.
+    """
+
+    linear: Linear
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        if name := products.changed():
+            raise ValueError(
+                f"a quantized layer runs while another library has changed {name}: what this adds to the layer's "
+                "product, such as a LoRA adapter, would be lost. Merge adapters into the weights before the model is "
+                "quantized, or take adapters that are modules, as nnx.LoRA, or leave the model as it is written"
+            )
+        key = content_key(lhs) if self.linear.stochastic else None
+        return dot_general(lhs, rhs, *args, recipe=self.linear, key=key, **kwargs)
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.fused_reference import ACTIVATIONS, activation_cotangents
 from fp8jax.ops.saveable import ACTIVATION, named
-from fp8jax.ops.saved import BLANK, NOTHING, Gradient, Made, Origin, Provenance, decode, differentiable, keep
+from fp8jax.ops.saved import NOTHING, Gradient, Made, Origin, decode, differentiable, keep
 from fp8jax.recipes import context_part
 
 
@@ -27,21 +27,18 @@ def glu(
     *,
     recipe: Recipe | Context | str,
     activation: str = "silu",
-    known: Provenance = BLANK,
 ) -> Array:
     """activation(gate) * up (Shazeer, 2020).
 
     Forward it is what JAX computes; the backward pass reads the codes of `gate` and `up`, in a faithful context also
-    those of the activated gate. Where inputs are kept as they are it reads these, and on a GPU linear layers read codes
-    that the activation makes (`fused.at_once`).
+    those of the activated gate. Where inputs are kept as they are JAX differentiates. `glu_linear` is it with the layer
+    that reads it, which keeps less.
 
     Args:
         gate: (..., channels), any floating dtype.
         up: the same shape and dtype.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
-            but for codes made at once (`fused.at_once`).
+        recipe: a `Recipe`, its part `Context`, or a name.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
-        known: is told what the result and the inputs' gradients are made from.
 
     Returns:
         (..., channels) in the dtype of `gate`.
@@ -50,15 +47,15 @@ def glu(
         ValueError: unknown activation, or the shapes or dtypes differ.
     """
     check_alike(gate, up)
-    return activate(activation, gate, up, recipe, known)[0]
+    return activate(activation, gate, up, context_part(recipe))[0]
 
 
-def activation(x: Array, *, recipe: Recipe | Context | str, activation: str, known: Provenance = BLANK) -> Array:
+def activation(x: Array, *, recipe: Recipe | Context | str, activation: str) -> Array:
     """activation(x), of which the backward pass reads the codes of `x`.
 
     Args:
         x: (..., channels), any floating dtype.
-        recipe, activation, known: as of `glu`.
+        recipe, activation: as of `glu`.
 
     Returns:
         (..., channels) in the dtype of `x`.
@@ -66,7 +63,7 @@ def activation(x: Array, *, recipe: Recipe | Context | str, activation: str, kno
     Raises:
         ValueError: unknown activation.
     """
-    return activate(activation, x, None, recipe, known)[0]
+    return activate(activation, x, None, context_part(recipe))[0]
 
 
 def check_alike(gate: Array, up: Array) -> None:
@@ -201,7 +198,6 @@ def activate(
     gate: Array,
     up: Array | None,
     recipe: Recipe | Context | str,
-    known: Provenance = BLANK,
     *,
     biased: bool = False,
 ) -> tuple[Array, Origin]:
@@ -240,10 +236,9 @@ def activate(
     inputs = (gate,) if up is None else (gate, up)
     saved = saved if context.spec is None else named(saved, ACTIVATION)
     how = Activation(name, gate.dtype, context.lean and context.scales == "bound", written, biased)
-    y, _ = differentiable(how, inputs, saved, y, known=known, name="an activation")
+    y, _ = differentiable(how, inputs, saved, y, name="an activation")
     origin = fused.origin(context, how, saved, part, reader, scale, codes)
     y = derivatives.passed("an activation", y, *inputs)
-    known.note(y, origin)
     return y, origin
 
 

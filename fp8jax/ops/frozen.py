@@ -25,7 +25,7 @@ from fp8jax.ops.matmul import Operand, matmul
 from fp8jax.ops.operand import Source, encode, input_side
 from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.saveable import PRODUCT
-from fp8jax.ops.saved import BLANK, Provenance, from_bytes, key_for, to_bytes
+from fp8jax.ops.saved import from_bytes, key_for, to_bytes
 from fp8jax.ops.sharding import Kind, merge, merged, product_sharding, split
 
 
@@ -133,7 +133,6 @@ def frozen_product(
     recipe: Linear,
     key: Array | None = None,
     spec: tuple[Any, ...] | None = None,
-    known: Provenance = BLANK,
 ) -> Array:
     """x @ w, differentiable in x alone.
 
@@ -144,14 +143,14 @@ def frozen_product(
     Args:
         x: (tokens, inputs). w: a weight (inputs, outputs).
         recipe: its specs of "x" and "dy"; where there is none, codes are decoded to 16 bits for that product.
-        key, spec, known: as of `fp8jax.ops.product.product`.
+        key, spec: as of `fp8jax.ops.product.product`.
 
     Raises:
         ValueError: the recipe's codes are integers and the weight's are not, or the reverse; or a key is missing.
     """
     check_kinds(recipe, w.codes.spec)
     dy_spec = recipe.spec("dy")
-    value, of_x = x.value, input_source(x, recipe, key, known=known)
+    value, of_x = x.value, input_source(x, recipe, key)
     noise = key_for(key, dy_spec, "dy") if dy_spec is not None else None
     spec = spec or product_sharding(value, w.codes, (((value.ndim - 1,), (1,)), ((), ())))
     name = derivatives.named(f"a product of {value.shape} and a frozen weight")

@@ -12,7 +12,7 @@ from fp8jax.ops import fallback, fused
 from fp8jax.ops.fallback import Pair
 from fp8jax.ops.operand import Blocks, Source, input_side, make_codes, of_input
 from fp8jax.ops.saveable import INPUT, named
-from fp8jax.ops.saved import BLANK, ITSELF, Origin, Provenance, key_for, to_bytes
+from fp8jax.ops.saved import BLANK, ITSELF, Known, key_for, to_bytes
 
 
 class Input(NamedTuple):
@@ -22,13 +22,13 @@ class Input(NamedTuple):
         matrix: (tokens, inputs); where it is no view of `source`, the first axes may be several.
         source: the user's array that it is made of, by which products that share an input are known; None for itself.
         view: whether `source` is (..., inputs), so that gradients flow to it; it may have other axes.
-        origin: what `source` is made from; None where the caller's `known` may say that.
+        known: what the caller knows of `source`.
     """
 
     matrix: Array
     source: Array | None = None
     view: bool = True
-    origin: Origin | None = None
+    known: Known = BLANK
 
     @property
     def named(self) -> Array:
@@ -41,12 +41,10 @@ class Input(NamedTuple):
         return self.named if self.view else self.matrix
 
 
-def input_source(
-    x: Input, recipe: Linear, key: Array | None, scale: Array | None = None, known: Provenance = BLANK
-) -> Source:
+def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | None = None) -> Source:
     """Where the codes of an input come from, for `multiply`; arguments as of `product`, `scale` as of its `scales`."""
     side, source, matrix = input_side(recipe), x.named, fused.matrix(x.matrix)
-    origin = known.find(source) if x.origin is None else x.origin
+    origin = x.known.origin
     if origin.again is not None and origin.again[0] == ITSELF:
         origin = origin._replace(again=(ITSELF, source))
     part = origin.part if x.view and source.shape[-1] == matrix.shape[-1] else None
@@ -58,7 +56,7 @@ def input_source(
 
     def share(make: Callable[[], Any]) -> Any:
         others = scale if fixed is None else None, None if subkey is None else key
-        return known.share(source, (side.saved, strategy, matrix.shape), make, *others)
+        return x.known.share((side.saved, strategy, matrix.shape), make, *others)
 
     return of_input(matrix, side, key=subkey, scale=scale, origin=origin, share=share)
 
@@ -74,7 +72,7 @@ def gradient_key(recipe: Linear, key: Array | None) -> Array | None:
 
 
 def fall_back(
-    x: Array, recipe: Linear, key: Array | None, source: Array, threshold: Array, known: Provenance = BLANK
+    x: Array, recipe: Linear, key: Array | None, source: Array, threshold: Array, known: Known = BLANK
 ) -> tuple[Array, Blocks]:
     """As `input_source`, of an input in blocks, of which those fall back that exceed a threshold, fp32 scalar.
 
@@ -97,6 +95,6 @@ def fall_back(
         return make_codes(x, saved, side.strategy, key=subkey) if codes is None else to_bytes(codes)
 
     use = side.saved, side.strategy, x.shape
-    codes = known.share(source, use, lambda: named(make(), INPUT), None, None if subkey is None else key)
+    codes = known.share(use, lambda: named(make(), INPUT), None, None if subkey is None else key)
     # Another product of this input may have made what is saved; thresholds are each layer's own.
     return source, Blocks(pairs[0] if pairs else quantizer()[0], codes)

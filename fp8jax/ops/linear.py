@@ -15,7 +15,7 @@ from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.ops.frozen import FrozenWeight, frozen_product
 from fp8jax.ops.inputs import Input, input_source
 from fp8jax.ops.product import QuantizedWeight, multiply, product
-from fp8jax.ops.saved import BLANK, Origin, Provenance
+from fp8jax.ops.saved import BLANK, Known, Origin
 from fp8jax.ops.sharding import merge, merged, place, product_sharding, spec_of, split, turn
 from fp8jax.recipes import linear_part
 
@@ -31,7 +31,7 @@ def linear(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
-    known: Provenance = BLANK,
+    known: Known = BLANK,
 ) -> Array:
     """x @ w + bias with the products of a recipe, differentiable in x, w and bias.
 
@@ -45,8 +45,8 @@ def linear(
         quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
         out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it, which
             says where JAX requires it; None follows JAX's own rule.
-        known: what the caller knows of arrays, as inputs that several layers share; the functions of `fp8jax` know what
-            was made by each other.
+        known: what the caller knows of `x`, as `fp8jax.transform` does: what it is made from, and what other layers
+            have made of it. Of layers called by themselves nothing is known: `norm_linear` is a norm with its layers.
 
     Returns:
         (..., outputs) in the dtype of `x`. Gradients have the dtypes of what they are gradients of.
@@ -56,13 +56,13 @@ def linear(
             codes of a frozen weight and of the recipe do not go together.
     """
     spec = output_spec(x, w, out_sharding)
-    read, part = Input(rows(x, w), x), stateless(recipe)
+    read, part = Input(rows(x, w), x, known=known), stateless(recipe)
     if isinstance(w, FrozenWeight):
         if quantized is not None:
             raise ValueError("a frozen weight is quantized already: leave out quantized=")
-        y = frozen_product(read, w, part, key, spec=spec, known=known)
+        y = frozen_product(read, w, part, key, spec=spec)
         return y if bias is None else y + as_row(bias.astype(y.dtype), y.ndim)
-    return product(read, w, part, key, quantized=quantized, spec=spec, known=known, bias=bias)
+    return product(read, w, part, key, quantized=quantized, spec=spec, bias=bias)
 
 
 def dot_general(
@@ -76,7 +76,7 @@ def dot_general(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
-    known: Provenance = BLANK,
+    known: Known = BLANK,
     bias: Array | None = None,
     pass_on: Callable[[Array], None] | None = None,
 ) -> Array:
@@ -128,7 +128,7 @@ def dot_general(
         view = last and c == 1
         seen = merged(spec, (*([1] * len(tokens) if view else [len(tokens)]), len(outputs)))
         how: Any = {"quantized": quantized, "spec": seen, "bias": bias, "pass_on": pass_on}
-        y = product(Input(x, lhs if last else None, view), w, part, key, known=known if last else BLANK, **how)
+        y = product(Input(x, lhs, view, known) if last else Input(x, None, view), w, part, key, **how)
     return derivatives.passed("dot_general", split(y, (*batch, *tokens, *outputs), spec).astype(dtype), lhs, rhs)
 
 
@@ -152,7 +152,6 @@ def einsum(
     recipe: Recipe | Linear | str,
     key: Array | None = None,
     out_sharding: Any = None,
-    known: Provenance = BLANK,
 ) -> Array:
     """`jnp.einsum` of two operands with the products of a recipe: `lhs` is the input, `rhs` the weight.
 
@@ -161,15 +160,14 @@ def einsum(
         lhs: input.
         rhs: weight.
         precision, preferred_element_type: as of `dot_general`.
-        recipe, key, out_sharding, known: as of `linear`.
+        recipe, key, out_sharding: as of `linear`.
 
     Raises:
         ValueError: the subscripts are of another form, repeat an index in an operand, or sum one operand alone; or as
             `dot_general`.
         ShardingTypeError, JAX's own: as `jax.lax.dot_general`.
     """
-    how: Any = {"recipe": recipe, "key": key, "known": known}
-    product = functools.partial(dot_general, **how)
+    product = functools.partial(dot_general, recipe=recipe, key=key)
     return einsum_by(product, subscripts, lhs, rhs, precision, preferred_element_type, out_sharding=out_sharding)
 
 
@@ -222,7 +220,6 @@ def linears(
     key: Array | None = None,
     quantized: Sequence[QuantizedWeight | None],
     out_sharding: Any = None,
-    known: Provenance = BLANK,
 ) -> tuple[Array, ...]:
     """`linear` of one input with several weights, which share its codes and sum its gradients in their backward passes.
 
@@ -231,17 +228,16 @@ def linears(
 
     Args:
         origin: what `x` is made from.
-        known: what the caller knows of the results' gradients.
     """
     part, through, results = stateless(recipe), None, []
     if not weights:
         return ()
-    read = Input(rows(x, weights[0]), x, origin=origin)
+    read = Input(rows(x, weights[0]), x, known=Known(origin))
     of_x = input_source(read, part, key)
     for i, (w, held) in enumerate(zip(weights, quantized, strict=True)):
         rows(x, w)
         spec, last = output_spec(x, w, out_sharding), i == len(weights) - 1
-        y, through = multiply(read.value, of_x, w, part, key, None, held, spec, known, through, passes=not last)
+        y, through = multiply(read.value, of_x, w, part, key, None, held, spec, through, passes=not last)
         results.append(y)
     return tuple(results)
 

@@ -20,7 +20,6 @@ from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops.frozen import FrozenWeight, freeze
 from fp8jax.ops.linear import linear
-from fp8jax.ops.saved import BLANK, Provenance
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +119,6 @@ def lora_linear(
     key: Array | None = None,
     dropout: float = 0.0,
     dropout_key: Array | None = None,
-    known: Provenance = BLANK,
 ) -> Array:
     """x @ w + scale (x a) b, differentiable in x and the adapter; the weight has no gradient.
 
@@ -128,7 +126,7 @@ def lora_linear(
         x: (..., inputs).
         w: (inputs, outputs), an array or what `freeze` made of it; the recipe's products read it.
         adapter: of this weight; its factors are cast to the dtype of `x`.
-        recipe, key, known: as of `fp8jax.linear`.
+        recipe, key: as of `fp8jax.linear`.
         dropout: share of the adapter's inputs that are dropped; needs `dropout_key`.
 
     Returns:
@@ -139,7 +137,7 @@ def lora_linear(
             `fp8jax.linear`.
     """
     check_fits(adapter, w.shape)
-    y = linear(x, w if isinstance(w, FrozenWeight) else lax.stop_gradient(w), recipe=recipe, key=key, known=known)
+    y = linear(x, w if isinstance(w, FrozenWeight) else lax.stop_gradient(w), recipe=recipe, key=key)
     return y + adapted(x, adapter, dropout, dropout_key)
 
 

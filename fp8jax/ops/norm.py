@@ -16,7 +16,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.fused_reference import Result, norm_cotangents, normalized, statistics
 from fp8jax.ops.saveable import BESIDE, NORM, named
-from fp8jax.ops.saved import BLANK, NOTHING, Gradient, Made, Origin, Provenance, decode, differentiable, keep
+from fp8jax.ops.saved import NOTHING, Gradient, Made, Origin, decode, differentiable, keep
 from fp8jax.recipes import context_part
 
 
@@ -27,21 +27,18 @@ def rms_norm(
     recipe: Recipe | Context | str,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
-    known: Provenance = BLANK,
 ) -> Array:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich, 2019).
 
     Forward it is exact, in fp32; the backward pass reads the codes of `x` and the fp32 root of each row. Where inputs
-    are kept as they are it reads `x`, and on a GPU linear layers read codes that the norm makes (`fused.at_once`).
+    are kept as they are JAX differentiates. `norm_linear` is a norm with the layers that read it, which keep less.
 
     Args:
         x: (..., channels), any floating dtype.
         scale: (channels,), or None.
-        recipe: a `Recipe`, its part `Context`, or a name; where it keeps inputs as they are, JAX differentiates,
-            but for codes made at once (`fused.at_once`).
+        recipe: a `Recipe`, its part `Context`, or a name.
         eps: added to the mean square.
         dtype: of the result; that of `x` if None.
-        known: is told what the result is made from.
 
     Returns:
         (..., channels). Gradients have the dtypes of what they are gradients of.
@@ -49,7 +46,7 @@ def rms_norm(
     Raises:
         ValueError: the shapes do not match.
     """
-    return normalize(x, scale, None, recipe, eps, dtype, centered=False, known=known)[0]
+    return normalize(x, scale, None, context_part(recipe), eps, dtype, centered=False)[0]
 
 
 def layer_norm(
@@ -60,7 +57,6 @@ def layer_norm(
     recipe: Recipe | Context | str,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
-    known: Provenance = BLANK,
 ) -> Array:
     """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last axis (Ba et al., 2016).
 
@@ -72,11 +68,11 @@ def layer_norm(
         scale: (channels,), or None.
         bias: (channels,), or None.
         eps: added to the variance.
-        recipe, dtype, known: as of `rms_norm`.
+        recipe, dtype: as of `rms_norm`.
 
     Returns, raises: as `rms_norm`.
     """
-    return normalize(x, scale, bias, recipe, eps, dtype, centered=True, known=known)[0]
+    return normalize(x, scale, bias, context_part(recipe), eps, dtype, centered=True)[0]
 
 
 class NormSaved(NamedTuple):
@@ -147,7 +143,6 @@ def normalize(
     *,
     centered: bool,
     residual: bool = False,
-    known: Provenance = BLANK,
 ) -> tuple[Array, Array | None, Origin]:
     """A norm's result, and what it is made from; between them `x` for its other readers, if `residual`.
 
@@ -192,10 +187,9 @@ def normalize(
     else:
         stored = stored._replace(codes=named(stored.codes, NORM), inverse=named(stored.inverse, NORM))
     how = Norm(centered, dtype)
-    y, again = differentiable(how, (x, scale, bias), stored, y, residual=residual, known=known, name="a norm")
+    y, again = differentiable(how, (x, scale, bias), stored, y, residual=residual, name="a norm")
     origin = fused.origin(context, how, stored, part, reader, bound, codes)
     y = derivatives.passed("a norm", y, x, scale, bias)
-    known.note(y, origin)
     return y, again, origin
 
 

@@ -19,8 +19,9 @@ from fp8jax.core.blocks import as_row
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE
-from fp8jax.ops import cotangent, fused
+from fp8jax.ops import cotangent, fused, gradients
 from fp8jax.ops.choice import tell_saved, vary_alike, varying
+from fp8jax.ops.gradients import Gradients
 from fp8jax.ops.inputs import Input, gradient_key, input_source
 from fp8jax.ops.matmul import matmul
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
@@ -35,7 +36,7 @@ from fp8jax.ops.operand import (
 )
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.saveable import PRODUCT
-from fp8jax.ops.saved import BLANK, Gradient, Origin, Provenance, mapped_alike, to_bytes
+from fp8jax.ops.saved import NOTHING, Gradient, Origin, mapped_alike, to_bytes
 from fp8jax.ops.sharding import Kind, merged, product_sharding, split
 from fp8jax.recipes import linear_part
 
@@ -64,7 +65,7 @@ class How(NamedTuple):
         through: whether its input came through another product.
         passes: whether it passes its input on.
         spec: the sharding of its result on a mesh with Explicit axes, else None.
-        known: what the caller knows of gradients.
+        of_run: what is known of gradients.
         name: for messages.
     """
 
@@ -72,7 +73,7 @@ class How(NamedTuple):
     through: bool
     passes: bool
     spec: tuple[Any, ...] | None
-    known: Provenance
+    of_run: Gradients
     name: str
 
 
@@ -104,7 +105,6 @@ def product(
     scales: Scales | None = None,
     quantized: QuantizedWeight | None = None,
     spec: tuple[Any, ...] | None = None,
-    known: Provenance = BLANK,
     bias: Array | None = None,
     pass_on: Callable[[Array], None] | None = None,
 ) -> Array:
@@ -118,7 +118,6 @@ def product(
         scales: given scales; None takes them from the tensors.
         quantized: what `quantize_weight` made of `w`; None quantizes `w` in each product.
         spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
-        known: what the caller knows of arrays, such as inputs that several products share.
         bias: (outputs,), added in the dtype of the result; or None.
         pass_on: is given `x.source` for what else reads it, whose gradients then are added in this backward pass.
 
@@ -128,9 +127,9 @@ def product(
     Raises:
         ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
     """
-    of_x = input_source(x, recipe, key, scales and scales.x, known)
+    of_x = input_source(x, recipe, key, scales and scales.x)
     passes = pass_on is not None and x.value is x.source
-    y, passed = multiply(x.value, of_x, w, recipe, key, scales, quantized, spec, known, passes=passes, bias=bias)
+    y, passed = multiply(x.value, of_x, w, recipe, key, scales, quantized, spec, passes=passes, bias=bias)
     if pass_on is not None and passed is not None:
         pass_on(passed)
     return y
@@ -145,7 +144,6 @@ def multiply(
     scales: Scales | None,
     quantized: QuantizedWeight | None,
     spec: tuple[Any, ...] | None = None,
-    known: Provenance = BLANK,
     through: Array | None = None,
     passes: bool = False,
     bias: Array | None = None,
@@ -168,7 +166,7 @@ def multiply(
     noise, spec = gradient_key(recipe, key), spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
     name = derivatives.named(f"a product of {value.shape} and {w.shape}")
     token = derivatives.token(name, value, through, w, bias)
-    how = How(recipe, through is not None, passes, spec, known, name)
+    how = How(recipe, through is not None, passes, spec, gradients.current(), name)
     y, passed = _product(how, value, through, w, bias, of_x, of_w, noise, scales, token)
     return derivatives.passed("a product", y, value, through, w, bias), passed
 
@@ -253,7 +251,7 @@ def _forward(
 
 
 def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]) -> tuple[Any, ...]:
-    origin, token = how.known.find(cotangents[0]), saved.token
+    origin, token = how.of_run.find(cotangents[0]) or NOTHING, saved.token
     if token is None:
         results, foreseen = _gradients(how, saved, origin, *cotangents)
     else:
@@ -261,7 +259,7 @@ def _backward(how: How, saved: Residuals, cotangents: tuple[Array, Array | None]
         results, foreseen = _gradients(how, saved, origin, *values)
         results = derivatives.once(how.name, results, (cotangents, token))
     if foreseen is not None:
-        how.known.note(results[1 if how.through else 0], Origin(foreseen=foreseen))
+        how.of_run.note(results[1 if how.through else 0], Origin(foreseen=foreseen))
     return results
 
 

@@ -17,7 +17,7 @@ from fp8jax.ops.inputs import Input, gradient_key, input_source
 from fp8jax.ops.linear import stateless
 from fp8jax.ops.operand import Residual, Side, Source, encode, input_side, weight_side
 from fp8jax.ops.saveable import PRODUCT
-from fp8jax.ops.saved import BLANK, Gradient, Provenance
+from fp8jax.ops.saved import BLANK, Gradient, Known
 from fp8jax.ops.sharding import Kind
 
 
@@ -28,7 +28,7 @@ def ragged_dot(
     *,
     recipe: Recipe | Linear | str,
     key: Array | None = None,
-    known: Provenance = BLANK,
+    known: Known = BLANK,
 ) -> Array:
     """`jax.lax.ragged_dot` with the products of a recipe, differentiable in `x` and `w`.
 
@@ -54,7 +54,7 @@ def ragged_dot(
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"ragged_dot takes group_sizes of integers, not {group_sizes.dtype}")
     part = stateless(recipe)
-    of_x, noise = input_source(Input(x), part, key, known=known), gradient_key(part, key)
+    of_x, noise = input_source(Input(x, known=known), part, key), gradient_key(part, key)
     value, w = vary_alike(x, w)  # type: ignore[assignment]
     name = derivatives.named(f"ragged_dot of {x.shape} and {w.shape}")
     token = derivatives.token(name, value, w)

@@ -19,6 +19,7 @@ from fp8jax.core import derivatives, encoding, formats
 from fp8jax.core.qtensor import QTensor, quantize
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import QuantSpec
+from fp8jax.ops import gradients
 from fp8jax.ops.choice import vary_alike
 from fp8jax.ops.sharding import Kind
 
@@ -183,30 +184,25 @@ class Origin(NamedTuple):
 NOTHING = Origin()
 
 
-class Provenance(Protocol):
-    """What a caller knows of arrays that operations are given, in models that were not written for them.
+def alone(use: Hashable, make: Callable[[], Shared], *others: Any) -> Shared:
+    """What no other reader has made: `make()`."""
+    return make()
 
-    Operations ask it where nobody says more, in their backward passes, too, and tell it what they make. Hashable.
+
+class Known(NamedTuple):
+    """What a caller knows of an input besides its values.
+
+    Attributes:
+        origin: what it is made from.
+        share: `share(use, make, *others)` gives what another reader has made of it in this way, with the same other
+            arrays; else `make()`.
     """
 
-    def find(self, x: Array) -> Origin:
-        """What is known of an array; `NOTHING` if nothing is."""
-        return NOTHING
-
-    def note(self, x: Array, origin: Origin) -> None:
-        """Says what an array is made from."""
-        return
-
-    def share(self, x: Array, use: Hashable, make: Callable[[], Shared], *others: Any) -> Shared:
-        """What was made of an array in this way and is still in use, or `make()`; with the same other arrays."""
-        return make()
+    origin: Origin = NOTHING
+    share: Callable[..., Any] = alone
 
 
-class Blank(Provenance):
-    """Knows nothing of any array."""
-
-
-BLANK = Blank()
+BLANK = Known()
 
 
 def differentiable(
@@ -216,7 +212,6 @@ def differentiable(
     y: Array,
     *,
     residual: bool = False,
-    known: Provenance = BLANK,
     name: str = "an operation",
 ) -> tuple[Array, Array | None]:
     """The result `y` of an operation on `inputs`, whose backward pass reads nothing but `saved`.
@@ -227,7 +222,6 @@ def differentiable(
         saved: arrays without gradients.
         y: the result, computed from the values of the inputs.
         residual: whether other readers of the first input take it from here.
-        known: what the caller knows of arrays.
         name: of the operation, for messages.
 
     Returns:
@@ -235,8 +229,8 @@ def differentiable(
     """
     y, *inputs = vary_alike(lax.stop_gradient(y), *inputs)  # type: ignore[assignment]
     name = derivatives.named(name)
-    token = derivatives.token(name, *inputs)
-    result: tuple[Array, Array | None] = _differentiable((how, residual, known, name), tuple(inputs), saved, y, token)
+    token, static = derivatives.token(name, *inputs), (how, residual, gradients.current(), name)
+    result: tuple[Array, Array | None] = _differentiable(static, tuple(inputs), saved, y, token)
     return result
 
 
@@ -257,16 +251,17 @@ def _forward(static: Any, inputs: tuple[Array | None, ...], saved: Any, y: Array
 
 
 def _backward(static: Any, residuals: Any, cotangents: Any) -> tuple[Any, None, None, None]:
-    (how, _, known, name), (saved, kinds, token), (dy, others) = static, residuals, cotangents
+    (how, _, of_run, name), (saved, kinds, token), (dy, others) = static, residuals, cotangents
     dtypes = tuple(None if kind is None else kind.dtype for kind in kinds)
     values = lax.stop_gradient((dy, others))
-    gradients, origins = how.backward(saved, values[0], dtypes, values[1], known.find(dy).foreseen)
+    foreseen = (of_run.find(dy) or NOTHING).foreseen
+    results, origins = how.backward(saved, values[0], dtypes, values[1], foreseen)
     placed = tuple(
-        None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(gradients, kinds, strict=True)
+        None if ct is None or kind is None else kind.cast(ct) for ct, kind in zip(results, kinds, strict=True)
     )
     placed = derivatives.once(name, placed, (dy, others, token))
     for ct, origin in zip(placed, origins, strict=False):
-        known.note(ct, origin)
+        of_run.note(ct, origin)
     return placed, None, None, None
 
 

@@ -12,7 +12,7 @@ from fp8jax.core.scaling import Stateful, Threshold
 from fp8jax.ops.inputs import Input, fall_back
 from fp8jax.ops.linear import output_spec, rows
 from fp8jax.ops.product import QuantizedWeight, Scales, multiply, product
-from fp8jax.ops.saved import BLANK, Provenance
+from fp8jax.ops.saved import BLANK, Known
 from fp8jax.recipes import linear_part
 
 
@@ -64,7 +64,7 @@ def scaled_linear(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
-    known: Provenance = BLANK,
+    known: Known = BLANK,
 ) -> tuple[Array, Observed]:
     """`linear` with a scaling that keeps a state. `fp8jax.delayed_linear` is its first name.
 
@@ -101,17 +101,20 @@ def scaled_linear(
     threshold = parts.get("x")
     if isinstance(threshold, Threshold):
         value, blocks = fall_back(matrix, part, key, x, _of(state, "x"), known)
-        y, _ = multiply(value, blocks, w, part, key, fixed, quantized, spec, known, bias=bias)
+        y, _ = multiply(value, blocks, w, part, key, fixed, quantized, spec, bias=bias)
         observed["x"] = threshold.count(blocks.pair.used)
     else:
-        how: Any = {"scales": fixed, "quantized": quantized, "spec": spec, "known": known, "bias": bias}
-        y = product(Input(matrix, x), w, part, key, **how)
+        how: Any = {"scales": fixed, "quantized": quantized, "spec": spec, "bias": bias}
+        y = product(Input(matrix, x, known=known), w, part, key, **how)
     observed |= {
         n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in observed
     }
     if observes(part, "dy"):
         observed["dy"] = jnp.zeros((), jnp.float32)
     return y, Observed(**observed)
+
+
+delayed_linear = scaled_linear
 
 
 def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str) -> Array | None:

@@ -17,7 +17,7 @@ from fp8jax.ops.inputs import Input
 from fp8jax.ops.linear import linears, output_spec, rows, stateless
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import QuantizedWeight, product
-from fp8jax.ops.saved import BLANK, ITSELF, Provenance
+from fp8jax.ops.saved import BLANK, ITSELF, Known
 from fp8jax.ops.sharding import merge
 from fp8jax.recipes import resolve
 
@@ -35,7 +35,6 @@ def norm_linear(
     residual: bool = False,
     quantized: Sequence[QuantizedWeight] | None = None,
     out_sharding: Any = None,
-    known: Provenance = BLANK,
 ) -> tuple[Array, ...]:
     """A norm and the linear layers that read its result, such as q, k and v, or gate and up.
 
@@ -56,7 +55,7 @@ def norm_linear(
         residual: whether to return `x`, too, for what is added to it: the gradient of that sum is then added in the
             norm's own backward pass.
         quantized: what `quantize_weight` made of each weight; None quantizes them in this call.
-        key, out_sharding, known: as of `linear`.
+        key, out_sharding: as of `linear`.
 
     Returns:
         (..., outputs) for each weight, in the dtype of `x`; before them `x`, if `residual`.
@@ -74,7 +73,7 @@ def norm_linear(
         raise ValueError(f"{len(weights)} weights were given quantized as {len(held)}")
     centered = norm == "layer"
     h, again, origin = normalize(x, scale, norm_bias, recipe, eps, None, centered=centered, residual=residual)
-    how: Any = {"key": key, "quantized": held, "out_sharding": out_sharding, "known": known}
+    how: Any = {"key": key, "quantized": held, "out_sharding": out_sharding}
     y = linears(h, weights, recipe=recipe, origin=origin, **how)
     if not residual:
         return y
@@ -91,7 +90,7 @@ def attention_output(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
-    known: Provenance = BLANK,
+    known: Known = BLANK,
     bias: Array | None = None,
 ) -> Array:
     """The projection of what attention returns, plus a residual.
@@ -120,14 +119,14 @@ def attention_output(
     shape, inputs = y.shape[-2:], math.prod(y.shape[-2:])
     if y.ndim < 2 or w.shape[:-1] not in (shape, (inputs,)):
         raise ValueError(f"w must be (heads, channels, outputs) or (inputs, outputs) for y {y.shape}, not {w.shape}")
-    origin = known.find(y)
+    origin = known.origin
     if recipe.context.saved is not None and origin.again is None:
         origin = origin._replace(again=(ITSELF, y))
     lead, part = y.ndim - 2, stateless(recipe)
     tokens, matrix = merge(y, *[1] * lead, 2), merge(w, w.ndim - 1, 1)
     spec = output_spec(tokens, matrix, out_sharding)
-    how: Any = {"quantized": quantized, "spec": spec, "known": known, "bias": bias}
-    out = product(Input(tokens, y, False, origin), matrix, part, key, **how)
+    read = Input(tokens, y, False, known._replace(origin=origin))
+    out = product(read, matrix, part, key, quantized=quantized, spec=spec, bias=bias)
     return out if residual is None else residual + out
 
 
@@ -142,7 +141,6 @@ def glu_linear(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
-    known: Provenance = BLANK,
 ) -> Array:
     """residual + (activation(gate) * up) @ w, the second half of a perceptron.
 
@@ -156,7 +154,7 @@ def glu_linear(
             as what `norm_linear` returns of `residual=True`: the product then is added to it in place, else to a copy.
         recipe: as of `norm_linear`.
         activation: "silu", "gelu" (exact) or "gelu_tanh".
-        key, quantized, out_sharding, known: as of `linear`; the sharding is that of the product.
+        key, quantized, out_sharding: as of `linear`; the sharding is that of the product.
 
     Returns:
         (..., outputs) in the dtype of `gate`, promoted with that of the residual.
@@ -168,10 +166,10 @@ def glu_linear(
     recipe = _whole(recipe)
     if up is not None:
         check_alike(gate, up)
-    h, origin = activate(activation, gate, up, recipe, known)
+    h, origin = activate(activation, gate, up, recipe)
     spec = output_spec(h, w, out_sharding)
-    read = Input(rows(h, w), h, origin=origin)
-    y = product(read, w, stateless(recipe), key, quantized=quantized, spec=spec, known=known)
+    read = Input(rows(h, w), h, known=Known(origin))
+    y = product(read, w, stateless(recipe), key, quantized=quantized, spec=spec)
     if residual is not None and recipe.context.saved is not None:
         # XLA lets cuBLASLt add in place only to what has no other reader, which saves 5 % of the product's time.
         residual = jax.lax.optimization_barrier(residual)

@@ -64,17 +64,17 @@ class ProductOperation:
         if self.kept is not None:
             origin = origin._replace(again=(ITSELF, x))
         known, key = running.reads(x, self.root, linear, origin)
-        how: Any = {"key": key, "known": known, "bias": self._bias(running), "quantized": self._held(given)}
+        how: Any = {"key": key, "bias": self._bias(running), "quantized": self._held(given)}
         if self.kept is None and running.read_later(self.data):
             # As XLA would make a sum of gradients part of one product, but of three leaves one a pass of its own.
             how["pass_on"] = functools.partial(running.pass_on, self.data)
         w = self._laid_out(running)
         if self.kept is None:
-            y = self._product(x, w, how)
+            y = self._product(x, w, {**how, "known": known})
         elif w.ndim == 2 and x.shape[-1] == w.shape[0]:
-            y = product(Input(rows(x, w), x, origin=origin), w, linear, spec=output_spec(x, w, None), **how)
+            y = product(Input(rows(x, w), x, known=known), w, linear, spec=output_spec(x, w, None), **how)
         else:
-            y = attention_output(x, w, recipe=self.recipe, **how)
+            y = attention_output(x, w, recipe=self.recipe, known=known, **how)
         return [_shaped(y, result.shape).astype(result.dtype)]
 
     def _bias(self, running: Any) -> Array | None:
@@ -181,7 +181,7 @@ class NormOperation:
         scales = [_vector(running.array(v), x.shape[-1]) for v in self.scales]
         scale = math.prod(scales[1:], start=scales[0]) if scales else None
         bias = None if self.bias is None else _vector(running.array(self.bias), x.shape[-1])
-        how: Any = {"centered": self.centered, "residual": running.read_later(self.x), "known": running.known()}
+        how: Any = {"centered": self.centered, "residual": running.read_later(self.x)}
         y, again, running.origins[result] = normalize(x, scale, bias, self.recipe, self.eps, result.dtype, **how)
         if again is not None:
             # The backward pass adds the gradients of its other readers, such as a residual stream's sum, to the norm's.
@@ -205,13 +205,13 @@ class ActivationOperation:
     biased: bool = False
 
     def run(self, running: Any, node: Node) -> Sequence[Array]:
-        result, known = node.results[0], running.known()
+        result = node.results[0]
         gate, up = running.array(self.gate), None if self.up is None else running.array(self.up)
         # In the widest of the dtypes that the model computes it in.
         dtype = jnp.promote_types(gate.dtype, gate.dtype if up is None else up.dtype)
         dtype = result.dtype if result.dtype.itemsize > dtype.itemsize else dtype
         inputs = gate.astype(dtype), up if up is None else up.astype(dtype)
-        y, origin = activate(self.name, *inputs, self.recipe, known, biased=self.biased)
+        y, origin = activate(self.name, *inputs, self.recipe, biased=self.biased)
         running.origins[result] = origin if y.dtype == result.dtype else as_read(origin, y, result)
         return [y.astype(result.dtype)]
 

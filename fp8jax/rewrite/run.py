@@ -1,22 +1,24 @@
 """Runs a graph: what its outputs need, in the order of the program, operations where a plan has put them."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from fp8jax.core.recipe import Linear
+from fp8jax.ops import gradients
 from fp8jax.ops.linear import content_key
-from fp8jax.ops.saved import NOTHING, Origin
+from fp8jax.ops.saved import NOTHING, Known, Origin
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.graph import Graph, Node, Value, origin_of
 from fp8jax.rewrite.held import as_array, written
-from fp8jax.rewrite.known import Cotangents, Known, carry
 from fp8jax.rewrite.operations import as_read
 from fp8jax.rewrite.primitives import Equation
 from fp8jax.rewrite.states import Given, Use
+
+Shared = TypeVar("Shared")
 
 
 class Schedule(NamedTuple):
@@ -102,8 +104,6 @@ class Running:
         self._arrays: dict[Value, Any] = dict(zip(plan.graph.inputs, arrays, strict=True))
         self.origins: dict[Value, Origin] = dict(origins)
         self._shared: dict[Any, Any] = {}
-        self._cotangents = Cotangents()
-        self._readers: list[Known] = []
 
     def array(self, value: Value) -> Any:
         """What a value is in this run; of what is held in the place of a parameter, its values."""
@@ -126,20 +126,25 @@ class Running:
         """What is known of an array that has the elements of a value."""
         return as_read(self.origins[value], value, x) if value in self.origins else NOTHING
 
-    def known(self, x: Any = None, value: Value | None = None, origin: Origin = NOTHING) -> Known:
-        """What an operation may ask: of the array `x` that it reads, which is made of a value, and in its backward pass
-        of gradients. Readers of one value share what they make of it."""
-        reader = Known(self._cotangents, x, value, origin, self._shared)
-        self._readers.append(reader)
-        return reader
-
     def reads(self, x: Any, value: Value | None, linear: Linear, origin: Origin) -> tuple[Known, Any]:
-        """As `known`, for a product; and the key for what it rounds stochastically, one for all readers of a value."""
-        known = self.known(x, value, origin)
-        return known, known.share(x, "key", lambda: content_key(x)) if linear.stochastic else None
+        """What a product knows of the array `x` that it reads, which is made of a value, and the key for what it rounds
+        stochastically: readers of one value share both that and what they make of it. Of no value nothing is shared."""
+        known = Known(origin) if value is None else Known(origin, functools.partial(self._share, value, x.dtype))
+        return known, known.share("key", lambda: content_key(x)) if linear.stochastic else None
+
+    def _share(self, value: Value, dtype: Any, use: Hashable, make: Callable[[], Shared], *others: Any) -> Shared:
+        key = value, dtype, use
+        made = self._shared.get(key)
+        if made is None or any(a is not b for a, b in zip(made[0], others, strict=True)):
+            made = self._shared[key] = others, make()
+        return made[1]  # type: ignore[no-any-return]
 
     def outputs(self) -> list[Any]:
         """Runs the graph."""
+        with gradients.run():
+            return self._outputs()
+
+    def _outputs(self) -> list[Any]:
         plan = self._plan
         for self._place, node in enumerate(plan.nodes):
             if node.operation is not None:
@@ -153,8 +158,6 @@ class Running:
             for value, array in zip(node.results, results, strict=True):
                 if value.array is None:
                     self._arrays.setdefault(value, array)
-        for reader in self._readers:
-            reader.forget()
         # What a turn of a loop passes on goes as it is held.
         given = set(plan.graph.inputs) if self._inner else set()
         return [self.held(v) if v in given else self.array(v) for v in plan.graph.outputs]
@@ -172,7 +175,7 @@ class Running:
             rows[use.key] = Given(state if own else None, slots if counted else None, weight if own else None)
 
         facts = [self._facts(plan.graph) for plan in bodies] if primitives.once(node.eqn) else [{} for _ in bodies]
-        moved = [{i: carry(origin) for i, origin in each.items()} for each in facts]
+        moved = [{i: _carry(origin) for i, origin in each.items()} for each in facts]
         arrays = [{i: arrays for i, (arrays, _) in each.items()} for each in moved]
 
         def run(place: int, inputs: Sequence[Any], more: Any, rows: Any) -> list[Any]:
@@ -205,3 +208,19 @@ class Running:
             if source in self.origins and body.changed:
                 found[i] = as_read(self.origins[source], source, value)
         return found
+
+
+def _carry(origin: Origin) -> tuple[Any, Callable[[Any], Origin]]:
+    """The arrays of what is known, and what makes it of the same arrays in another trace."""
+    again, part, scale = origin.again, origin.part, origin.scale
+    arrays = again and again[1], part and part.arrays, scale and scale[1]
+
+    def rebuild(arrays: Any) -> Origin:
+        saved, operands, number = arrays
+        return Origin(
+            None if again is None else (again[0], saved),
+            None if part is None else part.of(*operands),
+            None if scale is None else (scale[0], number),
+        )
+
+    return arrays, rebuild

@@ -19,8 +19,8 @@ import numpy as np
 import fp8jax
 from fp8jax.core import scaling
 from fp8jax.core.recipe import Linear
-from fp8jax.ops import activation, cotangent, fused, fused_codes, inputs, linear, operand, product, quantize
-from fp8jax.ops.saved import NOTHING, Provenance
+from fp8jax.ops import activation, cotangent, fused, fused_codes, inputs, operand, product, quantize
+from fp8jax.ops.saved import Known
 from pallas_kernels import activation_triton, norm_triton
 from tests.kernels.triton_interpreter import prepare
 
@@ -57,9 +57,9 @@ def norm_case(kind: str, given: int, part: fp8jax.Recipe, dtype: Any, lead: tupl
     parameters = [1 + 0.2 * normal(3, CHANNELS, dtype=dtype), normal(4, CHANNELS, dtype=dtype)][:given]
 
     def f(x: Any, w: Any, v: Any, *parameters: Any) -> Any:
-        norm = fp8jax.rms_norm if kind == "rms" else fp8jax.layer_norm
-        h = norm(x, *parameters, recipe=part, eps=1e-3)
-        return fp8jax.linear(h, w.astype(h.dtype), recipe=part), fp8jax.linear(h, v.astype(h.dtype), recipe=part)
+        scale, bias = (*parameters, None, None)[:2]
+        weights = w.astype(x.dtype), v.astype(x.dtype)
+        return fp8jax.norm_linear(x, scale, weights, recipe=part, norm=kind, norm_bias=bias, eps=1e-3)
 
     return f, (x, w, v, *parameters)
 
@@ -72,28 +72,10 @@ def activation_case(
     u, d = normal(2, CHANNELS, INNER), normal(3, INNER, CHANNELS)
 
     def f(x: Any, w: Any, u: Any, d: Any) -> Any:
-        layer = functools.partial(fp8jax.linear, recipe=part)
-        gate, up = (layer(x, a.astype(x.dtype)) for a in (0.3 * w, 0.3 * u))
-        if gated:
-            h = fp8jax.glu(gate, up, recipe=part, activation=name)
-        else:
-            h = fp8jax.activation(gate, recipe=part, activation=name)
-        return layer(h, d.astype(x.dtype))
+        gate, up = (fp8jax.linear(x, a.astype(x.dtype), recipe=part) for a in (0.3 * w, 0.3 * u))
+        return fp8jax.glu_linear(gate, up if gated else None, d.astype(x.dtype), recipe=part, activation=name)
 
     return f, (x, w, u, d)
-
-
-class Told(Provenance):
-    """Knows what operations have said of arrays, which may be no tracers."""
-
-    def __init__(self) -> None:
-        self.noted: list[Any] = []
-
-    def note(self, x: Any, origin: Any) -> None:
-        self.noted.append((x, origin))
-
-    def find(self, x: Any) -> Any:
-        return next((origin for other, origin in self.noted if other is x), NOTHING)
 
 
 def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
@@ -106,12 +88,11 @@ def biased_case(name: str, gated: bool, part: fp8jax.Recipe, dtype: Any) -> Any:
     biases = normal(4, INNER), normal(5, INNER), normal(6, 32)
 
     def f(x: Any, w: Any, u: Any, d: Any, *biases: Any) -> Any:
-        known = Told()
-        layer = lambda x, w, b: linear.linear(x, w.astype(x.dtype), recipe=part, bias=b, known=known)  # noqa: E731
+        layer = lambda x, w, b: fp8jax.linear(x, w.astype(x.dtype), recipe=part, bias=b)  # noqa: E731
         made = [layer(x, 0.3 * w, biases[0]), *([layer(x, 0.3 * u, biases[1])] if gated else [None])]
-        y, origin = activation.activate(name, *made, part, known, biased=True)
-        read = inputs.Input(y, origin=origin)
-        return product.product(read, d.astype(x.dtype), part.linear, None, bias=biases[2], known=known)
+        y, origin = activation.activate(name, *made, part, biased=True)
+        read = inputs.Input(y, known=Known(origin))
+        return product.product(read, d.astype(x.dtype), part.linear, None, bias=biases[2])
 
     return f, (x, w, u, d, *biases)
 

@@ -41,9 +41,8 @@ def test_a_step_lowered_for_cuda_has_kernels(name, reason, check, mesh, monkeypa
 
     def step(params, state, x):
         def loss(params):
-            h = fp8jax.rms_norm(x, params["norm"], recipe=recipe)
-            gate, up = (fp8jax.linear(h, params[w], recipe=recipe) for w in ("gate", "up"))
-            y = fp8jax.linear(fp8jax.glu(gate, up, recipe=recipe), params["down"], recipe=recipe)
+            gate, up = fp8jax.norm_linear(x, params["norm"], (params["gate"], params["up"]), recipe=recipe)
+            y = fp8jax.glu_linear(gate, up, params["down"], recipe=recipe)
             return jax.lax.pmean(jnp.mean(y.astype(jnp.float32) ** 2), "data")
 
         grads = jax.grad(loss)(params)

@@ -11,7 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import fp8jax
-from fp8jax.modules.dots import DotGeneral
+from fp8jax.modules.linen import DotGeneral
 from fp8jax.ops import cotangent
 from tests.modules import architectures
 from tests.modules.architectures import LENGTH, VOCAB, Nanodo, train, within_noise

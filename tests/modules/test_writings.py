@@ -11,7 +11,7 @@ from flax import nnx
 
 import fp8jax
 from tests.distance import relative
-from tests.modules.test_provenance import COAT, INNER, WIDTH, WRITINGS, X
+from tests.modules.test_sharing import COAT, INNER, WIDTH, WRITINGS, X
 from tests.programs import count, residuals
 
 MLP = "silu(gate) * up"

@@ -11,9 +11,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax import activation
 from fp8jax.core.recipe import Context, Linear
-from fp8jax.modules.provenance import REGISTRY
 from fp8jax.ops import cotangent, operand
 from tests.distance import relative
 from tests.ops.test_contexts import CHANNELS, LEAN, LINEAR, OUTPUTS, TOKENS, layer, normal, parameters
@@ -59,9 +57,9 @@ def test_the_scale_of_a_norms_result_is_that_of_a_bound_on_it(mode, scales):
     x = x.at[0].set(0).at[0, 0].set(1e4)  # one value of a row is the root of the sum of all their squares
     scale, bias, part = 1 + 0.3 * normal(2, CHANNELS), normal(3, CHANNELS), recipe("bound", mode)
     top, shift = float(jnp.max(jnp.abs(scale))), float(jnp.max(jnp.abs(bias)))
-    fp8jax.linear(fp8jax.rms_norm(x, scale, recipe=part), w, recipe=part)
+    fp8jax.norm_linear(x, scale, [w], recipe=part)
     check(scales, 1.01 * top * np.sqrt(CHANNELS) / 448)
-    fp8jax.linear(fp8jax.rms_norm(x, recipe=part), w, recipe=part)
+    fp8jax.norm_linear(x, None, [w], recipe=part)
     check(scales, 1.01 * np.sqrt(CHANNELS) / 448)
     fp8jax.norm_linear(x, scale, [w], recipe=part, norm="layer", norm_bias=bias)
     check(scales, 1.01 * (top * np.sqrt(CHANNELS) + shift) / 448)
@@ -89,9 +87,9 @@ def test_the_scale_of_an_activations_result_follows_from_a_sample_of_it_unless_m
 def test_bounds_are_of_layers_that_quantize_so(scales):
     x, w = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS)
     token = recipe("bound", x="e4m3:token", x_wgrad="e4m3:token")
-    for norm, linear in ((recipe("bound").context, recipe("bound")), (recipe("bound"), token), (token, token)):
-        fp8jax.linear(fp8jax.rms_norm(x, recipe=norm), w, recipe=linear)
-    assert [given for _, given, _ in scales] == [False] * 3
+    fp8jax.linear(fp8jax.rms_norm(x, recipe=recipe("bound")), w, recipe=recipe("bound"))  # knows of no norm
+    fp8jax.norm_linear(x, None, [w], recipe=token)
+    assert [given for _, given, _ in scales] == [False] * 2
 
 
 class Perceptron(nnx.Module):
@@ -180,19 +178,22 @@ def test_no_more_is_kept_under_bounds(mode, how):
 
 def test_the_bound_of_a_norm_holds_after_a_cast_and_is_finite(scales):
     x, w, part = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS), recipe("bound")
-    y = fp8jax.rms_norm(x, recipe=part)
-    narrow = y.astype(jnp.bfloat16)
-    REGISTRY.follow(y, narrow)
-    fp8jax.linear(narrow, w.astype(jnp.bfloat16), recipe=part)
+
+    def f(w, x):
+        h = (x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)).astype(jnp.bfloat16)
+        return jnp.sin(h.astype(jnp.float32)[0]), h @ w.astype(h.dtype)
+
+    with jax.disable_jit():
+        fp8jax.transform(f, [fp8jax.Rule(".*", part)])(w, x)
     check(scales, 1.01 * np.sqrt(CHANNELS) / 448)
-    fp8jax.linear(fp8jax.rms_norm(x, jnp.ones(CHANNELS).at[0].set(1e38), recipe=part), w, recipe=part)
+    fp8jax.norm_linear(x, jnp.ones(CHANNELS).at[0].set(1e38), [w], recipe=part)
     ((_, _, q),) = scales
     np.testing.assert_allclose(float(q.scale.reshape(())), np.finfo(np.float32).max / 448, rtol=1e-5)
 
 
 def plain(context, x, p):
-    h = activation(fp8jax.linear(x, p["gate"], recipe=LINEAR), recipe=context, activation="gelu")
-    return fp8jax.linear(h, p["down"], recipe=LINEAR)
+    part = dataclasses.replace(COAT, linear=LINEAR, context=context)
+    return fp8jax.glu_linear(fp8jax.linear(x, p["gate"], recipe=part), None, p["down"], recipe=part, activation="gelu")
 
 
 @pytest.mark.parametrize("f", [layer, plain])
@@ -228,28 +229,32 @@ def test_bounded_cotangents_do_not_saturate_and_are_as_exact_as_those_under_thei
     assert any(not np.array_equal(a, b) for a, b in zip(largest, bounded, strict=True))
 
 
-@pytest.mark.parametrize("how", ["e4m3:block16", "e4m3:mx32+ocp", "reshaped", "two axes", "two readers"])
-def test_where_no_bound_is_known_the_largest_cotangent_gives_the_scale(how):
+@pytest.mark.parametrize("how", ["e4m3:block16", "e4m3:mx32+ocp", "reshaped", "two axes", "two readers", "known"])
+def test_where_no_bound_is_known_the_largest_cotangent_gives_the_scale(how, monkeypatch):
     spec = how if ":" in how else "e4m3:group16"
     x, w, v = normal(0, 32, 64), 0.1 * normal(1, 64, 64), 0.1 * normal(2, 64, 64)
+    given, found = [], cotangent.quantize_and_sum
 
-    def f(context, x, w, v):
-        h = activation(fp8jax.linear(x, w, recipe=LINEAR), recipe=context, activation="silu")
+    def watched(x, *specs, scale=None, **how):
+        given.append(scale is not None)
+        return found(x, *specs, scale=scale, **how)
+
+    def f(p, x):
+        h = jax.nn.silu(x @ p["w"])
         if how == "reshaped":
             h = h.reshape(2, 16, 64)
         if how == "two axes":
-            shaped = activation(x.reshape(16, 2, 64), recipe=context, activation="silu")
-            numbers = (((1, 2), (0, 1)), ((), ()))
-            return fp8jax.dot_general(shaped, jnp.stack([w, v]), numbers, recipe=LINEAR)
-        y = fp8jax.linear(h, v, recipe=LINEAR)
+            return jnp.einsum("tac,acd->td", jax.nn.silu((x @ p["w"]).reshape(16, 2, 64)), p["both"])
+        y = h @ p["v"]
         return y + h if how == "two readers" else y
 
-    def grads(scales):
-        back = jax.vjp(functools.partial(f, Context(spec, "lean", scales)), x, w, v)[1]
-        return back(jnp.ones(jax.eval_shape(functools.partial(f, LEAN), x, w, v).shape))
-
-    for a, b in zip(grads("bound"), grads("largest"), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    monkeypatch.setattr(cotangent, "quantize_and_sum", watched)
+    part = dataclasses.replace(recipe("bound"), context=Context(spec, "lean", "bound"))
+    fast = fp8jax.transform(f, [fp8jax.Rule(".*", part)])
+    y, back = jax.vjp(fast, {"w": w, "v": v, "both": jnp.stack([w, v])}, x)
+    back(jnp.ones(y.shape))
+    # Of the last product, and of that before the activation; another reader's gradient is added in the last one's pass.
+    assert given[:2] == [False, how in ("known", "two readers")]
 
 
 def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
@@ -257,11 +262,10 @@ def test_bounds_of_gradients_that_are_not_finite_are_those_of_the_others():
     dy = 1e-6 * normal(3, 32, 64)
 
     def grad(scales, dy):
-        context = Context("e4m3:group16", "lean", scales)
+        part = recipe(scales)
 
         def f(x):
-            h = activation(fp8jax.linear(x, w, recipe=LINEAR), recipe=context, activation="silu")
-            return fp8jax.linear(h, v, recipe=LINEAR)
+            return fp8jax.glu_linear(fp8jax.linear(x, w, recipe=part), None, v, recipe=part, activation="silu")
 
         return np.asarray(jax.vjp(f, x)[1](dy)[0])
 

@@ -1,5 +1,6 @@
 """Norms and activations that keep codes: against float64, what they keep, and linears that make their input again."""
 
+import dataclasses
 import functools
 
 import jax
@@ -169,9 +170,9 @@ def test_what_is_not_finite_stays_visible(context, bad):
 
 
 def layer(context, x, p):
-    h = rms_norm(x, p["norm"], recipe=context)
-    gate, up = (fp8jax.linear(h, p[name], recipe=LINEAR) for name in ("gate", "up"))
-    return x + fp8jax.linear(glu(gate, up, recipe=context), p["down"], recipe=LINEAR)
+    recipe = dataclasses.replace(fp8jax.recipes.coat(), linear=LINEAR, context=context)
+    gate, up = fp8jax.norm_linear(x, p["norm"], (p["gate"], p["up"]), recipe=recipe)
+    return fp8jax.glu_linear(gate, up, p["down"], x, recipe=recipe)
 
 
 def parameters(dtype=jnp.bfloat16):
@@ -214,7 +215,7 @@ def test_linears_under_a_lean_context_compute_the_weight_gradient_of_the_input_m
     scale = 1 + 0.3 * normal(3, CHANNELS)
 
     def grads(context, recipe):
-        f = lambda w: fp8jax.linear(rms_norm(x, scale, recipe=context), w, recipe=recipe)  # noqa: E731
+        f = lambda w: fp8jax.norm_linear(x, scale, [w], recipe=dataclasses.replace(recipe, context=context))[0]  # noqa: E731
         return jax.jit(lambda w: jax.vjp(f, w)[1](dy)[0])(w)
 
     h = np.asarray(rms_norm(x, scale, recipe=Context()), np.float64)
@@ -232,27 +233,6 @@ def test_linears_under_a_lean_context_compute_the_weight_gradient_of_the_input_m
     for name in ("deepseek", "coat"):
         recipe = fp8jax.recipes.get(name)
         assert relative(grads(LEAN, recipe), h.T @ np.asarray(dy, np.float64)) < 0.09
-
-
-@pytest.mark.usefixtures("young_heap")
-def test_an_origin_is_not_that_of_another_trace():
-    x, w = normal(0, TOKENS, CHANNELS), normal(1, CHANNELS, OUTPUTS)
-
-    def codes(f):
-        return [shape for dtype, shape in residuals(f, x, w) if dtype == "uint8"]
-
-    def inside(x, w):
-        h = rms_norm(x, recipe=LEAN)
-        return jax.jit(lambda h, w: fp8jax.linear(h, w, recipe=LINEAR))(h, w)
-
-    # The linear in a function of its own keeps its own codes.
-    assert codes(inside) == [(TOKENS, CHANNELS)] * 2
-    assert codes(lambda x, w: fp8jax.linear(rms_norm(x, recipe=LEAN), w, recipe=LINEAR)) == [(TOKENS, CHANNELS)]
-    grad = jax.grad(lambda x, w: inside(x, w).sum(), (0, 1))
-    with jax.check_tracer_leaks():
-        checked = jax.jit(grad)(x, w)
-    for a, b in zip(checked, grad(x, w), strict=True):
-        assert relative(a, b) < 1e-2
 
 
 def test_vmap_gives_what_a_loop_gives():

@@ -9,12 +9,13 @@ import pytest
 
 import fp8jax
 from fp8jax.core import derivatives
-from fp8jax.ops import linear, norm
+from fp8jax.ops import gradients
 from fp8jax.ops.frozen import freeze
 from fp8jax.ops.fused import Foreseen
+from fp8jax.ops.gradients import Gradients
 from fp8jax.ops.linear import linears
 from fp8jax.ops.operand import SavedCodes
-from fp8jax.ops.saved import NOTHING, Blank
+from fp8jax.ops.saved import NOTHING
 
 
 def draw(seed, *shape):
@@ -157,7 +158,7 @@ def test_so_do_other_operations(f, name):
         jax.jvp(f, (X,), (X,))
 
 
-class Known(Blank):
+class Watched(Gradients):
     """Which arrays are asked for, and of which something is said."""
 
     def __init__(self):
@@ -165,7 +166,6 @@ class Known(Blank):
 
     def find(self, x):
         self.asked.append(x)
-        return NOTHING
 
     def note(self, x, origin):
         self.noted.append(x)
@@ -212,19 +212,19 @@ def test_so_do_operations_in_16_bits_however_forward_mode_is_asked_for(recipe, n
 
 
 def test_what_is_known_of_a_gradient_is_said_of_the_array_that_goes_on(monkeypatch):
-    known, operand = Known(), SavedCodes.operand
+    known, operand = Watched(), SavedCodes.operand
 
     def foreseeing(self, side, gradient):
         gradient.foreseen = Foreseen()
         return operand(self, side, gradient)
 
     monkeypatch.setattr(SavedCodes, "operand", foreseeing)
+    monkeypatch.setattr(gradients, "current", lambda: known)
 
     @jax.jit
     def program(x):
         def f(x):
-            y = norm.rms_norm(x, recipe="coat", known=known)
-            return jnp.sum(linear.linear(y, W["up"], recipe="coat", known=known))
+            return jnp.sum(fp8jax.linear(fp8jax.rms_norm(x, recipe="coat"), W["up"], recipe="coat"))
 
         y, back = jax.vjp(f, x)
         known.noted.clear()

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from fp8jax.modules.provenance import REGISTRY
-from fp8jax.ops import fused, fused_codes
+from fp8jax.ops import fused, fused_codes, norm
 
 pytest.importorskip("jax_triton")
 from tests.kernels.fused_interpreter import CASES, normal, recipe
@@ -88,9 +87,8 @@ def test_a_loop_over_layers_computes_the_same_and_keeps_the_same(remat, made):
 
     def layer(x, weights):
         scale, gate, up, down = weights
-        h = fp8jax.rms_norm(x, scale, recipe=part)
-        gate, up = (fp8jax.linear(h, w, recipe=part) for w in (gate, up))
-        return x + fp8jax.linear(fp8jax.glu(gate, up, recipe=part), down, recipe=part), None
+        gate, up = fp8jax.norm_linear(x, scale, (gate, up), recipe=part)
+        return fp8jax.glu_linear(gate, up, down, x, recipe=part), None
 
     def model(x, *stacks):
         return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, stacks)[0]
@@ -140,29 +138,33 @@ def test_how_often_a_perceptron_is_read(case, calls, made, monkeypatch):
 
 def test_layers_of_other_recipes_and_plain_readers_see_the_array_itself(made):
     x, w = normal(0, 16, 48), normal(1, 48, 32)
-    coat, deepseek = recipe("lean"), fp8jax.recipes.deepseek()
+    rules = [fp8jax.Rule("a", recipe("lean")), fp8jax.Rule("b", fp8jax.recipes.deepseek())]
 
-    def f(x, w):
-        h = fp8jax.rms_norm(x, recipe=coat)
-        return fp8jax.linear(h, w, recipe=deepseek), fp8jax.linear(h, w, recipe=coat), jnp.sum(h * h)
+    def f(p, x):
+        h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return h @ p["a"], h @ p["b"], jnp.sum(h * h)
 
+    params = {"a": w, "b": w}
     made(False)
-    want = results(f, x, w)
+    want = results(fp8jax.transform(f, rules), params, x)
     seen = made(True)
-    same(results(f, x, w), want)
+    same(results(fp8jax.transform(f, rules), params, x), want)
     assert seen
 
 
-def test_nothing_is_noted_where_kernels_do_not_run(made):
+def known_of_norm(x, part):
+    return norm.normalize(x, None, None, part, 1e-6, None, centered=False)[2]
+
+
+def test_nothing_is_known_where_kernels_do_not_run(made):
     made(False)
-    h = fp8jax.rms_norm(normal(0, 16, 48), recipe=recipe("lean"))
-    assert REGISTRY.find(h).part is None
-    made(True)
     x = normal(0, 16, 48)
-    assert REGISTRY.find(h := fp8jax.rms_norm(x, recipe=recipe("lean"))).part is not None
+    assert known_of_norm(x, recipe("lean")).part is None
+    made(True)
+    assert known_of_norm(x, recipe("lean")).part is not None
     # Groups that do not fit, scales in powers of two and integers are XLA's.
     for spec in ("e4m3:group32", "int8:group16"):
-        assert REGISTRY.find(h := fp8jax.rms_norm(x, recipe=recipe("lean", spec))).part is None
+        assert known_of_norm(x, recipe("lean", spec)).part is None
 
 
 @pytest.mark.usefixtures("young_heap")
@@ -171,9 +173,8 @@ def test_no_array_of_a_trace_outlives_it(made):
     x, w = normal(0, 16, 48), normal(1, 48, 32)
 
     def f(x, w):
-        h = fp8jax.rms_norm(x, recipe=part)
-        gate, up = fp8jax.linear(h, w, recipe=part), fp8jax.linear(h, 2 * w, recipe=part)
-        return jnp.sum(fp8jax.linear(fp8jax.glu(gate, up, recipe=part), w.T, recipe=part).astype(jnp.float32))
+        gate, up = fp8jax.norm_linear(x, None, (w, 2 * w), recipe=part)
+        return jnp.sum(fp8jax.glu_linear(gate, up, w.T, recipe=part).astype(jnp.float32))
 
     seen = made(True)
     jax.make_jaxpr(jax.grad(f, (0, 1)))(x, w)
@@ -188,13 +189,13 @@ def test_in_a_shard_map_with_and_without_checks_of_what_varies(made):
     x, scale, part = normal(0, 8, 48), 1 + normal(1, 48), recipe("lean")
     noted = []
 
-    def norm(x, scale):
-        h = fp8jax.rms_norm(x, scale, recipe=part)
-        noted.append(REGISTRY.find(h).part is not None)
+    def normed(x, scale):
+        h, _, origin = norm.normalize(x, scale, None, part, 1e-6, None, centered=False)
+        noted.append(origin.part is not None)
         return h
 
     def step(x, scale):
-        return norm(x, scale), jax.grad(lambda x: jnp.sum(norm(x, None).astype(jnp.float32) ** 3))(x)
+        return normed(x, scale), jax.grad(lambda x: jnp.sum(normed(x, None).astype(jnp.float32) ** 3))(x)
 
     made(True)
     want, found = jax.jit(step)(x, scale), {}

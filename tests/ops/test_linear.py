@@ -79,48 +79,6 @@ def test_only_codes_of_the_input_are_saved(name):
     assert all(dtype == "uint8" or np.prod(shape) <= TOKENS * INPUTS / 32 for dtype, shape in tokens)
 
 
-@pytest.mark.parametrize("how", ["plain", "scan", "remat", "jit inside"])
-def test_linears_that_share_an_input_share_its_codes(how):
-    recipe = fp8jax.recipes.te_current()
-    x, w, _ = problem()
-
-    def three(x, w):
-        x = jnp.tanh(x)
-        return sum(fp8jax.linear(x, w * s, recipe=recipe) for s in (1.0, 2.0, 3.0))
-
-    def scanned(x, w):
-        return jax.lax.scan(lambda x, w: (three(x, w) @ w.T, None), x, jnp.stack([w, w]))[0]
-
-    forms = {"plain": three, "scan": scanned, "remat": jax.checkpoint(three), "jit inside": jax.jit(three)}
-    codes = [shape for dtype, shape in residuals(forms[how], x, w) if dtype == "uint8"]
-    layers = (2,) if how == "scan" else ()
-    assert codes == ([] if how == "remat" else [(*layers, TOKENS, INPUTS)])
-    jax.jit(jax.grad(lambda x, w: forms[how](x, w).sum(), argnums=(0, 1)))(x, w)
-
-
-@pytest.mark.usefixtures("young_heap")
-def test_shared_codes_never_cross_traces():
-    recipe = fp8jax.recipes.te_current()
-    x, w, _ = problem()
-    want = fp8jax.linear(x, w, recipe=recipe)
-
-    @jax.jit
-    def both(x):
-        inside = jax.lax.scan(lambda c, w: (c, fp8jax.linear(x, w, recipe=recipe)), 0, w[None])[1][0]
-        return inside, fp8jax.linear(x, w, recipe=recipe)
-
-    for checked in (False, True):
-        with jax.check_tracer_leaks(checked):
-            results = (
-                *both(x + 0),
-                jax.jit(lambda: fp8jax.linear(x, w, recipe=recipe))(),
-                fp8jax.linear(x, w, recipe=recipe),
-            )
-        both.clear_cache()
-        for y in results:
-            np.testing.assert_allclose(np.asarray(y), np.asarray(want), rtol=1e-5, atol=1e-5)
-
-
 def test_the_bias_is_added_and_differentiated():
     x, w, target = problem()
     b = jnp.arange(OUTPUTS, dtype=jnp.float32)

@@ -66,7 +66,7 @@ def test_an_input_made_again_has_the_saved_scale_only_where_it_is_quantized_so()
     part = Linear("e4m3", "e4m3", "e5m2", x_wgrad="int8", dy_wgrad="int8")
     recipe = dataclasses.replace(fp8jax.recipes.coat(), linear=part, context=Context("e4m3:group16", "lean"))
     x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(24, 32), (32, 16), (24, 16)]))
-    dw = jax.vjp(lambda w: fp8jax.linear(fp8jax.rms_norm(x, recipe=recipe), w, recipe=recipe), w)[1](dy)[0]
+    dw = jax.vjp(lambda w: fp8jax.norm_linear(x, None, [w], recipe=recipe)[0], w)[1](dy)[0]
     exact = fp8jax.rms_norm(x, recipe=fp8jax.recipes.bf16()).T @ dy
     assert relative(dw, exact) < 0.05
 
@@ -76,7 +76,7 @@ def test_an_input_made_again_is_read_as_it_is_where_its_product_is_not_quantized
     context = Context("e4m3:group16", "lean")
     recipe = dataclasses.replace(fp8jax.recipes.coat(), linear=fp8jax.recipes.switchback().linear, context=context)
     x, w, dy = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(24, 32), (32, 16), (24, 16)]))
-    dw = jax.vjp(lambda w: fp8jax.linear(fp8jax.rms_norm(x, recipe=recipe), w, recipe=recipe), w)[1](dy)[0]
+    dw = jax.vjp(lambda w: fp8jax.norm_linear(x, None, [w], recipe=recipe)[0], w)[1](dy)[0]
     kept = np.asarray(fp8jax.quantize(x, context.spec).dequantize(), np.float64)
     again = kept / np.sqrt((np.asarray(x, np.float64) ** 2).mean(1, keepdims=True) + 1e-6)
     assert relative(dw, again.T @ np.asarray(dy, np.float64)) < 1e-5

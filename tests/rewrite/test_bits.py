@@ -65,7 +65,7 @@ def by_hand(params, x, recipe):
     attended = flash(*(a.reshape(heads) for a in y))
     x = x + fp8jax.attention_output(attended, params["o"]["kernel"], recipe=recipe)
     x, gate, up = layers(x, "n2", ("gate", "up"))
-    return x + fp8jax.linear(fp8jax.glu(gate, up, recipe=recipe), params["down"]["kernel"], recipe=recipe)
+    return fp8jax.glu_linear(gate, up, params["down"]["kernel"], x, recipe=recipe)
 
 
 def gradients(fn, params, x):

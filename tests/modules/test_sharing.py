@@ -1,8 +1,7 @@
-"""One registry of what arrays are made from: what it sees through, what it forgets, and who shares what."""
+"""Which layers share codes, what is held of traces that fail, and that nothing leaks from one."""
 
 import functools
 import gc
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,7 @@ from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
-from fp8jax.modules.provenance import REGISTRY
-from fp8jax.ops import linear as without_registry
-from fp8jax.ops import norm
-from fp8jax.ops.choice import listening
-from fp8jax.ops.scaled import ScalingState
+from fp8jax.ops.gradients import current
 from tests.programs import dots, residuals
 
 COAT, TE = fp8jax.recipes.coat(), fp8jax.recipes.te_current()
@@ -33,9 +28,8 @@ WEIGHTS = SCALE, GATE, UP, DOWN
 
 
 def layer(via, x, scale, gate, up, down, recipe=COAT):
-    h = via(fp8jax.rms_norm(x, scale, recipe=recipe))
-    a, b = (via(fp8jax.linear(via(h), w, recipe=recipe)) for w in (gate, up))
-    return x + fp8jax.linear(via(fp8jax.glu(a, b, recipe=recipe)), down, recipe=recipe)
+    x, a, b = fp8jax.norm_linear(x, scale, (gate, up), recipe=recipe, residual=True)
+    return fp8jax.glu_linear(via(a), via(b), down, x, recipe=recipe)
 
 
 def constrained(a):
@@ -55,16 +49,6 @@ WRITINGS = {
     "a jit in a jit": jax.jit(lambda a: jax.jit(lambda b: b.reshape(BATCH * LENGTH, -1))(a).reshape(a.shape)),
     "several": lambda a: jax.lax.optimization_barrier(checkpoint_name(constrained(a), "hidden")),
 }
-
-
-@pytest.mark.parametrize("writing", WRITINGS)
-def test_what_is_saved_does_not_depend_on_how_a_layer_is_written(writing):
-    f = functools.partial(layer, WRITINGS[writing])
-    kept = sorted(s for d, s in residuals(f, X, SCALE, GATE, UP, DOWN) if d == "uint8")
-    # The norm's input, gate and up; no codes of what they make, and one scale of each of those.
-    assert kept == sorted([X.shape, (BATCH, LENGTH, INNER), (BATCH, LENGTH, INNER)])
-    wide = [s for d, s in residuals(f, X, SCALE, GATE, UP, DOWN) if d == "bfloat16" and s[-1] in (WIDTH, INNER)]
-    assert set(wide) <= {GATE.shape, DOWN.shape, SCALE.shape}
 
 
 @pytest.mark.usefixtures("young_heap")
@@ -100,12 +84,12 @@ def test_under_the_leak_checker_the_same_program_is_compiled(recipe):
 
 @pytest.mark.usefixtures("young_heap")
 def test_nothing_is_held_of_a_trace_that_is_over():
-    before = len(REGISTRY._noted), len(REGISTRY._readers)
+    before = len(current()._noted)
     jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(layer(WRITINGS["plain"], *a).astype(jnp.float32)), range(5)))(
         X, SCALE, GATE, UP, DOWN
     )
     gc.collect()
-    assert (len(REGISTRY._noted), len(REGISTRY._readers)) <= before
+    assert len(current()._noted) <= before
 
 
 class Failing(nnx.Module):
@@ -153,7 +137,7 @@ def test_of_traces_that_fail_at_most_one_is_held_and_that_until_the_next_operati
             run(True)
         held.append(alive())
     assert held[0] == held[1] == held[2] == held[3]
-    fp8jax.rms_norm(X, recipe=COAT)
+    jax.grad(lambda x: jnp.sum(fp8jax.rms_norm(x, recipe=COAT)))(X)
     assert alive() <= before
     with pytest.raises(RuntimeError, match="an error of the model"):
         run(True)
@@ -161,56 +145,8 @@ def test_of_traces_that_fail_at_most_one_is_held_and_that_until_the_next_operati
     assert alive() <= before
 
 
-ASIDE = {
-    "a jit": lambda x: jax.jit(lambda x: fp8jax.rms_norm(x, recipe=COAT))(x),
-    "shapes": lambda x: jax.eval_shape(lambda x: fp8jax.rms_norm(x, recipe=COAT), x),
-    "a gradient": lambda x: jax.grad(lambda x: jnp.sum(layer(WRITINGS["plain"], x, *WEIGHTS)))(X),
-    "a map": lambda x: jax.vmap(lambda x: fp8jax.rms_norm(x, recipe=COAT))(x),
-    "a loop": lambda x: jax.lax.scan(lambda c, _: (fp8jax.rms_norm(c, recipe=COAT), None), x, None, length=2),
-    "a thread": lambda x: in_thread(lambda: jax.jit(lambda x: fp8jax.rms_norm(x, recipe=COAT))(X)),
-}
-
-
-def in_thread(f):
-    thread = threading.Thread(target=f)
-    thread.start()
-    thread.join()
-
-
-@pytest.mark.parametrize("aside", ASIDE)
-@pytest.mark.parametrize("around", ["jit", "grad", "remat", "vmap", "eager"])
-def test_what_is_traced_meanwhile_takes_nothing_from_the_trace_around_it(aside, around):
-    seen = []
-
-    def f(x):
-        h = fp8jax.rms_norm(x, SCALE, recipe=COAT)
-        ASIDE[aside](x)
-        seen.append(REGISTRY.find(h).again)
-        return jnp.sum(h.astype(jnp.float32))
-
-    ways = {"jit": jax.jit, "grad": jax.grad, "remat": lambda f: jax.jit(jax.grad(jax.checkpoint(f)))}
-    ways |= {"vmap": lambda f: lambda x: jax.jit(jax.vmap(f))(x[None]), "eager": lambda f: f}
-    ways[around](f)(X)
-    assert seen
-    assert None not in seen
-
-
 def codes(f, *args):
     return sorted(shape[-1] for dtype, shape in residuals(f, *args) if dtype == "uint8")
-
-
-def test_all_readers_share_codes_in_whatever_order_they_come():
-    h, other = draw(5, LENGTH, WIDTH), draw(6, LENGTH, WIDTH)
-
-    def decoder(h, other, w):
-        """Cross-attention: one encoder output is read three times, with layers of others between."""
-        y = other
-        for _ in range(3):
-            y = jnp.tanh(fp8jax.linear(y, w, recipe=TE)) + fp8jax.linear(constrained(h), w, recipe=TE)
-        return y
-
-    # Of the first and two further inputs of its own, and of the encoder's output one.
-    assert codes(decoder, h, other, 0.1 * draw(7, WIDTH, WIDTH)) == [WIDTH] * 4
 
 
 class Parallel(nnx.Module):
@@ -249,62 +185,6 @@ def test_attention_and_mlp_side_by_side_share_their_input(recipe):
     want = [WIDTH, WIDTH, INNER, INNER] if recipe == "coat" else [WIDTH, WIDTH, INNER]
     assert codes(lambda state, x: nnx.merge(graph, state)(x), state, X) == want
     assert codes(lambda p, x: model.apply({**variables, "params": p}, x), variables["params"], X) == want
-
-
-def test_layers_with_delayed_scaling_share_codes_under_the_scale_of_the_first():
-    recipe = fp8jax.recipes.te_delayed()
-    peaks = jnp.full(1024, 3.0)
-    first, other = ScalingState(peaks, peaks, peaks), ScalingState(3 * peaks, peaks, peaks)
-
-    def f(states, x, w, also):
-        slot = jnp.zeros([])
-        y = [fp8jax.delayed_linear(x, w, state, slot, recipe=recipe) for state in states]
-        z = [fp8jax.linear(x, w, recipe=TE)] if also else []
-        return [a for a, _ in y] + z, [seen.x for _, seen in y]
-
-    def saved(states, also):
-        return codes(lambda x, w: f(states, x, w, also)[0], X, GATE)
-
-    assert saved((first, first, first), False) == [WIDTH]
-    assert saved((first, other), False) == [WIDTH]
-    # A layer that takes the scale of the tensor itself reads no codes under a delayed one.
-    assert saved((first, other), True) == [WIDTH, WIDTH]
-    run = jax.jit(f, static_argnums=3)
-    (one, two, third), seen = run((first, other), X, GATE, True)
-    alone, current = run((first,), X, GATE, False)[0][0], jax.jit(functools.partial(fp8jax.linear, recipe=TE))(X, GATE)
-    for got, want in ((one, alone), (two, alone), (third, current)):
-        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
-    assert [float(x) for x in seen] == [float(jnp.max(jnp.abs(X)))] * 2
-    assert not np.array_equal(np.asarray(alone, np.float32), np.asarray(current, np.float32))
-
-
-def test_a_given_scale_is_for_layers_of_its_recipe():
-    fast = fp8jax.recipes.coat_fast()
-
-    def through(x, keep):
-        h = fp8jax.rms_norm(x, SCALE, recipe=fast)
-        return fp8jax.linear(h if keep else h + 0, GATE, recipe=TE)
-
-    got, want = (jax.jit(through, static_argnums=1)(X, keep) for keep in (True, False))
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
-
-
-def test_operations_themselves_know_only_what_they_are_told():
-    def f(x, w):
-        return without_registry.linear(norm.rms_norm(x, recipe=COAT), w, recipe=COAT)
-
-    before = len(REGISTRY._noted)
-    assert codes(f, X, GATE) == [WIDTH, WIDTH]
-    assert len(REGISTRY._noted) <= before
-
-
-def test_a_miss_is_told():
-    def f(x, w):
-        return fp8jax.linear(2 * fp8jax.rms_norm(x, recipe=COAT), w, recipe=COAT)
-
-    with listening() as told:
-        assert codes(f, X, GATE) == [WIDTH, WIDTH]
-    assert any(name == "saved input" and "before mul" in choice.reason for name, choice in told)
 
 
 @pytest.mark.parametrize("f", [

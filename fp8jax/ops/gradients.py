@@ -1,0 +1,79 @@
+"""What operations say of the gradients that they make, for the operation before, whose backward pass comes next.
+
+A gradient is known as long as it is the very array that was made, in the trace that made it: whatever adds to it or
+changes it makes another one. Of that nothing is known, and the operation finds out by itself what it would have been
+told: a pass more over the array, and never another one's facts.
+"""
+
+import contextlib
+import contextvars
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from jax import Array
+from jax.extend.core import get_opaque_trace_state
+
+
+class Gradients:
+    """Of one run of a program: `fp8jax.ops.saved.Origin` of each gradient, which is asked for once."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[Any, Any, Any]] = {}
+
+    def note(self, x: Array | None, origin: Any) -> None:
+        """Says what is known of a gradient."""
+        if isinstance(x, Array):
+            key = id(x)
+            forget = lambda _: self._noted.pop(key, None)  # noqa: E731
+            self._noted[key] = weakref.ref(x, forget), get_opaque_trace_state(), origin
+
+    def find(self, x: Array) -> Any:
+        """What is known of a gradient; None if nothing is."""
+        reference, trace, origin = self._noted.pop(id(x), (lambda: None, None, None))
+        return origin if reference() is x and trace == get_opaque_trace_state() else None
+
+
+class _OfThread(Gradients, threading.local):
+    """Of the functions that a thread calls outside of any run. What was said in another program is forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._program: Any = None
+
+    def note(self, x: Array | None, origin: Any) -> None:
+        program = _program()
+        if program != self._program:
+            self._noted.clear()
+            self._program = program
+        super().note(x, origin)
+
+
+def _program() -> Any:
+    """A weak reference to the outermost trace; None outside of any, or where JAX's record of it has other names."""
+    trace: Any = getattr(get_opaque_trace_state(), "_trace_ref", lambda: None)()
+    outermost = None
+    while hasattr(trace, "parent_trace"):
+        outermost = weakref.ref(trace) if hasattr(trace, "frame") else outermost
+        trace = trace.parent_trace
+    return outermost
+
+
+_of_thread = _OfThread()
+_of_run: contextvars.ContextVar[Gradients | None] = contextvars.ContextVar("gradients", default=None)
+
+
+def current() -> Gradients:
+    """Of the run that an operation is part of; of the thread, for a function that is called by itself."""
+    return _of_run.get() or _of_thread
+
+
+@contextlib.contextmanager
+def run() -> Iterator[None]:
+    """Within it operations are those of one run, with which what is known of their gradients goes."""
+    token = _of_run.set(Gradients())
+    try:
+        yield
+    finally:
+        _of_run.reset(token)
