@@ -31,7 +31,6 @@ from fp8jax.ops.product import quantize_weight as quantize_weight
 from fp8jax.ops.ragged import ragged_dot as ragged_dot
 from fp8jax.ops.saveable import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from fp8jax.ops.saveable import saveable as saveable
-from fp8jax.ops.scaled import delayed_linear as delayed_linear
 from fp8jax.ops.scaled import init_scaling as init_scaling
 from fp8jax.ops.scaled import scaled_linear as scaled_linear
 from fp8jax.ops.scaled import update_scaling as update_scaling
@@ -89,7 +88,6 @@ __all__ = [
     "compress_state",
     "compressed_adamw",
     "convert_state",
-    "delayed_linear",
     "dist",
     "dot_general",
     "einsum",

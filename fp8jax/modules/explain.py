@@ -32,9 +32,7 @@ _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
 )
 
 
-def explain(
-    model: Any, rules: Rules | None = None, *sample: Any, layers: Iterable[type] = (), **keywords: Any
-) -> Report:
+def explain(model: Any, rules: Rules | None = None, *sample: Any, **keywords: Any) -> Report:
     """What the rules make of a model: what each layer computes in and saves, and what is left alone and why.
 
     With sample inputs also the products really in the program of a loss (the mean square of the outputs) and its
@@ -46,7 +44,6 @@ def explain(
         sample: arguments of a call of the model, arrays or `jax.ShapeDtypeStruct`. A Linen model needs them, because
             its layers are known only while it runs; so are activations between the layers of an NNX model, and what
             reads their results.
-        layers: classes of your own that are layers, too, as `quantize` takes them.
         keywords: keyword arguments of the call, such as `train=False`.
 
     Returns:
@@ -63,9 +60,9 @@ def explain(
     if isinstance(model, nnx.Module):
         if quantized and not isinstance(rules, _RULES):
             return _explain_quantized(model, (rules, *sample), keywords)
-        return _explain_nnx(model, ordered(rules, layers), sample, keywords)
+        return _explain_nnx(model, ordered(rules), sample, keywords)
     if isinstance(model, nn.Module):
-        return _explain_linen(model, ordered(rules, layers), sample, keywords)
+        return _explain_linen(model, ordered(rules), sample, keywords)
     raise TypeError(not_a_model("explain takes an NNX or Linen module", model))
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import flax.linen as nn
@@ -41,7 +41,7 @@ class PartSettings(NamedTuple):
         return Root(self.rules, path, self.steps, self.bound is not None or bool(self.steps))
 
 
-def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Model:
+def quantize(module: Model, rules: Rules) -> Model:
     """A copy of a model whose products with parameters compute with a recipe.
 
     `init` and `apply` are called as before and parameters keep their names, shapes and values, so checkpoints fit both
@@ -73,7 +73,6 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
         rules: a `Recipe` or a preset's name, used for all products but those of embeddings, output heads and routers;
             or a sequence of `fp8jax.Rule` on paths such as `"layers_0/attention/query"`, the first match wins, after
             which a recipe may stand for all others.
-        layers: classes of your own that are layers, too. All are known without it.
 
     Returns:
         The copy, an instance of a subclass of the model's class.
@@ -90,7 +89,7 @@ def quantize(module: Model, rules: Rules, *, layers: Iterable[type] = ()) -> Mod
         raise ValueError("quantize the module before it is bound to variables")
     if hasattr(type(module), "_fp8jax_settings"):
         raise ValueError("the model is quantized already; give the rules to the model it was made from")
-    return _again(module, PartSettings(ordered(rules, layers)))  # type: ignore[no-any-return]
+    return _again(module, PartSettings(ordered(rules)))  # type: ignore[no-any-return]
 
 
 def unquantize(module: Model) -> Model:

@@ -139,9 +139,7 @@ def _unwrap(module: nnx.Module) -> Callable[[], None]:
     return wrap
 
 
-def quantize(
-    model: Model, rules: Rules, *, layers: Iterable[type] = (), methods: Sequence[str] = ("__call__",)
-) -> Model:
+def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__",)) -> Model:
     """A copy of a model whose products with parameters are computed with a recipe.
 
     Parameters keep their names, shapes and values, so checkpoints fit both ways. A call of the copy is traced, read and
@@ -171,7 +169,6 @@ def quantize(
             sequence of `fp8jax.Rule` on paths such as `"layers/attention/q"`, the first match wins, after which a
             recipe may stand for all other layers. Of a module with several matrices a rule may also name one of them,
             as `"mlp/w1"`.
-        layers: not needed: classes of a model's own are found. Those given must be in the model.
         methods: the methods that are transformed as a whole, of the model and of the modules in it that have them.
 
     Returns:
@@ -179,22 +176,19 @@ def quantize(
 
     Raises:
         TypeError: the model is no NNX module, or the rules are of another type.
-        ValueError: a rule matches no layer; the model has none, or is quantized already; `methods` or `layers` names
-            what is not there. From a call: there is no product that a recipe could take, one asks for a precision that
+        ValueError: a rule matches no layer; the model has none, or is quantized already; `methods` names what is not
+            there. From a call: there is no product that a recipe could take, one asks for a precision that
             a quantized product cannot give, or has batch axes under a scaling that observes operands.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(not_a_model("fp8jax.nnx.quantize takes an NNX module", model))
-    each = dataclasses.replace(ordered(rules, layers), layers=())
+    each = ordered(rules)
     submodules = modules(model)
     _check_kernels(submodules)
     changed = [path for path, m in submodules.items() if isinstance(type(m), QuantizedMeta)]
     if changed:
         what = changed[0] or "the model"
         raise ValueError(f"{what} is quantized already; give the rules to the model it was made from")
-    for cls in ordered(rules, layers).layers:
-        if not any(isinstance(m, cls) for m in submodules.values()):
-            raise ValueError(f"layers= has {cls.__name__}, of which the model has no module; it may be left out")
     for name in methods:
         if not any(callable(getattr(m, name, None)) for m in submodules.values()):
             raise ValueError(f"no module of the model has the method {name!r} that methods= names")

@@ -66,7 +66,7 @@ def scaled_linear(
     out_sharding: Any = None,
     known: Known = BLANK,
 ) -> tuple[Array, Observed]:
-    """`linear` with a scaling that keeps a state. `fp8jax.delayed_linear` is its first name.
+    """`linear` with a scaling that keeps a state.
 
     Args:
         x: (..., inputs).
@@ -112,9 +112,6 @@ def scaled_linear(
     if observes(part, "dy"):
         observed["dy"] = jnp.zeros((), jnp.float32)
     return y, Observed(**observed)
-
-
-delayed_linear = scaled_linear
 
 
 def weight_scale(w: Array, state: ScalingState, *, recipe: Recipe | Linear | str) -> Array | None:

@@ -94,7 +94,6 @@ class Ordered:
     Attributes:
         rules: the first that matches a path wins.
         default: the last rule is a recipe, for what is left, after ours for embeddings, heads and routers.
-        layers: classes of a user's own, whose products of data with a parameter are quantized.
 
     Raises:
         ValueError: the recipe of a rule quantizes nothing, or there is no rule.
@@ -102,7 +101,6 @@ class Ordered:
 
     rules: tuple[Rule, ...]
     default: bool
-    layers: tuple[type, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.rules:
@@ -189,25 +187,20 @@ class Ordered:
 Rules = Recipe | Linear | str | Rule | Sequence[Rule | Recipe | Linear | str] | Ordered
 
 
-def ordered(rules: Rules, layers: Iterable[type] = ()) -> Ordered:
+def ordered(rules: Rules) -> Ordered:
     """Rules in their one form.
 
     Args:
         rules: a recipe, or a preset's name, for all layers but embeddings, output heads and routers; or rules in order,
             the first match wins. After them may stand a recipe, for all other layers but embeddings, output heads and
             routers; without one, layers that no rule matches are left alone.
-        layers: classes of a user's own that are layers, too.
 
     Raises:
         ValueError: the recipe of a rule quantizes nothing, there is no rule, or no preset has this name.
-        TypeError: the rules, or what is to be a class, are of another type.
+        TypeError: the rules are of another type.
     """
     if isinstance(rules, Ordered):
         return rules
-    classes = (layers,) if isinstance(layers, type) else tuple(layers)
-    for cls in classes:
-        if not isinstance(cls, type):
-            raise TypeError(f"layers are classes of modules, such as layers=[MyDense], not {cls!r}")
     own: list[Any] = [rules]
     if isinstance(rules, Iterable) and not isinstance(rules, (str, Mapping)):
         own = list(rules)
@@ -217,4 +210,4 @@ def ordered(rules: Rules, layers: Iterable[type] = ()) -> Ordered:
         if not isinstance(rule, Rule):
             kind = f"recipe {rule.name!r}" if isinstance(rule, Recipe) else repr(rule)
             raise TypeError(f"rules are a recipe, or a sequence of fp8jax.Rule, after which one may stand, not {kind}")
-    return Ordered((*own, *ours), default, classes)
+    return Ordered((*own, *ours), default)

@@ -11,7 +11,7 @@ from flax import nnx
 
 import fp8jax
 from tests.distance import relative
-from tests.modules.architectures import FEEDFORWARD, LENGTH, VOCAB, WIDTH, Conv1D, Einsum, Gemma, Gpt2
+from tests.modules.architectures import FEEDFORWARD, LENGTH, VOCAB, WIDTH, Conv1D, Gemma, Gpt2
 from tests.programs import dots
 
 TE, DEEPSEEK = fp8jax.recipes.te_current(), fp8jax.recipes.deepseek()
@@ -63,13 +63,11 @@ def test_own_classes_are_known_without_a_word():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert eight_of(fp8jax.nnx.quantize(Model(), TE), X) == 3
-        for layers in ((), [Einsum]):
-            model = fp8jax.linen.quantize(Gemma(), TE, layers=layers)
-            assert eight(model.apply, jax.eval_shape(model.init, KEY, X), X) == 3
+        model = fp8jax.linen.quantize(Gemma(), TE)
+        assert eight(model.apply, jax.eval_shape(model.init, KEY, X), X) == 3
         assert eight(fp8jax.linen.quantize(Conv1D(4), TE).apply, jax.eval_shape(Conv1D(4).init, KEY, X), X) == 1
     model = nnx.Sequential(Own(8, 8, "@", nnx.Rngs(0)), Own(8, 8, "@", nnx.Rngs(0)))
-    for layers in ((), [Own]):
-        assert eight_of(fp8jax.nnx.quantize(model, TE, layers=layers), jnp.ones((3, 8))) == 2
+    assert eight_of(fp8jax.nnx.quantize(model, TE), jnp.ones((3, 8))) == 2
 
 
 @pytest.mark.parametrize("how", ["@", "einsum", "weight first", "dot_general"])
@@ -101,13 +99,13 @@ def test_layers_of_a_users_class_compute_as_a_linear_with_the_recipe(how):
 
 
 @pytest.mark.parametrize(
-    ("model", "x", "classes", "products"),
-    [(Gemma(), X, [Einsum], 3), (Gpt2(), TOKENS, (Conv1D,), 2)],
+    ("model", "x", "products"),
+    [(Gemma(), X, 3), (Gpt2(), TOKENS, 2)],
     ids=["gemma", "gpt2"],
 )
-def test_layers_of_a_users_class_in_linen(model, x, classes, products):
+def test_layers_of_a_users_class_in_linen(model, x, products):
     variables = jax.jit(model.init)(KEY, x)
-    quantized = fp8jax.linen.quantize(model, TE, layers=classes)
+    quantized = fp8jax.linen.quantize(model, TE)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(quantized.init)(KEY, x), variables)
 
     def loss(model, variables):
@@ -118,16 +116,9 @@ def test_layers_of_a_users_class_in_linen(model, x, classes, products):
     for a, b in zip(*(jax.tree.leaves(jax.device_get(g)) for g in (got, want)), strict=True):
         assert relative(a, b) < 0.25
     assert relative(got, want) > 0
-    report = fp8jax.explain(model, TE, x, layers=classes)
+    report = fp8jax.explain(model, TE, x)
     assert len(report.quantized) == products
     assert report.notes == ()
-
-
-def test_classes_that_are_no_layers_are_refused():
-    with pytest.raises(ValueError, match="layers= has Model, of which the model has no module; it may be left out"):
-        fp8jax.nnx.quantize(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), TE, layers=Model)
-    with pytest.raises(TypeError, match=r"layers are classes of modules, such as layers=\[MyDense\], not 'Own'"):
-        fp8jax.nnx.quantize(Model(), TE, layers=["Own"])
 
 
 def test_a_precision_that_a_class_asks_for_is_refused():
@@ -139,7 +130,7 @@ def test_a_precision_that_a_class_asks_for_is_refused():
             return jnp.dot(x, self.w[...], precision="highest")
 
     with pytest.raises(ValueError, match="asks for precision"):
-        fp8jax.nnx.quantize(Exact(), fp8jax.Rule(".*", TE), layers=[Exact])(jnp.ones((2, 4)))
+        fp8jax.nnx.quantize(Exact(), fp8jax.Rule(".*", TE))(jnp.ones((2, 4)))
 
 
 EQUINOX = type("Linear", (), {"__module__": "equinox.nn._linear"})

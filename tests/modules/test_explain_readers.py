@@ -104,5 +104,5 @@ class LinenHeads(nn.Module):
 
 @pytest.mark.parametrize("model", [Heads, LinenHeads])
 def test_the_kernel_of_a_class_of_a_users_own_is_its_largest_matrix(model):
-    (layer,) = fp8jax.explain(model(), fp8jax.Rule("", "te_current"), X, layers=[model]).quantized
+    (layer,) = fp8jax.explain(model(), fp8jax.Rule("", "te_current"), X).quantized
     assert layer.kernel == (WIDTH, 4, 16)

@@ -151,7 +151,7 @@ def test_a_margin_widens_every_scale_that_a_history_gives():
 
     def gradients(part, factors=(1.0, 1.0, 1.0)):
         a, b, c = factors
-        f = lambda x, w: fp8jax.delayed_linear(a * x, b * w, state, jnp.zeros([]), recipe=part)[0]  # noqa: E731
+        f = lambda x, w: fp8jax.scaled_linear(a * x, b * w, state, jnp.zeros([]), recipe=part)[0]  # noqa: E731
         y, back = jax.vjp(f, X, w)
         return [np.asarray(v) for v in (y, *back(c * DY))]
 
@@ -173,7 +173,7 @@ def _exact(w, factors):
 
 def test_the_bias_of_a_layer_with_delayed_scaling_is_added_and_has_its_gradient():
     w = jax.random.normal(jax.random.key(2), (8, 5))
-    layer = functools.partial(fp8jax.delayed_linear, recipe=PART)
+    layer = functools.partial(fp8jax.scaled_linear, recipe=PART)
     for dtype in (jnp.float32, jnp.bfloat16):
         given = X.astype(dtype), w.astype(dtype), fp8jax.init_scaling(PART), jnp.zeros([])
         y, back = jax.vjp(lambda b, given=given: layer(*given, bias=b)[0], BIAS)

@@ -18,9 +18,9 @@ TAKE = {
     "einsum": ("deepseek", lambda r: fp8jax.einsum("td,df->tf", X, W, recipe=r)),
     "quantize_weight": ("te_current", lambda r: fp8jax.quantize_weight(W, recipe=r).forward.codes),
     "init_scaling": ("te_delayed", lambda r: fp8jax.init_scaling(r).x),
-    "delayed_linear": (
+    "scaled_linear": (
         "te_delayed",
-        lambda r: fp8jax.delayed_linear(X, W, fp8jax.init_scaling(r), jnp.zeros(()), recipe=r)[0],
+        lambda r: fp8jax.scaled_linear(X, W, fp8jax.init_scaling(r), jnp.zeros(()), recipe=r)[0],
     ),
     "rms_norm": ("coat", lambda r: jax.grad(lambda x: fp8jax.rms_norm(x, ONE, recipe=r).sum())(X)),
     "layer_norm": ("coat_fast", lambda r: jax.grad(lambda x: fp8jax.layer_norm(x, ONE, ONE, recipe=r).sum())(X)),

@@ -242,7 +242,7 @@ class State(TrainState):
 @pytest.mark.parametrize("own", [False, True], ids=["nn.Einsum", "own class"])
 def test_attention_of_einsums_trains_in_linen(own, recipe):
     plain, rules = LinenAttention(own), [recipe]
-    model = fp8jax.linen.quantize(plain, rules, layers=[LinenEinsum, Weighted])
+    model = fp8jax.linen.quantize(plain, rules)
     variables = jax.jit(model.init)(KEY, X)
     jax.tree.map(np.testing.assert_array_equal, variables["params"], jax.jit(plain.init)(KEY, X)["params"])
     scaling, statistics = variables["fp8jax_scaling"], variables.get("fp8jax_statistics", {})
@@ -324,7 +324,7 @@ def test_bounds_of_an_optimizer_reach_the_weights_of_einsums(make):
 
 @pytest.mark.parametrize("own", [False, True], ids=["nn.Einsum", "own class"])
 def test_bounds_reach_the_weights_of_einsums_in_linen(own):
-    model = fp8jax.linen.quantize(LinenAttention(own), MIXED, layers=[LinenEinsum, Weighted])
+    model = fp8jax.linen.quantize(LinenAttention(own), MIXED)
     variables = jax.jit(model.init)(KEY, X)
     larger = jax.tree.map(lambda w: 3 * w, variables["params"])
     scaling = fp8jax.linen.measure_weights(variables["fp8jax_scaling"], larger)
@@ -361,7 +361,7 @@ class Body(nn.Module):
 
 def test_own_classes_under_scan_have_a_state_for_each_layer_and_weight():
     rules = [fp8jax.Rule("layers/mlp", DELAYED)]
-    model = fp8jax.linen.quantize(Stack(), rules, layers=[Weighted])
+    model = fp8jax.linen.quantize(Stack(), rules)
     variables = jax.jit(model.init)(KEY, X)
 
     @jax.jit

@@ -97,11 +97,11 @@ class Residual(nn.Module):
 
 
 def test_layers_in_the_scope_of_the_module_around_them_are_layers():
-    report = fp8jax.explain(Residual(), COAT, X, layers=[Weighted])
+    report = fp8jax.explain(Residual(), COAT, X)
     assert [(layer.path, layer.kind) for layer in report.quantized] == [("mlp/up", "Gated"), ("mlp/down", "Gated")]
     assert (report.skipped, report.notes) == ((), ())
     assert sum(p.written for p in report.program.traced if p.eight_bit) == 2 * 3
-    copy = fp8jax.linen.quantize(Residual(), COAT, layers=[Weighted])
+    copy = fp8jax.linen.quantize(Residual(), COAT)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copy.apply(copy.init(KEY, X), X)

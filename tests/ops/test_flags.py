@@ -47,7 +47,7 @@ def several(part, x, w):
 
 def delayed(part, x, w):
     part = dataclasses.replace(part, scaling="delayed", history=2)
-    return fp8jax.delayed_linear(x, w, fp8jax.init_scaling(part), jnp.zeros([]), recipe=part)[0]
+    return fp8jax.scaled_linear(x, w, fp8jax.init_scaling(part), jnp.zeros([]), recipe=part)[0]
 
 
 @pytest.mark.parametrize("flags", SUBSETS, ids=lambda f: "+".join(f) or "none")

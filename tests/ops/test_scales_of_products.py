@@ -54,7 +54,7 @@ def test_every_operand_has_the_scale_of_its_own_history(saved):
         state = state._replace(**{name: jnp.array([v, 0], jnp.float32) for name, v in largest.items()})
         x, w, dy = (jnp.full((1, 1), v) for v in (M, N, K))
         y, back = jax.vjp(
-            lambda x, w, state=state: fp8jax.delayed_linear(x, w, state, jnp.zeros([]), recipe=part)[0], x, w
+            lambda x, w, state=state: fp8jax.scaled_linear(x, w, state, jnp.zeros([]), recipe=part)[0], x, w
         )
         found = np.array([float(a[0, 0]) for a in (y, *back(dy))])
         exact = np.array([float(a) * float(b) for a, b in ((M, N), (K, N), (M, K))])

@@ -19,7 +19,7 @@ T = jax.random.normal(jax.random.key(2), (24, 16))
 
 
 def loss(w, slot, state, x=X, target=T):
-    y, observed = fp8jax.delayed_linear(x, w, state, slot, recipe=RECIPE)
+    y, observed = fp8jax.scaled_linear(x, w, state, slot, recipe=RECIPE)
     return jnp.sum(y * target), observed
 
 
@@ -65,13 +65,11 @@ def test_the_first_step_is_current_scaling_and_later_ones_use_the_history():
     np.testing.assert_allclose(observed, [jnp.abs(v).max() for v in (X, W, T)], rtol=1e-6)
     state = fp8jax.update_scaling(state, observed, RECIPE)
     # Ten times larger inputs saturate at the old scale, for one step.
-    y, _ = fp8jax.delayed_linear(10 * X, W, state, jnp.zeros([]), recipe=RECIPE)
+    y, _ = fp8jax.scaled_linear(10 * X, W, state, jnp.zeros([]), recipe=RECIPE)
     clipped = jnp.clip(10 * X, -jnp.abs(X).max(), jnp.abs(X).max()) @ W
     assert float(jnp.linalg.norm(y - clipped) / jnp.linalg.norm(clipped)) < 0.06
     _, observed = step(W, state, 10 * X)
-    y, _ = fp8jax.delayed_linear(
-        10 * X, W, fp8jax.update_scaling(state, observed, RECIPE), jnp.zeros([]), recipe=RECIPE
-    )
+    y, _ = fp8jax.scaled_linear(10 * X, W, fp8jax.update_scaling(state, observed, RECIPE), jnp.zeros([]), recipe=RECIPE)
     assert float(jnp.linalg.norm(y - 10 * X @ W) / jnp.linalg.norm(10 * X @ W)) < 0.06
 
 
@@ -81,7 +79,7 @@ def test_statistics_of_a_scan_over_layers_are_one_a_layer():
 
     def run(ws, slots, remat):
         def layer(x, leaves):
-            y, observed = fp8jax.delayed_linear(x, *leaves, recipe=RECIPE)
+            y, observed = fp8jax.scaled_linear(x, *leaves, recipe=RECIPE)
             return jnp.tanh(y), observed
 
         body = jax.checkpoint(layer) if remat else layer
@@ -127,8 +125,8 @@ def test_replicas_merge_by_maximum():
 def test_evaluation_reads_the_state_and_changes_nothing():
     state = fp8jax.update_scaling(fp8jax.init_scaling(RECIPE), step(W, fp8jax.init_scaling(RECIPE))[1], RECIPE)
     before = jax.tree.map(np.array, state)
-    a, _ = fp8jax.delayed_linear(X, W, state, jnp.zeros([]), recipe=RECIPE)
-    b, _ = fp8jax.delayed_linear(X, W, state, jnp.ones([]), recipe=RECIPE)
+    a, _ = fp8jax.scaled_linear(X, W, state, jnp.zeros([]), recipe=RECIPE)
+    b, _ = fp8jax.scaled_linear(X, W, state, jnp.ones([]), recipe=RECIPE)
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, state))
 
