@@ -1,32 +1,28 @@
-"""Products with a weight that is not trained: one copy of its codes serves both of them, a byte a parameter.
+"""Weights that are not trained: one copy of their codes serves both products with them, a byte a parameter.
 
 Nothing is kept for the gradient of such a weight, neither of the weight nor of the input, and there is no copy of it in
-a wider format. Codes are those of the transposed matrix, (outputs, inputs), as 8-bit matrix units read them in the
-forward product; under recomputation that runs twice, and the backward product, which reads them transposed, once.
+a wider format (`FrozenCodes`). Codes are those of the transposed matrix, (outputs, inputs), as 8-bit
+matrix units read them in the forward product; under recomputation that runs twice, and the backward product, which
+reads them transposed, once.
 """
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from fp8jax.core import derivatives, formats
+from fp8jax.core import formats
 from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import Linear
 from fp8jax.core.spec import TRANSPOSABLE, QuantSpec
-from fp8jax.ops import fused
-from fp8jax.ops.inputs import Input, input_source
-from fp8jax.ops.matmul import Operand, matmul
-from fp8jax.ops.operand import Source, encode, input_side
+from fp8jax.ops.matmul import Operand
+from fp8jax.ops.operand import Forward, Side, encode
 from fp8jax.ops.quantize import quantize, transpose
-from fp8jax.ops.saveable import PRODUCT
-from fp8jax.ops.saved import from_bytes, key_for, to_bytes
-from fp8jax.ops.sharding import Kind, merge, merged, product_sharding, split
+from fp8jax.ops.saved import from_bytes, to_bytes
+from fp8jax.ops.sharding import merge
 
 
 @jax.tree_util.register_dataclass
@@ -115,49 +111,6 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1,
     return FrozenWeight(codes, w.dtype, inputs if ins > 1 else (), outputs if outs > 1 else ())
 
 
-class _FrozenHow(NamedTuple):
-    recipe: Linear
-    spec: tuple[Any, ...] | None
-    name: str
-
-
-class _FrozenResiduals(NamedTuple):
-    codes: QTensor
-    kind: Kind
-    key: Array | None
-
-
-def frozen_product(
-    x: Input,
-    w: FrozenWeight,
-    recipe: Linear,
-    key: Array | None = None,
-    spec: tuple[Any, ...] | None = None,
-) -> Array:
-    """x @ w, differentiable in x alone.
-
-    Inputs and gradients are quantized as the recipe says, the weight is as it is. The gradient of the input reads the
-    same codes: transposed where their scales serve that (a tensor, blocks, or an output's, which then are part of the
-    gradient that is quantized), else decoded to 16 bits for the time of the product.
-
-    Args:
-        x: (tokens, inputs). w: a weight (inputs, outputs).
-        recipe: its specs of "x" and "dy"; where there is none, codes are decoded to 16 bits for that product.
-        key, spec: as of `fp8jax.ops.product.product`.
-
-    Raises:
-        ValueError: the recipe's codes are integers and the weight's are not, or the reverse; or a key is missing.
-    """
-    check_kinds(recipe, w.codes.spec)
-    dy_spec = recipe.spec("dy")
-    value, of_x = x.value, input_source(x, recipe, key)
-    noise = key_for(key, dy_spec, "dy") if dy_spec is not None else None
-    spec = spec or product_sharding(value, w.codes, (((value.ndim - 1,), (1,)), ((), ())))
-    name = derivatives.named(f"a product of {value.shape} and a frozen weight")
-    y = _product(_FrozenHow(recipe, spec, name), value, w.codes, of_x, noise, derivatives.token(name, value))
-    return derivatives.passed("a product", y, value)
-
-
 def check_kinds(recipe: Linear, held: QuantSpec) -> None:
     """Raises ValueError where a recipe's codes are integers and a weight's are not, or the reverse."""
     for name in ("x", "dy"):
@@ -169,41 +122,31 @@ def check_kinds(recipe: Linear, held: QuantSpec) -> None:
             )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: _FrozenHow, value: Array, *others: Any) -> Array:
-    return _forward(how, value, *others)[0]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FrozenCodes:
+    """The codes of a weight that is not trained, transposed, (outputs, inputs), as bytes."""
 
+    codes: QTensor
+    token_scale = None
 
-def _forward(
-    how: _FrozenHow, value: Array, codes: QTensor, of_x: Source, key: Array | None, token: Array
-) -> tuple[Array, _FrozenResiduals]:
-    x, recipe = fused.matrix(lax.stop_gradient(value)), how.recipe
-    spec = merged(how.spec, (value.ndim - 1, 1))
-    rows = of_x.forward(x, input_side(recipe))
-    y = matmul(rows, from_bytes(codes), dtype=x.dtype, fast="forward" in recipe.fast_accumulation, spec=spec)
-    y = checkpoint_name(split(y, (*value.shape[:-1], y.shape[-1]), how.spec), PRODUCT)
-    return derivatives.once(how.name, y, token), _FrozenResiduals(codes, Kind.of(value), key)
+    def forward(self, matrix: Array | None, side: Side) -> Forward:
+        return from_bytes(self.codes)
 
+    def residual(self, matrix: Array | None, operand: Forward, side: Side) -> "FrozenCodes":
+        return self
 
-def _backward(how: _FrozenHow, saved: _FrozenResiduals, dy: Array) -> tuple[Any, ...]:
-    recipe, kind, lead = how.recipe, saved.kind, dy.shape[:-1]
-    rows, columns = _backward_operands(fused.matrix(lax.stop_gradient(dy)), from_bytes(saved.codes), recipe, saved.key)
-    fast = "dgrad" in recipe.fast_accumulation
-    dx = matmul(rows, columns, dtype=kind.dtype, fast=fast, spec=merged(kind.spec, (len(lead), 1)))
-    dx = split(dx, (*lead, dx.shape[-1]), kind.spec)
-    return derivatives.once(how.name, dx, dy), None, None, None, None
+    def with_gradient(self, dy: Array, recipe: Linear, key: Array | None) -> tuple[Operand, Operand]:
+        """The operands of the input's gradient: dy (tokens, outputs) and the weight (inputs, outputs).
 
-
-_product.defvjp(_forward, _backward)
-
-
-def _backward_operands(dy: Array, w: QTensor, recipe: Linear, key: Array | None) -> tuple[Operand, Operand]:
-    """The operands of the input's gradient, dy (tokens, outputs) and the weight (inputs, outputs), or decoded ones."""
-    spec = recipe.spec("dy")
-    if w.spec.granularity == "token" and not w.spec.expand:
-        dy = (dy.astype(jnp.float32) * w.scale.astype(jnp.float32).T).astype(dy.dtype)
-        plain = dataclasses.replace(w.spec, granularity="tensor", scale_format="fp32")
-        w = dataclasses.replace(w, scale=jnp.ones((1, 1), jnp.float32), spec=plain)
-    if w.spec.granularity not in TRANSPOSABLE or w.spec.expand:
-        return dy, w.dequantize(jnp.float32 if dy.dtype == jnp.float32 else jnp.bfloat16).T
-    return encode(dy, spec, recipe.own_strategy("dy"), key=key), transpose(w)
+        The codes are transposed where their scales serve that (a tensor, blocks, or an output's, which then are part of
+        the gradient that is quantized), else decoded to 16 bits for the time of the product.
+        """
+        w = from_bytes(self.codes)
+        if w.spec.granularity == "token" and not w.spec.expand:
+            dy = (dy.astype(jnp.float32) * w.scale.astype(jnp.float32).T).astype(dy.dtype)
+            plain = dataclasses.replace(w.spec, granularity="tensor", scale_format="fp32")
+            w = dataclasses.replace(w, scale=jnp.ones((1, 1), jnp.float32), spec=plain)
+        if w.spec.granularity not in TRANSPOSABLE or w.spec.expand:
+            return dy, w.dequantize(jnp.float32 if dy.dtype == jnp.float32 else jnp.bfloat16).T
+        return encode(dy, recipe.spec("dy"), recipe.own_strategy("dy"), key=key), transpose(w)

@@ -1,7 +1,7 @@
 """What products read: an input with what is known of it, and where its codes come from."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax import Array, lax
@@ -61,13 +61,13 @@ def input_source(x: Input, recipe: Linear, key: Array | None, scale: Array | Non
     return of_input(matrix, side, key=subkey, scale=scale, origin=origin, share=share)
 
 
-def gradient_key(recipe: Linear, key: Array | None) -> Array | None:
-    """The key for codes of the output's gradient; None where they are rounded to nearest.
+def gradient_key(recipe: Linear, key: Array | None, uses: Sequence[str] = ("dy", "dy_wgrad")) -> Array | None:
+    """The key for codes of the output's gradient in these uses; None where they are rounded to nearest.
 
     Raises:
         ValueError: they are not, and there is no key.
     """
-    noisy = [s for s in (recipe.spec("dy"), recipe.spec("dy_wgrad")) if s is not None and s.rounding == "stochastic"]
+    noisy = [s for use in uses if (s := recipe.spec(use)) is not None and s.rounding == "stochastic"]
     return key_for(key, noisy[0], "dy") if noisy else None
 
 

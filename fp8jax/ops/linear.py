@@ -10,11 +10,10 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from fp8jax.core import blocks, derivatives
-from fp8jax.core.blocks import as_row
 from fp8jax.core.recipe import SAME, Linear, Recipe
-from fp8jax.ops.frozen import FrozenWeight, frozen_product
+from fp8jax.ops.frozen import FrozenWeight
 from fp8jax.ops.inputs import Input, input_source
-from fp8jax.ops.product import QuantizedWeight, multiply, product
+from fp8jax.ops.product import QuantizedWeight, multiply, output_spec, product
 from fp8jax.ops.saved import BLANK, Known, Origin
 from fp8jax.ops.sharding import merge, merged, place, product_sharding, spec_of, split, turn
 from fp8jax.recipes import linear_part
@@ -56,13 +55,8 @@ def linear(
             codes of a frozen weight and of the recipe do not go together.
     """
     spec = output_spec(x, w, out_sharding)
-    read, part = Input(rows(x, w), x, known=known), stateless(recipe)
-    if isinstance(w, FrozenWeight):
-        if quantized is not None:
-            raise ValueError("a frozen weight is quantized already: leave out quantized=")
-        y = frozen_product(read, w, part, key, spec=spec)
-        return y if bias is None else y + as_row(bias.astype(y.dtype), y.ndim)
-    return product(read, w, part, key, quantized=quantized, spec=spec, bias=bias)
+    read = Input(rows(x, w), x, known=known)
+    return product(read, w, stateless(recipe), key, quantized=quantized, spec=spec, bias=bias)
 
 
 def dot_general(
@@ -268,13 +262,6 @@ def rows(x: Array, w: Array | FrozenWeight) -> Array:
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"linear takes (..., inputs) and (inputs, outputs), not {x.shape} and {w.shape}")
     return merge(x, x.ndim - 1, 1)
-
-
-def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: Any) -> tuple[Any, ...] | None:
-    """The sharding of x @ w: see `fp8jax.ops.sharding.product_sharding`."""
-    if isinstance(w, FrozenWeight):
-        return product_sharding(x, w.codes, (((x.ndim - 1,), (1,)), ((), ())), out_sharding)
-    return product_sharding(x, w, (((x.ndim - 1,), (0,)), ((), ())), out_sharding)
 
 
 def check_precision(precision: Any) -> None:

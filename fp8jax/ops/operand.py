@@ -16,12 +16,13 @@ one a token, where the gradient's scales may be chosen to go with it, else None.
 | `InputCodes` | made before, shared by all products of one input | `SavedCodes`: these codes |
 | `Again` | likewise | `MadeAgain`: what the operation before has saved, and one scale |
 | `HeldWeight` | a weight's, made once a step, for both of its products | `Ready`: those of the second one |
+| `fp8jax.ops.frozen.FrozenCodes` | a weight's that is not trained, for both products | itself; nothing of the input |
 | `Blocks` | of an input's blocks, some with a residual, made before | `SavedCodes`: the codes given for that |
 
 A new one (shards that are gathered and gathered again) is a class with `forward` and `residual` in `Source`, and one
 for its residual with `operand` in `Residual`. Both are pytrees without gradients: FP8 codes are in them as bytes,
-because an FP8 array may not enter a differentiated function. `of_input` and `of_weight` choose the source: what a
-product saves is decided there and nowhere else.
+because an FP8 array may not enter a differentiated function. `of_input` and `fp8jax.ops.product.of_weight` choose the
+source: what a product saves is decided there and nowhere else.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -126,7 +128,7 @@ class SavedCodes:
             assert gradient.codes is not None
             return microscaled.shifted(codes, gradient.codes)
         if spec is None:
-            return codes.dequantize(jax.numpy.bfloat16).T
+            return codes.dequantize(jnp.bfloat16).T
         if spec == codes.spec and spec.granularity in TRANSPOSABLE:
             return transpose(codes)
         # Behind a barrier: XLA would decode the codes once for the forward product, too, and keep that in fp32.
@@ -328,23 +330,6 @@ def of_input(
     if origin.again is None or (saved is not None and saved.rounding == "stochastic"):
         return source
     return Again(*origin.again, source)
-
-
-def of_weight(
-    w: Array, recipe: Linear, *, scale: Array | None = None, quantized: QuantizedWeight | None = None
-) -> Source:
-    """The source of a weight (inputs, outputs), and with it what the product saves of it.
-
-    Raises:
-        ValueError: `quantized` is of a weight of another shape or recipe.
-    """
-    if quantized is None:
-        return Plain(scale)
-    shape, *specs = quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec
-    if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
-        wanted = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
-        raise ValueError(f"a weight {wanted} was given quantized as {shape}, {specs[0]} and {specs[1]}")
-    return HeldWeight(quantized)
 
 
 def given(scale: Array | None, forward: QuantSpec | None, spec: QuantSpec | None) -> Array | None:

@@ -21,19 +21,13 @@ from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops import cotangent, fused, gradients
 from fp8jax.ops.choice import tell_saved, vary_alike, varying
+from fp8jax.ops.frozen import FrozenCodes, FrozenWeight, check_kinds
+from fp8jax.ops.fused_reference import column_sums
 from fp8jax.ops.gradients import Gradients
 from fp8jax.ops.inputs import Input, gradient_key, input_source
-from fp8jax.ops.matmul import matmul
+from fp8jax.ops.matmul import Operand, matmul
+from fp8jax.ops.operand import HeldWeight, Plain, Residual, Source, given, input_side, make_codes, weight_side
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
-from fp8jax.ops.operand import (
-    Residual,
-    Source,
-    given,
-    input_side,
-    make_codes,
-    of_weight,
-    weight_side,
-)
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.saveable import PRODUCT
 from fp8jax.ops.saved import NOTHING, Gradient, Origin, mapped_alike, to_bytes
@@ -81,16 +75,16 @@ class Residuals(NamedTuple):
     """What a product saves for its backward pass.
 
     Attributes:
-        x, w: of its input and its weight, what their sources say.
-        kinds: dtype and sharding of both, and of the bias, if there is one.
+        x, w: of its input and its weight, what their sources say; of the input of a frozen weight nothing.
+        kinds: dtype and sharding of both, but of a frozen weight; and of the bias, if there is one.
         key: for gradients rounded stochastically.
         scales: given ones.
         token: of the arrays that gradients flow to; None where nothing is in 8 bits.
     """
 
-    x: Residual
-    w: Residual
-    kinds: tuple[Kind, Kind, Kind | None]
+    x: Residual | None
+    w: Residual | FrozenCodes
+    kinds: tuple[Kind, Kind | None, Kind | None]
     key: Array | None
     scales: Scales | None
     token: Array | None
@@ -98,7 +92,7 @@ class Residuals(NamedTuple):
 
 def product(
     x: Input,
-    w: Array,
+    w: Array | FrozenWeight,
     recipe: Linear,
     key: Array | None,
     *,
@@ -112,7 +106,7 @@ def product(
 
     Args:
         x: (tokens, inputs), with what is known of it.
-        w: (inputs, outputs).
+        w: (inputs, outputs); what is frozen has no gradient.
         recipe: what the products compute with.
         key: PRNG key for recipes that round stochastically.
         scales: given scales; None takes them from the tensors.
@@ -125,7 +119,7 @@ def product(
         (..., outputs), as `x.value` is (..., inputs), in the dtype of `x`.
 
     Raises:
-        ValueError: a key is missing, or `quantized` is of a weight of another shape or recipe.
+        ValueError: a key is missing, or as `of_weight`.
     """
     of_x = input_source(x, recipe, key, scales and scales.x)
     passes = pass_on is not None and x.value is x.source
@@ -138,7 +132,7 @@ def product(
 def multiply(
     value: Array,
     of_x: Source,
-    w: Array,
+    w: Array | FrozenWeight,
     recipe: Linear,
     key: Array | None,
     scales: Scales | None,
@@ -162,13 +156,43 @@ def multiply(
     of_w = of_weight(w, recipe, scale=scales and scales.w, quantized=quantized)
     if through is not None and jax.typeof(through) != jax.typeof(value):  # it may vary over more mesh axes
         through = None
-    value, through, w, bias = vary_alike(value, through, w, bias)  # type: ignore[assignment]
-    noise, spec = gradient_key(recipe, key), spec or product_sharding(value, w, (((value.ndim - 1,), (0,)), ((), ())))
-    name = derivatives.named(f"a product of {value.shape} and {w.shape}")
-    token = derivatives.token(name, value, through, w, bias)
+    frozen, spec = isinstance(w, FrozenWeight), spec or output_spec(value, w, None)
+    name = derivatives.named(f"a product of {value.shape} and {'a frozen weight' if frozen else w.shape}")
+    noise = gradient_key(recipe, key, ("dy",) if frozen else ("dy", "dy_wgrad"))
+    value, through, *others = vary_alike(value, through, None if isinstance(w, FrozenWeight) else w, bias)  # type: ignore[assignment]
+    token = derivatives.token(name, value, through, *others)
     how = How(recipe, through is not None, passes, spec, gradients.current(), name)
-    y, passed = _product(how, value, through, w, bias, of_x, of_w, noise, scales, token)
-    return derivatives.passed("a product", y, value, through, w, bias), passed
+    y, passed = _product(how, value, through, *others, of_x, of_w, noise, scales, token)
+    return derivatives.passed("a product", y, value, through, *others), passed
+
+
+def of_weight(
+    w: Array | FrozenWeight, recipe: Linear, *, scale: Array | None = None, quantized: QuantizedWeight | None = None
+) -> Source | FrozenCodes:
+    """The source of a weight (inputs, outputs), and with it what the product saves of it.
+
+    Raises:
+        ValueError: `quantized` is of a weight of another shape or recipe, or of one that is frozen; or the recipe's
+            codes are integers and a frozen weight's are not, or the reverse.
+    """
+    if isinstance(w, FrozenWeight):
+        if quantized is not None:
+            raise ValueError("a frozen weight is quantized already: leave out quantized=")
+        check_kinds(recipe, w.codes.spec)
+        return FrozenCodes(w.codes)
+    if quantized is None:
+        return Plain(scale)
+    shape, *specs = quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec
+    if shape != w.shape or specs != [recipe.spec("w"), recipe.spec("w_dgrad")]:
+        wanted = f"{w.shape} of specs {recipe.w} and {recipe.w_dgrad}"
+        raise ValueError(f"a weight {wanted} was given quantized as {shape}, {specs[0]} and {specs[1]}")
+    return HeldWeight(quantized)
+
+
+def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: Any) -> tuple[Any, ...] | None:
+    """The sharding of x @ w: see `fp8jax.ops.sharding.product_sharding`."""
+    matrix, axis = (w.codes, 1) if isinstance(w, FrozenWeight) else (w, 0)
+    return product_sharding(x, matrix, (((x.ndim - 1,), (axis,)), ((), ())), out_sharding)  # type: ignore[no-any-return]
 
 
 def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | None = None) -> QuantizedWeight:
@@ -213,24 +237,24 @@ def _forward(
     how: How,
     value: Array,
     through: Array | None,
-    w: Array,
+    w: Array | None,
     bias: Array | None,
     of_x: Source,
-    of_w: Source,
+    of_w: Source | FrozenCodes,
     key: Array | None,
     scales: Scales | None,
     token: Array | None,
 ) -> tuple[tuple[Array, Array | None], Residuals]:
     recipe, x = how.recipe, fused.matrix(value)
     sides = input_side(recipe), weight_side(recipe)
-    if not recipe.quantized and recipe.spec("saved") is None:
+    if not recipe.quantized and recipe.spec("saved") is None and w is not None:
         token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
     values = (x, w) if token is None else lax.stop_gradient((x, w))
-    rows, columns = of_x.forward(values[0], sides[0]), of_w.forward(values[1], sides[1])
+    rows, columns = of_x.forward(values[0], sides[0]), of_w.forward(values[1], sides[1])  # type: ignore[arg-type]
     saved = Residuals(
-        of_x.residual(x, rows, sides[0]),
-        of_w.residual(w, columns, sides[1]),
-        (Kind.of(value), Kind.of(w), None if bias is None else Kind.of(bias)),
+        None if w is None else of_x.residual(x, rows, sides[0]),
+        of_w.residual(w, columns, sides[1]),  # type: ignore[arg-type]
+        (Kind.of(value), w if w is None else Kind.of(w), None if bias is None else Kind.of(bias)),
         key,
         scales,
         token,
@@ -286,19 +310,25 @@ def _gradients(
         largest = jnp.where(expected > 0, expected, recipe.strategy("dy").settle(seen))
         dy_scale = scaling.to_scale(largest, formats.get(gradient.format))
     side = input_side(recipe)
-    weight = saved.w.operand(weight_side(recipe), None)
-    if 0 in (*dy.shape, *weight.shape):
-        side = side._replace(shared=False)  # there are no scales to share
-    dy_rows, dy_columns, total = cotangent.quantized(
-        dy,
-        recipe,
-        key=key,
-        scale=dy_scale,
-        origin=origin,
-        shared=side.shared,
-        tokens=saved.x.token_scale,
-        sums=bias is not None,
-    )
+    dy_columns: Operand | None = None
+    if isinstance(saved.w, FrozenCodes):
+        dy_rows, weight = saved.w.with_gradient(dy, recipe, key)
+        total = None if bias is None else column_sums(dy)
+    else:
+        assert saved.x is not None
+        weight = saved.w.operand(weight_side(recipe), None)
+        if 0 in (*dy.shape, *weight.shape):
+            side = side._replace(shared=False)  # there are no scales to share
+        dy_rows, dy_columns, total = cotangent.quantized(
+            dy,
+            recipe,
+            key=key,
+            scale=dy_scale,
+            origin=origin,
+            shared=side.shared,
+            tokens=saved.x.token_scale,
+            sums=bias is not None,
+        )
     rows_and_inputs = merged(x.spec, (len(lead), 1))
     dx = matmul(dy_rows, weight, dtype=x.dtype, fast="dgrad" in recipe.fast_accumulation, spec=rows_and_inputs)
     dx = split(dx, (*lead, dx.shape[-1]), x.spec)
@@ -310,9 +340,11 @@ def _gradients(
         bounds,
         dy_rows if side.shared and isinstance(dy_rows, QTensor) else None,
     )
-    columns = saved.x.operand(side, of_dx)
-    how_wgrad: Any = {"fast": "wgrad" in recipe.fast_accumulation, "turned": recipe.dy_wgrad == SAME}
-    dw = matmul(columns, dy_columns, dtype=w.dtype, spec=w.spec, **how_wgrad)
+    dw = None
+    if saved.x is not None and w is not None and dy_columns is not None:
+        columns = saved.x.operand(side, of_dx)
+        how_wgrad: Any = {"fast": "wgrad" in recipe.fast_accumulation, "turned": recipe.dy_wgrad == SAME}
+        dw = matmul(columns, dy_columns, dtype=w.dtype, spec=w.spec, **how_wgrad)
     inputs = (None, dx) if how.through else (dx, None)
     db = None if bias is None or total is None else bias.cast(total)
     slots = scales and Scales(slot=seen)  # type: ignore[call-arg]
@@ -323,7 +355,8 @@ def _differentiated(how: How, *operands: Any) -> tuple[tuple[Array, Array | None
     """`_forward`, where its backward pass follows."""
     results, saved = _forward(how, *operands)
     value, _, w, *_ = operands
-    tell_saved(f"of the input of a linear {value.shape} x {w.shape}: {saved.x}")
+    if w is not None:
+        tell_saved(f"of the input of a linear {value.shape} x {w.shape}: {saved.x}")
     return results, saved
 
 
