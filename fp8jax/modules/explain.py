@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -82,23 +82,24 @@ def _explain_nnx(model: nnx.Module, rules: Ordered, sample: Any, keywords: Any) 
 def _explain_quantized(quantized: nnx.Module, sample: Any, keywords: Any) -> Report:
     settings = nnx_modules.settings_of(quantized)
     assert settings is not None
-    modules, rules = nnx_modules.modules(quantized), settings.rules
+    modules = nnx_modules.modules(quantized)
     with training.inspected():
         entries = _entries_nnx(quantized, sample, keywords)
         program = _nnx_program(quantized, sample, keywords)
-    layers = tuple(_layer(modules, entry) for entry in entries if entry.product)
+    layers = [_layer(modules, entry) for entry in entries if entry.product]
+    return _report(modules, entries, layers, _others(modules, settings.rules, _nnx_kernel), program)
+
+
+def _report(
+    modules: dict[str, Any], entries: Sequence[Entry], layers: list[Layer], others: Iterable[Layer], program: Program
+) -> Report:
+    """Of layers with a product in the plan, others, and what stands before products."""
     known = {layer.path for layer in layers}
-    layers += tuple(layer for layer in _others_nnx(modules, rules) if layer.path not in known)
+    layers = [*layers, *(layer for layer in others if layer.path not in known)]
+    first = {(layer.path, layer.kernel): layer for layer in reversed(layers)}
     parts = tuple(_part(modules, entry) for entry in entries if not entry.product or entry.kept)
-    figures = _figures(entries)
-    return Report(
-        tuple({(x.path, x.kernel): x for x in reversed(layers)}.values())[::-1], program, parts, figures=figures
-    )
-
-
-def _figures(entries: Iterable[Entry]) -> tuple[str, ...]:
-    each = tuple(entries)
-    return tuple(filter(None, (kept_bytes(each), gained(each))))
+    figures = tuple(filter(None, (kept_bytes(entries), gained(entries))))
+    return Report(tuple(first.values())[::-1], program, parts, figures=figures)
 
 
 def _entries_nnx(model: nnx.Module, sample: Any, keywords: Any) -> tuple[Entry, ...]:
@@ -152,18 +153,19 @@ def _chosen_nnx(modules: dict[str, Any], rules: Ordered) -> tuple[tuple[Layer, .
         context = choice.context if choice.context.saved else None
         parts.append(ContextEntry(path, type(modules[path]).__name__, "norm", context, choice.reason))
     known = {layer.path for layer in layers}
-    return (*layers, *(x for x in _others_nnx(modules, rules) if x.path not in known)), tuple(parts)
+    others = _others(modules, rules, _nnx_kernel)
+    return (*layers, *(x for x in others if x.path not in known)), tuple(parts)
 
 
-def _others_nnx(modules: dict[str, Any], rules: Ordered) -> Iterator[Layer]:
+def _others(modules: dict[str, Any], rules: Ordered, kernel: Callable[[str, Any], Any]) -> Iterator[Layer]:
+    """What is left alone whatever it computes, and layers without a product in a call."""
     for path, module in modules.items():
-        matrix = _nnx_kernel(path, module)
-        shape = None if matrix is None else tuple(matrix.shape)
+        matrix = kernel(path, module)
         reason = next((text for kinds, text in _REASONS if isinstance(module, kinds)), None)
         if reason is None and isinstance(module, nnx_modules.LAYERS):
             reason = f"{rules.choice(path).reason}; no product of it is in this call"
         if reason is not None:
-            yield Layer(path, type(module).__name__, shape, None, reason)
+            yield Layer(path, type(module).__name__, None if matrix is None else tuple(matrix.shape), None, reason)
 
 
 def _part(modules: dict[str, Any], entry: Entry) -> ContextEntry:
@@ -205,25 +207,13 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
         program = _linen_program(copy, variables, sample, keywords)
     params = flatten_dict(variables.get("params", {}))
     kernel = functools.partial(_linen_kernel, params)
-    layers = [_layer_linen(modules, kernel, entry) for entry in entries if entry.product]
-    known = {layer.path for layer in layers}
-    layers += [layer for layer in _others_linen(modules, kernel) if layer.path not in known]
-    parts = tuple(_part(modules, entry) for entry in entries if not entry.product or entry.kept)
-    return Report(tuple(dict.fromkeys(layers)), program, parts, figures=_figures(entries))
-
-
-def _layer_linen(modules: dict[str, Any], kernel: Callable[[str, Any], Any], entry: Entry) -> Layer:
-    layer, matrix = _layer(modules, entry), kernel(entry.path, None)
-    # In a loop the plan has the parameter of one turn.
-    return layer if matrix is None else dataclasses.replace(layer, kernel=tuple(matrix.shape))
-
-
-def _others_linen(modules: dict[str, Any], kernel: Callable[[str, Any], Any]) -> Iterator[Layer]:
-    for path, module in modules.items():
-        matrix = kernel(path, module)
-        reason = next((text for kinds, text in _REASONS if isinstance(module, kinds)), None)
-        if reason is not None:
-            yield Layer(path, type(module).__name__, None if matrix is None else tuple(matrix.shape), None, reason)
+    layers = []
+    for entry in entries:
+        if entry.product:
+            layer, matrix = _layer(modules, entry), kernel(entry.path, None)
+            # In a loop the plan has the parameter of one turn.
+            layers.append(layer if matrix is None else dataclasses.replace(layer, kernel=tuple(matrix.shape)))
+    return _report(modules, entries, layers, _others(modules, rules, kernel), program)
 
 
 def _nnx_kernel(path: str, module: Any) -> Any:
