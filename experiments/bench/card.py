@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
 from experiments import mesh, speed
@@ -17,22 +18,24 @@ from experiments.models.llama import Block
 from experiments.models.rope import rope_tables
 from experiments.models.shape import LlamaConfig
 
-RELEASED, NARROW, MASTERS = "released", "bf16 weights", " masters"
+RELEASED, NARROW, OFFLOADED, MASTERS = "released", "bf16 weights", "offloaded", " masters"
 RATE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class CardSettings:
-    """What an arm's name says: "RECIPE[, released][, bf16 weights | , MASTER masters]".
+    """What an arm's name says: "RECIPE[, released][, offloaded][, bf16 weights | , MASTER masters]".
 
     Attributes:
         recipe: with its master weights.
         released: whether layers are updated inside the backward pass.
+        offloaded: whether layers' inputs wait for the backward pass in the host's memory.
         narrow: whether layers' weights are bf16 without any master, rounded by a key; `released` alone.
     """
 
     recipe: fp8jax.Recipe
     released: bool
+    offloaded: bool
     narrow: bool
 
     @classmethod
@@ -44,14 +47,27 @@ class CardSettings:
             if part.endswith(MASTERS):
                 master = part.removesuffix(MASTERS)
                 recipe = dataclasses.replace(recipe, weights=dataclasses.replace(recipe.weights, master=master))
-            elif part not in (RELEASED, NARROW):
-                raise ValueError(f"arm {name!r}: {part!r} is not {RELEASED!r}, {NARROW!r} or 'bf16+int8{MASTERS}'")
-        return cls(recipe, RELEASED in how, NARROW in how)
+            elif part not in (RELEASED, OFFLOADED, NARROW):
+                known = f"{RELEASED!r}, {OFFLOADED!r}, {NARROW!r} or 'bf16+int8{MASTERS}'"
+                raise ValueError(f"arm {name!r}: {part!r} is not {known}")
+        return cls(recipe, RELEASED in how, OFFLOADED in how, NARROW in how)
 
     @property
     def dtype(self) -> Any:
         """Dtype of the parameters of layers."""
         return jnp.bfloat16 if self.narrow else fp8jax.formats.get(self.recipe.weights.held).dtype
+
+
+def _checkpointed(layer: Callable[..., jax.Array], offloaded: bool) -> Callable[..., jax.Array]:
+    """A layer of which nothing but its input is kept, on the device or, by JAX's own policy, in the host's memory."""
+    if not offloaded:
+        return jax.checkpoint(layer)
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[OFFLOADED],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    named = lambda params, x, *tables: layer(params, checkpoint_name(x, OFFLOADED), *tables)  # noqa: E731
+    return jax.checkpoint(named, policy=policy)
 
 
 class CardArm:
@@ -71,7 +87,7 @@ class CardArm:
         self.count = batch * gpus * length
         recipe = self.settings.recipe
         self.tx = fp8jax.optimizer(recipe, RATE, b2=0.95, weight_decay=0.1)
-        layer = jax.checkpoint(self._layer(recipe))
+        layer = _checkpointed(self._layer(recipe), self.settings.offloaded)
         key = jax.random.key(2) if self.settings.narrow else None
         self.block = fp8jax.release(layer, self.tx, key=key) if self.settings.released else None
         self.tables = rope_tables(length, model.head_dim, model.rope_theta, model.rope_scaling)

@@ -1,8 +1,8 @@
 """A whole Llama trained on one card or few: its memory and its speed, with the optimizer inside the backward pass.
 
 All parameters are trained; layers run in a loop and compute all but their inputs again. An arm is a recipe;
-", released" updates each layer inside the backward pass (`fp8jax.release`), others hold all gradients first. Masters
-are fp32;
+", released" updates each layer inside the backward pass (`fp8jax.release`), others hold all gradients first;
+", offloaded" keeps layers' inputs in the host's memory until the backward pass. Masters are fp32;
 ", bf16+int8 masters" keeps them by parts (weights in bf16, 8 bits more beside them), ", bf16 weights" none: layers'
 weights are bf16 and rounded stochastically. "coat_optimizer" has products in bf16 and moments in 8 bits, "bf16" moments
 in fp32. "memory" is what the compiled program needs, its arguments included, on each GPU, "plan" what
@@ -33,6 +33,7 @@ ARMS = (
     BASE,
     "coat, released, bf16+int8 masters",
     "coat, bf16+int8 masters",
+    "coat, bf16+stochastic masters",
     "coat, released",
     "coat_fast, released, bf16 weights",
     "coat",

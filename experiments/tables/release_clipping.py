@@ -24,7 +24,7 @@ from experiments.task import Task
 from experiments.tokenizer import Bytes
 from experiments.train import make_optimizer
 
-OPTIM = Optim(steps=400, lr=2e-3, warmup=20, clip=0.5)
+OPTIM = Optim(steps=400, lr=2e-3, warmup=20, clip=1.5)
 LLAMA = LlamaConfig(vocab=256, dim=64, layers=3, heads=4, kv_heads=4, mlp_dim=128)
 RECIPE = "coat_optimizer"
 BATCH, LENGTH, SEEDS, VALID = 8, 48, 3, 16

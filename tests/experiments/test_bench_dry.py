@@ -16,7 +16,7 @@ FEWER = {
     "step": ["--arm", "coat", "--torch"],
     "models": ["--models", "gpt350m", "--arm", "bf16", "coat"],
     "layer": ["--only", "te_current"],
-    "release": ["--arm", "coat, released", "bf16"],
+    "release": ["--arm", "coat, released, offloaded, bf16+int8 masters", "bf16"],
 }
 SLOW = {"models", "release", "optimizer", "coat_speed", "cold", "reduce", "step"}
 
