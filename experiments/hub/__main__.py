@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     if kept:
-        print(f"not in 8 bits, for 128 does not divide them: {', '.join(kept)}", file=sys.stderr)
+        print(
+            f"not in 8 bits, for 128 does not divide them, or what servers fuse with them: {', '.join(kept)}",
+            file=sys.stderr,
+        )
     return 0
 
 

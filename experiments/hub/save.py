@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ BESIDE = (
     "tokenizer.model",
     "generation_config.json",
 )
+
+# Layers that servers make one of, and whose parts must be stored alike.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +113,13 @@ def save(
     family = family or families.of(config)
     if eight is not None and any(tensor.linear and not tensor.turned for tensor in family.tensors(config)):
         raise UserError(f"{family.architecture} has no linear layers that 8-bit formats know; write bfloat16")
-    flat, kept = flatten(params), list[str]()
+    flat = flatten(params)
     wanted = flatten(load.abstract_params(config))
     for path in sorted(set(wanted) ^ set(flat)):
         raise UserError(f"the parameters {'lack' if path in wanted else 'have'} {path}, unlike a model of {config}")
-    parts = [part for tensor in family.tensors(config) for part in _parts(tensor, config, flat, dtype, eight, kept)]
+    tensors = list(family.tensors(config))
+    kept = [] if eight is None else _kept(tensors, config, flat, eight.storage)
+    parts = [part for tensor in tensors for part in _parts(tensor, config, flat, dtype, eight, kept)]
     shards = _shards(parts, shard_bytes)
     content = {"model_type": family.name, "architectures": [family.architecture], **family.write(config), **content}
     content.pop("quantization_config", None)
@@ -152,6 +157,28 @@ def _common(parts: list[Written]) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
+def _shape(tensor: Tensor, flat: dict[str, Any]) -> tuple[int, ...]:
+    """Of a tensor of one layer, as it is written."""
+    shapes = [flat[path].shape[1:] if tensor.stacked else flat[path].shape for path in tensor.paths]
+    whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+    return whole[::-1] if tensor.turned else whole
+
+
+def _kept(tensors: Sequence[Tensor], config: LlamaConfig, flat: dict[str, Any], storage: EightBits) -> list[str]:
+    """Linear layers that stay in 16 bits: those that do not fit, and those that servers fuse with them."""
+    linear = {
+        name.removesuffix(".weight"): storage.fits(*_shape(tensor, flat))
+        for tensor in tensors if tensor.linear for name in load.names(tensor, config)
+    }  # fmt: skip
+
+    def fused(name: str) -> list[str]:
+        block, _, own = name.rpartition(".")
+        group = next((group for group in FUSED if own in group), (own,))
+        return [f"{block}.{other}" for other in group]
+
+    return [name for name in linear if not all(linear.get(other, True) for other in fused(name))]
+
+
 def _parts(
     tensor: Tensor,
     config: LlamaConfig,
@@ -163,19 +190,15 @@ def _parts(
     """What is written of a tensor of each layer."""
     for i, name in enumerate(load.names(tensor, config)):
         at = i if tensor.stacked else None
-        shapes = [flat[path].shape[1:] if tensor.stacked else flat[path].shape for path in tensor.paths]
-        whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-        shape = whole[::-1] if tensor.turned else whole
-        if eight is not None and tensor.linear:
-            if eight.storage.fits(*shape):
-                scale = f"{name.removesuffix('weight')}{eight.storage.scale}"
-                kinds = {
-                    name: (shape, quantized.CODES),
-                    scale: (eight.storage.shape(*shape), np.dtype(np.float32)),
-                }
-                yield Written(kinds, functools.partial(_codes, tensor, flat, at, eight))
-                continue
-            kept.append(name.removesuffix(".weight"))
+        shape = _shape(tensor, flat)
+        if eight is not None and tensor.linear and name.removesuffix(".weight") not in kept:
+            scale = f"{name.removesuffix('weight')}{eight.storage.scale}"
+            kinds = {
+                name: (shape, quantized.CODES),
+                scale: (eight.storage.shape(*shape), np.dtype(np.float32)),
+            }
+            yield Written(kinds, functools.partial(_codes, tensor, flat, at, eight))
+            continue
         kind = np.dtype(flat[tensor.paths[0]].dtype if dtype is None else dtype)
         yield Written({name: (shape, kind)}, functools.partial(_values, tensor, flat, at, kind))
 

@@ -259,6 +259,17 @@ def test_config_says_what_readers_of_a_format_need(tmp_path):
     assert load(tmp_path / "a").config == WIDE
 
 
+def test_layers_that_servers_fuse_are_stored_alike(tmp_path):
+    """vLLM makes one layer of q, k and v, and refuses one that is in 8 bits in part: 128 divides q, and not k and v."""
+    few = dataclasses.replace(WIDE, kv_heads=1, mlp_dim=256, layers=1)
+    kept = save(tmp_path / "a", few, params(few), eight=eight_bits("deepseek"))
+    assert kept == [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    found = {name: tensor.kind for name, tensor in files.tensors(tmp_path / "a").items()}
+    assert found["model.layers.0.self_attn.q_proj.weight"] == "F32"
+    assert found["model.layers.0.self_attn.o_proj.weight"] == "F8_E4M3"
+    assert save(tmp_path / "b", few, params(few), eight=eight_bits("block")) == []
+
+
 @pytest.mark.parametrize(("name", "field"), [("channel", "ignore"), ("deepseek", "modules_to_not_convert")])
 def test_a_tied_head_is_not_counted_as_quantized(name, field, tmp_path):
     """It has no tensor; readers count every linear layer that is not listed."""
