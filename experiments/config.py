@@ -111,9 +111,19 @@ class Config:
         self._validate_processes()
         if self.run.mesh:
             try:
-                mesh.parse(self.run.mesh)
+                sizes = mesh.parse(self.run.mesh)
             except ValueError as error:
                 raise UserError(f"--mesh {error}") from None
+            if sizes["tensor"] > 1:
+                self._validate_shared(sizes["tensor"])
+
+    def _validate_shared(self, devices: int) -> None:
+        """Raises UserError for what is not computed by devices that share sequences."""
+        asked = f"--mesh {self.run.mesh}: with tensor={devices}"
+        if self.optim.release:
+            raise UserError(f"{asked} layers are in parts, and --release {self.optim.release} updates whole ones")
+        if self.lora.lora_rank:
+            raise UserError(f"{asked} layers are in parts, and adapters are of whole ones: leave out --lora-rank")
 
     def _validate_processes(self) -> None:
         where, number, count = self.run.coordinator, self.run.process_id, self.run.process_count

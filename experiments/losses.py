@@ -1,5 +1,6 @@
 """The loss of a batch, and means of losses and gradients over parts of one."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,24 +30,38 @@ def accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
     return jax.lax.scan(add, (noted, start), parts)[0]
 
 
-def cross_entropy(model: Llama, tokens_BxT: jax.Array, chunked: bool) -> jax.Array:
-    """The mean over all tokens, of packed ones over answers; `chunked` never has the logits of all tokens."""
+def cross_entropy(model: Llama, tokens_BxT: jax.Array, chunked: bool, axes: tuple[str, ...] | None = None) -> jax.Array:
+    """The mean over all tokens, of packed ones over answers; `chunked` never has the logits of all tokens.
+
+    Inside `jax.shard_map` it is a device's part of that: its mean over the devices along `axes`, and where they share
+    sequences its sum over those, is the mean of all.
+    """
     tokens_BxT, answers_BxT, segments_BxT = packing.parts(tokens_BxT)
     segments_BxT = None if segments_BxT is None else segments_BxT[:, :-1]
-    labels_BxT = tokens_BxT[:, 1:]
-    if model.around is not None:
+    labels, boundary = tokens_BxT[:, 1:], model.boundary
+    if model.around is not None or boundary is not None:
         # What is done around each layer is done to layers that are quantized each by itself.
-        y = Llama.hidden(model, tokens_BxT[:, :-1], segments_BxT)
-        y = y if chunked else reshaped(model.logits(y), *labels_BxT.shape, model.config.vocab)
+        hidden = model.hidden if model.around is None else functools.partial(Llama.hidden, model)
+        y = hidden(tokens_BxT[:, :-1], segments_BxT)
+        y = y if chunked else model.logits(y)
+        if boundary is None and not chunked:
+            y = reshaped(y, *labels.shape, model.config.vocab)
     else:
         y = (model.hidden if chunked else model)(tokens_BxT[:, :-1], segments_BxT)
+    labels = reshaped(labels, labels.size) if y.ndim == 2 else labels
+    answers = None if answers_BxT is None else reshaped(answers_BxT[:, 1:] != 0, *labels.shape)
+    alone = boundary is None and (answers is None or axes is None)
+    count = of_all = labels.size if answers is None else jnp.sum(answers, dtype=jnp.float32)
+    if answers is not None and axes is not None:
+        of_all = jax.lax.pmean(count, axes)
+    if boundary is not None:
+        labels, answers = boundary.own(labels), None if answers is None else boundary.own(answers)
+        count = labels.size if answers is None else jnp.sum(answers, dtype=jnp.float32)
     if chunked:
         w, axis = model.output
-        counts = None if answers_BxT is None else reshaped(answers_BxT[:, 1:] != 0, labels_BxT.size)
-        labels = reshaped(labels_BxT, labels_BxT.size)
-        return fp8jax.linear_cross_entropy(y, w, labels, where=counts, vocabulary_axis=axis)
-    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(y.astype(jnp.float32), labels_BxT)
-    if answers_BxT is None:
-        return losses_BxT.mean()
-    weights_BxT = answers_BxT[:, 1:].astype(jnp.float32)
-    return jnp.sum(losses_BxT * weights_BxT) / jnp.maximum(jnp.sum(weights_BxT), 1)
+        mean = fp8jax.linear_cross_entropy(y, w, labels, where=answers, vocabulary_axis=axis)
+        return mean if alone else mean * (count / jnp.maximum(of_all, 1))
+    losses = optax.softmax_cross_entropy_with_integer_labels(y.astype(jnp.float32), labels)
+    if answers is None:
+        return losses.mean() if alone else losses.sum() / of_all
+    return jnp.sum(losses * answers.astype(jnp.float32)) / jnp.maximum(of_all, 1)

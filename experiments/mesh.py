@@ -10,7 +10,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8jax
 
-AXES = ("data", "fsdp")
+Meshes = jax.sharding.Mesh | jax.sharding.AbstractMesh
+AXES = ("data", "fsdp", "tensor")
+# Those that split a batch; the devices along "tensor" share sequences.
+ROWS = ("data", "fsdp")
+# How "tensor" cuts the layers of a Llama: products before what is computed head by head or channel by channel along
+# their outputs, those after it along their inputs.
+OUTPUTS, INPUTS = ("q", "k", "v", "gate", "up"), ("out", "down")
 # Arrays with fewer elements are kept whole: gathering them takes longer than their memory is worth.
 SMALLEST = 1 << 16
 
@@ -25,7 +31,7 @@ def parse(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
         if name not in AXES:
-            raise ValueError(f"unknown axis {name!r}; an axis is {' or '.join(AXES)}, as in data=2,fsdp=1")
+            raise ValueError(f"unknown axis {name!r}; an axis is data, fsdp or tensor, as in data=2,fsdp=1")
         if name in sizes:
             raise ValueError(f"names {name} twice; give each axis once, as in data=2,fsdp=1")
         if not size.isdecimal() or int(size) < 1:
@@ -50,7 +56,7 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
     devices = jax.devices() if devices is None else devices
     rows = batch // microbatches
     largest = max(n for n in range(1, len(devices) + 1) if rows % n == 0)
-    sizes = parse(text) if text else {"data": largest, "fsdp": 1}
+    sizes = parse(text) if text else {"data": largest, "fsdp": 1, "tensor": 1}
     used = math.prod(sizes.values())
     if used < len(devices) and len({device.process_index for device in devices}) > 1:
         raise ValueError(
@@ -58,75 +64,132 @@ def choose(text: str, batch: int, microbatches: int, devices: Sequence[jax.Devic
             f"devices of several processes, which must all be used; give sizes whose product is {len(devices)}, and a "
             f"--batch that it divides"
         )
-    mesh = make(sizes["data"], sizes["fsdp"], devices)
-    if text and rows % mesh.size:
+    mesh = make(sizes["data"], sizes["fsdp"], devices, tensor=sizes["tensor"])
+    shares = replicas(mesh)
+    if text and rows % shares:
         part = f"{rows} sequences of a microbatch (--batch {batch}, --microbatches {microbatches})"
         raise ValueError(
-            f"{text}: {mesh.size} devices do not divide the {part if microbatches > 1 else f'{batch} of --batch'}; "
-            f"give --batch {microbatches * mesh.size * math.ceil(rows / mesh.size)}, or a mesh whose sizes divide it"
+            f"{text}: {shares} devices do not divide the {part if microbatches > 1 else f'{batch} of --batch'}; "
+            f"give --batch {microbatches * shares * math.ceil(rows / shares)}, or a mesh whose sizes divide it"
         )
     return mesh
 
 
 def make(
-    data: int, fsdp: int, devices: Sequence[jax.Device] | None = None, *, kind: AxisType = AxisType.Auto
+    data: int,
+    fsdp: int,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    tensor: int = 1,
+    kind: AxisType = AxisType.Auto,
 ) -> jax.sharding.Mesh:
-    """A mesh of `data` x `fsdp` devices: both split batches, `fsdp` also parameters and what belongs to them.
+    """A mesh of `data` x `fsdp` x `tensor` devices.
 
-    With Explicit axes the step is traced and run within `jax.set_mesh` of it.
+    The first two split batches, `fsdp` also parameters and what belongs to them; `tensor` splits the work on a sequence
+    and the parameters (`experiments.tensor`). With Explicit axes the step is traced and run within `jax.set_mesh` of
+    it.
 
     Raises:
         ValueError: there are not so many devices.
     """
     devices = jax.devices() if devices is None else devices
-    if data < 1 or fsdp < 1 or data * fsdp > len(devices):
+    sizes = (data, fsdp, tensor)
+    if min(sizes) < 1 or math.prod(sizes) > len(devices):
+        asked = ",".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True) if size != 1 or name in ROWS)
         raise ValueError(
-            f"data={data},fsdp={fsdp} needs {data * fsdp} devices, and there are {len(devices)}; "
+            f"{asked} needs {math.prod(sizes)} devices, and there are {len(devices)}; "
             f"give sizes whose product is {len(devices)}"
         )
-    return jax.make_mesh((data, fsdp), AXES, axis_types=(kind, kind), devices=devices[: data * fsdp])
+    return jax.make_mesh(sizes, AXES, axis_types=(kind,) * 3, devices=devices[: math.prod(sizes)])
+
+
+def replicas(mesh: Meshes) -> int:
+    """How many parts a batch has."""
+    return math.prod(mesh.shape.get(name, 1) for name in ROWS)
 
 
 def batches(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Each device has some of the rows of a batch."""
-    return NamedSharding(mesh, PartitionSpec(AXES))
+    return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def place(array: np.ndarray, rows: NamedSharding | None) -> Any:
     """A batch on the devices that share it: its rows split where they divide, else whole on each."""
     if rows is None:
         return array
-    where = whole(rows.mesh) if len(array) % rows.mesh.size else rows
+    where = whole(rows.mesh) if len(array) % replicas(rows.mesh) else rows
     # Each process puts only its own rows on its devices.
     return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
 
 
-def whole(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> NamedSharding:
+def whole(mesh: Meshes) -> NamedSharding:
     """Each device has all of an array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def state(mesh: jax.sharding.Mesh, tree: Any) -> Any:
-    """The shardings of a state, by the shapes of its arrays: matrices are cut along the last axis but one.
+def state(mesh: Meshes, tree: Any) -> Any:
+    """The shardings of a state, by the shapes and names of its arrays.
 
-    Scales are cut as their codes are, where their number divides. An axis that stacks layers is never cut.
+    Matrices are cut along the last axis but one over "fsdp", and over "tensor" as `OUTPUTS` and `INPUTS` say; those
+    outside of layers as over "fsdp". Scales are cut as their codes are, where their number divides. An axis that stacks
+    layers is never cut.
     """
-    devices = mesh.shape["fsdp"]
 
-    def divides(x: Any) -> bool:
-        return devices > 1 and x.shape[-2] % devices == 0
-
-    def spec(x: Any, cut: bool) -> NamedSharding:
-        axes = [None] * (x.ndim - 2) + ["fsdp"] if cut and divides(x) else []
-        return NamedSharding(mesh, PartitionSpec(*axes))
+    def spec(x: Any, rows: tuple[str, ...], columns: tuple[str, ...]) -> NamedSharding:
+        wanted = ([()] * x.ndim + [rows, columns])[-x.ndim :] if x.ndim else []
+        axes = [_divide(mesh, n, names) for n, names in zip(x.shape, wanted, strict=True)]
+        while axes and not axes[-1]:
+            axes.pop()
+        return NamedSharding(mesh, PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes)))
 
     def of(path: Any, x: Any) -> Any:
         codes = x.codes if isinstance(x, fp8jax.QTensor) else x
         matrix = codes.ndim - stacked(path) >= 2
-        cut = matrix and math.prod(codes.shape) >= SMALLEST and divides(codes)
-        return jax.tree.map(lambda part: spec(part, cut), x)
+        large = matrix and math.prod(codes.shape) >= SMALLEST
+        rows: tuple[str, ...] = ("fsdp",) if large else ()
+        columns: tuple[str, ...] = ()
+        kind = _kind(path)
+        if kind == "outputs":
+            columns = ("tensor",)
+        elif kind == "inputs" and matrix:
+            rows = ("tensor", *rows)
+        elif kind == "outside" and large:
+            rows = (*rows, "tensor")
+        if matrix:
+            rows = _divide(mesh, codes.shape[-2], rows)
+        return jax.tree.map(lambda part: spec(part, rows, columns), x)
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=lambda x: isinstance(x, fp8jax.QTensor))
+
+
+def _divide(mesh: Meshes, length: int, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The first of the mesh axes of several devices that divide a length together."""
+    found: tuple[str, ...] = ()
+    for name in names:
+        size = mesh.shape.get(name, 1)
+        if length % (size * math.prod(mesh.shape[other] for other in found)):
+            break
+        found += (name,) if size > 1 else ()
+    return found
+
+
+def _kind(path: Any) -> str:
+    """What "tensor" cuts of a parameter, or of what belongs to it: "outputs", "inputs", of one "outside" of layers what
+    "fsdp" cuts, or "" for nothing."""
+    names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+    if not stacked(path):
+        return "outside"
+    if len(names) < 2 or names[-1] not in ("kernel", "bias"):
+        return ""
+    return "outputs" if names[-2] in OUTPUTS else "inputs" if names[-2] in INPUTS else ""
+
+
+def over(spec: PartitionSpec, name: str) -> int | None:
+    """The dimension that a spec cuts over a mesh axis, alone or with others."""
+    for dim, entry in enumerate(spec):
+        if name == entry or (isinstance(entry, tuple) and name in entry):
+            return dim
+    return None
 
 
 def on(tree: Any, placed: Any) -> Any:
@@ -141,10 +204,15 @@ def stacked(path: Any) -> int:
 
 def told(mesh: jax.sharding.Mesh, recipes: Iterable[fp8jax.Recipe] = ()) -> str:
     """What a mesh means, in words; of recipes whose sums of gradients have factors, what each device gathers, too."""
-    data, fsdp = (mesh.shape[name] for name in AXES)
-    shared = f"data={data},fsdp={fsdp}: each device takes 1 of {mesh.size} parts of a batch"
-    if fsdp == 1:
+    data, fsdp = (mesh.shape[name] for name in ROWS)
+    tensor = mesh.shape.get("tensor", 1)
+    named = f"data={data},fsdp={fsdp}" + (f",tensor={tensor}" if tensor > 1 else "")
+    shared = f"{named}: each device takes 1 of {replicas(mesh)} parts of a batch"
+    if tensor > 1:
+        shared += f", with 1 of {tensor} parts of each layer's heads and channels, and of its tokens between layers"
+    if fsdp * tensor == 1:
         return f"{shared}, and has all parameters and their moments"
-    shared = f"{shared}, and has 1 of {fsdp} parts of each large matrix and its moments"
+    shared = f"{shared}, and has 1 of {fsdp * tensor} parts of each large matrix and its moments"
     whole = [f"{each.name} in {each.weights.held}" for each in recipes if each.comm.auto_scale]
-    return f"{shared}; each gathers all parameters before a step with {', '.join(whole)}" if whole else shared
+    gathers = fsdp > 1 and whole
+    return f"{shared}; each gathers all parameters before a step with {', '.join(whole)}" if gathers else shared

@@ -1,7 +1,7 @@
-"""Loss and gradient of each device, where a recipe says in what gradients travel between devices: in jax.shard_map.
+"""Loss and gradient of each device, where a program says itself what travels between devices: in jax.shard_map.
 
-Recipes that leave that to XLA (`Comm.gradients` is None) have no use for this file: XLA then sums gradients wherever
-sharded batches make that necessary.
+It does where a recipe says what gradients are when they travel, or where devices share sequences. Else XLA sums
+gradients, wherever sharded batches make that necessary.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 
 import fp8jax
 from experiments import mesh as meshes
-from experiments.models.llama import Block
+from experiments import tensor
+from experiments.models.llama import Block, LlamaConfig
 from fp8jax.dist import (
     Factors,
     all_reduce_gradients,
@@ -90,25 +91,59 @@ class Whole:
         return gathered
 
 
+def mapped(recipe: fp8jax.Recipe, rows: jax.sharding.NamedSharding | None) -> bool:
+    """Whether a step's loss and gradients are taken inside `jax.shard_map`, of batches that lie so."""
+    if rows is None:
+        return False
+    return recipe.comm.gradients is not None or rows.mesh.shape.get(tensor.AXIS, 1) > 1
+
+
+def reduction(recipe: fp8jax.Recipe) -> Comm:
+    """What gradients travel in inside `jax.shard_map`: in what products compute in, where the recipe does not say."""
+    if recipe.comm.gradients is not None:
+        return recipe.comm
+    return Comm("fp32" if recipe.weights.compute == "fp32" else "bf16")
+
+
+def check(llama: LlamaConfig, recipe: fp8jax.Recipe, mesh: Any, tokens: int) -> None:
+    """Raises ValueError that names what a mesh cannot compute, and the fix.
+
+    Args:
+        llama: the shape.
+        recipe: what it is trained with.
+        mesh: the devices.
+        tokens: of a microbatch.
+    """
+    _check_factors(recipe.comm, mesh)
+    devices = mesh.shape[tensor.AXIS]
+    if devices > 1:
+        tensor.check(llama, devices)
+        tensor.check_tokens(recipe, devices, tokens // meshes.replicas(mesh))
+
+
+def _check_factors(comm: Comm, mesh: Any) -> None:
+    if comm.auto_scale and all(mesh.shape[name] > 1 for name in meshes.ROWS):
+        raise ValueError(
+            "comm.auto_scale has one factor a parameter; give --mesh one axis, data=N or fsdp=N, or take two "
+            "phases, as the recipe fp8_lm_two_phase does"
+        )
+
+
 def stacked(tree: Any) -> Any:
     """How many leading axes of each parameter stack layers, each of which is a tensor with a scale of its own."""
     return jax.tree_util.tree_map_with_path(lambda path, _: meshes.stacked(path), tree)
 
 
 def factors(comm: Comm, params: Any, mesh: Any) -> Factors | tuple[()]:
-    """The state of auto-scaling before the first step; empty without.
+    """The state of auto-scaling before the first step; empty without, and where there is one replica.
 
     Raises:
         ValueError: gradients are reduced twice, along both axes of the mesh.
     """
-    if not comm.auto_scale or mesh is None:
+    if not comm.auto_scale or mesh is None or meshes.replicas(mesh) == 1:
         return ()
-    if all(mesh.shape[name] > 1 for name in meshes.AXES):
-        raise ValueError(
-            "comm.auto_scale has one factor a parameter; give --mesh one axis, data=N or fsdp=N, or take two "
-            "phases, as the recipe fp8_lm_two_phase does"
-        )
-    return init_factors(params, mesh.size)
+    _check_factors(comm, mesh)
+    return init_factors(params, meshes.replicas(mesh))
 
 
 def saturated(factors: Factors, grads: Any) -> jax.Array:
@@ -129,7 +164,8 @@ def gradients(
     """Means over all devices of loss and gradients, the model state of the next step, and the new factors.
 
     Parameters that lie in shards are gathered layer by layer: see `Whole`. With factors, which a backward pass has no
-    place for, they are gathered before the step, all of them at once and in the dtype that they are held in.
+    place for, they are gathered before the step, all of them at once and in the dtype that they are held in. Over
+    "tensor" layers are computed in parts; what lies outside of them is gathered before the step.
 
     Args:
         own: `own(params, model_state, tokens, whole, axes)`, a device's own loss and gradients, and the model state of
@@ -139,33 +175,43 @@ def gradients(
         params, model_state, tokens_BxT: as of `own`, of all devices.
         factors: the state of auto-scaling.
     """
-    comm = recipe.comm
+    comm, compute = reduction(recipe), recipe.weights.compute
     places = jax.tree.map(lambda x: x.spec, meshes.state(mesh, params))
-    data, fsdp = (mesh.shape[name] for name in meshes.AXES)
+    data, fsdp, shared = (mesh.shape[name] for name in meshes.AXES)
     depths = stacked(params)
     at_once = isinstance(factors, Factors)
-    layerwise = None if at_once or fsdp == 1 else Whole(comm, cut(params, mesh), recipe.weights.compute)
+    layerwise = None if at_once or fsdp == 1 else Whole(comm, cut(params, mesh), compute)
 
     def whole(x: jax.Array, place: PartitionSpec) -> jax.Array:
-        return lax.all_gather(x, "fsdp", axis=list(place).index("fsdp"), tiled=True) if "fsdp" in place else x
+        dim = meshes.over(place, "fsdp")
+        return x if dim is None else lax.all_gather(x, "fsdp", axis=dim, tiled=True)
 
     def body(params: Any, model_state: Any, tokens: jax.Array, factors: Any) -> Any:
-        inputs = params if layerwise is not None else jax.tree.map(whole, params, places)
+        inputs = params
+        if shared > 1:
+            inputs = tensor.added_once(tensor.gathered(inputs, places, compute))
+        if layerwise is None:
+            inputs = jax.tree.map(whole, inputs, places)
         loss, grads, state = own(inputs, model_state, tokens, layerwise, meshes.AXES)
         if layerwise is not None:
-            done = jax.tree.map(lambda place: "fsdp" in place, places)
+            done = jax.tree.map(lambda place: meshes.over(place, "fsdp") is not None, places)
             rest = [g for g, is_done in zip(*map(jax.tree.leaves, (grads, done)), strict=True) if not is_done]
             means = iter(all_reduce_gradients(rest, "fsdp", comm) if rest else ())
             grads = jax.tree.map(lambda g, is_done: g if is_done else next(means), grads, done)
         elif fsdp > 1:
             how = {"specs": places, "stacked": depths}
             grads, factors = _reduced(reduce_scatter_gradients, grads, "fsdp", comm, factors, **how)
+        if shared > 1:
+            loss, grads = lax.psum(loss, tensor.AXIS), tensor.summed(grads, places, compute)
         if data > 1:
-            how = {"stacked": depths, "min_size": MIN_SIZE // fsdp}
+            how = {"stacked": depths, "min_size": MIN_SIZE // (fsdp * shared)}
             grads, factors = _reduced(all_reduce_gradients, grads, "data", comm, factors, **how)
-        return lax.pmean(loss, meshes.AXES), grads, state, factors
+        if at_once and shared > 1:  # devices have parts of a parameter, which has one factor
+            mu = jax.tree.map(lambda mu: lax.pmin(mu, tensor.AXIS), factors.mu)
+            factors = Factors(mu, jax.tree.map(lambda part: lax.pmean(part, tensor.AXIS), factors.saturated))
+        return lax.pmean(loss, meshes.ROWS), grads, state, factors
 
-    rows, everywhere = PartitionSpec(meshes.AXES), PartitionSpec()
+    rows, everywhere = PartitionSpec(meshes.ROWS), PartitionSpec()
     return jax.shard_map(
         body,
         mesh=mesh,
@@ -178,7 +224,8 @@ def gradients(
 def cut(params: Any, mesh: Any) -> frozenset[str]:
     """The names of the parameters that lie in shards."""
     leaves = jax.tree_util.tree_leaves_with_path(meshes.state(mesh, params))
-    return frozenset(jax.tree_util.keystr(p, simple=True, separator=".") for p, x in leaves if "fsdp" in x.spec)
+    names = ((jax.tree_util.keystr(path, simple=True, separator="."), x.spec) for path, x in leaves)
+    return frozenset(name for name, spec in names if meshes.over(spec, "fsdp") is not None)
 
 
 def _reduced(

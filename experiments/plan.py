@@ -7,6 +7,7 @@ needed.
 
 import argparse
 import functools
+import math
 import sys
 from typing import Any
 from unittest import mock
@@ -16,13 +17,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 import fp8jax
-from experiments import mesh, parallel
+from experiments import mesh, parallel, tensor
+from experiments.form import changes_layers, in_chunks
 from experiments.models import sizes
 from experiments.models.llama import Llama, LlamaConfig, products_saveable, rope_tables
 from experiments.tables import flash
-from experiments.task import changes_layers, in_chunks
 from fp8jax.core.tables import sentence
 from fp8jax.dist import Plan, plan
+from fp8jax.dist.collectives import Collective
 from fp8jax.ops import choice
 from fp8jax.ops.cross_entropy import CHUNK_BYTES, MOST_CHUNKS
 
@@ -57,22 +59,39 @@ def _policy(primitive: Any, *operands: Any, **how: Any) -> bool:
     return products_saveable(primitive, *operands, **how) and all(x.dtype == jnp.bfloat16 for x in operands)
 
 
+def _residuals(run: Any, shared: int, *args: Any) -> list[Any]:
+    """What a function keeps for its backward pass, on each of the devices that share sequences."""
+    residuals = lambda *args: jax.tree.leaves(jax.vjp(run, *args)[1])  # noqa: E731
+    if shared == 1:
+        return jax.eval_shape(residuals, *args)  # type: ignore[no-any-return]
+    where = jax.sharding.AbstractMesh((shared,), (tensor.AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    of_one = jax.shard_map(
+        lambda *args: [x[None] for x in residuals(*args)],
+        mesh=where, in_specs=jax.P(), out_specs=jax.P(tensor.AXIS), check_vma=False,
+    )  # fmt: skip
+    return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.eval_shape(of_one, *args)]
+
+
 @functools.cache
-def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool) -> float:
+def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool, shared: int = 1) -> float:
     """Bytes that one layer keeps of a token for its backward pass, with the kernels for Hopper GPUs.
 
     Args:
         llama: the shape.
         recipe: what the layer computes with and keeps.
         recompute: whether only results of products and attention are kept, and the rest is computed again.
+        shared: devices that share sequences; counted is what one of them keeps of a token of a sequence.
     """
+    own, boundary = llama, None
+    if shared > 1:
+        own, boundary = tensor.of_heads(llama, shared), tensor.TokenBoundary(shared, tensor.travels(recipe))
 
     def attend(query: Any, key: Any, value: Any, **how: Any) -> jax.Array:
         return _attention(query, key, value)
 
     def count(length: int) -> int:
         def make() -> Any:
-            model: Any = Llama(llama, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+            model: Any = Llama(own, dtype=jnp.bfloat16, boundary=boundary, rngs=nnx.Rngs(0))
             return (fp8jax.nnx.quantize(model, recipe) if changes_layers(recipe) else model).layers
 
         graph, block = nnx.split(nnx.eval_shape(make))
@@ -80,13 +99,13 @@ def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool) 
         tables = rope_tables(length, llama.head_dim, llama.rope_theta)
         run = lambda p, x: nnx.merge(graph, p)(x, *tables)  # noqa: E731
         run = jax.checkpoint(run, policy=_policy) if recompute else run
-        x = jax.ShapeDtypeStruct((length, llama.dim), jnp.bfloat16)
-        residuals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(run, *args)[1], block, x))
+        x = jax.ShapeDtypeStruct((length // shared, llama.dim), jnp.bfloat16)
+        residuals = _residuals(run, shared, block, x)
         # All layers share the rotary tables.
         return sum(leaf.size * leaf.dtype.itemsize for leaf in residuals if leaf.size != length * llama.head_dim // 2)
 
     with choice.target(capability=90), mock.patch.object(jax.nn, "dot_product_attention", attend):
-        return (count(512) - count(256)) / 256
+        return (count(512 * shared) - count(256 * shared)) / (256 * shared)
 
 
 def of(
@@ -104,7 +123,7 @@ def of(
         llama: the shape.
         recipe: what everything is stored and computed in.
         where: sizes of the mesh axes.
-        tokens: of one microbatch on one device.
+        tokens: of one microbatch on one device; those along "tensor" share theirs.
         microbatches: parts that a batch is computed in.
         recompute: as of `saved_per_token`.
 
@@ -112,7 +131,17 @@ def of(
     """
     params = nnx.to_pure_dict(nnx.eval_shape(lambda: nnx.state(Llama(llama, rngs=nnx.Rngs(0)), nnx.Param)))
     layer = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(params) if mesh.stacked(path)) / llama.layers
-    activations = tokens * llama.layers * saved_per_token(llama, recipe, recompute)
+    shared = where.get(tensor.AXIS, 1)
+    activations = tokens * shared * llama.layers * saved_per_token(llama, recipe, recompute, shared)
+    dims: Any = -1
+    crossings: list[Collective] = []
+    if shared > 1:
+        tensor.check(llama, shared)
+        dims = tensor.dimensions(params, shared)
+        crossings = fp8jax.dist.crossings(
+            tokens * shared, llama.dim, shared, tensor.travels(recipe), recipe.weights.compute,
+            times=2 * llama.layers * microbatches, gathered=2 if recompute else 1,
+        )  # fmt: skip
     # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.
     chunked = in_chunks("auto", tokens, llama.vocab)
     at_once = max(CHUNK_BYTES / (4 * llama.vocab), tokens / MOST_CHUNKS) if chunked else tokens
@@ -124,10 +153,12 @@ def of(
         recipe,
         where,
         stacked=parallel.stacked(params),
+        shared=dims,
+        crossings=crossings,
         microbatches=microbatches,
         activations=activations,
         logits=float(of_loss),
-        unsharded=2 * layer,
+        unsharded=2 * layer / shared,
     )
     share = GAPS_OF_CONTEXTS if recipe.context.saved else 0.0
     if recompute and not recipe.linear.quantized:
@@ -142,8 +173,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.plan", description=__doc__)
     parser.add_argument("--model", default="7b", help=f"{', '.join(sizes.NAMES)}; also as llama-7b")
     parser.add_argument("--recipe", default="coat", help=", ".join(fp8jax.recipes.NAMES))
-    parser.add_argument("--mesh", default="data=1", help="as data=2,fsdp=4")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a microbatch on each device")
+    parser.add_argument("--mesh", default="data=1", help="as data=2,fsdp=4 or data=2,tensor=4")
+    parser.add_argument(
+        "--batch", type=int, default=1, help="sequences of a microbatch on each device; those along tensor share theirs"
+    )
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--vocab", type=int, default=32_000)
@@ -159,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    devices = where["data"] * where["fsdp"]
+    devices = math.prod(where.values())
     parts = f" in {options.microbatches} microbatches" if options.microbatches > 1 else ""
     each = f"each of {devices} devices" if devices > 1 else "one device"
     tokens = f"{options.batch} x {options.length} tokens{parts}"

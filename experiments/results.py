@@ -92,6 +92,8 @@ ONE_GPU = (
 TWO_GPUS = (
     bench("step", 240, "--mesh", "data", "fsdp", "--rounds", "3", "--torch", "--arm", "coat", "fast",
           "coat, 8-bit gradients, one phase", file="step_two"),
+    bench("step", 300, "--mesh", "tensor", "--rounds", "3", "--torch", "--arm", "coat", "coat_fast", "fast",
+          file="step_tensor"),
     bench("reduce", 120),
     bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
           "fp8_lm", "fp8_lm_two_phase", file="step_7b"),

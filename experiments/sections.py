@@ -200,8 +200,9 @@ class Run:
     sample_tokens: int = 160
     """Length of the text that the trained model writes at the end, its prompt included; 0 for none."""
     mesh: str = ""
-    """Devices by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Empty: data parallel
-    over all of them, or over as many as divide a microbatch. Several processes use all of theirs."""
+    """Devices by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Those along tensor
+    share sequences: each computes some of a layer's heads and channels, and holds their parameters. Empty: data
+    parallel over all of them, or over as many as divide a microbatch. Several processes use all of theirs."""
     remat: Literal["auto", "none", "products", "blocks"] = "auto"
     """What the backward pass computes again: nothing, all of a block but its products and attention, or whole blocks.
     auto: products on a GPU where neither the recipe's contexts save operations nor kernels write what layers read, else

@@ -54,14 +54,14 @@ class CheckpointTokenizer:
         return Document(np.array(whole, np.int32), np.ones(len(whole), np.int8))
 
 
-def shape(config: Config, tokenizer: Tokenizer) -> LlamaConfig:
-    """The shape of the model.
+def shape(config: Config, vocab: int = 256) -> LlamaConfig:
+    """The shape of the model, with a vocabulary of this size, or that of the checkpoint.
 
     Raises:
         UserError: of the checkpoint it cannot be read; or it has learned positions, which packed documents have not.
     """
     if not config.model.init:
-        return config.model.shape(tokenizer.vocab)
+        return config.model.shape(vocab)
     folder = resolve(config)
     families, files = _hub("families"), _hub("files")
     _, llama = families.read(folder / "config.json", files.read_json(folder / "config.json"))

@@ -16,15 +16,14 @@ import optax
 from flax import nnx
 
 import fp8jax
-from experiments import adapters, packing, parallel
+from experiments import adapters, packing, parallel, tensor
 from experiments.adapters import BaseVariable
+from experiments.form import Form
 from experiments.losses import accumulate, cross_entropy
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.released import LAYERS, ReleasedOptimizer, layer_of
 from experiments.sections import Lora
 from fp8jax.dist import Factors
-from fp8jax.ops.choice import missing_triton
-from fp8jax.ops.fused import at_once
 from fp8jax.optim.fused import FusedTransformation
 
 
@@ -62,6 +61,7 @@ class Task:
         unroll: layers in a turn of the loop over them, as `Llama` takes it.
         lora: adapters, or None where all weights are trained.
         chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`).
+        own: `graphdef` of a device's heads and channels, where devices along "tensor" share sequences, else None.
     """
 
     graphdef: nnx.GraphDef[Llama]
@@ -75,6 +75,7 @@ class Task:
     unroll: int | None = None
     lora: Lora | None = None
     chunked: bool = False
+    own: nnx.GraphDef[Llama] | None = None
 
     @classmethod
     def build(
@@ -91,14 +92,21 @@ class Task:
         lora: Lora | None = None,
         chunked: bool = False,
     ) -> "Task":
-        """Traces the model's structure; no parameter is made."""
+        """Traces the model's structure; no parameter is made.
+
+        Raises:
+            ValueError: the devices along "tensor" cannot share the model's layers (`tensor.check`).
+        """
         if lora is not None:
             recipe = adapters.of_base(recipe, lora)
         # In shard_map arrays are a device's own, and nothing says how they lie.
-        inner = rows if recipe.comm.gradients is None else None
-        model = nnx.eval_shape(lambda: _make(llama, recipe, remat, inner, unroll, nnx.Rngs(seed), lora))
-        graphdef = nnx.split(model, nnx.Param, ...)[0]
-        return cls(graphdef, tx, llama, recipe, remat, seed, microbatches, rows, unroll, lora, chunked)
+        mapped = parallel.mapped(recipe, rows)
+        form, own = Form(llama, recipe, remat, None if mapped else rows, None, unroll, lora), None
+        if rows is not None and rows.mesh.shape["tensor"] > 1:
+            if isinstance(tx, ReleasedOptimizer):
+                raise ValueError("layers that are updated inside the backward pass are whole: leave out --release")
+            own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
+        return cls(form.structure(), tx, llama, recipe, remat, seed, microbatches, rows, unroll, lora, chunked, own)
 
     def init(self, params: Any = None) -> TrainState:
         """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`.
@@ -143,7 +151,11 @@ class Task:
         return adapters.with_codes(nnx.to_pure_dict(nnx.state(made, BaseVariable)), params, self.lora)
 
     def _made(self, rngs: nnx.Rngs, params: Any = None) -> Llama:
-        return _make(self.llama, self.recipe, self.remat, self.rows, self.unroll, rngs, self.lora, params)
+        return self._form.made(rngs, params)
+
+    @property
+    def _form(self) -> Form:
+        return Form(self.llama, self.recipe, self.remat, self.rows, None, self.unroll, self.lora)
 
     def merged(self, params: Any, base: Any) -> Any:
         """The parameters of a model without adapters that computes what adapters and base do, matrices in fp32."""
@@ -187,9 +199,11 @@ class Task:
         Args:
             params, model_state, tokens_BxT: as of `step`.
             whole: where parameters are a device's shards, what makes whole ones for the time of their use.
-            axes: where tokens are a device's own, the mesh axes of all; the model state is theirs together.
+            axes: where tokens are a device's own, the mesh axes of all; the model state is theirs together. Where
+                devices share sequences the loss is a device's part of the mean, and so are gradients.
         """
-        model = nnx.merge(self.graphdef, params, model_state)
+        graphdef = self.graphdef if axes is None or self.own is None else self.own
+        model = nnx.merge(graphdef, params, model_state)
         model.around = whole
         held = model
         if self.microbatches > 1 and self.recipe.linear.quantized and whole is None:
@@ -204,7 +218,8 @@ class Task:
                 own = jax.tree.map(lambda x: x, (noted, rest))
                 weights = weights if whole is None else whole.outside_of_layers(weights)
                 model = nnx.merge(graphdef, weights, slots, *own)
-                return cross_entropy(model, tokens_BxT, self.chunked), nnx.state(model, fp8jax.nnx.ScalingVariable)
+                value = cross_entropy(model, tokens_BxT, self.chunked, axes)
+                return value, nnx.state(model, fp8jax.nnx.ScalingVariable)
 
             (value, new), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, slots)
             return new, (value, nnx.to_pure_dict(grads), seen)
@@ -222,7 +237,7 @@ class Task:
     def _parts(self, tokens_BxT: jax.Array) -> jax.Array:
         """The microbatches of a batch, (count, B / count, T), each spread over all devices."""
         shape = (self.microbatches, len(tokens_BxT) // self.microbatches, *tokens_BxT.shape[1:])
-        if self.rows is None or self.recipe.comm.gradients is not None:
+        if self.rows is None or parallel.mapped(self.recipe, self.rows):
             return tokens_BxT.reshape(shape)
         rows = jax.sharding.NamedSharding(self.rows.mesh, jax.P(None, *self.rows.spec))
         if jax.typeof(tokens_BxT).sharding.mesh.explicit_axes:
@@ -250,7 +265,7 @@ class Task:
         if isinstance(self.tx, ReleasedOptimizer):
             return self._released(self.tx, state, tokens_BxT)
         inputs, factors = (state.params, adapters.joined(state.model_state, base), tokens_BxT), state.factors
-        if self.rows is None or self.recipe.comm.gradients is None:
+        if self.rows is None or not parallel.mapped(self.recipe, self.rows):
             loss, grads, model_state = self.gradients(*inputs)
         else:
             how = self.gradients, self.recipe, self.rows.mesh
@@ -280,8 +295,8 @@ class Task:
         self, tx: ReleasedOptimizer, state: TrainState, tokens_BxT: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """`step` with layers that are updated inside the backward pass, whether all is finite or not."""
-        how = self.llama, self.recipe, False, self.rows, self.unroll
-        parts: Any = nnx.split(nnx.eval_shape(lambda: _written(*how, rngs=nnx.Rngs(0))), nnx.Param, ...)
+        form = dataclasses.replace(self._form, remat=False)
+        parts: Any = nnx.split(nnx.eval_shape(lambda: form.written(nnx.Rngs(0))), nnx.Param, ...)
         graphdef, _, others = parts
 
         def loss(run: Callable[..., jax.Array], rest: Any) -> jax.Array:
@@ -296,70 +311,3 @@ class Task:
         metrics = {"loss": value, "grad_norm": opt_state.norm, "healthy": healthy}
         step = state.step + healthy.astype(jnp.int32)
         return TrainState(step, params, state.model_state, opt_state, state.rng, healthy, state.factors), metrics
-
-
-def _written(
-    llama: LlamaConfig,
-    recipe: fp8jax.Recipe,
-    remat: bool | str,
-    rows: jax.sharding.NamedSharding | None,
-    unroll: int | None,
-    rngs: nnx.Rngs,
-) -> Llama:
-    """The model as it is written, with no word of 8 bits."""
-    # Masters by parts, and scaled ones, which the optimizer keeps, are made of fp32.
-    master = recipe.weights.master if recipe.weights.master in ("fp32", "bf16") else "fp32"
-    dtype, param_dtype = (fp8jax.formats.get(name).dtype for name in (recipe.weights.compute, master))
-    return Llama(llama, dtype=dtype, param_dtype=param_dtype, remat=remat, rows=rows, unroll=unroll, rngs=rngs)
-
-
-def _make(
-    llama: LlamaConfig,
-    recipe: fp8jax.Recipe,
-    remat: bool | str,
-    rows: jax.sharding.NamedSharding | None,
-    unroll: int | None,
-    rngs: nnx.Rngs,
-    lora: Lora | None = None,
-    params: Any = None,
-) -> Llama:
-    model = _written(llama, recipe, remat, rows, unroll, rngs)
-    if params is not None:
-        own = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        nnx.update(model, jax.tree.map(lambda new, old: new.astype(old.dtype), params, own))
-    if lora is not None:
-        return adapters.adapt(model, lora, recipe, rngs)
-    methods = ("__call__", "hidden")
-    return fp8jax.nnx.quantize(model, recipe, methods=methods) if changes_layers(recipe) else model
-
-
-def changes_layers(recipe: fp8jax.Recipe) -> bool:
-    """Whether a recipe changes a model's layers: it has quantized products or says what operations keep."""
-    return bool(recipe.linear.quantized) or recipe.context != type(recipe.context)()
-
-
-def fastest(recipe: fp8jax.Recipe) -> bool | str:
-    """What blocks compute again on a GPU so that a step is fast, as `Llama` takes it.
-
-    All but products and attention; nothing where the recipe's contexts save operations, or where kernels write what
-    layers read: norms and activations then keep their inputs alone, of which the backward pass makes the rest.
-    """
-    written = at_once(recipe) and missing_triton("remake_triton") is None
-    return False if recipe.context.saved or written else "products"
-
-
-def recomputed(how: str, recipe: fp8jax.Recipe) -> bool | str:
-    """The option `--remat` as `Llama` takes it."""
-    if how == "auto":
-        return fastest(recipe) if jax.default_backend() == "gpu" else False
-    names: dict[str, bool | str] = {"none": False, "products": "products", "blocks": True}
-    return names[how]
-
-
-# Of fp32 logits, beyond which the loss takes a chunk of them at a time.
-WHOLE_BYTES = 2**31
-
-
-def in_chunks(how: str, tokens: int, vocab: int) -> bool:
-    """The option `--logits` as `Task` takes it, of so many tokens that a device has logits of at once."""
-    return how == "chunked" or (how == "auto" and 4 * tokens * vocab > WHOLE_BYTES)

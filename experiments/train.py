@@ -35,6 +35,7 @@ from experiments import (
     lock,
     mesh,
     packing,
+    parallel,
     peft_files,
     report,
     sampling,
@@ -45,6 +46,7 @@ from experiments.adapters import joined, of_base
 from experiments.checkpoint import Checkpoints, digest_of, quiet
 from experiments.config import Config, UserError, check_same, flag, flatten_fields, parse
 from experiments.flags import recommend
+from experiments.form import in_chunks, recomputed
 from experiments.introduction import count as count
 from experiments.introduction import print_plan, print_setup
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
@@ -52,7 +54,7 @@ from experiments.optimizer import make_optimizer as make_optimizer
 from experiments.optimizer import with_master
 from experiments.result import Result, read_result
 from experiments.speed import Trace, share_of_peak
-from experiments.task import Task, TrainState, in_chunks, recomputed
+from experiments.task import Task, TrainState
 from experiments.tokenizer import Tokenizer
 from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, saving, summary
@@ -119,6 +121,10 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
         recipes = {name: of_base(each, config.lora) for name, each in recipes.items()}
     try:
         devices = mesh.choose(config.run.mesh, config.data.batch, config.optim.microbatches)
+        if devices.size > 1:
+            tokens = config.data.batch // config.optim.microbatches * config.data.seq_len
+            for each in recipes.values():
+                parallel.check(start.shape(config), each, devices, tokens)
     except ValueError as error:
         raise UserError(f"--mesh {error}") from None
     with contextlib.ExitStack() as stack:
@@ -219,7 +225,7 @@ def _train_recipe(
         folder.mkdir(parents=True, exist_ok=True)
 
     sizes, optim = config.data, config.optim
-    llama = start.shape(config, tokenizer)
+    llama = start.shape(config, tokenizer.vocab)
     rows = mesh.batches(devices) if devices.size > 1 else None
     task = Task.build(
         llama,

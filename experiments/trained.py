@@ -107,7 +107,7 @@ def load(folder: Path, name: str) -> Trained:
     own = start.tokenizer(config) if config.model.init else None
     tokenizer = own or (BytePair.load(folder / "tokenizer.json") if bpe else Bytes())
     task = Task.build(
-        start.shape(config, tokenizer),
+        start.shape(config, tokenizer.vocab),
         make_optimizer(config, recipe),
         recipe,
         remat=False,

@@ -11,7 +11,6 @@ each GPU. Where torch and torchao are importable, the same model by torch.compil
 import argparse
 import collections
 import concurrent.futures
-import dataclasses
 import functools
 import math
 import os
@@ -19,7 +18,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # A pool that grows piece by piece can't hold the largest steps in one piece.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
@@ -28,77 +27,29 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
 import jax
 import jax.numpy as jnp
 
-import fp8jax
 from experiments import config, mesh, plan, train
 from experiments.bench import step_torch, timing
+from experiments.bench.arms import BF16, LOGITS, LOOP, PLAIN, parsed, settings
+from experiments.form import in_chunks
 from experiments.models import sizes
 from experiments.models.llama import LlamaConfig
 from experiments.tables.coat_memory import AGAIN
-from experiments.task import Task, fastest, in_chunks
+from experiments.task import Task
 from fp8jax.ops import choice
-from fp8jax.recipes import Comm
 
-BF16, VOCAB = "bf16", 32_000
+VOCAB = 32_000
 DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 ARMS = (AGAIN, BF16, "te_current", "coat", "coat_fast", "moss", "fast")
 # Dense bf16 products of an H100 or H200, NVIDIA's data sheet: what MFU is given against.
 PEAK_FLOPS = 989.5e12
-# Arms such as "coat, 8-bit gradients" are recipes whose gradients travel so over several GPUs.
-GRADIENTS = {"8-bit gradients": Comm("e4m3"), "8-bit gradients, one phase": Comm("e4m3", "one_phase")}
-# Or they keep what another choice than training's own keeps, run in a loop over the layers, or by XLA alone.
-KEEPING: dict[str, bool | str] = {"as written": False, "recomputed": "products"}
-PLAIN, LOOP = "none of our kernels", "in a loop"
-# Or the loss has logits of all tokens, or of a chunk at a time; else as `--logits auto` of training has it.
-LOGITS = {"whole logits": False, "logits in chunks": True}
-MESHES = {"one": "one GPU", "data": "data parallel over {}", "fsdp": "FSDP over {}"}
+MESHES = {
+    "one": "one GPU",
+    "data": "data parallel over {}",
+    "fsdp": "FSDP over {}",
+    "tensor": "tensor parallel over {}",
+}
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]*)\]")
-
-
-class Settings(NamedTuple):
-    """What an arm's name says.
-
-    Attributes:
-        recipe: of its layers and optimizer.
-        remat: what it recomputes.
-        kernels: whether ours run.
-        unroll: layers in a turn of the loop over them; None for all.
-        chunked: whether the loss takes logits in chunks; None as training does.
-    """
-
-    recipe: fp8jax.Recipe
-    remat: bool | str
-    kernels: bool = True
-    unroll: int | None = None
-    chunked: bool | None = None
-
-
-def parsed(name: str) -> tuple[fp8jax.Recipe, str, bool]:
-    """The recipe of an arm, what follows its name, and whether layers run in a loop; asks for no device.
-
-    Raises:
-        ValueError: there is no such recipe, or what follows its name is unknown.
-    """
-    preset, _, how = name.partition(", ")
-    recipe = fp8jax.recipes.get(preset)
-    how, loop = how.removesuffix(LOOP).removesuffix(", "), how.endswith(LOOP)
-    if how in GRADIENTS:
-        recipe = dataclasses.replace(recipe, comm=GRADIENTS[how])
-    elif how and how not in (*KEEPING, *LOGITS, PLAIN):
-        listed = [*KEEPING, *GRADIENTS, *LOGITS, PLAIN, LOOP]
-        raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {listed}")
-    return recipe, how, loop
-
-
-def settings(name: str) -> Settings:
-    """The recipe of an arm, what it recomputes, and how it runs.
-
-    Raises:
-        ValueError: as `parsed`.
-    """
-    recipe, how, loop = parsed(name)
-    remat = False if name == BF16 else KEEPING.get(how, fastest(recipe))
-    return Settings(recipe, remat, how != PLAIN, 1 if loop else None, LOGITS.get(how))
 
 
 def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigabytes: float) -> int:
@@ -108,8 +59,7 @@ def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigaby
         ValueError: not even one fits.
     """
     recipe, remat, *_ = settings(name)
-    count = 1 if where == "one" else jax.device_count()
-    sizes_of_axes = {"data": 1 if where == "fsdp" else count, "fsdp": count if where == "fsdp" else 1}
+    sizes_of_axes = axes(where, 1 if where == "one" else jax.device_count())
 
     def fits(batch: int) -> bool:
         planned = plan.of(llama, recipe, sizes_of_axes, batch * length, recompute=bool(remat))
@@ -121,13 +71,19 @@ def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigaby
     return batch
 
 
+def axes(where: str, count: int) -> dict[str, int]:
+    """The sizes of mesh axes, of so many devices along one of them."""
+    return {name: count if name == where else 1 for name in mesh.AXES}
+
+
 class StepArm:
     """A recipe's step on a mesh, and the state that it updates."""
 
     def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, where: str) -> None:
         devices = jax.devices()[:1] if where == "one" else jax.devices()
         count = len(devices)
-        self.mesh = mesh.make(1 if where == "fsdp" else count, count if where == "fsdp" else 1, devices)
+        sizes_of_axes = axes(where, count)
+        self.mesh = mesh.make(sizes_of_axes["data"], sizes_of_axes["fsdp"], devices, tensor=sizes_of_axes["tensor"])
         self.config, self.count, self.batch, self.length = model, count, batch, length
         recipe, remat, kernels, unroll, chunked = settings(name)
         chunked = in_chunks("auto", batch * length, model.vocab) if chunked is None else chunked
@@ -222,7 +178,12 @@ def main(argv: list[str]) -> None:
         f"{' or '.join(repr(', ' + how) for how in LOGITS)} the loss has so many at once",
     )
     parser.add_argument("--torch", nargs="*", choices=step_torch.ARMS, default=list(step_torch.ARMS), help="its arms")
-    parser.add_argument("--mesh", nargs="+", choices=list(MESHES), help="(default: all that this host has GPUs for)")
+    parser.add_argument(
+        "--mesh",
+        nargs="+",
+        choices=list(MESHES),
+        help="(default: all that this host has GPUs for); along tensor GPUs share the sequences of all",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further arm is compiled")

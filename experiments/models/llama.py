@@ -18,7 +18,7 @@ from flax import nnx
 
 from experiments.models.attention import Attention, Cache
 from experiments.models.attention import attend as attend
-from experiments.models.parts import linear, reshaped, rows_of, rows_on
+from experiments.models.parts import Boundary, linear, reshaped, rows_of, rows_on
 from experiments.models.rope import apply_rope as apply_rope
 from experiments.models.rope import rope_tables
 from experiments.models.shape import LlamaConfig as LlamaConfig
@@ -99,9 +99,10 @@ class Block(nnx.Module):
         param_dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
         rows: jax.sharding.NamedSharding | None = None,
+        boundary: Boundary | None = None,
     ) -> None:
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.rows, self.norm_after = rows, config.norm_after
+        self.rows, self.boundary, self.norm_after = rows, boundary, config.norm_after
         self.attention_norm = _norm(config, **kinds)
         self.attention = Attention(config, rows=rows, **kinds)
         self.mlp_norm = _norm(config, **kinds)
@@ -109,11 +110,18 @@ class Block(nnx.Module):
 
     def __call__(self, x_NxD: jax.Array, *tables: jax.Array) -> jax.Array:
         x_NxD = rows_on(x_NxD, self.rows)
+        attention = self._shared(lambda x_NxD: self.attention(x_NxD, *tables))
+        mlp = self._shared(self.mlp)
         if self.norm_after:
-            x_NxD = x_NxD + self.attention_norm(self.attention(x_NxD, *tables))
-            return x_NxD + self.mlp_norm(self.mlp(x_NxD))
-        x_NxD = x_NxD + self.attention(self.attention_norm(x_NxD), *tables)
-        return x_NxD + self.mlp(self.mlp_norm(x_NxD))
+            x_NxD = x_NxD + self.attention_norm(attention(x_NxD))
+            return x_NxD + self.mlp_norm(mlp(x_NxD))
+        x_NxD = x_NxD + attention(self.attention_norm(x_NxD))
+        return x_NxD + mlp(self.mlp_norm(x_NxD))
+
+    def _shared(self, part: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        """A part of a layer whose heads or channels devices share, of a device's tokens."""
+        boundary = self.boundary
+        return part if boundary is None else lambda x_NxD: boundary.leave(part(boundary.enter(x_NxD)))
 
     def extend(
         self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, cache: Cache
@@ -150,6 +158,7 @@ class Llama(nnx.Module):
         remat: what a block computes again in the backward pass: nothing, everything but its input (True), or all but
             its products and attention ("products"), which is the fastest in bf16.
         rows: how tokens and sequences lie on several devices; None leaves it to XLA.
+        boundary: how devices share sequences, inside `jax.shard_map`; `config` then has a device's heads and channels.
         unroll: layers in one turn of the loop over them. What a loop reads of stacked weights and saves for the
             backward pass, XLA copies; more layers in a turn take longer to compile. None: all on a GPU, else one.
         rngs: source of the initial parameters.
@@ -166,6 +175,7 @@ class Llama(nnx.Module):
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         remat: bool | str = False,
         rows: jax.sharding.NamedSharding | None = None,
+        boundary: Boundary | None = None,
         unroll: int | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -176,7 +186,7 @@ class Llama(nnx.Module):
             unroll = config.layers if jax.default_backend() == "gpu" else 1
         if unroll < 1:
             raise ValueError(f"unroll must be at least 1, got {unroll}")
-        self.config, self.remat, self.rows, self.unroll = config, remat, rows, unroll
+        self.config, self.remat, self.rows, self.boundary, self.unroll = config, remat, rows, boundary, unroll
         # How a layer is called; None calls it as it is. Whoever trains a model in parts sets it.
         self.around: Around | None = None
         # What runs all layers, given embedded sequences and tables, in place of the loop over them here.
@@ -191,7 +201,7 @@ class Llama(nnx.Module):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
-            return Block(config, rows=rows, rngs=rngs, **kinds)
+            return Block(config, rows=rows, boundary=boundary, rngs=rngs, **kinds)
 
         self.layers = stack(rngs)
         self.norm = _norm(config, rngs=rngs, **kinds)
@@ -204,8 +214,8 @@ class Llama(nnx.Module):
         return reshaped(self.logits(x_NxD), *tokens_BxT.shape, self.config.vocab)
 
     def hidden(self, tokens_BxT: jax.Array, segments_BxT: jax.Array | None = None) -> jax.Array:
-        """Integer tokens (B, T) to what the head reads, (N, D)."""
-        x_NxD = self.embed(reshaped(tokens_BxT, tokens_BxT.size))
+        """Integer tokens (B, T) to what the head reads, (N, D); of a device's tokens where devices share sequences."""
+        x_NxD = self.embed(self._own(reshaped(tokens_BxT, tokens_BxT.size)))
         return self.decode(x_NxD, tokens_BxT.shape[1], segments_BxT)
 
     def decode(self, x_NxD: jax.Array, length: int, segments_BxT: jax.Array | None = None) -> jax.Array:
@@ -242,8 +252,12 @@ class Llama(nnx.Module):
             if length > learned:
                 raise ValueError(f"a sequence of {length} tokens is longer than the {learned} positions of the model")
             place_TxD = self.embed_position(jnp.asarray(start) + jnp.arange(length))
-            x_NxD = x_NxD + jnp.tile(place_TxD, (x_NxD.shape[0] // length, 1))
+            sequences = x_NxD.shape[0] * (1 if self.boundary is None else self.boundary.devices) // length
+            x_NxD = x_NxD + self._own(jnp.tile(place_TxD, (sequences, 1)))
         return x_NxD, *rope_tables(length, config.head_dim, config.rope_theta, config.rope_scaling, start)
+
+    def _own(self, x: jax.Array) -> jax.Array:
+        return x if self.boundary is None else self.boundary.own(x)
 
     def cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `extend`, of `batch` sequences of at most `length` tokens."""

@@ -1,7 +1,7 @@
 """The papers' tables of memory and communication, on paper: `python -m experiments.tables.plans`.
 
-FP8-LM, Tables 5 and 8; COAT, Table 11; MOSS, Table 5: what `experiments.plan` says of the models and meshes they name.
-Nothing is run.
+FP8-LM, Tables 5, 7 and 8; COAT, Table 11; MOSS, Table 5: what `experiments.plan` says of the models and meshes they
+name. Nothing is run.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 import fp8jax
-from experiments import plan
+from experiments import plan, tensor
 from experiments.models import sizes
 from experiments.models.llama import Llama
 from experiments.tables import common
@@ -27,6 +27,8 @@ COAT_ACTIVATIONS = (25.8, 16.9)
 # MOSS, Table 5, Llama-2-7B, 4 sequences of 4,096 tokens a GPU, 8 GPUs: GB of activations, and GB sent a step.
 MOSS = {"bf16": (42.3, 3.84), "coat": (28.6, 3.12), "moss": (23.5, 2.74)}
 # FP8-LM, Table 5: how much the volume related to weights falls, and of GPT-175B GB before and after.
+# FP8-LM, Table 7, GPT-175B: GB of activations between devices, in bf16 and FP8; of the others our copy has no figures.
+FP8_LM_ACTIVATIONS = {"175b": (5.9, 3.9)}
 FP8_LM_VOLUME = {"7b": 0.64, "13b": 0.63, "175b": 0.65}
 
 
@@ -94,6 +96,27 @@ def volume() -> list[Row]:
     return rows
 
 
+def activations(devices: int = 8, tokens: int = 2048) -> list[Row]:
+    """Bytes of activations that a device sends where eight share a sequence: in bf16, and as codes."""
+    rows = []
+    for name in FP8_LM_VOLUME:
+        llama, sent = sizes.get(name, VOCAB), {}
+        for recipe in ("bf16", "fp8_lm", "fast"):
+            how = tensor.travels(fp8jax.recipes.get(recipe))
+            found = fp8jax.dist.crossings(tokens, llama.dim, devices, how, times=2 * llama.layers)
+            sent[recipe] = sum(one.sent for one in found)
+        table = f"FP8-LM, Table 7: activations between {devices} devices that share a sequence of {tokens:,} tokens"
+        before, after = FP8_LM_ACTIVATIONS.get(name, (None, None))
+        rows.append(Row(f"{name}, bf16", "sent", sent["bf16"] / 1e9, "GB a step", paper=before, table=table))
+        for recipe in ("fp8_lm", "fast"):
+            paper = after if recipe == "fp8_lm" else None
+            rows.append(Row(f"{name}, {recipe}", "sent", sent[recipe] / 1e9, "GB a step", paper=paper, table=table))
+            less = 100 * (1 - paper / before) if paper and before else None
+            share = 100 * (1 - sent[recipe] / sent["bf16"])
+            rows.append(Row(f"{name}, {recipe}", "less than bf16", share, "%", paper=less, table=table))
+    return rows
+
+
 def whole_tensors(devices: int = 32) -> list[Row]:
     """Bytes of FP8-LM's states on the fullest and emptiest device: whole tensors of each layer, and slices."""
     rows = []
@@ -128,14 +151,16 @@ def main() -> int:
         "devices send where collectives go around a ring. GB are 1e9 bytes. The papers' figures were measured.",
         "bf16 keeps more here than the papers' baselines do, because norms and SiLU of Flax compute in fp32 and keep "
         "that. Our copies do not say what sequences COAT's activations are of, so that only their ratio is compared, "
-        "and hold no figures of FP8-LM's Table 8 and no configuration of its Table 5; those of its Table 7 (sequence "
-        "parallelism) have no counterpart here.",
+        "and hold no figures of FP8-LM's Table 8 and no configuration of its Tables 5 and 7.",
+        "FP8-LM's Table 7: of one model 5.9 and 3.9 GB, and not what they count: compare ratios. Here gathers and sums "
+        "travel as codes, forward and backward, with their scales; a test compares `experiments.plan`, which gives the "
+        "same, with the collectives of a compiled step.",
         "MOSS's Table 5 says 3.84 GB a step for a model whose gradients alone are 13.5 GB in bf16, and not what it "
         "counts: compare ratios. moss keeps bf16 where nothing is multiplied; fast has COAT's contexts.",
         "Whole tensors go to the device that has least, the largest first. With the fewest tensors a device "
         "(7b: nine a layer on 32) loads still differ by less than the largest tensor; slices are equal.",
     ]
-    rows = [*volume(), *whole_tensors(), *coat(), *moss()]
+    rows = [*volume(), *activations(), *whole_tensors(), *coat(), *moss()]
     common.write(
         "plans", "Memory and communication on paper (FP8-LM, COAT, MOSS)", rows, notes, None, arguments.results
     )

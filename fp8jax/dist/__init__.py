@@ -1,5 +1,6 @@
 """Training on several devices: collectives in 8 bits, partitions and plans of memory."""
 
+from fp8jax.dist.crossings import crossings as crossings
 from fp8jax.dist.factor import Factors as Factors
 from fp8jax.dist.factor import init_factors as init_factors
 from fp8jax.dist.gather import gather_weights as gather_weights
@@ -22,6 +23,7 @@ __all__ = [
     "Partition",
     "Plan",
     "all_reduce_gradients",
+    "crossings",
     "gather_linear",
     "gather_quantized",
     "gather_sequence",

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from fp8jax.core.program_text import computations_of, runs_of
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# How XLA spells formats that travel.
+HLO_NAMES = {"e4m3": "f8e4m3fn", "e5m2": "f8e5m2", "int8": "s8", "bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 _OPERATION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\((.*)")
 _ARRAY = re.compile(r"\b([a-z]+(\d*)[a-z0-9]*)\[([\d,]*)\]")
 

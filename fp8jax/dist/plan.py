@@ -14,14 +14,13 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.core.weights import SCALED
 from fp8jax.dist import chunks
 from fp8jax.dist.chunks import Chunks
-from fp8jax.dist.collectives import Collective
+from fp8jax.dist.collectives import HLO_NAMES, Collective
 from fp8jax.dist.reduce import MIN_SIZE
 from fp8jax.recipes import resolve
 
 # Rough estimates: what the allocator and the runtime take beside arrays (CUDA context, NCCL's buffers, workspaces of
 # cuBLASLt), bytes a device. The figures of memory that tests compare plans with leave it out.
 RUNTIME, NCCL = 0.6e9, 0.9e9
-_NAMES = {"e4m3": "f8e4m3fn", "e5m2": "f8e5m2", "int8": "s8", "bf16": "bf16", "fp16": "f16", "fp32": "f32"}
 
 
 class Plan(NamedTuple):
@@ -66,6 +65,8 @@ def plan(
     mesh: Mapping[str, int],
     *,
     stacked: Any = 0,
+    shared: Any = -1,
+    crossings: Sequence[Collective] = (),
     microbatches: int = 1,
     activations: float = 0.0,
     logits: float = 0.0,
@@ -86,14 +87,20 @@ def plan(
     Over "fsdp" all of these are cut. Matrices of stacked layers are gathered forward and backward, as codes where the
     recipe quantizes weights, others once; gradients are scattered to their owners, and over "data" they are summed, as
     `recipe.comm` says. Where that leaves it to XLA matrices and their gradients travel in what products compute in.
+    Along "tensor" devices share sequences (`gather_sequence`, `scatter_sequence`). Parameters that `shared` cuts are
+    used in parts; other matrices are in parts, too, but are gathered whole for a step, in what products compute in, and
+    the gradients of all others are of a device's own tokens, and are summed.
+
     Left out are single numbers, such as largest magnitudes, histories of delayed scaling, and what lookups in a table
     cost that XLA does not gather.
 
     Args:
         params: tree of arrays or `jax.ShapeDtypeStruct`s: the whole parameters.
         recipe: a recipe or its name.
-        mesh: sizes of the axes "data" and "fsdp"; others count as neither.
+        mesh: sizes of the axes "data", "fsdp" and "tensor"; others count as none of these.
         stacked: how many leading axes of a parameter stack layers; a tree of integers or one for all.
+        shared: the dimension of each parameter that is cut over "tensor" where it is used, or -1; a tree, or one.
+        crossings: of the activations of a step, over "tensor": see `crossings`.
         microbatches: parts that a batch is computed in.
         activations: bytes that one device keeps for the backward pass, from its own model and microbatch.
         logits: bytes of logits and what the loss makes of them.
@@ -109,12 +116,14 @@ def plan(
     recipe = resolve(recipe)
     if not isinstance(recipe, Recipe):
         raise TypeError(f"a plan is of a whole Recipe, not of {recipe!r}")
-    data, fsdp = mesh.get("data", 1), mesh.get("fsdp", 1)
-    if data < 1 or fsdp < 1:
-        raise ValueError(f"a mesh has at least one device along each axis, not data={data}, fsdp={fsdp}")
+    data, fsdp, tensor = (mesh.get(name, 1) for name in ("data", "fsdp", "tensor"))
+    if min(data, fsdp, tensor) < 1:
+        raise ValueError(
+            f"a mesh has at least one device along each axis, not data={data}, fsdp={fsdp}, tensor={tensor}"
+        )
     leaves = jax.tree.leaves(params)
     count = sum(math.prod(x.shape) for x in leaves)
-    cut = count / fsdp
+    cut = count / (fsdp * tensor)
     stored = {role: size for role, _, _, size in recipe.plan()}
     held = formats.get(recipe.weights.held)
     memory = {"parameters": cut * held.bytes_per_element}
@@ -137,35 +146,84 @@ def plan(
     memory |= {name: size for name, size in moments[peak].items() if size}
     if fsdp > 1:
         memory["gathered weights"] = unsharded
-    memory["runtime"] = RUNTIME + (NCCL if data * fsdp > 1 else 0)
+    memory["runtime"] = RUNTIME + (NCCL if data * fsdp * tensor > 1 else 0)
     depths = jax.tree.leaves(jax.tree.broadcast(stacked, params))
     sizes = [tuple(x.shape) for x in leaves]
-    return Plan(memory, peak, tuple(_exchanged(sizes, depths, recipe, data, fsdp)))
+    if tensor == 1:
+        return Plan(memory, peak, tuple(_exchanged(sizes, depths, recipe, data, fsdp)))
+    if recipe.comm.gradients is None:
+        plain = Comm("fp32" if recipe.weights.compute == "fp32" else "bf16")
+        recipe = dataclasses.replace(recipe, comm=plain)
+    dims = jax.tree.leaves(jax.tree.broadcast(shared, params))
+    used = [
+        tuple(n // tensor if i == dim else n for i, n in enumerate(shape))
+        for shape, dim in zip(sizes, dims, strict=True)
+    ]
+    collectives = _summed(sizes, depths, dims, recipe, fsdp, tensor)
+    collectives += _exchanged(used, depths, recipe, data, fsdp, [tensor if dim < 0 else 1 for dim in dims])
+    return Plan(memory, peak, (*crossings, *collectives))
+
+
+def _summed(
+    shapes: Sequence[tuple[int, ...]],
+    depths: Sequence[int],
+    dims: Sequence[int],
+    recipe: Recipe,
+    fsdp: int,
+    tensor: int,
+) -> list[Collective]:
+    """What devices along "tensor" exchange of parameters that each uses whole, and of their gradients."""
+    computed, sent, vectors = recipe.weights.compute, 0, 0
+    for shape, depth, dim in zip(shapes, depths, dims, strict=True):
+        if dim < 0 and len(shape) - depth >= 2:
+            sent += int(formats.get(computed).bytes_per_element) * math.prod(shape) // fsdp
+        elif dim < 0:
+            vectors += 4 * math.prod(shape)
+    name = HLO_NAMES[computed]
+    found = [
+        Collective("all-gather", name, sent // tensor, tensor),
+        Collective("reduce-scatter", name, sent, tensor),
+        Collective("all-reduce", "f32", vectors, tensor),
+    ]
+    return [one for one in found if one.nbytes]
 
 
 def _exchanged(
-    shapes: Sequence[tuple[int, ...]], depths: Sequence[int], recipe: Recipe, data: int, fsdp: int
+    shapes: Sequence[tuple[int, ...]],
+    depths: Sequence[int],
+    recipe: Recipe,
+    data: int,
+    fsdp: int,
+    kept: Sequence[int] = (),
 ) -> list[Collective]:
+    """What devices along "data" and "fsdp" exchange; `kept` says over how many others matrices are cut that are used
+    whole, and so their gradients when they are summed over "data"."""
     parts = list(zip(shapes, depths, strict=True))
     matrices = [(shape, depth) for shape, depth in parts if len(shape) - depth >= 2]
     collectives = _gathered(matrices, recipe, fsdp) if fsdp > 1 else []
     cut = fsdp if fsdp > 1 else 1
-    own = [(*s[:-2], max(s[-2] // cut, 1), s[-1]) if len(s) - depth >= 2 else s for s, depth in parts]
+    rows = [cut * n for n in kept] or [cut] * len(parts)
+    own = [
+        (*s[:-2], max(s[-2] // n, 1), s[-1]) if len(s) - depth >= 2 else s
+        for (s, depth), n in zip(parts, rows, strict=True)
+    ]
     if recipe.comm.gradients is not None:
         if fsdp > 1:
             collectives += _scattered(parts, recipe.comm, fsdp)
         if data > 1:
-            collectives += reductions(own, recipe.comm, data, depths=depths, min_size=MIN_SIZE // fsdp)
+            collectives += reductions(
+                own, recipe.comm, data, depths=depths, min_size=MIN_SIZE // (fsdp * max(kept, default=1))
+            )
         return collectives
     computed = recipe.weights.compute
     sums = int(formats.get(computed).bytes_per_element) * sum(math.prod(shape) for shape, _ in matrices)
     if fsdp > 1:
-        collectives.append(Collective("reduce-scatter", _NAMES[computed], sums, fsdp))
+        collectives.append(Collective("reduce-scatter", HLO_NAMES[computed], sums, fsdp))
     if data > 1:
-        collectives.append(Collective("all-reduce", _NAMES[computed], sums // cut, data))
+        collectives.append(Collective("all-reduce", HLO_NAMES[computed], sums // cut, data))
     rest = sum(math.prod(shape) for shape, depth in parts if len(shape) - depth < 2)
     if data * fsdp > 1:
-        collectives.append(Collective("all-reduce", _NAMES["fp32"], 4 * rest, data * fsdp))
+        collectives.append(Collective("all-reduce", HLO_NAMES["fp32"], 4 * rest, data * fsdp))
     return [one for one in collectives if one.nbytes]
 
 
@@ -189,12 +247,12 @@ def _gathered(matrices: Sequence[tuple[tuple[int, ...], int]], recipe: Recipe, f
             codes = False
         if not codes or spec is None:
             nbytes = int(formats.get(dtype).bytes_per_element) * size
-            collectives.append(Collective("all-gather", _NAMES[dtype], nbytes, fsdp, times))
+            collectives.append(Collective("all-gather", HLO_NAMES[dtype], nbytes, fsdp, times))
             continue
-        collectives.append(Collective("all-gather", "u8" if ours else _NAMES[spec.format], size, fsdp, times))
+        collectives.append(Collective("all-gather", "u8" if ours else HLO_NAMES[spec.format], size, fsdp, times))
         if blocked:
             scales = 4 * math.prod(shape[:depth]) * math.prod(blocks.counts(layer, block)) // fsdp
-            collectives.append(Collective("all-gather", _NAMES["fp32"], scales, fsdp, times))
+            collectives.append(Collective("all-gather", HLO_NAMES["fp32"], scales, fsdp, times))
     return collectives
 
 
@@ -246,7 +304,7 @@ def reductions(
             plain = comm.gradients if comm.gradients in ("bf16", "fp32") else "fp32"
             assert plain is not None
             kind = "all-reduce" if dim is None else "reduce-scatter"
-            add(kind, _NAMES[plain], size * int(formats.get(plain).bytes_per_element))
+            add(kind, HLO_NAMES[plain], size * int(formats.get(plain).bytes_per_element))
         else:
             coded.append((shape, dataclasses.replace(comm.spec, stacked=depth), dim))
     for bucket in chunks.buckets([math.prod(shape) for shape, _, _ in coded]):
@@ -254,7 +312,7 @@ def reductions(
             cut = Chunks(shape, spec, replicas)
             add("all-reduce", "f32", 4 * math.prod(cut.counts))
             if comm.form == "one_phase":
-                add("all-reduce" if dim is None else "reduce-scatter", _NAMES[spec.format], math.prod(shape))
+                add("all-reduce" if dim is None else "reduce-scatter", HLO_NAMES[spec.format], math.prod(shape))
             elif dim is not None:
                 add("all-to-all", "u8", math.prod(shape))
             else:

@@ -1,12 +1,13 @@
 """Training steps compiled for several H200s in a process that has no GPU: `python -m tests.experiments.compiled_steps`.
 
-Each argument is RECIPE:DATA:FSDP:GRADIENTS:FORM. What the compiled step exchanges is printed beside what a plan of it
-says, as bytes by kind, dtype and number of devices; single numbers are left out of neither.
+Each argument is RECIPE:DATA:FSDP:TENSOR:GRADIENTS:FORM. What the compiled step exchanges is printed beside what a plan
+of it says, as bytes by kind, dtype and number of devices; single numbers are left out of neither.
 """
 
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections import Counter
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from jax.experimental import topologies
 
 import fp8jax
-from experiments import config, mesh, parallel, train
+from experiments import config, mesh, plan, train
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.dist.collectives import collectives
@@ -31,8 +32,8 @@ LLAMA = LlamaConfig(vocab=2048, dim=256, layers=2, heads=4, kv_heads=4, mlp_dim=
 BATCH, LENGTH = 8, 1024
 
 
-def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm) -> tuple[Any, Any, fp8jax.Recipe]:
-    """The step of a recipe, its parameters, and the recipe."""
+def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm) -> tuple[Any, fp8jax.Recipe]:
+    """The step of a recipe, and the recipe."""
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=comm)
     rows = mesh.batches(devices)
     remat = False if recipe.context.saved else "products"
@@ -42,7 +43,7 @@ def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm) -> tuple[Any, An
     state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
     tokens = jax.ShapeDtypeStruct((BATCH * devices.size, LENGTH + 1), jnp.int32, sharding=rows)
     step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, None)).lower(state, tokens).compile()
-    return step, shapes.params, recipe
+    return step, recipe
 
 
 def totals(found: Any) -> list[tuple[str, str, int, int]]:
@@ -66,15 +67,17 @@ def main() -> None:
         patches.enter_context(choice.target(capability=90))
         target = (h200.HERE / "h200.txtpb").read_text()
         for argument in sys.argv[1:]:
-            name, data, fsdp, *comm = argument.split(":")
-            sizes = int(data), int(fsdp)
+            name, *numbers, gradients, form = argument.split(":")
+            comm, sizes = [part for part in (gradients, form) if part], tuple(map(int, numbers))
             topology = topologies.get_topology_desc(
-                platform="cuda", target_config=target, topology=f"1x1x{sizes[0] * sizes[1]}"
+                platform="cuda", target_config=target, topology=f"1x1x{math.prod(sizes)}"
             )
             devices = jax.sharding.Mesh(np.array(topology.devices).reshape(sizes), mesh.AXES)
             with jax.set_mesh(devices):  # kernels are partitioned where there are several devices
-                step, params, recipe = compiled(name, devices, Comm(*comm) if any(comm) else Comm())
-            planned = fp8jax.dist.plan(params, recipe, dict(devices.shape), stacked=parallel.stacked(params))
+                step, recipe = compiled(name, devices, Comm(*comm))
+            tokens = BATCH * LENGTH
+            with mock.patch.object(plan, "saved_per_token", return_value=0.0):
+                planned = plan.of(LLAMA, recipe, dict(devices.shape), tokens, recompute=not recipe.context.saved)
             told[argument] = totals(collectives(step.as_text())), totals(planned.collectives)
     print(h200.MARK + json.dumps(told))
 

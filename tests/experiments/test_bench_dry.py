@@ -8,7 +8,7 @@ import os
 import pytest
 
 from experiments import results
-from experiments.bench import models, step
+from experiments.bench import arms, models
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="jax-triton is not installed")
 # What takes longer than to try the code once: arms that differ in their recipe alone.
@@ -50,10 +50,10 @@ def test_arms_of_a_job_are_recipes_that_there_are():
     for job in (*results.ONE_GPU, *results.TWO_GPUS):
         if job.command[1] == "step":
             options = list(job.command[2:])
-            arms = options[options.index("--arm") + 1 :]
-            for arm in arms[: next((i for i, a in enumerate(arms) if a.startswith("--")), None)]:
-                step.settings(arm)
-    for arm in {arm for arms in models.ARMS.values() for arm in arms}:
+            named = options[options.index("--arm") + 1 :]
+            for arm in named[: next((i for i, a in enumerate(named) if a.startswith("--")), None)]:
+                arms.settings(arm)
+    for arm in {arm for of_model in models.ARMS.values() for arm in of_model}:
         assert models.recipe_of(arm).name
 
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from experiments.bench import step, step_torch, timing
+from experiments.bench import arms, step, step_torch, timing
 from experiments.models.llama import Llama, LlamaConfig
 from fp8jax.ops import choice
 
@@ -133,53 +133,53 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_rest_measured(monkeypatch,
     assert "bf16: left out, the time limit is reached" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", ["data", "fsdp"])
+@pytest.mark.parametrize("where", ["data", "fsdp", "tensor"])
 def test_devices_of_a_mesh_share_the_batch_and_the_state(where):
     """Two devices take the step of one with the whole batch; under FSDP each has half of the state."""
     losses, states = [], []
     for mesh, batch in (("one", 16), (where, 2)):
-        arm = step.StepArm(step.BF16, LlamaConfig(256, 512, 1, 4, 4, 512), batch, TOKENS, mesh)
+        arm = step.StepArm(arms.BF16, LlamaConfig(256, 512, 1, 8, 8, 512), batch, TOKENS, mesh)
         losses.append(float(arm()["loss"]))
         states.append(sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(arm.state.params)))
         exchanged = arm.exchanged()
     np.testing.assert_allclose(*losses, rtol=2e-3)
     assert states[1] == states[0] if where == "data" else states[1] < states[0] / 7
     assert any(kind.startswith("all-reduce") for kind in exchanged)
-    assert any(kind.startswith("all-gather") for kind in exchanged) == (where == "fsdp")
+    assert any(kind.startswith("all-gather") for kind in exchanged) == (where != "data")
 
 
 def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(monkeypatch):
-    assert step.settings("moss")[1] == step.settings(step.AGAIN)[1] == "products"
-    assert step.settings("coat, recomputed")[1] == "products"
-    assert step.settings("moss, as written")[1] is step.settings("coat")[1] is step.settings("bf16")[1] is False
-    assert step.settings("coat, 8-bit gradients")[0].comm.gradients == "e4m3"
-    for name, kernels, unroll in (("coat", True, None), (f"coat, {step.PLAIN}", False, None),
-                                  (f"coat, {step.LOOP}", True, 1),
-                                  (f"bf16, recomputed, {step.LOOP}", True, 1)):  # fmt: skip
-        found = step.settings(name)
+    assert arms.settings("moss")[1] == arms.settings(step.AGAIN)[1] == "products"
+    assert arms.settings("coat, recomputed")[1] == "products"
+    assert arms.settings("moss, as written")[1] is arms.settings("coat")[1] is arms.settings("bf16")[1] is False
+    assert arms.settings("coat, 8-bit gradients")[0].comm.gradients == "e4m3"
+    for name, kernels, unroll in (("coat", True, None), (f"coat, {arms.PLAIN}", False, None),
+                                  (f"coat, {arms.LOOP}", True, 1),
+                                  (f"bf16, recomputed, {arms.LOOP}", True, 1)):  # fmt: skip
+        found = arms.settings(name)
         assert (found.kernels, found.unroll) == (kernels, unroll)
-    assert step.settings(f"bf16, recomputed, {step.LOOP}").remat == "products"
+    assert arms.settings(f"bf16, recomputed, {arms.LOOP}").remat == "products"
     for name in ("coat, 8 bit gradients", "coat, as written, 8-bit gradients", "bf16, again"):
         with pytest.raises(ValueError, match="after the recipe stands nothing, or one of"):
-            step.settings(name)
-    monkeypatch.setattr(step, "fastest", lambda recipe: False)
-    assert step.settings("moss")[1] is False
-    assert step.settings("moss, recomputed")[1] == step.settings(step.AGAIN)[1] == "products"
+            arms.settings(name)
+    monkeypatch.setattr(arms, "fastest", lambda recipe: False)
+    assert arms.settings("moss")[1] is False
+    assert arms.settings("moss, recomputed")[1] == arms.settings(step.AGAIN)[1] == "products"
     with pytest.raises(ValueError, match="coats"):
-        step.settings("coats")
+        arms.settings("coats")
 
 
 def test_an_arm_without_kernels_is_traced_without_them(monkeypatch):
     seen = []
     monkeypatch.setattr(timing, "lowered", lambda *_, **__: seen.append(choice.aimed().kernels))
-    for name in ("te_current", f"te_current, {step.PLAIN}"):
+    for name in ("te_current", f"te_current, {arms.PLAIN}"):
         step.StepArm(name, LLAMA, 1, TOKENS, "one")
     assert seen == [True, False]
 
 
 def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
     results, needs = [], []
-    for name in (step.BF16, step.AGAIN):
+    for name in (arms.BF16, step.AGAIN):
         arm = step.StepArm(name, LLAMA, 2, TOKENS, "one")
         metrics = arm()
         results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
@@ -190,7 +190,7 @@ def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
 
 
 def test_flops_are_those_of_products_and_attention():
-    arm = step.StepArm(step.BF16, LLAMA, 2, TOKENS, "one")
+    arm = step.StepArm(arms.BF16, LLAMA, 2, TOKENS, "one")
     layer = 4 * 32 * 32 + 3 * 32 * 64
     attention = 2 * 2 * TOKENS * 32 / 2  # QK and AV, of which half is masked
     assert arm.flops == 3 * 2 * TOKENS * (2 * (2 * layer + attention) + 2 * 32 * 16)
@@ -278,7 +278,7 @@ def test_arms_that_fit_in_so_many_gigabytes_are_compared_by_tokens():
     batches = {name: step.largest_batch(name, LLAMA, TOKENS, "one", limit) for name in (step.AGAIN, "coat")}
     assert 1 < batches[step.AGAIN] < batches["coat"]
     for name, batch in batches.items():
-        recipe, remat, *_ = step.settings(name)
+        recipe, remat, *_ = arms.settings(name)
         fits = [step.plan.of(LLAMA, recipe, {}, n * TOKENS, recompute=bool(remat)).total for n in (batch, batch + 1)]
         assert fits[0] <= 1e9 * limit < fits[1]
     with pytest.raises(ValueError, match=r"one sequence of 32 tokens needs more than --fit 0\.6 GB"):

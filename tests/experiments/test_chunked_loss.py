@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import fp8jax
-from experiments import mesh, packing, task, train
+from experiments import form, mesh, packing, train
 from experiments.config import Config, UserError
 from experiments.models.llama import LlamaConfig
 from experiments.task import Task
@@ -110,7 +110,7 @@ def test_logits_are_never_whole():
      ("auto", 16384, 128_256, True), ("whole", 16384, 128_256, False), ("chunked", 8, 8, True)],
 )  # fmt: skip
 def test_auto_goes_by_the_bytes_of_logits(how, tokens, vocab, chunked):
-    assert task.in_chunks(how, tokens, vocab) == chunked
+    assert form.in_chunks(how, tokens, vocab) == chunked
 
 
 def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
@@ -129,7 +129,7 @@ def test_the_setting_arrives(monkeypatch, tmp_path, capsys):
         [("chunked", 2**31, True), ("whole", 1, False), ("auto", 2**31, False), ("auto", 4 * 4 * 64 * 256 - 1, True),
          ("auto", 4 * 4 * 64 * 256, False)]
     ):  # fmt: skip
-        monkeypatch.setattr(task, "WHOLE_BYTES", limit)
+        monkeypatch.setattr(form, "WHOLE_BYTES", limit)
         assert train.main([*flags, "--run", str(i), "--logits", how, "--mesh", "data=1"]) == 2
         assert seen["chunked"] == wanted, (how, limit)
     assert "seen" in capsys.readouterr().err

@@ -12,13 +12,17 @@ from tests.kernels import h200
 pytestmark = pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 # All-reduces of single numbers, which a plan leaves out: the loss, norms, largest magnitudes of tensors, and keys.
 NUMBERS, ALONE = 1024, (("all-reduce", "f32"), ("all-reduce", "u32"))
+# Gradients of norms: XLA sums them at once over "tensor" and over another axis.
+NORMS = 4 * 5 * 256
 
-FAST = ["te_current:1:2:e4m3"]
+FAST = ["te_current:1:2:1:e4m3:", "coat:2:1:2:e4m3:"]
 SLOW = [
-    "bf16:2:1:", "te_current:1:2:", "deepseek:2:2:e4m3", "bf16:1:2:", "bf16:2:2:", "coat:2:1:", "coat:1:2:",
-    "deepseek:1:2:", "int8_block:1:2:", "te_current:2:2:", "bf16:1:2:e4m3", "bf16:2:1:bf16", "coat:1:2:e4m3",
-    "moss:1:2:e4m3", "coat:2:1:e4m3:one_phase", "fp8_lm:1:2:e4m3:one_phase", "fp8_lm_two_phase:2:2:e4m3",
-    "int8_fallback:1:2:e4m3",
+    "bf16:2:1:1::", "te_current:1:2:1::", "deepseek:2:2:1:e4m3:", "bf16:1:2:1::", "bf16:2:2:1::", "coat:2:1:1::",
+    "coat:1:2:1::", "deepseek:1:2:1::", "int8_block:1:2:1::", "te_current:2:2:1::", "bf16:1:2:1:e4m3:",
+    "bf16:2:1:1:bf16:", "coat:1:2:1:e4m3:", "moss:1:2:1:e4m3:", "coat:2:1:1:e4m3:one_phase",
+    "fp8_lm:1:2:1:e4m3:one_phase", "fp8_lm_two_phase:2:2:1:e4m3:", "int8_fallback:1:2:1:e4m3:", "bf16:1:1:2::",
+    "te_current:1:1:2::", "deepseek:1:1:2::", "fast:1:1:2::", "moss_mx:1:1:2::", "int8_block:1:1:2::",
+    "te_delayed:1:1:2::", "fp8_lm:2:1:2:e4m3:one_phase", "coat:1:2:2:e4m3:", "bf16:1:2:2::",
 ]  # fmt: skip
 
 
@@ -44,6 +48,8 @@ def report(steps):
 def test_planned_collectives_are_those_of_the_step_compiled_for_gpus(steps):
     for step, (program, planned) in report(steps).items():
         found, want = ({tuple(key): size for *key, size in side} for side in (program, planned))
+        _, *sizes, _, _ = step.split(":")
+        slack = NUMBERS + (2 * NORMS if sizes[2] != "1" and sizes != ["1", "1", sizes[2]] else 0)
         for key in sorted(found.keys() | want.keys()):
             differs = abs(found.get(key, 0) - want.get(key, 0))
-            assert differs <= (NUMBERS if key[:2] in ALONE else 0), (step, key, found, want)
+            assert differs <= (slack if key[:2] in ALONE else 0), (step, key, found, want)

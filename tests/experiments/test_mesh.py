@@ -53,7 +53,7 @@ class Seen(loops.Loop):
 
 @pytest.fixture(scope="module")
 def runs(argv, out):
-    """The same training on one device, and on 8, then 2, then 8 of them."""
+    """The same training on one device, and on 8, then 4, two of which share sequences, then 8 of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "SMALLEST", 1024)
         patch.setattr(train, "Loop", Seen)
@@ -61,7 +61,7 @@ def runs(argv, out):
         for run, where, last in (
             ("one", "data=1", None),
             ("many", "data=4,fsdp=2", 2),
-            ("many", "fsdp=2", 2),
+            ("many", "fsdp=2,tensor=2", 2),
             ("many", "data=4,fsdp=2", None),
         ):
             Seen.last = last
@@ -92,17 +92,20 @@ def test_training_goes_on_from_mesh_to_mesh_as_on_one_device(runs):
 def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
     _, seen, _ = runs
     assert seen[0].seen[0][1] is None
-    for loop, shape in ((seen[1], (4, 2)), (seen[2], (1, 2)), (seen[3], (4, 2))):
+    for loop, shape in ((seen[1], (4, 2, 1)), (seen[2], (1, 2, 2)), (seen[3], (4, 2, 1))):
+        shared = ("tensor",) if shape[2] > 1 else ()
         # The first and the last step: what comes out lies as what went in.
         for state, batch, size in (loop.seen[0], loop.seen[-1]):
             assert (batch.spec, size) == (ROWS, (16, 17))
             assert batch.mesh.devices.shape == shape
             specs = {name.partition(":")[0]: x.spec for name, x in flatten(state).items()}
-            up = "layers.mlp.up.kernel"
-            assert specs[f"params.{up}"] == P(None, "fsdp")
+            up, down = "layers.mlp.up.kernel", "layers.mlp.down.kernel"
+            assert specs[f"params.{up}"] == P(None, "fsdp", *shared)
+            assert specs[f"params.{down}"] == P(None, (*shared, "fsdp") if shared else "fsdp")
             for moment in ("mu", "nu"):
-                for part in ("codes", "scale", "expansion"):
-                    assert specs[f"opt_state.1.{moment}.{up}.{part}"] == P(None, "fsdp"), part
+                for part in ("codes", "scale", "expansion"):  # a row's group is not cut
+                    cut = shared if part == "codes" else ()
+                    assert specs[f"opt_state.1.{moment}.{up}.{part}"] == P(None, "fsdp", *cut), part
             assert specs["step"] == specs["params.norm.scale"] == P()
             histories = [name for name in specs if name.startswith("model_state")]
             assert histories
@@ -110,7 +113,7 @@ def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
 
 
 def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
-    """The state after two steps on 8 devices, restored whole, on 2 and on 8: each shard has its part of the bytes."""
+    """The state after two steps on 8 devices, restored whole, on 4 and on 8: each shard has its part of the bytes."""
     _, seen, out = runs
     abstract = jax.eval_shape(lambda: None)
     with Checkpoints(out / "many2" / "mixed" / "checkpoints", 9, clean=False) as checkpoints:
@@ -131,12 +134,27 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mesh model=2", "--mesh unknown axis 'model'; an axis is data or fsdp"),
+        ("--mesh model=2", "--mesh unknown axis 'model'; an axis is data, fsdp or tensor"),
         ("--mesh data=2,data=4", "--mesh names data twice"),
         ("--mesh data=0", "--mesh data='0' is no number of devices"),
         ("--mesh data", "--mesh data='' is no number of devices"),
         ("--mesh data=4,fsdp=4", "data=4,fsdp=4 needs 16 devices, and there are 8; .* product is 8"),
         ("--mesh data=3", "--mesh data=3: 3 devices do not divide the 4 of --batch; give --batch 6"),
+        ("--mesh data=4,tensor=4", "data=4,fsdp=1,tensor=4 needs 16 devices"),
+        ("--mesh data=3,tensor=2", "data=3,tensor=2: 3 devices do not divide the 4 of --batch"),
+        (
+            "--mesh tensor=4",
+            r"--mesh 4 devices along tensor do not divide 2 key and value heads; tensor may be \[1, 2\]",
+        ),
+        ("--mesh tensor=2 --mlp-dim 33", "do not divide 33 MLP channels"),
+        ("--mesh tensor=2 --batch 1 --seq-len 17", "do not divide the 17 tokens of a replica; .* multiples of 2$"),
+        (
+            "--mesh tensor=2 --seq-len 12 --recipe int8_fallback jetfire",
+            "48 tokens .* blocks of 32 with recipe jetfire",
+        ),
+        ("--mesh tensor=2 --lora-rank 4", "with tensor=2 layers are in parts, and adapters are of whole ones"),
+        ("--mesh tensor=2 --release previous", "with tensor=2 layers are in parts, and --release previous"),
+        ("--mesh data=2,fsdp=2 --recipe fp8_lm", "give --mesh one axis"),
         ("--mesh data=4 --microbatches 2", "the 2 sequences of a microbatch .* give --batch 8"),
     ],
 )
@@ -150,7 +168,7 @@ def test_a_wrong_mesh_is_one_line_that_names_it_and_the_fix(argv, capsys, flags,
 @pytest.mark.parametrize(("batch", "microbatches", "count"), [(8, 1, 8), (8, 2, 4), (12, 1, 6), (7, 1, 7), (3, 3, 1)])
 def test_without_one_a_batch_is_spread_over_as_many_devices_as_divide_it(batch, microbatches, count):
     found = mesh.choose("", batch, microbatches)
-    assert dict(found.shape) == {"data": count, "fsdp": 1}
+    assert dict(found.shape) == {"data": count, "fsdp": 1, "tensor": 1}
 
 
 def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before_a_step():
@@ -159,3 +177,8 @@ def test_the_line_about_the_mesh_says_which_recipes_gather_all_parameters_before
     assert said.endswith("and its moments; each gathers all parameters before a step with fp8_lm in bf16")
     assert "gathers" not in mesh.told(mesh.make(2, 2), [*recipes[:1], fp8jax.recipes.fp8_lm_two_phase()])
     assert "gathers" not in mesh.told(mesh.make(2, 1), recipes)
+    said = mesh.told(mesh.make(2, 1, tensor=2), recipes)
+    assert said.startswith(
+        "data=2,fsdp=1,tensor=2: each device takes 1 of 2 parts of a batch, with 1 of 2 parts of each"
+    )
+    assert "gathers" not in said

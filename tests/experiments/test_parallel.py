@@ -65,14 +65,15 @@ def test_a_step_on_many_devices_is_one_devices_up_to_8_bits(where, one, monkeypa
 
 
 @pytest.mark.slow
-def test_fp8_lm_trains_on_many_devices_and_factors_are_kept_in_its_state():
+@pytest.mark.parametrize("where", [{"data": 4, "fsdp": 1}, {"data": 2, "fsdp": 1, "tensor": 2}], ids=str)
+def test_fp8_lm_trains_on_many_devices_and_factors_are_kept_in_its_state(where):
     recipe = fp8jax.recipes.fp8_lm()
     assert recipe.comm == Comm("e4m3", "one_phase", auto_scale=True)
-    metrics, state, _ = steps(recipe, {"data": 4, "fsdp": 1}, 4)
+    metrics, state, _ = steps(recipe, where, 4)
     assert all(m["healthy"] for m in metrics)
     assert metrics[-1]["loss"] < metrics[0]["loss"]
     mu = np.array(jax.tree.leaves(state.factors.mu))
-    assert ((mu >= 0.25) & (mu <= 1)).all()
+    assert ((mu >= 1 / where["data"]) & (mu <= 1)).all()
     assert jax.tree.structure(state.factors.mu) == jax.tree.structure(state.params)
     with pytest.raises(ValueError, match="give --mesh one axis"):
         steps(recipe, {"data": 2, "fsdp": 2})

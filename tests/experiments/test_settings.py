@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from experiments import config, data, report, task, train
+from experiments import config, data, form, report, train
 from experiments import loop as loops
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.tokenizer import Bytes
@@ -253,17 +253,17 @@ def test_memory_is_saved_as_asked_for(ran):
 
 def test_by_default_a_gpu_recomputes_what_neither_contexts_nor_kernels_keep_for_it(monkeypatch):
     def chosen(*names, how="auto"):
-        return {task.recomputed(how, fp8jax.recipes.get(name)) for name in names}
+        return {form.recomputed(how, fp8jax.recipes.get(name)) for name in names}
 
     every = fp8jax.recipes.NAMES
     assert chosen(*every) == {False}  # on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(task, "missing_triton", lambda kernel: None)
+    monkeypatch.setattr(form, "missing_triton", lambda kernel: None)
     assert chosen("moss", "te_current", "fp8_lm", "coat", "fast") == {False}
     assert chosen("bf16", "deepseek", "int8_block", "te_delayed") == {"products"}
     assert chosen(*every, how="products") == {"products"}
     assert chosen(*every, how="none") == {False}
-    monkeypatch.setattr(task, "missing_triton", lambda kernel: "no jax-triton")
+    monkeypatch.setattr(form, "missing_triton", lambda kernel: "no jax-triton")
     assert chosen("moss", "te_current", "fp8_lm", "bf16") == {"products"}
     assert chosen("coat", "fast") == {False}
 

@@ -1,0 +1,63 @@
+"""What the arms of the benchmark of training steps are called, and what their names say."""
+
+import dataclasses
+from typing import NamedTuple
+
+import fp8jax
+from experiments.form import fastest
+from fp8jax.recipes import Comm
+
+BF16 = "bf16"
+# Arms such as "coat, 8-bit gradients" are recipes whose gradients travel so over several GPUs.
+GRADIENTS = {"8-bit gradients": Comm("e4m3"), "8-bit gradients, one phase": Comm("e4m3", "one_phase")}
+# Or they keep what another choice than training's own keeps, run in a loop over the layers, or by XLA alone.
+KEEPING: dict[str, bool | str] = {"as written": False, "recomputed": "products"}
+PLAIN, LOOP = "none of our kernels", "in a loop"
+# Or the loss has logits of all tokens, or of a chunk at a time; else as `--logits auto` of training has it.
+LOGITS = {"whole logits": False, "logits in chunks": True}
+
+
+class Settings(NamedTuple):
+    """What an arm's name says.
+
+    Attributes:
+        recipe: of its layers and optimizer.
+        remat: what it recomputes.
+        kernels: whether ours run.
+        unroll: layers in a turn of the loop over them; None for all.
+        chunked: whether the loss takes logits in chunks; None as training does.
+    """
+
+    recipe: fp8jax.Recipe
+    remat: bool | str
+    kernels: bool = True
+    unroll: int | None = None
+    chunked: bool | None = None
+
+
+def parsed(name: str) -> tuple[fp8jax.Recipe, str, bool]:
+    """The recipe of an arm, what follows its name, and whether layers run in a loop; asks for no device.
+
+    Raises:
+        ValueError: there is no such recipe, or what follows its name is unknown.
+    """
+    preset, _, how = name.partition(", ")
+    recipe = fp8jax.recipes.get(preset)
+    how, loop = how.removesuffix(LOOP).removesuffix(", "), how.endswith(LOOP)
+    if how in GRADIENTS:
+        recipe = dataclasses.replace(recipe, comm=GRADIENTS[how])
+    elif how and how not in (*KEEPING, *LOGITS, PLAIN):
+        listed = [*KEEPING, *GRADIENTS, *LOGITS, PLAIN, LOOP]
+        raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {listed}")
+    return recipe, how, loop
+
+
+def settings(name: str) -> Settings:
+    """The recipe of an arm, what it recomputes, and how it runs.
+
+    Raises:
+        ValueError: as `parsed`.
+    """
+    recipe, how, loop = parsed(name)
+    remat = False if name == BF16 else KEEPING.get(how, fastest(recipe))
+    return Settings(recipe, remat, how != PLAIN, 1 if loop else None, LOGITS.get(how))
