@@ -4,7 +4,8 @@ The models are those of `experiments.models.plain`, whose code knows nothing of 
 them. Gradients are clipped by their global norm; AdamW is optax's in a chain and Flax's `nnx.Optimizer` for bf16, and
 `fp8jax.optimizer(..., clip=)` in `fp8jax.nnx.Optimizer`, as README shows, for the others. "step" is the time of a step
 of many that follow each other without waiting; of "step, synchronised" the host reads the loss after each; of "step,
-read late" it reads the loss of the step before when it has started the next. Nothing is recomputed: bf16 keeps what
+read late" it reads the loss of the step before when it has started the next. Python's garbage collector leaves alone
+what tracing has left, as a training loop has it by `gc.freeze()` (docs/faq.md). Nothing is recomputed: bf16 keeps what
 Flax's modules keep, and the baseline is as fast as it gets here. "temporaries" are what the compiled program needs
 beside its arguments. "auto" is the recipe of the device where layers gain, "auto:coat" that one where they gain
 (`fp8jax.recipes.for_shapes`).

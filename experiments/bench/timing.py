@@ -1,13 +1,15 @@
 """How everything here is timed and recorded: arms of a case in turns, in one process; medians, quartiles, ratios."""
 
 import concurrent.futures
+import contextlib
+import gc
 import os
 import shlex
 import statistics
 import sys
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +117,30 @@ def in_turns(
     """Median time of a call of each, of several rounds of so many calls; a round first runs as many untimed.
 
     The order is another one in each round and each call: what ran before sets a clock that outlasts the untimed run.
-    `after` is told which one's turn is over.
+    `after` is told which one's turn is over. Python's garbage collector leaves alone what there is before: it would
+    stop some rounds to look at all that tracing the programs of all has left, as docs/faq.md says of training loops.
     """
     rounds, calls = (1, dict.fromkeys(ready, 1)) if dry() else (rounds, calls)
     names = list(ready)
     times: dict[str, list[float]] = {name: [] for name in names}
     order = np.random.default_rng()
-    for _ in range(rounds):
-        for i in order.permutation(len(names)):
-            times[names[i]].append(_run(ready[names[i]], calls[names[i]]))
-            after(names[i])
+    with left_alone():
+        for _ in range(rounds):
+            for i in order.permutation(len(names)):
+                times[names[i]].append(_run(ready[names[i]], calls[names[i]]))
+                after(names[i])
     return {name: Seconds(t) for name, t in times.items()}
+
+
+@contextlib.contextmanager
+def left_alone() -> Iterator[None]:
+    """Python's garbage collector does not look at what there is now."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _run(call: Callable, calls: int) -> float:

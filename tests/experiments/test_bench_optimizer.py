@@ -1,6 +1,7 @@
 """The benchmark of the optimizer's step, on CPU with stand-ins for its kernels: what it records, and how it times."""
 
 import functools
+import gc
 import importlib.util
 import json
 import types
@@ -88,9 +89,10 @@ def test_arms_run_in_turns_and_leave_nothing_behind(monkeypatch, tmp_path):
 
 
 def test_a_round_is_timed_after_as_many_calls_untimed(monkeypatch):
-    clock, ran = [0.0], []
+    clock, ran, frozen = [0.0], [], set()
 
     def call(name, length):
+        frozen.add(gc.get_freeze_count() > 0)
         # What runs after another takes longer.
         clock[0] += length if ran and ran[-1] == name else 100
         ran.append(name)
@@ -103,3 +105,6 @@ def test_a_round_is_timed_after_as_many_calls_untimed(monkeypatch):
     assert (ran.count("a"), ran.count("b")) == (7 * 2 * 3, 7 * 2 * 2)
     for i in range(7):
         assert set(ran[10 * i : 10 * (i + 1)]) == {"a", "b"}
+    # The garbage collector stops no round to look at what tracing has left, and is as before after them.
+    assert frozen == {True}
+    assert gc.get_freeze_count() == 0
