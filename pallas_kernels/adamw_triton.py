@@ -323,8 +323,9 @@ def adamw(
     aligned = length % vector == 0
     # With wider results memory alone is the limit, and more warps are worth more than fewer instructions.
     ordinary = not short and len(mu) == len(nu) == 3 and jnp.dtype(dtype).itemsize == 2
-    # The table has no signs.
+    # The table has no signs, and first moments that are faded no form of their own.
     ordinary = ordinary and nu_storage is not None and not nu_storage.signed
+    ordinary = ordinary and mu_storage is not None and mu_storage.fading is None
     lanes = min(max(group_size // (launch.elements if ordinary else ELEMENTS), 1), WARP)
     tile = launch.warps * WARP // lanes
     parts = min(group_size // lanes // ELEMENTS, tile) if ordinary else 1

@@ -211,6 +211,9 @@ def encode(
         smallest = codec.from_bits((smallest + 1).to(tl.int32, bitcast=True))
         exponent, k, offset = exponents(codec.log2_abs(scale * HOW.max), smallest, spans, previous, HOW)
         y = codec.exp2(tl.fma(codec.log2_abs(x), codec.per_group(k), codec.per_group(offset)))
+        if HOW.mantissa > 0:
+            left = codec.per_group(codec.exp2(codec.log2_abs(decay) * k))  # of a power of a value
+            y = codec.faded(y, left, drawn, HOW.smallest_normal, HOW.mantissa)
     else:
         exponent, k = scale.to(tl.bfloat16), scale
         y = tl.abs(x) * codec.per_group(tl.div_rn(1.0, scale))

@@ -2,8 +2,9 @@
 
 Most of the time here goes into compiling small programs that run once. So LLVM optimizes nothing, gets each program in
 one piece, and gets loops at once, not through MLIR (what XLA's passes do to a program stays the same); Python looks for
-garbage less often; and compiled programs are kept in .cache for the other worker and the next run, all of them: to keep
-the cache below a size, JAX would look through it at each program. Where JAX_COMPILATION_CACHE_DIR is empty, none are.
+garbage less often; and compiled programs are kept in .cache for the other worker and the next run, all of them: the
+smallest takes five times as long to compile as to read, and to keep the cache below a size, JAX would look through it
+at each program. Where JAX_COMPILATION_CACHE_DIR is empty, none are.
 Where Python is told to write no bytecode, the processes that tests start write theirs in .cache too.
 """
 
@@ -29,7 +30,7 @@ if not GPU:
     if "PYTEST_XDIST_WORKER" not in os.environ and sum(x.stat().st_size for x in programs.glob("*")) > 1 << 30:
         shutil.rmtree(programs)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Kernels are compiled where a test looks at what they become, not taken from the user's folder.
 os.environ.setdefault("FP8JAX_KERNEL_CACHE", "")
 # Tables and sentences fold at the terminal's width, whatever it is here: where tests read them they are whole.

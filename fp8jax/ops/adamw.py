@@ -190,8 +190,7 @@ def store(
         like: as it was stored before.
         words: two words of noise, by which codes and bf16 are rounded stochastically; None rounds to nearest.
         fading: of a first moment to nearest: it reaches zero where nothing is added to it (`fp8jax.core.noise.fading`),
-            before a second moment that goes on falling makes steps of what is left. With range expansion codes reach
-            down to the smallest value of a group, and this is not used.
+            before a second moment that goes on falling makes steps of what is left.
         row: of bf16 that is rounded stochastically, what its rows count as for the noise; None is their length.
     """
     if not isinstance(like, QTensor):
@@ -200,7 +199,7 @@ def store(
         return round_stochastically(values, words, row=row)
     if words is not None:
         return quantize_by_position(values, like, words)
-    return quantize_with_scale(values, like.spec, None, fading=None if like.spec.expand else fading)
+    return quantize_with_scale(values, like.spec, None, fading=fading)
 
 
 def _leaves(
@@ -277,7 +276,10 @@ def _rows(form: Form, adam: Adam, leaves: Sequence[Leaf]) -> list[tuple[Array, M
         settled(g, d, m, v, mu, nu, adam)
         for g, d, m, v, mu, nu in zip(grads, directions, *moments, mus, nus, strict=True)
     ]
-    mus = [store(m, mu, fading=fading) for (m, _), mu in zip(pairs, mus, strict=True)]
+    mus = [
+        store(m, mu, fading=fading if adamw_fused.fades(mu, adam.b1) else None)
+        for (m, _), mu in zip(pairs, mus, strict=True)
+    ]
     nus = [store(v, nu, leaf.words, row=leaf.padded_row) for leaf, (_, v), nu in zip(leaves, pairs, nus, strict=True)]
     results = []
     for leaf, d in zip(leaves, directions, strict=True):

@@ -27,6 +27,9 @@ from fp8jax.ops.partition import partitioned
 # and of its largest second moment.
 IDLE, SILENT = 1 / 40, 2.0**-24
 RAISED, NEAR, LOWEST = 1 / 2, 1 / 8, 1 / 128
+# Expanded codes of first moments that decay more slowly are rounded by noise of the step: to nearest at 0.99 they would
+# bring weights a quarter too far after their last gradient.
+SLOW = 0.98
 
 
 class _Operands(NamedTuple):
@@ -37,6 +40,17 @@ class _Operands(NamedTuple):
     scalars: tuple[Array | None, ...]
     noise: Array | None
     nu_noise: Array | None
+
+
+def fades(moment: Moment, b1: Any) -> bool:
+    """Whether a first moment is rounded by `fp8jax.core.noise.fading`, so that its decay is not lost.
+
+    With range expansion codes reach down to the smallest value of a group, and lie close enough together for a decay of
+    `SLOW` or faster. Nobody knows the decay where it is an array, traced or not.
+    """
+    if not isinstance(moment, QTensor):
+        return False
+    return not moment.spec.expand or isinstance(b1, Array) or bool(b1 > SLOW)
 
 
 def choose(leaf: Leaf, impl: str) -> Choice:
@@ -107,7 +121,10 @@ def run(form: Form, leaf: Leaf, adam: Adam) -> tuple[Array, Moment, Moment]:
     """The result and both moments of one parameter, by the fused kernel."""
     from pallas_kernels import adamw_triton
 
-    storage = _storage(leaf.mu, signed=True), _storage(leaf.nu, signed=False, stochastic=leaf.nu_noise is not None)
+    storage = (
+        _storage(leaf.mu, signed=True, fading=fades(leaf.mu, adam.b1)),
+        _storage(leaf.nu, signed=False, stochastic=leaf.nu_noise is not None),
+    )
     scalars = adamw_triton.AdamWScalars(
         adam.rate,
         adam.weight_decay if leaf.decays else 0.0,
@@ -266,7 +283,7 @@ def members() -> Any:
     return adamw_triton.Members(IDLE, SILENT, RAISED, NEAR, LOWEST)
 
 
-def _storage(moment: Moment, signed: bool, stochastic: bool = False) -> Any:
+def _storage(moment: Moment, signed: bool, stochastic: bool = False, fading: bool = False) -> Any:
     from pallas_kernels import adamw_triton
 
     if not isinstance(moment, QTensor):
@@ -276,7 +293,7 @@ def _storage(moment: Moment, signed: bool, stochastic: bool = False) -> Any:
     expanded = (ratio, expansion.LOWEST, expansion.HIGHEST) if spec.expand else None
     smallest = fmt.smallest if spec.underflow == "smallest" else None
     plain = adamw_triton.Storage(fmt.max, expanded, smallest, signed)
-    if signed and not spec.expand:  # as `fp8jax.ops.adamw.store` has it
+    if fading:
         return dataclasses.replace(plain, fading=(fmt.mantissa_bits, fmt.smallest_normal))
     if not stochastic:
         return plain

@@ -161,9 +161,9 @@ def compressed_adamw(
         group_size: elements along the last axis that share a scale and an exponent.
         expand: dynamic range expansion; without it a group is scaled by its largest magnitude alone. "coat" takes the
             paper's exponents (`QuantSpec.expand`), in plain JAX: impl "triton" refuses it, and "auto" falls back.
-            There a member whose gradient is gone takes the codes of its group's others, as in the paper. At b1 0.99 an
-            expanded first moment, which is rounded to nearest, is too slow: updates of rare gradients are a third off,
-            and weights without a gradient walk on; without expansion they are right on average.
+            There a member whose gradient is gone takes the codes of its group's others, as in the paper. Expanded first
+            moments are rounded to nearest; with b1 above 0.98, or an array, by noise of the step, so that updates of
+            rare gradients, and of weights that get none any more, are right on average.
         nu_rounding: how codes or bf16 of the second moment are rounded: "nearest"; "stochastic", which follows slow
             changes; or "auto", stochastic where b2 is 0.98 or more, or an array, as in `optax.inject_hyperparams`.
         master: what the optimizer updates. None: the parameters as they are. "bf16+stochastic": bf16 parameters,
