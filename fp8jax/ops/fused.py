@@ -27,19 +27,6 @@ from fp8jax.ops.sharding import merge, place, spec_of, split
 from fp8jax.recipes import resolve
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Same:
-    """Stands for an object where objects are compared: equal if they are the same, and alive as long as this is."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 @dataclasses.dataclass(eq=False)
 class Computation:
     """What arrays are computed from: those that one kernel makes together, in its order.
@@ -50,7 +37,7 @@ class Computation:
         operands: `pallas_kernels.remake_triton.Operands`.
         peaks: the largest finite magnitude of each array; none where they are not known.
         ahead: of an activation's result whose gradient is known already, what is known of its cotangents.
-        variants: codes of all arrays by how they were made.
+        variants: codes of all arrays by how they were made, each with the scales that were given for them, or None.
         sums: of columns of arrays, by their places, as far as kernels have made them.
     """
 
@@ -110,7 +97,8 @@ class Output(NamedTuple):
         Or, where codes fold powers of two into them, codes and the scales of rows, (M, 1).
         """
         if scale is not None:
-            self.result.variants[True, False, spec, Same(scale)] = [pair(spec, codes, None, scale.reshape(1, 1))]
+            made = [pair(spec, codes, None, scale.reshape(1, 1))]
+            self.result.variants[True, False, spec, None] = (scale,), made
         else:
             q = QTensor(codes[0], codes[1], None, None, QuantSpec(spec.format, "token"))
             self.result.variants["rows", spec] = to_bytes(q)  # they may enter a checkpoint, as arguments
@@ -137,7 +125,7 @@ class Foreseen(NamedTuple):
     @property
     def variants(self) -> dict[Any, Any]:
         """`Computation.variants` of them."""
-        return {(True, True, self.spec, Same(scale)): self.codes for scale in self.scales if self.codes}
+        return {(True, True, self.spec, None): (self.scales, self.codes)} if self.codes else {}
 
 
 def reader(recipe: Recipe | Context | str) -> Linear | None:

@@ -18,7 +18,7 @@ from fp8jax.core.scaling import Scaling
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fused
 from fp8jax.ops.choice import Choice, tell
-from fp8jax.ops.fused import Computation, Output, Same
+from fp8jax.ops.fused import Computation, Output
 from fp8jax.ops.saved import from_bytes
 
 FROM_OPERANDS = Choice("triton", "from what the matrix is computed from, which is not written")
@@ -46,12 +46,14 @@ def codes(
     spec = rows if columns is None else columns
     if spec is None or not (same or rows is None or columns is None) or not fused.takes(spec):
         return None
-    how = (rows is not None, columns is not None, spec, strategy if scale is None else Same(scale))
-    if how in part.result.variants:
-        return part.result.variants[how][part.place]
+    how = (rows is not None, columns is not None, spec, strategy if scale is None else None)
+    scales, pairs = part.result.variants.get(how, (None, None))
+    if pairs is not None and (scale is None or scales[part.place] is scale):
+        return pairs[part.place]  # type: ignore[no-any-return]
     if scale is None:
-        part.result.variants[how] = _make(part.result, how, None, sums)
-        return part.result.variants[how][part.place]
+        pairs = _make(part.result, how, None, sums)
+        part.result.variants[how] = None, pairs
+        return pairs[part.place]
     if part.result.ahead is not None and rows is None:
         return None, _make_ahead(part.result, spec, scale)
     alone = dataclasses.replace(part.result, kinds=(part.result.kinds[part.place],))
