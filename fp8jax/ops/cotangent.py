@@ -61,12 +61,12 @@ def quantized(
         keys = (None, None) if key is None else jax.random.split(key)
         pair = (
             encode(dy, rows, strategy, key=keys[0], scale=scale, part=part),
-            encode(dy, columns, strategy, key=keys[1], scale=scale, turned=True, part=part),
+            encode(dy, columns, strategy, key=keys[1], scale=scale, transposed=True, part=part),
         )
     else:
-        turned = SAME if recipe.dy_wgrad == SAME else columns
+        transposed = SAME if recipe.dy_wgrad == SAME else columns
         (first, second), total = quantize_and_sum(
-            dy, rows, turned, sums=sums, scale=scale, strategy=strategy, key=key, part=part, largest=origin.peak
+            dy, rows, transposed, sums=sums, scale=scale, strategy=strategy, key=key, part=part, largest=origin.peak
         )
         assert first is not None
         assert second is not None

@@ -99,9 +99,9 @@ def freeze(w: Array, spec: QuantSpec | str = "e4m3", axes: tuple[int, int] = (1,
         raise ValueError(f"a frozen weight has 8-bit codes rounded to nearest along its last axis, not {spec}")
 
     def one(w: Array) -> QTensor:
-        turned = quantize(lax.stop_gradient(w), None, spec)[1]
-        assert turned is not None
-        return to_bytes(turned)
+        transposed = quantize(lax.stop_gradient(w), None, spec)[1]
+        assert transposed is not None
+        return to_bytes(transposed)
 
     lead = w.ndim - ins - outs
     inputs, outputs = w.shape[lead : lead + ins], w.shape[lead + ins :]

@@ -191,7 +191,7 @@ def _make_rows(result: Computation, spec: QuantSpec, level: Array) -> list[tuple
     return [
         (
             QTensor(codes, scale, None, None, QuantSpec(spec.format, "token")),
-            QTensor(turned, one, None, None, QuantSpec(spec.format)),
+            QTensor(transposed, one, None, None, QuantSpec(spec.format)),
         )
-        for (codes, turned), scale in zip(fused.run(make, result.operands, scales), scales, strict=True)
+        for (codes, transposed), scale in zip(fused.run(make, result.operands, scales), scales, strict=True)
     ]

@@ -36,7 +36,7 @@ def matmul(
     fast: bool = True,
     exact: bool = False,
     spec: Sequence[Any] | None = None,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Array:
     """a @ b.T of matrices that may be quantized.
 
@@ -72,7 +72,7 @@ def matmul(
             product): exact while a code stays normal under its row's largest power of two, else rounded to 2^-9 of the
             row's scale. Only kernels have this choice, the reference is exact.
         spec: on a mesh with Explicit axes, the sharding of both axes of the result; None follows JAX's own rule.
-        turned: whether `b` is the transposed copy of codes that another product reads: where codes are decoded, one
+        transposed: whether `b` is the transposed copy of codes that another product reads: where codes are decoded, one
             decoded matrix then serves both.
 
     Returns:
@@ -97,7 +97,7 @@ def matmul(
     if how is not None:
         kernel = functools.partial(matmul_hopper.run, how, exact, fast)
     elif on_cuda() and _widened(a, b):
-        kernel = functools.partial(shared, in_16_bits(turned), (capability() >= _BF16_CAPABILITY, turned))
+        kernel = functools.partial(shared, in_16_bits(transposed), (capability() >= _BF16_CAPABILITY, transposed))
     elif on_cuda() and coded(a, b):
         kernel = functools.partial(shared, plain, fast)
 
@@ -164,12 +164,12 @@ def _widened(a: Operand | Pair, b: Operand) -> bool:
     return not integers or any(contraction_length(q) for q in (a, b))
 
 
-def in_16_bits(turned: bool = False) -> Callable[..., Array]:
+def in_16_bits(transposed: bool = False) -> Callable[..., Array]:
     """The product of codes that are decoded on a GPU, a function of the result's dtype and two operands."""
-    return functools.partial(_decoded, turned=turned) if capability() >= _BF16_CAPABILITY else _halved
+    return functools.partial(_decoded, transposed=transposed) if capability() >= _BF16_CAPABILITY else _halved
 
 
-def _decoded(dtype: DTypeLike, a: Any, b: Any, turned: bool = False) -> Array:
+def _decoded(dtype: DTypeLike, a: Any, b: Any, transposed: bool = False) -> Array:
     """One product of what the codes stand for, rounded to bf16, with fp32 sums."""
     if 0 in (*a.shape, *b.shape):
         return jnp.zeros((a.shape[0], b.shape[0]), dtype)
@@ -177,7 +177,7 @@ def _decoded(dtype: DTypeLike, a: Any, b: Any, turned: bool = False) -> Array:
     def decode(x: Any) -> Array:
         return x.astype(jnp.bfloat16) if isinstance(x, Array) else x.dequantize(jnp.bfloat16)
 
-    if turned and isinstance(b, QTensor) and b.spec.granularity in TRANSPOSABLE:
+    if transposed and isinstance(b, QTensor) and b.spec.granularity in TRANSPOSABLE:
         # XLA takes these transpositions away and finds the codes decoded already.
         return _plain(decode(a), decode(transpose(b, impl="xla")).T, dtype)
     return _plain(decode(a), decode(b), dtype)

@@ -171,8 +171,8 @@ def made_again(x: Array, scale: Array, dy: QTensor, spec: QuantSpec, part: fused
     top = jnp.max(ABOVE * scale.astype(jnp.float32) * factor, initial=formats.TINY)
     # Scales beyond fp32, of tokens without a gradient, are as good as the largest: their codes are 0.
     rows = jnp.minimum(top / jnp.broadcast_to(factor, (x.shape[0], 1)), LARGEST)
-    if (turned := fused_codes.columns(part or fused.itself(x), spec, rows)) is not None:
-        return dataclasses.replace(turned, scale=top.reshape(1, 1))
+    if (transposed := fused_codes.columns(part or fused.itself(x), spec, rows)) is not None:
+        return dataclasses.replace(transposed, scale=top.reshape(1, 1))
     values = x.astype(jnp.float32) * factor
     _, columns = quantize(values, None, QuantSpec(spec.format), scale=top)
     assert columns is not None

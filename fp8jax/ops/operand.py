@@ -59,7 +59,7 @@ class Side(NamedTuple):
         forward: in the forward product; None for as it is.
         backward: in the backward product.
         saved: what is saved of it, if codes are.
-        turned: whether the forward product reads the transposed matrix, and the backward product the matrix itself;
+        transposed: whether the forward product reads the transposed matrix, and the backward product the matrix itself;
             else it is the other way round.
         strategy: where per-tensor scales come from, as of `fp8jax.ops.quantize.quantize`.
         shared: whether the operand of the backward product takes the scales of tokens of both operands
@@ -69,7 +69,7 @@ class Side(NamedTuple):
     forward: QuantSpec | None
     backward: QuantSpec | None
     saved: QuantSpec | None
-    turned: bool
+    transposed: bool
     strategy: Scaling
     shared: bool = False
 
@@ -83,12 +83,12 @@ class Side(NamedTuple):
 def input_side(recipe: Linear) -> Side:
     """The input x (tokens, inputs): forward as it is, transposed in the weight's gradient."""
     specs = recipe.spec("x"), recipe.spec("x_wgrad"), recipe.spec("saved")
-    return Side(*specs, turned=False, strategy=recipe.own_strategy("x"), shared=recipe.shares_tokens)
+    return Side(*specs, transposed=False, strategy=recipe.own_strategy("x"), shared=recipe.shares_tokens)
 
 
 def weight_side(recipe: Linear) -> Side:
     """The weight w (inputs, outputs): forward transposed, as it is in the input's gradient."""
-    return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, turned=True, strategy=recipe.own_strategy("w"))
+    return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, transposed=True, strategy=recipe.own_strategy("w"))
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +104,7 @@ class Matrix:
         return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
-        return encode(self.values, side.backward, side.strategy, scale=self.scale, turned=not side.turned)
+        return encode(self.values, side.backward, side.strategy, scale=self.scale, transposed=not side.transposed)
 
 
 @jax.tree_util.register_dataclass
@@ -133,7 +133,7 @@ class SavedCodes:
             return transpose(codes)
         # Behind a barrier: XLA would decode the codes once for the forward product, too, and keep that in fp32.
         codes = from_bytes(lax.optimization_barrier(self.codes))
-        return encode(codes.dequantize(), spec, side.strategy, turned=True)
+        return encode(codes.dequantize(), spec, side.strategy, transposed=True)
 
 
 @functools.partial(
@@ -166,7 +166,7 @@ class MadeAgain:
             assert gradient.codes is not None
             operand = microscaled.made_again(matrix, self.scale, gradient.codes, side.backward, part)
         else:
-            operand = encode(matrix, side.backward, side.strategy, scale=scale, turned=True, part=part)
+            operand = encode(matrix, side.backward, side.strategy, scale=scale, transposed=True, part=part)
         if part is not None and part.result.ahead is not None:
             gradient.foreseen = part.result.ahead
         return operand
@@ -196,7 +196,7 @@ class Plain:
     values: Array | None = None
 
     def forward(self, matrix: Array, side: Side) -> Forward:
-        return encode(matrix, side.forward, side.strategy, scale=self.scale, turned=side.turned)
+        return encode(matrix, side.forward, side.strategy, scale=self.scale, transposed=side.transposed)
 
     def residual(self, matrix: Array, operand: Forward, side: Side) -> Matrix:
         shared = side.one_scale and isinstance(operand, QTensor)
@@ -353,16 +353,16 @@ def encode(
     *,
     key: Array | None = None,
     scale: Array | None = None,
-    turned: bool = False,
+    transposed: bool = False,
     part: fused.Output | None = None,
 ) -> Operand:
-    """A matrix as an operand, as it is where `spec` is None; `turned`, its transposed copy."""
+    """A matrix as an operand, as it is where `spec` is None; `transposed`, its transposed copy."""
     if spec is None:
-        return x.T if turned else x
+        return x.T if transposed else x
     if spec.folds:
-        return microscaled.fold_rows(x.T if turned else x, spec, part=None if turned else part)
-    specs = (None, spec) if turned else (spec, None)
+        return microscaled.fold_rows(x.T if transposed else x, spec, part=None if transposed else part)
+    specs = (None, spec) if transposed else (spec, None)
     key = key if spec.rounding == "stochastic" else None
-    q = quantize(x, *specs, scale=scale, strategy=strategy, key=key, part=part)[int(turned)]
+    q = quantize(x, *specs, scale=scale, strategy=strategy, key=key, part=part)[int(transposed)]
     assert q is not None
     return q

@@ -220,12 +220,12 @@ def quantize_weight(w: Array, *, recipe: Recipe | Linear | str, scale: Array | N
     if forward is None or dgrad is None:
         raise ValueError(f"the recipe computes with w={part.w!r}, w_dgrad={part.w_dgrad!r}: not quantized in both")
     if forward == dgrad and forward.granularity in TRANSPOSABLE:
-        rows, turned = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=part.own_strategy("w"))
+        rows, transposed = quantize(lax.stop_gradient(w), dgrad, SAME, scale=scale, strategy=part.own_strategy("w"))
         assert rows is not None
-        assert turned is not None
-        return QuantizedWeight(to_bytes(turned), to_bytes(rows))
+        assert transposed is not None
+        return QuantizedWeight(to_bytes(transposed), to_bytes(rows))
     make = functools.partial(make_codes, w, strategy=part.own_strategy("w"))
-    return QuantizedWeight(make(forward, turned=True, scale=scale), make(dgrad, scale=given(scale, forward, dgrad)))
+    return QuantizedWeight(make(forward, transposed=True, scale=scale), make(dgrad, scale=given(scale, forward, dgrad)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -343,7 +343,7 @@ def _gradients(
     dw = None
     if saved.x is not None and w is not None and dy_columns is not None:
         columns = saved.x.operand(side, of_dx)
-        how_wgrad: Any = {"fast": "wgrad" in recipe.fast_accumulation, "turned": recipe.dy_wgrad == SAME}
+        how_wgrad: Any = {"fast": "wgrad" in recipe.fast_accumulation, "transposed": recipe.dy_wgrad == SAME}
         dw = matmul(columns, dy_columns, dtype=w.dtype, spec=w.spec, **how_wgrad)
     inputs = (None, dx) if how.through else (dx, None)
     db = None if bias is None or total is None else bias.cast(total)

@@ -95,7 +95,7 @@ def quantize_and_sum(
         scale = None  # there is nothing to have one
     if impl == "auto" and part is not None:
         own: Any = {"same": how.same, "scale": scale, "strategy": strategy, "sums": sums}
-        pair = fused_codes.codes(part, how.rows, how.turned, **own)
+        pair = fused_codes.codes(part, how.rows, how.transposed, **own)
         if pair is not None:
             made = part.result.sums.get(part.place)
             return pair, column_sums(x) if sums and made is None else made
@@ -138,13 +138,13 @@ class _How:
         return self.columns == "same"
 
     @property
-    def turned(self) -> QuantSpec | None:
+    def transposed(self) -> QuantSpec | None:
         """The spec of the transposed copy."""
         return self.rows if self.columns == "same" else self.columns
 
     @property
     def specs(self) -> tuple[QuantSpec | None, QuantSpec | None]:
-        return self.rows, self.turned
+        return self.rows, self.transposed
 
     @property
     def integers(self) -> bool:
@@ -156,7 +156,7 @@ class _How:
 
     def scale_for(self, spec: QuantSpec, scale: Array) -> Array:
         """The given scale, which is for the first format asked for, for that of `spec`."""
-        first = self.rows or self.turned
+        first = self.rows or self.transposed
         assert first is not None
         return scaling.for_format(scale, formats.get(first.format), formats.get(spec.format))
 
@@ -183,7 +183,7 @@ def _unsupported(x: Any, how: _How, scale: Array | None) -> str | None:
     from pallas_kernels import quantize_triton
 
     if len({formats.get(spec.format).is_float for spec in how.specs if spec}) > 1:
-        return f"{how.rows} and {how.turned} are floating and integer codes"
+        return f"{how.rows} and {how.transposed} are floating and integer codes"
     for spec in how.specs:
         if spec is None:
             continue
@@ -204,7 +204,7 @@ def _reference(how: _How, x: Array, scale: Array | None, key: Array | None, larg
 
 
 def _codes(how: _How, x: Array, scale: Array | None, key: Array | None) -> Pair:
-    if on_cuda() and how.rows is not None and how.turned is not None and not how.same:
+    if on_cuda() and how.rows is not None and how.transposed is not None and not how.same:
         # XLA would compute what makes the matrix where it reduces its columns, which takes three times as long.
         (x,) = lax.optimization_barrier((x,))
     # Two words for all elements: XLA would compute each one's bits by `jax.random` anew in every pass that reads them.
@@ -222,7 +222,7 @@ def _codes(how: _How, x: Array, scale: Array | None, key: Array | None) -> Pair:
             (s,) = blocks.on_logical_array(lambda y: (find((), y),), y, like=[()])
         return quantize_with_scale(y, spec, s, words=words if spec.rounding == "stochastic" else None)
 
-    def turned(spec: QuantSpec, words: Array | None) -> QTensor | None:
+    def transposed(spec: QuantSpec, words: Array | None) -> QTensor | None:
         if spec.granularity not in TRANSPOSABLE or spec.axis not in (-1, 1) or spec.packed:
             return one(x.T, spec, words)
         # XLA would transpose the matrix for the maxima of its blocks.
@@ -234,7 +234,7 @@ def _codes(how: _How, x: Array, scale: Array | None, key: Array | None) -> Pair:
     if how.same:
         assert rows is not None
         return rows, transpose(rows, impl="xla")
-    return rows, None if how.turned is None else turned(how.turned, words[1])
+    return rows, None if how.transposed is None else transposed(how.transposed, words[1])
 
 
 def _kernel(how: _How, x: Array, scale: Array | None, key: Array | None, largest: Array | None) -> Summed:
@@ -280,7 +280,7 @@ def _one(
             codes, rows, _ = quantize_rows_triton.quantize_rows(x, coding, compute_capability=capability())
             return (QTensor(codes, rows, None, None, alone), None), None
     shapes = (x.shape, x.shape[::-1])
-    levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.turned)]
+    levels = [s and _measured(s, scale) for s in (how.rows, None if how.same else how.transposed)]
     asked: Any = {
         "tensor": "tensor" in levels and known is None,
         "rows": levels[0] == "token",
@@ -313,7 +313,7 @@ def _one(
     *parts, total = quantize_triton.quantize(
         x,
         fused.coding(how.rows),
-        "same" if how.same else fused.coding(how.turned),
+        "same" if how.same else fused.coding(how.transposed),
         row_scale=scales[0],
         column_scale=scales[1],
         words=words,
@@ -354,5 +354,5 @@ def _transposed(codes: Array, factor: Array | None) -> Array:
         return quantize_triton.transpose(codes, factor=factor, compute_capability=capability())
 
     ins = ("m n", None if factor is None else "m -")
-    turned: Array = partitioned("transpose", factor is None, turn, (codes, factor), ins, "n m")
-    return turned
+    transposed: Array = partitioned("transpose", factor is None, turn, (codes, factor), ins, "n m")
+    return transposed

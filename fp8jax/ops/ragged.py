@@ -77,12 +77,12 @@ def _values(operand: Any, dtype: Any) -> Array:
     return operand.dequantize(dtype) if isinstance(operand, QTensor) else operand.astype(dtype)
 
 
-def _matrices(w: Array, spec: QuantSpec | None, side: Side, dtype: Any, *, turned: bool) -> Array:
+def _matrices(w: Array, spec: QuantSpec | None, side: Side, dtype: Any, *, transposed: bool) -> Array:
     """The matrices of all groups as a product reads them, (groups, inputs, outputs)."""
 
     def one(w: Array) -> Array:
-        values = _values(encode(w, spec, side.strategy, turned=turned), dtype)
-        return values.T if turned else values
+        values = _values(encode(w, spec, side.strategy, transposed=transposed), dtype)
+        return values.T if transposed else values
 
     return jax.vmap(one)(w)
 
@@ -112,7 +112,7 @@ def _forward(
         token = None  # forward mode has met it; a product in 16 bits may be differentiated twice
     a, b = (x, w) if token is None else lax.stop_gradient((x, w))
     rows = of_x.forward(a, side)
-    matrices = _matrices(b, weights.forward, weights, x.dtype, turned=True)
+    matrices = _matrices(b, weights.forward, weights, x.dtype, transposed=True)
     y = lax.ragged_dot(_values(rows, x.dtype), matrices, group_sizes)
     y = checkpoint_name(y.astype(x.dtype), PRODUCT)
     if token is not None:
@@ -131,12 +131,12 @@ def _gradients(recipe: Linear, saved: _Saved, dy: Array) -> tuple[Any, ...]:
     keys = (None, None) if saved.key is None else jax.random.split(saved.key)
     strategy = recipe.own_strategy("dy")
     rows = _values(encode(dy, recipe.spec("dy"), strategy, key=keys[0]), dtype)
-    columns = _values(encode(dy, recipe.spec("dy_wgrad"), strategy, key=keys[1], turned=True), dtype).T
+    columns = _values(encode(dy, recipe.spec("dy_wgrad"), strategy, key=keys[1], transposed=True), dtype).T
 
     def product(x: Array, w: Array) -> Array:
         return lax.ragged_dot(x, w, saved.group_sizes)
 
-    matrices = _matrices(saved.w, weights.backward, weights, dtype, turned=False)
+    matrices = _matrices(saved.w, weights.backward, weights, dtype, transposed=False)
     like = jax.ShapeDtypeStruct((dy.shape[0], matrices.shape[1]), dtype)
     (dx,) = jax.linear_transpose(lambda x: product(x, matrices), like)(rows)
     bound = functools.partial(jnp.full, (dy.shape[0],), jnp.inf)  # nothing is known of its rows
