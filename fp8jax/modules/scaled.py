@@ -14,7 +14,7 @@ from fp8jax.modules import training
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
 from fp8jax.ops.sharding import merge
-from fp8jax.rewrite.states import Noted, ParameterState, scaling_names
+from fp8jax.rewrite.states import Noted, ParameterState, scaling_names, stacked_bound
 
 OWN = "fp8jax_"
 
@@ -260,7 +260,7 @@ def set_weight_bounds(model: nnx.Module, bounds: Mapping[tuple[str, ...], Array]
     """
     for path, layer in _tracked(model):
         variable = layer.tracked()
-        variable[...] = of_stacked(bounds, path, variable[...].shape)
+        variable[...] = stacked_bound(bounds.get(path), "/".join(path), variable[...].shape)
 
 
 def measure_weights(model: nnx.Module) -> None:
@@ -274,17 +274,8 @@ def measure_weights(model: nnx.Module) -> None:
     weights = {tuple(map(str, path)): w for path, w in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     for path, layer in _tracked(model):
         variable = layer.tracked()
-        variable[...] = of_stacked({path: Automatic().measure(weights[path][...])}, path, variable[...].shape)
-
-
-def of_stacked(states: Mapping[tuple[str, ...], Array], path: tuple[str, ...], stacked: tuple[int, ...]) -> Array:
-    """The bounds of stacked layers from those of all matrices in the last two axes of the kernel at a path."""
-    if path not in states:
-        raise ValueError(f"the optimizer follows no parameter {'/'.join(path)}: its state is another model's")
-    bounds = states[path]
-    if bounds.shape[: len(stacked)] != stacked:
-        raise ValueError(f"automatic scaling takes kernels stacked along their first axes, {stacked}: {bounds.shape}")
-    return jnp.max(bounds, axis=tuple(range(len(stacked), bounds.ndim)))
+        measured = Automatic().measure(weights[path][...])
+        variable[...] = stacked_bound(measured, "/".join(path), variable[...].shape)
 
 
 def _tracked(model: nnx.Module) -> list[tuple[tuple[str, ...], LayerScaling]]:

@@ -16,11 +16,11 @@ from fp8jax.modules.scaled import (
     advanced,
     layer_path,
     observed_operands,
-    of_stacked,
     weight_path,
 )
 from fp8jax.ops.scaled import ScalingState, observes
 from fp8jax.rewrite.rules import Rules, ordered
+from fp8jax.rewrite.states import stacked_bound
 
 SCALING, STATISTICS = "fp8jax_scaling", "fp8jax_statistics"
 
@@ -126,7 +126,8 @@ def set_weight_bounds(scaling: Mapping[str, Any], bounds: Mapping[tuple[str, ...
         raise ValueError("the model has no layer with automatic weight scaling")
     for path, old in flat.items():
         if path[-1] == name:
-            flat[path] = of_stacked(bounds, weight_path(path[:-1]), old.shape)
+            weight = weight_path(path[:-1])
+            flat[path] = stacked_bound(bounds.get(weight), "/".join(weight), old.shape)
     return unflatten_dict(flat)
 
 

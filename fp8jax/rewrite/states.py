@@ -250,17 +250,27 @@ def with_bounds(states: States, bounds: Mapping[tuple[str, ...], Array]) -> Stat
     """States whose weights have the bounds of an optimizer; see `Transformed.set_weight_bounds`."""
     known, new = {"/".join(map(str, path)): bound for path, bound in bounds.items()}, dict(states)
     for path, tracked in states.items():
-        if not tracked.linear.tracked:
-            continue
-        if path not in known:
-            raise ValueError(f"the optimizer follows no parameter {path}: its state is another model's")
-        assert tracked.state.w is not None
-        stacked = tracked.state.w.ndim
-        if known[path].shape[:stacked] != tracked.state.w.shape:
-            raise ValueError(f"the bounds of {path} are {known[path].shape}, its states {tracked.state.w.shape}")
-        bound = jnp.max(known[path], axis=tuple(range(stacked, known[path].ndim)))
-        new[path] = dataclasses.replace(tracked, state=tracked.state._replace(w=bound))
+        if tracked.linear.tracked:
+            assert tracked.state.w is not None
+            bound = stacked_bound(known.get(path), path, tracked.state.w.shape)
+            new[path] = dataclasses.replace(tracked, state=tracked.state._replace(w=bound))
     return new
+
+
+def stacked_bound(bound: Array | None, path: str, stacked: tuple[int, ...]) -> Array:
+    """The bounds of stacked layers from those of all matrices in the last two axes of the parameter at a path.
+
+    Raises:
+        ValueError: there is none, or the parameter is stacked otherwise.
+    """
+    if bound is None:
+        raise ValueError(f"the optimizer follows no parameter {path}: its state is another model's")
+    if bound.shape[: len(stacked)] != stacked:
+        raise ValueError(
+            f"automatic scaling takes kernels stacked along their first axes, {stacked}: the bounds of {path} are "
+            f"{bound.shape}"
+        )
+    return jnp.max(bound, axis=tuple(range(len(stacked), bound.ndim)))
 
 
 def by_use(states: States) -> dict[tuple[str, int], Given]:

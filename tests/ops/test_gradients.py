@@ -1,0 +1,95 @@
+"""What is known of gradients: of the very array, in its own trace and run, once, and no longer than its program."""
+
+import dataclasses
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fp8jax
+from fp8jax.ops import gradients
+from fp8jax.ops.saved import Origin
+
+SAID = Origin(peak=jnp.float32(3))
+
+
+def test_a_gradient_is_known_once_and_only_itself():
+    known, x = gradients.Gradients(), jnp.ones(3)
+    known.note(x, SAID)
+    known.note(None, SAID)  # of an input that has no gradient
+    assert known.find(x + 0) is None
+    assert known.find(x) is SAID
+    assert known.find(x) is None
+
+
+def test_an_array_that_took_the_place_of_another_one_is_not_known():
+    known, x = gradients.Gradients(), jnp.ones(3)
+    known.note(x, SAID)
+    (place, (_, trace, origin)), other = next(iter(known._noted.items())), jnp.ones(3)
+    known._noted[id(other)] = weakref.ref(x), trace, origin
+    assert known.find(other) is None
+    del x
+    gc.collect()
+    assert place not in known._noted
+
+
+def test_a_gradient_is_not_known_in_a_program_inside():
+    known = gradients.Gradients()
+
+    @jax.jit
+    def program(x):
+        def turn(carry, _):
+            assert known.find(x) is None
+            return carry, None
+
+        known.note(x, SAID)
+        jax.lax.scan(turn, 0, None, length=2)
+        known.note(x, SAID)
+        assert known.find(x) is SAID
+        return x
+
+    program(jnp.ones(3))
+
+
+def test_runs_know_nothing_of_each_other_and_functions_nothing_of_another_program():
+    x = jnp.ones(3)
+    around = gradients.current()
+    with gradients.run():
+        inner = gradients.current()
+        with gradients.run():
+            assert gradients.current() not in (inner, around)
+        assert gradients.current() is inner
+        inner.note(x, SAID)
+    assert gradients.current() is around
+    assert around.find(x) is None
+    held = []
+
+    @jax.jit
+    def program(y):
+        held.append(y)
+        around.note(y, SAID)
+        return y
+
+    program(x)
+    assert around._noted
+    around.note(x, SAID)
+    assert list(around._noted) == [id(x)]
+    assert around.find(x) is SAID
+
+
+def test_products_of_one_array_share_its_codes_under_the_scale_of_the_first_state():
+    p = {name: 0.1 * jax.random.normal(jax.random.key(i), (32, 32)) for i, name in enumerate("ab")}
+    x = jax.random.normal(jax.random.key(9), (8, 32))
+    fast = fp8jax.transform(lambda p, x: (x @ p["a"], x @ p["b"]), [fp8jax.Rule(".*", "te_delayed")])
+    states = fast.init(p, x)
+    wide = dataclasses.replace(
+        states["a"], state=states["a"].state._replace(x=jnp.full_like(states["a"].state.x, 50.0))
+    )
+    other = {"a": wide, "b": dataclasses.replace(states["b"], state=wide.state._replace(w=states["b"].state.w))}
+    got = jax.jit(fast)(p, x, states={"a": wide, "b": states["b"]})
+    want = jax.jit(fast)(p, x, states=other)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(got[1], jax.jit(fast)(p, x, states=states)[1])
