@@ -96,17 +96,12 @@ def _products(lines: Iterable[Line]) -> Iterator[tuple[str, tuple[str, ...], str
         asked = _ASKED.search(named[1]) if named else None
         formats = f"{asked[1]} x {asked[2]}" if asked else ""
         operation = target[1] if target else line.op
-        kernel = _kernel(operation, named[1].split("/") if named else [])
+        # A Mosaic or Triton kernel has the name of the place that its call stands in.
+        ours = any(word in operation for word in ("mosaic", "triton", "xla.gpu.ptx"))
+        places = named[1].split("/")[:-1] if named and ours else []
         # XLA merges what reads other operands than these two, such as scales, into the call.
         product = "matmul" in operation or "gemm" in operation or "mosaic" in operation or not target
-        yield operation, dtypes, formats if product else "", kernel
-
-
-def _kernel(operation: str, names: list[str]) -> str:
-    """The name of a Mosaic or Triton kernel, from the names of the places that its call stands in."""
-    if not any(word in operation for word in ("mosaic", "triton", "xla.gpu.ptx")) or len(names) < 2:
-        return ""
-    return names[-2]
+        yield operation, dtypes, formats if product else "", places[-1] if places else ""
 
 
 def widened(

@@ -206,7 +206,10 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
         jax.eval_shape(call, variables, arrays)
         program = _linen_program(copy, variables, sample, keywords)
     params = flatten_dict(variables.get("params", {}))
-    kernel = functools.partial(_linen_kernel, params)
+
+    def kernel(path: str, module: Any) -> Any:
+        return _matrix({names[-1]: leaf for names, leaf in params.items() if "/".join(names[:-1]) == path})
+
     layers = []
     for entry in entries:
         if entry.product:
@@ -218,10 +221,6 @@ def _explain_linen(model: nn.Module, rules: Ordered, sample: Any, keywords: Any)
 
 def _nnx_kernel(path: str, module: Any) -> Any:
     return _matrix({name: v for name, v in vars(module).items() if isinstance(v, nnx.Param)})
-
-
-def _linen_kernel(params: dict[tuple[str, ...], Any], path: str, module: Any) -> Any:
-    return _matrix({names[-1]: leaf for names, leaf in params.items() if "/".join(names[:-1]) == path})
 
 
 def _matrix(params: dict[str, Any]) -> Any:

@@ -77,7 +77,7 @@ def lora(
     key = rngs.params() if isinstance(rngs, nnx.Rngs) else rngs
     for i, (path, (holder, name, _)) in enumerate(sorted(taken.items())):
         module, variable = found[holder], params(found[holder])[name]
-        axes = _axes(module, name)
+        axes = functional.kernel_axes(module) if isinstance(module, LAYERS[:2]) and name == "kernel" else (1, 1)
         value = variable.get_value()
         if path in matching:
             shape = matrix_shape(value, axes)
@@ -102,11 +102,6 @@ def _beside(found: dict[str, Any], holder: str, name: str) -> tuple[Any, str]:
         holder, _, last = holder.rpartition("/")
         name = f"{last}/{name}"
     return found[holder], name
-
-
-def _axes(module: Any, name: str) -> tuple[int, int]:
-    known = isinstance(module, LAYERS[:2]) and name == "kernel"
-    return functional.kernel_axes(module) if known else (1, 1)
 
 
 def _untrained(variable: Any, value: Any) -> UntrainedVariable:

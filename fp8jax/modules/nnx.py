@@ -201,10 +201,11 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
             _hold(submodules[holder], name, linear)
     taken = {holder for holder, _, _ in products.values()} | set(_contexts(submodules, each))
     for path, module in submodules.items():
-        if any(callable(getattr(type(module), name, None)) for name in methods) and any(
-            _inside(holder, path) for holder in taken
-        ):
-            settings, cls = QuantizedAs(each, _prefix(path, each), tuple(methods), module is quantized), type(module)
+        inside = any(not path or holder == path or holder.startswith(f"{path}/") for holder in taken)
+        if inside and any(callable(getattr(type(module), name, None)) for name in methods):
+            # Without rules on paths layers that differ in these alone share their programs.
+            prefix, cls = path if each.own else "", type(module)
+            settings = QuantizedAs(each, prefix, tuple(methods), module is quantized)
             object.__setattr__(module, "__class__", quantized_class(cls, settings))  # type: ignore[arg-type]
     return quantized
 
@@ -224,15 +225,6 @@ def _contexts(submodules: dict[str, Any], rules: Ordered) -> Iterator[str]:
     for path, module in submodules.items():
         if params(module) and rules.choice(path).context.saved is not None:
             yield path
-
-
-def _inside(path: str, other: str) -> bool:
-    return not other or path == other or path.startswith(f"{other}/")
-
-
-def _prefix(path: str, rules: Ordered) -> str:
-    """What of a module's path its own rules need: layers that differ in it alone share their programs."""
-    return path if rules.own else ""
 
 
 def candidates(submodules: dict[str, Any], rules: Ordered) -> tuple[dict[str, tuple[str, str]], list[str]]:

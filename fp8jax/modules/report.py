@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from fp8jax.core.recipe import Context, Linear, folding
-from fp8jax.core.spec import QuantSpec
 from fp8jax.core.tables import sentence, table
 from fp8jax.modules.program import Program
 from fp8jax.rewrite.held import StandIn
@@ -63,7 +62,8 @@ class Layer:
     def spans_tokens(self) -> str | None:
         """The spec of the forward input if a scale of it is shared by tokens, which lets later ones change earlier."""
         spec = self.linear.spec("x") if self.linear else None
-        return str(spec) if spec is not None and _spans_tokens(spec) else None
+        spans = spec is not None and spec.level1 != "none" and spec.block_shape((2, 2))[0] > 1
+        return str(spec) if spans else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,11 +166,6 @@ class Report:
             yield folding(folds)
         if any(part.context is not None and part.context.lean for part in self.parts):
             yield "saved inputs: quantized layers that read the result of a lean norm or activation (below) keep none."
-
-
-def _spans_tokens(spec: QuantSpec) -> bool:
-    """Whether one scale of a matrix (tokens, inputs) holds for several rows."""
-    return spec.level1 != "none" and spec.block_shape((2, 2))[0] > 1
 
 
 def _name(layer: Layer) -> tuple[str, str, str]:

@@ -106,17 +106,9 @@ def _lowered(context: Any, value: Any, **how: Any) -> list[Any]:
     return [value]
 
 
-def _batched(values: Any, dims: Any, **how: Any) -> tuple[Any, Any]:
-    return _LOOK.bind(*values, **how), dims[0]
-
-
-def _differentiated(primals: Any, tangents: Any, **how: Any) -> tuple[Any, Any]:
-    return _LOOK.bind(*primals, **how), tangents[0]
-
-
 _LOOK = Primitive("fp8jax_observed")
 _LOOK.def_impl(lambda value, **_: value)
 _LOOK.def_abstract_eval(lambda value, **_: value)
-ad.primitive_jvps[_LOOK] = _differentiated
-batching.primitive_batchers[_LOOK] = _batched
+ad.primitive_jvps[_LOOK] = lambda primals, tangents, **how: (_LOOK.bind(*primals, **how), tangents[0])
+batching.primitive_batchers[_LOOK] = lambda values, dims, **how: (_LOOK.bind(*values, **how), dims[0])
 mlir.register_lowering(_LOOK, _lowered)

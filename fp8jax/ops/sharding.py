@@ -113,7 +113,7 @@ def named(spec: Sequence[Any] | None, *arrays: Any) -> NamedSharding | None:
 def place(x: Array, spec: Sequence[Any], *others: Array) -> Array:
     """An array in another sharding, where it or others that it must lie with have Explicit axes."""
     sharding = named(spec, x, *others)
-    if sharding is None or _same(spec_of(x), spec):
+    if sharding is None or list(map(blocks.names, spec_of(x))) == list(map(blocks.names, spec)):
         return x
     return jax.sharding.reshard(x, sharding)
 
@@ -162,7 +162,3 @@ class Kind:
     def cast(self, gradient: Array) -> Array:
         """A gradient as one of this kind."""
         return place(gradient.astype(self.dtype), self.spec)
-
-
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return [blocks.names(entry) for entry in one] == [blocks.names(entry) for entry in other]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from fp8jax.rewrite.graph import Graph, Node, Value, before, in_order
+from fp8jax.rewrite.graph import Node, Value, before, in_order
 from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
 
 _SUMS = ("add", "add_any")
@@ -45,11 +45,6 @@ def find(node: Node, outputs: int, reader: Node | None) -> BiasForm | None:
         vector = source if jnp.issubdtype(source.dtype, jnp.floating) and source.dtype.itemsize > 1 else vector
     same = {value.dtype for value in (result, others[0], reader.results[0])} == {result.dtype}
     return BiasForm(reader, before(vector, (*MARKS, *RESHAPES), in_order)) if same else None
-
-
-def only_readers(graph: Graph, counts: dict[Value, int]) -> dict[Value, Node]:
-    """The node that reads a value, for each of a program that is read once."""
-    return {v: node for node in graph.all() for v in node.operands if counts.get(v) == 1}
 
 
 def _vector(value: Value, shape: tuple[int, ...], lead: int) -> Value | None:

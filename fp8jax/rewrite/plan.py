@@ -179,7 +179,11 @@ def _replace_all(
     for p in products:
         groups.setdefault((p.graph, before(p.data, (*MARKS, *RESHAPES), in_order)), []).append(p)
     counts, normed = readers(graph), Also()
-    alone = {inner: biases.only_readers(inner, counts) for inner in {p.graph for p in products}}
+    # The node that reads a value, for each that is read once.
+    alone = {
+        inner: {v: node for node in inner.all() for v in node.operands if counts.get(v) == 1}
+        for inner in {p.graph for p in products}
+    }
     for (graph_of, root), group in groups.items():
         made = _made(root, counts)
         asked = weighing.choose(made, group, entries, alone[graph_of])

@@ -191,7 +191,8 @@ def run_again(
     if name == "while":
         first, consts = params["cond_nconsts"], params["body_nconsts"]
         held, fixed = operands[:first], operands[first : first + consts]
-        condition = core.jaxpr_as_fun(closed_jaxpr(params["cond_jaxpr"]))
+        asked = params["cond_jaxpr"]  # a program with its constants, whether JAX has given them to it or not
+        condition = core.jaxpr_as_fun(asked if hasattr(asked, "consts") else core.ClosedJaxpr(asked, ()))
         body_of = lambda carry: body([*fixed, *carry], carried, rows)[:own]  # noqa: E731
         carry = operands[first + consts :]
         return list(lax.while_loop(lambda carry: condition(*held, *carry)[0], body_of, carry))
@@ -234,11 +235,6 @@ def _jit_again(params: dict[str, Any], body: Run, operands: list[Any], given: An
         inline=params["inline"],
     )
     return again(*operands, given)  # type: ignore[no-any-return]
-
-
-def closed_jaxpr(program: Any) -> Any:
-    """A program with its constants, whether JAX has given them to it or not."""
-    return program if hasattr(program, "consts") else core.ClosedJaxpr(program, ())
 
 
 @contextlib.contextmanager

@@ -80,7 +80,8 @@ def tell(value: Value, group: Sequence[ReadWeight], entries: dict[Node, Entry], 
     for i, (p, seconds) in enumerate(zip(taken, known.each, strict=True)):
         gain, loses = seconds - known.codes / len(taken), i not in known.best
         entry = entries[p.node]._replace(gain=gain, loses=loses, rates=known.rates)
-        entries[p.node] = entry._replace(tokens=known.tokens, times=_times(p))
+        times = math.prod(node.eqn.params["length"] for node, _ in p.around if node.kind == "scan")
+        entries[p.node] = entry._replace(tokens=known.tokens, times=times)
 
 
 def _made_by(value: Value, reader: ReadWeight) -> str:
@@ -130,11 +131,6 @@ def _told(known: _Weighed, together: Sequence[int], of: int) -> str:
     seconds = sum(known.each[i] for i in together) - (known.codes if together else 0.0)
     others = ", ".join(dict.fromkeys(known.products[i].path for i in together if i != of))
     return f"{abs(1e6 * seconds):,.0f} us{f' with {others}' if others else ''}"
-
-
-def _times(p: ReadWeight) -> int:
-    """How often a product runs in a step."""
-    return math.prod(node.eqn.params["length"] for node, _ in p.around if node.kind == "scan")
 
 
 def _shape_here(value: Value) -> tuple[int, ...]:
