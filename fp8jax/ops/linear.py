@@ -30,7 +30,6 @@ def linear(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
-    known: Known = BLANK,
 ) -> Array:
     """x @ w + bias with the products of a recipe, differentiable in x, w and bias.
 
@@ -44,8 +43,6 @@ def linear(
         quantized: what `quantize_weight` made of `w`; None quantizes it in this call.
         out_sharding: on a mesh with Explicit axes, the sharding of the result, as `jax.lax.dot_general` takes it, which
             says where JAX requires it; None follows JAX's own rule.
-        known: what the caller knows of `x`, as `fp8jax.transform` does: what it is made from, and what other layers
-            have made of it. Of layers called by themselves nothing is known: `norm_linear` is a norm with its layers.
 
     Returns:
         (..., outputs) in the dtype of `x`. Gradients have the dtypes of what they are gradients of.
@@ -55,8 +52,7 @@ def linear(
             codes of a frozen weight and of the recipe do not go together.
     """
     spec = output_spec(x, w, out_sharding)
-    read = Input(rows(x, w), x, known=known)
-    return product(read, w, stateless(recipe), key, quantized=quantized, spec=spec, bias=bias)
+    return product(Input(rows(x, w), x), w, stateless(recipe), key, quantized=quantized, spec=spec, bias=bias)
 
 
 def dot_general(
@@ -82,7 +78,9 @@ def dot_general(
         dimension_numbers: as in `jax.lax.dot_general`. Batch axes have products, and scales, of their own.
         precision: must be JAX's default, None or in another spelling: quantized products have one precision.
         preferred_element_type: dtype of the result; that of `lhs` if None.
-        recipe, key, out_sharding, known: as of `linear`.
+        recipe, key, out_sharding: as of `linear`.
+        known: what the caller knows of `lhs`, as `fp8jax.transform` does: what it is made from, and what other layers
+            have made of it. Of layers called by themselves nothing is known: `norm_linear` is a norm with its layers.
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
         bias: (outputs,) for the free axes of `rhs` in one, added in the dtype of `lhs`; there must be no batch axes.
         pass_on: may be given `lhs` for what else reads it, whose gradients then are added in this backward pass.

@@ -39,7 +39,7 @@ def ragged_dot(
         x: (tokens, inputs), any floating dtype, the tokens of each group one after another.
         w: (groups, inputs, outputs).
         group_sizes: (groups,), integers; tokens beyond their sum are in no group, and their results are 0.
-        recipe, key, known: as of `fp8jax.linear`.
+        recipe, key: as of `fp8jax.linear`. known: as of `fp8jax.dot_general`.
 
     Returns:
         (tokens, outputs) in the dtype of `x`.

@@ -78,7 +78,7 @@ def scaled_linear(
             gradient's scaling keeps no state.
         recipe: a recipe whose scaling keeps a state, such as "delayed".
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
-        bias, key, out_sharding, known: as of `linear`.
+        bias, key, out_sharding: as of `linear`. known: as of `dot_general`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass

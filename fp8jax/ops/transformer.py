@@ -17,7 +17,7 @@ from fp8jax.ops.inputs import Input
 from fp8jax.ops.linear import linears, output_spec, rows, stateless
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import QuantizedWeight, product
-from fp8jax.ops.saved import BLANK, ITSELF, Known
+from fp8jax.ops.saved import BLANK, ITSELF, Known, Origin
 from fp8jax.ops.sharding import merge
 from fp8jax.recipes import resolve
 
@@ -90,8 +90,6 @@ def attention_output(
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
-    known: Known = BLANK,
-    bias: Array | None = None,
 ) -> Array:
     """The projection of what attention returns, plus a residual.
 
@@ -105,8 +103,7 @@ def attention_output(
         residual: (..., outputs), or None.
         recipe: as of `norm_linear`.
         quantized: what `quantize_weight` made of `w` as (inputs, outputs); None quantizes it in this call.
-        bias: (outputs,), or None.
-        key, out_sharding, known: as of `linear`; the sharding is that of the projection.
+        key, out_sharding: as of `linear`; the sharding is that of the projection.
 
     Returns:
         (..., outputs) in the dtype of `y`, promoted with that of the residual.
@@ -119,14 +116,10 @@ def attention_output(
     shape, inputs = y.shape[-2:], math.prod(y.shape[-2:])
     if y.ndim < 2 or w.shape[:-1] not in (shape, (inputs,)):
         raise ValueError(f"w must be (heads, channels, outputs) or (inputs, outputs) for y {y.shape}, not {w.shape}")
-    origin = known.origin
-    if recipe.context.saved is not None and origin.again is None:
-        origin = origin._replace(again=(ITSELF, y))
-    lead, part = y.ndim - 2, stateless(recipe)
-    tokens, matrix = merge(y, *[1] * lead, 2), merge(w, w.ndim - 1, 1)
-    spec = output_spec(tokens, matrix, out_sharding)
-    read = Input(tokens, y, False, known._replace(origin=origin))
-    out = product(read, matrix, part, key, quantized=quantized, spec=spec, bias=bias)
+    known = Known(Origin(again=(ITSELF, y))) if recipe.context.saved is not None else BLANK
+    tokens, matrix = merge(y, *[1] * (y.ndim - 2), 2), merge(w, w.ndim - 1, 1)
+    spec, read = output_spec(tokens, matrix, out_sharding), Input(tokens, y, False, known)
+    out = product(read, matrix, stateless(recipe), key, quantized=quantized, spec=spec)
     return out if residual is None else residual + out
 
 

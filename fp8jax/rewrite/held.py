@@ -17,8 +17,10 @@ from jax import Array, lax
 from fp8jax import recipes
 from fp8jax.core.recipe import Linear
 from fp8jax.ops.frozen import FrozenWeight, check_kinds
-from fp8jax.ops.linear import linear
+from fp8jax.ops.inputs import Input
+from fp8jax.ops.linear import rows
 from fp8jax.ops.lora import AdaptedWeight, adapted, merge_adapter
+from fp8jax.ops.product import product
 from fp8jax.ops.sharding import merge
 from fp8jax.rewrite.graph import Node, Value, Weight, in_order
 from fp8jax.rewrite.primitives import CASTS, MARKS, PRODUCTS, RESHAPES
@@ -125,7 +127,7 @@ class HeldOperation:
         known, key = running.reads(value, root, self.linear, origin)
         weight = held.weight if isinstance(held, AdaptedWeight) else held
         w = weight.matrix if isinstance(weight, FrozenWeight) else lax.stop_gradient(weight).reshape(held.adapter.shape)
-        y = linear(value, w, recipe=self.linear, key=key, known=known)
+        y = product(Input(rows(value, w), value, known=known), w, self.linear, key)
         if isinstance(held, AdaptedWeight):
             y = y + adapted(value, held.adapter)
         y = y.reshape(*y.shape[:-1], *self.shape)

@@ -20,7 +20,6 @@ from fp8jax.ops.ragged import ragged_dot
 from fp8jax.ops.saved import ITSELF, Origin
 from fp8jax.ops.scaled import Observed, scaled_linear
 from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
-from fp8jax.ops.transformer import attention_output
 from fp8jax.rewrite.graph import Node, Value
 from fp8jax.rewrite.primitives import Equation
 from fp8jax.rewrite.states import Given, Use, observed_beside
@@ -74,7 +73,9 @@ class ProductOperation:
         elif w.ndim == 2 and x.shape[-1] == w.shape[0]:
             y = product(Input(rows(x, w), x, known=known), w, linear, spec=output_spec(x, w, None), **how)
         else:
-            y = attention_output(x, w, recipe=self.recipe, known=known, **how)
+            tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
+            spec = output_spec(tokens, matrix, None)
+            y = product(Input(tokens, x, False, known), matrix, linear, spec=spec, **how)
         return [_shaped(y, result.shape).astype(result.dtype)]
 
     def _bias(self, running: Any) -> Array | None:
