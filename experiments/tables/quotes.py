@@ -88,6 +88,11 @@ def _extreme(impl: str, sizes: Sequence[str], pick: Callable[[Sequence[float]], 
     return Figure("reduce", look)
 
 
+def _clipped(arm: str, text: str, column: str, form: str) -> Figure:
+    return value("release_clipping", f"{arm}, {text}", column, form)
+
+
+CLIPPINGS, CLIPPED = ("norm of the step before", "two backward passes"), ("validation: % above", "± (validation)")
 STEP, AGAIN = claims.ONE, claims.AGAIN
 SIZES = ("64", "256", "1024")
 QUOTES = (
@@ -136,6 +141,14 @@ QUOTES = (
           "{} GB in `coat_fast`",
           (value("release", "coat", "memory", ".1f"), value("release", "coat, released", "memory", ".1f"),
            value("release", "coat_fast, released, bf16 weights", "memory", ".1f"))),
+    Quote("the norm of the step before {} % from the plain step's validation loss, two passes {} % (three orders of a "
+          "small model, ± {} and {} %, of which rounding alone makes that of two passes). Where each 40th batch is "
+          "random bytes, whose gradients are large at once, the norm of the step before ends {} ± {} % above, and two "
+          "passes {} ± {} %",
+          (*(_clipped(arm, "text", column, "+.1f") for column in CLIPPED[:1] for arm in CLIPPINGS),
+           *(_clipped(arm, "text", column, ".1f") for column in CLIPPED[1:] for arm in CLIPPINGS),
+           *(_clipped(arm, "text, each 40th batch random bytes", column, ".1f") for arm in CLIPPINGS
+             for column in CLIPPED))),
     Quote("{} dB less noise than e5m2 per tensor",
           (Figure("moss_snr", lambda result: _less(result), ".0f"),)),
 )  # fmt: skip

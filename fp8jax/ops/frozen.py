@@ -35,23 +35,39 @@ class FrozenWeight:
             Leading axes stack weights, as of the layers of a scanned model, with scales of their own.
         dtype: static; of the array that it stands for, to a model that reads it as a parameter.
         inputs, outputs: static; the sizes of the parameter's own axes, where it has several for either.
+        turned: static; it stands for the transposed matrix, of which these are the codes, (..., inputs, outputs).
     """
 
     codes: QTensor
     dtype: Any = dataclasses.field(default=jnp.dtype(jnp.bfloat16), metadata={"static": True})
     inputs: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     outputs: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    turned: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(..., inputs, outputs); of the parameter with its own axes, where these are several."""
         *stacked, outputs, inputs = self.codes.shape
+        if self.turned:
+            inputs, outputs = outputs, inputs
         return (*stacked, *(self.inputs or (inputs,)), *(self.outputs or (outputs,)))
 
     @property
     def matrix(self) -> "FrozenWeight":
         """The same as a matrix, or a stack of such."""
         return dataclasses.replace(self, inputs=(), outputs=())
+
+    @property
+    def T(self) -> "FrozenWeight":
+        """The transposed matrix, by the same codes.
+
+        Raises:
+            ValueError: the codes' scales are not those of a transposed matrix, as those of groups or outputs.
+        """
+        spec = self.codes.spec
+        if spec.granularity not in TRANSPOSABLE or spec.expand:
+            raise ValueError(f"codes of {spec} do not serve the transposed matrix; freeze as e4m3 or e4m3:block128")
+        return dataclasses.replace(self, inputs=self.outputs, outputs=self.inputs, turned=not self.turned)
 
     @property
     def ndim(self) -> int:
@@ -64,7 +80,7 @@ class FrozenWeight:
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Array:
         """The values, in the shape of the weight."""
-        decode = lambda q: from_bytes(q).dequantize(dtype).T  # noqa: E731
+        decode = lambda q: from_bytes(q).dequantize(dtype) if self.turned else from_bytes(q).dequantize(dtype).T  # noqa: E731
         for _ in self.codes.shape[:-2]:
             decode = jax.vmap(decode)
         return decode(self.codes).reshape(self.shape)  # type: ignore[no-any-return]
@@ -125,13 +141,14 @@ def check_kinds(recipe: Linear, held: QuantSpec) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenCodes:
-    """The codes of a weight that is not trained, transposed, (outputs, inputs), as bytes."""
+    """The codes of a weight that is not trained as bytes, transposed, (outputs, inputs); where `turned`, as it is."""
 
     codes: QTensor
+    turned: bool = dataclasses.field(default=False, metadata={"static": True})
     token_scale = None
 
     def forward(self, matrix: Array | None, side: Side) -> Forward:
-        return from_bytes(self.codes)
+        return transpose(from_bytes(self.codes)) if self.turned else from_bytes(self.codes)
 
     def residual(self, matrix: Array | None, operand: Forward, side: Side) -> "FrozenCodes":
         return self
@@ -149,4 +166,5 @@ class FrozenCodes:
             w = dataclasses.replace(w, scale=jnp.ones((1, 1), jnp.float32), spec=plain)
         if w.spec.granularity not in TRANSPOSABLE or w.spec.expand:
             return dy, w.dequantize(jnp.float32 if dy.dtype == jnp.float32 else jnp.bfloat16).T
-        return encode(dy, recipe.spec("dy"), recipe.own_strategy("dy"), key=key), transpose(w)
+        rows = encode(dy, recipe.spec("dy"), recipe.own_strategy("dy"), key=key)
+        return rows, w if self.turned else transpose(w)

@@ -41,6 +41,11 @@ class Adapter:
         return int(self.a.shape[-1])
 
     @property
+    def T(self) -> "Adapter":
+        """Of the transposed weight."""
+        return dataclasses.replace(self, a=jnp.swapaxes(self.b, -1, -2), b=jnp.swapaxes(self.a, -1, -2))
+
+    @property
     def scale(self) -> float:
         return self.alpha / self.rank
 

@@ -179,7 +179,7 @@ def of_weight(
         if quantized is not None:
             raise ValueError("a frozen weight is quantized already: leave out quantized=")
         check_kinds(recipe, w.codes.spec)
-        return FrozenCodes(w.codes)
+        return FrozenCodes(w.codes, w.turned)
     if quantized is None:
         return Plain(scale)
     shape, *specs = quantized.dgrad.shape, quantized.forward.spec, quantized.dgrad.spec
@@ -191,7 +191,7 @@ def of_weight(
 
 def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: Any) -> tuple[Any, ...] | None:
     """The sharding of x @ w: see `fp8jax.ops.sharding.product_sharding`."""
-    matrix, axis = (w.codes, 1) if isinstance(w, FrozenWeight) else (w, 0)
+    matrix, axis = (w.codes, 0 if w.turned else 1) if isinstance(w, FrozenWeight) else (w, 0)
     return product_sharding(x, matrix, (((x.ndim - 1,), (axis,)), ((), ())), out_sharding)  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,8 @@
 """Parameters that are not trained: `fp8jax.FrozenWeight`s, and what has an adapter beside it, in a model's parameters.
 
-A program is traced with an array in the place of each. A product that multiplies by it as a matrix (inputs, outputs) is
-done with its codes, whatever the rules say of it; all else reads its values, decoded.
+A program is traced with an array in the place of each. A product that multiplies by it as a matrix (inputs, outputs),
+or by its transpose where the codes' scales serve that, is done with its codes, whatever the rules say of it; all else
+reads its values, decoded.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from jax import Array, lax
 
 from fp8jax import recipes
 from fp8jax.core.recipe import Linear
+from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops.frozen import FrozenWeight, check_kinds
 from fp8jax.ops.inputs import Input
 from fp8jax.ops.linear import rows
@@ -106,7 +108,8 @@ class HeldOperation:
         linear: the recipe, of products in 16 bits where rules leave it alone.
         data, weight: the operands, the weight as it is held. side: which operand of the equation that is.
         contract: the axes of the data that are summed over, in the order of the weight's.
-        shape: the further axes of the weight, as the product reads it. root: as of `ProductOperation`.
+        shape: the further axes of the weight, as the product reads it. turned: whether it reads the transposed matrix.
+        root: as of `ProductOperation`.
     """
 
     linear: Linear
@@ -115,6 +118,7 @@ class HeldOperation:
     side: int
     contract: tuple[int, ...]
     shape: tuple[int, ...]
+    turned: bool
     root: Value
 
     def run(self, running: Any, node: Node) -> Sequence[Array]:
@@ -127,9 +131,10 @@ class HeldOperation:
         known, key = running.reads(value, root, self.linear, origin)
         weight = held.weight if isinstance(held, AdaptedWeight) else held
         w = weight.matrix if isinstance(weight, FrozenWeight) else lax.stop_gradient(weight).reshape(held.adapter.shape)
+        w = w.T if self.turned else w
         y = product(Input(rows(value, w), value, known=known), w, self.linear, key)
         if isinstance(held, AdaptedWeight):
-            y = y + adapted(value, held.adapter)
+            y = y + adapted(value, held.adapter.T if self.turned else held.adapter)
         y = y.reshape(*y.shape[:-1], *self.shape)
         if self.side == 0:
             y = y.transpose(*range(len(free), y.ndim), *range(len(free)))
@@ -139,6 +144,17 @@ class HeldOperation:
 @functools.cache
 def _sixteen_bits() -> Linear:
     return recipes.get("bf16").linear
+
+
+def _turned(layout: Sequence[Node]) -> bool | None:
+    """Whether what is read is the transposed matrix; None where it is neither that nor the matrix."""
+    turned, kept = False, (*CASTS, *MARKS, *RESHAPES, "stop_gradient")
+    for step in layout:
+        if step.kind == "transpose" and tuple(step.eqn.params["permutation"]) == (1, 0):
+            turned = not turned
+        elif step.kind not in kept or not in_order(step):
+            return None
+    return turned
 
 
 def replace(node: Node, side: int, weight: Weight, linear: Linear | None, path: str, root: Value) -> bool:
@@ -165,17 +181,24 @@ def replace(node: Node, side: int, weight: Weight, linear: Linear | None, path: 
         linear = _sixteen_bits()
     if node.kind != "dot_general" or any(params["dimension_numbers"][1]):
         return False
-    kept = (*CASTS, *MARKS, *RESHAPES, "stop_gradient")
-    if not all(step.kind in kept and in_order(step) for step in weight.layout):
+    turned = _turned(weight.layout)
+    if turned is None:
         return False
     pair, shape = params["dimension_numbers"][0], node.operands[side].shape
     pairs = sorted(zip(pair[side], pair[1 - side], strict=True))
     n = len(pairs)
     of_weight, of_data = zip(*pairs, strict=True) if pairs else ((), ())
-    sizes = math.prod(shape[:n]), math.prod(shape[n:])
-    if of_weight != tuple(range(n)) or sizes != (held.inputs, held.outputs):
+    first, free = of_weight == tuple(range(n)), shape[n:]
+    if not first:  # the last axes may be: a matrix (outputs, inputs)
+        if of_weight != tuple(range(len(shape) - n, len(shape))):
+            return False
+        turned, free = not turned, shape[: len(shape) - n]
+    sizes = math.prod(shape[i] for i in of_weight), math.prod(free)
+    if sizes != ((held.outputs, held.inputs) if turned else (held.inputs, held.outputs)):
+        return False
+    if turned and held.spec is not None and (held.spec.granularity not in TRANSPOSABLE or held.spec.expand):
         return False
     data = node.operands[1 - side]
-    node.operation = HeldOperation(linear, data, weight.stored, side, of_data, shape[n:], root)
+    node.operation = HeldOperation(linear, data, weight.stored, side, of_data, free, turned, root)
     node.operands = [data, weight.stored]
     return True

@@ -122,6 +122,8 @@ SPELLINGS = {
     "compiled": lambda p, x: jax.jit(lambda w, x: x @ w)(p["w"], x),
     "barrier": lambda p, x: x @ jax.lax.optimization_barrier(p["w"]),
     "stopped": lambda p, x: x @ jax.lax.stop_gradient(p["w"]),
+    "transposed twice": lambda p, x: x @ p["w"].T.T,
+    "transposed and read so": lambda p, x: jax.lax.dot_general(x, p["w"].T, (((2,), (1,)), ((), ()))),
 }
 
 
@@ -138,7 +140,7 @@ def test_spellings_of_a_product_read_the_codes(how):
 
 
 VALUES = {
-    "transposed": (lambda p, x: jnp.einsum("bth,dh->btd", jnp.tile(x, 2)[..., :INNER], p["w"]), WIDTH),
+    "tiled": (lambda p, x: x @ jnp.tile(p["w"], (1, 2)), 2 * INNER),
     "a part": (lambda p, x: x @ p["w"][:, :16], 16),
     "looked up": (lambda p, x: p["w"][jnp.arange(5)] + x[0, 0, 0], INNER),
     "scaled": (lambda p, x: x @ (2 * p["w"]), INNER),
@@ -158,20 +160,63 @@ def test_what_reads_no_matrix_reads_the_values(how):
     exact = fn({"w": merged}, X)
     assert relative(fast(p, X)[0], exact) < 0.08
     assert np.isfinite(jax.grad(lambda a: loss(fast, a))(ADAPTER).b).all()
-    if how == "transposed":
-        assert "not read as (inputs, outputs)" in str(fast.explain(p, X))
+    if how == "tiled":
         assert relative(fast(p, X)[0], exact) < 1e-5
 
 
-def test_a_square_matrix_that_is_transposed_is_not_read_as_it_is():
-    square = fp8jax.freeze(W[:, :WIDTH])
+TURNED = {
+    "transposed": lambda p, x: x @ p["w"].T,
+    "einsum": lambda p, x: jnp.einsum("bth,dh->btd", x, p["w"]),
+    "weight first": lambda p, x: jax.vmap(jax.vmap(lambda row: p["w"] @ row))(x),
+    "heads": lambda p, x: jnp.einsum(
+        "bthc,dhc->btd", x.reshape(2, -1, 4, x.shape[-1] // 4), p["w"].reshape(WIDTH, 4, -1)
+    ),
+    "twice": lambda p, x: jnp.einsum("bth,hd->btd", x, p["w"].T),
+}
+
+
+@pytest.mark.parametrize("columns", [INNER, WIDTH])
+@pytest.mark.parametrize("how", TURNED)
+def test_a_matrix_that_is_read_transposed_is_multiplied_by_its_codes(how, columns):
+    """(outputs, inputs), as Equinox has them: values, and gradients of inputs and adapter, beside decoded weights."""
+    x = jnp.tile(X, 2)[..., :columns]
+    held = fp8jax.freeze(W[:, :columns])
+    adapter = dataclasses.replace(ADAPTER, b=ADAPTER.b[:, :columns])
+    fast = fp8jax.transform(lambda p, x: (TURNED[how](p, x), x @ p["other"]), "te_current")
+    p = lambda adapter: {"w": fp8jax.lora.AdaptedWeight(held, adapter), "other": jnp.ones((columns, 8))}  # noqa: E731
+    asked = dots(lambda p, x: fast(p, x)[0], p(adapter), x)
+    assert ("float8_e4m3fn",) * 2 in asked
+    assert "not read as" not in str(fast.explain(p(adapter), x))
+
+    def exact(adapter, x):
+        return x @ held.dequantize().T + adapter.scale * (x @ adapter.b.T) @ adapter.a.T
+
+    slope = jax.random.normal(KEYS[3], (*X.shape[:2], WIDTH))
+    loss = lambda fn: jax.grad(lambda a, x: jnp.sum(slope * fn(a, x)), (0, 1))(adapter, x)  # noqa: E731
+    assert relative(fast(p(adapter), x)[0], exact(adapter, x)) < 0.08
+    ours, theirs = loss(lambda a, x: fast(p(a), x)[0]), loss(exact)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert relative(a, b) < 0.08
+    slope = jax.random.normal(KEYS[3], (*X.shape[:2], columns))
+    plain = jax.grad(lambda x: jnp.sum(slope * fp8jax.linear(x, held, recipe="te_current")))(X)
+    assert relative(plain, slope @ held.dequantize().T) < 0.08
+
+
+def test_scales_that_serve_one_side_alone_leave_the_transposed_matrix_in_16_bits():
+    square = fp8jax.freeze(W[:, :WIDTH], "e4m3:token")
     fast = fp8jax.transform(lambda p, x: (x @ p["w"].T, x @ p["other"]), "te_current")
     p = {"w": square, "other": W}
     np.testing.assert_allclose(fast(p, X)[0], X @ square.dequantize().T, rtol=1e-5, atol=1e-5)
     assert "not read as (inputs, outputs)" in str(fast.explain(p, X))
+    with pytest.raises(ValueError, match="codes of e4m3:token do not serve the transposed matrix"):
+        _ = square.T
+    turned = fp8jax.freeze(W).T
+    assert turned.shape == (INNER, WIDTH)
+    np.testing.assert_array_equal(turned.dequantize(), fp8jax.freeze(W).dequantize().T)
+    assert turned.T.shape == W.shape
 
 
-@pytest.mark.parametrize("how", ["transposed", "looked up"])
+@pytest.mark.parametrize("how", ["tiled", "looked up"])
 def test_values_have_no_gradient(how):
     fast = fp8jax.transform(lambda p, x: (VALUES[how][0](p, x), x @ p["other"]), "te_current")
     grads = jax.grad(lambda w: fast({"w": w, "other": W}, X)[0].sum(), allow_int=True)(HELD)
