@@ -107,6 +107,8 @@ class Config:
             given += [k for k in ("tokenizer", "vocab") if getattr(self.data, k) != getattr(Data, k)]
             if given:
                 raise UserError(f"{flag(given[0])} is the checkpoint's own: leave it out with --init")
+        if self.optim.release and self.run.partition:
+            raise UserError(f"--partition {self.run.partition} is of a step of its own: leave out --release, or it")
         self.lora.validate()
         self._validate_processes()
         if self.run.mesh:

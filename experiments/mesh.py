@@ -1,7 +1,7 @@
 """How a training state and its batches lie on devices, of one process or of several."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -127,16 +127,41 @@ def whole(mesh: Meshes) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def state(mesh: Meshes, tree: Any) -> Any:
+def state(mesh: Meshes, tree: Any, partition: str = "") -> Any:
     """The shardings of a state, by the shapes and names of its arrays.
 
     Matrices are cut along the last axis but one over "fsdp", and over "tensor" as `OUTPUTS` and `INPUTS` say; those
     outside of layers as over "fsdp". Scales are cut as their codes are, where their number divides. An axis that stacks
-    layers is never cut.
-    """
+    layers is not cut, but by a partition.
 
-    def spec(x: Any, rows: tuple[str, ...], columns: tuple[str, ...]) -> NamedSharding:
+    Args:
+        mesh: the devices.
+        tree: the state, or a part of it.
+        partition: how what an optimizer holds, under "opt_state", is shared by the devices along "data", which have the
+            same parameters: "tensors", whole ones, each layer's on one device; or in "slices", as over "fsdp"; those
+            outside of layers are always in slices. "" leaves it where its parameters are.
+    """
+    return _places(mesh, tree, partition, lambda path: getattr(path[0], "name", "") == "opt_state")
+
+
+def held(mesh: Meshes, params: Any, partition: str) -> Any:
+    """The shardings, for parameters, of what an optimizer holds of them: see `state`."""
+    return _places(mesh, params, partition, lambda path: True)
+
+
+def check_partition(partition: str, mesh: Meshes, layers: int) -> None:
+    """Raises ValueError that says why a partition is none of the mesh's, and the fix."""
+    data = mesh.shape["data"]
+    if partition and data == 1:
+        raise ValueError(f"{partition}: devices along data share what an optimizer holds; give --mesh data=2 or more")
+    if partition == "tensors" and layers % data:
+        raise ValueError(f"tensors: {data} devices along data do not divide {layers} layers; take slices")
+
+
+def _places(mesh: Meshes, tree: Any, partition: str, shared: Callable[[Any], bool]) -> Any:
+    def spec(x: Any, stack: tuple[str, ...], rows: tuple[str, ...], columns: tuple[str, ...]) -> NamedSharding:
         wanted = ([()] * x.ndim + [rows, columns])[-x.ndim :] if x.ndim else []
+        wanted = [stack, *wanted[1:]] if stack else wanted
         axes = [_divide(mesh, n, names) for n, names in zip(x.shape, wanted, strict=True)]
         while axes and not axes[-1]:
             axes.pop()
@@ -155,9 +180,14 @@ def state(mesh: Meshes, tree: Any) -> Any:
             rows = ("tensor", *rows)
         elif kind == "outside" and large:
             rows = (*rows, "tensor")
+        stack: tuple[str, ...] = ()
+        if partition == "tensors" and shared(path) and stacked(path):
+            stack = ("data",)
+        elif partition and shared(path) and large:
+            rows = (*rows, "data")
         if matrix:
             rows = _divide(mesh, codes.shape[-2], rows)
-        return jax.tree.map(lambda part: spec(part, rows, columns), x)
+        return jax.tree.map(lambda part: spec(part, stack, rows, columns), x)
 
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=lambda x: isinstance(x, fp8jax.QTensor))
 

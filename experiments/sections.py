@@ -203,6 +203,9 @@ class Run:
     """Devices by axis, as data=2,fsdp=4: both split the batch, fsdp parameters and moments, too. Those along tensor
     share sequences: each computes some of a layer's heads and channels, and holds their parameters. Empty: data
     parallel over all of them, or over as many as divide a microbatch. Several processes use all of theirs."""
+    partition: Literal["", "tensors", "slices"] = ""
+    """How devices along data, which have the same parameters, share what the optimizer holds (ZeRO's first stage):
+    whole tensors, each layer's on one device, or slices of each. Empty: all have all of it."""
     remat: Literal["auto", "none", "products", "blocks"] = "auto"
     """What the backward pass computes again: nothing, all of a block but its products and attention, or whole blocks.
     auto: products on a GPU where neither the recipe's contexts save operations nor kernels write what layers read, else

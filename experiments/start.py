@@ -1,4 +1,4 @@
-"""What training starts from: a checkpoint of Hugging Face with `--init`, with its shape, tokenizer and weights.
+"""What training starts from: devices, texts, and a checkpoint of Hugging Face with `--init`, its shape and weights.
 
 `experiments.hub` reads it; without `--init` nothing of it is imported.
 """
@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import tokenizers
 
-from experiments import chat, data, packing, records
+import fp8jax
+from experiments import chat, data, mesh, packing, parallel, records
 from experiments.config import Config, UserError
 from experiments.models.llama import LlamaConfig
 from experiments.packing import Document
@@ -52,6 +53,29 @@ class CheckpointTokenizer:
         """A whole text, all of which is to be learned, with what begins and ends it."""
         whole = [*([] if self.begins is None else [self.begins]), *ids, *([] if self.ends is None else [self.ends])]
         return Document(np.array(whole, np.int32), np.ones(len(whole), np.int8))
+
+
+def devices(config: Config, recipes: Iterable[fp8jax.Recipe]) -> jax.sharding.Mesh:
+    """The devices that a configuration asks for.
+
+    Raises:
+        UserError: there are not so many, or they cannot share the batch, the model or the optimizer's state so.
+    """
+    asked = config.run.mesh
+    try:
+        found = mesh.choose(asked, config.data.batch, config.optim.microbatches)
+        if found.size > 1:
+            llama, tokens = shape(config), config.data.batch // config.optim.microbatches * config.data.seq_len
+            for recipe in recipes:
+                parallel.check(llama, recipe, found, tokens)
+    except ValueError as error:
+        raise UserError(f"--mesh {error}") from None
+    try:
+        if config.run.partition:
+            mesh.check_partition(config.run.partition, found, shape(config).layers)
+    except ValueError as error:
+        raise UserError(f"--partition {error}") from None
+    return found
 
 
 def shape(config: Config, vocab: int = 256) -> LlamaConfig:

@@ -17,6 +17,7 @@ from flax import nnx
 
 import fp8jax
 from experiments import adapters, packing, parallel, tensor
+from experiments import mesh as meshes
 from experiments.adapters import BaseVariable
 from experiments.form import Form
 from experiments.losses import accumulate, cross_entropy
@@ -61,6 +62,7 @@ class Task:
         unroll: layers in a turn of the loop over them, as `Llama` takes it.
         lora: adapters, or None where all weights are trained.
         chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`).
+        partition: how the devices along "data" share what the optimizer holds, as `experiments.mesh.state` takes it.
         own: `graphdef` of a device's heads and channels, where devices along "tensor" share sequences, else None.
     """
 
@@ -75,6 +77,7 @@ class Task:
     unroll: int | None = None
     lora: Lora | None = None
     chunked: bool = False
+    partition: str = ""
     own: nnx.GraphDef[Llama] | None = None
 
     @classmethod
@@ -91,6 +94,7 @@ class Task:
         unroll: int | None = None,
         lora: Lora | None = None,
         chunked: bool = False,
+        partition: str = "",
     ) -> "Task":
         """Traces the model's structure; no parameter is made.
 
@@ -106,7 +110,8 @@ class Task:
             if isinstance(tx, ReleasedOptimizer):
                 raise ValueError("layers that are updated inside the backward pass are whole: leave out --release")
             own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
-        return cls(form.structure(), tx, llama, recipe, remat, seed, microbatches, rows, unroll, lora, chunked, own)
+        how = microbatches, rows, unroll, lora, chunked, partition, own
+        return cls(form.structure(), tx, llama, recipe, remat, seed, *how)
 
     def init(self, params: Any = None) -> TrainState:
         """The state before the first step, with parameters the same for every recipe; also under `jax.eval_shape`.
@@ -276,12 +281,17 @@ class Task:
         def keep_or(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda new, old: jnp.where(healthy, new, old), new, old)
 
+        params = state.params
+        if self.partition and self.rows is not None:
+            # Each device updates what it holds; where parameters lie after a step says its caller.
+            where = meshes.held(self.rows.mesh, params, self.partition)
+            grads, params = jax.lax.with_sharding_constraint((grads, params), (where, where))
         # No branch: its two ends would be copied to one place.
         if isinstance(self.tx, FusedTransformation):
-            params, opt_state = self.tx.step(grads, state.opt_state, state.params, applied=healthy)
+            params, opt_state = self.tx.step(grads, state.opt_state, params, applied=healthy)
         else:
-            updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-            params = keep_or(optax.apply_updates(state.params, updates), state.params)
+            updates, opt_state = self.tx.update(grads, state.opt_state, params)
+            params = keep_or(optax.apply_updates(params, updates), params)
             opt_state = keep_or(opt_state, state.opt_state)
         model_state = adapters.apart(self._bounded(params, model_state, opt_state), base)
         model_state = keep_or(model_state, state.model_state)

@@ -35,7 +35,6 @@ from experiments import (
     lock,
     mesh,
     packing,
-    parallel,
     peft_files,
     report,
     sampling,
@@ -60,7 +59,18 @@ from fp8jax.modules.compiled import describe
 from fp8jax.ops.choice import listening, saving, summary
 
 # Settings of `Run` that all processes must share, or their programs or their order of work differ.
-_EVERYWHERE = ("resume", "checkpoint_every", "keep", "eval_every", "sample_tokens", "mesh", "remat", "logits", "unroll")
+_EVERYWHERE = (
+    "resume",
+    "checkpoint_every",
+    "keep",
+    "eval_every",
+    "sample_tokens",
+    "mesh",
+    "partition",
+    "remat",
+    "logits",
+    "unroll",
+)
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain")
 
 
@@ -119,14 +129,7 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
     recipes = {name: with_master(each, config.optim.master) for name, each in recipes.items()}
     if config.lora.lora_rank:
         recipes = {name: of_base(each, config.lora) for name, each in recipes.items()}
-    try:
-        devices = mesh.choose(config.run.mesh, config.data.batch, config.optim.microbatches)
-        if devices.size > 1:
-            tokens = config.data.batch // config.optim.microbatches * config.data.seq_len
-            for each in recipes.values():
-                parallel.check(start.shape(config), each, devices, tokens)
-    except ValueError as error:
-        raise UserError(f"--mesh {error}") from None
+    devices = start.devices(config, recipes.values())
     with contextlib.ExitStack() as stack:
         with hosts.agreement():
             wandb_log.check(config.run.wandb)
@@ -240,13 +243,14 @@ def _train_recipe(
         chunked=in_chunks(
             config.run.logits, sizes.batch * sizes.seq_len // optim.microbatches // devices.size, llama.vocab
         ),
+        partition=config.run.partition,
     )
     abstract, base_shapes = jax.eval_shape(task.init), jax.eval_shape(task.base)
     row = (3, sizes.seq_len + 1) if tokens.train.ndim == 3 else (sizes.seq_len + 1,)
     batch = jax.ShapeDtypeStruct((sizes.batch, *row), jnp.int32, sharding=rows)
     placed = everywhere = base_placed = None
     if rows is not None:
-        placed, everywhere = mesh.state(devices, abstract), mesh.whole(devices)
+        placed, everywhere = mesh.state(devices, abstract, config.run.partition), mesh.whole(devices)
         base_placed = mesh.state(devices, base_shapes)
         abstract, base_shapes = mesh.on(abstract, placed), mesh.on(base_shapes, base_placed)
     # Nothing of the state is in memory yet: what does not fit has been shown before it fails.

@@ -60,12 +60,12 @@ def runs(argv, out):
         seen, codes = [], []
         for run, where, last in (
             ("one", "data=1", None),
-            ("many", "data=4,fsdp=2", 2),
+            ("many", "data=4,fsdp=2 --partition slices", 2),
             ("many", "fsdp=2,tensor=2", 2),
             ("many", "data=4,fsdp=2", None),
         ):
             Seen.last = last
-            codes.append(train.main([*argv, *FLAGS, run, "--mesh", where], recipe=mixed))
+            codes.append(train.main([*argv, *FLAGS, run, "--mesh", *where.split()], recipe=mixed))
             seen.append(Seen.notes)
             if (out / "many").exists():
                 shutil.copytree(out / "many", out / f"many{len(seen)}")
@@ -92,7 +92,9 @@ def test_training_goes_on_from_mesh_to_mesh_as_on_one_device(runs):
 def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
     _, seen, _ = runs
     assert seen[0].seen[0][1] is None
-    for loop, shape in ((seen[1], (4, 2, 1)), (seen[2], (1, 2, 2)), (seen[3], (4, 2, 1))):
+    for loop, shape, among in (
+        (seen[1], (4, 2, 1), ("fsdp", "data")), (seen[2], (1, 2, 2), "fsdp"), (seen[3], (4, 2, 1), "fsdp")
+    ):  # fmt: skip
         shared = ("tensor",) if shape[2] > 1 else ()
         # The first and the last step: what comes out lies as what went in.
         for state, batch, size in (loop.seen[0], loop.seen[-1]):
@@ -105,7 +107,7 @@ def test_parameters_state_and_batches_lie_as_the_mesh_says(runs):
             for moment in ("mu", "nu"):
                 for part in ("codes", "scale", "expansion"):  # a row's group is not cut
                     cut = shared if part == "codes" else ()
-                    assert specs[f"opt_state.1.{moment}.{up}.{part}"] == P(None, "fsdp", *cut), part
+                    assert specs[f"opt_state.1.{moment}.{up}.{part}"] == P(None, among, *cut), part
             assert specs["step"] == specs["params.norm.scale"] == P()
             histories = [name for name in specs if name.startswith("model_state")]
             assert histories
@@ -155,6 +157,15 @@ def test_a_checkpoint_is_the_same_bits_on_any_mesh(runs):
         ("--mesh tensor=2 --lora-rank 4", "with tensor=2 layers are in parts, and adapters are of whole ones"),
         ("--mesh tensor=2 --release previous", "with tensor=2 layers are in parts, and --release previous"),
         ("--mesh data=2,fsdp=2 --recipe fp8_lm", "give --mesh one axis"),
+        (
+            "--mesh data=1 --partition slices",
+            "--partition slices: devices along data share .* give --mesh data=2 or more",
+        ),
+        (
+            "--mesh data=4 --partition tensors",
+            "--partition tensors: 4 devices along data do not divide 2 layers; take slices",
+        ),
+        ("--mesh data=2 --partition slices --release twice", "--partition slices is of a step of its own"),
         ("--mesh data=4 --microbatches 2", "the 2 sequences of a microbatch .* give --batch 8"),
     ],
 )
