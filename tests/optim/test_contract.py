@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 
 ADAMW = functools.partial(fp8jax.compressed_adamw, 0.05, b2=0.95, min_size=0)
+LM = functools.partial(fp8jax.fp8lm_adamw, 0.05, b2=0.95, min_size=0)
 SCALE = functools.partial(fp8jax.scale_by_compressed_adam, b2=0.95, min_size=0)
 
 
@@ -42,14 +43,14 @@ def train(tx, steps=4, dtype=jnp.float32):
     return p, state
 
 
-def assert_close_to_exact(p, tx, tolerance=0.15):
-    """Compressed moments move parameters as exact ones do, up to a share of the distance moved."""
+def assert_close_to_exact(p, tx, tolerance=0.15, rounded=1e-6):
+    """Compressed moments move parameters as exact ones do, up to a share of the distance moved and their rounding."""
     exact, _ = train(tx)
     start = params()
     for a, b, s in zip(*map(jax.tree.leaves, (p, exact, start)), strict=True):
         moved = np.abs(np.asarray(b - s))
         if moved.size:
-            assert np.abs(np.asarray(a - b)).max() <= tolerance * moved.max() + 1e-6
+            assert np.abs(np.asarray(a - b)).max() <= tolerance * moved.max() + rounded
 
 
 WRAPPERS = {
@@ -66,10 +67,11 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_works_in_the_wrappers_of_optax(wrapper):
+@pytest.mark.parametrize(("make", "rounded"), [(ADAMW, 1e-6), (LM, 2e-3)], ids=["compressed_adamw", "fp8lm_adamw"])
+def test_works_in_the_wrappers_of_optax(wrapper, make, rounded):
     wrap = WRAPPERS[wrapper]
-    p, state = train(wrap(ADAMW()))
-    assert_close_to_exact(p, wrap(optax.adamw(0.05, b2=0.95)))
+    p, state = train(wrap(make()))
+    assert_close_to_exact(p, wrap(optax.adamw(0.05, b2=0.95)), rounded=rounded)  # masters in fp16
     assert any(x.dtype == jnp.float8_e4m3fn for x in jax.tree.leaves(state))
 
 
@@ -90,23 +92,6 @@ def test_multi_transform_is_partition():
     updates, _ = tx.update(p, tx.init(p), p)
     np.testing.assert_allclose(np.asarray(updates["v"]), -0.1, rtol=1e-6)
     assert (np.asarray(updates["w"]) < 0).all()
-
-
-@pytest.mark.parametrize("jit_init", [False, True])
-def test_hyperparameters_can_be_injected_and_changed(jit_init):
-    tx = optax.inject_hyperparams(fp8jax.compressed_adamw)(optax.linear_schedule(1e-2, 0.0, 10), b2=0.95)
-    p = {"w": jax.random.normal(jax.random.key(0), (40, 128))}
-    state = (jax.jit(tx.init) if jit_init else tx.init)(p)
-    assert {"b1", "b2", "eps", "weight_decay", "learning_rate"} <= set(state.hyperparams)
-    update = jax.jit(tx.update)
-    big, state = update(p, state, p)
-    for _ in range(9):
-        small, state = update(p, state, p)
-    ratio = float(jnp.abs(small["w"]).max() / jnp.abs(big["w"]).max())
-    assert 0.05 < ratio < 0.2
-    state.hyperparams["b1"] = jnp.float32(0.5)
-    changed, _ = update({"w": -p["w"]}, state, p)
-    assert not np.allclose(np.asarray(changed["w"]), np.asarray(small["w"]))
 
 
 def test_static_hyperparameters_are_named_where_they_cannot_be_traced():

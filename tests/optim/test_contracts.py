@@ -53,6 +53,7 @@ class Model(dict):
 MASKS = {
     "tree": ({"w": True, "b": False}, {"w"}),
     "other tree": ({"w": False, "b": True}, {"b"}),
+    "no parameter": ({"w": False, "b": False}, set()),
     "tree that can be called": (Model(w=True, b=False), {"w"}),
     "function": (lambda p: {name: x.ndim == 1 for name, x in p.items()}, {"b"}),
     "none": (None, {"w", "b"}),
@@ -69,6 +70,106 @@ def test_the_mask_says_what_decays(make, form, mask):
     changes, _ = change(tx, form, jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     for name, x in changes.items():
         np.testing.assert_array_equal(x, -(2.0**-3) * 0.5 * np.float64(PARAMS[name]) * (name in decaying), name)
+
+
+@both
+@forms
+def test_the_decay_is_multiplied_by_the_rate_of_the_step(make, form):
+    tx = make(optax.piecewise_constant_schedule(1.0, {1: 0.5, 2: 0.5, 3: 0.25}), weight_decay=0.25)
+    params = {**PARAMS, "n": jnp.full((2, 4), 4.0, jnp.bfloat16)}
+    for count, rate in enumerate((1.0, 0.5, 0.25, 1 / 16)):
+        state = tx.init(params)._replace(count=jnp.int32(count))
+        found, after = change(tx, form, jax.tree.map(jnp.zeros_like, params), state, params)
+        for name, x in found.items():
+            np.testing.assert_array_equal(x, -rate * 0.25 * np.float64(params[name]), name)
+        assert after.count == count + 1
+
+
+@both
+def test_the_decay_is_by_default_that_of_optax(make):
+    found, _ = change(make(1.0), "update", {"b": ZEROS["b"]}, make(1.0).init({"b": PARAMS["b"]}), {"b": PARAMS["b"]})
+    want, _ = optax.adamw(1.0).update({"b": ZEROS["b"]}, optax.adamw(1.0).init({"b": PARAMS["b"]}), {"b": PARAMS["b"]})
+    np.testing.assert_allclose(found["b"], want["b"], rtol=1e-3)  # where a master weight is subtracted from its copy
+    assert not any(
+        x.any()
+        for x in change(make(1.0, weight_decay=0.0), "update", ZEROS, make(1.0).init(PARAMS), PARAMS)[0].values()
+    )
+
+
+# What makes an optimizer of the arguments of optax's AdamW, in another way than by its own function.
+ROUNDABOUT = {
+    "coat": functools.partial(fp8jax.optimizer, "coat", min_size=512),
+    "fp8_lm": functools.partial(fp8jax.optimizer, "fp8_lm", min_size=512),
+    "stored": lambda *args: fp8jax.compress_state(
+        optax.adamw(*args[:5], weight_decay=args[5], mask=args[6]), min_size=512
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*BOTH, *ROUNDABOUT])
+@pytest.mark.parametrize("count", [0, 4])
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32")], ids=" ".join)
+def test_a_first_gradient_moves_parameters_as_adam_in_float64(name, count, dtypes):
+    """From moments of zero after any number of steps; each hyperparameter has a value that no other may take."""
+    b1, b2, eps, eps_root, rate, decay = 0.8, 0.95, 0.03, 0.002, 0.25, 0.125
+    tx = {**BOTH, **ROUNDABOUT}[name](rate, b1, b2, eps, eps_root, decay, {"a": True, "b": False, "c": True})
+    draw, shapes = np.random.default_rng(0).normal, {"a": (4, 128), "b": (4, 128), "c": (7,)}
+    grads, params = ({k: jnp.asarray(draw(size=s), dtype) for k, s in shapes.items()} for dtype in dtypes)
+    state = tx.init(params)
+    state = optax.tree.set(state, count=jnp.int32(count))
+    results = {"update": jax.jit(tx.update)(grads, state, params)[0]}
+    if name != "stored":
+        results["step"] = jax.jit(tx.step)(grads, state, params)[0]
+    for form, result in results.items():
+        for k in shapes:
+            g, w, t = np.float64(grads[k]), np.float64(params[k]), count + 1
+            m, v = (1 - b1) * g / (1 - b1**t), (1 - b2) * g * g / (1 - b2**t)
+            d = -rate * (m / (np.sqrt(v + eps_root) + eps) + decay * w * (k != "b"))
+            # Masters in fp16 are rounded, before the step and after it.
+            half = (
+                2.0**-11 * 2 * np.abs(np.where(np.abs(w + d) > np.abs(w), w + d, w)).max()
+                if "lm" in name and k != "c"
+                else 0
+            )
+            np.testing.assert_allclose(
+                np.float64(result[k]), w + d if form == "step" else d, rtol=2e-6, atol=2e-6 + half
+            )
+
+
+@both
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
+def test_a_gradient_that_is_not_finite_shows_in_its_own_weight_alone(make, bad):
+    tx, params = make(1e-2), {"w": jnp.zeros((4, 128)), "b": jnp.zeros(7)}
+    grads = jax.tree.map(lambda x: jnp.linspace(0.5, 1, x.size).reshape(x.shape), params)
+    step = jax.jit(tx.update)
+    want, _ = step(grads, tx.init(params), params)
+    got, state = step({"w": grads["w"].at[1, 2].set(bad), "b": grads["b"].at[3].set(bad)}, tx.init(params), params)
+    for name, at in (("w", (1, 2)), ("b", (3,))):
+        assert np.isnan(got[name][at])
+        np.testing.assert_allclose(got[name].at[at].set(0), want[name].at[at].set(0), rtol=2e-3)
+    later, _ = step(grads, state, jax.tree.map(jnp.zeros_like, params))
+    assert np.isnan(later["b"][3])
+    assert np.isfinite(np.delete(later["b"], 3)).all()
+
+
+@both
+def test_hyperparameters_can_be_injected_and_changed(make):
+    tx = optax.inject_hyperparams(make.func, static_args=("min_size",))(
+        optax.linear_schedule(0.125, 0.25, 1), weight_decay=0.5, mask={"w": True, "b": False}, min_size=512
+    )
+    state = jax.jit(tx.init)(PARAMS)
+    update, params = jax.jit(tx.update), PARAMS
+    for rate in (0.125, 0.25):
+        updates, state = update(ZEROS, state, params)
+        np.testing.assert_allclose(updates["w"], -rate * 0.5 * params["w"], rtol=1e-3)
+        np.testing.assert_array_equal(updates["b"], 0)
+        assert state.hyperparams["learning_rate"] == rate
+        params = optax.apply_updates(params, updates)
+    state.hyperparams.update(weight_decay=jnp.float32(0.0), b1=jnp.float32(0.5))
+    updates, _ = update(params, state, params)
+    direction = (1 - 0.5) / (1 - 0.5**3) / ((1 - 0.999) / (1 - 0.999**3)) ** 0.5
+    np.testing.assert_allclose(updates["b"], -0.25 * direction, rtol=1e-4)
+    np.testing.assert_allclose(updates["w"], -0.25 * direction, atol=1e-3)  # half a step of an fp16 master
 
 
 @both

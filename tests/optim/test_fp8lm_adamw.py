@@ -11,7 +11,6 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import QTensor
-from tests.optim import test_contract as contract
 
 RATE, B1, B2, EPS, DECAY = 0.01, 0.9, 0.95, 1e-8, 0.1
 TX = functools.partial(fp8jax.fp8lm_adamw, RATE, B1, B2, EPS, weight_decay=DECAY, min_size=0)
@@ -119,32 +118,6 @@ def test_master_weights_keep_small_changes_on_average_when_they_are_rounded_stoc
         moved[rounding] = float(jnp.mean(1 - fp8jax.working_copy(state, jnp.float32)["w"]))
     assert moved["nearest"] == 0
     assert moved["stochastic"] == pytest.approx(40e-5, rel=0.15)  # e4m3 keeps the first moment of ones at 15/16
-
-
-@pytest.mark.parametrize("wrapper", ["chain", "masked", "MultiSteps", "apply_if_finite"])
-def test_works_in_the_wrappers_of_optax(wrapper):
-    wrap = contract.WRAPPERS[wrapper]
-    p, state = contract.train(wrap(fp8jax.fp8lm_adamw(0.05, b2=0.95, min_size=0)), steps=2)
-    exact, _ = contract.train(wrap(optax.adamw(0.05, b2=0.95)), steps=2)
-    for a, b, s in zip(*map(jax.tree.leaves, (p, exact, contract.params())), strict=True):
-        moved = np.abs(np.asarray(b - s)).max(initial=0)
-        assert np.abs(np.asarray(a - b)).max(initial=0) <= 0.15 * moved + 2e-3
-    assert any(x.dtype == jnp.float8_e4m3fn for x in jax.tree.leaves(state))
-
-
-def test_hyperparameters_schedules_masks_and_small_parameters():
-    params = {"w": jnp.ones((64, 64)), "b": jnp.ones((64,))}
-    grads = jax.tree.map(jnp.zeros_like, params)
-    tx = optax.inject_hyperparams(fp8jax.fp8lm_adamw)(
-        learning_rate=optax.linear_schedule(0.1, 0.2, 1), weight_decay=0.5, mask={"w": True, "b": False})  # fmt: skip
-    state = tx.init(params)
-    assert state.inner_state.master["b"].dtype == jnp.float32
-    for rate in (0.1, 0.2):
-        updates, state = jax.jit(tx.update)(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        assert state.hyperparams["learning_rate"] == pytest.approx(rate)
-    np.testing.assert_allclose(params["w"], (1 - 0.05) * (1 - 0.1), rtol=1e-3)
-    np.testing.assert_array_equal(params["b"], 1)
 
 
 def test_it_works_in_nnx_optimizer():
