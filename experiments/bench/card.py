@@ -15,6 +15,7 @@ import fp8jax
 from experiments import mesh, speed
 from experiments.bench import timing
 from experiments.models.llama import Block
+from experiments.models.parts import rows_on
 from experiments.models.rope import rope_tables
 from experiments.models.shape import LlamaConfig
 
@@ -85,6 +86,8 @@ class CardArm:
         self.settings = CardSettings.parse(name)
         self.config, self.length, self.gpus, self.batch = model, length, gpus, batch
         self.count = batch * gpus * length
+        self.mesh = mesh.make(1, gpus, jax.devices()[:gpus]) if gpus > 1 else None
+        self.rows = None if self.mesh is None else mesh.batches(self.mesh)
         recipe = self.settings.recipe
         self.tx = fp8jax.optimizer(recipe, RATE, b2=0.95, weight_decay=0.1)
         layer = _checkpointed(self._layer(recipe), self.settings.offloaded)
@@ -93,14 +96,12 @@ class CardArm:
         self.tables = rope_tables(length, model.head_dim, model.rope_theta, model.rope_scaling)
         self._plain = layer
         shapes = jax.eval_shape(self._begun)
-        self.mesh = mesh.make(1, gpus, jax.devices()[:gpus]) if gpus > 1 else None
-        placed = rows = None
-        where: dict[str, Any] = {}
+        placed, where = None, dict[str, Any]()
         if self.mesh is not None:
-            placed, rows = mesh.state(self.mesh, shapes), mesh.batches(self.mesh)
-            where = {"in_shardings": (placed, rows), "out_shardings": (placed, None)}
+            placed = mesh.state(self.mesh, shapes)
+            where = {"in_shardings": (placed, self.rows), "out_shardings": (placed, None)}
         ids = jax.random.randint(jax.random.key(1), (batch * gpus, length + 1), 0, model.vocab, jnp.int32)
-        self.tokens = ids if rows is None else jax.device_put(ids, rows)
+        self.tokens = ids if self.rows is None else jax.device_put(ids, self.rows)
         self.begin = jax.jit(self._begun, out_shardings=placed)
         step = self._released_step if self.settings.released else self._plain_step
         self.build = timing.lowered(step, shapes, self.tokens, donate_argnums=0, **where)
@@ -113,7 +114,7 @@ class CardArm:
 
         def layer(params: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             leaves = jax.tree.unflatten(jax.tree.structure(self.shapes), jax.tree.leaves(params))
-            return nnx.merge(graph, leaves)(x, cos, sin)
+            return rows_on(nnx.merge(graph, leaves)(rows_on(x, self.rows), cos, sin), self.rows)
 
         return fp8jax.transform(layer, recipe) if recipe.linear.quantized else layer
 
@@ -147,7 +148,7 @@ class CardArm:
 
     def _loss(self, decode: Callable[[jax.Array], jax.Array], rest: Any, tokens: jax.Array) -> jax.Array:
         table, head = (rest[name].astype(jnp.bfloat16) for name in ("embed", "head"))
-        x = decode(table[tokens[:, :-1].reshape(-1)])
+        x = decode(rows_on(table[tokens[:, :-1].reshape(-1)], self.rows))
         x = fp8jax.rms_norm(x, rest["norm"], recipe="bf16")
         return fp8jax.linear_cross_entropy(x, head, tokens[:, 1:].reshape(-1))
 

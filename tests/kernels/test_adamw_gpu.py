@@ -66,8 +66,10 @@ def check_equal(want, got, leaf, adam=ADAM):
         a, b = (np.asarray(t.codes).astype(np.float32) for t in (q, p))
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
         np.testing.assert_array_equal(np.isinf(a), np.isinf(b))
-        # A value beside the smallest normal number of fp32, or a tie with zero, falls to either side.
-        assert np.sum((a == 0) != (b == 0)) <= 2
+        # XLA takes a subnormal result for zero, which the kernel's code may hold.
+        flushed = (a == 0) != (b == 0)
+        assert np.sum(flushed) <= 2
+        assert np.all(np.maximum(np.abs(decoded(q)), np.abs(decoded(p)))[flushed] < 1.01 * tiny)
         np.testing.assert_allclose(p.scale, q.scale, rtol=2e-5)
         same = np.ones(q.scale.shape, bool)
         if q.expansion is not None:
@@ -77,7 +79,7 @@ def check_equal(want, got, leaf, adam=ADAM):
             np.testing.assert_allclose(l, k, rtol=2**-4)
             assert np.sum(~same) <= 2 + 5e-3 * same.size
         there = np.repeat(same, q.spec.group_size, -1)[..., : a.shape[-1]]
-        differ = (a != b) & ~np.isnan(a)
+        differ = (a != b) & ~np.isnan(a) & ~flushed
         assert differ[there].sum() <= 2 + 2e-4 * there.sum()
         ulps = np.abs(np.asarray(q.codes).view(np.int8).astype(int) - np.asarray(p.codes).view(np.int8).astype(int))
         assert ulps[differ & there].max(initial=0) <= 1
