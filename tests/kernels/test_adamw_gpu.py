@@ -66,10 +66,9 @@ def check_equal(want, got, leaf, adam=ADAM):
         a, b = (np.asarray(t.codes).astype(np.float32) for t in (q, p))
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
         np.testing.assert_array_equal(np.isinf(a), np.isinf(b))
-        # XLA takes a subnormal result for zero, which the kernel's code may hold.
-        flushed = (a == 0) != (b == 0)
-        assert np.sum(flushed) <= 2
-        assert np.all(np.maximum(np.abs(decoded(q)), np.abs(decoded(p)))[flushed] < 1.01 * tiny)
+        # A first moment whose direction is a 40th of its group's is idle in one and not in the other.
+        idle = (a == 0) != (b == 0)
+        assert np.sum(idle) <= (2 if q is want[1] else 0)
         np.testing.assert_allclose(p.scale, q.scale, rtol=2e-5)
         same = np.ones(q.scale.shape, bool)
         if q.expansion is not None:
@@ -79,7 +78,7 @@ def check_equal(want, got, leaf, adam=ADAM):
             np.testing.assert_allclose(l, k, rtol=2**-4)
             assert np.sum(~same) <= 2 + 5e-3 * same.size
         there = np.repeat(same, q.spec.group_size, -1)[..., : a.shape[-1]]
-        differ = (a != b) & ~np.isnan(a) & ~flushed
+        differ = (a != b) & ~np.isnan(a) & ~idle
         assert differ[there].sum() <= 2 + 2e-4 * there.sum()
         ulps = np.abs(np.asarray(q.codes).view(np.int8).astype(int) - np.asarray(p.codes).view(np.int8).astype(int))
         assert ulps[differ & there].max(initial=0) <= 1
