@@ -11,7 +11,7 @@
 # On Colab only: installs fp8jax, once, with a JAX that is new enough for it and for Colab's driver (CUDA 12).
 import importlib.util, os, pathlib, shutil, subprocess, sys
 
-# Where fp8jax comes from: the https address of its git repository, a folder that holds it, or a name on a package index.
+# Where fp8jax comes from: the https address of its git repository, a folder that holds it, its wheel, or a name on a package index.
 SOURCE = os.environ.get("FP8JAX_SOURCE", "")
 
 if "google.colab" in sys.modules and importlib.util.find_spec("fp8jax") is None:
@@ -21,10 +21,10 @@ if "google.colab" in sys.modules and importlib.util.find_spec("fp8jax") is None:
     package = "fp8jax[flax,cuda12]" if gpu else "fp8jax[flax]"
     if "://" in SOURCE:
         package += f" @ git+{SOURCE.removeprefix('git+')}"
-    elif os.path.isdir(SOURCE):
+    elif os.path.isdir(SOURCE) or SOURCE.endswith(".whl"):
         package += f" @ {pathlib.Path(SOURCE).resolve().as_uri()}"
     elif SOURCE != "fp8jax":
-        raise SystemExit(f"SOURCE is {SOURCE!r}, which is no address with ://, no folder, and not 'fp8jax'.")
+        raise SystemExit(f"SOURCE is {SOURCE!r}, which is no address with ://, no folder, no wheel, and not 'fp8jax'.")
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", package], check=True)
     # Colab has loaded its own, older JAX.
     raise SystemExit("Installed. Now restart: Runtime > Restart session, then Runtime > Run all.")

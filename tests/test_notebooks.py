@@ -55,12 +55,19 @@ def test_a_notebook_runs_and_draws(path, monkeypatch):
 
 
 ADDRESS = "https://example.org/some/fp8jax.git"
+WHEEL = ("fp8jax-1-py3-none-any.whl", (ROOT / "notebooks" / "fp8jax-1-py3-none-any.whl").as_uri())
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     ("source", "where"),
-    [(ADDRESS, f"git+{ADDRESS}"), (f"git+{ADDRESS}@v1", f"git+{ADDRESS}@v1"), ("..", ROOT.as_uri()), ("fp8jax", None)],
+    [
+        (ADDRESS, f"git+{ADDRESS}"),
+        (f"git+{ADDRESS}@v1", f"git+{ADDRESS}@v1"),
+        ("..", ROOT.as_uri()),
+        ("fp8jax", None),
+        WHEEL,
+    ],
 )
 @pytest.mark.parametrize("gpu", [True, False], ids=["gpu", "cpu"])
 def test_the_install_cell_upgrades_colab_and_asks_for_a_restart(path, source, where, gpu, monkeypatch):
