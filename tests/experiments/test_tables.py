@@ -193,8 +193,9 @@ def test_a_results_file_becomes_a_page(tmp_path):
     (results / "h9").mkdir()
     (results / "h9" / "x.json").write_text(json.dumps(RESULT | {"rows": [spread], "flags": "--on"}))
     (results / "h9" / "x.png").write_bytes(b"")
-    (results / "parity").mkdir()
-    (results / "parity" / "bf16.json").write_text("runs, no results")
+    for folder in ("parity", "parity_65m_short"):
+        (results / folder).mkdir()
+        (results / folder / "bf16.json").write_text("runs, no results")
     (results / "pages").mkdir()
     (results / "pages" / "gone.md").write_text("of a file that is no longer there")
     assert report.main(["--results", str(results), "--readme", str(tmp_path / "none")]) == 0
