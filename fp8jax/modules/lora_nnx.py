@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from fp8jax.core.spec import QuantSpec
 from fp8jax.modules import functional
 from fp8jax.modules.matrices import not_a_model
-from fp8jax.modules.nnx import LAYERS, chosen, modules, names, params, settings_of
+from fp8jax.modules.nnx import LAYERS, beside, chosen, modules, names, params, settings_of
 from fp8jax.modules.untrained import UntrainedVariable, adapters_of
 from fp8jax.ops.frozen import FrozenWeight, freeze
 from fp8jax.ops.lora import Adapter, init_adapter, matrix_shape, merge_adapter
@@ -82,7 +82,7 @@ def lora(
         if path in matching:
             shape = matrix_shape(value, axes)
             adapter = init_adapter(jax.random.fold_in(key, i), shape, rank, alpha, dtype)
-            own, of = _beside(found, holder, name)
+            own, of = beside(found, holder, name)
             for factor in ("a", "b"):
                 placed = nnx.LoRAParam(getattr(adapter, factor), of=of, alpha=adapter.alpha, factor=factor)
                 setattr(own, f"{of.replace('/', '_')}_adapter_{factor}", placed)
@@ -94,14 +94,6 @@ def lora(
             if not isinstance(variable, (UntrainedVariable, nnx.LoRAParam)):
                 _exchange(module, name, _untrained(variable, variable.get_value()))
     return adapted
-
-
-def _beside(found: dict[str, Any], holder: str, name: str) -> tuple[Any, str]:
-    """The module that an adapter stands in, and the parameter's path in it: beside a container of Flax, not in it."""
-    while isinstance(found[holder], (nnx.List, nnx.Dict, nnx.Sequential)) and holder:
-        holder, _, last = holder.rpartition("/")
-        name = f"{last}/{name}"
-    return found[holder], name
 
 
 def _untrained(variable: Any, value: Any) -> UntrainedVariable:

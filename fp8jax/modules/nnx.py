@@ -198,7 +198,7 @@ def quantize(model: Model, rules: Rules, *, methods: Sequence[str] = ("__call__"
     for holder, name, linear in products.values():
         # Automatic scaling, which observes nothing, has bounds of layers whose matrices are (inputs, outputs).
         if observed_operands(linear) or (linear.states and isinstance(submodules[holder], LAYERS[:2])):
-            _hold(submodules[holder], name, linear)
+            _hold(submodules, holder, name, linear)
     taken = {holder for holder, _, _ in products.values()} | set(_contexts(submodules, each))
     for path, module in submodules.items():
         inside = any(not path or holder == path or holder.startswith(f"{path}/") for holder in taken)
@@ -286,9 +286,19 @@ def modules(model: nnx.Module) -> dict[str, Any]:
     return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
 
 
-def _hold(layer: Any, name: str, linear: Linear) -> None:
+def beside(found: dict[str, Any], holder: str, name: str) -> tuple[Any, str]:
+    """The module in which what belongs to a parameter stands, and its path in it: beside a container, not in it."""
+    while isinstance(found[holder], (nnx.List, nnx.Dict, nnx.Sequential)) and holder:
+        holder, _, last = holder.rpartition("/")
+        name = f"{last}/{name}"
+    return found[holder], name
+
+
+def _hold(found: dict[str, Any], holder: str, name: str, linear: Linear) -> None:
     """Puts the state of a parameter's products beside it."""
-    value, cls = params(layer)[name].get_value(), _written(layer).__name__
+    value = params(found[holder])[name].get_value()
+    layer, name = beside(found, holder, name)
+    cls = _written(layer).__name__
     if isinstance(layer, LAYERS) and name == "kernel":
         einsum = isinstance(layer, nnx.Einsum)
         place = "einsum_op" if einsum else "dot_general"

@@ -86,3 +86,30 @@ def test_missing_statistics_and_layers_without_state_are_refused():
     plain = fp8jax.nnx.quantize(Llama(CONFIG, rngs=nnx.Rngs(0)), fp8jax.recipes.te_current())
     with pytest.raises(ValueError, match="no layer with delayed scaling"):
         fp8jax.nnx.advance_scaling(plain, nnx.state(plain, nnx.Param))
+
+
+class Listed(nnx.Module):
+    """Weights in Flax's own list, which takes nothing else."""
+
+    def __init__(self, rngs):
+        self.ws = nnx.List([nnx.Param(jax.random.normal(rngs.params(), (32, 32)) / 6) for _ in range(2)])
+
+    def __call__(self, x):
+        for w in self.ws:
+            x = jnp.tanh(x @ w)
+        return x
+
+
+def test_states_of_weights_in_a_list_stand_beside_the_list():
+    model = nnx.clone(fp8jax.nnx.quantize(Listed(nnx.Rngs(0)), DELAYED))
+    wrt = nnx.Any(nnx.Param, fp8jax.nnx.GradientStatistic)
+    x = jax.random.normal(jax.random.key(1), (8, 32))
+    for _ in range(HISTORY):
+        grads = nnx.grad(lambda m: jnp.sum(m(x) ** 2), argnums=nnx.DiffState(0, wrt))(model)
+        grads = fp8jax.nnx.advance_scaling(model, grads)
+    assert len(jax.tree.leaves(grads)) == 2
+    for i, largest in ((0, jnp.abs(x).max()), (1, 1.0)):
+        state = getattr(model, f"fp8jax_ws_{i}")
+        np.testing.assert_allclose(state.w[...], jnp.abs(model.ws[i][...]).max(), rtol=1e-6)
+        np.testing.assert_allclose(state.x[...], largest, rtol=0.2)
+    assert len(jax.tree.leaves(nnx.state(fp8jax.nnx.unquantize(model)))) == 2
