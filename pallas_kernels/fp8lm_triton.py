@@ -342,14 +342,14 @@ def fp8lm(
     length = grad.size // layers
     vector = VECTOR if length % VECTOR == 0 else 1
     tiles = -(-length // launch.elements)
-    # Beside the moments: the master's codes, or its remainder, or nothing.
+    # Beside the moments: the master's codes, or its remainder, or nothing, in whose place stands what is not read.
     beside = master or ([] if rest is None else [rest])
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*beside, mu, nu, weight)]
     outputs.append(jax.ShapeDtypeStruct((len(codes), layers, tiles), jnp.float32))
     sources = [*range(3 - len(beside), 5), *([1] if step else [])]
     vector_of_scalars = scalars.vector()
     *found, mu, nu, result, largest = call_triton.call(
-        *(grad, weight, *(beside or [weight]), mu, nu, scales, vector_of_scalars),
+        *(grad, weight, *(beside or [vector_of_scalars]), mu, nu, scales, vector_of_scalars),
         vector_of_scalars if words is None else words,
         *(layers, tiles, length // vector),
         *(run or (1, 1)),

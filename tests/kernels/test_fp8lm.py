@@ -80,10 +80,14 @@ def assembled():
     print(json.dumps(found))
 
 
-def memory(form, codes):
-    """Prints bytes of temporaries and of the state, and numbers of kernels, copies and others, compiled for an H200."""
+def memory(form, codes, *masters):
+    """Prints bytes of temporaries and of the state, numbers of kernels and copies, for each master, for an H200."""
+    print(json.dumps([of_master(form, codes, master) for master in masters]))
+
+
+def of_master(form, codes, master):
     params, grads = arguments(codes)
-    tx = optimizer(impl="triton")
+    tx = optimizer(impl="triton", master=master)
     tx = fp8jax.clipped(1.0, tx) if form == "step" else tx
     state = jax.eval_shape(tx.init, params)
     step = lambda grads, state, params, ok: tx.step(grads, state, params, applied=ok)  # noqa: E731
@@ -94,7 +98,7 @@ def memory(form, codes):
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     matrices = entry.count("= f16[2,1023,4096]{2,1,0} copy(") + entry.count("= bf16[2,1023,4096]{2,1,0} copy(")
     temporaries = compiled.memory_analysis().temp_size_in_bytes
-    print(json.dumps([temporaries, size, triton_calls(entry), matrices]))
+    return temporaries, size, triton_calls(entry), matrices
 
 
 def in_own_process(call, platforms="cpu"):
@@ -116,9 +120,15 @@ def test_the_kernel_assembled_for_hopper_spills_nothing():
 
 @pytest.mark.skipif(h200.missing() is not None, reason="nothing can be compiled for a GPU here")
 @pytest.mark.parametrize(
-    ("form", "codes"), [("step", True), pytest.param("update", False, marks=pytest.mark.slow)], ids=str
+    ("form", "codes", "masters"),
+    [
+        ("step", True, (None, "bf16+int8", "bf16+stochastic")),
+        pytest.param("update", False, (None,), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
-def test_a_step_is_one_kernel_in_place(form, codes):
-    temporaries, state, calls, copies = in_own_process(f"memory({form!r}, {codes!r})", "cuda,cpu")
-    assert (calls, copies) == (1, 0)
-    assert temporaries <= 0.01 * state
+def test_a_step_is_one_kernel_in_place(form, codes, masters):
+    for row in in_own_process(f"memory({form!r}, {codes!r}, *{masters!r})", "cuda,cpu"):
+        temporaries, state, calls, copies = row
+        assert (calls, copies) == (1, 0)
+        assert temporaries <= 0.01 * state
