@@ -34,16 +34,16 @@ def find(node: Node, outputs: int, reader: Node | None) -> BiasForm | None:
     (result,) = node.results
     if reader is None or reader.kind not in _SUMS or reader.operation is not None:
         return None
-    others = [value for value in reader.operands if value is not result]
-    if len(others) != 1 or reader.results[0].shape != result.shape or _explicit(result):
+    (other,) = (value for value in reader.operands if value is not result)
+    if _explicit(result):
         return None
-    vector = _vector(others[0], result.shape, result.aval.ndim - outputs)
+    vector = _vector(other, result.shape, result.aval.ndim - outputs)
     if vector is None or vector.data or vector.weight is None:
         return None
-    if vector.kind in CASTS and vector.node is not None and vector.dtype == result.dtype:
+    if vector.kind in CASTS and vector.node is not None:
         source = vector.node.operands[0]
         vector = source if jnp.issubdtype(source.dtype, jnp.floating) and source.dtype.itemsize > 1 else vector
-    same = {value.dtype for value in (result, others[0], reader.results[0])} == {result.dtype}
+    same = {value.dtype for value in (result, other, reader.results[0])} == {result.dtype}
     return BiasForm(reader, before(vector, (*MARKS, *RESHAPES), in_order)) if same else None
 
 
@@ -51,7 +51,7 @@ def _vector(value: Value, shape: tuple[int, ...], lead: int) -> Value | None:
     """What is spread over the first axes of a shape and has the elements of the others, in their order."""
     value, wanted = before(value, MARKS), [i for i in range(lead, len(shape)) if shape[i] > 1]
     places: Sequence[int] = range(value.aval.ndim)
-    if value.shape == shape and value.kind == "broadcast_in_dim" and value.node is not None:
+    if value.kind == "broadcast_in_dim" and value.node is not None:
         places = value.node.eqn.params["broadcast_dimensions"]
         (value,) = value.node.operands
     # Its other axes are of one element, which JAX spreads.

@@ -12,13 +12,15 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.dist import all_reduce_gradients, init_factors, reduce_scatter_gradients
+from fp8jax.dist.chunks import buckets
+from fp8jax.dist.factor import next_factor
 from fp8jax.dist.shared import sum_of_codes
 from fp8jax.ops import choice
 from fp8jax.recipes import Comm
 from tests.dist import programs
 
 AXES, DEVICES = ("data", "fsdp"), min(8, jax.device_count())
-SHAPES = {"matrix": (40, 96), "odd": (7, 13, 5), "layers": (3, 16, 33), "one": (1,), "scalar": (), "none": (0, 4)}
+SHAPES = {"matrix": (40, 96), "odd": (7, 13, 5), "layers": (3, 15, 33), "one": (1,), "scalar": (), "none": (0, 4)}
 HALF_STEP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 TENSOR = ("e4m3", "e5m2", "int8")
 
@@ -149,17 +151,26 @@ def test_one_phase_and_plain_sums(comm, mesh, gradients):
         assert (np.abs(np.asarray(means[name], np.float64) - mean) <= tolerance).all(), name
 
 
-@pytest.mark.parametrize("comm", ["e4m3", "e4m3:group8", Comm("e4m3", "one_phase"), "bf16"])
+def test_arrays_travel_together_up_to_a_limit():
+    assert buckets([3, 3, 4, 9, 1, 1, 30, 1], limit=10) == [[0, 1, 2], [3, 4], [5], [6], [7]]
+    assert buckets([]) == []
+
+
+@pytest.mark.parametrize(
+    "comm", ["e4m3", "e4m3:group8", Comm("e4m3", "one_phase"), Comm("e4m3:group8", "one_phase"), "bf16"]
+)
 def test_a_scattered_gradient_is_each_devices_part_of_the_mean(comm, mesh):
     rng = np.random.default_rng(2)
     grads = {"w": rng.standard_normal((DEVICES, 16, 128)), "b": rng.standard_normal((DEVICES, 5))}
+    grads["none"] = np.zeros((DEVICES, 16, 0))
     grads = jax.tree.map(lambda g: g.astype(np.float32), grads)
     text = comm.gradients if isinstance(comm, Comm) else comm
     for spec in (P(AXES), P(None, AXES)):
-        reduce = functools.partial(
-            reduce_scatter_gradients, axes=AXES, comm=comm, specs={"w": spec, "b": P()}, min_size=0)  # fmt: skip
-        means = jax.jit(on_each(mesh, reduce, {"w": spec, "b": P()}))(grads)
-        for name, mean in exact(grads).items():
+        specs = {"w": spec, "b": P(), "none": spec}
+        reduce = functools.partial(reduce_scatter_gradients, axes=AXES, comm=comm, specs=specs, min_size=0)
+        means = jax.jit(on_each(mesh, reduce, specs))(grads)
+        assert means.pop("none").shape == (16, 0)
+        for name, mean in exact({name: grads[name] for name in "wb"}).items():
             g = grads[name]
             scales = scale_of(g, text) * (DEVICES if isinstance(comm, Comm) else 1) if text != "bf16" else None
             tolerance = 2.0**-7 * np.abs(g).mean(0) if text == "bf16" else bound(g, text, scales)
@@ -232,6 +243,8 @@ def test_factors_follow_saturation_and_come_back_slowly(mesh):
     assert np.isnan(means["apart"]).all()
     assert np.isfinite(means["alike"]).all()
     assert factors.mu["apart"] == before  # a gradient that is no number says nothing of the factor
+    assert factors.saturated["apart"] == 1
+    assert next_factor(jnp.float32(1), jnp.float32(0), jnp.array(True), 8) == 1  # the whole range, and no more
 
 
 def test_the_saturated_part_of_a_scattered_sum_is_that_of_the_whole_on_every_device(mesh):
@@ -315,7 +328,12 @@ def test_elsewhere_it_raises_and_says_what_to_do(mesh):
             jax.eval_shape(on_each(mesh, lambda g, c=comm: all_reduce_gradients(g, AXES, c)), eight)
     with pytest.raises(TypeError, match="int32"):
         jax.eval_shape(on_each(mesh, lambda g: all_reduce_gradients(g, AXES)), {"w": jnp.ones((8, 4), jnp.int32)})
-    for spec, fix in ((P(None, None, AXES), "do not divide dimension 2"), (P("data"), "over these alone first")):
+    factors = init_factors(jnp.ones((64, 64)), DEVICES)
+    with pytest.raises(ValueError, match="'two_phase' has none"):
+        jax.eval_shape(on_each(mesh, lambda g: all_reduce_gradients(g, AXES, factors=factors)), jnp.ones((8, 64, 64)))
+    refused = {P(None, None, AXES): "do not divide dimension 2"}
+    refused |= dict.fromkeys((P("data"), P(AXES[::-1])), "over these alone first")
+    for spec, fix in refused.items():
         with pytest.raises(ValueError, match=fix):
             jax.eval_shape(on_each(mesh, functools.partial(reduce_scatter_gradients, axes=AXES, specs=spec)),
                            {"w": jnp.ones((8, 4, 64, 13))})  # fmt: skip

@@ -53,6 +53,11 @@ def test_copies_and_empty_files_are_dropped(tmp_path):
     assert len(corpus.valid) == 1
 
 
+def test_documents_go_to_validation_until_they_hold_its_share(tmp_path):
+    write(tmp_path, **{f"d{i}": f"{i:02} " * 30 for i in range(20)})
+    assert len(data.read_corpus([str(tmp_path)], 0.2).valid) == 4
+
+
 def test_standard_library_is_the_default_and_holds_no_tests():
     names = [str(path) for path in data.stdlib_files()]
     assert names == sorted(names, key=lambda n: n.split(os.sep))

@@ -118,6 +118,11 @@ def test_one_over_another_is_not_upside_down():
     assert cost({"rows": [row("fp32", name, "speed", 1.0, 0.8, f"{name}, second moment to nearest")]}) == (
         pytest.approx(25)
     )
+    sizes = [row(f"{size} MiB, fp32", "8 bits", "time", 1.0, ratio, "bf16") for size, ratio in ((1, 0.5), (64, 1.5))]
+    for pick, want in ((min, 0.5), (max, 1.5)):
+        assert quotes._extreme("8 bits", ("1", "64"), pick).look({"rows": sizes}) == want
+    noise = ("both two-level, x shifted (moss)", 30.0), ("all per tensor, gradients e5m2 (te_current)", 20.0)
+    assert quotes._less({"rows": [row("a", impl, "dw, late", decibels) for impl, decibels in noise]}) == 10
 
 
 def test_verdicts_in_words_are_those_of_the_intervals():

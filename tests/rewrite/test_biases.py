@@ -68,6 +68,8 @@ def test_how_libraries_write_it_is_found():
     einsum = lambda p, x: jnp.einsum("btd,df->btf", x, p["w"]) + p["b"]  # noqa: E731
     for fn in (spread, einsum):
         assert biases(fn, x=X.astype(jnp.float32)) == [True]
+    one = lambda p, x: jnp.einsum("btd,dhf->bthf", x, p["w"]) + p["b"]  # noqa: E731
+    assert biases(one, params={"w": P["w"][:, None], "b": P["b"][None]}, x=X.astype(jnp.float32)) == [True]
     loop = lambda p, x: jax.lax.scan(lambda x, _: ((x @ p["w"] + p["b"]) @ p["v"], None), x, length=2)[0]  # noqa: E731
     assert biases(loop, x=X.astype(jnp.float32)) == [True, False]
 
@@ -94,6 +96,23 @@ def test_what_is_no_bias_is_left_as_written(fn):
     assert biases(fn, x=x) == [False]
     fast = fp8jax.transform(fn, "te_current")
     assert relative(fast(P, x), fn(P, x)) < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int32", "int8", "float8_e4m3fn"])
+def test_a_bias_is_taken_as_it_is_stored_if_it_has_a_gradient(dtype):
+    fn = lambda p, x: x @ p["w"].astype(x.dtype) + p["b"].astype(x.dtype)  # noqa: E731
+    (found,) = operations(fn, params={**P, "b": P["b"].astype(dtype)})
+    assert found.bias.dtype == (dtype if dtype in ("float16", "float32") else X.dtype)
+
+
+def test_numbers_and_sums_on_explicit_axes_are_left_as_written():
+    fn = lambda p, x: x @ p["w"] + p["b"]  # noqa: E731
+    x = X.astype(jnp.float32)
+    assert biases(fn, params={"w": P["w"][:, :1], "b": P["b"][0]}, x=x) == [False]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        assert biases(fn, params=jax.device_put(P, jax.P()), x=jax.device_put(x, jax.P("x"))) == [False]
+    assert biases(fn, x=x) == [True]
 
 
 def test_an_activation_knows_that_a_bias_asks_for_sums_of_its_cotangents():

@@ -74,6 +74,52 @@ def test_of_other_recipes_it_is_told_what_would_be_better_left(known):
     assert "gains nothing" not in str(explained("te_current", 2048, 5632, 16384))
 
 
+def test_what_each_product_gains_is_told_less_its_part_of_the_codes(known):
+    linear = fp8jax.recipes.te_current().linear
+    entries = {entry.path: entry for entry in explained("te_current", 1024, 4096, 16384).entries if entry.product}
+    for path, inputs, outputs, made, readers in (
+        ("q", 1024, 1024, "norm", 3), ("k", 1024, 256, "norm", 3), ("gate", 1024, 4096, "norm", 2),
+        ("down", 4096, 1024, "activation", 1), ("o", 1024, 1024, "", 1),
+    ):  # fmt: skip
+        codes = gains.codes(16384, inputs, linear, RATES, made=made) / readers
+        want = gains.gain(16384, inputs, outputs, linear, RATES) - codes
+        assert entries[path].gain == pytest.approx(want), path
+        assert (entries[path].times, entries[path].tokens) == (1, 16384)
+
+
+def test_one_of_two_that_read_an_array_may_be_left_and_loops_and_stacks_are_known(known):
+    def both(p, x):
+        h = jnp.tanh(x)
+        return jnp.sum(h @ p["wide"].astype(x.dtype), -1) + jnp.sum(h @ p["thin"].astype(x.dtype), -1)
+
+    def looped(p, x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ p["w"].astype(x.dtype)), None), x, length=3)[0]
+
+    def stacked(p, x):
+        return jnp.einsum("etd,edf->etf", x, p["w"].astype(x.dtype))
+
+    def told(fn, recipe, x, **shapes):
+        p = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        with choice.target(capability=90):
+            return fp8jax.transform(fn, recipe).explain(p, jax.ShapeDtypeStruct(x, jnp.bfloat16))
+
+    one = told(both, SHAPES, (1, 16384, 2048), wide=(2048, 8192), thin=(2048, 128))
+    assert taken(one) == {"wide"}
+    assert "us slower in 8 bits" in next(entry.reason for entry in one.entries if entry.path == "thin")
+    none = told(both, SHAPES, (1, 512, 2048), wide=(2048, 256), thin=(2048, 128))
+    assert taken(none) == set()
+    assert " us with thin slower in 8 bits" in next(entry.reason for entry in none.entries if entry.path == "wide")
+    # Codes that another makes in any case cost nothing.
+    x, shapes = (1, 8192, 1024), {"wide": (1024, 4096), "thin": (1024, 128)}
+    assert taken(told(both, SHAPES, x, **shapes)) == set()
+    assert taken(told(both, [fp8jax.Rule("thin", "te_current"), fp8jax.Rule(".*", SHAPES)], x, **shapes)) == {*shapes}
+    (loop,) = (entry for entry in told(looped, "te_current", (1, 16384, 2048), w=(2048, 2048)).entries if entry.product)
+    assert loop.times == 3
+    gained = [entry.gain for entry in told(stacked, "te_current", (4, 4096, 512), w=(4, 512, 512)).entries]
+    assert gained
+    assert not any(gained)
+
+
 def test_a_device_without_rates_is_taken_for_an_h100(known):
     p = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("q", "k", "v", "o", "gate", "up", "down")}
     told = fp8jax.transform(layer, SHAPES).explain(p, jax.ShapeDtypeStruct((1, 16384, 1024), jnp.bfloat16))
@@ -99,6 +145,9 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
     assert gains.codes(100, 10, linear, RATES, made="") == pytest.approx(8 * 1000 / 2.9e12 + 6.4e-6)
     assert gains.beside(100, 10, slow, made="norm") == pytest.approx(2 * 1000 / 2.9e12)
     assert gains.beside(100, 10, slow, made="") == 0
+    # Two-level scales of inputs and gradients need no maximum of the whole first.
+    assert gains.gain(100, 10, 7, fp8jax.recipes.moss().linear, slow) == pytest.approx(-(14 * 70 + 4 * 700) / 2.9e12)
+    assert gains.codes(100, 10, fp8jax.recipes.moss().linear, slow, made="") == pytest.approx(6 * 1000 / 2.9e12)
     for other in ("deepseek", "switchback", "jetfire"):  # groups, int8
         assert gains.gain(100, 10, 7, fp8jax.recipes.get(other).linear, slow) is None
 
@@ -111,6 +160,7 @@ def test_a_gain_is_that_of_the_products_less_bytes_and_launches():
         ([3.0, -1.0], 1.0, 2.0, (0, 1)),  # a copy in 16 bits costs more
         ([1.0, -2.0], 2.0, 0.0, ()),
         ([1.5, 1.5], 2.0, 0.0, (0, 1)),  # neither alone
+        ([0.5, 3.0, -2.0], 1.0, 0.0, (0, 1)),
         ([-1.0], 0.0, 0.0, ()),
         ([-1.0, -3.0], -2.0, 0.5, (0,)),  # for the operation that makes the codes
     ],
