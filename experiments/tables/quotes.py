@@ -95,6 +95,7 @@ def _clipped(arm: str, text: str, column: str, form: str) -> Figure:
 CLIPPINGS, CLIPPED = ("norm of the step before", "two backward passes"), ("validation: % above", "± (validation)")
 STEP, AGAIN = claims.ONE, claims.AGAIN
 SIZES = ("64", "256", "1024")
+PARTS, SHORT = ", released, bf16+int8 masters", "Seeds of the larger model for 400 steps, each beside bf16's"
 QUOTES = (
     Quote("in bursts of ten steps on one {card} `tx.update` with `optax.apply_updates` is {} times as fast as "
           "`optax.adamw`, and `tx.step`, which writes the new weights itself, {} times; over many steps, at a lower "
@@ -141,6 +142,21 @@ QUOTES = (
           "{} GB in `coat_fast`",
           (value("release", "coat", "memory", ".1f"), value("release", "coat, released", "memory", ".1f"),
            value("release", "coat_fast, released, bf16 weights", "memory", ".1f"))),
+    Quote("With as many sequences as fit, {} with masters by parts, one {card} trains at {} tokens a second in `coat`, "
+          "and at {} with products and moments of bf16's, whose state leaves room for {}.",
+          (value("release_most", f"coat{PARTS}", "batch", ".0f"),
+           value("release_most", f"coat{PARTS}", "tokens", ",.0f"),
+           value("release_most", f"bf16{PARTS}", "tokens", ",.0f"),
+           value("release_most", f"bf16{PARTS}", "batch", ".0f"))),
+    Quote("At sixteen sequences of 2,048 tokens on one {card} that step, released, then needs {} GB, and {} GB "
+          "without, and has {} of the speed",
+          (value("release_offload", "coat, released, offloaded, bf16+int8 masters", "memory", ".1f"),
+           value("release_offload", f"coat{PARTS}", "memory", ".1f"),
+           ratio("release_offload", "coat, released, offloaded, bf16+int8 masters", "step"))),
+    Quote("With 65 M parameters, 400 steps of books and three seeds on one {card}, the norm of the step before ends "
+          "{} ± {} % from the plain step in validation loss",
+          (_parity("released", "validation loss: % above bf16", SHORT, "+.1f"),
+           _parity("released", "± (validation loss)", SHORT, ".1f"))),
     Quote("the norm of the step before {} % from the plain step's validation loss, two passes {} % (three orders of a "
           "small model, ± {} and {} %, of which rounding alone makes that of two passes). Where each 40th batch is "
           "random bytes, whose gradients are large at once, the norm of the step before ends {} ± {} % above, and two "
