@@ -20,10 +20,7 @@ STATED = (
     "block of 128 x 128",
     # What programs that were compiled for an H200 count, each beside its command; no card measured them.
     "needs 12 GB by XLA's count",
-    "needs 40.3 GB by XLA's count, and 48.9 GB without",
     # Estimates from a bus's rate, and said to be.
-    "about 10 ms each way at 50 GB/s over PCIe, and the layers of that sequence some 110 ms",
-    "14 GB each way in each step, some 0.3 s",
     # Of a host's memory, by a test's own run.
     "2.72 GB at the peak for 2.21 GB of weights in shards of 0.5 GB",
 )
