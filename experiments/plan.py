@@ -108,6 +108,14 @@ def saved_per_token(llama: LlamaConfig, recipe: fp8jax.Recipe, recompute: bool, 
         return (count(512 * shared) - count(256 * shared)) / (256 * shared)
 
 
+def _read_again(part: fp8jax.recipes.Linear) -> bool:
+    """Whether a backward pass that computes all but products again reads their inputs, of which it has no codes.
+
+    Keys of stochastic rounding are made of inputs.
+    """
+    return not part.quantized or part.spec("saved") is None or part.stochastic
+
+
 def of(
     llama: LlamaConfig,
     recipe: fp8jax.Recipe,
@@ -140,7 +148,7 @@ def of(
         dims = tensor.dimensions(params, shared)
         crossings = fp8jax.dist.crossings(
             tokens * shared, llama.dim, shared, tensor.travels(recipe), recipe.weights.compute,
-            times=2 * llama.layers * microbatches, gathered=2 if recompute else 1,
+            times=2 * llama.layers * microbatches, gathered=2 if recompute and _read_again(recipe.linear) else 1,
         )  # fmt: skip
     # The last hidden state before and after its norm, and the head's matrix, in bf16; in chunks, its gradient in fp32.
     chunked = in_chunks("auto", tokens, llama.vocab)

@@ -22,7 +22,7 @@ SLOW = [
     "bf16:2:1:1:bf16:", "coat:1:2:1:e4m3:", "moss:1:2:1:e4m3:", "coat:2:1:1:e4m3:one_phase",
     "fp8_lm:1:2:1:e4m3:one_phase", "fp8_lm_two_phase:2:2:1:e4m3:", "int8_fallback:1:2:1:e4m3:", "bf16:1:1:2::",
     "te_current:1:1:2::", "deepseek:1:1:2::", "fast:1:1:2::", "moss_mx:1:1:2::", "int8_block:1:1:2::",
-    "te_delayed:1:1:2::", "fp8_lm:2:1:2:e4m3:one_phase", "coat:1:2:2:e4m3:", "bf16:1:2:2::",
+    "switchback:1:1:2::", "te_delayed:1:1:2::", "fp8_lm:2:1:2:e4m3:one_phase", "coat:1:2:2:e4m3:", "bf16:1:2:2::",
 ]  # fmt: skip
 
 
