@@ -20,7 +20,6 @@ STATED = (
     "block of 128 x 128",
     # What programs that were compiled for an H200 count, each beside its command; no card measured them.
     "needs 12 GB by XLA's count",
-    # Estimates from a bus's rate, and said to be.
     # Of a host's memory, by a test's own run.
     "2.72 GB at the peak for 2.21 GB of weights in shards of 0.5 GB",
 )
