@@ -50,3 +50,14 @@ def test_a_context_without_quantized_linears_is_used():
     task = make(recipe, 1)
     state = jax.eval_shape(task.init)
     assert outputs(task.gradients, jnp.float8_e4m3fn, state.params, state.model_state, TOKENS)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_norm_of_gradients_in_16_bits_is_summed_in_32(microbatches):
+    weights = fp8jax.recipes.Weights("bf16+stochastic", "bf16")
+    task = make(dataclasses.replace(EXACT, weights=weights), microbatches)
+    state = task.init()
+    _, grads, _ = jax.jit(task.gradients)(state.params, state.model_state, TOKENS)
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
+    want = sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(grads)) ** 0.5
+    np.testing.assert_allclose(jax.jit(task.step)(state, TOKENS)[1]["grad_norm"], want, rtol=1e-5)
