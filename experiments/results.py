@@ -74,6 +74,8 @@ ONE_GPU = (
           "coat, released, bf16+int8 masters", "fast, released, bf16+int8 masters", file="release_8b"),
     bench("release", 200, "--fit", "40", "--batch", "0", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
           file="release_40"),
+    bench("release", 120, "--batch", "16", "--rounds", "2", "--steps", "2", "--arm",
+          "coat, released, bf16+int8 masters", "coat, released, offloaded, bf16+int8 masters", file="release_offload"),
     bench("layer", 70, "--lengths", "4096"),
     bench("optimizer", 110),
     bench("gemm", 125, "--limit", "100"),
@@ -126,6 +128,8 @@ DERIVED = (table("moss_speed", 20), table("training_parity", 20, "--judge"))
 TRAINED = {
     "training_parity": "python -m experiments.tables.training_parity --data TEXT, an hour of a GPU for eight seeds",
     "training_parity, 65m": "python -m experiments.tables.training_parity --size 65m --data TEXT, three hours",
+    "training_parity, 65m_short": "python -m experiments.tables.training_parity --size 65m_short --data TEXT --seeds 3 "
+    "--arms bf16 master_bf16_int8 master_bf16_stochastic released, five minutes of two GPUs",
     "finetuning, 60m": "python -m experiments.tables.finetuning --size 60m --data TEXT, eight minutes of a GPU",
     "fp8_lm_precision_125m": "python -m experiments.tables.fp8_lm_precision --model 125m --data TEXT, half an hour",
 }

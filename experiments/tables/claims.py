@@ -8,6 +8,7 @@ Result = Mapping[str, Any]
 OURS = "compressed_adamw"
 FP32 = "fp32 weights, bf16 gradients"
 MEANS = "geometric mean"
+PARTS = ", bf16+int8 masters"
 MOST = ("tokens", "tokens/s", 0), ("batch", "sequences", 0)
 BOUNDED = "COAT, lean, fast accumulation, bounded scales, weights held"
 
@@ -221,21 +222,21 @@ CLAIMS: list[Claim] = [
                   value("coat_fast, released, bf16 weights", "memory", "GB")),
           "79.3 GB (COAT, Table 11)", beside("bf16", value("bf16", "memory", "GB"))),
     Claim("The same in `coat`, master weights in bf16 with a remainder in int8; updated in the backward pass",
-          "release", several(*(value(f"coat{how}, bf16+int8 masters", "memory", "GB") for how in ("", ", released"))),
+          "release", several(*(value(f"coat{how}{PARTS}", "memory", "GB") for how in ("", ", released"))),
           "79.3 GB (COAT, Table 11)"),
     Claim("Those two: speed over bf16 products with `coat`'s moments and fp32 masters, updated in the backward "
           "pass", "release",
-          several(*(ratio(f"coat{how}, bf16+int8 masters", "step") for how in ("", ", released")))),
+          several(*(ratio(f"coat{how}{PARTS}", "step") for how in ("", ", released")))),
     Claim("That step in `coat`, updated in the backward pass, and with weights in bf16: speed over bf16 products with "
           "`coat`'s moments", "release",
           several(*(ratio(name, "step") for name in ("coat, released", "coat_fast, released, bf16 weights")))),
     Claim("All of a Llama-2-7B on one GPU, the most sequences of 2,048 tokens that fit in 80 GB, updated in the "
           "backward pass, masters of bf16 and int8: tokens a second in `coat`, sequences", "release_most",
-          several(*(value("coat, released, bf16+int8 masters", *what) for what in MOST)),
+          several(*(value(f"coat, released{PARTS}", *what) for what in MOST)),
           "11,351 a GPU, on two, 4 sequences (COAT, Table 11)",
-          beside("bf16 products", several(*(value("bf16, released, bf16+int8 masters", *what) for what in MOST)))),
+          beside("bf16 products", several(*(value(f"bf16, released{PARTS}", *what) for what in MOST)))),
     Claim("All of a Llama-3-8B on one GPU, a sequence of 8,192 tokens, likewise: `coat`; memory", "release_8b",
-          several(*(value("coat, released, bf16+int8 masters", *what)
+          several(*(value(f"coat, released{PARTS}", *what)
                     for what in (("tokens", "tokens/s", 0), ("memory", "GB"))))),
     Claim("Adapters of a Llama-3.1-8B on a base in e4m3, 1 x 2,048 tokens: speed over a base in bf16, memory", "lora",
           several(ratio("fast on e4m3", "step"), value("fast on e4m3", "needs", "GB")), "",

@@ -8,7 +8,7 @@ from experiments.tables import claims
 Result = Mapping[str, Any]
 BASES = {claims.AGAIN: ", recomputed", "bf16": ", as written"}
 WRITTEN = ("bf16", "coat", "coat_fast")
-PARTS = ", released, bf16+int8 masters"
+PARTS = f", released{claims.PARTS}"
 RECOMPUTED = (claims.AGAIN, "coat", "coat_fast")
 
 

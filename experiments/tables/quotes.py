@@ -95,7 +95,7 @@ def _clipped(arm: str, text: str, column: str, form: str) -> Figure:
 CLIPPINGS, CLIPPED = ("norm of the step before", "two backward passes"), ("validation: % above", "± (validation)")
 STEP, AGAIN = claims.ONE, claims.AGAIN
 SIZES = ("64", "256", "1024")
-PARTS, SHORT = ", released, bf16+int8 masters", "Seeds of the larger model for 400 steps, each beside bf16's"
+PARTS, SHORT = f", released{claims.PARTS}", "Seeds of the larger model for 400 steps, each beside bf16's"
 QUOTES = (
     Quote("in bursts of ten steps on one {card} `tx.update` with `optax.apply_updates` is {} times as fast as "
           "`optax.adamw`, and `tx.step`, which writes the new weights itself, {} times; over many steps, at a lower "
@@ -150,9 +150,9 @@ QUOTES = (
            value("release_most", f"bf16{PARTS}", "batch", ".0f"))),
     Quote("At sixteen sequences of 2,048 tokens on one {card} that step, released, then needs {} GB, and {} GB "
           "without, and has {} of the speed",
-          (value("release_offload", "coat, released, offloaded, bf16+int8 masters", "memory", ".1f"),
+          (value("release_offload", f"coat, released, offloaded{claims.PARTS}", "memory", ".1f"),
            value("release_offload", f"coat{PARTS}", "memory", ".1f"),
-           ratio("release_offload", "coat, released, offloaded, bf16+int8 masters", "step"))),
+           ratio("release_offload", f"coat, released, offloaded{claims.PARTS}", "step"))),
     Quote("With 65 M parameters, 400 steps of books and three seeds on one {card}, the norm of the step before ends "
           "{} ± {} % from the plain step in validation loss",
           (_parity("released", "validation loss: % above bf16", SHORT, "+.1f"),

@@ -1,15 +1,26 @@
-"""A tiny training run that the tests of this folder share."""
+"""A tiny training run, and settings for meshes, that the tests of this folder share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
-from experiments import train
+from experiments import mesh, train
 
 TINY = (  # noqa: SIM905 (a command line reads best as one)
     "--layers 2 --dim 32 --heads 4 --kv-heads 2 --mlp-dim 64 --seq-len 16 --batch 4 --steps 8 --warmup 2 --lr 2e-3 "
     "--log-every 2 --checkpoint-every 4 --eval-every 4 --eval-batches 2 --sample-tokens 12 --mesh data=1"
 ).split()
+
+
+@pytest.fixture(scope="module")
+def small_on_meshes() -> Iterator[None]:
+    """Small parameters are cut over devices, too, and noise depends on no order of sums."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "SMALLEST", 1024)
+        patch.setattr("fp8jax.rewrite.run.content_key", lambda x: jax.random.key(x.size))
+        yield
 
 
 @pytest.fixture(scope="session")

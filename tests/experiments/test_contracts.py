@@ -22,6 +22,8 @@ from fp8jax.core.scaling import Threshold
 from fp8jax.recipes import Comm, Context, Linear, Weights
 from tests.distance import relative
 
+pytestmark = pytest.mark.usefixtures("small_on_meshes")
+
 LLAMA = LlamaConfig(vocab=32, dim=64, layers=2, heads=2, kv_heads=1, mlp_dim=128)
 TOKENS = np.random.default_rng(0).integers(0, LLAMA.vocab, (16, 17)).astype(np.int32)
 MICROBATCHES = 2
@@ -73,14 +75,6 @@ def build(name, devices=None):
     tx = spy() if not recipe.linear.tracked else optax.chain(spy(), fp8jax.track_weights(1))
     rows, parts = (None, 1) if devices is None else (mesh.batches(devices), MICROBATCHES)
     return Task.build(LLAMA, tx, recipe, remat=False, seed=0, microbatches=parts, rows=rows)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def settings():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh, "SMALLEST", 1024)
-        patch.setattr("fp8jax.rewrite.run.content_key", lambda x: jax.random.key(x.size))
-        yield
 
 
 def parts_of(name):

@@ -22,6 +22,8 @@ from experiments.task import Task
 from fp8jax.recipes import Comm
 from tests.distance import relative
 
+pytestmark = pytest.mark.usefixtures("small_on_meshes")
+
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
 # With fewer tokens on a device XLA sums the products of a row in another order.
 TOKENS = jax.random.randint(jax.random.key(1), (16, 33), 0, LLAMA.vocab)
@@ -36,14 +38,6 @@ FLIPPED = 2 * 2**0.5 * 2.0**-4 / 3**0.5 * (4 / TOKENS[:, 1:].size) ** 0.5
 # Auto axes and several microbatches are in test_contracts.
 FAST = {("te_delayed", "both", AxisType.Explicit)}
 ALL = [(name, where, kind) for name in fp8jax.recipes.NAMES for where in MESHES for kind in KINDS]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def settings():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh, "SMALLEST", 1024)
-        patch.setattr("fp8jax.rewrite.run.content_key", lambda x: jax.random.key(x.size))
-        yield
 
 
 def build(name, devices=None):

@@ -16,6 +16,8 @@ from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm, Weights
 from tests.distance import order, relative
 
+pytestmark = pytest.mark.usefixtures("small_on_meshes")
+
 LLAMA = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, mlp_dim=128)
 TOKENS = np.random.default_rng(0).integers(0, LLAMA.vocab, (8, 65)).astype(np.int32)
 GPT = dataclasses.replace(
@@ -27,14 +29,6 @@ MESHES = {"tensor": (1, 1, 2), "data": (2, 1, 2), "fsdp": (1, 2, 2), "four": (1,
 STATES = ("te_delayed", "int8_fallback")
 # Half a step of e4m3, uniform within it.
 ROUNDING = 2.0**-4 / 3**0.5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def settings():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh, "SMALLEST", 1024)
-        patch.setattr("fp8jax.rewrite.run.content_key", lambda x: jax.random.key(x.size))
-        yield
 
 
 def recipe_of(name):
