@@ -4,12 +4,12 @@ One command makes each file of results/CARD/, on one card at one commit. A file 
 is left as it is, so that a run that was cut short goes on where it stopped; nobody edits one. `--list` says what is
 there and, from git, what changed since; `--dry` runs the benchmarks' code on a CPU, small and without measuring.
 
-On one GPU the files of one GPU are made, the most important first, in under an hour on an H100; on two or more
-those of two; with `--cpu` the papers' tables that need none. `TRAINED` takes hours and is told by `--list` alone.
+Each job takes the GPUs that it is for; those of a host that has more run side by side, each with a share of the host's
+cores. One H100 takes an hour, four of one host 20 minutes. With `--cpu` the papers' tables are made that need none.
 """
 
 import argparse
-import dataclasses
+import concurrent.futures
 import json
 import os
 import re
@@ -20,119 +20,15 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.bench import record
+from experiments.jobs import CPU, DERIVED, EIGHT_GPUS, FOUR_GPUS, ONE_GPU, TRAINED, TWO_GPUS, Job
 
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A results file and the command that makes it.
-
-    Attributes:
-        name: of the file.
-        command: module and options; it takes the folder of results, too.
-        seconds: that it takes on an H100, or on a CPU's cores.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    seconds: float
-
-    @property
-    def argv(self) -> list[str]:
-        """The command for this Python."""
-        return [sys.executable, "-m", *self.command]
-
-
-def bench(name: str, seconds: float, *options: str, file: str | None = None) -> Job:
-    """A job of `experiments.bench`, which writes FILE.json, NAME.json without."""
-    named = ("--name", file) if file else ()
-    return Job(file or name, ("experiments.bench", name, *options, *named, "--out"), seconds)
-
-
-def table(name: str, seconds: float, *options: str) -> Job:
-    """A job of `experiments.tables`."""
-    return Job(name, (f"experiments.tables.{name}", *options, "--results"), seconds)
-
-
-# An arm takes 20 to 80 s to trace and compile.
-# In the order of their importance; seconds were seen on an H100, or are guesses on the safe side.
-STEP = ("--mesh", "one", "--rounds", "3", "--steps", "4")
-ONE_GPU = (
-    bench("step", 300, *STEP, "--torch", "torch bf16", "--arm", "te_current", "coat", "coat_fast", "moss", "fast"),
-    bench("models", 150, "--models", "llama1b", "--rounds", "3"),
-    *(bench("models", 150, "--models", name, "--rounds", "3", file=f"models_{name}")
-      for name in ("vitl", "gpt350m", "gpt124m")),
-    bench("release", 190, "--rounds", "2"),
-    bench("release", 240, "--batch", "0", "--rounds", "2", "--arm", "coat_optimizer, released, bf16+int8 masters",
-          "coat, released, bf16+int8 masters", "bf16, released, bf16+int8 masters", file="release_most"),
-    bench("release", 200, "--length", "4096", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
-          "fast, released, bf16+int8 masters", file="release_4096"),
-    bench("release", 240, "--model", "8b", "--length", "8192", "--rounds", "2", "--arm",
-          "coat, released, bf16+int8 masters", "fast, released, bf16+int8 masters", file="release_8b"),
-    bench("release", 200, "--fit", "40", "--batch", "0", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
-          file="release_40"),
-    bench("release", 120, "--batch", "16", "--rounds", "2", "--steps", "2", "--arm",
-          "coat, released, bf16+int8 masters", "coat, released, offloaded, bf16+int8 masters", file="release_offload"),
-    bench("layer", 70, "--lengths", "4096"),
-    bench("optimizer", 110),
-    bench("gemm", 125, "--limit", "100"),
-    table("coat_speed", 100, "--hidden", "4096"),
-    bench("peers", 130),
-    bench("step", 260, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback", "bf16",
-          "te_current, none of our kernels", file="step_more"),
-    bench("step", 200, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "coat", "coat_fast",
-          file="step_vocab"),
-    bench("quantize", 65),
-    bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
-    bench("linear", 50, "--model", "7b", "--tokens", "16384"),
-    bench("scaling", 45),
-    bench("lora", 110, "--arm", "te_current on e4m3", "fast on e4m3"),
-)  # fmt: skip
-TWO_GPUS = (
-    bench("step", 240, "--mesh", "data", "fsdp", "--rounds", "3", "--torch", "--arm", "coat", "fast",
-          "coat, 8-bit gradients, one phase", file="step_two"),
-    bench("step", 300, "--mesh", "tensor", "--rounds", "3", "--torch", "--arm", "coat", "coat_fast", "fast",
-          file="step_tensor"),
-    bench("reduce", 120),
-    bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
-          "fp8_lm", "fp8_lm_two_phase", file="step_7b"),
-    bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
-          file="step_7b_fit"),
-    bench("release", 240, "--model", "13b", "--gpus", "2", "--rounds", "2", "--arm",
-          "coat, released, bf16+int8 masters", "coat, bf16+int8 masters", file="release_13b"),
-    bench("release", 240, "--gpus", "2", "--length", "4096", "--batch", "0", "--rounds", "2", "--arm",
-          "coat, released, bf16+int8 masters", file="release_two"),
-)  # fmt: skip
-CPU = (
-    table("plans", 60),
-    table("coat_memory", 60),
-    table("int8_memory", 60),
-    table("second_moment", 90),
-    table("coat_expansion", 60),
-    table("release_clipping", 600),
-    table("coat_optimizer", 400),
-    table("coat_activations", 200),
-    table("moss_snr", 400),
-    table("fp8_lm_gradients", 200),
-    table("moss_scaling", 300),
-    table("int8_leak", 900),
-    table("int8_fallback", 900),
-    table("int8_diverges", 1800),
-    table("finetuning", 1500),
-)
-# From other files, without measuring: after the others.
-DERIVED = (table("moss_speed", 20), table("training_parity", 20, "--judge"))
-TRAINED = {
-    "training_parity": "python -m experiments.tables.training_parity --data TEXT, an hour of a GPU for eight seeds",
-    "training_parity, 65m": "python -m experiments.tables.training_parity --size 65m --data TEXT, three hours",
-    "training_parity, 65m_short": "python -m experiments.tables.training_parity --size 65m_short --data TEXT --seeds 3 "
-    "--arms bf16 master_bf16_int8 master_bf16_stochastic released, five minutes of two GPUs",
-    "finetuning, 60m": "python -m experiments.tables.finetuning --size 60m --data TEXT, eight minutes of a GPU",
-    "fp8_lm_precision_125m": "python -m experiments.tables.fp8_lm_precision --model 125m --data TEXT, half an hour",
-}
+# By the GPUs that they take.
+JOBS = {8: EIGHT_GPUS, 4: FOUR_GPUS, 2: TWO_GPUS, 1: ONE_GPU, 0: CPU}
+KINDS = {8: "eight GPUs", 4: "four GPUs", 2: "two GPUs", 1: "one GPU", 0: "CPU"}
 
 
 def distinct() -> tuple[Job, ...]:
@@ -140,16 +36,17 @@ def distinct() -> tuple[Job, ...]:
     return tuple({job.command[:2]: job for job in (*TWO_GPUS[::-1], *ONE_GPU[::-1])}.values())
 
 
-def gpus() -> tuple[str, int]:
-    """The name of this host's GPUs, and their number, of visible ones; "" and 0 without one."""
+def gpus() -> tuple[str, list[str]]:
+    """The name of this host's GPUs, and the numbers of those that are visible; "" and none without one."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
-        return "", 0
+        return "", []
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     names = done.stdout.split("\n")[:-1] if done.returncode == 0 else []
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        names = names[: len(visible.split(","))]
-    return (names[0], len(names)) if names else ("", 0)
+    if not names:
+        return "", []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names[0], visible.split(",") if visible else [str(i) for i in range(len(names))]
 
 
 def state(path: Path, commit: str) -> str:
@@ -165,12 +62,21 @@ def state(path: Path, commit: str) -> str:
     return "; ".join(f"{of}: {record.since(of) or 'no change since'}" for of in commits)
 
 
-def run(job: Job, folder: Path, log: Path, limit: float) -> str | None:
-    """Runs a job, its output into a log; what went wrong, or None. At the limit it and its children are killed."""
+def run(job: Job, folder: Path, log: Path, limit: float, where: Mapping[str, str] | None = None) -> str | None:
+    """Runs a job, its output into a log; what went wrong, or None. At the limit it and its children are killed.
+
+    Args:
+        job: what runs.
+        folder: of results.
+        log: gets what it prints.
+        limit: in seconds.
+        where: variables of its environment, besides those of this process.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(where or {})
     with log.open("w") as out:
         process = subprocess.Popen([*job.argv, str(folder)], stdout=out, stderr=subprocess.STDOUT,
-                                   start_new_session=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})  # fmt: skip
+                                   start_new_session=True, env=environment)  # fmt: skip
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -193,9 +99,10 @@ def pack(bundle: Path, folders: Sequence[Path]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the files that are not of this commit; 0 if none is left, 1 else, 2 where there is nothing to run on."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    names = [job.name for job in (*ONE_GPU, *TWO_GPUS, *CPU, *DERIVED)]
+    names = [job.name for jobs in (*JOBS.values(), DERIVED) for job in jobs]
     parser.add_argument("--only", nargs="+", choices=sorted(set(names)), metavar="NAME", help="some files")
     parser.add_argument("--cpu", action="store_true", help="the tables that need no GPU")
+    parser.add_argument("--streams", type=int, default=1, metavar="N", help="with --cpu, tables at a time")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all; then what is left is told")
     parser.add_argument("--list", action="store_true", help="what there is and what changed since; runs nothing")
     parser.add_argument("--dry", action="store_true", help="run the code on small shapes, on a CPU; keeps nothing")
@@ -203,66 +110,116 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder (default: results)")
     parser.add_argument("--bundle", type=Path, help="all that there is and the logs as one .tgz, after each file")
     options = parser.parse_args(argv)
+    if options.streams < 1:
+        parser.error(f"--streams {options.streams}: give 1 or more tables at a time")
     try:
         commit = record.commit()
     except ValueError as error:
         parser.error(str(error))
+    if options.list:
+        return told(options.results, commit)
     with tempfile.TemporaryDirectory() as scratch:
-        device, count = ("cpu", 0) if options.cpu or options.dry else gpus()
+        device, slots = "cpu", [""] * options.streams
         if options.dry:
             os.environ |= {"FP8JAX_DRY": "1", "JAX_PLATFORMS": "cpu"}
-            options.results, options.again = Path(scratch), True
-        if options.cpu:
+            options.results, options.again, slots = Path(scratch), True, [""]
+        elif options.cpu:
             os.environ["JAX_PLATFORMS"] = "cpu"
-        if options.list:
-            return told(options.results, commit)
-        jobs: tuple[Job, ...] = CPU if options.cpu else TWO_GPUS if count > 1 else ONE_GPU
-        if options.dry:
-            # What differs in options alone is run once.
-            jobs = distinct()
-        jobs = tuple(job for job in jobs if not options.only or job.name in options.only)
-        if not options.dry and not options.cpu and count == 0:
+        else:
+            device, slots = gpus()
+        if not slots:
             print("no GPU here: --cpu makes the tables that need none, --dry tries the code", file=sys.stderr)
             return 2
-        return measure(jobs, commit, device if count <= 1 else f"{count} x {device}", options)
+        # What differs in options alone is run once. Wide jobs come first: they would wait for a host to be empty.
+        jobs = distinct() if options.dry else CPU if options.cpu else [
+            job for width in JOBS if 0 < width <= len(slots) for job in JOBS[width]
+        ]  # fmt: skip
+        jobs = [job for job in jobs if not options.only or job.name in options.only]
+        return measure(jobs, commit, device, slots, options)
 
 
-def measure(jobs: Sequence[Job], commit: str, device: str, options: argparse.Namespace) -> int:
-    """Runs jobs within the budget; tells what is left."""
+def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str], options: argparse.Namespace) -> int:
+    """Runs jobs within the budget, as many at a time as there are slots for; tells what is left.
+
+    Args:
+        jobs: in the order in which they start.
+        commit: that runs.
+        device: name of one GPU, or "cpu".
+        slots: the number of each GPU; "" for each table on CPUs.
+        options: of the command line.
+    """
     start, left = time.monotonic(), dict[str, str]()
-    folder, logs = options.results / record.card(device), options.results / "logs"
-    print(f"{device} at {commit}: {', '.join(job.name for job in jobs)}", flush=True)
-    for job in jobs:
-        if not options.again and state(folder / f"{job.name}.json", commit) == "done":
-            print(f"{job.name}: of this commit and card already", flush=True)
-            continue
-        room = options.budget - (time.monotonic() - start)
-        if room < job.seconds:
-            left[job.name] = f"needs {job.seconds:.0f} s, {max(room, 0):.0f} are left"
-            continue
-        begin = time.monotonic()
-        problem = run(job, options.results, logs / f"{job.name}.log", min(room, max(2 * job.seconds, 120)))
-        if problem is None and not options.dry and (found := state(folder / f"{job.name}.json", commit)) != "done":
+    logs = options.results / "logs"
+    print(f"{len(slots)} x {device} at {commit}: {', '.join(job.name for job in jobs)}", flush=True)
+
+    def folder(job: Job) -> Path:
+        return options.results / record.card(f"{job.gpus} x {device}" if job.gpus > 1 else device)
+
+    def one(job: Job, taken: Sequence[int]) -> None:
+        room, begin = options.budget - (time.monotonic() - start), time.monotonic()
+        where = {"CUDA_VISIBLE_DEVICES": ",".join(slots[i] for i in taken)} if slots[taken[0]] else {}
+        share_cores(taken, len(slots))
+        problem = run(job, options.results, logs / f"{job.name}.log", min(room, max(2 * job.seconds, 120)), where)
+        if problem is None and not options.dry and (found := state(folder(job) / f"{job.name}.json", commit)) != "done":
             problem = f"ran, and left a file that is {found}"
         print(f"{job.name}: {problem or 'done'}, {time.monotonic() - begin:.0f} s", flush=True)
         if problem:
             left[job.name] = problem
-        if options.bundle:
-            pack(options.bundle, [folder, logs])
+
+    waiting = list[Job]()
+    for job in jobs:
+        if not options.again and state(folder(job) / f"{job.name}.json", commit) == "done":
+            print(f"{job.name}: of this commit and card already", flush=True)
+        else:
+            waiting.append(job)
+    running, free = dict[concurrent.futures.Future[None], list[int]](), list(range(len(slots)))
+    with concurrent.futures.ThreadPoolExecutor(len(slots)) as pool:
+        while waiting or running:
+            for job in list(waiting):
+                width = 1 if options.dry else max(job.gpus, 1)
+                room = options.budget - (time.monotonic() - start)
+                if room < job.seconds:
+                    left[job.name] = f"needs {job.seconds:.0f} s, {max(room, 0):.0f} are left"
+                elif width <= len(free):
+                    taken, free = free[:width], free[width:]
+                    running[pool.submit(one, job, taken)] = taken
+                else:
+                    continue
+                waiting.remove(job)
+            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                free = sorted(free + running.pop(future))
+                future.result()
+            if done and options.bundle:
+                pack(options.bundle, [options.results / record.card(f"{n} x {device}" if n > 1 else device)
+                                      for n in JOBS if n] + [logs])  # fmt: skip
     for name, why in left.items():
         print(f"left: {name} ({why})", flush=True)
     return 1 if left else 0
 
 
+def share_cores(taken: Sequence[int], slots: int) -> None:
+    """Gives this thread, and what it starts, the cores of some slots of a host, so that none slows another."""
+    if slots > 1 and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(os.getpid()))
+        each = len(cores) // slots
+        if each:
+            os.sched_setaffinity(0, {core for i in taken for core in cores[i * each : (i + 1) * each]})
+
+
 def of_kind(card: str) -> str:
     """Which list of jobs a card's folder is of."""
-    return "CPU" if card == "cpu" else "two GPUs" if re.search(r"x\d+$", card) else "one GPU"
+    count = re.search(r"x(\d+)$", card)
+    return KINDS.get(0 if card == "cpu" else int(count[1]) if count else 1, f"{card} alone")
 
 
 def told(results: Path, commit: str) -> int:
     """Prints what there is of every file, by card."""
     folders = sorted(path for path in results.iterdir() if path.is_dir() and list(path.glob("*.json")))
-    for kind, jobs in (("one GPU", ONE_GPU), ("two GPUs", TWO_GPUS), ("CPU", CPU), ("from other files", DERIVED)):
+    for kind, jobs in (
+        *((KINDS[n], JOBS[n]) for n in sorted(JOBS, key=lambda n: n or 99)),
+        ("from other files", DERIVED),
+    ):
         print(f"{kind}:")
         for job in jobs:
             cards = [folder for folder in folders if jobs is DERIVED or of_kind(folder.name) == kind]

@@ -85,6 +85,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="of the gradient")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--burst", type=float, default=0.01, help="seconds of one round of one form")
+    parser.add_argument("--name", default="reduce", help="of the file")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(argv)
     timing.need_gpu()
@@ -117,7 +118,7 @@ def measure(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
         "longer than its sum alone; with fp32 gradients no form does. Small sizes measure how fast programs of several "
         "GPUs start.",
     ]
-    timing.write("reduce", "Means of gradients over GPUs", rows, notes, {}, options.out, devices=mesh.size)
+    timing.write(options.name, "Means of gradients over GPUs", rows, notes, {}, options.out, devices=mesh.size)
 
 
 def form_rows(case: str, times: dict[str, timing.Seconds], sent: dict[str, float]) -> list[timing.Row]:

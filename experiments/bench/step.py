@@ -72,8 +72,13 @@ def largest_batch(name: str, llama: LlamaConfig, length: int, where: str, gigaby
 
 
 def axes(where: str, count: int) -> dict[str, int]:
-    """The sizes of mesh axes, of so many devices along one of them."""
-    return {name: count if name == where else 1 for name in mesh.AXES}
+    """The sizes of mesh axes: those that a name gives, as in "fsdp=2,tensor=2", or all devices along one axis."""
+    return mesh.parse(where) if "=" in where else {name: count if name == where else 1 for name in mesh.AXES}
+
+
+def place(where: str) -> str:
+    """A mesh in words."""
+    return MESHES[where].format(jax.device_count()) if where in MESHES else f"mesh {where}"
 
 
 class StepArm:
@@ -81,8 +86,8 @@ class StepArm:
 
     def __init__(self, name: str, model: LlamaConfig, batch: int, length: int, where: str) -> None:
         devices = jax.devices()[:1] if where == "one" else jax.devices()
-        count = len(devices)
-        sizes_of_axes = axes(where, count)
+        sizes_of_axes = axes(where, len(devices))
+        count = math.prod(sizes_of_axes.values())
         self.mesh = mesh.make(sizes_of_axes["data"], sizes_of_axes["fsdp"], devices, tensor=sizes_of_axes["tensor"])
         self.config, self.count, self.batch, self.length = model, count, batch, length
         recipe, remat, kernels, unroll, chunked = settings(name)
@@ -181,8 +186,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--mesh",
         nargs="+",
-        choices=list(MESHES),
-        help="(default: all that this host has GPUs for); along tensor GPUs share the sequences of all",
+        help=f"{', '.join(MESHES)} (default: those that this host has GPUs for), or sizes of several axes, as in "
+        "fsdp=2,tensor=2; along tensor GPUs share the sequences of all",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a round, untimed and then as many timed")
@@ -193,6 +198,9 @@ def main(argv: list[str]) -> None:
     try:
         for arm in options.arm:
             parsed(arm)
+        for where in options.mesh or ():
+            if where not in MESHES:
+                mesh.parse(where)
     except ValueError as error:
         parser.error(str(error))
     if timing.dry():
@@ -224,10 +232,9 @@ def measure(
     save = functools.partial(timing.write, options.name, f"Whole training steps, {size}", notes=notes, versions={},
                              out=options.out, devices=count)  # fmt: skip
     for where in places:
-        place = MESHES[where].format(jax.device_count())
         batches = f"{options.batch}" if options.fit is None else f"what fits in {options.fit:g} GB"
         entries = "" if options.vocab == VOCAB else f", {options.vocab:,} entries"
-        case = f"{options.model}, {place}, {batches} x {options.length} tokens{entries}"
+        case = f"{options.model}, {place(where)}, {batches} x {options.length} tokens{entries}"
         names = list(dict.fromkeys([AGAIN, *options.arm]))
         arms = built(names, functools.partial(_arm, llama, where, options), options.limit)
         table += [timing.row(case, name, "failed", None, "") for name in names if name not in arms]

@@ -47,7 +47,7 @@ def test_the_code_of_each_job_runs(job, monkeypatch, tmp_path):
 
 
 def test_arms_of_a_job_are_recipes_that_there_are():
-    for job in (*results.ONE_GPU, *results.TWO_GPUS):
+    for job in (*results.ONE_GPU, *results.TWO_GPUS, *results.FOUR_GPUS):
         if job.command[1] == "step":
             options = list(job.command[2:])
             named = options[options.index("--arm") + 1 :]

@@ -1,6 +1,7 @@
 """`make results`: what is run, what is left, and where figures come from, with planted commands and histories."""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -32,9 +33,9 @@ def job(tmp_path):
     script = tmp_path / "make.py"
     script.write_text(MAKE)
 
-    def make(name, commit="abcdef1234", complete="yes", seconds=1.0, code=None):
+    def make(name, commit="abcdef1234", complete="yes", seconds=1.0, code=None, gpus=1):
         command = (str(script), name, commit, complete) if code is None else ("-c", code)
-        return PlantedJob(name, command, seconds)
+        return PlantedJob(name, command, seconds, gpus)
 
     return make
 
@@ -42,11 +43,12 @@ def job(tmp_path):
 @pytest.fixture
 def planted(monkeypatch, tmp_path):
     monkeypatch.setenv("FP8JAX_COMMIT", "abcdef1234567")
-    monkeypatch.setattr(results, "gpus", lambda: ("NVIDIA H9 80GB", 1))
+    monkeypatch.setattr(results, "gpus", lambda: ("NVIDIA H9 80GB", ["0"]))
     folder = tmp_path / "results"
 
     def run(jobs, *options):
-        monkeypatch.setattr(results, "ONE_GPU", tuple(jobs))
+        of = {width: tuple(job for job in jobs if job.gpus == width) for width in results.JOBS}
+        monkeypatch.setattr(results, "JOBS", of)
         return results.main(["--results", str(folder), *options])
 
     return run
@@ -81,6 +83,61 @@ def test_what_failed_or_has_no_room_is_left_and_told(job, planted, capsys):
     assert "left: good" not in told
 
 
+# Writes when it started and ended, and what it was given; waits until its fellows are there.
+SEEN = """import json, os, pathlib, sys, time
+there, fellows, folder = pathlib.Path({there!r}), {fellows}, sys.argv[1]
+(there / "begin_{name}").touch()
+while len(list(there.glob("begin_*"))) < fellows:
+    time.sleep(0.01)
+told = [os.environ["CUDA_VISIBLE_DEVICES"], len(os.sched_getaffinity(0)), sorted(p.name for p in there.iterdir())]
+(there / "told_{name}").write_text(json.dumps(told))
+path = pathlib.Path(folder, "h9{card}", "{name}.json")
+path.parent.mkdir(parents=True, exist_ok=True)
+path.write_text(json.dumps(dict(rows=[dict(commit="abcdef1234", device="H9")])))
+"""
+
+
+def test_jobs_of_a_host_with_four_gpus_run_side_by_side(job, planted, monkeypatch, capsys, tmp_path):
+    """The wide one alone and first, then two of two GPUs together, then four of one; each sees its GPUs and cores."""
+    monkeypatch.setattr(results, "gpus", lambda: ("NVIDIA H9 80GB", ["2", "3", "5", "7"]))
+    cores = os.sched_getaffinity(0)
+    there = tmp_path / "there"
+    there.mkdir()
+    jobs = [
+        job(name, gpus=gpus, code=SEEN.format(there=str(there), name=name, fellows=fellows, card=card))
+        for name, gpus, fellows, card in (
+            ("n1", 1, 7, ""), ("n2", 1, 7, ""), ("n3", 1, 7, ""), ("n4", 1, 7, ""),
+            ("two1", 2, 3, "x2"), ("two2", 2, 3, "x2"), ("four", 4, 1, "x4"), ("eight", 8, 1, "x8"),
+        )
+    ]  # fmt: skip
+    assert planted(jobs, "--bundle", str(tmp_path / "b.tgz")) == 0, capsys.readouterr().out
+    told = {path.name[5:]: json.loads(path.read_text()) for path in there.glob("told_*")}
+    assert told["four"][0] == "2,3,5,7"
+    assert told["four"][2] == ["begin_four"]
+    assert {told[name][0] for name in ("two1", "two2")} == {"2,3", "5,7"}
+    assert {told[f"n{i}"][0] for i in (1, 2, 3, 4)} == {"2", "3", "5", "7"}
+    assert set(told["two1"][2]) <= {"begin_four", "told_four", "begin_two1", "begin_two2", "told_two2"}
+    assert "eight" not in told
+    assert told["four"][1] == len(cores) // 4 * 4 or told["four"][1] == len(cores)
+    assert told["n1"][1] == (len(cores) // 4 or len(cores))
+    assert os.sched_getaffinity(0) == cores
+    with tarfile.open(tmp_path / "b.tgz") as archive:
+        assert {"h9/n1.json", "h9x2/two2.json", "h9x4/four.json"} <= set(archive.getnames())
+    assert planted(jobs) == 0
+    assert capsys.readouterr().out.count("of this commit and card already") == 7
+
+
+def test_cores_are_shared_by_slots(monkeypatch):
+    given = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10, 19)), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: given.append((pid, cores)), raising=False)
+    results.share_cores([1], 4)
+    results.share_cores([0, 3], 4)
+    results.share_cores([0], 1)
+    results.share_cores([5], 16)
+    assert given == [(0, {12, 13}), (0, {10, 11, 16, 17})]
+
+
 def test_a_job_is_killed_at_the_limit_with_its_children(tmp_path, job):
     code = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
     problem = results.run(job("slow", code=code), tmp_path, tmp_path / "slow.log", 1.0)
@@ -88,7 +145,7 @@ def test_a_job_is_killed_at_the_limit_with_its_children(tmp_path, job):
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(results, "gpus", lambda: ("", 0))
+    monkeypatch.setattr(results, "gpus", lambda: ("", []))
     assert results.main(["--results", str(tmp_path)]) == 2
     assert "no GPU here" in capsys.readouterr().err
     monkeypatch.setenv("FP8JAX_COMMIT", "main")
@@ -99,8 +156,9 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, tmp_path):
 
 def test_it_takes_at_most_an_hour_of_one_gpu():
     assert sum(job.seconds for job in results.ONE_GPU) <= 60 * 60
-    for jobs in (results.ONE_GPU, results.TWO_GPUS, results.CPU, results.DERIVED):
-        assert len({job.name for job in jobs}) == len(jobs)
+    names = [job.name for jobs in (*results.JOBS.values(), results.DERIVED) for job in jobs]
+    assert len(set(names)) == len(names)
+    assert all(job.gpus == width for width, jobs in results.JOBS.items() for job in jobs)
     assert results.ONE_GPU[0].name == "step"
 
 
@@ -182,6 +240,6 @@ def test_only_visible_gpus_count(monkeypatch, tmp_path):
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert results.gpus() == ("NVIDIA H9 80GB", 2)
+    assert results.gpus() == ("NVIDIA H9 80GB", ["0", "1"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert results.gpus() == ("NVIDIA H9 80GB", 1)
+    assert results.gpus() == ("NVIDIA H9 80GB", ["1"])

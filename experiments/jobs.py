@@ -1,0 +1,141 @@
+"""The files of results/CARD/, each with the command that makes it, in the order of their importance.
+
+`experiments.results` runs them: those of one GPU, side by side where a host has several, those of two, four and eight,
+and the papers' tables that need none. `TRAINED` takes hours and is told of alone.
+"""
+
+import dataclasses
+import functools
+import sys
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A results file and the command that makes it.
+
+    Attributes:
+        name: of the file.
+        command: module and options; it takes the folder of results, too.
+        seconds: that it takes on an H100, or on a CPU's cores.
+        gpus: that it takes; 0 for none.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    gpus: int = 1
+
+    @property
+    def argv(self) -> list[str]:
+        """The command for this Python."""
+        return [sys.executable, "-m", *self.command]
+
+
+def bench(name: str, seconds: float, *options: str, file: str | None = None, gpus: int = 1) -> Job:
+    """A job of `experiments.bench`, which writes FILE.json, NAME.json without."""
+    named = ("--name", file) if file else ()
+    return Job(file or name, ("experiments.bench", name, *options, *named, "--out"), seconds, gpus)
+
+
+def table(name: str, seconds: float, *options: str, gpus: int = 0) -> Job:
+    """A job of `experiments.tables`."""
+    return Job(name, (f"experiments.tables.{name}", *options, "--results"), seconds, gpus)
+
+
+# An arm takes 20 to 80 s to trace and compile.
+# In the order of their importance; seconds were seen on an H100, or are guesses on the safe side.
+STEP = ("--mesh", "one", "--rounds", "3", "--steps", "4")
+ONE_GPU = (
+    bench("step", 300, *STEP, "--torch", "torch bf16", "--arm", "te_current", "coat", "coat_fast", "moss", "fast"),
+    bench("models", 150, "--models", "llama1b", "--rounds", "3"),
+    *(bench("models", 150, "--models", name, "--rounds", "3", file=f"models_{name}")
+      for name in ("vitl", "gpt350m", "gpt124m")),
+    bench("release", 190, "--rounds", "2"),
+    bench("release", 240, "--batch", "0", "--rounds", "2", "--arm", "coat_optimizer, released, bf16+int8 masters",
+          "coat, released, bf16+int8 masters", "bf16, released, bf16+int8 masters", file="release_most"),
+    bench("release", 200, "--length", "4096", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
+          "fast, released, bf16+int8 masters", file="release_4096"),
+    bench("release", 240, "--model", "8b", "--length", "8192", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", "fast, released, bf16+int8 masters", file="release_8b"),
+    bench("release", 200, "--fit", "40", "--batch", "0", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
+          file="release_40"),
+    bench("release", 120, "--batch", "16", "--rounds", "2", "--steps", "2", "--arm",
+          "coat, released, bf16+int8 masters", "coat, released, offloaded, bf16+int8 masters", file="release_offload"),
+    bench("layer", 70, "--lengths", "4096"),
+    bench("optimizer", 110),
+    bench("gemm", 125, "--limit", "100"),
+    table("coat_speed", 100, "--hidden", "4096", gpus=1),
+    bench("peers", 130),
+    bench("step", 260, *STEP, "--torch", "--arm", "fp8_lm", "moss_mx", "int8_fallback", "bf16",
+          "te_current, none of our kernels", file="step_more"),
+    bench("step", 200, *STEP, "--vocab", "128256", "--torch", "--arm", "bf16, whole logits", "coat", "coat_fast",
+          file="step_vocab"),
+    bench("quantize", 65),
+    bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
+    bench("linear", 50, "--model", "7b", "--tokens", "16384"),
+    bench("scaling", 45),
+    bench("lora", 110, "--arm", "te_current on e4m3", "fast on e4m3"),
+)  # fmt: skip
+TWO_GPUS = (
+    bench("step", 240, "--mesh", "data", "fsdp", "--rounds", "3", "--torch", "--arm", "coat", "fast",
+          "coat, 8-bit gradients, one phase", file="step_two", gpus=2),
+    bench("step", 300, "--mesh", "tensor", "--rounds", "3", "--torch", "--arm", "coat", "coat_fast", "fast",
+          file="step_tensor", gpus=2),
+    bench("reduce", 120, gpus=2),
+    bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
+          "fp8_lm", "fp8_lm_two_phase", file="step_7b", gpus=2),
+    bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
+          file="step_7b_fit", gpus=2),
+    bench("release", 240, "--model", "13b", "--gpus", "2", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", "coat, bf16+int8 masters", file="release_13b", gpus=2),
+    bench("release", 240, "--gpus", "2", "--length", "4096", "--batch", "0", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", file="release_two", gpus=2),
+    bench("release", 240, "--model", "8b", "--gpus", "2", "--length", "8192", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", file="release_8b_two", gpus=2),
+)  # fmt: skip
+
+
+def wide(count: int, word: str) -> tuple[Job, ...]:
+    """The jobs of all GPUs of a host that has four or eight."""
+    step = functools.partial(bench, "step", gpus=count)
+    return (
+        step(240, "--mesh", "data", "fsdp", f"fsdp={count // 2},tensor=2", "--rounds", "3", "--torch", "--arm", "coat",
+             "coat, 8-bit gradients, one phase", file=f"step_{word}"),
+        step(200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
+             "fp8_lm", file=f"step_7b_{word}"),
+        step(200, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
+             file=f"step_7b_fit_{word}"),
+        step(240, "--model", "13b", "--mesh", "fsdp", "--fit", "76", "--rounds", "2", "--torch", "--arm", "coat",
+             file=f"step_13b_{word}"),
+        bench("reduce", 120, file=f"reduce_{word}", gpus=count),
+    )  # fmt: skip
+
+
+FOUR_GPUS, EIGHT_GPUS = wide(4, "four"), wide(8, "eight")
+CPU = (
+    table("plans", 60),
+    table("coat_memory", 60),
+    table("int8_memory", 60),
+    table("second_moment", 90),
+    table("coat_expansion", 60),
+    table("release_clipping", 600),
+    table("coat_optimizer", 400),
+    table("coat_activations", 200),
+    table("moss_snr", 400),
+    table("fp8_lm_gradients", 200),
+    table("moss_scaling", 300),
+    table("int8_leak", 900),
+    table("int8_fallback", 900),
+    table("int8_diverges", 1800),
+    table("finetuning", 1500),
+)
+# From other files, without measuring: after the others.
+DERIVED = (table("moss_speed", 20), table("training_parity", 20, "--judge"))
+TRAINED = {
+    "training_parity": "python -m experiments.tables.training_parity --data TEXT, an hour of a GPU for eight seeds",
+    "training_parity, 65m": "python -m experiments.tables.training_parity --size 65m --data TEXT, three hours",
+    "training_parity, 65m_short": "python -m experiments.tables.training_parity --size 65m_short --data TEXT --seeds 3 "
+    "--arms bf16 master_bf16_int8 master_bf16_stochastic released, five minutes of two GPUs",
+    "finetuning, 60m": "python -m experiments.tables.finetuning --size 60m --data TEXT, eight minutes of a GPU",
+    "fp8_lm_precision_125m": "python -m experiments.tables.fp8_lm_precision --model 125m --data TEXT, half an hour",
+}
