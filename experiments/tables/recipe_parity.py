@@ -1,0 +1,300 @@
+"""COAT, Table 13, and its like for the other recipes: 65 M parameters, five seeds of each recipe beside bf16's.
+
+    python -m experiments.tables.recipe_parity --data 'books/*.txt' --arms coat fast --limit 380
+    python -m experiments.tables.recipe_parity --judge
+
+The first trains the seeds of some arms that results/parity_recipes/ lacks; several such processes, each on a GPU of its
+own and with arms of its own, fill one folder. The second makes the page of all that is there. Recipes, losses and the
+number of seeds are stated here, before any run is looked at. Runs of another text, setting or card are refused.
+
+Every seed has one start and one order of text for all arms. The difference of an arm is the mean over seeds of what it
+lies above the same seed of bf16, with Student's t of seeds - 1 degrees of freedom. Several recipes are looked at, so
+that intervals are Bonferroni's, of all recipes together, and of differences from zero Holm's step-down test decides.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy import stats  # type: ignore[import-untyped]
+
+import fp8jax
+from experiments import flags, lock
+from experiments.bench import record
+from experiments.config import UserError
+from experiments.tables import common, parity_runs, training_parity
+from experiments.tables.common import Row
+from experiments.tables.parity_runs import ParityArm, Setting
+from experiments.tables.training_parity import BASE, LIMIT, TAIL, TRAINING, VALIDATION
+
+SEEDS, FAMILY_ERROR = 5, 0.05
+RECIPES = ("coat", "coat_fast", "fast", "int8_fallback", "fp8_lm")
+CONTROL = f"{training_parity.CONTROL}_one_bit"
+# Two arms that each have one of the two changes that make `coat_fast` of `coat`.
+BOUNDS, SUMS = "coat, bounded scales", "coat, fast accumulation"
+ABLATIONS = {
+    BOUNDS: dataclasses.replace(fp8jax.recipes.coat(), context=fp8jax.recipes.coat_fast().context),
+    SUMS: dataclasses.replace(fp8jax.recipes.coat(), linear=fp8jax.recipes.coat_fast().linear),
+}
+ARMS = {name: training_parity.ARMS[name] for name in (BASE, *RECIPES, CONTROL)} | {
+    name: ParityArm(recipe) for name, recipe in ABLATIONS.items()
+}
+SETTING = training_parity.SIZES["65m_short"][1]
+LOSSES = (TRAINING, VALIDATION)
+FOLDER, TABLE = "parity_recipes", "Seeds of each recipe beside bf16's"
+
+Runs = Mapping[str, Mapping[int, Mapping[str, float]]]
+"""Arm, seed, loss."""
+
+
+class Gap(NamedTuple):
+    """How far an arm's loss lies above another's, over seeds that both have, as a share.
+
+    Attributes:
+        each: of a seed.
+        value: their mean.
+        half: half of the interval's width.
+        p: of no difference, two-sided; as it is, for no other comparison.
+    """
+
+    each: tuple[float, ...]
+    value: float
+    half: float
+    p: float
+
+
+def gap(arm: Mapping[int, float], base: Mapping[int, float], confidence: float) -> Gap | None:
+    """The paired difference of two arms; None with fewer than two seeds, which tell no noise."""
+    each = np.array([arm[seed] / base[seed] - 1 for seed in sorted(arm.keys() & base.keys())])
+    if len(each) < 2:
+        return None
+    error = float(np.std(each, ddof=1) / np.sqrt(len(each)))
+    quantile = float(stats.t.ppf((1 + confidence) / 2, len(each) - 1))
+    p = float(2 * stats.t.sf(abs(each.mean()) / error, len(each) - 1)) if error else float(each.mean() == 0)
+    return Gap(tuple(each.tolist()), float(each.mean()), quantile * error, p)
+
+
+def holm(values: Mapping[Any, float]) -> dict[Any, float]:
+    """Adjusted p of each of several tests: the smallest level of all together at which Holm's procedure rejects it."""
+    result, largest = dict[Any, float](), 0.0
+    for rank, key in enumerate(sorted(values, key=lambda key: values[key])):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[key]))
+        result[key] = largest
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What the runs show: gaps by arm and loss, and Holm's p of recipes.
+
+    Attributes:
+        gaps: of arms from bf16, and of `coat_fast` from `coat`.
+        adjusted: p of each recipe and loss, for all of them together.
+    """
+
+    gaps: dict[tuple[str, str], Gap]
+    adjusted: dict[tuple[str, str], float]
+
+    @property
+    def arms(self) -> list[str]:
+        """What is compared."""
+        return list(dict.fromkeys(arm for arm, _ in self.gaps))
+
+    def verdict(self, arm: str) -> str:
+        """ "within" the limit, "outside", or "undecided", by both losses."""
+        ends = [(abs(g.value) + g.half, abs(g.value) - g.half) for (name, _), g in self.gaps.items() if name == arm]
+        if all(far <= LIMIT for far, _ in ends):
+            return "within"
+        return "outside" if any(near > LIMIT for _, near in ends) else "undecided"
+
+    def differs(self, arm: str) -> bool:
+        """Whether a loss of a recipe differs from bf16's, at 5 % for all recipes together."""
+        return any(p < FAMILY_ERROR for (name, _), p in self.adjusted.items() if name == arm)
+
+
+BESIDE_COAT = "coat_fast beside coat"
+
+
+def judge(runs: Runs) -> Judged:
+    """Compares every arm with bf16, and `coat_fast` with `coat`."""
+    pairs = {name: (name, BASE) for name in runs if name != BASE} | {BESIDE_COAT: ("coat_fast", "coat")}
+    confidence = 1 - FAMILY_ERROR / len(RECIPES)
+    gaps = dict[tuple[str, str], Gap]()
+    for label, (arm, base) in pairs.items():
+        for loss in LOSSES:
+            of, beside = ({s: run[loss] for s, run in runs.get(name, {}).items()} for name in (arm, base))
+            if (found := gap(of, beside, confidence)) is not None:
+                gaps[label, loss] = found
+    return Judged(gaps, holm({key: g.p for key, g in gaps.items() if key[0] in RECIPES}))
+
+
+def read(results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
+    """Losses of the arms that there are, of the stated seeds, and the files.
+
+    Raises:
+        UserError: two arms were trained on another text, card or setting.
+    """
+    files = {name: json.loads(path.read_text()) for name in ARMS if (path := path_of(results, name)).exists()}
+    for key in ("text", "device", "setting"):
+        first = next(iter(files), "")
+        for name, content in files.items():
+            if content[key] != files[first][key]:
+                raise UserError(
+                    f"{path_of(results, name)} and {path_of(results, first)} are of another {key}, {content[key]} and "
+                    f"{files[first][key]}: all arms have one; train one of them again"
+                )
+    losses = {
+        name: {seed: loss_of(content["runs"][str(seed)]) for seed in range(SEEDS) if str(seed) in content["runs"]}
+        for name, content in files.items()
+    }
+    return {name: runs for name, runs in losses.items() if runs}, files
+
+
+def loss_of(run: Mapping[str, Any]) -> dict[str, float]:
+    """Of a run's file the mean training loss of its last steps, and the validation loss after them."""
+    losses = run["losses"]
+    return {TRAINING: float(np.mean(losses[-max(1, round(TAIL * len(losses))) :])), VALIDATION: run["valid_loss"]}
+
+
+def path_of(results: Path, arm: str) -> Path:
+    return results / FOLDER / f"{arm.replace(', ', '_').replace(' ', '_')}.json"
+
+
+def rows(runs: Runs, judged: Judged) -> list[Row]:
+    """Means, differences in percent, half-widths and Holm's p, a row an arm."""
+    entries = []
+
+    def put(arm: str, column: str, value: float | None, unit: str = "1") -> None:
+        entries.append(Row(arm, column, value, unit, table=TABLE, pivot=(arm, column)))
+
+    for arm in (*runs, BESIDE_COAT):
+        if arm in runs:
+            put(arm, "seeds", len(runs[arm]))
+        for loss in LOSSES:
+            if arm in runs:
+                put(arm, loss, float(np.mean([run[loss] for run in runs[arm].values()])), "nats/byte")
+            if (of := judged.gaps.get((arm, loss))) is not None:
+                put(arm, f"{loss}: % above", 100 * of.value, "%")
+                put(arm, f"± ({loss})", 100 * of.half, "%")
+                put(arm, f"p ({loss})", judged.adjusted.get((arm, loss), of.p))
+    return entries
+
+
+def told(judged: Judged) -> list[str]:
+    """The verdict on each arm, in words."""
+    words = {"within": f"within ±{LIMIT:.1%}", "outside": f"outside ±{LIMIT:.1%}",
+             "undecided": f"not told from ±{LIMIT:.1%} by so few seeds"}  # fmt: skip
+    lines = []
+    for arm in judged.arms:
+        shown = "; ".join(
+            f"{loss} {100 * g.value:+.2f} ± {100 * g.half:.2f} % (seeds "
+            + ", ".join(f"{100 * x:+.2f}" for x in g.each) + f"; p {judged.adjusted.get((arm, loss), g.p):.2g})"
+            for (name, loss), g in judged.gaps.items() if name == arm
+        )  # fmt: skip
+        differs = ""
+        if arm in RECIPES:
+            differs = "; differs from bf16" if judged.differs(arm) else "; no difference from bf16 is shown"
+        lines.append(f"{arm}: {shown}; {words[judged.verdict(arm)]}{differs}.")
+    return lines
+
+
+def draw(judged: Judged) -> Figure:
+    """A panel a loss: each seed's difference, the mean and its interval, a line an arm."""
+    figure = Figure(figsize=(11, 3.8), dpi=110, layout="constrained")
+    arms = judged.arms
+    for axes, loss in zip(figure.subplots(1, 2, sharey=True), LOSSES, strict=True):
+        for y, arm in enumerate(arms):
+            of = judged.gaps[arm, loss]
+            axes.plot([100 * x for x in of.each], [y] * len(of.each), "o", color="0.6", ms=4)
+            axes.errorbar(100 * of.value, y, xerr=100 * of.half, fmt="s", color="tab:red", capsize=4)
+        axes.set_yticks(range(len(arms)), arms, fontsize=8)
+        axes.axvspan(-100 * LIMIT, 100 * LIMIT, color="tab:green", alpha=0.15)
+        axes.set(xlabel=f"{loss}, % above the other's with the same seed")
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def notes(files: Mapping[str, Mapping[str, Any]], judged: Judged) -> list[str]:
+    """What was trained, how it is judged, and what came of it."""
+    setting, one = Setting(**files[BASE]["setting"]), files[BASE]
+    replicated = {name: of["replicas"] for name, of in files.items() if of.get("replicas", 1) > 1}
+    return [
+        f"A Llama of {one['parameters']:,} parameters, {setting.steps:,} steps of {setting.batch} x {setting.length} "
+        f"bytes, text {one['text']} in every arm. Stated before the runs: the recipes {', '.join(RECIPES)}, {SEEDS} "
+        f"seeds each, both losses, the limit of ±{LIMIT:.1%}. Training loss is the mean of the last {TAIL:.0%} of the "
+        "steps.",
+        f"Intervals are of {1 - FAMILY_ERROR / len(RECIPES):.0%} each, Student's t of the paired seeds, so that all "
+        f"{len(RECIPES)} recipes' hold together with {1 - FAMILY_ERROR:.0%} (Bonferroni). p is Holm's, of "
+        f"{len(judged.adjusted)} tests (recipes and losses); of other arms it is of that test alone.",
+        f"{CONTROL} is coat whose forward products read codes of one mantissa bit: it must differ.",
+        *(f"{name} ran on {count} devices, whose gradients travelled as its recipe says." for name, count in
+          replicated.items()),
+        *told(judged),
+    ]  # fmt: skip
+
+
+def write(results: Path) -> None:
+    """Writes results/CARD/recipe_parity.json and .png of what results/parity_recipes/ holds.
+
+    Raises:
+        UserError: runs do not go together, or bf16's are missing.
+    """
+    runs, files = read(results)
+    if BASE not in runs or len(runs) < 2:
+        raise UserError(f"{results / FOLDER} has no runs of bf16 and of another arm: train them first, with --data")
+    judged = judge(runs)
+    table = rows(runs, judged)
+    sources = [training_parity.source(files[row.case if row.case in files else "coat_fast"]) for row in table]
+    common.write(
+        "recipe_parity", "Five seeds of each recipe beside bf16 (COAT, Table 13)", table, notes(files, judged),
+        draw(judged) if judged.gaps else None, results, arguments="--data 'books/*.txt' --limit 380",
+        device=files[BASE]["device"], sources=sources, date=max(of["date"] for of in files.values()),
+    )  # fmt: skip
+    print("\n".join(told(judged)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains what is missing of some arms, or judges; 1 where runs are missing still."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=[BASE, *RECIPES, CONTROL], help="which to train")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no run would end")
+    parser.add_argument("--judge", action="store_true", help="train nothing, write the page")
+    parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
+    options = parser.parse_args(argv)
+    begin = time.perf_counter()
+
+    def room(took: float) -> bool:
+        return time.perf_counter() - begin + 1.2 * took < options.limit
+
+    try:
+        if options.judge:
+            write(options.results)
+            return 0
+        flags.recommend()
+        text = parity_runs.read_text(options.data, SETTING)
+        print(f"text {text.fingerprint}, commit {record.commit()}", flush=True)
+        for name in options.arms:
+            path = path_of(options.results, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with lock.hold(path):
+                parity_runs.train_arm(name, ARMS[name], range(SEEDS), text, SETTING, path, room)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    _, files = read(options.results)
+    short = [name for name in options.arms if len(files.get(name, {"runs": ()})["runs"]) < SEEDS]
+    if short:
+        print(f"not finished: {', '.join(short)}; give the same command again")
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
