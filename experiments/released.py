@@ -16,6 +16,7 @@ from flax import nnx
 import fp8jax
 from experiments.models.llama import Block, LlamaConfig, products_saveable
 from fp8jax.optim.fused import FusedTransformation
+from fp8jax.optim.held import clip_factor
 
 LAYERS = "layers"
 
@@ -25,11 +26,13 @@ class ReleasedState(NamedTuple):
 
     Attributes:
         inner: the optimizer's, of all parameters.
-        norm: global norm of the last step's gradients, fp32 scalar; 0 before the first, which is not clipped by it.
+        norm: global norm of the last step's gradients, fp32 scalar; 0 before the first.
+        squares: sums of squares of the gradients of each layer in it, fp32 (layers,).
     """
 
     inner: Any
     norm: jax.Array
+    squares: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,8 @@ class ReleasedOptimizer:
         layers: of stacked layers.
         rest: of all parameters, and so of those that are not in layers.
         clip: largest global norm.
-        twice: whether that norm is of the step's own gradients, by another backward pass; else of the step before.
+        twice: whether that norm is of the step's own gradients, by another backward pass; else each layer has its share
+            of that of the step before (`fp8jax.Held.clipped`), and all else is clipped by the step's own.
     """
 
     layers: FusedTransformation
@@ -50,7 +54,8 @@ class ReleasedOptimizer:
 
     def init(self, params: Any) -> ReleasedState:
         """The state before the first step."""
-        return ReleasedState(self.rest.init(params), jnp.zeros([], jnp.float32))
+        layers = len(jax.tree.leaves(params[LAYERS])[0])
+        return ReleasedState(self.rest.init(params), jnp.zeros([], jnp.float32), jnp.zeros(layers, jnp.float32))
 
     def step(
         self, block: Callable[..., jax.Array], loss: Callable[..., jax.Array], params: Any, state: ReleasedState
@@ -65,16 +70,19 @@ class ReleasedOptimizer:
         """
         released = fp8jax.release(block, self.layers)
         own, others = _of(state.inner, lambda tree: tree[LAYERS]), _of(state.inner, _without_layers)
-        held, rest = released.restore(params[LAYERS], own, LAYERS, stacked=True), _without_layers(params)
+        held = released.restore(params[LAYERS], own, LAYERS, stacked=True, squares=state.squares)
+        rest = _without_layers(params)
 
         def whole(held: fp8jax.Held, rest: Any) -> jax.Array:
             return loss(lambda x, *tables: released.scan(held, x, *tables), rest)
 
-        norm = fp8jax.gradient_norm(whole, argnums=(0, 1))(held, rest) if self.twice else state.norm
-        held = held.clipped(self.clip, norm)
+        if self.twice:
+            held = held.clipped(self.clip, fp8jax.gradient_norm(whole, argnums=(0, 1))(held, rest))
+        else:
+            held = held.clipped(self.clip, before=state.norm)
         value, updates = fp8jax.value_and_updates(whole, argnums=(0, 1))(held, rest)
         (new, grads), norm = updates, fp8jax.updates_norm(updates)
-        rest, others = self.rest.step(grads, others, rest, factor=held.factor)
+        rest, others = self.rest.step(grads, others, rest, factor=clip_factor(self.clip, norm))
         inner = others._replace(
             **{
                 name: {**tree, LAYERS: getattr(new.state, name)}
@@ -82,7 +90,7 @@ class ReleasedOptimizer:
                 if isinstance(tree, dict)
             }
         )
-        return value, {**rest, LAYERS: new.params}, ReleasedState(inner, norm)
+        return value, {**rest, LAYERS: new.params}, ReleasedState(inner, norm, new.squares)
 
 
 def _of(state: Any, part: Callable[[Any], Any]) -> Any:

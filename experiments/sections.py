@@ -130,7 +130,8 @@ class Optim:
     bf16+int16 (32), of which the model computes with the first."""
     release: Literal["", "previous", "twice"] = ""
     """Update each layer inside the backward pass, so that gradients of one are held and not of all; steps are taken
-    whatever the loss. Clipped by the norm of the previous step; or twice: by that of a backward pass before it."""
+    whatever the loss. Clipped by each layer's share of the previous step's norm; or twice: by the norm of a backward
+    pass before it."""
 
     @property
     def decay_start(self) -> int:

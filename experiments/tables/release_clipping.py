@@ -1,8 +1,8 @@
 """Clipping where layers are updated in the backward pass: `python -m experiments.tables.release_clipping`.
 
-By the global norm of the step before, or by the step's own, for which it takes another backward pass; beside the plain
-step. A Llama of 0.2 M parameters on the text of Python's standard library; then the same with a batch of random bytes
-now and then, whose gradients are large at once. Some ten minutes on two CPU cores.
+By shares of the global norm of the step before, or by the step's own, for which it takes another backward pass; beside
+the plain step. A Llama of 0.2 M parameters on the text of Python's standard library; then the same with a batch of
+random bytes now and then, whose gradients are large at once. Some ten minutes on two CPU cores.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from experiments.train import make_optimizer
 OPTIM = Optim(steps=400, lr=2e-3, warmup=20, clip=1.5)
 LLAMA = LlamaConfig(vocab=256, dim=64, layers=3, heads=4, kv_heads=4, mlp_dim=128)
 RECIPE = "coat_optimizer"
-BATCH, LENGTH, SEEDS, VALID = 8, 48, 3, 16
+BATCH, LENGTH, SEEDS, VALID = 8, 48, 6, 16
 # One batch of so many is of random bytes.
 NOISE = 40
-PLAIN, BEFORE, TWICE = "plain step", "norm of the step before", "two backward passes"
-ARMS: dict[str, Literal["", "previous", "twice"]] = {PLAIN: "", BEFORE: "previous", TWICE: "twice"}
+PLAIN, SHARES, TWICE = "plain step", "shares of the norm before", "two backward passes"
+ARMS: dict[str, Literal["", "previous", "twice"]] = {PLAIN: "", SHARES: "previous", TWICE: "twice"}
 TEXT, NOISY = "text", f"text, each {NOISE}th batch random bytes"
 SMOOTHED = 10
 NOTES = [
@@ -39,9 +39,10 @@ NOTES = [
     f"at a learning rate of {OPTIM.lr} and b2 = {OPTIM.b2}, clipped at a norm of {OPTIM.clip}; {SEEDS} orders of the "
     "text, from the same weights. Losses of random bytes are left out. Differences are from the plain step with the "
     "same order, ± their standard deviation: two passes differ from it by rounding alone, which shows what that makes.",
-    "The norm of the step before is of other gradients: where a norm rises at once, its own step is clipped by too "
-    "little. The second moment then remembers a large gradient, for some 1 / (1 - b2) steps, and these are too short. "
-    "The first step is not clipped. Two passes cost a forward and a backward pass more.",
+    "By shares, each layer may have the share of the largest norm that it had of the norm of the step before: where "
+    "its own norm doubles, that of all is taken to double. What is outside of layers, whose step is the last, is "
+    "clipped by the step's own norm; in the first step each layer by its own. Two passes cost a forward and a backward "
+    "pass more.",
 ]
 
 

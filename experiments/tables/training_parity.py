@@ -63,7 +63,7 @@ ARMS: dict[str, ParityArm] = {
     # Masters by parts, rounded stochastically, and layers updated inside the backward pass, beside fp32 masters.
     "master_bf16_int8": ParityArm(fp8jax.recipes.bf16(), master="bf16+int8"),
     "master_bf16_stochastic": ParityArm(fp8jax.recipes.bf16(), master="bf16+stochastic"),
-    "released": ParityArm(fp8jax.recipes.bf16(), release="previous"),
+    "released_by_shares": ParityArm(fp8jax.recipes.bf16(), release="previous"),
     **{f"moss_interval_{steps}": ParityArm(_moss(interval=steps)) for steps in (1, 100, 2000)},
 }
 SEEDS = 8

@@ -17,7 +17,7 @@ _BITS = jnp.float8_e4m3fn
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params", "stored", "count", "factor", "squares", "uses"],
+    data_fields=["params", "stored", "count", "factor", "squares", "uses", "limits"],
     meta_fields=["dtypes", "name", "layers", "measured"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,10 @@ class Held:
         stored: the optimizer's state without its count, integers as bits of e4m3: see `state`.
         count: steps taken, fp32 scalar, exact up to 2^24.
         factor: what the next step multiplies gradients by, fp32 scalar: see `clipped`.
-        squares: sum of squares of the last step's gradients, fp32 scalar, before `factor`.
+        squares: sum of squares of the last step's gradients before they were clipped, fp32; of each layer, (layers,),
+            where they are stacked.
         uses: how often the last call used these parameters, fp32 scalar: 1, or the result is NaN.
+        limits: largest norms of gradients in the next step, like `squares`, or None: see `clipped`.
         dtypes: of the arrays of the state, in their order.
         name: path of the parameters in a whole tree, on which noise of stochastic rounding depends.
         layers: how many layers are stacked; None where none are.
@@ -45,6 +47,7 @@ class Held:
     factor: Array
     squares: Array
     uses: Array
+    limits: Array | None = None
     dtypes: tuple[str, ...] = ()
     name: str = ""
     layers: int | None = None
@@ -65,15 +68,41 @@ class Held:
         """Second moments, likewise."""
         return self.state.nu
 
-    def clipped(self, max_norm: ArrayLike, norm: ArrayLike) -> "Held":
-        """These with the factor that clips gradients of this global norm.
+    def clipped(self, max_norm: ArrayLike, norm: ArrayLike | None = None, *, before: ArrayLike | None = None) -> "Held":
+        """These as the next step takes them, its gradients clipped by the global norm.
+
+        By `norm` that is exact. By `before` each block, or each stacked layer, may have the share of `max_norm` that it
+        had of the norm of the step before: where its norm doubles, that of all is taken to have doubled. One that had
+        no gradients then, as none has before the first step, may have all of `max_norm`.
 
         Args:
             max_norm: largest global norm, positive.
-            norm: of all gradients: of this step, from `gradient_norm`, or as it was in the step before.
+            norm: of all gradients of the next step, from `gradient_norm`.
+            before: of all gradients of the step before, from `updates_norm`, not of other steps; 0 before the first.
+
+        Raises:
+            TypeError: not one of `norm` and `before` is given.
         """
-        norm = jnp.asarray(norm, jnp.float32)
-        return dataclasses.replace(self, factor=jnp.where(norm < max_norm, jnp.float32(1.0), max_norm / norm))
+        if (norm is None) == (before is None):
+            raise TypeError("clipped takes norm=, of the next step's gradients, or before=, of those of the last step")
+        if norm is not None:
+            return dataclasses.replace(self, factor=clip_factor(max_norm, norm), limits=None)
+        limit, known = jnp.asarray(max_norm, jnp.float32), self.squares != 0
+        share = jnp.sqrt(self.squares) / jnp.asarray(before, jnp.float32)
+        limits = limit * jnp.where(known, jnp.minimum(share, 1.0), 1.0)
+        return dataclasses.replace(self, factor=jnp.float32(1.0), limits=limits)
+
+    def factor_of(self, squares: Array, layer: ArrayLike | None = None) -> Array:
+        """What a step multiplies gradients by of which this is the sum of squares, fp32 scalar."""
+        if self.limits is None:
+            return self.factor
+        return self.factor * clip_factor(self.limits if layer is None else self.limits[layer], jnp.sqrt(squares))
+
+
+def clip_factor(max_norm: ArrayLike, norm: ArrayLike) -> Array:
+    """What gradients of a norm are multiplied by to be clipped, fp32 scalar."""
+    norm = jnp.asarray(norm, jnp.float32)
+    return jnp.where(norm < max_norm, jnp.float32(1.0), max_norm / norm)
 
 
 def dtypes_of(state: Any) -> tuple[str, ...]:

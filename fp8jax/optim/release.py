@@ -66,16 +66,24 @@ class Released:
         """
         return self.restore(params, self._tx.init(params), name, stacked=stacked)
 
-    def restore(self, params: Any, state: Any, name: str = "", *, stacked: bool = False) -> Held:
+    def restore(
+        self, params: Any, state: Any, name: str = "", *, stacked: bool = False, squares: ArrayLike = 0.0
+    ) -> Held:
         """Parameters with a state that there is, as `Held.state` gives it, or steps outside of a block made it.
 
-        Args, raises: as of `init`.
+        Args:
+            params, name, stacked: as of `init`.
+            state: of the optimizer, of these parameters.
+            squares: as `Held.squares` was, of which `Held.clipped` knows the step before; 0 where that is lost.
+
+        Raises: as of `init`.
         """
         if any(map(variables.is_box, jax.tree.leaves((params, state), is_leaf=variables.is_box))):
             raise TypeError("release takes arrays, not variables or boxes of Flax: take nnx.state's pure values")
         layers = _layers(params) if stacked else None
-        count, factor, squares, uses = (jnp.asarray(x, jnp.float32) for x in (state.count, 1.0, 0.0, 1.0))
-        return Held(params, carried(state), count, factor, squares, uses, dtypes_of(state), name, layers)
+        count, factor, uses = (jnp.asarray(x, jnp.float32) for x in (state.count, 1.0, 1.0))
+        squares = jnp.broadcast_to(jnp.asarray(squares, jnp.float32), () if layers is None else (layers,))
+        return Held(params, carried(state), count, factor, squares, uses, None, dtypes_of(state), name, layers)
 
     def __call__(self, held: Held, *inputs: Any) -> Any:
         """The block's result.
@@ -120,11 +128,12 @@ class Released:
     def _backward(self, saved: tuple[Held, Any], cotangent: Any) -> tuple[Held, tuple[Any, ...]]:
         held, backward = saved
         gradients, *inputs = backward(cotangent)
-        params, stored, count = held.params, held.stored, held.count
+        params, stored, count, squares = held.params, held.stored, held.count, sum_of_squares(gradients)
         if not held.measured:
-            params, stored = self._step(gradients, held, params, stored, Portion(held.name))
+            factor = held.factor_of(squares)
+            params, stored = self._step(gradients, held, params, stored, factor, Portion(held.name))
             count = count + 1
-        return _renewed(held, params, stored, count, sum_of_squares(gradients)), tuple(inputs)
+        return _renewed(held, params, stored, count, squares), tuple(inputs)
 
     def _plain_scan(self, held: Held, x: Any, shared: tuple[Any, ...]) -> Any:
         return lax.scan(lambda x, params: (self._block(params, x, *shared), None), x, held.params)[0]
@@ -166,20 +175,21 @@ class Released:
             params, stored = _layer(stacks[0], i), _layer(stacks[1], i, keep=keep)
             own = dataclasses.replace(residuals, arrays=_layer(residuals.arrays, i))
             gradients, dx, *others = own.backward([*jax.tree.leaves(params), *fixed])(dx)
+            square = sum_of_squares(gradients)
             if not held.measured:
-                part = Portion(held.name, i)
+                part, factor = Portion(held.name, i), held.factor_of(square, i)
                 if keep:  # its scales are told by their stacked axes
                     own = jax.tree.map(lambda x: x[None], (gradients, params))
-                    new, stored = self._step(own[0], held, own[1], stored, part)
+                    new, stored = self._step(own[0], held, own[1], stored, factor, part)
                 else:
-                    new, stored = self._step(gradients, held, params, stored, part)
+                    new, stored = self._step(gradients, held, params, stored, factor, part)
                 stacks = jax.tree.map(functools.partial(_written, i), stacks, (new, stored))
             others = jax.tree.leaves(others)
             sums = [total + others[i] for total, i in zip(sums, plain, strict=True)]
-            return (stacks, squares + sum_of_squares(gradients)), dx, sums
+            return (stacks, squares.at[i].set(square)), dx, sums
 
         begin = (
-            ((held.params, held.stored), jnp.float32(0.0)),
+            ((held.params, held.stored), jnp.zeros_like(held.squares)),
             cotangent,
             [jnp.zeros_like(fixed[i]) for i in plain],
         )
@@ -193,13 +203,15 @@ class Released:
             jax.tree.unflatten(jax.tree.structure(shared), others),
         )
 
-    def _step(self, gradients: Any, held: Held, params: Any, stored: Any, part: Portion) -> tuple[Any, Any]:
+    def _step(
+        self, gradients: Any, held: Held, params: Any, stored: Any, factor: Array, part: Portion
+    ) -> tuple[Any, Any]:
         state = natural(stored, held.dtypes, held.count)
         key = self._key
         if key is not None:
             for number in (state.count, noise.salt(held.name), 0 if part.layer is None else part.layer):
                 key = jax.random.fold_in(key, number)
-        params, state = self._tx.step(gradients, state, params, key=key, factor=held.factor, part=part)
+        params, state = self._tx.step(gradients, state, params, key=key, factor=factor, part=part)
         return params, carried(state)
 
 
@@ -245,8 +257,9 @@ def release(block: Callable[..., Any], tx: FusedTransformation, *, key: Array | 
     included, but for the last bits of fp32 that XLA computes otherwise in another program.
 
     What belongs to all gradients at once cannot be done where only one block's are known. A step is taken whatever the
-    loss, so none is skipped for NaN. For clipping by the global norm there are two ways: `Held.clipped` with the norm
-    of the step before (`updates_norm` of its updates), or with that of `gradient_norm`, another backward pass.
+    loss, so none is skipped for NaN. For clipping by the global norm there are two ways: `Held.clipped` with that of
+    the step before (`updates_norm` of its updates), of which each block has its share, or with that of `gradient_norm`,
+    another backward pass.
     Gradients of microbatches cannot be summed: `value_and_updates` in a loop over them takes a step for each.
 
     Args:

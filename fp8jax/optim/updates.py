@@ -54,6 +54,7 @@ def value_and_updates(
             )
         right = functools.reduce(jnp.logical_and, [held.uses == 1 for held in new], jnp.bool_(True))
         check = lambda value: jnp.where(right, value, jnp.nan)  # noqa: E731
+        updates = jax.tree.map(_after, updates, is_leaf=_is_held)
         return ((check(value[0]), value[1]) if has_aux else check(value)), updates
 
     return call
@@ -85,7 +86,8 @@ def updates_norm(updates: Any) -> Array:
         fp32 scalar.
     """
     leaves = jax.tree.leaves(updates, is_leaf=_is_held)
-    return jnp.sqrt(sum((x.squares if isinstance(x, Held) else sum_of_squares(x) for x in leaves), jnp.float32(0.0)))
+    squares = [jnp.sum(x.squares) if isinstance(x, Held) else sum_of_squares(x) for x in leaves]
+    return jnp.sqrt(sum(squares, jnp.float32(0.0)))
 
 
 def _entered(held: Held, number: int, seen: set[int]) -> Held:
@@ -101,6 +103,11 @@ def _entered(held: Held, number: int, seen: set[int]) -> Held:
 
     enter.defvjp(lambda held: (held, None), backward)
     return enter(held)  # type: ignore[no-any-return]
+
+
+def _after(x: Any) -> Any:
+    """What is held after a step, without the limits that were of it."""
+    return dataclasses.replace(x, limits=None) if isinstance(x, Held) else x
 
 
 def _held(tree: Any) -> list[Held]:

@@ -239,7 +239,10 @@ def test_masters_in_16_bits_and_released_layers_train_as_fp32_masters(tmp_path):
     setting = dataclasses.replace(TINY, dim=64, layers=2, mlp_dim=96, length=32, batch=8, steps=200, lr=3e-4, warmup=10)
     text = parity_runs.read_text([], setting)
     arms = {BASE: training_parity.ARMS[BASE]}
-    arms |= {name: training_parity.ARMS[name] for name in ("master_bf16_int8", "master_bf16_stochastic", "released")}
+    arms |= {
+        name: training_parity.ARMS[name]
+        for name in ("master_bf16_int8", "master_bf16_stochastic", "released_by_shares")
+    }
     found = {}
     for name, arm in arms.items():
         run, validate, _ = parity_runs.programs(arm, setting)
@@ -249,5 +252,5 @@ def test_masters_in_16_bits_and_released_layers_train_as_fp32_masters(tmp_path):
             ends.append([float(np.mean(curve[-20:])), float(np.mean(validate(state, text.valid)))])
         found[name] = np.array(ends)
     off = {name: np.abs(ends / found[BASE] - 1).max(0) for name, ends in found.items()}
-    for name in ("master_bf16_int8", "master_bf16_stochastic", "released"):
+    for name in ("master_bf16_int8", "master_bf16_stochastic", "released_by_shares"):
         assert off[name].max() < 0.01, off

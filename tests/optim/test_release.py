@@ -11,6 +11,8 @@ import pytest
 import fp8jax
 
 LAYERS, WIDTH, BATCH = 3, 64, 8
+# Of gradients in each step, and what clips all but those of the third.
+SIZES, MAX_NORM = (2.0, 5.0, 0.1, 1.0), 300.0
 OPTIMIZERS = {
     "coat": lambda: fp8jax.optimizer("coat", 3e-3, b2=0.95, weight_decay=0.1, min_size=1024),
     "stochastic second moments": lambda: fp8jax.compressed_adamw(3e-3, b2=0.999, min_size=1024),
@@ -74,6 +76,14 @@ def given_gradients(step):
     return jax.tree.map(jnp.multiply, sizes, signs)
 
 
+def clipped_by_shares(held, norm, max_norm, gradients, layers=LAYERS):
+    """What is held, clipped by the norm before; and the factor of this step, as it is where all layers are alike."""
+    now = float(optax.tree.norm(gradients)) * np.sqrt(layers)
+    clip = lambda one: one.clipped(max_norm, before=norm)  # noqa: E731
+    held = jax.tree.map(clip, held, is_leaf=lambda x: isinstance(x, fp8jax.Held))
+    return held, now, min(1.0, max_norm / (now if norm else now / np.sqrt(layers)))
+
+
 def pairs(a, b):
     return zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
 
@@ -110,15 +120,20 @@ def test_moments_are_those_of_a_plain_step(name, ways):
         loss = lambda held, gradients: sum(released(one, jnp.float32(0), gradients) for one in held)  # noqa: E731
     state = tx.init({"layers": plain})
     step = jax.jit(fp8jax.value_and_updates(loss))
-    whole = jax.jit(lambda grads, state, params: tx.step(grads, state, params))
+    whole = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, factor=factor))
+    norm, factors = 0.0, []
     for i in range(steps):
-        gradients = given_gradients(i)
+        gradients = jax.tree.map(lambda g, i=i: SIZES[i] * g, given_gradients(i))
+        held, norm, factor = clipped_by_shares(held, norm, MAX_NORM, gradients)
+        factors.append(factor)
         _, held = step(held, gradients)
+        np.testing.assert_allclose(fp8jax.updates_norm(held), norm, rtol=1e-5)
         repeated = (
             jax.tree.map(lambda g: jnp.stack([g] * LAYERS), gradients) if ways == "scan" else [gradients] * LAYERS
         )
-        new, state = whole({"layers": repeated}, state, {"layers": plain})
+        new, state = whole({"layers": repeated}, state, {"layers": plain}, factor)
         plain = new["layers"]
+    assert [factor < 1 for factor in factors] == [True, True, False, True]
     held = [held] if ways == "scan" else held
     of = lambda tree: [tree] if ways == "scan" else tree  # noqa: E731
     near([(h.mu, h.nu) for h in held], list(zip(of(state.mu["layers"]), of(state.nu["layers"]), strict=True)))
@@ -236,6 +251,44 @@ def test_the_norm_of_a_step_comes_back_with_it():
     np.testing.assert_allclose(fp8jax.updates_norm(updates), expected, rtol=1e-5)
 
 
+def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
+    """From first moments, which are sums of gradients; layers' norms differ, and one layer has none before."""
+    sizes = np.array([[3.0, 0.0, 4.0], [6.0, 1.0, 1.0], [3.0, 2.0, 0.5]])  # of steps, of layers
+    norms, limit = np.sqrt((sizes**2).sum(1)), 2.0
+    tx = fp8jax.optimizer("bf16", 0.0, b1=0.5)
+    weights = {"w": jnp.ones((LAYERS, 4, 4))}
+
+    def layer(params, x, size):
+        return x + jnp.sum(params["w"]) * size[params["i"].astype(jnp.int32)] / 4
+
+    stack = weights | {"i": jnp.arange(LAYERS, dtype=jnp.float32)}
+    scanned, single = fp8jax.release(layer, tx), fp8jax.release(layer, tx)
+    held = scanned.init(stack, "layers", stacked=True)
+    parts = [single.init(layer_of(stack, i), f"layers/{i}") for i in range(LAYERS)]
+    x = jnp.float32(0)
+    take = jax.jit(fp8jax.value_and_updates(lambda held, size: scanned.scan(held, x, size)))
+    one_by_one = jax.jit(fp8jax.value_and_updates(lambda parts, size: sum(single(one, x, size) for one in parts)))
+    moments = np.zeros(LAYERS)
+    for i, size in enumerate(sizes):
+        before = norms[i - 1] if i else 0.0
+        _, held = take(held.clipped(limit, before=before), jnp.asarray(size, jnp.float32))
+        parts = [one.clipped(limit, before=before) for one in parts]
+        _, parts = one_by_one(parts, jnp.asarray(size, jnp.float32))
+        share = [sizes[i - 1][j] / before if i and sizes[i - 1][j] else 1.0 for j in range(LAYERS)]
+        clipped = [min(own, limit * part) for own, part in zip(size, share, strict=True)]
+        moments = 0.5 * moments + 0.5 * np.array(clipped) / 4
+        for found in (held.mu["w"][:, 0, 0], [one.mu["w"][0, 0] for one in parts]):
+            np.testing.assert_allclose(np.asarray(found), moments, rtol=1e-5)
+        np.testing.assert_allclose(held.squares, size**2, rtol=1e-5)
+        assert held.limits is None, "a step's limits are of it alone"
+    wrong = held.clipped(limit, before=0.0)
+    assert (np.asarray(wrong.limits) <= limit).all(), "no layer may have more than all"
+    assert held.clipped(limit, before=norms[-1]).clipped(limit, norm=1.0).limits is None
+    for how in ({}, {"norm": 1.0, "before": 1.0}):
+        with pytest.raises(TypeError, match="takes norm=, of the next step's gradients, or before="):
+            held.clipped(limit, **how)
+
+
 @pytest.mark.parametrize("ways", ["scan", "blocks"])
 def test_the_norm_alone_takes_no_step(ways):
     """In the compiled program nothing reads a moment."""
@@ -261,7 +314,7 @@ def test_layers_are_updated_in_place():
     memory = step.lower(held, rest, shift, *data(0)).compile().memory_analysis()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(stack))
-    assert memory.alias_size_in_bytes >= size - 64
+    assert memory.alias_size_in_bytes >= size - 64 - held.squares.nbytes
     assert memory.temp_size_in_bytes < weights / 2, "a plain step holds gradients as large as all weights"
 
 
@@ -311,7 +364,10 @@ def test_what_release_refuses():
 def test_a_state_goes_on_outside_of_the_backward_pass_and_back():
     tx = OPTIMIZERS["stochastic second moments"]()
     _, held = released_steps(tx, block, 2)
-    again = fp8jax.release(block, tx).restore(held.params, held.state, "layers", stacked=True)
+    released = fp8jax.release(block, tx)
+    equal(released.restore(held.params, held.state, "layers", stacked=True, squares=held.squares), held)
+    again = released.restore(held.params, held.state, "layers", stacked=True)
+    assert not again.squares.any(), "what the last gradients were is lost"
     equal(dataclasses.replace(again, squares=held.squares), held)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fp8jax
-from tests.optim.test_release import LAYERS, equal, given_gradients, layer_of, near, parameters
+from tests.optim.test_release import LAYERS, clipped_by_shares, equal, given_gradients, layer_of, near, parameters
 
 HELD = {
     "de8 and ude8": (jnp.float32, lambda: fp8jax.compressed_adamw(3e-3, mu="de8", nu="ude8", min_size=1024)),
@@ -50,12 +50,15 @@ def test_a_scan_gives_the_state_of_a_plain_step(name):
     held, plain, state = released.init(stack, "layers", stacked=True), stack, tx.init({"layers": stack})
     assert all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(held))
     step = jax.jit(fp8jax.value_and_updates(lambda held, g: released.scan(held, jnp.float32(0), g)))
-    whole = jax.jit(lambda grads, state, params: tx.step(grads, state, params))
+    whole = jax.jit(lambda grads, state, params, factor: tx.step(grads, state, params, factor=factor))
+    norm = 0.0
     for i in range(steps):
         gradients = rounded_gradients(i, dtype)
+        held, norm, factor = clipped_by_shares(held, norm, (1e4, 300.0, 1e4)[i], gradients)
+        assert (factor < 1) == (i == 1)
         _, held = step(held, gradients)
         repeated = jax.tree.map(lambda g: jnp.stack([g] * LAYERS).astype(dtype), gradients)
-        new, state = whole({"layers": repeated}, state, {"layers": plain})
+        new, state = whole({"layers": repeated}, state, {"layers": plain}, factor)
         plain = new["layers"]
     own = held.state
     assert int(own.count) == steps
