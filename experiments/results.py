@@ -10,6 +10,7 @@ cores. One H100 takes an hour, four of one host 20 minutes. With `--cpu` the pap
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from experiments.bench import record
@@ -62,6 +63,28 @@ def state(path: Path, commit: str) -> str:
     return "; ".join(f"{of}: {record.since(of) or 'no change since'}" for of in commits)
 
 
+# Process groups of jobs that run: each has its own, so that a limit kills its children, too.
+_RUNNING = set[int]()
+
+
+@contextlib.contextmanager
+def ending_together() -> Iterator[None]:
+    """A signal that ends this process kills the jobs that run, too."""
+
+    def stop(code: int, _frame: object) -> None:
+        for group in list(_RUNNING):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        os._exit(128 + code)
+
+    before = {kind: signal.signal(kind, stop) for kind in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
 def run(job: Job, folder: Path, log: Path, limit: float, where: Mapping[str, str] | None = None) -> str | None:
     """Runs a job, its output into a log; what went wrong, or None. At the limit it and its children are killed.
 
@@ -77,12 +100,15 @@ def run(job: Job, folder: Path, log: Path, limit: float, where: Mapping[str, str
     with log.open("w") as out:
         process = subprocess.Popen([*job.argv, str(folder)], stdout=out, stderr=subprocess.STDOUT,
                                    start_new_session=True, env=environment)  # fmt: skip
+        _RUNNING.add(process.pid)
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return f"killed after {limit:.0f} s"
+        finally:
+            _RUNNING.discard(process.pid)
     return None if code == 0 else f"ended with code {code}: " + log.read_text().strip().rpartition("\n")[2][:200]
 
 
@@ -135,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             job for width in JOBS if 0 < width <= len(slots) for job in JOBS[width]
         ]  # fmt: skip
         jobs = [job for job in jobs if not options.only or job.name in options.only]
-        return measure(jobs, commit, device, slots, options)
+        with ending_together():
+            return measure(jobs, commit, device, slots, options)
 
 
 def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str], options: argparse.Namespace) -> int:

@@ -76,6 +76,17 @@ def quantize_activations(model: Llama, spec: fp8jax.QuantSpec) -> Llama:
     return copy
 
 
+class Tap(nnx.Module):
+    """A norm that notes its input: a variable, since what a quantized model computes leaves it as values alone."""
+
+    def __init__(self, norm: nnx.Module, like_NxD: jax.Array) -> None:
+        self.norm, self.seen = norm, nnx.Intermediate(like_NxD)
+
+    def __call__(self, x_NxD: jax.Array) -> jax.Array:
+        self.seen.set_value(x_NxD)
+        return self.norm(x_NxD)
+
+
 def probe(model: Llama, tokens_BxT: jax.Array, *, backward: bool = True) -> tuple[np.ndarray, np.ndarray | None]:
     """Output of the last layer and, if asked for, the loss's gradient before the first: fp32 (B x T, D) each."""
     graphdef, variables = nnx.split(model)
@@ -84,15 +95,10 @@ def probe(model: Llama, tokens_BxT: jax.Array, *, backward: bool = True) -> tupl
 
     def loss(x_NxD: jax.Array, state: Any) -> tuple[jax.Array, jax.Array]:
         merged: Any = nnx.merge(graphdef, state)
-        norm, seen = merged.norm, []
-
-        def tap(h_NxD: jax.Array) -> jax.Array:
-            seen.append(h_NxD)
-            return norm(h_NxD)
-
-        merged.embed, merged.norm = (lambda _: x_NxD), tap
+        merged.embed, merged.norm = (lambda _: x_NxD), Tap(merged.norm, x_NxD)
         logits_BxTxV = merged(tokens_BxT[:, :-1]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:]).mean(), seen[0]
+        mean = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT[:, 1:]).mean()
+        return mean, merged.norm.seen.get_value()
 
     if not backward:
         return np.asarray(jax.jit(loss)(embedded_NxD, state)[1], np.float32), None

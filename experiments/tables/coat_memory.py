@@ -165,7 +165,7 @@ def rows() -> list[Row]:
 
 def main() -> int:
     """Regenerates results/coat_memory.json."""
-    common.parse(__doc__)
+    options = common.parse(__doc__)
     notes = [
         f"One layer of a Llama of width {WIDTH}, {HEADS} heads and a SwiGLU of 8/3 of the width, under `jax.vjp`, with "
         "an attention that keeps q, k, v, its output and a root of each row, as flash attention does. What a token "
@@ -181,7 +181,14 @@ def main() -> int:
         "The paper's totals leave scales out: 12.5 % of codes in groups of 16. Ratios are over bf16, ours over ours, "
         "the paper's over the paper's.",
     ]
-    common.write("coat_memory", "COAT: what a layer keeps for the backward pass (Tables 2, 14)", rows(), notes, None)
+    common.write(
+        "coat_memory",
+        "COAT: what a layer keeps for the backward pass (Tables 2, 14)",
+        rows(),
+        notes,
+        None,
+        options.results,
+    )
     return 0
 
 

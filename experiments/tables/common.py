@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,16 +138,21 @@ class Dump:
 def dump(out: Path, flags: str = FLAGS, step: int | None = None) -> Dump:
     """The training run with fp32 moments; trained now, or taken from OUT where it was before.
 
+    Tables that run side by side train it once: the others wait for the first.
+
     `step` is that of a checkpoint that the run keeps; None takes the last.
 
     Raises:
         UserError: the training program's own.
     """
     arguments = flags.split()
-    code = train.main([*arguments, "--out", str(out)])
+    run = out / arguments[arguments.index("--run") + 1]
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f"{run.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code = train.main([*arguments, "--out", str(out)])
     if code:
         raise UserError(f"the training run ended with code {code}")
-    run = out / arguments[arguments.index("--run") + 1]
     trained = evaluate.load(run, "bf16")
     with Checkpoints(run / "bf16" / "checkpoints", trained.config.run.keep) as checkpoints:
         state, _ = checkpoints.restore(step or trained.step, jax.eval_shape(trained.task.init))

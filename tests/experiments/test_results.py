@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
+import time
+from pathlib import Path
 
 import pytest
 
@@ -142,6 +145,41 @@ def test_a_job_is_killed_at_the_limit_with_its_children(tmp_path, job):
     code = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
     problem = results.run(job("slow", code=code), tmp_path, tmp_path / "slow.log", 1.0)
     assert problem == "killed after 1 s"
+
+
+# A run whose only job tells its number and sleeps.
+SLEEPER = """import pathlib, sys
+from experiments import jobs, results
+class Sleeper(jobs.Job):
+    argv = [sys.executable, "-c", "import os, pathlib, sys, time; p = pathlib.Path(sys.argv[1], 'pid'); "
+            "p.write_text(str(os.getpid())); time.sleep(60)"]
+results.JOBS = {1: (Sleeper("sleeper", (), 1.0),)}
+results.gpus = lambda: ("NVIDIA H9 80GB", ["0"])
+results.main(["--results", sys.argv[1]])
+"""
+
+
+def test_a_run_that_is_ended_takes_its_jobs_with_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("FP8JAX_COMMIT", "abcdef1234567")
+    before = signal.getsignal(signal.SIGTERM)
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER, str(tmp_path)])
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    status = Path(f"/proc/{pid.read_text()}/stat")
+    for _ in range(100):
+        # One that init has not yet seen is dead, too.
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the job lives on")
+    with results.ending_together():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys, tmp_path):
