@@ -175,6 +175,9 @@ def largest(ordered: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
 def to_scale(ordered: tl.tensor, HOW: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     top = largest(ordered, HOW)
     scale = tl.where(top > 0, tl.maximum(top * HOW.inverse_max, TINY), 1.0)
+    if HOW.integer and dtype == tl.bfloat16:
+        # Rounded up: under a scale that was rounded down the largest code would saturate.
+        scale = from_bits((bits(scale) + 0xFFFF) & -0x10000)
     return tl.where(top == top, scale, top).to(dtype)
 
 

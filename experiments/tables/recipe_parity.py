@@ -1,11 +1,12 @@
-"""COAT, Table 13, and its like for the other recipes: 65 M parameters, five seeds of each recipe beside bf16's.
+"""COAT, Table 13, and its like for the other recipes, and MOSS, Table 9: five seeds of each beside bf16's.
 
     python -m experiments.tables.recipe_parity --data 'books/*.txt' --arms coat fast --limit 380
     python -m experiments.tables.recipe_parity --judge
 
 The first trains the seeds of some arms that results/parity_recipes/ lacks; several such processes, each on a GPU of its
 own and with arms of its own, fill one folder. The second makes the page of all that is there. Recipes, losses and the
-number of seeds are stated here, before any run is looked at. Runs of another text, setting or card are refused.
+number of seeds are stated here, before any run is looked at. Runs of another text, setting or card are refused. With
+`--study intervals` the arms are MOSS's intervals between measurements of weights' scales, of a smaller model.
 
 Every seed has one start and one order of text for all arms. The difference of an arm is the mean over seeds of what it
 lies above the same seed of bf16, with Student's t of seeds - 1 degrees of freedom. Several recipes are looked at, so
@@ -35,7 +36,8 @@ from experiments.tables.parity_runs import ParityArm, Setting
 from experiments.tables.training_parity import BASE, LIMIT, TAIL, TRAINING, VALIDATION
 
 SEEDS, FAMILY_ERROR = 5, 0.05
-RECIPES = ("coat", "coat_fast", "fast", "int8_fallback", "fp8_lm")
+LOSSES = (TRAINING, VALIDATION)
+TABLE = "Seeds of each beside bf16's"
 CONTROL = f"{training_parity.CONTROL}_one_bit"
 # Two arms that each have one of the two changes that make `coat_fast` of `coat`.
 BOUNDS, SUMS = "coat, bounded scales", "coat, fast accumulation"
@@ -43,12 +45,65 @@ ABLATIONS = {
     BOUNDS: dataclasses.replace(fp8jax.recipes.coat(), context=fp8jax.recipes.coat_fast().context),
     SUMS: dataclasses.replace(fp8jax.recipes.coat(), linear=fp8jax.recipes.coat_fast().linear),
 }
-ARMS = {name: training_parity.ARMS[name] for name in (BASE, *RECIPES, CONTROL)} | {
-    name: ParityArm(recipe) for name, recipe in ABLATIONS.items()
+ARMS = training_parity.ARMS | {name: ParityArm(recipe) for name, recipe in ABLATIONS.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class SeedStudy:
+    """What is compared with bf16, stated before the runs.
+
+    Attributes:
+        title: of the page.
+        suffix: of its name, after "recipe_parity".
+        folder: of the runs, in that of results.
+        setting: the model and its schedule.
+        recipes: arms of which it is asked whether they differ from bf16; all together they err with 5 %.
+        others: arms that may be trained, too, and are not among these.
+        pairs: comparisons with another arm than bf16, by what they are called.
+        about: what else is to be said.
+    """
+
+    title: str
+    suffix: str
+    folder: str
+    setting: Setting
+    recipes: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, str, str], ...] = ()
+    about: str = ""
+
+    @property
+    def confidence(self) -> float:
+        """Of each interval, that those of all recipes hold together."""
+        return 1 - FAMILY_ERROR / len(self.recipes)
+
+    def path_of(self, results: Path, arm: str) -> Path:
+        return results / self.folder / f"{arm.replace(', ', '_').replace(' ', '_')}.json"
+
+
+STUDIES = {
+    "recipes": SeedStudy(
+        "Five seeds of each recipe beside bf16 (COAT, Table 13)",
+        "",
+        "parity_recipes",
+        training_parity.SIZES["65m_short"][1],
+        ("coat", "coat_fast", "fast", "int8_fallback", "fp8_lm"),
+        (CONTROL, BOUNDS, SUMS),
+        (("coat_fast beside coat", "coat_fast", "coat"),),
+        f"{CONTROL} is coat whose forward products read codes of one mantissa bit: it must differ.",
+    ),
+    "intervals": SeedStudy(
+        "MOSS: steps between measurements of weights' scales (Table 9)",
+        "_intervals",
+        "parity_intervals",
+        training_parity.SIZES["13m"][1],
+        ("moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000"),
+        about="moss measures its weights' scales every 500 steps; 2,000 are more than the run has, so that scales are "
+        "predicted from the first weights on. The paper has accuracies on NumGLUE after fine-tuning a Llama-2-7B: "
+        "bf16 58.7 %, every step 59.3, 100 steps 59.4, 500 steps 59.4, 2,000 steps 58.1; we have neither, and give "
+        "losses. What scales cost is in results/pages/scaling.md.",
+    ),
 }
-SETTING = training_parity.SIZES["65m_short"][1]
-LOSSES = (TRAINING, VALIDATION)
-FOLDER, TABLE = "parity_recipes", "Seeds of each recipe beside bf16's"
 
 Runs = Mapping[str, Mapping[int, Mapping[str, float]]]
 """Arm, seed, loss."""
@@ -95,7 +150,7 @@ class Judged:
     """What the runs show: gaps by arm and loss, and Holm's p of recipes.
 
     Attributes:
-        gaps: of arms from bf16, and of `coat_fast` from `coat`.
+        gaps: of arms from bf16, and of the study's pairs.
         adjusted: p of each recipe and loss, for all of them together.
     """
 
@@ -119,36 +174,34 @@ class Judged:
         return any(p < FAMILY_ERROR for (name, _), p in self.adjusted.items() if name == arm)
 
 
-BESIDE_COAT = "coat_fast beside coat"
-
-
-def judge(runs: Runs) -> Judged:
-    """Compares every arm with bf16, and `coat_fast` with `coat`."""
-    pairs = {name: (name, BASE) for name in runs if name != BASE} | {BESIDE_COAT: ("coat_fast", "coat")}
-    confidence = 1 - FAMILY_ERROR / len(RECIPES)
+def judge(study: SeedStudy, runs: Runs) -> Judged:
+    """Compares every arm with bf16, and the study's pairs."""
+    pairs = {name: (name, BASE) for name in runs if name != BASE}
+    pairs |= {label: (arm, base) for label, arm, base in study.pairs}
     gaps = dict[tuple[str, str], Gap]()
     for label, (arm, base) in pairs.items():
         for loss in LOSSES:
             of, beside = ({s: run[loss] for s, run in runs.get(name, {}).items()} for name in (arm, base))
-            if (found := gap(of, beside, confidence)) is not None:
+            if (found := gap(of, beside, study.confidence)) is not None:
                 gaps[label, loss] = found
-    return Judged(gaps, holm({key: g.p for key, g in gaps.items() if key[0] in RECIPES}))
+    return Judged(gaps, holm({key: g.p for key, g in gaps.items() if key[0] in study.recipes}))
 
 
-def read(results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
+def read(study: SeedStudy, results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
     """Losses of the arms that there are, of the stated seeds, and the files.
 
     Raises:
         UserError: two arms were trained on another text, card or setting.
     """
-    files = {name: json.loads(path.read_text()) for name in ARMS if (path := path_of(results, name)).exists()}
+    paths = {name: study.path_of(results, name) for name in (BASE, *study.recipes, *study.others)}
+    files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     for key in ("text", "device", "setting"):
         first = next(iter(files), "")
         for name, content in files.items():
             if content[key] != files[first][key]:
                 raise UserError(
-                    f"{path_of(results, name)} and {path_of(results, first)} are of another {key}, {content[key]} and "
-                    f"{files[first][key]}: all arms have one; train one of them again"
+                    f"{paths[name]} and {paths[first]} are of another {key}, {content[key]} and {files[first][key]}: "
+                    "all arms have one; train one of them again"
                 )
     losses = {
         name: {seed: loss_of(content["runs"][str(seed)]) for seed in range(SEEDS) if str(seed) in content["runs"]}
@@ -163,10 +216,6 @@ def loss_of(run: Mapping[str, Any]) -> dict[str, float]:
     return {TRAINING: float(np.mean(losses[-max(1, round(TAIL * len(losses))) :])), VALIDATION: run["valid_loss"]}
 
 
-def path_of(results: Path, arm: str) -> Path:
-    return results / FOLDER / f"{arm.replace(', ', '_').replace(' ', '_')}.json"
-
-
 def rows(runs: Runs, judged: Judged) -> list[Row]:
     """Means, differences in percent, half-widths and Holm's p, a row an arm."""
     entries = []
@@ -174,7 +223,7 @@ def rows(runs: Runs, judged: Judged) -> list[Row]:
     def put(arm: str, column: str, value: float | None, unit: str = "1") -> None:
         entries.append(Row(arm, column, value, unit, table=TABLE, pivot=(arm, column)))
 
-    for arm in (*runs, BESIDE_COAT):
+    for arm in dict.fromkeys((*runs, *judged.arms)):
         if arm in runs:
             put(arm, "seeds", len(runs[arm]))
         for loss in LOSSES:
@@ -187,7 +236,7 @@ def rows(runs: Runs, judged: Judged) -> list[Row]:
     return entries
 
 
-def told(judged: Judged) -> list[str]:
+def told(study: SeedStudy, judged: Judged) -> list[str]:
     """The verdict on each arm, in words."""
     words = {"within": f"within ±{LIMIT:.1%}", "outside": f"outside ±{LIMIT:.1%}",
              "undecided": f"not told from ±{LIMIT:.1%} by so few seeds"}  # fmt: skip
@@ -199,7 +248,7 @@ def told(judged: Judged) -> list[str]:
             for (name, loss), g in judged.gaps.items() if name == arm
         )  # fmt: skip
         differs = ""
-        if arm in RECIPES:
+        if arm in study.recipes:
             differs = "; differs from bf16" if judged.differs(arm) else "; no difference from bf16 is shown"
         lines.append(f"{arm}: {shown}; {words[judged.verdict(arm)]}{differs}.")
     return lines
@@ -221,76 +270,88 @@ def draw(judged: Judged) -> Figure:
     return figure
 
 
-def notes(files: Mapping[str, Mapping[str, Any]], judged: Judged) -> list[str]:
+def notes(study: SeedStudy, files: Mapping[str, Mapping[str, Any]], judged: Judged) -> list[str]:
     """What was trained, how it is judged, and what came of it."""
     setting, one = Setting(**files[BASE]["setting"]), files[BASE]
     replicated = {name: of["replicas"] for name, of in files.items() if of.get("replicas", 1) > 1}
     return [
         f"A Llama of {one['parameters']:,} parameters, {setting.steps:,} steps of {setting.batch} x {setting.length} "
-        f"bytes, text {one['text']} in every arm. Stated before the runs: the recipes {', '.join(RECIPES)}, {SEEDS} "
-        f"seeds each, both losses, the limit of ±{LIMIT:.1%}. Training loss is the mean of the last {TAIL:.0%} of the "
-        "steps.",
-        f"Intervals are of {1 - FAMILY_ERROR / len(RECIPES):.0%} each, Student's t of the paired seeds, so that all "
-        f"{len(RECIPES)} recipes' hold together with {1 - FAMILY_ERROR:.0%} (Bonferroni). p is Holm's, of "
+        f"bytes, text {one['text']} in every arm. Stated before the runs: the recipes {', '.join(study.recipes)}, "
+        f"{SEEDS} seeds each, both losses, the limit of ±{LIMIT:.1%}. Training loss is the mean of the last {TAIL:.0%} "
+        "of the steps.",
+        f"Intervals are of {study.confidence:.2%} each, Student's t of the paired seeds, so that all "
+        f"{len(study.recipes)} recipes' hold together with {1 - FAMILY_ERROR:.0%} (Bonferroni). p is Holm's, of "
         f"{len(judged.adjusted)} tests (recipes and losses); of other arms it is of that test alone.",
-        f"{CONTROL} is coat whose forward products read codes of one mantissa bit: it must differ.",
-        *(f"{name} ran on {count} devices, whose gradients travelled as its recipe says." for name, count in
-          replicated.items()),
-        *told(judged),
+        *([study.about] if study.about else []),
+        *(f"{name} ran on {count} devices, whose gradients travelled as its recipe says."
+          for name, count in replicated.items()),
+        *told(study, judged),
     ]  # fmt: skip
 
 
-def write(results: Path) -> None:
-    """Writes results/CARD/recipe_parity.json and .png of what results/parity_recipes/ holds.
+def write(name: str, results: Path) -> None:
+    """Writes results/CARD/recipe_parity.json and .png of what the study's folder holds.
 
     Raises:
         UserError: runs do not go together, or bf16's are missing.
     """
-    runs, files = read(results)
+    study = STUDIES[name]
+    runs, files = read(study, results)
     if BASE not in runs or len(runs) < 2:
-        raise UserError(f"{results / FOLDER} has no runs of bf16 and of another arm: train them first, with --data")
-    judged = judge(runs)
+        raise UserError(
+            f"{results / study.folder} has no runs of bf16 and of another arm: train them first, with --data"
+        )
+    judged = judge(study, runs)
     table = rows(runs, judged)
-    sources = [training_parity.source(files[row.case if row.case in files else "coat_fast"]) for row in table]
+    arms = {label: arm for label, arm, _ in study.pairs}
+    sources = [training_parity.source(files[arms.get(row.case, row.case)]) for row in table]
+    options = "" if name == next(iter(STUDIES)) else f"--study {name} "
     common.write(
-        "recipe_parity", "Five seeds of each recipe beside bf16 (COAT, Table 13)", table, notes(files, judged),
-        draw(judged) if judged.gaps else None, results, arguments="--data 'books/*.txt' --limit 380",
-        device=files[BASE]["device"], sources=sources, date=max(of["date"] for of in files.values()),
+        "recipe_parity", study.title, table, notes(study, files, judged), draw(judged) if judged.gaps else None,
+        results, arguments=f"{options}--data 'books/*.txt'", suffix=study.suffix, device=files[BASE]["device"],
+        sources=sources, date=max(of["date"] for of in files.values()),
     )  # fmt: skip
-    print("\n".join(told(judged)))
+    print("\n".join(told(study, judged)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains what is missing of some arms, or judges; 1 where runs are missing still."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", choices=STUDIES, default=next(iter(STUDIES)), help="default: %(default)s")
     parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
-    parser.add_argument("--arms", nargs="*", choices=ARMS, default=[BASE, *RECIPES, CONTROL], help="which to train")
+    parser.add_argument("--arms", nargs="*", metavar="ARM", help="which to train (default: all but the ablations)")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no run would end")
     parser.add_argument("--judge", action="store_true", help="train nothing, write the page")
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     options = parser.parse_args(argv)
-    begin = time.perf_counter()
+    begin, study = time.perf_counter(), STUDIES[options.study]
+    known = (BASE, *study.recipes, *study.others)
+    arms = options.arms or [name for name in known if name not in ABLATIONS]
+    if unknown := [name for name in arms if name not in known]:
+        parser.error(
+            f"--arms: no {', '.join(map(repr, unknown))} in this study; there are {', '.join(map(repr, known))}"
+        )
 
     def room(took: float) -> bool:
         return time.perf_counter() - begin + 1.2 * took < options.limit
 
     try:
         if options.judge:
-            write(options.results)
+            write(options.study, options.results)
             return 0
         flags.recommend()
-        text = parity_runs.read_text(options.data, SETTING)
+        text = parity_runs.read_text(options.data, study.setting)
         print(f"text {text.fingerprint}, commit {record.commit()}", flush=True)
-        for name in options.arms:
-            path = path_of(options.results, name)
+        for name in arms:
+            path = study.path_of(options.results, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with lock.hold(path):
-                parity_runs.train_arm(name, ARMS[name], range(SEEDS), text, SETTING, path, room)
+                parity_runs.train_arm(name, ARMS[name], range(SEEDS), text, study.setting, path, room)
+        _, files = read(study, options.results)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    _, files = read(options.results)
-    short = [name for name in options.arms if len(files.get(name, {"runs": ()})["runs"]) < SEEDS]
+    short = [name for name in arms if len(files.get(name, {"runs": ()})["runs"]) < SEEDS]
     if short:
         print(f"not finished: {', '.join(short)}; give the same command again")
     return 1 if short else 0

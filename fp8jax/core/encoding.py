@@ -63,7 +63,7 @@ def encode(
         scale = formats.where(largest < jnp.inf, scale, jnp.nan)
     if spec.scale_format != "fp32":
         scale = jnp.minimum(scale, _largest_scale(spec.scale_format, spec.format))
-    scale = formats.round_to(scale, formats.get(spec.scale_format))
+    scale = stored(scale, spec, given=fixed)
     # Products with reciprocals throughout: XLA makes them of quotients by constants and scalars in some programs and
     # not in others, and the codes must not depend on that.
     exact = scale.astype(jnp.float32)
@@ -138,6 +138,17 @@ def bounded(x: Array, spec: QuantSpec, lowest: float) -> Array:
         return (jnp.where((size > 0) & (size < least), jnp.copysign(instead, x).astype(x.dtype), x),)
 
     return blocks.on_logical_array(bound, x, like=[x.shape])[0]
+
+
+def stored(scale: Array, spec: QuantSpec, *, given: bool = False) -> Array:
+    """Positive fp32 scales in the dtype that a spec stores them in.
+
+    Those of integers are rounded up, unless they are given: under a scale that was rounded down to bf16 the largest of
+    511 codes would saturate by two steps, where all others err by half of one.
+    """
+    fmt = formats.get(spec.format)
+    integers = not fmt.is_float and fmt.codebook is None
+    return (formats.round_up if integers and not given else formats.round_to)(scale, formats.get(spec.scale_format))
 
 
 @functools.cache

@@ -253,6 +253,13 @@ def round_to(x: Array, fmt: Format) -> Array:
     return jax.lax.reduce_precision(x, exponent_bits, fmt.mantissa_bits).astype(fmt.dtype)
 
 
+def round_up(x: Array, fmt: Format) -> Array:
+    """As `round_to` of positive values, but to the next number of the format that is no smaller; NaN stays."""
+    lost = FP32.mantissa_bits - fmt.mantissa_bits
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) + ((1 << lost) - 1)
+    return round_to(jax.lax.bitcast_convert_type(bits & -(1 << lost), jnp.float32), fmt)
+
+
 def encode_e8m0(y: Array, rounding: str) -> Array:
     """Exponent bytes of positive fp32 values: byte b stands for 2^(b - 127), and 255 for NaN.
 

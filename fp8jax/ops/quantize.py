@@ -309,7 +309,7 @@ def _one(
             if spec.granularity == "tensor":
                 top = how.strategy.settle(top)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
-        scales.append(formats.round_to(value, formats.get(spec.scale_format)))
+        scales.append(encoding.stored(value, spec, given=scale is not None))
     *parts, total = quantize_triton.quantize(
         x,
         fused.coding(how.rows),

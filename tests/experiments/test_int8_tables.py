@@ -13,7 +13,7 @@ import fp8jax
 from experiments.config import UserError
 from experiments.models.llama import Llama, LlamaConfig
 from experiments.scoring import Score
-from experiments.tables import int8_diverges, int8_fallback, int8_leak
+from experiments.tables import int8_diverges, int8_fallback, int8_leak, int8_outliers
 
 WIDE = LlamaConfig(vocab=32, dim=128, layers=2, heads=4, kv_heads=4, mlp_dim=256)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 17)), jnp.int32)
@@ -133,3 +133,36 @@ def test_arms_of_the_leak_are_known_recipes():
     for of in int8_leak.ARMS.values():
         for name in of:
             assert fp8jax.recipes.get(name).name == name
+
+
+def test_a_residual_is_nearer_than_16_bits_where_outliers_are_few_and_254_times_the_others():
+    """Figure 3(b) as arithmetic: a residual reaches as far as the small values, 1, or half a step, r / 254."""
+    for ratio in (30, 100, 1000, 3000):
+        x = int8_outliers.population(1, ratio)
+        assert np.sort(np.abs(x).reshape(-1))[-2:] == pytest.approx([1, ratio], rel=1e-2)
+        half_a_step = ratio / 254
+        expected = 32767 / (127 * 254) * min(1, 1 / half_a_step)
+        assert int8_outliers.over_sixteen(x, 128) == pytest.approx(expected, rel=0.02)
+    many = int8_outliers.population(1024, 3000)
+    assert np.sum(np.abs(many) > 1) == 1024
+    assert int8_outliers.over_sixteen(many, 128) == pytest.approx(32767 / (127 * 254), rel=0.02)
+
+
+@pytest.mark.slow
+def test_figures_are_of_the_same_function_and_gradients_whatever_the_outliers(monkeypatch):
+    """Without quantization every factor gives 0; with it outliers cost, and what falls back mends."""
+    params, _ = parameters(dataclasses.replace(WIDE, layers=1))
+    batches = [TOKENS]
+    for name, value in {"BLOCK": 32, "SMALL": 8, "RATES": (0.2, 0.3)}.items():
+        monkeypatch.setattr(int8_outliers, name, value)
+
+    def figures():
+        rows = int8_outliers.of_model(params, batches, (1, 256))
+        return {row.pivot: row.value for row in rows if row.table.startswith(("Figure 3(c)", "Figure 4(b)"))}
+
+    with monkeypatch.context() as exact:
+        exact.setattr(int8_outliers, "levels", lambda bits: int8_fallback.EXACT)
+        assert max(abs(x) for x in figures().values()) < 1e-4
+    found = figures()
+    assert found["factor 256", "none"] > 10 * found["factor 1", "none"]
+    assert found["factor 256", "absmax, 30%"] < found["factor 256", "none"] / 3

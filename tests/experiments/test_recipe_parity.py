@@ -13,8 +13,11 @@ from scipy import stats
 
 from experiments import lock
 from experiments.tables import parity_runs, recipe_parity
-from experiments.tables.recipe_parity import BASE, BESIDE_COAT, CONTROL, RECIPES, TRAINING, VALIDATION
+from experiments.tables.recipe_parity import BASE, CONTROL, STUDIES, TRAINING, VALIDATION
 from tests.experiments.test_training_parity import TINY
+
+STUDY = STUDIES["recipes"]
+BESIDE_COAT = STUDY.pairs[0][0]
 
 
 def found(differences, seeds=5, noise=0.0005):
@@ -55,7 +58,7 @@ def test_holms_procedure_holds_the_error_of_all_recipes_together():
 
 
 def test_verdicts_of_recipes_and_of_the_control():
-    judged = recipe_parity.judge(found({"coat": 0.0, "coat_fast": 0.003, "fast": 0.02, CONTROL: 0.02}))
+    judged = recipe_parity.judge(STUDY, found({"coat": 0.0, "coat_fast": 0.003, "fast": 0.02, CONTROL: 0.02}))
     assert [judged.verdict(name) for name in ("coat", "coat_fast", "fast", CONTROL, BESIDE_COAT)] == [
         "within", "within", "outside", "outside", "within"
     ]  # fmt: skip
@@ -63,28 +66,28 @@ def test_verdicts_of_recipes_and_of_the_control():
     # What is no recipe does not count among the tests.
     assert {name for name, _ in judged.adjusted} == {"coat", "coat_fast", "fast"}
     assert judged.adjusted["fast", TRAINING] >= 5 * judged.gaps["fast", TRAINING].p
-    assert recipe_parity.judge(found({"coat": 0.0045}, noise=0.003)).verdict("coat") == "undecided"
+    assert recipe_parity.judge(STUDY, found({"coat": 0.0045}, noise=0.003)).verdict("coat") == "undecided"
     # Each interval is of 99 %: the five recipes' hold together with 95 %. The last is beside `coat`, not bf16.
     runs = found({"coat": 0.01, "coat_fast": 0.03})
     values = {name: {s: run[TRAINING] for s, run in of.items()} for name, of in runs.items()}
-    gaps = recipe_parity.judge(runs).gaps
+    gaps = recipe_parity.judge(STUDY, runs).gaps
     assert gaps["coat", TRAINING] == recipe_parity.gap(values["coat"], values[BASE], 0.99)
     assert gaps[BESIDE_COAT, TRAINING] == recipe_parity.gap(values["coat_fast"], values["coat"], 0.99)
     one = found({"coat": 0.0})
     for run in one["coat"].values():
         run[VALIDATION] *= 1.02
-    assert recipe_parity.judge(one).verdict("coat") == "outside"
+    assert recipe_parity.judge(STUDY, one).verdict("coat") == "outside"
 
 
 def written(folder, text="t", device="d", **losses):
-    (folder / recipe_parity.FOLDER).mkdir(exist_ok=True, parents=True)
+    (folder / STUDY.folder).mkdir(exist_ok=True, parents=True)
     rng = np.random.default_rng(3)
     for name, by in losses.items():
         runs = {str(s): {"losses": [1 + by + s / 50] * 20, "valid_loss": 1 + by + s / 50 + 1e-4 * rng.normal(),
                          "commit": "c1"} for s in range(recipe_parity.SEEDS)}  # fmt: skip
         content = {"setting": dataclasses.asdict(TINY), "text": text, "device": device, "date": "2026-01-01",
                    "parameters": 7, "moments": 2.0, "replicas": 1 + (name == "fp8_lm"), "runs": runs}  # fmt: skip
-        recipe_parity.path_of(folder, name).write_text(json.dumps(content))
+        STUDY.path_of(folder, name).write_text(json.dumps(content))
 
 
 def test_the_page_has_what_was_stated_and_a_mix_is_refused(tmp_path, capsys):
@@ -100,7 +103,7 @@ def test_the_page_has_what_was_stated_and_a_mix_is_refused(tmp_path, capsys):
     assert {row["commit"] for row in content["rows"]} == {"c1"}
     told = " ".join(content["notes"])
     assert "coat, coat_fast, fast, int8_fallback, fp8_lm, 5 seeds each" in told
-    assert "Intervals are of 99% each" in told
+    assert "Intervals are of 99.00% each" in told
     assert "fp8_lm ran on 2 devices" in told
     assert "coat_fast: " in told
     assert "outside ±0.5%; differs from bf16" in told
@@ -112,8 +115,8 @@ def test_the_page_has_what_was_stated_and_a_mix_is_refused(tmp_path, capsys):
 
 
 def test_an_arm_that_another_process_trains_is_left_to_it(corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(recipe_parity, "SETTING", TINY)
-    path = recipe_parity.path_of(tmp_path, "coat")
+    monkeypatch.setitem(STUDIES, "recipes", dataclasses.replace(STUDY, setting=TINY))
+    path = STUDY.path_of(tmp_path, "coat")
     path.parent.mkdir(parents=True)
     argv = ["--data", str(corpus), "--arms", "coat", "--results", str(tmp_path)]
     with lock.hold(path):
@@ -130,14 +133,14 @@ def test_ablations_are_the_two_changes_of_coat_fast():
     assert (sums.context, sums.linear) == (coat.context, both.linear)
     assert bounds != coat != sums
     assert dataclasses.replace(both, name="coat") == dataclasses.replace(bounds, linear=sums.linear)
-    assert set(RECIPES) < set(recipe_parity.ARMS)
 
 
 RUN = """
 import dataclasses, sys
 from experiments.tables import recipe_parity
 from tests.experiments.test_training_parity import TINY
-recipe_parity.SETTING, recipe_parity.SEEDS = TINY, 2
+recipe_parity.SEEDS = 2
+recipe_parity.STUDIES["recipes"] = dataclasses.replace(recipe_parity.STUDIES["recipes"], setting=TINY)
 sys.exit(recipe_parity.main(sys.argv[1:]))
 """
 
@@ -151,7 +154,7 @@ def test_processes_fill_one_folder_and_gradients_travel_between_two_devices(corp
         done = subprocess.run([sys.executable, "-c", RUN, "--arms", arm, *shared], env=env, capture_output=True,
                               text=True, timeout=300)  # fmt: skip
         assert done.returncode == 0, done.stderr
-    files = {name: json.loads(recipe_parity.path_of(tmp_path, name).read_text()) for name in (BASE, "fp8_lm")}
+    files = {name: json.loads(STUDY.path_of(tmp_path, name).read_text()) for name in (BASE, "fp8_lm")}
     assert [of["replicas"] for of in files.values()] == [1, 2]
     assert len({of["text"] for of in files.values()}) == 1
     first = {name: of["runs"]["0"]["losses"] for name, of in files.items()}
@@ -160,3 +163,16 @@ def test_processes_fill_one_folder_and_gradients_travel_between_two_devices(corp
     assert recipe_parity.main(["--judge", "--results", str(tmp_path)]) == 0
     text = parity_runs.read_text([str(corpus)], TINY)
     assert files[BASE]["text"] == text.fingerprint
+
+
+def test_studies_name_arms_that_there_are_and_take_no_others(capsys):
+    for name, study in STUDIES.items():
+        assert {*study.recipes, *study.others, *(arm for pair in study.pairs for arm in pair[1:])} < {
+            *recipe_parity.ARMS
+        }
+        with pytest.raises(SystemExit):
+            recipe_parity.main(["--study", name, "--arms", "coat", "no_such"])
+        assert "'no_such' in this study; there are 'bf16'" in capsys.readouterr().err
+    intervals = [recipe_parity.ARMS[name].recipe.linear.interval for name in STUDIES["intervals"].recipes]
+    assert intervals == [1, 100, 500, 2000]
+    assert len({study.folder for study in STUDIES.values()}) == len({s.suffix for s in STUDIES.values()}) == 2
