@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import fp8jax
-from experiments.tables import claims, first_screen, quotes, report
+from experiments.tables import first_screen, lookup, quotes, report
 
 ROOT = pathlib.Path(__file__).parents[2]
 PARITY = {"Many seeds of a small model": "13 M parameters", "Seeds of a larger model, each beside bf16's": "65 M"}
 # What a recipe's arm is called in the benchmark of layers and in the count of kept bytes, where not by its own name.
-LAYER = {"coat": "COAT, lean", "coat_fast": claims.BOUNDED}
+LAYER = {"coat": "COAT, lean", "coat_fast": lookup.BOUNDED}
 KEPT = {"coat": "COAT, lean"}
 
 
@@ -42,7 +42,7 @@ def _row(impl: str, metric: str, field: str, baseline: str | None = None, case: 
 
 
 def _step(case: str, metric: str = "step") -> Callable[[str, Mapping[str, Any]], float | None]:
-    return lambda name, result: _row(name, metric, "ratio", claims.AGAIN, case)(result)
+    return lambda name, result: _row(name, metric, "ratio", lookup.AGAIN, case)(result)
 
 
 def _layer(name: str, result: Mapping[str, Any]) -> float | None:
@@ -54,12 +54,12 @@ def _kept(name: str, result: Mapping[str, Any]) -> float | None:
 
 
 LOOKS = {
-    "step": Look("A training step of a 1.1 B Llama, speed over bf16 that recomputes", "step", _step(claims.ONE)),
-    "memory": Look("Its memory, times fewer bytes", "step", _step(claims.ONE, "memory")),
-    "more": Look("A training step of a 1.1 B Llama, speed over bf16 that recomputes", "step_more", _step(claims.ONE)),
-    "data": Look("That step on two GPUs, data parallel", "step_two", _step(claims.DATA)),
-    "fsdp": Look("That step on two GPUs, FSDP", "step_two", _step(claims.FSDP)),
-    "7b": Look("A 7 B Llama on two GPUs, FSDP, speed over bf16", "step_7b", _step(claims.FSDP_7B)),
+    "step": Look("A training step of a 1.1 B Llama, speed over bf16 that recomputes", "step", _step(lookup.ONE)),
+    "memory": Look("Its memory, times fewer bytes", "step", _step(lookup.ONE, "memory")),
+    "more": Look("A training step of a 1.1 B Llama, speed over bf16 that recomputes", "step_more", _step(lookup.ONE)),
+    "data": Look("That step on two GPUs, data parallel", "step_two", _step(lookup.DATA)),
+    "fsdp": Look("That step on two GPUs, FSDP", "step_two", _step(lookup.FSDP)),
+    "7b": Look("A 7 B Llama on two GPUs, FSDP, speed over bf16", "step_7b", _step(lookup.FSDP_7B)),
     "layer": Look("A Llama-7B layer, forward and backward, speed over bf16 as Flax writes it", "layer", _layer),
     "kept": Look("What a layer keeps, times fewer bytes than bf16 that recomputes", "coat_memory", _kept),
 }

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from experiments.tables import claims
+from experiments.tables import claims, lookup
 
 Result = Mapping[str, Any]
-BASES = {claims.AGAIN: ", recomputed", "bf16": ", as written"}
+BASES = {lookup.AGAIN: ", recomputed", "bf16": ", as written"}
 WRITTEN = ("bf16", "coat", "coat_fast")
-PARTS = f", released{claims.PARTS}"
-RECOMPUTED = (claims.AGAIN, "coat", "coat_fast")
+PARTS = f", released{lookup.PARTS}"
+RECOMPUTED = (lookup.AGAIN, "coat", "coat_fast")
 
 
 class Headline(NamedTuple):
@@ -51,15 +51,15 @@ LINES = [
     *_user("Llama of 1.1 B", "models", "Llama 1.1B"),
     *_user("GPT-2 of 350 M", "models_gpt350m", "GPT-2 350M"),
     *_user("ViT-L/16, 256 images", "models_vitl", "ViT-L/16"),
-    Headline("A training step of our 1.1 B Llama, 16,384 tokens", "step", "step", "ms", 0, RECOMPUTED, claims.ONE,
-         BASES[claims.AGAIN]),
-    Headline("Memory of that step", "step", "memory", "GB", 1, RECOMPUTED, claims.ONE, BASES[claims.AGAIN]),
+    Headline("A training step of our 1.1 B Llama, 16,384 tokens", "step", "step", "ms", 0, RECOMPUTED, lookup.ONE,
+         BASES[lookup.AGAIN]),
+    Headline("Memory of that step", "step", "memory", "GB", 1, RECOMPUTED, lookup.ONE, BASES[lookup.AGAIN]),
     Headline("Tokens a second, all of a Llama-2-7B trained on one card", "release_most", "tokens", "", 0,
              (f"bf16{PARTS}", f"coat{PARTS}", f"coat_fast{PARTS}")),
     *(Headline("A Llama-7B layer, forward and backward, 16,384 tokens", "layer", "time", "ms", 1,
-           (base, "COAT, lean", claims.BOUNDED), "batch 4, length 4096", told) for base, told in BASES.items()),
+           (base, "COAT, lean", lookup.BOUNDED), "batch 4, length 4096", told) for base, told in BASES.items()),
     Headline("What a layer keeps for its backward pass", "coat_memory", "total", "U", 1,
-         (claims.AGAIN, "COAT, lean", "COAT, lean"), "", BASES[claims.AGAIN]),
+         (lookup.AGAIN, "COAT, lean", "COAT, lean"), "", BASES[lookup.AGAIN]),
     Headline("Bytes of Adam's moments, a parameter", "training_parity", "bytes of moments a parameter", "", 2, WRITTEN),
 ]  # fmt: skip
 
@@ -72,7 +72,7 @@ def table(results: Mapping[str, Mapping[str, Result]]) -> str:
         if not cards or (line.label, line.bench) in rows:
             continue
         card, result = cards[-1]
-        figures = [claims.value(name, line.metric, line.unit, line.digits, line.case)(result) for name in line.rows]
+        figures = [lookup.value(name, line.metric, line.unit, line.digits, line.case)(result) for name in line.rows]
         if figures[0] is None or not any(figures[1:]):
             continue
         commits = list(dict.fromkeys(row["commit"] for row in result["rows"]))

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.bench import record
-from experiments.tables import claims, common
+from experiments.tables import common, lookup
 from experiments.tables.common import Row
 
 # Milliseconds of Table 6, on an H800, by (M, N, K).
@@ -57,7 +57,7 @@ def products(gemm: Result) -> list[Row]:
     rows = []
     for (m, n, k), paper in PAPER.items():
         case = f"{m}x{n}x{k}"
-        rates = {name: claims.find(gemm, impl, "rate", "value", case=case) for impl, (_, name) in PRODUCTS.items()}
+        rates = {name: lookup.find(gemm, impl, "rate", "value", case=case) for impl, (_, name) in PRODUCTS.items()}
         times = {name: 2e-9 * m * n * k / rate[0] for name, rate in rates.items() if rate}
         for column, name in PRODUCTS.values():
             if name not in times:
@@ -77,7 +77,7 @@ def landscape(step: Result, snr: Result) -> list[Row]:
     for recipe, scheme in SCHEMES.items():
         cases = {f"{name}, late, {scheme}" for name in ACTIVATIONS}
         noise = [row["value"] for row in snr["rows"] if row["case"] in cases]
-        speed = claims.find(step, recipe, "tokens/s", "value", case=claims.ONE)
+        speed = lookup.find(step, recipe, "tokens/s", "value", case=lookup.ONE)
         if not noise or not speed:
             continue
         table = "Figure 8: throughput and fidelity"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.tables import claims
+from experiments.tables import lookup
 
 Result = Mapping[str, Any]
 Look = Callable[[Result], float | None]
@@ -34,7 +34,7 @@ def one(impl: str, metric: str, field: str, baseline: str | None = None, case: s
     """The one figure of these; None where there is none or several."""
 
     def look(result: Result) -> float | None:
-        found = claims.find(result, impl, metric, field, baseline, case)
+        found = lookup.find(result, impl, metric, field, baseline, case)
         return found[0] if len(found) == 1 else None
 
     return look
@@ -75,14 +75,14 @@ def _both(arm: str, loss: str) -> tuple[Figure, Figure]:
 
 def _nearest(impl: str) -> Look:
     """What stochastic rounding of the second moment costs of a step, in %."""
-    name = f"{claims.OURS} step, second moment to nearest"
-    speed = one(f"{claims.OURS} step", "speed", "ratio", name, impl)
+    name = f"{lookup.OURS} step, second moment to nearest"
+    speed = one(f"{lookup.OURS} step", "speed", "ratio", name, impl)
     return lambda result: None if (share := speed(result)) is None else 100 * (1 / share - 1)
 
 
 def _extreme(impl: str, sizes: Sequence[str], pick: Callable[[Sequence[float]], float]) -> Figure:
     def look(result: Result) -> float | None:
-        found = [x for size in sizes for x in claims.find(result, impl, "time", "ratio", "bf16", f"{size} MiB, fp32")]
+        found = [x for size in sizes for x in lookup.find(result, impl, "time", "ratio", "bf16", f"{size} MiB, fp32")]
         return pick(found) if found else None
 
     return Figure("reduce", look)
@@ -93,19 +93,19 @@ def _clipped(arm: str, text: str, column: str, form: str) -> Figure:
 
 
 CLIPPINGS, CLIPPED = ("shares of the norm before", "two backward passes"), ("validation: % above", "± (validation)")
-STEP, AGAIN = claims.ONE, claims.AGAIN
+STEP, AGAIN = lookup.ONE, lookup.AGAIN
 SIZES = ("64", "256", "1024")
-PARTS, SHORT = f", released{claims.PARTS}", "Seeds of the larger model for 400 steps, each beside bf16's"
+PARTS, SHORT = f", released{lookup.PARTS}", "Seeds of the larger model for 400 steps, each beside bf16's"
 QUOTES = (
     Quote("in bursts of ten steps on one {card} `tx.update` with `optax.apply_updates` is {} times as fast as "
           "`optax.adamw`, and `tx.step`, which writes the new weights itself, {} times; over many steps, at a lower "
           "clock, `tx.step` has {} of the speed of moving its bytes.",
           (ratio("optimizer", "compressed_adamw update + apply", "speed", "optax.adamw float32"),
-           ratio("optimizer", "compressed_adamw step", "speed", "optax.adamw float32", claims.FP32),
-           ratio("optimizer", "compressed_adamw step", claims.SUSTAINED, "bytes only", claims.FP32))),
+           ratio("optimizer", "compressed_adamw step", "speed", "optax.adamw float32", lookup.FP32),
+           ratio("optimizer", "compressed_adamw step", lookup.SUSTAINED, "bytes only", lookup.FP32))),
     Quote("on two {card}s `coat` is {} (data parallel) and {} (FSDP) times as fast as bf16 with 1.1 B parameters",
-          (ratio("step_two", "coat", "step", AGAIN, claims.DATA),
-           ratio("step_two", "coat", "step", AGAIN, claims.FSDP))),
+          (ratio("step_two", "coat", "step", AGAIN, lookup.DATA),
+           ratio("step_two", "coat", "step", AGAIN, lookup.FSDP))),
     Quote("with 6.7 B (FSDP) on two {card}s {} times, and {} with the batches that fit in 80 GB a GPU",
           (ratio("step_7b", "coat", "step", AGAIN), ratio("step_7b_fit", "coat", "tokens/s", AGAIN))),
     Quote("`moss_mx` has these, at {} times the time of a product with a scale a tensor on one {card}.",
@@ -135,8 +135,8 @@ QUOTES = (
            _extreme("e4m3, two phases, left as codes", SIZES, max))),
     Quote("In a whole step of 1.1 B parameters, data parallel, on two {card}s, they gain little: {} ms with `coat` "
           "against {} without.",
-          (value("step_two", "coat, 8-bit gradients, one phase", "step", ".0f", claims.DATA),
-           value("step_two", "coat", "step", ".0f", claims.DATA))),
+          (value("step_two", "coat, 8-bit gradients, one phase", "step", ".0f", lookup.DATA),
+           value("step_two", "coat", "step", ".0f", lookup.DATA))),
     Quote("A step of a Llama-2-7B on one {card}, 1 x 2,048 tokens, layers checkpointed, needs {} GB in `coat` without "
           "and {} GB with it; with weights in bf16, which `release(..., key=jax.random.key(0))` rounds stochastically, "
           "{} GB in `coat_fast`",
@@ -150,9 +150,9 @@ QUOTES = (
            value("release_most", f"bf16{PARTS}", "batch", ".0f"))),
     Quote("At sixteen sequences of 2,048 tokens on one {card} that step, released, then needs {} GB, and {} GB "
           "without, and has {} of the speed",
-          (value("release_offload", f"coat, released, offloaded{claims.PARTS}", "memory", ".1f"),
+          (value("release_offload", f"coat, released, offloaded{lookup.PARTS}", "memory", ".1f"),
            value("release_offload", f"coat{PARTS}", "memory", ".1f"),
-           ratio("release_offload", f"coat, released, offloaded{claims.PARTS}", "step"))),
+           ratio("release_offload", f"coat, released, offloaded{lookup.PARTS}", "step"))),
     Quote("With 65 M parameters, 400 steps of books and three seeds on one {card}, the norm of the step before in "
           "place of shares of it, as it was until then, ended {} ± {} % from the plain step in validation loss",
           (_parity("released", "validation loss: % above bf16", SHORT, "+.1f"),

@@ -25,6 +25,7 @@ from experiments.tables import (
     coat_optimizer,
     coat_speed,
     common,
+    lookup,
     moss_speed,
     quotes,
     report,
@@ -231,7 +232,7 @@ def test_rows_of_several_commits_and_cards_show_it(tmp_path):
 
 
 def test_a_figure_stands_with_its_card_and_commit(monkeypatch):
-    monkeypatch.setattr(claims, "CLAIMS", [claims.Claim("What", "x", claims.value("xla", "time", "ms"), "2 (paper)")])
+    monkeypatch.setattr(claims, "CLAIMS", [claims.Claim("What", "x", lookup.value("xla", "time", "ms"), "2 (paper)")])
     cards = {"h100": RESULT, "h200": RESULT | {"rows": [ROW | {"value": 3.0, "commit": "def", "device": "e"}]}}
     line = next(line for line in report.front({"x": cards}, "pages").splitlines() if line.startswith("| What"))
     assert "| 1.5 ms (H100)<br>3.0 ms (H200) | 2 (paper) |" in line
@@ -291,11 +292,11 @@ def test_claims_are_looked_up_in_the_rows_they_name():
         )
     ]
     result = RESULT | {"rows": rows}
-    assert claims.ratio("ours", "time", "bf16")(result) == "1.50 to 1.75 x"
-    assert claims.ratio("ours", "time", case=claims.MEANS)(result) == "1.62 x"
-    assert claims.value("ours", "time", "ms", case="one")(result) == "2.0 ms"
-    assert claims.ratio("ours", "rate")(result) is None
-    assert claims.several(claims.ratio("no", "time"), claims.beside("them", claims.ratio("theirs", "time")))(
+    assert lookup.ratio("ours", "time", "bf16")(result) == "1.50 to 1.75 x"
+    assert lookup.ratio("ours", "time", case=lookup.MEANS)(result) == "1.62 x"
+    assert lookup.value("ours", "time", "ms", case="one")(result) == "2.0 ms"
+    assert lookup.ratio("ours", "rate")(result) is None
+    assert lookup.several(lookup.ratio("no", "time"), lookup.beside("them", lookup.ratio("theirs", "time")))(
         result
     ) == "them 0.88 x"  # fmt: skip
     assert claims.short("python -m experiments.bench gemm --limit 215") == "python -m experiments.bench gemm"
@@ -343,7 +344,7 @@ def test_every_product_of_moss_s_table_is_timed():
 
 
 def test_the_trade_of_speed_for_fidelity_takes_each_recipe_s_own_scaling():
-    step = {"rows": [{"case": f"{claims.ONE}, 8 x 2048 tokens", "impl": impl, "metric": "tokens/s", "value": value,
+    step = {"rows": [{"case": f"{lookup.ONE}, 8 x 2048 tokens", "impl": impl, "metric": "tokens/s", "value": value,
                       "baseline": None} for impl, value in (("moss", 2.0), ("coat", 1.0), ("bf16", 0.5))]}  # fmt: skip
     snr = {"rows": [{"case": f"{name}, {when}, {scheme}", "value": value}
                     for name, less in zip(moss_speed.ACTIVATIONS, (0, 1, 2), strict=True)
