@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -177,10 +177,14 @@ def vary_alike(*arrays: Array | None) -> tuple[Array | None, ...]:
 
 def vary_with(results: Any, *arguments: Any) -> Any:
     """A tree of arrays, each as one that varies over the mesh axes that any of the arguments varies over."""
-    axes = varying(arguments)
+    return vary_over(results, varying(arguments))
+
+
+def vary_over(results: Any, axes: Collection[str]) -> Any:
+    """A tree of arrays, each as one that varies over these mesh axes."""
 
     def cast(x: Array) -> Array:
-        missing = axes - varying(x)
+        missing = set(axes) - varying(x)
         return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
     return jax.tree.map(cast, results)

@@ -13,6 +13,7 @@ from fp8jax.core import blocks, derivatives
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.ops.frozen import FrozenWeight
 from fp8jax.ops.inputs import Input, input_source
+from fp8jax.ops.operand import LaidOut
 from fp8jax.ops.product import QuantizedWeight, multiply, output_spec, product
 from fp8jax.ops.saved import BLANK, Known, Origin
 from fp8jax.ops.sharding import merge, merged, place, product_sharding, spec_of, split, turn
@@ -69,6 +70,7 @@ def dot_general(
     known: Known = BLANK,
     bias: Array | None = None,
     pass_on: Callable[[Array], None] | None = None,
+    laid: LaidOut | None = None,
 ) -> Array:
     """`jax.lax.dot_general` with the products of a recipe: `lhs` is the input, `rhs` the weight.
 
@@ -84,6 +86,7 @@ def dot_general(
         quantized: what `quantize_weight` made of `rhs` as a matrix (inputs, outputs); there must be no batch axes.
         bias: (outputs,) for the free axes of `rhs` in one, added in the dtype of `lhs`; there must be no batch axes.
         pass_on: may be given `lhs` for what else reads it, whose gradients then are added in this backward pass.
+        laid: what `rhs` is made of, to be saved in its place; `rhs` itself if None.
 
     Returns:
         The axes of `jax.lax.dot_general`: batch, free axes of `lhs`, free axes of `rhs`.
@@ -119,7 +122,9 @@ def dot_general(
         last = list(lhs_contract) == list(range(len(tokens), lhs.ndim))
         view = last and c == 1
         seen = merged(spec, (*([1] * len(tokens) if view else [len(tokens)]), len(outputs)))
-        how: Any = {"quantized": quantized, "spec": seen, "bias": bias, "pass_on": pass_on}
+        if w is not rhs:
+            laid = (laid or LaidOut(rhs)).then(lambda w: merge(weight_in_order(w, dimension_numbers), c, len(outputs)))
+        how: Any = {"quantized": quantized, "spec": seen, "bias": bias, "pass_on": pass_on, "laid": laid}
         y = product(Input(x, lhs, view, known) if last else Input(x, None, view), w, part, key, **how)
     return derivatives.passed("dot_general", split(y, (*batch, *tokens, *outputs), spec).astype(dtype), lhs, rhs)
 
@@ -127,11 +132,16 @@ def dot_general(
 def in_order(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers) -> tuple[Array, Array]:
     """The operands of a product with their axes as those of matrices: batch, free and contracted axes of the input;
     batch, contracted and free axes of the weight."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
-    rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
-    left = lhs.transpose(*lhs_batch, *lhs_free, *lhs_contract)
-    return left, rhs.transpose(*rhs_batch, *rhs_contract, *rhs_free)
+    (contract, _), (batch, _) = dimension_numbers
+    free = [i for i in range(lhs.ndim) if i not in (*contract, *batch)]
+    return lhs.transpose(*batch, *free, *contract), weight_in_order(rhs, dimension_numbers)
+
+
+def weight_in_order(rhs: Array, dimension_numbers: DimensionNumbers) -> Array:
+    """The weight of a product with its axes as `in_order` has them."""
+    (_, contract), (_, batch) = dimension_numbers
+    free = [i for i in range(rhs.ndim) if i not in (*contract, *batch)]
+    return rhs.transpose(*batch, *contract, *free)
 
 
 def einsum(

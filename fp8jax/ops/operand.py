@@ -91,20 +91,35 @@ def weight_side(recipe: Linear) -> Side:
     return Side(recipe.spec("w"), recipe.spec("w_dgrad"), None, transposed=True, strategy=recipe.own_strategy("w"))
 
 
-@jax.tree_util.register_dataclass
+Layout = Callable[[Any], Array]
+
+
+class LaidOut(NamedTuple):
+    """What a weight is made of, which is saved in its place: `layout(parts)` is the weight."""
+
+    parts: Any
+    layout: Layout = lambda parts: parts
+
+    def then(self, step: Layout) -> "LaidOut":
+        return LaidOut(self.parts, lambda parts: step(self.layout(parts)))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """The matrix itself, and the scale of its codes where both products have one."""
+    """The matrix itself, or what a layout makes it of; and the scale of its codes where both products have one."""
 
-    values: Array
+    values: Any
     scale: Array | None
+    layout: Layout | None = None
     token_scale = None
 
     def __str__(self) -> str:
         return f"the input itself in {self.values.dtype}, since the recipe saves no codes"
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
-        return encode(self.values, side.backward, side.strategy, scale=self.scale, transposed=not side.transposed)
+        values = self.values if self.layout is None else self.layout(self.values)
+        return encode(values, side.backward, side.strategy, scale=self.scale, transposed=not side.transposed)
 
 
 @jax.tree_util.register_dataclass
@@ -184,16 +199,18 @@ class Ready:
         return from_bytes(self.codes)
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "values"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
 class Plain:
     """A matrix that the product quantizes itself, under a given fp32 scale if there is one; it is saved as it is.
 
-    Products of one input save the same array of its values.
+    Products of one input save the same array of its values. Of a weight that is a layout or a part of a parameter the
+    parameter is saved, of which the layout makes it again.
     """
 
     scale: Array | None = None
-    values: Array | None = None
+    values: Any = None
+    layout: Layout | None = None
 
     def forward(self, matrix: Array, side: Side) -> Forward:
         return encode(matrix, side.forward, side.strategy, scale=self.scale, transposed=side.transposed)
@@ -202,7 +219,7 @@ class Plain:
         shared = side.one_scale and isinstance(operand, QTensor)
         values = matrix if self.values is None else self.values
         scale = operand.scale if shared else given(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
-        return Matrix(values, named(scale, BESIDE))
+        return Matrix(values, named(scale, BESIDE), self.layout)
 
 
 @jax.tree_util.register_dataclass

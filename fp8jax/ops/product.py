@@ -20,13 +20,13 @@ from fp8jax.core.qtensor import QTensor
 from fp8jax.core.recipe import SAME, Linear, Recipe
 from fp8jax.core.spec import TRANSPOSABLE
 from fp8jax.ops import cotangent, fused, gradients
-from fp8jax.ops.choice import tell_saved, vary_alike, varying
+from fp8jax.ops.choice import tell_saved, vary_alike, vary_over, varying
 from fp8jax.ops.frozen import FrozenCodes, FrozenWeight, check_kinds
 from fp8jax.ops.fused_reference import column_sums
 from fp8jax.ops.gradients import Gradients
 from fp8jax.ops.inputs import Input, gradient_key, input_source
 from fp8jax.ops.matmul import Operand, matmul
-from fp8jax.ops.operand import HeldWeight, Plain, Residual, Source, given, input_side, make_codes, weight_side
+from fp8jax.ops.operand import HeldWeight, LaidOut, Plain, Residual, Source, given, input_side, make_codes, weight_side
 from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.saveable import PRODUCT
@@ -101,6 +101,7 @@ def product(
     spec: tuple[Any, ...] | None = None,
     bias: Array | None = None,
     pass_on: Callable[[Array], None] | None = None,
+    laid: LaidOut | None = None,
 ) -> Array:
     """x @ w + bias with the products of a recipe.
 
@@ -114,6 +115,7 @@ def product(
         spec: on a mesh with Explicit axes, the sharding of the result's axes; None follows JAX's own rule.
         bias: (outputs,), added in the dtype of the result; or None.
         pass_on: is given `x.source` for what else reads it, whose gradients then are added in this backward pass.
+        laid: what `w` is made of, to be saved in its place; or None.
 
     Returns:
         (..., outputs), as `x.value` is (..., inputs), in the dtype of `x`.
@@ -123,7 +125,7 @@ def product(
     """
     of_x = input_source(x, recipe, key, scales and scales.x)
     passes = pass_on is not None and x.value is x.source
-    y, passed = multiply(x.value, of_x, w, recipe, key, scales, quantized, spec, passes=passes, bias=bias)
+    y, passed = multiply(x.value, of_x, w, recipe, key, scales, quantized, spec, passes=passes, bias=bias, laid=laid)
     if pass_on is not None and passed is not None:
         pass_on(passed)
     return y
@@ -141,6 +143,7 @@ def multiply(
     through: Array | None = None,
     passes: bool = False,
     bias: Array | None = None,
+    laid: LaidOut | None = None,
 ) -> tuple[Array, Array | None]:
     """`product` of a source, as one of several of one input, whose gradients are summed in their backward passes.
 
@@ -148,7 +151,7 @@ def multiply(
         value: the array that gradients flow to. of_x: where its codes come from, as `input_source` says.
         through: the input as the product before passed it on; gradients flow to it.
         passes: whether to pass it on.
-        bias: as of `product`.
+        bias, laid: as of `product`.
 
     Returns:
         The product, and the input for the next one; or None.
@@ -160,6 +163,9 @@ def multiply(
     name = derivatives.named(f"a product of {value.shape} and {'a frozen weight' if frozen else w.shape}")
     noise = gradient_key(recipe, key, ("dy",) if frozen else ("dy", "dy_wgrad"))
     value, through, *others = vary_alike(value, through, None if isinstance(w, FrozenWeight) else w, bias)  # type: ignore[assignment]
+    if laid is not None and isinstance(of_w, Plain):
+        axes = frozenset(varying(value))
+        of_w = Plain(of_w.scale, *laid.then(lambda w: vary_over(w, axes)))
     token = derivatives.token(name, value, through, *others)
     how = How(recipe, through is not None, passes, spec, gradients.current(), name)
     y, passed = _product(how, value, through, *others, of_x, of_w, noise, scales, token)

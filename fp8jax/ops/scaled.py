@@ -11,6 +11,7 @@ from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.core.scaling import Stateful, Threshold
 from fp8jax.ops.inputs import Input, fall_back
 from fp8jax.ops.linear import output_spec, rows
+from fp8jax.ops.operand import LaidOut
 from fp8jax.ops.product import QuantizedWeight, Scales, multiply, product
 from fp8jax.ops.saved import BLANK, Known
 from fp8jax.recipes import linear_part
@@ -65,6 +66,7 @@ def scaled_linear(
     quantized: QuantizedWeight | None = None,
     out_sharding: Any = None,
     known: Known = BLANK,
+    laid: LaidOut | None = None,
 ) -> tuple[Array, Observed]:
     """`linear` with a scaling that keeps a state.
 
@@ -78,7 +80,7 @@ def scaled_linear(
             gradient's scaling keeps no state.
         recipe: a recipe whose scaling keeps a state, such as "delayed".
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
-        bias, key, out_sharding: as of `linear`. known: as of `dot_general`.
+        bias, key, out_sharding: as of `linear`. known, laid: as of `dot_general`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
@@ -101,10 +103,10 @@ def scaled_linear(
     threshold = parts.get("x")
     if isinstance(threshold, Threshold):
         value, blocks = fall_back(matrix, part, key, x, _of(state, "x"), known)
-        y, _ = multiply(value, blocks, w, part, key, fixed, quantized, spec, bias=bias)
+        y, _ = multiply(value, blocks, w, part, key, fixed, quantized, spec, bias=bias, laid=laid)
         observed["x"] = threshold.count(blocks.pair.used)
     else:
-        how: Any = {"scales": fixed, "quantized": quantized, "spec": spec, "bias": bias}
+        how: Any = {"scales": fixed, "quantized": quantized, "spec": spec, "bias": bias, "laid": laid}
         y = product(Input(matrix, x, known=known), w, part, key, **how)
     observed |= {
         n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in observed

@@ -177,6 +177,42 @@ def before(value: Value, through: Sequence[str] = LAYOUTS, allowed: Callable[[No
     return value
 
 
+def computed_from(value: Value, most: int = 4) -> list[str]:
+    """The paths of the first parameters that a value is computed from."""
+    paths, seen, todo = dict[str, None](), set[Value](), [value]
+    while todo and len(paths) < most:
+        value = todo.pop(0)
+        if value in seen:
+            continue
+        seen.add(value)
+        if value.weight is not None:
+            paths[value.weight.path] = None
+        else:
+            todo += [] if value.outer is None else [value.outer]
+            todo += [] if value.node is None else value.node.operands
+    return list(paths)
+
+
+def changed_by_data(value: Value) -> str | None:
+    """The path of the matrix, as large as a value, that data have changed element by element; or of the stacked ones
+    that they have picked it from. None where it is neither."""
+    size, seen, todo = value.aval.size, set[Value](), [value]
+    while todo:
+        value = todo.pop()
+        picked = value.kind == "gather" and value.node is not None
+        source = value.node.operands[0] if picked and value.node is not None else value
+        if source.weight is not None and source.aval.ndim > (2 if picked else 1):
+            return source.weight.path
+        steps = value.node is not None and value.kind in (*_CHANGES, *CASTS, *MARKS, *RESHAPES, "transpose")
+        new = value.node.operands if value.node is not None and steps and value not in seen else []
+        seen.add(value)
+        todo += [operand for operand in new if operand.aval.size == size]
+    return None
+
+
+_CHANGES = ("add", "add_any", "sub", "mul", "div", "select_n", "clamp", "max", "min")
+
+
 def origin_of(value: Value) -> Value:
     """The value whose elements, in their order, another one has: up to marks, reshapes, and casts that lose nothing."""
     wanted, casts, best = value.dtype, list[Any](), value

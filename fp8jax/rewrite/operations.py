@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -13,8 +13,9 @@ from jax import Array
 from fp8jax.core.recipe import Linear, Recipe
 from fp8jax.ops.activation import activate
 from fp8jax.ops.inputs import Input
-from fp8jax.ops.linear import dot_general, in_order, output_spec, rows
+from fp8jax.ops.linear import dot_general, in_order, output_spec, rows, weight_in_order
 from fp8jax.ops.norm import normalize
+from fp8jax.ops.operand import LaidOut
 from fp8jax.ops.product import product
 from fp8jax.ops.ragged import ragged_dot
 from fp8jax.ops.saved import ITSELF, Origin
@@ -25,6 +26,21 @@ from fp8jax.rewrite.primitives import Equation
 from fp8jax.rewrite.states import Given, Use, observed_beside
 
 
+class LayoutStep(NamedTuple):
+    """An equation that gives an array another layout, or takes a part of it; and which of its results that is."""
+
+    node: Node
+    place: int
+
+
+def _lay_out(layout: Sequence[LayoutStep], parts: Sequence[Array]) -> Array:
+    x, *others = parts
+    rest = iter(others)
+    for node, place in layout:
+        x = Equation(node.eqn, node.scope)([x, *(next(rest) for _ in node.operands[1:])])[place]
+    return x
+
+
 @dataclasses.dataclass(eq=False)
 class ProductOperation:
     """A product of data with a parameter, as its equation had it.
@@ -33,7 +49,7 @@ class ProductOperation:
         recipe: of the product, and of what stands before it.
         data, weight: the operands; the parameter as it is stored, where no product reads it itself: it is quantized
             from all of its bits, and no 16-bit copy of it is kept.
-        layout: the equations between the parameter and the product.
+        layout: the equations between the parameter and the product, each with the result that goes on.
         side: which operand of the equation the parameter is.
         root: the value that the data are, up to what keeps their elements: products of one share its codes.
         kept: a value that is kept in any case and has the elements of the data: nothing else is kept of them.
@@ -45,7 +61,7 @@ class ProductOperation:
     recipe: Recipe
     data: Value
     weight: Value
-    layout: tuple[Node, ...]
+    layout: tuple[LayoutStep, ...]
     side: int
     root: Value
     kept: Value | None = None
@@ -67,13 +83,16 @@ class ProductOperation:
         if self.kept is None and running.read_later(self.data):
             # As XLA would make a sum of gradients part of one product, but of three leaves one a pass of its own.
             how["pass_on"] = functools.partial(running.pass_on, self.data)
-        w = self._laid_out(running)
+        laid = self._laid_out(running)
+        w = laid.layout(laid.parts)
+        how["laid"] = laid if self.layout else None
         if self.kept is None:
             y = self._product(x, w, {**how, "known": known})
         elif w.ndim == 2 and x.shape[-1] == w.shape[0]:
             y = product(Input(rows(x, w), x, known=known), w, linear, spec=output_spec(x, w, None), **how)
         else:
             tokens, matrix = merge(x, *[1] * (x.ndim - 2), 2), merge(w, w.ndim - 1, 1)
+            how["laid"] = laid.then(lambda w: merge(w, w.ndim - 1, 1))
             spec = output_spec(tokens, matrix, None)
             y = product(Input(tokens, x, False, known), matrix, linear, spec=spec, **how)
         return [_shaped(y, result.shape).astype(result.dtype)]
@@ -85,7 +104,8 @@ class ProductOperation:
         """The product under a scaling that keeps a state."""
         linear, contract = self.recipe.linear, self._contracted()
         n, numbers = len(contract[0]), (contract, ((), ()))
-        weight = self._laid_out(running)
+        laid = self._laid_out(running)
+        weight = laid.layout(laid.parts)
         data = running.array(self.data if self.kept is None else self.kept).reshape(self.data.shape)
         left, right = in_order(data, weight, numbers)
         lead, outputs = left.ndim - n, right.ndim - n
@@ -95,6 +115,8 @@ class ProductOperation:
         origin = origin if self.kept is None else origin._replace(again=(ITSELF, x))
         known, key = running.reads(x, self.root, linear, origin)
         how: Any = {"key": key, "known": known, "quantized": self._held(given), "bias": self._bias(running)}
+        if w is not laid.parts[0]:
+            how["laid"] = laid.then(lambda w: merge(weight_in_order(w, numbers), n, outputs))
         how["out_sharding"] = named(merged(spec, (*[1] * lead, outputs)), data, weight)
         slots = given.slots or Observed()
         assert given.state is not None
@@ -121,11 +143,10 @@ class ProductOperation:
         _, contract = self._contracted()
         return None if self.layout or tuple(contract) != tuple(range(len(contract))) else given.weight
 
-    def _laid_out(self, running: Any) -> Array:
-        w = running.array(self.weight)
-        for step in self.layout:
-            (w,) = Equation(step.eqn, step.scope)([w, *(running.array(operand) for operand in step.operands[1:])])
-        return w  # type: ignore[no-any-return]
+    def _laid_out(self, running: Any) -> LaidOut:
+        """What the product's matrix is made of: the parameter, and whatever else its layouts read."""
+        parts = [self.weight, *(operand for step in self.layout for operand in step.node.operands[1:])]
+        return LaidOut([running.array(value) for value in parts], functools.partial(_lay_out, self.layout))
 
     def _product(self, x: Array, w: Array, how: dict[str, Any]) -> Array:
         contract, batch = self._contracted(), self.params["dimension_numbers"][1]

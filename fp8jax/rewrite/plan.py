@@ -12,13 +12,24 @@ from fp8jax.core.recipe import Linear
 from fp8jax.rewrite import activations, biases, held, norms, primitives, weighing
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.entries import Entry, ReadWeight
-from fp8jax.rewrite.graph import Graph, Node, Replacement, Value, before, in_order, origin_of, readers
+from fp8jax.rewrite.graph import (
+    Graph,
+    Node,
+    Replacement,
+    Value,
+    before,
+    changed_by_data,
+    computed_from,
+    in_order,
+    origin_of,
+    readers,
+)
 from fp8jax.rewrite.heads import OUTPUT, Flow
 from fp8jax.rewrite.held import HeldOperation
 from fp8jax.rewrite.kept import keeps
 from fp8jax.rewrite.kept_bytes import kept_bytes
-from fp8jax.rewrite.operations import ActivationOperation, NormOperation, ProductOperation, RaggedOperation
-from fp8jax.rewrite.primitives import CASTS, MARKS, RESHAPES
+from fp8jax.rewrite.operations import ActivationOperation, LayoutStep, NormOperation, ProductOperation, RaggedOperation
+from fp8jax.rewrite.primitives import CASTS, LAYOUTS, MARKS, PARTS, RESHAPES
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.rules import LayerChoice, Ordered, between
 from fp8jax.rewrite.states import Use, levels_of, scaling_names
@@ -126,6 +137,8 @@ def _products(
             continue
         floats = [jnp.issubdtype(value.dtype, jnp.floating) for value in node.operands[:2]]
         sides = [i for i, value in enumerate(node.operands[:2]) if value.weight is not None and floats[i]]
+        if len(sides) == 2:  # a part of a parameter that data pick is data beside another parameter
+            sides = [i for i in sides if not node.operands[i].data] or sides
         why = _why_not(node, sides, graph.around)
         if why is None:
             weight = node.operands[sides[0]].weight
@@ -135,8 +148,9 @@ def _products(
         elif why:
             weights = [value.weight for value in node.operands if value.weight is not None]
             path = caller.paths(weights[0].path)[0] if weights else ""
-            shape = node.operands[sides[0]].shape if sides else node.results[0].shape
-            entries[node] = Entry(path, node.kind, shape, None, why, node.line(), product=True)
+            fixed = [i for i, value in enumerate(node.operands[:2]) if not value.data]
+            matrix = next((node.operands[i] for i in (*sides, *fixed)), node.results[0])
+            entries[node] = Entry(path, node.kind, matrix.shape, None, why, node.line(), product=True)
 
 
 def _why_not(node: Node, sides: list[int], around: str) -> str | None:
@@ -149,8 +163,7 @@ def _why_not(node: Node, sides: list[int], around: str) -> str | None:
         why = "has a derivative of its own" if node.sealed else "is not read"
         return f"inside {node.kind}, which {why}" if matrices else ""
     if len(sides) != 1 or not data[1 - sides[0]]:
-        both = len(data) == 2 and data[0] != data[1]
-        return "data meet what is computed from parameters or constants" if both else ""
+        return _unnamed(node.operands[:2])
     if primitives.differentiated(f"{around}/{node.scope}"):
         return "part of a gradient that the function takes itself; give that gradient's function to fp8jax.transform"
     ragged = node.kind == "ragged_dot_general" and sides == [1] and primitives.ragged_by_rows(node.eqn)
@@ -159,6 +172,15 @@ def _why_not(node: Node, sides: list[int], around: str) -> str | None:
     if not jnp.issubdtype(node.operands[1 - sides[0]].dtype, jnp.floating):
         return f"its data are {node.operands[1 - sides[0]].dtype}"
     return None
+
+
+def _unnamed(operands: list[Value]) -> str:
+    """What to say of a product without a parameter that a rule could name; "" of data with data."""
+    if len(operands) == 2 and operands[0].data != operands[1].data:
+        of = " and ".join(computed_from(next(value for value in operands if not value.data)))
+        return f"data meet what is computed from {of or 'constants'}"
+    changed = [path for value in operands if (path := changed_by_data(value)) is not None]
+    return f"data change or pick the matrix {changed[0]}" if len(changed) == 1 else ""
 
 
 def _check_precision(p: ReadWeight) -> None:
@@ -195,6 +217,9 @@ def _replace_all(
                 entries[p.node] = _replace_held(p, entries[p.node])
             elif p.taken:
                 entry = entries.pop(p.node)._replace(kept=_replace_product(p, alone[p.graph]))
+                if isinstance(p.node.operation, RaggedOperation):
+                    dtype = p.node.operation.data.dtype
+                    entry = entry._replace(reason=f"{entry.reason}; multiplies the values of the codes in {dtype}")
                 entries[p.place or p.node] = entry
     if not products and caller.names is not None and rules.between:
         # A norm that is called by itself: what reads it is not here.
@@ -228,6 +253,20 @@ def _read_as_stored(p: ReadWeight) -> bool:
     return quantized and not p.weight.moved
 
 
+def _made_of(p: ReadWeight) -> tuple[Value, tuple[LayoutStep, ...]]:
+    """The parameter that a product quantizes, and what is done to it before; or what is read, if that is more."""
+    if _read_as_stored(p):
+        return p.weight.stored, tuple(LayoutStep(node, 0) for node in p.weight.layout)
+    value, steps = p.node.operands[p.side], list[LayoutStep]()
+    while value is not p.weight.stored:
+        node = value.node
+        if node is None or node.kind not in (*LAYOUTS, *PARTS) or node.kind == "optimization_barrier":
+            return p.node.operands[p.side], ()
+        steps.append(LayoutStep(node, node.results.index(value)))
+        value = node.operands[0]
+    return value, tuple(reversed(steps))
+
+
 def _replace_product(p: ReadWeight, alone: Mapping[Value, Node]) -> bool:
     """Puts the recipe's product in place of one and of the sum with its bias; whether what it reads is kept anyway.
 
@@ -242,9 +281,7 @@ def _replace_product(p: ReadWeight, alone: Mapping[Value, Node]) -> bool:
         return False
     # What a scaling observes of the data is that of their codes, which are kept then.
     kept = _kept(p) if p.choice.context.saved is not None and "x" not in linear.states else None
-    stored = _read_as_stored(p)
-    w = p.weight.stored if stored else p.node.operands[p.side]
-    layout = p.weight.layout if stored and kept is None else ()
+    w, layout = _made_of(p)
     contract, batch = p.node.eqn.params["dimension_numbers"]
     bias = None
     if p.side == 1 and not batch[0]:
@@ -256,7 +293,7 @@ def _replace_product(p: ReadWeight, alone: Mapping[Value, Node]) -> bool:
     operation = ProductOperation(
         p.choice.recipe, data, w, layout, p.side, origin_of(data), kept, params=params, bias=value
     )
-    others = [operand for step in layout for operand in step.operands[1:]]
+    others = [operand for step in layout for operand in step.node.operands[1:]]
     node.operation, p.place = operation, node
     node.operands = [kept or data, w, *others, *([] if value is None else [value])]
     return kept is not None

@@ -6,10 +6,12 @@ two private names, those of source lines.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax._src import source_info_util
 from jax.extend import core
@@ -41,13 +43,33 @@ class Body(NamedTuple):
     Attributes:
         jaxpr: the program. consts: of its constant variables.
         inputs: which operands of the equation its inputs are.
-        varying: the inputs that other turns of a loop replace.
+        varying: the inputs that other turns of a loop replace, each with the output that does.
     """
 
     jaxpr: Any
     consts: Sequence[Any]
     inputs: range
-    varying: frozenset[int] = frozenset()
+    varying: Mapping[int, int] = MappingProxyType({})
+
+    def depends(self, data: Sequence[bool]) -> list[bool]:
+        """Which inputs depend on data in some turn, where these do in the first one.
+
+        What loops count is no data; all else that turns replace is taken for data.
+        """
+        is_count = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in self.jaxpr.invars]
+        found = [known or (i in self.varying and not is_count[i]) for i, known in enumerate(data)]
+        counts = {i for i in self.varying if not found[i]}
+        new = counts
+        while new:
+            known = {v for v, known in zip(self.jaxpr.invars, found, strict=True) if known}
+            for eqn in self.jaxpr.eqns:
+                if any(not isinstance(v, core.Literal) and v in known for v in eqn.invars):
+                    known.update(eqn.outvars)
+            ends = {i: self.jaxpr.outvars[self.varying[i]] for i in counts}
+            new = {i for i, v in ends.items() if not isinstance(v, core.Literal) and v in known}
+            counts -= new
+            found = [known or i in new for i, known in enumerate(found)]
+        return found
 
 
 def called(eqn: Any) -> Body | None:
@@ -81,13 +103,13 @@ def bodies(eqn: Any) -> tuple[Body, ...]:
         inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
         # A carry that each turn passes on is no other in the next: Flax carries the parameters of a module so.
         fixed = [inner.outvars[i] is inner.invars[consts + i] for i in range(carries)]
-        varying = frozenset(consts + i for i, same in enumerate(fixed) if not same)
+        varying = {consts + i: i for i, same in enumerate(fixed) if not same}
         return (_closed(params["jaxpr"], n)._replace(varying=varying),)
     if name == "cond":
         return tuple(_closed(branch, n - 1, 1) for branch in params["branches"])
     if name == "while":
         first, consts = params["cond_nconsts"], params["body_nconsts"]
-        varying = frozenset(range(consts, n - first))
+        varying = {i: i - consts for i in range(consts, n - first)}
         return (_closed(params["body_jaxpr"], n - first, first)._replace(varying=varying),)
     return ()
 

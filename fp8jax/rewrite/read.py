@@ -101,9 +101,10 @@ def _body(eqn: Any, program: Body, operands: list[Value], around: str) -> Graph:
     inputs = []
     turns = primitives.turns(eqn)
     rows = turns.rows if turns is not None else range(0)
+    data = program.depends([operands[i].data for i in program.inputs])
     for place, (variable, i) in enumerate(zip(program.jaxpr.invars, program.inputs, strict=True)):
         operand, varies = operands[i], place in program.varying
-        value = Value(variable.aval, outer=operand, once=primitives.once(eqn), data=operand.data or varies)
+        value = Value(variable.aval, outer=operand, once=primitives.once(eqn), data=data[place])
         value.constant = None if varies or i in rows else operand.constant
         if operand.weight is not None and not varies:
             whole = all(step.kind in MARKS for step in operand.weight.layout)
@@ -163,7 +164,10 @@ def _laid_out(weight: Weight, node: Node) -> Weight | None:
         stored = weight.stored.dtype
         plain = jnp.issubdtype(stored, jnp.floating) and stored.itemsize > 1
         return weight if plain else dataclasses.replace(weight, moved=True)
-    if node.kind not in (*LAYOUTS, *PARTS, "stop_gradient") or any(value.data for value in node.operands):
+    # Data may say which of stacked matrices it is; a row that they pick is data.
+    picked = node.kind == "dynamic_slice" and sum(n > 1 for n in node.results[0].shape) > 1
+    data = any(value.data for value in node.operands[1:]) and not picked
+    if node.kind not in (*LAYOUTS, *PARTS, "stop_gradient") or data:
         return None
     # What carries a name may be kept under it, and no gradient passes to what is stopped: both are read as written.
     moved = weight.moved or node.kind in ("name", "stop_gradient") or not primitives.same_elements(node.eqn)

@@ -79,6 +79,13 @@ def test_only_codes_of_the_input_are_saved(name):
     assert all(dtype == "uint8" or np.prod(shape) <= TOKENS * INPUTS / 32 for dtype, shape in tokens)
 
 
+def test_a_weight_in_any_order_of_its_axes_is_kept_as_it_is():
+    x, w, _ = problem()
+    for subscripts, weight in (("btd,od->bto", w.T), ("btd,dhk->bthk", w.reshape(INPUTS, 3, 64))):
+        kept = residuals(functools.partial(fp8jax.einsum, subscripts, recipe="te_current"), x, weight)
+        assert [shape for d, shape in kept if d == "float32" and len(shape) > 1 and INPUTS in shape] == [weight.shape]
+
+
 def test_the_bias_is_added_and_differentiated():
     x, w, target = problem()
     b = jnp.arange(OUTPUTS, dtype=jnp.float32)

@@ -299,7 +299,110 @@ def test_matrices_that_are_scaled():
     # What is a sum of parameters is no matrix that a rule could name.
     merged = lambda p, x: x @ (p["up"] + p["down"].T).astype(x.dtype) @ p["down"].astype(x.dtype)  # noqa: E731
     (left,) = fp8jax.transform(merged, "coat").explain(P, X).left
-    assert left.reason == "data meet what is computed from parameters or constants"
+    assert (left.reason, left.shape) == ("data meet what is computed from up and down", (WIDTH, INNER))
+
+
+STACK = normal(6, 3, WIDTH, WIDTH)
+
+
+def turn(h, w):
+    return jnp.tanh(h @ w.astype(h.dtype))
+
+
+def counted(w, x):
+    return lax.fori_loop(0, 3, lambda i, h: turn(h, w[i]), x)
+
+
+def counted_while(w, x, n=3):
+    return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, turn(c[1], w[c[0]])), (0, x))[1]
+
+
+def over_places(w, x):
+    return lax.scan(lambda h, i: (turn(h, w[i]), None), x, jnp.arange(3))[0]
+
+
+def one_of_a_turn_before(w, x):
+    """The place of a matrix depends on data."""
+    step = lambda i, c: (c[0] + jnp.sum(c[1] > 9, dtype=jnp.int32), turn(c[1], w[c[0]]))  # noqa: E731
+    return lax.fori_loop(0, 3, step, (jnp.argmax(x[0, 0, :3]), x))[1]
+
+
+@pytest.mark.parametrize("fn", [counted, over_places, one_of_a_turn_before])
+def test_matrices_that_a_place_picks(fn):
+    fast = assert_near(fn, STACK, X, products=1)
+    (entry,) = fast.explain(STACK, X).quantized
+    assert entry.shape == STACK.shape
+
+
+def test_matrices_that_a_loop_without_a_length_picks():
+    fast = fp8jax.transform(counted_while, [fp8jax.Rule(".*", "te_current")])
+    assert eight_bit(fast, STACK, X, 2) == 1
+    got, want = (fast(STACK, X, 3), fp8jax.transform(counted, [fp8jax.Rule(".*", "te_current")])(STACK, X))
+    np.testing.assert_array_equal(got, want)
+    # Under a scaling with a state all turns share it.
+    delayed = fp8jax.transform(counted, [fp8jax.Rule(".*", "te_delayed")])
+    (state,) = delayed.init(STACK, X).values()
+    assert state.state.x.ndim == 1
+    assert state.slots[0].x.shape == (3,)
+
+
+def test_a_row_that_data_pick_is_data():
+    fn = lambda p, x, i: mlp(p, p["table"][i] + x)  # noqa: E731
+    p = {**P, "table": normal(7, 9, WIDTH)}
+    assert_near(fn, p, X[0], jnp.int32(3))
+    alone = loss(lambda p, i: mlp(p, p["table"][i].astype(jnp.bfloat16)))
+    assert eight_bit(fp8jax.transform(alone, "te_current"), p, jnp.int32(3)) == 2
+    # So are rows, beside another parameter.
+    rows = loss(lambda p, i: mlp(p, lax.dynamic_slice_in_dim(p["table"], i, 4).astype(jnp.bfloat16)))
+    assert eight_bit(fp8jax.transform(rows, "te_current"), p, jnp.int32(3)) == 2
+
+
+@pytest.mark.parametrize(
+    ("matrix", "why"),
+    [
+        (lambda p, x: p["up"] * (x[0, 0, :, None] > 0), "data change or pick the matrix up"),
+        (lambda p, x: p["up"] - jnp.outer(x[0, 0], x[0, 1, :1]), "data change or pick the matrix up"),
+        (lambda p, x: p["stack"][jnp.argmax(x[:, 0], -1) % 3], "data change or pick the matrix stack"),
+        (lambda p, x: jnp.concatenate([p["up"], p["down"].T], 1), "data meet what is computed from up and down"),
+        (lambda p, x: jnp.ones((WIDTH, 3)), "data meet what is computed from constants"),
+    ],
+)
+def test_matrices_that_no_rule_can_name_are_told(matrix, why):
+    p = {**P, "stack": normal(6, 3, WIDTH, INNER)}
+    fn = lambda p, x: jnp.sum(jnp.sin(x @ matrix(p, x).astype(x.dtype))) + mlp(p, x)  # noqa: E731
+    explained = fp8jax.transform(fn, "te_current").explain(p, X)
+    assert [e.reason for e in explained.left] == [why]
+    assert [e.path for e in explained.quantized] == ["up", "down"]
+
+
+def test_products_of_data_are_nothing_to_tell_of():
+    fn = lambda p, x: mlp(p, (x + p["up"][:8, :1].T[0, 0]) @ x.mT @ x)  # noqa: E731
+    assert not fp8jax.transform(fn, "te_current").explain(P, X).left
+
+
+def scanned(w, x):
+    return lax.scan(lambda h, w: (turn(h, w.T), None), x, w)[0]
+
+
+def on_the_left(w, x):
+    return lax.scan(lambda h, w: (jnp.tanh(jnp.einsum("od,btd->bto", w.astype(h.dtype), h)), None), x, w)[0]
+
+
+def parts(w, x):
+    return turn(turn(x, w[1].T), lax.slice_in_dim(w[0], 0, 20, axis=1)) @ jnp.split(w[2, :20].astype(x.dtype), 2, 1)[1]
+
+
+@pytest.mark.parametrize("recipe", ["te_current", "te_delayed"])
+@pytest.mark.parametrize("fn", [scanned, on_the_left, parts, counted])
+def test_of_a_part_or_layout_of_a_parameter_the_parameter_is_kept(fn, recipe):
+    """Made again in the backward pass: no other array of weights is kept, as 16-bit training keeps one of each."""
+    x = X[:3, :5]
+    fast = fp8jax.transform(fn, [fp8jax.Rule(".*", recipe)])
+    given = functools.partial(fast, states=fast.init(STACK, x))
+    kept = {shape for _, shape in residuals(lambda w: loss(given)(w, x), STACK) if WIDTH in shape}
+    assert {shape for shape in kept if not {3, 5} <= {*shape} and 15 not in shape} == {STACK.shape}
+    want, got = (jax.grad(loss(f))(STACK, x) for f in (fn, given))
+    assert 0 < relative(got, want) < 0.25
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
@@ -344,6 +447,9 @@ def test_experts_by_groups_of_tokens():
     fast = fp8jax.transform(experts, "coat")
     explained = fast.explain(p, X)
     assert [e.path for e in explained.quantized if e.product] == ["up", "down"]
+    assert {e.reason for e in explained.quantized if e.product} == {
+        "the recipe; multiplies the values of the codes in bfloat16"
+    }
     assert [e.path for e in explained.left] == ["choose"]
     want, got = (jax.jit(jax.grad(loss(f)))(p, X) for f in (experts, fast))
     assert 0 < relative(got, want) < 0.25
