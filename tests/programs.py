@@ -1,6 +1,7 @@
 """What a program is made of: its products and the bytes that it saves for the backward pass."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import jax
 
 from fp8jax.ops import choice
+
+# For loops of many steps: unlike most programs of the tests they run longer than they compile.
+jit_long = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 
 
 def chosen(fn: Callable, *args: Any, capability: int | None = None) -> choice.Choice:

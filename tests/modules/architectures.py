@@ -16,6 +16,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from tests.programs import jit_long
+
 VOCAB, LENGTH, WIDTH, HEADS, FEEDFORWARD, LAYERS = 16, 32, 64, 2, 128, 2
 STEPS, BATCH, SEEDS = 64, 16, 3
 
@@ -132,9 +134,7 @@ def train(init: Callable[[jax.Array], Any], logits: Callable[[Any, jax.Array], j
         params = init(key)
         return jax.lax.scan(step, (params, optimizer.init(params)), batches())[1]
 
-    # Unlike most programs of the tests this one runs longer than it compiles.
-    fast = jax.jit(jax.vmap(run), compiler_options={"xla_backend_optimization_level": 1})
-    return np.asarray(fast(jax.random.split(jax.random.key(0), SEEDS)))
+    return np.asarray(jit_long(jax.vmap(run))(jax.random.split(jax.random.key(0), SEEDS)))
 
 
 def within_noise(losses: np.ndarray, baseline: np.ndarray) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import fp8jax
 from fp8jax.core import formats, noise
 from tests import given_scales
+from tests.programs import jit_long
 
 RATE, LAST, STEPS = 1e-3, 40, 280
 ADAMW = functools.partial(fp8jax.compressed_adamw, RATE, weight_decay=0.0, min_size=0, expand=False)
@@ -83,7 +84,7 @@ def test_slow_first_moments_bring_weights_as_far_as_exact_ones_after_their_last_
             return state, jnp.where(t < 400, 0, u["w"][:, :32])
 
         w = {"w": jnp.zeros((4, 128))}
-        return np.asarray(jax.jit(lambda: jax.lax.scan(body, tx.init(w), jnp.arange(1200))[1])(), np.float64).sum(0)
+        return np.asarray(jit_long(lambda: jax.lax.scan(body, tx.init(w), jnp.arange(1200))[1])(), np.float64).sum(0)
 
     exact = far(optax.adam(1.0, **decays))
     for b1 in (0.99, jnp.float32(0.99)):
@@ -130,9 +131,7 @@ def test_codes_that_decay_reach_zero(fmt, decay):
     def body(x, n):
         return fmt.decode(fmt.encode(decay * x, fading=noise.fading(n, decay))), None
 
-    left, _ = jax.jit(lambda x: jax.lax.scan(body, x, jnp.arange(250)))(x)
+    left, _ = jit_long(lambda x: jax.lax.scan(body, x, jnp.arange(250)))(x)
     np.testing.assert_array_equal(left, 0)
-    to_nearest = x
-    for _ in range(100):
-        to_nearest = fmt.decode(fmt.encode(decay * to_nearest))
+    to_nearest = jit_long(lambda x: jax.lax.fori_loop(0, 100, lambda _, x: fmt.decode(fmt.encode(decay * x)), x))(x)
     assert (to_nearest != 0).any(), "a test that cannot fail"

@@ -20,7 +20,7 @@ from fp8jax.core import masters
 
 PARTS = ("bf16+int8", "bf16+int16", "fp16+int8", "fp16+int16")
 ALL = (*PARTS, "bf16+stochastic")
-RATE = 1e-3
+RATE, STEPS = 1e-3, 4
 # By XLA: kernels take other approximations for bf16 weights than for fp32 ones, which tests/kernels compares.
 MADE = {
     "compressed_adamw": lambda **how: fp8jax.compressed_adamw(
@@ -32,21 +32,33 @@ MADE = {
 WITH_STEP = ("compressed_adamw", "fp8lm_adamw")
 
 
+# One transformation of each kind, and so one program.
+@functools.cache
+def made(name, master=None):
+    return MADE[name](master=master) if master else MADE[name]()
+
+
 def parameters():
-    keys = jax.random.split(jax.random.key(0), 2)
+    random = np.random.default_rng(0)
     return {
-        "w": jax.random.normal(keys[0], (32, 256)) * 10.0 ** jnp.linspace(-6, 1, 32)[:, None],
-        "layers": {"w": jax.random.normal(keys[1], (3, 8, 128)) / 8, "b": jnp.zeros(24)},
+        "w": jnp.asarray(random.standard_normal((32, 256)) * 10.0 ** np.linspace(-6, 1, 32)[:, None], jnp.float32),
+        "layers": {"w": jnp.asarray(random.standard_normal((3, 8, 128)) / 8, jnp.float32), "b": jnp.zeros(24)},
         "z": jnp.ones(8),
     }
 
 
+@functools.cache
 def gradients(step):
-    leaves, tree = jax.tree.flatten(parameters())
-    keys = jax.random.split(jax.random.key(100 + step), len(leaves))
-    return tree.unflatten([jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)])
+    random = np.random.default_rng(100 + step)
+    return jax.tree.map(lambda x: jnp.asarray(random.standard_normal(x.shape), jnp.float32), parameters())
 
 
+@functools.cache
+def jitted(fn, **how):
+    return jax.jit(functools.partial(fn, **how))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def begin(tx, master, params=None):
     """High parts and a state that knows the rest of the parameters."""
     params = parameters() if params is None else params
@@ -57,19 +69,26 @@ def begin(tx, master, params=None):
     return high, optax.tree.set(tx.init(high), remainder=remainder)
 
 
-def updated(tx, params, state, steps=3):
-    update = jax.jit(tx.update)
+def updated(tx, params, state, steps=STEPS):
+    update, apply = jitted(tx.update), jitted(optax.apply_updates)
     for i in range(steps):
         changes, state = update(gradients(i), state, params)
-        params = optax.apply_updates(params, changes)
+        params = apply(params, changes)
     return params, state
 
 
-def stepped(tx, params, state, steps=3, **how):
-    step = jax.jit(functools.partial(tx.step, **how))
+def stepped(tx, params, state, steps=STEPS, **how):
+    step = jitted(tx.step, **how)
     for i in range(steps):
         params, state = step(gradients(i), state, params)
     return params, state
+
+
+@functools.cache
+def after(way, name, master):
+    """What some steps make of masters."""
+    tx = made(name, master)
+    return way(tx, *begin(tx, master))
 
 
 def equal(a, b):
@@ -78,13 +97,18 @@ def equal(a, b):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-def in_fp32(name, steps):
+@functools.cache
+def in_fp32(name):
     """What the same optimizer makes of masters in fp32."""
-    tx, params = MADE[name](), parameters()
+    tx, params = made(name), parameters()
     if name == "fp8lm_adamw":  # whose own are in fp16: beside a parameter by parts, others are as they are
-        tx, params = MADE[name](master="bf16+int16"), params | {"z": jnp.ones(8, jnp.bfloat16)}
-    params, state = updated(tx, params, tx.init(params), steps)
+        tx, params = made(name, "bf16+int16"), params | {"z": jnp.ones(8, jnp.bfloat16)}
+    params, state = updated(tx, params, jax.jit(tx.init)(params))
     return fp8jax.master_weights(state, params)
+
+
+values = jax.jit(fp8jax.master_weights)
+split = jax.jit(fp8jax.split_masters, static_argnums=1)
 
 
 def held_in(master):
@@ -94,40 +118,34 @@ def held_in(master):
 @pytest.mark.parametrize("name", MADE)
 def test_32_bits_are_fp32_masters(name):
     """To the last bit, in the program of `update`, where neither way adds more than the change."""
-    exact = in_fp32(name, 3)
-    tx = MADE[name](master="bf16+int16")
-    params, state = updated(tx, *begin(tx, "bf16+int16"))
-    found = fp8jax.master_weights(state, params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), found, exact)
-    high, _ = fp8jax.split_masters(found, "bf16+int16")
+    params, state = after(updated, name, "bf16+int16")
+    found = values(state, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9), found, in_fp32(name))
+    high, _ = split(found, "bf16+int16")
     equal(high, params)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
+    assert {int(x) for _, x in optax.tree.get_all_with_path(state, "count")} == {STEPS}
 
 
 @pytest.mark.parametrize("master", PARTS)
 @pytest.mark.parametrize("name", MADE)
 def test_masters_are_fp32s_to_their_last_bits(name, master):
     """Off by half a last place a step at most, and by what weight decay makes of that."""
-    steps = 4
-    exact, tx = in_fp32(name, steps), MADE[name](master=master)
-    params, state = updated(tx, *begin(tx, master), steps)
+    params, state = after(updated, name, master)
     mantissa = {"bf16": 7, "fp16": 10}[master[:4]] + 8 * np.dtype(masters.Master(master).remainder).itemsize
     lowest = {"bf16": -126, "fp16": -14}[master[:4]]
-    for a, b, start in zip(
-        *map(jax.tree.leaves, (fp8jax.master_weights(state, params), exact, parameters())), strict=True
-    ):
-        largest = np.maximum(np.abs(start), np.abs(b)) + steps * RATE
+    for a, b, start in zip(*map(jax.tree.leaves, (values(state, params), in_fp32(name), parameters())), strict=True):
+        largest = np.maximum(np.abs(start), np.abs(b)) + STEPS * RATE
         last = 2.0 ** (np.maximum(np.frexp(largest)[1] - 1, lowest) - min(mantissa, 23))
-        assert (np.abs(np.asarray(a, np.float64) - b) <= (steps + 1) * last).all()
+        assert (np.abs(np.asarray(a, np.float64) - b) <= (STEPS + 1) * last).all()
 
 
 @pytest.mark.parametrize("master", ALL)
 @pytest.mark.parametrize("name", WITH_STEP)
 def test_step_and_update_give_the_same_bits(name, master):
-    tx = MADE[name](master=master)
-    ours, theirs = stepped(tx, *begin(tx, master)), updated(tx, *begin(tx, master))
-    equal(ours, theirs)
-    assert jax.tree.map(lambda x: x.dtype, ours[1]) == jax.tree.map(lambda x: x.dtype, begin(tx, master)[1])
+    ours, start = after(stepped, name, master), begin(made(name, master), master)
+    equal(ours, after(updated, name, master))
+    assert jax.tree.map(lambda x: x.dtype, ours[1]) == jax.tree.map(lambda x: x.dtype, start[1])
     assert {x.dtype for x in jax.tree.leaves(ours[0])} == {held_in(master)}
 
 
@@ -138,10 +156,10 @@ def test_small_changes_are_kept(make, off):
     for master in (None, *ALL):
         tx = make(1e-5, weight_decay=0.0, master=master)
         own = jax.tree.map(lambda x: x.astype(held_in(master or "bf16")), params)  # noqa: B023
-        state, step = tx.init(own), jax.jit(tx.step)
+        state, step = jax.jit(tx.init)(own), jax.jit(tx.step)
         for _ in range(20):
-            own, state = step(jax.tree.map(jnp.ones_like, own), state, own)
-        moved[master] = 1 - np.asarray(fp8jax.master_weights(state, own)["w"], np.float64)
+            own, state = step(own | {"w": jnp.ones_like(own["w"])}, state, own)
+        moved[master] = 1 - np.asarray(values(state, own)["w"], np.float64)
     assert not moved[None].any()
     for master in PARTS:
         mantissa = {"bf16+int8": 15, "fp16+int8": 18}.get(master, 23)
@@ -155,7 +173,7 @@ def test_small_changes_are_kept(make, off):
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_a_mesh_changes_no_bit(name, master):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    tx = MADE[name](master=master)
+    tx = made(name, master)
     params, state = begin(tx, master)
     where = jax.tree.map(lambda x: NamedSharding(mesh, P(*[None] * (x.ndim - 2), "fsdp")), params)
     placed = jax.device_put(params, where)
@@ -164,7 +182,7 @@ def test_a_mesh_changes_no_bit(name, master):
     if remainder is not None:
         assert optax.tree.get(fresh, "remainder")["w"].sharding.spec == P("fsdp")
         fresh = optax.tree.set(fresh, remainder=jax.device_put(remainder, where))
-    one, many = updated(tx, params, state), updated(tx, placed, fresh)
+    one, many = after(updated, name, master), updated(tx, placed, fresh)
     assert many[0]["w"].sharding.spec == P("fsdp")
     for a, b in zip(*map(jax.tree.leaves, (one[0], many[0])), strict=True):
         # XLA divides otherwise in another program: last bits of fp32, and the few roundings that hang on them.
@@ -183,7 +201,7 @@ def test_what_is_refused():
             make(master="bf16+int8").init(params)
         with pytest.raises(TypeError, match="dtype bfloat16, but master 'fp16\\+int8' has float16"):
             make(master="fp16+int8").init(half)
-        state = make(master="bf16+int8").init(half)
+        state = jax.jit(make(master="bf16+int8").init)(half)
         with pytest.raises(ValueError, match="remainders in int8"):
             make(master="bf16+int16").update(gradients(0), state, half)
         with pytest.raises(
@@ -191,19 +209,19 @@ def test_what_is_refused():
         ):
             make(master="bf16+stochastic").update(gradients(0), state, half)
         with pytest.raises((ValueError, TypeError), match=r"no remainders, but|a MasterAdamState, not a Compressed"):
-            make(master="bf16+int8").update(gradients(0), make(master="bf16+stochastic").init(half), half)
+            make(master="bf16+int8").update(gradients(0), jax.jit(make(master="bf16+stochastic").init)(half), half)
         with pytest.raises(ValueError, match="needs the parameters"):
             make(master="bf16+int8").update(gradients(0), state)
     for name, kinds in (("compressed_adamw", ("Compressed", "Master")), ("fp8lm_adamw", ("FP8LM", "FP8LMHeld"))):
         tx = MADE[name](master="bf16+int8")
         with pytest.raises(ValueError, match="takes no key"):
-            tx.step(gradients(0), tx.init(half), half, key=jax.random.key(0))
+            tx.step(gradients(0), (state := jax.jit(tx.init)(half)), half, key=jax.random.key(0))
         with pytest.raises(TypeError, match="a {}(Adam)?State, not a {}(Adam)?State".format(*kinds)):
-            MADE[name]().update(gradients(0), tx.init(half), half)
+            MADE[name]().update(gradients(0), state, half)
     with pytest.raises(ValueError, match="master_rounding is of master weights in fp16; master 'bf16\\+int8' says"):
         MADE["fp8lm_adamw"](master="bf16+int8", master_rounding="stochastic")
     with pytest.raises(TypeError, match="a FP8LMHeldState has no master weights"):
-        fp8jax.working_copy(tx.init(half))
+        fp8jax.working_copy(state)
     with pytest.raises(ValueError, match="has no remainder"):
         fp8jax.split_masters(params, "bf16+stochastic")
 
@@ -213,32 +231,28 @@ def test_parameters_in_fp32_beside_parts_are_their_own_masters():
     grads = jax.tree.map(jnp.ones_like, params)
     for make in MADE.values():
         tx = make(master="bf16+int16")
-        state = tx.init(params)
-        changes, state = tx.update(grads, state, params)
+        changes, state = jax.jit(lambda tx=tx: tx.update(grads, tx.init(params), params))()
         new = optax.apply_updates(params, changes)
         assert new["norm"].dtype == jnp.float32
         assert jax.tree.leaves(state.remainder)[0].shape == (8, 256)
         exact = make()
-        changes, _ = exact.update(grads, exact.init(params), params)
+        changes, _ = jax.jit(lambda tx=exact: tx.update(grads, tx.init(params), params))()
         np.testing.assert_array_equal(new["norm"], optax.apply_updates(params, changes)["norm"])
         assert fp8jax.master_weights(state, new)["norm"] is new["norm"]
 
 
 @pytest.mark.parametrize("name", WITH_STEP)
 def test_a_step_that_is_not_applied_changes_nothing(name):
-    tx = MADE[name](master="bf16+int8")
-    before = stepped(tx, *begin(tx, "bf16+int8"), steps=1)
-    equal(stepped(tx, *before, steps=1, applied=jnp.bool_(False)), before)
+    before = after(stepped, name, "bf16+int8")
+    equal(jax.jit(made(name, "bf16+int8").step)(gradients(0), before[1], before[0], applied=jnp.bool_(False)), before)
 
 
 def test_inside_optaxs_wrappers():
-    tx = optax.chain(optax.clip_by_global_norm(1e9), MADE["compressed_adamw"](master="bf16+int16"))
+    tx = optax.chain(optax.clip_by_global_norm(1e9), made("compressed_adamw", "bf16+int16"))
     wrapped = optax.apply_if_finite(optax.MultiSteps(tx, 1), 3)
     params, state = updated(wrapped, *begin(wrapped, "bf16+int16"))
-    plain = MADE["compressed_adamw"](master="bf16+int16")
-    other, own = updated(plain, *begin(plain, "bf16+int16"))
-    values = fp8jax.master_weights(state, params), fp8jax.master_weights(own, other)
-    for a, b in zip(*map(jax.tree.leaves, values), strict=True):
+    other, own = after(updated, "compressed_adamw", "bf16+int16")
+    for a, b in zip(*map(jax.tree.leaves, (values(state, params), values(own, other))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
@@ -281,31 +295,30 @@ def test_flax_holds_them(name, master):
 
 @pytest.mark.parametrize("name", WITH_STEP)
 def test_orbax_keeps_them(name, tmp_path):
-    tx = MADE[name](master="bf16+int16")
-    before = stepped(tx, *begin(tx, "bf16+int16"))
+    before = after(stepped, name, "bf16+int16")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", before)
         checkpointer.wait_until_finished()
-        after = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: before))
-    equal(before, after)
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: before))
+    equal(before, restored)
 
 
 @pytest.mark.parametrize("name", WITH_STEP)
 def test_converted_from_fp32_masters_and_back(name):
-    plain, tx = MADE["compressed_adamw"](), MADE[name](master="bf16+int16")
-    params, state = updated(plain, parameters(), plain.init(parameters()))
-    high, remainder = fp8jax.split_masters(params, "bf16+int16")
+    plain, tx = made("compressed_adamw"), made(name, "bf16+int16")
+    params, state = updated(plain, parameters(), jax.jit(plain.init)(parameters()))
+    high, remainder = split(params, "bf16+int16")
     own = optax.tree.set(fp8jax.convert_state(state, tx, high), remainder=remainder)
-    equal(fp8jax.master_weights(own, high), params)
+    equal(values(own, high), params)
     if name == "compressed_adamw":
         equal(fp8jax.convert_state(own, plain, params), state)
     again = fp8jax.convert_state(own, tx, high)
     equal(again, own)
     narrow = fp8jax.convert_state(own, MADE[name](master="bf16+int8"), high)
-    for a, b in zip(*map(jax.tree.leaves, (fp8jax.master_weights(narrow, high), params)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (values(narrow, high), params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2.0**-15)  # a last place of 24 bits, at the highest remainder
     wide = fp8jax.convert_state(narrow, tx, high)
-    equal(fp8jax.master_weights(wide, high), fp8jax.master_weights(narrow, high))
+    equal(values(wide, high), values(narrow, high))
 
 
 @pytest.mark.parametrize("name", ["coat", "fp8_lm"])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import fp8jax
+from tests.programs import jit_long
 
 DEAD = (0, 1, 16, 64)
 KINDS = ("alike", "log-normal", "a sixteenth 1,000 times smaller")
@@ -41,12 +42,12 @@ def gradients(seed, dies=DIES):
 def run(tx, b2, at, checks, window=WINDOW):
     """Updates of the last steps before each check, of a transformation and of Adam in float64."""
 
-    @jax.jit
+    @jit_long
     def steps(state, first):
         params = {"w": jnp.zeros(shape)}
         return jax.lax.scan(lambda s, t: tx.update({"w": at(t)}, s, params)[::-1], state, first + jnp.arange(window))
 
-    @jax.jit
+    @jit_long
     def skip(state, first, last):
         params = {"w": jnp.zeros(shape)}
         return jax.lax.fori_loop(first, last, lambda t, s: tx.update({"w": at(t)}, s, params)[1], state)
