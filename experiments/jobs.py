@@ -99,12 +99,14 @@ def wide(count: int, word: str) -> tuple[Job, ...]:
     """The jobs of all GPUs of a host that has four or eight."""
     step = functools.partial(bench, "step", gpus=count)
     return (
-        step(240, "--mesh", "data", "fsdp", f"fsdp={count // 2},tensor=2", "--rounds", "3", "--torch", "--arm", "coat",
-             "coat, 8-bit gradients, one phase", file=f"step_{word}"),
+        step(180, "--mesh", "data", "fsdp", f"fsdp={count // 2},tensor=2", "--rounds", "3", "--torch", "--arm", "coat",
+             file=f"step_{word}"),
+        step(150, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
+             file=f"step_7b_fit_{word}"),
+        step(150, "--mesh", "data", "--rounds", "3", "--torch", "--arm", "coat", "coat, 8-bit gradients, one phase",
+             "fp8_lm", file=f"step_gradients_{word}"),
         step(200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
              "fp8_lm", file=f"step_7b_{word}"),
-        step(200, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
-             file=f"step_7b_fit_{word}"),
         step(240, "--model", "13b", "--mesh", "fsdp", "--fit", "76", "--rounds", "2", "--torch", "--arm", "coat",
              file=f"step_13b_{word}"),
         bench("reduce", 120, file=f"reduce_{word}", gpus=count),

@@ -68,7 +68,8 @@ def test_the_step_of_fp8lm_is_near_its_reference(case):
         finite = np.isfinite(x)
         # One code apart at most, subnormal ones of e4m3 2^-9, of e5m2 less, and few of them.
         np.testing.assert_allclose(x[finite], y[finite], rtol=0.26, atol=2.0**-9, err_msg=str(path))
-        assert np.mean(x[finite] != y[finite]) < 0.01, path
+        # Updates and weights in fp32 also differ by the order of a sum or a fused product.
+        assert np.mean(~np.isclose(x[finite], y[finite], rtol=2.0**-20, atol=0.0)) < 0.01, path
 
 
 @pytest.mark.gpu
