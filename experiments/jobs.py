@@ -129,13 +129,17 @@ CPU = (
     table("int8_leak", 900),
     table("int8_fallback", 900),
     table("int8_diverges", 1800),
+    table("int8_outliers", 400),
     table("finetuning", 1500),
 )
 # From other files, without measuring: after the others.
-DERIVED = (table("moss_speed", 20), table("training_parity", 20, "--judge"))
+DERIVED = (table("moss_speed", 20), table("int8_limit", 5), table("training_parity", 20, "--judge"))
 TRAINED = {
     "training_parity": "python -m experiments.tables.training_parity --data TEXT, an hour of a GPU for eight seeds",
     "training_parity, 65m": "python -m experiments.tables.training_parity --size 65m --data TEXT, three hours",
+    "recipe_parity": "python -m experiments.tables.recipe_parity --data TEXT, twenty minutes of a GPU, fp8_lm on two; "
+    "several processes may share the arms, by --arms; --judge makes the page",
+    "recipe_parity_intervals": "the same with --study intervals, five minutes of a GPU",
     "training_parity, 65m_short": "python -m experiments.tables.training_parity --size 65m_short --data TEXT --seeds 3 "
     "--arms bf16 master_bf16_int8 master_bf16_stochastic released, five minutes of two GPUs",
     "finetuning, 60m": "python -m experiments.tables.finetuning --size 60m --data TEXT, eight minutes of a GPU",

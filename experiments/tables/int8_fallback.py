@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from experiments import data, evaluate, train
 from experiments.config import UserError
 from experiments.models.llama import apply_rope, attend, rope_tables
-from experiments.tables import common
+from experiments.tables import common, lookup
 from experiments.tables.common import Row
 from fp8jax.core import blocks
 from fp8jax.ops import fallback
@@ -35,7 +35,7 @@ RATES = (0.0, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 SIZES = (16, 32, 64, 128, 256)
 TENSOR = 0  # the block size that stands for one scale of all
 EXACT = 1e9  # levels that stand for no quantization
-CRITERIA = ("absmax", "l1", "relative_l1")  # what decides whether a block falls back (section 4.4)
+CRITERIA = lookup.CRITERIA  # what decides whether a block falls back (section 4.4)
 
 
 class Knobs(NamedTuple):

@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 
 from experiments import data, evaluate, train
 from experiments.config import UserError
-from experiments.tables import common, int8_diverges, int8_fallback
+from experiments.tables import common, int8_diverges, int8_fallback, lookup
 from experiments.tables.common import Row
-from experiments.tables.int8_fallback import CRITERIA, Knobs, levels, rounded
+from experiments.tables.int8_fallback import Knobs, levels, rounded
 from fp8jax.core.spec import QuantSpec
 from fp8jax.ops import fallback
 
@@ -29,11 +29,7 @@ BLOCK, SMALL, WIDTH = int8_diverges.BLOCK, int8_diverges.BLOCK // 4, 128
 RATES = (0.1, 0.2, 0.3)
 COUNTS, RATIOS = (1, 4, 16, 64, 1024), (30, 100, 300, 1000, 3000)
 BATCHES = 4
-TABLES = {
-    "3(b)": "error of two halves of 8 bits over that of 16 bits",
-    "3(c)": "1 - cosine of gradients, share of blocks that fall back forward and backward",
-    "4(b)": "perplexity, % above the unquantized one",
-}
+TABLES = {"3(b)": lookup.HALVES, "3(c)": lookup.COSINES, "4(b)": lookup.PERPLEXITY}
 
 
 def population(count: int, ratio: float, side: int = WIDTH, seed: int = 0) -> np.ndarray:
@@ -73,7 +69,7 @@ def of_model(params: Any, batches: Sequence[jax.Array], factors: Sequence[float]
     value = jax.jit(lambda *args: int8_fallback.loss(*args), static_argnums=3)
     eight = levels(8)
     whole, forward = Knobs(x=eight, w=eight, dy=eight, saved=eight), Knobs(x=eight, w=eight)
-    criteria = [(i, name, rate) for i, name in enumerate(CRITERIA) for rate in RATES]
+    criteria = [(i, name, rate) for i, name in enumerate(lookup.CRITERIA) for rate in RATES]
     exact_gradient = gradient(params, batches[0], Knobs(), BLOCK)
 
     def perplexity(params: Any, knobs: Knobs, size: int) -> float:

@@ -171,3 +171,7 @@ PEER_STREAMS = {
     "16 dead": "16 of 128 columns dead",
     "tiny": "like-sized gradients of 1e-8",
 }
+# Figures of `experiments.tables.int8_outliers`, and what decides whether a block falls back.
+HALVES, PERPLEXITY = "error of two halves of 8 bits over that of 16 bits", "perplexity, % above the unquantized one"
+COSINES = "1 - cosine of gradients, share of blocks that fall back forward and backward"
+CRITERIA = ("absmax", "l1", "relative_l1")

@@ -1,0 +1,213 @@
+"""What INT8 with fallback can gain on Hopper, from measured rates: `python -m experiments.tables.int8_limit`.
+
+It times nothing. Of a card's results/CARD/ it takes the rates of int8 products in blocks (gemm_int8), of FP8 ones
+(gemm) and of bf16 (linear), the speed of a copy (quantize), and the times of a layer and of a step (layer, step_more,
+step). The limit of a layer is that of its products at these rates, of the bytes that its quantizers must read and write
+at a copy's speed, and of everything else as bf16 has it. arXiv 2503.08040 reports 1.57 for a step on an RTX 4090, whose
+int8 units are four times as fast as its bf16 ones; Hopper's are twice.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.bench import record
+from experiments.models import sizes
+from experiments.models.llama import LlamaConfig
+from experiments.tables import common, lookup
+from experiments.tables.common import Row
+
+FILES = ("gemm", "gemm_int8", "linear", "quantize", "layer", "step", "step_more")
+TOKENS = 16384
+# The share of blocks that fall back, as `bench linear` sets it, the middle of the recipe's 10 to 30 %.
+SHARE = 0.2
+# Bytes an element of what a quantizer reads and writes, bf16 in: of inputs codes, residual's where they fall back, and
+# what is kept; of gradients and weights codes along and across.
+BYTES = {"int8": (2 + 1 + SHARE + 1, 4.0, 4.0), "fp8": (2 + 1 + 1, 4.0, 4.0)}
+PRODUCTS = {"int8": (1 + SHARE, 1.0, 1.0), "fp8": (1.0, 1.0, 1.0)}
+ARMS = {"int8": "int8_fallback", "fp8": "fast"}
+
+Result = Mapping[str, Any]
+
+
+class Shape(NamedTuple):
+    """A linear layer: K inputs a token, and the widths of the layers that read the same input."""
+
+    k: int
+    widths: tuple[int, ...]
+
+
+class CardRates(NamedTuple):
+    """Of a card: operations a second of products by kind, and bytes a second of a copy."""
+
+    products: Mapping[str, float]
+    copy: float
+
+
+def linears(config: LlamaConfig) -> tuple[Shape, ...]:
+    """The linear layers of a block."""
+    kv = config.kv_heads * config.head_dim
+    return (
+        Shape(config.dim, (config.dim, kv, kv)),
+        Shape(config.dim, (config.dim,)),
+        Shape(config.dim, (config.mlp_dim, config.mlp_dim)),
+        Shape(config.mlp_dim, (config.dim,)),
+    )
+
+
+def operations(shapes: Sequence[Shape], tokens: int, kind: str) -> float:
+    """Of the three products of each layer, forward and backward; "bf16" has no blocks that fall back."""
+    times = sum(PRODUCTS.get(kind, (1.0, 1.0, 1.0)))
+    return sum(2.0 * tokens * shape.k * n * times for shape in shapes for n in shape.widths)
+
+
+def quantized(shapes: Sequence[Shape], tokens: int, kind: str) -> float:
+    """Bytes that quantizers read and write: an input that several layers read once."""
+    x, dy, w = BYTES[kind]
+    return sum(tokens * shape.k * x + sum(tokens * n * dy + shape.k * n * w for n in shape.widths) for shape in shapes)
+
+
+def rates(files: Mapping[str, Result]) -> CardRates:
+    """Geometric means over shapes of products and of copies."""
+
+    def mean(values: Sequence[float]) -> float:
+        return float(np.exp(np.mean(np.log(values))))
+
+    def of(name: str, impl: str, metric: str) -> float:
+        return mean(lookup.find(files[name], impl, metric, "value"))
+
+    products = {
+        "bf16": of("linear", "xla bf16", "rate"),
+        "int8": of("gemm_int8", "ours int8 block", "rate"),
+        "fp8": of("gemm", "ours tensor", "rate"),
+    }
+    return CardRates({kind: 1e12 * rate for kind, rate in products.items()},
+                 1e12 * of("quantize", "device copy", "bandwidth"))  # fmt: skip
+
+
+def limit(shapes: Sequence[Shape], tokens: int, kind: str, rates: CardRates) -> tuple[float, float]:
+    """Milliseconds of the products and of the quantizers of layers at their limit."""
+    return (
+        1e3 * operations(shapes, tokens, kind) / rates.products[kind],
+        1e3 * quantized(shapes, tokens, kind) / rates.copy,
+    )
+
+
+def layers_alone(files: Mapping[str, Result], rates: CardRates) -> list[Row]:
+    """Each linear layer of `bench linear`: the limit, over bf16's time, and what was measured."""
+    rows = []
+    for k, n in ((4096, 4096), (4096, 11008), (11008, 4096)):
+        case = f"{TOKENS} x {k} -> {n}"
+        shape = (Shape(k, (n,)),)
+        plain = lookup.find(files["linear"], "xla bf16", "rate", "value", case=case)
+        measured = lookup.find(files["linear"], f"int8_fallback, {SHARE:.0%}".replace("%", " %"), "rate", "ratio",
+                               case=case)  # fmt: skip
+        if not plain or not measured:
+            continue
+        bf16 = 1e-9 * operations(shape, TOKENS, "bf16") / plain[0]
+        rows += _compared("Linear layers", case, bf16, limit(shape, TOKENS, "int8", rates), 0.0, measured[0])
+    return rows
+
+
+def wholes(files: Mapping[str, Result], rates: CardRates) -> list[Row]:
+    """A layer of 7B and a step of 1b: the limit of int8 and of FP8, and what was measured."""
+    rows = []
+    one = (sizes.get("7b", 256), 1, "layer", "bf16", "time", "")
+    step = (sizes.get("1b", 32000), sizes.get("1b", 32000).layers, "step", lookup.AGAIN, "step", lookup.ONE)
+    for config, count, name, base, metric, case in (one, step):
+        shapes = linears(config) * count
+        for kind, arm in ARMS.items():
+            file = files["step_more" if (name, kind) == ("step", "int8") else name]
+            plain = lookup.find(file, base, metric, "value", case=case)
+            measured = lookup.find(file, arm, metric, "value", case=case)
+            if not plain or not measured:
+                continue
+            rest = plain[0] - 1e3 * operations(shapes, TOKENS, "bf16") / rates.products["bf16"]
+            label = f"{'a layer of 7B' if name == 'layer' else 'a step of 1b'}, {arm}"
+            rows += _compared("A layer and a step", label, plain[0], limit(shapes, TOKENS, kind, rates), rest,
+                              plain[0] / measured[0])  # fmt: skip
+    return rows
+
+
+def _compared(
+    table: str, case: str, bf16: float, parts: tuple[float, float], rest: float, measured: float
+) -> list[Row]:
+    products, quantizers = parts
+    whole = products + quantizers + rest
+    columns = [("bf16", bf16, "ms"), ("products at the limit", products, "ms"), ("quantizers", quantizers, "ms")]
+    columns += [("all else, as bf16", rest, "ms")] if rest else []
+    columns += [("limit over bf16", bf16 / whole, "x"), ("measured over bf16", measured, "x"),
+                ("above the limit", bf16 / measured - whole, "ms")]  # fmt: skip
+    return [Row(case, name, value, unit, table=table, pivot=(case, name)) for name, value, unit in columns]
+
+
+def beyond(shapes: Sequence[Shape], tokens: int) -> dict[str, float]:
+    """Bytes that the kernels of `int8_fallback` read and write beyond those of `quantized`, by cause.
+
+    They were read off a layer's program that was compiled for an H200.
+    """
+    return {
+        "an input's codes again for each further threshold": sum(
+            tokens * shape.k * (3 + SHARE) * (len(shape.widths) - 1) for shape in shapes
+        ),
+        "what is kept, transposed backward": sum(2.0 * tokens * shape.k for shape in shapes),
+        "an input read for its noise's key": sum(2.0 * tokens * shape.k for shape in shapes),
+        "weights read forward and backward": sum(2.0 * shape.k * n for shape in shapes for n in shape.widths),
+    }
+
+
+def causes(rates: CardRates) -> list[Row]:
+    """`beyond` of a layer of 7B and of all of 1b's, at a copy's speed."""
+    table, rows = "What int8_fallback reads and writes beyond the limit, ms at a copy's speed", []
+    for label, name in (("a layer of 7B", "7b"), ("a step of 1b", "1b")):
+        config = sizes.get(name, 32000)
+        shapes = linears(config) * (1 if name == "7b" else config.layers)
+        for cause, count in beyond(shapes, TOKENS).items():
+            rows.append(Row(label, cause, 1e3 * count / rates.copy, "ms", table=table, pivot=(label, cause)))
+    return rows
+
+
+def write(results: Path, files: Mapping[str, Result]) -> None:
+    """Writes the table of one card."""
+    speed = rates(files)
+    rows = [*layers_alone(files, speed), *wholes(files, speed), *causes(speed)]
+    sources = [pair for file in files.values() for pair in record.sources(file)]
+    commits = ", ".join(dict.fromkeys(commit for commit, _ in sources))
+    notes = [
+        "Rates, geometric means over shapes: " + ", ".join(
+            f"{kind} {rate / 1e12:,.0f} TOP/s" for kind, rate in speed.products.items()
+        ) + f"; a copy {speed.copy / 1e12:.2f} TB/s. From " + ", ".join(f"{name}.json" for name in files) + ".",
+        f"INT8's products: a forward one of 1 + {SHARE} for blocks that fall back, and two backward. Bytes an element "
+        f"of quantizers: inputs {BYTES['int8'][0]:g}, gradients and weights {BYTES['int8'][1]:g}; an input that "
+        "several layers read counts once, where `int8_fallback` reads it once a layer, each with its threshold. All "
+        "else (attention, norms, activations, head, optimizer) is what bf16 takes over its products.",
+        "Sums of int8 blocks leave the tensor core once a block, to be scaled, and blocks that fall back are "
+        "multiplied twice; FP8 with one scale a tensor or a row sums there. That is why `auto` takes FP8 on Hopper: "
+        "even at its limit int8 with fallback is slower than FP8 was measured. Of what lies above the limit the last "
+        "table has what could go without another algorithm, each a few percent at most; the rest are norms and "
+        "activations that keep ten bits, residual sums, and what bf16's products gain in a layer over `bench linear`.",
+    ]  # fmt: skip
+    title = "INT8 fallback: the limit on Hopper, and what was measured"
+    device = record.sources(files["gemm_int8"])[0][1]
+    common.write(
+        "int8_limit", title, rows, notes, None, results, device=device, sources=[(commits, device)] * len(rows),
+        date=max(file["date"] for file in files.values()),
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Regenerates results/CARD/int8_limit.json of each card that has what it is made of."""
+    options = common.parser(__doc__).parse_args(argv)
+    for folder in sorted(path.parent for path in options.results.glob("*/gemm_int8.json")):
+        paths = {name: folder / f"{name}.json" for name in FILES}
+        if all(path.exists() for path in paths.values()):
+            write(options.results, {name: json.loads(path.read_text()) for name, path in paths.items()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
