@@ -113,7 +113,11 @@ def wide(count: int, word: str) -> tuple[Job, ...]:
     )  # fmt: skip
 
 
-FOUR_GPUS, EIGHT_GPUS = wide(4, "four"), wide(8, "eight")
+FOUR_GPUS = (
+    *wide(4, "four"),
+    Job("fp8_lm_reductions_gpus", ("experiments.tables.fp8_lm_reductions", "--results"), 90, gpus=4),
+)
+EIGHT_GPUS = wide(8, "eight")
 CPU = (
     table("plans", 60),
     table("coat_memory", 60),
@@ -125,6 +129,7 @@ CPU = (
     table("coat_activations", 200),
     table("moss_snr", 400),
     table("fp8_lm_gradients", 200),
+    table("fp8_lm_reductions", 200),
     table("moss_scaling", 300),
     table("int8_leak", 900),
     table("int8_fallback", 900),

@@ -113,18 +113,23 @@ FORMS: dict[str, Callable[[np.ndarray], Reduced]] = {
 }
 
 
-def compare(g: np.ndarray, form: Callable[[np.ndarray], Reduced]) -> tuple[float, float, float]:
+def errors_of(g: np.ndarray, found: Reduced) -> tuple[float, float, float]:
     """Signal to noise in dB, and the parts of the elements that underflow and overflow.
 
     An element underflows if it is not zero in the mean in float64, and zero in the result.
     """
-    exact, total = g.astype(np.float64).mean(0), form(g)
-    noise = np.sum((total.mean - exact) ** 2)
+    exact = g.astype(np.float64).mean(0)
+    noise = np.sum((found.mean - exact) ** 2)
     snr = 10 * np.log10(np.sum(exact**2) / noise) if noise else np.inf
-    return float(snr), float(np.mean((total.mean == 0) & (exact != 0))), total.overflow
+    return float(snr), float(np.mean((found.mean == 0) & (exact != 0))), found.overflow
 
 
-def real_gradients(count: int) -> Iterator[tuple[str, np.ndarray]]:
+def compare(g: np.ndarray, form: Callable[[np.ndarray], Reduced]) -> tuple[float, float, float]:
+    """`errors_of` what a form makes of gradients."""
+    return errors_of(g, form(g))
+
+
+def real_gradients(count: int, steps: int = STEPS) -> Iterator[tuple[str, np.ndarray]]:
     """(count, n) gradients of each matrix of each block, one a sequence, of a Llama after some steps of training."""
     corpus = data.read_corpus((), 0.05)
     tokens = data.encode(corpus, Bytes(), SEQ).train
@@ -138,7 +143,7 @@ def real_gradients(count: int) -> Iterator[tuple[str, np.ndarray]]:
         updates, state = adam.update(grads, state)
         return optax.apply_updates(params, updates), state
 
-    for _, batch in zip(range(STEPS), data.train_batches(tokens, SEQ, BATCH, seed=0), strict=False):
+    for _, batch in zip(range(steps), data.train_batches(tokens, SEQ, BATCH, seed=0), strict=False):
         params, state = step(params, state, jnp.asarray(batch))
     sequences = next(data.train_batches(tokens, SEQ, count, seed=1))
     one = jax.jit(lambda tokens: task.gradients(params, {}, tokens[None])[1])
