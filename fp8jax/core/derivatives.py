@@ -72,14 +72,16 @@ def once(operation: str, values: Tree, others: Any = ()) -> Tree:
 
 
 def token(operation: str, *inputs: Array | None) -> Array:
-    """An empty array, on devices of a `jax.shard_map` of one element, for a function with a backward pass of its own, which takes it as an operand and a residual.
+    """An array for a function with a backward pass of its own, which takes it as an operand and a residual.
 
-    Its derivative by the inputs is as that of `once`: so forward mode is told before JAX comes to the function, and a
-    backward pass knows the inputs whose derivative its results have not.
+    It is empty; on devices of a `jax.shard_map` it has one element. Its derivative by the inputs is as that of `once`:
+    so forward mode is told before JAX comes to the function, and a backward pass knows the inputs whose derivative its
+    results have not.
     """
     # XLA for CPU crashes on empty arrays that loops pass out of a shard_map; elsewhere they cost nothing.
     size = int(bool(jax.sharding.get_abstract_mesh().manual_axes))
-    return checkpoint_name(once(operation, jnp.zeros((size,), jnp.float32), inputs), TOKEN)  # type: ignore[no-any-return]
+    empty: Array = checkpoint_name(once(operation, jnp.zeros((size,), jnp.float32), inputs), TOKEN)
+    return empty
 
 
 def _differentiated(primals: Any, tangents: Any, *, count: int, **how: Any) -> tuple[Any, Any]:

@@ -65,6 +65,11 @@ class Flow:
                 found = self._of(scores)
                 if found and found == self._largest(largest):
                     yield from ((product, "softmax") for product in found)
+            # Written without its largest element.
+            if node.kind == "reduce_sum" and (powers := _plain(node.operands[0])).kind == "exp" and powers.node:
+                last = tuple(node.eqn.params["axes"]) == (powers.aval.ndim - 1,)
+                found = self._of(powers.node.operands[0]) if last else None
+                yield from ((product, "softmax") for product in found or ())
 
     def _of(self, value: Value) -> frozenset[Node] | None:
         """The products whose result a value is, up to a bias, scale and the like; None for other data."""

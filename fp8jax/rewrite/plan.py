@@ -155,7 +155,7 @@ def _products(
 
 def _why_not(node: Node, sides: list[int], around: str) -> str | None:
     """Why a product is left as written; None where it need not be, "" where there is nothing to say."""
-    data = [value.data for value in node.operands[:2]]
+    data, inner = [value.data for value in node.operands[:2]], primitives.differentiated(f"{around}/{node.scope}")
     matrices = [v for v in node.operands if v.weight is not None and v.aval.ndim > 1]
     if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
         return "contracts nothing" if matrices else ""
@@ -163,8 +163,8 @@ def _why_not(node: Node, sides: list[int], around: str) -> str | None:
         why = "has a derivative of its own" if node.sealed else "is not read"
         return f"inside {node.kind}, which {why}" if matrices else ""
     if len(sides) != 1 or not data[1 - sides[0]]:
-        return _unnamed(node.operands[:2])
-    if primitives.differentiated(f"{around}/{node.scope}"):
+        return "" if all(data) and inner else _unnamed(node.operands[:2])
+    if inner:
         return "part of a gradient that the function takes itself; give that gradient's function to fp8jax.transform"
     ragged = node.kind == "ragged_dot_general" and sides == [1] and primitives.ragged_by_rows(node.eqn)
     if node.kind != "dot_general" and not ragged:

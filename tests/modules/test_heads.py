@@ -72,6 +72,8 @@ READ = {
     "softmax": (lambda f, x, b: jax.nn.softmax(f("a", x)) @ jnp.ones((4, 4)), {"a": ROUTER}),
     "log_softmax": (lambda f, x, b: jax.nn.log_softmax(f("a", x) + b)[0].sum(), {"a": ROUTER}),
     "logsumexp": (lambda f, x, b: jax.nn.logsumexp(f("a", x), axis=-1), {"a": ROUTER}),
+    "softmax by hand": (lambda f, x, b: (e := jnp.exp(f("a", x) + b)) / e.sum(-1, keepdims=True) * b, {"a": ROUTER}),
+    "a kernel's features": (lambda f, x, b: (e := jnp.exp(f("a", x))) / e.sum(0), {}),
     "top_k of sigmoid": (lambda f, x, b: jax.lax.top_k(jax.nn.sigmoid(f("a", x)) + b, 2)[1], {"a": ROUTER}),
     "argmax": (lambda f, x, b: jnp.argmax(f("a", x), -1), {"a": ROUTER}),
     "argsort": (lambda f, x, b: jnp.argsort(f("a", x), -1), {"a": ROUTER}),
