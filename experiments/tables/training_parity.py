@@ -160,8 +160,10 @@ def judge(losses: Losses, *, paired: bool) -> dict[str, str]:
 
 
 def paired_runs(results: Path, size: str) -> tuple[Losses, dict[str, dict[str, Any]]]:
-    """Losses of the runs of a size, of seeds that bf16 has, too, and the files."""
-    files = {name: json.loads(path.read_text()) for name in ARMS if (path := _file(results, size, name)).exists()}
+    """Losses of the runs of a size, of seeds that bf16 has, too, and the files, of arms that there were, too."""
+    former = sorted({path.stem for path in _file(results, size, BASE).parent.glob("*.json")} - {*ARMS})
+    paths = {name: _file(results, size, name) for name in (*ARMS, *former)}
+    files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     base = files.get(BASE, {"runs": {}})["runs"]
     losses = {
         name: {int(seed): _run(content["runs"][seed]) for seed in base if seed in content["runs"]}

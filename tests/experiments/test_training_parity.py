@@ -107,7 +107,10 @@ def test_a_control_that_passes_is_told(tmp_path):
 
 
 def test_runs_of_a_larger_model_stand_in_a_table_of_their_own(tmp_path):
-    for folder, arms in (("parity", {BASE: 1.0, "coat": 1.0}), ("parity_65m", {BASE: 1.0, "moss": 1.03})):
+    for folder, arms in (
+        ("parity", {BASE: 1.0, "coat": 1.0, "an arm of before": 1.0}),
+        ("parity_65m", {BASE: 1.0, "moss": 1.03}),
+    ):
         (tmp_path / folder).mkdir()
         for name, loss in arms.items():
             runs = {str(s): {"losses": [loss + s / 50] * 20, "valid_loss": loss + s / 50} for s in range(2)}
@@ -118,12 +121,13 @@ def test_runs_of_a_larger_model_stand_in_a_table_of_their_own(tmp_path):
     content = json.loads((tmp_path / "d" / "training_parity.json").read_text())
     # Each row is of the runs of its arm, and says so.
     assert {(row["case"], row["commit"], row["device"]) for row in content["rows"]} == {
-        (name, f"{name}1", "d") for name in (BASE, "coat", "moss")
+        (name, f"{name}1", "d") for name in (BASE, "coat", "an arm of before", "moss")
     }
     tables = {}
     for row in content["rows"]:
         tables.setdefault(row["table"], set()).add(row["case"])
-    assert tables == {training_parity.TABLES["13m"]: {BASE, "coat"}, training_parity.TABLES["65m"]: {BASE, "moss"}}
+    small = {BASE, "coat", "an arm of before"}
+    assert tables == {training_parity.TABLES["13m"]: small, training_parity.TABLES["65m"]: {BASE, "moss"}}
     assert any(note.startswith("Larger: a Llama of 7 parameters") for note in content["notes"])
     assert any(note.startswith("moss: training loss +2.9") and "outside" in note for note in content["notes"])
     assert training_parity.SIZES["65m"][1].tokens == 301_465_600
