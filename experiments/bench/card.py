@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import fp8jax
 from experiments import mesh, speed
 from experiments.bench import timing
+from experiments.bench.card_plan import CardPlan
 from experiments.models.llama import Block
 from experiments.models.parts import rows_on
 from experiments.models.rope import rope_tables
@@ -103,13 +104,12 @@ class CardArm:
         ids = jax.random.randint(jax.random.key(1), (batch * gpus, length + 1), 0, model.vocab, jnp.int32)
         self.tokens = ids if self.rows is None else jax.device_put(ids, self.rows)
         self.begin = jax.jit(self._begun, out_shardings=placed)
-        step = self._released_step if self.settings.released else self._plain_step
-        self.build = timing.lowered(step, shapes, self.tokens, donate_argnums=0, **where)
+        self._shapes, self._where = shapes, where
         self.state: Any = None
 
     def _layer(self, recipe: fp8jax.Recipe) -> Callable[..., jax.Array]:
         """A layer as a function of its parameters, whose products are the recipe's."""
-        kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": self.settings.dtype}
+        kinds: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": self.settings.dtype, "rows": self.rows}
         graph, self.shapes = nnx.split(nnx.eval_shape(lambda: Block(self.config, rngs=nnx.Rngs(0), **kinds)))
 
         def layer(params: Any, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -180,27 +180,12 @@ class CardArm:
             return shapes["params"]
         return {"layers": shapes["layers"].params, **shapes["rest"]}
 
-    def planned(self) -> dict[str, float]:
-        """Bytes on each GPU by what they are of, as `fp8jax.dist.plan` counts them before anything is compiled.
-
-        Layers keep their inputs; released ones hold gradients of one layer, and of the embedding and the head.
-        """
-        weights, itemsize = self.weights, jnp.dtype(self.settings.dtype).itemsize
-        inputs = self.config.layers * self.batch * self.length * self.config.dim * 2.0
-        stacked = {name: int(name == "layers") for name in weights}
-        memory = dict(
-            fp8jax.dist.plan(
-                weights, self.settings.recipe, {"fsdp": self.gpus}, stacked=stacked, activations=inputs
-            ).memory
-        )
-        memory.setdefault("activations", inputs)
-        if self.settings.narrow:
-            memory["parameters"] *= itemsize / fp8jax.formats.get(self.settings.recipe.weights.held).dtype.itemsize
-        if self.settings.released:
-            sizes = {name: sum(x.size for x in jax.tree.leaves(tree)) for name, tree in weights.items()}
-            own = sizes.pop("layers") / self.config.layers + sum(sizes.values())
-            memory["gradients"] = own * itemsize / self.gpus
-        return memory
+    @property
+    def plan(self) -> CardPlan:
+        """What the step needs, before anything is compiled."""
+        settings, itemsize = self.settings, jnp.dtype(self.settings.dtype).itemsize
+        how = settings.released, settings.offloaded
+        return CardPlan(self.config, settings.recipe, self.weights, itemsize, self.length, self.gpus, *how)
 
     @property
     def operations(self) -> float:
@@ -210,7 +195,8 @@ class CardArm:
     @functools.cached_property
     def program(self) -> Any:
         """The compiled step."""
-        return self.build()
+        step = self._released_step if self.settings.released else self._plain_step
+        return timing.traced(step, self._shapes, self.tokens, donate_argnums=0, **self._where)
 
     @property
     def needs(self) -> float:

@@ -5,12 +5,14 @@ All parameters are trained; layers run in a loop and compute all but their input
 ", offloaded" keeps layers' inputs in the host's memory until the backward pass. Masters are fp32;
 ", bf16+int8 masters" keeps them by parts (weights in bf16, 8 bits more beside them), ", bf16 weights" none: layers'
 weights are bf16 and rounded stochastically. "coat_optimizer" has products in bf16 and moments in 8 bits, "bf16" moments
-in fp32. "memory" is what the compiled program needs, its arguments included, on each GPU, "plan" what
-`fp8jax.dist.plan` counts, "peak" the most that the device had in use, where an arm was the first to need so much. What
-does not fit is not run.
+in fp32. "memory" is what the compiled program needs, its arguments included, on each GPU, "plan" what is counted before
+it is compiled, "peak" the most that the device had in use, where an arm was the first to need so much. What does not
+fit is not run.
 """
 
 import argparse
+import itertools
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,26 +41,39 @@ ARMS = (
     "coat",
     "bf16",
 )
+MOST_TRIES = 4  # programs that are compiled for the most sequences, if one of them fits
 DRY = LlamaConfig(vocab=64, dim=64, layers=2, heads=2, kv_heads=2, mlp_dim=128)
 
 
 def largest(make: Callable[[int], CardArm], room: float) -> CardArm:
     """The arm with the most sequences on each GPU that fits into so many GB, by its compiled program.
 
+    The first that is compiled is the largest by its plan; what that leaves or lacks says which is the next.
+
     Raises:
-        ValueError: not even one sequence fits.
+        ValueError: not even one sequence fits, or there is no limit.
     """
-    one, two = make(1), make(2)
-    if one.needs > room:
-        raise ValueError(f"one sequence needs {one.needs:.1f} GB, and there are {room:.1f}")
-    batch = 1 + int((room - one.needs) / max(two.needs - one.needs, 1e-3))
-    arm = one
-    while batch > 1:
+    if math.isinf(room):
+        raise ValueError("the device does not say how much memory it has: give --fit, in GB")
+    plan = make(1).plan
+    batch, found, too_many = max(plan.most(1e9 * room), 1), None, math.inf
+    one = (sum(plan.memory(batch + 1).values()) - sum(plan.memory(batch).values())) / 1e9
+    last: CardArm | None = None
+    for tries in itertools.count(1):
         arm = make(batch)
         if arm.needs <= room:
-            return arm
-        batch = min(batch - 1, int(batch * room / arm.needs))
-    return one
+            found = arm
+        elif batch == 1:
+            raise ValueError(f"one sequence needs {arm.needs:.1f} GB, and there are {room:.1f}")
+        else:
+            too_many = batch
+        if last is not None:
+            one = max((arm.needs - last.needs) / (batch - last.batch), one / 2)
+        last, wanted = arm, batch + math.floor((room - arm.needs) / one)
+        if found is not None and (wanted <= found.batch or found.batch + 1 >= too_many or tries > MOST_TRIES):
+            return found
+        batch = int(min(max(wanted, found.batch + 1 if found is not None else 1), too_many - 1))
+    raise AssertionError  # the count has no end
 
 
 def rates(case: str, name: str, arms: Mapping[str, CardArm], times: Mapping[str, timing.Seconds], base: str,
@@ -122,7 +137,7 @@ def main(argv: list[str]) -> None:
                 print(f"  {name}: {error}", flush=True)
                 continue
             raise
-        needs[name], planned = arm.needs, arm.planned()
+        needs[name], planned = arm.needs, arm.plan.memory(arm.batch)
         first = needs.get(base)
         told(name, "memory", needs[name], "GB", baseline=base, ratio=first and first / needs[name])
         told(name, "plan", sum(planned.values()) / 1e9, "GB")

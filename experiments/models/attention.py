@@ -90,7 +90,8 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         qkv = (rows_on(x, self.rows) for x in self.heads(x_NxD, cos_TxC, sin_TxC))
         mixed_BxTxHxC = attend(*qkv, is_causal=True, window=self.config.window, segments_BxT=segments_BxT)
-        return self.out(reshaped(mixed_BxTxHxC, x_NxD.shape[0], self.config.heads * self.config.head_dim))
+        mixed_NxD = reshaped(mixed_BxTxHxC, x_NxD.shape[0], self.config.heads * self.config.head_dim)
+        return self.out(rows_on(mixed_NxD, self.rows))
 
     def extend(
         self, x_NxD: jax.Array, cos_TxC: jax.Array, sin_TxC: jax.Array, cache: Cache

@@ -115,8 +115,8 @@ class Block(nnx.Module):
         if self.norm_after:
             x_NxD = x_NxD + self.attention_norm(attention(x_NxD))
             return x_NxD + self.mlp_norm(mlp(x_NxD))
-        x_NxD = x_NxD + attention(self.attention_norm(x_NxD))
-        return x_NxD + mlp(self.mlp_norm(x_NxD))
+        x_NxD = x_NxD + attention(rows_on(self.attention_norm(x_NxD), self.rows))
+        return x_NxD + mlp(rows_on(self.mlp_norm(x_NxD), self.rows))
 
     def _shared(self, part: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
         """A part of a layer whose heads or channels devices share, of a device's tokens."""
