@@ -90,8 +90,8 @@ TWO_GPUS = (
           "coat, released, bf16+int8 masters", "coat, bf16+int8 masters", file="release_13b", gpus=2),
     bench("release", 240, "--gpus", "2", "--length", "4096", "--batch", "0", "--rounds", "2", "--arm",
           "coat, released, bf16+int8 masters", file="release_two", gpus=2),
-    bench("release", 240, "--model", "8b", "--gpus", "2", "--length", "8192", "--rounds", "2", "--arm",
-          "coat, released, bf16+int8 masters", file="release_8b_two", gpus=2),
+    bench("release", 240, "--model", "8b", "--gpus", "2", "--length", "8192", "--batch", "0", "--rounds", "2", "--arm",
+          "coat, released, bf16+int8 masters", file="release_two_8b", gpus=2),
 )  # fmt: skip
 
 
@@ -109,6 +109,10 @@ def wide(count: int, word: str) -> tuple[Job, ...]:
              "fp8_lm", file=f"step_7b_{word}"),
         step(240, "--model", "13b", "--mesh", "fsdp", "--fit", "76", "--rounds", "2", "--torch", "--arm", "coat",
              file=f"step_13b_{word}"),
+        bench("release", 240, "--model", "13b", "--gpus", str(count), "--batch", "0", "--rounds", "2", "--arm",
+              "coat, released, bf16+int8 masters", file=f"release_13b_{word}", gpus=count),
+        bench("release", 240, "--gpus", str(count), "--length", "4096", "--batch", "0", "--rounds", "2", "--arm",
+              "coat, released, bf16+int8 masters", file=f"release_{word}", gpus=count),
         bench("reduce", 120, file=f"reduce_{word}", gpus=count),
     )  # fmt: skip
 
@@ -146,7 +150,7 @@ TRAINED = {
     "several processes may share the arms, by --arms; --judge makes the page",
     "recipe_parity_intervals": "the same with --study intervals, five minutes of a GPU",
     "training_parity, 65m_short": "python -m experiments.tables.training_parity --size 65m_short --data TEXT --seeds 3 "
-    "--arms bf16 master_bf16_int8 master_bf16_stochastic released, five minutes of two GPUs",
+    "--arms bf16 master_bf16_int8 master_bf16_stochastic released_by_shares, five minutes of two GPUs",
     "finetuning, 60m": "python -m experiments.tables.finetuning --size 60m --data TEXT, eight minutes of a GPU",
     "fp8_lm_precision_125m": "python -m experiments.tables.fp8_lm_precision --model 125m --data TEXT, half an hour",
 }
