@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.dist.collectives import Collective, collectives
-from fp8jax.dist.plan import reductions
+from fp8jax.dist.plan import Plan, reductions
 from fp8jax.recipes import Comm
 
 SHAPES = {"layers": (3, 40, 96), "w": (64, 128), "odd": (5, 1001), "norm": (128,), "one": ()}
@@ -126,6 +126,16 @@ def test_weight_related_volume_falls_as_fp8_lm_says():
     assert np.isfinite(fp8jax.dist.plan(params, "coat", {"data": 2}).sent)
 
 
+def test_a_table_tells_memory_the_peak_and_each_collective_of_all_its_times():
+    crossed = (Collective("all-gather", "u8", 10**9, 4, 3), Collective("all-reduce", "f32", 5 * 10**8, 2))
+    lines = Plan({"weights": 2e9, "rest": 1.5e9}, "loss", crossed).table().splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "weights 2.00 GB", "rest 1.50 GB", "all 3.50 GB", "the peak is in the loss", "", "between devices, a step",
+        "all-gather u8 3.000 GB of 4, sends 9.000 GB", "all-reduce f32 0.500 GB of 2, sends 0.500 GB", "all 9.500 GB",
+    ]  # fmt: skip
+    assert "between" not in Plan({"weights": 2e9}, "loss", ()).table()
+
+
 BLOCKS = fp8jax.recipes.Linear("e4m3:group16", "e4m3:block16", "e4m3:group16", x_wgrad="e4m3:group16",
                                dy_wgrad="e4m3:group16")  # fmt: skip
 LAYERS = {"w": (2, 64, 256), "mid": (64, 64), "embed": (32, 64), "norm": (64,)}
@@ -161,21 +171,64 @@ EXCHANGED = {
         ("all-reduce", "f8e4m3fn", 4): W + MID,
         ("all-reduce", "f32", 4): 4 * (2 + 1 + EMBED + NORM),
     },
+    ("blocks", 1, 8): {  # 8 rows of a layer on each, a part of a block: weights travel as they are
+        ("all-gather", "f32", 8): 2 * 4 * W // 8,
+        ("all-gather", "bf16", 8): 2 * (MID + EMBED) // 8,
+        ("all-to-all", "u8", 8): W + MID,
+        ("reduce-scatter", "f32", 8): 4 * EMBED,
+        ("all-reduce", "f32", 8): 4 * (2 + 1 + NORM),
+    },
+    ("delayed", 1, 4): {  # largest magnitudes are of whole weights
+        ("all-gather", "f32", 4): 2 * 4 * W // 4,
+        ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
+        ("reduce-scatter", "bf16", 4): 2 * (W + MID + EMBED),
+        ("all-reduce", "bf16", 4): 2 * NORM,
+    },
+    # Along "tensor" two devices have half of the columns of "w", and of all else whole gradients of half the tokens.
+    ("te_current", 8, 4, 2): {
+        ("all-gather", "u8", 4): 2 * W // 2 // 4,
+        ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
+        ("all-gather", "bf16", 2): 2 * (MID + EMBED) // 4 // 2,
+        ("reduce-scatter", "bf16", 2): 2 * (MID + EMBED) // 4,
+        ("reduce-scatter", "bf16", 4): 2 * (W // 2 + MID + EMBED),
+        ("all-reduce", "bf16", 4): 2 * NORM,
+        ("all-reduce", "bf16", 8): 2 * (W // 2 // 4 + (MID + EMBED) // 8 + NORM),
+        ("all-reduce", "f32", 2): 4 * NORM + 100,  # those of activations, too
+    },
+    ("codes", 8, 4, 2): {
+        ("all-gather", "u8", 4): 2 * W // 2 // 4,
+        ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
+        ("all-gather", "bf16", 2): 2 * (MID + EMBED) // 4 // 2,
+        ("reduce-scatter", "bf16", 2): 2 * (MID + EMBED) // 4,
+        ("all-to-all", "u8", 4): W // 2 + MID,
+        ("reduce-scatter", "f32", 4): 4 * EMBED,
+        ("all-reduce", "f32", 4): 4 * (2 + 1 + NORM),
+        ("all-to-all", "u8", 8): W // 2 // 4 + MID // 8,
+        ("all-gather", "u8", 8): (W // 2 // 4 + MID // 8) // 8,
+        ("all-reduce", "f32", 8): 4 * (2 * (2 + 1) + EMBED // 8 + NORM),
+        ("all-reduce", "f32", 2): 4 * NORM + 100,
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "data", "fsdp"), EXCHANGED)
-def test_what_travels_is_what_the_sizes_of_the_parameters_say(name, data, fsdp):
+@pytest.mark.parametrize("case", EXCHANGED)
+def test_what_travels_is_what_the_sizes_of_the_parameters_say(case):
+    name, data, fsdp, tensor = (*case, 1)[:4]
     params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in LAYERS.items()}
     plain = fp8jax.recipes.te_current()
     recipe = {
         "te_current": plain,
+        "codes": dataclasses.replace(plain, comm=Comm("e4m3")),
+        "delayed": dataclasses.replace(fp8jax.recipes.te_delayed(), comm=Comm("bf16")),
         "blocks": dataclasses.replace(plain, linear=BLOCKS, comm=Comm("e4m3")),
         "factors": dataclasses.replace(fp8jax.recipes.fp8_lm(), comm=Comm("e4m3", "one_phase", auto_scale=True)),
     }[name]
     stacked = {"w": 1, "mid": 0, "embed": 0, "norm": 0}
-    found = fp8jax.dist.plan(params, recipe, {"data": data, "fsdp": fsdp}, stacked=stacked)
-    assert totals(found.collectives) == EXCHANGED[name, data, fsdp]
+    shared = {"w": 2, "mid": -1, "embed": -1, "norm": -1}
+    crossings = [Collective("all-reduce", "f32", 50, 2, 2)] if tensor > 1 else []
+    mesh = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    found = fp8jax.dist.plan(params, recipe, mesh, stacked=stacked, shared=shared, crossings=crossings)
+    assert totals(found.collectives) == EXCHANGED[case]
 
 
 def test_memory_is_that_of_the_moment_that_holds_most():
@@ -192,5 +245,19 @@ def test_memory_is_that_of_the_moment_that_holds_most():
         always = dict.fromkeys(("parameters", "first moments", "second moments", "sums of gradients"), 4 * whole / 4)
         assert found.peak == peak
         assert found.memory == always | rows | {"gathered weights": 77.0, "runtime": 1.5e9}
+    for mesh, peak, codes, runtime in (
+        ({}, "backward pass", 0, 0.6e9), ({"fsdp": 2}, "reduction", 2, 1.5e9),
+        ({"tensor": 2}, "backward pass", 0, 1.5e9),
+    ):  # fmt: skip
+        found = fp8jax.dist.plan(params, recipe, mesh, stacked=1, shared=2, unsharded=0.0)
+        cut = whole / (mesh.get("fsdp", 1) * mesh.get("tensor", 1))
+        want = dict.fromkeys(("parameters", "first moments", "second moments", "gradients"), 4 * cut)
+        want |= {"codes of gradients": codes * cut} if codes else {}
+        assert (found.peak, found.memory) == (peak, want | ({"gathered weights": 0.0} if "fsdp" in mesh else {})
+                                              | {"runtime": runtime})  # fmt: skip
+    weights = dataclasses.replace(recipe.weights, master="bf16+int8", compute="bf16")
+    found = fp8jax.dist.plan(params, dataclasses.replace(recipe, weights=weights), {}, microbatches=2).memory
+    parts = {"parameters": 2, "remainders of weights": 1, "gradients": 2, "sums of gradients": 4}
+    assert {name: size for name, size in found.items() if name in parts} == {k: n * whole for k, n in parts.items()}
     with pytest.raises(TypeError, match="a whole Recipe"):
         fp8jax.dist.plan(params, BLOCKS, {})

@@ -157,6 +157,43 @@ def wrong_fallback(case: Case) -> dict[str, int]:
     return found
 
 
+def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
+    """What the fallback kernel promises beside its reference, of a matrix of several tiles."""
+    from pallas_kernels import fallback_triton
+
+    side, words = 32, jnp.array([1, 2], jnp.uint32)
+    x = np.random.default_rng(0).uniform(-3.9, 3.9, shape).astype(np.float32)
+    x[::32, ::32] = 4.0  # of every block the largest
+    x[32, 0], x[64, 0], x[-1, -1] = np.nextafter(np.float32(4), np.float32(9)), 8.0, 1e-42
+    run = functools.partial(fallback_triton.quantize, threshold=jnp.float32(4.0), side=side)
+    found = run(jnp.asarray(x), words=words)
+    used = np.zeros((-(-shape[0] // side), -(-shape[1] // side)), bool)
+    used[1, 0] = used[2, 0] = True  # above the threshold, and not at it
+    falls = np.kron(used, np.ones((side, side), bool))[: shape[0], : shape[1]]
+    scale = np.kron(found.base_scale, np.ones((side, side)))[: shape[0], : shape[1]]
+    rest = x - np.asarray(found.base) * scale
+    unit = np.kron(found.residual_scale, np.ones((side, side)))[: shape[0], : shape[1]]
+    got = np.asarray(found.residual)
+    wrong = {
+        "used": _differ(np.asarray(found.used), used),
+        "scale where none is used": _differ(np.asarray(found.residual_scale)[~used], np.ones((~used).sum())),
+        "residual": int(np.sum(np.abs(got * unit - rest)[falls] > 0.51 * unit[falls])),
+        # In the interpreter outputs are of this byte before a kernel writes.
+        "written where none is used": int(np.sum(got.view(np.uint8)[~falls] != 0xA5)),
+    }
+    # Noise is by the place in the whole matrix: that of a part is the whole's there; each word makes another.
+    drawn = np.asarray(found.drawn)
+    for name, top, left in (("rows", 32, 0), ("columns", 0, 64)):
+        place = jnp.array([shape[1], top // 4 * shape[1] + left], jnp.uint32)
+        part = run(jnp.asarray(x[top:, left:]), words=words, place=place)
+        wrong[f"noise of a part, {name}"] = _differ(np.asarray(part.drawn), drawn[top:, left:])
+    wrong["noise of other words"] = sum(
+        int((np.asarray(run(jnp.asarray(x), words=jnp.array(other, jnp.uint32)).drawn) == drawn).all())
+        for other in ([1, 3], [2, 2])
+    )
+    return wrong
+
+
 def wrong_noise(impl: str) -> dict[str, int]:
     """By what is rounded stochastically, at how many distances places are rounded up together, or not half of them.
 

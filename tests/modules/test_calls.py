@@ -1,0 +1,108 @@
+"""Calls of modules as functions: what leaves are, what tells settings apart, and the paths that rules match."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp8jax.core.formats import ALL
+from fp8jax.modules.calls import CallLeaf, Names, Results, contents, is_plain, joined, parted, transformed
+from fp8jax.rewrite.rules import ordered
+
+ONE = np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("x", "plain"),
+    [
+        *((np.ones(2, dtype), True) for dtype in (bool, np.int8, np.float64, np.complex64, ml_dtypes.bfloat16)),
+        *((np.ones(2).astype(dtype), False) for dtype in ("U3", "S3", object)),
+        (np.array(["2026-01-01"], "M8[D]"), False),
+        (np.array([3], "m8[D]"), False),
+        (jnp.ones(2), True),
+        (jax.random.key(0), True),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), True),
+        *((x, False) for x in (1, 1.0, True, "a", None, ALL)),
+    ],
+    ids=lambda x: str(getattr(x, "dtype", x))[:20],
+)
+def test_arrays_are_told_from_settings(x, plain):
+    assert is_plain(x) == plain
+
+
+LEAVES = (
+    CallLeaf("array"), CallLeaf("parameter", "b/w"), CallLeaf("setting", True), CallLeaf("argument", arrays=2),
+    CallLeaf("parameter", "a/w"), CallLeaf("argument"), CallLeaf("array", arrays=3),
+)  # fmt: skip
+
+
+def test_leaves_are_parted_and_joined_again_in_their_order():
+    values = ["state", "wb", True, "x", "wa", "y", "more"]
+    params, rest = parted(LEAVES, values)
+    assert params == {"b/w": "wb", "a/w": "wa"}
+    assert rest == ["state", "x", "y", "more"]
+    assert joined(LEAVES, iter(rest), params) == values
+    left = (CallLeaf("given", 1), CallLeaf("array"), CallLeaf("setting", 7), CallLeaf("given", 0))
+    assert joined(left, iter(["new"]), given=["first", "second"]) == ["second", "new", 7, "first"]
+
+
+def test_a_call_says_which_of_its_inputs_are_arguments_and_how_many_outputs_results():
+    """The program has its parameters first, and as many inputs for a leaf as it has arrays."""
+
+    def method(): ...
+
+    call = transformed(lambda leaves: Results([], None, (), 0), method, LEAVES, ordered("te_current"), whole=False)
+    caller = call._caller(Results([ONE] * 5, None, (), 2))
+    # a/w, b/w, an array, two arrays of an argument, an argument, three arrays.
+    assert sorted(caller.arguments) == [3, 4, 5]
+    assert (caller.results, caller.whole) == (2, False)
+    assert call.__name__ == "method"
+
+
+class Setting:
+    def __init__(self, value):
+        self.value = value
+
+
+class ByValue(Setting):
+    def __eq__(self, other):
+        return self.value == other.value
+
+    def __hash__(self):
+        return 0
+
+
+def test_settings_that_compare_as_equal_are_told_apart():
+    assert contents(1) == contents(1)
+    assert contents(1) != contents(True)
+    assert contents(1) != contents(1.0)
+    setting = Setting(1)
+    before = contents(setting, "a")
+    assert before == contents(setting, "a")
+    setting.value = 2
+    assert before != contents(setting, "a")
+    setting.more, setting.value = 3, 1
+    assert before != contents(setting, "a")
+    with pytest.raises(TypeError, match="unhashable"):
+        contents(Setting([1]))
+    # What is compared by value, and functions, are not looked into.
+    assert contents(ByValue([1])) == contents(ByValue([2]))
+    function = lambda x: x  # noqa: E731
+    function.of = [1]
+    assert contents(function) == contents(lambda x: x)
+
+
+def test_a_matrix_is_named_by_itself_only_beside_others():
+    paths = ("one/kernel", "one/embedding", "two/w1", "two/w2", "w", "three/gate", "three/up", "three/down")
+    shapes = [("one/bias", (4,)), *((path, (4, 4)) for path in paths)]
+    names = Names("", shapes)
+    assert names("one/kernel") == ("one",)
+    assert names("one/bias") == ("one",)
+    assert names("two/w2") == ("two/w2", "two")
+    assert names("three/up") == ("three/up", "three")
+    assert names("w") == ("",)
+    names = Names("model/layer", shapes)
+    assert names("one/kernel") == ("model/layer/one",)
+    assert names("two/w1") == ("model/layer/two/w1", "model/layer/two")
+    assert names("w") == ("model/layer",)
