@@ -257,7 +257,7 @@ def _fused(
     forward: bool = False,
     fp8: bool = True,
 ) -> Any:
-    how: Any = {"activation": list(ACTIVATIONS).index(name), "gated": up is not None, "activated": activated}
+    how: Any = {"activation": name, "gated": up is not None, "activated": activated}
     return fused.operation(like, spec, like.dtype, forward=forward, fp8=fp8, **how)
 
 

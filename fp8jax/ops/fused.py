@@ -218,9 +218,9 @@ def itself(x: Array) -> Output | None:
     """A matrix as what it is computed from, where kernels can read it so."""
     if not on_cuda() or missing_triton("remake_triton"):
         return None
-    from pallas_kernels import operations_triton, remake_triton
+    from pallas_kernels import remake_triton
 
-    description = operation(x, None, x.dtype, activation=operations_triton.IDENTITY, gated=False)
+    description = operation(x, None, x.dtype, activation="identity", gated=False)
     if description is None:
         return None
     return Computation(description, (remake_triton.RESULT,), remake_triton.Operands(x)).parts[0]
@@ -253,7 +253,7 @@ def operation(
         norm: whether it is a norm, which reads whole rows.
         forward: whether it is computed for the first time, which is told to who listens.
         fp8: whether kernels make or read FP8 codes of it.
-        fields: as of `pallas_kernels.operations_triton.Operation`.
+        fields: as of `pallas_kernels.operations_triton.Operation`, an activation by its name.
     """
     reason = None if on_cuda() else "it needs a CUDA GPU"
     reason = reason or missing_triton("remake_triton" if fp8 else "cotangents_triton") or _unfit(x, spec)
@@ -285,6 +285,10 @@ def _described(x: Array, spec: QuantSpec | None, dtype: DTypeLike, norm: bool, f
 
     if jnp.dtype(dtype) not in quantize_triton.PLAIN_DTYPES:
         return f"it makes no results in {jnp.dtype(dtype)}"
+    if "activation" in fields:
+        if fields["activation"] not in operations_triton.ACTIVATIONS:
+            return f"it has no {fields['activation']}"
+        fields = fields | {"activation": operations_triton.ACTIVATIONS.index(fields["activation"])}
     storage = coding(spec)
     index = quantize_triton.PLAIN_DTYPES.index(jnp.dtype(dtype))
     how = {"exact": True} if storage is None else {"group": storage.size, "format": storage.format}

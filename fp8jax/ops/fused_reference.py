@@ -17,6 +17,7 @@ from fp8jax.core.blocks import as_row
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
 
+# Kernels have some of them (`pallas_kernels.operations_triton.ACTIVATIONS`); XLA computes all others.
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -75,7 +76,7 @@ def results(operation: Any, kinds: tuple[int, ...], operands: Any) -> list[Array
         if operation.exact and operation.centered:
             x = x - operands.mean[:, None]
         return [normalized(x, operands.inverse[:, None], operands.weight, operands.bias).astype(dtype)]
-    function = [*ACTIVATIONS.values(), lambda x: x][operation.activation]
+    function = _activation(operation)
     up = read(operands.up, operands.up_scale) if operation.gated else None
     if kinds == (remake_triton.RESULT,):
         return [(function(x) if up is None else function(x) * up).astype(dtype)]
@@ -105,6 +106,12 @@ def quantize(
         result, (scale, to) = (remake_triton.RESULT,), again
         pairs += quantize(operation, result, operands, (scale,), to, rows=False, columns=True)
     return (pairs, [column_sums(x) for x in arrays]) if sums else pairs
+
+
+def _activation(operation: Any) -> Callable[[Array], Array]:
+    from pallas_kernels import operations_triton
+
+    return ACTIVATIONS.get(operations_triton.ACTIVATIONS[operation.activation], lambda x: x)
 
 
 def column_sums(x: Array) -> Array:
@@ -145,7 +152,7 @@ def row_peaks(x: Array) -> Array:
 def keep_activation(
     operation: Any, gate: Array, up: Array | None, coding: Any, *, result: Result = None
 ) -> tuple[list[Any], Array | None, Any]:
-    activated = list(ACTIVATIONS.values())[operation.activation](gate)
+    activated = _activation(operation)(gate)
     y = activated if up is None else activated * up
     kept = (gate, up, activated if operation.activated else None)
     parts = [None if x is None or coding is None else _keep(x, coding) for x in kept]

@@ -1,21 +1,18 @@
-"""Activations of any spelling, found by what they compute: f(gate) or f(gate) * up, f being SiLU or GELU."""
+"""Activations of any spelling, found by what they compute: f(gate) or f(gate) * up, f one of `fp8jax.ops`."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-import scipy.special
 
+from fp8jax.ops.fused_reference import ACTIVATIONS
 from fp8jax.rewrite.graph import Value, narrow
 from fp8jax.rewrite.primitives import SAME
 from fp8jax.rewrite.probes import FUNCTIONS, UnlikeError, evaluate
+from fp8jax.rewrite.read import read
 
-FORMS: Mapping[str, Callable[[Any], Any]] = {
-    "silu": lambda x: x * scipy.special.expit(x),
-    "gelu": lambda x: x * scipy.special.ndtr(x),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-}
 _CURVES = ("logistic", "tanh", "erf", "erfc", "exp", "exp2", "expm1")
 # Where the function is looked at: densely where it bends, and far out, where a clip would show.
 _SPREAD = np.array([8.0, 11, 16, 30, 80, 300, 1e3, 1e4])
@@ -102,9 +99,17 @@ def _name(result: Any, up: Any, kinds: set[str]) -> str | None:
     if np.shape(result) != _GATE.shape or not np.isfinite(result).all():
         return None
     allowed = _TOLERANCE * np.abs(up) * np.maximum(1, np.abs(_GATE) * (np.abs(_GATE) > 6))
-    errors = {name: np.max(np.abs(result - f(_GATE) * up) / allowed) for name, f in FORMS.items()}
+    errors = {name: np.max(np.abs(result - _values(f) * up) / allowed) for name, f in ACTIVATIONS.items()}
     best = min(errors, key=lambda name: errors[name])
     if not errors[best] <= 1:
         return None
     # The two forms of GELU are nearer to each other than the rounding of constants.
     return "gelu" if best == "gelu_tanh" and kinds & {"erf", "erfc"} else best
+
+
+@functools.cache
+def _values(function: Callable[[Any], Any]) -> Any:
+    """An activation where it is looked at, float64: of what it is written as, nothing is run."""
+    graph = read(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(_GATE.shape, np.float32)), [None])
+    with np.errstate(all="ignore"):
+        return evaluate(graph.outputs[0], {graph.inputs[0]: _GATE}, _refuse)

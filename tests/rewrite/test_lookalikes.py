@@ -11,8 +11,10 @@ import pytest
 from jax import lax
 
 import fp8jax
+from fp8jax.ops import fused_reference
 from fp8jax.recipes import Context
 from tests.distance import relative
+from tests.programs import chosen
 
 WIDTH, INNER = 32, 48
 # Products are as written here, so that nothing but what is kept makes a difference.
@@ -171,6 +173,19 @@ def test_found_by_what_it_computes(name):
 @pytest.mark.parametrize("name", [*NO_ACTIVATIONS, *NO_NORMS])
 def test_left_as_written(name):
     assert found({**NO_ACTIVATIONS, **NO_NORMS}[name]) == []
+
+
+def test_an_activation_of_someone_elses(monkeypatch):
+    """Added as CONTRIBUTING says: it is found, keeps codes, and no kernel is taken for it."""
+    quick = lambda x: x * sigmoid(1.702 * x)  # noqa: E731
+    monkeypatch.setitem(fused_reference.ACTIVATIONS, "quick_gelu", quick)
+    fn = NO_ACTIVATIONS["quick gelu"]
+    assert found(fn) == ["quick_gelu(gate) * up"]
+    fast = fp8jax.transform(fn, KEEPS)
+    want, got = (jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p, X))))(P) for f in (fn, fast))
+    assert all(relative(got[name], want[name]) < 0.06 for name in ("gate", "up", "down"))
+    run = lambda x: fp8jax.glu(x, x, recipe=KEEPS, activation="quick_gelu")  # noqa: E731
+    assert chosen(run, jnp.ones((8, 512)), capability=90).reason == "not the kernel: it has no quick_gelu"
 
 
 def test_a_scale_by_einsum_is_part_of_its_norm_and_no_product():
