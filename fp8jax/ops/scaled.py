@@ -1,5 +1,6 @@
 """Linear layers with a scaling that keeps a state, which the caller holds."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +68,7 @@ def scaled_linear(
     out_sharding: Any = None,
     known: Known = BLANK,
     laid: LaidOut | None = None,
+    pass_on: Callable[[Array], None] | None = None,
 ) -> tuple[Array, Observed]:
     """`linear` with a scaling that keeps a state.
 
@@ -80,7 +82,7 @@ def scaled_linear(
             gradient's scaling keeps no state.
         recipe: a recipe whose scaling keeps a state, such as "delayed".
         quantized: what `quantize_weight` made of `w` with the scale that `weight_scale` gives; None does so here.
-        bias, key, out_sharding: as of `linear`. known, laid: as of `dot_general`.
+        bias, key, out_sharding: as of `linear`. known, laid, pass_on: as of `dot_general`.
 
     Returns:
         The output, and what was observed of `x` and `w`; its `dy` is 0, the slot's cotangent takes its place. Pass
@@ -107,7 +109,7 @@ def scaled_linear(
         observed["x"] = threshold.count(blocks.pair.used)
     else:
         how: Any = {"scales": fixed, "quantized": quantized, "spec": spec, "bias": bias, "laid": laid}
-        y = product(Input(matrix, x, known=known), w, part, key, **how)
+        y = product(Input(matrix, x, known=known), w, part, key, **how, pass_on=pass_on)
     observed |= {
         n: parts[n].observe(_of(state, n), values[n]) for n in values if observes(part, n) and n not in observed
     }

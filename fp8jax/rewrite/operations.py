@@ -118,6 +118,8 @@ class ProductOperation:
         if w is not laid.parts[0]:
             how["laid"] = laid.then(lambda w: merge(weight_in_order(w, numbers), n, outputs))
         how["out_sharding"] = named(merged(spec, (*[1] * lead, outputs)), data, weight)
+        if self.kept is None and contract[0] == (data.ndim - 1,) and running.read_later(self.data):
+            how["pass_on"] = lambda again: running.pass_on(self.data, _shaped(again, self.data.shape))
         slots = given.slots or Observed()
         assert given.state is not None
         y, seen = scaled_linear(x, w, given.state, slots.dy, recipe=linear, **how)

@@ -285,6 +285,8 @@ def scaling_names(linear: Linear) -> str:
 
 def observed_beside(y: Array, slots: Observed, seen: Observed) -> Array:
     """`y`; in the backward pass what was observed becomes the gradient of the slots."""
+    if slots.x is None and slots.w is None:
+        return y  # itself, so that what is known of its gradient stays known
     arrays = [x for x in (*slots, *seen) if x is not None]
     y, *varying = vary_alike(y, *arrays)  # type: ignore[assignment]
     rest = iter(varying)
