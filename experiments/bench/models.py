@@ -8,7 +8,8 @@ read late" it reads the loss of the step before when it has started the next. Py
 what tracing has left, as a training loop has it by `gc.freeze()` (docs/faq.md). Nothing is recomputed: bf16 keeps what
 Flax's modules keep, and the baseline is as fast as it gets here. "temporaries" are what the compiled program needs
 beside its arguments. "auto" is the recipe of the device where layers gain, "auto:coat" that one where they gain
-(`fp8jax.recipes.for_shapes`).
+(`fp8jax.recipes.for_shapes`). "held:coat" holds the weights quantized for the step and takes their gradients in bf16,
+as the bf16 arm has them (`fp8jax.nnx.quantize_weights(model, gradients="bfloat16")`).
 """
 
 import argparse
@@ -32,6 +33,7 @@ from experiments.bench import timing
 from experiments.models import plain
 
 BASE, RATE, CLIP, DECAY = "bf16", 3e-4, 1.0, 0.1
+HELD = "held:"
 KINDS = ("", ", synchronised", ", read late")
 
 
@@ -88,11 +90,12 @@ ARMS = {
 
 
 def recipe_of(arm: str) -> fp8jax.Recipe:
-    """The recipe of an arm: a preset's name, or "auto:" and one, which is taken where layers gain.
+    """The recipe of an arm: a preset's name, or "auto:" and one, which is taken where layers gain; "held:" before it.
 
     Raises:
         ValueError: no preset has this name.
     """
+    arm = arm.removeprefix(HELD)
     start, _, name = arm.rpartition(f"{fp8jax.recipes.AUTO}:")
     return fp8jax.recipes.get(arm) if start or name == arm else fp8jax.recipes.for_shapes(name)
 
@@ -128,7 +131,10 @@ class UserArm:
 
         def step(state: Any, inputs: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
             model, optimizer = nnx.merge(graph, state)
-            value, grads = nnx.value_and_grad(loss)(model, inputs, labels)
+            read = model
+            if recipe.startswith(HELD):
+                read = fp8jax.nnx.quantize_weights(model, gradients="bfloat16")
+            value, grads = nnx.value_and_grad(loss)(read, inputs, labels)
             optimizer.update(model, grads)
             return nnx.state((model, optimizer)), value
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from fp8jax.core.recipe import Linear
 from fp8jax.modules.functional import kernel_axes
@@ -27,12 +28,13 @@ def _quantizer(path: str, w: Array, linear: Linear, scale: Array | None) -> Quan
     return quantize_weight(w, recipe=linear, scale=scale)
 
 
-def quantize_weights(model: Model, quantizer: Quantizer = _quantizer) -> Model:
+def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradients: DTypeLike | None = None) -> Model:
     """A copy of a model that `fp8jax.nnx.quantize` made, whose layers hold their weights quantized.
 
     Call it inside the training step, before the loop over microbatches: these then share the weights' scales and
     codes, which are rounded to nearest. Its results are the model's own, bit for bit, while the parameters stay the
-    same; it costs two bytes a parameter, of codes and of their transposed copy, for as long as it lives.
+    same; it costs two bytes a parameter, of codes and of their transposed copy, for as long as it lives. With one batch
+    it saves a pass, too: both copies are made in one, and the backward pass reads no fp32 weights.
 
         held = fp8jax.nnx.quantize_weights(model)
         for batch in microbatches:  # or nnx.scan
@@ -45,6 +47,10 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer) -> Model:
         quantizer: called with the path of a layer, its weight (inputs, outputs), its recipe and the scale that its
             state gives, or None; gives what the layer holds, or None for nothing. The default is
             `fp8jax.quantize_weight`; another may gather the weight from shards (`fp8jax.dist.gather_quantized`).
+        gradients: dtype of the held parameters in the copy, and so of their gradients; None leaves it as it is. In
+            "bfloat16" products write them in two bytes a parameter, and clipping and the optimizer read two: rounded
+            once, to nearest, as a bf16 layer of Flax has them. Sums over microbatches are yours to widen; what else
+            reads such a parameter, as a tied embedding, reads it rounded.
 
     Raises:
         ValueError: no layer of the model has a weight that can be held; not with a quantizer of your own.
@@ -52,11 +58,12 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer) -> Model:
     copy = nnx.clone(model)
     layers = [(".".join(map(str, path)), m) for path, m in nnx.iter_modules(copy)]
     layers = [(path, m) for path, m in layers if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
-    if (
-        not any([_hold(layer, functools.partial(quantizer, path)) for path, layer in layers])
-        and quantizer is _quantizer
-    ):
+    held = [layer for path, layer in layers if _hold(layer, functools.partial(quantizer, path))]
+    if not held and quantizer is _quantizer:
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
+    if gradients is not None:
+        for kernel in {id(layer.kernel): layer.kernel for layer in held}.values():
+            kernel.set_value(kernel[...].astype(gradients))
     return copy
 
 

@@ -62,7 +62,7 @@ def test_a_user_s_model_trains_in_both(monkeypatch):
     small = models.MODELS["llama1b"]
     user = models.UserModel("small", small.small, small.small, "text", 2, 16, 64)
     losses = {}
-    for recipe in ("bf16", "coat"):
+    for recipe in ("bf16", "coat", "held:coat"):
         arm = models.UserArm(user, recipe)
         arm.prepare()
         losses[recipe] = [float(arm()) for _ in range(3)]
@@ -71,6 +71,7 @@ def test_a_user_s_model_trains_in_both(monkeypatch):
     assert losses["bf16"][2] < losses["bf16"][0]
     assert losses["bf16"] == pytest.approx(losses["coat"], rel=0.02)
     assert losses["bf16"] != losses["coat"]
+    assert losses["coat"] == pytest.approx(losses["held:coat"], rel=2e-3)
 
 
 def test_rates_run_and_a_dry_run_leaves_the_table_alone(monkeypatch, capsys, tmp_path):

@@ -349,6 +349,23 @@ def test_held_weights_are_those_of_each_call():
     assert jax.tree.structure(nnx.state(held, nnx.Param)) == jax.tree.structure(nnx.state(quantized, nnx.Param))
 
 
+def test_gradients_of_held_weights_come_in_16_bits_and_train_the_model_itself():
+    quantized = fp8jax.nnx.quantize(model(), "coat")
+    quantized.tied = kernel = quantized.layers[0].up.kernel
+    held = [fp8jax.nnx.quantize_weights(quantized, gradients=dtype) for dtype in (None, "bfloat16")]
+    assert held[1].tied is held[1].layers[0].up.kernel
+    wide, narrow = (nnx.grad(lambda m: jnp.mean(m(X) ** 2))(m) for m in held)
+    for (path, a), (_, b) in zip(nnx.to_flat_state(wide), nnx.to_flat_state(narrow), strict=True):
+        assert b[...].dtype == (jnp.bfloat16 if path[-1] in ("kernel", "tied") else jnp.float32), path
+        np.testing.assert_array_equal(a[...].astype(b[...].dtype), b[...], str(path))
+    assert kernel.dtype == jnp.float32
+    before = np.asarray(kernel[...])
+    optimizer = fp8jax.nnx.Optimizer(quantized, fp8jax.optimizer("coat", 1e-2, clip=1.0), wrt=nnx.Param)
+    optimizer.update(quantized, narrow)
+    assert kernel.dtype == jnp.float32
+    assert 0 < np.abs(np.asarray(kernel[...]) - before).max() <= 1.1e-2
+
+
 class Kind(nnx.Module):
     def __init__(self, rngs):
         self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
