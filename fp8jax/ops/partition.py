@@ -59,9 +59,9 @@ def partitioned(
     Returns:
         What `function` returns for whole arrays.
     """
-    if _on_one_device() and not kernel:
+    if on_one_device() and not kernel:
         return function(WHOLE, *operands)
-    if _on_one_device():
+    if on_one_device():
         return jax.custom_batching.sequential_vmap(functools.partial(function, WHOLE))(*operands)
     leaves, structure = jax.tree.flatten(tuple(operands))
 
@@ -97,7 +97,7 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _on_one_device() -> bool:
+def on_one_device() -> bool:
     """Whether arrays are a device's own: there is no other, or `jax.shard_map` has cut them over all mesh axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

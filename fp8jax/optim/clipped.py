@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from fp8jax.core.qtensor import QTensor
 from fp8jax.ops.adamw import load
+from fp8jax.ops.global_norm import global_norm
 from fp8jax.optim import checks
 from fp8jax.optim.fused import FusedTransformation
 
@@ -48,7 +49,11 @@ def _check(max_norm: float | Array) -> None:
 
 def _norm(grads: optax.Updates) -> Array:
     """The global norm of gradients, fp32."""
-    norm: Array = optax.tree.norm(jax.tree.map(load, grads, is_leaf=_is_quantized))
+    leaves = jax.tree.leaves(grads, is_leaf=_is_quantized)
+    plain = [x for x in leaves if not _is_quantized(x)]
+    if len(plain) == len(leaves):
+        return global_norm(plain)
+    norm: Array = optax.tree.norm([load(x) for x in leaves])
     return norm
 
 

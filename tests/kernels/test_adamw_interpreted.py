@@ -111,7 +111,7 @@ def prepare() -> None:
     interpreter._convert_float = tools.convert
     call_triton.call, call_triton.check = call, lambda _: None
     adamw_fused._over_leading_axes = lambda local: local
-    jax.custom_batching.sequential_vmap, partition._on_one_device = (lambda function: function), lambda: True
+    jax.custom_batching.sequential_vmap, partition.on_one_device = (lambda function: function), lambda: True
     codec.multiply_add, codec.fp32 = tools.multiply_add, tools.fp32
     codec.exp2, codec.log2_abs = (lambda x: tl.exp2(x)), (lambda x: tl.log2(tl.abs(x)))
     codec.reciprocal, codec.inverse_root = (lambda x: 1.0 / x), (lambda x: 1.0 / tl.sqrt(x))

@@ -64,9 +64,9 @@ def prepare() -> None:
     from tests.kernels import test_adamw_interpreted as interpreted
     from tests.kernels import triton_interpreter as tools
 
-    several, sequential = partition._on_one_device, jax.custom_batching.sequential_vmap
+    several, sequential = partition.on_one_device, jax.custom_batching.sequential_vmap
     interpreted.prepare()
-    partition._on_one_device, jax.custom_batching.sequential_vmap = several, sequential
+    partition.on_one_device, jax.custom_batching.sequential_vmap = several, sequential
 
     def call(
         *args: Any, kernel: Any, results: Any, programs: int, aliases: dict[int, int], warps: int,

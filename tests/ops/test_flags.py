@@ -93,7 +93,7 @@ def kernels(monkeypatch):
         return call
 
     monkeypatch.setattr(matmul_hopper, "capability", lambda: 90)
-    monkeypatch.setattr(partition, "_on_one_device", lambda: True)  # else kernels are traced more than once
+    monkeypatch.setattr(partition, "on_one_device", lambda: True)  # else kernels are traced more than once
     for module, name in ((mosaic, "matmul"), (matmul_block_mosaic, "matmul_block"), (matmul_mx_mosaic, "matmul_mx")):
         monkeypatch.setattr(module, name, watched(name))
     monkeypatch.setattr(matmul_hopper, "_kernels", matmul_hopper._kernels.__wrapped__)  # traced anew each time
