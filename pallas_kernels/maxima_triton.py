@@ -12,6 +12,9 @@ from pallas_kernels import quantize_triton
 from pallas_kernels import scaling_triton as device
 from pallas_kernels.quantize_triton import QuantizeLaunch
 
+# Of which each program of who reads them takes all, from a cache.
+PARTS = 1024
+
 
 class Of(NamedTuple):
     """What has a maximum."""
@@ -65,6 +68,7 @@ def maxima(
     integers: bool = False,
     launch: QuantizeLaunch | None = None,
     down: int | None = None,
+    parts: bool = False,
     compute_capability: int | None = None,
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Largest finite magnitudes of a matrix, in one pass.
@@ -74,13 +78,17 @@ def maxima(
         integers: NaN where a value is NaN or Inf, which integer codes cannot show.
         launch, compute_capability: as of `quantize_triton.quantize`.
         down: tiles that a program takes, one below the other; tuning only.
+        parts: whether what is asked of the tensor are the largest magnitudes of its parts, (n,), at most about `PARTS`.
 
     Returns:
         fp32, of the tensor (), of the rows (M,) and of the columns (N,); None for what is not asked for.
     """
-    launch = launch or QuantizeLaunch(16 if columns else 32, 256, 4)
+    # On an H100 16,384 x 2,048 of bf16 take 24.4 us with 8 warps, 25.7 with 4.
+    launch = launch or QuantizeLaunch(16 if columns else 32, 256, 4 if rows or columns else 8)
     m, n = x.shape
-    down = (16 if columns else 1) if down is None else down
+    if down is None:
+        tiles = -(-m // launch.rows) * -(-n // launch.columns)
+        down = 16 if columns else -(-tiles // PARTS) if parts else 1
     strips, across = -(-m // (launch.rows * down)), -(-n // launch.columns)
     shapes = ((strips * across,) if tensor else (1,), (across, m) if rows else (1,), (strips, n) if columns else (1,))
     how = device.INTEGERS if integers else device.NONE
@@ -90,4 +98,4 @@ def maxima(
     )  # fmt: skip
     asked = zip((tensor, rows, columns), outputs, (None, 0, 0), strict=True)
     of_tensor, of_rows, of_columns = (jnp.max(part, axis=axis) if wanted else None for wanted, part, axis in asked)
-    return of_tensor, of_rows, of_columns
+    return outputs[0] if tensor and parts else of_tensor, of_rows, of_columns

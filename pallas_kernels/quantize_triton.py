@@ -102,6 +102,10 @@ def _quantize(
             turned = u[:, None] + v[None, :] * ((M + SIDE - 1) // SIDE)
             device.store(column_scales_ptr, turned, scale, there, MASKED)
         inverse_scale = device.over_columns(device.over_rows(device.inverse(scale), SIDE // 4), SIDE)
+    elif ROWS.maxima > 0:
+        scale = device.scale_of_maxima(row_scale_ptr, ROWS)
+        tl.store(row_scales_ptr, scale, mask=program == 0)
+        inverse_scale = device.inverse(scale)
     elif ROWS.kind != "none" and ROWS.kind != "group" and not ROWS.by_row:
         inverse_scale = device.inverse(tl.load(row_scale_ptr))
 
@@ -110,7 +114,11 @@ def _quantize(
     if COLUMNS.kind != "none" and COLUMNS.kind != "same":
         LONG: tl.constexpr = COLUMNS.size // 4
         if COLUMNS.kind != "group":
-            if COLUMNS.by_row:
+            if COLUMNS.maxima > 0:
+                scale = device.scale_of_maxima(column_scale_ptr, COLUMNS)
+                tl.store(column_scales_ptr, scale, mask=program == 0)
+                factor = device.inverse(scale)
+            elif COLUMNS.by_row:
                 factor = device.inverse(tl.load(column_scale_ptr + n, mask=n < N, other=1.0))[None, :]
             else:
                 factor = device.inverse(tl.load(column_scale_ptr))
@@ -153,38 +161,6 @@ def _quantize(
         device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
 
 
-@triton.jit
-def _transpose(
-    x_ptr: tl.tensor,
-    factor_ptr: tl.tensor,
-    columns_ptr: tl.tensor,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    HOW: tl.constexpr,
-) -> None:
-    """The transposed copy of a tile of bytes, or of codes times a factor for each row."""
-    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
-    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
-    program = tl.program_id(0)
-    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
-    i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
-    first = top.to(tl.int64) * N + left
-    at = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
-    words = tl.zeros((HIGH // 4, WIDE), tl.uint32)
-    for j in tl.static_range(4):
-        here = device.inside(top + 4 * i + j, n, M, N)
-        codes = device.load_plain(x_ptr + first, at + j * N, here, MASKED)
-        if HOW.kind != "none":
-            m = top + 4 * i + j
-            x = codes.to(tl.float8e5 if HOW.format == "float8_e5m2" else tl.float8e4nv, bitcast=True).to(tl.float32)
-            factor = tl.load(factor_ptr + m, mask=m < M, other=0.0)[:, None]
-            codes = device.encode(x, x * factor, 0, HOW)
-        words = device.insert(words, codes, j, N % 4 == 0)
-    device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
-
-
 @dataclasses.dataclass(frozen=True)
 class QuantizeLaunch:
     """How the work is cut: tuning only, never the result. Sides of a tile are powers of two, and no group is longer."""
@@ -222,6 +198,8 @@ def quantize(
     *,
     row_scale: Array | None = None,
     column_scale: Array | None = None,
+    maxima: Array | None = None,
+    up: bool = False,
     words: Array | None = None,
     place: Array | None = None,
     sums: bool = False,
@@ -236,6 +214,9 @@ def quantize(
         columns: codes of x.T, (N, M); "same" for those of `rows`, transposed, which must be "tensor" or "block".
         row_scale: given positive fp32 scales of `rows`: () or (1, 1) for all, (M, 1) for each row.
         column_scale: likewise of `columns`, (N, 1) for each row of x.T.
+        maxima: largest finite magnitudes of parts of `x`, fp32 (n,), of few parts, for each program reads all: the
+            largest gives the scales of kind "tensor" that are not given, which are returned.
+        up: whether that one is rounded up to bf16 before.
         words: two uint32 words, random and new at every call, for stochastic rounding.
         place: where the matrix is part of a larger one, two uint32 words: the columns of that, and of the part's first
             element, whose row is a multiple of 4, a quarter of its row times these columns plus its column.
@@ -255,7 +236,8 @@ def quantize(
         # Blocks of the transposed matrix are those of the matrix.
         if rows is not None and rows != columns:
             options: Any = {"words": words, "place": place, "launch": launch, "compute_capability": compute_capability}
-            first, _, total = quantize(x, rows, None, row_scale=row_scale, sums=sums, **options)
+            own: Any = {"row_scale": row_scale, "maxima": maxima, "up": up, "sums": sums}
+            first, _, total = quantize(x, rows, None, **own, **options)
             return first, quantize(x, None, columns, **options)[1], total
         rows, columns = columns, "same"
     same = columns == "same"
@@ -278,6 +260,14 @@ def quantize(
         device.NONE if c is None else c.static._replace(by_row=b, scales_turned=_scales_turned(c))
         for c, b in zip((rows, coding), by_row, strict=True)
     ]
+    computed = [
+        maxima is not None and c is not None and c.kind == "tensor" and s is None and not (same and i)
+        for i, (c, s) in enumerate(zip((rows, coding), (row_scale, column_scale), strict=True))
+    ]
+    for i in (i for i, here in enumerate(computed) if here):
+        assert maxima is not None
+        scales[i] = maxima
+        statics[i] = statics[i]._replace(maxima=maxima.size, spread=triton.next_power_of_2(maxima.size), up=up)
     if same:
         statics[1] = statics[1]._replace(kind="same")
     statics[0] = statics[0]._replace(written=written)
@@ -290,7 +280,9 @@ def quantize(
         _quantize, [x, *scales, noise], shapes, down * -(-n // launch.columns), launch, compute_capability,
         ROWS=statics[0], COLUMNS=statics[1], SUMS=sums,
     )  # fmt: skip
-    first, second = _quantized(rows, parts[:3]), _quantized(coding, parts[3:])
+    first, second = _quantized(rows, parts[:3], computed[0]), _quantized(coding, parts[3:], computed[1])
+    if same and computed[0] and first is not None and second is not None:
+        second = second._replace(scale=first.scale)
     return (first if written else None), second, jnp.sum(partial, 0) if sums else None
 
 
@@ -304,6 +296,8 @@ def _best(rows: Coding | None, columns: Coding | None, same: bool, dtype: Any) -
         return QuantizeLaunch(warps=warps)
     if any(c is not None and c.stochastic for c in (rows, columns)) or (columns is not None and not same):
         return QuantizeLaunch(128, max(64, rows.size if rows else 0), warps)
+    if same and dtype == jnp.float32:
+        return QuantizeLaunch(64, warps=8)  # of weights: 27.0 us on an H100 where 128 rows and 16 warps take 28.8
     return QuantizeLaunch(warps=16 if same else 8)
 
 
@@ -326,45 +320,14 @@ def _shapes(how: Coding | None, shape: tuple[int, int], written: bool = True) ->
     ]
 
 
-def _quantized(how: Coding | None, parts: Any) -> Quantized | None:
+def _quantized(how: Coding | None, parts: Any, computed: bool) -> Quantized | None:
     if how is None:
         return None
     codes = jax.lax.bitcast_convert_type(parts[0], how.dtype)
-    scale = parts[1] if how.kind in ("group", "block") else None
+    scale = parts[1] if computed or how.kind in ("group", "block") else None
     if scale is not None and _scales_turned(how):
         scale = scale.T
     return Quantized(codes, scale, parts[2] if how.kind == "mx" else None)
-
-
-def transpose(
-    x: Array,
-    *,
-    factor: Array | None = None,
-    launch: QuantizeLaunch | None = None,
-    compute_capability: int | None = None,
-) -> Array:
-    """The transposed copy of a matrix of 8-bit codes.
-
-    Args:
-        x: (M, N), any dtype of one byte. launch, compute_capability: as of `quantize`.
-        factor: fp32 (M, 1), by which FP8 codes of each row are multiplied, rounded to nearest; None leaves them alone.
-
-    Returns:
-        (N, M) in the dtype of `x`.
-
-    Raises:
-        ValueError: it is no such matrix.
-    """
-    if x.ndim != 2 or 0 in x.shape or x.dtype.itemsize != 1:
-        raise ValueError(f"the transpose kernel takes matrices of bytes that are not empty, not {x.dtype}{x.shape}")
-    launch = launch or QuantizeLaunch(warps=16)
-    grid = -(-x.shape[0] // launch.rows) * -(-x.shape[1] // launch.columns)
-    shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
-    codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    how = device.NONE if factor is None else Coding("tensor", x.dtype).static
-    factor = jnp.ones((1, 1), jnp.float32) if factor is None else factor
-    (turned,) = call(_transpose, [codes, factor], [shape], grid, launch, compute_capability, HOW=how)
-    return jax.lax.bitcast_convert_type(turned, x.dtype)
 
 
 def call(

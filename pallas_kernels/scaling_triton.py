@@ -79,6 +79,9 @@ class CodingConstants(NamedTuple):
     written: bool = True
     scales_turned: bool = False  # they lie transposed
     integer: bool = False
+    maxima: int = 0  # of parts, from which the kernel computes the scale; 0 where that is given
+    spread: int = 0  # the power of two above their number
+    up: bool = False  # whether the largest of them is rounded up to bf16
 
 
 NONE = CodingConstants("none", 0, 0.0, 0, "float8_e4m3fn", False, False)
@@ -179,6 +182,17 @@ def to_scale(ordered: tl.tensor, HOW: tl.constexpr, dtype: tl.constexpr) -> tl.t
         # Rounded up: under a scale that was rounded down the largest code would saturate.
         scale = from_bits((bits(scale) + 0xFFFF) & -0x10000)
     return tl.where(top == top, scale, top).to(dtype)
+
+
+@triton.jit
+def scale_of_maxima(maxima_ptr: tl.tensor, HOW: tl.constexpr) -> tl.tensor:
+    """The scale of a tensor, fp32, from the largest finite magnitudes of its parts."""
+    at = tl.arange(0, HOW.spread)
+    top = tl.max(bits(tl.load(maxima_ptr + at, mask=at < HOW.maxima, other=0.0)), 0)
+    if HOW.up:
+        top = (top + 0xFFFF) & -0x10000
+    largest = from_bits(top)
+    return tl.where(largest > 0, tl.maximum(largest * HOW.inverse_max, TINY), 1.0)
 
 
 @triton.jit

@@ -71,10 +71,12 @@ class Scaling:
     Class attributes:
         operands: the operands "x", "w" and "dy" of a linear layer that it serves; the others have `Current` scales.
         own: the scale is the one that the quantizer finds by itself.
+        settles: what `settle` does, for kernels that do it: "exact", nothing; "up", round up to bf16; None, else.
     """
 
     operands: ClassVar[tuple[str, ...]] = ("x", "w", "dy")
     own: ClassVar[bool] = False
+    settles: ClassVar[str | None] = None
 
     @classmethod
     def of(cls, settings: Any) -> Self:
@@ -97,6 +99,7 @@ class Current(Scaling):
     """Current, or just-in-time, scaling: of the largest magnitude of the tensor."""
 
     own: ClassVar[bool] = True
+    settles: ClassVar[str | None] = "exact"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +110,8 @@ class TwoStage(Scaling):
     second reads only those. Rounding to bf16 is upwards here, so that no value saturates; the largest of the rounded
     maxima then is the largest magnitude, rounded, whatever the groups are.
     """
+
+    settles: ClassVar[str | None] = "up"
 
     def settle(self, largest: Array) -> Array:
         exact = jnp.where(jnp.isfinite(largest), largest, 0.0)

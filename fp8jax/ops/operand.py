@@ -104,13 +104,17 @@ class LaidOut(NamedTuple):
         return LaidOut(self.parts, lambda parts: step(self.layout(parts)))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["layout"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["used", "layout"])
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """The matrix itself, or what a layout makes it of; and the scale of its codes where both products have one."""
+    """The matrix itself, or what a layout makes it of; and the scale of its codes where both products have one.
+
+    `used` says whether codes were made under that.
+    """
 
     values: Any
     scale: Array | None
+    used: bool
     layout: Layout | None = None
     token_scale = None
 
@@ -119,7 +123,8 @@ class Matrix:
 
     def operand(self, side: Side, gradient: Gradient | None) -> Operand:
         values = self.values if self.layout is None else self.layout(self.values)
-        return encode(values, side.backward, side.strategy, scale=self.scale, transposed=not side.transposed)
+        how: Any = {"scale": self.scale, "used": self.used}
+        return encode(values, side.backward, side.strategy, **how, transposed=not side.transposed)
 
 
 @jax.tree_util.register_dataclass
@@ -181,7 +186,8 @@ class MadeAgain:
             assert gradient.codes is not None
             operand = microscaled.made_again(matrix, self.scale, gradient.codes, side.backward, part)
         else:
-            operand = encode(matrix, side.backward, side.strategy, scale=scale, transposed=True, part=part)
+            how: Any = {"scale": scale, "used": True, "part": part}
+            operand = encode(matrix, side.backward, side.strategy, **how, transposed=True)
         if part is not None and part.result.ahead is not None:
             gradient.foreseen = part.result.ahead
         return operand
@@ -219,7 +225,7 @@ class Plain:
         shared = side.one_scale and isinstance(operand, QTensor)
         values = matrix if self.values is None else self.values
         scale = operand.scale if shared else given(self.scale, side.forward, side.backward)  # type: ignore[union-attr]
-        return Matrix(values, named(scale, BESIDE), self.layout)
+        return Matrix(values, named(scale, BESIDE), shared, self.layout)
 
 
 @jax.tree_util.register_dataclass
@@ -370,16 +376,20 @@ def encode(
     *,
     key: Array | None = None,
     scale: Array | None = None,
+    used: bool = False,
     transposed: bool = False,
     part: fused.Output | None = None,
 ) -> Operand:
-    """A matrix as an operand, as it is where `spec` is None; `transposed`, its transposed copy."""
+    """A matrix as an operand, as it is where `spec` is None; `transposed`, its transposed copy.
+
+    `used` says of a scale that codes were made under it before.
+    """
     if spec is None:
         return x.T if transposed else x
     if spec.folds:
         return microscaled.fold_rows(x.T if transposed else x, spec, part=None if transposed else part)
     specs = (None, spec) if transposed else (spec, None)
     key = key if spec.rounding == "stochastic" else None
-    q = quantize(x, *specs, scale=scale, strategy=strategy, key=key, part=part)[int(transposed)]
+    q = quantize(x, *specs, scale=scale, used=used, strategy=strategy, key=key, part=part)[int(transposed)]
     assert q is not None
     return q

@@ -31,6 +31,7 @@ def quantize(
     columns: QuantSpec | str | None = None,
     *,
     scale: Array | None = None,
+    used: bool = False,
     strategy: Scaling | str = "current",
     key: Array | None = None,
     impl: str = "auto",
@@ -49,6 +50,7 @@ def quantize(
         scale: positive fp32 scales of whatever here is of granularity "tensor" or "token", broadcastable against its
             block counts; None takes them from `x`. Finite values beyond their range saturate. They are for the format
             of `rows`, if rows are asked for; columns of another format have the same range.
+        used: whether codes were made under this scale before, which then is one that `fp8jax.core.scaling.usable` gave.
         strategy: where scales of granularity "tensor" come from otherwise, as `fp8jax.core.scaling.find` takes it:
             "current", the tensor, or "two_stage", the tensor through bf16 maxima of its groups (COAT, section 5.2).
         key: PRNG key for specs that round stochastically.
@@ -64,7 +66,7 @@ def quantize(
         ValueError: a spec is malformed or does not suit a matrix; a key is missing or not needed; `impl` is unknown,
             or it is "triton" and the kernel cannot run: the message says why.
     """
-    how: Any = {"scale": scale, "strategy": strategy, "key": key, "impl": impl, "part": part}
+    how: Any = {"scale": scale, "used": used, "strategy": strategy, "key": key, "impl": impl, "part": part}
     return quantize_and_sum(x, rows, columns, sums=False, **how)[0]
 
 
@@ -75,6 +77,7 @@ def quantize_and_sum(
     *,
     sums: bool = True,
     scale: Array | None = None,
+    used: bool = False,
     strategy: Scaling | str = "current",
     key: Array | None = None,
     impl: str = "auto",
@@ -86,7 +89,7 @@ def quantize_and_sum(
     `largest` is the largest finite magnitude of `x`, if that is known: kernels need not look for it.
     """
     strategy = scaling.find(strategy)
-    how = _parse(rows, columns, strategy, sums)
+    how = dataclasses.replace(_parse(rows, columns, strategy, sums), used=used)
     x = derivatives.refuse(derivatives.CODES, x, scale)
     if (key is not None) != how.stochastic:
         need = "round stochastically: pass a key" if key is None else "round to nearest and take no key"
@@ -121,7 +124,7 @@ def transpose(q: QTensor, *, factor: Array | None = None, impl: str = "auto") ->
         raise ValueError(f"the scales of {q.spec} do not serve the transposed matrix; quantize it along its other axis")
     fits = len(q.shape) == 2 and q.codes.dtype.itemsize == 1 and 0 not in q.shape
     other = None if fits else f"the codes are {q.codes.dtype}{list(q.codes.shape)}, no matrix of bytes"
-    choice = triton_or_xla(impl, lambda: other or missing_triton("quantize_triton", fp8=factor is not None))
+    choice = triton_or_xla(impl, lambda: other or missing_triton("transpose_triton", fp8=factor is not None))
     codes = run(choice, impl, q.codes, factor, kernel=_transposed, reference=_times_transposed)
     return dataclasses.replace(q, codes=codes, scale=q.scale.T)
 
@@ -132,6 +135,7 @@ class _How:
     columns: Columns
     strategy: Scaling
     sums: bool
+    used: bool = False
 
     @property
     def same(self) -> bool:
@@ -286,43 +290,52 @@ def _one(
         "rows": levels[0] == "token",
         "columns": levels[1] == "token",
     }
+    computed = [s is not None and scale is None and _by_kernel(s, how) for s in how.specs]
+    parts: Array | None = None if known is None else known.reshape(1)
     largest: tuple[Array | None, ...] = (known, None, None)
     if any(asked.values()):
-        own = maxima_triton.maxima(x, **asked, integers=how.integers, compute_capability=capability())
+        own = maxima_triton.maxima(
+            x, **asked, parts=any(computed), integers=how.integers, compute_capability=capability()
+        )
         largest = tuple(
             None if top is None else cut.maximum(top, over) for top, over in zip(own, ("m n", "n", "m"), strict=True)
         )
         largest = (known if known is not None else largest[0], *largest[1:])
+        parts = largest[0] if parts is None else parts
     scales: list[Array | None] = []
     for i, spec in enumerate(how.specs):
-        if spec is None or spec.granularity in ("group", "block"):
+        if spec is None or spec.granularity in ("group", "block") or computed[i]:
             scales.append(None)
             continue
         count = blocks.counts(shapes[i], spec.block_shape(shapes[i]))
         if scale is not None and spec.granularity != "mx":
-            value = jnp.broadcast_to(scaling.usable(how.scale_for(spec, scale)), count)
+            given = how.scale_for(spec, scale)
+            value = jnp.broadcast_to(given if how.used else scaling.usable(given), count)
         elif spec.granularity == "mx" and spec.level1 == "none":
             value = jnp.ones(count, jnp.float32)
         else:
             top = largest[0] if _level(spec) == "tensor" else largest[1 + i]
             assert top is not None
+            top = jnp.max(top) if _level(spec) == "tensor" else top
             if spec.granularity == "tensor":
                 top = how.strategy.settle(top)
             value = jnp.where(jnp.isnan(top), jnp.nan, scaling.to_scale(top, formats.get(spec.format))).reshape(count)
         scales.append(encoding.stored(value, spec, given=scale is not None))
-    *parts, total = quantize_triton.quantize(
+    *made, total = quantize_triton.quantize(
         x,
         fused.coding(how.rows),
         "same" if how.same else fused.coding(how.transposed),
         row_scale=scales[0],
         column_scale=scales[1],
+        maxima=parts if any(computed) else None,
+        up=how.strategy.settles == "up",
         words=words,
         place=None if words is None else cut.fours(whole, x.shape),
         sums=how.sums,
         compute_capability=capability(),
     )
     tensors: list[QTensor | None] = []
-    for part, own_scale, spec in zip(parts, scales, how.specs, strict=True):
+    for part, own_scale, spec in zip(made, scales, how.specs, strict=True):
         if part is None or spec is None:
             tensors.append(None)
             continue
@@ -330,6 +343,12 @@ def _one(
         assert used is not None
         tensors.append(QTensor(part.codes, used, None, part.microscale, spec))
     return (tensors[0], tensors[1]), None if total is None else cut.total(total, "m")
+
+
+def _by_kernel(spec: QuantSpec, how: _How) -> bool:
+    """Whether the kernel makes a tensor's scale from largest magnitudes, so that no reduction is launched for it."""
+    plain = spec.granularity == "tensor" and spec.scale_format == "fp32" and not how.integers
+    return plain and how.strategy.settles is not None
 
 
 def _level(spec: QuantSpec) -> str:
@@ -348,10 +367,10 @@ def _times_transposed(codes: Array, factor: Array | None) -> Array:
 
 
 def _transposed(codes: Array, factor: Array | None) -> Array:
-    from pallas_kernels import quantize_triton
+    from pallas_kernels import transpose_triton
 
     def turn(cut: Cut, codes: Array, factor: Array | None) -> Array:
-        return quantize_triton.transpose(codes, factor=factor, compute_capability=capability())
+        return transpose_triton.transpose(codes, factor=factor, compute_capability=capability())
 
     ins = ("m n", None if factor is None else "m -")
     transposed: Array = partitioned("transpose", factor is None, turn, (codes, factor), ins, "n m")

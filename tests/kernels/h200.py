@@ -58,7 +58,8 @@ def report(program: str, dump: str | None = None) -> dict[str, Any]:
     Returns:
         "calls": targets of the program's custom calls; "copies": how often XLA moves an fp32 matrix itself; "narrow":
         how often it makes a single number in bf16; "in place": how many FP8 products cuBLASLt adds to what is there;
-        "copied": how often XLA copies a bf16 matrix; "kernels": for each Mosaic kernel, by name, the bytes of its stack
+        "copied": how often XLA copies a bf16 matrix; "numbers": how many of its own launches make single numbers alone;
+        "kernels": for each Mosaic kernel, by name, the bytes of its stack
         frame, of spill stores and of spill loads, its registers at entry, and how often the assembler added a wait for
         tensor-core products. `dump` keeps PTX and the assembler's reports in that folder.
     """
@@ -130,7 +131,7 @@ def resources(assembler_report: str) -> dict[str, int]:
 def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     found = getattr(importlib.import_module(module), name)
-    calls, copies, narrow, in_place, copied = [], 0, 0, 0, 0
+    calls, copies, narrow, in_place, copied, numbers = [], 0, 0, 0, 0, 0
     for program in found if isinstance(found, list) else [found]:
         function, shapes = program()
         text = compile_for_h200(function, *shapes).as_text()
@@ -139,7 +140,15 @@ def main() -> None:
         narrow += len(re.findall(r"= bf16\[[1,]*\]", text))
         in_place += len(re.findall(r"matmul\$f8\".*output_to_operand_aliasing", text))
         copied += len(re.findall(r"= bf16\[\d+,\d+\]\S* copy\(", text))
-    found = {"calls": calls, "copies": copies, "narrow": narrow, "in place": in_place, "copied": copied}
+        numbers += len(re.findall(r"= \(?(?:\w+\[[1,]*\][^ ]* ?)+\)? fusion\(", text.split("\nENTRY", 1)[1]))
+    found = {
+        "calls": calls,
+        "copies": copies,
+        "narrow": narrow,
+        "in place": in_place,
+        "copied": copied,
+        "numbers": numbers,
+    }
     print(MARK + json.dumps(found))
 
 

@@ -20,13 +20,13 @@ def lowered(function, *shapes):
 
 
 def test_calls_of_jax_triton_are_such_that_xla_records_into_command_buffers(monkeypatch):
-    from pallas_kernels import call_triton, launch_triton, quantize_triton
+    from pallas_kernels import call_triton, launch_triton, transpose_triton
 
     monkeypatch.setenv(launch_triton.VARIABLE, "triton")
     if call_triton.OLD and not call_triton.RECORDED:
         pytest.skip("such calls need jax >= 0.11")
     x = jax.ShapeDtypeStruct((128, 256), jnp.uint8)
-    text = lowered(lambda x: quantize_triton.transpose(x, compute_capability=90), x)
+    text = lowered(lambda x: transpose_triton.transpose(x, compute_capability=90), x)
     (call,) = re.findall(r"custom_call @(triton_kernel_call\w*)\(.*", text)
     assert call == "triton_kernel_call_ffi"
     assert re.search(r'backend_config = \{opaque = "', text)
@@ -35,13 +35,13 @@ def test_calls_of_jax_triton_are_such_that_xla_records_into_command_buffers(monk
 def test_calls_of_others_stay_as_jax_triton_makes_them():
     import jax_triton
 
-    from pallas_kernels import call_triton, quantize_triton, scaling_triton
+    from pallas_kernels import call_triton, scaling_triton, transpose_triton
 
     def other(x):
         static = {"M": 128, "N": 128, "HIGH": 64, "WIDE": 128, "HOW": scaling_triton.NONE}
         shape = jax.ShapeDtypeStruct((128, 128), jnp.uint8)
         given = {"out_shape" if call_triton.OLD else "out_type": shape}
-        kernel = quantize_triton._transpose
+        kernel = transpose_triton._transpose
         factor = jnp.ones((1, 1))
         return jax_triton.triton_call(x, factor, kernel=kernel, grid=(2,), compute_capability=90, **static, **given)
 
@@ -53,7 +53,7 @@ def test_calls_of_others_stay_as_jax_triton_makes_them():
 @pytest.mark.skipif(h200.missing() is not None, reason=str(h200.missing()))
 def test_calls_are_compiled_as_xla_and_not_as_triton_likes_them():
     """An assembler of CUDA 13.0 takes the program, products are fused with sums, and a program keeps no unread call."""
-    from pallas_kernels import call_triton, quantize_triton
+    from pallas_kernels import call_triton, transpose_triton
 
     compiled, original = [], call_triton.triton_lib.compile_ttir_to_ptx_inplace
     with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +69,7 @@ def test_calls_are_compiled_as_xla_and_not_as_triton_likes_them():
     assert call_triton.OLD or ".version 8.8" in newer.binary
 
     def unread(x):
-        return quantize_triton.transpose(x, compute_capability=90), x + 1
+        return transpose_triton.transpose(x, compute_capability=90), x + 1
 
     jaxpr = jax.make_jaxpr(unread)(jnp.ones((128, 256), jnp.uint8))
     pruned, used = call_triton.partial_eval.dce_jaxpr(jaxpr.jaxpr, [False, True])

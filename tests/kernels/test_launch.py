@@ -16,7 +16,7 @@ pytest.importorskip("jax_triton")
 
 import triton
 
-from pallas_kernels import call_triton, launch_triton, quantize_triton, stored_triton
+from pallas_kernels import call_triton, launch_triton, stored_triton, transpose_triton
 
 # Before, jax-triton's calls are what is taken where nothing else is asked for.
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA is given kernels from jax 0.11 on")
@@ -27,7 +27,7 @@ X = jax.ShapeDtypeStruct((32,), jnp.float32)
 
 
 def turned(x):
-    return quantize_triton.transpose(x, compute_capability=90)
+    return transpose_triton.transpose(x, compute_capability=90)
 
 
 def sums(x):

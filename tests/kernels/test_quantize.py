@@ -43,7 +43,7 @@ def check(got, want, few=3e-4):
 # Largest numbers of registers a thread may take: three programs or more share a multiprocessor.
 REGISTERS = {
     "rows of 4096": 64, "rows of 11008": 64, "maxima": 128, "tensor": 64, "tensor, e5m2": 64, "stochastic": 128,
-    "tensor, sums": 64,
+    "tensor, sums": 64, "tensor, of maxima": 64, "weights, of maxima": 80, "maxima of parts": 128, "squares": 64,
     "tokens both ways": 128, "groups both ways": 255, "blocks": 200, "mx both ways": 168, "int8 blocks": 200,
     "codes folded": 64, "codes shifted": 64, "fallback blocks": 80, "fallback blocks, drawn": 128,
 }  # fmt: skip
@@ -57,6 +57,8 @@ def registers() -> None:
         maxima_triton,
         quantize_rows_triton,
         quantize_triton,
+        squares_triton,
+        transpose_triton,
     )
 
     coding, e5m2, options = quantize_triton.Coding, jnp.float8_e5m2, {"compute_capability": 90}
@@ -76,6 +78,10 @@ def registers() -> None:
         "tensor": lambda x: both(x, coding("tensor"), row_scale=one),
         "tensor, e5m2": lambda x: both(x, coding("tensor", e5m2), row_scale=one),
         "tensor, sums": lambda x: both(x, coding("tensor", e5m2), row_scale=one, sums=True),
+        "tensor, of maxima": lambda x: both(x, coding("tensor", e5m2), maxima=jnp.ones(1024), up=True),
+        "weights, of maxima": lambda x: both(x.astype(jnp.float32), coding("tensor"), None, maxima=jnp.ones(1024)),
+        "maxima of parts": lambda x: maxima_triton.maxima(x, tensor=True, parts=True, **options)[0],
+        "squares": lambda x: squares_triton.sum_of_squares([x, x[0]], **options),
         "stochastic": lambda x: both(x, coding("tensor", e5m2, stochastic=True), row_scale=one, words=words),
         "tokens both ways": lambda x: both(x, coding("token"), coding("token"), row_scale=one, column_scale=wide),
         "groups both ways": lambda x: both(x, group, group),
@@ -85,7 +91,7 @@ def registers() -> None:
         "codes folded": lambda x: fold_triton.fold_codes(
             x.astype(jnp.float8_e4m3fn), jnp.zeros((16384, 344), jnp.uint8), jnp.ones((1, 1)), **options
         ),
-        "codes shifted": lambda x: quantize_triton.transpose(
+        "codes shifted": lambda x: transpose_triton.transpose(
             x.astype(jnp.float8_e4m3fn), factor=jnp.ones((16384, 1)), **options
         ),
         "fallback blocks": lambda x: fallback_triton.quantize(x, one, 128, **options),

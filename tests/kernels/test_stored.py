@@ -20,12 +20,12 @@ def lower():
     """Prints the lowered programs of two kernels for CUDA, and how often Triton compiled; in a process of its own."""
     from jax_triton import triton_lib
 
-    from pallas_kernels import call_triton, quantize_triton
+    from pallas_kernels import call_triton, transpose_triton
 
     compiled, original = [], triton_lib.compile_ttir_to_ptx_inplace
     triton_lib.compile_ttir_to_ptx_inplace = lambda *a, **k: compiled.append(0) or original(*a, **k)
     x = jax.ShapeDtypeStruct((64, 128), jnp.float8_e4m3fn)
-    program = jax.jit(lambda x: quantize_triton.transpose(x, compute_capability=90))
+    program = jax.jit(lambda x: transpose_triton.transpose(x, compute_capability=90))
     text = program.trace(x).lower(lowering_platforms=("cuda",)).as_text()
     alone = len(compiled)
     call_triton.check(90)

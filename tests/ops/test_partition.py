@@ -13,6 +13,7 @@ from jax import lax, monitoring
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fp8jax.core import formats as core_formats
 from fp8jax.core import scaling
 from fp8jax.core.qtensor import quantize_with_scale
 from fp8jax.core.spec import QuantSpec
@@ -207,13 +208,15 @@ def stand_ins(monkeypatch):
     real = fused_kernels.remake_triton
     monkeypatch.setattr(fused_kernels, "remake_triton", Reference(Operands=real.Operands))
 
-    def maxima(x, *, tensor=False, rows=False, columns=False, integers=False, compute_capability):
+    def maxima(x, *, tensor=False, rows=False, columns=False, parts=False, integers=False, compute_capability):
         y = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32)
-        found = (jnp.max(y), jnp.max(y, 1), jnp.max(y, 0))
+        found = (jnp.max(y.reshape(4, -1), 1) if parts else jnp.max(y), jnp.max(y, 1), jnp.max(y, 0))
         return tuple(top if wanted else None for top, wanted in zip(found, (tensor, rows, columns), strict=True))
 
-    def quantize(x, rows, columns, *, row_scale, column_scale, words, place, sums, compute_capability):
+    def quantize(x, rows, columns, *, row_scale, column_scale, maxima, up, words, place, sums, compute_capability):
         total = jnp.sum(x.astype(jnp.float32), 0) if sums else None
+        assert maxima is None or maxima.ndim == 1
+        settle = scaling.find("two_stage" if up else "current").settle
 
         def one(y, coding, scale):
             if coding is None:
@@ -226,6 +229,8 @@ def stand_ins(monkeypatch):
                 codes = (number % 251).astype(jnp.uint8).view(jnp.int8)
                 return types.SimpleNamespace(codes=codes, scale=None, microscale=None)
             sized = coding.kind in ("group", "block")
+            if coding.kind == "tensor" and scale is None:
+                scale = scaling.to_scale(settle(jnp.max(maxima)), core_formats.get(name)).reshape(1, 1)
             q = quantize_with_scale(y, QuantSpec(name, coding.kind, coding.size if sized else None), scale)
             return types.SimpleNamespace(codes=q.codes, scale=q.scale, microscale=None)
 
@@ -243,13 +248,13 @@ def stand_ins(monkeypatch):
 
 @both
 @pytest.mark.parametrize(
-    ("rows", "columns"),
-    [("e4m3", "same"), ("e4m3:token", "e4m3:token"), ("e4m3:group16", None), (None, "e4m3:group16"),
-     ("e4m3:block16", "same")],
+    ("rows", "columns", "strategy"),
+    [("e4m3", "same", "current"), ("e5m2", "e4m3", "two_stage"), ("e4m3:token", "e4m3:token", "current"),
+     ("e4m3:group16", None, "current"), (None, "e4m3:group16", "current"), ("e4m3:block16", "same", "current")],
 )  # fmt: skip
-def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, columns):
+def test_codes_and_scales_do_not_depend_on_the_mesh(stand_ins, kind, rows, columns, strategy):
     mesh, x = mesh_of(kind), draw(0, 128, 64)
-    how = ops._parse(rows, columns, scaling.find("current"), True)
+    how = ops._parse(rows, columns, scaling.find(strategy), True)
     known = scaling.largest_magnitude(x) if rows == "e4m3" else None
     run = jax.jit(lambda x: ops._kernel(how, x, None, None, known))
     wanted, sums = ops._reference(how, x, None, None, known)

@@ -1,0 +1,75 @@
+"""The transposed copy of a matrix of 8-bit codes, a tile of words as `quantize_triton` writes them."""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import quantize_triton
+from pallas_kernels import scaling_triton as device
+from pallas_kernels.quantize_triton import FP8_CAPABILITY as FP8_CAPABILITY
+from pallas_kernels.quantize_triton import QuantizeLaunch
+
+
+@triton.jit
+def _transpose(
+    x_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    HOW: tl.constexpr,
+) -> None:
+    """The transposed copy of a tile of bytes, or of codes times a factor for each row."""
+    MASKED: tl.constexpr = M % HIGH > 0 or N % WIDE > 0
+    ACROSS: tl.constexpr = (N + WIDE - 1) // WIDE
+    program = tl.program_id(0)
+    top, left = program // ACROSS * HIGH, program % ACROSS * WIDE
+    i, n = tl.arange(0, HIGH // 4), left + tl.arange(0, WIDE)
+    first = top.to(tl.int64) * N + left
+    at = (4 * i * N)[:, None] + tl.arange(0, WIDE)[None, :]
+    words = tl.zeros((HIGH // 4, WIDE), tl.uint32)
+    for j in tl.static_range(4):
+        here = device.inside(top + 4 * i + j, n, M, N)
+        codes = device.load_plain(x_ptr + first, at + j * N, here, MASKED)
+        if HOW.kind != "none":
+            m = top + 4 * i + j
+            x = codes.to(tl.float8e5 if HOW.format == "float8_e5m2" else tl.float8e4nv, bitcast=True).to(tl.float32)
+            factor = tl.load(factor_ptr + m, mask=m < M, other=0.0)[:, None]
+            codes = device.encode(x, x * factor, 0, HOW)
+        words = device.insert(words, codes, j, N % 4 == 0)
+    device.store_words(columns_ptr, top, left, i, n, words, M, N, MASKED)
+
+
+def transpose(
+    x: Array,
+    *,
+    factor: Array | None = None,
+    launch: QuantizeLaunch | None = None,
+    compute_capability: int | None = None,
+) -> Array:
+    """The transposed copy of a matrix of 8-bit codes.
+
+    Args:
+        x: (M, N), any dtype of one byte. launch, compute_capability: as of `quantize`.
+        factor: fp32 (M, 1), by which FP8 codes of each row are multiplied, rounded to nearest; None leaves them alone.
+
+    Returns:
+        (N, M) in the dtype of `x`.
+
+    Raises:
+        ValueError: it is no such matrix.
+    """
+    if x.ndim != 2 or 0 in x.shape or x.dtype.itemsize != 1:
+        raise ValueError(f"the transpose kernel takes matrices of bytes that are not empty, not {x.dtype}{x.shape}")
+    launch = launch or QuantizeLaunch(warps=16)
+    grid = -(-x.shape[0] // launch.rows) * -(-x.shape[1] // launch.columns)
+    shape = jax.ShapeDtypeStruct(x.shape[::-1], jnp.uint8)
+    codes = jax.lax.bitcast_convert_type(x, jnp.uint8)
+    how = device.NONE if factor is None else device.Coding("tensor", x.dtype).static
+    factor = jnp.ones((1, 1), jnp.float32) if factor is None else factor
+    (turned,) = quantize_triton.call(_transpose, [codes, factor], [shape], grid, launch, compute_capability, HOW=how)
+    return jax.lax.bitcast_convert_type(turned, x.dtype)
