@@ -58,7 +58,7 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
     copy = nnx.clone(model)
     layers = [(".".join(map(str, path)), m) for path, m in nnx.iter_modules(copy)]
     layers = [(path, m) for path, m in layers if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
-    held = [layer for path, layer in layers if _hold(layer, functools.partial(quantizer, path))]
+    held: list[Any] = [layer for path, layer in layers if _hold(layer, functools.partial(quantizer, path))]
     if not held and quantizer is _quantizer:
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
     if gradients is not None:

@@ -136,3 +136,15 @@ def test_layers_whose_scaling_keeps_a_state_take_it_too(recipe):
     got, want = (jax.grad(sine(f))(P, X)["b"] for f in (run, fn))
     assert relative(got, want) < 0.1
     assert count(jax.grad(sine(run)), "add_any", P, X) == 0
+
+
+@pytest.mark.parametrize("recipe", ["coat", "te_delayed", "moss"])
+def test_gradients_of_an_input_that_several_products_read_are_added_in_their_backward_passes(recipe):
+    fn = lambda p, x: x @ p["w"].astype(x.dtype) + x @ p["u"].astype(x.dtype) + x @ p["t"].astype(x.dtype)  # noqa: E731
+    params = {"w": P["w"], "u": P["w"][::-1] / 2, "t": -P["w"] / 3}
+    fast = fp8jax.transform(fn, recipe)
+    how = {"states": fast.init(params, X)} if recipe != "coat" else {}
+    run = lambda x, p: fast(p, x, **how)  # noqa: E731
+    got, want = (jax.grad(sine(f))(X, params) for f in (run, lambda x, p: fn(p, x)))
+    assert relative(got, want) < 0.15
+    assert count(jax.grad(sine(run)), "add_any", X, params) == 0
