@@ -74,6 +74,8 @@ ONE_GPU = (
     bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
     bench("linear", 50, "--model", "7b", "--tokens", "16384"),
     bench("scaling", 45),
+    bench("step", 160, *STEP, "--torch", "--arm", "moss", "moss, weights just in time", "moss, weights delayed",
+          file="step_scaling"),
     bench("lora", 110, "--arm", "te_current on e4m3", "fast on e4m3"),
 )  # fmt: skip
 TWO_GPUS = (
@@ -84,8 +86,8 @@ TWO_GPUS = (
     bench("reduce", 120, gpus=2),
     bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--batch", "4", "--rounds", "3", "--torch", "--arm", "coat",
           "fp8_lm", "fp8_lm_two_phase", file="step_7b", gpus=2),
-    bench("step", 200, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
-          file="step_7b_fit", gpus=2),
+    bench("step", 260, "--model", "7b", "--mesh", "fsdp", "--fit", "80", "--rounds", "3", "--torch", "--arm", "coat",
+          "coat_optimizer", file="step_7b_fit", gpus=2),
     bench("release", 240, "--model", "13b", "--gpus", "2", "--rounds", "2", "--arm",
           "coat, released, bf16+int8 masters", "coat, bf16+int8 masters", file="release_13b", gpus=2),
     bench("release", 240, "--gpus", "2", "--length", "4096", "--batch", "0", "--rounds", "2", "--arm",
@@ -142,7 +144,12 @@ CPU = (
     table("finetuning", 1500),
 )
 # From other files, without measuring: after the others.
-DERIVED = (table("moss_speed", 20), table("int8_limit", 5), table("training_parity", 20, "--judge"))
+DERIVED = (
+    table("moss_speed", 20),
+    table("coat_efficiency", 5),
+    table("int8_limit", 5),
+    table("training_parity", 20, "--judge"),
+)
 TRAINED = {
     "training_parity": "python -m experiments.tables.training_parity --data TEXT, an hour of a GPU for eight seeds",
     "training_parity, 65m": "python -m experiments.tables.training_parity --size 65m --data TEXT, three hours",

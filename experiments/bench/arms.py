@@ -10,6 +10,8 @@ from fp8jax.recipes import Comm
 BF16 = "bf16"
 # Arms such as "coat, 8-bit gradients" are recipes whose gradients travel so over several GPUs.
 GRADIENTS = {"8-bit gradients": Comm("e4m3"), "8-bit gradients, one phase": Comm("e4m3", "one_phase")}
+# Or the scales of their weights are another strategy's than the recipe's (MOSS, Table 10).
+WEIGHTS = {"weights just in time": "current", "weights delayed": "delayed"}
 # Or they keep what another choice than training's own keeps, run in a loop over the layers, or by XLA alone.
 KEEPING: dict[str, bool | str] = {"as written": False, "recomputed": "products"}
 PLAIN, LOOP = "none of our kernels", "in a loop"
@@ -46,8 +48,10 @@ def parsed(name: str) -> tuple[fp8jax.Recipe, str, bool]:
     how, loop = how.removesuffix(LOOP).removesuffix(", "), how.endswith(LOOP)
     if how in GRADIENTS:
         recipe = dataclasses.replace(recipe, comm=GRADIENTS[how])
+    elif how in WEIGHTS:
+        recipe = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, w_scaling=WEIGHTS[how]))
     elif how and how not in (*KEEPING, *LOGITS, PLAIN):
-        listed = [*KEEPING, *GRADIENTS, *LOGITS, PLAIN, LOOP]
+        listed = [*KEEPING, *GRADIENTS, *WEIGHTS, *LOGITS, PLAIN, LOOP]
         raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {listed}")
     return recipe, how, loop
 

@@ -1,7 +1,8 @@
-"""MOSS's Table 6 and Figure 8 beside ours, from measurements that are there: `python -m experiments.tables.moss_speed`.
+"""MOSS's Tables 6 and 10 and Figure 8 beside ours, from measurements: `python -m experiments.tables.moss_speed`.
 
-It times nothing. Products are those of results/gemm.json, steps those of results/step.json, ratios of signal to noise
-those of results/moss_snr.json; what these lack is left out.
+It times nothing. Products are those of results/CARD/gemm.json, steps those of step.json, steps by how weights are
+scaled those of step_scaling.json, ratios of signal to noise those of results/cpu/moss_snr.json; what these lack is left
+out.
 """
 
 import json
@@ -49,7 +50,31 @@ SCHEMES = {
 }
 ACTIVATIONS = ("attention output", "FFN intermediate", "LayerNorm input")
 
+# Table 10: fine-tuning Llama-2-7B on eight H800s, milliseconds of scaling and of a step.
+STRATEGIES = {
+    "moss, weights just in time": (3.8, 68.5), "moss, weights delayed": (1.2, 65.9), "moss": (0.2, 63.1),
+}  # fmt: skip
+
 Result = Mapping[str, Any]
+
+
+def scalings(step: Result) -> list[Row]:
+    """Table 10: a step of `moss` by how its weights are scaled, and what each takes beyond the fastest."""
+    base, table = next(iter(STRATEGIES)), "Table 10: a step by how weights are scaled"
+    times = {name: lookup.find(step, name, "step", "value") for name in STRATEGIES}
+    rows = []
+    for name, (overhead, paper) in STRATEGIES.items():
+        if not times[name] or not times[base]:
+            continue
+        ours, first = times[name][0], times[base][0]
+        case = name if name != "moss" else "moss, automatic"
+        theirs = STRATEGIES[base][1]
+        rows += [
+            Row(case, "step", ours, "ms", base, first / ours, paper, theirs / paper, table),
+            Row(case, "scaling above automatic, share of the step", 100 * (ours - times["moss"][0]) / ours, "%",
+                paper=100 * (overhead - STRATEGIES["moss"][0]) / paper, table=table),
+        ] if times["moss"] else []  # fmt: skip
+    return rows
 
 
 def products(gemm: Result) -> list[Row]:
@@ -109,13 +134,15 @@ def main() -> int:
     for folder in sorted(path.parent for path in options.results.glob("*/gemm.json")):
         if (folder / "step.json").exists():
             gemm, step = (json.loads((folder / f"{name}.json").read_text()) for name in ("gemm", "step"))
-            write(options.results, gemm, step, snr)
+            more = folder / "step_scaling.json"
+            write(options.results, gemm, step, snr, json.loads(more.read_text()) if more.exists() else None)
     return 0
 
 
-def write(results: Path, gemm: Result, step: Result, snr: Result) -> None:
-    """Writes the table of one card."""
+def write(results: Path, gemm: Result, step: Result, snr: Result, scaled: Result | None = None) -> None:
+    """Writes the table of one card; `scaled` has steps by how weights are scaled."""
     groups = [(products(gemm), gemm), (landscape(step, snr), step)]
+    groups += [(scalings(scaled), scaled)] if scaled else []
     rows = [row for rows, _ in groups for row in rows]
     sources = []
     for of, source in groups:
@@ -132,7 +159,13 @@ def write(results: Path, gemm: Result, step: Result, snr: Result) -> None:
         "Figure 8: the paper puts MOSS right of and above all others. Here coat_fast is faster, and all schemes lie "
         "within 2 dB, for what is left is the rounding to four bits.",
     ]
-    title = "MOSS: products and the trade of speed for fidelity (Table 6, Figure 8)"
+    if scaled:
+        notes.append(
+            f"Table 10: `{scaled['command']}`, a whole training step of a 1.1 B Llama on one GPU; the paper's is of "
+            "Llama-2-7B on eight. Codes of weights are made in all three; just in time their largest magnitudes are "
+            "read first, delayed they are counted on the way and used later."
+        )
+    title = "MOSS: products, weights' scales, and the trade of speed for fidelity (Tables 6, 10, Figure 8)"
     device = record.sources(step)[0][1]
     common.write(
         "moss_speed", title, rows, notes, draw(rows), results, device=device, sources=sources, date=step["date"]

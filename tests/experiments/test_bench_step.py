@@ -153,6 +153,11 @@ def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(
     assert arms.settings("coat, recomputed")[1] == "products"
     assert arms.settings("moss, as written")[1] is arms.settings("coat")[1] is arms.settings("bf16")[1] is False
     assert arms.settings("coat, 8-bit gradients")[0].comm.gradients == "e4m3"
+    scaled = [arms.settings(f"moss, weights {how}").recipe.linear for how in ("just in time", "delayed")]
+    assert [linear.w_scaling for linear in scaled] == ["current", "delayed"]
+    assert all(
+        dataclasses.replace(linear, w_scaling="automatic") == arms.settings("moss").recipe.linear for linear in scaled
+    )
     for name, kernels, unroll in (("coat", True, None), (f"coat, {arms.PLAIN}", False, None),
                                   (f"coat, {arms.LOOP}", True, 1),
                                   (f"bf16, recomputed, {arms.LOOP}", True, 1)):  # fmt: skip

@@ -20,6 +20,7 @@ from experiments.models.llama import Llama, LlamaConfig
 from experiments.tables import (
     claims,
     coat_activations,
+    coat_efficiency,
     coat_expansion,
     coat_memory,
     coat_optimizer,
@@ -355,6 +356,43 @@ def test_the_trade_of_speed_for_fidelity_takes_each_recipe_s_own_scaling():
     points = {(row.case, row.metric): row.value for row in rows}
     assert points == {("moss", "tokens/s"): 2, ("moss", "SNR"): 32, ("coat", "tokens/s"): 1, ("coat", "SNR"): 29}
     assert len(moss_speed.draw(rows).axes[0].lines) == 2
+
+
+def test_coats_table_11_is_made_of_steps_of_several_gpus(tmp_path):
+    def result(*arms):
+        rows = [ROW | {"impl": arm, "metric": metric, "value": value, "device": "2 x NVIDIA H9"}
+                for arm, *values in arms
+                for metric, value in zip(("tokens/s", "memory", "batch"), values, strict=False)]  # fmt: skip
+        return {"rows": rows, "command": "c", "date": "2026-01-01"}
+
+    step = result(("bf16, recomputed", 20_000.0, 79.0), ("coat", 36_000.0, 70.0, 10))
+    rows = {(row.case, row.metric): row for row in coat_efficiency.rows(2, step)}
+    whole = rows["FP8 optimizer and activations", "tokens/s"]
+    assert (whole.value, whole.ratio, whole.paper, whole.paper_ratio) == (18_000, 1.8, 11_351, 1.85)
+    assert rows["FP8 optimizer and activations", "batch"].value == 10
+    assert ("bf16", "batch") not in rows
+    assert ("FP8 optimizer", "tokens/s") not in rows
+    assert rows["FP8 optimizer and activations", "memory"].paper == 35.6
+    (tmp_path / "h9x2").mkdir()
+    (tmp_path / "h9x2" / "step_7b_fit.json").write_text(json.dumps(step))
+    assert coat_efficiency.main(["--results", str(tmp_path)]) == 0
+    content = json.loads((tmp_path / "h9x2" / "coat_efficiency.json").read_text())
+    assert {row["device"] for row in content["rows"]} == {"2 x NVIDIA H9"}
+    # The paper's own ratios, of its tokens a second.
+    for measured in coat_efficiency.PAPER.values():
+        for one in measured:
+            assert one.tokens / measured[0].tokens == pytest.approx(one.speedup, abs=0.01)
+
+
+def test_steps_by_how_weights_are_scaled_stand_beside_the_papers():
+    times = {"moss, weights just in time": 200.0, "moss, weights delayed": 196.0, "moss": 190.0}
+    step = {"rows": [ROW | {"impl": name, "metric": "step", "value": value} for name, value in times.items()]}
+    rows = {(row.case, row.unit): row for row in moss_speed.scalings(step)}
+    assert rows["moss, automatic", "ms"].ratio == pytest.approx(200 / 190)
+    assert rows["moss, automatic", "ms"].paper_ratio == pytest.approx(68.5 / 63.1)  # the paper's 1.087
+    assert rows["moss, weights just in time", "%"].value == pytest.approx(100 * 10 / 200)
+    assert rows["moss, weights just in time", "%"].paper == pytest.approx(100 * 3.6 / 68.5)
+    assert moss_speed.scalings({"rows": []}) == []
 
 
 @pytest.mark.parametrize("b2", coat_expansion.DECAYS)
