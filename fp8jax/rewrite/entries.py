@@ -83,6 +83,13 @@ class ReadWeight:
         return self.choice.linear is not None and self.choice.linear.quantized
 
     @property
+    def read_as_stored(self) -> bool:
+        """Whether the parameter is quantized as it is stored: all products quantize it, and nothing moves it."""
+        linear = self.choice.linear
+        quantized = linear is not None and linear.spec("w") is not None and linear.spec("w_dgrad") is not None
+        return quantized and not self.weight.moved
+
+    @property
     def saves(self) -> bool:
         """Whether it saves codes of its data."""
         linear = self.choice.linear

@@ -8,7 +8,7 @@ from fp8jax.core.spec import QuantSpec
 from fp8jax.rewrite import primitives
 from fp8jax.rewrite.entries import Entry
 from fp8jax.rewrite.graph import Graph, Node, Value
-from fp8jax.rewrite.operations import ActivationOperation, NormOperation, ProductOperation, RaggedOperation
+from fp8jax.rewrite.operations import ActivationOperation, NormOperation
 
 
 def kept_bytes(graph: Graph, entries: dict[Node, Entry], times: int = 1) -> Iterator[tuple[Node, int]]:
@@ -36,14 +36,14 @@ def kept_bytes(graph: Graph, entries: dict[Node, Entry], times: int = 1) -> Iter
 
 
 def _of_operation(operation: Any, entry: Entry, seen: set[Any]) -> float | None:
-    if isinstance(operation, (ProductOperation, RaggedOperation)):
-        linear = operation.linear if isinstance(operation, RaggedOperation) else operation.recipe.linear
+    if entry.product and entry.held is None:
+        linear = operation.linear
         assert entry.choice is not None
         made_again, spec = bool(entry.reads) and entry.choice.context.lean, linear.kept()
         if entry.kept or made_again or (operation.root, spec) in seen:
             return 0
         seen.add((operation.root, spec))
-        return _bytes(operation.data, spec, _inputs(operation))
+        return _bytes(operation.data, spec, operation.inputs)
     if isinstance(operation, NormOperation):
         rows = math.prod(operation.x.shape) // operation.x.shape[-1]
         return _bytes(operation.x, operation.recipe.context.spec) + 4 * rows
@@ -53,14 +53,6 @@ def _of_operation(operation: Any, entry: Entry, seen: set[Any]) -> float | None:
         each += [operation.gate] if len(each) == 2 and context.spec is not None and not context.lean else []
         return sum(_bytes(value, context.spec) for value in each)
     return None
-
-
-def _inputs(operation: Any) -> int:
-    """How many inputs a product sums over."""
-    if isinstance(operation, RaggedOperation):
-        return operation.data.shape[-1]
-    axes = operation.params["dimension_numbers"][0][1 - operation.side]
-    return math.prod(operation.data.shape[i] for i in axes)
 
 
 def _bytes(value: Value, spec: QuantSpec | None, inputs: int | None = None) -> float:

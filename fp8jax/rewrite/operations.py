@@ -21,8 +21,9 @@ from fp8jax.ops.ragged import ragged_dot
 from fp8jax.ops.saved import ITSELF, Origin
 from fp8jax.ops.scaled import Observed, scaled_linear
 from fp8jax.ops.sharding import merge, merged, named, product_sharding, split
-from fp8jax.rewrite.graph import Node, Value
-from fp8jax.rewrite.primitives import Equation
+from fp8jax.rewrite.entries import ReadWeight
+from fp8jax.rewrite.graph import Node, Value, origin_of
+from fp8jax.rewrite.primitives import Equation, ragged_by_rows
 from fp8jax.rewrite.states import Given, Use, observed_beside
 
 
@@ -68,6 +69,15 @@ class ProductOperation:
     use: Use | None = None
     params: Mapping[str, Any] = MappingProxyType({})
     bias: Value | None = None
+
+    @property
+    def linear(self) -> Linear:
+        return self.recipe.linear
+
+    @property
+    def inputs(self) -> int:
+        """How many inputs it sums over."""
+        return math.prod(self.data.shape[i] for i in self.params["dimension_numbers"][0][1 - self.side])
 
     def run(self, running: Any, node: Node) -> Sequence[Array]:
         given = Given() if self.use is None else running.states.get(self.use.key, Given())
@@ -177,10 +187,37 @@ class RaggedOperation:
     groups: Value
     root: Value
 
+    @classmethod
+    def takes(cls, node: Node, side: int) -> bool:
+        """Whether it can stand in place of an equation of its kind, whose operand `side` is a parameter."""
+        return side == 1 and ragged_by_rows(node.eqn)
+
+    @classmethod
+    def put(cls, p: ReadWeight) -> None:
+        """Puts it in place of a product."""
+        data, w, groups = p.node.operands
+        w = p.weight.stored if p.read_as_stored and not p.weight.layout else w
+        assert p.choice.linear is not None
+        operation = cls(p.choice.linear, data, w, groups, origin_of(data))
+        p.node.operands, p.node.operation = [data, w, groups], operation
+
+    @property
+    def told(self) -> str:
+        """What `explain` says of it besides the rule."""
+        return f"multiplies the values of the codes in {self.data.dtype}"
+
+    @property
+    def inputs(self) -> int:
+        return self.data.shape[-1]
+
     def run(self, running: Any, node: Node) -> Sequence[Array]:
         x, w, groups = (running.array(value) for value in (self.data, self.weight, self.groups))
         known, key = running.reads(x, self.root, self.linear, running.origin(self.root, x))
         return [ragged_dot(x, w, groups, recipe=self.linear, key=key, known=known).astype(node.results[0].dtype)]
+
+
+# Products that are no `dot_general`, by their primitives: classes as `RaggedOperation`; `told` may be left out.
+OTHERS: Mapping[str, Any] = {"ragged_dot_general": RaggedOperation}
 
 
 @dataclasses.dataclass(eq=False)

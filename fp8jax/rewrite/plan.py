@@ -28,7 +28,7 @@ from fp8jax.rewrite.heads import OUTPUT, Flow
 from fp8jax.rewrite.held import HeldOperation
 from fp8jax.rewrite.kept import keeps
 from fp8jax.rewrite.kept_bytes import kept_bytes
-from fp8jax.rewrite.operations import ActivationOperation, LayoutStep, NormOperation, ProductOperation, RaggedOperation
+from fp8jax.rewrite.operations import OTHERS, ActivationOperation, LayoutStep, NormOperation, ProductOperation
 from fp8jax.rewrite.primitives import CASTS, LAYOUTS, MARKS, PARTS, RESHAPES
 from fp8jax.rewrite.probes import FUNCTIONS
 from fp8jax.rewrite.rules import LayerChoice, Ordered, between
@@ -166,9 +166,8 @@ def _why_not(node: Node, sides: list[int], around: str) -> str | None:
         return "" if all(data) and inner else _unnamed(node.operands[:2])
     if inner:
         return "part of a gradient that the function takes itself; give that gradient's function to fp8jax.transform"
-    ragged = node.kind == "ragged_dot_general" and sides == [1] and primitives.ragged_by_rows(node.eqn)
-    if node.kind != "dot_general" and not ragged:
-        return f"fp8jax has no {node.kind}{' of this form' if 'ragged' in node.kind else ''}"
+    if node.kind != "dot_general" and not (node.kind in OTHERS and OTHERS[node.kind].takes(node, sides[0])):
+        return f"fp8jax has no {node.kind}{' of this form' if node.kind in OTHERS else ''}"
     if not jnp.issubdtype(node.operands[1 - sides[0]].dtype, jnp.floating):
         return f"its data are {node.operands[1 - sides[0]].dtype}"
     return None
@@ -217,9 +216,8 @@ def _replace_all(
                 entries[p.node] = _replace_held(p, entries[p.node])
             elif p.taken:
                 entry = entries.pop(p.node)._replace(kept=_replace_product(p, alone[p.graph]))
-                if isinstance(p.node.operation, RaggedOperation):
-                    dtype = p.node.operation.data.dtype
-                    entry = entry._replace(reason=f"{entry.reason}; multiplies the values of the codes in {dtype}")
+                if (told := getattr(p.node.operation, "told", "")) and p.place is None:
+                    entry = entry._replace(reason=f"{entry.reason}; {told}")
                 entries[p.place or p.node] = entry
     if not products and caller.names is not None and rules.between:
         # A norm that is called by itself: what reads it is not here.
@@ -246,16 +244,9 @@ def _made(value: Value, counts: dict[Value, int]) -> Value:
     return value
 
 
-def _read_as_stored(p: ReadWeight) -> bool:
-    """Whether a product's parameter is quantized as it is stored: all products quantize it, and nothing moves it."""
-    linear = p.choice.linear
-    quantized = linear is not None and linear.spec("w") is not None and linear.spec("w_dgrad") is not None
-    return quantized and not p.weight.moved
-
-
 def _made_of(p: ReadWeight) -> tuple[Value, tuple[LayoutStep, ...]]:
     """The parameter that a product quantizes, and what is done to it before; or what is read, if that is more."""
-    if _read_as_stored(p):
+    if p.read_as_stored:
         return p.weight.stored, tuple(LayoutStep(node, 0) for node in p.weight.layout)
     value, steps = p.node.operands[p.side], list[LayoutStep]()
     while value is not p.weight.stored:
@@ -274,10 +265,8 @@ def _replace_product(p: ReadWeight, alone: Mapping[Value, Node]) -> bool:
     """
     linear = p.choice.linear
     assert linear is not None
-    if p.node.kind == "ragged_dot_general":
-        data, w, groups = p.node.operands
-        w = p.weight.stored if _read_as_stored(p) and not p.weight.layout else w
-        p.node.operands, p.node.operation = [data, w, groups], RaggedOperation(linear, data, w, groups, origin_of(data))
+    if p.node.kind in OTHERS:
+        OTHERS[p.node.kind].put(p)
         return False
     # What a scaling observes of the data is that of their codes, which are kept then.
     kept = _kept(p) if p.choice.context.saved is not None and "x" not in linear.states else None

@@ -277,7 +277,7 @@ def transform(
     keeps no copy of it. Norms and activations are known by their values at probes. Everything else is run as it is
     written, under its own scopes and lines: what has a derivative of its own (`jax.custom_vjp`, `jax.custom_jvp`),
     products of data with what is computed from parameters, products of a gradient that the function takes itself,
-    convolutions, `jax.lax.ragged_dot`. `explain` tells of each.
+    convolutions. `explain` tells of each.
 
     Args:
         fn: any function that `jax.jit` can compile. To differentiate, differentiate what this returns.

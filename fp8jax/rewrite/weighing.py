@@ -104,8 +104,10 @@ def _weigh(products: list[ReadWeight], alone: Mapping[Value, Node], made: str, o
     (rates, assumed), each = gains.of_device(), list[float]()
     tokens = inputs = 1
     for p in products:
-        contract, batch = p.node.eqn.params.get("dimension_numbers", ((), ((),)))
-        if p.node.kind != "dot_general" or batch[0] or p.choice.linear is None:
+        if p.node.kind != "dot_general" or p.choice.linear is None:
+            return None
+        contract, batch = p.node.eqn.params["dimension_numbers"]
+        if batch[0]:
             return None
         data, weight = _shape_here(p.data), _shape_here(p.node.operands[p.side])
         if not all(isinstance(n, int) for n in data):  # a symbol, in a program for batches of any size

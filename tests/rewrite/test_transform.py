@@ -1,5 +1,6 @@
 """`fp8jax.transform`: functions of plain arrays and of other frameworks, rules, heads, settings, errors."""
 
+import dataclasses
 import functools
 import re
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import pytest
 from jax import lax
 
 import fp8jax
+from fp8jax.rewrite import operations
 from tests.distance import relative
 from tests.programs import dots, residuals
 
@@ -468,6 +470,59 @@ def test_experts_as_one_batched_product():
         return jnp.sum(jnp.einsum("ebtf,efd->ebtd", h, p["down"].astype(x.dtype)), 0)
 
     assert_near(experts, p, X, rules="coat")
+
+
+@dataclasses.dataclass(eq=False)
+class Pointwise:
+    """A convolution of one pixel, added by someone else, as CONTRIBUTING says."""
+
+    linear: object
+    data: object
+    weight: object
+    root: object
+
+    @classmethod
+    def takes(cls, node, side):
+        plain = node.eqn.params["dimension_numbers"] == lax.ConvDimensionNumbers(
+            (0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2)
+        )
+        return side == 1 and plain and node.operands[1].shape[:2] == (1, 1)
+
+    @classmethod
+    def put(cls, p):
+        p.node.operands = [p.data, p.weight.stored]
+        p.node.operation = cls(p.choice.linear, p.data, p.weight.stored, p.data)
+
+    @property
+    def inputs(self):
+        return self.data.shape[-1]
+
+    def run(self, running, node):
+        x, w = running.array(self.data), running.array(self.weight)
+        return [fp8jax.linear(x, w[0, 0], recipe=self.linear)]
+
+
+def test_a_product_of_someone_elses(monkeypatch):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    p = {"first": normal(0, 1, 1, WIDTH, INNER), "second": normal(1, 3, 3, INNER, WIDTH)}
+
+    def convolved(p, x):
+        for name in p:
+            x = lax.conv_general_dilated(
+                jnp.tanh(x), p[name].astype(x.dtype), (1, 1), "SAME", dimension_numbers=numbers
+            )
+        return x
+
+    image = X.reshape(1, 4, 8, WIDTH)
+    with pytest.raises(ValueError, match=r"first \(fp8jax has no conv_general_dilated\)"):
+        fp8jax.transform(convolved, "te_current")(p, image)
+    monkeypatch.setitem(operations.OTHERS, "conv_general_dilated", Pointwise)
+    fast = assert_near(convolved, p, image, products=1)
+    explained = fast.explain(p, image)
+    (entry,), (left,) = explained.quantized, explained.left
+    assert (entry.path, entry.bytes) == ("first", image.size + 4)
+    assert left.reason == "fp8jax has no conv_general_dilated of this form"
+    assert fast.check(p, image).first is None
 
 
 def test_effects_leaks_and_lines():
