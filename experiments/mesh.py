@@ -1,7 +1,7 @@
 """How a training state and its batches lie on devices, of one process or of several."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -149,9 +149,9 @@ def held(mesh: Meshes, params: Any, partition: str) -> Any:
     return _places(mesh, params, partition, lambda path: True)
 
 
-def check_partition(partition: str, mesh: Meshes, layers: int) -> None:
-    """Raises ValueError that says why a partition is none of the mesh's, and the fix."""
-    data = mesh.shape["data"]
+def check_partition(partition: str, sizes: Mapping[str, int], layers: int) -> None:
+    """Raises ValueError that says why a partition is none of a mesh of these sizes, and the fix."""
+    data = sizes["data"]
     if partition and data == 1:
         raise ValueError(f"{partition}: devices along data share what an optimizer holds; give --mesh data=2 or more")
     if partition == "tensors" and layers % data:

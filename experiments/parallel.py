@@ -56,35 +56,42 @@ class Whole:
 
     def outside_of_layers(self, weights: nnx.State) -> nnx.State:
         """All parameters that no layer holds as whole ones; the others as they are."""
-        return self._whole(weights, "", {}) if self.cut else weights
+        return self._whole(weights, "", {}, set()) if self.cut else weights
 
     def __call__(self, layer: Block, call: Callable[[Block], Array]) -> Array:
         """What `call` gives of a layer, of one whose parameters are shards."""
         asked: dict[str, bool] = {}
+        unsure: set[str] = set()
 
         def codes(path: str, w: Array, linear: fp8jax.recipes.Linear, scale: Array | None) -> Any:
             name = f"layers.{path}.kernel"
             quantized = gather_quantized(w, "fsdp", linear, scale=scale) if name in self.cut else None
             asked[name] = quantized is not None
+            if asked[name] and linear.select == "gains":
+                unsure.add(name)
             return quantized
 
         graph, *states = nnx.split(fp8jax.nnx.quantize_weights(layer, codes), nnx.Param, ...)
         weights, rest = states
-        whole = nnx.merge(graph, self._whole(weights, "layers.", asked), rest)
+        whole = nnx.merge(graph, self._whole(weights, "layers.", asked, unsure), rest)
         y = call(whole)
         nnx.update(layer, nnx.state(whole, fp8jax.nnx.ScalingVariable))
         return y
 
-    def _whole(self, weights: nnx.State, start: str, asked: dict[str, bool]) -> nnx.State:
-        """Parameters as whole ones, by whether a product has asked for their codes, and has them."""
+    def _whole(self, weights: nnx.State, start: str, asked: dict[str, bool], unsure: set[str]) -> nnx.State:
+        """Parameters as whole ones, by whether a product has asked for their codes, and has them.
+
+        Of some it is `unsure` whether it will read the codes: they are gathered in both forms, of which XLA leaves out
+        the one that nothing reads.
+        """
 
         def one(path: Any, x: Array) -> Array:
             name = start + jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
             if name not in self.cut or name.startswith("layers.") != bool(start):
                 return x
             # What a product quantizes itself it quantizes from the values that are held.
-            dtype = x.dtype if name in asked else fp8jax.formats.get(self.dtype).dtype
-            read = not asked.get(name, False)
+            dtype = x.dtype if name in asked and name not in unsure else fp8jax.formats.get(self.dtype).dtype
+            read = not asked.get(name, False) or name in unsure
             return whole_weight(x, "fsdp", self.comm, dim=x.ndim - 2, dtype=dtype, read=read)
 
         gathered: nnx.State = jax.tree_util.tree_map_with_path(one, weights)

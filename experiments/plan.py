@@ -124,6 +124,7 @@ def of(
     *,
     microbatches: int = 1,
     recompute: bool = False,
+    partition: str = "",
 ) -> Plan:
     """The plan of a model's step.
 
@@ -134,6 +135,7 @@ def of(
         tokens: of one microbatch on one device; those along "tensor" share theirs.
         microbatches: parts that a batch is computed in.
         recompute: as of `saved_per_token`.
+        partition: as of `fp8jax.dist.plan`.
 
     Logits are there as `--logits auto` has them.
     """
@@ -167,6 +169,7 @@ def of(
         activations=activations,
         logits=float(of_loss),
         unsharded=2 * layer / shared,
+        partition=partition,
     )
     share = GAPS_OF_CONTEXTS if recipe.context.saved else 0.0
     if recompute and not recipe.linear.quantized:
@@ -188,14 +191,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--vocab", type=int, default=32_000)
+    parser.add_argument("--partition", choices=("tensors", "slices"), default="", help="as of experiments.train")
     parser.add_argument("--recompute", action="store_true", help="keep results of products and attention alone")
     options = parser.parse_args(argv)
     try:
         llama = sizes.get(options.model.removeprefix("llama-"), options.vocab)
         where, recipe = mesh.parse(options.mesh), fp8jax.recipes.get(options.recipe)
+        mesh.check_partition(options.partition, where, llama.layers)
         plan = of(
-            llama, recipe, where, options.batch * options.length,
-            microbatches=options.microbatches, recompute=options.recompute,
+            llama, recipe, where, options.batch * options.length, microbatches=options.microbatches,
+            recompute=options.recompute, partition=options.partition,
         )  # fmt: skip
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -204,7 +209,8 @@ def main(argv: list[str] | None = None) -> int:
     parts = f" in {options.microbatches} microbatches" if options.microbatches > 1 else ""
     each = f"each of {devices} devices" if devices > 1 else "one device"
     tokens = f"{options.batch} x {options.length} tokens{parts}"
-    print(sentence(f"{options.model}, recipe {recipe.name}, {options.mesh}: {each}, {tokens}"))
+    shared = f", --partition {options.partition}" if options.partition else ""
+    print(sentence(f"{options.model}, recipe {recipe.name}, {options.mesh}{shared}: {each}, {tokens}"))
     print(plan.table())
     if "gaps" in plan.memory:
         print(

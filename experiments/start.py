@@ -72,7 +72,7 @@ def devices(config: Config, recipes: Iterable[fp8jax.Recipe]) -> jax.sharding.Me
         raise UserError(f"--mesh {error}") from None
     try:
         if config.run.partition:
-            mesh.check_partition(config.run.partition, found, shape(config).layers)
+            mesh.check_partition(config.run.partition, found.shape, shape(config).layers)
     except ValueError as error:
         raise UserError(f"--partition {error}") from None
     return found

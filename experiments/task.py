@@ -285,6 +285,12 @@ class Task:
         if self.partition and self.rows is not None:
             # Each device updates what it holds; where parameters lie after a step says its caller.
             where = meshes.held(self.rows.mesh, params, self.partition)
+            if self.partition == "tensors":
+                # XLA would scatter sums of layers' gradients along rows, and then move that to the layers' devices.
+                whole = meshes.state(self.rows.mesh, params)
+                pick = lambda path, one, own: one if meshes.stacked(path) else own  # noqa: E731
+                summed = jax.tree_util.tree_map_with_path(pick, whole, where)
+                grads = jax.lax.with_sharding_constraint(grads, summed)
             grads, params = jax.lax.with_sharding_constraint((grads, params), (where, where))
         # No branch: its two ends would be copied to one place.
         if isinstance(self.tx, FusedTransformation):

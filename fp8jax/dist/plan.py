@@ -71,6 +71,7 @@ def plan(
     activations: float = 0.0,
     logits: float = 0.0,
     unsharded: float = 0.0,
+    partition: str = "",
 ) -> Plan:
     """Memory and communication of a training step of a recipe on a mesh.
 
@@ -91,6 +92,9 @@ def plan(
     used in parts; other matrices are in parts, too, but are gathered whole for a step, in what products compute in, and
     the gradients of all others are of a device's own tokens, and are summed.
 
+    With a partition each device along "data" updates its part of the parameters, and new ones are gathered over "data",
+    as they are held. XLA then scatters gradients of slices; those of whole tensors it sums.
+
     Left out are single numbers, such as largest magnitudes, histories of delayed scaling, and what lookups in a table
     cost that XLA does not gather.
 
@@ -105,12 +109,15 @@ def plan(
         activations: bytes that one device keeps for the backward pass, from its own model and microbatch.
         logits: bytes of logits and what the loss makes of them.
         unsharded: bytes of parameters that are gathered at a time, in bf16: a layer's.
+        partition: how devices along "data" share what the optimizer holds, as `--partition` of the training program:
+            "tensors", each layer's on one device, or "slices" of all; of parameters outside of layers either way
+            slices. "" for all on each.
 
     Returns:
         A `Plan`.
 
     Raises:
-        ValueError: an axis of no devices.
+        ValueError: an axis of no devices; no partition has this name.
         TypeError: a part of a recipe is given for one.
     """
     recipe = resolve(recipe)
@@ -121,18 +128,21 @@ def plan(
         raise ValueError(
             f"a mesh has at least one device along each axis, not data={data}, fsdp={fsdp}, tensor={tensor}"
         )
+    if partition not in ("", "tensors", "slices"):
+        raise ValueError(f"partition {partition!r} is not 'tensors' or 'slices'")
     leaves = jax.tree.leaves(params)
     count = sum(math.prod(x.shape) for x in leaves)
     cut = count / (fsdp * tensor)
     stored = {role: size for role, _, _, size in recipe.plan()}
     held = formats.get(recipe.weights.held)
     memory = {"parameters": cut * held.bytes_per_element}
+    own = cut / data if partition else cut
     if recipe.weights.parts:
-        memory["remainders of weights"] = cut * (stored["master weight"] - held.bytes_per_element)
+        memory["remainders of weights"] = own * (stored["master weight"] - held.bytes_per_element)
     elif recipe.weights.master == SCALED:
-        memory["master weights"] = cut * stored["master weight"]
-    memory["first moments"] = cut * stored["first moment"]
-    memory["second moments"] = cut * stored["second moment"]
+        memory["master weights"] = own * stored["master weight"]
+    memory["first moments"] = own * stored["first moment"]
+    memory["second moments"] = own * stored["second moment"]
     if microbatches > 1:
         memory["sums of gradients"] = cut * 4
     gradients = {"gradients": cut * held.bytes_per_element}
@@ -149,8 +159,10 @@ def plan(
     memory["runtime"] = RUNTIME + (NCCL if data * fsdp * tensor > 1 else 0)
     depths = jax.tree.leaves(jax.tree.broadcast(stacked, params))
     sizes = [tuple(x.shape) for x in leaves]
+    updated = _updated(sizes, depths, recipe, data, fsdp * tensor, partition) if data > 1 else []
     if tensor == 1:
-        return Plan(memory, peak, tuple(_exchanged(sizes, depths, recipe, data, fsdp)))
+        collectives = _exchanged(sizes, depths, recipe, data, fsdp, partition=partition)
+        return Plan(memory, peak, (*collectives, *updated))
     if recipe.comm.gradients is None:
         plain = Comm("fp32" if recipe.weights.compute == "fp32" else "bf16")
         recipe = dataclasses.replace(recipe, comm=plain)
@@ -161,7 +173,7 @@ def plan(
     ]
     collectives = _summed(sizes, depths, dims, recipe, fsdp, tensor)
     collectives += _exchanged(used, depths, recipe, data, fsdp, [tensor if dim < 0 else 1 for dim in dims])
-    return Plan(memory, peak, (*crossings, *collectives))
+    return Plan(memory, peak, (*crossings, *collectives, *updated))
 
 
 def _summed(
@@ -188,6 +200,20 @@ def _summed(
     return [one for one in found if one.nbytes]
 
 
+def _updated(
+    shapes: Sequence[tuple[int, ...]], depths: Sequence[int], recipe: Recipe, data: int, cut: int, partition: str
+) -> list[Collective]:
+    """All-gathers of new parameters, of which each device along "data" has made a part: its own of what it holds."""
+    if not partition:
+        return []
+    parts = list(zip(shapes, depths, strict=True))
+    own = sum(math.prod(shape) // (cut * data) for shape, depth in parts if len(shape) - depth >= 2)
+    if partition == "tensors":
+        own += sum(math.prod(shape) // data for shape, depth in parts if len(shape) - depth < 2 and depth)
+    held = recipe.weights.held
+    return [Collective("all-gather", HLO_NAMES[held], int(formats.get(held).bytes_per_element) * own, data)]
+
+
 def _exchanged(
     shapes: Sequence[tuple[int, ...]],
     depths: Sequence[int],
@@ -195,6 +221,7 @@ def _exchanged(
     data: int,
     fsdp: int,
     kept: Sequence[int] = (),
+    partition: str = "",
 ) -> list[Collective]:
     """What devices along "data" and "fsdp" exchange; `kept` says over how many others matrices are cut that are used
     whole, and so their gradients when they are summed over "data"."""
@@ -216,11 +243,16 @@ def _exchanged(
             )
         return collectives
     computed = recipe.weights.compute
-    sums = int(formats.get(computed).bytes_per_element) * sum(math.prod(shape) for shape, _ in matrices)
+    itemsize = int(formats.get(computed).bytes_per_element)
+    # Where devices along "data" update slices, XLA scatters over both axes what it would scatter and then sum.
+    sliced = [data > 1 and (partition == "slices" or (partition == "tensors" and not depth)) for _, depth in matrices]
+    both = itemsize * sum(math.prod(shape) for (shape, _), x in zip(matrices, sliced, strict=True) if x)
+    alone = itemsize * sum(math.prod(shape) for shape, _ in matrices) - both
+    collectives.append(Collective("reduce-scatter", HLO_NAMES[computed], both, data * cut))
     if fsdp > 1:
-        collectives.append(Collective("reduce-scatter", HLO_NAMES[computed], sums, fsdp))
+        collectives.append(Collective("reduce-scatter", HLO_NAMES[computed], alone, fsdp))
     if data > 1:
-        collectives.append(Collective("all-reduce", HLO_NAMES[computed], sums // cut, data))
+        collectives.append(Collective("all-reduce", HLO_NAMES[computed], alone // cut, data))
     rest = sum(math.prod(shape) for shape, depth in parts if len(shape) - depth < 2)
     if data * fsdp > 1:
         collectives.append(Collective("all-reduce", HLO_NAMES["fp32"], 4 * rest, data * fsdp))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 from fp8jax.dist.collectives import Collective, collectives
 from fp8jax.dist.plan import Plan, reductions
-from fp8jax.recipes import Comm
+from fp8jax.recipes import Comm, Weights
 
 SHAPES = {"layers": (3, 40, 96), "w": (64, 128), "odd": (5, 1001), "norm": (128,), "one": ()}
 STACKED = {"layers": 1, "w": 0, "odd": 0, "norm": 0, "one": 0}
@@ -229,6 +229,46 @@ def test_what_travels_is_what_the_sizes_of_the_parameters_say(case):
     mesh = {"data": data, "fsdp": fsdp, "tensor": tensor}
     found = fp8jax.dist.plan(params, recipe, mesh, stacked=stacked, shared=shared, crossings=crossings)
     assert totals(found.collectives) == EXCHANGED[case]
+
+
+# Of te_current's, by kind, dtype and devices, over data=2: what partitions change, of parameters held in fp32.
+OF_SUMS = {("all-reduce", "bf16", 2): 2 * (W + MID + EMBED)}
+PARTITIONED = {
+    ("", 1): OF_SUMS,
+    ("slices", 1): {
+        ("reduce-scatter", "bf16", 2): 2 * (W + MID + EMBED),
+        ("all-gather", "f32", 2): 4 * (W + MID + EMBED) // 2,
+    },
+    ("tensors", 1): {  # "w" is stacked
+        ("all-reduce", "bf16", 2): 2 * W,
+        ("reduce-scatter", "bf16", 2): 2 * (MID + EMBED),
+        ("all-gather", "f32", 2): 4 * (W + MID + EMBED) // 2,
+    },
+    ("tensors", 4): {
+        ("all-reduce", "bf16", 2): 2 * W // 4,
+        ("reduce-scatter", "bf16", 4): 2 * W,
+        ("reduce-scatter", "bf16", 8): 2 * (MID + EMBED),
+        ("all-gather", "f32", 2): 4 * (W + MID + EMBED) // 8,
+    },
+}
+
+
+@pytest.mark.parametrize(("partition", "fsdp"), PARTITIONED)
+def test_a_partition_shares_what_the_optimizer_holds(partition, fsdp):
+    """Parameters stay; moments and remainders are a device's own part, and new parameters are gathered."""
+    params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in LAYERS.items()}
+    stacked, mesh = {"w": 1, "mid": 0, "embed": 0, "norm": 0}, {"data": 2, "fsdp": fsdp}
+    plan = lambda recipe, **how: fp8jax.dist.plan(params, recipe, mesh, stacked=stacked, **how)  # noqa: E731
+    found = plan("bf16", partition=partition)
+    kinds = [*PARTITIONED["slices", 1], *OF_SUMS, ("reduce-scatter", "bf16", 4), ("reduce-scatter", "bf16", 8)]
+    assert {key: n for key, n in totals(found.collectives).items() if key in kinds} == PARTITIONED[partition, fsdp]
+    parts = dataclasses.replace(fp8jax.recipes.coat(), weights=Weights(master="bf16+int8"))
+    found, alone = plan(parts, partition=partition), plan(parts)
+    shared = {"first moments", "second moments", "remainders of weights"}
+    for name, size in alone.memory.items():
+        assert found.memory[name] == (size / 2 if partition and name in shared else size)
+    with pytest.raises(ValueError, match="partition 'rows' is not 'tensors' or 'slices'"):
+        plan("bf16", partition="rows")
 
 
 def test_memory_is_that_of_the_moment_that_holds_most():

@@ -1,7 +1,7 @@
 """Training steps compiled for several H200s in a process that has no GPU: `python -m tests.experiments.compiled_steps`.
 
-Each argument is RECIPE:DATA:FSDP:TENSOR:GRADIENTS:FORM. What the compiled step exchanges is printed beside what a plan
-of it says, as bytes by kind, dtype and number of devices; single numbers are left out of neither.
+Each argument is RECIPE:DATA:FSDP:TENSOR:GRADIENTS:FORM:PARTITION. What the compiled step exchanges is printed beside
+what a plan of it says, as bytes by kind, dtype and number of devices; single numbers are left out of neither.
 """
 
 import contextlib
@@ -32,14 +32,15 @@ LLAMA = LlamaConfig(vocab=2048, dim=256, layers=2, heads=4, kv_heads=4, mlp_dim=
 BATCH, LENGTH = 8, 1024
 
 
-def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm) -> tuple[Any, fp8jax.Recipe]:
+def compiled(name: str, devices: jax.sharding.Mesh, comm: Comm, partition: str) -> tuple[Any, fp8jax.Recipe]:
     """The step of a recipe, and the recipe."""
     recipe = dataclasses.replace(fp8jax.recipes.get(name), comm=comm)
     rows = mesh.batches(devices)
     remat = False if recipe.context.saved else "products"
-    task = Task.build(LLAMA, train.make_optimizer(config.Config(), recipe), recipe, remat=remat, seed=0, rows=rows)
+    tx = train.make_optimizer(config.Config(), recipe)
+    task = Task.build(LLAMA, tx, recipe, remat=remat, seed=0, rows=rows, partition=partition)
     shapes = jax.eval_shape(task.init)
-    placed = mesh.state(devices, shapes)
+    placed = mesh.state(devices, shapes, partition)
     state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, placed)
     tokens = jax.ShapeDtypeStruct((BATCH * devices.size, LENGTH + 1), jnp.int32, sharding=rows)
     step = jax.jit(task.step, donate_argnums=0, out_shardings=(placed, None)).lower(state, tokens).compile()
@@ -67,17 +68,20 @@ def main() -> None:
         patches.enter_context(choice.target(capability=90))
         target = (h200.HERE / "h200.txtpb").read_text()
         for argument in sys.argv[1:]:
-            name, *numbers, gradients, form = argument.split(":")
-            comm, sizes = [part for part in (gradients, form) if part], tuple(map(int, numbers))
+            name, data, fsdp, tensor, gradients, form, *rest = argument.split(":")
+            comm, sizes = [part for part in (gradients, form) if part], (int(data), int(fsdp), int(tensor))
+            partition = rest[0] if rest else ""
             topology = topologies.get_topology_desc(
                 platform="cuda", target_config=target, topology=f"1x1x{math.prod(sizes)}"
             )
             devices = jax.sharding.Mesh(np.array(topology.devices).reshape(sizes), mesh.AXES)
             with jax.set_mesh(devices):  # kernels are partitioned where there are several devices
-                step, recipe = compiled(name, devices, Comm(*comm))
+                step, recipe = compiled(name, devices, Comm(*comm), partition)
             tokens = BATCH * LENGTH
             with mock.patch.object(plan, "saved_per_token", return_value=0.0):
-                planned = plan.of(LLAMA, recipe, dict(devices.shape), tokens, recompute=not recipe.context.saved)
+                planned = plan.of(
+                    LLAMA, recipe, dict(devices.shape), tokens, recompute=not recipe.context.saved, partition=partition
+                )
             told[argument] = totals(collectives(step.as_text())), totals(planned.collectives)
     print(h200.MARK + json.dumps(told))
 

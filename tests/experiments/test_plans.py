@@ -75,6 +75,8 @@ def test_the_command_plans_a_model_that_fits_no_machine_here(capsys, monkeypatch
     assert "all-gather         u8" in told
     assert plan.main(["--model", "1e9"]) == 2
     assert "unknown model size '1e9'" in capsys.readouterr().err
+    assert plan.main(["--model", "7b", "--mesh", "fsdp=2", "--partition", "slices"]) == 2
+    assert "give --mesh data=2 or more" in capsys.readouterr().err
 
 
 def test_every_option_of_the_command_arrives(capsys, monkeypatch):
@@ -83,9 +85,13 @@ def test_every_option_of_the_command_arrives(capsys, monkeypatch):
     monkeypatch.setattr(plan, "saved_per_token", lambda llama, recipe, recompute, shared=1: 1000.0 + recompute)
     monkeypatch.setattr(plan, "of", lambda *args, **how: asked.append((args, how)) or real(*args, **how))
     flags = "--model llama-1b --recipe fast --mesh data=2,fsdp=4,tensor=2 --batch 3 --length 100 --vocab 999"
-    for more, how in ("", {"microbatches": 1, "recompute": False}), (
-        " --microbatches 5 --recompute", {"microbatches": 5, "recompute": True}
-    ):  # fmt: skip
+    for more, how in (
+        ("", {"microbatches": 1, "recompute": False, "partition": ""}),
+        (
+            " --microbatches 5 --recompute --partition slices",
+            {"microbatches": 5, "recompute": True, "partition": "slices"},
+        ),
+    ):
         assert plan.main((flags + more).split()) == 0
         args = sizes.get("1b", 999), fp8jax.recipes.fast(), {"data": 2, "fsdp": 4, "tensor": 2}, 300
         assert asked.pop() == (args, how)

@@ -1,5 +1,6 @@
 """The training step of devices that share sequences: loss and gradients, against those of one device."""
 
+import collections
 import dataclasses
 import functools
 
@@ -14,6 +15,7 @@ from experiments.models.llama import LlamaConfig
 from experiments.task import Task
 from fp8jax.dist.collectives import collectives
 from fp8jax.recipes import Comm, Weights
+from fp8jax.rewrite import weighing
 from tests.distance import order, relative
 
 pytestmark = pytest.mark.usefixtures("small_on_meshes")
@@ -32,7 +34,7 @@ ROUNDING = 2.0**-4 / 3**0.5
 
 
 def recipe_of(name):
-    recipe = fp8jax.recipes.get(name)
+    recipe = fp8jax.recipes.for_shapes("coat") if name == "auto" else fp8jax.recipes.get(name)
     plain = fp8jax.recipes.bf16().optimizer
     return dataclasses.replace(recipe, weights=Weights("fp32", "fp32"), optimizer=plain, comm=Comm())
 
@@ -82,6 +84,14 @@ def program(name, where=None, llama=LLAMA, tokens=TOKENS, **how):
     return run.lower(*arguments).compile(), arguments
 
 
+def totals(run):
+    """What a program exchanges, by kind, dtype and devices."""
+    sums = collections.Counter()
+    for x in collectives(run.as_text()):
+        sums[x.kind, x.dtype, x.devices] += x.times * x.nbytes
+    return sums
+
+
 def found(*args, **how):
     run, arguments = program(*args, **how)
     return run(*arguments)
@@ -117,6 +127,7 @@ def test_without_codes_it_is_that_of_one_device(where, llama, tokens, how):
     [
         ("coat", "tensor"),
         ("int8_block", "data"),
+        ("auto", "fsdp"),  # whose products gain nothing here, and so read values
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [("moss", "fsdp"), ("te_delayed", "data"), ("int8_fallback", "tensor"), ("deepseek", "tensor"),
@@ -146,3 +157,11 @@ def test_in_8_bits_it_is_as_far_from_fp32_as_on_one_device(name, where):
     ]
     assert codes[0] == codes[1]
     assert codes[0] == (0 if name in STATES else 4 * LLAMA.layers * devices * tokens * LLAMA.dim)
+
+
+@pytest.mark.slow
+def test_products_that_gain_gather_codes_alone(monkeypatch):
+    """`auto` decides when shapes are seen, after weights are gathered: XLA leaves out the form that nothing reads."""
+    monkeypatch.setattr(weighing.gains, "gain", lambda *_, **__: 1.0)
+    sent = [totals(program(name, "fsdp")[0]) for name in ("auto", "coat")]
+    assert sent[0] == sent[1]
