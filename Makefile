@@ -32,6 +32,8 @@ results: .venv/test.stamp ## measure what README and RESULTS quote on this host'
 
 pages: .venv/test.stamp ## write RESULTS.md, results/pages, and the figures of README and docs/ from the files in results/
 	$(BIN)/python -m experiments.tables.moss_speed
+	$(BIN)/python -m experiments.tables.coat_efficiency
+	$(BIN)/python -m experiments.tables.int8_limit
 	$(BIN)/python -m experiments.tables.training_parity --judge
 	$(BIN)/python -m experiments.tables.report
 

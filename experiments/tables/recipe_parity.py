@@ -93,15 +93,17 @@ STUDIES = {
         f"{CONTROL} is coat whose forward products read codes of one mantissa bit: it must differ.",
     ),
     "intervals": SeedStudy(
-        "MOSS: steps between measurements of weights' scales (Table 9)",
+        "MOSS: steps between measurements of weights' scales (Tables 9, 11)",
         "_intervals",
         "parity_intervals",
         training_parity.SIZES["13m"][1],
         ("moss_interval_1", "moss_interval_100", "moss", "moss_interval_2000"),
+        pairs=(("moss beside every step (Table 11)", "moss", "moss_interval_1"),),
         about="moss measures its weights' scales every 500 steps; 2,000 are more than the run has, so that scales are "
         "predicted from the first weights on. The paper has accuracies on NumGLUE after fine-tuning a Llama-2-7B: "
         "bf16 58.7 %, every step 59.3, 100 steps 59.4, 500 steps 59.4, 2,000 steps 58.1; we have neither, and give "
-        "losses. What scales cost is in results/pages/scaling.md.",
+        "losses. In its Table 11 predicted scales are within 0.2 % of those of every step in three such accuracies; "
+        "here stands the difference of the two losses. What scales cost is in results/pages/scaling.md.",
     ),
 }
 
