@@ -251,12 +251,15 @@ def test_what_changed_since_follows_from_git(tmp_path):
 def test_a_commit_is_that_of_the_code_that_runs(tmp_path, monkeypatch):
     monkeypatch.delenv("FP8JAX_COMMIT", raising=False)
     root = tmp_path / "repository"
-    (first,) = history(root, ("fp8jax/a.py", "1"))
+    *_, first = history(root, ("fp8jax/a.py", "1"), ("experiments/b.py", "1"), ("README.md", "1"))
     assert record._head.__wrapped__(root) == first[:10]
     (root / "README.md").write_text("not measured")
     assert record._head.__wrapped__(root) == first[:10]
-    (root / "fp8jax" / "a.py").write_text("2")
-    assert record._head.__wrapped__(root) == f"{first[:10]}+"
+    for path in ("fp8jax/a.py", "experiments/b.py"):
+        before = (root / path).read_text()
+        (root / path).write_text("2")
+        assert record._head.__wrapped__(root) == f"{first[:10]}+"
+        (root / path).write_text(before)
     (tmp_path / "plain").mkdir()
     assert record._head.__wrapped__(tmp_path / "plain") == record.UNKNOWN
     monkeypatch.setenv("FP8JAX_COMMIT", f"{first}+")
@@ -270,6 +273,16 @@ def test_a_commit_is_that_of_the_code_that_runs(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_folders_are_named_after_cards(device, card):
     assert record.card(device) == card
+
+
+def test_rows_of_other_commits_and_cards_keep_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP8JAX_COMMIT", "0123456789")
+    rows = [{"case": "a"}, {"case": "b", "commit": "abc"}, {"case": "c", "device": "other"}, {"case": "d"}]
+    path = record.write(tmp_path, "x", title="", command="c", device="cpu", rows=rows, notes=[], date="2026-01-01",
+                        versions={"torch": "2"}, complete=False)  # fmt: skip
+    content = json.loads(path.read_text())
+    assert (content["date"], content["complete"], content["versions"]["torch"]) == ("2026-01-01", False, "2")
+    assert record.sources(content) == [("0123456789", "cpu"), ("abc", "cpu"), ("0123456789", "other")]
 
 
 def test_only_visible_gpus_count(monkeypatch, tmp_path):

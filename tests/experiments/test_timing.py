@@ -1,5 +1,6 @@
 """What benchmarks record: means and plots compare like with like."""
 
+import functools
 import json
 
 import pytest
@@ -24,7 +25,13 @@ def test_means_leave_out_cases_without_a_peer_and_tell_how_many_are_left():
     assert found["ours"]["ratio"] == pytest.approx(0.5)
     assert (found["ours"]["case"], found["ours"]["baseline"]) == ("geometric mean of 1", "peer")
     assert found["bf16"]["ratio"] == 1
-    assert timing.means(rows(), "kept")[0]["ratio"] == pytest.approx(6)
+    (kept,) = timing.means(rows(), "kept")
+    assert (kept["ratio"], kept["case"], kept["baseline"]) == (pytest.approx(6), "geometric mean", "bf16")
+    # Of several baselines each is a peer; means are no cases of later ones.
+    mixed = [*rows(), timing.row("c", "ours", "rate", 1.0, "TFLOP/s", "other", 8.0)]
+    for table in (mixed, mixed + timing.means(mixed, "rate", "bf16")):
+        found = {r["impl"]: r for r in timing.means(table, "rate", "bf16")}
+        assert (found["ours"]["ratio"], found["ours"]["baseline"]) == (pytest.approx(2), "best peer")
 
 
 def test_metrics_and_means_are_plotted_apart(monkeypatch, tmp_path):
@@ -58,6 +65,37 @@ def test_a_file_says_how_it_was_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("FP8JAX_DRY", "1")
     timing.write("gemm", "Title", rows(), [], {}, tmp_path)
     assert not json.loads((tmp_path / "cpu" / "gemm.json").read_text())["complete"]
+
+
+def test_operands_are_several_and_exceed_the_cache_together():
+    assert timing.copies(1 << 20) == 150  # three times 50 MiB
+    assert timing.copies((1 << 20) + 1) == 150
+    assert timing.copies(1 << 40) == 8
+
+
+def test_a_round_calls_as_often_as_fits_the_burst_and_begins_with_any(monkeypatch):
+    clock, ran, turns = [0.0], [], []
+    lengths = {"a": 0.5, "b": 0.25, "slow": 100.0}
+
+    def call(name):
+        clock[0] += lengths[name]
+        ran.append(name)
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    ready = {name: functools.partial(call, name) for name in lengths}
+    found = timing.seconds(ready, 1, 4.0)
+    # Two untimed and two timed to see how long one takes; then as many in a burst, at least two, untimed and timed.
+    assert {name: ran.count(name) for name in lengths} == {"a": 4 + 2 * 8, "b": 4 + 2 * 16, "slow": 4 + 2 * 2}
+    assert found == lengths
+    ran.clear()
+    timing.in_turns(ready, 40, dict.fromkeys(ready, 1), turns.append)
+    assert turns == ran[::2] == ran[1::2]
+    assert {name for name in turns[::3]} == set(lengths)
+
+
+@pytest.mark.parametrize("arguments", ["gemm --out x --rounds 3", "gemm --rounds 3 --out x", "gemm --out=x --rounds 3"])
+def test_a_command_is_told_without_where_its_results_went(arguments):
+    assert timing._asked(arguments.split()) == ["gemm", "--rounds", "3"]
 
 
 def test_rows_have_quartiles_where_these_are_given(capsys):
