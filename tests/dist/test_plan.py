@@ -167,9 +167,25 @@ EXCHANGED = {
         ("reduce-scatter", "f32", 4): 4 * EMBED,
         ("all-reduce", "f32", 4): 4 * (2 + 1 + NORM),
     },
+    ("factors, fp32", 1, 4): {  # parameters travel as they are held
+        ("all-gather", "f32", 4): 4 * (W + MID + EMBED) // 4,
+        ("reduce-scatter", "f8e4m3fn", 4): W + MID,
+        ("reduce-scatter", "f32", 4): 4 * EMBED,
+        ("all-reduce", "f32", 4): 4 * (2 + 1 + NORM),
+    },
     ("factors", 4, 1): {
         ("all-reduce", "f8e4m3fn", 4): W + MID,
         ("all-reduce", "f32", 4): 4 * (2 + 1 + EMBED + NORM),
+    },
+    ("groups", 2, 4): {  # of 128 columns; those of "mid" have 64 more that are empty
+        ("all-gather", "u8", 4): 2 * W // 4,
+        ("all-gather", "bf16", 4): 2 * (MID + EMBED) // 4,
+        ("all-to-all", "u8", 4): W + MID,
+        ("reduce-scatter", "f32", 4): 4 * EMBED,
+        ("all-reduce", "f32", 4): 4 * (W // 128 + MID // 64 + NORM),
+        ("all-to-all", "u8", 2): (W + 2 * MID) // 4,
+        ("all-gather", "u8", 2): ((W + 2 * MID) // 4 + 4 * (W // 4 // 128 + MID // 4 // 64)) // 2,  # with their scales
+        ("all-reduce", "f32", 2): 4 * (W // 4 // 128 + MID // 4 // 64 + EMBED // 4 + NORM),
     },
     ("blocks", 1, 8): {  # 8 rows of a layer on each, a part of a block: weights travel as they are
         ("all-gather", "f32", 8): 2 * 4 * W // 8,
@@ -211,16 +227,18 @@ EXCHANGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", EXCHANGED)
+@pytest.mark.parametrize("case", EXCHANGED, ids=str)
 def test_what_travels_is_what_the_sizes_of_the_parameters_say(case):
     name, data, fsdp, tensor = (*case, 1)[:4]
     params = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in LAYERS.items()}
     plain = fp8jax.recipes.te_current()
     recipe = {
         "te_current": plain,
+        "groups": dataclasses.replace(plain, comm=Comm("e4m3:group128")),
         "codes": dataclasses.replace(plain, comm=Comm("e4m3")),
         "delayed": dataclasses.replace(fp8jax.recipes.te_delayed(), comm=Comm("bf16")),
         "blocks": dataclasses.replace(plain, linear=BLOCKS, comm=Comm("e4m3")),
+        "factors, fp32": dataclasses.replace(plain, comm=Comm("e4m3", "one_phase", auto_scale=True)),
         "factors": dataclasses.replace(fp8jax.recipes.fp8_lm(), comm=Comm("e4m3", "one_phase", auto_scale=True)),
     }[name]
     stacked = {"w": 1, "mid": 0, "embed": 0, "norm": 0}
