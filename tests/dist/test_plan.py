@@ -289,6 +289,19 @@ def test_a_partition_shares_what_the_optimizer_holds(partition, fsdp):
         plan("bf16", partition="rows")
 
 
+def test_thin_layers_are_coded_where_all_are_reduced_together():
+    """A layer's gradient is too small for codes; with factors, which are of a whole gradient, it is no layer's."""
+    params, plain = {"w": jax.ShapeDtypeStruct((4, 32, 64), jnp.float32)}, fp8jax.recipes.te_current()
+    for comm, want in (
+        (Comm("e4m3", "one_phase"), {("reduce-scatter", "f32", 4): 4 * 8192}),
+        (Comm("e4m3", "one_phase", auto_scale=True),
+         {("reduce-scatter", "f8e4m3fn", 4): 8192, ("all-reduce", "f32", 4): 4 * 4}),
+    ):  # fmt: skip
+        found = fp8jax.dist.plan(params, dataclasses.replace(plain, comm=comm), {"fsdp": 4}, stacked=1)
+        summed = [one for one in found.collectives if one.kind != "all-gather"]
+        assert totals(summed) == want
+
+
 def test_memory_is_that_of_the_moment_that_holds_most():
     params = {"w": jax.ShapeDtypeStruct((2, 64, 256), jnp.float32)}
     whole = 32768

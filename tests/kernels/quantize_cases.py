@@ -159,6 +159,35 @@ def wrong_fallback(case: Case) -> dict[str, int]:
     return found
 
 
+def wrong_maxima(shape: tuple[int, int], down: int) -> dict[str, int]:
+    """How many largest magnitudes are not NumPy's: of values whose largest lie at the edges, and of odd ones.
+
+    Strips of `down` tiles; also of a matrix of which all is asked, a part, and nothing but zeros.
+    """
+    from pallas_kernels import maxima_triton, quantize_triton
+
+    x = np.random.default_rng(2).uniform(-1, 1, shape).astype(np.float32)
+    x[-1, :], x[:, -1] = np.linspace(-3, -2, shape[1]), np.linspace(4, 3, shape[0])
+    odd = x.copy()
+    odd[3, 5], odd[-1, 7], odd[4, -1] = np.nan, -np.inf, 1e-42
+    launch, wrong = quantize_triton.QuantizeLaunch(16, 128, 4), {}
+    for name, values, integers in (
+        ("finite", x, False), ("finite integers", x, True), ("odd", odd, False), ("odd integers", odd, True),
+        ("zeros", 0 * x, False),
+    ):  # fmt: skip
+        size = np.abs(np.where(np.isfinite(values), values, np.nan if integers else 0))
+        size = np.where(size < np.finfo(np.float32).tiny, 0, size)
+        wants = size.max(), size.max(1), size.max(0)
+        for asked in ((True, True, True), (False, True, False), (True, False, True)):
+            of = dict(zip(("tensor", "rows", "columns"), asked, strict=True))
+            got = maxima_triton.maxima(jnp.asarray(values), **of, integers=integers, launch=launch, down=down)
+            wrong[f"{name} {asked}"] = sum(
+                _differ(np.asarray(g), want) if there else int(g is not None)
+                for g, want, there in zip(got, wants, asked, strict=True)
+            )
+    return wrong
+
+
 def wrong_blocks(shape: tuple[int, int]) -> dict[str, int]:
     """What the fallback kernel promises beside its reference, of a matrix of several tiles."""
     from pallas_kernels import fallback_triton
