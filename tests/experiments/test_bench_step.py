@@ -194,6 +194,22 @@ def test_recomputed_arms_give_the_same_step_and_need_fewer_temporaries():
     assert needs[0][1] > needs[0][0]
 
 
+def test_steps_with_blocks_that_fall_back_begin_with_thresholds_that_have_settled():
+    """At first all blocks fall back, which are multiplied twice: a few steps would time that."""
+    arm = step.StepArm("int8_fallback", LLAMA, 2, TOKENS, "one")
+    first = jax.tree.leaves(jax.tree.map(np.array, jax.device_get(arm.begin().model_state)))
+    arm.start()
+    settled = jax.tree.leaves(jax.tree.map(np.array, jax.device_get(arm.state.model_state)))
+    assert int(arm.state.step) == 0
+    assert any((a != b).any() for a, b in zip(first, settled, strict=True))
+    arm()
+    arm.stop()
+    arm.start()
+    for a, b in zip(jax.tree.leaves(jax.device_get(arm.state.model_state)), settled, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not step.StepArm("moss", LLAMA, 2, TOKENS, "one").decides
+
+
 def test_flops_are_those_of_products_and_attention():
     arm = step.StepArm(arms.BF16, LLAMA, 2, TOKENS, "one")
     layer = 4 * 32 * 32 + 3 * 32 * 64
