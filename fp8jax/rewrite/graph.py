@@ -204,9 +204,10 @@ def changed_by_data(value: Value) -> str | None:
         if source.weight is not None and source.aval.ndim > (2 if picked else 1):
             return source.weight.path
         steps = value.node is not None and value.kind in (*_CHANGES, *CASTS, *MARKS, *RESHAPES, "transpose")
-        new = value.node.operands if value.node is not None and steps and value not in seen else []
-        seen.add(value)
-        todo += [operand for operand in new if operand.aval.size == size]
+        new = value.node.operands if value.node is not None and steps else []
+        new = new if value.outer is None else [value.outer]
+        todo += [operand for operand in new if operand.aval.size == size and operand not in seen]
+        seen.update(todo)
     return None
 
 

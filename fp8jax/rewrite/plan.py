@@ -155,7 +155,7 @@ def _products(
 
 def _why_not(node: Node, sides: list[int], around: str) -> str | None:
     """Why a product is left as written; None where it need not be, "" where there is nothing to say."""
-    data, inner = [value.data for value in node.operands[:2]], primitives.differentiated(f"{around}/{node.scope}")
+    data = [value.data for value in node.operands[:2]]
     matrices = [v for v in node.operands if v.weight is not None and v.aval.ndim > 1]
     if node.kind == "dot_general" and not node.eqn.params["dimension_numbers"][0][0]:
         return "contracts nothing" if matrices else ""
@@ -163,8 +163,8 @@ def _why_not(node: Node, sides: list[int], around: str) -> str | None:
         why = "has a derivative of its own" if node.sealed else "is not read"
         return f"inside {node.kind}, which {why}" if matrices else ""
     if len(sides) != 1 or not data[1 - sides[0]]:
-        return "" if all(data) and inner else _unnamed(node.operands[:2])
-    if inner:
+        return _unnamed(node.operands[:2])
+    if primitives.differentiated(f"{around}/{node.scope}"):
         return "part of a gradient that the function takes itself; give that gradient's function to fp8jax.transform"
     if node.kind != "dot_general" and not (node.kind in OTHERS and OTHERS[node.kind].takes(node, sides[0])):
         return f"fp8jax has no {node.kind}{' of this form' if node.kind in OTHERS else ''}"
@@ -178,7 +178,7 @@ def _unnamed(operands: list[Value]) -> str:
     if len(operands) == 2 and operands[0].data != operands[1].data:
         of = " and ".join(computed_from(next(value for value in operands if not value.data)))
         return f"data meet what is computed from {of or 'constants'}"
-    changed = [path for value in operands if (path := changed_by_data(value)) is not None]
+    changed = [path for v in operands if v.data and (path := changed_by_data(v)) is not None]
     return f"data change or pick the matrix {changed[0]}" if len(changed) == 1 else ""
 
 

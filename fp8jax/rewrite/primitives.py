@@ -54,21 +54,20 @@ class Body(NamedTuple):
     def depends(self, data: Sequence[bool]) -> list[bool]:
         """Which inputs depend on data in some turn, where these do in the first one.
 
-        What loops count is no data; all else that turns replace is taken for data.
+        What loops count, computed of integers alone, is no data; all else that turns replace is taken for data.
         """
-        is_count = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in self.jaxpr.invars]
-        found = [known or (i in self.varying and not is_count[i]) for i, known in enumerate(data)]
-        counts = {i for i in self.varying if not found[i]}
-        new = counts
+        whole = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in self.jaxpr.invars]
+        found = list(data)
+        new = counts = {i for i in self.varying if not found[i]}
         while new:
-            known = {v for v, known in zip(self.jaxpr.invars, found, strict=True) if known}
+            known = {v for i, v in enumerate(self.jaxpr.invars) if found[i] or not whole[i]}
             for eqn in self.jaxpr.eqns:
                 if any(not isinstance(v, core.Literal) and v in known for v in eqn.invars):
                     known.update(eqn.outvars)
             ends = {i: self.jaxpr.outvars[self.varying[i]] for i in counts}
             new = {i for i, v in ends.items() if not isinstance(v, core.Literal) and v in known}
-            counts -= new
-            found = [known or i in new for i, known in enumerate(found)]
+            counts = counts - new
+            found = [before or i in new for i, before in enumerate(found)]
         return found
 
 

@@ -249,6 +249,9 @@ def test_gradients_that_a_function_takes_itself_are_as_written():
     both = lambda p, x: mlp(p, x) + meta(p, x)  # noqa: E731
     fast = fp8jax.transform(both, "te_current")
     assert eight_bit(fast, P, X) == 2
+    force = lambda p, x: mlp(p, jax.grad(lambda x: jnp.sum(mlp(p, x)).astype(jnp.float32))(x))  # noqa: E731
+    plan = fp8jax.transform(force, "te_current").explain(P, X)
+    assert {e.reason[:18] for e in plan.left} == {"part of a gradient"}
     reasons = [e.reason.partition(" that the")[0] for e in fast.explain(P, X).left]
     assert reasons == [*["part of a gradient"] * 3, *(f"data change or pick the matrix {name}" for name in P)]
     want, got = (jax.grad(loss(f))(P, X) for f in (both, fast))
@@ -354,6 +357,8 @@ def test_a_row_that_data_pick_is_data():
     assert_near(fn, p, X[0], jnp.int32(3))
     alone = loss(lambda p, i: mlp(p, p["table"][i].astype(jnp.bfloat16)))
     assert eight_bit(fp8jax.transform(alone, "te_current"), p, jnp.int32(3)) == 2
+    alone = lambda p, x, i: mlp(p, x) + (x @ p["table"][i].astype(x.dtype))[..., None]  # noqa: E731
+    assert eight_bit(fp8jax.transform(alone, "te_current"), p, X, jnp.int32(3)) == 2
     # So are rows, beside another parameter.
     rows = loss(lambda p, i: mlp(p, lax.dynamic_slice_in_dim(p["table"], i, 4).astype(jnp.bfloat16)))
     assert eight_bit(fp8jax.transform(rows, "te_current"), p, jnp.int32(3)) == 2
@@ -371,15 +376,35 @@ def test_a_row_that_data_pick_is_data():
 )
 def test_matrices_that_no_rule_can_name_are_told(matrix, why):
     p = {**P, "stack": normal(6, 3, WIDTH, INNER)}
-    fn = lambda p, x: jnp.sum(jnp.sin(x @ matrix(p, x).astype(x.dtype))) + mlp(p, x)  # noqa: E731
+    product = jax.checkpoint(lambda x, w: x @ w.astype(x.dtype))
+    fn = lambda p, x: jnp.sum(jnp.sin(product(x, matrix(p, x)))) + mlp(p, x)  # noqa: E731
     explained = fp8jax.transform(fn, "te_current").explain(p, X)
     assert [e.reason for e in explained.left] == [why]
     assert [e.path for e in explained.quantized] == ["up", "down"]
 
 
 def test_products_of_data_are_nothing_to_tell_of():
-    fn = lambda p, x: mlp(p, (x + p["up"][:8, :1].T[0, 0]) @ x.mT @ x)  # noqa: E731
-    assert not fp8jax.transform(fn, "te_current").explain(P, X).left
+    p = {**P, "table": normal(7, 8, WIDTH)}
+
+    def fn(p, x):
+        rows, places = p["table"][jnp.argmax(x, -1) % 8], x[0] + p["table"]
+        return mlp(p, (x @ rows.mT + places @ places.T).astype(x.dtype) @ x)
+
+    assert not fp8jax.transform(fn, "te_current").explain(p, X).left
+
+
+def test_what_turns_of_a_loop_replace_is_data():
+    """But for what they count: a state that starts as zeros, and a token that the turn before has chosen."""
+    p = {"in": normal(0, WIDTH, WIDTH), "same": normal(1, WIDTH, WIDTH), "table": normal(2, 9, WIDTH), **P}
+    step = lambda p: lambda h, x: (jnp.tanh(x @ p["in"] + h @ p["same"]), None)  # noqa: E731
+    recurrent = lambda p, x: lax.scan(step(p), jnp.zeros((8, WIDTH)), x)[0]  # noqa: E731
+    assert eight_bit(fp8jax.transform(recurrent, "te_current"), p, X.astype(jnp.float32)) == 2
+
+    def greedy(p, length):
+        choose = lambda token: jnp.argmax(jnp.tanh(mlp(p, p["table"][token])))  # noqa: E731
+        return lax.fori_loop(0, length, lambda _, token: choose(token), jnp.int32(0))
+
+    assert eight_bit(fp8jax.transform(greedy, [fp8jax.Rule("up|down", "te_current")]), p, 4) == 2
 
 
 def scanned(w, x):
