@@ -96,6 +96,65 @@ def test_a_loss_read_late_is_that_of_the_step_before():
     assert float(arm.late()) == 3
 
 
+def test_an_optimizer_is_compared_with_the_fastest_way_to_move_its_bytes(monkeypatch):
+    pytest.importorskip("jax_triton")
+    from experiments.bench import optimizer
+
+    times = {"four warps": (3.0, None), "eight warps": (2.0, 2.5), "bytes only": (None, 2.5), "ours": (4.0, 5.0),
+             "optax": (8.0, 4.0)}  # fmt: skip
+
+    def in_turns(calls, rounds, repeats):
+        kind = (optimizer.ROUNDS, optimizer.SUSTAINED_ROUNDS).index(rounds)
+        assert repeats == (optimizer.CALLS, optimizer.SUSTAINED_CALLS)[kind]
+        return {name: Seconds([times[name][kind]]) for name in calls}
+
+    monkeypatch.setattr(optimizer, "in_turns", in_turns)
+    bench = optimizer.Bench(2)
+    bench.params = 4e9
+    arms = [optimizer.OptimizerArm("ours", None, 14.0, (2**21, 2**22)), optimizer.OptimizerArm("optax", None, 28.0)]
+    bench.measure("c", arms, {"four warps": None, "eight warps": None}, 16.0)
+    bench.add_ratio("c", "ours", ("c", "optax"))
+    found = {(r["impl"], r["metric"], r["baseline"]): (r["value"], r["ratio"]) for r in bench.rows}
+    assert found == {
+        ("bytes only", "speed", None): (2, None), ("bytes only", "bandwidth", None): (0.032, None),
+        ("ours", "speed", "bytes only"): (1, 0.5), ("ours", "bandwidth", None): (0.014, None),
+        ("optax", "speed", "bytes only"): (0.5, 0.25), ("optax", "bandwidth", None): (0.014, None),
+        ("bytes only", "speed, sustained", None): (1.6, None),
+        ("ours", "speed, sustained", "bytes only"): (0.8, 0.5),
+        ("optax", "speed, sustained", "bytes only"): (1, 0.625),
+        ("ours", "temporaries", "state"): (2, 0.5),
+        ("ours", "speed", "optax"): (1, 2), ("ours", "speed, sustained", "optax"): (0.8, 0.8),
+    }  # fmt: skip
+
+
+def test_what_a_whole_model_needs_is_compared_with_the_first_and_what_does_not_fit_does_not_run(monkeypatch, tmp_path):
+    written, needs = [], {"base": 40.0, "small": 20.0, "big": 60.0}
+
+    def arm(name, model, batch, length, gpus):
+        plan = SimpleNamespace(memory=lambda batch: {"weights": batch * 1e9, "moments": 5e9})
+        return SimpleNamespace(needs=needs[name], plan=plan, stop=lambda: None, batch=batch, count=batch * length,
+                               gpus=gpus, operations=1e12)  # fmt: skip
+
+    class Arm:
+        def __init__(self, *how):
+            self.__dict__ |= vars(arm(*how))
+
+        def __call__(self):
+            return 1.0
+
+    monkeypatch.setattr(release, "CardArm", Arm)
+    monkeypatch.setattr(release.timing, "need_gpu", lambda: None)
+    monkeypatch.setattr(release.timing, "in_turns", lambda arms, *_: {name: Seconds([2.0]) for name in arms})
+    monkeypatch.setattr(release.timing, "write", lambda name, title, rows, *_, **__: written.append(list(rows)))
+    release.main(["--arm", "base", "small", "big", "--fit", "50", "--batch", "3", "--out", str(tmp_path)])
+    found = {(r["impl"], r["metric"]): (r["value"], r["ratio"]) for r in written[-1]}
+    assert {key: found[key] for key in found if key[1] in ("memory", "plan", "step")} == {
+        ("base", "memory"): (40, 1), ("base", "plan"): (8, None), ("base", "step"): (2000, 1),
+        ("small", "memory"): (20, 2), ("small", "plan"): (8, None), ("small", "step"): (2000, 1),
+        ("big", "memory"): (60, 40 / 60), ("big", "plan"): (8, None),
+    }  # fmt: skip
+
+
 def test_a_whole_model_by_tokens_a_second_and_by_steps_of_one_batch():
     sizes = {"base": 2, "ours": 6, "same": 2}
     arms = {
