@@ -96,7 +96,7 @@ class Held:
         """What a step multiplies gradients by of which this is the sum of squares, fp32 scalar."""
         if self.limits is None:
             return self.factor
-        return self.factor * clip_factor(self.limits if layer is None else self.limits[layer], jnp.sqrt(squares))
+        return clip_factor(self.limits if layer is None else self.limits[layer], jnp.sqrt(squares))
 
 
 def clip_factor(max_norm: ArrayLike, norm: ArrayLike) -> Array:

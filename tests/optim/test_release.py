@@ -284,6 +284,7 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
     wrong = held.clipped(limit, before=0.0)
     assert (np.asarray(wrong.limits) <= limit).all(), "no layer may have more than all"
     assert held.clipped(limit, before=norms[-1]).clipped(limit, norm=1.0).limits is None
+    assert held.clipped(limit, norm=2 * limit).clipped(limit, before=norms[-1]).factor == 1
     for how in ({}, {"norm": 1.0, "before": 1.0}):
         with pytest.raises(TypeError, match="takes norm=, of the next step's gradients, or before="):
             held.clipped(limit, **how)
