@@ -198,7 +198,10 @@ def test_steps_with_blocks_that_fall_back_begin_with_thresholds_that_have_settle
     """At first all blocks fall back, which are multiplied twice: a few steps would time that."""
     arm = step.StepArm("int8_fallback", LLAMA, 2, TOKENS, "one")
     first = jax.tree.leaves(jax.tree.map(np.array, jax.device_get(arm.begin().model_state)))
+    program, runs = arm.program, []
+    arm.program = lambda *operands: (runs.append(True), program(*operands))[1]
     arm.start()
+    assert len(runs) == step.SETTLING
     settled = jax.tree.leaves(jax.tree.map(np.array, jax.device_get(arm.state.model_state)))
     assert int(arm.state.step) == 0
     assert any((a != b).any() for a, b in zip(first, settled, strict=True))
@@ -207,6 +210,11 @@ def test_steps_with_blocks_that_fall_back_begin_with_thresholds_that_have_settle
     arm.start()
     for a, b in zip(jax.tree.leaves(jax.device_get(arm.state.model_state)), settled, strict=True):
         np.testing.assert_array_equal(a, b)
+    assert len(runs) == step.SETTLING + 1
+    arm.decides, arm.settled = False, None
+    arm.stop()
+    arm.start()
+    assert len(runs) == step.SETTLING + 1
     assert not step.StepArm("moss", LLAMA, 2, TOKENS, "one").decides
 
 

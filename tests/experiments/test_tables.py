@@ -373,6 +373,7 @@ def test_coats_table_11_is_made_of_steps_of_several_gpus(tmp_path):
     assert ("bf16", "batch") not in rows
     assert ("FP8 optimizer", "tokens/s") not in rows
     assert rows["FP8 optimizer and activations", "memory"].paper == 35.6
+    assert coat_efficiency.rows(4, step)[-1].paper == 11_257
     (tmp_path / "h9x2").mkdir()
     (tmp_path / "h9x2" / "step_7b_fit.json").write_text(json.dumps(step))
     assert coat_efficiency.main(["--results", str(tmp_path)]) == 0
