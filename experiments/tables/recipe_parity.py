@@ -58,7 +58,7 @@ class SeedStudy:
         folder: of the runs, in that of results.
         setting: the model and its schedule.
         recipes: arms of which it is asked whether they differ from bf16; all together they err with 5 %.
-        others: arms that may be trained, too, and are not among these.
+        others: arms that may be trained, too, and are not among these: parts of recipes that tell why one differs.
         pairs: comparisons with another arm than bf16, by what they are called.
         about: what else is to be said.
     """
@@ -88,7 +88,7 @@ STUDIES = {
         "parity_recipes",
         training_parity.SIZES["65m_short"][1],
         ("coat", "coat_fast", "fast", "int8_fallback", "fp8_lm"),
-        (CONTROL, BOUNDS, SUMS),
+        (CONTROL, "coat_optimizer", "coat_activations", "int8_block", "fp8_lm_two_phase", BOUNDS, SUMS),
         (("coat_fast beside coat", "coat_fast", "coat"),),
         f"{CONTROL} is coat whose forward products read codes of one mantissa bit: it must differ.",
     ),
@@ -321,14 +321,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", choices=STUDIES, default=next(iter(STUDIES)), help="default: %(default)s")
     parser.add_argument("--data", nargs="*", default=[], help="text, as experiments.train takes it")
-    parser.add_argument("--arms", nargs="*", metavar="ARM", help="which to train (default: all but the ablations)")
+    parser.add_argument(
+        "--arms", nargs="*", metavar="ARM", help="which to train (default: the recipes and the control)"
+    )
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no run would end")
     parser.add_argument("--judge", action="store_true", help="train nothing, write the page")
     parser.add_argument("--results", type=Path, default=common.RESULTS, help="where to write (default: results)")
     options = parser.parse_args(argv)
     begin, study = time.perf_counter(), STUDIES[options.study]
     known = (BASE, *study.recipes, *study.others)
-    arms = options.arms or [name for name in known if name not in ABLATIONS]
+    arms = options.arms or [BASE, *study.recipes, *(name for name in study.others if name == CONTROL)]
     if unknown := [name for name in arms if name not in known]:
         parser.error(
             f"--arms: no {', '.join(map(repr, unknown))} in this study; there are {', '.join(map(repr, known))}"
