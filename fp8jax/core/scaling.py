@@ -6,6 +6,7 @@ strategies (`Linear.scaling`, `Linear.w_scaling`); `find` is the only place that
 """
 
 import dataclasses
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ import numpy as np
 from jax import Array, lax
 
 from fp8jax.core.formats import BF16, TINY, Format, decode_e8m0, encode_e8m0, round_to, where
+
+# Mesh axes by name, as `jax.lax.psum` takes them; None for none.
+AxisNames = Hashable | Sequence[Hashable] | None
 
 
 def largest_magnitude(x: Array) -> Array:
@@ -169,7 +173,7 @@ class Stateful(Scaling):
         """Two observations of one step as one; either may be of stacked layers."""
         return jnp.maximum(a, b) if self.merge == "max" else a + b
 
-    def over_replicas(self, observed: Array, axis_name: Any) -> Array:
+    def over_replicas(self, observed: Array, axis_name: AxisNames) -> Array:
         """The observations of all replicas along mesh axes as one, inside `jax.shard_map`."""
         return lax.pmax(observed, axis_name) if self.merge == "max" else lax.psum(observed, axis_name)
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 
 from fp8jax.core.recipe import Linear
-from fp8jax.core.scaling import Automatic
+from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules import training
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
@@ -30,7 +30,7 @@ def nothing_seen(linear: Linear, operand: str, stacked: tuple[int, ...] = ()) ->
 
 
 def advanced(
-    linear: Linear, state: ScalingState, observed: Mapping[str, Array], axis_name: Any
+    linear: Linear, state: ScalingState, observed: Mapping[str, Array], axis_name: AxisNames
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """The states of a layer after a step, by operand, and what is seen then: nothing.
 
@@ -185,7 +185,7 @@ class LayerScaling(Holder):
         variable: nnx.Variable = getattr(self, self.linear.states["w"].variable("w"))
         return variable
 
-    def advance(self, dy: Array | None, axis_name: Any = None) -> None:
+    def advance(self, dy: Array | None, axis_name: AxisNames = None) -> None:
         """Ends a step: what was seen enters the states, and nothing is seen of the next one yet."""
         observed = {o: getattr(self, f"seen_{o}")[...] for o in ("x", "w") if observes(self.linear, o)}
         observed |= {} if dy is None else {"dy": dy}
@@ -199,7 +199,7 @@ class LayerScaling(Holder):
 Holder.VARIABLES = (ScalingVariable, GradientStatistic, QuantizedWeightVariable)
 
 
-def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: Any = None) -> nnx.State:
+def advance_scaling(model: nnx.Module, grads: nnx.State, *, axis_name: AxisNames = None) -> nnx.State:
     """Ends a step of a model whose scaling observes its operands, such as delayed scaling: updates its states in place.
 
     Differentiate with respect to parameters and statistics, and give the optimizer what this returns:

@@ -9,7 +9,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from fp8jax.core.recipe import OPERANDS, Linear
-from fp8jax.core.scaling import Automatic
+from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.modules import training
 from fp8jax.modules.scaled import (
     OWN,
@@ -55,7 +55,11 @@ def variables_path(place: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def advance_scaling(
-    scaling: Mapping[str, Any], statistics: Mapping[str, Any], rules: Rules | None = None, *, axis_name: Any = None
+    scaling: Mapping[str, Any],
+    statistics: Mapping[str, Any],
+    rules: Rules | None = None,
+    *,
+    axis_name: AxisNames = None,
 ) -> dict[str, Any]:
     """Ends a step of a model whose scaling observes its operands, such as delayed scaling: its states for the next one.
 

@@ -16,7 +16,7 @@ from fp8jax.ops.inputs import Input, input_source
 from fp8jax.ops.operand import LaidOut
 from fp8jax.ops.product import QuantizedWeight, multiply, output_spec, product
 from fp8jax.ops.saved import BLANK, Known, Origin
-from fp8jax.ops.sharding import merge, merged, place, product_sharding, spec_of, split, turn
+from fp8jax.ops.sharding import OutSharding, merge, merged, place, product_sharding, spec_of, split, turn
 from fp8jax.recipes import linear_part
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -30,7 +30,7 @@ def linear(
     bias: Array | None = None,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Array:
     """x @ w + bias with the products of a recipe, differentiable in x, w and bias.
 
@@ -60,13 +60,13 @@ def dot_general(
     lhs: Array,
     rhs: Array,
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
     recipe: Recipe | Linear | str,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
     known: Known = BLANK,
     bias: Array | None = None,
     pass_on: Callable[[Array], None] | None = None,
@@ -148,12 +148,12 @@ def einsum(
     subscripts: str,
     lhs: Array,
     rhs: Array,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
     recipe: Recipe | Linear | str,
     key: Array | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Array:
     """`jnp.einsum` of two operands with the products of a recipe: `lhs` is the input, `rhs` the weight.
 
@@ -178,10 +178,10 @@ def einsum_by(
     subscripts: str,
     lhs: Array,
     rhs: Array,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Array:
     """`einsum` by a product that is called as `jax.lax.dot_general`."""
     a, b, out = _terms(subscripts, lhs.ndim, rhs.ndim)
@@ -221,7 +221,7 @@ def linears(
     origin: Origin,
     key: Array | None = None,
     quantized: Sequence[QuantizedWeight | None],
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> tuple[Array, ...]:
     """`linear` of one input with several weights, which share its codes and sum its gradients in their backward passes.
 
@@ -272,7 +272,7 @@ def rows(x: Array, w: Array | FrozenWeight) -> Array:
     return merge(x, x.ndim - 1, 1)
 
 
-def check_precision(precision: Any) -> None:
+def check_precision(precision: lax.PrecisionLike) -> None:
     """Raises ValueError for what a quantized product cannot give: any precision that is not JAX's default one."""
     if not is_default_precision(precision):
         raise ValueError(

@@ -31,7 +31,7 @@ from fp8jax.ops.operand import QuantizedWeight as QuantizedWeight
 from fp8jax.ops.quantize import quantize
 from fp8jax.ops.saveable import PRODUCT
 from fp8jax.ops.saved import NOTHING, Gradient, Origin, mapped_alike, to_bytes
-from fp8jax.ops.sharding import Kind, merged, product_sharding, split
+from fp8jax.ops.sharding import Kind, OutSharding, merged, product_sharding, split
 from fp8jax.recipes import linear_part
 
 
@@ -195,7 +195,7 @@ def of_weight(
     return HeldWeight(quantized)
 
 
-def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: Any) -> tuple[Any, ...] | None:
+def output_spec(x: Array, w: Array | FrozenWeight, out_sharding: OutSharding) -> tuple[Any, ...] | None:
     """The sharding of x @ w: see `fp8jax.ops.sharding.product_sharding`."""
     matrix, axis = (w.codes, 0 if w.turned else 1) if isinstance(w, FrozenWeight) else (w, 0)
     return product_sharding(x, matrix, (((x.ndim - 1,), (axis,)), ((), ())), out_sharding)  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from fp8jax.ops.linear import output_spec, rows
 from fp8jax.ops.operand import LaidOut
 from fp8jax.ops.product import QuantizedWeight, Scales, multiply, product
 from fp8jax.ops.saved import BLANK, Known
+from fp8jax.ops.sharding import OutSharding
 from fp8jax.recipes import linear_part
 
 
@@ -65,7 +66,7 @@ def scaled_linear(
     bias: Array | None = None,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
     known: Known = BLANK,
     laid: LaidOut | None = None,
     pass_on: Callable[[Array], None] | None = None,

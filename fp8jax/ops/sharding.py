@@ -18,6 +18,9 @@ from fp8jax.core import blocks
 from fp8jax.core.products import dot_general
 from fp8jax.core.qtensor import QTensor
 
+# How users say where a product's result lies on Explicit axes, as `jax.lax.dot_general` takes it.
+OutSharding = NamedSharding | PartitionSpec | None
+
 
 def spec_of(x: Any) -> tuple[Any, ...]:
     """The sharding of each axis of an array or a quantized matrix."""
@@ -32,7 +35,7 @@ def explicit_mesh(*trees: Any) -> Any:
     return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
-def product_sharding(lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: Any = None) -> Any:
+def product_sharding(lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: OutSharding = None) -> Any:
     """The sharding of a product by JAX's own rule, as `merge` and `split` take it; None without Explicit axes.
 
     Raises:
@@ -94,7 +97,7 @@ def split(x: Array, shape: Sequence[int], spec: Sequence[Any] | None) -> Array:
     return lax.reshape(x, shape, out_sharding=sharding)
 
 
-def turn(out_sharding: Any, axes: Sequence[int]) -> Any:
+def turn(out_sharding: OutSharding, axes: Sequence[int]) -> OutSharding:
     """The sharding, as users give it, of a result with its axes in this order."""
     if out_sharding is None:
         return None

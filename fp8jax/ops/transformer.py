@@ -18,7 +18,7 @@ from fp8jax.ops.linear import linears, output_spec, rows, stateless
 from fp8jax.ops.norm import normalize
 from fp8jax.ops.product import QuantizedWeight, product
 from fp8jax.ops.saved import BLANK, ITSELF, Known, Origin
-from fp8jax.ops.sharding import merge
+from fp8jax.ops.sharding import OutSharding, merge
 from fp8jax.recipes import resolve
 
 
@@ -34,7 +34,7 @@ def norm_linear(
     key: Array | None = None,
     residual: bool = False,
     quantized: Sequence[QuantizedWeight] | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> tuple[Array, ...]:
     """A norm and the linear layers that read its result, such as q, k and v, or gate and up.
 
@@ -89,7 +89,7 @@ def attention_output(
     recipe: Recipe | str,
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Array:
     """The projection of what attention returns, plus a residual.
 
@@ -133,7 +133,7 @@ def glu_linear(
     activation: str = "silu",
     key: Array | None = None,
     quantized: QuantizedWeight | None = None,
-    out_sharding: Any = None,
+    out_sharding: OutSharding = None,
 ) -> Array:
     """residual + (activation(gate) * up) @ w, the second half of a perceptron.
 

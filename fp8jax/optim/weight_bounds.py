@@ -11,7 +11,7 @@ import optax
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from fp8jax.core.scaling import Automatic
+from fp8jax.core.scaling import Automatic, AxisNames
 from fp8jax.optim import checks, moments, variables
 from fp8jax.optim.fused import FusedTransformation
 
@@ -39,7 +39,7 @@ class WeightBounds(NamedTuple):
 
 
 def track_weights(
-    interval: int | np.integer = Automatic.interval, limit: Limit | None = None, *, axis_name: Any = None
+    interval: int | np.integer = Automatic.interval, limit: Limit | None = None, *, axis_name: AxisNames = None
 ) -> optax.GradientTransformationExtraArgs:
     """Follows how large weights can have become, for recipes with automatic weight scaling. Put it last in a chain.
 
@@ -82,7 +82,7 @@ def tracked(
     limit: "AdamLimit",
     interval: int | np.integer = Automatic.interval,
     *,
-    axis_name: Any = None,
+    axis_name: AxisNames = None,
 ) -> FusedTransformation:
     """A fused AdamW that follows how large weights can have become, as `track_weights` does behind a chain.
 
@@ -132,7 +132,7 @@ def tracked(
     return FusedTransformation(chain.init, chain.update, step)
 
 
-def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: Any) -> tuple[Callable, ...]:
+def _tracker(interval: int | np.integer, limit: Limit | None, axis_name: AxisNames) -> tuple[Callable, ...]:
     """`init` and `update` of `track_weights`, and `follow`, which advances bounds where a step keeps to the limit."""
     if not interval >= 1 or interval // 1 != interval:
         raise ValueError(f"interval must be a positive number of steps, not {interval}")
@@ -270,7 +270,7 @@ def weight_bounds(opt_state: optax.OptState) -> dict[tuple[str, ...], Array]:
     return bounds
 
 
-def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_name: Any = None) -> optax.OptState:
+def measure_weights(opt_state: optax.OptState, params: optax.Params, *, axis_name: AxisNames = None) -> optax.OptState:
     """The state of an optimizer with the bounds of parameters that it did not come to by updates, such as loaded ones.
 
     Args:

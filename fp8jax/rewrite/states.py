@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fp8jax.core.recipe import Linear
+from fp8jax.core.scaling import AxisNames
 from fp8jax.ops.choice import vary_alike
 from fp8jax.ops.product import QuantizedWeight
 from fp8jax.ops.scaled import Observed, ScalingState, init_scaling, observes, update_scaling
@@ -143,7 +144,7 @@ def _state(linear: Linear, weight: Any, stacked: tuple[int, ...]) -> ScalingStat
     return one(weight)
 
 
-def advance(states: States, observed: States, axis_name: Any = None) -> States:
+def advance(states: States, observed: States, axis_name: AxisNames = None) -> States:
     """The states after a step; see `Transformed.advance`."""
     new = {}
     for path, tracked in states.items():

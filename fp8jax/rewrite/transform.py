@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from fp8jax.core.recipe import Linear
+from fp8jax.core.scaling import AxisNames
 from fp8jax.rewrite.caller import Caller
 from fp8jax.rewrite.check import Comparison, check
 from fp8jax.rewrite.explanation import Explanation
@@ -136,7 +137,7 @@ class Transformed:
         """
         return self.planned(*args, **kwargs).init()
 
-    def advance(self, states: States, observed: States, *, axis_name: Any = None) -> States:
+    def advance(self, states: States, observed: States, *, axis_name: AxisNames = None) -> States:
         """The states after a step.
 
         Args:
