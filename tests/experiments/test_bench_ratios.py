@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from experiments.bench import gemm, gemm_int8, linear, models, quantize, reduce, release, scaling
+from experiments.bench import gemm, gemm_int8, linear, lora, models, quantize, reduce, release, scaling
 from experiments.bench.timing import Seconds
 
 
@@ -46,6 +46,42 @@ def test_bandwidth_is_a_share_of_the_copy_s():
     found = {r["impl"]: (r["value"], r["ratio"], r["baseline"]) for r in quantize.bandwidths("c", times, moved)}
     assert found == {quantize.COPY: (2, 1, quantize.COPY), "fast": (1.5, 0.75, quantize.COPY),
                      "slow": (1, 0.5, quantize.COPY)}  # fmt: skip
+
+
+def test_bytes_that_are_moved_are_all_reads_of_the_matrix_and_what_is_written():
+    x, codes = jnp.zeros((128, 256), jnp.bfloat16), jnp.zeros((128, 256), jnp.uint8)
+    found = {name: moved(x, [codes]) for name, (_, moved) in quantize.arms().items()}
+    assert found[quantize.COPY] == 65536 + 32768
+    for name, reads in {
+        "fold e4m3:mx32+token": 1, "fold e4m3:mx32": 2, "transposed codes": 0.5, "e4m3, given scale": 1, "e4m3": 2,
+        "e5m2 + same of x.T": 2, "e4m3:token": 1, "e4m3:token + e4m3:token of x.T": 2, "e4m3:group128": 1,
+        "e4m3:block128 + same of x.T": 1, "e4m3:mx32 + e4m3:mx32 of x.T": 2,
+    }.items():  # fmt: skip
+        assert found[f"{name} (xla)"] == found[f"{name} (triton)"] == reads * 65536 + 32768, name
+
+
+def test_adapters_are_compared_with_those_of_16_bits(monkeypatch):
+    class Arm:
+        def __init__(self, name, *_):
+            self.name, self.program = name, None
+
+        def __call__(self):
+            return 1.0
+
+        def stop(self): ...
+
+        def needs(self):
+            return {lora.BASELINE: 40.0}.get(self.name, 25.0)
+
+    monkeypatch.setattr(lora, "LoraArm", Arm)
+    times = {lora.BASELINE: 3.0, lora.ARMS[1]: 2.0}
+    monkeypatch.setattr(lora.timing, "in_turns", lambda arms, *_: {name: Seconds([times[name]]) for name in arms})
+    how = SimpleNamespace(arm=[lora.ARMS[1]], batch=1, length=8, rank=2, unroll=1, rounds=1, steps=1)
+    found = {(r["impl"], r["metric"]): (r["value"], r["ratio"]) for r in lora.measure(how)}
+    assert found == {
+        (lora.BASELINE, "step"): (3000, 1), (lora.BASELINE, "needs"): (40, 1),
+        (lora.ARMS[1], "step"): (2000, 1.5), (lora.ARMS[1], "needs"): (25, 1.6),
+    }  # fmt: skip
 
 
 def test_a_linear_layer_is_compared_with_xla_s_bf16():

@@ -368,15 +368,50 @@ def test_gradients_of_held_weights_come_in_16_bits_and_train_the_model_itself():
 
 class Kind(nnx.Module):
     def __init__(self, rngs):
-        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.dense, self.kind = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Variable(1)
 
     def __call__(self, x, power):
-        return self.dense(x), type(power).__name__
+        return self.dense(x), type(power).__name__, type(self.kind.get_raw_value()).__name__
 
 
 def test_settings_that_compare_as_equal_are_told_apart():
     model = fp8jax.nnx.quantize(Kind(nnx.Rngs(0)), TE)
-    assert [model(X, power)[1] for power in (1, True, 1.0, 1)] == ["int", "bool", "float", "int"]
+    names = ["int", "bool", "float", "int"]
+    assert [model(X, power)[1] for power in (1, True, 1.0, 1)] == names
+    found = []
+    for kind in (1, True, 1.0, 1):
+        model.kind.set_raw_value(kind)
+        found.append(model(X, 1)[2])
+    assert found == names
+
+
+class Gives(nnx.Module):
+    """Results and new values that were given, as they are, beside others."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.first, self.second, self.count = (nnx.BatchStat(jnp.full(3, n)) for n in (1.0, 2.0, 0.0))
+
+    def __call__(self, x, more):
+        first, second = self.first.get_value(), self.second.get_value()
+        self.first.set_value(second)
+        self.second.set_value(first)
+        self.count[...] += 1
+        return {"x": x, "more": more, "y": self.dense(x), "first": first, "none": None, "count": self.count[...]}
+
+
+@pytest.mark.parametrize("run", [lambda m, *a: m(*a), nnx.jit(lambda m, *a: m(*a))], ids=["eager", "jit"])
+def test_what_was_given_comes_back_as_it_was(run):
+    plain = Gives(nnx.Rngs(0))
+    model, more = fp8jax.nnx.quantize(plain, TE), {"a": jnp.ones(2), "b": jnp.zeros(())}
+    got, want = run(model, X, more), run(plain, X, more)
+    assert 0 < relative(got.pop("y"), want.pop("y")) < 0.1
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(got))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert (got["x"] is X) == (want["x"] is X)  # not as another array, outside of a program
+    states = (nnx.to_pure_dict(nnx.state(m, nnx.BatchStat)) for m in (model, plain))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    assert model.first[0] == 2
 
 
 def test_a_state_that_lacks_a_layers_scaling_is_taken_and_that_layer_starts_anew():
