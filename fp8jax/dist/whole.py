@@ -25,10 +25,22 @@ from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.saved import from_bytes, to_bytes
 from fp8jax.recipes import linear_part
 
+# Elementwise operations: what a norm or a residual computes in fp32 of 16-bit values, which are kept themselves.
+_ELEMENTWISE = frozenset(
+    ("convert_element_type", "mul", "square", "integer_pow", "add", "sub", "neg", "broadcast_in_dim")
+)
+
 
 def gathered_again(primitive: Any, *operands: Any, **how: Any) -> bool:
-    """A policy of `jax.checkpoint` that keeps all but what was gathered, which is gathered again backward."""
-    return not primitive.name.startswith("all_gather")
+    """A policy of `jax.checkpoint` that keeps all but what was gathered, which is gathered again backward.
+
+    Nor does it keep what elementwise operations make in fp32: `jax.checkpoint` holds its residuals as they are, where
+    XLA would compute them again of the 16-bit values that they come from.
+    """
+    if primitive.name.startswith("all_gather"):
+        return False
+    wide = how.get("new_dtype", operands[0].dtype if operands and hasattr(operands[0], "dtype") else None)
+    return not (primitive.name in _ELEMENTWISE and wide == jnp.float32)
 
 
 def gather_quantized(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -94,3 +95,20 @@ def test_values_travel_in_the_dtype_asked_for_and_gradients_in_8_bits():
     # Half a step of e4m3 at the most, of the largest magnitude.
     assert np.abs(found - want).max() <= np.abs(want).max() * 2.0**-4
     assert found.dtype == jnp.float32
+
+
+def test_what_is_computed_in_fp32_of_16_bits_is_not_held():
+    """A norm in fp32 of bf16 tokens holds these; its products and its matrix product's input stay bf16."""
+
+    def block(x_NxD, scale_D, w_DxF):
+        x32_NxD = x_NxD.astype(jnp.float32)
+        root_Nx1 = lax.rsqrt(jnp.mean(jnp.square(x32_NxD), axis=1, keepdims=True) + 1e-6)
+        return (x32_NxD * root_Nx1 * scale_D).astype(jnp.bfloat16) @ w_DxF
+
+    inputs = jnp.ones((64, 32), jnp.bfloat16), jnp.ones(32), jnp.ones((32, 8), jnp.bfloat16)
+    held = jax.vjp(jax.checkpoint(block, policy=gathered_again), *inputs)[1]
+    shapes = {(str(x.dtype), x.shape) for x in jax.tree.leaves(held)}
+    assert ("bfloat16", (64, 32)) in shapes
+    assert ("float32", (64, 32)) not in shapes
+    assert ("float32", (64, 32)) in {(str(x.dtype), x.shape) for x in jax.tree.leaves(jax.vjp(block, *inputs)[1])}
+    assert ("float32", (64, 1)) in shapes
