@@ -10,6 +10,7 @@ from experiments.tables.lookup import (
     CRITERIA,
     DATA,
     FIT_7B,
+    FOUR,
     FP32,
     FSDP,
     FSDP_7B,
@@ -123,6 +124,13 @@ CLAIMS: list[Claim] = [
     Claim("That step on two GPUs, data parallel and FSDP, `coat`", "step_two",
           several(ratio("coat", "step", AGAIN, DATA), ratio("coat", "step", AGAIN, FSDP)), "",
           beside("fast", several(ratio("fast", "step", AGAIN, DATA), ratio("fast", "step", AGAIN, FSDP)))),
+    Claim("That step on four GPUs, data parallel, FSDP, and layers cut over two with FSDP over two, `coat`; tokens a "
+          "second and GPU", "step_four",
+          several(*(ratio("coat", "step", AGAIN, case) for case in FOUR),
+                  lambda result: span([row["value"] / 4 for row in result["rows"] if row["metric"] == "tokens/s"
+                                       and row["impl"] == "coat"], digits=0)), "",
+          lambda result: "bf16 " + str(span([row["value"] / 4 for row in result["rows"] if row["metric"] == "tokens/s"
+                                             and row["impl"] == AGAIN], digits=0))),
     Claim("`7b`, FSDP over two GPUs, 4 sequences of 2,048 tokens a GPU: `coat`, `fp8_lm_two_phase`", "step_7b",
           several(*(ratio(name, "step", AGAIN, FSDP_7B) for name in ("coat", "fp8_lm_two_phase"))), "1.43 (COAT)"),
     Claim("The same with as many sequences as fit in 80 GB a GPU (bf16 4, `coat` 10): tokens a second", "step_7b_fit",

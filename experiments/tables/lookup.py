@@ -120,6 +120,7 @@ def signal(scheme: str) -> Callable[[Result], str | None]:
 
 
 ONE, DATA, FSDP = "1b, one GPU", "1b, data parallel over 2", "1b, FSDP over 2"
+FOUR = "1b, data parallel over 4", "1b, FSDP over 4", "1b, mesh fsdp=2,tensor=2"
 FSDP_7B, FIT_7B = "7b, FSDP over 2, 4 x", "7b, FSDP over 2, what fits"
 
 

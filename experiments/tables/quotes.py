@@ -124,6 +124,9 @@ QUOTES = (
           (ratio("layer", "int8_fallback", "time", "bf16", "batch 4, length 4096"),)),
     Quote("It costs {} % of a step of the optimizer with fp32 weights and {} % with bf16 weights",
           (Figure("optimizer", _nearest("fp32 weights"), ".0f"), Figure("optimizer", _nearest("bf16 weights"), ".0f"))),
+    Quote("On four {card}s a step of 1.1 B parameters in `coat` is {} times as fast as bf16's data parallel, {} times "
+          "with FSDP and {} times with layers cut over two GPUs and FSDP over two",
+          tuple(ratio("step_four", "coat", "step", AGAIN, case) for case in lookup.FOUR)),
     Quote("the fastest on two GPUs, from 64 MiB on: {} to {} times bf16 left as codes on two {card}s; they lose with "
           "every addition: {} dB are left at 1,024 replicas, where two phases have {}. Two phases are {} to {} times "
           "bf16.",
