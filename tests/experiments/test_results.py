@@ -269,7 +269,8 @@ def test_a_commit_is_that_of_the_code_that_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("device", "card"),
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("2 x NVIDIA H200", "h200x2"), ("cpu", "cpu"),
-     ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 4090", "rtx4090")],
+     ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA Graphics Device", "graphicsdevice"),
+     ("NVIDIA GeForce RTX 4090", "rtx4090")],
 )  # fmt: skip
 def test_folders_are_named_after_cards(device, card):
     assert record.card(device) == card
