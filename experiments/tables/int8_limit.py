@@ -178,6 +178,8 @@ def write(results: Path, files: Mapping[str, Result]) -> None:
     sources = [pair for file in files.values() for pair in record.sources(file)]
     commits = ", ".join(dict.fromkeys(commit for commit, _ in sources))
     notes = [
+        "Steps measured before commit e6883dd began with thresholds of 1, where blocks fall back: they may be slower "
+        "than those of a run. The layer's are of thresholds that have settled.",
         "Rates, geometric means over shapes: " + ", ".join(
             f"{kind} {rate / 1e12:,.0f} TOP/s" for kind, rate in speed.products.items()
         ) + f"; a copy {speed.copy / 1e12:.2f} TB/s. From " + ", ".join(f"{name}.json" for name in files) + ".",
