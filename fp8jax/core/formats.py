@@ -257,7 +257,8 @@ def round_up(x: Array, fmt: Format) -> Array:
     """As `round_to` of positive values, but to the next number of the format that is no smaller; NaN stays."""
     lost = FP32.mantissa_bits - fmt.mantissa_bits
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) + ((1 << lost) - 1)
-    return round_to(jax.lax.bitcast_convert_type(bits & -(1 << lost), jnp.float32), fmt)
+    up = jax.lax.bitcast_convert_type(bits & -(1 << lost), jnp.float32)
+    return round_to(jnp.where(jnp.isnan(x), x, up), fmt)
 
 
 def encode_e8m0(y: Array, rounding: str) -> Array:

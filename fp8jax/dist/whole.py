@@ -25,10 +25,9 @@ from fp8jax.ops.quantize import quantize, transpose
 from fp8jax.ops.saved import from_bytes, to_bytes
 from fp8jax.recipes import linear_part
 
-# Elementwise operations: what a norm or a residual computes in fp32 of 16-bit values, which are kept themselves.
-_ELEMENTWISE = frozenset(
-    ("convert_element_type", "mul", "square", "integer_pow", "add", "sub", "neg", "broadcast_in_dim")
-)
+# What a norm computes in fp32 of 16-bit values, which are kept themselves. No sums: in a model that computes in fp32
+# their operands would be kept in their place.
+_ELEMENTWISE = frozenset(("convert_element_type", "mul", "square", "integer_pow", "broadcast_in_dim"))
 
 
 def gathered_again(primitive: Any, *operands: Any, **how: Any) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -22,6 +23,9 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 Quantizer = Callable[[str, Array, Linear, Array | None], QuantizedWeight | None]
+
+
+_GRADIENTS = ("bfloat16", "float16", "float32")
 
 
 def _quantizer(path: str, w: Array, linear: Linear, scale: Array | None) -> QuantizedWeight:
@@ -53,8 +57,11 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
             reads such a parameter, as a tied embedding, reads it rounded.
 
     Raises:
-        ValueError: no layer of the model has a weight that can be held; not with a quantizer of your own.
+        ValueError: no layer of the model has a weight that can be held; not with a quantizer of your own. Or gradients
+            have another dtype than these.
     """
+    if gradients is not None and str(jnp.dtype(gradients)) not in _GRADIENTS:
+        raise ValueError(f"gradients must be one of {', '.join(_GRADIENTS)}, or None, not {gradients!r}")
     copy = nnx.clone(model)
     layers = [(".".join(map(str, path)), m) for path, m in nnx.iter_modules(copy)]
     layers = [(path, m) for path, m in layers if isinstance(m, (nnx.Linear, nnx.LinearGeneral))]
@@ -62,6 +69,9 @@ def quantize_weights(model: Model, quantizer: Quantizer = _quantizer, *, gradien
     if not held and quantizer is _quantizer:
         raise ValueError("the model has no layer with a quantized weight; call fp8jax.nnx.quantize first")
     if gradients is not None:
+        for layer in held:
+            # Without a dtype of its own a layer computes in what inputs and parameters promote to.
+            layer.dtype = layer.dtype or layer.kernel[...].dtype
         for kernel in {id(layer.kernel): layer.kernel for layer in held}.values():
             kernel.set_value(kernel[...].astype(gradients))
     return copy

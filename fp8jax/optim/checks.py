@@ -34,6 +34,13 @@ def number(name: str, given: Any, low: float = -np.inf, high: float = np.inf) ->
         raise ValueError(f"{name} must {'be finite' if low == -high else f'lie in [{low}, {high})'}, not {given}")
 
 
+def positive(name: str, given: Any) -> None:
+    """Refuses what is no number (TypeError), and one that is not above 0, such as NaN (ValueError)."""
+    x = value(name, given)
+    if x is not None and not (x > 0).all():
+        raise ValueError(f"{name} must be positive, not {given}")
+
+
 def rate(given: Any) -> None:
     """Refuses a learning rate that is neither a finite number nor a schedule; errors as of `number`."""
     if not callable(given):

@@ -21,7 +21,7 @@ def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation
 
     Optax would take the codes and scales of a `QTensor` for gradients. Here clipping one multiplies its scales.
     """
-    _check(max_norm)
+    checks.positive("max_norm", max_norm)
     plain = optax.clip_by_global_norm(max_norm)
 
     def update(
@@ -39,12 +39,6 @@ def clip_by_global_norm(max_norm: float | Array) -> optax.GradientTransformation
         return jax.tree.map(clip, updates, is_leaf=_is_quantized), state
 
     return optax.GradientTransformation(plain.init, update)
-
-
-def _check(max_norm: float | Array) -> None:
-    value = checks.value("max_norm", max_norm)
-    if value is not None and not value > 0:
-        raise ValueError(f"max_norm must be positive, not {max_norm}")
 
 
 def _norm(grads: optax.Updates) -> Array:
@@ -88,7 +82,7 @@ def clipped(max_norm: float | Array, tx: FusedTransformation) -> FusedTransforma
     """
     if not isinstance(tx, FusedTransformation):
         raise TypeError(f"clipped takes a transformation with `step`, not {tx!r}; put others behind optax.chain")
-    _check(max_norm)
+    checks.positive("max_norm", max_norm)
     chain = optax.chain(clip_by_global_norm(max_norm), tx)
 
     def step(

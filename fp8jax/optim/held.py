@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from fp8jax.optim import fp8lm_adamw
+from fp8jax.optim import checks, fp8lm_adamw
 
 # Integers travel as its bits: whatever converts these to a wider dtype and back leaves them as they are.
 _BITS = jnp.float8_e4m3fn
@@ -82,13 +82,17 @@ class Held:
 
         Raises:
             TypeError: not one of `norm` and `before` is given.
+            ValueError: `max_norm` is not positive.
         """
         if (norm is None) == (before is None):
             raise TypeError("clipped takes norm=, of the next step's gradients, or before=, of those of the last step")
+        checks.positive("max_norm", max_norm)
         if norm is not None:
             return dataclasses.replace(self, factor=clip_factor(max_norm, norm), limits=None)
-        limit, known = jnp.asarray(max_norm, jnp.float32), self.squares != 0
-        share = jnp.sqrt(self.squares) / jnp.asarray(before, jnp.float32)
+        limit, before = jnp.asarray(max_norm, jnp.float32), jnp.asarray(before, jnp.float32)
+        # Of a norm that overflowed no share is known.
+        known = (self.squares != 0) & jnp.isfinite(self.squares) & jnp.isfinite(before)
+        share = jnp.sqrt(self.squares) / before
         limits = limit * jnp.where(known, jnp.minimum(share, 1.0), 1.0)
         return dataclasses.replace(self, factor=jnp.float32(1.0), limits=limits)
 
@@ -102,7 +106,7 @@ class Held:
 def clip_factor(max_norm: ArrayLike, norm: ArrayLike) -> Array:
     """What gradients of a norm are multiplied by to be clipped, fp32 scalar."""
     norm = jnp.asarray(norm, jnp.float32)
-    return jnp.where(norm < max_norm, jnp.float32(1.0), max_norm / norm)
+    return jnp.where(norm <= max_norm, jnp.float32(1.0), max_norm / norm)
 
 
 def dtypes_of(state: Any) -> tuple[str, ...]:

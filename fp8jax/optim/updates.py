@@ -106,8 +106,8 @@ def _entered(held: Held, number: int, seen: set[int]) -> Held:
 
 
 def _after(x: Any) -> Any:
-    """What is held after a step, without the limits that were of it."""
-    return dataclasses.replace(x, limits=None) if isinstance(x, Held) else x
+    """What is held after a step, without the factor and the limits that were of it."""
+    return dataclasses.replace(x, factor=jnp.ones_like(x.factor), limits=None) if isinstance(x, Held) else x
 
 
 def _held(tree: Any) -> list[Held]:

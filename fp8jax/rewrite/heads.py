@@ -57,6 +57,7 @@ class Flow:
         return reasons
 
     def _chosen(self) -> Iterator[tuple[Node, str]]:
+        totals = {_plain(node.operands[-1]) for node in self._graph.everywhere() if node.kind in ("div", "log")}
         for node in self._graph.everywhere():
             if node.kind in CHOICES:
                 yield from ((product, CHOICES[node.kind]) for product in self._of(node.operands[0]) or ())
@@ -65,8 +66,13 @@ class Flow:
                 found = self._of(scores)
                 if found and found == self._largest(largest):
                     yield from ((product, "softmax") for product in found)
-            # Written without its largest element.
-            if node.kind == "reduce_sum" and (powers := _plain(node.operands[0])).kind == "exp" and powers.node:
+            # Written without its largest element: the sum divides, or its logarithm is taken.
+            if (
+                node.kind == "reduce_sum"
+                and node.results[0] in totals
+                and (powers := _plain(node.operands[0])).kind == "exp"
+                and powers.node
+            ):
                 last = tuple(node.eqn.params["axes"]) == (powers.aval.ndim - 1,)
                 found = self._of(powers.node.operands[0]) if last else None
                 yield from ((product, "softmax") for product in found or ())

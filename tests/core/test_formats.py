@@ -169,3 +169,15 @@ def test_code_books_encode_to_the_nearest_value(fmt):
     low, high = np.unique(drawn)
     assert low < 0.3331 < high
     assert abs(drawn.mean() - 0.3331) < 5 * (high - low) / 2 / np.sqrt(40_000)
+
+
+def test_rounding_up_gives_the_next_number_and_keeps_nan():
+    bits = np.array([0x7FFFFFFF, -1, 0x7FC00000], np.int32)  # NaN as PTX and others write it
+    assert np.isnan(formats.round_up(jnp.asarray(bits.view(np.float32)), formats.get("bf16")).astype(np.float32)).all()
+    x = np.array([1.0, 1.0 + 2.0**-20, 3.14159, 1e-30, np.inf], np.float32)
+    found = np.asarray(formats.round_up(jnp.asarray(x), formats.get("bf16")).astype(jnp.float32))
+    nearest = x.astype(jnp.bfloat16).astype(np.float32)
+    want = np.where(
+        nearest < x, np.nextafter(nearest.astype(jnp.bfloat16), jnp.bfloat16(np.inf)).astype(np.float32), nearest
+    )
+    np.testing.assert_array_equal(found, want)

@@ -112,3 +112,16 @@ def test_what_is_computed_in_fp32_of_16_bits_is_not_held():
     assert ("float32", (64, 32)) not in shapes
     assert ("float32", (64, 32)) in {(str(x.dtype), x.shape) for x in jax.tree.leaves(jax.vjp(block, *inputs)[1])}
     assert ("float32", (64, 1)) in shapes
+
+
+def test_sums_in_fp32_are_held_rather_than_what_is_added():
+    """Of x + x @ a + x @ b in fp32, the next layer's input, one array is held and not both products."""
+
+    def block(x_NxD, a_DxD, b_DxD):
+        for _ in range(4):
+            x_NxD = x_NxD + x_NxD @ a_DxD + x_NxD @ b_DxD
+        return x_NxD
+
+    inputs = jnp.ones((8, 64)), jnp.ones((64, 64)), jnp.ones((64, 64))
+    count = lambda run: sum(x.shape == (8, 64) for x in jax.tree.leaves(jax.vjp(run, *inputs)[1]))  # noqa: E731
+    assert count(jax.checkpoint(block, policy=gathered_again)) <= count(block)

@@ -85,6 +85,7 @@ READ = {
     "a residual sum": (lambda f, x, b: x + f("same", x), {}),
     "the shape of the input": (lambda f, x, b: f("same", x) * 2, {}),
     "read on, and returned": (lambda f, x, b: (f("v", x), jnp.sin(f("out", jnp.sin(f("v", x))))), {}),
+    "a sum of exponentials": (lambda f, x, b: (s := f("a", x)) * jnp.exp(s).sum(-1, keepdims=True), {}),
     "attention": (lambda f, x, b: jax.nn.softmax(f("a", x) @ f("b", x).T) @ x, {}),
     "the largest": (lambda f, x, b: jnp.max(f("a", x), axis=0), {}),
     "a choice among largest": (lambda f, x, b: jnp.argmax(jnp.max(f("a", x), -1)), {}),

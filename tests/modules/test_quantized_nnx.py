@@ -366,6 +366,22 @@ def test_gradients_of_held_weights_come_in_16_bits_and_train_the_model_itself():
     assert 0 < np.abs(np.asarray(kernel[...]) - before).max() <= 1.1e-2
 
 
+def test_held_weights_in_16_bits_leave_the_results_dtype():
+    """A layer without a dtype computes in what inputs and parameters promote to: fp32 of bf16 inputs."""
+    plain = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
+    quantized = fp8jax.nnx.quantize(nnx.Sequential(plain), "coat")
+    x = X.astype(jnp.bfloat16)
+    narrow = fp8jax.nnx.quantize_weights(quantized, gradients="bfloat16")
+    assert narrow(x).dtype == quantized(x).dtype == jnp.float32
+    np.testing.assert_array_equal(narrow(x), fp8jax.nnx.quantize_weights(quantized)(x))
+    assert quantized.layers[0].dtype is None
+    for other in ("int8", "float8_e4m3fn", "complex64"):
+        with pytest.raises(
+            ValueError, match=f"gradients must be one of bfloat16, float16, float32, or None, not '{other}'"
+        ):
+            fp8jax.nnx.quantize_weights(quantized, gradients=other)
+
+
 class Kind(nnx.Module):
     def __init__(self, rngs):
         self.dense, self.kind = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Variable(1)

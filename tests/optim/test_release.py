@@ -285,6 +285,17 @@ def test_each_layer_is_clipped_by_its_share_of_the_norm_before():
     assert (np.asarray(wrong.limits) <= limit).all(), "no layer may have more than all"
     assert held.clipped(limit, before=norms[-1]).clipped(limit, norm=1.0).limits is None
     assert held.clipped(limit, norm=2 * limit).clipped(limit, before=norms[-1]).factor == 1
+    # Of sums of squares that overflowed no share is known; a layer without a gradient and without a share is not NaN.
+    for one in (held.clipped(limit, before=np.inf), dataclasses.replace(held, squares=held.squares + np.inf).clipped(
+        limit, before=np.inf)):  # fmt: skip
+        np.testing.assert_array_equal(one.limits, np.full(LAYERS, limit, np.float32))
+    nothing = dataclasses.replace(held, limits=jnp.zeros(LAYERS))
+    assert (float(nothing.factor_of(jnp.float32(0.0), 0)), float(nothing.factor_of(jnp.float32(4.0), 0))) == (1.0, 0.0)
+    exact = take(held.clipped(limit, norm=2 * limit), jnp.asarray(sizes[0], jnp.float32))[1]
+    assert exact.factor == 1, "a step's factor is of it alone"
+    for how in ({"norm": 1.0}, {"before": 1.0}):
+        with pytest.raises(ValueError, match=r"max_norm must be positive, not -1\.0"):
+            held.clipped(-1.0, **how)
     for how in ({}, {"norm": 1.0, "before": 1.0}):
         with pytest.raises(TypeError, match="takes norm=, of the next step's gradients, or before="):
             held.clipped(limit, **how)
