@@ -5,15 +5,16 @@ is left as it is, so that a run that was cut short goes on where it stopped; nob
 there and, from git, what changed since; `--dry` runs the benchmarks' code on a CPU, small and without measuring.
 
 Each job takes the GPUs that it is for; those of a host that has more run side by side, each with a share of the host's
-cores. One H100 takes an hour, four of one host 20 minutes. With `--cpu` the papers' tables are made that need none.
+cores. The files of one GPU take an hour of an H100, and with four of one host a quarter of it. With `--cpu` the papers'
+tables are made that need none.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -47,7 +48,12 @@ def gpus() -> tuple[str, list[str]]:
     if not names:
         return "", []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names[0], visible.split(",") if visible else [str(i) for i in range(len(names))]
+    if visible is None:
+        return names[0], [str(i) for i in range(len(names))]
+    # As CUDA reads it: what follows a number that is none is not seen.
+    numbers = itertools.takewhile(lambda word: word and not word.startswith("-"), visible.split(","))
+    seen = list(numbers)
+    return (names[0], seen) if seen else ("", [])
 
 
 def state(path: Path, commit: str) -> str:
@@ -58,6 +64,8 @@ def state(path: Path, commit: str) -> str:
     if not result.get("complete", True):
         return "not complete"
     commits = sorted({of for row in result["rows"] for of in row["commit"].split(", ")})
+    if not commits:
+        return "without rows"
     if commits == [commit]:
         return "done"
     return "; ".join(f"{of}: {record.since(of) or 'no change since'}" for of in commits)
@@ -117,15 +125,18 @@ def pack(bundle: Path, folders: Sequence[Path]) -> None:
     part = bundle.with_suffix(".part")
     with tarfile.open(part, "w:gz") as archive:
         for folder in folders:
-            if folder.is_dir():
-                archive.add(folder, folder.name)
+            for path in sorted(folder.glob("*")) if folder.is_dir() else ():
+                # Other jobs go on writing; a file stands under its name when it is whole.
+                with contextlib.suppress(FileNotFoundError):
+                    if not path.name.endswith(".partial"):
+                        archive.add(path, f"{folder.name}/{path.name}")
     os.replace(part, bundle)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes the files that are not of this commit; 0 if none is left, 1 else, 2 where there is nothing to run on."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    names = [job.name for jobs in (*JOBS.values(), DERIVED) for job in jobs]
+    names = [job.name for jobs in JOBS.values() for job in jobs]
     parser.add_argument("--only", nargs="+", choices=sorted(set(names)), metavar="NAME", help="some files")
     parser.add_argument("--cpu", action="store_true", help="the tables that need no GPU")
     parser.add_argument("--streams", type=int, default=1, metavar="N", help="with --cpu, tables at a time")
@@ -142,6 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         commit = record.commit()
     except ValueError as error:
         parser.error(str(error))
+    if options.list and not options.results.is_dir():
+        parser.error(f"--results {options.results}: there is no such folder")
     if options.list:
         return told(options.results, commit)
     with tempfile.TemporaryDirectory() as scratch:
@@ -160,7 +173,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs = distinct() if options.dry else CPU if options.cpu else [
             job for width in JOBS if 0 < width <= len(slots) for job in JOBS[width]
         ]  # fmt: skip
-        jobs = [job for job in jobs if not options.only or job.name in options.only]
+        fitting, jobs = jobs, [job for job in jobs if not options.only or job.name in options.only]
+        if options.only and (left_out := set(options.only) - {job.name for job in fitting}):
+            needs = {job.name: job.gpus for some in JOBS.values() for job in some}
+            told_of = "; ".join(f"{name} takes {needs[name]} GPUs" if needs[name] else f"{name} takes --cpu"
+                                for name in sorted(left_out))  # fmt: skip
+            parser.error(f"--only names what does not run here: {told_of}; there are {len(slots)} slots of {device}")
         with ending_together():
             return measure(jobs, commit, device, slots, options)
 
@@ -194,8 +212,10 @@ def measure(jobs: Sequence[Job], commit: str, device: str, slots: Sequence[str],
             left[job.name] = problem
 
     waiting = list[Job]()
+    # Files that differ from a commit, or from an unknown one, may have changed since.
+    known = commit != record.UNKNOWN and not commit.endswith("+")
     for job in jobs:
-        if not options.again and state(folder(job) / f"{job.name}.json", commit) == "done":
+        if known and not options.again and state(folder(job) / f"{job.name}.json", commit) == "done":
             print(f"{job.name}: of this commit and card already", flush=True)
         else:
             waiting.append(job)
@@ -234,10 +254,13 @@ def share_cores(taken: Sequence[int], slots: int) -> None:
             os.sched_setaffinity(0, {core for i in taken for core in cores[i * each : (i + 1) * each]})
 
 
-def of_kind(card: str) -> str:
-    """Which list of jobs a card's folder is of."""
-    count = re.search(r"x(\d+)$", card)
-    return KINDS.get(0 if card == "cpu" else int(count[1]) if count else 1, f"{card} alone")
+def of_kind(folder: Path) -> str:
+    """Which list of jobs a card's folder is of, by the devices of its rows."""
+    if folder.name == "cpu":
+        return KINDS[0]
+    rows = (row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())["rows"])
+    count, _, name = next((row["device"] for row in rows), "").rpartition(" x ")
+    return KINDS.get(int(count or 1), f"{count} x {name} alone")
 
 
 def told(results: Path, commit: str) -> int:
@@ -249,7 +272,7 @@ def told(results: Path, commit: str) -> int:
     ):
         print(f"{kind}:")
         for job in jobs:
-            cards = [folder for folder in folders if jobs is DERIVED or of_kind(folder.name) == kind]
+            cards = [folder for folder in folders if jobs is DERIVED or of_kind(folder) == kind]
             paths = {folder.name: folder / f"{job.name}.json" for folder in cards}
             found = {card: state(path, commit) for card, path in paths.items() if path.exists()}
             print(f"  {job.name}: " + ("; ".join(f"{card}: {what}" for card, what in found.items()) or "missing"))

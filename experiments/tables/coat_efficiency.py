@@ -66,7 +66,6 @@ def write(results: Path, files: Mapping[int, Result]) -> None:
     if not table:
         return
     notes = [
-        *(f"{count} GPUs: `{step['command']}`." for count, step in files.items()),
         "The paper's baseline is PyTorch's FSDP in bf16, which keeps more than our bf16: it recomputes norms and "
         "activations. Batches are those that `experiments.plan` says fit in 80 GB a GPU; where none is given it is "
         "bf16's. An FP8 optimizer is `coat_optimizer`, with products in bf16.",
@@ -83,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for folder in sorted(path for path in options.results.iterdir() if path.is_dir()):
         paths = {count: folder / f"{name}.json" for count, name in FILES.items()}
         files = {count: json.loads(path.read_text()) for count, path in paths.items() if path.exists()}
+        files = {count: file for count, file in files.items() if file.get("complete", True)}
         if files:
             write(options.results, files)
     return 0

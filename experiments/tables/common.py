@@ -1,10 +1,11 @@
 """What the tables share: how results are written, and the training run that real moments are taken from."""
 
 import argparse
+import contextlib
 import dataclasses
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,15 @@ class Dump:
         return adam.mu, adam.nu
 
 
+@contextlib.contextmanager
+def alone(run: Path) -> Iterator[None]:
+    """Holds a training run that several tables take; another process that wants it waits."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with run.with_name(f"{run.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def dump(out: Path, flags: str = FLAGS, step: int | None = None) -> Dump:
     """The training run with fp32 moments; trained now, or taken from OUT where it was before.
 
@@ -147,9 +157,7 @@ def dump(out: Path, flags: str = FLAGS, step: int | None = None) -> Dump:
     """
     arguments = flags.split()
     run = out / arguments[arguments.index("--run") + 1]
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / f"{run.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with alone(run):
         code = train.main([*arguments, "--out", str(out)])
     if code:
         raise UserError(f"the training run ended with code {code}")

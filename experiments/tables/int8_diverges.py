@@ -292,7 +292,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--seeds must be at least 1, got {options.seeds}")
         if setting.steps <= WARMUP:
             raise UserError(f"--on-steps must be above {WARMUP}, the warm-up's, got {setting.steps}")
-        code = train.main([*first, "--recipe", BASE, "--run", RUN, "--out", str(options.out)])
+        with common.alone(options.out / RUN):
+            code = train.main([*first, "--recipe", BASE, "--run", RUN, "--out", str(options.out)])
         if code:
             raise UserError(f"the first training ended with code {code}")
         study = Study(evaluate.load(options.out / RUN, BASE), setting)

@@ -135,7 +135,8 @@ def main() -> int:
     options = common.parse(__doc__)
     first = [*int8_diverges.SHAPE.split(), *int8_diverges.FIRST.split()]
     try:
-        code = train.main([*first, "--recipe", "bf16", "--run", int8_diverges.RUN, "--out", str(options.out)])
+        with common.alone(options.out / int8_diverges.RUN):
+            code = train.main([*first, "--recipe", "bf16", "--run", int8_diverges.RUN, "--out", str(options.out)])
         if code:
             raise UserError(f"the training run ended with code {code}")
         trained = evaluate.load(options.out / int8_diverges.RUN, "bf16")
@@ -155,9 +156,9 @@ def main() -> int:
         f"{len(batches) * 8 * sizes.seq_len:,} tokens.",
         "Our copy of the paper has no values of these figures. It says that two halves of 8 bits are nearer than "
         "16-bit integers (Figure 3(b)), that the largest magnitude and the error choose alike, the relative error "
-        "worse (3(c)), and that blocks of 128 with fallback are nearly as exact as blocks of 32 (4(b)). All three are "
-        "so where outliers are as large as the paper's, and none of them without: the data is why `int8_fallback` "
-        "contradicts the paper, not the quantizer. No pretrained model with outliers of its own could be had here.",
+        "worse (3(c)), and that blocks of 128 with fallback are nearly as exact as blocks of 32 (4(b)). Which of these "
+        "come out depends on how large outliers are: each factor has its rows, and made-up blocks have their own. One "
+        "model, one seed; no pretrained model with outliers of its own could be had here.",
         "In a block whose largest code is exact the residual reaches no further than the small values do: it beats 16 "
         "bits where these lie below 1/254 of the largest magnitude and outliers are so few that none leaves half a "
         "step of its own. Else the residual's scale is that of half a step, and the error 1.016 (32,767 / (127 x 254)) "

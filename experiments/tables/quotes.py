@@ -160,8 +160,9 @@ QUOTES = (
           "place of shares of it, as it was until then, ended {} ± {} % from the plain step in validation loss",
           (_parity("released", "validation loss: % above bf16", SHORT, "+.1f"),
            _parity("released", "± (validation loss)", SHORT, ".1f"))),
-    Quote("shares of the norm before {} ± {} % from the plain step's validation loss, two passes {} ± {} % (six "
-          "orders of a small model, of which rounding alone makes that of two passes). Where each 40th batch is random "
+    Quote("shares of the norm before {} ± {} % from the plain step's validation loss, two passes {} ± {} % "
+          "(means and standard deviations of six orders of a small model, of which rounding alone makes that of two "
+          "passes). Where each 40th batch is random "
           "bytes, whose gradients are large at once, shares end {} ± {} % from it, and two passes {} ± {} %",
           tuple(_clipped(arm, text, column, form) for text in ("text", "text, each 40th batch random bytes")
                 for arm in CLIPPINGS for column, form in zip(CLIPPED, ("+.1f", ".1f"), strict=True))),

@@ -74,8 +74,13 @@ class SeedStudy:
 
     @property
     def confidence(self) -> float:
-        """Of each interval, that those of all recipes hold together."""
-        return 1 - FAMILY_ERROR / len(self.recipes)
+        """Of each interval, that those of all recipes and losses hold together."""
+        return 1 - FAMILY_ERROR / self.tests
+
+    @property
+    def tests(self) -> int:
+        """Stated before the runs: each recipe, each loss."""
+        return len(self.recipes) * len(LOSSES)
 
     def path_of(self, results: Path, arm: str) -> Path:
         return results / self.folder / f"{arm.replace(', ', '_').replace(' ', '_')}.json"
@@ -138,11 +143,16 @@ def gap(arm: Mapping[int, float], base: Mapping[int, float], confidence: float) 
     return Gap(tuple(each.tolist()), float(each.mean()), quantile * error, p)
 
 
-def holm(values: Mapping[Any, float]) -> dict[Any, float]:
-    """Adjusted p of each of several tests: the smallest level of all together at which Holm's procedure rejects it."""
+def holm(values: Mapping[Any, float], tests: int) -> dict[Any, float]:
+    """Adjusted p of each of several tests: the smallest level of all together at which Holm's procedure rejects it.
+
+    Args:
+        values: p of each that was made.
+        tests: how many were stated; those not made count.
+    """
     result, largest = dict[Any, float](), 0.0
     for rank, key in enumerate(sorted(values, key=lambda key: values[key])):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[key]))
+        largest = max(largest, min(1.0, (tests - rank) * values[key]))
         result[key] = largest
     return result
 
@@ -186,7 +196,7 @@ def judge(study: SeedStudy, runs: Runs) -> Judged:
             of, beside = ({s: run[loss] for s, run in runs.get(name, {}).items()} for name in (arm, base))
             if (found := gap(of, beside, study.confidence)) is not None:
                 gaps[label, loss] = found
-    return Judged(gaps, holm({key: g.p for key, g in gaps.items() if key[0] in study.recipes}))
+    return Judged(gaps, holm({key: g.p for key, g in gaps.items() if key[0] in study.recipes}, study.tests))
 
 
 def read(study: SeedStudy, results: Path) -> tuple[Runs, dict[str, dict[str, Any]]]:
@@ -282,8 +292,8 @@ def notes(study: SeedStudy, files: Mapping[str, Mapping[str, Any]], judged: Judg
         f"{SEEDS} seeds each, both losses, the limit of ±{LIMIT:.1%}. Training loss is the mean of the last {TAIL:.0%} "
         "of the steps.",
         f"Intervals are of {study.confidence:.2%} each, Student's t of the paired seeds, so that all "
-        f"{len(study.recipes)} recipes' hold together with {1 - FAMILY_ERROR:.0%} (Bonferroni). p is Holm's, of "
-        f"{len(judged.adjusted)} tests (recipes and losses); of other arms it is of that test alone.",
+        f"{study.tests} of recipes and losses hold together with {1 - FAMILY_ERROR:.0%} (Bonferroni). p is Holm's, of "
+        f"{study.tests} tests (recipes and losses); of other arms it is of that test alone.",
         *([study.about] if study.about else []),
         *(f"{name} ran on {count} devices, whose gradients travelled as its recipe says."
           for name, count in replicated.items()),

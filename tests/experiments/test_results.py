@@ -205,7 +205,7 @@ def test_the_list_says_what_changed_since(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(record, "since", lambda of: {"111": "commits since: 2 of fp8jax"}.get(of, ""))
     for card, name, commit in (("h9", "step", "abcdef1234"), ("h9x2", "reduce", "111"), ("cpu", "plans", "222")):
         (tmp_path / card).mkdir(exist_ok=True)
-        content = {"rows": [{"commit": commit, "device": "d"}]}
+        content = {"rows": [{"commit": commit, "device": "2 x d" if card == "h9x2" else "d"}]}
         (tmp_path / card / f"{name}.json").write_text(json.dumps(content))
     assert results.main(["--results", str(tmp_path), "--list"]) == 0
     told = capsys.readouterr().out
@@ -295,3 +295,47 @@ def test_only_visible_gpus_count(monkeypatch, tmp_path):
     assert results.gpus() == ("NVIDIA H9 80GB", ["0", "1"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert results.gpus() == ("NVIDIA H9 80GB", ["1"])
+    for hidden in ("", "-1", "-1,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert results.gpus() == ("", [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1,1")
+    assert results.gpus() == ("NVIDIA H9 80GB", ["0"])
+
+
+def test_a_name_that_does_not_run_here_is_refused(job, planted, capsys, tmp_path):
+    for name, options, why in (("four", (), "four takes 4 GPUs"), ("paper", (), "paper takes --cpu")):
+        with pytest.raises(SystemExit):
+            planted([job("one"), job("four", gpus=4), job("paper", gpus=0)], "--only", "one", name, *options)
+        assert why in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        results.main(["--results", str(tmp_path / "none"), "--list"])
+    assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_a_card_with_an_x_in_its_name_is_one_card(tmp_path):
+    for folder, device, kind in (
+        ("rtx4090", "NVIDIA GeForce RTX 4090", "one GPU"), ("rtx4090x2", "2 x NVIDIA GeForce RTX 4090", "two GPUs"),
+        ("h9x3", "3 x NVIDIA H9", "3 x NVIDIA H9 alone"), ("cpu", "cpu", "CPU"),
+    ):  # fmt: skip
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.json").write_text(json.dumps({"rows": [{"commit": "a", "device": device}]}))
+        assert results.of_kind(tmp_path / folder) == kind
+
+
+def test_what_differs_from_a_commit_is_measured_again(job, planted, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("FP8JAX_COMMIT", "abcdef1234567+")
+    for _ in range(2):
+        assert planted([job("a", commit="abcdef1234+")]) == 0
+        assert "a: done" in capsys.readouterr().out
+    (tmp_path / "empty.json").write_text('{"rows": []}')
+    assert results.state(tmp_path / "empty.json", "abc") == "without rows"
+
+
+def test_an_archive_leaves_out_what_is_being_written(tmp_path):
+    folder = tmp_path / "h9"
+    folder.mkdir()
+    (folder / "a.json").write_text("{}")
+    (folder / "b.json.partial").write_text("{")
+    results.pack(tmp_path / "b.tgz", [folder, tmp_path / "none"])
+    with tarfile.open(tmp_path / "b.tgz") as archive:
+        assert archive.getnames() == ["h9/a.json"]
