@@ -33,6 +33,9 @@ from fp8jax.recipes import Comm
 Gradients = Callable[[Any, Any, jax.Array, "Whole | None", tuple[str, ...]], tuple[jax.Array, Any, Any]]
 
 
+_SUMS = ("add", "sub", "neg")
+
+
 @dataclasses.dataclass(frozen=True)
 class Whole:
     """What makes parameters whole that lie in shards, a layer's in each call of it: an `Around` of a model's layers.
@@ -51,8 +54,9 @@ class Whole:
     dtype: str
 
     def policy(self, primitive: Any, *operands: Any, **how: Any) -> bool:
-        """All is kept but what was gathered."""
-        return gathered_again(primitive, *operands, **how)
+        """All is kept but what was gathered, and sums in fp32 of a model that computes in 16 bits."""
+        wide = primitive.name in _SUMS and getattr(operands[0], "dtype", None) == jnp.float32
+        return gathered_again(primitive, *operands, **how) and not (wide and fp8jax.formats.get(self.dtype).bits == 16)
 
     def outside_of_layers(self, weights: nnx.State) -> nnx.State:
         """All parameters that no layer holds as whole ones; the others as they are."""

@@ -123,3 +123,13 @@ def test_replicas_round_gradients_stochastically_with_keys_of_their_own(monkeypa
     keys = [{tuple(map(int, words)) for device, words in seen if device == replica} for replica in range(2)]
     assert len(keys[0]) == len(keys[1]) == len(seen) / 4 >= 4
     assert not keys[0] & keys[1]
+
+
+@pytest.mark.parametrize(("compute", "held"), [("bf16", False), ("fp32", True)])
+def test_sums_in_fp32_are_held_where_a_model_computes_in_it(compute, held):
+    whole = parallel.Whole(Comm("bf16"), frozenset(), compute)
+    wide, narrow = (jax.ShapeDtypeStruct((8, 4), dtype) for dtype in ("float32", "bfloat16"))
+    assert [whole.policy(p, wide, wide) for p in (jax.lax.add_p, jax.lax.sub_p, jax.lax.neg_p)] == [held] * 3
+    assert whole.policy(jax.lax.add_p, narrow, narrow)
+    assert whole.policy(jax.lax.dot_general_p, wide, wide)
+    assert not whole.policy(jax.lax.all_gather_p, narrow)
