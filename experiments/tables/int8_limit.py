@@ -178,8 +178,6 @@ def write(results: Path, files: Mapping[str, Result]) -> None:
     sources = [pair for file in files.values() for pair in record.sources(file)]
     commits = ", ".join(dict.fromkeys(commit for commit, _ in sources))
     notes = [
-        "Steps measured before commit e6883dd began with thresholds of 1, where blocks fall back: they may be slower "
-        "than those of a run. The layer's are of thresholds that have settled.",
         "Rates, geometric means over shapes: " + ", ".join(
             f"{kind} {rate / 1e12:,.0f} TOP/s" for kind, rate in speed.products.items()
         ) + f"; a copy {speed.copy / 1e12:.2f} TB/s. From " + ", ".join(f"{name}.json" for name in files) + ".",
@@ -192,6 +190,8 @@ def write(results: Path, files: Mapping[str, Result]) -> None:
         "even at its limit int8 with fallback is slower than FP8 was measured. Of what lies above the limit the last "
         "table has what could go without another algorithm, each a few percent at most; the rest are norms and "
         "activations that keep ten bits, residual sums, and what bf16's products gain in a layer over `bench linear`.",
+        "Steps measured before commit e6883dd began with thresholds of 1, where blocks fall back: they may be slower "
+        "than those of a run. The layer's are of thresholds that have settled.",
     ]  # fmt: skip
     title = "INT8 fallback: the limit on Hopper, and what was measured"
     device = record.sources(files["gemm_int8"])[0][1]

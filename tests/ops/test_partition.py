@@ -287,7 +287,7 @@ def test_norms_and_activations_do_not_depend_on_the_mesh(stand_ins, kind):
     weight = draw(3, 64)
     spec = QuantSpec("e4m3", "group", 16)
     norm = fused._described(x, spec, jnp.float32, True, {"centered": True, "scaled": True, "biased": True})
-    gated = fused._described(x, spec, jnp.float32, False, {"activation": 0, "gated": True, "activated": False})
+    gated = fused._described(x, spec, jnp.float32, False, {"activation": "silu", "gated": True, "activated": False})
     coding = fused.coding(spec)
     from pallas_kernels.remake_triton import GATE, RESULT, UP, Operands
 
