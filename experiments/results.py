@@ -51,8 +51,7 @@ def gpus() -> tuple[str, list[str]]:
     if visible is None:
         return names[0], [str(i) for i in range(len(names))]
     # As CUDA reads it: what follows a number that is none is not seen.
-    numbers = itertools.takewhile(lambda word: word and not word.startswith("-"), visible.split(","))
-    seen = list(numbers)
+    seen = list(itertools.takewhile(lambda word: word and not word.startswith("-"), visible.split(",")))
     return (names[0], seen) if seen else ("", [])
 
 
