@@ -72,7 +72,7 @@ ONE_GPU = (
           file="step_vocab"),
     bench("quantize", 65),
     bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
-    table("int8_speed", 60, "--rounds", "3", "--burst", "0.02", "--hidden", "1024", "4096", gpus=1),
+    table("int8_speed", 200, "--rounds", "3", "--burst", "0.02", "--hidden", "1024", "4096", gpus=1),
     bench("linear", 50, "--model", "7b", "--tokens", "16384"),
     bench("scaling", 45),
     bench("step", 120, *STEP, "--torch", "--arm", "moss", "moss, weights just in time", "moss, weights delayed",

@@ -176,6 +176,9 @@ def by_jax(tx: optax.GradientTransformationExtraArgs, gradients: Tree) -> tuple[
 def by_torch(make: Callable[..., Any], gradients: Tree, b2: float, device: str) -> tuple[dict[str, np.ndarray], float]:
     """The same of a class of torch's kind."""
     torch = importlib.import_module("torch")
+    # jax-triton sets it to "", with which peers' own Triton kernels refuse to compile.
+    if not os.environ.get("TRITON_CACHE_DIR", "unset"):
+        del os.environ["TRITON_CACHE_DIR"]
     params = {k: torch.nn.Parameter(torch.zeros(g.shape[1:], device=device)) for k, g in gradients.items()}
     optimizer = make(list(params.values()), lr=RATE, betas=(B1, b2), eps=EPS, weight_decay=0.0)
     arrays = {k: torch.from_numpy(np.ascontiguousarray(g)).to(device) for k, g in gradients.items()}
