@@ -66,13 +66,13 @@ def test_collections_keys_and_results_of_any_kind_come_out_as_they_do():
 
 class Nested(nn.Module):
     def setup(self):
-        self.inner, self.listed = Everything(), self.make(2)
+        self.inner, self.listed, self.norm = Everything(), self.make(2), nn.LayerNorm()
 
     def make(self, count):
         return [nn.Dense(WIDTH) for _ in range(count)]
 
     def __call__(self, x):
-        x = self.inner(x)["y"]
+        x = self.inner(self.norm(x))["y"]
         return self.listed[1](nn.relu(self.listed[0](x)))
 
 
@@ -84,6 +84,7 @@ def test_parts_that_are_called_from_outside_are_quantized_by_the_same_rules():
     assert eight(lambda x: model.bind(variables, **mutable).inner(x)["y"], X) == 1  # "down" by the rule for all
     assert eight(lambda x: model.bind(variables).listed[0](x), X) == 1
     assert eight(lambda x: model.bind(variables).listed[1](x), X) == 0
+    np.testing.assert_array_equal(bound.norm(X), Nested().bind(variables).norm(X))  # has no product, is no mistake
     inner = functools.partial(model.apply, variables, method=lambda m, x: m.inner(x)["y"], **mutable)
     assert eight(inner, X) == 1
     np.testing.assert_array_equal(inner(X)[0], bound.inner(X)["y"])
@@ -134,6 +135,42 @@ def test_parts_in_fields_of_a_model_that_is_not_bound_are_quantized_by_the_same_
     assert isinstance(model.clone(inner=nn.Dense(WIDTH)).inner, nn.Dense)
 
 
+class Reader(nn.Module):
+    """What reads a layer of its own, then one that it is given."""
+
+    @nn.compact
+    def __call__(self, x, other):
+        return other(nn.silu(nn.Dense(WIDTH, name="own")(x)))
+
+
+class Sharing(nn.Module):
+    reader: nn.Module
+
+    def setup(self):
+        self.shared = nn.Dense(WIDTH)
+
+    def __call__(self, x):
+        return self.reader(x, self.shared)
+
+
+def test_a_layer_among_the_arguments_has_its_parameters_and_states_where_it_is():
+    model = Sharing(fp8jax.linen.quantize(Reader(), "te_delayed"))
+    variables = model.init(KEY, X)
+    params = variables["params"]
+    assert jax.tree.structure(params) == jax.tree.structure(Sharing(Reader()).init(KEY, X)["params"])
+    y, written = model.apply(variables, X, mutable=["fp8jax_scaling"])
+    assert 0 < relative(y, Sharing(Reader()).apply({"params": params}, X)) < 0.1
+    hidden = nn.silu(nn.Dense(WIDTH).apply({"params": params["reader"]["own"]}, X))
+    layers = ((written["fp8jax_scaling"]["reader"]["own"], params["reader"]["own"], X),
+              (written["fp8jax_scaling"]["shared"], params["shared"], hidden))  # fmt: skip
+    for states, own, x in layers:
+        np.testing.assert_allclose(states["seen_w"], jnp.abs(own["kernel"]).max(), rtol=1e-6)
+        np.testing.assert_allclose(states["seen_x"], jnp.abs(x).max(), rtol=0.1)
+    for rule in ("own", "shared"):
+        ruled = Sharing(fp8jax.linen.quantize(Reader(), [fp8jax.Rule(rule, None), TE]))
+        assert eight(lambda x, of=ruled: of.apply({"params": params}, x), X) == 1
+
+
 @dataclasses.dataclass(eq=False)
 class Config:
     """Compared by identity."""
@@ -176,6 +213,10 @@ def test_outside_of_programs_a_call_is_planned_once(monkeypatch):
     assert call(power=True)[1] == 0
     assert call(of=fp8jax.linen.quantize(Configured(config, True), TE))[0][1] == "bool"
     assert call(x=X[:1])[1] == 1
+    half, count = call(x=X.astype(jnp.bfloat16))
+    assert (half[0].dtype, count) == (Configured(config).apply(variables, X.astype(jnp.bfloat16))[0].dtype, 1)
+    tables = [fp8jax.linen.quantize(Configured(config, {key: 1}), TE) for key in "ab"]
+    assert [call(of=of)[1] for of in (*tables, *tables)] == [1, 1, 0, 0]
     config.scale = 2.0
     changed, count = call()
     assert count == 1
@@ -208,6 +249,9 @@ def test_a_checkpoint_without_the_states_of_a_layer_is_told_what_to_do():
     saved[("fp8jax_scaling", "layers_0", "x")] += 1
     with pytest.raises(ValueError, match=r"layers_1 has delayed scaling: other layers have.*Rule\('layers_1', None\)"):
         model.apply(traverse_util.unflatten_dict(saved), X)
+    part = {path: leaf for path, leaf in flat.items() if path[:3] != ("fp8jax_scaling", "layers_1", "dy")}
+    with pytest.raises(ValueError, match="layers_1 has delayed scaling: other layers have"):
+        model.apply(traverse_util.unflatten_dict(part), X)
     whole = traverse_util.unflatten_dict({**flat, **saved})
     assert np.all(np.isfinite(model.apply(whole, X)))
     left = fp8jax.linen.quantize(nn.Sequential([nn.Dense(WIDTH)] * 2), [fp8jax.Rule("layers_1", None), "te_delayed"])
