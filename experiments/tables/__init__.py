@@ -6,6 +6,7 @@
     python -m experiments.tables.coat_speed         COAT: Tables 7 and 12, Figure 4(b), on a GPU
     python -m experiments.tables.coat_efficiency    COAT: Table 11, from steps of Llama-2-7B on several GPUs
     python -m experiments.tables.fp8_lm_precision   FP8-LM: Table 6, Figure 8
+    python -m experiments.tables.fp8_lm_masters     FP8-LM: Table 6, Figure 8, of master weights over a longer run
     python -m experiments.tables.fp8_lm_gradients   FP8-LM: Figure 7, sums of gradients in 8 bits
     python -m experiments.tables.fp8_lm_reductions  FP8-LM: Figure 7 by fp8jax.dist on the devices of this host
     python -m experiments.tables.plans              FP8-LM: Tables 5 and 8; COAT: Table 11; MOSS: Table 5, on paper

@@ -234,11 +234,13 @@ def draw(losses: dict[str, np.ndarray]) -> Figure:
         "second moment": "v ",
         "together": "FP8-LM",
     }
-    figure = Figure(figsize=(17, 3.8), dpi=110, layout="constrained")
+    panels = {title: prefix for title, prefix in panels.items() if any(name.startswith(prefix) for name in losses)}
+    figure = Figure(figsize=(2 + 3 * len(panels), 3.8), dpi=110, layout="constrained")
     width = max(1, min(20, len(losses[BASE]) // 4))
     kernel = np.ones(width) / width
     base = np.convolve(losses[BASE], kernel, "valid")
-    for axes, (title, prefix) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, prefix) in zip(every, panels.items(), strict=True):
         shown = {n: x for n, x in losses.items() if n.startswith(prefix) or (prefix == "FP8-LM" and "same" in n)}
         for name, of_arm in shown.items():
             axes.plot(np.convolve(of_arm, kernel, "valid") - base, label=name.split(":")[0], lw=1)

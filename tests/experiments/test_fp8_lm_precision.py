@@ -8,7 +8,7 @@ import pytest
 
 from experiments.models.llama import LlamaConfig
 from experiments.optimizer import decay_mask
-from experiments.tables import fp8_lm_precision
+from experiments.tables import fp8_lm_masters, fp8_lm_precision
 
 TINY = LlamaConfig(vocab=32, dim=32, layers=2, heads=2, kv_heads=1, mlp_dim=48)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 9)).astype(np.int32)
@@ -39,6 +39,24 @@ def test_an_arm_that_rounds_nothing_is_not_judged():
     bf16, e4m3 = fp8_lm_precision.verdict(losses, plain)
     assert "not measured" in bf16
     assert "+0.5000 nats, outside the noise" in e4m3
+
+
+@pytest.mark.parametrize(
+    ("above", "told"),
+    [((0.1, 0.11, 0.09, 0.1, 0.1), "+0.1000 +- 0.0088 nats, worse than fp32"),
+     ((-0.1, -0.11, -0.09, -0.1, -0.1), "-0.1000 +- 0.0088 nats, better than fp32"),
+     ((0.1, -0.1, 0.2, -0.2, 0.05), "not told from fp32"), ((0.0,) * 5, "not measured"),
+     ((0.1, np.inf, 0.1, 0.1, 0.1), "diverged")],
+)  # fmt: skip
+def test_what_is_said_of_master_weights_follows_the_losses(above, told):
+    starts = np.linspace(1, 2, 5)  # what seeds differ by is in both
+    losses = {"all fp32": [np.full(250, start) for start in starts],
+              "master e4m3": [np.full(250, start + gap) for start, gap in zip(starts, above, strict=True)]}  # fmt: skip
+    (line,) = fp8_lm_masters.verdict(losses)
+    assert told in line
+    assert line.endswith("the paper: degrades.")
+    (_, final, *gaps) = fp8_lm_masters.rows(losses)
+    assert [row.value is None for row in (final, *gaps)] == [np.inf in above] * 3
 
 
 @pytest.mark.slow

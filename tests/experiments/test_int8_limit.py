@@ -6,10 +6,12 @@ import pytest
 
 from experiments.models.llama import LlamaConfig
 from experiments.tables import int8_limit
+from experiments.tables.common import Row
 from experiments.tables.int8_limit import CardRates, Shape
 
 SMALL = LlamaConfig(vocab=8, dim=4, layers=1, heads=2, kv_heads=1, mlp_dim=6)
-RATES = CardRates({"bf16": 1e3, "int8": 2e3, "fp8": 4e3}, 1e3)
+RATES = CardRates({(3, 5): 1e3, (9, 9): 2e3}, {"int8": {(11, 5, 3): 2e3, (5, 3, 11): 3e3, (9, 9, 9): 8e3},
+                                              "fp8": {(9, 9, 9): 4e3}}, 1e3)  # fmt: skip
 
 
 def test_layers_of_a_block_are_those_of_the_model():
@@ -19,18 +21,46 @@ def test_layers_of_a_block_are_those_of_the_model():
     ]  # fmt: skip
 
 
-def test_operations_and_bytes_are_counted_by_hand():
+def test_products_have_the_rates_of_their_shapes_and_others_the_highest():
     shapes, tokens = (Shape(3, (5, 7)),), 11
-    products = 2 * 11 * 3 * (5 + 7)
-    assert int8_limit.operations(shapes, tokens, "bf16") == 3 * products
-    assert int8_limit.operations(shapes, tokens, "int8") == pytest.approx(3.2 * products)
+    first, second = (2e3 * tokens * 3 * n for n in (5, 7))
+    assert int8_limit.plain_products(shapes, tokens, RATES) == pytest.approx(3 * (first / 1e3 + second / 1e3))
+    # Forward (11, 5, 3) as it is; of the weight's gradient (3, 5, 11) the transpose; the gradient of the input is none.
+    of_first = first * (1.2 / 2e3 + 1 / 8e3 + 1 / 3e3)
+    assert int8_limit.products(shapes, tokens, "int8", RATES) == pytest.approx(of_first + 3.2 * second / 8e3)
+    assert int8_limit.products(shapes, tokens, "fp8", RATES) == pytest.approx(3 * (first + second) / 4e3)
+
+
+def test_bytes_of_quantizers_are_counted_by_hand():
+    shapes, tokens = (Shape(3, (5, 7)),), 11
     # The input is read once for both layers: bf16 in, codes and what is kept, a fifth with a residual.
     inputs, gradients, weights = 11 * 3 * (2 + 1 + 1), 4 * 11 * (5 + 7), 4 * 3 * (5 + 7)
     assert int8_limit.quantized(shapes, tokens, "fp8") == inputs + gradients + weights
     assert int8_limit.quantized(shapes, tokens, "int8") == pytest.approx(inputs + 0.2 * 33 + gradients + weights)
     found = int8_limit.limit(shapes, tokens, "int8", RATES)
-    assert found == pytest.approx((3.2 * products / 2, inputs + 0.2 * 33 + gradients + weights))
+    assert found[0] == int8_limit.products(shapes, tokens, "int8", RATES)
+    assert found[1] == pytest.approx(inputs + 0.2 * 33 + gradients + weights)
     assert list(int8_limit.beyond(shapes, tokens).values()) == pytest.approx([3.2 * 33, 66, 66, 2 * 3 * 12])
+
+
+@pytest.mark.parametrize(
+    ("fast", "above", "told"),
+    [(1.4, 2.0, ["is slower than FP8", "That is why `auto` takes FP8"]),
+     (1.1, 2.0, ["is not slower than FP8", "do not wholly bear out"]),
+     (1.4, -2.0, ["slower", "2.00 ms below what stands here as its limit"])],
+)  # fmt: skip
+def test_what_is_said_follows_the_rows(fast, above, told):
+    def rows(arm, most, measured):
+        case = f"a layer of 7B, {arm}"
+        figures = {"bf16": 40.0, "limit over bf16": most, "measured over bf16": measured, "above the limit": above}
+        return [Row(case, name, x, pivot=(case, name)) for name, x in figures.items()]
+
+    listed = [*rows("int8_fallback", 1.25, 1.0), *rows("fast", 1.5, fast)]
+    listed.append(Row("a layer of 7B", "cause", 0.8, pivot=("a layer of 7B", "cause")))
+    text = " ".join(int8_limit.verdict(listed))
+    assert [part for part in told if part not in text] == []
+    assert ("below what stands" in text) == (above < 0)
+    assert "takes 0.8 ms of them at a copy's speed (2.0 % of bf16's time)" in text
 
 
 def test_a_ratio_is_bf16_over_products_quantizers_and_all_else():
@@ -48,8 +78,8 @@ def row(impl, metric, value, case="c", ratio=None):
 def test_a_page_is_made_of_a_cards_files_and_none_without_them(tmp_path):
     step = "1b, one GPU, 8 x 2048 tokens"
     rows = {
-        "gemm": [row("ours tensor", "rate", 1200.0)],
-        "gemm_int8": [row("ours int8 block", "rate", x) for x in (900.0, 1600.0)],
+        "gemm": [row("ours tensor", "rate", 1200.0, "1x1x1")],
+        "gemm_int8": [row("ours int8 block", "rate", x, f"{n}x1x1") for n, x in enumerate((900.0, 1200.0))],
         "linear": [row("xla bf16", "rate", 600.0, "16384 x 4096 -> 11008"),
                    row("int8_fallback, 20 %", "rate", 700.0, "16384 x 4096 -> 11008", 700 / 600)],
         "quantize": [row("device copy", "bandwidth", 2.5)],
@@ -76,8 +106,8 @@ def test_a_page_is_made_of_a_cards_files_and_none_without_them(tmp_path):
     assert values["a step of 1b, fast", "measured over bf16"] == pytest.approx(220 / 160)
     # 1b has 16 layers of four widths; what its products take of bf16's step is not all of it.
     shapes = int8_limit.linears(int8_limit.sizes.get("1b", 32000)) * 16
-    rest = 220 - 1e3 * int8_limit.operations(shapes, 16384, "bf16") / 600e12
+    rest = 220 - 6e3 * 16384 * sum(shape.k * sum(shape.widths) for shape in shapes) / 600e12
     assert values["a step of 1b, int8_fallback", "all else, as bf16"] == pytest.approx(rest)
     assert values["a step of 1b, int8_fallback", "measured over bf16"] == pytest.approx(220 / 215)
-    assert "int8 1,200 TOP/s" in content["notes"][0]
+    assert "int8 900 to 1,200 TOP/s" in content["notes"][0]
     assert content["rows"][0]["device"] == "NVIDIA H9"
