@@ -47,15 +47,15 @@ def table(name: str, seconds: float, *options: str, gpus: int = 0) -> Job:
 STEP = ("--mesh", "one", "--rounds", "3", "--steps", "4")
 ONE_GPU = (
     bench("step", 300, *STEP, "--torch", "torch bf16", "--arm", "te_current", "coat", "coat_fast", "moss", "fast"),
-    bench("models", 150, "--models", "llama1b", "--rounds", "3"),
+    bench("models", 190, "--models", "llama1b", "--rounds", "3"),
     *(bench("models", 150, "--models", name, "--rounds", "3", file=f"models_{name}")
       for name in ("vitl", "gpt350m", "gpt124m")),
     bench("release", 190, "--rounds", "2"),
     bench("release", 240, "--batch", "0", "--rounds", "2", "--arm", "coat_optimizer, released, bf16+int8 masters",
           "coat, released, bf16+int8 masters", "bf16, released, bf16+int8 masters", file="release_most"),
-    bench("release", 200, "--length", "4096", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
+    bench("release", 180, "--length", "4096", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
           "fast, released, bf16+int8 masters", file="release_4096"),
-    bench("release", 240, "--model", "8b", "--length", "8192", "--rounds", "2", "--arm",
+    bench("release", 200, "--model", "8b", "--length", "8192", "--rounds", "2", "--arm",
           "coat, released, bf16+int8 masters", "fast, released, bf16+int8 masters", file="release_8b"),
     bench("release", 200, "--fit", "40", "--batch", "0", "--rounds", "2", "--arm", "coat, released, bf16+int8 masters",
           file="release_40"),
@@ -72,12 +72,12 @@ ONE_GPU = (
           file="step_vocab"),
     bench("quantize", 65),
     bench("gemm_int8", 65, "--limit", "55", "--shapes", "4"),
-    table("int8_speed", 200, "--rounds", "3", "--burst", "0.02", "--hidden", "1024", "4096", gpus=1),
+    table("int8_speed", 150, "--rounds", "3", "--burst", "0.02", "--hidden", "1024", "4096", gpus=1),
     bench("linear", 50, "--model", "7b", "--tokens", "16384"),
     bench("scaling", 45),
-    bench("step", 120, *STEP, "--torch", "--arm", "moss", "moss, weights just in time", "moss, weights delayed",
+    bench("step", 100, *STEP, "--torch", "--arm", "moss", "moss, weights just in time", "moss, weights delayed",
           file="step_scaling"),
-    bench("lora", 110, "--arm", "te_current on e4m3", "fast on e4m3"),
+    bench("lora", 60, "--arm", "te_current on e4m3", "fast on e4m3"),
 )  # fmt: skip
 TWO_GPUS = (
     bench("step", 240, "--mesh", "data", "fsdp", "--rounds", "3", "--torch", "--arm", "coat", "fast",

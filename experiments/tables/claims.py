@@ -17,6 +17,7 @@ from experiments.tables.lookup import (
     HALVES,
     MEANS,
     MOST,
+    MOST_EACH,
     ONE,
     OURS,
     PARTS,
@@ -108,6 +109,15 @@ CLAIMS: list[Claim] = [
     Claim("All of a Llama-3-8B on one GPU, a sequence of 8,192 tokens, likewise: `coat`; memory", "release_8b",
           several(*(value(f"coat, released{PARTS}", *what)
                     for what in (("tokens", "tokens/s", 0), ("memory", "GB"))))),
+    Claim("All of a Llama-2-7B on two GPUs (FSDP), the most sequences of 4,096 tokens that fit, likewise: tokens a "
+          "second and GPU, sequences a GPU", "release_two",
+          several(*(value(f"coat, released{PARTS}", *what) for what in MOST_EACH)),
+          "16,934 a GPU, on eight (NVIDIA's NeMo, FP8)"),
+    Claim("All of a Llama-3-8B on two GPUs, the most sequences of 8,192 tokens that fit, likewise", "release_two_8b",
+          several(*(value(f"coat, released{PARTS}", *what) for what in MOST_EACH)),
+          "14,451 a GPU, on eight (NVIDIA's Megatron-Bridge, FP8)"),
+    Claim("All of a Llama-2-13B on two GPUs, a sequence of 2,048 tokens each, likewise: memory of one; all gradients "
+          "held", "release_13b", several(*(value(f"coat{how}{PARTS}", "memory", "GB") for how in (", released", "")))),
     Claim("Adapters of a Llama-3.1-8B on a base in e4m3, 1 x 2,048 tokens: speed over a base in bf16, memory", "lora",
           several(ratio("fast on e4m3", "step"), value("fast on e4m3", "needs", "GB")), "",
           beside("base in bf16", value("bf16 on bf16", "needs", "GB"))),
@@ -131,6 +141,11 @@ CLAIMS: list[Claim] = [
                                        and row["impl"] == "coat"], digits=0)), "",
           lambda result: "bf16 " + str(span([row["value"] / 4 for row in result["rows"] if row["metric"] == "tokens/s"
                                              and row["impl"] == AGAIN], digits=0))),
+    Claim("That step on four GPUs, data parallel: `coat`; with gradients in 8 bits, one phase; `fp8_lm`",
+          "step_gradients_four",
+          several(*(ratio(name, "step", AGAIN) for name in ("coat", "coat, 8-bit gradients, one phase", "fp8_lm")))),
+    Claim("`7b`, FSDP over four GPUs, as many sequences as fit in 80 GB a GPU (bf16 6, `coat` 13): tokens a second",
+          "step_7b_fit_four", ratio("coat", "tokens/s", AGAIN)),
     Claim("`7b`, FSDP over two GPUs, 4 sequences of 2,048 tokens a GPU: `coat`, `fp8_lm_two_phase`", "step_7b",
           several(*(ratio(name, "step", AGAIN, FSDP_7B) for name in ("coat", "fp8_lm_two_phase"))), "1.43 (COAT)"),
     Claim("The same with as many sequences as fit in 80 GB a GPU (bf16 4, `coat` 10): tokens a second", "step_7b_fit",

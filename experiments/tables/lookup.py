@@ -10,6 +10,7 @@ FP32 = "fp32 weights, bf16 gradients"
 MEANS = "geometric mean"
 PARTS = ", bf16+int8 masters"
 MOST = ("tokens", "tokens/s", 0), ("batch", "sequences", 0)
+MOST_EACH = ("tokens", "tokens/s a GPU", 0), ("batch", "sequences a GPU", 0)
 BOUNDED = "COAT, lean, fast accumulation, bounded scales, weights held"
 
 

@@ -127,6 +127,13 @@ QUOTES = (
     Quote("On four {card}s a step of 1.1 B parameters in `coat` is {} times as fast as bf16's data parallel, {} times "
           "with FSDP and {} times with layers cut over two GPUs and FSDP over two",
           tuple(ratio("step_four", "coat", "step", AGAIN, case) for case in lookup.FOUR)),
+    Quote("Data parallel over four {card}s, means of gradients in 8 bits bring it from {} to {}; `fp8_lm` is {} times "
+          "as fast",
+          tuple(ratio("step_gradients_four", name, "step", AGAIN)
+                for name in ("coat", "coat, 8-bit gradients, one phase", "fp8_lm"))),
+    Quote("With 6.7 B and FSDP over four {card}s, as many sequences as fit in 80 GB a GPU, `coat` trains {} times as "
+          "many tokens a second as bf16",
+          (ratio("step_7b_fit_four", "coat", "tokens/s", AGAIN),)),
     Quote("the fastest on two GPUs, from 64 MiB on: {} to {} times bf16 left as codes on two {card}s; they lose with "
           "every addition: {} dB are left at 1,024 replicas, where two phases have {}. Two phases are {} to {} times "
           "bf16.",
@@ -151,6 +158,12 @@ QUOTES = (
            value("release_most", f"coat{PARTS}", "tokens", ",.0f"),
            value("release_most", f"bf16{PARTS}", "tokens", ",.0f"),
            value("release_most", f"bf16{PARTS}", "batch", ".0f"))),
+    Quote("Two {card}s, their states cut by FSDP, train the 7B at {} tokens a second each, {} sequences of 4,096 "
+          "tokens at a time, and a Llama-3-8B at {}, {} of 8,192. A 13B at one sequence of 2,048 each needs {} GB of "
+          "each, and {} GB where all gradients are held",
+          (*(value(bench, f"coat{PARTS}", metric, form) for bench in ("release_two", "release_two_8b")
+             for metric, form in (("tokens", ",.0f"), ("batch", ".0f"))),
+           *(value("release_13b", f"coat{how}{lookup.PARTS}", "memory", ".1f") for how in (", released", "")))),
     Quote("At sixteen sequences of 2,048 tokens on one {card} that step, released, then needs {} GB, and {} GB "
           "without, and has {} of the speed",
           (value("release_offload", f"coat, released, offloaded{lookup.PARTS}", "memory", ".1f"),
@@ -185,8 +198,9 @@ def pattern(quote: Quote) -> re.Pattern[str]:
 
 
 def latest(of_cards: Mapping[str, Result]) -> tuple[str, Result]:
-    """The card and file that were measured last; of a day's the first by name."""
-    card = max(sorted(of_cards, reverse=True), key=lambda card: of_cards[card]["date"])
+    """The card and file that were measured last, of whole ones before those cut short; of a day's the last by name."""
+    card = max(sorted(of_cards, reverse=True), key=lambda card: (of_cards[card].get("complete", True),
+                                                                 of_cards[card]["date"]))  # fmt: skip
     return card, of_cards[card]
 
 
@@ -208,16 +222,18 @@ def written(pages: Mapping[str, str], results: Mapping[str, Mapping[str, Result]
 
 def _put(page: str, quote: Quote, match: re.Match[str], results: Mapping[str, Mapping[str, Result]]) -> str:
     """The page with the figures of one quote, where `match` found it."""
-    told, card = [], None
+    told, cards = [], list[str]()
     for figure in quote.figures:
         where, result = latest(results[figure.bench]) if figure.bench in results else ("", {"rows": []})
         number = figure.look(result)
         if number is None:
             raise ValueError(f"no figure in results/*/{figure.bench}.json for the sentence: {quote.text}")
-        card = card or where.partition("x")[0].upper()
+        cards.append(where.partition("x")[0].upper())
         told.append(format(number, figure.form))
+    if "{card}" in quote.text and len({card for card in cards if card != "CPU"}) > 1:
+        raise ValueError(f"figures of several cards, {', '.join(dict.fromkeys(cards))}, in one sentence: {quote.text}")
     numbers = iter(told)
-    new = [card if place == "{card}" else next(numbers) for place in re.findall(r"\{card\}|\{\}", quote.text)]
+    new = [cards[0] if place == "{card}" else next(numbers) for place in re.findall(r"\{card\}|\{\}", quote.text)]
     for i in range(len(new), 0, -1):
         page = page[: match.start(i)] + str(new[i - 1]) + page[match.end(i) :]
     return page

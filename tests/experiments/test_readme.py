@@ -86,6 +86,28 @@ def test_figures_are_written_with_the_card_that_measured_them(planted):
     }
 
 
+def test_a_whole_file_goes_before_a_newer_one_that_was_cut(planted):
+    text = "`coat` is 9.99 times as fast on one H7, and takes 1 ms"
+    planted["step"]["h200"] |= {"date": "2026-01-03", "complete": False}
+    assert "on one H100" in quotes.written({"a": text}, planted)["a"]
+    planted["step"]["h200"] |= {"date": "2026-01-03", "complete": True}
+    with pytest.raises(ValueError, match="no figure"):
+        quotes.written({"a": text}, planted)
+
+
+def test_a_sentence_names_one_card_alone(planted, monkeypatch):
+    text = "`coat` is 9.99 times as fast on one H7, and takes 1 ms"
+    speed, time = quotes.QUOTES[0].figures
+    monkeypatch.setattr(quotes, "QUOTES", (quotes.QUOTES[0]._replace(figures=(speed, time._replace(bench="more"))),))
+    for card, wrong in (("h100", False), ("cpu", False), ("h200", True)):
+        files = planted | {"more": {card: planted["step"]["h100"]}}
+        if wrong:
+            with pytest.raises(ValueError, match="figures of several cards, H100, H200, in one sentence"):
+                quotes.written({"a": text}, files)
+        else:
+            assert "1.32 times as fast on one H100, and takes 158 ms" in quotes.written({"a": text}, files)["a"]
+
+
 def test_a_sentence_that_is_not_there_or_a_figure_that_no_file_has_is_named(planted):
     text = "`coat` is 9.99 times as fast on one H7, and takes 1 ms"
     with pytest.raises(ValueError, match=r"hold this 0 times, not once: `coat` is \{\} times"):
