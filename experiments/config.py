@@ -1,6 +1,7 @@
 """The training program's configuration: what `tyro` makes the command line of, and what of it a run may change."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -167,15 +168,22 @@ def flatten_fields(prefix: str, value: Any) -> dict[str, Any]:
     return flat
 
 
-# What runs had before there were these settings.
-_ADDED = dataclasses.asdict(Lora()) | {
-    "field": Data.field,
-    "init": Model.init,
-    "schedule": Optim.schedule,
-    "decay": Optim.decay,
-    "master": Optim.master,
-    "release": Optim.release,
-}
+# What runs had before there were these settings, as JSON gives it back.
+_ADDED = json.loads(
+    json.dumps(
+        dataclasses.asdict(Lora())
+        | {
+            "field": Data.field,
+            "init": Model.init,
+            "schedule": Optim.schedule,
+            "decay": Optim.decay,
+            "master": Optim.master,
+            "release": Optim.release,
+            "head": Optim.head,
+        }
+        | flatten_fields("recipe.head", fp8jax.recipes.Recipe("").head)
+    )
+)
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:

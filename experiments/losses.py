@@ -30,11 +30,17 @@ def accumulate(one: Callable, noted: nnx.State, parts: jax.Array) -> Any:
     return jax.lax.scan(add, (noted, start), parts)[0]
 
 
-def cross_entropy(model: Llama, tokens_BxT: jax.Array, chunked: bool, axes: tuple[str, ...] | None = None) -> jax.Array:
+def cross_entropy(
+    model: Llama,
+    tokens_BxT: jax.Array,
+    chunked: bool,
+    axes: tuple[str, ...] | None = None,
+    head: fp8jax.recipes.Linear | None = None,
+) -> jax.Array:
     """The mean over all tokens, of packed ones over answers; `chunked` never has the logits of all tokens.
 
     Inside `jax.shard_map` it is a device's part of that: its mean over the devices along `axes`, and where they share
-    sequences its sum over those, is the mean of all.
+    sequences its sum over those, is the mean of all. `head` is what a chunk's logits are computed with.
     """
     tokens_BxT, answers_BxT, segments_BxT = packing.parts(tokens_BxT)
     segments_BxT = None if segments_BxT is None else segments_BxT[:, :-1]
@@ -59,7 +65,7 @@ def cross_entropy(model: Llama, tokens_BxT: jax.Array, chunked: bool, axes: tupl
         count = labels.size if answers is None else jnp.sum(answers, dtype=jnp.float32)
     if chunked:
         w, axis = model.output
-        mean = fp8jax.linear_cross_entropy(y, w, labels, where=answers, vocabulary_axis=axis)
+        mean = fp8jax.linear_cross_entropy(y, w, labels, where=answers, vocabulary_axis=axis, recipe=head)
         return mean if alone else mean * (count / jnp.maximum(of_all, 1))
     losses = optax.softmax_cross_entropy_with_integer_labels(y.astype(jnp.float32), labels)
     if answers is None:

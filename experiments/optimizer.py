@@ -54,6 +54,11 @@ def make_optimizer(config: Config, recipe: fp8jax.Recipe) -> Any:
     return optax.chain(optax.clip_by_global_norm(optim.clip), adamw, tracker)
 
 
+def with_head(recipe: fp8jax.Recipe, head: str) -> fp8jax.Recipe:
+    """The recipe with the head of `--head`; as it is where that is empty."""
+    return dataclasses.replace(recipe, head=fp8jax.recipes.HEAD) if head else recipe
+
+
 def with_master(recipe: fp8jax.Recipe, master: str) -> fp8jax.Recipe:
     """The recipe with the master weights of `--master`; as it is where that is empty.
 

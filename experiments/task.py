@@ -61,7 +61,8 @@ class Task:
         rows: how sequences lie on several devices, or None.
         unroll: layers in a turn of the loop over them, as `Llama` takes it.
         lora: adapters, or None where all weights are trained.
-        chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`).
+        chunked: the loss takes the head's logits a chunk of tokens at a time (`fp8jax.linear_cross_entropy`), as it
+            does where the recipe has a head of its own.
         partition: how the devices along "data" share what the optimizer holds, as `experiments.mesh.state` takes it.
         own: `graphdef` of a device's heads and channels, where devices along "tensor" share sequences, else None.
     """
@@ -110,7 +111,7 @@ class Task:
             if isinstance(tx, ReleasedOptimizer):
                 raise ValueError("layers that are updated inside the backward pass are whole: leave out --release")
             own = tensor.of_device(form, rows.mesh.shape["tensor"]).structure()
-        how = microbatches, rows, unroll, lora, chunked, partition, own
+        how = microbatches, rows, unroll, lora, chunked or recipe.head.quantized, partition, own
         return cls(form.structure(), tx, llama, recipe, remat, seed, *how)
 
     def init(self, params: Any = None) -> TrainState:
@@ -189,7 +190,7 @@ class Task:
 
     def loss(self, params: Any, model_state: Any, tokens_BxT: jax.Array) -> jax.Array:
         """Mean cross-entropy of each next token in evaluation, float32; tokens (B, T + 1), or packed (B, 3, T + 1)."""
-        return cross_entropy(self.model(params, model_state), tokens_BxT, self.chunked)
+        return cross_entropy(self.model(params, model_state), tokens_BxT, self.chunked, head=self.recipe.head)
 
     def gradients(
         self,
@@ -223,7 +224,7 @@ class Task:
                 own = jax.tree.map(lambda x: x, (noted, rest))
                 weights = weights if whole is None else whole.outside_of_layers(weights)
                 model = nnx.merge(graphdef, weights, slots, *own)
-                value = cross_entropy(model, tokens_BxT, self.chunked, axes)
+                value = cross_entropy(model, tokens_BxT, self.chunked, axes, self.recipe.head)
                 return value, nnx.state(model, fp8jax.nnx.ScalingVariable)
 
             (value, new), (grads, seen) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, slots)
@@ -319,7 +320,7 @@ class Task:
             # The model's own layers are not called.
             model = nnx.merge(graphdef, {**rest, LAYERS: state.params[LAYERS]}, others)
             model.run = run
-            return cross_entropy(model, tokens_BxT, self.chunked)
+            return cross_entropy(model, tokens_BxT, self.chunked, head=self.recipe.head)
 
         block = layer_of(self.llama, self.recipe, self.remat, self.rows)
         value, params, opt_state = tx.step(block, loss, state.params, state.opt_state)

@@ -50,7 +50,7 @@ from experiments.introduction import count as count
 from experiments.introduction import print_plan, print_setup
 from experiments.loop import Loop, NotFinite, Stopped, StopSignals
 from experiments.optimizer import make_optimizer as make_optimizer
-from experiments.optimizer import with_master
+from experiments.optimizer import with_head, with_master
 from experiments.result import Result, read_result
 from experiments.speed import Trace, share_of_peak
 from experiments.task import Task, TrainState
@@ -126,7 +126,9 @@ def run(config: Config, console: Console, stop: StopSignals, recipe: Callable[[s
         UserError, NotFinite, Stopped: as the names say; their messages are for the user.
     """
     recipes = {name: _find(recipe, name) for name in config.recipe}
-    recipes = {name: with_master(each, config.optim.master) for name, each in recipes.items()}
+    recipes = {
+        name: with_head(with_master(each, config.optim.master), config.optim.head) for name, each in recipes.items()
+    }
     if config.lora.lora_rank:
         recipes = {name: of_base(each, config.lora) for name, each in recipes.items()}
     devices = start.devices(config, recipes.values())

@@ -14,7 +14,7 @@ from experiments import scoring, start
 from experiments.adapters import of_base
 from experiments.checkpoint import Checkpoints, DamagedError
 from experiments.config import Config, UserError, check_same, flatten_fields
-from experiments.optimizer import make_optimizer, with_master
+from experiments.optimizer import make_optimizer, with_head, with_master
 from experiments.result import parse_json
 from experiments.task import Task
 from experiments.tokenizer import BytePair, Bytes, Tokenizer
@@ -103,6 +103,7 @@ def load(folder: Path, name: str) -> Trained:
     config = read_config(folder)
     lora = config.lora if config.lora.lora_rank else None
     recipe = with_master(recipe if lora is None else of_base(recipe, lora), config.optim.master)
+    recipe = with_head(recipe, config.optim.head)
     bpe = config.data.tokenizer == "bpe"
     own = start.tokenizer(config) if config.model.init else None
     tokenizer = own or (BytePair.load(folder / "tokenizer.json") if bpe else Bytes())

@@ -15,6 +15,7 @@ WEIGHTS = {"weights just in time": "current", "weights delayed": "delayed"}
 # Or they keep what another choice than training's own keeps, run in a loop over the layers, or by XLA alone.
 KEEPING: dict[str, bool | str] = {"as written": False, "recomputed": "products"}
 PLAIN, LOOP = "none of our kernels", "in a loop"
+HEAD = "8-bit head"
 # Or the loss has logits of all tokens, or of a chunk at a time; else as `--logits auto` of training has it.
 LOGITS = {"whole logits": False, "logits in chunks": True}
 
@@ -50,8 +51,10 @@ def parsed(name: str) -> tuple[fp8jax.Recipe, str, bool]:
         recipe = dataclasses.replace(recipe, comm=GRADIENTS[how])
     elif how in WEIGHTS:
         recipe = dataclasses.replace(recipe, linear=dataclasses.replace(recipe.linear, w_scaling=WEIGHTS[how]))
+    elif how == HEAD:
+        recipe = dataclasses.replace(recipe, head=fp8jax.recipes.HEAD)
     elif how and how not in (*KEEPING, *LOGITS, PLAIN):
-        listed = [*KEEPING, *GRADIENTS, *WEIGHTS, *LOGITS, PLAIN, LOOP]
+        listed = [*KEEPING, *GRADIENTS, *WEIGHTS, HEAD, *LOGITS, PLAIN, LOOP]
         raise ValueError(f"arm {name!r}: after the recipe stands nothing, or one of {listed}")
     return recipe, how, loop
 

@@ -260,6 +260,8 @@ class Recipe:
         linear: operands of the products of linear layers.
         context: what non-linear operations keep for the backward pass.
         comm: what gradients are when they travel between devices.
+        head: operands of the products of an output head whose loss is `fp8jax.linear_cross_entropy`, which else follows
+            `linear`; the training program's head is in 16 bits without.
     """
 
     name: str
@@ -268,6 +270,7 @@ class Recipe:
     linear: Linear = Linear()
     context: Context = _WRITTEN
     comm: Comm = _XLA
+    head: Linear = Linear()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
@@ -301,10 +304,12 @@ class Recipe:
             ("first moment", self.optimizer.spec("mu") or self.optimizer.mu, "fp32"),
             ("second moment", self.optimizer.spec("nu") or self.optimizer.nu, "fp32"),
         ]
-        for product, operands in self.linear.taken().items():
-            names = {"forward": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}[product]
-            for name, spec in zip(names, operands, strict=True):
-                stored.append((f"{product} {name}", spec or weights.compute, spec.format if spec else weights.compute))
+        for of, part in (("", self.linear), ("head's ", self.head)):
+            for product, operands in part.taken().items() if not of or part.quantized else ():
+                names = {"forward": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("x", "dy")}[product]
+                for name, spec in zip(names, operands, strict=True):
+                    computed = spec.format if spec else weights.compute
+                    stored.append((f"{of}{product} {name}", spec or weights.compute, computed))
         stored.append(("saved linear input", self.linear.kept() or weights.compute, "-"))
         stored.append(("saved non-linear input", self.context.spec or weights.compute, weights.compute))
         if self.comm.gradients is not None:

@@ -15,6 +15,7 @@ from flax import nnx
 
 from experiments.bench import arms, step, step_torch, timing
 from experiments.models.llama import Llama, LlamaConfig
+from fp8jax import recipes
 from fp8jax.ops import choice
 
 LLAMA = LlamaConfig(vocab=16, dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64)
@@ -153,6 +154,7 @@ def test_an_arm_is_a_recipe_with_how_its_gradients_travel_or_what_it_recomputes(
     assert arms.settings("coat, recomputed")[1] == "products"
     assert arms.settings("moss, as written")[1] is arms.settings("coat")[1] is arms.settings("bf16")[1] is False
     assert arms.settings("coat, 8-bit gradients")[0].comm.gradients == "e4m3"
+    assert arms.settings("coat, 8-bit head").recipe.head == recipes.HEAD
     scaled = [arms.settings(f"moss, weights {how}").recipe.linear for how in ("just in time", "delayed")]
     assert [linear.w_scaling for linear in scaled] == ["current", "delayed"]
     assert all(
